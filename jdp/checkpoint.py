@@ -1,0 +1,116 @@
+"""Checkpoints: written in the background, always restored onto the plan at hand.
+
+A checkpoint holds the state's arrays by path and a small JSON record beside them. It knows nothing of meshes, strategies
+or processes: `restore` takes an abstract state (`jdp.abstract_state`) and fills its leaves with the shardings they ask
+for, so any strategy, mesh and device count reads what any other wrote. Orbax writes; a step counts only once its commit
+file is there, so a run killed while saving finds the step before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from jdp.state import TrainState
+from jdp.types import PyTree
+
+MARKER = "commit_success.txt"
+
+
+class Checkpoints:
+    """A directory of checkpoints, one a step.
+
+    Args:
+        directory: made if it is not there. All processes must see the same one.
+        keep: how many of the newest to keep; None keeps all.
+    """
+
+    def __init__(self, directory: str | Path, *, keep: int | None = 3) -> None:
+        self.directory = Path(directory).absolute()
+        policy = ocp.checkpoint_managers.LatestN(keep) if keep is not None else None
+        self._manager = ocp.CheckpointManager(
+            self.directory,
+            item_handlers={"state": ocp.StandardCheckpointHandler(), "record": ocp.JsonCheckpointHandler()},
+            options=ocp.CheckpointManagerOptions(
+                preservation_policy=policy,
+                cleanup_tmp_directories=True,
+                atomicity_options=ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE),
+            ),
+        )
+
+    @property
+    def latest(self) -> int | None:
+        """The newest committed step; None when there is none."""
+        return self._manager.latest_step()
+
+    def save(self, state: TrainState, record: dict[str, Any] | None = None) -> None:
+        """Save `state` under its step number, in the background; `record` is any small JSON object.
+
+        The arrays are copied off the devices before this returns, so the next step may donate them. A step that is
+        there already is left as it is.
+        """
+        step = int(state.step)
+        if step == self.latest:
+            return
+        items = ocp.args.Composite(
+            state=ocp.args.StandardSave(_arrays(state)), record=ocp.args.JsonSave(record or {})
+        )
+        self._manager.save(step, args=items, force=True)
+
+    def restore(self, target: TrainState, step: int | None = None) -> tuple[TrainState, dict[str, Any]]:
+        """Read a checkpoint onto the shardings of `target`.
+
+        Args:
+            target: `jdp.abstract_state(...)`, or a real state; its values are not read.
+            step: which one; None takes the newest.
+
+        Raises:
+            ValueError: there is no such checkpoint, or it does not fit `target`.
+        """
+        step = self.latest if step is None else step
+        if step is None or step not in self._manager.all_steps():
+            have = ", ".join(map(str, self._manager.all_steps())) or "none"
+            raise ValueError(f"There is no checkpoint {step or ''} in {self.directory}; there are: {have}.")
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), _arrays(target))
+        items = ocp.args.Composite(state=ocp.args.StandardRestore(shapes), record=ocp.args.JsonRestore())
+        found = self._manager.restore(step, args=items)
+        arrays = found["state"]
+        rng = jax.random.wrap_key_data(arrays.pop("rng"), impl=_key_impl(target.rng))
+        return replace(target, **arrays, rng=rng), found["record"] or {}
+
+    def wait(self) -> None:
+        """Return when everything saved so far is committed; raises what went wrong in the background."""
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        self._manager.close()
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _arrays(state: TrainState) -> dict[str, PyTree]:
+    """The state as plain arrays: the typed key as its words."""
+    words = jax.eval_shape(jax.random.key_data, state.rng) if _abstract(state.rng) else jax.random.key_data(state.rng)
+    if _abstract(state.rng):
+        words = jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=state.rng.sharding)
+    names = ("step", "params", "opt_state", "model_state", "skipped")
+    return {**{name: getattr(state, name) for name in names}, "rng": words}
+
+
+def _key_impl(rng: Any) -> Any:
+    """The PRNG implementation of a typed key, abstract or not."""
+    found: list[Any] = []
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), rng)
+    return found[0]
+
+
+def _abstract(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct)

@@ -1,0 +1,77 @@
+"""Global view: arrays are whole, moves are sharding constraints, and XLA inserts every collective.
+
+Batch statistics are global and a loss may mix examples. What XLA makes of it is its choice: it reduces gradients in the
+dtype the backward pass produced, and inside the accumulation loop where it finds them there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jdp import keys
+from jdp.gradients.accumulate import Moves, Task, evaluate, step_gradients
+from jdp.placement import Placement
+from jdp.plan import Plan
+from jdp.types import Batch, PyTree
+
+
+def gradients(task: Task, plan: Plan) -> Callable[..., Any]:
+    """(params, model_state, batch, key) -> (Σ∇total at rest specs, sums, model_state)."""
+    moves = _moves(task, plan)
+
+    def run(params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array) -> Any:
+        return step_gradients(task, moves, params, model_state, _whole(plan, batch), key)
+
+    return run
+
+
+def evaluation(task: Task, plan: Plan) -> Callable[..., Any]:
+    """(params, model_state, batch) -> sums."""
+    moves = _moves(task, plan)
+    return lambda params, model_state, batch: evaluate(task, moves, params, model_state, _whole(plan, batch))
+
+
+def _moves(task: Task, plan: Plan) -> Moves:
+    mesh = plan.mesh
+
+    def constrain(x: jax.Array, spec: PartitionSpec, leading: int) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*spec[leading:])))
+
+    def hold(x: jax.Array, place: Placement, leading: int) -> jax.Array:
+        return constrain(x, place.rest if task.row.reduce_each_microbatch else place.compute, leading)
+
+    def microbatches(batch: Batch, count: int) -> Batch:
+        sharding = NamedSharding(mesh, PartitionSpec(None, *plan.batch_spec))
+        return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(interleave(x, count), sharding), batch)
+
+    return Moves(
+        gather=lambda x, place, leading: constrain(x, place.compute, leading),
+        reduce=lambda x, place, leading: constrain(x, place.rest, leading),
+        hold=hold,
+        finish=lambda x, place, leading: constrain(x, place.rest, leading),
+        total=lambda x: x,
+        average=lambda model_state: model_state,
+        microbatches=microbatches,
+        key=_key,
+    )
+
+
+def _key(key: jax.Array, rows: int, index: Any, count: int) -> jax.Array:
+    return key if count == 1 else keys.batch_key(key, rows=rows, offset=index, stride=count)
+
+
+def interleave(x: jax.Array, count: int) -> jax.Array:
+    """[rows, ...] -> [count, rows / count, ...]: microbatch k gets rows k, k + count, ...
+
+    Every device then cuts its own rows and nothing moves; a contiguous split makes XLA gather the whole batch.
+    """
+    return x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1)
+
+
+def _whole(plan: Plan, batch: Batch) -> Batch:
+    """The batch, laid over the batch axes whatever way it came in."""
+    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, plan.batch_sharding), batch)

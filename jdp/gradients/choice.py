@@ -1,0 +1,100 @@
+"""Which partitioning a step gets when none was asked for, and why.
+
+Auto, unless auto cannot keep the communication contract and the loss returns a `Loss`, which promises that its total is
+a sum over examples: then manual.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from jdp.notices import notice
+from jdp.plan import path_of
+from jdp.precision import Precision
+from jdp.state import TrainState
+from jdp.strategy import Strategy
+from jdp.types import Batch, Loss
+
+if TYPE_CHECKING:
+    from jdp.step import Step
+
+
+@dataclass(frozen=True)
+class Choice:
+    partitioning: str
+    why: str
+
+
+def choose(step: Step, state: TrainState, batch: Batch) -> Choice:
+    """Settle the partitioning of `step` for this state and batch, and say once what was chosen."""
+    choice = _choose(step, state, batch)
+    if step.asked is None and step.plan.batch_shards > 1:
+        what = "train" if step.train else "eval"
+        notice(f"{what} step under {step.plan.strategy}: partitioning={choice.partitioning!r}: {choice.why}")
+    return choice
+
+
+def _choose(step: Step, state: TrainState, batch: Batch) -> Choice:
+    if step.asked is not None:
+        return Choice(step.asked, "asked for")
+    if step.plan.batch_shards == 1:
+        return Choice("auto", "one shard of the batch: nothing to communicate")
+    if not step.train:
+        return Choice("auto", "an evaluation step has no gradients to reduce")
+    is_sum, reused = _read_loss(step, state, batch)
+    breach = auto_breach(step.plan.row, step.accumulate, step.precision, reused)
+    if breach is None:
+        return Choice("auto", "XLA keeps the communication contract")
+    if jax.tree.leaves(state.model_state):
+        return Choice("auto", f"the model's state wants global batch statistics, although {breach}")
+    if not is_sum:
+        return Choice("auto", f"the loss returns a mean, although {breach}; a loss that returns jdp.Loss gets manual")
+    return Choice("manual", breach)
+
+
+def auto_breach(row: Strategy, accumulate: int, precision: Precision, reused: str | None) -> str | None:
+    """What auto would get wrong; None: nothing. Measured on compiled programs, experiments/benchmarks/traffic.py."""
+    if accumulate > 1 and not row.reduce_each_microbatch:
+        return "auto synchronises inside the accumulation loop"
+    if precision.reduce != precision.compute:
+        return f"auto would reduce gradients in {precision.compute}, and {precision.reduce} is asked for"
+    if reused is not None:
+        return f"{reused} is used more than once, and auto reduces its gradient at each use"
+    return None
+
+
+def _read_loss(step: Step, state: TrainState, batch: Batch) -> tuple[bool, str | None]:
+    """Trace the loss abstractly: does it return a `Loss`, and which parameter does it use more than once?"""
+    adapter, found = state.static.adapter, list[bool]()
+
+    def probe(params: Any) -> Any:
+        model = params if adapter is None else adapter.merge(params, state.model_state, state.rng)
+        value = step.loss_fn(model, batch, state.rng)
+        found.append(isinstance(value, Loss))
+        return value.total if isinstance(value, Loss) else value
+
+    jaxpr = jax.make_jaxpr(probe)(state.params).jaxpr
+    paths = [path_of(path) for path, _ in jax.tree.leaves_with_path(state.params)]
+    uses = zip(paths, jaxpr.invars, strict=True)
+    return found[0], next((path for path, var in uses if count_uses(jaxpr, var) > 1), None)
+
+
+def count_uses(jaxpr: Any, var: Any) -> int:
+    """How many primitive operations of `jaxpr`, and of those it calls, take `var` as an operand."""
+    count = 0
+    for eqn in jaxpr.eqns:
+        for position, operand in enumerate(eqn.invars):
+            if operand is var:
+                count += _uses_inside(eqn, position)
+    return count
+
+
+def _uses_inside(eqn: Any, position: int) -> int:
+    for value in eqn.params.values():
+        inner = getattr(value, "jaxpr", value)  # a ClosedJaxpr or a Jaxpr; anything else has no invars
+        if len(getattr(inner, "invars", ())) == len(eqn.invars):
+            return count_uses(inner, inner.invars[position])
+    return 1

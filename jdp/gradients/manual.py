@@ -1,0 +1,105 @@
+"""Replica view: the gradient region runs under `shard_map` over the batch axes and issues its own collectives.
+
+Each device sees its rows of the batch and differentiates its own sum. That is what lets it add microbatches locally and
+synchronise once, choose the dtype on the wire, and, later, compress or skip synchronisations. Axes of the model stay
+XLA's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jdp import keys
+from jdp.gradients.accumulate import Moves, Task, evaluate, step_gradients
+from jdp.gradients.auto import interleave
+from jdp.mesh import DATA, batch_axes
+from jdp.placement import Placement, axes_of
+from jdp.plan import Plan
+from jdp.types import Batch, PyTree
+
+
+def gradients(task: Task, plan: Plan) -> Callable[..., Any]:
+    """(params, model_state, batch, key) -> (Σ∇total at rest specs, sums, model_state)."""
+
+    def local(params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array) -> Any:
+        return step_gradients(task, _moves(plan), params, model_state, batch, key)
+
+    rest, whole = _rest_specs(plan, task.places), PartitionSpec()
+    return _shard_map(local, plan, (rest, whole, plan.batch_spec, whole), (rest, whole, whole))
+
+
+def evaluation(task: Task, plan: Plan) -> Callable[..., Any]:
+    """(params, model_state, batch) -> sums."""
+
+    def local(params: PyTree, model_state: PyTree, batch: Batch) -> Any:
+        return evaluate(task, _moves(plan), params, model_state, batch)
+
+    rest, whole = _rest_specs(plan, task.places), PartitionSpec()
+    return _shard_map(local, plan, (rest, whole, plan.batch_spec), whole)
+
+
+def _shard_map(local: Callable[..., Any], plan: Plan, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    # check_vma off: the gather boundary is a custom_vjp whose two sides vary over different axes.
+    return jax.shard_map(
+        local,
+        mesh=plan.mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=set(batch_axes(plan.mesh)),
+        check_vma=False,
+    )
+
+
+def _rest_specs(plan: Plan, places: PyTree) -> PyTree:
+    """The part of each rest spec that concerns the batch axes; the model's axes stay automatic."""
+    manual = batch_axes(plan.mesh)
+
+    def keep(entry: object) -> object:
+        left = tuple(axis for axis in axes_of(entry) if axis in manual)
+        return left[0] if len(left) == 1 else (left or None)
+
+    return jax.tree.map(lambda place: PartitionSpec(*(keep(entry) for entry in place.rest)), places)
+
+
+def _moves(plan: Plan) -> Moves:
+    axes = batch_axes(plan.mesh)
+    others = tuple(axis for axis in axes if axis != DATA)
+    replicas = plan.batch_shards
+
+    def gather(x: jax.Array, place: Placement, leading: int) -> jax.Array:
+        return x if place.dim is None else jax.lax.all_gather(x, DATA, axis=place.dim - leading, tiled=True)
+
+    def reduce(x: jax.Array, place: Placement, leading: int) -> jax.Array:
+        if place.dim is None:
+            return x
+        return jax.lax.psum_scatter(x, DATA, scatter_dimension=place.dim - leading, tiled=True)
+
+    def finish(x: jax.Array, place: Placement, leading: int) -> jax.Array:
+        left = axes if place.dim is None else others
+        return jax.lax.psum(x, left) if left else x
+
+    def average(x: jax.Array) -> jax.Array:
+        floating = jnp.issubdtype(x.dtype, jnp.floating)
+        return (jax.lax.psum(x, axes) / replicas).astype(x.dtype) if floating else x
+
+    def key(key: jax.Array, rows: int, index: Any, count: int) -> jax.Array:
+        if replicas == count == 1:
+            return key
+        first = jax.lax.axis_index(axes).astype(jnp.uint32) * jnp.uint32(rows * count)
+        return keys.batch_key(key, rows=rows, offset=first + jnp.uint32(index), stride=count)
+
+    return Moves(
+        gather=gather,
+        reduce=reduce,
+        hold=lambda x, place, leading: x,
+        finish=finish,
+        total=lambda x: jax.lax.psum(x, axes),
+        average=lambda model_state: jax.tree.map(average, model_state),
+        microbatches=lambda batch, count: jax.tree.map(lambda x: interleave(x, count), batch),
+        key=key,
+    )

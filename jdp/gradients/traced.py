@@ -1,0 +1,93 @@
+"""One call of the user's loss function, as the gradient code sees it.
+
+Operands go in (whole weights, or shards that are gathered on the way), a `Loss` comes out, whatever the user returned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdp.layers import Lift, Lifts, lifting
+from jdp.types import Batch, Loss, LossFn, PyTree
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Sums:
+    """What is summed over examples: scalars in float32, metrics as pairs (total, weight)."""
+
+    total: jax.Array
+    weight: jax.Array
+    metrics: dict[str, tuple[jax.Array, jax.Array]]
+
+
+@dataclass(frozen=True)
+class TracedLoss:
+    """The loss function, how parameters become its model, and where they live.
+
+    Attributes:
+        fn: the user's loss function.
+        adapter: `Static.adapter`.
+        places: a tree like the parameters, of `Placement`.
+        lift: under ZeRO-3, how a shard is gathered where it is used; None where operands are whole already.
+    """
+
+    fn: LossFn
+    adapter: Any
+    places: PyTree
+    lift: Lift | None
+
+    def __call__(self, operands: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[Sums, PyTree]:
+        """Return the sums over the batch given, and the model state afterwards."""
+        whole, context = operands, contextlib.nullcontext()
+        if self.lift is not None:
+            lift = self.lift
+            whole = jax.tree.map(lambda shard, place: lift(shard, place, 0), operands, self.places)
+            context = lifting(Lifts(lift, _table(whole, operands, self.places)))
+        with context:
+            if self.adapter is None:
+                return as_sums(self.fn(whole, batch, key), batch), model_state
+            model = self.adapter.merge(whole, model_state, key)
+            sums = as_sums(self.fn(model, batch, key), batch)
+            return sums, self.adapter.changed(model)
+
+
+def _table(whole: PyTree, shards: PyTree, places: PyTree) -> dict[int, Any]:
+    rows = zip(jax.tree.leaves(whole), jax.tree.leaves(shards), jax.tree.leaves(places), strict=True)
+    return {id(full): (full, shard, place) for full, shard, place in rows}
+
+
+def as_sums(value: Any, batch: Batch) -> Sums:
+    """Turn what a loss function returned into sums; a plain scalar is the mean over the batch's rows."""
+    if not isinstance(value, Loss):
+        value = _scalar("a loss function's plain return value", value)
+        rows = jnp.float32(batch_rows(batch))
+        return Sums(value * rows, rows, {})
+    weight = _scalar("Loss.weight", value.weight)
+    metrics = {
+        name: (_scalar(f"metric {name!r}", pair[0]), _scalar(f"metric {name!r}", pair[1]))
+        for name, entry in value.metrics.items()
+        for pair in [entry if isinstance(entry, tuple) else (entry, weight)]
+    }
+    return Sums(_scalar("Loss.total", value.total), weight, metrics)
+
+
+def batch_rows(batch: Batch) -> int:
+    """The leading size that all arrays of a batch share."""
+    sizes = {path: leaf.shape[:1] for path, leaf in jax.tree.leaves_with_path(batch)}
+    if not sizes or len(set(sizes.values())) != 1 or () in sizes.values():
+        found = ", ".join(f"{jax.tree_util.keystr(p)}: {s[0] if s else 'a scalar'}" for p, s in sizes.items())
+        raise ValueError(f"All arrays of a batch share their leading dimension, the examples; got {found or 'none'}.")
+    return next(iter(sizes.values()))[0]
+
+
+def _scalar(what: str, value: Any) -> jax.Array:
+    array = jnp.asarray(value)
+    if array.shape:
+        raise ValueError(f"{what} must be a scalar; its shape is {array.shape}. Sum it over the batch.")
+    return array.astype(jnp.float32)

@@ -1,0 +1,59 @@
+"""The strategies: rows of one table, and everything that differs between them.
+
+|       | params, optimizer state | gradient accumulator     | gradients are reduced | working copy is gathered |
+|-------|-------------------------|--------------------------|-----------------------|--------------------------|
+| ddp   | replicated              | replicated               | once per step         | never                    |
+| zero1 | sharded over `data`     | replicated               | once per step         | once per step            |
+| zero2 | sharded                 | sharded                  | per microbatch        | once per step            |
+| zero3 | sharded                 | sharded                  | per microbatch        | per layer, at each use   |
+
+ddp: Li et al. 2020 (arXiv:2006.15704). zero1-3: the stages of Rajbhandari et al. 2019 (arXiv:1910.02054); here every
+stage keeps its fp32 master weights sharded at rest and gathers a working copy in compute dtype, as PyTorch FSDP's
+SHARD_GRAD_OP (zero2) and FULL_SHARD (zero3) do, so one checkpoint layout serves all of them.
+"""
+
+import difflib
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One row of the table.
+
+    Attributes:
+        name: the word the user writes.
+        shard_state: parameters and optimizer state rest sharded over `data`.
+        reduce_each_microbatch: gradients are reduce-scattered at every microbatch into a sharded accumulator; else they
+            are summed locally and reduced once per step.
+        gather: when the working copy of a sharded parameter is gathered.
+    """
+
+    name: str
+    shard_state: bool
+    reduce_each_microbatch: bool
+    gather: Literal["never", "step", "use"]
+
+
+STRATEGIES = {
+    row.name: row
+    for row in (
+        Strategy("ddp", shard_state=False, reduce_each_microbatch=False, gather="never"),
+        Strategy("zero1", shard_state=True, reduce_each_microbatch=False, gather="step"),
+        Strategy("zero2", shard_state=True, reduce_each_microbatch=True, gather="step"),
+        Strategy("zero3", shard_state=True, reduce_each_microbatch=True, gather="use"),
+    )
+}
+
+
+def strategy(name: str) -> Strategy:
+    """Look up a row.
+
+    Raises:
+        ValueError: no strategy has that name; the message offers the nearest.
+    """
+    if name in STRATEGIES:
+        return STRATEGIES[name]
+    near = difflib.get_close_matches(str(name), STRATEGIES, n=1, cutoff=0.3)
+    hint = f"; did you mean {near[0]!r}?" if near else "."
+    raise ValueError(f"The strategy is one of {', '.join(STRATEGIES)}; got {name!r}{hint}")
