@@ -1,0 +1,78 @@
+"""Text from a model: one token at a time, in arrays whose shapes never change.
+
+The sequence so far sits at the start of a [batch, prompt + length] array. Each step reads a window of at most `context`
+tokens that ends with the newest one, takes the logits there, draws a token and writes it behind. Early on the window
+also covers places not yet written: the model is causal, so they do not matter. There is no cache of keys and values:
+a step costs a whole forward pass, which is simple, and enough to look at what a run has learned.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from jdp.models.gpt import GPT
+from jdp.models.parts import require
+
+
+def generate(
+    model: GPT,
+    prompt: jax.Array,
+    *,
+    length: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    rng: jax.Array,
+) -> jax.Array:
+    """Continue each row of the prompt by `length` tokens: [batch, prompt + length] in the prompt's dtype.
+
+    Works inside `jax.jit` as well; `length`, `temperature` and `top_k` must then be static.
+
+    Args:
+        model: a GPT; tokens beyond its context are dropped from the left of what it sees.
+        prompt: [batch, prompt] integers, at least one token.
+        length: tokens to add.
+        temperature: divides the logits before drawing; 0 takes the likeliest token.
+        top_k: draw among the k likeliest tokens; None: among all.
+        rng: typed key. Step i draws with `fold_in(rng, i)`.
+
+    Raises:
+        ValueError: an empty prompt, or a number out of range.
+    """
+    vocabulary = model.config.vocab_size
+    shape_fits = prompt.ndim == 2 and prompt.shape[1] > 0
+    require(shape_fits, "a prompt is [batch, at least 1 token]", f"{list(prompt.shape)}", "Begin with some token")
+    require(length >= 0, "length is the number of tokens to add", f"{length}", "Make it 0 or more")
+    require(temperature >= 0, "temperature is 0 or more", f"{temperature}", "0 takes the likeliest token")
+    in_range = top_k is None or 1 <= top_k <= vocabulary
+    require(in_range, f"top_k is between 1 and vocab_size({vocabulary})", f"{top_k}", "None draws among all")
+    return _generate(model, prompt, rng, length, float(temperature), top_k)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4, 5))
+def _generate(
+    model: GPT, prompt: jax.Array, rng: jax.Array, length: int, temperature: float, top_k: int | None
+) -> jax.Array:
+    total = prompt.shape[1] + length
+    window = min(model.config.context, total)
+
+    def step(i: jax.Array, tokens: jax.Array) -> jax.Array:
+        end = prompt.shape[1] + i
+        start = jnp.maximum(end - window, 0)
+        features = model.features(jax.lax.dynamic_slice_in_dim(tokens, start, window, axis=1))
+        newest = jax.lax.dynamic_index_in_dim(features, end - 1 - start, axis=1, keepdims=False)
+        drawn = _draw(model.logits(newest), jax.random.fold_in(rng, i), temperature, top_k)
+        return jax.lax.dynamic_update_index_in_dim(tokens, drawn.astype(tokens.dtype), end, axis=1)
+
+    return jax.lax.fori_loop(0, length, step, jnp.pad(prompt, ((0, 0), (0, length))))
+
+
+def _draw(logits: jax.Array, key: jax.Array, temperature: float, top_k: int | None) -> jax.Array:
+    """One token a row: [batch, vocab_size] float32 -> [batch] integers."""
+    if temperature == 0.0:
+        return jnp.argmax(logits, axis=-1)
+    if top_k is None:
+        return jax.random.categorical(key, logits / temperature, axis=-1)
+    best, tokens = jax.lax.top_k(logits, top_k)
+    choice = jax.random.categorical(key, best / temperature, axis=-1)
+    return jnp.take_along_axis(tokens, choice[:, None], axis=-1)[:, 0]
