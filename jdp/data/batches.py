@@ -1,0 +1,130 @@
+"""Global batches: every process walks the same line of samples and reads only its own rows.
+
+1. The line: positions 0, 1, 2, … over all epochs (jdp.data.order); global batch b is the positions [b·B, (b+1)·B).
+2. A process' share: `rows` of each global batch. Nothing else of a batch is read here, and nothing about the other
+   processes is needed: the number of batches follows from `len(source)` alone, so all of them stop together.
+3. A run of a stated number of epochs keeps its last, uneven batch: filled up to B rows with rows of weight 0.
+4. grain reads a few batches ahead, in threads.
+"""
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import grain
+import numpy as np
+from numpy.typing import NDArray
+
+from jdp.data.order import sample_index
+from jdp.notices import notice
+
+NumpyBatch = dict[str, NDArray[Any]]
+
+# Small on purpose: a sample costs microseconds here, and what a step waits for is one batch, not five hundred.
+_READ_AHEAD = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
+
+
+class Source(Protocol):
+    """Random access to samples: a dict of arrays each, the same shapes and dtypes for all; safe to read in threads."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Mapping[str, NDArray[Any]]: ...
+
+
+def batch_count(source: Source, *, batch_size: int, epochs: int = 1) -> int:
+    """Global batches in a run of `epochs` epochs, the padded last one included: ⌈epochs · samples / batch_size⌉."""
+    return -(-epochs * len(source) // batch_size)
+
+
+def global_batches(
+    source: Source,
+    *,
+    batch_size: int,
+    seed: int,
+    rows: Sequence[int] | slice | None = None,
+    start: int = 0,
+    shuffle: bool = True,
+    epochs: int | None = None,
+) -> grain.IterDataset[NumpyBatch]:
+    """This process' rows of every global batch, in an order that does not know about processes.
+
+    Row r of global batch b is the sample at position b · batch_size + r of a line of epochs, each shuffled anew by
+    (seed, epoch). Epochs follow one another without a break, so each sample occurs exactly once in each; a batch
+    larger than the data set is allowed, holds samples of several epochs, and is reported.
+
+    Args:
+      source: the samples; read at the indices of this process' rows only.
+      batch_size: rows of a global batch, over all processes.
+      seed: of the order, not negative; unused without `shuffle`.
+      rows: which rows of each global batch to read, in this order; all of them by default.
+      start: the first global batch: to resume, the number of batches consumed so far. Costs nothing: no replay.
+      shuffle: False reads samples in their own order, every epoch.
+      epochs: how many; None runs on for ever. A finite run ends with a batch padded to `batch_size` rows: the line
+        goes on, but its "weights" are 0 there.
+
+    Returns:
+      An iterable of dicts of NumPy arrays, the samples' arrays with a leading dimension of len(rows). Every `iter` of
+      it begins at `start` and reads ahead in two threads, which end with the iterator (at its `close()`, or when it
+      is collected).
+
+    Raises:
+      ValueError: a number out of its range (at once), or a batch to be padded whose samples have no "weights" (when
+        it is read).
+    """
+    _check_run(len(source), batch_size=batch_size, epochs=epochs)
+    if shuffle:
+        sample_index(seed, len(source), 0)  # what is wrong with the seed is said now, not by a reading thread
+    end = sys.maxsize if epochs is None else batch_count(source, batch_size=batch_size, epochs=epochs)
+    if not 0 <= start <= end:
+        raise ValueError(f"start must be a batch of the run, 0 to {end}, got {start}: give the batches consumed so far")
+    own = _own_rows(rows, batch_size)
+    samples_in_run = None if epochs is None else epochs * len(source)
+
+    def sample_at(position: int) -> Mapping[str, NDArray[Any]]:
+        index = sample_index(seed, len(source), position) if shuffle else position % len(source)
+        is_padding = samples_in_run is not None and position >= samples_in_run
+        return _weightless(source[index]) if is_padding else source[index]
+
+    def read(batch: int) -> NumpyBatch:
+        samples = [sample_at(batch * batch_size + row) for row in own]
+        return {key: np.stack([sample[key] for sample in samples]) for key in samples[0]}
+
+    return grain.MapDataset.range(start, end).map(read).to_iter_dataset(_READ_AHEAD)
+
+
+def _check_run(samples: int, *, batch_size: int, epochs: int | None) -> None:
+    if samples < 1:
+        raise ValueError("the source must hold at least one sample, got none: give some data")
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}: give the rows of a global batch")
+    if epochs is not None and epochs < 1:
+        raise ValueError(f"epochs must be at least 1, got {epochs}: give a count, or None to run on for ever")
+    if batch_size > samples and epochs != 1:
+        notice(f"batch_size {batch_size} is larger than the data set ({samples} samples): a batch repeats some of them")
+
+
+def _own_rows(rows: Sequence[int] | slice | None, batch_size: int) -> Sequence[int]:
+    every_row = range(batch_size)
+    match rows:
+        case None:
+            own = every_row
+        case slice():
+            own = every_row[rows]
+        case _:
+            own = tuple(int(row) for row in rows)
+    if len(own) == 0 or not all(row in every_row for row in own):
+        raise ValueError(
+            f"rows must name at least one row of a global batch of {batch_size}, each from 0 to {batch_size - 1}, "
+            f"got {rows}: give this process' share of them"
+        )
+    return own
+
+
+def _weightless(sample: Mapping[str, NDArray[Any]]) -> Mapping[str, NDArray[Any]]:
+    if "weights" not in sample:
+        raise ValueError(
+            f'the last batch of a finite run is filled with rows of weight 0, but samples have no "weights", only '
+            f"{sorted(sample)}: add them, or make epochs * samples a multiple of batch_size"
+        )
+    return {**sample, "weights": np.zeros_like(sample["weights"])}

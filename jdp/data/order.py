@@ -1,0 +1,69 @@
+"""The order of samples: one pure function of (seed, epoch, index), nothing about processes or devices.
+
+A run is an endless line of positions 0, 1, 2, …; epoch e covers the positions [e·n, (e+1)·n) of n samples, and every
+epoch is shuffled anew. Global batch b of B rows is the positions [b·B, (b+1)·B): it may straddle two epochs, so no
+sample is dropped or repeated at an epoch's end, and the whole state of a run is one integer.
+
+Two shuffles, each where it is the cheap one, since grain's walks a cipher over blocks of at least 16 bits until it
+falls inside the range (measured here: 4 µs a sample at 10⁶ samples, 1 ms at 64, 11 ms at 2):
+
+1. below 2¹⁶ samples, a table for the epoch;
+2. above, grain's `index_shuffle`: no table, constant time and memory.
+"""
+
+import functools
+
+import numpy as np
+from grain.experimental import index_shuffle
+from numpy.typing import NDArray
+
+_TABLE_BELOW = 2**16  # samples; a table is then 512 KiB at most
+_MOST_SAMPLES = 2**32  # index_shuffle permutes 32-bit integers
+# Of grain's cipher. Four, the least it allows, leave neighbours correlated (r = -0.03 over 70,000 samples, ten standard
+# errors from none); eight leave nothing measurable at the same price.
+_ROUNDS = 8
+
+
+def sample_index(seed: int, epoch_length: int, position: int) -> int:
+    """The sample at one position of an endless run, each epoch of which is a permutation of its samples.
+
+    Args:
+      seed: not negative; the same seed is the same order, on any machine and any version of NumPy.
+      epoch_length: samples in an epoch, 1 to 2³².
+      position: not negative, over all epochs: epoch `position // epoch_length`.
+
+    Returns:
+      The sample's index, in [0, epoch_length).
+
+    Raises:
+      ValueError: an argument outside the ranges above.
+    """
+    if seed < 0:
+        raise ValueError(f"seed must not be negative, got {seed}: give 0 or any larger integer")
+    if not 1 <= epoch_length <= _MOST_SAMPLES:
+        raise ValueError(
+            f"a shuffled epoch holds 1 to 2**32 samples, got {epoch_length}: give some data, or longer samples"
+        )
+    if position < 0:
+        raise ValueError(f"position must not be negative, got {position}: positions count from the run's first sample")
+    epoch, index = divmod(position, epoch_length)
+    if epoch_length < _TABLE_BELOW:
+        return int(_epoch_table(seed, epoch, epoch_length)[index])
+    return index_shuffle(index, max_index=epoch_length - 1, seed=_epoch_seed(seed, epoch), rounds=_ROUNDS)
+
+
+@functools.lru_cache(maxsize=8)  # a batch of a small data set may straddle several epochs
+def _epoch_table(seed: int, epoch: int, epoch_length: int) -> NDArray[np.int64]:
+    # Raw bits sorted, rather than `Generator.permutation`: NumPy promises the stream of a bit generator for ever, but
+    # lets a Generator's methods change between versions (NEP 19), and with them the order of a resumed run.
+    return np.argsort(np.random.Philox(_entropy(seed, epoch)).random_raw(epoch_length), kind="stable")
+
+
+@functools.lru_cache(maxsize=8)
+def _epoch_seed(seed: int, epoch: int) -> int:
+    return int(_entropy(seed, epoch).generate_state(1)[0])
+
+
+def _entropy(seed: int, epoch: int) -> np.random.SeedSequence:
+    # Mixed, not added: with seed + epoch, as in grain's own shuffle, the second epoch of seed 0 is the first of seed 1.
+    return np.random.SeedSequence(seed, spawn_key=(epoch,))
