@@ -1,10 +1,14 @@
 """jdp: data-parallel training on JAX sharding.
 
-Wrap the Flax training loop you have, change one word (`ddp`, `zero1`, `zero2`, `zero3`), and know before you launch what
-every device will hold, send and wait for.
+Wrap the Flax training loop you have, change one word (`ddp`, `zero1`, `zero2`, `zero3`), and know before you launch
+what every device will hold, send and wait for.
 """
 
-#from jdp.distributed import initialize as initialize
+from jdp.checkpoint import Checkpoints as Checkpoints
+from jdp.data.feed import Feed as Feed
+from jdp.data.feed import process_rows as process_rows
+from jdp.data.feed import shard_batches as shard_batches
+from jdp.distributed import initialize as initialize
 from jdp.init import abstract_state as abstract_state
 from jdp.init import init_state as init_state
 from jdp.layers import scan_layers as scan_layers

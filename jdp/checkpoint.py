@@ -1,9 +1,9 @@
 """Checkpoints: written in the background, always restored onto the plan at hand.
 
-A checkpoint holds the state's arrays by path and a small JSON record beside them. It knows nothing of meshes, strategies
-or processes: `restore` takes an abstract state (`jdp.abstract_state`) and fills its leaves with the shardings they ask
-for, so any strategy, mesh and device count reads what any other wrote. Orbax writes; a step counts only once its commit
-file is there, so a run killed while saving finds the step before.
+A checkpoint holds the state's arrays by path and a small JSON record beside them. It knows nothing of meshes,
+strategies or processes: `restore` takes an abstract state (`jdp.abstract_state`) and fills its leaves with the
+shardings they ask for, so any strategy, mesh and device count reads what any other wrote. Orbax writes; a step counts
+only once its commit file is there, so a run killed while saving finds the step before.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ import orbax.checkpoint as ocp
 
 from jdp.state import TrainState
 from jdp.types import PyTree
-
-MARKER = "commit_success.txt"
 
 
 class Checkpoints:
@@ -48,17 +46,16 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def save(self, state: TrainState, record: dict[str, Any] | None = None) -> None:
-        """Save `state` under its step number, in the background; `record` is any small JSON object.
+        """Save `state` under the number of batches it has consumed, in the background; `record` is any small JSON
+        object.
 
         The arrays are copied off the devices before this returns, so the next step may donate them. A step that is
         there already is left as it is.
         """
-        step = int(state.step)
+        step = int(state.consumed)
         if step == self.latest:
             return
-        items = ocp.args.Composite(
-            state=ocp.args.StandardSave(_arrays(state)), record=ocp.args.JsonSave(record or {})
-        )
+        items = ocp.args.Composite(state=ocp.args.StandardSave(_arrays(state)), record=ocp.args.JsonSave(record or {}))
         self._manager.save(step, args=items, force=True)
 
     def restore(self, target: TrainState, step: int | None = None) -> tuple[TrainState, dict[str, Any]]:

@@ -1,12 +1,12 @@
 """Everything jdp knows of Flax NNX: how a module becomes plain trees of arrays, and back.
 
-A module is split once, at initialisation, and put together again only while a step is traced; no call of a compiled step
-walks a module. Its parameters become nested dicts with text keys, which JAX flattens natively.
+A module is split once, at initialisation, and put together again only while a step is traced; no call of a compiled
+step walks a module. Its parameters become nested dicts with text keys, which JAX flattens natively.
 
 Three kinds of variables:
 - `nnx.Param`: trained;
-- `nnx.RngState` (the keys and counters inside `nnx.Dropout(rngs=...)`): never carried along. Every merge seeds them anew
-  from the step's key, so the masks depend on that key alone;
+- `nnx.RngState` (the keys and counters inside `nnx.Dropout(rngs=...)`): never carried along. Every merge seeds them
+  anew from the step's key, so the masks depend on that key alone;
 - all others (BatchNorm statistics): model state, returned changed by the step.
 """
 
@@ -76,7 +76,7 @@ def _is_model_state(variable: Any) -> bool:
 def _seeded(variable: Any, rng: jax.Array | None, index: int) -> jax.Array:
     """A fresh key or a zero counter for one RNG variable; in evaluation mode a key that nothing draws from."""
     aval = variable.get_value()
-    if not jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
+    if not jax.numpy.issubdtype(aval.dtype, jax.dtypes.prng_key):
         return jax.numpy.zeros(aval.shape, aval.dtype)
     key = jax.random.fold_in(jax.random.key(0) if rng is None else rng, index)
     if not aval.shape:

@@ -75,7 +75,7 @@ def _prepare(init: InitFn, tx: optax.GradientTransformation, plan: Plan, rng: ja
 
 def _typed(rng: jax.Array) -> jax.Array:
     """Accept a legacy uint32 key as well."""
-    return rng if jax.dtypes.issubdtype(rng.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(rng)
+    return rng if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(rng)
 
 
 def _fields(state: TrainState) -> dict[str, PyTree]:

@@ -1,14 +1,14 @@
 """Random keys that know which rows of the global batch they stand for.
 
 A loss that draws `jax.random.bernoulli(rng, 0.9, x.shape)` should get the same masks on one device and on a thousand,
-in one microbatch and in eight. Under jit with a global view JAX's partitionable threefry gives that for the whole batch.
-Inside `shard_map`, or over a microbatch, the loss sees some of the rows only, and a plain key would give every shard the
-same mask.
+in one microbatch and in eight. Under jit with a global view JAX's partitionable threefry gives that for the whole
+batch. Inside `shard_map`, or over a microbatch, the loss sees some of the rows only, and a plain key would give every
+shard the same mask.
 
 So there the loss gets a *batch key*: an ordinary typed key whose PRNG implementation is threefry, plus the affine map
 from its local rows to the global ones, row = offset + stride × local row. A draw whose leading size is the number of
-local rows is taken to be per example, and yields exactly the rows that the global draw would have. Any other draw is the
-plain threefry draw: the same on every shard, as a draw without a batch dimension is in the global view.
+local rows is taken to be per example, and yields exactly the rows that the global draw would have. Any other draw is
+the plain threefry draw: the same on every shard, as a draw without a batch dimension is in the global view.
 
 `fold_in` and `split` carry the map along. `split(rng, rows)`, the idiom for one key an example, gives the examples' own
 keys; `split(rng)` in two always gives two streams.

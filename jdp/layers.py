@@ -1,15 +1,15 @@
 """The layer loop of a deep model: the one place where ZeRO-3 gathers a layer, and where rematerialisation is chosen.
 
 Under ZeRO-3 a step hands the loss function whole parameters, gathered at the top, so that any code that uses them is
-right. Beside them it keeps a table: this gathered array came from that shard (`Lifts`). `scan_layers` looks its leaves up
-in the table and loops over the *shards* instead, gathering one layer inside the loop, and again in the backward pass. The
-gather at the top is then dead code and the compiler drops it. A leaf that is not in the table (it was cast or reshaped
-on the way) is used as it is: right, but gathered for the whole step; that is said once.
+right. Beside them it keeps a table: this gathered array came from that shard (`Lifts`). `scan_layers` looks its
+leaves up in the table and loops over the *shards* instead, gathering one layer inside the loop, and again in the
+backward pass. The gather at the top is then dead code and the compiler drops it. A leaf that is not in the table (it
+was cast or reshaped on the way) is used as it is: right, but gathered for the whole step; that is said once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableSequence
+from collections.abc import Callable, Generator, MutableSequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ _AT_WORK: ContextVar[Lifts | None] = ContextVar("jdp_lifts", default=None)
 
 
 @contextmanager
-def lifting(lifts: Lifts) -> Iterator[None]:
+def lifting(lifts: Lifts) -> Generator[None]:
     """While a loss is traced inside, `scan_layers` gathers by `lifts`."""
     token = _AT_WORK.set(lifts)
     try:
@@ -52,13 +52,14 @@ def scan_layers(block: Callable[[Any, Any], Any], stacked: PyTree, x: PyTree, *,
     """Run `x = block(layer, x)` over all layers.
 
     Args:
-        block: `block(layer, x)` -> x of the same structure, shapes and dtypes. It may close over anything but parameters.
+        block: `block(layer, x)` -> x of the same structure, shapes and dtypes. It may close over anything but
+            parameters.
         stacked: either a pytree (an NNX module is one; so is a tuple of a module and per-layer keys) whose leaves all
             have a leading layer dimension: the loop is a `jax.lax.scan`, compiled once. Or a list (`nnx.List`) of
             per-layer pytrees: the loop is unrolled.
         x: the activations that enter the first layer.
-        remat: what the backward pass keeps. None: every activation; "dots": the results of matrix products; "full": each
-            layer's input only; or a policy of `jax.checkpoint_policies`. Gathered weights are never kept.
+        remat: what the backward pass keeps. None: every activation; "dots": the results of matrix products; "full":
+            each layer's input only; or a policy of `jax.checkpoint_policies`. Gathered weights are never kept.
 
     Returns:
         The activations that leave the last layer.

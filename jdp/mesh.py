@@ -7,13 +7,15 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
+from jdp.types import Device
+
 DATA = "data"
 """The axis that carries the batch, and that ZeRO shards over."""
 REPLICA = "replica"
 """The axis over slow links: it carries the batch too, and the state is replicated over it (HSDP)."""
 
 
-def make_mesh(*, devices: Sequence[jax.Device] | None = None, **axes: int) -> Mesh:
+def make_mesh(*, devices: Sequence[Device] | None = None, **axes: int) -> Mesh:
     """Arrange `devices` (all of them by default) into a mesh with the given axes, in the order they are written.
 
     The last axis varies fastest, so it gets neighbouring devices: `make_mesh(replica=2, data=4)` puts devices 0-3 into

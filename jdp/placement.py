@@ -64,7 +64,7 @@ def shards(spec: PartitionSpec, mesh_shape: dict[str, int]) -> int:
 def bytes_per_device(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, pieces: int) -> int:
     """Bytes of one of `pieces` equal parts. Typed PRNG keys count the words they overlay."""
     size = math.prod(shape)
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+    if jax.numpy.issubdtype(dtype, jax.dtypes.prng_key):
         return size * jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype)).size * 4
     return size // pieces * jax.numpy.dtype(dtype).itemsize
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -43,8 +43,8 @@ class Plan:
 
     mesh: Mesh
     strategy: str = "ddp"
-    rules: Sequence[tuple[str, PartitionSpec]] = ()
-    min_shard_size: int = 1024
+    rules: Sequence[tuple[str, PartitionSpec]] = field(default=(), kw_only=True)
+    min_shard_size: int = field(default=1024, kw_only=True)
 
     def __post_init__(self) -> None:
         strategy(self.strategy)

@@ -35,7 +35,7 @@ class Precision:
 
     @staticmethod
     def of(precision: str | Precision) -> Precision:
-        """ "fp32", or "bf16" (fp32 master weights, bf16 compute and wire, fp32 reduction), or a `Precision` as it is."""
+        """ "fp32", or "bf16" (fp32 master weights, bf16 compute and wire, fp32 reduction), or a `Precision`."""
         if isinstance(precision, Precision):
             return precision
         if precision not in DTYPES:

@@ -35,7 +35,7 @@ class TrainState:
         model_state: NNX variables that are not parameters (BatchNorm statistics); `{}` if there are none.
         rng: the typed PRNG key that every step's randomness is derived from; it never changes.
         skipped: int32 scalar, steps that changed nothing because a gradient was not finite.
-            `step + skipped` batches have been consumed.
+            `consumed`, their sum with `step`, is how many batches the state has seen.
         static: optimizer and adapter; see `Static`.
     """
 
@@ -46,6 +46,11 @@ class TrainState:
     rng: jax.Array
     skipped: jax.Array
     static: Static = field(metadata={"static": True})
+
+    @property
+    def consumed(self) -> jax.Array:
+        """int32 scalar, batches consumed so far: where the data goes on, and what names a checkpoint."""
+        return self.step + self.skipped
 
     @property
     def model(self) -> Any:

@@ -42,8 +42,8 @@ def make_train_step(
     """Make `train_step(state, batch) -> (state, metrics)`; `state` is donated.
 
     Args:
-        loss_fn: `loss_fn(model, batch, rng)` -> `Loss`, or a scalar taken as the mean over the batch. `model` is the NNX
-            module, when `init` gave one, else the parameters.
+        loss_fn: `loss_fn(model, batch, rng)` -> `Loss`, or a scalar taken as the mean over the batch. `model` is the
+            NNX module, when `init` gave one, else the parameters.
         plan: the mesh and the strategy.
         accumulate: microbatches per step, K. The batch's rows must divide by K × the plan's batch shards.
         precision: "fp32", "bf16" or a `Precision`.
@@ -52,8 +52,8 @@ def make_train_step(
         clip_norm: scale the gradient down to this global L2 norm (Pascanu et al. 2013, arXiv:1211.5063).
 
     Returns:
-        A `Step`. Metrics are float32 scalars, global: `loss` (Σtotal / Σweight), `grad_norm` (before clipping), `weight`,
-        the loss function's own, and `skipped` (int32, so far).
+        A `Step`. Metrics are float32 scalars, global: `loss` (Σtotal / Σweight), `grad_norm` (before clipping),
+        `weight`, the loss function's own, and `skipped` (int32, so far).
 
     Raises:
         ValueError: a setting is out of range; and when first called, a batch that does not divide.
@@ -159,7 +159,7 @@ def _train(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState, Met
     _check_rows(step, batch)
     step.precision.check_params(state.params)
     gradients = VIEWS[step.settle(state, batch)].gradients(step.task(state), step.plan)
-    key = jax.random.fold_in(state.rng, state.step + state.skipped)
+    key = jax.random.fold_in(state.rng, state.consumed)
     sums: Sums
     grads, sums, model_state = gradients(state.params, state.model_state, batch, key)
 

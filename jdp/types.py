@@ -7,6 +7,8 @@ from typing import Any
 import jax
 
 PyTree = Any
+Device = Any
+"""A `jax.Device`, real or only described; jaxlib ships no types for it."""
 Batch = PyTree
 """A pytree of arrays whose leading dimension is the example; global arrays inside a step."""
 Metrics = dict[str, jax.Array]

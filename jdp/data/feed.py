@@ -122,7 +122,8 @@ def _global_array(local: np.ndarray[Any, Any], plan: Plan, blocks: list[int]) ->
     shape = (rows * plan.batch_shards, *local.shape[1:])
     position = {block: i for i, block in enumerate(blocks)}
 
-    def piece(index: tuple[slice, ...]) -> np.ndarray[Any, Any]:
+    def piece(index: tuple[slice, ...] | None) -> np.ndarray[Any, Any]:
+        assert index is not None
         start = position[(index[0].start or 0) // rows] * rows
         return local[start : start + rows]
 

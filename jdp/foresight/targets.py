@@ -18,15 +18,14 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import jax
+
+from jdp.types import Device
 
 _GRAMMAR = "a target is KIND:HOSTSxPER_HOST, such as h100:8x8 (8 hosts with 8 GPUs each), or cpu:N, such as cpu:8"
 _INSTALL = "pip install 'jdp[aot]'"
 _KIB, _MIB = 2**10, 2**20
-
-Device = Any  # jax.Device: an extension module's class, which the type checker cannot see
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,1 @@
-"""Gradients of a loss over devices and microbatches: one algorithm (`accumulate`), two vocabularies (`auto`, `manual`)."""
+"""Gradients of a loss over devices and microbatches: one algorithm (`accumulate`), two views (`auto`, `manual`)."""

@@ -1,0 +1,60 @@
+"""The wish to stop, polled by the loop at every step; all processes agree on the step.
+
+One process: SIGINT and SIGTERM set a flag; a second SIGINT interrupts at once. Several processes: JAX's preemption
+service has its own SIGTERM handler (a Python one would disable it) and makes all of them stop at the same step, so a
+SIGINT is turned into a SIGTERM.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType
+from typing import Any, Self
+
+import jax
+
+EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 75}
+
+
+class StopRequest:
+    """Listens while in `with`; `at_step` says whether to stop after this step."""
+
+    def __init__(self) -> None:
+        self.signal: signal.Signals | None = None
+        self._several = jax.process_count() > 1
+        self._heard: signal.Signals | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        for number in [signal.SIGINT] if self._several else [signal.SIGINT, signal.SIGTERM]:
+            self._before[number] = signal.signal(number, self._hear)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def at_step(self, step: int) -> bool:
+        """Whether to save and leave after `step`. Every process must call it at every step."""
+        if self._several:
+            from jax.experimental import multihost_utils
+
+            if multihost_utils.reached_preemption_sync_point(step):
+                self.signal = self._heard or signal.SIGTERM
+        else:
+            self.signal = self._heard
+        return self.signal is not None
+
+    @property
+    def exit_code(self) -> int:
+        """130 for SIGINT; 75, try again, for SIGTERM."""
+        assert self.signal is not None
+        return EXIT_CODES[self.signal]
+
+    def _hear(self, number: int, _: FrameType | None) -> None:
+        if self._heard is not None:
+            raise KeyboardInterrupt
+        self._heard = signal.Signals(number)
+        if self._several:
+            os.kill(os.getpid(), signal.SIGTERM)
