@@ -3,7 +3,8 @@
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ.pop("XLA_FLAGS", None)
+# Half the compile time; what XLA's own passes do - partitioning, fusion, scheduling - stays as it is.
+os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 import jax
 

@@ -250,6 +250,8 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         config = self.config
+        fits = config.attention != "cudnn" or x.dtype in (jnp.bfloat16, jnp.float16)
+        require(fits, "cudnn attention takes 16-bit floats", f"{x.dtype}", 'Compute in bf16, or set attention = "xla"')
         query, key, value = (
             project(x).reshape(*x.shape[:-1], -1, config.head_width) for project in (self.query, self.key, self.value)
         )

@@ -1,0 +1,5 @@
+"""Starting processes: `local.py`, several on this machine."""
+
+from jdp.launch.local import launch
+
+__all__ = ["launch"]

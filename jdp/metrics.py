@@ -1,0 +1,162 @@
+"""Metrics of a run on disk: `metrics.jsonl` for programs, TensorBoard events for eyes; written by process 0 only.
+
+`metrics.jsonl` has one JSON object a line: {"step": 10, "time": 1718000000.1, "loss": 2.3, ...}, flushed as written.
+JSON has no NaN and no infinity: such a value is null, and named beside: {"loss": null, "nonfinite": {"loss": "nan"}};
+`read` puts it back.
+
+A run that resumes from step s writes the steps after s again: `Metrics(folder, resumed_step=s)` first cuts off what
+an earlier, aborted process wrote for them, so no step is there twice, and a line or record half written is gone too.
+"""
+
+import importlib
+import json
+import math
+import struct
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+JSONL = "metrics.jsonl"
+EVENTS = "events"
+"""TensorBoard files are EVENTS.out.tfevents.*"""
+
+
+class Metrics:
+    """Appends rows of scalars to a run's metrics. On processes other than 0 it does nothing.
+
+    Args:
+        folder: the run's folder; must exist.
+        resumed_step: the step this process starts after (0: a fresh run); everything on disk for later ones is cut off.
+    """
+
+    def __init__(self, folder: Path, *, resumed_step: int = 0) -> None:
+        self._speaks = jax.process_index() == 0
+        if not self._speaks:
+            return
+        from tensorboardX.event_file_writer import EventsWriter
+
+        self._event: Any = _message_types().Event
+        _cut_jsonl(folder / JSONL, resumed_step)
+        for file in folder.glob(f"{EVENTS}.out.tfevents.*"):
+            _cut_events(file, resumed_step)
+        self._jsonl = (folder / JSONL).open("a", encoding="utf-8")
+        # tensorboardX names files by the second, and overwrites. Two files with this suffix in one second start after
+        # the same step, so the first has no row that is still wanted.
+        self._events = EventsWriter(str(folder / EVENTS), filename_suffix=f".after{resumed_step}")
+        self._hide_older_events_after(resumed_step)
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Append one row.
+
+        Args:
+            step: optimizer steps done.
+            values: name -> Python, numpy or JAX scalar (which is waited for).
+
+        Raises:
+            ValueError: a value is not a scalar number.
+        """
+        if not self._speaks:
+            return
+        now = time.time()
+        scalars = {name: _scalar(name, value) for name, value in values.items()}
+        self._jsonl.write(
+            json.dumps(json_safe({"step": step, "time": round(now, 3)} | scalars), allow_nan=False) + "\n"
+        )
+        self._jsonl.flush()
+        self._write_event(step, now, scalars)
+
+    def close(self) -> None:
+        """Close the files."""
+        if self._speaks:
+            self._jsonl.close()
+            self._events.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _write_event(self, step: int, now: float, scalars: Mapping[str, float]) -> None:
+        values = [{"tag": name, "simple_value": value} for name, value in scalars.items()]
+        self._events.write_event(self._event(wall_time=now, step=step, summary={"value": values}))
+        self._events.flush()
+
+    def _hide_older_events_after(self, step: int) -> None:
+        """Tell a TensorBoard that is already open, and has read what we cut off, to forget it."""
+        start = {"status": _message_types().SessionLog.START}
+        self._events.write_event(self._event(wall_time=time.time(), step=step + 1, session_log=start))
+        self._events.flush()
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl, non-finite values restored; an unfinished last line is left out."""
+    rows: list[dict[str, Any]] = []
+    for line in _whole_lines(file):
+        row = json.loads(line)
+        rows.append(row | {name: float(word) for name, word in row.pop("nonfinite", {}).items()})
+    return rows
+
+
+def json_safe(row: Mapping[str, Any]) -> dict[str, Any]:
+    """`row` without NaN and infinities: null instead, and their names and values under "nonfinite"."""
+    bad = {name: str(value) for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
+    return {name: None if name in bad else value for name, value in row.items()} | ({"nonfinite": bad} if bad else {})
+
+
+def _message_types() -> Any:
+    """The module of tensorboardX's messages; protobuf makes its classes at import, so no checker knows them."""
+    return importlib.import_module("tensorboardX.proto.event_pb2")
+
+
+def _scalar(name: str, value: Any) -> int | float:
+    array = np.asarray(value)
+    if array.ndim or (array.dtype.kind not in "biuf" and array.dtype.name != "bfloat16"):
+        raise ValueError(f"A metric is one number; {name} is {array.dtype}{list(array.shape)}.")
+    return float(array) if array.dtype.kind not in "biu" else int(array)
+
+
+def _whole_lines(file: Path) -> Iterator[str]:
+    with file.open(encoding="utf-8") as lines:
+        yield from (line for line in lines if line.endswith("\n"))
+
+
+def _cut_jsonl(file: Path, step: int) -> None:
+    """Keep the rows up to `step`. The new file replaces the old in one move: a crash here loses nothing."""
+    if not file.exists():
+        return
+    shorter = file.with_suffix(".jsonl.new")
+    with shorter.open("w", encoding="utf-8") as kept:
+        kept.writelines(line for line in _whole_lines(file) if json.loads(line)["step"] <= step)
+    shorter.replace(file)
+
+
+def _cut_events(file: Path, step: int) -> None:
+    """Truncate an event file before its first record of a later step, or its first incomplete one."""
+    event = _message_types().Event
+    with file.open("r+b") as stream:
+        whole = 0
+        for record in _records(stream.read()):
+            if event.FromString(record).step > step:
+                break
+            whole += len(record) + _FRAME
+        stream.truncate(whole)
+
+
+_FRAME = 8 + 4 + 4  # length, its checksum, and after the data the data's checksum
+
+
+def _records(data: bytes) -> Iterator[bytes]:
+    """The complete records of a TFRecord file: u64 length, u32 checksum, data, u32 checksum, little-endian."""
+    at = 0
+    while at + _FRAME <= len(data):
+        (length,) = struct.unpack_from("<Q", data, at)
+        if at + _FRAME + length > len(data):
+            return
+        yield data[at + 12 : at + 12 + length]
+        at += _FRAME + length

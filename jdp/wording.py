@@ -1,0 +1,271 @@
+"""An experiment file's problems and keys in plain words.
+
+`problems` turns what pydantic found into one line for each: the key, the rule, the value given, the fix. `toml_value`
+writes a value as a file would. `table_keys` and `config_keys` list keys with type, default and description, for
+`jdp train --help`.
+"""
+
+import dataclasses
+import difflib
+import inspect
+import json
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+Path = tuple[int | str, ...]
+
+_KINDS = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "tuple_type": "an array",
+    "dict_type": "a table",
+    "model_type": "a table",
+}
+_LIMITS = {
+    "greater_than": ("gt", "must be more than {}"),
+    "greater_than_equal": ("ge", "must be {} or more"),
+    "less_than": ("lt", "must be less than {}"),
+    "less_than_equal": ("le", "must be {} or less"),
+}
+
+
+def nearest(word: str, words: Iterable[str], before: str = "; did you mean ", cutoff: float = 0.5) -> str:
+    """A hint naming the word of `words` nearest to `word`; empty when none is near."""
+    found = difflib.get_close_matches(word, list(words), n=1, cutoff=cutoff)
+    return f"{before}{found[0]}?" if found else ""
+
+
+def toml_value(value: Any) -> str:
+    """`value` as TOML writes it: text, a number, true or false, or an array or inline table of these."""
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case str():
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML's basic string, and JSON's
+        case list() | tuple():
+            return f"[{', '.join(map(toml_value, value))}]"
+        case Mapping():
+            return f"{{{', '.join(f'{key} = {toml_value(item)}' for key, item in value.items())}}}"
+        case _:
+            return str(value)
+
+
+def problems(error: ValidationError, schemas: "Schemas", from_command_line: frozenset[Path]) -> list[str]:
+    """One line for each thing that is wrong.
+
+    Args:
+        error: what validation found.
+        schemas: which model describes which table.
+        from_command_line: the keys given as `--a.b value`, which are shown that way.
+    """
+    lines: list[str] = []
+    for detail in error.errors(include_url=False):
+        path = detail["loc"]
+        if not path:  # rules between keys: one line each, naming the keys themselves
+            lines += str(detail["ctx"]["error"] if "ctx" in detail else detail["msg"]).split("\n")
+            continue
+        typed = any(path[: len(key)] == key or key[: len(path)] == path for key in from_command_line)
+        lines.append(_problem("--" if typed else "", path, detail, schemas))
+    return lines
+
+
+@dataclass(frozen=True)
+class Schemas:
+    """The model of the whole file, and the one its [model] table was held against (which depends on the size)."""
+
+    root: type[BaseModel]
+    model: type[BaseModel] | None
+
+    def at(self, path: Path) -> type[BaseModel] | None:
+        """The model of the table at `path`; None where keys are free, as in [mesh]."""
+        if not path:
+            return self.root
+        if path == ("model",):
+            return self.model
+        field = self.root.model_fields.get(str(path[0]))
+        return _table_class(field) if field and len(path) == 1 else None
+
+
+def _problem(dashes: str, path: Path, detail: ErrorDetails, schemas: Schemas) -> str:
+    """The key, the rule, the value given, the fix."""
+    kind, limits = detail["type"], detail.get("ctx", {})
+    key, given = f"{dashes}{_dotted(path)}", f"given {toml_value(detail['input'])}"
+    if kind == "missing":
+        return f"{key} is missing: {_how_to_add(path, schemas)}"
+    if kind == "extra_forbidden":
+        return _unknown_key(dashes, path, schemas)
+    if kind == "value_error":
+        return f"{key}: {limits['error']}" if schemas.at(path) else f"{key} {limits['error']}; {given}"
+    if kind == "literal_error":
+        words = [word for position, word in enumerate(limits["expected"].split("'")) if position % 2]
+        hint = nearest(detail["input"], words) if isinstance(detail["input"], str) else ""
+        return f"{key} must be one of {', '.join(words)}; {given}{hint}"
+    if kind in _LIMITS:
+        name, rule = _LIMITS[kind]
+        return f"{key} {rule.format(limits[name])}; {given}"
+    if kind in _KINDS:
+        return f"{key} must be {_KINDS[kind]}; {given}{_fix(kind, str(path[-1]), detail['input'])}"
+    return f"{key}: {detail['msg'].replace('Input should', 'it should')}; {given}"
+
+
+def _how_to_add(path: Path, schemas: Schemas) -> str:
+    """What to write for a key that is required and not there."""
+    table = schemas.at(path)
+    if table:
+        needed = [f"{name} = …" for name, field in table.model_fields.items() if field.is_required()]
+        return f"add the table [{_dotted(path)}] with {' and '.join(needed)}"
+    return f"add {path[-1]} = … {f'to [{_dotted(path[:-1])}]' if path[1:] else 'at the top'}"
+
+
+def _unknown_key(dashes: str, path: Path, schemas: Schemas) -> str:
+    """Name the nearest key of the same table, else the same key in another one."""
+    table, last = path[:-1], str(path[-1])
+    schema = schemas.at(table)
+    here = list(schema.model_fields) if schema else []
+    prefix = f"{dashes}{_dotted(table)}." if table else dashes
+    elsewhere = [
+        f"{dashes}{name}.{last}"
+        for name in schemas.root.model_fields
+        if (other := schemas.at((name,))) and last in other.model_fields
+    ]
+    hint = nearest(last, here, f"; did you mean {prefix}")
+    if not hint:
+        hint = f"; did you mean {elsewhere[0]}?" if elsewhere else f"; its keys are {', '.join(here)}"
+    place = f"[{_dotted(table)}]" if table else "the top level"
+    return f"{dashes}{_dotted(path)} is not a key of {place}{hint}"
+
+
+def _fix(kind: str, last: str, given: Any) -> str:
+    """What to write instead, when the value given makes it plain."""
+    if isinstance(given, str):
+        said = ", which is text"
+        if kind in ("int_type", "float_type", "bool_type"):
+            plain = given.lower() if kind == "bool_type" else given
+            return f"{said}: write {last} = {plain}, without quotes" if _is(kind, plain) else said
+        return said
+    if kind == "int_type" and isinstance(given, float) and given.is_integer():
+        return f": write {last} = {int(given)}"
+    if kind == "string_type" and not isinstance(given, Mapping | list | tuple):
+        return f': write {last} = "{toml_value(given)}", in quotes'
+    if kind == "tuple_type":
+        return f": write {last} = [{toml_value(given)}]"
+    if kind == "model_type":
+        return f": write [{last}], and its keys below it"
+    return ""
+
+
+def _is(kind: str, text: str) -> bool:
+    """Whether `text`, without quotes, is a value of this kind."""
+    try:
+        table = tomllib.loads(f"x = {text}")
+    except tomllib.TOMLDecodeError:
+        return False
+    wanted = {"int_type": (int,), "float_type": (int, float), "bool_type": (bool,)}[kind]
+    return len(table) == 1 and type(table["x"]) in wanted
+
+
+def _dotted(path: Path) -> str:
+    """("model", "hidden", 1) -> model.hidden[1]"""
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of the file as `--help` shows it."""
+
+    name: str
+    type: str
+    default: str
+    description: str
+
+
+def table_keys(schema: type[BaseModel]) -> list[Key]:
+    """The keys of one table that are not tables themselves, in file order, with their ranges."""
+    return [
+        Key(_shown_name(name, field), _type_of(field), _default(field), " ".join((field.description or "").split()))
+        for name, field in schema.model_fields.items()
+        if not _table_class(field)
+    ]
+
+
+def config_keys(kind: type) -> list[Key]:
+    """The fields of a model's configuration; descriptions from its docstring's `Fields:`, defaults by size."""
+    hints, described = typing.get_type_hints(kind), _described_fields(kind)
+    return [
+        Key(field.name, _type_text(hints[field.name]), "by size", described.get(field.name, ""))
+        for field in dataclasses.fields(kind)
+    ]
+
+
+def _described_fields(kind: type) -> dict[str, str]:
+    """name -> description, from lines `a, b: text` and their deeper indented continuations."""
+    _, _, text = inspect.cleandoc(kind.__doc__ or "").partition("\nFields:\n")
+    found: dict[str, str] = {}
+    for entry in re.split(r"\n {4}(?=\w)", "\n" + text.split("\n\n")[0]):
+        names, _, description = entry.partition(": ")
+        names, description = names.strip().split(", "), " ".join(description.split())
+        each = description.split("; ")  # "a, b: what a is; what b is"
+        found |= dict(zip(names, each, strict=True)) if len(each) == len(names) else dict.fromkeys(names, description)
+    return found
+
+
+def _shown_name(name: str, field: FieldInfo) -> str:
+    return f"{name}.AXIS" if typing.get_origin(field.annotation) is dict else name
+
+
+def _type_of(field: FieldInfo) -> str:
+    return _type_text(field.annotation) + _range(field.metadata)
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    return "none" if field.default is None else toml_value(field.default)
+
+
+def _range(rules: Iterable[Any]) -> str:
+    """The limits a number must keep, such as " >= 1"."""
+    flat = [part for rule in rules for part in (rule.metadata if isinstance(rule, FieldInfo) else [rule])]
+    limits = [
+        f" {sign} {getattr(rule, name)}"
+        for rule in flat
+        for name, sign in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
+        if getattr(rule, name, None) is not None
+    ]
+    return "".join(limits)
+
+
+def _table_class(field: FieldInfo) -> type[BaseModel] | None:
+    """The model of a field that is a table (or may be left out), else None."""
+    for part in (field.annotation, *typing.get_args(field.annotation)):
+        if isinstance(part, type) and issubclass(part, BaseModel):
+            return part
+    return None
+
+
+def _type_text(annotation: Any) -> str:
+    """int | float | text | true|false | the words that may stand there, and "none" where that is allowed."""
+    names = {int: "int", float: "float", str: "text", bool: "true|false", type(None): "none"}
+    arguments, origin = typing.get_args(annotation), typing.get_origin(annotation)
+    if origin is typing.Annotated:
+        return _type_text(arguments[0]) + _range(arguments[1:])
+    if origin is Literal:
+        return "|".join(map(str, arguments))
+    if origin in (types.UnionType, typing.Union):
+        return "|".join(map(_type_text, arguments))
+    if origin is tuple:
+        return f"array of {_type_text(arguments[0])}"
+    if origin is dict:
+        return _type_text(arguments[1])
+    return names.get(annotation, str(annotation))
