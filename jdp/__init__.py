@@ -4,22 +4,61 @@ Wrap the Flax training loop you have, change one word (`ddp`, `zero1`, `zero2`, 
 what every device will hold, send and wait for.
 """
 
-from jdp.checkpoint import Checkpoints as Checkpoints
-from jdp.data.feed import Feed as Feed
-from jdp.data.feed import process_rows as process_rows
-from jdp.data.feed import shard_batches as shard_batches
-from jdp.distributed import initialize as initialize
-from jdp.init import abstract_state as abstract_state
-from jdp.init import init_state as init_state
-from jdp.layers import scan_layers as scan_layers
-from jdp.mesh import make_mesh as make_mesh
-from jdp.placement import Placement as Placement
-from jdp.plan import Plan as Plan
-from jdp.precision import Precision as Precision
-from jdp.state import TrainState as TrainState
-from jdp.step import Step as Step
-from jdp.step import make_eval_step as make_eval_step
-from jdp.step import make_train_step as make_train_step
-from jdp.types import Loss as Loss
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jdp.checkpoint import Checkpoints as Checkpoints
+    from jdp.data.feed import Feed as Feed
+    from jdp.data.feed import process_rows as process_rows
+    from jdp.data.feed import shard_batches as shard_batches
+    from jdp.distributed import initialize as initialize
+    from jdp.init import abstract_state as abstract_state
+    from jdp.init import init_state as init_state
+    from jdp.layers import scan_layers as scan_layers
+    from jdp.mesh import make_mesh as make_mesh
+    from jdp.placement import Placement as Placement
+    from jdp.plan import Plan as Plan
+    from jdp.precision import Precision as Precision
+    from jdp.state import TrainState as TrainState
+    from jdp.step import Step as Step
+    from jdp.step import make_eval_step as make_eval_step
+    from jdp.step import make_train_step as make_train_step
+    from jdp.types import Loss as Loss
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "Checkpoints": "checkpoint",
+    "Feed": "data.feed",
+    "Loss": "types",
+    "Placement": "placement",
+    "Plan": "plan",
+    "Precision": "precision",
+    "Step": "step",
+    "TrainState": "state",
+    "abstract_state": "init",
+    "init_state": "init",
+    "initialize": "distributed",
+    "make_eval_step": "step",
+    "make_mesh": "mesh",
+    "make_train_step": "step",
+    "process_rows": "data.feed",
+    "scan_layers": "layers",
+    "shard_batches": "data.feed",
+}
+__all__ = ["__version__", *_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used: `jdp --help` then needs no JAX."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'jdp' has no attribute {name!r}")
+    import importlib
+
+    value = getattr(importlib.import_module(f"jdp.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

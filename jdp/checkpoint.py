@@ -45,6 +45,11 @@ class Checkpoints:
         """The newest committed step; None when there is none."""
         return self._manager.latest_step()
 
+    @property
+    def steps(self) -> list[int]:
+        """The committed steps, oldest first."""
+        return sorted(self._manager.all_steps())
+
     def save(self, state: TrainState, record: dict[str, Any] | None = None) -> None:
         """Save `state` under the number of batches it has consumed, in the background; `record` is any small JSON
         object.
@@ -69,8 +74,8 @@ class Checkpoints:
             ValueError: there is no such checkpoint, or it does not fit `target`.
         """
         step = self.latest if step is None else step
-        if step is None or step not in self._manager.all_steps():
-            have = ", ".join(map(str, self._manager.all_steps())) or "none"
+        if step is None or step not in self.steps:
+            have = ", ".join(map(str, self.steps)) or "none"
             raise ValueError(f"There is no checkpoint {step or ''} in {self.directory}; there are: {have}.")
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), _arrays(target))
         items = ocp.args.Composite(state=ocp.args.StandardRestore(shapes), record=ocp.args.JsonRestore())

@@ -52,12 +52,12 @@ def run(experiment: Experiment, *, root: Path, quiet: bool = False) -> dict[str,
         SystemExit: stopped by a signal, after saving: 130 for SIGINT, 75 (try again) for SIGTERM.
     """
     parts = Assembly.on_devices(experiment)
-    data = parts.data
+    config, data = parts.config, parts.data  # whatever is wrong with them is said before anything is written
     folder = claim(experiment, root)
     with StopRequest() as stop, Checkpoints(folder / "checkpoints", keep=experiment.train.keep_checkpoints) as saved:
         state, progress = _start(parts, saved)
         display = Display(experiment.train.steps, done=progress.done, to_stderr=quiet)
-        display.say(f"{experiment.name}: {parameter_count(parts.config):,} parameters, {parts.plan}")
+        display.say(f"{experiment.name}: {parameter_count(config):,} parameters, {parts.plan}")
         display.say(str(data))
         if progress.done:
             display.say(f"resumed after step {progress.done}")
