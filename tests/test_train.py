@@ -245,11 +245,11 @@ def test_refuses_to_resume_on_other_text(experiment, capsys, monkeypatch):
     assert "was trained on other text" in capsys.readouterr().err
 
 
-def command(experiment, *arguments):
+def command(folder, *arguments):
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     start = [sys.executable, "-m", "jdp", *arguments]
     return subprocess.Popen(
-        start, cwd=experiment.parent, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        start, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
 
 
@@ -262,7 +262,7 @@ def finish(process):
 
 def test_ctrl_c_saves_and_leaves_cleanly(experiment):
     """A real SIGINT, mid-run: exit 130, the last step saved, no traceback; the next visit goes on from there."""
-    process = command(experiment, "train", str(experiment), "--devices", "2", "--train.steps", "100000")
+    process = command(experiment.parent, "train", str(experiment), "--devices", "2", "--train.steps", "100000")
     metrics = experiment.parent / "runs" / "tiny" / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not (metrics.exists() and len(rows(metrics.parent)) > 3):
@@ -277,16 +277,20 @@ def test_ctrl_c_saves_and_leaves_cleanly(experiment):
         assert saved.latest == last
 
 
-def test_two_processes_train_as_one(experiment):
-    """2 processes × 2 devices over Gloo: the losses of one process with four devices.
+def test_two_processes_train_the_quickstart_as_one(tmp_path):
+    """2 processes × 2 devices over Gloo: the losses of one process with four devices, the sample included.
 
-    Bound: Gloo adds in another order than XLA's in-process all-reduce, see test_equivalence.
+    Bound: Gloo adds in another order than XLA's in-process all-reduce; see test_equivalence.
     """
-    finish(command(experiment, "train", str(experiment), "--devices", "4", "--run-dir", "alone", "--strategy", "zero3"))
-    launched = ["launch", "-n", "2", "--devices-per-process", "2", "--run-dir", "both", "--json"]
-    out = finish(command(experiment, *launched, "--", str(experiment), "--strategy", "zero3"))
-    summary = json.loads(out)
-    assert (summary["devices"], summary["processes"]) == (4, 2)
-    one, two = rows(experiment.parent / "alone" / "tiny"), rows(experiment.parent / "both" / "tiny")
-    assert one.keys() == two.keys()
-    assert list(two.values()) == pytest.approx(list(one.values()), abs=5e-6)
+    quickstart = Path(__file__).parents[1] / "experiments" / "quickstart.toml"
+    short = ["--train.steps", "5", "--train.log_every", "1", "--train.batch_size", "8", "--optimizer.warmup_steps", "2"]
+    short += ["--train.eval_batches", "2", "--sample.length", "5", "--json"]
+    one = json.loads(finish(command(tmp_path, "train", str(quickstart), "--run-dir", "one", *short)))
+    launched = ["launch", "-n", "2", "--devices-per-process", "2", "--", str(quickstart), "--run-dir", "two", *short]
+    two = json.loads(finish(command(tmp_path, *launched)))
+    assert (one["devices"], one["processes"]) == (4, 1)
+    assert (two["devices"], two["processes"]) == (4, 2)
+    first, second = rows(tmp_path / "one" / "quickstart"), rows(tmp_path / "two" / "quickstart")
+    assert list(first) == list(second) == [1, 2, 3, 4, 5]
+    assert list(second.values()) == pytest.approx(list(first.values()), abs=5e-6)
+    assert two["final_eval_loss"] == pytest.approx(one["final_eval_loss"], abs=5e-6)

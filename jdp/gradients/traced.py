@@ -16,6 +16,9 @@ from jdp.layers import Lift, Lifts, lifting
 from jdp.types import Batch, Loss, LossFn, PyTree
 
 
+RESERVED = frozenset(("loss", "weight", "grad_norm", "skipped"))
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sums:
@@ -69,6 +72,8 @@ def as_sums(value: Any, batch: Batch) -> Sums:
         rows = jnp.float32(batch_rows(batch))
         return Sums(value * rows, rows, {})
     weight = _scalar("Loss.weight", value.weight)
+    if taken := RESERVED & value.metrics.keys():
+        raise ValueError(f"A step reports {', '.join(sorted(RESERVED))} itself; rename the metric {min(taken)!r}.")
     metrics = {
         name: (_scalar(f"metric {name!r}", pair[0]), _scalar(f"metric {name!r}", pair[1]))
         for name, entry in value.metrics.items()

@@ -1,0 +1,43 @@
+"""The experiment files in the repository: those for GPUs compile for the GPUs they name, and fit."""
+
+from pathlib import Path
+
+import jax
+import pytest
+
+from jdp.assemble import Assembly
+from jdp.experiment import check_for_devices, load
+from jdp.foresight.hlo import collectives, traffic
+from jdp.foresight.targets import target
+from jdp.mesh import make_mesh
+
+EXPERIMENTS = Path(__file__).parents[1] / "experiments"
+CASES = {"gpt2_124m": "h100:1x8", "llama_8b_zero3": "h100:8x8"}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_compiles_for_its_gpus_and_fits(name):
+    """Arguments and temporaries below the device's memory; nothing but scalars is all-reduced under ZeRO."""
+    chip = target(CASES[name])
+    experiment = load(EXPERIMENTS / f"{name}.toml")
+    check_for_devices(experiment, len(chip.devices))
+    parts = Assembly(experiment, make_mesh(devices=chip.devices, **experiment.mesh))
+    state = parts.abstract_state()
+    compiled = parts.train_step.compile(state, parts.abstract_batch())
+    memory = compiled.memory_analysis()
+    held = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    assert held < 0.9 * chip.memory_bytes
+    at_rest = sum(placement.bytes_per_device for placement in parts.plan.placements(state))
+    batch = 64 * 8192 * 12 / 64 if name == "llama_8b_zero3" else 128 * 1024 * 12 / 8
+    assert memory.argument_size_in_bytes == pytest.approx(at_rest + batch, rel=0.01)
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    sent = traffic(collectives(compiled.as_text()))
+    assert sent["all-reduce"] < 0.01 * parameters
+    assert sent["reduce-scatter"] == pytest.approx(4 * parameters, rel=0.01)
+
+
+def test_every_experiment_opens_with_its_lab_note():
+    for file in EXPERIMENTS.glob("*.toml"):
+        note = file.read_text(encoding="utf-8").split("\n\n")[0]
+        assert all(line.startswith("#") for line in note.splitlines()), file
+        assert "measured" in note.lower() and "2026" in note, file
