@@ -136,11 +136,16 @@ def _policy(remat: Remat) -> Callable[..., bool]:
 
 
 _GATHERS = {"all_gather", "sharding_constraint", "optimization_barrier"}
-_SHAPE_ONLY = {"convert_element_type", "reshape", "transpose", "broadcast_in_dim", "squeeze", "slice", "concatenate"}
+_SHAPE_ONLY = {"reshape", "transpose", "broadcast_in_dim", "squeeze", "slice", "concatenate"}
 
 
-def _save_activations(prim: Any, *_: Any, **__: Any) -> bool:
-    """Keep what the block computed, but neither a gathered weight nor a cast or reshaped copy of one."""
+def _save_activations(prim: Any, *operands: Any, **params: Any) -> bool:
+    """Keep what the block computed, but neither a gathered weight nor a reshaped or widened copy of one.
+
+    A cast is kept where it narrows: then its result is what the backward pass needs, and its operand twice as large.
+    """
+    if prim.name == "convert_element_type":
+        return params["new_dtype"].itemsize < operands[0].dtype.itemsize
     return prim.name not in _GATHERS and prim.name not in _SHAPE_ONLY
 
 
