@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from jdp.plan import path_of
 from jdp.state import TrainState
 from jdp.types import PyTree
 
@@ -32,7 +33,11 @@ class Checkpoints:
         policy = ocp.checkpoint_managers.LatestN(keep) if keep is not None else None
         self._manager = ocp.CheckpointManager(
             self.directory,
-            item_handlers={"state": ocp.StandardCheckpointHandler(), "record": ocp.JsonCheckpointHandler()},
+            item_handlers={
+                "state": ocp.StandardCheckpointHandler(),
+                "leaves": ocp.JsonCheckpointHandler(),
+                "record": ocp.JsonCheckpointHandler(),
+            },
             options=ocp.CheckpointManagerOptions(
                 preservation_policy=policy,
                 cleanup_tmp_directories=True,
@@ -58,9 +63,14 @@ class Checkpoints:
         there already is left as it is.
         """
         step = int(state.consumed)
-        if step == self.latest:
+        if step in self.steps:
             return
-        items = ocp.args.Composite(state=ocp.args.StandardSave(_arrays(state)), record=ocp.args.JsonSave(record or {}))
+        arrays = _arrays(state)
+        items = ocp.args.Composite(
+            state=ocp.args.StandardSave(arrays),
+            leaves=ocp.args.JsonSave(_leaves(arrays)),
+            record=ocp.args.JsonSave(record or {}),
+        )
         self._manager.save(step, args=items, force=True)
 
     def restore(self, target: TrainState, step: int | None = None) -> tuple[TrainState, dict[str, Any]]:
@@ -76,13 +86,16 @@ class Checkpoints:
         step = self.latest if step is None else step
         if step is None or step not in self.steps:
             have = ", ".join(map(str, self.steps)) or "none"
-            raise ValueError(f"There is no checkpoint {step or ''} in {self.directory}; there are: {have}.")
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), _arrays(target))
-        items = ocp.args.Composite(state=ocp.args.StandardRestore(shapes), record=ocp.args.JsonRestore())
-        found = self._manager.restore(step, args=items)
-        arrays = found["state"]
+            which = "" if step is None else f" {step}"
+            raise ValueError(f"There is no checkpoint{which} in {self.directory}; there are: {have}.")
+        arrays = _arrays(target)
+        texts = ocp.args.Composite(leaves=ocp.args.JsonRestore(), record=ocp.args.JsonRestore())
+        found = self._manager.restore(step, args=texts)
+        _check_same(found["leaves"], _leaves(arrays), self.directory / str(step))
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays)
+        arrays = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(shapes)))["state"]
         rng = jax.random.wrap_key_data(arrays.pop("rng"), impl=_key_impl(target.rng))
-        return replace(target, **arrays, rng=rng), found["record"] or {}
+        return replace(target, **arrays, rng=rng), found["record"]
 
     def wait(self) -> None:
         """Return when everything saved so far is committed; raises what went wrong in the background."""
@@ -105,6 +118,21 @@ def _arrays(state: TrainState) -> dict[str, PyTree]:
         words = jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=state.rng.sharding)
     names = ("step", "params", "opt_state", "model_state", "skipped")
     return {**{name: getattr(state, name) for name in names}, "rng": words}
+
+
+def _leaves(arrays: PyTree) -> dict[str, str]:
+    """What a checkpoint holds, leaf by leaf: path -> "float32[4,8]"."""
+    return {path_of(path): f"{x.dtype}{list(x.shape)}" for path, x in jax.tree.leaves_with_path(arrays)}
+
+
+def _check_same(saved: dict[str, str], wanted: dict[str, str], where: Path) -> None:
+    """Compare leaf by leaf, parameters first, and name the first that differs."""
+    for path in sorted(saved.keys() | wanted.keys(), key=lambda path: (not path.startswith("params"), path)):
+        if saved.get(path) != wanted.get(path):
+            raise ValueError(
+                f"A checkpoint is restored into the same model and optimizer; {where} has {path} as "
+                f"{saved.get(path, 'nothing')}, and {wanted.get(path, 'nothing')} is wanted."
+            )
 
 
 def _key_impl(rng: Any) -> Any:

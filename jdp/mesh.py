@@ -25,6 +25,8 @@ def make_mesh(*, devices: Sequence[Device] | None = None, **axes: int) -> Mesh:
         ValueError: there is no `data` axis, a size is not positive, or the sizes do not multiply to the device count.
     """
     chosen = list(jax.devices() if devices is None else devices)
+    if not chosen:
+        raise ValueError("A mesh needs at least one device, but there are 0 devices: `devices` is empty.")
     sizes = _complete(axes or {DATA: -1}, len(chosen))
     shape = tuple(sizes.values())
     if chosen[0].platform == "tpu":  # a torus: let JAX lay the axes along its links

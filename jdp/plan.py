@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdp.mesh import DATA, batch_axes
+from jdp.mesh import DATA, REPLICA, batch_axes
 from jdp.notices import notice
 from jdp.placement import Placement, axes_of, bytes_per_device, rest_spec, shards, spec_entry
 from jdp.state import TrainState
@@ -57,6 +57,11 @@ class Plan:
                     raise ValueError(
                         f"A rule may name axes of the mesh only, {tuple(self.mesh.shape)}; "
                         f"the rule for {pattern!r} names {axis!r}."
+                    )
+                if axis == REPLICA:
+                    raise ValueError(
+                        f"The `replica` axis carries the batch only: nothing is sharded over it; the rule for "
+                        f"{pattern!r} names it. Use `data`, or an axis of the model's own."
                     )
 
     def __str__(self) -> str:

@@ -107,7 +107,7 @@ class Step:
         """The reason for `partitioning`."""
         if self._chosen:
             return self._chosen[-1].why
-        return "asked for" if self.asked else "settled when the step is first traced"
+        return choice.ASKED if self.asked else "settled when the step is first traced"
 
     @cached_property
     def jitted(self) -> Any:
@@ -163,12 +163,13 @@ def _train(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState, Met
     sums: Sums
     grads, sums, model_state = gradients(state.params, state.model_state, batch, key)
 
-    grads = jax.tree.map(lambda g, p: g.astype(p.dtype) / sums.weight.astype(p.dtype), grads, state.params)
-    norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))
+    grads = jax.tree.map(lambda g: g.astype(jnp.float32) / sums.weight, grads)
+    norm = optax.tree.norm(grads)
     finite = jnp.isfinite(norm) & jnp.isfinite(sums.total)
     if step.clip_norm is not None:
         scale = jnp.minimum(1.0, step.clip_norm / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))
-        grads = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
+        grads = jax.tree.map(lambda g: g * scale, grads)
+    grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
 
     updates, opt_state = state.static.tx.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)

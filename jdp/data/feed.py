@@ -1,7 +1,8 @@
 """From per-process numpy batches to global arrays, ahead of the step.
 
 1. `process_rows` says which rows of each global batch this process must read: those its devices hold.
-2. A thread takes batches from the loader, puts every device's rows on it, and queues the global array.
+2. A thread takes batches from the loader, puts every device's rows on it, and queues the global array; `prefetch` of
+   them at most are ahead of the loop.
 3. The loop takes from the queue; what it waited is counted in `wait_seconds`.
 """
 
@@ -54,7 +55,8 @@ class Feed(Iterator[Batch]):
         if prefetch < 1:
             raise ValueError(f"prefetch is a number of batches, at least 1; got {prefetch}.")
         self.wait_seconds = 0.0
-        self._queue: queue.Queue[tuple[str, Any]] = queue.Queue(maxsize=prefetch)
+        self._queue: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self._slots = threading.Semaphore(prefetch)
         self._stop = threading.Event()
         self._done = False
         self._thread = threading.Thread(target=self._run, args=(loader, plan), name="jdp-feed", daemon=True)
@@ -67,6 +69,7 @@ class Feed(Iterator[Batch]):
         kind, value = self._queue.get()
         self.wait_seconds += time.perf_counter() - start
         if kind == "batch":
+            self._slots.release()
             return value
         self._done = True
         if kind == "error":
@@ -77,6 +80,7 @@ class Feed(Iterator[Batch]):
         """Stop reading and wait for the thread."""
         self._done = True
         self._stop.set()
+        self._slots.release()
         self._thread.join()
 
     def __enter__(self) -> Feed:
@@ -88,21 +92,19 @@ class Feed(Iterator[Batch]):
     def _run(self, loader: Iterable[Batch], plan: Plan) -> None:
         blocks = _local_blocks(plan)
         try:
-            for batch in loader:
-                if not self._put("batch", jax.tree.map(lambda x: _global_array(np.asarray(x), plan, blocks), batch)):
+            batches = iter(loader)
+            while self._slots.acquire() and not self._stop.is_set():
+                batch = next(batches, _END)
+                if batch is _END:
+                    self._queue.put(("end", None))
                     return
-            self._put("end", None)
+                laid = jax.tree.map(lambda x: _global_array(np.asarray(x), plan, blocks), batch)
+                self._queue.put(("batch", laid))
         except BaseException as error:  # handed to the loop, which raises it
-            self._put("error", error)
+            self._queue.put(("error", error))
 
-    def _put(self, kind: str, value: Any) -> bool:
-        while not self._stop.is_set():
-            try:
-                self._queue.put((kind, value), timeout=0.1)
-                return True
-            except queue.Full:
-                continue
-        return False
+
+_END = object()
 
 
 def _local_blocks(plan: Plan) -> list[int]:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from jdp.step import Step
 
 
+ASKED = "asked for"
+
+
 @dataclass(frozen=True)
 class Choice:
     partitioning: str
@@ -31,7 +34,7 @@ class Choice:
 def choose(step: Step, state: TrainState, batch: Batch) -> Choice:
     """Settle the partitioning of `step` for this state and batch, and say once what was chosen."""
     choice = _choose(step, state, batch)
-    if step.asked is None and step.plan.batch_shards > 1:
+    if step.plan.batch_shards > 1 and (step.asked is None or choice.why != ASKED):
         what = "train" if step.train else "eval"
         notice(f"{what} step under {step.plan.strategy}: partitioning={choice.partitioning!r}: {choice.why}")
     return choice
@@ -39,7 +42,8 @@ def choose(step: Step, state: TrainState, batch: Batch) -> Choice:
 
 def _choose(step: Step, state: TrainState, batch: Batch) -> Choice:
     if step.asked is not None:
-        return Choice(step.asked, "asked for")
+        lower = _dtype_breach(step.precision) if step.train and step.asked == "auto" else None
+        return Choice(step.asked, f"{ASKED}, although {lower}" if lower else ASKED)
     if step.plan.batch_shards == 1:
         return Choice("auto", "one shard of the batch: nothing to communicate")
     if not step.train:
@@ -59,11 +63,17 @@ def auto_breach(row: Strategy, accumulate: int, precision: Precision, reused: st
     """What auto would get wrong; None: nothing. Measured on compiled programs, experiments/benchmarks/traffic.py."""
     if accumulate > 1 and not row.reduce_each_microbatch:
         return "auto synchronises inside the accumulation loop"
-    if precision.reduce != precision.compute:
-        return f"auto would reduce gradients in {precision.compute}, and {precision.reduce} is asked for"
+    if lower := _dtype_breach(precision):
+        return lower
     if reused is not None:
         return f"{reused} is used more than once, and auto reduces its gradient at each use"
     return None
+
+
+def _dtype_breach(precision: Precision) -> str | None:
+    if precision.reduce == precision.compute:
+        return None
+    return f"auto would reduce gradients in {precision.compute}, and {precision.reduce} is asked for"
 
 
 def _read_loss(step: Step, state: TrainState, batch: Batch) -> tuple[bool, str | None]:

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 from jdp.layers import Lift, Lifts, lifting
 from jdp.types import Batch, Loss, LossFn, PyTree
 
-
 RESERVED = frozenset(("loss", "weight", "grad_norm", "skipped"))
 
 
