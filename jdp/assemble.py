@@ -120,4 +120,10 @@ class Assembly:
     @cached_property
     def eval_step(self) -> Step:
         chosen = self.experiment
-        return make_eval_step(text_loss, self.plan, precision=chosen.precision, partitioning=chosen.partitioning)
+        return make_eval_step(
+            text_loss,
+            self.plan,
+            accumulate=chosen.train.accumulate,
+            precision=chosen.precision,
+            partitioning=chosen.partitioning,
+        )

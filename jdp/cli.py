@@ -26,7 +26,7 @@ import tyro
 
 from jdp.wording import nearest
 
-USER_ERROR, SOFTWARE_ERROR, INTERRUPTED = 2, 70, 130
+USER_ERROR, SOFTWARE_ERROR, INTERRUPTED, READER_LEFT = 2, 70, 130, 141
 
 
 class UsageError(ValueError):
@@ -49,7 +49,7 @@ class TrainOptions:
     run_dir: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs")
     """Folder that holds the runs, each in a folder of its name."""
     json: bool = False
-    """Print one JSON object on stdout at the end, and everything else on stderr."""
+    """Print one JSON object on stdout at the end (none when stopped early), and everything else on stderr."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,8 @@ class LaunchOptions:
     processes: Annotated[int, tyro.conf.arg(aliases=("-n",), metavar="N")]
     """Number of processes."""
     devices_per_process: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """GPUs of each process (default: an equal part), or, without GPUs, virtual CPU devices (default: one)."""
+    """GPUs of each process (default: an equal part), or, without GPUs, virtual CPU devices (default: the experiment's
+    `devices`, else one)."""
     run_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Folder that holds the runs, as for `jdp train`."""
     json: bool = False
@@ -82,6 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _leave(1 if isinstance(left.code, str) else left.code or 0)
     except KeyboardInterrupt:
         return _leave(INTERRUPTED)
+    except BrokenPipeError:  # whoever read our output has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _leave(READER_LEFT)
     except Exception as error:
         mistake = _is_users_mistake(error)
         print(f"{_who()}error: {error}" if mistake else f"{_who()}{traceback.format_exc()}", file=sys.stderr)
@@ -111,7 +115,6 @@ def _train(options: TrainOptions, overrides: dict[str, str]) -> dict[str, Any] |
 
     distributed.initialize()
     check_for_devices(experiment, jax.device_count())
-    _make_folder(options.run_dir)
 
     from jdp import train as loop
     from jdp.metrics import json_safe
@@ -125,6 +128,8 @@ def launch(options: LaunchOptions, command: list[str]) -> int:
     from jdp.launch.local import launch as start
     from jdp.machine import visible_gpus
 
+    if options.processes < 1:
+        raise UsageError(f"jdp launch starts 1 or more processes; got -n {options.processes}")
     environment = dict(os.environ)
     if command[0].endswith(".py"):
         if options.run_dir is not None:
@@ -264,15 +269,6 @@ def _stdout_to_stderr() -> Generator[None]:
     finally:
         os.dup2(kept, 1)
         os.close(kept)
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--run-dir {folder} cannot be made: {error.strerror}") from None
-    if not os.access(folder, os.W_OK):
-        raise UsageError(f"--run-dir {folder} cannot be written to")
 
 
 def _is_users_mistake(error: Exception) -> bool:

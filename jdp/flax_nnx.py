@@ -7,7 +7,8 @@ Three kinds of variables:
 - `nnx.Param`: trained;
 - `nnx.RngState` (the keys and counters inside `nnx.Dropout(rngs=...)`): never carried along. Every merge seeds them
   anew from the step's key, so the masks depend on that key alone;
-- all others (BatchNorm statistics): model state, returned changed by the step.
+- all others (BatchNorm statistics), and arrays that are plain attributes (tables): model state, returned changed by the
+  step. What a call adds to the module (`sow`) is dropped, and that is said.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Any
 
 import jax
 from flax import nnx
+
+from jdp.notices import notice
 
 Flat = dict[tuple[Any, ...], Any]
 
@@ -40,14 +43,22 @@ class Adapter:
         filled: Flat = {}
         for path, variable in self.variables.items():
             value = _seeded(variable, rng, len(filled)) if _is_rng(variable) else arrays[tuple(map(str, path))]
-            filled[path] = variable.replace(value)
+            filled[path] = variable.replace(value) if isinstance(variable, nnx.Variable) else value
         module = nnx.merge(self.graphdef, nnx.from_flat_state(filled))
         (module.eval if rng is None else module.train)()
         return module
 
     def changed(self, module: nnx.Module) -> dict[str, Any]:
-        """The model state after the module was called."""
-        return _nest({path: v.get_value() for path, v in _flat(module).items() if _is_model_state(v)})
+        """The model state after the module was called: of what it had before; what the call added is dropped."""
+        after = {path: _value(leaf) for path, leaf in _flat(module).items() if _is_model_state(leaf)}
+        if added := [path for path in after if path not in self.variables]:
+            notice(f"{'/'.join(map(str, added[0]))} was added to the model by its call, and is not kept between steps")
+        return _nest({path: value for path, value in after.items() if path in self.variables})
+
+    @property
+    def has_statistics(self) -> bool:
+        """Whether calls may change state that depends on the batch, as BatchNorm's do."""
+        return any(_is_model_state(v) and isinstance(v, nnx.Variable) for v in self.variables.values())
 
 
 def split(model: Any) -> tuple[Any, Any, Adapter | None]:
@@ -55,14 +66,23 @@ def split(model: Any) -> tuple[Any, Any, Adapter | None]:
     if not isinstance(model, nnx.Module):
         return model, {}, None
     variables = _flat(model)
-    params = _nest({path: v.get_value() for path, v in variables.items() if isinstance(v, nnx.Param)})
-    model_state = _nest({path: v.get_value() for path, v in variables.items() if _is_model_state(v)})
-    shapes = {path: v.replace(jax.typeof(v.get_value())) for path, v in variables.items()}
+    params = _nest({path: _value(leaf) for path, leaf in variables.items() if isinstance(leaf, nnx.Param)})
+    model_state = _nest({path: jax.numpy.asarray(_value(v)) for path, v in variables.items() if _is_model_state(v)})
+    shapes = {path: _shape(leaf) for path, leaf in variables.items()}
     return params, model_state, Adapter(nnx.graphdef(model), shapes)
 
 
 def _flat(module: nnx.Module) -> Flat:
-    return dict(nnx.to_flat_state(nnx.state(module)))
+    return dict(nnx.to_flat_state(nnx.split(module)[1]))
+
+
+def _value(leaf: Any) -> Any:
+    return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
+
+
+def _shape(leaf: Any) -> Any:
+    """The leaf with a shape in place of its array."""
+    return leaf.replace(jax.typeof(leaf.get_value())) if isinstance(leaf, nnx.Variable) else jax.typeof(leaf)
 
 
 def _is_rng(variable: Any) -> bool:

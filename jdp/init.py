@@ -73,8 +73,10 @@ def _prepare(init: InitFn, tx: optax.GradientTransformation, plan: Plan, rng: ja
     return make, TrainState(**shapes, static=Static(tx, adapters[0]))
 
 
-def _typed(rng: jax.Array) -> jax.Array:
+def _typed(rng: Any) -> jax.Array:
     """Accept a legacy uint32 key as well."""
+    if not hasattr(rng, "dtype"):
+        raise ValueError(f"rng is a key, such as jax.random.key(0); got {rng!r}.")
     return rng if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(rng)
 
 

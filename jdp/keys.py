@@ -7,8 +7,10 @@ shard the same mask.
 
 So there the loss gets a *batch key*: an ordinary typed key whose PRNG implementation is threefry, plus the affine map
 from its local rows to the global ones, row = offset + stride × local row. A draw whose leading size is the number of
-local rows is taken to be per example, and yields exactly the rows that the global draw would have. Any other draw is
-the plain threefry draw: the same on every shard, as a draw without a batch dimension is in the global view.
+local rows, or a multiple of it (examples flattened into tokens: [rows × length, width]), is taken to be per example,
+and yields exactly the rows that the global draw would have. Any other draw is the plain threefry draw: the same on
+every shard, as a draw without a batch dimension is in the global view. What all examples share, but has a leading size
+of that kind, is drawn per shard: good noise, which then depends on the mesh.
 
 `fold_in` and `split` carry the map along. `split(rng, rows)`, the idiom for one key an example, gives the examples' own
 keys; `split(rng)` in two always gives two streams.
@@ -81,7 +83,7 @@ def _fold_in(words: jax.Array, data: Any) -> jax.Array:
 
 def _split(rows: int, words: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     if shape == (rows,) and rows != 2:  # one key an example: they draw for themselves from here on
-        bits = _hash(words, *_row_counts(words, (rows,)))
+        bits = _hash(words, *_row_counts(rows, words, (rows,)))
         alone = jnp.broadcast_to(jnp.array([0, 1], jnp.uint32), (rows, 2))
         return jnp.concatenate([jnp.stack(bits, axis=-1), alone], axis=-1)
     keys = jax.random.key_data(jax.random.split(_plain(words), shape))
@@ -90,25 +92,22 @@ def _split(rows: int, words: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 def _random_bits(rows: int, words: jax.Array, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
     dtype = jnp.dtype(f"uint{bit_width}")
-    if not shape or shape[0] != rows or not math.prod(shape):
+    if not shape or shape[0] % rows or not math.prod(shape):
         return jax.random.bits(_plain(words), shape, dtype)
-    high, low = _hash(words, *_row_counts(words, shape))
+    high, low = _hash(words, *_row_counts(rows, words, shape))
     if bit_width == 64:
         return (high.astype(dtype) << 32) | low.astype(dtype)
     return (high ^ low).astype(dtype)
 
 
-def _row_counts(words: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """High and low words of the linear index, in the global draw, of every element of `shape` (leading dim: rows)."""
-    size = math.prod(shape[1:])
+def _row_counts(rows: int, words: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """High and low words of the linear index, in the global draw, of every element of `shape` (row-major by row)."""
+    size = math.prod(shape) // rows
     assert size < 2**32, f"a draw of {size} elements an example cannot be indexed"
-    row = words[2] + words[3] * jnp.arange(shape[0], dtype=jnp.uint32)
-    high, low = _multiply(row, size)
-    column = (size,) if len(shape) > 1 else ()
-    within = jnp.arange(size, dtype=jnp.uint32) if column else jnp.uint32(0)
-    low_start = low.reshape(-1, *(1,) * len(column))
-    total = low_start + within
-    carried = high.reshape(low_start.shape) + (total < low_start).astype(jnp.uint32)
+    row = words[2] + words[3] * jnp.arange(rows, dtype=jnp.uint32)
+    high, low = (word[:, None] for word in _multiply(row, size))
+    total = low + jnp.arange(size, dtype=jnp.uint32)
+    carried = high + (total < low).astype(jnp.uint32)
     return carried.reshape(shape), total.reshape(shape)
 
 

@@ -186,6 +186,12 @@ class Plan:
                 )
 
 
+def nearest_sizes(size: int, unit: int) -> str:
+    """The multiples of `unit` around `size`, for messages: "56 or 64"."""
+    below = size // unit * unit
+    return f"{below} or {below + unit}" if below else f"{unit}"
+
+
 def path_of(path: Any) -> str:
     """A key path as text: "params/layers/kernel"."""
     return jax.tree_util.keystr(path, simple=True, separator="/")

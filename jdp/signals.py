@@ -1,8 +1,8 @@
 """The wish to stop, polled by the loop at every step; all processes agree on the step.
 
-One process: SIGINT and SIGTERM set a flag; a second SIGINT interrupts at once. Several processes: JAX's preemption
-service has its own SIGTERM handler (a Python one would disable it) and makes all of them stop at the same step, so a
-SIGINT is turned into a SIGTERM.
+One process: SIGINT and SIGTERM set a flag; a second SIGINT interrupts at once, without saving. Several processes: JAX's
+preemption service has its own SIGTERM handler (a Python one would disable it) and makes all of them stop at the same
+step, so a SIGINT is turned into a SIGTERM.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class StopRequest:
         return EXIT_CODES[self.signal]
 
     def _hear(self, number: int, _: FrameType | None) -> None:
-        if self._heard is not None:
+        if self._heard is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
-        self._heard = signal.Signals(number)
+        self._heard = self._heard or signal.Signals(number)
         if self._several:
             os.kill(os.getpid(), signal.SIGTERM)

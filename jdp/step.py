@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from jdp.gradients import auto, choice, manual
 from jdp.gradients.accumulate import Task
 from jdp.gradients.traced import Sums, batch_rows
-from jdp.plan import Plan
+from jdp.plan import Plan, nearest_sizes
 from jdp.precision import Precision
 from jdp.state import TrainState
 from jdp.types import Batch, LossFn, Metrics, PyTree
@@ -58,21 +58,27 @@ def make_train_step(
     Raises:
         ValueError: a setting is out of range; and when first called, a batch that does not divide.
     """
-    if accumulate < 1:
-        raise ValueError(f"accumulate is the number of microbatches, at least 1; got {accumulate}.")
+    _check_accumulate(accumulate)
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(f"clip_norm is a positive norm, or None; got {clip_norm}.")
     return Step(loss_fn, plan, Precision.of(precision), _view(partitioning), accumulate, clip_norm)
 
 
 def make_eval_step(
-    loss_fn: LossFn, plan: Plan, *, precision: str | Precision = "fp32", partitioning: str | None = None
+    loss_fn: LossFn,
+    plan: Plan,
+    *,
+    accumulate: int = 1,
+    precision: str | Precision = "fp32",
+    partitioning: str | None = None,
 ) -> Step:
     """Make `eval_step(state, batch) -> metrics`: forward only, `rng` is None, NNX modules are in evaluation mode.
 
-    Metrics hold `loss`, `weight` and the loss function's own; weight them by `weight` to average over batches.
+    Metrics hold `loss`, `weight` and the loss function's own; weight them by `weight` to average over batches. As in
+    training, `accumulate` microbatches take a batch's memory in turns.
     """
-    return Step(loss_fn, plan, Precision.of(precision), _view(partitioning), train=False)
+    _check_accumulate(accumulate)
+    return Step(loss_fn, plan, Precision.of(precision), _view(partitioning), accumulate, train=False)
 
 
 @dataclass(frozen=True)
@@ -141,7 +147,7 @@ class Step:
 
     def on(self, mesh: Mesh) -> Step:
         """The same step on another mesh."""
-        return self if mesh == self.plan.mesh else replace(self, plan=self.plan.on(mesh))
+        return self if mesh == self.plan.mesh else replace(self, plan=self.plan.on(mesh), _chosen=[])
 
     def settle(self, state: TrainState, batch: Batch) -> str:
         """Choose the partitioning for these shapes, and say it once."""
@@ -171,7 +177,8 @@ def _train(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState, Met
         grads = jax.tree.map(lambda g: g * scale, grads)
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
 
-    updates, opt_state = state.static.tx.update(grads, state.opt_state, state.params)
+    tx = optax.with_extra_args_support(state.static.tx)
+    updates, opt_state = tx.update(grads, state.opt_state, state.params, value=sums.total / sums.weight)
     params = optax.apply_updates(state.params, updates)
     updated = replace(state, step=state.step + 1, params=params, opt_state=opt_state, model_state=model_state)
     kept = replace(state, skipped=state.skipped + 1)
@@ -198,7 +205,7 @@ def _check_rows(step: Step, batch: PyTree) -> None:
     if rows % unit:
         axes = " × ".join(f"{axis}={step.plan.mesh.shape[axis]}" for axis in step.plan.batch_axes)
         equation = f"{axes} × accumulate={step.accumulate} = {unit}" if step.accumulate > 1 else axes
-        near = " or ".join(str(n) for n in (rows // unit * unit, (rows // unit + 1) * unit) if n)
+        near = nearest_sizes(rows, unit)
         raise ValueError(f"A batch's rows must divide by {equation}; got {rows}. The nearest sizes are {near}.")
 
 
@@ -208,6 +215,11 @@ def _mesh_of(state: PyTree) -> Mesh | None:
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
             return sharding.mesh
     return None
+
+
+def _check_accumulate(accumulate: int) -> None:
+    if accumulate < 1:
+        raise ValueError(f"accumulate is the number of microbatches, at least 1; got {accumulate}.")
 
 
 def _view(partitioning: str | None) -> str | None:

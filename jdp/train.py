@@ -28,7 +28,7 @@ from jdp.experiment import ExperimentError, learning_rate
 from jdp.metrics import Metrics
 from jdp.models import generate, parameter_count
 from jdp.progress import Display
-from jdp.run_folder import claim
+from jdp.run_folder import claim, record
 from jdp.schema import Experiment
 from jdp.signals import StopRequest
 from jdp.state import TrainState
@@ -59,8 +59,11 @@ def run(experiment: Experiment, *, root: Path, quiet: bool = False) -> dict[str,
         display = Display(experiment.train.steps, done=progress.done, to_stderr=quiet)
         display.say(f"{experiment.name}: {parameter_count(config):,} parameters, {parts.plan}")
         display.say(str(data))
-        if progress.done:
+        if progress.done >= experiment.train.steps:
+            display.say(f"{folder} has all of its {progress.done} steps: nothing to do (--name NEW starts another run)")
+        elif progress.done:
             display.say(f"resumed after step {progress.done}")
+            record(experiment, folder)
         with Metrics(folder, resumed_step=progress.done) as metrics, display:
             state = _loop(parts, state, progress, Outputs(display, metrics, saved, stop))
         if stop.signal:
@@ -74,23 +77,42 @@ def run(experiment: Experiment, *, root: Path, quiet: bool = False) -> dict[str,
 
 @dataclass
 class Progress:
-    """How far a run is; saved with each checkpoint."""
+    """How far a run is. The first six are saved with each checkpoint.
+
+    Attributes:
+        done: batches consumed.
+        skipped: of these, steps skipped because of gradients that were not finite.
+        loss: at the last row of metrics, in nats a token.
+        eval_loss: of the last evaluation, in nats a token.
+        evaluated: the step of that evaluation.
+        fingerprint: of the text.
+        resumed_from: batches consumed before this visit.
+        seconds: of this visit's loop.
+        waited, steady_seconds, steady_tokens: of this visit's steps, compilation and evaluation left out.
+        skips_in_a_row, skips_seen: up to the step that was looked at last.
+    """
 
     done: int = 0
     skipped: int = 0
     loss: float | None = None
     eval_loss: float | None = None
+    evaluated: int = 0
     fingerprint: str = ""
     resumed_from: int = 0
     seconds: float = 0.0
     waited: float = 0.0
     steady_seconds: float = 0.0
     steady_tokens: int = 0
-    skipped_seen: int = 0
-    in_a_row: int = 0
+    skips_in_a_row: int = 0
+    skips_seen: int = 0
+
+    def add_times(self, seconds: float, waited: float, tokens: int) -> None:
+        self.steady_seconds += seconds
+        self.waited += waited
+        self.steady_tokens += tokens
 
     def record(self) -> dict[str, Any]:
-        kept = ("done", "skipped", "loss", "eval_loss", "fingerprint")
+        kept = ("done", "skipped", "loss", "eval_loss", "evaluated", "fingerprint")
         return {name: _finite(getattr(self, name)) for name in kept}
 
 
@@ -117,31 +139,33 @@ def _start(parts: Assembly, saved: Checkpoints) -> tuple[TrainState, Progress]:
             f"{fingerprint}): restore data.source as it was, or choose another `name`. The standard library's text "
             "differs between Python versions."
         )
-    return state, Progress(**record, resumed_from=record["done"])
+    skipped = int(jax.device_get(state.skipped))
+    progress = Progress(**record, skips_seen=skipped, resumed_from=record["done"])
+    progress.skipped = skipped
+    return state, progress
 
 
 def _loop(parts: Assembly, state: TrainState, progress: Progress, out: Outputs) -> TrainState:
     """Steps until the end or a signal; the state returned is saved."""
     settings, clock = parts.experiment.train, Clock(parts.experiment)
     pending: list[Any] = []
+    _evaluate_if_due(parts, state, progress, out)  # a signal may have come between a step and its evaluation
     with _training_batches(parts, progress.done) as feed:
+        clock.restart(progress.done, feed)
         for done in range(progress.done + 1, settings.steps + 1):
             state, values = parts.train_step(state, next(feed))
-            pending.append(values)
+            pending.append(values["skipped"])
             if len(pending) > AHEAD:
                 _check_skips(pending.pop(0), progress, settings.max_skips_in_a_row)
             progress.done = done
             out.display.step(done)
-            clock.tick(done, values, feed)
             stopping = out.stop.at_step(done)
             last = stopping or done == settings.steps
-            if last or done % settings.log_every == 0:
+            row_due = last or done % settings.log_every == 0
+            clock.tick(done, values, feed, row_due)
+            if row_due:
                 clock.log(done, values, feed, progress, out)
-            if not stopping and (done == settings.steps or (settings.eval_every and done % settings.eval_every == 0)):
-                progress.eval_loss = _evaluate(parts, state)
-                row = {"eval_loss": progress.eval_loss, "eval_bits_per_token": progress.eval_loss / math.log(2)}
-                out.metrics.write(done, row)
-                out.display.log(done, row)
+            if not stopping and _evaluate_if_due(parts, state, progress, out):
                 clock.restart(done, feed)
             if last or (settings.checkpoint_every and done % settings.checkpoint_every == 0):
                 out.checkpoints.save(state, progress.record())
@@ -152,17 +176,37 @@ def _loop(parts: Assembly, state: TrainState, progress: Progress, out: Outputs) 
     return state
 
 
+def _evaluate_if_due(parts: Assembly, state: TrainState, progress: Progress, out: Outputs) -> bool:
+    """Evaluate after this step, if the experiment asks for it and it was not done; whether it did."""
+    settings, done = parts.experiment.train, progress.done
+    due = done >= settings.steps or (settings.eval_every and done % settings.eval_every == 0)
+    if not due or not done or progress.evaluated == done:
+        return False
+    progress.eval_loss, progress.evaluated = _evaluate(parts, state), done
+    row = {"eval_loss": progress.eval_loss, "eval_bits_per_token": progress.eval_loss / math.log(2)}
+    out.metrics.write(done, row)
+    out.display.log(done, row)
+    return True
+
+
 class Clock:
-    """Times of the steps since the last row of metrics. The first step of a process compiles: it is left out."""
+    """Times of the steps since the last row of metrics. The first step of a process compiles: only a row of its own
+    includes it, and such a row is left out of the summary's speed.
+    """
 
     def __init__(self, experiment: Experiment) -> None:
         self._rate = learning_rate(experiment)
         self._tokens_per_step = experiment.train.batch_size * experiment.data.length
-        self._from: tuple[int, float, float] | None = None
+        self._from: tuple[int, float, float] = (0, 0.0, 0.0)
+        self._first, self._compiled = True, False
 
-    def tick(self, done: int, values: Any, feed: Feed) -> None:
-        if self._from is None:
-            jax.block_until_ready(values)
+    def tick(self, done: int, values: Any, feed: Feed, row_due: bool) -> None:
+        """After each step."""
+        if not self._first:
+            return
+        self._first, self._compiled = False, row_due
+        jax.block_until_ready(values)
+        if not row_due:
             self.restart(done, feed)
 
     def restart(self, done: int, feed: Feed) -> None:
@@ -171,22 +215,20 @@ class Clock:
 
     def log(self, done: int, values: Any, feed: Feed, progress: Progress, out: Outputs) -> None:
         """Write a row: the metrics of this step, times as means over the steps since the last row."""
-        assert self._from is not None
         row = {name: float(value) for name, value in jax.device_get(values).items()}
         since, start, waited = self._from
         steps, seconds, wait = done - since, time.perf_counter() - start, feed.wait_seconds - waited
         progress.loss, progress.skipped = row["loss"], int(row["skipped"])
         row["skipped"] = progress.skipped
         row["lr"] = float(jax.device_get(self._rate(max(done - progress.skipped - 1, 0))))
-        if steps:  # a row right after the first step has no times
-            row |= {"step_seconds": seconds / steps, "data_wait_seconds": wait / steps}
-            row["tokens_per_second"] = self._tokens_per_step * steps / seconds
-            progress.steady_seconds += seconds
-            progress.waited += wait
-            progress.steady_tokens += self._tokens_per_step * steps
+        row |= {"step_seconds": seconds / steps, "data_wait_seconds": wait / steps}
+        row["tokens_per_second"] = self._tokens_per_step * steps / seconds
+        if not self._compiled:
+            progress.add_times(seconds, wait, self._tokens_per_step * steps)
+        self._compiled = False
         out.metrics.write(done, row)
         shown = ("loss", "lr", "grad_norm", "tokens_per_second")
-        out.display.log(done, {name: row[name] for name in shown if name in row})
+        out.display.log(done, {name: row[name] for name in shown})
         self.restart(done, feed)
 
 
@@ -223,12 +265,11 @@ def _evaluate(parts: Assembly, state: TrainState) -> float:
     return total / weight
 
 
-def _check_skips(values: Any, progress: Progress, limit: int) -> None:
+def _check_skips(skipped: jax.Array, progress: Progress, limit: int) -> None:
     """Count skipped steps in a row; reading this waits for a step that was queued `AHEAD` steps ago."""
-    skipped = int(values["skipped"])
-    progress.in_a_row = progress.in_a_row + 1 if skipped > progress.skipped_seen else 0
-    progress.skipped_seen = skipped
-    if progress.in_a_row >= limit:
+    progress.skips_in_a_row = progress.skips_in_a_row + 1 if int(skipped) > progress.skips_seen else 0
+    progress.skips_seen = int(skipped)
+    if progress.skips_in_a_row >= limit:
         raise ExperimentError(
             f"the gradients of {limit} steps in a row were not finite (train.max_skips_in_a_row): lower optimizer.lr, "
             "set optimizer.clip_norm, or look at the data; weights and checkpoints are those from before"
@@ -242,7 +283,7 @@ def _sample(parts: Assembly, state: TrainState) -> str | None:
         return None
 
     def write(state: TrainState, prompt: jax.Array) -> jax.Array:
-        rng = jax.random.fold_in(state.rng, 0)
+        rng = jax.random.fold_in(parts.rng, 2)  # 0 and 1 are the weights' and the steps'
         return generate(
             state.model, prompt, length=wanted.length, temperature=wanted.temperature, top_k=wanted.top_k, rng=rng
         )

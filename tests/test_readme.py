@@ -36,4 +36,10 @@ def test_commands_and_experiments_exist():
 
 def test_the_two_commands_install_what_pyproject_offers():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert {extra for extra in re.findall(r"\.\[(\w+)\]", README)} <= extras.keys()
+    assert set(re.findall(r"\.\[(\w+)\]", README)) <= extras.keys()
+
+
+def test_every_file_it_names_exists():
+    for path in re.findall(r"`((?:tests|experiments|jdp)/[\w/.]+)`", README):
+        assert (ROOT / path).exists(), path
+    assert "TABLE" not in README

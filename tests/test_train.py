@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import jdp
 from jdp import signals
 from jdp.checkpoint import Checkpoints
 from jdp.cli import main
@@ -169,6 +170,42 @@ def test_a_finished_run_says_so_and_changes_nothing(whole, capsys):
     assert summary["final_loss"] == rows(whole)[8]
     assert tree(whole / "checkpoints") == before
     assert sorted(rows(folder)) == list(range(1, 9))
+
+
+def test_a_finished_run_is_not_said_to_be_another_one(whole, capsys):
+    """Nothing is trained under the new word, so the folder's record keeps the old one."""
+    before = (whole / "experiment.toml").read_bytes()
+    code, _ = train(whole.parent.parent / "tiny.toml", "--strategy", "ddp")
+    assert code == 0
+    assert "has all of its 8 steps: nothing to do (--name NEW starts another run)" in capsys.readouterr().out
+    assert (whole / "experiment.toml").read_bytes() == before
+
+
+def test_the_steps_of_a_schedule_cannot_change_under_it(whole, capsys):
+    code, _ = train(whole.parent.parent / "tiny.toml", "--train.steps", "12")
+    assert code == 2
+    assert "train.steps was 8, is 12" in capsys.readouterr().err
+
+
+def test_skips_before_a_stop_are_not_counted_again(experiment, monkeypatch, capsys):
+    """Two skipped steps, a stop, and after the resume one good step: a limit of one in a row is not reached."""
+    with monkeypatch.context() as patched:
+        stop_after(patched, 2)
+        patched.setattr("jdp.train._check_skips", lambda *_: None)
+        patched.setattr("jdp.assemble.text_loss", lambda *_: jdp.Loss(np.float32("nan"), np.float32(1)))
+        train(experiment)
+    code, folder = train(experiment, "--train.max_skips_in_a_row", "1")
+    assert code == 0, capsys.readouterr().err
+    assert [row["skipped"] for row in read(folder / "metrics.jsonl") if "loss" in row] == [1, 2] + [2] * 6
+
+
+def test_an_evaluation_that_a_stop_came_before_is_made_up_for(whole, experiment, monkeypatch):
+    with monkeypatch.context() as patched:
+        stop_after(patched, 4)
+        _, folder = train(experiment)
+        assert not rows(folder, "eval_loss")
+    train(experiment)
+    assert rows(folder, "eval_loss") == rows(whole, "eval_loss")
 
 
 def test_resumes_under_another_strategy(whole, experiment, monkeypatch):

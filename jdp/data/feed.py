@@ -11,13 +11,14 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
-from jdp.plan import Plan
+from jdp.plan import Plan, nearest_sizes
 from jdp.types import Batch
 
 
@@ -28,7 +29,11 @@ def process_rows(plan: Plan, batch_size: int) -> list[int]:
         ValueError: `batch_size` does not divide by the plan's batch shards.
     """
     if batch_size % plan.batch_shards:
-        raise ValueError(f"A batch of {batch_size} rows does not divide by {plan.batch_shards} batch shards.")
+        near = nearest_sizes(batch_size, plan.batch_shards)
+        raise ValueError(
+            f"A batch's rows must divide by the plan's {plan.batch_shards} batch shards; got {batch_size}. The nearest "
+            f"sizes are {near}."
+        )
     rows = batch_size // plan.batch_shards
     return [row for block in _local_blocks(plan) for row in range(block * rows, (block + 1) * rows)]
 
@@ -57,9 +62,12 @@ class Feed(Iterator[Batch]):
         self.wait_seconds = 0.0
         self._queue: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._slots = threading.Semaphore(prefetch)
-        self._stop = threading.Event()
+        stop = threading.Event()
         self._done = False
-        self._thread = threading.Thread(target=self._run, args=(loader, plan), name="jdp-feed", daemon=True)
+        # The thread holds no reference to this object, so a feed that is left in mid-course is collected, and stops it.
+        work = (iter(loader), plan, self._queue, self._slots, stop)
+        self._thread = threading.Thread(target=_run, args=work, name="jdp-feed", daemon=True)
+        self._stop = weakref.finalize(self, _end, stop, self._slots)
         self._thread.start()
 
     def __next__(self) -> Batch:
@@ -77,11 +85,10 @@ class Feed(Iterator[Batch]):
         raise StopIteration
 
     def close(self) -> None:
-        """Stop reading and wait for the thread."""
+        """Stop reading, and wait for the batch that is being read (but not for ever: a loader may hang)."""
         self._done = True
-        self._stop.set()
-        self._slots.release()
-        self._thread.join()
+        self._stop()
+        self._thread.join(timeout=10)
 
     def __enter__(self) -> Feed:
         return self
@@ -89,22 +96,26 @@ class Feed(Iterator[Batch]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run(self, loader: Iterable[Batch], plan: Plan) -> None:
-        blocks = _local_blocks(plan)
-        try:
-            batches = iter(loader)
-            while self._slots.acquire() and not self._stop.is_set():
-                batch = next(batches, _END)
-                if batch is _END:
-                    self._queue.put(("end", None))
-                    return
-                laid = jax.tree.map(lambda x: _global_array(np.asarray(x), plan, blocks), batch)
-                self._queue.put(("batch", laid))
-        except BaseException as error:  # handed to the loop, which raises it
-            self._queue.put(("error", error))
-
 
 _END = object()
+
+
+def _run(batches: Iterator[Batch], plan: Plan, out: queue.SimpleQueue[Any], slots: Any, stop: threading.Event) -> None:
+    """The thread: a slot, a batch, and again; whatever goes wrong is handed to the loop, which raises it."""
+    blocks = _local_blocks(plan)
+    try:
+        while slots.acquire() and not stop.is_set():
+            batch = next(batches, _END)
+            if batch is _END:
+                return out.put(("end", None))
+            out.put(("batch", jax.tree.map(lambda x: _global_array(np.asarray(x), plan, blocks), batch)))
+    except BaseException as error:
+        out.put(("error", error))
+
+
+def _end(stop: threading.Event, slots: threading.Semaphore) -> None:
+    stop.set()
+    slots.release()
 
 
 def _local_blocks(plan: Plan) -> list[int]:
@@ -114,11 +125,12 @@ def _local_blocks(plan: Plan) -> list[int]:
 
 
 def _global_array(local: np.ndarray[Any, Any], plan: Plan, blocks: list[int]) -> jax.Array:
-    if local.ndim == 0 or local.shape[0] % len(blocks):
-        size = local.shape[0] * plan.batch_shards // len(blocks) if local.ndim else "a scalar"
+    if local.ndim == 0:
+        raise ValueError("Every array of a batch has the examples as its leading dimension; a scalar was given.")
+    if local.shape[0] == 0 or local.shape[0] % len(blocks):
         raise ValueError(
-            f"A batch's rows must divide by the plan's {plan.batch_shards} batch shards; this process holds "
-            f"{len(blocks)} of them and was given {local.shape[0] if local.ndim else 'a scalar'} rows (global: {size})."
+            f"The rows that a process feeds must divide by its batch shards, {len(blocks)} of {plan.batch_shards}; got "
+            f"{local.shape[0]}. The nearest sizes are {nearest_sizes(local.shape[0], len(blocks))}."
         )
     rows = local.shape[0] // len(blocks)
     shape = (rows * plan.batch_shards, *local.shape[1:])

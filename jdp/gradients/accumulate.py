@@ -99,7 +99,16 @@ def step_gradients(
 
 def evaluate(task: Task, moves: Moves, params: PyTree, model_state: PyTree, batch: Batch) -> Sums:
     """The sums of one batch, forward only; the loss gets `rng=None`, which means evaluation."""
-    sums, _ = _traced(task, moves)(working_copy(task, moves, params), model_state, batch, None)
+    loss, operands = _traced(task, moves), working_copy(task, moves, params)
+
+    def one(batch: Batch) -> Sums:
+        return loss(operands, model_state, batch, None)[0]
+
+    if task.accumulate == 1:
+        sums = one(batch)
+    else:
+        each = jax.lax.map(one, moves.microbatches(batch, task.accumulate))
+        sums = jax.tree.map(lambda x: x.sum(axis=0), each)
     return jax.tree.map(moves.total, sums)
 
 

@@ -42,8 +42,8 @@ def choose(step: Step, state: TrainState, batch: Batch) -> Choice:
 
 def _choose(step: Step, state: TrainState, batch: Batch) -> Choice:
     if step.asked is not None:
-        lower = _dtype_breach(step.precision) if step.train and step.asked == "auto" else None
-        return Choice(step.asked, f"{ASKED}, although {lower}" if lower else ASKED)
+        known = _drawback(step, state) if step.train else None
+        return Choice(step.asked, f"{ASKED}, although {known}" if known else ASKED)
     if step.plan.batch_shards == 1:
         return Choice("auto", "one shard of the batch: nothing to communicate")
     if not step.train:
@@ -52,7 +52,7 @@ def _choose(step: Step, state: TrainState, batch: Batch) -> Choice:
     breach = auto_breach(step.plan.row, step.accumulate, step.precision, reused)
     if breach is None:
         return Choice("auto", "XLA keeps the communication contract")
-    if jax.tree.leaves(state.model_state):
+    if _has_statistics(state):
         return Choice("auto", f"the model's state wants global batch statistics, although {breach}")
     if not is_sum:
         return Choice("auto", f"the loss returns a mean, although {breach}; a loss that returns jdp.Loss gets manual")
@@ -68,6 +68,19 @@ def auto_breach(row: Strategy, accumulate: int, precision: Precision, reused: st
     if reused is not None:
         return f"{reused} is used more than once, and auto reduces its gradient at each use"
     return None
+
+
+def _drawback(step: Step, state: TrainState) -> str | None:
+    """What the user who asked for a partitioning may not expect of it."""
+    if step.asked == "auto":
+        return _dtype_breach(step.precision)
+    if _has_statistics(state):
+        return "each device then computes the model's batch statistics over its own rows, and they are averaged"
+    return None
+
+
+def _has_statistics(state: TrainState) -> bool:
+    return state.static.adapter is not None and state.static.adapter.has_statistics
 
 
 def _dtype_breach(precision: Precision) -> str | None:
@@ -86,7 +99,9 @@ def _read_loss(step: Step, state: TrainState, batch: Batch) -> tuple[bool, str |
         found.append(isinstance(value, Loss))
         return value.total if isinstance(value, Loss) else value
 
-    jaxpr = jax.make_jaxpr(probe)(state.params).jaxpr
+    dtype = step.precision.compute_dtype
+    working = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), state.params)
+    jaxpr = jax.make_jaxpr(probe)(working).jaxpr
     paths = [path_of(path) for path, _ in jax.tree.leaves_with_path(state.params)]
     uses = zip(paths, jaxpr.invars, strict=True)
     return found[0], next((path for path, var in uses if count_uses(jaxpr, var) > 1), None)

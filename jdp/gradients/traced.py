@@ -67,6 +67,11 @@ def _table(whole: PyTree, shards: PyTree, places: PyTree) -> dict[int, Any]:
 def as_sums(value: Any, batch: Batch) -> Sums:
     """Turn what a loss function returned into sums; a plain scalar is the mean over the batch's rows."""
     if not isinstance(value, Loss):
+        if not hasattr(value, "dtype") and not isinstance(value, int | float):
+            raise ValueError(
+                f"A loss function returns jdp.Loss(total, weight, metrics) or a scalar; got {type(value).__name__}. "
+                "What goes along with a loss belongs into its metrics."
+            )
         value = _scalar("a loss function's plain return value", value)
         rows = jnp.float32(batch_rows(batch))
         return Sums(value * rows, rows, {})
