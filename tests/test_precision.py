@@ -1,0 +1,161 @@
+"""Three dtypes: what weights rest in, what the model computes in and gathers, what gradients are reduced in."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.extend.core import jaxprs_in_params
+
+import jdp
+
+FEATURES, ROWS = 16, 16
+BF16 = jnp.bfloat16
+BATCH = {"x": jax.ShapeDtypeStruct((ROWS, FEATURES), jnp.float32)}
+
+
+def init(rng):
+    return {"w": jax.random.normal(rng, (FEATURES, 32)), "small": jnp.ones(32)}
+
+
+def loss_fn(params, batch, rng):
+    y = batch["x"].astype(params["w"].dtype) @ params["w"] * params["small"]
+    return jdp.Loss((y**2).sum(), y.shape[0])
+
+
+def plan_of(strategy="ddp"):
+    return jdp.Plan(jdp.make_mesh(), strategy, min_shard_size=64)
+
+
+def abstract(plan, init=init):
+    return jdp.abstract_state(init, optax.adamw(0.1), plan, rng=jax.random.key(0))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("fp32", jdp.Precision("fp32", "fp32", "fp32")),
+        ("bf16", jdp.Precision("fp32", "bf16", "fp32")),
+        (jdp.Precision(params="bf16"), jdp.Precision("bf16", "fp32", "fp32")),
+    ],
+)
+def test_words_and_precisions(given, expected):
+    assert jdp.Precision.of(given) == expected
+
+
+def test_dtypes_of_a_precision():
+    precision = jdp.Precision(compute="bf16")
+    assert (precision.compute_dtype, precision.reduce_dtype) == (BF16, jnp.float32)
+
+
+@pytest.mark.parametrize("field", ["params", "compute", "reduce"])
+def test_a_dtype_that_is_not_known_is_refused(field):
+    with pytest.raises(ValueError, match=re.escape(f"Precision.{field} is one of fp32, bf16; got 'fp16'.")):
+        jdp.Precision(**{field: "fp16"})
+
+
+@pytest.mark.parametrize("word", ["fp16", "float32", None, jnp.float32])
+def test_a_word_that_is_not_known_is_refused(word):
+    with pytest.raises(ValueError, match=r"precision is fp32, bf16 or a jdp.Precision; got"):
+        jdp.Precision.of(word)
+
+
+@pytest.mark.parametrize(("precision", "resting"), [("fp32", "bfloat16"), (jdp.Precision(params="bf16"), "float32")])
+def test_weights_must_rest_as_the_precision_says(precision, resting):
+    params = {"a": {"w": jnp.zeros(8, resting)}}
+    asked = "fp32" if precision == "fp32" else "bf16"
+    message = f"Precision.params is {asked}, but a/w rests in {resting}. Initialise it in {asked}, or pass precision="
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jdp.Precision.of(precision).check_params(params)
+    jdp.Precision(params="bf16" if asked == "fp32" else "fp32").check_params(params)
+
+
+# What the step makes of it.
+
+
+@pytest.mark.parametrize("partitioning", ["auto", "manual"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+@pytest.mark.parametrize("train", [True, False])
+def test_the_loss_sees_the_compute_dtype_and_the_state_never_does(strategy, partitioning, train):
+    seen = []
+
+    def spying(params, batch, rng):
+        seen.append({name: leaf.dtype for name, leaf in params.items()} | {"x": batch["x"].dtype})
+        return loss_fn(params, batch, rng)
+
+    plan, make = plan_of(strategy), jdp.make_train_step if train else jdp.make_eval_step
+    state = abstract(plan)
+    result = jax.eval_shape(make(spying, plan, precision="bf16", partitioning=partitioning), state, BATCH)
+    assert seen == [{"w": BF16, "small": BF16, "x": jnp.float32}] * len(seen) != []
+    metrics = result[1] if train else result
+    assert (metrics["loss"].dtype, metrics["weight"].dtype) == (jnp.float32, jnp.float32)
+    if train:
+        after = result[0]
+        assert jax.tree.map(lambda x: x.dtype, after) == jax.tree.map(lambda x: x.dtype, state)
+        assert after.params["w"].dtype == after.opt_state[0].mu["w"].dtype == jnp.float32
+
+
+def moved(jaxpr):
+    """name -> dtypes of the arrays that collectives of `jaxpr` take, scalars left out."""
+    found: dict[str, set] = {}
+    for eqn in jaxpr.eqns:
+        arrays = [var.aval for var in eqn.invars if getattr(var.aval, "shape", ())]
+        if arrays and eqn.primitive.name.startswith(("psum", "all_gather", "reduce_scatter")):
+            name = {"psum_invariant": "psum", "psum2": "psum"}.get(eqn.primitive.name, eqn.primitive.name)
+            found.setdefault(name, set()).update(str(aval.dtype) for aval in arrays)
+        for inner in jaxprs_in_params(eqn.params):
+            for name, dtypes in moved(inner).items():
+                found.setdefault(name, set()).update(dtypes)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("precision", "gathered", "reduced"),
+    [
+        ("fp32", "float32", "float32"),
+        ("bf16", "bfloat16", "float32"),
+        (jdp.Precision(compute="bf16", reduce="bf16"), "bfloat16", "bfloat16"),
+        (jdp.Precision(reduce="bf16"), "float32", "bfloat16"),
+    ],
+)
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+def test_manual_gathers_in_the_compute_dtype_and_reduces_in_its_own(strategy, precision, gathered, reduced, accumulate):
+    plan = plan_of(strategy)
+    step = jdp.make_train_step(loss_fn, plan, precision=precision, partitioning="manual", accumulate=accumulate)
+    found = moved(jax.make_jaxpr(step.jitted)(abstract(plan), BATCH).jaxpr)
+    expected = {"psum": {reduced}}  # ddp: all; else: the leaf too small to shard
+    if strategy != "ddp":
+        expected |= {"all_gather": {gathered}, "reduce_scatter": {reduced}}
+    assert found == expected
+
+
+def test_totals_are_summed_in_float32_whatever_the_loss_returns():
+    """Sums of microbatches that bf16 cannot hold: 256 + 1 is 256 there."""
+
+    def whole(params, batch, rng):
+        return jdp.Loss(params["w"].sum() * 0 + jnp.bfloat16(256), jnp.int32(1), {"ones": (jnp.bfloat16(1), 1)})
+
+    plan = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:1]))
+    state = jdp.init_state(lambda rng: {"w": jnp.ones(8)}, optax.sgd(0.1), plan, rng=jax.random.key(0))
+    rows = 300
+    step = jdp.make_train_step(whole, plan, precision="bf16", accumulate=rows)
+    _, metrics = step(state, {"x": np.zeros((rows, FEATURES), np.float32)})
+    assert (float(metrics["loss"]), float(metrics["weight"]), float(metrics["ones"])) == (256.0, 300.0, 1.0)
+
+
+def test_bf16_weights_are_trained_by_gradients_of_the_exact_mean():
+    """771 / 257 is 3; divided by a weight that was rounded to bf16 first, 256, it is not."""
+
+    def weighted(params, batch, rng):
+        return jdp.Loss((params["w"] * batch["x"]).sum(), batch["weight"].sum())
+
+    plan = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:1]))
+    make = lambda rng: {"w": jnp.zeros(1, BF16)}  # noqa: E731
+    state = jdp.init_state(make, optax.sgd(1.0), plan, rng=jax.random.key(0))
+    step = jdp.make_train_step(weighted, plan, precision=jdp.Precision(params="bf16"))
+    state, _ = step(state, {"x": np.float32([[700], [71]]), "weight": np.float32([200, 57])})
+    assert state.params["w"].dtype == BF16
+    assert float(state.params["w"][0]) == -3.0

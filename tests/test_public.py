@@ -1,0 +1,140 @@
+"""The public names, their arguments in the promised order, and what importing them costs."""
+
+import ast
+import inspect
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jdp
+
+ROOT = Path(__file__).parent.parent
+
+SIGNATURES = {
+    "initialize": "(coordinator=None, num_processes=None, process_id=None, *, timeout_seconds=300)",
+    "make_mesh": "(*, devices=None, **axes)",
+    "Plan": "(mesh, strategy='ddp', *, rules=(), min_shard_size=1024)",
+    "init_state": "(init, tx, plan, *, rng)",
+    "abstract_state": "(init, tx, plan, *, rng)",
+    "make_train_step": "(loss_fn, plan, *, accumulate=1, precision='fp32', partitioning=None, clip_norm=None)",
+    "make_eval_step": "(loss_fn, plan, *, accumulate=1, precision='fp32', partitioning=None)",
+    "scan_layers": "(block, stacked, x, *, remat=None)",
+    "shard_batches": "(loader, plan, *, prefetch=2)",
+    "process_rows": "(plan, batch_size)",
+    "Checkpoints": "(directory, *, keep=3)",
+    "Precision": "(params='fp32', compute='fp32', reduce='fp32')",
+}
+
+
+def bare(signature):
+    """A signature without its annotations."""
+    parameters = [p.replace(annotation=inspect.Parameter.empty) for p in signature.parameters.values()]
+    return str(inspect.Signature(parameters))
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_arguments_stand_in_the_promised_order(name):
+    assert bare(inspect.signature(getattr(jdp, name))) == SIGNATURES[name]
+
+
+def test_initialize_needs_no_argument():
+    assert all(p.default is not p.empty for p in inspect.signature(jdp.initialize).parameters.values())
+
+
+def test_a_loss_is_a_total_a_weight_and_metrics():
+    assert list(inspect.signature(jdp.Loss).parameters) == ["total", "weight", "metrics"]
+    loss = jdp.Loss(jnp.ones(()), jnp.ones(()))
+    assert loss.metrics == {}
+    assert loss.metrics is not jdp.Loss(1, 1).metrics  # not one dictionary for all
+    assert len(jax.tree.leaves(jdp.Loss(1.0, 2.0, {"a": 3.0, "b": (4.0, 5.0)}))) == 5  # a pytree
+
+
+@pytest.mark.parametrize(
+    ("name", "members"),
+    [
+        ("Plan", ["batch_sharding", "placements", "__str__"]),
+        ("Placement", ["bytes_per_device"]),
+        ("Step", ["__call__", "lower", "compile", "partitioning", "why"]),
+        ("Checkpoints", ["save", "restore", "latest", "wait", "close"]),
+        ("Feed", ["close"]),
+    ],
+)
+def test_what_public_objects_offer(name, members):
+    """`inspect` tells what the class has; fields of dataclasses without a default are in their annotations."""
+    kind = getattr(jdp, name)
+    assert [m for m in members if not hasattr(kind, m) and m not in getattr(kind, "__annotations__", {})] == []
+
+
+def test_records_have_the_promised_fields():
+    fields = lambda kind: list(kind.__dataclass_fields__)  # noqa: E731
+    assert fields(jdp.Placement) == ["path", "shape", "dtype", "rest", "compute", "bytes_per_device", "reason"]
+    assert {"step", "params", "opt_state", "model_state", "rng"} <= set(fields(jdp.TrainState))
+
+
+def test_a_step_is_lowered_and_compiled_like_a_jitted_function():
+    assert list(inspect.signature(jdp.Step.lower).parameters) == ["self", "state", "batch"]
+    assert list(inspect.signature(jdp.Step.compile).parameters) == ["self", "state", "batch", "compiler_options"]
+    assert list(inspect.signature(jdp.Step.__call__).parameters) == ["self", "state", "batch"]
+
+
+def test_every_public_name_is_documented():
+    public = [name for name in dir(jdp) if not name.startswith("_")]
+    assert {*SIGNATURES, "Loss", "TrainState", "Placement", "Step", "Feed"} <= set(public)
+    assert [name for name in public if not (getattr(jdp, name).__doc__ or "").strip()] == []
+
+
+def test_type_checkers_see_the_names_that_there_are():
+    tree = ast.parse((ROOT / "jdp" / "__init__.py").read_text(encoding="utf-8"))
+    seen = {
+        alias.asname: f"{node.module}.{alias.name}"
+        for block in tree.body
+        if isinstance(block, ast.If)
+        for node in block.body
+        for alias in node.names
+    }
+    there = [name for name in dir(jdp) if not name.startswith("_")]
+    assert seen == {name: f"{getattr(jdp, name).__module__}.{name}" for name in there}
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="has no attribute 'Plans'"):
+        jdp.Plans  # noqa: B018
+
+
+OPTIONAL = ("jax_cuda13_plugin", "jax_plugins", "nvidia", "libtpu", "pytest", "ruff")
+FOR_THE_COMMAND_ONLY = ("tyro", "matplotlib", "tensorboardX", "pydantic")
+
+
+def test_importing_starts_no_backend_and_takes_no_optional_dependency():
+    """With the optional packages hidden it works all the same, and the heavier ones of the command line stay out."""
+    program = f"""
+        import sys
+
+        class Hide:
+            def find_spec(self, name, path=None, target=None):
+                if name.partition(".")[0] in {OPTIONAL!r}:
+                    raise ModuleNotFoundError(name, name=name)
+
+        sys.meta_path.insert(0, Hide())
+        import jdp
+
+        assert "jax" not in sys.modules, "importing jdp alone takes no JAX"
+        for name in dir(jdp):
+            getattr(jdp, name)
+        from jax._src import xla_bridge
+
+        assert not xla_bridge.backends_are_initialized(), "a backend was started"
+        taken = [name for name in {OPTIONAL + FOR_THE_COMMAND_ONLY!r} if name in sys.modules]
+        assert taken == [], taken
+        assert not [name for name in sys.modules if name.startswith(("jdp.cli", "jdp.experiment", "jdp.train"))]
+    """
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(program)], capture_output=True, text=True, cwd=ROOT
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == result.stderr == ""
