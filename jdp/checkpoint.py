@@ -47,12 +47,12 @@ class Checkpoints:
 
     @property
     def latest(self) -> int | None:
-        """The newest committed step; None when there is none."""
+        """The newest step: committed, or being written by this process; None when there is none."""
         return self._manager.latest_step()
 
     @property
     def steps(self) -> list[int]:
-        """The committed steps, oldest first."""
+        """The steps there are, committed or being written by this process, oldest first."""
         return sorted(self._manager.all_steps())
 
     def save(self, state: TrainState, record: dict[str, Any] | None = None) -> None:

@@ -13,7 +13,8 @@ every shard, as a draw without a batch dimension is in the global view. What all
 of that kind, is drawn per shard: good noise, which then depends on the mesh.
 
 `fold_in` and `split` carry the map along. `split(rng, rows)`, the idiom for one key an example, gives the examples' own
-keys; `split(rng)` in two always gives two streams.
+keys, and so does a multiple of `rows` (`jax.random.gamma` splits a key for each element); `split(rng)` in two always
+gives two streams.
 
 Counter layout: jax's `threefry2x32` in its partitionable form hashes the 64-bit linear index of each element
 (Salmon et al. 2011, doi:10.1145/2063384.2063405; jax-ml/jax design note 3263).
@@ -82,9 +83,9 @@ def _fold_in(words: jax.Array, data: Any) -> jax.Array:
 
 
 def _split(rows: int, words: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    if shape == (rows,) and rows != 2:  # one key an example: they draw for themselves from here on
-        bits = _hash(words, *_row_counts(rows, words, (rows,)))
-        alone = jnp.broadcast_to(jnp.array([0, 1], jnp.uint32), (rows, 2))
+    if shape == (rows,) != (2,) or (len(shape) == 1 and shape[0] > rows > 2 and shape[0] % rows == 0):
+        bits = _hash(words, *_row_counts(rows, words, shape))  # these keys draw for themselves from here on
+        alone = jnp.broadcast_to(jnp.array([0, 1], jnp.uint32), (*shape, 2))
         return jnp.concatenate([jnp.stack(bits, axis=-1), alone], axis=-1)
     keys = jax.random.key_data(jax.random.split(_plain(words), shape))
     return jnp.concatenate([keys, jnp.broadcast_to(words[2:], (*shape, 2))], axis=-1)

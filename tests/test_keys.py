@@ -168,3 +168,11 @@ def test_a_generator_without_indices_differs_by_shard_and_says_so_once(monkeypat
     assert not np.array_equal(first, second)
     [said] = [record.getMessage() for record in caplog.records if record.name == "jdp"]
     assert "dropout masks depend on the mesh: the PRNG rbg cannot be indexed by row" in said
+
+
+def test_draws_that_split_keys_inside_are_per_example_too():
+    """`jax.random.gamma` splits a key for each element: its rows are the global draw's as well."""
+    whole = jax.random.gamma(KEY, 2.0, (24, 3))
+    for rows, offset, stride in ((6, 0, 1), (6, 6, 1), (3, 1, 4)):
+        drawn = jax.random.gamma(keys.batch_key(KEY, rows=rows, offset=offset, stride=stride), 2.0, (rows, 3))
+        np.testing.assert_array_equal(drawn, whole[offset + stride * np.arange(rows)])
