@@ -1,0 +1,109 @@
+"""What the benchmarks share: a fair clock, ratios with their spread, and the line that says on what they were measured.
+
+Other programs use this machine too, so one number means little. Contenders take turns within a round, in an order that
+rotates, and a ratio is formed within each round: what slows the machine for seconds slows both sides of it. Two clocks:
+wall time, and the processor time of all threads of this process, which waiting for other programs does not touch.
+"""
+
+import argparse
+import gc
+import json
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one contender, round by round.
+
+    Attributes:
+        wall: until the results were there.
+        cpu: processor time of all threads meanwhile.
+        call: processor time of the calling thread until the call returned: what Python and dispatch cost the host.
+    """
+
+    wall: np.ndarray
+    cpu: np.ndarray
+    call: np.ndarray
+
+
+def take_turns(contenders: dict[str, Callable[[], Any]], rounds: int, warmup: int = 3) -> dict[str, Times]:
+    """Time each contender once a round; a contender is a function that starts work and returns its (pending) arrays."""
+    names, rows = list(contenders), {name: [] for name in contenders}
+    gc.disable()  # as timeit does: a collection hits whoever happens to run
+    for i in range(-warmup, rounds):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            row = _timed(contenders[name])
+            if i >= 0:
+                rows[name].append(row)
+    gc.enable()
+    return {name: Times(*np.array(row).T) for name, row in rows.items()}
+
+
+def _timed(start: Callable[[], Any]) -> tuple[float, float, float]:
+    wall, cpu, thread = time.perf_counter(), time.process_time(), time.thread_time()
+    pending = start()
+    thread = time.thread_time() - thread
+    jax.block_until_ready(pending)
+    return time.perf_counter() - wall, time.process_time() - cpu, thread
+
+
+def summary(seconds: np.ndarray) -> dict[str, float]:
+    """Least, median and quartiles, in milliseconds."""
+    least, low, median, high = np.quantile(seconds, (0, 0.25, 0.5, 0.75)) * 1e3
+    return {"least_ms": least, "median_ms": median, "quartile_1_ms": low, "quartile_3_ms": high}
+
+
+def ratio(ours: np.ndarray, theirs: np.ndarray) -> dict[str, float]:
+    """`ours` over `theirs`: the median of the rounds' ratios and its quartiles, and the ratio of the least times.
+
+    `error` is how far the median may be off: half its 95% interval by bootstrap over the rounds.
+    """
+    each = ours / theirs
+    low, median, high = np.quantile(each, (0.25, 0.5, 0.75))
+    draws = np.random.default_rng(0).choice(each, (2000, each.size))
+    error = np.ptp(np.quantile(np.median(draws, axis=1), (0.025, 0.975))) / 2
+    least = ours.min() / theirs.min()
+    return {"median": median, "error": error, "quartile_1": low, "quartile_3": high, "of_least": least}
+
+
+def show(r: dict[str, float]) -> str:
+    """A ratio as text: `1.012 ± 0.004 (quartiles 0.99-1.04, of least times 1.003)`."""
+    quartiles = f"quartiles {r['quartile_1']:.2f}-{r['quartile_3']:.2f}"
+    return f"{r['median']:.3f} ± {r['error']:.3f} ({quartiles}, of least times {r['of_least']:.3f})"
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were measured on."""
+    return {
+        "cores": os.cpu_count(),
+        "machine": platform.machine(),
+        "load": round(os.getloadavg()[0], 1),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+    }
+
+
+def finish(result: dict[str, Any], as_json: bool) -> None:
+    """Print the machine, or with `--json` everything as one object."""
+    result = {**result, "machine": machine()}
+    if as_json:
+        print(json.dumps(result, default=float))
+    else:
+        print(", ".join(f"{name} {value}" for name, value in result["machine"].items()))
+
+
+def parser(program: str, documentation: str | None) -> argparse.ArgumentParser:
+    """An argument parser with `--json`, whose help is the program's lab note."""
+    formatter = argparse.RawDescriptionHelpFormatter
+    made = argparse.ArgumentParser(Path(program).name, description=documentation, formatter_class=formatter)
+    made.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    return made
