@@ -7,6 +7,10 @@ waited, over the time of all steps after the first (which compiles); evaluation 
 after `--` is given to `jdp train`.
 
 Promised: less than 1%.
+
+Measured 2026-11 on 2 x86 cores shared with other programs (load 4 to 5): at most 0.002% in three runs, with jax 0.10.2
+on Python 3.11.7 as with 0.12.0.1 on 3.13; 5.4 to 9.7 thousand tokens/s. A model of no size (1 layer of width 16, 4 x 8
+tokens: 5 ms a step) waited 0.64% of 200 steps.
 """
 
 import json

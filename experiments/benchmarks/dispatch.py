@@ -8,6 +8,17 @@ only JAX's own work per array is left. They take turns; results are waited for b
 processor time of the calling thread until the call returns: the program runs in other threads, other users elsewhere.
 
 Promised: at most 1.25 times flat.
+
+Measured 2026-11 on 2 x86 cores shared with other programs (load 3 to 6), 2000 rounds a run:
+
+    jax 0.10.2, Python 3.11.7    1 device           1.05 to 1.22 in 5 runs; for instance 651 us / 537 us
+                                 4 devices, ddp     1.21 ± 0.03
+                                 4 devices, zero3   1.19 ± 0.03
+    jax 0.12.0.1, Python 3.13    1 device           1.06 to 1.10 in 3 runs
+
+Within a run the median's error is 0.01; runs differ by more, and the quartiles of the rounds are 1.05 and 1.40. The
+ratio of the least times is 1.14 to 1.29. The difference, 110 us, is the tree's: 60 to take 364 leaves out of nested
+dictionaries, 15 to compare structures, 27 to build the new state.
 """
 
 import time
