@@ -20,11 +20,11 @@ of processor time, ± half the 95% interval of the median.
       without guard      1.014 ± 0.005    1.015 ± 0.009    1.007 ± 0.008
     manual / jit         1.071 ± 0.009    1.084 ± 0.010    1.101 ± 0.020
 
-jax 0.12.0.1 on Python 3.13, 20 rounds: 0.99 to 1.03 in the first four lines, 1.08 to 1.10 in the last. Wall time agrees,
-with twice to four times the error. Losses (0.10.2) are equal to the last bit between manual and shard_map, and between
-auto and jit. The last line is the price of the manual form on CPU, paid by hand too: XLA:CPU compiles the layers' weight
-gradients to plain dots there, and to faster fused ones where an all-reduce follows them in the loop. On GPUs manual is
-chosen because it sends less (`traffic.py`).
+jax 0.12.0.1 on Python 3.13, 20 rounds: 0.99 to 1.03 in the first four lines, 1.08 to 1.10 in the last. In wall time
+0.99 to 1.04 and 1.05 to 1.11, with twice to four times the error. Losses (0.10.2) are equal to the last bit between
+manual and shard_map, and between auto and jit. The last line is the price of the manual form on CPU, paid by hand too:
+in its compiled program the layers' weight gradients are plain dots; where an all-reduce follows them in the loop,
+XLA:CPU fuses them. On GPUs manual is chosen because it sends less (`traffic.py`).
 """
 
 from collections.abc import Callable
