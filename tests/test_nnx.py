@@ -242,7 +242,7 @@ def test_a_state_that_wants_global_statistics_keeps_auto_and_says_why():
     jax.eval_shape(step, abstract, data())
     assert step.partitioning == "auto"
     assert step.why == (
-        "the model's state wants global batch statistics, although auto synchronises inside the accumulation loop"
+        "the model's state wants global batch statistics, although auto may synchronise inside the accumulation loop"
     )
 
 

@@ -62,7 +62,7 @@ def _choose(step: Step, state: TrainState, batch: Batch) -> Choice:
 def auto_breach(row: Strategy, accumulate: int, precision: Precision, reused: str | None) -> str | None:
     """What auto would get wrong; None: nothing. Measured on compiled programs, experiments/benchmarks/traffic.py."""
     if accumulate > 1 and not row.reduce_each_microbatch:
-        return "auto synchronises inside the accumulation loop"
+        return "auto may synchronise inside the accumulation loop"
     if lower := _dtype_breach(precision):
         return lower
     if reused is not None:
