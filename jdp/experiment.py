@@ -22,6 +22,7 @@ from pydantic import BaseModel, ValidationError
 
 from jdp.mesh import DATA, REPLICA
 from jdp.models.sizes import SIZES
+from jdp.plan import nearest_sizes
 from jdp.schema import NONE, Experiment, Model, model_table
 from jdp.wording import Key, Schemas, config_keys, problems, table_keys, toml_value
 
@@ -92,11 +93,9 @@ def check_for_devices(experiment: Experiment, device_count: int) -> dict[str, in
     split["train.accumulate"] = experiment.train.accumulate
     share, batch = math.prod(split.values()), experiment.train.batch_size
     if batch % share:
-        below, above = batch // share * share, -(-batch // share) * share
-        near = f"{below} or {above}" if below else f"{above}"
         raise ExperimentError(
             f"train.batch_size must divide by {_equation(split)} (every device gets as many samples in every "
-            f"microbatch); given {batch}: the nearest that fit: {near}"
+            f"microbatch); given {batch}: the nearest that fit: {nearest_sizes(batch, share)}"
         )
     return sizes
 

@@ -67,7 +67,7 @@ class Feed(Iterator[Batch]):
         # The thread holds no reference to this object, so a feed that is left in mid-course is collected, and stops it.
         work = (iter(loader), plan, self._queue, self._slots, stop)
         self._thread = threading.Thread(target=_run, args=work, name="jdp-feed", daemon=True)
-        self._stop = weakref.finalize(self, _end, stop, self._slots)
+        self._stop = weakref.finalize(self, _halt, stop, self._slots)
         self._thread.start()
 
     def __next__(self) -> Batch:
@@ -113,7 +113,7 @@ def _run(batches: Iterator[Batch], plan: Plan, out: queue.SimpleQueue[Any], slot
         out.put(("error", error))
 
 
-def _end(stop: threading.Event, slots: threading.Semaphore) -> None:
+def _halt(stop: threading.Event, slots: threading.Semaphore) -> None:
     stop.set()
     slots.release()
 
