@@ -1,10 +1,9 @@
 """What a compiled program sends: every collective of an XLA module, counted as often as it runs.
 
-`collectives(compiled.as_text())` works in three phases. The text is cut into computations, keeping collectives and the
-instructions that call other computations (one regular expression a line: time linear in the text). The call graph is
-walked from the entry: a loop multiplies what its body holds by its trip count, a conditional counts the branch that
-sends most, an asynchronous wrapper stands for the instruction inside. Each collective is read off its own line: bytes
-from its shapes, groups from any of XLA's notations for them, the source line from its metadata.
+`collectives(compiled.as_text())` works in three phases. The text is cut into computations (`jdp.foresight.program`). The
+call graph is walked from the entry: a loop multiplies what its body holds by its trip count, a conditional counts the
+branch that sends most, an asynchronous wrapper stands for the instruction inside. Each collective is read off its own
+line: bytes from its shapes, groups from any of XLA's notations for them, the source line from its metadata.
 
 Known are the forms that XLA:GPU and XLA:CPU print in jax 0.10 to 0.12. An asynchronous pair counts once, at its start.
 Transfers that are no collectives (`send` and `recv`, or inside custom calls) are not seen.
@@ -17,6 +16,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+
+from jdp.foresight.program import Instruction, Program, array_bytes, parse, shapes
 
 KINDS = (
     "all-reduce",
@@ -38,7 +39,8 @@ class Collective:
     combined into one instruction are summed; `dtype` names their types, joined by "+" where they differ.
     `groups`: who talks to whom, as positions in the mesh's device order; for a permute its (source, target) pairs.
     `is_async`: other work may run between its start and its done. `name`: the instruction, of a pair the start.
-    `op_name`: jax's path to the operation; `source`: "file:line" that wrote it; None where the text does not tell.
+    `op_name`: jax's path to the operation, None where the text does not tell; `places`: "file:line" that wrote it and
+    the callers', innermost first. `shapes`: (element type, dimensions) of each tensor of the result, on one device.
     `loops`: trip counts of the enclosing loops, outermost first; None where XLA does not know one.
     """
 
@@ -49,9 +51,15 @@ class Collective:
     is_async: bool
     name: str
     op_name: str | None = None
-    source: str | None = None
+    places: tuple[str, ...] = ()
+    shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
     loops: tuple[int | None, ...] = ()
     in_conditional: bool = False
+
+    @property
+    def source(self) -> str | None:
+        """The innermost of `places`."""
+        return self.places[0] if self.places else None
 
     @property
     def group_size(self) -> int:
@@ -85,22 +93,20 @@ class Collective:
         return (2 if self.kind == "all-reduce" else 1) * (n - 1) * self.payload_bytes * self.count / n
 
 
-def collectives(text: str) -> list[Collective]:
+def collectives(text: str | Program) -> list[Collective]:
     """Every collective that a compiled program runs, in schedule order, callers' loops counted in.
 
-    `text` is `.compile().as_text()` of a jitted function. Raises ValueError when it is not such a text, or has an
-    element type or device groups in a notation not known here.
+    `text` is `.compile().as_text()` of a jitted function, or that parsed. Raises ValueError when it is not such a text,
+    or has an element type or device groups in a notation not known here.
     """
-    module = _parse(text)
+    program = text if isinstance(text, Program) else parse(text)
 
     @functools.cache  # computations may be shared
     def run(name: str) -> tuple[Collective, ...]:
         """What one execution of a computation sends."""
-        if name not in module.computations:
-            raise ValueError(f"the HLO text calls computation {name!r} and does not hold it: was it cut off?")
-        return tuple(c for step in module.computations[name] for c in _sent(step, module, run))
+        return tuple(c for step in program[name] for c in _sent(step, program, run))
 
-    return list(run(module.entry))
+    return list(run(program.entry))
 
 
 def total_wire_bytes(found: Iterable[Collective]) -> float:
@@ -117,153 +123,58 @@ def traffic(found: Iterable[Collective]) -> dict[str, int]:
     return totals
 
 
-# The text, cut up.
-
-
-@dataclass(frozen=True)
-class _Instruction:
-    name: str
-    type: str
-    opcode: str  # without "-start"
-    is_start: bool
-    line: str
-    bare: str  # the line with its strings emptied: an op_name may hold anything, look-alikes of attributes included
-
-
-@dataclass(frozen=True)
-class _Module:
-    entry: str
-    computations: dict[str, list[_Instruction]]
-    devices: int
-    frames: dict[str, str]  # stack_frame_id -> "file:line" of the innermost frame
-
-
-_INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (.+?) ([a-z][\w\-]*)\(")
-_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+)(?: \(.*)? \{$")
-_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
-_CALLERS = ("while", "conditional", "call", "fusion", "custom-call", "async")
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
-
-
-def _parse(text: str) -> _Module:
-    """One pass over the lines: module header, tables of source locations, computations."""
-    entry = None
-    computations: dict[str, list[_Instruction]] = {}
-    tables: dict[str, dict[str, str]] = {name: {} for name in _TABLES}
-    rows, steps = tables["FileNames"], list[_Instruction]()
-    header = ""
-    for line in text.split("\n"):
-        if line.startswith(" "):
-            if (step := _instruction(line)) is not None:
-                steps.append(step)
-        elif line in tables:
-            rows = tables[line]
-        elif line[:1].isdigit():
-            index, _, row = line.partition(" ")
-            rows[index] = row
-        elif line.startswith("HloModule"):
-            header = line
-        elif (match := _COMPUTATION.match(line)) is not None:
-            steps = computations.setdefault(match[2], [])
-            entry = match[2] if match[1] else entry
-    if entry is None:
-        raise ValueError(
-            "this is not the text of a compiled program: it has no ENTRY computation and begins "
-            f"{text[:60]!r}; give `jitted.lower(...).compile().as_text()`"
-        )
-    sizes = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header)
-    return _Module(entry, computations, math.prod(map(int, sizes)), _frames(tables))
-
-
-def _instruction(line: str) -> _Instruction | None:
-    """The instruction on a line, if it communicates or may call one that does. A done repeats its start: not kept."""
-    match = _INSTRUCTION.match(line)
-    opcode = match[3].removesuffix("-start") if match else ""
-    if match is None or (opcode not in KINDS and opcode not in _CALLERS):
-        return None
-    return _Instruction(match[1], match[2], opcode, opcode != match[3], line, _STRING.sub('""', line))
-
-
-def _frames(tables: dict[str, dict[str, str]]) -> dict[str, str]:
-    """The tables that newer XLA prints at the head of a module, joined: frame -> location -> file and line."""
-    places: dict[str, str] = {}
-    for index, row in tables["FileLocations"].items():
-        file = tables["FileNames"].get(_field(row, "file_name_id"), "").strip('"')
-        places[index] = f"{file}:{_field(row, 'line')}"
-    located = {index: _field(row, "file_location_id") for index, row in tables["StackFrames"].items()}
-    return {index: places[place] for index, place in located.items() if place in places}
-
-
-def _field(row: str, key: str) -> str:
-    match = re.search(rf"\b{key}=(\d+)", row)
-    return match[1] if match else ""
-
-
 # The call graph, walked.
 
-_CALLED = re.compile(
-    r"\b(calls|to_apply|body|condition|branch_computations|true_computation|false_computation|called_computations)"
-    r"=(?:\{([^}]*)\}|%?([\w.\-]+))"
-)
+_CALLERS = ("while", "conditional", "call", "fusion", "custom-call", "async")
 
 
-def _sent(step: _Instruction, module: _Module, run: Callable[[str], tuple[Collective, ...]]) -> Iterable[Collective]:
-    """What one execution of an instruction sends, given what its computations do."""
-    if step.opcode in KINDS:
-        return [_collective(step, module)]
-    called: dict[str, list[tuple[Collective, ...]]] = {}
-    for attribute, many, one in _CALLED.findall(step.bare):
-        names = re.findall(r"[\w.\-]+", many or one)
-        called.setdefault(attribute, []).extend(map(run, names))
-    if step.opcode == "while":
-        known = re.search(r'"known_trip_count":\{"n":"(\d+)"', step.line)
-        trips = int(known[1]) if known else None
+def _sent(step: Instruction, program: Program, run: Callable[[str], tuple[Collective, ...]]) -> Iterable[Collective]:
+    """What one execution of an instruction sends, given what its computations do. A done repeats its start."""
+    if step.opcode.endswith("-done") or (step.kind not in KINDS and step.kind not in _CALLERS):
+        return []
+    if step.kind in KINDS:
+        return [_collective(step, program)]
+    called = {attribute: [run(name) for name in names] for attribute, names in step.called.items()}
+    if step.kind == "while":
+        trips = step.trip_count
         tests = trips if trips is None else trips + 1  # the condition is evaluated once more than the body
         rounds = {"condition": tests, "body": trips}
         return [replace(c, loops=(rounds[a], *c.loops)) for a in rounds for found in called[a] for c in found]
     inside = [found for computations in called.values() for found in computations]
-    if step.opcode == "conditional":
+    if step.kind == "conditional":
         return [replace(c, in_conditional=True) for c in max(inside, key=total_wire_bytes)]
     if step.is_start:
-        return [replace(c, name=step.name, is_async=_overlaps(step)) for found in inside for c in found]
+        return [replace(c, name=step.name, is_async=overlaps(step)) for found in inside for c in found]
     return [c for found in inside for c in found]
 
 
 # One instruction, read.
 
 
-def _collective(step: _Instruction, module: _Module) -> Collective:
-    groups = _groups(step.bare, module.devices)
-    shapes = re.findall(r"\b([a-z]\w*)\[([\d,<=]*)\]", _result_type(step))
+def _collective(step: Instruction, program: Program) -> Collective:
+    groups = _groups(step.bare, program.devices)
+    results = shapes(_result_type(step))
     # The result of a reduce-scatter is one device's part: the operand is that for every device of the group.
-    times = max(map(len, groups)) if step.opcode == "reduce-scatter" else 1
-    op_name = re.search(r'\bop_name="((?:[^"\\]|\\.)*)"', step.line)
+    times = max(map(len, groups)) if step.kind == "reduce-scatter" else 1
     return Collective(
-        kind=step.opcode,
-        dtype="+".join(sorted({dtype for dtype, _ in shapes})),
-        payload_bytes=times * sum(_bytes(dtype, dims) for dtype, dims in shapes),
+        kind=step.kind,
+        dtype="+".join(sorted({dtype for dtype, _ in results})),
+        payload_bytes=times * sum(array_bytes(dtype, dims) for dtype, dims in results),
         groups=groups,
-        is_async=_overlaps(step),
+        is_async=overlaps(step),
         name=step.name,
-        op_name=op_name[1] if op_name else None,
-        source=_source(step.line, module.frames),
+        op_name=step.op_name,
+        places=program.places(step),
+        shapes=results,
     )
 
 
-def _overlaps(step: _Instruction) -> bool:
+def overlaps(step: Instruction) -> bool:
     """Whether other work may run meanwhile: jax 0.10 also writes the synchronous ones as pairs, marked as such."""
     return step.is_start and '"is_sync":true' not in step.line
 
 
-def _source(line: str, frames: dict[str, str]) -> str | None:
-    """Where the operation was written: a row of the module's tables or, in older texts, on the line itself."""
-    if frame := _field(line, "stack_frame_id"):
-        return frames.get(frame)
-    place = re.search(r'\bsource_file="([^"]*)" source_line=(\d+)', line)
-    return f"{place[1]}:{place[2]}" if place else None
-
-
-def _result_type(step: _Instruction) -> str:
+def _result_type(step: Instruction) -> str:
     """The part of an instruction's type that is its result.
 
     A start has the type (operand, result) or ((operands), (results)), perhaps with more behind; but an all-reduce-start
@@ -277,15 +188,7 @@ def _result_type(step: _Instruction) -> str:
         if (char == "," and depth == 1) or depth == 0:
             elements.append(step.type[begin:i].strip())
             begin = i + 1
-    return elements[1] if elements[0].startswith("(") or step.opcode != "all-reduce" else step.type
-
-
-def _bytes(dtype: str, dims: str) -> int:
-    """Bytes of an array. The digits of `bf16`, `f8e4m3fn`, `s4`, `c64` are bits an element; below 8 they are packed."""
-    named = re.match(r"(?:bf|f|s|u|c)(\d+)", dtype)
-    if named is None and dtype != "pred":
-        raise ValueError(f"the bytes of element type {dtype!r} in the HLO text are not known")
-    return -(-math.prod(int(d.strip("<=")) for d in dims.split(",") if d) * (int(named[1]) if named else 8) // 8)
+    return elements[1] if elements[0].startswith("(") or step.kind != "all-reduce" else step.type
 
 
 _LISTED = r"\{(?:\{[\d,]*\},?)*\}"

@@ -1,0 +1,238 @@
+"""A compiled XLA module as objects: computations in schedule order, instructions with operands, types and callees.
+
+`parse(compiled.as_text())` takes one pass over the text and keeps each line; what costs to find (called computations,
+operands, bytes) is read off a line when it is asked for. Known are the forms that XLA:GPU and XLA:CPU print in jax 0.10
+to 0.12.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a computation.
+
+    Attributes:
+        name: without "%".
+        type: the result's type as printed, such as "f32[8,4]{1,0}" or "(f32[], bf16[16,3])".
+        opcode: as printed, such as "fusion", "dot", "all-gather-start".
+        line: the whole line.
+        is_root: whether it is its computation's result.
+    """
+
+    name: str
+    type: str
+    opcode: str
+    line: str
+    is_root: bool = False
+
+    @cached_property
+    def bare(self) -> str:
+        """The line with its strings emptied: an op_name may hold anything, look-alikes of attributes included."""
+        return _STRING.sub('""', self.line)
+
+    @cached_property
+    def operands(self) -> tuple[str, ...]:
+        """Names of the instructions it reads, in order."""
+        return tuple(_OPERAND.findall(self._arguments))
+
+    @property
+    def _arguments(self) -> str:
+        """What stands between the parentheses after the opcode."""
+        line = self.line
+        begin = line.index(f" {self.opcode}(") + len(self.opcode) + 2
+        depth = 1
+        for match in _PARENTHESIS.finditer(line, begin):
+            depth += 1 if match[0] == "(" else -1
+            if depth == 0:
+                return line[begin : match.start()]
+        return line[begin:]
+
+    @cached_property
+    def called(self) -> dict[str, tuple[str, ...]]:
+        """Computations it calls, by attribute: {"body": (...,), "condition": (...,)}, {"calls": (...,)}, …"""
+        found: dict[str, tuple[str, ...]] = {}
+        for attribute, many, one in _CALLED.findall(self.bare):
+            found[attribute] = (*found.get(attribute, ()), *_NAME.findall(many or one))
+        return found
+
+    @property
+    def kind(self) -> str:
+        """The opcode without "-start" or "-done"."""
+        return self.opcode.removesuffix("-start").removesuffix("-done")
+
+    @property
+    def is_start(self) -> bool:
+        return self.opcode.endswith("-start")
+
+    @property
+    def op_name(self) -> str | None:
+        """jax's path to the operation; of a parameter of the entry, the argument's: "state.params['layers']['w']"."""
+        match = _OP_NAME.search(self.line)
+        return match[1].replace("\\'", "'") if match else None
+
+    @property
+    def trip_count(self) -> int | None:
+        """Of a while: how often its body runs; None where XLA does not know."""
+        match = _TRIPS.search(self.line)
+        return int(match[1]) if match else None
+
+    def attribute(self, name: str) -> str | None:
+        """A plain attribute's text: "{0}" for `lhs_contracting_dims={0}`, "kLoop" for `kind=kLoop`."""
+        match = re.search(rf"\b{name}=(\{{[^}}]*\}}|[^,\s]+)", self.bare)
+        return match[1] if match else None
+
+    @cached_property
+    def shapes(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """(element type, dimensions) of every array in the result's type."""
+        return shapes(self.type)
+
+    @property
+    def result_bytes(self) -> int:
+        return sum(array_bytes(dtype, dims) for dtype, dims in self.shapes)
+
+
+@dataclass(frozen=True)
+class Program:
+    """A module.
+
+    Attributes:
+        entry: name of the computation that runs.
+        computations: name -> instructions; in schedule order, where the module is scheduled.
+        devices: partitions × replicas.
+        header: the module's first line: aliases of inputs and outputs, layouts.
+        frames: stack_frame_id -> its source places "file:line", innermost first.
+    """
+
+    entry: str
+    computations: dict[str, tuple[Instruction, ...]] = field(repr=False)
+    devices: int
+    header: str = field(repr=False)
+    frames: dict[str, tuple[str, ...]] = field(repr=False)
+
+    def __getitem__(self, computation: str) -> tuple[Instruction, ...]:
+        if computation not in self.computations:
+            raise ValueError(f"the HLO text calls computation {computation!r} and does not hold it: was it cut off?")
+        return self.computations[computation]
+
+    @cached_property
+    def by_name(self) -> dict[str, dict[str, Instruction]]:
+        """computation -> name -> instruction."""
+        return {key: {step.name: step for step in steps} for key, steps in self.computations.items()}
+
+    def places(self, step: Instruction) -> tuple[str, ...]:
+        """Where the operation was written, "file:line", innermost first; empty where the text does not tell.
+
+        Newer texts have tables of stack frames; older ones the innermost place on the line itself.
+        """
+        if match := _FRAME.search(step.line):
+            return self.frames.get(match[1], ())
+        place = _SOURCE.search(step.line)
+        return (f"{place[1]}:{place[2]}",) if place else ()
+
+
+def parse(text: str) -> Program:
+    """Read `.compile().as_text()` of a jitted function.
+
+    Raises:
+        ValueError: it is not such a text.
+    """
+    entry = None
+    computations: dict[str, list[Instruction]] = {}
+    tables: dict[str, dict[str, str]] = {name: {} for name in _TABLES}
+    rows, steps = tables["FileNames"], list[Instruction]()
+    header = ""
+    for line in text.split("\n"):
+        if line.startswith(" "):
+            if (match := _INSTRUCTION.match(line)) is not None:
+                steps.append(Instruction(match[2], match[3], match[4], line, is_root=match[1] is not None))
+        elif line in tables:
+            rows = tables[line]
+        elif line[:1].isdigit():
+            index, _, row = line.partition(" ")
+            rows[index] = row
+        elif line.startswith("HloModule"):
+            header = line
+        elif (match := _COMPUTATION.match(line)) is not None:
+            steps = computations.setdefault(match[2], [])
+            entry = match[2] if match[1] else entry
+    if entry is None:
+        raise ValueError(
+            "this is not the text of a compiled program: it has no ENTRY computation and begins "
+            f"{text[:60]!r}; give `jitted.lower(...).compile().as_text()`"
+        )
+    sizes = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header)
+    frozen = {name: tuple(steps) for name, steps in computations.items()}
+    return Program(entry, frozen, math.prod(map(int, sizes)), header, _frames(tables))
+
+
+def shapes(type_text: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """(element type, dimensions) of every array in a type as XLA prints it."""
+    return tuple(
+        (dtype, tuple(int(d.strip("<=")) for d in dims.split(",") if d)) for dtype, dims in _SHAPE.findall(type_text)
+    )
+
+
+def array_bytes(dtype: str, dims: tuple[int, ...]) -> int:
+    """Bytes of an array. The digits of `bf16`, `f8e4m3fn`, `s4`, `c64` are bits an element; below 8 they are packed."""
+    return -(-math.prod(dims) * bits(dtype) // 8)
+
+
+def bits(dtype: str) -> int:
+    """Bits an element of an XLA type; "token" has none. Raises ValueError for a type not known."""
+    named = _BITS.match(dtype)
+    if named is not None:
+        return int(named[1])
+    if dtype in ("pred", "token"):
+        return 8 if dtype == "pred" else 0
+    raise ValueError(f"the bytes of element type {dtype!r} in the HLO text are not known")
+
+
+_INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.+?) ([a-z][\w\-]*)\(")
+_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+)(?: \(.*)? \{$")
+_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+_OPERAND = re.compile(r"%([\w.\-]+)")
+_PARENTHESIS = re.compile(r"[()]")
+_NAME = re.compile(r"[\w.\-]+")
+_CALLED = re.compile(
+    r"\b(calls|to_apply|body|condition|branch_computations|true_computation|false_computation|called_computations)"
+    r"=(?:\{([^}]*)\}|%?([\w.\-]+))"
+)
+_OP_NAME = re.compile(r'\bop_name="((?:[^"\\]|\\.)*)"')
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_FRAME = re.compile(r"\bstack_frame_id=(\d+)")
+_SOURCE = re.compile(r'\bsource_file="([^"]*)" source_line=(\d+)')
+_SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
+_BITS = re.compile(r"(?:bf|f|s|u|c)(\d+)")
+
+
+def _frames(tables: dict[str, dict[str, str]]) -> dict[str, tuple[str, ...]]:
+    """The tables at the head of a module, joined: frame -> the places of it and its callers, innermost first."""
+    files = {index: row.strip('"') for index, row in tables["FileNames"].items()}
+    places = {
+        index: f"{files.get(_number(row, 'file_name_id'), '')}:{_number(row, 'line')}"
+        for index, row in tables["FileLocations"].items()
+    }
+
+    def chain(index: str) -> Iterator[str]:
+        seen = set[str]()
+        while index in tables["StackFrames"] and index not in seen:
+            seen.add(index)
+            row = tables["StackFrames"][index]
+            if (place := places.get(_number(row, "file_location_id"))) is not None:
+                yield place
+            index = str(int(_number(row, "parent_frame_id") or 1) - 1)  # printed plus one: 1 has no parent
+
+    return {index: tuple(chain(index)) for index in tables["StackFrames"]}
+
+
+def _number(row: str, key: str) -> str:
+    match = re.search(rf"\b{key}=(\d+)", row)
+    return match[1] if match else ""
