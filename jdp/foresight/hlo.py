@@ -1,6 +1,6 @@
 """What a compiled program sends: every collective of an XLA module, counted as often as it runs.
 
-`collectives(compiled.as_text())` works in three phases. The text is cut into computations (`jdp.foresight.program`). The
+`collectives(compiled.as_text())` works in three phases. The text is cut into computations (`foresight.program`). The
 call graph is walked from the entry: a loop multiplies what its body holds by its trip count, a conditional counts the
 branch that sends most, an asynchronous wrapper stands for the instruction inside. Each collective is read off its own
 line: bytes from its shapes, groups from any of XLA's notations for them, the source line from its metadata.
