@@ -15,6 +15,7 @@ import pytest
 
 import jdp
 from jdp import cli, machine
+from jdp.commands.options import split_overrides
 from jdp.distributed import find_cluster
 from jdp.experiment import Experiment, describe
 
@@ -226,7 +227,7 @@ def test_a_run_that_is_stopped_has_its_exit_code(
 
 def test_overrides_are_parted_from_a_commands_own_arguments():
     words = ["--a.b", "-1", "FILE", "--json", "--a.c=x=y", "--run_dir", "D", "-h", "--seed", "3", "--a.e="]
-    own, overrides = cli.split_overrides(words, ["--json", "--run-dir"])
+    own, overrides = split_overrides(words, ["--json", "--run-dir"])
     assert own == ["FILE", "--json", "--run_dir", "D", "-h"]
     assert overrides == {"a.b": "-1", "a.c": "x=y", "seed": "3", "a.e": ""}
 

@@ -13,8 +13,8 @@ FLOORS = {
     1: ("placement", "plan", "state", "strategy"),
     2: ("flax_nnx", "gradients", "init", "keys", "layers", "precision", "step"),
     3: ("checkpoint", "data", "foresight", "health", "metrics", "prove"),
-    4: ("assemble", "experiment", "launch", "progress", "report", "run_folder", "schema", "signals", "train"),
-    5: ("__main__", "cli"),
+    4: ("assemble", "experiment", "launch", "progress", "prove_experiment", "report", "run_folder", "schema", "signals", "train"),
+    5: ("__main__", "cli", "commands"),
 }
 FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}
 MODELS, LAYERS = "models", "layers"

@@ -14,6 +14,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
+from importlib.metadata import version
 from typing import Any
 
 import jax
@@ -79,7 +80,7 @@ def compile_step(lowered: jax.stages.Lowered, *, cache: Cache | None = None, des
     """
     key = ""
     if cache is not None:
-        versions = (jax.__version__, jax.lib.__version__, _VERSION)
+        versions = (version("jax"), version("jaxlib"), _VERSION)
         flags = os.environ.get("XLA_FLAGS", "")
         key = Cache.key(*versions, flags, described, lowered.as_text(debug_info=True))
         if (found := _from_cache(cache, key)) is not None:
@@ -97,7 +98,8 @@ def _from_cache(cache: Cache, key: str) -> Compiled | None:
     entry = cache.load(key)
     if entry is None or set(entry) != {f.name for f in fields(Compiled)}:
         return None
-    return Compiled(**{**entry, "warnings": tuple(entry["warnings"]), "cached": True})
+    values: dict[str, Any] = {**entry, "warnings": tuple(entry["warnings"]), "cached": True}
+    return Compiled(**values)
 
 
 def _compile(lowered: jax.stages.Lowered) -> Compiled:

@@ -1,0 +1,81 @@
+"""`jdp launch`: several processes on this machine."""
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from jdp.commands import train
+from jdp.commands.options import UsageError, cut, parse, parse_with_overrides
+
+
+@dataclass(frozen=True)
+class Options:
+    """Runs an experiment, or a Python program that calls jdp.initialize(), as several processes on this machine.
+
+    jdp launch -n 2 -- FILE [options and overrides of `jdp train`], or jdp launch -n 2 -- PROGRAM.py [its arguments].
+
+    Each line of output bears the number of its process: [0] ... When a process fails, the others are ended, and which
+    one failed first, and how, is said last; the exit code is that process's. Ctrl-C and SIGTERM are passed on.
+    """
+
+    processes: Annotated[int, tyro.conf.arg(aliases=("-n",), metavar="N")]
+    """Number of processes."""
+    devices_per_process: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """GPUs of each process (default: an equal part), or, without GPUs, virtual CPU devices (default: the experiment's
+    `devices`, else one)."""
+    run_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Folder that holds the runs, as for `jdp train`."""
+    json: bool = False
+    """Stdout is that of process 0, one JSON object; everything else goes to stderr."""
+
+
+def run(arguments: list[str]) -> int:
+    own, dashes, command = cut(arguments, "--")
+    if not command and not {"-h", "--help"} & set(own):
+        given = "nothing comes after --" if dashes else "there is no --"
+        raise UsageError(f"what to launch stands after --, but {given}: write jdp launch -n 2 -- FILE …")
+    return _launch(parse(Options, "launch", own), command)
+
+
+def _launch(options: Options, command: list[str]) -> int:
+    """`jdp launch`: check what can be checked once, here, then start the processes."""
+    from jdp.launch.local import launch as start
+    from jdp.machine import visible_gpus
+
+    if options.processes < 1:
+        raise UsageError(f"jdp launch starts 1 or more processes; got -n {options.processes}")
+    environment = dict(os.environ)
+    if command[0].endswith(".py"):
+        if options.run_dir is not None:
+            raise UsageError("--run-dir is for experiments: give a program its options after it")
+        whole = [sys.executable, *command]
+    else:
+        added = ["--json"] if options.json else []
+        added += [f"--run-dir={options.run_dir}"] if options.run_dir is not None else []
+        if options.devices_per_process is not None and not visible_gpus(environment):
+            added += [f"--devices={options.devices_per_process}"]
+        if _check_before_launch([*command, *added], options.processes):
+            environment["JAX_PLATFORMS"] = "cpu"
+        whole = [sys.executable, "-m", "jdp", "train", *command, *added]
+    return start(
+        whole,
+        options.processes,
+        devices_per_process=options.devices_per_process,
+        clean_stdout=options.json or "--json" in command,
+        environment=environment,
+    )
+
+
+def _check_before_launch(arguments: list[str], processes: int) -> bool:
+    """Say a mistake in the experiment once, instead of in every process; whether it asks for virtual CPU devices."""
+    from jdp.experiment import check_for_devices, load
+
+    options, overrides = parse_with_overrides(train.Options, "train", arguments)
+    experiment = load(options.file, overrides)
+    if experiment.devices is not None:
+        check_for_devices(experiment, processes * experiment.devices)
+    return experiment.devices is not None
