@@ -10,6 +10,8 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from jdp.amounts import rate
+
 
 class Display:
     """Shows the steps of a run.
@@ -67,10 +69,10 @@ class Display:
             return []
         first, since = self._started
         seconds = (time.monotonic() - since) / (step - first) * (self._steps - step)
-        return [f"{duration(seconds)} to go"]
+        return [f"{clock(seconds)} to go"]
 
 
-def duration(seconds: float) -> str:
+def clock(seconds: float) -> str:
     """75 -> "1:15"; 3700 -> "1:01:40"."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
@@ -79,13 +81,5 @@ def duration(seconds: float) -> str:
 
 def _shown(name: str, value: float) -> str:
     if name == "tokens_per_second":
-        return f"{si(value)} tokens/s"
+        return f"{rate(value)} tokens/s"
     return f"{name} {value:.2e}" if name == "lr" else f"{name} {value:.4g}"
-
-
-def si(value: float) -> str:
-    """12345 -> "12.3k"."""
-    for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= limit:
-            return f"{value / limit:.3g}{letter}"
-    return f"{value:.3g}"

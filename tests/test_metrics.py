@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jdp import metrics, progress
+from jdp import amounts, metrics, progress
 from jdp.metrics import Metrics, read
 from jdp.progress import Display
 
@@ -172,9 +172,9 @@ def test_progress_on_a_terminal_is_a_bar(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (75, "1:15"), (3700, "1:01:40")])
 def test_durations(seconds: float, text: str):
-    assert progress.duration(seconds) == text
+    assert progress.clock(seconds) == text
 
 
 @pytest.mark.parametrize(("value", "text"), [(12345, "12.3k"), (999, "999"), (2.5e6, "2.5M"), (1e9, "1G")])
-def test_si(value: float, text: str):
-    assert progress.si(value) == text
+def test_rates(value: float, text: str):
+    assert amounts.rate(value) == text
