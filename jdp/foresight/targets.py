@@ -1,12 +1,13 @@
 """Devices to compile for that this machine need not have.
 
-`target("h100:8x8")` reads the name, makes sure that XLA's GPU compiler is there, describes the chip to it (a text
-proto, made from a table of published numbers) and returns stand-ins for 64 devices on 8 hosts. They go into a mesh
-like real ones: a step lowered on `jax.ShapeDtypeStruct`s sharded over that mesh compiles to the program that those GPUs
-would run. No GPU, driver or CUDA library is needed, only the compiler: `pip install 'jdp[aot]'`. `target("cpu:8")` is
-the virtual CPU devices of this process.
+`target("h100:8x8")` reads the name, makes sure that XLA's compiler for that kind is there, describes the chip to it (a
+text proto, made from a table of published numbers) and returns stand-ins for 64 devices on 8 hosts. They go into a mesh
+like real ones: a step lowered on `jax.ShapeDtypeStruct`s sharded over that mesh compiles to the program that those
+devices would run. No GPU, driver or CUDA library is needed, only the compiler: `pip install 'jdp[aot]'`; for TPUs
+(`tpu-v5e:4x4`) `pip install 'jdp[tpu]'`. `target("cpu:8")` is the virtual CPU devices of this process, and
+`target("cluster.toml:64x8")` GPUs that a file describes (`foresight.cluster`).
 
-Nothing happens on import: jax's plugins are looked for when a GPU target is first asked for.
+Nothing happens on import: jax's plugins are looked for when a target that needs one is first asked for.
 """
 
 import ctypes
@@ -21,11 +22,19 @@ from pathlib import Path
 
 import jax
 
+from jdp.foresight.chips import CHIPS, GPUS, TPUS, Chip
+from jdp.foresight.cluster import read
+from jdp.foresight.gpu_config import differing, written
 from jdp.types import Device
 
-_GRAMMAR = "a target is KIND:HOSTSxPER_HOST, such as h100:8x8 (8 hosts with 8 GPUs each), or cpu:N, such as cpu:8"
+_GRAMMAR = (
+    "a target is KIND:HOSTSxPER_HOST, such as h100:8x8 (8 hosts with 8 GPUs each) or cluster.toml:8x8 (GPUs that a "
+    "file describes); TPU:TOPOLOGY, such as tpu-v5e:4x4; or cpu:N, such as cpu:8"
+)
 _INSTALL = "pip install 'jdp[aot]'"
-_KIB, _MIB = 2**10, 2**20
+_INSTALL_TPU = "pip install 'jdp[tpu]'"
+
+KINDS = (*CHIPS, "cpu")
 
 
 @dataclass(frozen=True)
@@ -33,7 +42,9 @@ class Target:
     """Devices of one kind: `hosts` machines with `per_host` devices each, ordered host by host.
 
     `devices[i].process_index` is the host of device i. `memory_bytes` is what one device has to allocate from (None on
-    CPU, whose virtual devices share the machine's). `description` is the name that jax gives as `device_kind`.
+    CPU, whose virtual devices share the machine's). `description` is the name that jax gives as `device_kind`. `chip`
+    has the published rates (None on CPU, where none are known); `config` is the text that described a GPU to XLA, and
+    `shape` what stood behind the colon.
     """
 
     kind: str
@@ -42,127 +53,63 @@ class Target:
     devices: tuple[Device, ...] = field(repr=False)
     memory_bytes: int | None
     description: str
+    chip: Chip | None = field(default=None, repr=False)
+    config: str | None = field(default=None, repr=False)
+    shape: str = ""
 
     def __str__(self) -> str:
-        return f"cpu:{self.per_host}" if self.kind == "cpu" else f"{self.kind}:{self.hosts}x{self.per_host}"
-
-
-@dataclass(frozen=True)
-class _Chip:
-    """The numbers by which XLA:GPU chooses kernels, combines and schedules. Sizes in bytes, rates per second."""
-
-    name: str
-    capability: tuple[int, int]
-    extension: str  # ACCELERATED_FEATURES: the sm_90a and sm_100a instructions (wgmma, tcgen05)
-    cores: int  # streaming multiprocessors
-    lanes: int  # fp32 units a core
-    shared_per_core: int
-    shared_per_block: int
-    l2: int
-    clock_ghz: float
-    bandwidth: int
-    memory: int
-    links: int  # NVLinks: XLA asks for them before it chooses an all-reduce that writes into peers' memory
-
-
-# Sources, for all rows. Cores, lanes and L2: NVIDIA's A100 (2020) and H100 (2022) architecture whitepapers; the H200 is
-# the H100's chip. Shared memory, 64 Ki registers and 2048 threads a core: CUDA C++ Programming Guide, "Technical
-# Specifications per Compute Capability" (164 and 163 KiB a core and a block for 8.0, 228 and 227 KiB for 9.0 and 10.0).
-# NVLinks: datasheets (600, 900, 900 and 1800 GB/s over 12, 18, 18 and 18 links). Clocks, exact bandwidth (memory clock
-# times bus width), memory as CUDA reports it, and the B200's cores and L2: openxla/xla,
-# xla/backends/gpu/target_config/specs/{a100_sxm_80,h100_sxm,h200,b200}.txtpb, in agreement with the datasheets' 2039
-# GB/s, 3.35, 4.8 and 7.7 TB/s. One exception: for the H200 that folder has 141 GiB of memory, and CUDA reports 139.80
-# GiB on the card (the "total capacity" in its out-of-memory messages).
-_CHIPS = {
-    "a100": _Chip(
-        name="NVIDIA A100-SXM4-80GB",
-        capability=(8, 0),
-        extension="NONE",
-        cores=108,
-        lanes=64,
-        shared_per_core=164 * _KIB,
-        shared_per_block=163 * _KIB,
-        l2=40 * _MIB,
-        clock_ghz=1.41,
-        bandwidth=2_039_040_000_000,
-        memory=85_100_068_864,
-        links=12,
-    ),
-    "h100": _Chip(
-        name="NVIDIA H100 80GB HBM3",
-        capability=(9, 0),
-        extension="ACCELERATED_FEATURES",
-        cores=132,
-        lanes=128,
-        shared_per_core=228 * _KIB,
-        shared_per_block=227 * _KIB,
-        l2=50 * _MIB,
-        clock_ghz=1.98,
-        bandwidth=3_352_320_000_000,
-        memory=84_942_979_072,
-        links=18,
-    ),
-    "h200": _Chip(
-        name="NVIDIA H200",
-        capability=(9, 0),
-        extension="ACCELERATED_FEATURES",
-        cores=132,
-        lanes=128,
-        shared_per_core=228 * _KIB,
-        shared_per_block=227 * _KIB,
-        l2=50 * _MIB,
-        clock_ghz=1.98,
-        bandwidth=4_800_000_000_000,
-        memory=143_155 * _MIB,
-        links=18,
-    ),
-    "b200": _Chip(
-        name="NVIDIA B200",
-        capability=(10, 0),
-        extension="ACCELERATED_FEATURES",
-        cores=148,
-        lanes=128,
-        shared_per_core=228 * _KIB,
-        shared_per_block=227 * _KIB,
-        l2=132_644_864,
-        clock_ghz=1.965,
-        bandwidth=7_672_320_000_000,
-        memory=191_514_411_008,
-        links=18,
-    ),
-}
-
-KINDS = (*_CHIPS, "cpu")
+        return f"{self.kind}:{self.shape or f'{self.hosts}x{self.per_host}'}"
 
 
 def target(name: str) -> Target:
-    """The devices that `name` stands for: `h100:8x8`, `h200:1x8`, `a100:64x8`, `b200:2x8`, or `cpu:8`.
+    """The devices that `name` stands for: `h100:8x8`, `a100:64x8`, `my/cluster.toml:8x8`, `tpu-v5e:4x4`, `cpu:8`.
 
-    Raises ValueError, with what to type, when the name does not parse, when the GPU compiler is missing or of another
-    version than jaxlib, when jax could not start it, and when this process has too few CPU devices.
+    Raises ValueError, with what to type, when the name does not parse, when the file of a cluster is not right, when
+    the compiler is missing or of another version than jaxlib, when jax could not start it, and when this process has
+    too few CPU devices.
     """
-    kind, hosts, per_host = _parse(name)
+    kind, shape = _parse(name)
+    sizes = [int(size) for size in shape.split("x")]
     if kind == "cpu":
-        return Target(kind, hosts, per_host, _cpu_devices(name, per_host), None, "cpu")
+        return Target(kind, 1, sizes[0], _cpu_devices(name, sizes[0]), None, "cpu", shape=shape)
+    if kind in TPUS:
+        return _tpu_target(name, kind, shape)
+    chip, config = (GPUS[kind], written(GPUS[kind])) if kind in GPUS else read(Path(kind))
     _check_compiler(name)
-    chip = _CHIPS[kind]
-    devices = _gpu_devices(name, kind, chip, hosts, per_host)
-    return Target(kind, hosts, per_host, devices, chip.memory, chip.name)
+    hosts, per_host = sizes
+    devices = _gpu_devices(name, config, hosts, per_host)
+    return Target(kind, hosts, per_host, devices, chip.memory_bytes, chip.name, chip, config, shape)
 
 
-def _parse(name: str) -> tuple[str, int, int]:
-    """`name` as kind, hosts, devices a host."""
-    match = re.fullmatch(r"([^:]+):(?:([1-9]\d*)x)?([1-9]\d*)", name)
-    if match is None:
+def differences(target: Target, dump_text: str) -> list[str]:
+    """Where the description that `target` gives XLA and one that XLA dumped on a machine with the device disagree.
+
+    `dump_text` is the `*gpu_target_config.pbtxt` that XLA writes with `--xla_dump_to=DIR`. One line a field, such as
+    "memory_bandwidth: shipped 3352320000000, device 3350000000000"; versions of drivers and libraries are left out.
+    Raises ValueError for a target that is no GPU, and for a text that is no such dump.
+    """
+    if target.config is None:
+        raise ValueError(f"only GPU targets are described to XLA by a text to compare; got target {target}")
+    return differing(target.config, dump_text)
+
+
+def _parse(name: str) -> tuple[str, str]:
+    """`name` as kind and what stands behind its last colon."""
+    kind, _, shape = name.rpartition(":")
+    size = "[1-9][0-9]*"
+    known = {"cpu": size, **dict.fromkeys(TPUS, f"{size}(x{size}){{1,2}}")}
+    if not kind or not re.fullmatch(f"{size}(x{size}){{0,2}}", shape):
         raise ValueError(f"{_GRAMMAR}; got {name!r}")
-    kind, hosts, per_host = match.groups()
-    if kind not in KINDS:
+    if kind not in KINDS and not kind.endswith(".toml"):
         near = difflib.get_close_matches(kind.lower(), KINDS, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"unknown device kind {kind!r} in target {name!r}: {hint}Known are {', '.join(KINDS)}")
-    if (hosts is None) != (kind == "cpu"):
+        raise ValueError(
+            f"unknown device kind {kind!r} in target {name!r}: {hint}Known are {', '.join(KINDS)}, and files that end "
+            "in .toml"
+        )
+    if not re.fullmatch(known.get(kind, f"{size}x{size}"), shape):
         raise ValueError(f"{_GRAMMAR}; got {name!r}")
-    return kind, int(hosts or 1), int(per_host)
+    return kind, shape
 
 
 def _cpu_devices(name: str, wanted: int) -> tuple[Device, ...]:
@@ -216,7 +163,7 @@ def _has_toolkit() -> bool:
     )
 
 
-def _gpu_devices(name: str, kind: str, chip: _Chip, hosts: int, per_host: int) -> tuple[Device, ...]:
+def _gpu_devices(name: str, config: str, hosts: int, per_host: int) -> tuple[Device, ...]:
     from jax.experimental import topologies
 
     # XLA reads "NVLINK_DOMAINSxHOSTS_PER_DOMAINxDEVICES_PER_HOST" (xla/pjrt/gpu/gpu_topology.proto). Hosts of the kinds
@@ -225,11 +172,16 @@ def _gpu_devices(name: str, kind: str, chip: _Chip, hosts: int, per_host: int) -
     topology = f"{hosts}x1x{per_host}"
     try:
         with _unchecked_without_driver():
-            described = topologies.get_topology_desc(kind, "cuda", topology=topology, target_config=_config(chip))
-    except NotImplementedError as error:
+            described = topologies.get_topology_desc("gpu", "cuda", topology=topology, target_config=config)
+    except NotImplementedError as error:  # a RuntimeError too: it comes first
         raise ValueError(
             f"target {name!r}: the CUDA plugin did not start when jax first looked for devices, most likely because it "
             "found no working GPU (jax logged why). Start the process with JAX_PLATFORMS=cpu: the compiler needs none"
+        ) from error
+    except RuntimeError as error:
+        raise ValueError(
+            f"target {name!r}: this jax's XLA does not accept the description of the GPU (a dumped one holds for the "
+            f"version that wrote it). It says: {error}"
         ) from error
     return tuple(described.devices)
 
@@ -260,36 +212,18 @@ def _has_driver() -> bool:
     return True
 
 
-def _config(chip: _Chip) -> str:
-    """`chip` as the text of XLA's GpuTargetConfigProto (xla/stream_executor/device_description.proto)."""
-    return f"""
-gpu_device_info {{
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  threads_per_core_limit: 2048
-  thread_dim_limit_x: 1024
-  thread_dim_limit_y: 1024
-  thread_dim_limit_z: 64
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-  shared_memory_per_block: 49152
-  shared_memory_per_block_optin: {chip.shared_per_block}
-  shared_memory_per_core: {chip.shared_per_core}
-  core_count: {chip.cores}
-  fpus_per_core: {chip.lanes}
-  clock_rate_ghz: {chip.clock_ghz}
-  l2_cache_size: {chip.l2}
-  memory_bandwidth: {chip.bandwidth}
-  device_memory_size: {chip.memory}
-  device_interconnect_info {{ active_links: {chip.links} }}
-  cuda_compute_capability {{
-    major: {chip.capability[0]} minor: {chip.capability[1]} feature_extension: {chip.extension}
-  }}
-}}
-platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
-device_description_str: "{chip.name}"
-"""
+def _tpu_target(name: str, kind: str, shape: str) -> Target:
+    """TPUs of one slice, through libtpu. Hosts are those that it puts the slice on."""
+    if _installed("libtpu") is None:
+        raise ValueError(f"target {name!r} needs XLA's TPU compiler, libtpu, which is not installed: {_INSTALL_TPU}")
+    from jax.experimental import topologies
+
+    try:
+        described = topologies.get_topology_desc(f"{kind.removeprefix('tpu-')}:{shape}", "tpu")
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        raise ValueError(f"target {name!r}: libtpu did not accept it: {error}") from error
+    devices = tuple(sorted(described.devices, key=lambda device: (device.process_index, device.id)))
+    hosts, chip = len({device.process_index for device in devices}), TPUS[kind]
+    return Target(
+        kind, hosts, len(devices) // hosts, devices, chip.memory_bytes, devices[0].device_kind, chip, shape=shape
+    )
