@@ -133,7 +133,7 @@ def _sent(step: Instruction, program: Program, run: Callable[[str], tuple[Collec
     if step.opcode.endswith("-done") or (step.kind not in KINDS and step.kind not in _CALLERS):
         return []
     if step.kind in KINDS:
-        return [_collective(step, program)]
+        return [collective_of(step, program)]
     called = {attribute: [run(name) for name in names] for attribute, names in step.called.items()}
     if step.kind == "while":
         trips = step.trip_count
@@ -151,7 +151,11 @@ def _sent(step: Instruction, program: Program, run: Callable[[str], tuple[Collec
 # One instruction, read.
 
 
-def _collective(step: Instruction, program: Program) -> Collective:
+def collective_of(step: Instruction, program: Program) -> Collective:
+    """The collective that an instruction is: one of `KINDS`, of an asynchronous pair the start; its own loops only.
+
+    Raises ValueError as `collectives` does.
+    """
     groups = _groups(step.bare, program.devices)
     results = shapes(_result_type(step))
     # The result of a reduce-scatter is one device's part: the operand is that for every device of the group.
