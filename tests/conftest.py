@@ -1,10 +1,18 @@
-"""Every test sees eight virtual CPU devices, whatever the machine has, and no GPU plugin is asked to start."""
+"""Every test sees eight virtual CPU devices, whatever the machine has, and no GPU plugin is asked to start. What
+they compile for other targets is kept for the length of the run, in a folder of its own."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Half the compile time; what XLA's own passes do - partitioning, fusion, scheduling - stays as it is.
 os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+
+if "JDP_CACHE_DIR" not in os.environ:  # workers share the one that pytest itself makes
+    os.environ["JDP_CACHE_DIR"] = tempfile.mkdtemp(prefix="jdp-tests-")
+    atexit.register(shutil.rmtree, os.environ["JDP_CACHE_DIR"], ignore_errors=True)
 
 import jax
 

@@ -35,6 +35,11 @@ class Cache:
     limit_bytes: int = LIMIT_BYTES
 
     @staticmethod
+    def usual(wanted: bool = True) -> "Cache | None":
+        """The user's cache; None where none is wanted."""
+        return Cache(default_folder()) if wanted else None
+
+    @staticmethod
     def key(*parts: str) -> str:
         """One name for these texts, in this order."""
         digest = hashlib.sha256()

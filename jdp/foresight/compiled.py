@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -80,9 +81,7 @@ def compile_step(lowered: jax.stages.Lowered, *, cache: Cache | None = None, des
     """
     key = ""
     if cache is not None:
-        versions = (version("jax"), version("jaxlib"), _VERSION)
-        flags = os.environ.get("XLA_FLAGS", "")
-        key = Cache.key(*versions, flags, described, lowered.as_text(debug_info=True))
+        key = _key(lowered, described)
         if (found := _from_cache(cache, key)) is not None:
             return found
     compiled = _compile(lowered)
@@ -92,6 +91,20 @@ def compile_step(lowered: jax.stages.Lowered, *, cache: Cache | None = None, des
 
 
 _VERSION = "1"  # of an entry's fields
+
+
+def _key(lowered: jax.stages.Lowered, described: str) -> str:
+    """The content: program, devices, versions, and the sources that the program's places point into.
+
+    The places themselves are no part of it: they hold the line that the step was called from. Nor are the sources of
+    installed packages: who calls through them varies, and what they put into the program is in its text.
+    """
+    places = lowered.as_text(debug_info=True)
+    files = [Path(name) for name in sorted(set(re.findall(r'"([^"]+\.py)":\d', places)))]
+    own = [file for file in files if file.is_file() and "site-packages" not in file.parts]
+    sources = [Cache.key(file.read_text("utf-8", errors="replace")) for file in own]
+    settings = (version("jax"), version("jaxlib"), _VERSION, os.environ.get("XLA_FLAGS", ""), described)
+    return Cache.key(*settings, lowered.as_text(), *sources)
 
 
 def _from_cache(cache: Cache, key: str) -> Compiled | None:
@@ -135,7 +148,7 @@ def _refusal(error: Exception) -> str:
 # XLA's standard error.
 
 _LOCK = threading.Lock()
-_KEPT = re.compile(r"rematerializ|[Rr]esharding|spmd|SPMD|memory use below|donat")
+_KEPT = re.compile(r"rematerializ|[Rr]esharding|spmd|SPMD|memory use below|exceeds the base limit|donat")
 
 
 @contextmanager

@@ -1,0 +1,192 @@
+"""Why a program breaks the contract: which collective, which parameter, which line, and what to do about it.
+
+Each tensor of each collective along the batch axes, of a kind that goes beyond its promise, is held against it:
+1. no parameter has its shape: something else is moved;
+2. the row does not name the kind: a leaf that could not be sharded, or a gradient that is reduced whole;
+3. it runs for every microbatch, and is promised once a step;
+4. its parameters' part of the promise is used up: its elements are wider than promised, or it is sent too often.
+What is alike is one sentence; the sentences are in the order of the bytes they explain.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import jax
+
+from jdp.amounts import size
+from jdp.foresight.contract import TOLERANCE, Promise, Sent, Theory, Verdict
+from jdp.foresight.origin import Parameters, Piece, Sites
+from jdp.foresight.program import bits
+from jdp.mesh import DATA, batch_axes
+from jdp.placement import Placement
+from jdp.step import Step
+from jdp.types import PyTree
+
+_MENTIONED = 0.002  # of theory: what explains less is not worth a sentence, unless nothing explains more
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong with a tensor: the reason in words, the share of its bytes that is too much, the remedy."""
+
+    reason: str
+    share: float
+    remedy: str
+
+
+@dataclass
+class Group:
+    """Tensors with the same fault, of the same kind and line."""
+
+    sent: Sent
+    dtype: str
+    line: str | None
+    fault: Fault
+    paths: dict[str, None] = field(default_factory=dict[str, None])
+    payload_bytes: int = 0
+    excess: float = 0.0
+
+    def __str__(self) -> str:
+        c = self.sent.collective
+        often = "" if c.count == 1 else f", {c.count} times a step"
+        what = f" for {listed(self.paths)} (by shape)" if self.paths else ""
+        where = f", at {self.line}" if self.line else ""
+        return (
+            f"{c.kind} of {size(self.payload_bytes)} {self.dtype}{often}{what}{where}: {self.fault.reason}. "
+            f"{size(self.excess)} a device too much. {self.fault.remedy}"
+        )
+
+
+def breaches(
+    found: Iterable[Sent], promised: Theory, verdict: Verdict, sites: Sites, step: Step, params: PyTree
+) -> tuple[str, ...]:
+    """Why the contract is not kept, one sentence a reason; empty when it is."""
+    if verdict.kept:
+        return ()
+    places: list[Placement] = jax.tree.leaves(step.plan.param_placements(params))
+    parameters = Parameters(tuple(places), dict(step.plan.mesh.shape))
+    blamed = {row.kind for row in verdict.rows if not row.kept} or {row.kind for row in verdict.rows}
+    counted = [s for s in found if s.over_batch and s.collective.kind in blamed]
+    pieces = [(s, piece) for s in counted for piece in sites.pieces(s.collective)]
+    judge = _Judge(step, promised, parameters)
+    groups: dict[tuple[object, ...], Group] = {}
+    for s, piece in sorted(pieces, key=lambda pair: bits(pair[1].dtype)):
+        like = parameters.like(piece.dims)
+        fault = judge.fault(s, piece, like)
+        if fault is None:
+            continue
+        key = (s.collective.kind, piece.dtype, s.collective.loops, s.in_accumulation_loop, piece.line, fault.reason)
+        group = groups.setdefault(key, Group(s, piece.dtype, piece.line, fault))
+        group.paths |= dict.fromkeys(place.path for place in like)
+        group.payload_bytes += piece.payload_bytes
+        group.excess += fault.share * _wire(s, piece)
+    ordered = sorted(groups.values(), key=lambda group: -group.excess)
+    said = [group for group in ordered if group.excess >= _MENTIONED * promised.wire_bytes] or ordered[:1]
+    return tuple(map(str, said)) or (
+        f"a device sends {size(verdict.wire_bytes)} a step where {size(promised.wire_bytes)} are promised.",
+    )
+
+
+def _wire(s: Sent, piece: Piece) -> float:
+    """The piece's share of its collective's bytes on the wire."""
+    return s.collective.wire_bytes * piece.payload_bytes / max(s.collective.payload_bytes, 1)
+
+
+def listed(paths: Iterable[str]) -> str:
+    """ "embed/tokens, layers/mlp/up/kernel, layers/mlp/down/kernel and 3 more"."""
+    names = list(paths)
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+class _Judge:
+    """The promises, and what is left of each parameter's part of them."""
+
+    def __init__(self, step: Step, promised: Theory, parameters: Parameters) -> None:
+        self.step, self.promised, self.parameters = step, promised, parameters
+        self._left: dict[tuple[str, tuple[str, ...]], float] = {}
+
+    def fault(self, s: Sent, piece: Piece, like: tuple[Placement, ...]) -> Fault | None:
+        """What is wrong with a piece; None where the promise covers it."""
+        promise = self.promised.promise(s.collective.kind)
+        if not like:
+            return Fault(
+                "no parameter has this shape, so it is activations or a part of the batch", 1.0, self._keep_local()
+            )
+        if promise is None:
+            return self._unnamed(s, like)
+        if s.in_accumulation_loop and promise.rounds == 1:
+            promised_once = 1 - 1 / max(self.step.accumulate, 1)
+            return Fault("sent for every microbatch, and promised once a step", promised_once, self._manual())
+        return self._used_up(s, piece, promise, like)
+
+    def _unnamed(self, s: Sent, like: tuple[Placement, ...]) -> Fault:
+        """A kind that the row does not have."""
+        row = self.step.plan.row
+        if s.collective.kind != "all-reduce" or not row.shard_state:
+            reason = f"{row.name} promises no {s.collective.kind}"
+            return Fault(reason, 1.0, self._keep_local())
+        whole = [place for place in like if place.dim is None]
+        if whole:
+            devices = self.step.plan.mesh.shape[DATA]
+            remedy = f"Make a dimension divide by {devices} (pad it), or lay the devices as replica × data."
+            if "min_shard_size" in whole[0].reason:
+                remedy = "Lower Plan(min_shard_size=...), so that it is sharded."
+            return Fault(
+                f"cannot be sharded, so its gradient is summed on every device; it is {whole[0].reason}", 1.0, remedy
+            )
+        remedy = self._manual()
+        if self.step.plan.mesh.devices.flat[0].platform == "cpu":
+            remedy = (
+                "XLA:CPU makes no reduce-scatter of a sharding constraint, XLA:GPU does: judge the GPU's program "
+                f"(target='h100:1x8'). Here: {remedy}"
+            )
+        return Fault("reduced whole on every device, where a shard would do", 1.0, remedy)
+
+    def _used_up(self, s: Sent, piece: Piece, promise: Promise, like: tuple[Placement, ...]) -> Fault | None:
+        """More bytes than the parameters' part of the promise still allows."""
+        kind, size = s.collective.kind, piece.payload_bytes * s.collective.count
+        key = (kind, tuple(place.path for place in like))
+        elements = sum(math.prod(self.parameters.local(place)) for place in like)
+        whole = promise.payload_bytes * elements / self.promised.parameters
+        left = self._left.get(key, whole)
+        self._left[key] = left - size
+        if size <= left + (TOLERANCE - 1) * whole:
+            return None
+        excess, wide = 1 - max(left, 0.0) / size, bits(piece.dtype) // 8
+        if wide > promise.itemsize:
+            reason = f"sent in {wide} bytes an element, and {promise.itemsize} are promised"
+            return Fault(reason, excess, self._narrow(kind))
+        gathered = kind == "all-gather" and self.step.plan.row.gather == "use"
+        remedy = "Run the layers through jdp.scan_layers, which gathers each once." if gathered else self._manual()
+        return Fault("sent more often than promised", excess, remedy)
+
+    # Remedies.
+
+    def _manual(self) -> str:
+        """How to get each device to sum by itself first."""
+        if self.step.partitioning == "manual" and self._has_own_axes():
+            return "By hand, XLA gathers along the model's axes before it goes along data: use partitioning='auto'."
+        if self.step.partitioning == "manual":
+            return "The step is partitioned by hand already, so the loss itself asks for it: look at that line."
+        if self.step.asked is None and "jdp.Loss" in self.step.why:
+            return "Return jdp.Loss(total, weight) from the loss: then partitioning=None picks manual."
+        return "Use partitioning='manual': each device sums its own first, and they synchronise once."
+
+    def _has_own_axes(self) -> bool:
+        mesh = self.step.plan.mesh
+        return any(size > 1 for axis, size in mesh.shape.items() if axis not in batch_axes(mesh))
+
+    def _keep_local(self) -> str:
+        if self.step.partitioning == "manual":
+            return "The loss asks for it: leave that collective out, or take its traffic as the loss' own."
+        return (
+            "Keep it on its device: constrain it to the batch's sharding at that line (jax.lax.with_sharding_constraint"
+            "), or use partitioning='manual'."
+        )
+
+    def _narrow(self, kind: str) -> str:
+        compute, reduce = self.step.precision.compute, self.step.precision.reduce
+        if kind == "all-gather":
+            return f"Cast it to {compute} before it is gathered, or use the working copy that the loss gets."
+        return f"precision.reduce is {reduce}; partitioning='manual' reduces in it."

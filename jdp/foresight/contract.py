@@ -1,0 +1,269 @@
+"""The communication contract: what a strategy promises to send, and whether a compiled step keeps it.
+
+1. Theory: payload bytes a step by kind of collective, from the plan's placements (design, "Communication contract").
+2. What was found: each collective of the program, with the mesh axes it runs along, in or out of the loop over the
+   microbatches. What runs along the model's own axes only is that model's business and is counted apart.
+3. The verdict: kept when a device sends at most 1.02 times the theory's bytes along the batch axes, and every kind of
+   collective that the row does not name at most 1% of them.
+
+Bytes on the wire are those of the ring algorithms (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms").
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jdp.foresight.compiled import Compiled
+from jdp.foresight.hlo import Collective
+from jdp.foresight.origin import Sites
+from jdp.mesh import DATA, REPLICA, batch_axes
+from jdp.placement import Placement, shards
+from jdp.plan import Plan
+from jdp.precision import Precision
+from jdp.types import PyTree
+
+TOLERANCE = 1.02
+"""Wire bytes over theory that still keep the contract."""
+SLACK = 0.01
+"""Share of theory that any other kind of collective may carry: scalars, and leaves too small to shard."""
+
+
+def ring_bytes(kind: str, payload: float, devices: int) -> float:
+    """Bytes that each of `devices` sends: 2(N-1)/N of the payload for an all-reduce, (N-1)/N for the other kinds."""
+    return (2 if kind == "all-reduce" else 1) * payload * (devices - 1) / devices
+
+
+@dataclass(frozen=True)
+class Promise:
+    """One cell of the contract's row.
+
+    Attributes:
+        kind: of collective.
+        payload_bytes: a step, over all microbatches.
+        axes: the mesh axes it runs along.
+        devices: how many take part in one.
+        rounds: how often a step it runs: K where it runs for every microbatch, else 1.
+        itemsize: bytes an element.
+    """
+
+    kind: str
+    payload_bytes: float
+    axes: tuple[str, ...]
+    devices: int
+    rounds: int
+    itemsize: int
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that each device sends a step."""
+        return ring_bytes(self.kind, self.payload_bytes, self.devices)
+
+
+@dataclass(frozen=True)
+class Theory:
+    """A row of the contract, in bytes.
+
+    Attributes:
+        parameters: Ψ; with axes of the model's own, the part that each of their shards computes with.
+        promises: the kinds of collective that the row names.
+    """
+
+    parameters: int
+    promises: tuple[Promise, ...]
+
+    @property
+    def payload_bytes(self) -> dict[str, float]:
+        """kind -> payload a step."""
+        return {promise.kind: promise.payload_bytes for promise in self.promises}
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that each device sends a step."""
+        return sum(promise.wire_bytes for promise in self.promises)
+
+    def promise(self, kind: str) -> Promise | None:
+        return next((promise for promise in self.promises if promise.kind == kind), None)
+
+
+def theory(plan: Plan, params: PyTree, *, accumulate: int, precision: Precision) -> Theory:
+    """What a training step promises to send.
+
+    With Ψ parameters, c and r bytes an element of the working copy and of the reduced gradient, K microbatches:
+    ddp all-reduces r·Ψ; zero1 reduce-scatters r·Ψ and gathers c·Ψ; zero2 K·r·Ψ and c·Ψ; zero3 K·r·Ψ and at most
+    2·K·c·Ψ. With R > 1 replicas the gradient's shards, r·Ψ/N, are also all-reduced over `replica`; under ddp the whole
+    gradients are all-reduced once, over all R·N devices.
+
+    Args:
+        plan: mesh and strategy.
+        params: the parameters, real or abstract.
+        accumulate: K.
+        precision: c is the size of its `compute` dtype, r of its `reduce`.
+    """
+    sizes = dict(plan.mesh.shape)
+    places: list[Placement] = jax.tree.leaves(plan.param_placements(params))
+    psi = sum(math.prod(place.shape) // shards(place.compute, sizes) for place in places)
+    c, r = precision.compute_dtype.itemsize, precision.reduce_dtype.itemsize
+    n, replicas = sizes[DATA], sizes.get(REPLICA, 1)
+    rounds = accumulate if plan.row.reduce_each_microbatch else 1
+    gathers = {"never": 0, "step": 1, "use": 2 * accumulate}[plan.row.gather]
+    looped = accumulate if plan.row.gather == "use" else 1
+    if plan.row.shard_state:
+        promises = (
+            Promise("reduce-scatter", rounds * r * psi, (DATA,), n, rounds, r),
+            Promise("all-gather", gathers * c * psi, (DATA,), n, looped, c),
+            Promise("all-reduce", r * psi / n, (REPLICA,), replicas, 1, r),
+        )
+    else:
+        promises = (Promise("all-reduce", r * psi, plan.batch_axes, plan.batch_shards, 1, r),)
+    return Theory(psi, tuple(promise for promise in promises if promise.devices > 1))
+
+
+# What was found.
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A collective of the program, placed.
+
+    Attributes:
+        collective: as read.
+        axes: the mesh axes that its groups vary along; empty when nothing leaves a device.
+        in_accumulation_loop: it runs for every microbatch.
+        over_batch: it varies along `replica` or `data`, so the contract counts it.
+    """
+
+    collective: Collective
+    axes: tuple[str, ...]
+    in_accumulation_loop: bool
+    over_batch: bool
+
+    def to_json(self) -> dict[str, Any]:
+        c = self.collective
+        return {
+            "kind": c.kind,
+            "dtype": c.dtype,
+            "payload_bytes": c.payload_bytes,
+            "count": c.count,
+            "in_accumulation_loop": self.in_accumulation_loop,
+            "axes": list(self.axes),
+            "group_size": c.group_size,
+            "wire_bytes_per_device": c.wire_bytes,
+            "asynchronous": c.is_async,
+            "operation": c.op_name,
+            "source": c.source,
+        }
+
+
+def sent(compiled: Compiled, mesh: Mesh, accumulate: int) -> list[Sent]:
+    """Every collective that sends something, in schedule order."""
+    sites, along = Sites(compiled.program, accumulate), set(batch_axes(mesh))
+    found = list[Sent]()
+    for c in compiled.collectives:
+        if c.group_size > 1:
+            axes = axes_along(c.groups, mesh)
+            found.append(Sent(c, axes, sites.in_accumulation_loop(c), bool(along & set(axes))))
+    return found
+
+
+def axes_along(groups: Sequence[tuple[int, ...]], mesh: Mesh) -> tuple[str, ...]:
+    """The mesh axes along which the members of a group differ, in mesh order.
+
+    `groups` hold positions in the mesh's device order; a permute's are its (source, target) pairs.
+    """
+    return _axes_along(tuple(groups), tuple(mesh.devices.shape), tuple(mesh.axis_names))
+
+
+@lru_cache(maxsize=256)
+def _axes_along(groups: tuple[tuple[int, ...], ...], shape: tuple[int, ...], names: tuple[str, ...]) -> tuple[str, ...]:
+    varies = np.zeros(len(shape), bool)
+    for group in groups:
+        coordinates = np.stack(np.unravel_index(np.array(group), shape))
+        varies |= (coordinates != coordinates[:, :1]).any(axis=1)
+    return tuple(name for name, differs in zip(names, varies, strict=True) if differs)
+
+
+# The verdict.
+
+
+@dataclass(frozen=True)
+class Row:
+    """One kind of collective along the batch axes: what was promised and what was found.
+
+    Attributes:
+        kind: of collective.
+        expected_bytes, found_bytes: payload a step.
+        in_loop_bytes: the part of `found_bytes` that is sent in the loop over the microbatches.
+        wire_bytes, theory_wire_bytes: what each device sends a step, found and promised.
+        kept: whether this kind alone stays in bounds: promised kinds within the tolerance, others within the slack.
+    """
+
+    kind: str
+    expected_bytes: float
+    found_bytes: int
+    in_loop_bytes: int
+    wire_bytes: float
+    theory_wire_bytes: float
+    kept: bool
+
+    @property
+    def ratio(self) -> float | None:
+        """Found over expected payload; None where none is expected."""
+        return self.found_bytes / self.expected_bytes if self.expected_bytes else None
+
+    def to_json(self) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return {**own, "ratio": self.ratio}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a program keeps the contract.
+
+    Attributes:
+        kept: it does.
+        wire_bytes, theory_wire_bytes: what each device sends a step along the batch axes, found and promised.
+        rows: one a kind; the promised ones first.
+        own: one a kind of what runs along the model's own axes only; nothing is promised about it.
+    """
+
+    kept: bool
+    wire_bytes: float
+    theory_wire_bytes: float
+    rows: tuple[Row, ...]
+    own: tuple[Row, ...] = field(default=())
+
+    @property
+    def ratio(self) -> float:
+        """Found over promised wire bytes; 0 where nothing is promised, because there is no other device."""
+        return self.wire_bytes / self.theory_wire_bytes if self.theory_wire_bytes else 0.0
+
+
+def judge(found: Iterable[Sent], promised: Theory) -> Verdict:
+    """Hold what was found against what was promised."""
+    found = list(found)
+    counted, apart = [s for s in found if s.over_batch], [s for s in found if not s.over_batch]
+    total, bound = sum(s.collective.wire_bytes for s in counted), promised.wire_bytes
+    kinds = dict.fromkeys((*promised.payload_bytes, *(s.collective.kind for s in counted)))
+    rows = tuple(_row(kind, counted, promised) for kind in kinds)
+    others = all(row.kept for row in rows if promised.promise(row.kind) is None)
+    own = tuple(_row(kind, apart, None) for kind in dict.fromkeys(s.collective.kind for s in apart))
+    return Verdict(total <= TOLERANCE * bound and others, total, bound, rows, own)
+
+
+def _row(kind: str, found: Iterable[Sent], promised: Theory | None) -> Row:
+    same = [s for s in found if s.collective.kind == kind]
+    payload = [s.collective.payload_bytes * s.collective.count for s in same]
+    looped = sum(size for s, size in zip(same, payload, strict=True) if s.in_accumulation_loop)
+    wire = sum(s.collective.wire_bytes for s in same)
+    promise = promised.promise(kind) if promised is not None else None
+    if promise is not None:
+        expected, theirs, kept = promise.payload_bytes, promise.wire_bytes, wire <= TOLERANCE * promise.wire_bytes
+    else:
+        expected, theirs, kept = 0.0, 0.0, promised is None or wire <= SLACK * promised.wire_bytes
+    return Row(kind, expected, sum(payload), looped, wire, theirs, kept)

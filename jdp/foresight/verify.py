@@ -1,0 +1,230 @@
+"""`jdp.verify`: compile a training step and hold it against the communication contract.
+
+1. The step and its operands as abstract values on the target's devices (`relocate`).
+2. Compiled; every collective read off the program, with the mesh axes and the loop it runs in (`contract.sent`).
+3. Held against theory (`contract.judge`); where it breaks, the reasons (`breach`).
+4. What else the program tells (`symptoms`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jdp.amounts import size
+from jdp.foresight.breach import breaches
+from jdp.foresight.cache import Cache
+from jdp.foresight.compiled import Compiled, compile_step
+from jdp.foresight.contract import SLACK, TOLERANCE, Row, Sent, Theory, judge, sent, theory
+from jdp.foresight.here import fingerprint, target_of
+from jdp.foresight.origin import Sites
+from jdp.foresight.relocate import abstract_on
+from jdp.foresight.symptoms import symptoms
+from jdp.foresight.targets import Target
+from jdp.state import TrainState
+from jdp.step import Step
+from jdp.types import Batch
+
+
+def verify(
+    step: Step, state: TrainState, batch: Batch, target: str | Target | None = None, *, cache: bool = True
+) -> Report:
+    """Compile a training step, and hold what it sends against its strategy's contract. Nothing runs.
+
+    Args:
+        step: a training step (`jdp.make_train_step`).
+        state, batch: real or abstract (`jdp.abstract_state`, `jax.ShapeDtypeStruct`); the batch is the global one.
+        target: devices to compile for, such as "h100:8x8"; None: those that `state` lies on.
+        cache: keep compiled results on disk ($JDP_CACHE_DIR, else ~/.cache/jdp) and use them.
+
+    Returns:
+        A `Report`: `.kept`, `.breaches`; `print(report)` is a table.
+
+    Raises:
+        ValueError: an evaluation step, a bad target, a batch that does not divide, a step that does not compile.
+    """
+    if not step.train:
+        raise ValueError(
+            "The contract is about training: jdp.verify takes a step of jdp.make_train_step; got an evaluation step."
+        )
+    moved = abstract_on(step, state, batch, target)
+    where = target_of(target, moved.state)
+    compiled = compile_step(moved.lower(), cache=Cache.usual(cache), described=fingerprint(where))
+    return report(moved.step, moved.state, compiled, str(where), notes=moved.notes)
+
+
+def report(step: Step, state: TrainState, compiled: Compiled, target_name: str, *, notes: Sequence[str] = ()) -> Report:
+    """The report of a step that is compiled already.
+
+    Args:
+        step, state: as it was lowered: on the mesh it was compiled for, its partitioning settled.
+        compiled: the result.
+        target_name: what the devices are called.
+        notes: more to tell.
+    """
+    promised = theory(step.plan, state.params, accumulate=step.accumulate, precision=step.precision)
+    found = sent(compiled, step.plan.mesh, step.accumulate)
+    verdict = judge(found, promised)
+    sites = Sites(compiled.program, step.accumulate)
+    return Report(
+        kept=verdict.kept,
+        strategy=step.plan.strategy,
+        partitioning=step.partitioning or "",
+        why=step.why,
+        target=target_name,
+        mesh=dict(step.plan.mesh.shape),
+        accumulate=step.accumulate,
+        theory=promised,
+        wire_bytes_per_device=verdict.wire_bytes,
+        theory_wire_bytes_per_device=verdict.theory_wire_bytes,
+        ratio=verdict.ratio,
+        rows=verdict.rows,
+        own=verdict.own,
+        collectives=tuple(found),
+        breaches=breaches(found, promised, verdict, sites, step, state.params),
+        symptoms=symptoms(compiled, step.plan, state),
+        notes=tuple(dict.fromkeys((*notes, *_notes(step, found)))),
+    )
+
+
+_XLA_TYPES = {"fp32": "f32", "bf16": "bf16"}
+
+
+def _notes(step: Step, found: Iterable[Sent]) -> Iterable[str]:
+    """What the numbers rest on: the dtype that gradients are reduced in, loops of unknown length, whose compiler."""
+    counted = [s for s in found if s.over_batch]
+    for caveat in dict.fromkeys(caveat for s in counted for caveat in s.collective.caveats):
+        names = dict.fromkeys(s.collective.kind for s in counted if caveat in s.collective.caveats)
+        yield f"{', '.join(names)} {caveat}, so it may send more than is told here"
+    reductions = [s.collective for s in counted if s.collective.kind in ("all-reduce", "reduce-scatter")]
+    total, asked = sum(c.wire_bytes for c in reductions), _XLA_TYPES[step.precision.reduce]
+    other = [c for c in reductions if c.dtype != asked]
+    if sum(c.wire_bytes for c in other) > SLACK * total:
+        got = ", ".join(sorted({c.dtype for c in other}))
+        choose = "auto cannot choose it" if step.partitioning == "auto" else "the compiler chose otherwise"
+        yield f"gradients are reduced in {got}, and precision.reduce is {step.precision.reduce}: {choose}"
+    if counted and step.plan.mesh.devices.flat[0].platform == "cpu":
+        yield (
+            "this is XLA:CPU's program, which makes no reduce-scatter of a sharding constraint and has its own dtypes; "
+            "what GPUs will send is judged with the target h100:1x8"
+        )
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a compiled training step sends, against its contract.
+
+    Attributes:
+        kept: it sends no more than `contract.TOLERANCE` times what its strategy promises, and nothing else of weight.
+        strategy, accumulate, mesh, target: what was compiled (K; axis -> size; the devices' name).
+        partitioning, why: as the step settled it.
+        theory: the promise.
+        wire_bytes_per_device, theory_wire_bytes_per_device, ratio: a step, along the batch axes; the ratio is 0 where
+            there is no other device.
+        rows: one a kind of collective, found and promised.
+        own: the same for what runs along the model's own axes, which the contract says nothing about.
+        collectives: each collective that sends something, in schedule order.
+        breaches: why it is not kept, a sentence each, with parameter, source line and remedy; empty when it is kept.
+        symptoms: signs of something unmeant, a sentence each (`foresight.symptoms`); they break no contract.
+        notes: what the numbers rest on.
+    """
+
+    kept: bool
+    strategy: str
+    partitioning: str
+    why: str
+    target: str
+    mesh: dict[str, int]
+    accumulate: int
+    theory: Theory
+    wire_bytes_per_device: float
+    theory_wire_bytes_per_device: float
+    ratio: float
+    rows: tuple[Row, ...]
+    own: tuple[Row, ...]
+    collectives: tuple[Sent, ...] = field(repr=False)
+    breaches: tuple[str, ...] = ()
+    symptoms: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `jdp verify --json` prints."""
+        return {
+            "kept": self.kept,
+            "strategy": self.strategy,
+            "target": self.target,
+            "wire_bytes_per_device": self.wire_bytes_per_device,
+            "theory_wire_bytes_per_device": self.theory_wire_bytes_per_device,
+            "ratio": self.ratio,
+            "collectives": [s.to_json() for s in self.collectives],
+            "breaches": list(self.breaches),
+            "accumulate": self.accumulate,
+            "mesh": self.mesh,
+            "partitioning": self.partitioning,
+            "why": self.why,
+            "rows": [row.to_json() for row in self.rows],
+            "model_axes": [row.to_json() for row in self.own],
+            "symptoms": list(self.symptoms),
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        axes = " × ".join(f"{name}={count}" for name, count in self.mesh.items())
+        head = f"{self.strategy} on {axes} for {self.target}, K={self.accumulate}, {self.partitioning}: {self.why}"
+        parts = [[head, self._verdict()]]
+        if self.rows:
+            parts.append(_columns([_HEADERS, *map(_cells, self.rows)]))
+        if self.own:
+            title = "Along the model's own axes, which the contract leaves to the model:"
+            parts.append([title, *_columns([_HEADERS, *map(_cells, self.own)])])
+        if self.collectives:
+            parts.append(_columns([_LISTED, *_grouped(self.collectives)]))
+        for title, lines in (("Breaches", self.breaches), ("Symptoms", self.symptoms), ("Notes", self.notes)):
+            if lines:
+                parts.append([f"{title}:", *(f"- {line}" for line in lines)])
+        return "\n\n".join("\n".join(part) for part in parts)
+
+    def _verdict(self) -> str:
+        if not self.theory_wire_bytes_per_device:
+            return "Kept: one shard of the batch, so nothing is sent."
+        said = (
+            f"a device sends {size(self.wire_bytes_per_device)} a step, {self.ratio:.3f} of theory's "
+            f"{size(self.theory_wire_bytes_per_device)}"
+        )
+        if self.kept:
+            return f"Kept: {said}."
+        other = (
+            f"over {TOLERANCE}" if self.ratio > TOLERANCE else f"but more than {SLACK:.0%} by kinds it does not name"
+        )
+        return f"BROKEN: {said}, {other}."
+
+
+_HEADERS = ("kind", "expected", "found", "ratio", "in the microbatch loop", "wire a device", "")
+_LISTED = ("collective", "dtype", "payload", "times", "axes", "loop", "wire a device")
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    looped = "no"
+    if row.in_loop_bytes:
+        looped = "yes" if row.in_loop_bytes == row.found_bytes else f"{size(row.in_loop_bytes)} of it"
+    expected, ratio = ("–", "–") if row.ratio is None else (size(row.expected_bytes), f"{row.ratio:.3f}")
+    return row.kind, expected, size(row.found_bytes), ratio, looped, size(row.wire_bytes), "" if row.kept else "<-"
+
+
+def _grouped(collectives: Iterable[Sent]) -> Iterable[tuple[str, ...]]:
+    """A row for each set of collectives that differ in nothing shown."""
+    groups: dict[tuple[str, ...], list[Sent]] = {}
+    for s in collectives:
+        c = s.collective
+        key = (c.kind, c.dtype, size(c.payload_bytes), ", ".join(s.axes), "in" if s.in_accumulation_loop else "out")
+        groups.setdefault(key, []).append(s)
+    for (kind, dtype, payload, axes, loop), same in groups.items():
+        times = sum(s.collective.count for s in same)
+        wire = sum(s.collective.wire_bytes for s in same)
+        yield kind, dtype, payload, str(times), axes, loop, size(wire)
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
