@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from jdp.data.feed import process_rows as process_rows
     from jdp.data.feed import shard_batches as shard_batches
     from jdp.distributed import initialize as initialize
+    from jdp.foresight.foresee import foresee as foresee
+    from jdp.foresight.verify import verify as verify
     from jdp.init import abstract_state as abstract_state
     from jdp.init import init_state as init_state
     from jdp.layers import scan_layers as scan_layers
@@ -37,6 +39,7 @@ _HOMES = {
     "Step": "step",
     "TrainState": "state",
     "abstract_state": "init",
+    "foresee": "foresight.foresee",
     "init_state": "init",
     "initialize": "distributed",
     "make_eval_step": "step",
@@ -45,6 +48,7 @@ _HOMES = {
     "process_rows": "data.feed",
     "scan_layers": "layers",
     "shard_batches": "data.feed",
+    "verify": "foresight.verify",
 }
 __all__ = ["__version__", *_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -16,12 +16,12 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from jdp.commands import launch, train
+from jdp.commands import launch, plan, prove, train, verify
 from jdp.commands.options import UsageError
 from jdp.wording import nearest
 
 USER_ERROR, SOFTWARE_ERROR, INTERRUPTED, READER_LEFT = 2, 70, 130, 141
-COMMANDS = {"train": train, "launch": launch}
+COMMANDS = {"train": train, "plan": plan, "verify": verify, "prove": prove, "launch": launch}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -88,7 +88,7 @@ def check_for_devices(experiment: Experiment, device_count: int) -> dict[str, in
     Raises:
         ExperimentError: the mesh does not multiply to `device_count`, or the batch does not divide over it.
     """
-    sizes = _mesh_sizes(experiment.mesh, device_count)
+    sizes = mesh_sizes(experiment.mesh, device_count)
     split = {axis: sizes[axis] for axis in (REPLICA, DATA) if axis in sizes}
     split["train.accumulate"] = experiment.train.accumulate
     share, batch = math.prod(split.values()), experiment.train.batch_size
@@ -282,8 +282,8 @@ def _is_table(key: str) -> bool:
     return Schemas(Experiment, None).at((key,)) is not None
 
 
-def _mesh_sizes(mesh: Mapping[str, int], device_count: int) -> dict[str, int]:
-    """Fill in the -1 and hold the product against the device count."""
+def mesh_sizes(mesh: Mapping[str, int], device_count: int) -> dict[str, int]:
+    """A mesh with its -1 filled in, axis -> size. Raises ExperimentError if it does not multiply to `device_count`."""
     known = math.prod(size for size in mesh.values() if size != -1)
     sizes = {axis: device_count // known if size == -1 else size for axis, size in mesh.items()}
     if math.prod(sizes.values()) == device_count:

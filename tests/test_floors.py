@@ -9,11 +9,23 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "jdp"
 
 FLOORS = {
-    0: ("distributed", "machine", "mesh", "notices", "types", "wording"),
+    0: ("amounts", "distributed", "machine", "mesh", "notices", "types", "wording"),
     1: ("placement", "plan", "state", "strategy"),
     2: ("flax_nnx", "gradients", "init", "keys", "layers", "precision", "step"),
     3: ("checkpoint", "data", "foresight", "health", "metrics", "prove"),
-    4: ("assemble", "experiment", "launch", "progress", "prove_experiment", "report", "run_folder", "schema", "signals", "train"),
+    4: (
+        "assemble",
+        "experiment",
+        "launch",
+        "plan_experiment",
+        "progress",
+        "prove_experiment",
+        "report",
+        "run_folder",
+        "schema",
+        "signals",
+        "train",
+    ),
     5: ("__main__", "cli", "commands"),
 }
 FLOOR = {name: floor for floor, names in FLOORS.items() for name in names}

@@ -23,6 +23,7 @@ SIGNATURES = {
     "abstract_state": "(init, tx, plan, *, rng)",
     "make_train_step": "(loss_fn, plan, *, accumulate=1, precision='fp32', partitioning=None, clip_norm=None)",
     "make_eval_step": "(loss_fn, plan, *, accumulate=1, precision='fp32', partitioning=None)",
+    "verify": "(step, state, batch, target=None, *, cache=True)",
     "scan_layers": "(block, stacked, x, *, remat=None)",
     "shard_batches": "(loader, plan, *, prefetch=2)",
     "process_rows": "(plan, batch_size)",

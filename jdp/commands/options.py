@@ -7,6 +7,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Generator, Sequence
+from pathlib import Path
 from typing import Any
 
 import tyro
@@ -54,7 +55,7 @@ def split_overrides(arguments: Sequence[str], own: Sequence[str]) -> tuple[list[
             rest.append(word)
             continue
         key = flag.removeprefix("--")
-        if hint := nearest(flag, own, cutoff=0.8):
+        if "." not in key and (hint := nearest(flag, own, cutoff=0.8)):
             raise UsageError(f"there is no option {flag}{hint}")
         value = value if equals else next(words, None)
         if value is None or (not equals and value.startswith("--")):
@@ -102,3 +103,52 @@ def _help_with_keys(options: type[Any], name: str) -> None:
             default = key.default if key.default in ("required", "by size") else f"default {key.default}"
             print(f"  --{key.name}  {key.type}  ({default})")
             print(textwrap.fill(key.description, width, initial_indent=" " * 8, subsequent_indent=" " * 8))
+
+
+def words(text: str, flag: str) -> list[str]:
+    """ "zero1, zero3" -> ["zero1", "zero3"]. Raises UsageError when nothing or something twice is given."""
+    found = [word.strip() for word in text.split(",") if word.strip()]
+    if not found or len(set(found)) != len(found):
+        raise UsageError(f"{flag} takes different words with commas between; got {text!r}")
+    return found
+
+
+def counts(text: str | None, flag: str) -> list[int] | None:
+    """ "1,4" -> [1, 4]; None stays None. Raises UsageError for anything but positive whole numbers."""
+    if text is None:
+        return None
+    found = words(text, flag)
+    if not all(word.isdecimal() and int(word) > 0 for word in found):
+        raise UsageError(f"{flag} takes positive whole numbers with commas between; got {text!r}")
+    return [int(word) for word in found]
+
+
+def writable(path: Path | None) -> None:
+    """Say before the work, not after it, that a file cannot be written. Raises UsageError."""
+    if path is None:
+        return
+    folder = path.parent
+    if not folder.is_dir():
+        raise UsageError(f"{path} cannot be written: there is no folder {folder}")
+    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise UsageError(f"{path} cannot be written: {'it is a folder' if path.is_dir() else 'permission denied'}")
+
+
+def choose_target_platform(target: str | None, devices: int | None) -> None:
+    """What JAX starts on, to compile for `target`: virtual CPU devices for "cpu:8", else nothing but the CPU.
+
+    Args:
+        target: as on the command line; None means this machine's own devices.
+        devices: virtual CPU devices that the experiment asks for.
+    """
+    from jdp.machine import choose_platform
+
+    kind, _, number = (target or "").partition(":")
+    if target is None:
+        choose_platform(devices)
+    elif kind == "cpu" and number.isdecimal() and int(number):
+        choose_platform(int(number))
+    else:
+        import jax
+
+        jax.config.update("jax_platforms", "cpu")

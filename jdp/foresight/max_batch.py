@@ -7,6 +7,7 @@ time should memory not be a line. It ends at neighbouring numbers of rows, above
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from jdp.amounts import size
 
@@ -22,6 +23,7 @@ class MaxBatch:
         too_many: the least number of rows that was seen not to fit; `too_many_needed` its bytes.
         available: bytes that a device has.
         compilations: how many steps were compiled.
+        advice: what has to be set for it, in words.
     """
 
     rows: int
@@ -31,8 +33,9 @@ class MaxBatch:
     too_many_needed: int
     available: int
     compilations: int
+    advice: str = ""
 
-    def to_json(self) -> dict[str, int]:
+    def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     def __str__(self) -> str:
@@ -41,6 +44,7 @@ class MaxBatch:
         return (
             f"The largest batch that fits is {self.batch_size} ({self.rows} rows a device and microbatch): it needs "
             f"{size(self.needed)} of {size(self.available)}; {self.too_many} rows need {size(self.too_many_needed)}."
+            f"{self.advice and f' It {self.advice}.'}"
         )
 
 

@@ -79,7 +79,7 @@ class Timeline:
     @property
     def exposed_fraction(self) -> float:
         """Share of the communication that nothing hides; 0 when nothing is sent."""
-        return self.exposed_seconds / self.communication_seconds if self.communication_seconds else 0.0
+        return min(self.exposed_seconds / self.communication_seconds, 1.0) if self.communication_seconds else 0.0
 
 
 def timeline(program: Program, target: Target, model: CostModel | None = None) -> Timeline:

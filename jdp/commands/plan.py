@@ -1,0 +1,133 @@
+"""`jdp plan`: compile an experiment's step every way it could run, for devices this machine need not have."""
+
+import contextlib
+import json as as_json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from jdp.commands.options import (
+    UsageError,
+    choose_target_platform,
+    counts,
+    parse_with_overrides,
+    stdout_to_stderr,
+    words,
+    writable,
+)
+
+if TYPE_CHECKING:
+    from jdp.foresight.forecast import Forecast
+
+
+@dataclass(frozen=True)
+class Options:
+    """Says what every device will hold, send and wait for, under every strategy, before anything is launched.
+
+    The experiment's real step is compiled by the real compiler for the devices of --target, which need not be here:
+    jdp plan FILE --target h100:8x8. Reported are memory by class against the device's, bytes sent against theory,
+    step time and how much communication is hidden (simulated), what fits, what to take, and why.
+
+    Any key of the experiment can be changed: --train.batch_size 512 --model.layers 2. The keys are listed below.
+    """
+
+    file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE")]
+    """The experiment (TOML)."""
+    target: Annotated[str | None, tyro.conf.arg(metavar="KIND:HOSTSxPER_HOST")] = None
+    """Devices to plan for: h100:8x8, h200:1x8, a100:64x8, b200:2x8, cpu:8, or mycluster.toml:8x8. Default: this
+    machine's."""
+    strategy: Annotated[str, tyro.conf.arg(metavar="NAMES")] = "ddp,zero1,zero2,zero3"
+    """Strategies to compile, with commas between."""
+    accumulate: Annotated[str | None, tyro.conf.arg(metavar="COUNTS")] = None
+    """Microbatches a step to compile, such as 1,4. Default: the experiment's."""
+    remat: Annotated[str | None, tyro.conf.arg(metavar="POLICIES")] = None
+    """Rematerialisation policies to compile, such as none,dots,full. Default: the experiment's."""
+    max_batch: bool = False
+    """Find the largest batch that fits, for the way chosen, by compiling."""
+    html: Annotated[Path | None, tyro.conf.arg(metavar="PAGE")] = None
+    """Write a self-contained page: memory, timelines, collectives."""
+    trace: Annotated[Path | None, tyro.conf.arg(metavar="TRACE")] = None
+    """Write the chosen way's simulated timeline for chrome://tracing or ui.perfetto.dev."""
+    no_cache: bool = False
+    """Compile again what was compiled before ($JDP_CACHE_DIR, else ~/.cache/jdp)."""
+    json: bool = False
+    """Print one JSON object on stdout, and everything else on stderr."""
+
+
+def run(arguments: list[str]) -> int:
+    options, overrides = parse_with_overrides(Options, "plan", arguments)
+    for path in (options.html, options.trace):
+        writable(path)
+    with stdout_to_stderr() if options.json else contextlib.nullcontext():
+        forecast, largest, described = _plan(options, overrides)
+        _write(options, forecast, described)
+    if options.json:
+        found = {} if largest is None else {"max_batch": largest}
+        print(as_json.dumps(forecast.to_json() | found, allow_nan=False))
+    return 0
+
+
+def _plan(options: Options, overrides: dict[str, str]) -> tuple["Forecast", dict[str, Any] | None, str]:
+    """The forecast, the largest batch where it was asked for, and the experiment in a sentence."""
+    from jdp.experiment import load
+
+    strategies = words(options.strategy, "--strategy")
+    remats: list[str | None] = [None] if options.remat is None else [*words(options.remat, "--remat")]
+    settings = [overrides | ({} if remat is None else {"model.remat": remat}) for remat in remats]
+    experiments = [load(options.file, each) for each in settings]
+    accumulate = counts(options.accumulate, "--accumulate") or [experiments[0].train.accumulate]
+    choose_target_platform(options.target, experiments[0].devices)
+
+    from jdp.commands.show import Progress, show_forecast
+    from jdp.foresight.foresee import forecast
+    from jdp.foresight.here import target_of
+    from jdp.plan_experiment import largest_batch, ways_of
+    from jdp.strategy import strategy
+
+    for name in strategies:
+        strategy(name)
+    target = target_of(options.target)
+    if options.max_batch and target.memory_bytes is None:
+        raise UsageError(f"--max-batch needs a target whose memory is known; the devices of {target} share a machine's")
+    ways = [
+        way
+        for experiment, remat in zip(experiments, remats, strict=True)
+        for way in ways_of(experiment, target, strategies=strategies, accumulate=accumulate, remat=remat)
+    ]
+    rows, length = ways[0].moved.batch["tokens"].shape
+    described = (
+        f"{experiments[0].model.name}, {experiments[0].precision}, batches of {rows} sequences of {length} tokens"
+    )
+    with Progress() as progress:
+        found = forecast(ways, target, tokens=rows * length, cache=not options.no_cache, progress=progress.compiling)
+    if all(outlook.error is not None for outlook in found.outlooks):
+        raise UsageError("\n".join(found.notes))
+    if not options.json:
+        show_forecast(found, experiments[0].name)
+    if not options.max_batch or found.choice is None:
+        return found, None, described
+    experiment = experiments[remats.index(found.choice.remat)]
+    with Progress() as progress:
+        largest = largest_batch(experiment, target, found.choice, cache=not options.no_cache, progress=progress.rows)
+    if not options.json:
+        print(largest)
+    return found, largest.to_json(), described
+
+
+def _write(options: Options, forecast: "Forecast", described: str) -> None:
+    if options.html is not None:
+        from jdp.report.plan_page import plan_page
+
+        page = plan_page(forecast, title=f"{options.file.stem} on {forecast.target}", described=described)
+        options.html.write_text(page, "utf-8")
+        print(f"wrote {options.html}")
+    if options.trace is not None:
+        from jdp.foresight.trace import chrome_trace
+
+        shown = forecast.choice or next((o for o in forecast.outlooks if o.timeline is not None), None)
+        if shown is None or shown.timeline is None:
+            raise UsageError(f"--trace: no timeline was simulated for {forecast.target}")
+        options.trace.write_text(as_json.dumps(chrome_trace(shown.timeline, shown.name)), "utf-8")
+        print(f"wrote {options.trace}: {shown.name}")

@@ -1,0 +1,80 @@
+"""How results look to people: tables and progress, on a terminal with colour, elsewhere plain."""
+
+import sys
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from jdp.foresight.forecast import MEMORY, SPEED, Forecast
+
+
+class Progress:
+    """What is being compiled: a bar on a terminal, else a line each; on stderr, so that stdout holds the answer."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
+        self._bar: Bar | None = None
+        self._task: TaskID | None = None
+        if self._console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            self._bar = Bar(*columns, console=self._console, transient=True)
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def compiling(self, done: int, total: int, name: str) -> None:
+        """`done` of `total` are compiled, and `name` is next."""
+        self._show(done, total, f"compiling {name}" if done < total else "")
+
+    def running(self, done: int, total: int, name: str) -> None:
+        self._show(done, total, f"running {name}" if done < total else "")
+
+    def rows(self, rows: int) -> None:
+        """One more step of a search is compiled: the one with `rows` rows a device."""
+        self._show(0, None, f"compiling with {rows} rows a device")
+
+    def _show(self, done: int, total: int | None, text: str) -> None:
+        if self._bar is None:
+            if text:
+                place = f"[{done + 1}/{total}] " if total is not None and total > 1 else ""
+                print(f"{place}{text}", file=sys.stderr, flush=True)
+        elif self._task is None:
+            self._task = self._bar.add_task(text, total=total, completed=done)
+        else:
+            self._bar.update(self._task, description=text, total=total, completed=done)
+
+
+def show_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]], *, marked: int | None = None) -> None:
+    """A table on stdout; the row `marked` stands out. Off a terminal it is as wide as it needs to be."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for index, header in enumerate(headers):
+        table.add_column(header, justify="left" if index == 0 else "right")
+    for index, row in enumerate(rows):
+        table.add_row(*row, style="bold green" if index == marked else None)
+    terminal = Console(highlight=False, emoji=False)
+    (terminal if terminal.is_terminal else Console(highlight=False, emoji=False, width=200)).print(table)
+
+
+def show_forecast(forecast: Forecast, name: str) -> None:
+    """The tables, then the sentences."""
+    marked = None if forecast.choice is None else forecast.outlooks.index(forecast.choice)
+    print(f"{name} on {forecast.devices} devices ({forecast.target}), per device and step\n")
+    show_table("Memory at the peak", MEMORY, forecast.memory_table(), marked=marked)
+    print()
+    show_table("Traffic and time (simulated)", SPEED, forecast.speed_table(), marked=marked)
+    print()
+    for sentence in forecast.why:
+        print(sentence)
+    for note in forecast.notes:
+        print(f"Note: {note}")

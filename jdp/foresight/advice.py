@@ -1,0 +1,136 @@
+"""Which way to take, in words: what fits, what is fastest, why, and what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jdp.amounts import duration, share, size
+from jdp.foresight.forecast import Outlook
+
+CLOSE = 0.01
+"""Step times within 1 % are taken for equal: the model of time is coarser than that. Less memory then decides."""
+SHORT_MATMUL_SECONDS = 50e-6
+"""Matrix products this short are no longer far above the launch of a kernel (a few µs), nor fill a large chip."""
+EXPOSED = 0.05
+"""Waiting for more than this share of a step is worth a word."""
+
+
+def advise(outlooks: Sequence[Outlook]) -> tuple[Outlook | None, tuple[str, ...]]:
+    """The fastest way that fits, and why; None when none fits."""
+    compiled = [o for o in outlooks if o.memory is not None]
+    fitting = [o for o in compiled if o.fits is not False]
+    said = [_what_fits(compiled)] if compiled else ["No way compiled."]
+    if not fitting:
+        return None, (*said, *_nothing_fits(compiled))
+    choice = _fastest(fitting)
+    said += [*_why_fastest(choice, fitting), *_room(choice), *_communication(choice), *_to_change(choice)]
+    return choice, tuple(said)
+
+
+def _fastest(fitting: Sequence[Outlook]) -> Outlook:
+    """Least time; among those within `CLOSE` of it, least memory. Without times: least memory."""
+    timed = [o for o in fitting if o.step_seconds is not None]
+    least = min((o.step_seconds or 0.0 for o in timed), default=0.0)
+    close = [o for o in timed if (o.step_seconds or 0.0) <= (1 + CLOSE) * least]
+    return min(close or fitting, key=lambda o: o.bytes_per_device or 0)
+
+
+def _what_fits(compiled: Sequence[Outlook]) -> str:
+    available = compiled[0].available_bytes
+    needs = ", ".join(f"{o.name} {size(o.bytes_per_device or 0)}" for o in compiled)
+    if available is None:
+        return f"A device holds: {needs}. What it has is not known here."
+    kept = [o.name for o in compiled if o.fits]
+    verdict = "all fit" if len(kept) == len(compiled) else f"{', '.join(kept)} fit" if kept else "none fits"
+    return f"Of {size(available)} that a device has for it, they need: {needs}; {verdict}."
+
+
+def _nothing_fits(compiled: Sequence[Outlook]) -> list[str]:
+    if not compiled:
+        return []
+    least = min(compiled, key=lambda o: o.bytes_per_device or 0)
+    memory = least.memory
+    assert memory is not None
+    rest = memory.parameters + memory.optimizer + memory.gradients + memory.working
+    available = least.available_bytes or 0
+    if memory.activations > rest:
+        remedy = f"most of it are activations ({size(memory.activations)}): raise accumulate, rematerialise (remat), or"
+        return [f"{least.name} needs least; {remedy} give a device fewer rows."]
+    if least.strategy != "zero3":
+        return [
+            f"{least.name} needs least; weights and optimizer state are {size(rest)} of it: zero3 shards them most."
+        ]
+    more = -(-(rest + memory.activations) // max(available - memory.activations, 1))
+    return [
+        f"{least.name} needs least; weights and optimizer state are {size(rest)} of it: take more devices (about "
+        f"{more} times as many, with as many rows each), or a lower precision."
+    ]
+
+
+def _why_fastest(choice: Outlook, fitting: Sequence[Outlook]) -> list[str]:
+    """What it takes; what takes as long; the next that takes longer, and where its time goes."""
+    if choice.step_seconds is None:
+        return [f"{choice.name} holds least; how long a step takes is not known for this target."]
+    said = f"{choice.name} is the one to take: a step takes {duration(choice.step_seconds)}"
+    gains = [(o, (o.step_seconds or 0.0) / choice.step_seconds - 1) for o in fitting if o is not choice]
+    equal = [o for o, gain in gains if gain < CLOSE]
+    slower = min(((gain, i) for i, (_, gain) in enumerate(gains) if gain >= CLOSE), default=None)
+    parts = [said]
+    if equal:
+        less = min((o.bytes_per_device or 0) - (choice.bytes_per_device or 0) for o in equal)
+        names = " and ".join(o.name for o in equal)
+        held = f"hold{'' if len(equal) > 1 else 's'} {size(less)} more" if less > 0 else "in as much memory"
+        parts.append(f"{names} take{'' if len(equal) > 1 else 's'} as long {'and ' if less > 0 else ''}{held}")
+    if slower is not None:
+        gain, index = slower
+        other = gains[index][0]
+        parts.append(f"{other.name} takes {share(gain)} longer{_reason(choice, other)}")
+    return [f"{'; '.join(parts)}."]
+
+
+def _reason(choice: Outlook, other: Outlook) -> str:
+    """Where the other one's time goes: waiting, or computing."""
+    if choice.timeline is None or other.timeline is None:
+        return ""
+    waits = other.timeline.exposed_seconds - choice.timeline.exposed_seconds
+    computes = other.timeline.compute_seconds - choice.timeline.compute_seconds
+    if waits >= computes:
+        return f": it waits {duration(waits)} longer for other devices"
+    return f": it computes {duration(computes)} longer"
+
+
+def _room(choice: Outlook) -> list[str]:
+    """What has to be set for it to fit."""
+    room = choice.room
+    return [f"{choice.name} {room.words}."] if room is not None and room.fraction is not None else []
+
+
+def _communication(choice: Outlook) -> list[str]:
+    line = choice.timeline
+    if line is None or choice.report is None:
+        return []
+    if not line.communication_seconds:
+        return ["Nothing is sent."]
+    sends = f"It sends {size(choice.report.wire_bytes_per_device)} a device in {duration(line.communication_seconds)}"
+    said = [f"{sends}; {share(1 - line.exposed_fraction)} of that time is hidden behind computation."]
+    if not choice.report.kept:
+        said.append("That is more than its strategy needs: `jdp verify` names the collective and the remedy.")
+    return said
+
+
+def _to_change(choice: Outlook) -> list[str]:
+    line, said = choice.timeline, list[str]()
+    if line is None:
+        return said
+    waiting = line.exposed_seconds / line.step_seconds
+    if 0 < line.median_matmul_seconds < SHORT_MATMUL_SECONDS:
+        said.append(
+            "The batch per device is too small: half of the time in matrix products goes to ones that run for "
+            f"{duration(line.median_matmul_seconds)} or less."
+        )
+    if waiting > EXPOSED:
+        said.append(
+            f"A device waits for others in {share(waiting)} of a step: more rows a device (--max-batch finds how many "
+            "fit) give it more to compute for the same bytes."
+        )
+    return said

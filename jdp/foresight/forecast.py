@@ -1,0 +1,233 @@
+"""What a plan tells: one outlook for each way to run a step, which of them to take, and why.
+
+An `Outlook` holds what was read off one compiled program: memory by class, traffic against theory, the timeline. A
+`Forecast` holds all of them, in words (`str`), as a table, and as JSON.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from jdp.amounts import duration, rate, share, size
+from jdp.foresight.memory import Memory, Room
+from jdp.foresight.timeline import Timeline
+from jdp.foresight.verify import Report
+from jdp.foresight.zero_table import zero_bytes
+
+
+def way_name(strategy: str, accumulate: int, remat: str | None) -> str:
+    """ "zero1", "zero1 K=4 remat=full"."""
+    parts = [strategy, *([f"K={accumulate}"] if accumulate > 1 else []), *([f"remat={remat}"] if remat else [])]
+    return " ".join(parts)
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """One way to run the step, compiled.
+
+    Attributes:
+        strategy, accumulate, remat: the way; `remat` is None where the model's own policy was left as it is.
+        partitioning, partitioning_why: as the step settled them.
+        memory: bytes per device by class; None when the step did not compile.
+        room: whether a device can hold it; None where the device's memory is not known.
+        parameters, shards: how many parameters the model has, and how many devices share them (the `data` axis).
+        report: traffic against the communication contract.
+        timeline: the simulated schedule; None where the device's rates are not known.
+        model_flops: FLOPs of the step's mathematics over the global batch (`foresight.flops`).
+        peak_flops: of one device, in the step's compute dtype; None where it is not known.
+        tokens: tokens (or examples) of a global batch.
+        devices: how many share the work.
+        compile_seconds: what compiling took; 0 when it was found in the cache.
+        error: why the step did not compile; None when it did.
+    """
+
+    strategy: str
+    accumulate: int
+    remat: str | None
+    partitioning: str | None = None
+    partitioning_why: str = ""
+    memory: Memory | None = None
+    room: Room | None = None
+    parameters: int = 0
+    shards: int = 1
+    report: Report | None = None
+    timeline: Timeline | None = field(default=None, repr=False)
+    model_flops: float = 0.0
+    peak_flops: float | None = None
+    tokens: int = 0
+    devices: int = 1
+    compile_seconds: float = 0.0
+    error: str | None = None
+
+    @property
+    def name(self) -> str:
+        return way_name(self.strategy, self.accumulate, self.remat)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it compiled and a device can hold it; None where the device's memory is not known."""
+        if self.error is not None:
+            return False
+        return None if self.room is None else self.room.fits
+
+    @property
+    def available_bytes(self) -> int | None:
+        """What a device has for it; None where that is not known."""
+        return None if self.room is None else self.room.available
+
+    @property
+    def closed_form_bytes(self) -> int | None:
+        """Model state by ZeRO's closed form: 2 + 2 + 12 bytes a parameter (`foresight.zero_table`)."""
+        return zero_bytes(self.parameters, self.shards, self.strategy).total if self.parameters else None
+
+    @property
+    def bytes_per_device(self) -> int | None:
+        return None if self.memory is None else self.memory.total
+
+    @property
+    def step_seconds(self) -> float | None:
+        return None if self.timeline is None else self.timeline.step_seconds
+
+    @property
+    def exposed_fraction(self) -> float | None:
+        """Share of the communication's time that nothing hides; 0 when nothing is sent."""
+        return None if self.timeline is None else self.timeline.exposed_fraction
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilisation: model FLOPs / (seconds × devices × peak) (Chowdhery et al. 2022, appendix B)."""
+        if self.step_seconds is None or self.peak_flops is None:
+            return None
+        return self.model_flops / (self.step_seconds * self.devices * self.peak_flops)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of all devices together."""
+        return None if self.step_seconds is None else self.tokens / self.step_seconds
+
+    @property
+    def efficiency(self) -> float | None:
+        """Scaling efficiency T(1)/T(N): the step without its communication over the step with it.
+
+        T(1) is one device doing this device's share of the work: a device by itself could often not hold the model.
+        """
+        return None if self.timeline is None else self.timeline.compute_seconds / self.timeline.step_seconds
+
+    def to_json(self) -> dict[str, Any]:
+        report, memory = self.report, self.memory
+        return {
+            "strategy": self.strategy,
+            "accumulate": self.accumulate,
+            "remat": self.remat,
+            "partitioning": self.partitioning,
+            "fits": self.fits,
+            "bytes_per_device": self.bytes_per_device,
+            "available_bytes": self.available_bytes,
+            "memory": None if memory is None else memory.by_class(),
+            "memory_most": None if memory is None else dict(memory.most),
+            "memory_advice": None if self.room is None else self.room.words,
+            "closed_form_bytes": self.closed_form_bytes,
+            "wire_bytes_per_device": None if report is None else report.wire_bytes_per_device,
+            "theory_wire_bytes_per_device": None if report is None else report.theory_wire_bytes_per_device,
+            "keeps_contract": None if report is None else report.kept,
+            "exposed_fraction": self.exposed_fraction,
+            "exposed_seconds": None if self.timeline is None else self.timeline.exposed_seconds,
+            "step_seconds": self.step_seconds,
+            "mfu": self.mfu,
+            "tokens_per_second": self.tokens_per_second,
+            "efficiency": self.efficiency,
+            "compile_seconds": self.compile_seconds,
+            "error": self.error,
+        }
+
+
+MEMORY = (
+    "way",
+    "fits",
+    "holds",
+    "parameters",
+    "gradients",
+    "optimizer",
+    "working copy",
+    "activations",
+    "other",
+    "ZeRO's formula",
+)
+SPEED = ("way", "partitioning", "sends", "of theory", "hidden", "waits", "step", "MFU", "tokens/s", "T(1)/T(N)")
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Every way that was compiled, and which to take.
+
+    Attributes:
+        target: the devices' name, such as "h100:8x8".
+        devices: how many there are.
+        outlooks: one a way, in the order asked for.
+        choice: the one to take; None when none fits.
+        why: sentences: what fits, what is fastest and why, what to change.
+        notes: assumptions and changes that the reader must know of.
+    """
+
+    target: str
+    devices: int
+    outlooks: tuple[Outlook, ...]
+    choice: Outlook | None
+    why: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+    def memory_table(self) -> list[tuple[str, ...]]:
+        """A row for each outlook, under `MEMORY`: bytes per device."""
+        return [_memory_row(outlook) for outlook in self.outlooks]
+
+    def speed_table(self) -> list[tuple[str, ...]]:
+        """A row for each outlook, under `SPEED`: traffic and time of a step, per device."""
+        return [_speed_row(outlook) for outlook in self.outlooks]
+
+    def __str__(self) -> str:
+        tables = [_text(MEMORY, self.memory_table()), "", _text(SPEED, self.speed_table())]
+        return "\n".join([f"{self.devices} devices, {self.target}", *tables, "", *self.why, *self.notes])
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `jdp plan --json` prints."""
+        return {
+            "target": self.target,
+            "devices": self.devices,
+            "strategies": [outlook.to_json() for outlook in self.outlooks],
+            "choice": None if self.choice is None else self.choice.strategy,
+            "choice_accumulate": None if self.choice is None else self.choice.accumulate,
+            "choice_remat": None if self.choice is None else self.choice.remat,
+            "why": " ".join(self.why),
+            "notes": list(self.notes),
+        }
+
+
+def _text(headers: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
+    lines = ("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in (headers, *rows))
+    return "\n".join(lines)
+
+
+def _memory_row(outlook: Outlook) -> tuple[str, ...]:
+    memory = outlook.memory
+    if memory is None:
+        return (outlook.name, "no", "did not compile", *([""] * (len(MEMORY) - 3)))
+    fits = "?" if outlook.fits is None else "yes" if outlook.fits else "no"
+    classes = (memory.parameters, memory.gradients, memory.optimizer, memory.working, memory.activations)
+    formula = outlook.closed_form_bytes or 0
+    return (outlook.name, fits, *map(size, (memory.total, *classes, memory.total - sum(classes), formula)))
+
+
+def _speed_row(outlook: Outlook) -> tuple[str, ...]:
+    report, line = outlook.report, outlook.timeline
+    if report is None:
+        return (outlook.name, *([""] * (len(SPEED) - 1)))
+    ratio = f"{report.ratio:.3f}" if report.theory_wire_bytes_per_device else "–"
+    sent = (outlook.partitioning or "", size(report.wire_bytes_per_device), ratio if report.kept else f"{ratio} BREAKS")
+    if line is None:
+        return (outlook.name, *sent, *(["?"] * (len(SPEED) - 4)))
+    hidden = share(1 - line.exposed_fraction) if line.communication_seconds else "–"
+    mfu = "?" if outlook.mfu is None else share(outlook.mfu)
+    times = (duration(line.exposed_seconds), duration(line.step_seconds), mfu, rate(outlook.tokens_per_second or 0))
+    return (outlook.name, *sent, hidden, *times, f"{outlook.efficiency or 0:.3f}")

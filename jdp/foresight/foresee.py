@@ -1,0 +1,180 @@
+"""Know before you launch: compile a step every way it could run, and read off what each would hold, send and wait for.
+
+1. `ways` lists the ways: strategies × microbatches, each with its step and abstract values on the target's devices.
+2. Each is lowered and compiled for the target, or found in the cache, and read: memory by class, traffic against the
+   contract, the schedule simulated. One that does not compile is an outlook with the reason.
+3. `advise` chooses, and says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from jdp.foresight.advice import advise
+from jdp.foresight.cache import Cache
+from jdp.foresight.compiled import Compiled, CompileError, compile_step
+from jdp.foresight.flops import model_flops
+from jdp.foresight.forecast import Forecast, Outlook, way_name
+from jdp.foresight.here import fingerprint, target_of
+from jdp.foresight.memory import memory
+from jdp.foresight.relocate import Relocated, abstract_on
+from jdp.foresight.targets import Target
+from jdp.foresight.timeline import timeline
+from jdp.foresight.verify import report
+from jdp.mesh import DATA
+from jdp.state import TrainState
+from jdp.step import Step
+from jdp.strategy import STRATEGIES, strategy
+from jdp.types import Batch
+
+Progress = Callable[[int, int, str], None]
+"""Called with (ways done, ways in all, what is being compiled)."""
+
+_XLA_TYPES = {"fp32": "f32", "bf16": "bf16"}
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run the step: it and its abstract operands on the target's devices.
+
+    Attributes:
+        moved: step, state, batch, and notes on what was changed to lay them there.
+        remat: the rematerialisation policy that tells it from the others; None where the model's own was left.
+    """
+
+    moved: Relocated
+    remat: str | None = None
+
+    @property
+    def name(self) -> str:
+        step = self.moved.step
+        return way_name(step.plan.strategy, step.accumulate, self.remat)
+
+
+def foresee(
+    step: Step,
+    state: TrainState,
+    batch: Batch,
+    target: str | Target | None = None,
+    *,
+    strategies: Sequence[str] = tuple(STRATEGIES),
+    accumulate: Sequence[int] | None = None,
+    tokens: int | None = None,
+    cache: bool = True,
+    progress: Progress | None = None,
+) -> Forecast:
+    """Compile `step` for `target` under every strategy, and tell what each would hold, send and wait for.
+
+    Nothing runs, and no accelerator is needed: the real compiler makes the real program.
+
+    Args:
+        step: a training step; its own strategy is only one of those tried.
+        state, batch: real or abstract (`jdp.abstract_state`, `jax.ShapeDtypeStruct`); the batch is the global one.
+        target: "h100:8x8" and the like (`jdp.foresight.targets`); None: the devices that `state` lies on.
+        strategies: which to try.
+        accumulate: microbatches a step, each to try; None: the step's own.
+        tokens: what one global batch counts for in `tokens_per_second`; None: the elements of its first integer leaf
+            of two dimensions or more, else its rows.
+        cache: keep compiled results on disk ($JDP_CACHE_DIR, else ~/.cache/jdp) and use them.
+        progress: called before each compilation and at the end.
+
+    Raises:
+        ValueError: the target, a strategy, or the batch under a number of microbatches does not work.
+    """
+    where = target_of(target, state)
+    tried = ways(step, state, batch, where, strategies=strategies, accumulate=accumulate)
+    return forecast(tried, where, tokens=tokens, cache=cache, progress=progress)
+
+
+def ways(
+    step: Step,
+    state: TrainState,
+    batch: Batch,
+    target: Target,
+    *,
+    strategies: Sequence[str] = tuple(STRATEGIES),
+    accumulate: Sequence[int] | None = None,
+) -> list[Way]:
+    """The step under each strategy and number of microbatches, on the target's devices."""
+    if not step.train:
+        raise ValueError("jdp.foresee takes a training step (jdp.make_train_step); got an evaluation step.")
+    found = list[Way]()
+    for count in accumulate or (step.accumulate,):
+        for name in strategies:
+            plan = replace(step.plan, strategy=strategy(name).name)
+            changed = replace(step, plan=plan, accumulate=count, _chosen=[])
+            found.append(Way(abstract_on(changed, state, batch, target)))
+    return found
+
+
+def forecast(
+    tried: Sequence[Way],
+    target: Target,
+    *,
+    tokens: int | None = None,
+    cache: bool = True,
+    progress: Progress | None = None,
+) -> Forecast:
+    """Compile every way and choose."""
+    store = Cache.usual(cache)
+    outlooks = list[Outlook]()
+    for done, way in enumerate(tried):
+        if progress is not None:
+            progress(done, len(tried), way.name)
+        outlooks.append(outlook(way, target, tokens=tokens, cache=store))
+    if progress is not None:
+        progress(len(tried), len(tried), "")
+    choice, why = advise(outlooks)
+    return Forecast(str(target), len(target.devices), tuple(outlooks), choice, why, _notes(tried, outlooks))
+
+
+def outlook(way: Way, target: Target, *, tokens: int | None = None, cache: Cache | None = None) -> Outlook:
+    """Compile one way for `target`, and read what it tells."""
+    step, state, batch = way.moved.step, way.moved.state, way.moved.batch
+    named = Outlook(step.plan.strategy, step.accumulate, way.remat, devices=len(target.devices))
+    try:
+        compiled = compile_way(way, target, cache)
+    except CompileError as error:
+        return replace(named, error=str(error))
+    held = memory(compiled, step, state)
+    room = None if target.memory_bytes is None else held.fits(target.memory_bytes)
+    chip = target.chip
+    peak = None if chip is None else chip.matmul_flops.get(_XLA_TYPES[step.precision.compute])
+    return replace(
+        named,
+        partitioning=step.partitioning,
+        partitioning_why=step.why,
+        memory=held,
+        room=room,
+        parameters=sum(leaf.size for leaf in jax.tree.leaves(state.params)),
+        shards=step.plan.mesh.shape[DATA],
+        report=report(step, state, compiled, str(target)),
+        timeline=timeline(compiled.program, target),
+        model_flops=float(model_flops(step, state, batch)),
+        peak_flops=peak,
+        tokens=tokens or batch_tokens(batch),
+        compile_seconds=0.0 if compiled.cached else compiled.seconds,
+    )
+
+
+def compile_way(way: Way, target: Target, cache: Cache | None = None) -> Compiled:
+    """The way's program, from the compiler or from the cache. Raises CompileError."""
+    return compile_step(way.moved.lower(), cache=cache, described=fingerprint(target))
+
+
+def batch_tokens(batch: Batch) -> int:
+    """Elements of the first integer leaf of two dimensions or more, else the rows."""
+    leaves: list[Any] = jax.tree.leaves(batch)
+    sequences = (leaf for leaf in leaves if leaf.ndim >= 2 and jax.numpy.issubdtype(leaf.dtype, jax.numpy.integer))
+    return next((leaf.size for leaf in sequences), leaves[0].shape[0])
+
+
+def _notes(tried: Iterable[Way], outlooks: Iterable[Outlook]) -> tuple[str, ...]:
+    said = [note for way in tried for note in way.moved.notes]
+    said += [caveat for o in outlooks if o.timeline is not None for caveat in o.timeline.caveats]
+    said += [f"{o.name}: {o.error}" for o in outlooks if o.error is not None]
+    return tuple(dict.fromkeys(said))

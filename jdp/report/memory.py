@@ -1,0 +1,135 @@
+"""What a device holds under each way, as a section of a page: bars by class against its memory, and exact bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jdp.amounts import size
+from jdp.foresight.forecast import Outlook
+from jdp.foresight.memory import CLASSES, Memory
+from jdp.foresight.zero_table import zero_bytes
+from jdp.report import page as look
+from jdp.report.page import Markup, details, element, joined, paragraphs, table
+from jdp.report.pictures import Bar, stacked_bars
+
+_COLOURS = dict(
+    zip(
+        CLASSES,
+        (look.BLUE, look.VERMILION, look.GREEN, look.SKY, look.ORANGE, look.PURPLE, look.GREY, look.PALE),
+        strict=True,
+    )
+)
+
+
+def memory_bars(ways: Sequence[tuple[str, Outlook]], chosen: str | None) -> Markup:
+    """The section's body.
+
+    Args:
+        ways: (name, outlook).
+        chosen: the way to take, whose largest temporaries are open when the page is.
+    """
+    held = [(name, outlook, outlook.memory) for name, outlook in ways if outlook.memory is not None]
+    if not held:
+        return element("p", "No way compiled, so nothing is known.")
+    keys = [_key(CLASSES[name], _COLOURS[name]) for name in CLASSES if any(m.by_class()[name] for _, _, m in held)]
+    picture = stacked_bars(
+        [
+            Bar(name, memory.by_class(), _verdict(outlook, memory), outlook.available_bytes)
+            for name, outlook, memory in held
+        ],
+        _COLOURS,
+        *_unit(max(max(memory.total, outlook.available_bytes or 0) for _, outlook, memory in held)),
+        described="Bytes of a device’s memory by class, for each way; the table below has the same numbers.",
+    )
+    room = held[0][1].available_bytes
+    line = "" if room is None else f"; dashed: what a device has for it, {size(room)} ({room:,} bytes)"
+    caption = f"A device’s memory at the step’s peak{line}."
+    figure = element("figure", picture, element("figcaption", *keys), element("figcaption", caption), class_="picture")
+    peaks = [_peak(name, memory, is_open=name == chosen) for name, _, memory in held]
+    return joined([figure, paragraphs(_tight(held)), _exact_bytes(held), *peaks, _closed_form(held)])
+
+
+def _verdict(outlook: Outlook, memory: Memory) -> str:
+    fits = {True: ", fits", False: ", does not fit", None: ""}[outlook.fits]
+    return f"{size(memory.total)}{fits}"
+
+
+def _tight(held: Sequence[tuple[str, Outlook, Memory]]) -> list[str]:
+    """What does not fit, or only with a setting."""
+    rooms = [(name, outlook.room) for name, outlook, _ in held]
+    return [f"{name} {room.words}." for name, room in rooms if room is not None and (room.fraction or not room.fits)]
+
+
+def _unit(most: float) -> tuple[float, str]:
+    """What the axis counts in, and its name."""
+    return next(((unit, name) for unit, name in ((2**30, "GiB"), (2**20, "MiB")) if most >= unit), (2**10, "KiB"))
+
+
+def _key(text: str, colour: str) -> Markup:
+    return element("span", element("i", style=f"background:{colour}"), text, class_="key")
+
+
+def _exact_bytes(held: Sequence[tuple[str, Outlook, Memory]]) -> Markup:
+    """Exact bytes: a row a class, a column a way. Rows of nothing are left out."""
+    memories = [memory for _, _, memory in held]
+    rooms = [outlook.available_bytes for _, outlook, _ in held]
+    counts: list[tuple[str, list[int | None], str | None]] = [
+        *((words, [memory.by_class()[name] for memory in memories], None) for name, words in CLASSES.items()),
+        ("total", [memory.total for memory in memories], "total"),
+        ("at rest beside it", [memory.outside for memory in memories], None),
+        ("what a device has for it", [*rooms], None),
+        *((f"most {name} at any time", [m.most.get(name) for m in memories], None) for name in _NOT_AT_THE_PEAK),
+    ]
+    shown = [(words, row, kind) for words, row, kind in counts if any(row)]
+    return table(
+        ["bytes of a device", *(name for name, _, _ in held)],
+        [[words, *("?" if count is None else f"{count:,}" for count in row)] for words, row, _ in shown],
+        classes=[kind for _, _, kind in shown],
+    )
+
+
+_NOT_AT_THE_PEAK = ("gradients", "working", "activations")
+"""Classes that may hold more at another time than the peak."""
+
+
+def _peak(name: str, memory: Memory, *, is_open: bool) -> Markup:
+    """What is held when most is."""
+    at = f" at {memory.at}" if memory.at else ""
+    saved = f"; {size(memory.saved)} of the activations are kept for the backward pass" if memory.saved else ""
+    rows = [
+        [
+            f"{one.dtype}[{','.join(map(str, one.dims))}]",
+            f"{one.count}",
+            size(one.bytes),
+            f"{one.bytes:,}",
+            one.role,
+            one.source or "–",
+        ]
+        for one in memory.largest
+    ]
+    if not rows:
+        return Markup()
+    listed = table(("array", "how many", "together", "bytes", "what", "written at"), rows, words=("what", "written at"))
+    return details(f"{name}: the largest temporaries at the peak{at}{saved}", listed, is_open=is_open)
+
+
+def _closed_form(held: Sequence[tuple[str, Outlook, Memory]]) -> Markup:
+    """The paper's accounting for the same model, devices and strategies."""
+    rows = dict[str, list[str]]()
+    for _, outlook, memory in held:
+        if outlook.parameters:
+            row = zero_bytes(outlook.parameters, outlook.shards, outlook.strategy)
+            found = memory.parameters + memory.gradients + memory.optimizer + memory.working
+            cells = (row.parameters, row.gradients, row.optimizer, row.total, found)
+            rows.setdefault(outlook.strategy, [outlook.strategy, *map(size, cells)])
+    if not rows:
+        return Markup()
+    headers = ("strategy", "weights", "gradients", "optimizer", "together", "at the peak of this step")
+    return joined([element("p", _PAPER, class_="note"), table(headers, [*rows.values()])])
+
+
+_PAPER = (
+    "Beside it the closed form of model state (Rajbhandari et al. 2019, section 3: 2 + 2 + 12 bytes a parameter, "
+    "shared by the devices of the data axis). jdp keeps fp32 master weights as parameters, where the paper counts them "
+    "as optimizer state, and a working copy of them in the step; at the peak not all gradients need be there."
+)

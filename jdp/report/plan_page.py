@@ -1,0 +1,99 @@
+"""What `jdp plan` found as one self-contained page, for those who decide what to launch.
+
+The answer stands first, with the reasons; then the ways in a table, and what each of them holds (`jdp.report.memory`),
+waits for (`jdp.report.times`) and sends (`jdp.report.traffic`). Every picture has its numbers beside it as text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jdp.foresight.forecast import MEMORY, SPEED, Forecast
+from jdp.report.memory import memory_bars
+from jdp.report.page import CHOSEN, Markup, Section, details, element, joined, page, paragraphs, table, tagged
+from jdp.report.times import times
+from jdp.report.traffic import traffic
+
+
+def plan_page(forecast: Forecast, *, title: str, described: str = "") -> str:
+    """The page as HTML text, which needs nothing else: no network, no fonts, no files beside it.
+
+    The same forecast gives the same text. It stays below 1.5 MB: neighbours in long timelines are drawn together, and
+    of many collectives those that send most are listed.
+
+    Args:
+        forecast: what `jdp.foresight.foresee` told.
+        title: of the page, such as "gpt2_124m on h100:8x8".
+        described: what was planned, in a sentence.
+    """
+    ways = [(outlook.name, outlook) for outlook in forecast.outlooks]
+    chosen = None if forecast.choice is None else forecast.choice.name
+    reports = [(name, outlook.report) for name, outlook in ways if outlook.report is not None]
+    lead = f"{forecast.devices} devices, {forecast.target}. Compiled, not run; numbers are for one device and one step."
+    sections = [
+        Section("answer", "What to launch", _answer(forecast, chosen)),
+        Section("ways", "The ways compared", _ways(forecast)),
+        Section("memory", "What a device holds", memory_bars(ways, chosen)),
+        Section("time", "Where a step’s time goes", times(ways, chosen)),
+        Section("sent", "What a device sends", traffic(reports, chosen)),
+    ]
+    return page(title, sections, lead=f"{described} {lead}".strip())
+
+
+# The answer.
+
+
+def _answer(forecast: Forecast, chosen: str | None) -> Markup:
+    said = f"Take {chosen}." if chosen is not None else "No way fits." if _compiled(forecast) else "No way compiled."
+    box = element(
+        "div",
+        element("p", element("strong", said)),
+        paragraphs(forecast.why),
+        class_="answer" if chosen is not None else "answer none",
+    )
+    told_below = [outlook.error for outlook in forecast.outlooks if outlook.error is not None]
+    notes = [f"Note: {note}" for note in forecast.notes if not any(error in note for error in told_below)]
+    return joined([box, paragraphs(notes, "note")])
+
+
+def _compiled(forecast: Forecast) -> bool:
+    return any(outlook.memory is not None for outlook in forecast.outlooks)
+
+
+# The table.
+
+
+def _ways(forecast: Forecast) -> Markup:
+    unkept = [o.report is not None and not o.report.kept for o in forecast.outlooks]
+    failed = [o.error is not None for o in forecast.outlooks]
+    errors = [
+        details(f"Why {outlook.name} did not compile", element("p", outlook.error[:4000]), is_open=True)
+        for outlook in forecast.outlooks
+        if outlook.error is not None
+    ]
+    return joined(
+        [
+            _of_ways(forecast, SPEED, forecast.speed_table(), failed=[*map(any, zip(unkept, failed, strict=True))]),
+            _of_ways(forecast, MEMORY, forecast.memory_table(), failed=failed),
+            element("p", _GLOSSARY, class_="note"),
+            *errors,
+        ]
+    )
+
+
+def _of_ways(
+    forecast: Forecast, headers: Sequence[str], rows: Sequence[Sequence[str]], *, failed: Sequence[bool]
+) -> Markup:
+    """A table with a row for each way, the chosen one marked, and those that failed."""
+    chosen = [outlook is forecast.choice for outlook in forecast.outlooks]
+    named = [[tagged(row[0], CHOSEN if marked else None), *row[1:]] for row, marked in zip(rows, chosen, strict=True)]
+    kinds = ["chosen" if is_choice else "bad" if bad else None for is_choice, bad in zip(chosen, failed, strict=True)]
+    return table(headers, named, words=("partitioning",), classes=kinds)
+
+
+_GLOSSARY = (
+    "“of theory”: bytes sent over what the strategy promises. “hidden”: the share of communication during which the "
+    "device computes. MFU: model FLOPs / (step time × devices × peak FLOP/s) (Chowdhery et al. 2022, appendix B); "
+    "rematerialised work does not count. Tokens a second are those of all devices. T(1)/T(N): a step without its "
+    "communication over the step with it."
+)

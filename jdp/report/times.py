@@ -1,0 +1,123 @@
+"""Where a step's time goes under each way, as a section of a page: seconds, timelines to one scale, what is longest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jdp.amounts import duration, share, size
+from jdp.foresight.forecast import Outlook
+from jdp.foresight.timeline import Event, Timeline
+from jdp.report.lanes import KIND_CLASSES, lanes
+from jdp.report.page import CHOSEN, Markup, details, element, joined, table, tagged
+
+MOST_RECTANGLES = 2400
+"""Of all timelines together: what keeps the page small, however long the programs are."""
+
+_LONGEST = 12  # stretches of a timeline that are listed
+
+
+def times(ways: Sequence[tuple[str, Outlook]], chosen: str | None) -> Markup:
+    """The section's body.
+
+    Args:
+        ways: (name, outlook).
+        chosen: the way to take.
+    """
+    timed = [(name, outlook, outlook.timeline) for name, outlook in ways if outlook.timeline is not None]
+    if not timed:
+        return element("p", "Step times are not known: these devices’ rates are not, or no way compiled.")
+    longest = max(timeline.step_seconds for _, _, timeline in timed) or 1e-9
+    most = max(60, MOST_RECTANGLES // len(timed))
+    parts = [_zoom(), element("p", *_lane_keys(), class_="note"), element("p", _HOW_TO_READ, class_="note")]
+    for name, outlook, timeline in timed:
+        parts += [
+            element("h3", tagged(name, CHOSEN if name == chosen else None)),
+            element("p", _in_words(timeline, outlook)),
+            lanes(timeline, longest, most),
+            _stretches(timeline),
+        ]
+    return joined([_seconds_table(timed, chosen), element("div", *parts)])
+
+
+_HOW_TO_READ = (
+    "All timelines have the same scale. Pale blocks are neighbours too short to be drawn apart. “× n” is n more "
+    "rounds of a loop, filled as high as the lane is busy in them. Point at a block for its name, seconds and source."
+)
+
+
+def _zoom() -> Markup:
+    slider = element("input", type="range", min=0, max=5, step="0.1", value=0)
+    return element("label", "Zoom ", slider, class_="zoom note", hidden=True)
+
+
+def _lane_keys() -> list[Markup]:
+    named = {"compute": "compute", "waiting": "waiting for communication", **KIND_CLASSES, "other": "other or mixed"}
+    return [element("span", element("i", class_=kind), text, class_="key") for kind, text in named.items()]
+
+
+def _in_words(timeline: Timeline, outlook: Outlook) -> str:
+    said = f"{duration(timeline.step_seconds)} a step: {duration(timeline.compute_seconds)} computing"
+    said += f" and {duration(timeline.exposed_seconds)} waiting"
+    if timeline.communication_seconds:
+        said += (
+            f", with {duration(timeline.communication_seconds)} of communication, "
+            f"{share(1 - timeline.exposed_fraction)} of it hidden"
+        )
+    return f"{said}." if outlook.mfu is None else f"{said}. MFU {share(outlook.mfu)}."
+
+
+def _seconds_table(timed: Sequence[tuple[str, Outlook, Timeline]], chosen: str | None) -> Markup:
+    rows = [
+        [
+            name,
+            f"{line.step_seconds:.6g}",
+            f"{line.compute_seconds:.6g}",
+            f"{line.communication_seconds:.6g}",
+            f"{line.exposed_seconds:.6g}",
+            "–" if outlook.efficiency is None else share(outlook.efficiency),
+            f"{line.kernels:,}",
+            f"{line.matmul_seconds:.6g}",
+            duration(line.median_matmul_seconds),
+            f"{line.flops / 1e12:,.3g} TFLOP",
+            size(line.bytes),
+        ]
+        for name, outlook, line in timed
+    ]
+    marked = ["chosen" if name == chosen else None for name, _, _ in timed]
+    return table(_SECONDS, rows, classes=marked)
+
+
+_SECONDS = (
+    "seconds",
+    "step",
+    "compute",
+    "communication",
+    "waiting",
+    "T(1)/T(N)",
+    "kernels",
+    "matrix products",
+    "median product",
+    "executed",
+    "memory traffic",
+)
+
+
+def _stretches(timeline: Timeline) -> Markup:
+    """The longest events, those of the same name and line together."""
+    groups: dict[tuple[str, str, str | None], list[Event]] = {}
+    for event in timeline.events:
+        groups.setdefault((event.lane, event.what, event.source), []).append(event)
+    ordered = sorted(groups.items(), key=lambda group: -sum(event.seconds for event in group[1]))
+    rows = [
+        [
+            what.removeprefix("jit(train_step)/")[-200:],
+            lane,
+            duration(seconds := sum(event.seconds for event in same)),
+            share(seconds / (timeline.step_seconds or 1.0)),
+            f"{len(same)}",
+            source or "–",
+        ]
+        for (lane, what, source), same in ordered[:_LONGEST]
+    ]
+    headers = ("operation", "lane", "seconds", "of the step", "blocks", "source")
+    return details("The longest stretches", table(headers, rows, words=("lane", "source")))

@@ -1,0 +1,154 @@
+"""What each way sends, as a section of a page: theory beside found, breaches with their remedy, every collective."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from jdp.amounts import size
+from jdp.foresight.contract import SLACK, TOLERANCE, Row, Sent
+from jdp.foresight.verify import Report
+from jdp.report.page import CHOSEN, Markup, details, element, joined, paragraphs, table, tagged
+
+MOST_ROWS = 600
+"""Rows of collectives on a page; of a way with more than its part, those that send most."""
+
+
+def traffic(reports: Sequence[tuple[str, Report]], chosen: str | None) -> Markup:
+    """The section's body.
+
+    Args:
+        reports: (name of the way, its report).
+        chosen: the way to take, whose collectives are open when the page is.
+    """
+    if not reports:
+        return element("p", "No way compiled, so nothing was counted.")
+    rows = [(name, row, verdict) for name, report in reports for row, verdict in _rows(report)]
+    most = max(10, MOST_ROWS // len(reports))
+    return joined(
+        [
+            element("p", _INTRODUCTION, class_="note"),
+            table(
+                _HEADERS,
+                [_against_theory(name, row, verdict) for name, row, verdict in rows],
+                words=("kind", "contract"),
+                classes=["bad" if verdict == _BROKEN else None for _, _, verdict in rows],
+            ),
+            *(_way(name, report, most, is_choice=name == chosen) for name, report in reports),
+        ]
+    )
+
+
+_INTRODUCTION = (
+    "Payloads are whole tensors, a step, loops counted as often as they run. Bytes on the wire are what one device "
+    "sends by the ring algorithms: 2(N−1)/N of an all-reduce's payload, (N−1)/N of the others'. A way "
+    f"keeps the contract when it sends at most {TOLERANCE:g} times what its strategy promises, and nothing else above "
+    f"{SLACK:.0%} of that."
+)
+_HEADERS = (
+    "way",
+    "kind",
+    "expected",
+    "found",
+    "found / expected",
+    "in the microbatch loop",
+    "on the wire",
+    "in theory",
+    "contract",
+)
+
+
+_KEPT, _BROKEN = element("span", "kept", class_="tag good"), element("span", "broken", class_="tag bad")
+
+
+def _rows(report: Report) -> Iterator[tuple[Row, Markup]]:
+    """Each kind, and what the contract says about it. One that is over is made up for where the whole is kept."""
+    for row in report.rows:
+        yield row, _KEPT if row.kept else Markup("more, but all kinds together less") if report.kept else _BROKEN
+    yield from ((row, Markup("the model’s own axes")) for row in report.own)
+
+
+def _against_theory(name: str, row: Row, verdict: Markup) -> list[str]:
+    looped = "no"
+    if row.in_loop_bytes:
+        looped = "yes" if row.in_loop_bytes == row.found_bytes else f"{size(row.in_loop_bytes)} of it"
+    expected, ratio = ("–", "–") if row.ratio is None else (size(row.expected_bytes), f"{row.ratio:.3f}")
+    theirs = size(row.theory_wire_bytes) if row.expected_bytes else "–"
+    return [name, row.kind, expected, size(row.found_bytes), ratio, looped, size(row.wire_bytes), theirs, verdict]
+
+
+def _way(name: str, report: Report, most: int, *, is_choice: bool) -> Markup:
+    mesh = " × ".join(f"{axis}={count}" for axis, count in report.mesh.items())
+    sends = f"a device sends {size(report.wire_bytes_per_device)} a step ({report.wire_bytes_per_device:,.0f} bytes)"
+    promised = report.theory_wire_bytes_per_device
+    against = f", {report.ratio:.3f} of theory’s {size(promised)} ({promised:,.0f})" if promised else ""
+    partitioned = f"Partitioning {report.partitioning}: {report.why}." if report.partitioning else ""
+    return joined(
+        [
+            element("h3", tagged(name, CHOSEN if is_choice else None)),
+            element("p", f"On {mesh}, {sends}{against}. {partitioned}"),
+            paragraphs(report.breaches, "breach"),
+            paragraphs(report.symptoms),
+            paragraphs([f"Note: {note}" for note in report.notes], "note"),
+            _collectives(report.collectives, most, is_open=is_choice),
+        ]
+    )
+
+
+# Collectives.
+
+_LISTED = (
+    "collective",
+    "dtype",
+    "payload",
+    "times a step",
+    "microbatch loop",
+    "axes",
+    "devices",
+    "asynchronous",
+    "on the wire",
+    "source",
+)
+
+
+def _collectives(found: Sequence[Sent], most: int, *, is_open: bool) -> Markup:
+    if not found:
+        return element("p", "Nothing is sent.")
+    groups = sorted(_alike(found), key=lambda same: -_wire(same))
+    rows = [_collective(same) for same in groups[:most]]
+    if left := groups[most:]:
+        more = f"{sum(map(len, left))} more"
+        rows.append([more, *[""] * 7, size(sum(map(_wire, left))), ""])
+    listed = table(_LISTED, rows, words=("dtype", "axes", "source", "microbatch loop"))
+    return details(f"{len(found)} collectives in the program, those that send most first", listed, is_open=is_open)
+
+
+def _alike(found: Iterable[Sent]) -> Iterable[list[Sent]]:
+    """Those that differ in nothing shown, together."""
+    groups: dict[tuple[object, ...], list[Sent]] = {}
+    for sent in found:
+        c = sent.collective
+        key = (c.kind, c.dtype, c.payload_bytes, sent.in_accumulation_loop, sent.axes, c.group_size, c.is_async)
+        groups.setdefault((*key, c.count, c.source, c.caveats), []).append(sent)
+    return groups.values()
+
+
+def _wire(same: Iterable[Sent]) -> float:
+    return sum(sent.collective.wire_bytes for sent in same)
+
+
+def _collective(same: Sequence[Sent]) -> list[str]:
+    sent = same[0]
+    c = sent.collective
+    times = f"{c.count:,}" if len(same) == 1 else f"{len(same)} × {c.count:,}"
+    return [
+        c.kind,
+        c.dtype,
+        f"{size(c.payload_bytes)}",
+        f"≥ {times}" if c.caveats else times,
+        "in" if sent.in_accumulation_loop else "out",
+        ", ".join(sent.axes),
+        f"{c.group_size}",
+        "yes" if c.is_async else "no",
+        size(_wire(same)),
+        c.source or "–",
+    ]
