@@ -14,7 +14,9 @@ from jdp.foresight.verify import Report
 GIB = 2**30
 
 
-def outlook(strategy, *, gib, step=0.1, exposed=0.01, sent=0.02, matmul=1e-3, activations=1.0, kept=True):
+def outlook(
+    strategy, *, gib, step=0.1, exposed=0.01, sent=0.02, matmul=1e-3, activations=1.0, kept=True, products=None
+):
     """A way that holds `gib`, of which `activations`, on a device that has 70 GiB; seconds a step."""
     line = Timeline(
         step_seconds=step,
@@ -23,7 +25,7 @@ def outlook(strategy, *, gib, step=0.1, exposed=0.01, sent=0.02, matmul=1e-3, ac
         exposed_seconds=exposed,
         flops=1e12,
         bytes=1e9,
-        matmul_seconds=step / 2,
+        matmul_seconds=step / 2 if products is None else products,
         median_matmul_seconds=matmul,
         kernels=10,
         events=(),
@@ -104,7 +106,9 @@ def test_how_much_is_hidden_and_what_to_change():
     assert "batch per device is too small" in why and "40 µs" in why
     assert "waits for others in 20 % of a step" in why
     _, why = words(outlook("zero1", gib=60, exposed=0.001))
-    assert "too small" not in why and "waits for others" not in why
+    assert "too small" not in why and "waits for others" not in why and "Matrix products" not in why
+    _, why = words(outlook("zero1", gib=60, exposed=0.0, products=0.02))
+    assert "Matrix products are 20 % of its computing time" in why
 
 
 def test_nothing_fits():

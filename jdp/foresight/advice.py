@@ -11,6 +11,8 @@ CLOSE = 0.01
 """Step times within 1 % are taken for equal: the model of time is coarser than that. Less memory then decides."""
 SHORT_MATMUL_SECONDS = 50e-6
 """Matrix products this short are no longer far above the launch of a kernel (a few µs), nor fill a large chip."""
+FEW_PRODUCTS = 0.4
+"""Where matrix products are less of the computing time than this, faster ones would not help much."""
 EXPOSED = 0.05
 """Waiting for more than this share of a step is worth a word."""
 
@@ -123,6 +125,12 @@ def _to_change(choice: Outlook) -> list[str]:
     if line is None:
         return said
     waiting = line.exposed_seconds / line.step_seconds
+    products = line.matmul_seconds / line.compute_seconds
+    if products < FEW_PRODUCTS:
+        said.append(
+            f"Matrix products are {share(products)} of its computing time; the rest reads and writes memory: fused "
+            "attention, less rematerialisation or wider layers are where time can be won."
+        )
     if 0 < line.median_matmul_seconds < SHORT_MATMUL_SECONDS:
         said.append(
             "The batch per device is too small: half of the time in matrix products goes to ones that run for "

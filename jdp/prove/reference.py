@@ -1,0 +1,186 @@
+"""What every run is held against: the training loop written plainly, on one device, without a mesh or a strategy.
+
+It shares no code with the steps that are proven, except how a module is split and how a `Loss` is read. The weights are
+drawn from `fold_in(rng, 0)`. Each step has the key `fold_in(fold_in(rng, 1), batches consumed)`; the gradient of Σtotal
+is divided by Σweight and clipped, then the optimizer is asked; a step whose gradient is not finite changes nothing. So
+a fault that all strategies have in common, such as a key that is the same at every step, is seen as well.
+
+The same program with `Noise` makes the shadows that rounding is measured by (`jdp.prove.bounds`); with amplitude 0 it
+is the reference itself.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jdp import flax_nnx
+from jdp.gradients.traced import as_sums
+from jdp.precision import Precision
+from jdp.state import Static, TrainState
+from jdp.types import Batch, Device, InitFn, Loss, LossFn, PyTree
+
+FORWARD = 1 / 2
+"""Noise of the weights, as a share of the gradients': the forward pass does not sum over the batch."""
+ELSEWHERE = 1 / 16
+"""Share of the whole gradient's root mean square that counts for each of its elements; see `_with_noise`."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is learnt, whatever it runs on.
+
+    Attributes:
+        init, tx, loss_fn: as for `jdp.init_state` and `jdp.make_train_step`.
+        rng: the typed key that everything random derives from.
+        precision: the dtypes.
+        clip_norm: largest global gradient norm; None: no clipping.
+    """
+
+    init: InitFn
+    tx: optax.GradientTransformation
+    loss_fn: LossFn
+    rng: jax.Array
+    precision: Precision
+    clip_norm: float | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Noise:
+    """Rounding, exaggerated: random signs that stay the same from step to step, times a relative amplitude.
+
+    Attributes:
+        seed: uint32 scalar, of the signs.
+        amplitude: float32 scalar; negative turns all signs round, 0 is no noise.
+    """
+
+    seed: Any
+    amplitude: Any
+
+
+SILENT = Noise(np.uint32(0), np.float32(0))
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The plain loop.
+
+    Attributes:
+        training: what is learnt.
+        device: the one device.
+    """
+
+    training: Training
+    device: Device
+    _found: dict[str, bool] = field(default_factory=dict[str, bool], repr=False, compare=False)
+
+    @property
+    def returns_loss(self) -> bool:
+        """Whether the loss function returns a `Loss`; known after `abstract`."""
+        return self._found["returns_loss"]
+
+    def abstract(self, batch: Batch) -> TrainState:
+        """The state's shapes; the loss function is called once, abstractly."""
+        state = jax.eval_shape(self._first, self.training.rng)
+        jax.eval_shape(self._next, state, batch, SILENT)
+        return state
+
+    def first(self) -> TrainState:
+        """The state before the first step."""
+        return self._jitted_first(jax.device_put(self.training.rng, self.device))
+
+    def step(self, state: TrainState, batch: Batch, noise: Noise = SILENT) -> tuple[TrainState, dict[str, jax.Array]]:
+        """The state after one more batch (global, NumPy), and "loss", "weight", "grad_norm"."""
+        return self._jitted(state, *jax.device_put((batch, noise), self.device))
+
+    @cached_property
+    def _jitted_first(self) -> Any:
+        return jax.jit(self._first)
+
+    @cached_property
+    def _jitted(self) -> Any:
+        return jax.jit(self._next, donate_argnums=0)
+
+    def _first(self, rng: jax.Array) -> TrainState:
+        params, model_state, adapter = flax_nnx.split(self.training.init(jax.random.fold_in(rng, 0)))
+        opt_state, key = self.training.tx.init(params), jax.random.fold_in(rng, 1)
+        step, skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+        return TrainState(step, params, opt_state, model_state, key, skipped, Static(self.training.tx, adapter))
+
+    def _next(self, state: TrainState, batch: Batch, noise: Noise) -> tuple[TrainState, dict[str, jax.Array]]:
+        training, precision = self.training, self.training.precision
+        key = jax.random.fold_in(state.rng, state.step + state.skipped)
+        working = jax.tree.map(lambda p: p.astype(precision.compute_dtype), state.params)
+        working = _with_noise(working, replace(noise, amplitude=FORWARD * noise.amplitude), stream=0)
+
+        def total(working: PyTree) -> tuple[jax.Array, Any]:
+            sums, model_state = self._loss(working, state, batch, key)
+            return sums.total, (sums, model_state)
+
+        (_, (sums, model_state)), grads = jax.value_and_grad(total, has_aux=True)(working)
+        grads = jax.tree.map(lambda g: g.astype(precision.reduce_dtype).astype(jnp.float32) / sums.weight, grads)
+        grads = _with_noise(grads, noise, stream=1, absolute=True)
+        norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)))
+        if (limit := training.clip_norm) is not None:
+            grads = jax.tree.map(lambda g: jnp.where(norm > limit, g * limit / norm, g), grads)
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
+
+        tx, loss = optax.with_extra_args_support(training.tx), sums.total / sums.weight
+        updates, opt_state = tx.update(grads, state.opt_state, state.params, value=loss)
+        params = optax.apply_updates(state.params, updates)
+        updated = replace(state, step=state.step + 1, params=params, opt_state=opt_state, model_state=model_state)
+        kept = replace(state, skipped=state.skipped + 1)
+        finite = jnp.isfinite(norm) & jnp.isfinite(sums.total)
+        new = jax.tree.map(lambda a, b: a if a is b else jnp.where(finite, a, b), updated, kept)
+        return new, {"weight": sums.weight, "loss": loss, "grad_norm": norm}
+
+    def _loss(self, working: PyTree, state: TrainState, batch: Batch, key: jax.Array) -> tuple[Any, PyTree]:
+        adapter = state.static.adapter
+        model = working if adapter is None else adapter.merge(working, state.model_state, key)
+        value = self.training.loss_fn(model, batch, key)
+        self._found["returns_loss"] = isinstance(value, Loss)
+        return as_sums(value, batch), state.model_state if adapter is None else adapter.changed(model)
+
+
+def _with_noise(tree: PyTree, noise: Noise, *, stream: int, absolute: bool = False) -> PyTree:
+    """Each element x moved by ± amplitude · |x|, or with `absolute` by ± amplitude · (|x| + terms).
+
+    A gradient is a sum in which terms cancel: its error is relative to the terms, not to what is left of them. Their
+    size is taken to be the root mean square of the row (what one token or one input meets) or of the leaf, whichever is
+    larger, and a share of that of all leaves, for where a whole leaf cancels (the bias of the attention's keys, which
+    the softmax does not see). An exact zero has no terms (the row of a token that did not occur) and stays zero.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    whole = [leaf.astype(jnp.float32) for leaf in leaves]
+    everywhere = jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in whole) / sum(x.size for x in whole))
+
+    def moved(index: int, x: jax.Array) -> jax.Array:
+        scale = jnp.abs(x)
+        if absolute:
+            row = _rms(x, axis=-1) if x.ndim else jnp.abs(x)
+            scale = jnp.where(x == 0, 0.0, scale + jnp.maximum(row, _rms(x)) + ELSEWHERE * everywhere)
+        return x + noise.amplitude * _signs(noise.seed, 2 * index + stream, x.shape) * scale
+
+    shifted = [moved(index, x).astype(leaf.dtype) for index, (x, leaf) in enumerate(zip(whole, leaves, strict=True))]
+    return jax.tree.unflatten(treedef, shifted)
+
+
+def _rms(x: jax.Array, axis: int | None = None) -> jax.Array:
+    return jnp.sqrt(jnp.mean(jnp.square(x), axis=axis, keepdims=True))
+
+
+def _signs(seed: Any, array: int, shape: tuple[int, ...]) -> jax.Array:
+    """±1 by element: a bit of MurmurHash3's 32-bit finalizer (Appleby 2011), which compiles faster than threefry."""
+    x = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
+    x = x * jnp.uint32(0x9E3779B9) + jnp.asarray(seed, jnp.uint32) * jnp.uint32(0x7FEB352D) + jnp.uint32(array + 1)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        x = (x ^ (x >> shift)) * jnp.uint32(factor)
+    return 1 - 2 * (x >> 31).astype(jnp.float32)

@@ -1,0 +1,184 @@
+"""Which runs a proof makes: settings, what keeps one from being run, and the covering list.
+
+A fault of a data-parallel step shows where two choices meet: a strategy and a partitioning, a partitioning and a number
+of microbatches, a strategy and a number of devices. So the default list holds every such *pair* at least once (a
+pairwise covering array; Kuhn, Wallace and Gallo 2004, doi:10.1109/TSE.2004.24, found that pairs show most faults), in
+about as many programs as the two longest lists multiply to; `full` runs every combination.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from jax.sharding import Mesh
+
+from jdp.mesh import DATA, make_mesh
+from jdp.plan import Plan, nearest_sizes
+from jdp.strategy import STRATEGIES
+from jdp.types import Device
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How one run is done: nothing here may change what is learnt.
+
+    Attributes:
+        strategy: "ddp", "zero1", "zero2" or "zero3".
+        partitioning: "auto" or "manual".
+        devices: how many.
+        accumulate: microbatches a step, K.
+    """
+
+    strategy: str = "ddp"
+    partitioning: str = "auto"
+    devices: int = 1
+    accumulate: int = 1
+
+    def __str__(self) -> str:
+        count = f"{self.devices} device{'s' if self.devices > 1 else ''}"
+        return f"{self.strategy} {self.partitioning} {count} K={self.accumulate}"
+
+    @property
+    def levels(self) -> tuple[object, ...]:
+        return (self.strategy, self.partitioning, self.devices, self.accumulate)
+
+
+@dataclass(frozen=True)
+class Skip:
+    """What is not run, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Space:
+    """All settings that could be run.
+
+    Attributes:
+        devices: those of this machine that the proof uses, in order.
+        counts: numbers of devices, ascending; 1 is among them.
+        accumulates: numbers of microbatches, ascending; 1 is among them.
+        axes: mesh axis -> size, as in an experiment file; `data` takes what the others leave.
+        rows: of the global batch.
+        no_manual: why manual partitioning is not compared; None: it is.
+        no_parts: why a batch may not be computed in parts (microbatches); None: it may.
+    """
+
+    devices: Sequence[Device]
+    counts: tuple[int, ...]
+    accumulates: tuple[int, ...]
+    axes: Mapping[str, int]
+    rows: int = 0
+    no_manual: str | None = None
+    no_parts: str | None = None
+
+    def mesh(self, count: int) -> Mesh:
+        """The experiment's axes over `count` devices; over one device, each axis has size 1. ValueError: no fit."""
+        axes = {name: 1 if count == 1 else -1 if name == DATA else size for name, size in self.axes.items()}
+        return make_mesh(devices=self.devices[:count], **axes)
+
+    def every(self) -> Iterator[Setting]:
+        """The product, device counts from the largest down."""
+        kinds = ("auto", "manual")
+        for count, strategy, kind, k in itertools.product(self.counts[::-1], STRATEGIES, kinds, self.accumulates):
+            yield Setting(strategy, kind, count, k)
+
+    def obstacle(self, setting: Setting) -> Skip | None:
+        """What keeps `setting` from being run, named as widely as it holds."""
+        if setting.partitioning == "manual" and self.no_manual:
+            return Skip("manual", self.no_manual)
+        if setting.accumulate > 1 and self.no_parts:
+            return Skip(f"K={setting.accumulate}", self.no_parts)
+        try:
+            shards = Plan(self.mesh(setting.devices)).batch_shards
+        except ValueError as error:
+            return Skip(f"{setting.devices} devices", str(error))
+        unit = shards * setting.accumulate
+        if self.rows % unit:
+            near = nearest_sizes(self.rows, unit)
+            reason = f"{self.rows} rows do not divide by {shards} batch shards × K={setting.accumulate} = {unit}"
+            return Skip(f"{setting.devices} devices K={setting.accumulate}", f"{reason}; the nearest sizes are {near}")
+        return None
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Save in the middle of one setting, go on in another (or the same)."""
+
+    at: int
+    first: Setting
+    second: Setting
+
+    def __str__(self) -> str:
+        onto = f"onto {self.second}" if self.second != self.first else "onto the same"
+        return f"resume after step {self.at}: {self.first}, {onto}"
+
+
+def choose(
+    space: Space, own: Setting, *, steps: int, full: bool, only: Sequence[str]
+) -> tuple[list[Setting | Resume], list[Skip]]:
+    """The runs of a proof in their order, and what is left out because it cannot be run.
+
+    Args:
+        space: what could be run.
+        own: the user's own setting: it is run, resumed, and resumed onto another.
+        steps: optimizer steps of each run.
+        full: every combination instead of every pair.
+        only: texts; keep the runs with one of them in their names. One that is in no name of the covering list is
+            looked for in every combination. Empty: keep all.
+
+    Raises:
+        ValueError: one of `only` names nothing, or there is nothing to run.
+    """
+    found = {setting: space.obstacle(setting) for setting in space.every()}
+    possible = [setting for setting, obstacle in found.items() if obstacle is None]
+    listed = _runs(possible if full else _covering(possible, own), own, steps)
+    wanted = [text for text in only if not _named(text, listed)]
+    every = _runs(possible, own, steps)
+    unknown = [text for text in wanted if not _named(text, [*every, *found])]
+    if unknown:
+        names = "; ".join(map(str, listed))
+        raise ValueError(f"`only` keeps runs by a part of their names; {', '.join(unknown)} is in none of: {names}.")
+    runs = [run for run in listed if not only or any(text in str(run) for text in only)]
+    runs += [run for text in wanted for run in _named(text, every) if run not in runs]
+    asked = (obstacle for setting, obstacle in found.items() if not only or any(text in str(setting) for text in only))
+    skips = list(dict.fromkeys(obstacle for obstacle in asked if obstacle is not None))
+    if steps < 2:
+        skips.append(Skip("resume", "saving in the middle takes at least 2 steps"))
+    if not runs:
+        raise ValueError("There is nothing to run: " + "; ".join(f"{skip.name}: {skip.reason}" for skip in skips) + ".")
+    return list(dict.fromkeys(runs)), skips
+
+
+def _named(text: str, runs: Sequence[Setting | Resume]) -> list[Setting | Resume]:
+    return [run for run in runs if text in str(run)]
+
+
+def _covering(possible: list[Setting], own: Setting) -> list[Setting]:
+    """Settings that hold every pair of levels that `possible` holds, greedily; one device with each K besides."""
+    alone = [s for s in possible if s.devices == 1 and (s.strategy, s.partitioning) == ("ddp", "auto")]
+    many = [s for s in possible if s.devices > 1]
+    many.sort(key=lambda setting: setting != own)  # stable: the user's own comes first
+    missing = {pair for setting in many for pair in _pairs(setting)}
+    chosen: list[Setting] = []
+    while missing:
+        best = own if not chosen and own in many else max(many, key=lambda s: len(_pairs(s) & missing))
+        chosen.append(best)
+        missing -= _pairs(best)
+    return [*alone[:1], *chosen, *alone[1:]]
+
+
+def _pairs(setting: Setting) -> set[tuple[tuple[int, object], ...]]:
+    return set(itertools.combinations(enumerate(setting.levels), 2))
+
+
+def _runs(settings: list[Setting], own: Setting, steps: int) -> list[Setting | Resume]:
+    """The settings, and the resumed runs among them: the user's own, and from it onto the one that differs most."""
+    if steps < 2 or not settings:
+        return [*settings]
+    first = own if own in settings else max(settings, key=lambda s: s.devices)
+    other = max(settings, key=lambda s: (sum(a != b for a, b in zip(s.levels, first.levels, strict=True)), s.devices))
+    return [*settings, *dict.fromkeys((Resume(steps // 2, first, first), Resume(steps // 2, first, other)))]
