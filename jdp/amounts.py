@@ -1,30 +1,30 @@
-"""Bytes, seconds and shares as people read them."""
+"""Bytes, seconds and shares as people read them: three digits."""
 
 
 def size(count: float) -> str:
     """Bytes, in powers of 1024: "31.2 GiB", "640 KiB"."""
-    for unit, name in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if abs(count) >= unit:
-            return f"{count / unit:.3g} {name}" if abs(count) < 1000 * unit else f"{count / unit:.0f} {name}"
-    return f"{count:.0f} B"
+    return _scaled(count, ((2**40, " TiB"), (2**30, " GiB"), (2**20, " MiB"), (2**10, " KiB")), f"{count:.0f} B")
 
 
 def duration(seconds: float) -> str:
     """Seconds: "1.24 s", "87.3 ms", "40 µs"."""
-    for unit, name in ((1.0, "s"), (1e-3, "ms")):
-        if abs(seconds) >= unit:
-            return f"{seconds / unit:.3g} {name}" if abs(seconds) < 1000 * unit else f"{seconds / unit:.0f} {name}"
-    return f"{seconds * 1e6:.3g} µs"
-
-
-def share(fraction: float) -> str:
-    """A fraction as per cent: "87 %", and "0.4 %" where it is small."""
-    return f"{100 * fraction:.0f} %" if fraction >= 0.0995 or fraction == 0 else f"{100 * fraction:.1f} %"
+    return _scaled(seconds, ((1.0, " s"), (1e-3, " ms")), f"{seconds * 1e6:.3g} µs")
 
 
 def rate(per_second: float) -> str:
     """12345 -> "12.3k"."""
-    for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if per_second >= unit:
-            return f"{per_second / unit:.3g}{name}"
-    return f"{per_second:.3g}"
+    return _scaled(per_second, ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")), f"{per_second:.3g}")
+
+
+def share(fraction: float) -> str:
+    """A fraction as per cent: "87 %"; "0.4 %" and "99.6 %" near the ends, so that only nothing is 0 and all is 100."""
+    near_an_end = 0 < fraction < 0.0995 or 0.9905 < fraction < 1
+    return f"{100 * fraction:.1f} %" if near_an_end else f"{100 * fraction:.0f} %"
+
+
+def _scaled(value: float, units: tuple[tuple[float, str], ...], small: str) -> str:
+    for unit, name in units:
+        scaled = value / unit
+        if abs(scaled) >= 0.9995:
+            return f"{scaled:.0f}{name}" if abs(scaled) >= 999.5 else f"{scaled:.3g}{name}"
+    return small

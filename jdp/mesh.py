@@ -5,9 +5,10 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 
-from jdp.types import Device
+from jdp.machine import choose_platform
+from jdp.types import Device, PyTree
 
 DATA = "data"
 """The axis that carries the batch, and that ZeRO shards over."""
@@ -24,6 +25,8 @@ def make_mesh(*, devices: Sequence[Device] | None = None, **axes: int) -> Mesh:
     Raises:
         ValueError: there is no `data` axis, a size is not positive, or the sizes do not multiply to the device count.
     """
+    if devices is None:
+        choose_platform()
     chosen = list(jax.devices() if devices is None else devices)
     if not chosen:
         raise ValueError("A mesh needs at least one device, but there are 0 devices: `devices` is empty.")
@@ -36,6 +39,15 @@ def make_mesh(*, devices: Sequence[Device] | None = None, **axes: int) -> Mesh:
     else:
         grid = np.array(chosen).reshape(shape)
     return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(shape))
+
+
+def mesh_of(tree: PyTree) -> Mesh | None:
+    """The mesh that a tree's leaves lie on, real or abstract; None where no leaf has a named sharding."""
+    for leaf in jax.tree.leaves(tree):
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+            return sharding.mesh
+    return None
 
 
 def batch_axes(mesh: Mesh) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """Nothing is silent: a choice made, a leaf replicated, a fallback taken is said, once a process.
 
-Notices go to the logger "jdp". As a library we leave logging to the application: only where nobody configured any do we
-print them ourselves, to standard error.
+Notices go to the logger "jdp" where the application lets it speak at level INFO. Where nobody configured logging (a
+library that we use may have added a handler, but no level) we print them ourselves, to standard error.
 """
 
 import logging
@@ -18,7 +18,7 @@ def notice(message: str) -> None:
     if message in _said or jax.process_index() != 0:
         return
     _said.add(message)
-    if logger.hasHandlers():
+    if logger.isEnabledFor(logging.INFO) and logger.hasHandlers():
         logger.info(message)
     elif logger.getEffectiveLevel() <= logging.WARNING:
         print(f"jdp: {message}", file=sys.stderr)

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jdp.assemble import Assembly
 from jdp.experiment import mesh_sizes
 from jdp.foresight.cache import Cache
+from jdp.foresight.compiled import CompileError
 from jdp.foresight.forecast import Outlook
 from jdp.foresight.foresee import Way, compile_way
 from jdp.foresight.max_batch import MaxBatch, max_batch
@@ -81,7 +82,7 @@ def largest_batch(
         progress: called with the rows a device that are compiled next.
     """
     assert chosen.available_bytes is not None, "the target's memory is known"
-    store = Cache.usual(cache)
+    available, store = chosen.available_bytes, Cache.usual(cache)
     shards, count = batch_shards(experiment, target), chosen.accumulate
     mesh = make_mesh(devices=list(target.devices), **experiment.mesh)
 
@@ -91,10 +92,14 @@ def largest_batch(
         progress(rows)
         settings = changed(experiment, strategy=chosen.strategy, accumulate=count, batch_size=rows * shards * count)
         moved = _laid(settings, mesh)
-        held[rows] = memory(compile_way(Way(moved), target, store), moved.step, moved.state)
+        try:
+            compiled = compile_way(Way(moved), target, store)
+        except CompileError:  # XLA gives up on what is far too large
+            return available + 1
+        held[rows] = memory(compiled, moved.step, moved.state)
         return held[rows].total
 
     start = max(experiment.train.batch_size // (shards * count), 1)
-    found = max_batch(needs, chosen.available_bytes, per_row=shards * count, start=start)
+    found = max_batch(needs, available, per_row=shards * count, start=start)
     room = held[found.rows].fits(target.memory_bytes) if found.rows and target.memory_bytes else None
     return found if room is None or room.fraction is None else replace(found, advice=room.words)

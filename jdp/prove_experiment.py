@@ -9,8 +9,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
+
 from jdp.assemble import Assembly, text_loss
 from jdp.data import NumpyBatch, global_batches
+from jdp.experiment import check_for_devices
 from jdp.precision import Precision
 from jdp.prove import Made, Progress, Proof, Setting, Training, prove_training, space_of
 from jdp.schema import Experiment
@@ -46,8 +49,12 @@ def prove_experiment(
         parts = Assembly(experiment.model_copy(update=changed), space.mesh(setting.devices))
         return Made(parts.train_step, parts.state, parts.abstract_state)
 
+    check_for_devices(experiment, len(space.devices))
+    train_step = whole.train_step
+    if train_step.asked is None:  # as training settles it
+        jax.eval_shape(train_step, whole.abstract_state(), whole.abstract_batch())
     own = Setting(
-        experiment.strategy, experiment.partitioning or "auto", len(space.devices), experiment.train.accumulate
+        experiment.strategy, train_step.partitioning or "auto", len(space.devices), experiment.train.accumulate
     )
     return prove_training(
         training, make, _Reader(whole), space, own=own, steps=steps, full=full, only=only, progress=progress

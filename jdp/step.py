@@ -17,11 +17,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from jdp.gradients import auto, choice, manual
 from jdp.gradients.accumulate import Task
 from jdp.gradients.traced import Sums, batch_rows
+from jdp.mesh import mesh_of
 from jdp.plan import Plan, nearest_sizes
 from jdp.precision import Precision
 from jdp.state import TrainState
@@ -132,7 +133,7 @@ class Step:
 
         The step is lowered for the mesh that `state` lies on. Abstract batch leaves without a sharding get the plan's.
         """
-        step = self.on(_mesh_of(state) or self.plan.mesh)
+        step = self.on(mesh_of(state) or self.plan.mesh)
 
         def laid(leaf: Any) -> Any:
             if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None:
@@ -207,14 +208,6 @@ def _check_rows(step: Step, batch: PyTree) -> None:
         equation = f"{axes} × accumulate={step.accumulate} = {unit}" if step.accumulate > 1 else axes
         near = nearest_sizes(rows, unit)
         raise ValueError(f"A batch's rows must divide by {equation}; got {rows}. The nearest sizes are {near}.")
-
-
-def _mesh_of(state: PyTree) -> Mesh | None:
-    for leaf in jax.tree.leaves(state):
-        sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-            return sharding.mesh
-    return None
 
 
 def _check_accumulate(accumulate: int) -> None:

@@ -98,6 +98,11 @@ def test_equals_are_named_too():
     same = [outlook("zero1", gib=60), outlook("zero2", gib=60), outlook("ddp", gib=65, step=0.13)]
     _, why = words(*same)
     assert "zero1 is the one to take: a step takes 100 ms; zero2 takes as long in as much memory; ddp takes 30 %" in why
+    choice, why = words(
+        outlook("zero1", gib=5, step=0.1004), outlook("ddp", gib=10), outlook("zero3", gib=3, step=0.1012)
+    )
+    assert choice.strategy == "zero1" and "ddp takes as long and holds 5 GiB more" in why
+    assert "zero3 takes as long and holds 2 GiB less" in why
 
 
 def test_how_much_is_hidden_and_what_to_change():
@@ -118,6 +123,8 @@ def test_nothing_fits():
     assert choice is None and "take more devices (about 3 times as many" in why  # 150 / (70 - 10) rounded up
     choice, why = words(outlook("zero3", gib=150, activations=140))
     assert choice is None and "raise accumulate, rematerialise" in why
+    choice, why = words(outlook("zero3", gib=190, activations=90))
+    assert choice is None and "raise accumulate, rematerialise" in why, "no number of devices helps"
 
 
 def test_what_must_be_set_for_it_to_fit():
@@ -128,6 +135,8 @@ def test_what_must_be_set_for_it_to_fit():
 
 def test_a_broken_contract_is_said():
     assert "jdp verify" in words(outlook("zero1", gib=60, kept=False))[1]
+    choice, _ = words(outlook("zero1", gib=60, kept=False), outlook("zero2", gib=61))
+    assert choice.strategy == "zero2", "of two as fast, the one that keeps it"
 
 
 def test_no_times_no_memory():

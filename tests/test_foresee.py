@@ -170,6 +170,8 @@ def test_verify_keeps_or_breaks(jdp_command, planned):
 MISTAKES = [
     (("plan", "--target", "h1000:8x8"), "did you mean 'h100'"),
     (("plan", "--target", "h100"), "h100:8x8"),
+    (("plan", "--target", "h100:99999x8"), "at most 16384 devices"),
+    (("plan", "--target", "h100:1x8", "--model.attention", "cudnn", "--strategy", "ddp"), "cuDNN"),
     (("plan", "--target", "h100:1x8", "--strategy", "zero4"), "got 'zero4'"),
     (("plan", "--target", "h100:1x8", "--strategy", "ddp,ddp"), "different words"),
     (("plan", "--target", "h100:1x8", "--accumulate", "0"), "positive whole numbers"),
@@ -215,6 +217,7 @@ def test_from_python_around_ones_own_model(folder, monkeypatch):
     )
     assert [(o.strategy, o.accumulate, o.devices) for o in forecast.outlooks] == [("zero3", 1, 16), ("zero3", 2, 16)]
     assert seen == [(0, 2, "zero3"), (1, 2, "zero3 K=2"), (2, 2, "")]
+    assert [o.tokens for o in forecast.outlooks] == [32 * 64] * 2, "the same batch for every way"
     assert any("rows: 16 -> 32" in note for note in forecast.notes)
     assert step.plan.strategy == "zero3" and step.partitioning is None, "the step itself is left alone"
     with pytest.raises(ValueError, match="training step"):

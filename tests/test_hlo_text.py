@@ -12,6 +12,12 @@ def module(*entry: str, before: str = "", devices: str = "num_partitions=8") -> 
     return f"{head}\n{before}\nENTRY %main (p: f32[]) -> f32[] {{\n{lines}\n}}\n"
 
 
+def test_a_permute_of_nobody_sends_nothing():
+    line = "%p = f32[8]{0} collective-permute(%x), source_target_pairs={}"
+    (found,) = collectives(module("%x = f32[8]{0} parameter(0)", line))
+    assert (found.group_size, found.wire_bytes) == (1, 0.0)
+
+
 EVERYONE = "replica_groups={{0,1,2,3,4,5,6,7}}"
 SYNC = 'backend_config={"collective_backend_config":{"is_sync":true}}'
 ASYNC = 'backend_config={"collective_backend_config":{"is_sync":false}}'

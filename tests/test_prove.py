@@ -153,6 +153,15 @@ def test_a_mean_of_means_in_the_gradient_alone_is_seen_in_a_leaf(monkeypatch):
     assert first.difference > WIDE * first.bound
 
 
+def test_a_weight_that_is_no_sum_over_examples_is_named_before_the_loss():
+    def local_mean(model, batch, rng):
+        return jdp.Loss(terms(model, batch, rng).mean(), jnp.float32(1))
+
+    first = run("zero1 manual 4 devices K=1", loss=local_mean).first_difference
+    assert (first.step, first.leaf) == (1, "weight")
+    assert "Loss.weight is no sum over the examples" in first.words
+
+
 def test_masks_that_are_the_same_at_every_step_are_seen(monkeypatch):
     """Also where all strategies have the fault in common: the reference does not share their code."""
     monkeypatch.setattr(TrainState, "consumed", property(lambda self: jnp.zeros((), jnp.int32)))
@@ -212,7 +221,7 @@ def test_stale_data_after_resuming_is_seen(monkeypatch):
     assert [run.equal for run in proof.runs] == [True, False, False]
     first = proof.first_difference
     assert first.run.startswith("resume after step 2")
-    assert (first.step, first.leaf) == (3, "loss")  # these rows weigh as much as the others
+    assert first.step == 3 and first.leaf in ("weight", "loss")
     assert first.difference > WIDE * first.bound
     assert "first step after resuming" in first.words
 
@@ -345,6 +354,27 @@ def test_one_device_is_an_error_with_the_fix():
         run(devices=16)
 
 
+def test_where_only_one_device_could_run_there_is_no_proof():
+    def seven(index):
+        return {name: rows[:7] for name, rows in batches(index).items()}
+
+    with pytest.raises(ValueError, match=r"nothing to run: .*2 devices.* 7"):
+        prove(init, optax.sgd(0.1), loss_fn, seven, devices=2, steps=2)
+
+
+def test_a_loss_that_is_not_finite_proves_nothing():
+    def nothing(model, batch, rng):
+        return jdp.Loss(0 * terms(model, batch, rng).sum(), jnp.float32(0))
+
+    with pytest.raises(ValueError, match="own loss is nan at the first step"):
+        run(loss=nothing, devices=2, steps=1)
+
+
+def test_more_parameters_than_a_32_bit_number_counts_are_refused_not_stumbled_over():
+    with pytest.raises(ValueError, match="GiB"):
+        run(make=lambda rng: {"w": jnp.zeros((2**17, 2**15))}, loss=lambda p, batch, rng: p["w"].sum())
+
+
 @pytest.mark.parametrize(("given", "message"), [({"steps": 0}, "steps is"), ({"accumulate": (0,)}, "accumulate lists")])
 def test_numbers_out_of_range(given, message):
     with pytest.raises(ValueError, match=message):
@@ -463,5 +493,7 @@ def test_an_experiment_is_proven_as_it_is(tmp_path, monkeypatch):
     proof = prove_experiment(experiment(tmp_path), steps=2, devices=2, only="onto the same")
     assert proof.equal, str(proof)
     assert max(ratios(proof).values()) < ROOM, str(proof)
-    assert [run.name for run in proof.runs] == ["resume after step 1: zero2 auto 2 devices K=2, onto the same"]
+    assert [run.name for run in proof.runs] == ["resume after step 1: zero2 manual 2 devices K=2, onto the same"], (
+        "as training settles it: the embedding is tied"
+    )
     assert 1 in asked  # the resumed run read on from there, as `jdp train` does

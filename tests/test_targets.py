@@ -106,7 +106,7 @@ def test_bad_grammar_shows_the_grammar_and_what_was_given(name):
 
 @pytest.mark.parametrize(
     ("name", "nearest"),
-    [("h10:8x8", "h100"), ("H200:1x8", "h200"), ("a100-80gb:1x8", "a100"), ("v5e:4x4", "tpu-v5e")],
+    [("h10:8x8", "h100"), ("h20:1x8", "h200"), ("a100-80gb:1x8", "a100"), ("v5e:4x4", "tpu-v5e")],
 )
 def test_an_unknown_kind_names_the_nearest(name, nearest):
     with pytest.raises(ValueError, match=rf"unknown device kind .* did you mean '{nearest}'\? Known are a100, h100"):

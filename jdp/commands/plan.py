@@ -62,10 +62,11 @@ def run(arguments: list[str]) -> int:
         writable(path)
     with stdout_to_stderr() if options.json else contextlib.nullcontext():
         forecast, largest, described = _plan(options, overrides)
-        _write(options, forecast, described)
     if options.json:
         found = {} if largest is None else {"max_batch": largest}
-        print(as_json.dumps(forecast.to_json() | found, allow_nan=False))
+        print(as_json.dumps(forecast.to_json() | found, allow_nan=False), flush=True)
+    with stdout_to_stderr() if options.json else contextlib.nullcontext():
+        _write(options, forecast, described)
     return 0
 
 
@@ -97,15 +98,13 @@ def _plan(options: Options, overrides: dict[str, str]) -> tuple["Forecast", dict
         for way in ways_of(experiment, target, strategies=strategies, accumulate=accumulate, remat=remat)
     ]
     rows, length = ways[0].moved.batch["tokens"].shape
-    described = (
-        f"{experiments[0].model.name}, {experiments[0].precision}, batches of {rows} sequences of {length} tokens"
-    )
+    described = f"{experiments[0].model.name}, {experiments[0].precision}, batches of {rows} × {length} tokens"
     with Progress() as progress:
         found = forecast(ways, target, tokens=rows * length, cache=not options.no_cache, progress=progress.compiling)
     if all(outlook.error is not None for outlook in found.outlooks):
         raise UsageError("\n".join(found.notes))
     if not options.json:
-        show_forecast(found, experiments[0].name)
+        show_forecast(found, experiments[0].name, described)
     if not options.max_batch or found.choice is None:
         return found, None, described
     experiment = experiments[remats.index(found.choice.remat)]
@@ -121,13 +120,19 @@ def _write(options: Options, forecast: "Forecast", described: str) -> None:
         from jdp.report.plan_page import plan_page
 
         page = plan_page(forecast, title=f"{options.file.stem} on {forecast.target}", described=described)
-        options.html.write_text(page, "utf-8")
-        print(f"wrote {options.html}")
+        _put(options.html, page)
     if options.trace is not None:
         from jdp.foresight.trace import chrome_trace
 
         shown = forecast.choice or next((o for o in forecast.outlooks if o.timeline is not None), None)
         if shown is None or shown.timeline is None:
             raise UsageError(f"--trace: no timeline was simulated for {forecast.target}")
-        options.trace.write_text(as_json.dumps(chrome_trace(shown.timeline, shown.name)), "utf-8")
-        print(f"wrote {options.trace}: {shown.name}")
+        _put(options.trace, as_json.dumps(chrome_trace(shown.timeline, shown.name)))
+
+
+def _put(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, "utf-8")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}") from None
+    print(f"wrote {path}")

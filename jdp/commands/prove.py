@@ -2,6 +2,7 @@
 
 import contextlib
 import json as as_json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -62,6 +63,7 @@ def _prove(options: Options, overrides: dict[str, str]) -> "Proof":
     from jdp.commands.show import Progress
     from jdp.prove_experiment import prove_experiment
 
+    logging.getLogger("jdp").setLevel(logging.ERROR)  # dozens of plans: what each would say is not about the proof
     only = () if options.only is None else tuple(words(options.only, "--only"))
     with Progress() as progress:
         return prove_experiment(

@@ -35,7 +35,7 @@ class Progress:
 
     def compiling(self, done: int, total: int, name: str) -> None:
         """`done` of `total` are compiled, and `name` is next."""
-        self._show(done, total, f"compiling {name}" if done < total else "")
+        self._show(done, total, f"compiling {name}, or finding it in the cache" if done < total else "")
 
     def running(self, done: int, total: int, name: str) -> None:
         self._show(done, total, f"running {name}" if done < total else "")
@@ -56,20 +56,34 @@ class Progress:
 
 
 def show_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]], *, marked: int | None = None) -> None:
-    """A table on stdout; the row `marked` stands out. Off a terminal it is as wide as it needs to be."""
+    """A table on stdout; the row `marked` stands out. On a narrow terminal it is turned: a column for each row."""
+    console = Console(highlight=False, emoji=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, emoji=False, width=250)
+    table = _table(title, headers, rows)
+    if console.measure(table, options=console.options.update(width=1000)).maximum > console.width:
+        turned = list(zip(headers, *rows, strict=True))
+        table = _table(title, turned[0], turned[1:])
+        if marked is not None:
+            table.columns[marked + 1].style = "bold green"
+    elif marked is not None:
+        table.rows[marked].style = "bold green"
+    console.print(table)
+
+
+def _table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
     for index, header in enumerate(headers):
-        table.add_column(header, justify="left" if index == 0 else "right")
-    for index, row in enumerate(rows):
-        table.add_row(*row, style="bold green" if index == marked else None)
-    terminal = Console(highlight=False, emoji=False)
-    (terminal if terminal.is_terminal else Console(highlight=False, emoji=False, width=200)).print(table)
+        table.add_column(header, justify="left" if index == 0 else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
-def show_forecast(forecast: Forecast, name: str) -> None:
+def show_forecast(forecast: Forecast, name: str, described: str) -> None:
     """The tables, then the sentences."""
     marked = None if forecast.choice is None else forecast.outlooks.index(forecast.choice)
-    print(f"{name} on {forecast.devices} devices ({forecast.target}), per device and step\n")
+    print(f"{name} on {forecast.devices} devices ({forecast.target}): {described}; per device and step\n")
     show_table("Memory at the peak", MEMORY, forecast.memory_table(), marked=marked)
     print()
     show_table("Traffic and time (simulated)", SPEED, forecast.speed_table(), marked=marked)

@@ -20,9 +20,8 @@ BROKEN = 1
 class Options:
     """Compiles an experiment's step and counts what it sends: exit 0 when it keeps its strategy's contract, else 1.
 
-    Counted in the compiled program, loops included, against theory: ddp all-reduces the gradients once; zero1 reduce-
-    scatters them and gathers the weights; zero2 and zero3 as the README's table has it. A breach names the collective,
-    the parameter, the source line, and the remedy.
+    Counted in the compiled program, loops included, against theory: the README's table of strategies. A breach names
+    the collective, the parameter, the source line, and the remedy.
 
     Any key of the experiment can be changed: --strategy zero3 --train.accumulate 4. The keys are listed below.
     """

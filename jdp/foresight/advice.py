@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from jdp.amounts import duration, share, size
 from jdp.foresight.forecast import Outlook
+from jdp.foresight.memory import RESERVED_BYTES
 
 CLOSE = 0.01
 """Step times within 1 % are taken for equal: the model of time is coarser than that. Less memory then decides."""
@@ -30,11 +31,15 @@ def advise(outlooks: Sequence[Outlook]) -> tuple[Outlook | None, tuple[str, ...]
 
 
 def _fastest(fitting: Sequence[Outlook]) -> Outlook:
-    """Least time; among those within `CLOSE` of it, least memory. Without times: least memory."""
+    """Least time; among those within `CLOSE` of it, one that keeps its contract, then least memory."""
     timed = [o for o in fitting if o.step_seconds is not None]
     least = min((o.step_seconds or 0.0 for o in timed), default=0.0)
     close = [o for o in timed if (o.step_seconds or 0.0) <= (1 + CLOSE) * least]
-    return min(close or fitting, key=lambda o: o.bytes_per_device or 0)
+    return min(close or fitting, key=lambda o: (not _kept(o), o.bytes_per_device or 0))
+
+
+def _kept(outlook: Outlook) -> bool:
+    return outlook.report is None or outlook.report.kept
 
 
 def _what_fits(compiled: Sequence[Outlook]) -> str:
@@ -44,7 +49,8 @@ def _what_fits(compiled: Sequence[Outlook]) -> str:
         return f"A device holds: {needs}. What it has is not known here."
     kept = [o.name for o in compiled if o.fits]
     verdict = "all fit" if len(kept) == len(compiled) else f"{', '.join(kept)} fit" if kept else "none fits"
-    return f"Of {size(available)} that a device has for it, they need: {needs}; {verdict}."
+    beside = f"beside {size(RESERVED_BYTES)} for CUDA and NCCL"
+    return f"Of {size(available)} that a device has for it ({beside}), they need: {needs}; {verdict}."
 
 
 def _nothing_fits(compiled: Sequence[Outlook]) -> list[str]:
@@ -54,15 +60,17 @@ def _nothing_fits(compiled: Sequence[Outlook]) -> list[str]:
     memory = least.memory
     assert memory is not None
     rest = memory.parameters + memory.optimizer + memory.gradients + memory.working
-    available = least.available_bytes or 0
-    if memory.activations > rest:
-        remedy = f"most of it are activations ({size(memory.activations)}): raise accumulate, rematerialise (remat), or"
-        return [f"{least.name} needs least; {remedy} give a device fewer rows."]
+    fixed, available = memory.total - rest, least.available_bytes or 0
+    if fixed >= available or fixed > rest:
+        return [
+            f"{least.name} needs least; {size(fixed)} of it are activations, batch and temporaries: raise accumulate, "
+            "rematerialise (remat), or give a device fewer rows."
+        ]
     if least.strategy != "zero3":
         return [
             f"{least.name} needs least; weights and optimizer state are {size(rest)} of it: zero3 shards them most."
         ]
-    more = -(-(rest + memory.activations) // max(available - memory.activations, 1))
+    more = -(-rest // (available - fixed))
     return [
         f"{least.name} needs least; weights and optimizer state are {size(rest)} of it: take more devices (about "
         f"{more} times as many, with as many rows each), or a lower precision."
@@ -75,19 +83,21 @@ def _why_fastest(choice: Outlook, fitting: Sequence[Outlook]) -> list[str]:
         return [f"{choice.name} holds least; how long a step takes is not known for this target."]
     said = f"{choice.name} is the one to take: a step takes {duration(choice.step_seconds)}"
     gains = [(o, (o.step_seconds or 0.0) / choice.step_seconds - 1) for o in fitting if o is not choice]
-    equal = [o for o, gain in gains if gain < CLOSE]
     slower = min(((gain, i) for i, (_, gain) in enumerate(gains) if gain >= CLOSE), default=None)
-    parts = [said]
-    if equal:
-        less = min((o.bytes_per_device or 0) - (choice.bytes_per_device or 0) for o in equal)
-        names = " and ".join(o.name for o in equal)
-        held = f"hold{'' if len(equal) > 1 else 's'} {size(less)} more" if less > 0 else "in as much memory"
-        parts.append(f"{names} take{'' if len(equal) > 1 else 's'} as long {'and ' if less > 0 else ''}{held}")
+    parts = [said, *(f"{o.name} takes as long{_more(choice, o)}" for o, gain in gains if gain < CLOSE)]
     if slower is not None:
         gain, index = slower
         other = gains[index][0]
         parts.append(f"{other.name} takes {share(gain)} longer{_reason(choice, other)}")
     return [f"{'; '.join(parts)}."]
+
+
+def _more(choice: Outlook, other: Outlook) -> str:
+    """How much more memory an equally fast way takes."""
+    more = (other.bytes_per_device or 0) - (choice.bytes_per_device or 0)
+    if not more:
+        return " in as much memory"
+    return f" and holds {size(abs(more))} {'more' if more > 0 else 'less'}"
 
 
 def _reason(choice: Outlook, other: Outlook) -> str:
@@ -116,7 +126,7 @@ def _communication(choice: Outlook) -> list[str]:
     sends = f"It sends {size(choice.report.wire_bytes_per_device)} a device in {duration(line.communication_seconds)}"
     said = [f"{sends}; {share(1 - line.exposed_fraction)} of that time is hidden behind computation."]
     if not choice.report.kept:
-        said.append("That is more than its strategy needs: `jdp verify` names the collective and the remedy.")
+        said.append("It breaks its strategy's contract: `jdp verify` names collective, parameter and remedy.")
     return said
 
 
@@ -124,14 +134,16 @@ def _to_change(choice: Outlook) -> list[str]:
     line, said = choice.timeline, list[str]()
     if line is None:
         return said
+    if not line.step_seconds or not line.compute_seconds:
+        return said
     waiting = line.exposed_seconds / line.step_seconds
     products = line.matmul_seconds / line.compute_seconds
-    if products < FEW_PRODUCTS:
+    if 0 < products < FEW_PRODUCTS:
         said.append(
             f"Matrix products are {share(products)} of its computing time; the rest reads and writes memory: fused "
             "attention, less rematerialisation or wider layers are where time can be won."
         )
-    if 0 < line.median_matmul_seconds < SHORT_MATMUL_SECONDS:
+    elif 0 < line.median_matmul_seconds < SHORT_MATMUL_SECONDS:
         said.append(
             "The batch per device is too small: half of the time in matrix products goes to ones that run for "
             f"{duration(line.median_matmul_seconds)} or less."

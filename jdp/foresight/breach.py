@@ -33,6 +33,7 @@ class Fault:
     reason: str
     share: float
     remedy: str
+    whole_bytes: int = 0  # of a leaf that could not be sharded: what it takes at rest on every device
 
 
 @dataclass
@@ -52,9 +53,12 @@ class Group:
         often = "" if c.count == 1 else f", {c.count} times a step"
         what = f" for {listed(self.paths)} (by shape)" if self.paths else ""
         where = f", at {self.line}" if self.line else ""
+        whole = self.fault.whole_bytes
+        held = f"It rests whole on every device, {size(whole)} and so does its optimizer state. "
+        excess = held if whole else f"{size(self.excess)} a device too much. "
         return (
             f"{c.kind} of {size(self.payload_bytes)} {self.dtype}{often}{what}{where}: {self.fault.reason}. "
-            f"{size(self.excess)} a device too much. {self.fault.remedy}"
+            f"{excess}{self.fault.remedy}"
         )
 
 
@@ -133,7 +137,10 @@ class _Judge:
             if "min_shard_size" in whole[0].reason:
                 remedy = "Lower Plan(min_shard_size=...), so that it is sharded."
             return Fault(
-                f"cannot be sharded, so its gradient is summed on every device; it is {whole[0].reason}", 1.0, remedy
+                f"cannot be sharded, so its gradient is summed on every device; it is {whole[0].reason}",
+                1.0,
+                remedy,
+                sum(place.bytes_per_device for place in whole),
             )
         remedy = self._manual()
         if self.step.plan.mesh.devices.flat[0].platform == "cpu":

@@ -38,7 +38,7 @@ class Outlook:
         peak_flops: of one device, in the step's compute dtype; None where it is not known.
         tokens: tokens (or examples) of a global batch.
         devices: how many share the work.
-        compile_seconds: what compiling took; 0 when it was found in the cache.
+        compile_seconds: what compiling took; 0 when it was found in the cache (`cached`).
         error: why the step did not compile; None when it did.
     """
 
@@ -58,6 +58,7 @@ class Outlook:
     tokens: int = 0
     devices: int = 1
     compile_seconds: float = 0.0
+    cached: bool = False
     error: str | None = None
 
     @property
@@ -97,14 +98,14 @@ class Outlook:
     @property
     def mfu(self) -> float | None:
         """Model FLOPs utilisation: model FLOPs / (seconds × devices × peak) (Chowdhery et al. 2022, appendix B)."""
-        if self.step_seconds is None or self.peak_flops is None:
+        if not self.step_seconds or self.peak_flops is None:
             return None
         return self.model_flops / (self.step_seconds * self.devices * self.peak_flops)
 
     @property
     def tokens_per_second(self) -> float | None:
         """Of all devices together."""
-        return None if self.step_seconds is None else self.tokens / self.step_seconds
+        return self.tokens / self.step_seconds if self.step_seconds else None
 
     @property
     def efficiency(self) -> float | None:
@@ -112,7 +113,9 @@ class Outlook:
 
         T(1) is one device doing this device's share of the work: a device by itself could often not hold the model.
         """
-        return None if self.timeline is None else self.timeline.compute_seconds / self.timeline.step_seconds
+        if self.timeline is None or not self.timeline.step_seconds:
+            return None
+        return self.timeline.compute_seconds / self.timeline.step_seconds
 
     def to_json(self) -> dict[str, Any]:
         report, memory = self.report, self.memory
@@ -138,6 +141,10 @@ class Outlook:
             "tokens_per_second": self.tokens_per_second,
             "efficiency": self.efficiency,
             "compile_seconds": self.compile_seconds,
+            "cached": self.cached,
+            "tokens_per_step": self.tokens,
+            "parameters": self.parameters,
+            "partitioning_why": self.partitioning_why,
             "error": self.error,
         }
 
@@ -187,7 +194,8 @@ class Forecast:
 
     def __str__(self) -> str:
         tables = [_text(MEMORY, self.memory_table()), "", _text(SPEED, self.speed_table())]
-        return "\n".join([f"{self.devices} devices, {self.target}", *tables, "", *self.why, *self.notes])
+        notes = [f"Note: {note}" for note in self.notes]
+        return "\n".join([f"{self.devices} devices, {self.target}", *tables, "", *self.why, *notes])
 
     def to_json(self) -> dict[str, Any]:
         """The object that `jdp plan --json` prints."""

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -103,11 +104,12 @@ def ways(
     if not step.train:
         raise ValueError("jdp.foresee takes a training step (jdp.make_train_step); got an evaluation step.")
     found = list[Way]()
-    for count in accumulate or (step.accumulate,):
+    counts = tuple(accumulate or (step.accumulate,))
+    for count in counts:
         for name in strategies:
             plan = replace(step.plan, strategy=strategy(name).name)
             changed = replace(step, plan=plan, accumulate=count, _chosen=[])
-            found.append(Way(abstract_on(changed, state, batch, target)))
+            found.append(Way(abstract_on(changed, state, batch, target, microbatches=math.lcm(*counts))))
     return found
 
 
@@ -140,7 +142,7 @@ def outlook(way: Way, target: Target, *, tokens: int | None = None, cache: Cache
         compiled = compile_way(way, target, cache)
     except CompileError as error:
         return replace(named, error=str(error))
-    held = memory(compiled, step, state)
+    held, held_to = memory(compiled, step, state), report(step, state, compiled, str(target))
     room = None if target.memory_bytes is None else held.fits(target.memory_bytes)
     chip = target.chip
     peak = None if chip is None else chip.matmul_flops.get(_XLA_TYPES[step.precision.compute])
@@ -150,14 +152,15 @@ def outlook(way: Way, target: Target, *, tokens: int | None = None, cache: Cache
         partitioning_why=step.why,
         memory=held,
         room=room,
-        parameters=sum(leaf.size for leaf in jax.tree.leaves(state.params)),
+        parameters=held_to.theory.parameters,
         shards=step.plan.mesh.shape[DATA],
-        report=report(step, state, compiled, str(target)),
-        timeline=timeline(compiled.program, target),
+        report=held_to,
+        timeline=timeline(compiled.program, target) if chip is not None or target.kind == "cpu" else None,
         model_flops=float(model_flops(step, state, batch)),
         peak_flops=peak,
         tokens=tokens or batch_tokens(batch),
         compile_seconds=0.0 if compiled.cached else compiled.seconds,
+        cached=compiled.cached,
     )
 
 
@@ -173,8 +176,11 @@ def batch_tokens(batch: Batch) -> int:
     return next((leaf.size for leaf in sequences), leaves[0].shape[0])
 
 
-def _notes(tried: Iterable[Way], outlooks: Iterable[Outlook]) -> tuple[str, ...]:
+def _notes(tried: Iterable[Way], outlooks: Sequence[Outlook]) -> tuple[str, ...]:
     said = [note for way in tried for note in way.moved.notes]
     said += [caveat for o in outlooks if o.timeline is not None for caveat in o.timeline.caveats]
+    names = {(o.strategy, o.accumulate) for o in outlooks}
+    if {("zero1", 1), ("zero2", 1)} <= names:
+        said.append("zero1 and zero2 differ in when gradients are reduced: with one microbatch they are one program")
     said += [f"{o.name}: {o.error}" for o in outlooks if o.error is not None]
     return tuple(dict.fromkeys(said))

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 import jax
-from jax.sharding import Mesh, NamedSharding
 
 from jdp.foresight.chips import GPUS
 from jdp.foresight.targets import Target, target
+from jdp.mesh import mesh_of
 from jdp.types import Device, PyTree
 
 
@@ -18,15 +18,8 @@ def target_of(named: str | Target | None, state: PyTree = None) -> Target:
     """
     if isinstance(named, str):
         return target(named)
-    return named if named is not None else _described(_devices(state) or jax.devices())
-
-
-def _devices(state: PyTree) -> Sequence[Device]:
-    for leaf in jax.tree.leaves(state):
-        sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
-            return list(sharding.mesh.devices.flat)
-    return []
+    mesh = mesh_of(state)
+    return named if named is not None else _described(jax.devices() if mesh is None else list(mesh.devices.flat))
 
 
 def _described(devices: Sequence[Device]) -> Target:

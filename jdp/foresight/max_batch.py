@@ -11,6 +11,9 @@ from typing import Any
 
 from jdp.amounts import size
 
+PROBES = 30
+"""More than a search takes whose memory grows with the rows."""
+
 
 @dataclass(frozen=True)
 class MaxBatch:
@@ -56,20 +59,23 @@ def max_batch(needs: Callable[[int], int], available: int, *, per_row: int, star
         available: bytes a device has.
         per_row: rows of the global batch for each row of a device: batch shards × microbatches.
         start: the number of rows to begin with.
+
+    Raises:
+        ValueError: memory does not grow with the rows.
     """
     seen: dict[int, int] = {}
     low, high = 0, 0  # fits; does not (0: none seen yet)
     probe = max(start, 1)
-    while True:
+    while len(seen) < PROBES:
         seen[probe] = needs(probe)
         if seen[probe] <= available:
             low = probe
         else:
             high = probe
         if high and high - low <= max(1, low // 64):
-            break
+            return MaxBatch(low, low * per_row, seen.get(low, 0), high, seen[high], available, len(seen))
         probe = _inside(seen, low, high, available) if high else _above(seen, low, available)
-    return MaxBatch(low, low * per_row, seen.get(low, 0), high, seen[high], available, len(seen))
+    raise ValueError(f"No end of the batch was found: {low} rows a device need {size(seen[low])} of {size(available)}.")
 
 
 def _above(seen: dict[int, int], low: int, available: int) -> int:

@@ -16,14 +16,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-import jax
-from jax.sharding import Mesh, NamedSharding
-
 from jdp.amounts import share, size
 from jdp.foresight.compiled import Compiled
 from jdp.foresight.liveness import Buffer, Liveness
 from jdp.foresight.program import Program
 from jdp.foresight.roles import OPTIMIZER, WEIGHTS, gradients, working_copies
+from jdp.mesh import mesh_of
 from jdp.state import TrainState
 from jdp.step import Step
 
@@ -209,9 +207,7 @@ def _arguments(live: Liveness) -> dict[str, int]:
 
 def _at_rest(step: Step, state: TrainState) -> int:
     """Bytes of the whole state on a device, where the plan has it rest."""
-    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(state))
-    meshes = (s.mesh for s in shardings if isinstance(s, NamedSharding) and isinstance(s.mesh, Mesh))
-    plan = step.plan.on(next(meshes, step.plan.mesh))
+    plan = step.plan.on(mesh_of(state) or step.plan.mesh)
     return sum(place.bytes_per_device for place in plan.placements(state))
 
 

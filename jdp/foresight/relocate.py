@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jdp.foresight.targets import Target, target
 from jdp.gradients.traced import batch_rows
-from jdp.mesh import DATA, make_mesh
+from jdp.mesh import DATA, make_mesh, mesh_of
 from jdp.state import TrainState
 from jdp.step import Step
 from jdp.types import Batch
@@ -39,25 +39,49 @@ class Relocated:
     def lower(self) -> jax.stages.Lowered:
         """`step.lower(state, batch)`, for devices that are only described.
 
+        The mesh is the context's too, so that a loss written under `jax.set_mesh` finds its axes.
+
         Raises:
-            ValueError: the step calls back to the host, and there is no such host.
+            ValueError: the loss does something that these devices have no place for (`_IMPOSSIBLE`).
         """
         try:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), jax.set_mesh(self.step.plan.mesh):
                 # Which leaves were not donated is read off the program, with their names (`foresight.symptoms`).
                 warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
                 return self.step.lower(self.state, self.batch)
-        except RuntimeError as error:
-            if "Unknown backend" not in str(error):
+        except (RuntimeError, ValueError) as error:
+            explained = next((words for sign, words in _IMPOSSIBLE.items() if sign in str(error)), None)
+            if explained is None:
                 raise
-            raise ValueError(
-                "The step calls back to the host (jax.debug.print, jax.debug.callback, pure_callback, io_callback), "
-                "and a callback cannot be compiled for devices that are only described. Take it out of the loss, or "
-                "leave the target out to compile for this machine's devices."
-            ) from error
+            raise ValueError(explained) from None
 
 
-def abstract_on(step: Step, state: TrainState, batch: Batch, target: str | Target | None = None) -> Relocated:
+_OTHER_MESH = (
+    "The loss names a mesh, which is another one on the target: a NamedSharding made for this machine's devices, say. "
+    "Write jax.lax.with_sharding_constraint(x, jax.sharding.PartitionSpec(...)) and train under jax.set_mesh(mesh); or "
+    "leave the target out to compile for this machine's devices."
+)
+_IMPOSSIBLE = {
+    "Unknown backend": "The step calls back to the host (jax.debug.print, jax.debug.callback, pure_callback, "
+    "io_callback), and a callback cannot be compiled for devices that are only described. Take it out of the loss, or "
+    "leave the target out to compile for this machine's devices.",
+    "cuDNN": "The step uses cuDNN (attention = 'cudnn'), which XLA only compiles where cuDNN is installed. Plan with "
+    "attention = 'xla' instead: the bytes sent are the same, memory and time an upper bound.",
+    "incompatible devices": _OTHER_MESH,
+    "cannot change the size of the mesh": _OTHER_MESH,
+    "should match the mesh": _OTHER_MESH,
+}
+"""What jax says when a step cannot be lowered for a target -> what to do about it."""
+
+
+def abstract_on(
+    step: Step,
+    state: TrainState,
+    batch: Batch,
+    target: str | Target | None = None,
+    *,
+    microbatches: int | None = None,
+) -> Relocated:
     """The same step on a target's devices.
 
     Args:
@@ -65,6 +89,7 @@ def abstract_on(step: Step, state: TrainState, batch: Batch, target: str | Targe
         state, batch: real or abstract; the batch is the global one.
         target: "h100:8x8" and the like, or a `Target`; None: the mesh that `state` lies on, where its leaves stay as
             they lie, and the batch as it is.
+        microbatches: what rows must divide by besides the shards, where several numbers are compared; None: the step's.
 
     Raises:
         ValueError: a bad target; devices that do not divide by the mesh's other axes; arrays of a batch whose leading
@@ -72,12 +97,11 @@ def abstract_on(step: Step, state: TrainState, batch: Batch, target: str | Targe
     """
     plan = step.plan.on(_mesh(step, state, target))
     rows, notes = batch_rows(batch), tuple[str, ...]()
-    unit = plan.batch_shards * step.accumulate
+    count = microbatches or step.accumulate
+    unit = plan.batch_shards * count
     if target is not None and rows % unit:
         raised = math.ceil(rows / unit) * unit
-        equation = f"{plan.batch_shards} shards of the batch" + f" × accumulate={step.accumulate}" * (
-            unit > plan.batch_shards
-        )
+        equation = f"{plan.batch_shards} shards of the batch" + f" × accumulate={count}" * (unit > plan.batch_shards)
         notes, rows = (f"rows: {rows} -> {raised}, as a batch must divide by {equation}",), raised
     here = target is None
     moved = jax.tree.map(lambda leaf, s: _abstract(leaf, leaf.shape, s, keep=here), state, plan.shardings(state))
@@ -88,7 +112,7 @@ def abstract_on(step: Step, state: TrainState, batch: Batch, target: str | Targe
 def _mesh(step: Step, state: TrainState, where: str | Target | None) -> Mesh:
     """The target's mesh: the plan's axes, `data` as long as the devices reach."""
     if where is None:
-        return _own_mesh(state) or step.plan.mesh
+        return mesh_of(state) or step.plan.mesh
     on = target(where) if isinstance(where, str) else where
     sizes, count = dict(step.plan.mesh.shape), len(on.devices)
     others = {axis: size for axis, size in sizes.items() if axis != DATA}
@@ -100,12 +124,6 @@ def _mesh(step: Step, state: TrainState, where: str | Target | None) -> Mesh:
             f"has {count} devices. Choose another number of devices, or other axes."
         )
     return make_mesh(devices=on.devices, **{**sizes, DATA: count // taken})
-
-
-def _own_mesh(state: TrainState) -> Mesh | None:
-    shardings = (getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(state))
-    meshes = (s.mesh for s in shardings if isinstance(s, NamedSharding))
-    return next((mesh for mesh in meshes if isinstance(mesh, Mesh)), None)
 
 
 def _abstract(leaf: Any, shape: tuple[int, ...], sharding: NamedSharding, keep: bool = False) -> jax.ShapeDtypeStruct:

@@ -13,6 +13,7 @@ Nothing happens on import: jax's plugins are looked for when a target that needs
 import ctypes
 import difflib
 import importlib.metadata
+import math
 import os
 import re
 from collections.abc import Generator
@@ -35,6 +36,8 @@ _INSTALL = "pip install 'jdp[aot]'"
 _INSTALL_TPU = "pip install 'jdp[tpu]'"
 
 KINDS = (*CHIPS, "cpu")
+MOST_DEVICES = 16384
+"""Four times what jdp is made for: beyond it lies a typing mistake, and a very long compilation."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,7 @@ def differences(target: Target, dump_text: str) -> list[str]:
 def _parse(name: str) -> tuple[str, str]:
     """`name` as kind and what stands behind its last colon."""
     kind, _, shape = name.rpartition(":")
+    kind = kind if kind.endswith(".toml") else kind.lower()
     size = "[1-9][0-9]*"
     known = {"cpu": size, **dict.fromkeys(TPUS, f"{size}(x{size}){{1,2}}")}
     if not kind or not re.fullmatch(f"{size}(x{size}){{0,2}}", shape):
@@ -109,6 +113,8 @@ def _parse(name: str) -> tuple[str, str]:
         )
     if not re.fullmatch(known.get(kind, f"{size}x{size}"), shape):
         raise ValueError(f"{_GRAMMAR}; got {name!r}")
+    if math.prod(map(int, shape.split("x"))) > MOST_DEVICES:
+        raise ValueError(f"a target has at most {MOST_DEVICES} devices; got {name!r}")
     return kind, shape
 
 
@@ -173,11 +179,11 @@ def _gpu_devices(name: str, config: str, hosts: int, per_host: int) -> tuple[Dev
     try:
         with _unchecked_without_driver():
             described = topologies.get_topology_desc("gpu", "cuda", topology=topology, target_config=config)
-    except NotImplementedError as error:  # a RuntimeError too: it comes first
+    except NotImplementedError:  # a RuntimeError too: it comes first
         raise ValueError(
             f"target {name!r}: the CUDA plugin did not start when jax first looked for devices, most likely because it "
             "found no working GPU (jax logged why). Start the process with JAX_PLATFORMS=cpu: the compiler needs none"
-        ) from error
+        ) from None
     except RuntimeError as error:
         raise ValueError(
             f"target {name!r}: this jax's XLA does not accept the description of the GPU (a dumped one holds for the "

@@ -42,7 +42,8 @@ def verify(
         A `Report`: `.kept`, `.breaches`; `print(report)` is a table.
 
     Raises:
-        ValueError: an evaluation step, a bad target, a batch that does not divide, a step that does not compile.
+        ValueError: an evaluation step, a bad target, a step that does not compile; without a target, a batch that does
+            not divide (for a target its rows are raised, and the notes say so).
     """
     if not step.train:
         raise ValueError(
@@ -194,9 +195,8 @@ class Report:
         )
         if self.kept:
             return f"Kept: {said}."
-        other = (
-            f"over {TOLERANCE}" if self.ratio > TOLERANCE else f"but more than {SLACK:.0%} by kinds it does not name"
-        )
+        unnamed = f"but more than {SLACK:.0%} by kinds of collective that {self.strategy} does not promise"
+        other = f"over {TOLERANCE}" if self.ratio > TOLERANCE else unnamed
         return f"BROKEN: {said}, {other}."
 
 

@@ -13,6 +13,7 @@ does not fit into memory), and what cannot be run as it is is listed with the re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -135,6 +136,8 @@ def prove_training(
 
     say = _Count(progress, total=1 + 2 * PAIRS + len(runs))
     trials = Trials(make, batches, steps, record(reference, batches, steps, say))
+    if not math.isfinite(loss := float(trials.record.values[1]["loss"])):
+        raise ValueError(f"One device's own loss is {loss} at the first step: there is nothing to compare with.")
     proven: list[Run] = []
     differences: list[Difference] = []
     for run in runs:

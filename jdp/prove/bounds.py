@@ -138,7 +138,8 @@ class Record:
         """Hold a run against the reference after `step` steps."""
         found = [self._closest(step, name, x) for name, x in values.items()]
         beyond = sum(each.ratio > 1 for each in found)
-        early = [each for each in found if each.leaf in BEFORE_GRADIENTS and each.ratio > 1]
+        named = {each.leaf: each for each in found}
+        early = [named[leaf] for leaf in BEFORE_GRADIENTS if leaf in named and named[leaf].ratio > 1]
         leaves = [each for each in found if each.leaf not in METRICS]  # "grad_norm" says less than the leaf it is of
         worst = early[0] if early else max(leaves, key=lambda each: each.ratio)
         if not early and worst.ratio <= 1:
@@ -160,11 +161,11 @@ class Record:
         moved = {name: [self._movement(name, step) for step in range(1, len(self.values))] for name in names}
         if still := [name for name, steps in moved.items() if not any(movement for _, movement in steps)]:
             notes.append(f"{len(still)} of {len(names)} parameters did not move in these steps, such as {still[0]}")
-        weak = [name for name in names if name not in still and all(bound > by for bound, by in moved[name])]
+        weak = [name for name in names if name not in still and all(10 * bound > by for bound, by in moved[name])]
         if weak:
             notes.append(
-                f"in {len(weak)} of {len(names)} parameters the bound is wider than what any of these steps learnt, "
-                f"such as {weak[0]}: its gradient is near its rounding; fp32 or a smaller learning rate shows more"
+                f"in {len(weak)} of {len(names)} parameters the bound is more than a tenth of what these steps learnt, "
+                f"such as {weak[0]}: an error of that size would pass; --precision fp32 makes the bound sharp"
             )
         return tuple(notes)
 

@@ -118,7 +118,8 @@ def difference_in_words(run: str, at: Closest, *, leaves: int, resumed_at: int |
 
 
 HINTS = {
-    "weight": "the sum of the examples' weights is another, so the batch is: rows missing, or of another step",
+    "weight": "Loss.weight is no sum over the examples (a constant, a mean), or the batch is another: rows missing, or "
+    "of another step",
     "loss": "the weights and the examples' weight agree, so it is in the forward pass or the sum: rows, random masks, "
     "or means that are averaged where sums should be added",
     "grad_norm": "loss and leaves agree, so it is in how the norm is summed",

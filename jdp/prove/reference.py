@@ -160,7 +160,7 @@ def _with_noise(tree: PyTree, noise: Noise, *, stream: int, absolute: bool = Fal
     """
     leaves, treedef = jax.tree.flatten(tree)
     whole = [leaf.astype(jnp.float32) for leaf in leaves]
-    everywhere = jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in whole) / sum(x.size for x in whole))
+    everywhere = jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in whole) / float(sum(x.size for x in whole)))
 
     def moved(index: int, x: jax.Array) -> jax.Array:
         scale = jnp.abs(x)

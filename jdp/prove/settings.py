@@ -37,7 +37,7 @@ class Setting:
     accumulate: int = 1
 
     def __str__(self) -> str:
-        count = f"{self.devices} device{'s' if self.devices > 1 else ''}"
+        count = counted(self.devices)
         return f"{self.strategy} {self.partitioning} {count} K={self.accumulate}"
 
     @property
@@ -95,12 +95,12 @@ class Space:
         try:
             shards = Plan(self.mesh(setting.devices)).batch_shards
         except ValueError as error:
-            return Skip(f"{setting.devices} devices", str(error))
+            return Skip(counted(setting.devices), str(error))
         unit = shards * setting.accumulate
         if self.rows % unit:
             near = nearest_sizes(self.rows, unit)
             reason = f"{self.rows} rows do not divide by {shards} batch shards × K={setting.accumulate} = {unit}"
-            return Skip(f"{setting.devices} devices K={setting.accumulate}", f"{reason}; the nearest sizes are {near}")
+            return Skip(f"{counted(setting.devices)} K={setting.accumulate}", f"{reason}; the nearest sizes are {near}")
         return None
 
 
@@ -115,6 +115,11 @@ class Resume:
     def __str__(self) -> str:
         onto = f"onto {self.second}" if self.second != self.first else "onto the same"
         return f"resume after step {self.at}: {self.first}, {onto}"
+
+
+def counted(devices: int) -> str:
+    """ "1 device", "4 devices"."""
+    return f"{devices} device{'s' if devices > 1 else ''}"
 
 
 def choose(
@@ -148,7 +153,7 @@ def choose(
     skips = list(dict.fromkeys(obstacle for obstacle in asked if obstacle is not None))
     if steps < 2:
         skips.append(Skip("resume", "saving in the middle takes at least 2 steps"))
-    if not runs:
+    if not runs or (not only and not any(setting.devices > 1 for setting in possible)):
         raise ValueError("There is nothing to run: " + "; ".join(f"{skip.name}: {skip.reason}" for skip in skips) + ".")
     return list(dict.fromkeys(runs)), skips
 
