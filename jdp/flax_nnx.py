@@ -4,21 +4,28 @@ A module is split once, at initialisation, and put together again only while a s
 step walks a module. Its parameters become nested dicts with text keys, which JAX flattens natively.
 
 Three kinds of variables:
-- `nnx.Param`: trained;
+- `nnx.Param`: parameters;
 - `nnx.RngState` (the keys and counters inside `nnx.Dropout(rngs=...)`): never carried along. Every merge seeds them
   anew from the step's key, so the masks depend on that key alone;
 - all others (BatchNorm statistics), and arrays that are plain attributes (tables): model state, returned changed by the
   step. What a call adds to the module (`sow`) is dropped, and that is said.
+
+Where a device sees only its part of the batch, `nnx.BatchNorm` (a subclass, too) can be given the mesh axes to take its
+statistics over. Of other state that a call changes, each device then has its own: floating-point values are averaged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 from flax import nnx
+from flax.core.meta import Partitioned
+from flax.linen.spmd import LogicallyPartitioned, logical_to_mesh_axes
+from flax.nnx.spmd import get_var_pspec
+from jax.sharding import PartitionSpec
 
 from jdp.notices import notice
 
@@ -32,19 +39,33 @@ class Adapter:
     Attributes:
         graphdef: the module's structure.
         variables: every variable by its path, holding shapes only; a merge fills in the arrays.
+        unsynchronised: paths of the variables that calls may change and that belong to no `nnx.BatchNorm`.
     """
 
     graphdef: nnx.GraphDef[nnx.Module]
     variables: Flat = field(compare=False, repr=False)
+    unsynchronised: tuple[str, ...] = ()
 
-    def merge(self, params: Mapping[str, Any], model_state: Mapping[str, Any], rng: jax.Array | None) -> nnx.Module:
-        """Put the module together: in training mode with `rng` to draw from, in evaluation mode without one."""
+    def merge(
+        self,
+        params: Mapping[str, Any],
+        model_state: Mapping[str, Any],
+        rng: jax.Array | None,
+        sync_axes: tuple[str, ...] = (),
+    ) -> nnx.Module:
+        """Put the module together: in training mode with `rng` to draw from, in evaluation mode without one.
+
+        Batch statistics are taken over the mesh axes `sync_axes` (those of the `shard_map` it is called in), beside
+        the rows at hand.
+        """
         arrays = {**_flatten(params), **_flatten(model_state)}
         filled: Flat = {}
         for path, variable in self.variables.items():
             value = _seeded(variable, rng, len(filled)) if _is_rng(variable) else arrays[tuple(map(str, path))]
             filled[path] = variable.replace(value) if isinstance(variable, nnx.Variable) else value
         module = nnx.merge(self.graphdef, nnx.from_flat_state(filled))
+        for _, norm in _batch_norms(module):
+            norm.axis_name = sync_axes or None  # pyright: ignore[reportAttributeAccessIssue]
         (module.eval if rng is None else module.train)()
         return module
 
@@ -58,7 +79,51 @@ class Adapter:
     @property
     def has_statistics(self) -> bool:
         """Whether calls may change state that depends on the batch, as BatchNorm's do."""
-        return any(_is_model_state(v) and isinstance(v, nnx.Variable) for v in self.variables.values())
+        return any(_is_statistic(variable) for variable in self.variables.values())
+
+    @property
+    def batch_statistics(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of the running averages (`nnx.BatchStat`): a mean and a variance for each batch norm."""
+        return tuple(v.get_value().shape for v in self.variables.values() if isinstance(v, nnx.BatchStat))
+
+
+def built(init: Callable[[jax.Array], Any], rng: jax.Array) -> tuple[Any, tuple[tuple[str, PartitionSpec], ...]]:
+    """What `init(rng)` makes, and its parameters' paths with the PartitionSpecs that its metadata asks for.
+
+    NNX variables keep their metadata (`nnx.with_partitioning`, `out_sharding`), but are not laid by it at once: where
+    things live is the plan's. Of linen's boxes (`nn.Partitioned`) the values remain. Logical names are translated by
+    the rules at hand (`sharding_rules`, flax's context).
+    """
+    with nnx.use_eager_sharding(False):
+        model = init(rng)
+    if isinstance(model, nnx.Module):
+        variables = ((path, leaf) for path, leaf in _flat(model).items() if isinstance(leaf, nnx.Param))
+        specs = ((tuple(map(str, path)), _spec(leaf)) for path, leaf in variables)
+        return model, tuple(("/".join(path), spec) for path, spec in specs if spec)
+    boxed = jax.tree.leaves_with_path(model, is_leaf=_is_box)
+    specs = ((jax.tree_util.keystr(p, simple=True, separator="/"), _box_spec(x)) for p, x in boxed if _is_box(x))
+    unboxed = jax.tree.map(lambda x: x.value if _is_box(x) else x, model, is_leaf=_is_box)
+    return unboxed, tuple((path, spec) for path, spec in specs if spec)
+
+
+def _spec(variable: nnx.Variable[Any]) -> PartitionSpec:
+    """A variable's spec, without the entries at its end that say nothing.
+
+    Layers that were stacked by a plain `vmap` still have one layer's metadata: it holds for the last dimensions.
+    """
+    spec = get_var_pspec(variable) or PartitionSpec()
+    missing = variable.get_value().ndim - len(spec)
+    return PartitionSpec(*(None,) * missing, *spec) if any(spec) else PartitionSpec()
+
+
+def _is_box(leaf: Any) -> bool:
+    return isinstance(leaf, Partitioned)
+
+
+def _box_spec(box: Partitioned[Any]) -> PartitionSpec:
+    if not isinstance(box, LogicallyPartitioned):
+        return box.get_partition_spec()
+    return logical_to_mesh_axes(box.names, box.rules) or PartitionSpec()
 
 
 def split(model: Any) -> tuple[Any, Any, Adapter | None]:
@@ -69,7 +134,16 @@ def split(model: Any) -> tuple[Any, Any, Adapter | None]:
     params = _nest({path: _value(leaf) for path, leaf in variables.items() if isinstance(leaf, nnx.Param)})
     model_state = _nest({path: jax.numpy.asarray(_value(v)) for path, v in variables.items() if _is_model_state(v)})
     shapes = {path: _shape(leaf) for path, leaf in variables.items()}
-    return params, model_state, Adapter(nnx.graphdef(model), shapes)
+    norms = [path for path, _ in _batch_norms(model)]
+    others = [p for p, leaf in variables.items() if _is_statistic(leaf) and p[:-1] not in norms]
+    return params, model_state, Adapter(nnx.graphdef(model), shapes, tuple("/".join(map(str, p)) for p in others))
+
+
+def matches(adapter: Adapter, paths: Sequence[str], wrt: Any) -> tuple[bool, ...]:
+    """Of the parameters at `paths`, which an NNX filter selects (a type of variable, a callable, `nnx.All(...)`)."""
+    selects = nnx.filterlib.to_predicate(wrt)
+    found = {"/".join(map(str, path)): selects(path, leaf) for path, leaf in adapter.variables.items()}
+    return tuple(bool(found[path]) for path in paths)
 
 
 def _flat(module: nnx.Module) -> Flat:
@@ -91,6 +165,14 @@ def _is_rng(variable: Any) -> bool:
 
 def _is_model_state(variable: Any) -> bool:
     return not isinstance(variable, nnx.RngState | nnx.Param)
+
+
+def _is_statistic(variable: Any) -> bool:
+    return _is_model_state(variable) and isinstance(variable, nnx.Variable)
+
+
+def _batch_norms(module: nnx.Module) -> list[tuple[tuple[Any, ...], nnx.BatchNorm]]:
+    return [(path, node) for path, node in nnx.iter_graph(module) if isinstance(node, nnx.BatchNorm)]
 
 
 def _seeded(variable: Any, rng: jax.Array | None, index: int) -> jax.Array:

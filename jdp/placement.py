@@ -25,6 +25,7 @@ class Placement:
         compute: how it is sharded while it is used.
         bytes_per_device: bytes at rest on the device that holds most of it.
         reason: why it lives there, in words.
+        trained: whether a step changes it; False for frozen parameters (`wrt`).
     """
 
     path: str
@@ -34,6 +35,7 @@ class Placement:
     compute: PartitionSpec
     bytes_per_device: int
     reason: str
+    trained: bool = True
 
     @property
     def dim(self) -> int | None:

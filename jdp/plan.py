@@ -1,9 +1,10 @@
 """The plan: a mesh and a strategy, and from them where every leaf of a train state lives.
 
 `Plan.placements` walks the state once:
-1. parameters get their compute spec (from `rules`) and their rest spec (`placement.rest_spec`);
-2. a leaf of the optimizer state that mirrors a parameter - its path ends with the parameter's, and the shapes agree -
-   lies where that parameter lies; any other is placed by its own shape;
+1. parameters get their compute spec (from `rules`, else from the model's own metadata) and their rest spec
+   (`placement.rest_spec`);
+2. a leaf of the optimizer state that mirrors a parameter, or is made from one, lies as that parameter does
+   (`jdp.opt_placement`); any other is placed by its own shape;
 3. everything else (step, rng, model state) is replicated.
 """
 
@@ -17,10 +18,11 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdp.mesh import DATA, REPLICA, batch_axes
+from jdp.mesh import DATA, REPLICA, batch_axes, hosts_along, replicas_for_hosts
 from jdp.notices import notice
+from jdp.opt_placement import kinship
 from jdp.placement import Placement, axes_of, bytes_per_device, rest_spec, shards, spec_entry
-from jdp.state import TrainState
+from jdp.state import Static, TrainState
 from jdp.strategy import Strategy, strategy
 from jdp.types import PyTree
 
@@ -33,8 +35,9 @@ class Plan:
         mesh: a mesh with a `data` axis (`make_mesh`).
         strategy: "ddp", "zero1", "zero2" or "zero3".
         rules: pairs of a path pattern (`fnmatch`: `*` matches anything, slashes too) and a PartitionSpec, for the
-            model's own axes. The first that matches a parameter's path gives its compute spec. A spec that names `data`
-            fixes the dimension that ZeRO shards; otherwise the plan chooses.
+            model's own axes. The first that matches a parameter's path gives its compute spec, before what the model's
+            own metadata asks (`Static.specs`). A spec that names `data` fixes the dimension that ZeRO shards; otherwise
+            the plan chooses.
         min_shard_size: parameters with fewer elements than this stay replicated: a gather of them would be latency.
 
     Raises:
@@ -101,16 +104,28 @@ class Plan:
         """The same plan on another mesh, for example of devices that are only described."""
         return replace(self, mesh=mesh)
 
-    def param_placements(self, params: PyTree) -> PyTree:
-        """A tree like `params` with a `Placement` for each leaf; paths start at the parameters."""
+    def param_placements(self, params: PyTree, static: Static | None = None) -> PyTree:
+        """A tree like `params` with a `Placement` for each leaf; paths start at the parameters.
+
+        `static` is the state's: it knows which parameters are trained, and what the model's own metadata asks.
+
+        Raises:
+            ValueError: a rule matches nothing; a rule or the metadata shards a dimension that does not divide.
+        """
         for pattern, _ in self.rules:
             if not any(fnmatch.fnmatchcase(path_of(p), pattern) for p, _ in jax.tree.leaves_with_path(params)):
                 raise ValueError(f"Every rule must match a parameter; {pattern!r} matches none.")
-        return jax.tree.map_with_path(lambda path, leaf: self._place_param(path_of(path), leaf), params)
+        asked = {} if static is None else self._on_this_mesh(static.specs)
+        places = jax.tree.map_with_path(lambda path, leaf: self._place_param(path_of(path), leaf, asked), params)
+        trained = None if static is None else static.trained
+        if trained is None:
+            return places
+        leaves, treedef = jax.tree.flatten(places)
+        return treedef.unflatten([replace(p, trained=t) for p, t in zip(leaves, trained, strict=True)])
 
     def state_placements(self, state: TrainState) -> TrainState:
         """A tree like `state` with a `Placement` for each leaf."""
-        params = self.param_placements(state.params)
+        params = self.param_placements(state.params, state.static)
         mirrors = {p.path: p for p in jax.tree.leaves(params)}
 
         def place(path: Any, leaf: Any) -> Placement:
@@ -136,7 +151,14 @@ class Plan:
         """Say once which parameters a ZeRO strategy could not shard, and why."""
         if not self.row.shard_state or self.mesh.shape[DATA] == 1:
             return
-        whole = [p for p in jax.tree.leaves(self.param_placements(state.params)) if p.dim is None]
+        if (replicas := replicas_for_hosts(self.mesh)) is not None:
+            data, hosts = self.mesh.shape[DATA], hosts_along(self.mesh, DATA)
+            notice(
+                f"{self.strategy} gathers and reduces along data={data}, which lies over {hosts} hosts; "
+                f"replica={replicas} × data={data // replicas} does it on each host's fast links, and every device "
+                f"then holds {replicas} times as much state"
+            )
+        whole = [p for p in jax.tree.leaves(self.param_placements(state.params, state.static)) if p.dim is None]
         small = [p for p in whole if "min_shard_size" in p.reason]
         for p in (p for p in whole if p not in small):
             notice(f"{p.path} {list(p.shape)} is {p.reason} ({p.bytes_per_device:,} bytes on every device)")
@@ -147,42 +169,59 @@ class Plan:
                 f"({sum(p.bytes_per_device for p in small):,} bytes on every device): {names}"
             )
 
-    def _place_param(self, path: str, leaf: Any) -> Placement:
-        rule = next((spec for pattern, spec in self.rules if fnmatch.fnmatchcase(path, pattern)), PartitionSpec())
-        compute = PartitionSpec(*(_without_data(entry) for entry in rule))
-        self._check_divides(path, leaf.shape, rule)
+    def _on_this_mesh(self, specs: Sequence[tuple[str, PartitionSpec]]) -> dict[str, PartitionSpec]:
+        """The metadata's specs without the names that the mesh lacks; which those are is said once."""
+        known = set(self.mesh.shape) - {REPLICA}
+        names = {axis for _, spec in specs for entry in spec for axis in axes_of(entry)}
+        if dropped := sorted(names - known):
+            notice(
+                f"the model's sharding metadata names {', '.join(map(repr, dropped))}, no axes of the mesh "
+                f"({', '.join(self.mesh.shape)}) that parameters are sharded over: dropped there; Plan(rules=...) goes "
+                "before metadata"
+            )
+        return {path: PartitionSpec(*(_only(known, entry) for entry in spec)) for path, spec in specs}
+
+    def _place_param(self, path: str, leaf: Any, asked: dict[str, PartitionSpec]) -> Placement:
+        rule = next((spec for pattern, spec in self.rules if fnmatch.fnmatchcase(path, pattern)), None)
+        whose = "the model's metadata" if rule is None else "a rule"
+        rule = asked.get(path, PartitionSpec()) if rule is None else rule
+        compute = PartitionSpec(*(_only(set(self.mesh.shape) - {DATA}, entry) for entry in rule))
+        self._check_fits(path, leaf.shape, rule, whose)
         if not self.row.shard_state:
             return self._placement(path, leaf, compute, compute, f"{self.strategy} replicates it over data")
         if compute != rule:
-            return self._placement(path, leaf, rule, compute, f"sharded as its rule says: {rule}")
+            return self._placement(
+                path, leaf, rule, compute, f"sharded as {whose.replace('a rule', 'its rule')} says: {rule}"
+            )
         rest, reason = rest_spec(leaf.shape, compute, dict(self.mesh.shape), self.min_shard_size)
         return self._placement(path, leaf, rest, compute, reason)
 
     def _place_opt(self, path: str, leaf: Any, params: dict[str, Placement]) -> Placement:
-        parts = path.split("/")
-        for start in range(len(parts) + 1):
-            mirrored = params.get("/".join(parts[start:]))
-            if mirrored is not None and mirrored.shape == leaf.shape:
-                reason = f"mirrors params/{mirrored.path}"
-                return self._placement(path, leaf, mirrored.rest, mirrored.compute, reason)
-        if not self.row.shard_state:
-            return self._placement(path, leaf, PartitionSpec(), PartitionSpec(), f"{self.strategy} replicates it")
-        spec, reason = rest_spec(leaf.shape, PartitionSpec(), dict(self.mesh.shape), self.min_shard_size)
-        return self._placement(path, leaf, spec, PartitionSpec(), f"{reason} (no parameter has this shape)")
+        kin = kinship(path.partition("/")[2], tuple(leaf.shape), params)
+        if kin.whole or not self.row.shard_state or any(DATA in axes_of(entry) for entry in kin.rest):
+            return self._placement(path, leaf, kin.rest, kin.compute, kin.reason)
+        spec, reason = rest_spec(leaf.shape, kin.compute, dict(self.mesh.shape), self.min_shard_size)
+        return self._placement(path, leaf, spec, kin.compute, f"{reason} ({kin.reason})")
 
     def _placement(self, path: str, leaf: Any, rest: PartitionSpec, compute: PartitionSpec, reason: str) -> Placement:
         size = bytes_per_device(leaf.shape, leaf.dtype, shards(rest, dict(self.mesh.shape)))
         return Placement(path, tuple(leaf.shape), str(leaf.dtype), rest, compute, size, reason)
 
-    def _check_divides(self, path: str, shape: tuple[int, ...], rule: PartitionSpec) -> None:
+    def _check_fits(self, path: str, shape: tuple[int, ...], rule: PartitionSpec, whose: str) -> None:
+        """Hold a rule, or a spec of the model's metadata, against a parameter's shape."""
         if len(rule) > len(shape):
-            raise ValueError(f"The rule {rule} has {len(rule)} entries, but {path} has shape {list(shape)}.")
+            raise ValueError(f"The spec {rule} of {whose} has {len(rule)} entries, but {path} has shape {list(shape)}.")
+        named = [axis for entry in rule for axis in axes_of(entry)]
+        if len(set(named)) < len(named):
+            raise ValueError(f"{whose.capitalize()} names an axis once; {rule} for {path} does not.")
         for dim, size in enumerate(shape):
             pieces = shards(PartitionSpec(spec_entry(rule, dim)), dict(self.mesh.shape))
             if size % pieces:
+                mesh = " × ".join(f"{axis}={count}" for axis, count in self.mesh.shape.items())
                 raise ValueError(
-                    f"A rule must shard dimensions that divide: dimension {dim} of {path} {list(shape)} is {size}, "
-                    f"and {rule} cuts it into {pieces}."
+                    f"{whose.capitalize()} must shard dimensions that divide: dimension {dim} of {path} {list(shape)} "
+                    f"is {size}, and {rule} cuts it into {pieces}. Change the size, or the mesh ({mesh}), or the rule: "
+                    "Plan(rules=...) goes before metadata."
                 )
 
 
@@ -197,6 +236,7 @@ def path_of(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def _without_data(entry: object) -> object:
-    left = tuple(axis for axis in axes_of(entry) if axis != DATA)
+def _only(axes: set[str], entry: object) -> object:
+    """One entry of a spec, with the names in `axes` only."""
+    left = tuple(axis for axis in axes_of(entry) if axis in axes)
     return left[0] if len(left) == 1 else (left or None)

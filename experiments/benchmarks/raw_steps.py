@@ -20,7 +20,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jdp.models.gpt import GPT, GPTConfig, next_token_loss
+from jdp.models import GPT, GPTConfig, next_token_loss
 
 REPLICATED = -1
 SMALL = 1024

@@ -52,6 +52,45 @@ zero1 with K=4, and keeps it (1.000, 0.859, 0.859, 0.624; with K=4 zero2 0.774, 
 (zero3 0.667), but zero1 in auto with K=4: 2.500. mlp, bf16: manual 1.000 (zero3 0.750); auto reduces in bf16 and sends
 half to two thirds of that, but zero1 with K=4: 1.667.
 jax 0.12.0.1, ddp and zero3 with K=4: the same, but gpt fp32 zero3 in auto 0.649.
+
+Measured 2026-11 for 64 H100 in 8 hosts, with other axes on the mesh (jax 0.10.2), bf16, the chosen partitioning (manual
+in all): --targets h100:8x8 --models gpt,unrolled --width 1024 --precisions bf16 --partitionings chosen, and
+    --replicas 8 | --model-axis 8 | --model-axis 2
+0 of 48 break it. Wire bytes over the contract's, MiB a device in brackets; "apart": what the axis `model` sends of its
+own, activations, MiB a device (gpt and unrolled send the same):
+
+                  replica=8 data=8   data=8 model=8   apart     data=32 model=2   apart
+    ddp    K=1    1.000 (584)        1.000 (71)          84     1.000 (291)          48
+           K=4    1.000 (584)        1.000 (71)         336     1.000 (291)         192
+    zero1  K=1    1.000 (454)        1.000 (53)          84     1.000 (218)          48
+           K=4    1.000 (454)        1.000 (53)         336     1.000 (218)         192
+    zero2  K=1    1.000 (454)        1.000 (53)          84     1.000 (218)          48
+           K=4    1.000 (1233)       1.000 (160)        336     1.000 (656)         192
+    zero3  K=1    0.850 (496)        0.824 (59)          84     0.830 (242)          48
+           K=4    0.836 (1790)       0.824 (235)        336     0.830 (967)         192
+
+Before the collectives along `data` were issued on the parts of an array (jdp/gradients/parts.py) manual sent 8 times as
+much with model=8: XLA gathered along `model` first. auto, fp32, untied, width 512, data=8 model=8: 1.000 (zero3 0.975;
+zero1 with K=4 2.5), but the embedding's gradient makes an all-to-all of activations along data, 1.3 to 3% of the row:
+zero1-3 break it, and manual is chosen.
+
+Measured 2026-11 for 64 H100 (jax 0.10.2), images of 224 x 224, 32 a device and microbatch, bf16, the chosen
+partitioning (manual in all): --targets h100:8x8 --models resnet-50,vit-s16 --precisions bf16 --partitionings chosen.
+0 of 16 break it. "apart": the statistics of ResNet's batch norms, 0.8 MiB a device for each microbatch:
+
+                  resnet-50       apart   vit-s16
+    ddp   K=1     1.002 (192)       0.8   1.000 (166)
+          K=4     1.002 (192)       3.2   1.000 (166)
+    zero1 K=1     1.003 (144)       0.8   1.000 (124)
+          K=4     1.003 (144)       3.2   1.000 (124)
+    zero2 K=1     1.003 (144)       0.8   1.000 (124)
+          K=4     1.000 (432)       3.2   1.000 (373)
+    zero3 K=1     0.752 (144)       0.8   0.991 (164)
+          K=4     0.750 (576)       3.2   0.991 (656)
+
+ResNet's blocks are no layer loop, so that zero3 gathers each kernel once a microbatch and keeps it for the backward
+pass. With the statistics counted, zero1 is at 1.009 with K=1, and at 1.025 with K=4, which would break it.
+
 Cost: about 5 s of processor time a program; the 72 took 26 minutes on two cores under a load of 8.
 """
 
@@ -68,13 +107,24 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import PartitionSpec
 from measure import finish, parser
 
 import jdp
 from jdp.foresight.compiled import compile_step
 from jdp.foresight.targets import Target, target
 from jdp.foresight.verify import Report, report
-from jdp.models import SIZES, GPTConfig, MLPConfig, build, next_token_loss
+from jdp.models import (
+    SIZES,
+    GPTConfig,
+    MLPConfig,
+    ModelConfig,
+    ResNetConfig,
+    ViTConfig,
+    build,
+    classification_loss,
+    next_token_loss,
+)
 
 PARTITIONINGS = ("auto", "manual")
 COLUMNS = ("all-reduce", "reduce-scatter", "all-gather")
@@ -98,18 +148,39 @@ class Case:
 
 @dataclass(frozen=True)
 class Shape:
-    """What all cases share: layers and width of the gpts, replicas of the mesh."""
+    """What all cases share: layers and width of the gpts; the mesh's replicas, and devices along `model`."""
 
     layers: int
     width: int
     replicas: int
+    model: int
+
+    def axes(self) -> dict[str, int]:
+        """The mesh's, those of one device left out."""
+        sizes = {"replica": self.replicas, "data": -1, "model": self.model}
+        return {axis: size for axis, size in sizes.items() if size != 1}
+
+    def rules(self, case: Case) -> list[tuple[str, PartitionSpec]]:
+        """After Megatron-LM: the first product of a pair by columns, the second by rows; the vocabulary's rows."""
+        if self.model == 1 or case.model not in ("gpt", "unrolled"):
+            return []
+        stacked = (None,) if case.model == "gpt" else ()
+        into, out = PartitionSpec(*stacked, None, "model"), PartitionSpec(*stacked, "model", None)
+        columns = [f"*/attention/{name}/kernel" for name in ("query", "key", "value")]
+        rows = ["*/attention/output/kernel", "*/mlp/down/kernel"]
+        told = [(path, into) for path in (*columns, "*/mlp/up/kernel")] + [(path, out) for path in rows]
+        return [*told, ("embed/tokens", PartitionSpec("model", None))]
 
 
-def configuration(name: str, shape: Shape) -> GPTConfig | MLPConfig:
+def configuration(name: str, shape: Shape) -> ModelConfig:
     if name == "mlp":
         return MLPConfig(features_in=784, hidden=(2048, 2048, 2048), features_out=16)
+    if name in SIZES:
+        return SIZES[name]
     sizes = {"layers": shape.layers, "width": shape.width, "heads": shape.width // 64}
-    return dataclasses.replace(SIZES["gpt2-124m"], scan=name != "unrolled", tied=name != "untied", **sizes)
+    gpt2 = SIZES["gpt2-124m"]
+    assert isinstance(gpt2, GPTConfig)
+    return dataclasses.replace(gpt2, scan=name != "unrolled", tied=name != "untied", **sizes)
 
 
 def gpt_loss(model: Any, batch: Any, rng: Any) -> jdp.Loss:
@@ -122,8 +193,21 @@ def mlp_loss(model: Any, batch: Any, rng: Any) -> jdp.Loss:
     return jdp.Loss(nats.sum(), jnp.float32(nats.size))
 
 
-def abstract_batch(case: Case, devices: int) -> dict[str, jax.ShapeDtypeStruct]:
-    if case.model == "mlp":
+def image_loss(model: Any, batch: Any, rng: Any) -> jdp.Loss:
+    logits = model(batch["images"], rng=rng, weights=batch["weights"])
+    return jdp.Loss(*classification_loss(logits, batch["labels"], batch["weights"])[:2])
+
+
+LOSSES = {GPTConfig: gpt_loss, MLPConfig: mlp_loss, ResNetConfig: image_loss, ViTConfig: image_loss}
+
+
+def abstract_batch(case: Case, config: ModelConfig, devices: int) -> dict[str, jax.ShapeDtypeStruct]:
+    """`devices`: those that share the batch."""
+    if isinstance(config, ResNetConfig | ViTConfig):
+        rows = 32 * devices * case.accumulate
+        images = (rows, config.image_size, config.image_size, 3)
+        shapes = {"images": (images, "float32"), "labels": ((rows,), "int32"), "weights": ((rows,), "float32")}
+    elif case.model == "mlp":
         rows = 512 * devices * case.accumulate
         shapes = {"features": ((rows, 784), "float32"), "labels": ((rows,), "int32")}
     else:
@@ -135,12 +219,11 @@ def abstract_batch(case: Case, devices: int) -> dict[str, jax.ShapeDtypeStruct]:
 def compile_case(case: Case, *, shape: Shape, on: dict[str, Target], partitionings: list[str]) -> list[dict[str, Any]]:
     """A row for each partitioning; "chosen" is the one that `partitioning=None` picks."""
     config, devices = configuration(case.model, shape), on[case.target].devices
-    axes = {"replica": shape.replicas} if shape.replicas > 1 else {}
-    plan = jdp.Plan(jdp.make_mesh(devices=devices, **axes, data=-1), case.strategy)
+    plan = jdp.Plan(jdp.make_mesh(devices=devices, **shape.axes()), case.strategy, rules=shape.rules(case))
     state = jdp.abstract_state(
         lambda rng: build(config, rngs=nnx.Rngs(rng)), optax.adamw(1e-3), plan, rng=jax.random.key(0)
     )
-    batch, loss_fn = abstract_batch(case, len(devices)), mlp_loss if case.model == "mlp" else gpt_loss
+    batch, loss_fn = abstract_batch(case, config, plan.batch_shards), LOSSES[type(config)]
     settings = {"accumulate": case.accumulate, "precision": case.precision, "clip_norm": 1.0}
     undecided = jdp.make_train_step(loss_fn, plan, **settings)
     jax.eval_shape(undecided, state, batch)  # chooses while it is traced
@@ -162,22 +245,25 @@ def sent(found: Report) -> dict[str, Any]:
         "ratio": found.ratio,
         "keeps_contract": found.kept,
         "payload_bytes": {row.kind: row.found_bytes for row in found.rows},
+        "model_axes_wire_bytes": sum(row.wire_bytes for row in found.own),
+        "statistics_wire_bytes": found.statistics.wire_bytes if found.statistics else 0.0,
         "breaches": list(found.breaches),
         "caveats": sorted({caveat for s in found.collectives for caveat in s.collective.caveats}),
     }
 
 
 def show(case: Case, rows: list[dict[str, Any]], *, with_header: bool) -> None:
-    """Sizes in MiB; the columns by kind are payload."""
+    """Sizes in MiB; the columns by kind are payload; "apart": on the wire, but not held against the contract."""
     if with_header:
         kinds = " ".join(f"{kind:>14}" for kind in COLUMNS)
-        print(f"MiB{'':40}    wire contract  ratio        {kinds}  other  temp")
+        print(f"MiB{'':40}    wire contract  ratio        {kinds}  other  temp    apart")
     for row in rows:
         payload = {kind: size / MIB for kind, size in row["payload_bytes"].items()}
         kinds = " ".join(f"{payload.pop(kind, 0):14.1f}" for kind in COLUMNS)
         mark, verdict = "*" if row["chosen"] else " ", "keeps" if row["keeps_contract"] else "BREAKS"
         sizes = f"{row['wire_bytes'] / MIB:8.1f} {row['contract_bytes'] / MIB:8.1f} {row['ratio']:6.3f} {verdict:6}"
-        rest = f"{sum(payload.values()):6.1f} {row['temp_bytes'] / MIB:5.0f}"
+        apart = row["model_axes_wire_bytes"] + row["statistics_wire_bytes"]
+        rest = f"{sum(payload.values()):6.1f} {row['temp_bytes'] / MIB:5.0f} {apart / MIB:8.1f}"
         print(f"{case} {row['partitioning']:6}{mark} {sizes} {kinds} {rest}", *row["caveats"])
         if row["chosen"]:
             print(*(f"    {breach}\n" for breach in row["breaches"]), sep="", end="")
@@ -197,10 +283,11 @@ def reasons(rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     options = parser(__file__, __doc__)
     options.add_argument("--targets", default="h100:1x8", help="see jdp.foresight.targets")
-    options.add_argument("--models", default="gpt,mlp", help="of gpt, unrolled, untied, mlp")
+    options.add_argument("--models", default="gpt,mlp", help="of gpt, unrolled, untied, mlp, and the names in SIZES")
     options.add_argument("--layers", type=int, default=2, help="of the gpt")
     options.add_argument("--width", type=int, default=768, help="of the gpt; 64 a head")
     options.add_argument("--replicas", type=int, default=1, help="of the mesh")
+    options.add_argument("--model-axis", type=int, default=1, help="devices that share each layer of the gpts")
     options.add_argument("--precisions", default="fp32,bf16")
     options.add_argument("--strategies", default="ddp,zero1,zero2,zero3")
     options.add_argument("--accumulate", default="1,4")
@@ -211,7 +298,7 @@ def main() -> None:
     cases = [Case(m, t, p, s, int(k)) for m, t, p, s, k in itertools.product(*(field.split(",") for field in fields))]
     on, shape = (
         {name: target(name) for name in given.targets.split(",")},
-        Shape(given.layers, given.width, given.replicas),
+        Shape(given.layers, given.width, given.replicas, given.model_axis),
     )
     compiled = partial(compile_case, shape=shape, on=on, partitionings=given.partitionings.split(","))
     rows = []

@@ -18,10 +18,10 @@ from jdp.amounts import size
 from jdp.foresight.contract import TOLERANCE, Promise, Sent, Theory, Verdict
 from jdp.foresight.origin import Parameters, Piece, Sites
 from jdp.foresight.program import bits
-from jdp.mesh import DATA, batch_axes
+from jdp.mesh import DATA
 from jdp.placement import Placement
+from jdp.state import TrainState
 from jdp.step import Step
-from jdp.types import PyTree
 
 _MENTIONED = 0.002  # of theory: what explains less is not worth a sentence, unless nothing explains more
 
@@ -63,16 +63,22 @@ class Group:
 
 
 def breaches(
-    found: Iterable[Sent], promised: Theory, verdict: Verdict, sites: Sites, step: Step, params: PyTree
+    found: Iterable[Sent], promised: Theory, verdict: Verdict, sites: Sites, step: Step, state: TrainState
 ) -> tuple[str, ...]:
     """Why the contract is not kept, one sentence a reason; empty when it is."""
     if verdict.kept:
         return ()
-    places: list[Placement] = jax.tree.leaves(step.plan.param_placements(params))
+    places: list[Placement] = jax.tree.leaves(step.plan.param_placements(state.params, state.static))
     parameters = Parameters(tuple(places), dict(step.plan.mesh.shape))
     blamed = {row.kind for row in verdict.rows if not row.kept} or {row.kind for row in verdict.rows}
     counted = [s for s in found if s.over_batch and s.collective.kind in blamed]
-    pieces = [(s, piece) for s in counted for piece in sites.pieces(s.collective)]
+    apart = promised.statistics
+    pieces = [
+        (s, piece)
+        for s in counted
+        for piece in sites.pieces(s.collective)
+        if not (s.statistics_bytes and apart.fits(piece))
+    ]
     judge = _Judge(step, promised, parameters)
     groups: dict[tuple[object, ...], Group] = {}
     for s, piece in sorted(pieces, key=lambda pair: bits(pair[1].dtype)):
@@ -154,8 +160,9 @@ class _Judge:
         """More bytes than the parameters' part of the promise still allows."""
         kind, size = s.collective.kind, piece.payload_bytes * s.collective.count
         key = (kind, tuple(place.path for place in like))
-        elements = sum(math.prod(self.parameters.local(place)) for place in like)
-        whole = promise.payload_bytes * elements / self.promised.parameters
+        counted = [place for place in like if place.trained or kind == "all-gather"]  # frozen ones have no gradients
+        elements = sum(math.prod(self.parameters.local(place)) for place in counted)
+        whole = promise.payload_bytes * elements / promise.parameters
         left = self._left.get(key, whole)
         self._left[key] = left - size
         if size <= left + (TOLERANCE - 1) * whole:
@@ -172,17 +179,11 @@ class _Judge:
 
     def _manual(self) -> str:
         """How to get each device to sum by itself first."""
-        if self.step.partitioning == "manual" and self._has_own_axes():
-            return "By hand, XLA gathers along the model's axes before it goes along data: use partitioning='auto'."
         if self.step.partitioning == "manual":
             return "The step is partitioned by hand already, so the loss itself asks for it: look at that line."
         if self.step.asked is None and "jdp.Loss" in self.step.why:
             return "Return jdp.Loss(total, weight) from the loss: then partitioning=None picks manual."
         return "Use partitioning='manual': each device sums its own first, and they synchronise once."
-
-    def _has_own_axes(self) -> bool:
-        mesh = self.step.plan.mesh
-        return any(size > 1 for axis, size in mesh.shape.items() if axis not in batch_axes(mesh))
 
     def _keep_local(self) -> str:
         if self.step.partitioning == "manual":

@@ -23,6 +23,7 @@ import jax
 from jdp.foresight.cache import Cache
 from jdp.foresight.hlo import Collective, collectives
 from jdp.foresight.program import Program, parse
+from jdp.notices import notice
 
 
 class CompileError(ValueError):
@@ -119,7 +120,7 @@ def _compile(lowered: jax.stages.Lowered) -> Compiled:
     begin = time.perf_counter()
     with _LOCK, _standard_error() as lines:
         try:
-            compiled = lowered.compile()
+            compiled = _with_or_without_triton(lowered)
         except jax.errors.JaxRuntimeError as error:
             raise CompileError(_refusal(error)) from error
     sizes: Any = compiled.memory_analysis()  # jaxlib's CompiledMemoryStats
@@ -133,6 +134,18 @@ def _compile(lowered: jax.stages.Lowered) -> Compiled:
         warnings=tuple(lines),
         seconds=time.perf_counter() - begin,
     )
+
+
+def _with_or_without_triton(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """Where no device is there to try kernels on, XLA may choose tiles for a matrix product that its sizes do not have
+    (lengths such as a ViT's 197), and give up. cuBLAS' kernels then stand in; what is sent stays the same."""
+    try:
+        return lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "output tile sizes" not in str(error):
+            raise
+        notice("XLA found no tiles for a matrix product without a GPU to try them on: compiled for cuBLAS instead")
+        return lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
 
 
 def _refusal(error: Exception) -> str:

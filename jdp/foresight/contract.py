@@ -2,7 +2,8 @@
 
 1. Theory: payload bytes a step by kind of collective, from the plan's placements (design, "Communication contract").
 2. What was found: each collective of the program, with the mesh axes it runs along, in or out of the loop over the
-   microbatches. What runs along the model's own axes only is that model's business and is counted apart.
+   microbatches. What runs along the model's own axes only is that model's business and is counted apart; so are the
+   statistics of batch norms (`batch_statistics`), up to what they take.
 3. The verdict: kept when a device sends at most 1.02 times the theory's bytes along the batch axes, and every kind of
    collective that the row does not name at most 1% of them.
 
@@ -16,9 +17,11 @@ from functools import lru_cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jdp.foresight.batch_statistics import BatchStatistics
 from jdp.foresight.compiled import Compiled
 from jdp.foresight.hlo import Collective
 from jdp.foresight.origin import Sites
@@ -26,6 +29,7 @@ from jdp.mesh import DATA, REPLICA, batch_axes
 from jdp.placement import Placement, shards
 from jdp.plan import Plan
 from jdp.precision import Precision
+from jdp.state import Static
 from jdp.types import PyTree
 
 TOLERANCE = 1.02
@@ -48,6 +52,7 @@ class Promise:
         payload_bytes: a step, over all microbatches.
         axes: the mesh axes it runs along.
         devices: how many take part in one.
+        parameters: how many it covers: of what is gathered all, of what is reduced those that are trained.
         rounds: how often a step it runs: K where it runs for every microbatch, else 1.
         itemsize: bytes an element.
     """
@@ -58,6 +63,7 @@ class Promise:
     devices: int
     rounds: int
     itemsize: int
+    parameters: int
 
     @property
     def wire_bytes(self) -> float:
@@ -70,12 +76,15 @@ class Theory:
     """A row of the contract, in bytes.
 
     Attributes:
-        parameters: Ψ; with axes of the model's own, the part that each of their shards computes with.
+        parameters: Ψ, frozen ones among them; with axes of the model's own, the part that each of their shards
+            computes with.
         promises: the kinds of collective that the row names.
+        statistics: what batch norms send besides, as their part of the model asks; counted apart.
     """
 
     parameters: int
     promises: tuple[Promise, ...]
+    statistics: BatchStatistics = field(default_factory=BatchStatistics)
 
     @property
     def payload_bytes(self) -> dict[str, float]:
@@ -91,37 +100,59 @@ class Theory:
         return next((promise for promise in self.promises if promise.kind == kind), None)
 
 
-def theory(plan: Plan, params: PyTree, *, accumulate: int, precision: Precision) -> Theory:
+def theory(
+    plan: Plan,
+    params: PyTree,
+    *,
+    accumulate: int,
+    precision: Precision,
+    static: Static | None = None,
+    sync_batch_norm: bool = True,
+) -> Theory:
     """What a training step promises to send.
 
     With Ψ parameters, c and r bytes an element of the working copy and of the reduced gradient, K microbatches:
     ddp all-reduces r·Ψ; zero1 reduce-scatters r·Ψ and gathers c·Ψ; zero2 K·r·Ψ and c·Ψ; zero3 K·r·Ψ and at most
     2·K·c·Ψ. With R > 1 replicas the gradient's shards, r·Ψ/N, are also all-reduced over `replica`; under ddp the whole
-    gradients are all-reduced once, over all R·N devices.
+    gradients are all-reduced once, over all R·N devices. Frozen parameters have no gradients: where there are some, the
+    reductions' Ψ is that of the trained ones, and c of a frozen one its own element's size where that is less.
 
     Args:
         plan: mesh and strategy.
         params: the parameters, real or abstract.
         accumulate: K.
         precision: c is the size of its `compute` dtype, r of its `reduce`.
+        static: the state's: what is trained, what the model's metadata asks, which batch norms there are.
+        sync_batch_norm: batch norms normalise by the whole batch.
     """
     sizes = dict(plan.mesh.shape)
-    places: list[Placement] = jax.tree.leaves(plan.param_placements(params))
-    psi = sum(math.prod(place.shape) // shards(place.compute, sizes) for place in places)
+    places: list[Placement] = jax.tree.leaves(plan.param_placements(params, static))
+    counts = [math.prod(place.shape) // shards(place.compute, sizes) for place in places]
+    psi = sum(counts)
+    trained = sum(count for count, place in zip(counts, places, strict=True) if place.trained)
     c, r = precision.compute_dtype.itemsize, precision.reduce_dtype.itemsize
+    working = sum(count * _working_itemsize(place, c) for count, place in zip(counts, places, strict=True))
     n, replicas = sizes[DATA], sizes.get(REPLICA, 1)
     rounds = accumulate if plan.row.reduce_each_microbatch else 1
     gathers = {"never": 0, "step": 1, "use": 2 * accumulate}[plan.row.gather]
     looped = accumulate if plan.row.gather == "use" else 1
     if plan.row.shard_state:
         promises = (
-            Promise("reduce-scatter", rounds * r * psi, (DATA,), n, rounds, r),
-            Promise("all-gather", gathers * c * psi, (DATA,), n, looped, c),
-            Promise("all-reduce", r * psi / n, (REPLICA,), replicas, 1, r),
+            Promise("reduce-scatter", rounds * r * trained, (DATA,), n, rounds, r, trained),
+            Promise("all-gather", gathers * working, (DATA,), n, looped, c, psi),
+            Promise("all-reduce", r * trained / n, (REPLICA,), replicas, 1, r, trained),
         )
     else:
-        promises = (Promise("all-reduce", r * psi, plan.batch_axes, plan.batch_shards, 1, r),)
-    return Theory(psi, tuple(promise for promise in promises if promise.devices > 1))
+        promises = (Promise("all-reduce", r * trained, plan.batch_axes, plan.batch_shards, 1, r, trained),)
+    adapter = static.adapter if static is not None and sync_batch_norm else None
+    statistics = BatchStatistics(() if adapter is None else adapter.batch_statistics, accumulate)
+    return Theory(psi, tuple(promise for promise in promises if promise.devices > 1), statistics)
+
+
+def _working_itemsize(place: Placement, itemsize: int) -> int:
+    """Bytes an element that a parameter is gathered in: frozen ones go as they rest where that is less."""
+    own = jnp.dtype(place.dtype)
+    return itemsize if place.trained and jnp.issubdtype(own, jnp.floating) else min(itemsize, own.itemsize)
 
 
 # What was found.
@@ -136,12 +167,25 @@ class Sent:
         axes: the mesh axes that its groups vary along; empty when nothing leaves a device.
         in_accumulation_loop: it runs for every microbatch.
         over_batch: it varies along `replica` or `data`, so the contract counts it.
+        statistics_bytes: the part of its payload, a step, that is batch statistics; the contract leaves that out.
     """
 
     collective: Collective
     axes: tuple[str, ...]
     in_accumulation_loop: bool
     over_batch: bool
+    statistics_bytes: int = 0
+
+    @property
+    def payload_bytes(self) -> int:
+        """A step, without batch statistics."""
+        return self.collective.payload_bytes * self.collective.count - self.statistics_bytes
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that each device sends a step, without batch statistics."""
+        whole = self.payload_bytes + self.statistics_bytes
+        return self.collective.wire_bytes * (self.payload_bytes / whole if whole else 1)
 
     def to_json(self) -> dict[str, Any]:
         c = self.collective
@@ -152,6 +196,8 @@ class Sent:
             "count": c.count,
             "in_accumulation_loop": self.in_accumulation_loop,
             "axes": list(self.axes),
+            "counted": self.over_batch,
+            "statistics_bytes": self.statistics_bytes,
             "group_size": c.group_size,
             "wire_bytes_per_device": c.wire_bytes,
             "asynchronous": c.is_async,
@@ -160,14 +206,18 @@ class Sent:
         }
 
 
-def sent(compiled: Compiled, mesh: Mesh, accumulate: int) -> list[Sent]:
-    """Every collective that sends something, in schedule order."""
+def sent(compiled: Compiled, mesh: Mesh, accumulate: int, statistics: BatchStatistics | None = None) -> list[Sent]:
+    """Every collective that sends something, in schedule order; `statistics` as `theory` has them."""
     sites, along = Sites(compiled.program, accumulate), set(batch_axes(mesh))
-    found = list[Sent]()
+    found, left = list[Sent](), statistics.payload_bytes if statistics is not None else 0
     for c in compiled.collectives:
         if c.group_size > 1:
             axes = axes_along(c.groups, mesh)
-            found.append(Sent(c, axes, sites.in_accumulation_loop(c), bool(along & set(axes))))
+            over_batch, apart = bool(along & set(axes)), 0
+            if statistics is not None and left and over_batch and c.kind == "all-reduce":
+                apart = min(statistics.among(sites.pieces(c)) * c.count, left)
+                left -= apart
+            found.append(Sent(c, axes, sites.in_accumulation_loop(c), over_batch, apart))
     return found
 
 
@@ -230,6 +280,7 @@ class Verdict:
         wire_bytes, theory_wire_bytes: what each device sends a step along the batch axes, found and promised.
         rows: one a kind; the promised ones first.
         own: one a kind of what runs along the model's own axes only; nothing is promised about it.
+        statistics: of the batch norms' statistics; None where there are none.
     """
 
     kept: bool
@@ -237,6 +288,7 @@ class Verdict:
     theory_wire_bytes: float
     rows: tuple[Row, ...]
     own: tuple[Row, ...] = field(default=())
+    statistics: Row | None = None
 
     @property
     def ratio(self) -> float:
@@ -248,19 +300,30 @@ def judge(found: Iterable[Sent], promised: Theory) -> Verdict:
     """Hold what was found against what was promised."""
     found = list(found)
     counted, apart = [s for s in found if s.over_batch], [s for s in found if not s.over_batch]
-    total, bound = sum(s.collective.wire_bytes for s in counted), promised.wire_bytes
+    total, bound = sum(s.wire_bytes for s in counted), promised.wire_bytes
     kinds = dict.fromkeys((*promised.payload_bytes, *(s.collective.kind for s in counted)))
     rows = tuple(_row(kind, counted, promised) for kind in kinds)
     others = all(row.kept for row in rows if promised.promise(row.kind) is None)
     own = tuple(_row(kind, apart, None) for kind in dict.fromkeys(s.collective.kind for s in apart))
-    return Verdict(total <= TOLERANCE * bound and others, total, bound, rows, own)
+    return Verdict(total <= TOLERANCE * bound and others, total, bound, rows, own, _statistics(counted, promised))
+
+
+def _statistics(found: list[Sent], promised: Theory) -> Row | None:
+    """What batch norms send, against what they take; never more, as what is beyond counts as any other all-reduce."""
+    expected, sums = promised.statistics.payload_bytes, [s for s in found if s.statistics_bytes]
+    if not sums:
+        return None
+    payload = sum(s.statistics_bytes for s in sums)
+    looped = sum(s.statistics_bytes for s in sums if s.in_accumulation_loop)
+    wire = sum(s.collective.wire_bytes - s.wire_bytes for s in sums)
+    return Row("all-reduce", expected, payload, looped, wire, wire * expected / payload, kept=True)
 
 
 def _row(kind: str, found: Iterable[Sent], promised: Theory | None) -> Row:
     same = [s for s in found if s.collective.kind == kind]
-    payload = [s.collective.payload_bytes * s.collective.count for s in same]
+    payload = [s.payload_bytes for s in same]
     looped = sum(size for s, size in zip(same, payload, strict=True) if s.in_accumulation_loop)
-    wire = sum(s.collective.wire_bytes for s in same)
+    wire = sum(s.wire_bytes for s in same)
     promise = promised.promise(kind) if promised is not None else None
     if promise is not None:
         expected, theirs, kept = promise.payload_bytes, promise.wire_bytes, wire <= TOLERANCE * promise.wire_bytes

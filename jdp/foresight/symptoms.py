@@ -26,7 +26,7 @@ from jdp.state import TrainState
 
 def symptoms(compiled: Compiled, plan: Plan, state: TrainState) -> tuple[str, ...]:
     """Every sign found, a sentence each; `state` is what the step was compiled for, on the plan's mesh."""
-    places: list[Placement] = jax.tree.leaves(plan.param_placements(state.params))
+    places: list[Placement] = jax.tree.leaves(plan.param_placements(state.params, state.static))
     parameters = Parameters(tuple(places), dict(plan.mesh.shape))
     found = [
         *_resharded(compiled, parameters),

@@ -64,8 +64,15 @@ def report(step: Step, state: TrainState, compiled: Compiled, target_name: str, 
         target_name: what the devices are called.
         notes: more to tell.
     """
-    promised = theory(step.plan, state.params, accumulate=step.accumulate, precision=step.precision)
-    found = sent(compiled, step.plan.mesh, step.accumulate)
+    promised = theory(
+        step.plan,
+        state.params,
+        accumulate=step.accumulate,
+        precision=step.precision,
+        static=state.static,
+        sync_batch_norm=step.sync_batch_norm or step.partitioning == "auto",
+    )
+    found = sent(compiled, step.plan.mesh, step.accumulate, promised.statistics)
     verdict = judge(found, promised)
     sites = Sites(compiled.program, step.accumulate)
     return Report(
@@ -82,8 +89,9 @@ def report(step: Step, state: TrainState, compiled: Compiled, target_name: str, 
         ratio=verdict.ratio,
         rows=verdict.rows,
         own=verdict.own,
+        statistics=verdict.statistics,
         collectives=tuple(found),
-        breaches=breaches(found, promised, verdict, sites, step, state.params),
+        breaches=breaches(found, promised, verdict, sites, step, state),
         symptoms=symptoms(compiled, step.plan, state),
         notes=tuple(dict.fromkeys((*notes, *_notes(step, found)))),
     )
@@ -125,6 +133,7 @@ class Report:
             there is no other device.
         rows: one a kind of collective, found and promised.
         own: the same for what runs along the model's own axes, which the contract says nothing about.
+        statistics: the same for the statistics of batch norms over all devices, which it leaves out too; None: none.
         collectives: each collective that sends something, in schedule order.
         breaches: why it is not kept, a sentence each, with parameter, source line and remedy; empty when it is kept.
         symptoms: signs of something unmeant, a sentence each (`foresight.symptoms`); they break no contract.
@@ -145,6 +154,7 @@ class Report:
     rows: tuple[Row, ...]
     own: tuple[Row, ...]
     collectives: tuple[Sent, ...] = field(repr=False)
+    statistics: Row | None = None
     breaches: tuple[str, ...] = ()
     symptoms: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -166,6 +176,7 @@ class Report:
             "why": self.why,
             "rows": [row.to_json() for row in self.rows],
             "model_axes": [row.to_json() for row in self.own],
+            "batch_statistics": None if self.statistics is None else self.statistics.to_json(),
             "symptoms": list(self.symptoms),
             "notes": list(self.notes),
         }
@@ -179,6 +190,9 @@ class Report:
         if self.own:
             title = "Along the model's own axes, which the contract leaves to the model:"
             parts.append([title, *_columns([_HEADERS, *map(_cells, self.own)])])
+        if self.statistics is not None:
+            title = "Statistics of batch norms over all devices, which the contract leaves out:"
+            parts.append([title, *_columns([_HEADERS, _cells(self.statistics)])])
         if self.collectives:
             parts.append(_columns([_LISTED, *_grouped(self.collectives)]))
         for title, lines in (("Breaches", self.breaches), ("Symptoms", self.symptoms), ("Notes", self.notes)):
@@ -201,7 +215,7 @@ class Report:
 
 
 _HEADERS = ("kind", "expected", "found", "ratio", "in the microbatch loop", "wire a device", "")
-_LISTED = ("collective", "dtype", "payload", "times", "axes", "loop", "wire a device")
+_LISTED = ("collective", "dtype", "payload", "times", "axes", "loop", "wire a device", "")
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -218,11 +232,17 @@ def _grouped(collectives: Iterable[Sent]) -> Iterable[tuple[str, ...]]:
     for s in collectives:
         c = s.collective
         key = (c.kind, c.dtype, size(c.payload_bytes), ", ".join(s.axes), "in" if s.in_accumulation_loop else "out")
-        groups.setdefault(key, []).append(s)
-    for (kind, dtype, payload, axes, loop), same in groups.items():
+        groups.setdefault((*key, _apart(s)), []).append(s)
+    for (kind, dtype, payload, axes, loop, apart), same in groups.items():
         times = sum(s.collective.count for s in same)
         wire = sum(s.collective.wire_bytes for s in same)
-        yield kind, dtype, payload, str(times), axes, loop, size(wire)
+        yield kind, dtype, payload, str(times), axes, loop, size(wire), apart
+
+
+def _apart(s: Sent) -> str:
+    if s.statistics_bytes:
+        return "batch statistics" + (" among others" if s.payload_bytes else "")
+    return "" if s.over_batch else "the model's own"
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> list[str]:

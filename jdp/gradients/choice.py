@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from jdp.mesh import own_axes
 from jdp.notices import notice
-from jdp.plan import path_of
+from jdp.plan import Plan, path_of
 from jdp.precision import Precision
 from jdp.state import TrainState
-from jdp.strategy import Strategy
 from jdp.types import Batch, Loss
 
 if TYPE_CHECKING:
@@ -37,6 +37,9 @@ def choose(step: Step, state: TrainState, batch: Batch) -> Choice:
     if step.plan.batch_shards > 1 and (step.asked is None or choice.why != ASKED):
         what = "train" if step.train else "eval"
         notice(f"{what} step under {step.plan.strategy}: partitioning={choice.partitioning!r}: {choice.why}")
+    adapter, without = state.static.adapter, step.train and not step.sync_batch_norm and step.plan.batch_shards > 1
+    if without and choice.partitioning == "auto" and adapter is not None and adapter.has_statistics:
+        notice("sync_batch_norm=False changes nothing under partitioning='auto', which sees the whole batch")
     return choice
 
 
@@ -49,22 +52,27 @@ def _choose(step: Step, state: TrainState, batch: Batch) -> Choice:
     if not step.train:
         return Choice("auto", "an evaluation step has no gradients to reduce")
     is_sum, reused = _read_loss(step, state, batch)
-    breach = auto_breach(step.plan.row, step.accumulate, step.precision, reused)
+    breach = auto_breach(step.plan, step.accumulate, step.precision, reused)
     if breach is None:
         return Choice("auto", "XLA keeps the communication contract")
-    if _has_statistics(state):
-        return Choice("auto", f"the model's state wants global batch statistics, although {breach}")
+    if names := _unsynchronised(state):
+        return Choice(
+            "auto", f"{names[0]} may be a statistic of the batch, which only auto sees whole, although {breach}"
+        )
     if not is_sum:
         return Choice("auto", f"the loss returns a mean, although {breach}; a loss that returns jdp.Loss gets manual")
     return Choice("manual", breach)
 
 
-def auto_breach(row: Strategy, accumulate: int, precision: Precision, reused: str | None) -> str | None:
+def auto_breach(plan: Plan, accumulate: int, precision: Precision, reused: str | None) -> str | None:
     """What auto would get wrong; None: nothing. Measured on compiled programs, experiments/benchmarks/traffic.py."""
+    row = plan.row
     if accumulate > 1 and not row.reduce_each_microbatch:
         return "auto may synchronise inside the accumulation loop"
     if lower := _dtype_breach(precision):
         return lower
+    if row.shard_state and any(plan.mesh.shape[axis] > 1 for axis in own_axes(plan.mesh)):
+        return "auto may move activations along data where they meet gradients that the model's axes shard too"
     if reused is not None:
         return f"{reused} is used more than once, and auto reduces its gradient at each use"
     return None
@@ -74,13 +82,14 @@ def _drawback(step: Step, state: TrainState) -> str | None:
     """What the user who asked for a partitioning may not expect of it."""
     if step.asked == "auto":
         return _dtype_breach(step.precision)
-    if _has_statistics(state):
-        return "each device then computes the model's batch statistics over its own rows, and they are averaged"
+    if names := _unsynchronised(state):
+        return f"each device then computes {names[0]} over its own rows, and the values are averaged"
     return None
 
 
-def _has_statistics(state: TrainState) -> bool:
-    return state.static.adapter is not None and state.static.adapter.has_statistics
+def _unsynchronised(state: TrainState) -> tuple[str, ...]:
+    """State of the model that its calls change, apart from batch norms' statistics."""
+    return () if state.static.adapter is None else state.static.adapter.unsynchronised
 
 
 def _dtype_breach(precision: Precision) -> str | None:
@@ -99,12 +108,11 @@ def _read_loss(step: Step, state: TrainState, batch: Batch) -> tuple[bool, str |
         found.append(isinstance(value, Loss))
         return value.total if isinstance(value, Loss) else value
 
-    dtype = step.precision.compute_dtype
-    working = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), state.params)
-    jaxpr = jax.make_jaxpr(probe)(working).jaxpr
+    jaxpr = jax.make_jaxpr(probe)(step.precision.working_shapes(state.params)).jaxpr
     paths = [path_of(path) for path, _ in jax.tree.leaves_with_path(state.params)]
-    uses = zip(paths, jaxpr.invars, strict=True)
-    return found[0], next((path for path, var in uses if count_uses(jaxpr, var) > 1), None)
+    trained = state.static.trained or (True,) * len(paths)
+    uses = zip(paths, jaxpr.invars, trained, strict=True)
+    return found[0], next((path for path, var, counts in uses if counts and count_uses(jaxpr, var) > 1), None)
 
 
 def count_uses(jaxpr: Any, var: Any) -> int:

@@ -1,8 +1,10 @@
 """Replica view: the gradient region runs under `shard_map` over the batch axes and issues its own collectives.
 
 Each device sees its rows of the batch and differentiates its own sum. That is what lets it add microbatches locally and
-synchronise once, choose the dtype on the wire, and, later, compress or skip synchronisations. Axes of the model stay
-XLA's.
+synchronise once, choose the dtype on the wire, and, later, compress or skip synchronisations.
+
+Axes of the model stay XLA's while the loss runs; but what is sent along the batch axes is the part of an array that a
+device holds along the model's (`parts`).
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jdp import keys
+from jdp.gradients import parts
 from jdp.gradients.accumulate import Moves, Task, evaluate, step_gradients
 from jdp.gradients.auto import interleave
 from jdp.mesh import DATA, batch_axes
@@ -30,7 +33,15 @@ def gradients(task: Task, plan: Plan) -> Callable[..., Any]:
         return step_gradients(task, _moves(plan), params, model_state, batch, key)
 
     rest, whole = _rest_specs(plan, task.places), PartitionSpec()
-    return _shard_map(local, plan, (rest, whole, plan.batch_spec, whole), (rest, whole, whole))
+    reduced = _rest_specs(plan, task.trained_places)
+    replicas = _shard_map(local, plan, (rest, whole, plan.batch_spec, whole), (reduced, whole, whole))
+
+    def run(params: PyTree, *others: Any) -> Any:
+        grads, sums, model_state = replicas(_apart(plan, params, task.places), *others)
+        grads = jax.tree.map(lambda g, place: parts.together(g, place, plan.mesh), grads, task.trained_places)
+        return grads, sums, model_state
+
+    return run
 
 
 def evaluation(task: Task, plan: Plan) -> Callable[..., Any]:
@@ -40,7 +51,12 @@ def evaluation(task: Task, plan: Plan) -> Callable[..., Any]:
         return evaluate(task, _moves(plan), params, model_state, batch)
 
     rest, whole = _rest_specs(plan, task.places), PartitionSpec()
-    return _shard_map(local, plan, (rest, whole, plan.batch_spec), whole)
+    replicas = _shard_map(local, plan, (rest, whole, plan.batch_spec), whole)
+    return lambda params, *others: replicas(_apart(plan, params, task.places), *others)
+
+
+def _apart(plan: Plan, params: PyTree, places: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf, place: parts.apart(leaf, place, plan.mesh), params, places)
 
 
 def _shard_map(local: Callable[..., Any], plan: Plan, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
@@ -63,25 +79,19 @@ def _rest_specs(plan: Plan, places: PyTree) -> PyTree:
         left = tuple(axis for axis in axes_of(entry) if axis in manual)
         return left[0] if len(left) == 1 else (left or None)
 
-    return jax.tree.map(lambda place: PartitionSpec(*(keep(entry) for entry in place.rest)), places)
+    def spec(place: Placement) -> PartitionSpec:
+        return PartitionSpec(*(keep(entry) for entry in parts.spec_apart(place, plan.mesh)))
+
+    return jax.tree.map(spec, places)
 
 
 def _moves(plan: Plan) -> Moves:
-    axes = batch_axes(plan.mesh)
+    mesh, axes = plan.mesh, batch_axes(plan.mesh)
     others = tuple(axis for axis in axes if axis != DATA)
     replicas = plan.batch_shards
 
-    def gather(x: jax.Array, place: Placement, leading: int) -> jax.Array:
-        return x if place.dim is None else jax.lax.all_gather(x, DATA, axis=place.dim - leading, tiled=True)
-
-    def reduce(x: jax.Array, place: Placement, leading: int) -> jax.Array:
-        if place.dim is None:
-            return x
-        return jax.lax.psum_scatter(x, DATA, scatter_dimension=place.dim - leading, tiled=True)
-
     def finish(x: jax.Array, place: Placement, leading: int) -> jax.Array:
-        left = axes if place.dim is None else others
-        return jax.lax.psum(x, left) if left else x
+        return parts.psum(x, axes if place.dim is None else others, place, mesh)
 
     def average(x: jax.Array) -> jax.Array:
         floating = jnp.issubdtype(x.dtype, jnp.floating)
@@ -94,12 +104,13 @@ def _moves(plan: Plan) -> Moves:
         return keys.batch_key(key, rows=rows, offset=first + jnp.uint32(index), stride=count)
 
     return Moves(
-        gather=gather,
-        reduce=reduce,
+        gather=lambda x, place, leading: parts.all_gather(x, place, leading, mesh),
+        reduce=lambda x, place, leading: parts.psum_scatter(x, place, leading, mesh),
         hold=lambda x, place, leading: x,
         finish=finish,
         total=lambda x: jax.lax.psum(x, axes),
         average=lambda model_state: jax.tree.map(average, model_state),
         microbatches=lambda batch, count: jax.tree.map(lambda x: interleave(x, count), batch),
         key=key,
+        axes=axes,
     )

@@ -65,6 +65,8 @@ def _rows(report: Report) -> Iterator[tuple[Row, Markup]]:
     for row in report.rows:
         yield row, _KEPT if row.kept else Markup("more, but all kinds together less") if report.kept else _BROKEN
     yield from ((row, Markup("the model’s own axes")) for row in report.own)
+    if report.statistics is not None:
+        yield report.statistics, Markup("batch statistics")
 
 
 def _against_theory(name: str, row: Row, verdict: Markup) -> list[str]:
