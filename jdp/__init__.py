@@ -7,7 +7,13 @@ what every device will hold, send and wait for.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jdp.checkpoint import Checkpoints as Checkpoints
+    from jdp.averages import ema_params as ema_params
+    from jdp.averages import with_ema as with_ema
+    from jdp.checkpoint.directory import Checkpoints as Checkpoints
+    from jdp.checkpoint.errors import CheckpointError as CheckpointError
+    from jdp.checkpoint.single import restore as restore
+    from jdp.checkpoint.single import restore_params as restore_params
+    from jdp.checkpoint.single import save as save
     from jdp.data.feed import Feed as Feed
     from jdp.data.feed import process_rows as process_rows
     from jdp.data.feed import shard_batches as shard_batches
@@ -21,6 +27,8 @@ if TYPE_CHECKING:
     from jdp.placement import Placement as Placement
     from jdp.plan import Plan as Plan
     from jdp.precision import Precision as Precision
+    from jdp.schedules import scaled_lr as scaled_lr
+    from jdp.schedules import warmup as warmup
     from jdp.state import TrainState as TrainState
     from jdp.step import Step as Step
     from jdp.step import make_eval_step as make_eval_step
@@ -30,7 +38,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Checkpoints": "checkpoint",
+    "CheckpointError": "checkpoint.errors",
+    "Checkpoints": "checkpoint.directory",
     "Feed": "data.feed",
     "Loss": "types",
     "Placement": "placement",
@@ -39,6 +48,7 @@ _HOMES = {
     "Step": "step",
     "TrainState": "state",
     "abstract_state": "init",
+    "ema_params": "averages",
     "foresee": "foresight.foresee",
     "init_state": "init",
     "initialize": "distributed",
@@ -46,9 +56,15 @@ _HOMES = {
     "make_mesh": "mesh",
     "make_train_step": "step",
     "process_rows": "data.feed",
+    "restore": "checkpoint.single",
+    "restore_params": "checkpoint.single",
+    "save": "checkpoint.single",
+    "scaled_lr": "schedules",
     "scan_layers": "layers",
     "shard_batches": "data.feed",
     "verify": "foresight.verify",
+    "warmup": "schedules",
+    "with_ema": "averages",
 }
 __all__ = ["__version__", *_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -11,41 +11,54 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jdp import flax_nnx
 from jdp.notices import notice
+from jdp.optimizer_fit import check_update, first_state
 from jdp.plan import Plan, path_of
-from jdp.state import Static, TrainState
+from jdp.state import Static, TrainState, trained_part
 from jdp.types import InitFn, PyTree
+from jdp.wrt import resolve
 
 
-def init_state(init: InitFn, tx: optax.GradientTransformation, plan: Plan, *, rng: jax.Array) -> TrainState:
+def init_state(
+    init: InitFn, tx: optax.GradientTransformation, plan: Plan, *, rng: jax.Array, wrt: Any = None
+) -> TrainState:
     """Make the train state, each leaf where `plan` wants it. No device ever holds what it will not keep.
 
     Args:
-        init: `init(rng)` -> an `nnx.Module`, or a pytree of floating-point arrays.
-        tx: any optax optimizer.
+        init: `init(rng)` -> an `nnx.Module`, or a pytree of arrays; those that are trained are floating point.
+        tx: any optax optimizer, `optax.MultiSteps` too.
         plan: where things live.
         rng: `jax.random.key(seed)`, the same on every process; everything random in training derives from it.
+        wrt: what is trained. None: every parameter; a pattern of paths ("head/*") or a sequence of them, as in
+            `Plan.rules`; for an NNX module also any filter of nnx (`nnx.LoRAParam`, a callable). The rest is frozen: no
+            gradient, no optimizer state, any dtype; but sharded and gathered as the strategy says. The optimizer
+            sees None in place of it.
 
     Raises:
-        ValueError: a parameter is not a floating-point array, or a rule of the plan does not fit.
+        ValueError: a trained parameter is not a floating-point array, `wrt` does not fit, the optimizer's state cannot
+            be mapped or its update needs what a step does not have, or a rule of the plan does not fit.
     """
-    make, abstract = _prepare(init, tx, plan, rng)
+    make, abstract = _prepare(init, tx, rng, wrt)
     notice(str(plan))
+    _mention_multi_steps(abstract.opt_state)
     plan.report_replicated(abstract)
     shardings = plan.shardings(abstract)
     arrays = jax.jit(make, out_shardings=_fields(shardings))(_typed(rng))
     return TrainState(**arrays, static=abstract.static)
 
 
-def abstract_state(init: InitFn, tx: optax.GradientTransformation, plan: Plan, *, rng: jax.Array) -> TrainState:
+def abstract_state(
+    init: InitFn, tx: optax.GradientTransformation, plan: Plan, *, rng: jax.Array, wrt: Any = None
+) -> TrainState:
     """The same state as `init_state` makes, of `jax.ShapeDtypeStruct` leaves with their shardings: no memory is used.
 
     The plan's devices may be descriptions of devices that this machine does not have.
     """
-    _, abstract = _prepare(init, tx, plan, rng)
+    _, abstract = _prepare(init, tx, rng, wrt)
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         abstract,
@@ -53,24 +66,37 @@ def abstract_state(init: InitFn, tx: optax.GradientTransformation, plan: Plan, *
     )
 
 
-def _prepare(init: InitFn, tx: optax.GradientTransformation, plan: Plan, rng: jax.Array) -> tuple[Any, TrainState]:
-    adapters: list[Any] = []
+def _prepare(init: InitFn, tx: Any, rng: jax.Array, wrt: Any) -> tuple[Any, TrainState]:
+    found: list[Static] = []
 
     def make(rng: jax.Array) -> dict[str, PyTree]:
-        params, model_state, adapter = flax_nnx.split(init(jax.random.fold_in(rng, 0)))
-        adapters.append(adapter)
+        model, specs = flax_nnx.built(init, jax.random.fold_in(rng, 0))
+        params, model_state, adapter = flax_nnx.split(model)
+        _check_arrays(params)
+        trained = resolve(params, adapter, wrt)
+        found[:] = (Static(tx, adapter, specs, trained),)
         return {
             "step": jnp.zeros((), jnp.int32),
             "params": params,
-            "opt_state": tx.init(params),
+            "opt_state": first_state(tx, trained_part(params, trained)),
             "model_state": model_state,
             "rng": jax.random.fold_in(rng, 1),
             "skipped": jnp.zeros((), jnp.int32),
         }
 
     shapes = jax.eval_shape(make, _typed(rng))
-    _check_params(shapes["params"])
-    return make, TrainState(**shapes, static=Static(tx, adapters[0]))
+    check_update(tx, trained_part(shapes["params"], found[0].trained), shapes["opt_state"])
+    return make, TrainState(**shapes, static=found[0])
+
+
+def _mention_multi_steps(opt_state: PyTree) -> None:
+    is_multi = lambda node: isinstance(node, optax.MultiStepsState)  # noqa: E731
+    if any(map(is_multi, jax.tree.leaves(opt_state, is_leaf=is_multi))):
+        notice(
+            "optax.MultiSteps keeps an accumulator between steps, synchronises every one of them, and averages their "
+            "means; make_train_step(accumulate=K) takes K microbatches of one batch instead, weighs examples alike, "
+            "and synchronises once under ddp and zero1"
+        )
 
 
 def _typed(rng: Any) -> jax.Array:
@@ -85,13 +111,10 @@ def _fields(state: TrainState) -> dict[str, PyTree]:
     return {name: getattr(state, name) for name in names}
 
 
-def _check_params(params: PyTree) -> None:
-    leaves = jax.tree.leaves_with_path(params)
-    if not leaves:
-        raise ValueError("`init` must return a module or pytree with parameters; it returned none.")
-    for path, leaf in leaves:
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+def _check_arrays(params: PyTree) -> None:
+    for path, leaf in jax.tree.leaves_with_path(params):
+        if not isinstance(leaf, jax.Array | np.ndarray):
             raise ValueError(
-                f"Every parameter must be floating point, since it is trained; {path_of(path)} is {leaf.dtype}. "
-                "Keep counters and tables out of what `init` returns (in NNX: a variable that is not an nnx.Param)."
+                f"`init` returns arrays only; {path_of(path) or 'the tree'} is {leaf!r}. Part the tree and close over "
+                "the rest (in equinox: params, static = eqx.partition(model, eqx.is_array))."
             )

@@ -101,9 +101,11 @@ def _body(
 
 def _source(name: str, leaf: Any, lifts: Lifts | None, leading: int) -> tuple[Any, Placement | None]:
     """What the loop runs over for one leaf: its shard and where that lives, or the leaf itself and None."""
-    if lifts is None or not jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating):
+    if lifts is None:
         return leaf, None
     if id(leaf) not in lifts.table:
+        if not jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating):  # keys and tables are no parameters
+            return leaf, None
         notice(
             f"scan_layers: {name} {leaf.shape} is not a parameter as it stands in the model, so it is gathered for the "
             "whole step; cast or reshape it inside the block"

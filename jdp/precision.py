@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +53,15 @@ class Precision:
                     f"Precision.params is {self.params}, but {name} rests in {leaf.dtype}. Initialise it in "
                     f"{self.params}, or pass precision=jdp.Precision(params=..., compute=..., reduce=...)."
                 )
+
+    def working_shapes(self, params: PyTree) -> PyTree:
+        """The shapes of the working copy: floating-point leaves in `compute`, others as they are."""
+
+        def shape(leaf: Any) -> jax.ShapeDtypeStruct:
+            floating = jnp.issubdtype(leaf.dtype, jnp.floating)
+            return jax.ShapeDtypeStruct(leaf.shape, self.compute_dtype if floating else leaf.dtype)
+
+        return jax.tree.map(shape, params)
 
     @property
     def compute_dtype(self) -> jnp.dtype:

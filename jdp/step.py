@@ -23,9 +23,10 @@ from jdp.gradients import auto, choice, manual
 from jdp.gradients.accumulate import Task
 from jdp.gradients.traced import Sums, batch_rows
 from jdp.mesh import mesh_of
+from jdp.optimizer_fit import update
 from jdp.plan import Plan, nearest_sizes
 from jdp.precision import Precision
-from jdp.state import TrainState
+from jdp.state import TrainState, trained_part, with_trained
 from jdp.types import Batch, LossFn, Metrics, PyTree
 
 VIEWS = {"auto": auto, "manual": manual}
@@ -39,6 +40,7 @@ def make_train_step(
     precision: str | Precision = "fp32",
     partitioning: str | None = None,
     clip_norm: float | None = None,
+    sync_batch_norm: bool = True,
 ) -> Step:
     """Make `train_step(state, batch) -> (state, metrics)`; `state` is donated.
 
@@ -51,6 +53,9 @@ def make_train_step(
         partitioning: "auto", "manual", or None: the one that keeps the communication contract (`Step.partitioning` and
             `Step.why` say which, after the first trace).
         clip_norm: scale the gradient down to this global L2 norm (Pascanu et al. 2013, arXiv:1211.5063).
+        sync_batch_norm: under "manual", `nnx.BatchNorm` takes its statistics over the rows of all devices, as it does
+            under "auto"; False: each device over its own rows, and the running averages are averaged. Either way the
+            statistics are those of one microbatch.
 
     Returns:
         A `Step`. Metrics are float32 scalars, global: `loss` (Σtotal / Σweight), `grad_norm` (before clipping),
@@ -62,7 +67,8 @@ def make_train_step(
     _check_accumulate(accumulate)
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(f"clip_norm is a positive norm, or None; got {clip_norm}.")
-    return Step(loss_fn, plan, Precision.of(precision), _view(partitioning), accumulate, clip_norm)
+    view = _view(partitioning)
+    return Step(loss_fn, plan, Precision.of(precision), view, accumulate, clip_norm, sync_batch_norm=sync_batch_norm)
 
 
 def make_eval_step(
@@ -90,6 +96,7 @@ class Step:
         loss_fn, plan, precision, accumulate, clip_norm: what it was made of.
         asked: the partitioning that was asked for; None leaves the choice to jdp.
         train: a training step; else an evaluation step.
+        sync_batch_norm: batch statistics are global under "manual" too.
     """
 
     loss_fn: LossFn
@@ -99,6 +106,7 @@ class Step:
     accumulate: int = 1
     clip_norm: float | None = None
     train: bool = True
+    sync_batch_norm: bool = True
     _chosen: list[choice.Choice] = field(default_factory=list[choice.Choice], repr=False, compare=False)
 
     def __call__(self, state: TrainState, batch: Batch) -> Any:
@@ -157,14 +165,24 @@ class Step:
 
     def task(self, state: TrainState) -> Task:
         """What the gradient code needs to know."""
-        places = self.plan.param_placements(state.params)
-        adapter = state.static.adapter
-        return Task(self.loss_fn, adapter, places, self.plan.row, self.precision, self.accumulate)
+        static = state.static
+        return Task(
+            self.loss_fn,
+            static.adapter,
+            self.plan.param_placements(state.params, static),
+            self.plan.row,
+            self.precision,
+            self.accumulate,
+            static.trained,
+            self.sync_batch_norm,
+        )
 
 
 def _train(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     _check_rows(step, batch)
-    step.precision.check_params(state.params)
+    trained = state.static.trained
+    params = trained_part(state.params, trained)
+    step.precision.check_params(params)
     gradients = VIEWS[step.settle(state, batch)].gradients(step.task(state), step.plan)
     key = jax.random.fold_in(state.rng, state.consumed)
     sums: Sums
@@ -176,11 +194,10 @@ def _train(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState, Met
     if step.clip_norm is not None:
         scale = jnp.minimum(1.0, step.clip_norm / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))
         grads = jax.tree.map(lambda g: g * scale, grads)
-    grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
+    grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
 
-    tx = optax.with_extra_args_support(state.static.tx)
-    updates, opt_state = tx.update(grads, state.opt_state, state.params, value=sums.total / sums.weight)
-    params = optax.apply_updates(state.params, updates)
+    updates, opt_state = update(state.static.tx, grads, state.opt_state, params, sums.total / sums.weight)
+    params = with_trained(state.params, optax.apply_updates(params, updates), trained)
     updated = replace(state, step=state.step + 1, params=params, opt_state=opt_state, model_state=model_state)
     kept = replace(state, skipped=state.skipped + 1)
     new = jax.tree.map(lambda a, b: a if a is b else jnp.where(finite, a, b), updated, kept)
@@ -190,7 +207,7 @@ def _train(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState, Met
 
 def _evaluate(step: Step, state: TrainState, batch: Batch) -> Metrics:
     _check_rows(step, batch)
-    step.precision.check_params(state.params)
+    step.precision.check_params(trained_part(state.params, state.static.trained))
     evaluation = VIEWS[step.settle(state, batch)].evaluation(step.task(state), step.plan)
     return _means(evaluation(state.params, state.model_state, batch))
 

@@ -338,10 +338,14 @@ def test_batch_statistics_are_not_compared_in_parts():
         def __call__(self, x, *, rng):
             return self.last(jax.nn.relu(self.norm(self.first(x))))
 
-    proof = run(["ddp auto 2 devices K=1", "manual", "K=2"], steps=2, make=lambda rng: Normed(nnx.Rngs(rng)))
+    make = lambda rng: Normed(nnx.Rngs(rng))  # noqa: E731
+    ran = ["ddp auto 2 devices K=1", "zero1 manual 2 devices K=1"]
+    proof = run([*ran, "K=2"], steps=2, make=make)
     assert proof.equal, str(proof)
-    assert [run.name for run in proof.runs if "resume" not in run.name] == ["ddp auto 2 devices K=1"]
-    assert {skip.name for skip in proof.skipped} == {"manual", "K=2"}
+    assert [run.name for run in proof.runs if "resume" not in run.name] == ran
+    assert {skip.name for skip in proof.skipped} == {"K=2"}
+    with pytest.raises(ValueError, match=r"manual: the model keeps statistics .* over each device's own rows"):
+        run("manual", steps=2, make=make, sync_batch_norm=False)
 
 
 # Mistakes

@@ -19,15 +19,24 @@ SIGNATURES = {
     "initialize": "(coordinator=None, num_processes=None, process_id=None, *, timeout_seconds=300)",
     "make_mesh": "(*, devices=None, **axes)",
     "Plan": "(mesh, strategy='ddp', *, rules=(), min_shard_size=1024)",
-    "init_state": "(init, tx, plan, *, rng)",
-    "abstract_state": "(init, tx, plan, *, rng)",
-    "make_train_step": "(loss_fn, plan, *, accumulate=1, precision='fp32', partitioning=None, clip_norm=None)",
+    "init_state": "(init, tx, plan, *, rng, wrt=None)",
+    "abstract_state": "(init, tx, plan, *, rng, wrt=None)",
+    "make_train_step": (
+        "(loss_fn, plan, *, accumulate=1, precision='fp32', partitioning=None, clip_norm=None, sync_batch_norm=True)"
+    ),
     "make_eval_step": "(loss_fn, plan, *, accumulate=1, precision='fp32', partitioning=None)",
     "verify": "(step, state, batch, target=None, *, cache=True)",
+    "with_ema": "(tx, decay, *, debias=False)",
+    "ema_params": "(state)",
+    "scaled_lr": "(base_lr, *, base_batch, batch, rule='linear')",
+    "warmup": "(rate, steps, *, start=0.0)",
     "scan_layers": "(block, stacked, x, *, remat=None)",
     "shard_batches": "(loader, plan, *, prefetch=2)",
     "process_rows": "(plan, batch_size)",
-    "Checkpoints": "(directory, *, keep=3)",
+    "Checkpoints": "(directory, *, keep=3, keep_every=None, best=None, mode='min')",
+    "save": "(path, state, *, overwrite=False)",
+    "restore": "(path, target)",
+    "restore_params": "(path, target, *, missing=())",
     "Precision": "(params='fp32', compute='fp32', reduce='fp32')",
 }
 
@@ -61,7 +70,7 @@ def test_a_loss_is_a_total_a_weight_and_metrics():
         ("Plan", ["batch_sharding", "placements", "__str__"]),
         ("Placement", ["bytes_per_device"]),
         ("Step", ["__call__", "lower", "compile", "partitioning", "why"]),
-        ("Checkpoints", ["save", "restore", "latest", "wait", "close"]),
+        ("Checkpoints", ["save", "restore", "restore_params", "latest", "best", "steps", "wait", "close"]),
         ("Feed", ["close"]),
     ],
 )
@@ -73,7 +82,8 @@ def test_what_public_objects_offer(name, members):
 
 def test_records_have_the_promised_fields():
     fields = lambda kind: list(kind.__dataclass_fields__)  # noqa: E731
-    assert fields(jdp.Placement) == ["path", "shape", "dtype", "rest", "compute", "bytes_per_device", "reason"]
+    placement = ["path", "shape", "dtype", "rest", "compute", "bytes_per_device", "reason", "trained"]
+    assert fields(jdp.Placement) == placement
     assert {"step", "params", "opt_state", "model_state", "rng"} <= set(fields(jdp.TrainState))
 
 

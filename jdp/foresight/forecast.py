@@ -175,6 +175,7 @@ class Forecast:
         choice: the one to take; None when none fits.
         why: sentences: what fits, what is fastest and why, what to change.
         notes: assumptions and changes that the reader must know of.
+        unit: what `Outlook.tokens` counts: "tokens", or "examples".
     """
 
     target: str
@@ -183,17 +184,23 @@ class Forecast:
     choice: Outlook | None
     why: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    unit: str = "tokens"
 
     def memory_table(self) -> list[tuple[str, ...]]:
         """A row for each outlook, under `MEMORY`: bytes per device."""
         return [_memory_row(outlook) for outlook in self.outlooks]
 
+    @property
+    def speed_headings(self) -> tuple[str, ...]:
+        """`SPEED`, with what the batch is counted in."""
+        return tuple(heading.replace("tokens", self.unit) for heading in SPEED)
+
     def speed_table(self) -> list[tuple[str, ...]]:
-        """A row for each outlook, under `SPEED`: traffic and time of a step, per device."""
+        """A row for each outlook, under `speed_headings`: traffic and time of a step, per device."""
         return [_speed_row(outlook) for outlook in self.outlooks]
 
     def __str__(self) -> str:
-        tables = [_text(MEMORY, self.memory_table()), "", _text(SPEED, self.speed_table())]
+        tables = [_text(MEMORY, self.memory_table()), "", _text(self.speed_headings, self.speed_table())]
         notes = [f"Note: {note}" for note in self.notes]
         return "\n".join([f"{self.devices} devices, {self.target}", *tables, "", *self.why, *notes])
 

@@ -118,10 +118,11 @@ def forecast(
     target: Target,
     *,
     tokens: int | None = None,
+    unit: str = "tokens",
     cache: bool = True,
     progress: Progress | None = None,
 ) -> Forecast:
-    """Compile every way and choose."""
+    """Compile every way and choose; `unit` is what `tokens` counts."""
     store = Cache.usual(cache)
     outlooks = list[Outlook]()
     for done, way in enumerate(tried):
@@ -131,7 +132,7 @@ def forecast(
     if progress is not None:
         progress(len(tried), len(tried), "")
     choice, why = advise(outlooks)
-    return Forecast(str(target), len(target.devices), tuple(outlooks), choice, why, _notes(tried, outlooks))
+    return Forecast(str(target), len(target.devices), tuple(outlooks), choice, why, _notes(tried, outlooks), unit)
 
 
 def outlook(way: Way, target: Target, *, tokens: int | None = None, cache: Cache | None = None) -> Outlook:

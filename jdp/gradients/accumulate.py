@@ -23,6 +23,7 @@ from jdp.gradients.traced import Sums, TracedLoss, batch_rows
 from jdp.layers import Lift
 from jdp.placement import Placement
 from jdp.precision import Precision
+from jdp.state import trained_part, with_trained
 from jdp.strategy import Strategy
 from jdp.types import Batch, LossFn, PyTree
 
@@ -42,6 +43,7 @@ class Moves:
         average: model state -> one value for all shards.
         microbatches: (batch, K) -> the same with leaves [K, rows / K, ...], interleaved.
         key: (step key, rows of a microbatch, index of it, K) -> the key that the loss gets.
+        axes: the mesh axes that the loss sees a part of the batch along; none where it sees the whole.
     """
 
     gather: Move
@@ -52,11 +54,19 @@ class Moves:
     average: Callable[[PyTree], PyTree]
     microbatches: Callable[[Batch, int], Batch]
     key: Callable[[jax.Array, int, Any, int], jax.Array]
+    axes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is asked for, the same in both partitionings."""
+    """What is asked for, the same in both partitionings.
+
+    Attributes:
+        loss_fn, precision, accumulate, sync_batch_norm: as for `jdp.make_train_step`.
+        adapter, trained: `Static.adapter`, `Static.trained`.
+        places: a tree like the parameters, of `Placement`.
+        row: the strategy.
+    """
 
     loss_fn: LossFn
     adapter: Any
@@ -64,12 +74,22 @@ class Task:
     row: Strategy
     precision: Precision
     accumulate: int = 1
+    trained: tuple[bool, ...] | None = None
+    sync_batch_norm: bool = True
+
+    @property
+    def trained_places(self) -> PyTree:
+        """Where gradients go: `places` with None for what is frozen."""
+        return trained_part(self.places, self.trained)
 
 
 def step_gradients(
     task: Task, moves: Moves, params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array
 ) -> tuple[PyTree, Sums, PyTree]:
-    """Return (Σ∇total at rest specs, the sums, the model state), all global, nothing divided."""
+    """Return (Σ∇total at rest specs, the sums, the model state), all global, nothing divided.
+
+    The gradients are a tree like `trained_part(params)`: frozen parameters have none.
+    """
     count = task.accumulate
     rows = batch_rows(batch) // count
     one = partial(_microbatch_gradients, task, moves, _traced(task, moves), working_copy(task, moves, params))
@@ -87,13 +107,13 @@ def step_gradients(
         micro = moves.microbatches(batch, count)
         first = jax.eval_shape(one, model_state, jax.tree.map(lambda x: x[0], micro), moves.key(key, rows, 0, count))
         zero_grads, zero_sums = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), first[:2])
-        start = (_map(moves.hold, zero_grads, task.places), zero_sums, model_state)
+        start = (_map(moves.hold, zero_grads, task.trained_places), zero_sums, model_state)
         carry, _ = jax.lax.scan(body, start, (jnp.arange(count, dtype=jnp.uint32), micro))
         grads, sums, model_state = carry
 
     if not task.row.reduce_each_microbatch:
-        grads = _map(moves.reduce, grads, task.places)
-    grads = _map(moves.finish, grads, task.places)
+        grads = _map(moves.reduce, grads, task.trained_places)
+    grads = _map(moves.finish, grads, task.trained_places)
     return grads, jax.tree.map(moves.total, sums), moves.average(model_state)
 
 
@@ -122,20 +142,20 @@ def working_copy(task: Task, moves: Moves, params: PyTree) -> PyTree:
 
 def _traced(task: Task, moves: Moves) -> TracedLoss:
     lift = lift_with(moves, task.precision) if task.row.gather == "use" else None
-    return TracedLoss(task.loss_fn, task.adapter, task.places, lift)
+    return TracedLoss(task.loss_fn, task.adapter, task.places, lift, moves.axes if task.sync_batch_norm else ())
 
 
 def _microbatch_gradients(
     task: Task, moves: Moves, loss: TracedLoss, operands: PyTree, model_state: PyTree, batch: Batch, key: jax.Array
 ) -> tuple[PyTree, Sums, PyTree]:
-    def total(operands: PyTree) -> tuple[jax.Array, tuple[Sums, PyTree]]:
-        sums, changed = loss(operands, model_state, batch, key)
+    def total(trained: PyTree) -> tuple[jax.Array, tuple[Sums, PyTree]]:
+        sums, changed = loss(with_trained(operands, trained, task.trained), model_state, batch, key)
         return sums.total, (sums, changed)
 
-    (_, (sums, changed)), grads = jax.value_and_grad(total, has_aux=True)(operands)
+    (_, (sums, changed)), grads = jax.value_and_grad(total, has_aux=True)(trained_part(operands, task.trained))
     grads = jax.tree.map(lambda g: g.astype(task.precision.reduce_dtype), grads)
     if task.row.gather == "step" and task.row.reduce_each_microbatch:
-        grads = _map(moves.reduce, grads, task.places)
+        grads = _map(moves.reduce, grads, task.trained_places)
     return grads, sums, changed
 
 
@@ -145,8 +165,8 @@ def lift_with(moves: Moves, precision: Precision) -> Lift:
     """
 
     def lift(shard: jax.Array, place: Placement, leading: int) -> jax.Array:
-        if place.dim is None:
-            return shard.astype(precision.compute_dtype)
+        if place.dim is None or not place.trained:
+            return _gather(moves, precision.compute_dtype, shard, place, leading)
 
         def gather(shard: jax.Array) -> jax.Array:
             return _gather(moves, precision.compute_dtype, shard, place, leading)
@@ -163,7 +183,15 @@ def lift_with(moves: Moves, precision: Precision) -> Lift:
 
 
 def _gather(moves: Moves, dtype: jnp.dtype, shard: jax.Array, place: Placement, leading: int) -> jax.Array:
-    """Cast, then gather: the barrier keeps XLA from moving the cast behind the gather, which doubles the bytes."""
+    """Cast, then gather: the barrier keeps XLA from moving the cast behind the gather, which doubles the bytes.
+
+    Frozen weights may rest in fewer bytes than are computed with: they are gathered as they rest. What is not floating
+    point is never cast.
+    """
+    if not jnp.issubdtype(shard.dtype, jnp.floating):
+        return moves.gather(shard, place, leading)
+    if not place.trained and shard.dtype.itemsize < dtype.itemsize:
+        return moves.gather(shard, place, leading).astype(dtype)
     if shard.dtype != dtype:
         shard = shard.astype(dtype)
         if place.dim is not None:

@@ -37,12 +37,14 @@ class TracedLoss:
         adapter: `Static.adapter`.
         places: a tree like the parameters, of `Placement`.
         lift: under ZeRO-3, how a shard is gathered where it is used; None where operands are whole already.
+        sync_axes: the mesh axes that batch statistics are taken over, beside the rows at hand.
     """
 
     fn: LossFn
     adapter: Any
     places: PyTree
     lift: Lift | None
+    sync_axes: tuple[str, ...] = ()
 
     def __call__(self, operands: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[Sums, PyTree]:
         """Return the sums over the batch given, and the model state afterwards."""
@@ -54,7 +56,7 @@ class TracedLoss:
         with context:
             if self.adapter is None:
                 return as_sums(self.fn(whole, batch, key), batch), model_state
-            model = self.adapter.merge(whole, model_state, key)
+            model = self.adapter.merge(whole, model_state, key, self.sync_axes)
             sums = as_sums(self.fn(model, batch, key), batch)
             return sums, self.adapter.changed(model)
 

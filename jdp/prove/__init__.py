@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import optax
@@ -52,6 +53,8 @@ def prove(
     steps: int = 10,
     precision: str | Precision = "fp32",
     clip_norm: float | None = None,
+    wrt: Any = None,
+    sync_batch_norm: bool = True,
     accumulate: Sequence[int] = (1, 2),
     devices: Sequence[Device] | int | None = None,
     rng: jax.Array | None = None,
@@ -65,8 +68,8 @@ def prove(
     """Run a training under every strategy, both partitionings, other device counts and microbatches, and resumed.
 
     Args:
-        init, tx, loss_fn, precision, clip_norm, rules, min_shard_size: as for `jdp.init_state`, `jdp.make_train_step`
-            and `jdp.Plan`.
+        init, tx, loss_fn, precision, clip_norm, wrt, sync_batch_norm, rules, min_shard_size: as for `jdp.init_state`,
+            `jdp.make_train_step` and `jdp.Plan`.
         batches: `batches(index)` -> the global batch that the step after `index` consumed batches gets, as NumPy
             arrays; the same for the same index, and of the same shapes for all.
         steps: optimizer steps of each run; saving and resuming happens after half of them.
@@ -84,7 +87,7 @@ def prove(
     key = jax.random.key(0) if rng is None else rng
     typed = jax.numpy.issubdtype(key.dtype, jax.dtypes.prng_key)
     key = key if typed else jax.random.wrap_key_data(key)
-    training = Training(init, tx, loss_fn, key, Precision.of(precision), clip_norm)
+    training = Training(init, tx, loss_fn, key, Precision.of(precision), clip_norm, wrt, sync_batch_norm)
     space = space_of(devices, accumulate, mesh or {DATA: -1})
 
     def make(setting: Setting) -> Made:
@@ -96,11 +99,12 @@ def prove(
             precision=training.precision,
             partitioning=setting.partitioning,
             clip_norm=clip_norm,
+            sync_batch_norm=sync_batch_norm,
         )
         return Made(
             step,
-            lambda: init_state(init, tx, plan, rng=key),
-            lambda: abstract_state(init, tx, plan, rng=key),
+            lambda: init_state(init, tx, plan, rng=key, wrt=wrt),
+            lambda: abstract_state(init, tx, plan, rng=key, wrt=wrt),
         )
 
     return prove_training(training, make, batches, space, steps=steps, full=full, only=only, progress=progress)
@@ -198,9 +202,11 @@ def _limited(space: Space, rows: int, reference: Reference, state: TrainState) -
         None if reference.returns_loss else "the loss returns a mean, and manual takes a jdp.Loss: a sum and a weight"
     )
     no_parts = None
-    if state.static.adapter is not None and state.static.adapter.has_statistics:
+    adapter = state.static.adapter
+    if adapter is not None and adapter.has_statistics:
         why = "the model keeps statistics of its batch (BatchNorm)"
-        no_manual = f"{why}, which manual takes over each device's own rows: another computation, not another order"
+        if not reference.training.sync_batch_norm or adapter.unsynchronised:
+            no_manual = f"{why}, which manual takes over each device's own rows: another computation, not another order"
         no_parts = f"{why}, which are of each microbatch then: another computation, not another order"
     return replace(space, rows=rows, no_manual=no_manual, no_parts=no_parts)
 

@@ -24,8 +24,9 @@ import optax
 from jdp import flax_nnx
 from jdp.gradients.traced import as_sums
 from jdp.precision import Precision
-from jdp.state import Static, TrainState
+from jdp.state import Static, TrainState, trained_part, with_trained
 from jdp.types import Batch, Device, InitFn, Loss, LossFn, PyTree
+from jdp.wrt import resolve
 
 FORWARD = 1 / 2
 """Noise of the weights, as a share of the gradients': the forward pass does not sum over the batch."""
@@ -42,6 +43,8 @@ class Training:
         rng: the typed key that everything random derives from.
         precision: the dtypes.
         clip_norm: largest global gradient norm; None: no clipping.
+        wrt: what is trained, as for `jdp.init_state`.
+        sync_batch_norm: as for `jdp.make_train_step`.
     """
 
     init: InitFn
@@ -50,6 +53,8 @@ class Training:
     rng: jax.Array
     precision: Precision
     clip_norm: float | None = None
+    wrt: Any = None
+    sync_batch_norm: bool = True
 
 
 @jax.tree_util.register_dataclass
@@ -110,32 +115,35 @@ class Reference:
         return jax.jit(self._next, donate_argnums=0)
 
     def _first(self, rng: jax.Array) -> TrainState:
-        params, model_state, adapter = flax_nnx.split(self.training.init(jax.random.fold_in(rng, 0)))
-        opt_state, key = self.training.tx.init(params), jax.random.fold_in(rng, 1)
+        model, specs = flax_nnx.built(self.training.init, jax.random.fold_in(rng, 0))
+        params, model_state, adapter = flax_nnx.split(model)
+        static = Static(self.training.tx, adapter, specs, resolve(params, adapter, self.training.wrt))
+        opt_state = self.training.tx.init(trained_part(params, static.trained))
         step, skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
-        return TrainState(step, params, opt_state, model_state, key, skipped, Static(self.training.tx, adapter))
+        return TrainState(step, params, opt_state, model_state, jax.random.fold_in(rng, 1), skipped, static)
 
     def _next(self, state: TrainState, batch: Batch, noise: Noise) -> tuple[TrainState, dict[str, jax.Array]]:
         training, precision = self.training, self.training.precision
-        key = jax.random.fold_in(state.rng, state.step + state.skipped)
+        key, trained = jax.random.fold_in(state.rng, state.step + state.skipped), state.static.trained
         working = jax.tree.map(lambda p: p.astype(precision.compute_dtype), state.params)
         working = _with_noise(working, replace(noise, amplitude=FORWARD * noise.amplitude), stream=0)
 
-        def total(working: PyTree) -> tuple[jax.Array, Any]:
-            sums, model_state = self._loss(working, state, batch, key)
+        def total(part: PyTree) -> tuple[jax.Array, Any]:
+            sums, model_state = self._loss(with_trained(working, part, trained), state, batch, key)
             return sums.total, (sums, model_state)
 
-        (_, (sums, model_state)), grads = jax.value_and_grad(total, has_aux=True)(working)
+        (_, (sums, model_state)), grads = jax.value_and_grad(total, has_aux=True)(trained_part(working, trained))
         grads = jax.tree.map(lambda g: g.astype(precision.reduce_dtype).astype(jnp.float32) / sums.weight, grads)
         grads = _with_noise(grads, noise, stream=1, absolute=True)
         norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(grads)))
         if (limit := training.clip_norm) is not None:
             grads = jax.tree.map(lambda g: jnp.where(norm > limit, g * limit / norm, g), grads)
-        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
+        params = trained_part(state.params, trained)
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
 
         tx, loss = optax.with_extra_args_support(training.tx), sums.total / sums.weight
-        updates, opt_state = tx.update(grads, state.opt_state, state.params, value=loss)
-        params = optax.apply_updates(state.params, updates)
+        updates, opt_state = tx.update(grads, state.opt_state, params, value=loss)
+        params = with_trained(state.params, optax.apply_updates(params, updates), trained)
         updated = replace(state, step=state.step + 1, params=params, opt_state=opt_state, model_state=model_state)
         kept = replace(state, skipped=state.skipped + 1)
         finite = jnp.isfinite(norm) & jnp.isfinite(sums.total)

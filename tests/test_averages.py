@@ -1,0 +1,119 @@
+"""The moving average of the parameters: the recursion itself, laid like the parameters, kept by the guard."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jdp
+
+DECAY, STEPS = 0.9, 4
+
+
+def init(rng):
+    return {"w": jax.random.normal(rng, (32, 8)), "b": jnp.ones(8)}
+
+
+def loss_fn(params, batch, rng):
+    return jdp.Loss(((batch["x"] @ params["w"] + params["b"]) ** 2).sum(), jnp.float32(16))
+
+
+def plan_of(strategy="zero1", devices=8):
+    return jdp.Plan(jdp.make_mesh(devices=jax.devices()[:devices]), strategy, min_shard_size=64)
+
+
+def batch(seed):
+    return {"x": np.random.default_rng(seed).normal(size=(16, 32)).astype(np.float32)}
+
+
+def train(tx, steps=STEPS, wrt=None, strategy="zero1"):
+    """The parameters before the first step and after each, and the last state."""
+    plan = plan_of(strategy)
+    state, step = jdp.init_state(init, tx, plan, rng=jax.random.key(0), wrt=wrt), jdp.make_train_step(loss_fn, plan)
+    seen = [jax.device_get(state.params)]
+    for seed in range(steps):
+        state, _ = step(state, batch(seed))
+        seen.append(jax.device_get(state.params))
+    return plan, seen, state
+
+
+@pytest.mark.parametrize("debias", [False, True])
+def test_the_average_follows_the_recursion_and_lies_like_the_parameters(debias):
+    plan, seen, state = train(jdp.with_ema(optax.adam(1e-2), DECAY, debias=debias))
+    average = jax.tree.map(np.zeros_like if debias else np.copy, seen[0])
+    for params in seen[1:]:
+        average = jax.tree.map(lambda a, p: DECAY * a + (1 - DECAY) * p, average, params)
+    scale = 1 - DECAY**STEPS if debias else 1.0
+    found = jdp.ema_params(state)
+    for path, value in jax.tree.leaves_with_path(average):
+        got = functools.reduce(lambda tree, key: tree[key.key], path, found.params)
+        np.testing.assert_allclose(got, value / scale, rtol=1e-5, atol=1e-6)
+    places = {p.path: p for p in plan.placements(state)}
+    assert places["opt_state/average/w"].rest == places["params/w"].rest != jax.sharding.PartitionSpec()
+    assert state.opt_state.average["w"].sharding == state.params["w"].sharding == found.params["w"].sharding
+    evaluate = jdp.make_eval_step(loss_fn, plan)
+    assert float(evaluate(found, batch(9))["loss"]) != float(evaluate(state, batch(9))["loss"])
+
+
+def test_updates_are_those_of_the_optimizer_alone():
+    _, plain, _ = train(optax.adam(1e-2), steps=2)
+    _, beside, _ = train(jdp.with_ema(optax.adam(1e-2), DECAY), steps=2)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), plain, beside)
+
+
+def test_an_average_of_nothing_is_the_parameters():
+    _, seen, state = train(jdp.with_ema(optax.adam(1e-2), DECAY, debias=True), steps=0)
+    jax.tree.map(np.testing.assert_array_equal, jdp.ema_params(state).params, seen[0])
+
+
+def test_a_step_that_is_skipped_leaves_the_average():
+    plan, _, state = train(jdp.with_ema(optax.sgd(1e-3), DECAY), steps=1)
+    before = jax.device_get(state.opt_state)
+    bad = batch(0)
+    bad["x"][0, 0] = np.nan
+    state, metrics = jdp.make_train_step(loss_fn, plan)(state, bad)
+    assert int(metrics["skipped"]) == 1
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.opt_state), before)
+
+
+def test_only_what_is_trained_is_averaged():
+    _, seen, state = train(jdp.with_ema(optax.sgd(1e-3), DECAY), steps=2, wrt="b")
+    assert len(jax.tree.leaves(state.opt_state.average)) == 1
+    found = jax.device_get(jdp.ema_params(state).params)
+    np.testing.assert_array_equal(found["w"], seen[0]["w"])
+    wanted = DECAY * (DECAY * seen[0]["b"] + (1 - DECAY) * seen[1]["b"]) + (1 - DECAY) * seen[2]["b"]
+    np.testing.assert_allclose(found["b"], wanted, rtol=1e-6)
+
+
+def test_the_average_is_float32_whatever_the_parameters_are():
+    """In bf16 a decay of 0.999 would not move at all: 2**-8 is the last bit."""
+    narrow = lambda rng: jax.tree.map(lambda p: p.astype(jnp.bfloat16), init(rng))  # noqa: E731
+    tx = jdp.with_ema(optax.sgd(1e-3), 0.999)
+    state = jdp.init_state(narrow, tx, plan_of(), rng=jax.random.key(0))
+    step = jdp.make_train_step(loss_fn, plan_of(), precision=jdp.Precision("bf16", "bf16", "bf16"))
+    state, _ = step(state, batch(0))
+    assert state.opt_state.average["w"].dtype == jnp.float32
+    assert jdp.ema_params(state).params["w"].dtype == jnp.bfloat16
+
+
+def test_the_average_is_found_inside_other_wrappers():
+    tx = optax.apply_if_finite(jdp.with_ema(optax.MultiSteps(optax.adam(1e-2), 2), 0.5), 3)
+    _, seen, state = train(tx, steps=2)
+    np.testing.assert_allclose(
+        jdp.ema_params(state).params["b"], 0.25 * seen[0]["b"] + 0.25 * seen[1]["b"] + 0.5 * seen[2]["b"], rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize("decay", [1.0, -0.1, 2, float("nan")])
+def test_a_decay_out_of_range_is_refused(decay):
+    with pytest.raises(ValueError, match=r"in \[0, 1\); got"):
+        jdp.with_ema(optax.sgd(0.1), decay)
+
+
+def test_a_state_without_an_average_is_told_what_to_do():
+    state = jdp.abstract_state(init, optax.sgd(0.1), plan_of(), rng=jax.random.key(0))
+    with pytest.raises(ValueError, match=r"keeps an average: jdp\.with_ema\(tx, decay=0\.999\)"):
+        jdp.ema_params(state)

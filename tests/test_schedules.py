@@ -1,0 +1,67 @@
+"""Learning rates for large batches: the published numbers."""
+
+import numpy as np
+import optax
+import pytest
+
+import jdp
+
+
+@pytest.mark.parametrize(
+    ("rule", "batch", "rate"),
+    [
+        ("linear", 8192, 3.2),  # Goyal et al. 2017: ResNet-50, 0.1 for 256, and 3.2 for 8k
+        ("linear", 256, 0.1),
+        ("linear", 64, 0.025),
+        ("sqrt", 8192, 0.1 * 32**0.5),
+        ("sqrt", 64, 0.05),
+    ],
+)
+def test_the_rate_is_scaled_with_the_batch(rule, batch, rate):
+    assert jdp.scaled_lr(0.1, base_batch=256, batch=batch, rule=rule) == pytest.approx(rate)
+
+
+def test_the_linear_rule_is_the_default():
+    assert jdp.scaled_lr(0.1, base_batch=256, batch=512) == pytest.approx(0.2)
+
+
+def test_the_warmup_climbs_in_equal_increments_and_stays():
+    """Goyal et al. 2017, section 2.2: from 0.1 to 3.2 over five epochs, by a constant amount each iteration."""
+    schedule = jdp.warmup(3.2, 5, start=0.1)
+    np.testing.assert_allclose([schedule(i) for i in range(8)], [0.1, 0.72, 1.34, 1.96, 2.58, 3.2, 3.2, 3.2], rtol=1e-6)
+
+
+def test_a_schedule_goes_on_where_the_warmup_ends():
+    decay = optax.cosine_decay_schedule(1.0, 10)
+    schedule = jdp.warmup(decay, 4)
+    np.testing.assert_allclose([schedule(i) for i in range(5)], [0, 0.25, 0.5, 0.75, 1.0], rtol=1e-6)
+    np.testing.assert_allclose([schedule(4 + i) for i in range(11)], [decay(i) for i in range(11)], rtol=1e-6)
+
+
+def test_no_warmup_is_no_warmup():
+    assert float(jdp.warmup(0.5, 0)(0)) == 0.5
+
+
+def test_it_is_a_schedule_that_optax_takes():
+    tx = optax.sgd(jdp.warmup(1.0, 2))
+    params = {"w": np.zeros(2, np.float32)}
+    state, seen = tx.init(params), []
+    for _ in range(4):
+        updates, state = tx.update({"w": np.ones(2, np.float32)}, state, params)
+        seen.append(-float(updates["w"][0]))
+    assert seen == [0.0, 0.5, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: jdp.scaled_lr(0.1, base_batch=0, batch=8), "takes positive numbers; got base_batch=0"),
+        (lambda: jdp.scaled_lr(-0.1, base_batch=8, batch=8), r"takes positive numbers; got base_lr=-0\.1"),
+        (lambda: jdp.scaled_lr(0.1, base_batch=8, batch=8, rule="cubic"), "one of linear, sqrt; got 'cubic'"),
+        (lambda: jdp.warmup(0.1, -1), "steps >= 0 and start >= 0; got steps=-1"),
+        (lambda: jdp.warmup(0.1, 1, start=-1), "got steps=1, start=-1"),
+    ],
+)
+def test_bad_input_is_one_clear_error(call, words):
+    with pytest.raises(ValueError, match=words):
+        call()
