@@ -10,7 +10,7 @@ import jdp
 from jdp.assemble import text_loss
 from jdp.foresight.flops import count, model_flops
 from jdp.models import GPTConfig, build
-from jdp.models.sizes import flops_per_token
+from jdp.models.flops import flops_per_token
 
 
 def counted(f, *shapes):

@@ -12,9 +12,9 @@ import pytest
 from flax import nnx
 
 import jdp.models.gpt as gpt
-from jdp.models import GPT, MLP, SIZES, GPTConfig, MLPConfig, build, generate, next_token_loss
+import jdp.models.transformer as transformer
+from jdp.models import GPT, MLP, GPTConfig, MLPConfig, build, generate, next_token_loss
 from jdp.models.parts import dropout
-from jdp.models.sizes import flops_per_token, parameter_count
 
 LLAMA = GPTConfig(vocab_size=19, context=8, layers=2, width=16, heads=4, kv_heads=2, mlp_width=24)
 GPT2 = dataclasses.replace(
@@ -138,7 +138,7 @@ def test_grouped_heads_are_full_heads_that_repeat():
 
 def test_rotary_scores_depend_on_distance_only():
     query, key = jax.random.normal(KEY, (2, 6))
-    turned_query, turned_key = (gpt.rotate(jnp.tile(x, (1, 9, 1, 1)), 100.0)[0, :, 0] for x in (query, key))
+    turned_query, turned_key = (transformer.rotate(jnp.tile(x, (1, 9, 1, 1)), 100.0)[0, :, 0] for x in (query, key))
     scores = turned_query @ turned_key.T
     for distance in range(-8, 9):
         diagonal = jnp.diagonal(scores, distance)
@@ -199,7 +199,7 @@ def test_the_layer_loop_receives_the_modules_own_parameters(monkeypatch, scan):
         seen.update(stacked=stacked, remat=remat)
         return x
 
-    monkeypatch.setattr(gpt, "scan_layers", loop)
+    monkeypatch.setattr(transformer, "scan_layers", loop)
     model(TOKENS)
     assert seen["remat"] == "dots"
     received, own = jax.tree.leaves(seen["stacked"]), jax.tree.leaves(model.layers)
@@ -298,35 +298,6 @@ def test_sampling_draws_among_the_likeliest_and_follows_its_key():
     assert len(np.unique(tokens[:, 3])) == 3  # one prompt, 64 rows, nearly uniform: all three appear
     assert len(np.unique(generate(model, prompt, length=1, temperature=50.0, rng=KEY)[:, 3])) > 3
     assert generate(model, prompt[:1], length=1, temperature=50.0, top_k=1, rng=KEY)[0, 3] == best[0, 0, 0]
-
-
-@pytest.mark.parametrize(
-    ("config", "count"),
-    [
-        (dataclasses.replace(SIZES["gpt2-124m"], vocab_size=50257), 124_439_808),  # openai/gpt-2
-        (SIZES["gpt2-124m"], 124_439_808 + 47 * 768),
-        (SIZES["llama-8b"], 8_030_261_248),  # meta-llama/Meta-Llama-3-8B
-        (SIZES["gpt-1b"], 1_076_168_704),
-        (SIZES["mlp"], 784 * 512 + 512 + 512 * 512 + 512 + 512 * 10 + 10),
-    ],
-)
-def test_named_models_have_the_published_sizes(config, count):
-    assert parameter_count(config) == count
-
-
-@pytest.mark.parametrize("name", SIZES)
-def test_named_models_are_nothing_but_parameters(name):
-    model = jax.eval_shape(lambda: build(SIZES[name], rngs=nnx.Rngs(0)))
-    variables = jax.tree.leaves(model, is_leaf=lambda x: isinstance(x, nnx.Variable))
-    assert variables and all(type(variable) is nnx.Param for variable in variables)
-    assert {leaf.dtype for leaf in jax.tree.leaves(model)} == {jnp.dtype(jnp.float32)}
-    assert all(2 <= leaf.ndim <= 3 for path, leaf in nnx.to_flat_state(nnx.state(model)) if path[-1] == "kernel")
-
-
-def test_flops_are_palms():
-    assert flops_per_token(LLAMA, 8) == 6 * (parameter_count(LLAMA) - 19 * 16) + 12 * 2 * 16 * 8
-    assert flops_per_token(GPT2, 8) == 6 * (parameter_count(GPT2) - 8 * 16) + 12 * 2 * 16 * 8
-    assert flops_per_token(SIZES["mlp"], 1) == 6 * parameter_count(SIZES["mlp"])
 
 
 def test_initial_values_are_gpt2s_and_the_first_loss_is_uniform():

@@ -1,9 +1,13 @@
 """The models that experiments train, in plain Flax NNX."""
 
-from jdp.models.gpt import GPT, GPTConfig, next_token_loss
+from jdp.models.flops import flops_per_example, flops_per_token
+from jdp.models.gpt import GPT, GPTConfig
+from jdp.models.losses import classification_loss, next_token_loss
 from jdp.models.mlp import MLP, MLPConfig
+from jdp.models.resnet import ResNet, ResNetConfig
 from jdp.models.sampling import generate
-from jdp.models.sizes import SIZES, build, flops_per_token, parameter_count
+from jdp.models.sizes import SIZES, ModelConfig, build, parameter_count
+from jdp.models.vit import ViT, ViTConfig
 
 __all__ = [
     "GPT",
@@ -11,7 +15,14 @@ __all__ = [
     "SIZES",
     "GPTConfig",
     "MLPConfig",
+    "ModelConfig",
+    "ResNet",
+    "ResNetConfig",
+    "ViT",
+    "ViTConfig",
     "build",
+    "classification_loss",
+    "flops_per_example",
     "flops_per_token",
     "generate",
     "next_token_loss",

@@ -1,4 +1,4 @@
-"""The pieces that both models are made of: a linear map, a norm, dropout, and the rule-checker of their configurations.
+"""The pieces that models are made of: a linear map, a norm, dropout, logits.
 
 Parameters are float32 when born. A training step may hand in copies in another dtype; every piece computes in the dtype
 of the activations it is given and keeps its long sums in float32: the statistics of a norm, and (by adding the bias in
@@ -6,9 +6,26 @@ float32) the gradient of a bias, which is a sum over every token of the batch. A
 a running sum of ones stops at 256.
 """
 
+import math
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.lax import DotAlgorithmPreset
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """A low-rank update of a kernel: kernel + alpha / rank * lora_a @ lora_b (arXiv:2106.09685, section 4.1)."""
+
+    rank: int
+    alpha: float
+
+    @property
+    def scale(self) -> float:
+        """What the update is multiplied by."""
+        return self.alpha / self.rank
 
 
 class Linear(nnx.Module):
@@ -16,20 +33,59 @@ class Linear(nnx.Module):
 
     Args:
         features_in, features_out: sizes of the last dim before and after.
-        std: standard deviation of the normal from which the kernel is drawn; biases start at zero.
+        std: standard deviation of the normal from which the kernel is drawn; biases start at zero. None: that of Glorot
+            and Bengio 2010, eq. 16, sqrt(2 / (features_in + features_out)).
         bias: whether there is one.
+        lora: adds the matrices of a low-rank update, `lora_a` [features_in, rank] and `lora_b` [rank, features_out], as
+            `nnx.LoRAParam`. The second starts at zero, so the map is what it was; the kernel has the same bits.
         rngs: the `params` stream is used.
     """
 
-    def __init__(self, features_in: int, features_out: int, *, std: float, bias: bool, rngs: nnx.Rngs) -> None:
-        self.kernel = nnx.Param(std * jax.random.normal(rngs.params(), (features_in, features_out)))
+    def __init__(
+        self,
+        features_in: int,
+        features_out: int,
+        *,
+        std: float | None,
+        bias: bool,
+        lora: LoRA | None = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        key = rngs.params()
+        std = math.sqrt(2 / (features_in + features_out)) if std is None else std
+        self.kernel = nnx.Param(std * jax.random.normal(key, (features_in, features_out)))
         self.bias = nnx.Param(jnp.zeros(features_out)) if bias else None
+        self.lora = lora
+        # Gaussian as in the paper, with the variance that its code (microsoft/LoRA) draws uniformly. The key is folded
+        # from the kernel's: one more draw from the stream would move every kernel that comes after.
+        self.lora_a = (
+            nnx.LoRAParam(
+                jax.random.normal(jax.random.fold_in(key, 1), (features_in, lora.rank)) / math.sqrt(3 * features_in)
+            )
+            if lora
+            else None
+        )
+        self.lora_b = nnx.LoRAParam(jnp.zeros((lora.rank, features_out))) if lora else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         y = x @ self.kernel[...].astype(x.dtype)
+        if self.lora is not None and self.lora_a is not None and self.lora_b is not None:
+            low = x @ self.lora_a[...].astype(x.dtype)
+            y = y + self.lora.scale * (low @ self.lora_b[...].astype(x.dtype))
         if self.bias is None:
             return y
         return (y.astype(jnp.float32) + self.bias[...].astype(jnp.float32)).astype(x.dtype)
+
+
+class Classifier(Linear):
+    """A linear map to logits: [batch, features_in] of any dtype -> [batch, classes] float32; products of x's dtype."""
+
+    def __init__(self, features_in: int, classes: int, *, std: float, rngs: nnx.Rngs) -> None:
+        super().__init__(features_in, classes, std=std, bias=True, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        assert self.bias is not None
+        return product("...d,dc->...c", x, self.kernel[...]) + self.bias[...].astype(jnp.float32)
 
 
 class Norm(nnx.Module):
@@ -59,6 +115,18 @@ class Norm(nnx.Module):
         return y.astype(x.dtype)
 
 
+def product(equation: str, x: jax.Array, table: jax.Array) -> jax.Array:
+    """An einsum of x and a table cast to x's dtype, summed and returned in float32: what logits are made with."""
+    # Naming the algorithm keeps the two transposed products in x's dtype as well. Without it they would mix the float32
+    # cotangent with a 16-bit operand and run in float32: jax-ml/jax issue 24047.
+    algorithms = {
+        jnp.dtype(jnp.bfloat16): DotAlgorithmPreset.BF16_BF16_F32,
+        jnp.dtype(jnp.float16): DotAlgorithmPreset.F16_F16_F32,
+    }
+    precision = algorithms.get(x.dtype)
+    return jnp.einsum(equation, x, table.astype(x.dtype), precision=precision, preferred_element_type=jnp.float32)
+
+
 def dropout(x: jax.Array, rate: float, key: jax.Array | None, *, site: int) -> jax.Array:
     """Zero each element with probability `rate` and scale the others by 1 / (1 - rate) (Srivastava et al. 2014).
 
@@ -73,9 +141,3 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None, *, site: int) -> j
         return x
     kept = jax.random.bernoulli(jax.random.fold_in(key, site), 1.0 - rate, x.shape)
     return jnp.where(kept, x / (1.0 - rate), jnp.zeros_like(x))
-
-
-def require(holds: bool, rule: str, given: str, fix: str) -> None:
-    """Raise ValueError unless the rule holds, with the rule, the values given and the way out."""
-    if not holds:
-        raise ValueError(f"{rule}; given {given}. {fix}.")

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jdp.models.gpt import GPT
-from jdp.models.parts import require
+from jdp.models.rules import require
 
 
 def generate(

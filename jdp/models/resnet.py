@@ -1,0 +1,239 @@
+"""Residual networks (He et al. 2015, arXiv:1512.03385): images to classes.
+
+In the order of the file: the configuration; the network (stem, four stages or fewer of residual blocks, the mean over
+positions, logits); the blocks. Parameters and statistics are named `stem/conv/kernel`, `stem/norm/mean`,
+`stages/0/blocks/0/conv1/kernel`, `stages/1/blocks/0/shortcut/norm/scale`, `head/bias`.
+
+The 3 x 3 convolution of a bottleneck carries the stride, not the 1 x 1 before it ("v1.5": Goyal et al. 2017,
+arXiv:1706.02677, section 5.1, and torchvision); paddings are symmetric, as torchvision has them.
+
+Dtypes: the kernels' dtype is that of activations and products. Batch statistics, their running averages, the mean over
+positions and the logits are float32.
+
+Initial values: kernels normal with variance 2 / (k^2 * channels out) (He et al. 2015, arXiv:1502.01852, eq. 14); the
+head normal with standard deviation 0.01, and the scale of a block's last norm zero, so that a block begins as its
+shortcut (Goyal et al. 2017, section 5.1).
+"""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jdp.models.batch_norm import BatchNorm
+from jdp.models.parts import Classifier
+from jdp.models.rules import require, require_choice, require_images, require_positive
+
+BlockKind = Literal["basic", "bottleneck"]
+Stem = Literal["imagenet", "small"]
+
+HEAD_STD = 0.01
+EXPANSION = 4
+"""A bottleneck's output has this many times the channels of its 3 x 3 convolution."""
+
+
+@dataclass(frozen=True)
+class ResNetConfig:
+    """Shape and choices of a ResNet.
+
+    Fields:
+        image_size: pixels of a side, what FLOPs are counted for; the network takes any size.
+        channels, classes: of an image (3: colours); of the logits.
+        blocks: number of residual blocks of each stage. A stage halves the picture's sides, but for the first.
+        block: "basic" (two 3 x 3 convolutions) or "bottleneck" (1 x 1, 3 x 3, 1 x 1).
+        width: channels of the first stage's 3 x 3 convolutions; each later stage has twice those before.
+        stem: "imagenet" (7 x 7 stride 2, then 3 x 3 max pooling stride 2) or, for pictures of at most some 64 pixels,
+            "small" (3 x 3, stride 1).
+        zero_init: blocks begin as their shortcuts.
+        norm_momentum: weight of the old value in a running average.
+        norm_eps: added to the variance in norms.
+
+    Raises:
+        ValueError: a size that is not a positive integer, a number out of range, or a choice that does not exist.
+    """
+
+    classes: int
+    blocks: tuple[int, ...]
+    block: BlockKind = "basic"
+    width: int = 64
+    image_size: int = 224
+    channels: int = 3
+    stem: Stem = "imagenet"
+    zero_init: bool = True
+    norm_momentum: float = 0.9
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        require(type(self.blocks) is tuple, "blocks is a tuple, one number a stage", repr(self.blocks), "Write (2, 2)")
+        positive = self.blocks and all(type(count) is int and count > 0 for count in self.blocks)
+        require(bool(positive), "blocks are positive integers", repr(self.blocks), "Drop a stage that has none")
+        require_positive(self, "classes", "width", "image_size", "channels")
+        require_choice(self, block=get_args(BlockKind), stem=get_args(Stem))
+        decays = 0.0 <= self.norm_momentum < 1.0
+        require(decays, "norm_momentum is in [0, 1)", f"{self.norm_momentum}", "0.9 is usual")
+        require(self.norm_eps > 0, "norm_eps is positive", f"{self.norm_eps}", "1e-5 is usual")
+
+    @property
+    def features(self) -> int:
+        """Channels that the head reads."""
+        return self.width * 2 ** (len(self.blocks) - 1) * (EXPANSION if self.block == "bottleneck" else 1)
+
+
+class ResNet(nnx.Module):
+    """Images to logits. Running averages of batch statistics are `nnx.BatchStat`; all else are parameters.
+
+    Args:
+        config: shape and choices.
+        rngs: the `params` stream is used.
+    """
+
+    def __init__(self, config: ResNetConfig, *, rngs: nnx.Rngs) -> None:
+        self.config = config
+        self.stem = StemBlock(config, rngs=rngs)
+        stages: list[Stage] = []
+        channels = config.width
+        for i, count in enumerate(config.blocks):
+            stages.append(Stage(config, channels, config.width * 2**i, count, stride=1 if i == 0 else 2, rngs=rngs))
+            channels = stages[-1].channels
+        self.stages = nnx.List(stages)
+        self.head = Classifier(config.features, config.classes, std=HEAD_STD, rngs=rngs)
+
+    def __call__(
+        self, images: jax.Array, *, rng: jax.Array | None = None, weights: jax.Array | None = None
+    ) -> jax.Array:
+        """Logits [batch, classes] float32.
+
+        After `train()` (the start) each norm uses the batch's statistics and moves its running averages; after
+        `eval()` it uses those averages.
+
+        Args:
+            images: [batch, height, width, channels] floats, already normalised.
+            rng: not used: nothing here is random. Every model takes one.
+            weights: [batch]; rows of weight 0 (padding) do not enter the statistics. None: every row does.
+
+        Raises:
+            ValueError: images or weights of another shape, or not floats.
+        """
+        del rng
+        require_images(images, channels=self.config.channels)
+        mask = None
+        if weights is not None:
+            require(weights.shape == images.shape[:1], "weights are [batch]", f"{list(weights.shape)}", "One an image")
+            mask = (weights != 0)[:, None, None, None]
+        x = self.stem(images, mask)
+        for stage in self.stages:
+            x = stage(x, mask)
+        return self.head(jnp.mean(x, axis=(1, 2), dtype=jnp.float32).astype(x.dtype))
+
+
+class StemBlock(nnx.Module):
+    """[batch, height, width, channels] -> [batch, height / 4, width / 4, width], or with all positions for "small"."""
+
+    def __init__(self, config: ResNetConfig, *, rngs: nnx.Rngs) -> None:
+        self.pools = config.stem == "imagenet"
+        size, stride = (7, 2) if self.pools else (3, 1)
+        self.conv = _conv(config.channels, config.width, size, stride, rngs=rngs)
+        self.norm = _norm(config, config.width, rngs=rngs)
+
+    def __call__(self, images: jax.Array, mask: jax.Array | None) -> jax.Array:
+        x = self.conv(images.astype(self.conv.kernel.dtype))
+        x = jax.nn.relu(self.norm(x, mask=mask))
+        if not self.pools:
+            return x
+        edges = ((0, 0), (1, 1), (1, 1), (0, 0))
+        return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), edges)
+
+
+class Stage(nnx.Module):
+    """Residual blocks of one resolution; the first may halve it: [batch, h, w, c] -> [batch, h / stride, ..., c']."""
+
+    def __init__(
+        self, config: ResNetConfig, channels: int, width: int, count: int, *, stride: int, rngs: nnx.Rngs
+    ) -> None:
+        blocks: list[Basic | Bottleneck] = []
+        kind = Basic if config.block == "basic" else Bottleneck
+        for i in range(count):
+            blocks.append(kind(config, channels, width, stride if i == 0 else 1, rngs=rngs))
+            channels = blocks[-1].channels
+        self.blocks = nnx.List(blocks)
+        self.channels = channels
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
+        for block in self.blocks:
+            x = block(x, mask)
+        return x
+
+
+class Basic(nnx.Module):
+    """Two 3 x 3 convolutions beside a shortcut."""
+
+    def __init__(self, config: ResNetConfig, channels: int, width: int, stride: int, *, rngs: nnx.Rngs) -> None:
+        self.channels = width
+        self.conv1 = _conv(channels, width, 3, stride, rngs=rngs)
+        self.norm1 = _norm(config, width, rngs=rngs)
+        self.conv2 = _conv(width, width, 3, 1, rngs=rngs)
+        self.norm2 = _norm(config, width, last=True, rngs=rngs)
+        self.shortcut = Shortcut.of(config, channels, width, stride, rngs=rngs)
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
+        y = jax.nn.relu(self.norm1(self.conv1(x), mask=mask))
+        y = self.norm2(self.conv2(y), mask=mask)
+        return jax.nn.relu(y + (x if self.shortcut is None else self.shortcut(x, mask)))
+
+
+class Bottleneck(nnx.Module):
+    """A 1 x 1 convolution to fewer channels, a 3 x 3 among those, a 1 x 1 to four times as many; and a shortcut."""
+
+    def __init__(self, config: ResNetConfig, channels: int, width: int, stride: int, *, rngs: nnx.Rngs) -> None:
+        self.channels = EXPANSION * width
+        self.conv1 = _conv(channels, width, 1, 1, rngs=rngs)
+        self.norm1 = _norm(config, width, rngs=rngs)
+        self.conv2 = _conv(width, width, 3, stride, rngs=rngs)
+        self.norm2 = _norm(config, width, rngs=rngs)
+        self.conv3 = _conv(width, self.channels, 1, 1, rngs=rngs)
+        self.norm3 = _norm(config, self.channels, last=True, rngs=rngs)
+        self.shortcut = Shortcut.of(config, channels, self.channels, stride, rngs=rngs)
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
+        y = jax.nn.relu(self.norm1(self.conv1(x), mask=mask))
+        y = jax.nn.relu(self.norm2(self.conv2(y), mask=mask))
+        y = self.norm3(self.conv3(y), mask=mask)
+        return jax.nn.relu(y + (x if self.shortcut is None else self.shortcut(x, mask)))
+
+
+class Shortcut(nnx.Module):
+    """A 1 x 1 convolution and a norm (option B of the paper, section 3.3), where a block changes the shape."""
+
+    def __init__(self, config: ResNetConfig, channels: int, after: int, stride: int, *, rngs: nnx.Rngs) -> None:
+        self.conv = _conv(channels, after, 1, stride, rngs=rngs)
+        self.norm = _norm(config, after, rngs=rngs)
+
+    @classmethod
+    def of(cls, config: ResNetConfig, channels: int, after: int, stride: int, *, rngs: nnx.Rngs) -> "Shortcut | None":
+        """None where the block keeps the shape: the shortcut is then the identity."""
+        return cls(config, channels, after, stride, rngs=rngs) if stride > 1 or channels != after else None
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
+        return self.norm(self.conv(x), mask=mask)
+
+
+def _conv(before: int, after: int, size: int, stride: int, *, rngs: nnx.Rngs) -> nnx.Conv:
+    pad = size // 2
+    return nnx.Conv(
+        before,
+        after,
+        (size, size),
+        strides=(stride, stride),
+        padding=((pad, pad), (pad, pad)),
+        use_bias=False,
+        kernel_init=nnx.initializers.variance_scaling(2.0, "fan_out", "normal"),
+        rngs=rngs,
+    )
+
+
+def _norm(config: ResNetConfig, channels: int, *, last: bool = False, rngs: nnx.Rngs) -> BatchNorm:
+    """A norm; `last`: its output is added to the shortcut."""
+    start = nnx.initializers.zeros_init() if last and config.zero_init else nnx.initializers.ones_init()
+    return BatchNorm(channels, momentum=config.norm_momentum, epsilon=config.norm_eps, scale_init=start, rngs=rngs)

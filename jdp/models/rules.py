@@ -1,0 +1,55 @@
+"""The rules that configurations and inputs obey: each is one error with the rule, the values given and the way out."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+
+def require(holds: bool, rule: str, given: str, fix: str) -> None:
+    """Raise ValueError unless the rule holds, with the rule, the values given and the way out."""
+    if not holds:
+        raise ValueError(f"{rule}; given {given}. {fix}.")
+
+
+def require_positive(config: Any, *names: str, optional: Sequence[str] = ()) -> None:
+    """Fields that are positive integers; those in `optional` may be None."""
+    for name in (*names, *optional):
+        value = getattr(config, name)
+        fits = type(value) is int and value > 0
+        require(fits or (value is None and name in optional), f"{name} is a positive integer", repr(value), "Raise it")
+
+
+def require_choice(config: Any, **choices: Sequence[Any]) -> None:
+    """Fields that take one of a few values."""
+    for name, among in choices.items():
+        value = getattr(config, name)
+        fix = f"Choose one of {tuple(among)}"
+        require(value in among, f"there is no {name} of that name", repr(value), fix)
+
+
+def require_rates(config: Any, *, eps: str = "1e-5") -> None:
+    """`dropout` and `norm_eps`, which every transformer here has; `eps` is the usual value of the latter."""
+    require(0.0 <= config.dropout < 1.0, "dropout is a rate in [0, 1)", f"{config.dropout}", "0 turns it off")
+    require(config.norm_eps > 0, "norm_eps is positive", f"{config.norm_eps}", f"{eps} is usual")
+
+
+def require_heads(width: int, heads: int) -> None:
+    """Heads share the width evenly."""
+    require(
+        width % heads == 0,
+        "heads must divide width",
+        f"width({width}) % heads({heads}) = {width % heads}",
+        f"Make width a multiple of {heads}, for instance {-(-width // heads) * heads}",
+    )
+
+
+def require_images(images: jax.Array, *, channels: int, size: int | None = None) -> None:
+    """Images are [batch, height, width, channels] floats; of `size` x `size` pixels, when given."""
+    given = f"{images.dtype}{list(images.shape)}"
+    floats = jax.numpy.issubdtype(images.dtype, jax.numpy.floating)
+    is_images = images.ndim == 4 and images.shape[3] == channels and floats
+    fix = "Pass a batch of floats, already normalised, colours last"
+    require(is_images, f"images are [batch, height, width, channels({channels})] floats", given, fix)
+    fits = size is None or images.shape[1:3] == (size, size)
+    require(fits, f"images are image_size({size}) pixels high and wide", given, "Resize them, or change image_size")

@@ -1,0 +1,207 @@
+"""The transformer layers that GPT and ViT are made of, and the loop over them.
+
+The layers are alike, so a scanned model stacks them: `layers/attention/query/kernel` is [layers, width, width] and one
+compiled block serves all. An unrolled model (`scan=False`) holds `layers/0/...`, `layers/1/...`; for the same seed
+these are the slices of the stack, bit for bit.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jdp.layers import scan_layers
+from jdp.models.parts import Linear, LoRA, Norm, dropout
+from jdp.models.rules import require
+
+Activation = Literal["swiglu", "gelu"]
+NormKind = Literal["rms", "layer"]
+Attend = Literal["xla", "cudnn"]
+Remat = Literal["full", "dots"]
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """What one layer is, with every default resolved. Made by a model's configuration, which checks it.
+
+    Fields:
+        width, heads, kv_heads, hidden: as `GPTConfig` has them; `hidden` is the feed-forward's.
+        std, residual_std: of kernels, and of the two that write to the residual stream; None: Glorot's, by shape.
+        causal: a position sees itself and those before it; else all.
+        rope_theta: base of the rotary wavelengths; None: queries and keys are not turned.
+    """
+
+    width: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    activation: Activation
+    norm: NormKind
+    norm_eps: float
+    bias: bool
+    dropout: float
+    attention: Attend
+    causal: bool
+    rope_theta: float | None = None
+    std: float | None = None
+    residual_std: float | None = None
+    lora: LoRA | None = None
+
+    def make_norm(self) -> Norm:
+        """A norm of the residual stream."""
+        centered = self.norm == "layer"
+        return Norm(self.width, center=centered, bias=self.bias and centered, eps=self.norm_eps)
+
+    def linear(self, features_in: int, features_out: int, *, residual: bool = False, rngs: nnx.Rngs) -> Linear:
+        """A linear map; `residual`: it writes to the residual stream."""
+        std = self.residual_std if residual else self.std
+        return Linear(features_in, features_out, std=std, bias=self.bias, lora=self.lora, rngs=rngs)
+
+
+class Segments(NamedTuple):
+    """Where the documents of packed rows lie: both int32 [batch, length].
+
+    Fields:
+        run: number of the document in its row, counted from zero.
+        position: of a token in its document, from zero.
+    """
+
+    run: jax.Array
+    position: jax.Array
+
+    @classmethod
+    def of(cls, segments: jax.Array) -> "Segments":
+        """From numbers that are constant inside a document and differ between neighbours: int32 [batch, length]."""
+        changed = segments[:, 1:] != segments[:, :-1]
+        begins = jnp.pad(changed, ((0, 0), (1, 0)), constant_values=True)
+        index = jnp.arange(segments.shape[1], dtype=jnp.int32)
+        start = jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
+        return cls(jnp.cumsum(begins, axis=1, dtype=jnp.int32) - 1, index - start)
+
+
+class Layer(nnx.Module):
+    """Pre-norm transformer layer: [batch, length, width] -> the same."""
+
+    def __init__(self, config: LayerConfig, *, rngs: nnx.Rngs) -> None:
+        self.attention_norm = config.make_norm()
+        self.attention = Attention(config, rngs=rngs)
+        self.mlp_norm = config.make_norm()
+        self.mlp = FeedForward(config, rngs=rngs)
+        self.dropout = config.dropout
+
+    def __call__(self, x: jax.Array, key: jax.Array | None, segments: Segments | None = None) -> jax.Array:
+        x = x + dropout(self.attention(self.attention_norm(x), segments), self.dropout, key, site=0)
+        return x + dropout(self.mlp(self.mlp_norm(x)), self.dropout, key, site=1)
+
+
+class Attention(nnx.Module):
+    """Self-attention (arXiv:1706.03762) with grouped key and value heads: [batch, length, width] -> the same."""
+
+    def __init__(self, config: LayerConfig, *, rngs: nnx.Rngs) -> None:
+        width, shared = config.width, config.kv_heads * (config.width // config.heads)
+        self.config = config
+        self.query = config.linear(width, width, rngs=rngs)
+        self.key = config.linear(width, shared, rngs=rngs)
+        self.value = config.linear(width, shared, rngs=rngs)
+        self.output = config.linear(width, width, residual=True, rngs=rngs)
+
+    def __call__(self, x: jax.Array, segments: Segments | None = None) -> jax.Array:
+        config = self.config
+        fits = config.attention != "cudnn" or x.dtype in (jnp.bfloat16, jnp.float16)
+        require(fits, "cudnn attention takes 16-bit floats", f"{x.dtype}", 'Compute in bf16, or set attention = "xla"')
+        query, key, value = (
+            project(x).reshape(*x.shape[:-1], -1, config.width // config.heads)
+            for project in (self.query, self.key, self.value)
+        )
+        if config.rope_theta is not None:
+            position = None if segments is None else segments.position
+            query, key = (rotate(turned, config.rope_theta, position) for turned in (query, key))
+        # [batch, 1, length, length], made anew in every layer: a comparison that fuses into the softmax, where a mask
+        # made once would be kept, and read, for all layers.
+        mask = None if segments is None else (segments.run[:, :, None] == segments.run[:, None, :])[:, None]
+        # Softmax is float32 inside, and query head h reads key and value head h // (heads / kv_heads).
+        mixed = jax.nn.dot_product_attention(
+            query, key, value, mask=mask, is_causal=config.causal, implementation=config.attention
+        )
+        return self.output(mixed.reshape(x.shape))
+
+
+class FeedForward(nnx.Module):
+    """`down(gelu(up(x)))`, or `down(silu(gate(x)) * up(x))` for swiglu: [batch, length, width] -> the same."""
+
+    def __init__(self, config: LayerConfig, *, rngs: nnx.Rngs) -> None:
+        self.up = config.linear(config.width, config.hidden, rngs=rngs)
+        gated = config.activation == "swiglu"
+        self.gate = config.linear(config.width, config.hidden, rngs=rngs) if gated else None
+        self.down = config.linear(config.hidden, config.width, residual=True, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if self.gate is None:
+            return self.down(jax.nn.gelu(self.up(x), approximate=True))
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+
+def rotate(x: jax.Array, theta: float, position: jax.Array | None = None) -> jax.Array:
+    """Turn each pair (x[i], x[i + D/2]) of a head by position * theta^(-2i/D) radians (arXiv:2104.09864, eq. 34).
+
+    The pairing is that of GPT-NeoX and of Llama in Hugging Face's layout; Meta's files pair neighbours instead, which
+    is the same model with the columns of the query and key kernels permuted.
+
+    Args:
+        x: [batch, length, heads, D], D even. Angles and products are float32; the result has x's dtype.
+        theta: base of the wavelengths.
+        position: [batch, length] integers; None: 0, 1, 2, ... in every row.
+    """
+    size = x.shape[-1]
+    frequencies = np.float32(theta ** (-np.arange(0, size, 2) / size))
+    place = jnp.arange(x.shape[1], dtype=jnp.float32) if position is None else position.astype(jnp.float32)
+    angles = place[..., None, None] * frequencies
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def make_layers(config: LayerConfig, count: int, key: jax.Array, *, scan: bool) -> Layer | nnx.List[Layer]:
+    """All layers, stacked or as a list. Layer i's values depend on (key, i) only, so both hold the same."""
+
+    def make(key: jax.Array) -> Layer:
+        return Layer(config, rngs=nnx.Rngs(key))
+
+    keys = fold_range(key, count)
+    return jax.vmap(make)(keys) if scan else nnx.List([make(keys[i]) for i in range(count)])
+
+
+def run_layers(
+    layers: Layer | nnx.List[Layer],
+    x: jax.Array,
+    keys: jax.Array | None,
+    *,
+    remat: Remat | None,
+    segments: Segments | None = None,
+) -> jax.Array:
+    """x through all layers: [batch, length, width] -> the same.
+
+    Args:
+        keys: [layers] typed keys for dropout; None: no dropout.
+        remat: as for `scan_layers`.
+        segments: attend and count positions inside documents only.
+    """
+    # The parameters go in exactly as they sit in the module: a sharding plan knows them by identity, and gathers a
+    # layer's when the loop reaches it. A list would mean "unrolled" to the loop, a tuple is a tree to scan.
+    stacked = (layers, keys)
+    if isinstance(layers, nnx.List):
+        stacked = [(layer, None if keys is None else keys[i]) for i, layer in enumerate(layers)]
+
+    def block(layer_and_key: tuple[Layer, jax.Array | None], x: jax.Array) -> jax.Array:
+        layer, key = layer_and_key
+        return layer(x, key, segments)
+
+    return scan_layers(block, stacked, x, remat=remat)
+
+
+def fold_range(key: jax.Array, count: int) -> jax.Array:
+    """`fold_in(key, i)` for i in range(count): unlike `split`, key i does not depend on how many there are."""
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(count))

@@ -1,0 +1,127 @@
+"""Low-rank updates: what they start from, what they compute, and how to train them alone."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jdp
+from jdp.models import GPT, GPTConfig, next_token_loss, parameter_count
+
+BASE = GPTConfig(vocab_size=19, context=8, layers=2, width=16, heads=4, kv_heads=2, mlp_width=24, bias=True)
+TOKENS = jax.random.randint(jax.random.key(7), (2, 8), 0, 19)
+FORMS = pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
+forward = jax.jit(lambda model: model(TOKENS))
+
+
+@functools.cache
+def born(scan, rank):
+    """A model and the logits that it starts with."""
+    config = dataclasses.replace(BASE, scan=scan, lora_rank=rank, lora_alpha=6.0)
+    model = jax.jit(lambda: GPT(config, rngs=nnx.Rngs(0)))()
+    return model, forward(model)
+
+
+def make(scan=True, rank=None):
+    return born(scan, rank)[0]
+
+
+def leaves(model, kind=nnx.Param):
+    return {"/".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model, kind))}
+
+
+@FORMS
+def test_a_model_with_updates_starts_as_the_one_without_bit_for_bit(scan):
+    base, model = leaves(make(scan)), leaves(make(scan, 3))
+    assert base.keys() < model.keys()
+    for path, leaf in base.items():
+        np.testing.assert_array_equal(model[path], leaf, err_msg=path)
+    np.testing.assert_array_equal(born(scan, 3)[1], born(scan, None)[1])
+
+
+@FORMS
+def test_every_kernel_of_the_layers_has_an_update_and_nothing_else_does(scan):
+    model = make(scan, 3)
+    updates, rest = leaves(model, nnx.LoRAParam), leaves(make(scan))
+    kernels = [path.removesuffix("kernel") for path in rest if path.startswith("layers") and path.endswith("kernel")]
+    assert updates.keys() == {f"{path}lora_{part}" for path in kernels for part in "ab"}
+    assert len(kernels) == 7 * (1 if scan else 2)
+    for path in kernels:
+        down, up, kernel = updates[f"{path}lora_a"], updates[f"{path}lora_b"], rest[f"{path}kernel"]
+        assert (down.shape[-2:], up.shape[-2:]) == ((kernel.shape[-2], 3), (3, kernel.shape[-1]))
+        assert not jnp.any(up)
+        # 48 to 72 draws each: their standard deviation is within a third of the true one, four sigmas wide.
+        assert float(down.std()) == pytest.approx((3 * kernel.shape[-2]) ** -0.5, rel=0.34), path
+
+
+def test_layers_draw_different_updates_and_unrolled_ones_are_slices_of_the_stack():
+    stacked, apart = leaves(make(True, 3)), leaves(make(False, 3))
+    stack = stacked["layers/mlp/up/lora_a"]
+    assert jnp.any(stack[0] != stack[1])
+    np.testing.assert_array_equal(stack[1], apart["layers/1/mlp/up/lora_a"])
+
+
+def test_the_update_is_the_product_times_alpha_over_rank():
+    model, merged = nnx.clone(make(True, 3)), nnx.clone(make(True))
+    for path, leaf in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
+        if path[-1] == "lora_b":
+            leaf[...] = jax.random.normal(jax.random.key(len(str(path))), leaf.shape)
+    updates = leaves(model, nnx.LoRAParam)
+    for path, leaf in nnx.to_flat_state(nnx.state(merged)):
+        name = "/".join(map(str, path)).removesuffix("kernel")
+        if f"{name}lora_a" in updates:
+            leaf[...] = leaf[...] + 6.0 / 3 * updates[f"{name}lora_a"] @ updates[f"{name}lora_b"]
+    logits = forward(model)
+    np.testing.assert_allclose(logits, forward(merged), rtol=1e-4, atol=1e-5)
+    assert jnp.any(jnp.abs(logits - born(True, None)[1]) > 0.01)
+
+
+def test_the_updates_are_counted():
+    config = dataclasses.replace(BASE, lora_rank=3)
+    one_layer = 3 * (2 * (16 + 16) + 2 * (16 + 8) + 3 * (16 + 24))  # query, output; key, value; up, gate, down
+    assert parameter_count(config) == parameter_count(BASE) + 2 * one_layer
+
+
+def test_updates_follow_the_dtype_of_the_activations():
+    model = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), make(True, 3))
+    program = jax.jit(lambda: model.features(TOKENS)).lower().as_text()
+    products = [line.split(" : ")[-1].split(" -> ")[0] for line in program.splitlines() if "dot_general " in line]
+    assert len(products) >= 7 * 3 and not [operands for operands in products if "f32" in operands.replace("bf16", "")]
+
+
+def test_gradients_reach_both_matrices_once_the_second_has_moved():
+    def loss(model):
+        total, weight = next_token_loss(model(TOKENS[:, :-1]), TOKENS[:, 1:], jnp.ones((2, 7)))
+        return total / weight
+
+    first = leaves(jax.jit(jax.grad(loss))(make(True, 3)), nnx.LoRAParam)
+    for path, gradient in first.items():
+        assert bool(jnp.any(gradient != 0)) == path.endswith("lora_b"), path
+
+
+def test_to_train_them_alone_is_a_filter():
+    plan = jdp.Plan(jdp.make_mesh(data=8), "zero3")
+    config = dataclasses.replace(BASE, lora_rank=3)
+    init = lambda rng: GPT(config, rngs=nnx.Rngs(rng))  # noqa: E731
+    state = jdp.abstract_state(init, optax.adam(1e-3), plan, rng=jax.random.key(0), wrt=nnx.LoRAParam)
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state.params)]
+    assert state.static.trained == tuple("lora" in name for name in names)
+    held = sum(leaf.size for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim)
+    assert held == 2 * (parameter_count(config) - parameter_count(BASE))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"lora_rank": 0}, r"lora_rank is a positive integer; given 0"),
+        ({"lora_alpha": 0.0}, r"lora_alpha is positive; given 0\.0\. 16 is usual"),
+    ],
+)
+def test_what_breaks_a_rule_is_refused(wrong, words):
+    with pytest.raises(ValueError, match=words):
+        dataclasses.replace(BASE, **wrong)
