@@ -20,8 +20,8 @@ from jdp.notices import notice
 
 NumpyBatch = dict[str, NDArray[Any]]
 
-# Small on purpose: a sample costs microseconds here, and what a step waits for is one batch, not five hundred.
-_READ_AHEAD = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
+# Small on purpose: what a step waits for is one batch, not five hundred.
+_AHEAD = 4  # batches
 
 
 class Source(Protocol):
@@ -30,6 +30,21 @@ class Source(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Mapping[str, NDArray[Any]]: ...
+
+
+class OrderedSource(Source, Protocol):
+    """Samples that have a shuffled order of their own, as a mixture has."""
+
+    def sample_at(self, position: int, seed: int) -> Mapping[str, NDArray[Any]]:
+        """The sample at a position of an endless run: a pure function of position, seed and what this holds."""
+        ...
+
+
+def sample_at(source: Source, position: int, seed: int) -> Mapping[str, NDArray[Any]]:
+    """The sample at a position, not negative, of an endless, reshuffled run (jdp.data.order, or the source's own)."""
+    if own := getattr(source, "sample_at", None):  # `isinstance` of a protocol takes longer than reading a sample
+        return own(position, seed)
+    return source[sample_index(seed, len(source), position)]
 
 
 def batch_count(source: Source, *, batch_size: int, epochs: int = 1) -> int:
@@ -46,12 +61,14 @@ def global_batches(
     start: int = 0,
     shuffle: bool = True,
     epochs: int | None = None,
+    threads: int = 2,
 ) -> grain.IterDataset[NumpyBatch]:
     """This process' rows of every global batch, in an order that does not know about processes.
 
     Row r of global batch b is the sample at position b · batch_size + r of a line of epochs, each shuffled anew by
     (seed, epoch). Epochs follow one another without a break, so each sample occurs exactly once in each; a batch
-    larger than the data set is allowed, holds samples of several epochs, and is reported.
+    larger than the data set is allowed, holds samples of several epochs, and is reported. A source with an order of its
+    own (an `OrderedSource`: `jdp.data.mixture`) is shuffled by that one.
 
     Args:
       source: the samples; read at the indices of this process' rows only.
@@ -62,10 +79,12 @@ def global_batches(
       shuffle: False reads samples in their own order, every epoch.
       epochs: how many; None runs on for ever. A finite run ends with a batch padded to `batch_size` rows: the line
         goes on, but its "weights" are 0 there.
+      threads: that read, a batch each; enough for samples that cost microseconds. Images cost about a millisecond each:
+        there, take a thread for every core that can be spared. As many batches are held in memory, four at least.
 
     Returns:
       An iterable of dicts of NumPy arrays, the samples' arrays with a leading dimension of len(rows). Every `iter` of
-      it begins at `start` and reads ahead in two threads, which end with the iterator (at its `close()`, or when it
+      it begins at `start` and reads ahead in threads, which end with the iterator (at its `close()`, or when it
       is collected).
 
     Raises:
@@ -73,6 +92,8 @@ def global_batches(
         it is read).
     """
     _check_run(len(source), batch_size=batch_size, epochs=epochs)
+    if threads < 1:
+        raise ValueError(f"threads must be at least 1, got {threads}: give for example the cores that can be spared")
     if shuffle:
         sample_index(seed, len(source), 0)  # what is wrong with the seed is said now, not by a reading thread
     end = sys.maxsize if epochs is None else batch_count(source, batch_size=batch_size, epochs=epochs)
@@ -81,16 +102,17 @@ def global_batches(
     own = _own_rows(rows, batch_size)
     samples_in_run = None if epochs is None else epochs * len(source)
 
-    def sample_at(position: int) -> Mapping[str, NDArray[Any]]:
-        index = sample_index(seed, len(source), position) if shuffle else position % len(source)
+    def take(position: int) -> Mapping[str, NDArray[Any]]:
+        sample = sample_at(source, position, seed) if shuffle else source[position % len(source)]
         is_padding = samples_in_run is not None and position >= samples_in_run
-        return _weightless(source[index]) if is_padding else source[index]
+        return _weightless(sample) if is_padding else sample
 
     def read(batch: int) -> NumpyBatch:
-        samples = [sample_at(batch * batch_size + row) for row in own]
+        samples = [take(batch * batch_size + row) for row in own]
         return {key: np.stack([sample[key] for sample in samples]) for key in samples[0]}
 
-    return grain.MapDataset.range(start, end).map(read).to_iter_dataset(_READ_AHEAD)
+    ahead = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=max(_AHEAD, threads))
+    return grain.MapDataset.range(start, end).map(read).to_iter_dataset(ahead)
 
 
 def _check_run(samples: int, *, batch_size: int, epochs: int | None) -> None:

@@ -1,150 +1,183 @@
-"""From what a user names to documents: bytes, one for each file, in an order every process agrees on.
+"""From what a user names to documents, in an order every process agrees on.
 
-1. The files: Python's own standard library, files, globs, directories. Sorted by path; a file named twice is read once.
-2. Their contents, whole. Bytes are the tokens, so nothing is decoded and no encoding can be wrong.
-
-Another kind of source (JSONL, parquet, a hub) is one more function that returns a `Corpus`.
+1. The files (jdp.data.files), sorted by path; then data sets of Hugging Face ("hf:…"), in the order given.
+2. A file of text is one document; of parquet, Arrow or JSON each row is one, and so is each of a data set.
+3. Their contents, whole: bytes, so nothing is decoded and no encoding can be wrong; or token ids, where text was
+   tokenised before. Each keeps its place, for errors.
 """
 
-import glob
+import bisect
+import functools
 import os
 import platform
-import sysconfig
-from collections.abc import Iterable, Sequence
+import zipfile
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Generic, TypeVar
 
-from jdp.notices import notice
+import numpy as np
+from numpy.typing import NDArray
+
+from jdp.data.compressed import read_bytes
+from jdp.data.files import STDLIB, Kinds, PathLike, find_files
+from jdp.data.hub import HF, hub_table
+from jdp.data.tables import Table, arrow_table, check_fields, is_table, read_table
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
-STDLIB = "stdlib"
-# What is not the library's own text: packages installed beside it, and its tests, which some distributions leave out.
-_NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
+# Of a directory: a plain .json is more often a setting than data, so it must be named; .json.gz is how data is shipped.
+_ROWS = (".parquet", ".arrow", ".feather", ".jsonl", ".ndjson", ".json.gz", ".json.zst")
+_ARRAYS = (".npz", ".npy")
 
-PathLike = str | os.PathLike[str]
+Document = TypeVar("Document", bound=Sized)  # bytes, or integers [n]
 
 
 @dataclass(frozen=True)
-class Corpus:
-    """Documents and where they are from. Empty documents are none: they hold nothing to learn."""
+class Origin:
+    """What one file gave: the first of its documents, its name, and the rows they are from, where it has rows."""
+
+    first: int
+    where: str
+    unit: str = ""
+    numbers: Sequence[int] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus(Generic[Document]):
+    """Documents and where they are from. Empty documents are none: they hold nothing to learn.
+
+    Attributes:
+      name: what was read.
+      documents: bytes each, or integers [n] each.
+      origins: of the documents, in their order.
+    """
 
     name: str
-    documents: tuple[bytes, ...]
+    documents: tuple[Document, ...]
+    origins: tuple[Origin, ...]
+
+    def place(self, document: int) -> str:
+        """Where a document is from: "book.txt", or "rows.jsonl, line 7"; lines count from 1, rows from 0."""
+        origin = self.origins[bisect.bisect_right(self.origins, document, key=lambda origin: origin.first) - 1]
+        return (
+            f"{origin.where}, {origin.unit} {origin.numbers[document - origin.first]}" if origin.unit else origin.where
+        )
 
 
-def read_corpus(source: PathLike | Sequence[PathLike], *, suffixes: Sequence[str] = TEXT_SUFFIXES) -> Corpus:
-    """Reads all of a source into memory.
+def read_corpus(
+    source: PathLike | Sequence[PathLike], *, suffixes: Sequence[str] | None = None, field: str = "text"
+) -> Corpus[bytes]:
+    """Reads all of a source into memory, as it is: UTF-8 for rows, whatever bytes there are for files of text.
 
     Args:
-      source: "stdlib", or a file, a glob (`**` goes down), a directory (all the way down), or a sequence of these. A
-        file of your own by the name stdlib is "./stdlib".
-      suffixes: which files of a directory are text; files named one by one, or by a glob, are read whatever they are
-        called. Hidden files and directories below a directory are passed over.
+      source: "stdlib", or a file, a glob (`**` goes down), a directory (all the way down), "hf:…" (see
+        `jdp.data.hub.hub_splits`), or a sequence of these. A file of your own by the name stdlib is "./stdlib".
+        .parquet, .arrow, .feather, .jsonl, .ndjson and .json are rows, all others text; each may be compressed, .gz
+        or .zst.
+      suffixes: which files of a directory are data. By default text (.txt, .md, .rst, .py) or rows, whichever it holds.
+      field: the column that is the text of a row.
 
     Raises:
-      ValueError: nothing there, something unreadable, or nothing but empty files.
+      ValueError: nothing there, something unreadable or not whole, a row that is not text, or nothing but empty text.
     """
+    kinds = Kinds("text", TEXT_SUFFIXES, _ROWS) if suffixes is None else Kinds("text", _tuple(suffixes))
+    return _read(source, kinds, field, of_rows=lambda table: table.texts(field), of_file=read_bytes)
+
+
+def read_token_ids(
+    source: PathLike | Sequence[PathLike], *, suffixes: Sequence[str] | None = None, field: str = "input_ids"
+) -> Corpus[NDArray[Any]]:
+    """The same of text that was tokenised before: each row's `field` is a list of token ids.
+
+    The array `field` of an .npz, or all of an .npy, is one document [n], or a document a row [rows, n].
+
+    Raises:
+      ValueError: see `read_corpus`; a row that is not a list of whole numbers.
+    """
+    kinds = Kinds("tokenised", (*_ROWS, *_ARRAYS) if suffixes is None else _tuple(suffixes))
+    of_file = functools.partial(_array_rows, field=field)
+    return _read(source, kinds, field, of_rows=lambda table: table.integer_lists(field), of_file=of_file)
+
+
+def _read(
+    source: PathLike | Sequence[PathLike],
+    kinds: Kinds,
+    field: str,
+    *,
+    of_rows: Callable[[Table], list[Document]],
+    of_file: Callable[[Path], Document | list[Document]],
+) -> Corpus[Document]:
     entries = [source] if isinstance(source, str | os.PathLike) else list(source)
     if not entries:
         raise ValueError('source must name some text, got an empty list: give "stdlib", a file, a glob or a directory')
-    suffixes = (suffixes,) if isinstance(suffixes, str) else tuple(suffixes)
-    if not suffixes or not all(suffix.startswith(".") for suffix in suffixes):
-        raise ValueError(f'suffixes must each begin with a dot, got {list(suffixes)}: give for example (".txt",)')
-    files = _once(path for entry in entries for path in _files(entry, suffixes))
-    documents = tuple(document for document in map(_read, files) if document)
+    files = find_files([entry for entry in entries if not str(entry).startswith(HF)], kinds)
+    documents: list[Document] = []
+    origins: list[Origin] = []
+    empty = 0
+
+    def add(found: list[Document], where: str, unit: str, numbers: Sequence[int]) -> None:
+        nonlocal empty
+        kept = [place for place, document in enumerate(found) if len(document)]
+        empty += len(found) - len(kept)
+        if kept:
+            rows = numbers if len(kept) == len(found) else [numbers[place] for place in kept]
+            origins.append(Origin(len(documents), where, unit, rows))
+            documents.extend(found[place] for place in kept)
+
+    for path in files:
+        if is_table(path):
+            table = read_table(path, [field])
+            add(of_rows(table), table.where, table.unit, table.numbers)
+        else:
+            found = of_file(path)
+            rows = found if isinstance(found, list) else [found]
+            add(rows, str(path), "row" if isinstance(found, list) else "", range(len(rows)))
+    for table in _hub_tables(entries, field):
+        add(of_rows(table), table.where, table.unit, table.numbers)
     name = _name(entries)
     if not documents:
-        raise ValueError(f"text must not be empty, got {name}: {len(files)} empty file(s); give some text")
-    return Corpus(name, documents)
+        raise ValueError(f"text must not be empty, got {name}: {empty} empty file(s) or row(s); give some text")
+    return Corpus(name, tuple(documents), tuple(origins))
+
+
+def _hub_tables(entries: Sequence[PathLike], field: str) -> Iterator[Table]:
+    for name in dict.fromkeys(str(entry) for entry in entries):
+        if name.startswith(HF):
+            table, split = hub_table(name)
+            yield arrow_table(table, [field], f"{name} (split {split})")
+
+
+def _array_rows(path: Path, *, field: str) -> NDArray[Any] | list[NDArray[Any]]:
+    """Of an .npz or .npy file: one document, or a list of them. Objects stay unread: unpickling them would run code."""
+    if path.suffix not in _ARRAYS:
+        raise ValueError(
+            f"token ids must be in {', '.join((*_ROWS, *_ARRAYS))} files, got {path}: name a tokenizer, if that is text"
+        )
+    loaded = _loaded(path)
+    if isinstance(loaded, dict):
+        check_fields([field], list(loaded), str(path))
+        loaded = loaded[field]
+    if loaded.dtype.kind not in "iu" or loaded.ndim not in (1, 2):
+        raise ValueError(
+            f"token ids must be whole numbers [n] or [rows, n], got {loaded.dtype} {list(loaded.shape)} in {path}: "
+            "convert them"
+        )
+    return loaded if loaded.ndim == 1 else list(loaded)
+
+
+def _loaded(path: Path) -> Any:
+    try:
+        with path.open("rb") as file:  # which np.load leaves open where it fails
+            loaded = np.load(file)
+            return loaded if isinstance(loaded, np.ndarray) else {name: loaded[name] for name in loaded.files}
+    except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
+        raise ValueError(f"arrays must be readable, got {path}: {error}; write them anew, numbers only") from error
+
+
+def _tuple(suffixes: Sequence[str]) -> tuple[str, ...]:
+    return (suffixes,) if isinstance(suffixes, str) else tuple(suffixes)
 
 
 def _name(entries: Sequence[PathLike]) -> str:
     first = f"stdlib (Python {platform.python_version()})" if entries[0] == STDLIB else str(entries[0])
     return first if len(entries) == 1 else f"{first} and {len(entries) - 1} more"
-
-
-def _once(paths: Iterable[Path]) -> list[Path]:
-    """In sorted order, each file once, whatever links lead to it."""
-    unique: dict[Path, Path] = {}
-    for path in sorted(paths):
-        unique.setdefault(path.resolve(), path)
-    return list(unique.values())
-
-
-def _files(entry: PathLike, suffixes: tuple[str, ...]) -> list[Path]:
-    if entry == STDLIB:
-        return _stdlib_files()
-    path = Path(entry).expanduser()
-    if path.is_file():
-        return [path]
-    if path.is_dir():
-        return _directory_files(path, suffixes)
-    if glob.has_magic(str(path)):
-        return _glob_files(str(path))
-    raise ValueError(
-        f"source must be a file, a glob or a directory that exists, got {entry}, looked for at {path.absolute()}: "
-        f'mend the path, or give "{STDLIB}" for Python\'s own source text'
-    )
-
-
-def _stdlib_files() -> list[Path]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files, _ = _walk(root, (".py",), leave_out=_NOT_STDLIB)
-    if not files:
-        raise ValueError(
-            f'source "{STDLIB}" needs Python\'s own source files, found none under {root}: give text files of your own'
-        )
-    return files
-
-
-def _directory_files(directory: Path, suffixes: tuple[str, ...]) -> list[Path]:
-    files, others = _walk(directory, suffixes)
-    kinds = ", ".join(suffixes)
-    if not files:
-        raise ValueError(
-            f"a directory must hold text files ({kinds}), got {directory} with {others} other file(s): "
-            "give other suffixes, or name the files by a glob"
-        )
-    if others:
-        notice(f"{directory}: reading {len(files)} files ({kinds}), passing over {others} others")
-    return files
-
-
-def _glob_files(pattern: str) -> list[Path]:
-    # `Path.glob` takes no absolute pattern, and reads a last `**` differently from one Python to the next.
-    files = [path for path in map(Path, glob.glob(pattern, recursive=True)) if path.is_file()]  # noqa: PTH207
-    if not files:
-        raise ValueError(f"a glob must match at least one file, got {pattern}, which matches none: mend it")
-    return files
-
-
-def _walk(
-    directory: Path, suffixes: tuple[str, ...], *, leave_out: frozenset[str] = frozenset()
-) -> tuple[list[Path], int]:
-    """The files with one of these suffixes, and the number of others; hidden directories are not entered."""
-    files: list[Path] = []
-    others = 0
-    for folder, folders, names in os.walk(directory, onerror=_refuse):
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in leave_out]
-        text = [name for name in names if not name.startswith(".") and name.endswith(suffixes)]
-        files += [Path(folder, name) for name in text]
-        others += len(names) - len(text)
-    return files, others
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise _unreadable(error) from error
-
-
-def _refuse(error: OSError) -> None:
-    raise _unreadable(error) from error
-
-
-def _unreadable(error: OSError) -> ValueError:
-    return ValueError(
-        f"all of the text must be readable, got {error.filename}, {error.strerror}: "
-        "mend its permissions, or leave it out"
-    )

@@ -52,14 +52,14 @@ def sample_index(seed: int, epoch_length: int, position: int) -> int:
     return index_shuffle(index, max_index=epoch_length - 1, seed=_epoch_seed(seed, epoch), rounds=_ROUNDS)
 
 
-@functools.lru_cache(maxsize=8)  # a batch of a small data set may straddle several epochs
+@functools.lru_cache(maxsize=64)  # a batch may straddle several epochs, and a mixture draws from several data sets
 def _epoch_table(seed: int, epoch: int, epoch_length: int) -> NDArray[np.int64]:
     # Raw bits sorted, rather than `Generator.permutation`: NumPy promises the stream of a bit generator for ever, but
     # lets a Generator's methods change between versions (NEP 19), and with them the order of a resumed run.
     return np.argsort(np.random.Philox(_entropy(seed, epoch)).random_raw(epoch_length), kind="stable")
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=64)
 def _epoch_seed(seed: int, epoch: int) -> int:
     return int(_entropy(seed, epoch).generate_state(1)[0])
 

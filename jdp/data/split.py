@@ -1,14 +1,17 @@
 """Training or held out: decided by what a document says, so no rename, reordering or other machine can move it.
 
 A document's content is hashed to a number in [0, 1); below the held-out fraction it is held out. Copies of one text
-fall on one side together, and a larger fraction keeps all that a smaller one held out. Too few documents for both
-sides: the tail of each is held out instead.
+fall on one side together, and a larger fraction keeps all that a smaller one held out. A document is what its source
+says: a file of text, or a row. Too few documents for both sides: the tail of each is held out instead.
 """
 
 import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,15 @@ class Split:
     whole: bool
 
 
+@dataclass(frozen=True, eq=False)
+class Spans:
+    """The two sides as places in the line of all documents: int64 [documents, 2], from and up to; none is empty."""
+
+    train: NDArray[np.int64]
+    heldout: NDArray[np.int64]
+    whole: bool
+
+
 def split_documents(documents: Sequence[bytes], heldout_fraction: float) -> Split:
     """Parts documents by content: whole ones where both sides get some, else each one's tail.
 
@@ -36,20 +48,43 @@ def split_documents(documents: Sequence[bytes], heldout_fraction: float) -> Spli
     Raises:
       ValueError: a fraction outside (0, 1).
     """
+    ends = np.array(list(accumulate(map(len, documents), initial=0)), np.int64)
+    spans = split_spans(np.array([content_score(document) for document in documents]), ends, heldout_fraction)
+    line = b"".join(documents)
+
+    def cut(side: NDArray[np.int64]) -> tuple[bytes, ...]:
+        return tuple(line[start:end] for start, end in side.tolist())
+
+    return Split(cut(spans.train), cut(spans.heldout), spans.whole)
+
+
+def split_spans(scores: NDArray[np.float64], bounds: NDArray[np.int64], heldout_fraction: float) -> Spans:
+    """The same for documents that lie end to end: what they are made of, bytes or tokens, is not looked at.
+
+    Args:
+      scores: float64 [documents], the `content_score` of each.
+      bounds: int64 [documents + 1], where each begins, and the end of the last.
+      heldout_fraction: in (0, 1).
+
+    Raises:
+      ValueError: a fraction outside (0, 1).
+    """
     if not 0 < heldout_fraction < 1:
         raise ValueError(f"heldout_fraction must lie between 0 and 1, got {heldout_fraction}: give for example 0.05")
-    scores = [content_score(document) for document in documents]
-    train = tuple(document for document, score in zip(documents, scores, strict=True) if score >= heldout_fraction)
-    heldout = tuple(document for document, score in zip(documents, scores, strict=True) if score < heldout_fraction)
-    return Split(train, heldout, whole=True) if train and heldout else _tails(documents, heldout_fraction)
-
-
-def _tails(documents: Sequence[bytes], heldout_fraction: float) -> Split:
-    cuts = [len(document) - math.ceil(len(document) * heldout_fraction) for document in documents]
-    heads = tuple(document[:cut] for document, cut in zip(documents, cuts, strict=True) if cut)
-    return Split(heads, tuple(document[cut:] for document, cut in zip(documents, cuts, strict=True)), whole=False)
+    spans = np.stack([bounds[:-1], bounds[1:]], axis=1)
+    train, heldout = _filled(spans[scores >= heldout_fraction]), _filled(spans[scores < heldout_fraction])
+    if len(train) and len(heldout):
+        return Spans(train, heldout, whole=True)
+    starts, ends = spans.T
+    cuts = ends - np.ceil((ends - starts) * heldout_fraction).astype(np.int64)
+    heads, tails = np.stack([starts, cuts], axis=1), np.stack([cuts, ends], axis=1)
+    return Spans(_filled(heads), _filled(tails), whole=False)
 
 
 def content_score(document: bytes) -> float:
     """A document's place in [0, 1), uniform and fixed for ever: the first 53 bits of its BLAKE2b hash."""
     return (int.from_bytes(hashlib.blake2b(document, digest_size=8).digest(), "big") >> 11) / 2**53
+
+
+def _filled(spans: NDArray[np.int64]) -> NDArray[np.int64]:
+    return spans[spans[:, 1] > spans[:, 0]]

@@ -1,0 +1,262 @@
+"""Arrays as samples: row i of every array is sample i, by random access, without a copy.
+
+1. Read them (jdp.data.array_files), and give them the names that models here go by.
+2. Part the rows into training and held-out ones by their content (jdp.data.held_out), or take those given as held out.
+3. A sample is a row of each, in a dtype that devices hold, with a weight.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jdp.data.array_files import Arrays, ArraySource, read_arrays
+from jdp.data.batches import NumpyBatch
+from jdp.data.held_out import fingerprint, part
+from jdp.data.labels import labels_of
+from jdp.notices import notice
+
+# What tells samples apart is what a model sees: features that occur twice stay together, whatever their labels.
+_NOT_CONTENT = frozenset({"labels", "targets", "weights"})
+
+
+@dataclass(frozen=True, eq=False)
+class ArraySamples:
+    """Rows of arrays, as a sequence of samples.
+
+    Attributes:
+      arrays: name -> array [samples, ...].
+      rows: int64 [len], the rows that are on this side.
+
+    Sample i is a dict of row rows[i] of each array: floats wider than 32 bits as float32, whole numbers that may be too
+    large for int32 as int32. "features", "images" and "weights" are always float32, "labels" int32. Without "weights",
+    there is one more: 1, float32. "tokens" [length + 1] without "targets" are made "tokens" and "targets" int32
+    [length], the tokens one further on, and "weights" [length].
+    """
+
+    arrays: Arrays
+    rows: NDArray[np.int64]
+
+    @cached_property
+    def _dtypes(self) -> dict[str, np.dtype[Any]]:
+        return {key: _sample_dtype(key, array.dtype) for key, array in self.arrays.items()}
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int, /) -> NumpyBatch:
+        row = self.rows[index]
+        sample = {key: np.asarray(a[row]).astype(self._dtypes[key], copy=False) for key, a in self.arrays.items()}
+        if "tokens" in sample and "targets" not in sample:
+            tokens = sample["tokens"]
+            sample |= {"tokens": tokens[:-1], "targets": tokens[1:]}
+        if "weights" not in sample:
+            sample["weights"] = np.ones(sample["targets"].shape if "tokens" in sample else (), np.float32)
+        return sample
+
+
+@dataclass(frozen=True, eq=False)
+class ArrayData:
+    """Arrays parted in two: `train` and `heldout` are sources for `global_batches`; `str()` is one line on it all.
+
+    Attributes:
+      name: what was read.
+      classes: the names of the classes, where there are "labels"; else empty.
+      fingerprint: 16 hex digits: alike on two machines, or before and after a resume, only if every sample is.
+      by_content: whether the held-out rows were chosen by a hash of their content; else they were given.
+    """
+
+    name: str
+    train: ArraySamples
+    heldout: ArraySamples
+    classes: tuple[str, ...]
+    fingerprint: str
+    by_content: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of "features" or "images" in a sample; of "tokens" as a model gets them; else of the first array."""
+        sample = self.train[0]
+        return next(sample[key].shape for key in ("features", "images", "tokens", *sample) if key in sample)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the largest of "tokens" and "targets"; 0 without them."""
+        sides = [side.arrays[key] for side in (self.train, self.heldout) for key in _TOKENS if key in side.arrays]
+        return 1 + max((int(tokens.max()) for tokens in sides), default=-1)
+
+    def __str__(self) -> str:
+        arrays = self.train.arrays
+        shown = ", ".join(f"{key} {a.dtype}{list(a.shape[1:]) if a.ndim > 1 else ''}" for key, a in arrays.items())
+        return (
+            f"{self.name}: {len(self.train) + len(self.heldout):,} samples of {shown}"
+            f"{f'; {len(self.classes)} classes' if self.classes else ''}; train {len(self.train):,}, held out "
+            f"{len(self.heldout):,} ({'by a hash of their content' if self.by_content else 'as given'})"
+        )
+
+
+_TOKENS = ("tokens", "targets")
+
+
+def array_data(
+    source: ArraySource,
+    *,
+    heldout_fraction: float = 0.05,
+    heldout: ArraySource | None = None,
+    features: str | None = None,
+    labels: str | None = None,
+    length: int | None = None,
+) -> ArrayData:
+    """Samples from NumPy arrays with the same leading dimension.
+
+    Args:
+      source: a dict of arrays [samples, ...], an .npz file, an .npy file, or a directory of .npy files; see
+        `read_arrays`. Names are kept, and become those of a batch's arrays.
+      heldout_fraction: in (0, 1), about the share of the samples kept from training; by content ("labels", "targets"
+        and "weights" aside). This and the fingerprint take one look at all bytes when the data is opened.
+      heldout: a held-out set of its own, with arrays of the same names and shapes; then `heldout_fraction` is unused.
+      features: the array that a sample is to hold as "features", float32.
+      labels: the array that a sample is to hold as "labels", int32: whole numbers from 0, or names [samples].
+      length: targets in a sample, where "tokens" are one line, [tokens], and the only array: cut, without a copy, into
+        samples that share one token with their neighbours. Tokens at the end that do not fill one are left out, which
+        is said.
+
+    Returns:
+      The data, with `train`, `heldout`, `classes`, `shape`, `fingerprint`.
+
+    Raises:
+      ValueError: what `read_arrays` and `labels_of` refuse; a name that is not there; tokens that are not whole numbers
+        from 0 of shape [samples, length + 1]; a held-out set unlike the other one.
+    """
+    names = {"features": features, "labels": labels}
+    arrays, name = _named(source, names, length)
+    arrays, classes = _numbered(arrays, name, None)
+    scores = _scores(arrays)
+    if heldout is None:
+        train, held = (ArraySamples(arrays, rows) for rows in part(scores, heldout_fraction, name))
+        given: Arrays = {}
+    else:
+        given, _ = _numbered(*_named(heldout, names, length), classes)
+        _check_alike(arrays, given, name)
+        train, held = (ArraySamples(side, np.arange(len(next(iter(side.values()))))) for side in (arrays, given))
+    # The scores stand for the content; what they leave out of it is added.
+    beside = [side[key] for side in (arrays, given) for key in sorted(_NOT_CONTENT & side.keys())]
+    described = f"arrays {sorted(arrays)} {classes} {heldout is None} {heldout_fraction}"
+    mark = fingerprint(described, [scores, *([_scores(given)] if given else []), *beside])
+    return ArrayData(name, train, held, classes, mark, by_content=heldout is None)
+
+
+def check_tokens(data: ArrayData, vocab_size: int) -> None:
+    """Holds every token against a model's vocabulary.
+
+    Raises:
+      ValueError: a token that is not below `vocab_size`; names the array, the sample and the token.
+    """
+    if data.vocab_size <= vocab_size:
+        return
+    for side in (data.train, data.heldout):
+        for key in _TOKENS:
+            if key in side.arrays and (wrong := side.arrays[key] >= vocab_size).any():
+                row, place = (int(i) for i in np.argwhere(wrong)[0])
+                raise ValueError(
+                    f"a token must be below the model's vocab_size, {vocab_size}, got {side.arrays[key][row, place]} "
+                    f"in {key} of sample {row} of {data.name}: raise vocab_size to {data.vocab_size}, or mend the data"
+                )
+
+
+def _named(source: ArraySource, names: dict[str, str | None], length: int | None) -> tuple[Arrays, str]:
+    """The arrays under the names that a sample gives them."""
+    arrays, name = read_arrays(source)
+    for new, old in names.items():
+        if old is None:
+            continue
+        if old not in arrays or (old != new and new in arrays):
+            problem = f'no array "{old}"' if old not in arrays else f'"{new}" as well'
+            raise ValueError(
+                f'{new} = "{old}" must name one of the arrays, got {problem} in {name}, which has '
+                f"{', '.join(arrays)}: give one of these"
+            )
+        arrays = {new if key == old else key: array for key, array in arrays.items()}
+    if length is not None and list(arrays) == ["tokens"] and arrays["tokens"].ndim == 1:
+        arrays = {"tokens": _cut(arrays["tokens"], length, name)}
+    return arrays, name
+
+
+def _cut(line: NDArray[Any], length: int, name: str) -> NDArray[Any]:
+    """[tokens] as [samples, length + 1], a view in which the last token of a row is the first of the next."""
+    samples, left = divmod(len(line) - 1, max(length, 1))
+    if length < 1 or samples < 1:
+        raise ValueError(
+            f"tokens must fill a sample of length + 1 of them, got {len(line)} with length {length} in {name}: give "
+            "more of them, or a length of at least 1"
+        )
+    if left:
+        notice(f"{name}: the last {left} of {len(line):,} tokens do not fill a sample of {length} and are left out")
+    return np.lib.stride_tricks.sliding_window_view(line, length + 1)[::length]
+
+
+def _numbered(arrays: Arrays, name: str, classes: tuple[str, ...] | None) -> tuple[Arrays, tuple[str, ...]]:
+    """Labels as numbers, and the classes; tokens as they must be."""
+    for key in _TOKENS:
+        if key in arrays and "tokens" in arrays:
+            _check_tokens(key, arrays, name)
+    if "labels" not in arrays:
+        return arrays, ()
+    labels = labels_of(arrays["labels"], name, names=classes)
+    return {**arrays, "labels": labels.numbers}, labels.classes
+
+
+def _check_tokens(key: str, arrays: Arrays, name: str) -> None:
+    tokens = arrays[key]
+    shape = "[samples, length]" if "targets" in arrays else "[samples, length + 1]"
+    if tokens.dtype.kind not in "iu" or tokens.ndim != 2 or ("targets" not in arrays and tokens.shape[1] < 2):
+        raise ValueError(
+            f"{key} must be whole numbers {shape}, got {tokens.dtype} {list(tokens.shape)} in {name}: "
+            "reshape the array, or give a length to cut one line of tokens by"
+        )
+    if "targets" not in arrays and "segments" in arrays:
+        raise ValueError(
+            f"packed tokens, with segments, must come with targets and weights, got none in {name}: add them"
+        )
+    if tokens.min() < 0:
+        row, place = (int(i) for i in np.argwhere(tokens < 0)[0])
+        raise ValueError(
+            f"tokens count from 0, got {tokens[row, place]} in {key} of sample {row} of {name}: mend it, and "
+            "leave tokens out by weights of 0"
+        )
+
+
+def _scores(arrays: Arrays) -> NDArray[np.float64]:
+    """float64 [samples]: each row's place in [0, 1), by its bytes as a sample holds them in every array that counts."""
+    chosen = {key: array for key, array in sorted(arrays.items()) if key not in _NOT_CONTENT}
+    chosen = chosen or dict(sorted(arrays.items()))
+    dtypes = {key: _sample_dtype(key, array.dtype) for key, array in chosen.items()}
+    hashed = np.empty(len(next(iter(chosen.values()))), np.uint64)
+    for row in range(len(hashed)):
+        digest = hashlib.blake2b(digest_size=8)
+        for key, array in chosen.items():
+            digest.update(array[row].astype(dtypes[key], copy=False).tobytes())
+        hashed[row] = int.from_bytes(digest.digest(), "big")
+    return (hashed >> np.uint64(11)) / 2**53
+
+
+def _check_alike(arrays: Arrays, given: Arrays, name: str) -> None:
+    here, there = ({key: (list(a.shape[1:])) for key, a in side.items()} for side in (arrays, given))
+    if here != there:
+        raise ValueError(
+            f"held-out arrays must have the names and shapes of those to train on, got {there}, where {name} "
+            f"has {here}: mend them"
+        )
+
+
+def _sample_dtype(key: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
+    if key in ("features", "images", "weights"):
+        return np.dtype(np.float32)
+    if key in ("labels", *_TOKENS, "segments") and dtype.kind in "iu":
+        return np.dtype(np.int32)
+    if dtype.kind in "iu" and not np.can_cast(dtype, np.int32):
+        return np.dtype(np.int32)  # that the values fit was checked when they were read
+    return np.dtype(np.float32) if dtype.kind == "f" and dtype.itemsize > 4 else dtype.newbyteorder("=")

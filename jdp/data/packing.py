@@ -1,0 +1,127 @@
+"""Whole documents side by side in rows of fixed length, so that attention and targets can stay inside of each.
+
+1. A document of n tokens has n - 1 pairs of a token and its target: its last token is a target only. Nothing of a row
+   is spent on a position without a target.
+2. A document of more pairs than a row holds is cut into pieces of a whole row and a rest. Neighbouring pieces share one
+   token, the last target of one being the first token of the next, so every token of a document but its first is a
+   target exactly once.
+3. Rests are packed by best fit, longest first: each into the row with the least room that still holds it. That takes
+   at most 11/9 of the fewest rows possible, and 4 more (Johnson, Demers, Ullman, Garey and Graham 1974, SIAM J. Comput.
+   3:4). It is a function of the lengths alone, so every process packs alike.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jdp.data.batches import NumpyBatch
+
+
+@dataclass(frozen=True, eq=False)
+class PackedSamples:
+    """One side of the text, as a sequence of packed rows.
+
+    Attributes:
+      tokens: unsigned integers [tokens], the documents of this side end to end.
+      bounds: int64 [documents + 1], where each begins, and the end of the last.
+      length: positions in a row.
+
+    Sample i is a dict of "tokens" and "targets" int32 [length], "segments" int32 [length] (1, 2, … for the pieces in
+    the row, 0 where nothing is) and "weights" float32 [length] (1, and 0 where nothing is).
+    """
+
+    tokens: NDArray[Any]
+    bounds: NDArray[np.int64]
+    length: int
+
+    def __post_init__(self) -> None:
+        if self.length < 1:
+            raise ValueError(f"length must be at least 1, got {self.length}: give the targets in a sample")
+        if not len(self.bounds) or not (np.diff(self.bounds) > 1).any():
+            raise ValueError(
+                f"text must hold at least one token and its target, got {len(self.tokens)} token(s) in "
+                f"{len(self.bounds) - 1} document(s): give more text"
+            )
+
+    @functools.cached_property
+    def _layout(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """Where each piece begins and its pairs, in order of rows, and the pieces each row begins with."""
+        starts, sizes, rows = pack(self.bounds, self.length)
+        order = np.argsort(rows, kind="stable")
+        rows = rows[order]
+        return starts[order], sizes[order], np.searchsorted(rows, np.arange(rows[-1] + 2))
+
+    @property
+    def waste(self) -> float:
+        """The share of all positions that nothing is in."""
+        return 1 - int(self._layout[1].sum()) / (len(self) * self.length)
+
+    def __len__(self) -> int:
+        return len(self._layout[2]) - 1
+
+    def __getitem__(self, index: int, /) -> NumpyBatch:
+        starts, sizes, firsts = self._layout
+        row = range(len(self))[index]
+        filled = np.zeros((3, self.length), np.int32)
+        tokens, targets, segments = filled
+        at = 0
+        for segment, piece in enumerate(range(firsts[row], firsts[row + 1]), 1):
+            start, size = int(starts[piece]), int(sizes[piece])
+            tokens[at : at + size] = self.tokens[start : start + size]
+            targets[at : at + size] = self.tokens[start + 1 : start + size + 1]
+            segments[at : at + size] = segment
+            at += size
+        weights = (segments > 0).astype(np.float32)
+        return {"tokens": tokens, "targets": targets, "segments": segments, "weights": weights}
+
+
+def pack(bounds: NDArray[np.int64], length: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Documents as pieces in rows.
+
+    Args:
+      bounds: int64 [documents + 1], where each document begins, and the end of the last.
+      length: pairs of a token and its target in a row.
+
+    Returns:
+      int64 [pieces] each: the token a piece begins at, its pairs (1 to `length`), its row. Rows count from 0, and none
+      is empty.
+    """
+    starts, pairs = bounds[:-1], np.diff(bounds) - 1
+    whole, rest = np.divmod(np.maximum(pairs, 0), length)
+    before = np.repeat(np.cumsum(whole) - whole, whole)  # whole rows of the documents before
+    full_starts = np.repeat(starts, whole) + (np.arange(whole.sum()) - before) * length
+    order = np.argsort(-rest, kind="stable")
+    order = order[rest[order] > 0]
+    rows = np.array(best_fit(rest[order].tolist(), length), np.int64) + len(full_starts)
+    return (
+        np.concatenate([full_starts, starts[order] + whole[order] * length]),
+        np.concatenate([np.full(len(full_starts), length), rest[order]]),
+        np.concatenate([np.arange(len(full_starts)), rows]),
+    )
+
+
+def best_fit(sizes: Sequence[int], room: int) -> list[int]:
+    """The row each size goes into: the one with the least room left that holds it, else a new one.
+
+    A row is found in constant time for rooms of a few thousand: bit r of one integer says whether any row has r left.
+    """
+    rows: list[int] = []
+    having: list[list[int]] = [[] for _ in range(room)]  # rows, by the room they have left
+    left_somewhere = opened = 0
+    for size in sizes:
+        if fitting := left_somewhere >> size:
+            left = size + (fitting & -fitting).bit_length() - 1
+            row = having[left].pop()
+            left_somewhere ^= (not having[left]) << left
+        else:
+            row, left = opened, room
+            opened += 1
+        rows.append(row)
+        if left > size:
+            having[left - size].append(row)
+            left_somewhere |= 1 << (left - size)
+    return rows

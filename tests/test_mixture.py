@@ -1,0 +1,198 @@
+"""What a mixture promises: its weights in every batch, no sample twice in a part's own epoch, random access."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from jdp.data import global_batches, mixture, text_data
+from jdp.data.mixtures import Concatenated, MixedSamples, _floor_sum
+
+
+class Numbered:
+    """Samples that say whose they are and which."""
+
+    def __init__(self, samples, owner=0):
+        self.samples, self.owner = samples, owner
+
+    def __len__(self):
+        return self.samples
+
+    def __getitem__(self, index):
+        assert 0 <= index < self.samples
+        return {"id": np.array([self.owner, index]), "weights": np.ones(1, np.float32)}
+
+
+class Data:
+    def __init__(self, train, heldout, owner=0, fingerprint="f"):
+        self.train, self.heldout, self.fingerprint = Numbered(train, owner), Numbered(heldout, owner), fingerprint
+
+    def __str__(self):
+        return f"data of {len(self.train)}"
+
+
+SIZES, WEIGHTS = (7, 40, 100), (5.0, 1.5, 0.25)
+
+
+def mixed(seed=0, sizes=SIZES, weights=WEIGHTS):
+    return MixedSamples(tuple(Numbered(size, owner) for owner, size in enumerate(sizes)), weights, seed)
+
+
+def ids(samples):
+    return [tuple(sample["id"].tolist()) for sample in samples]
+
+
+def line(source, count, seed=0, start=0):
+    return ids(source.sample_at(position, seed) for position in range(start, start + count))
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (5.0, 1.5, 0.25), (1000.0, 1.0), (0.1,) * 10, (3.0,)])
+def test_every_stretch_holds_each_part_by_its_weight(weights):
+    source = mixed(sizes=(10,) * len(weights), weights=weights)
+    owners = np.array([source.turn(position, 0)[0] for position in range(5000)])
+    share = np.array(weights) / sum(weights)
+    so_far = np.cumsum(owners[:, None] == np.arange(len(weights)), axis=0)
+    drift = so_far - np.arange(1, 5001)[:, None] * share
+    # Any stretch is a difference of two beginnings. The golden ratio's discrepancy grows as log n: 5 is far above it
+    # here, and far below the √n of independent draws.
+    assert np.ptp(drift, axis=0).max() < 5
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_turns_count_from_zero_without_a_gap(seed):
+    source, seen = mixed(), [0] * len(SIZES)
+    for position in range(3000):
+        owner, turn = source.turn(position, seed)
+        assert turn == seen[owner]
+        seen[owner] += 1
+
+
+def test_a_part_repeats_nothing_within_its_own_epoch():
+    drawn = line(mixed(), 3000)
+    for owner, size in enumerate(SIZES):
+        own = [index for which, index in drawn if which == owner]
+        epochs = [own[start : start + size] for start in range(0, len(own) - size + 1, size)]
+        assert len(epochs) >= 1
+        assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
+        assert size < 40 or len(set(map(tuple, epochs))) == len(epochs)  # each in an order of its own (7! are too few)
+
+
+def test_positions_far_away_cost_nothing_and_agree():
+    source = mixed()
+    turns = [source.turn(10**15 + step, 3) for step in range(300)]
+    for owner, weight in enumerate(WEIGHTS):
+        own = [turn for which, turn in turns if which == owner]
+        assert own == list(range(own[0], own[0] + len(own)))
+        assert own[0] == pytest.approx(10**15 * weight / sum(WEIGHTS), rel=1e-8)  # weights are kept to 2⁻³²
+
+
+def test_seeds_are_orders_of_their_own():
+    lines = [line(mixed(seed=own), 60, seed=given) for own, given in itertools.product(range(2), range(3))]
+    assert len(set(map(tuple, lines))) == len(lines)
+    assert line(mixed(seed=1), 60, seed=2) == line(mixed(seed=1), 60, seed=2)
+
+
+def test_parts_alike_are_shuffled_apart():
+    drawn = line(mixed(sizes=(50, 50), weights=(1.0, 1.0)), 100)
+    orders = [[index for which, index in drawn if which == owner] for owner in range(2)]
+    assert orders[0][:40] != orders[1][:40]
+
+
+def test_the_order_of_a_mixture_is_the_same_for_ever():
+    """Runs are resumed under other versions: these numbers may not change."""
+    assert line(mixed(seed=3), 6, seed=5) == [(0, 0), (0, 6), (0, 4), (0, 1), (1, 30), (0, 2)]
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 4])
+def test_global_batches_are_the_same_on_any_number_of_processes(processes):
+    def batches(rows=None, start=0):
+        read = iter(global_batches(mixed(), batch_size=12, seed=4, rows=rows, start=start))
+        taken = [next(read)["id"] for _ in range(20 - start)]
+        read.close()
+        return np.array(taken)
+
+    whole = batches()
+    edges = [process * 12 // processes for process in range(processes + 1)]
+    parts = [batches(range(*edge)) for edge in itertools.pairwise(edges)]
+    assert np.array_equal(np.concatenate(parts, axis=1), whole)
+    assert np.array_equal(batches(start=13), whole[13:])  # resumed in the middle of the second epoch (147 samples)
+    assert ids({"id": row} for row in whole.reshape(-1, 2)) == line(mixed(), 240, seed=4)
+
+
+def test_a_run_of_epochs_ends_padded_and_unshuffled_is_the_first_epoch():
+    read = list(global_batches(mixed(), batch_size=10, seed=0, epochs=1))
+    assert len(read) == 15 and sum(batch["weights"].sum() for batch in read) == 147 == len(mixed())
+    plain = np.concatenate(
+        [batch["id"] for batch in global_batches(mixed(), batch_size=7, seed=9, shuffle=False, epochs=2)]
+    )
+    assert ids({"id": row} for row in plain) == 2 * line(mixed(), 147)
+    assert ids([mixed()[-1]]) == ids([mixed()[146]])
+    with pytest.raises(IndexError):
+        mixed()[147]
+
+
+def test_held_out_is_everything_once():
+    data = mixture([(Data(5, 3, owner=0), 1), (Data(9, 4, owner=1), 2)], seed=0)
+    assert ids(data.heldout) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (1, 3)]
+    assert ids([data.heldout[-1]]) == [(1, 3)] and len(data.heldout) == 7
+    with pytest.raises(IndexError):
+        data.heldout[7]
+    assert len(Concatenated((Numbered(2), Numbered(3)))) == 5
+
+
+def test_a_mixture_may_hold_a_mixture():
+    inner = mixture([(Data(5, 3, owner=0), 1), (Data(9, 4, owner=1), 1)], seed=0)
+    outer = mixture([(inner, 1), (Data(20, 4, owner=2), 1)], seed=0)
+    drawn = line(outer.train, 400)
+    assert [sum(which == owner for which, _ in drawn) for owner in range(3)] == pytest.approx([100, 100, 200], abs=4)
+    assert set(drawn) == {(owner, index) for owner, size in ((0, 5), (1, 9), (2, 20)) for index in range(size)}
+
+
+def test_the_fingerprint_tells_data_weights_and_seeds_apart():
+    def fingerprint(weight=1.0, seed=0, content="g"):
+        return mixture([(Data(5, 3), 1), (Data(5, 3, fingerprint=content), weight)], seed=seed).fingerprint
+
+    assert fingerprint() == fingerprint()
+    assert len({fingerprint(), fingerprint(weight=2.0), fingerprint(seed=1), fingerprint(content="h")}) == 4
+
+
+def test_texts_are_mixed(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text(name * 400)
+    parts = [text_data(tmp_path / f"{name}.txt", length=8) for name in ("a", "b")]
+    data = mixture([(parts[0], 3), (parts[1], 1)], seed=1)
+    letters = [data.decode(data.train[index]["tokens"][:1]) for index in range(len(data.train))]
+    assert letters.count("b") / len(letters) == pytest.approx(0.25, abs=0.05)
+    assert data.vocab_size == 256 and data.decode(data.encode("ü")) == "ü"
+    assert str(data).startswith(f"mixture of 2, an epoch is {len(data.train)} samples: 0.75 of {parts[0]}; 0.25 of ")
+
+
+def test_floor_sums():
+    for count, divisor, step, start in itertools.product(range(6), (1, 2, 7), (0, 1, 5, 9), (0, 3, 8)):
+        assert _floor_sum(count, divisor, step, start) == sum((step * i + start) // divisor for i in range(count))
+
+
+@pytest.mark.parametrize(
+    ("weights", "seed", "message"),
+    [
+        ([], 0, "at least one data set, got none"),
+        ([1, 0], 0, "weights must be positive numbers of like size, got 1.0, 0.0"),
+        ([1, -2], 0, "got 1.0, -2.0"),
+        ([1, float("nan")], 0, "got 1.0, nan"),
+        ([1, float("inf")], 0, "got 1.0, inf"),
+        ([1e12, 1], 0, r"got 1000000000000.0, 1.0: leave out"),
+        ([1, 1], -1, "seed must not be negative, got -1"),
+    ],
+)
+def test_what_is_wrong_with_a_mixture_is_said(weights, seed, message):
+    with pytest.raises(ValueError, match=message):
+        mixture([(Data(5, 3), weight) for weight in weights], seed=seed)
+
+
+def test_parts_must_be_alike(tmp_path):
+    (tmp_path / "a.txt").write_text("some text to read " * 10)
+    long, short = (text_data(tmp_path / "a.txt", length=length) for length in (8, 9))
+    with pytest.raises(
+        ValueError, match=r"samples alike, got .*'int32\[8\]'.* and .*'int32\[9\]'.*: give them the same"
+    ):
+        mixture([(long, 1), (short, 1)])
