@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import jdp
 
@@ -21,6 +22,7 @@ def init(rng):
     return {
         "w": jax.random.normal(first, (16, 24)),
         "half": jax.random.normal(second, (24, 8)).astype(jnp.bfloat16),
+        "odd": jax.random.normal(second, (16, 8)),  # no dimension divides by three
         "scale": jnp.float32(0.1),
     }
 
@@ -96,9 +98,11 @@ def saved(tmp_path_factory):
     ("strategy", "axes"),
     [
         ("ddp", {"data": 2}),
+        ("zero2", {"data": 3}),
         ("zero2", {"data": 4}),
         ("zero3", {"data": 8}),
         ("zero1", {"replica": 2, "data": 4}),
+        ("zero3", {"replica": 2, "data": 3}),
         ("zero3", {"data": 4, "model": 2}),
         ("ddp", {"data": 1}),
     ],
@@ -161,6 +165,109 @@ def test_other_generators_keep_their_kind(tmp_path):
     np.testing.assert_array_equal(jax.random.key_data(restored.rng), jax.random.key_data(state.rng))
 
 
+def network(rng):
+    """No bias before BatchNorm: its gradient would be zero but for rounding, which Adam scales up to a step."""
+    rngs = nnx.Rngs(rng)
+    layers = nnx.Linear(16, 24, use_bias=False, rngs=rngs), nnx.BatchNorm(24, rngs=rngs), nnx.Linear(24, 8, rngs=rngs)
+    return nnx.Sequential(*layers)
+
+
+def network_loss(model, batch, rng):
+    return jdp.Loss((model(batch["x"]) ** 2).sum(), jnp.float32(batch["x"].shape[0]))
+
+
+ROWS = {"x": np.random.default_rng(1).normal(size=(48, 16)).astype(np.float32)}
+
+
+@pytest.fixture(scope="module")
+def network_saved(tmp_path_factory):
+    """A module with BatchNorm after one step of zero3 on eight devices, in a folder of its own; its bits, and those
+    after one step more."""
+    path = tmp_path_factory.mktemp("network") / "one"
+    step = jdp.make_train_step(network_loss, plan_of(data=8))
+    state, _ = step(jdp.init_state(network, TX, plan_of(data=8), rng=jax.random.key(4)), ROWS)
+    jdp.save(path, state)
+    want = bits(state)
+    return path, want, bits(step(state, ROWS)[0])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "axes"),
+    [
+        ("ddp", {"data": 2}),
+        ("zero2", {"data": 3}),
+        ("zero3", {"replica": 2, "data": 2}),
+        ("zero1", {"data": 2, "model": 2}),
+    ],
+)
+def test_training_goes_on_under_another_plan(network_saved, strategy, axes):
+    path, want, after = network_saved
+    plan = plan_of(strategy, **axes)
+    state = jdp.restore(path, target(plan, network))
+    assert_same_bits(bits(state), want)
+    got = bits(jdp.make_train_step(network_loss, plan)(state, ROWS)[0])
+    for name in after:  # float32 sums over another number of devices, and Adam divides by the square root of one
+        np.testing.assert_allclose(got[name], after[name], rtol=1e-4, atol=1e-5, err_msg=name)
+
+
+def test_a_partly_trained_model_is_saved_whole(tmp_path):
+    """Frozen parameters have no optimizer state, and may have any dtype."""
+
+    def init(rng):
+        return {"w": jnp.ones((16, 24)), "table": jnp.arange(8, dtype=jnp.int8)}
+
+    plan = plan_of(data=2)
+    state = jdp.init_state(init, TX, plan, rng=jax.random.key(0), wrt="w")
+    jdp.save(tmp_path / "one", state)
+    aim = functools.partial(jdp.abstract_state, init, TX, plan_of("ddp", data=1), rng=jax.random.key(1))
+    assert_same_bits(bits(jdp.restore(tmp_path / "one", aim(wrt=("w",)))), bits(state))
+    inferred = jdp.restore_params(tmp_path / "one", aim(wrt="w"))
+    assert_same_bits(bits(inferred.params), bits(state.params))
+
+
+# Parameters only.
+
+
+def test_parameters_only_reads_neither_the_optimizer_nor_the_counters(network_saved):
+    path, want, _ = network_saved
+    aim = target(plan_of("ddp", data=2), network, optax.identity())
+    state = jdp.restore_params(path, aim)
+    held = {name: value for name, value in want.items() if name.startswith((".params", ".model_state"))}
+    assert_same_bits(bits_of_arrays(state), held)  # all else is still abstract
+    assert np.isfinite(state.model(ROWS["x"])).all()
+    assert_same_bits(bits({"params": jdp.restore_params(path, aim.params)}), bits({"params": state.params}))
+
+
+def bits_of_arrays(state):
+    """Only what is more than a shape."""
+    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(state)}
+    return {name: np.asarray(x) for name, x in leaves.items() if not isinstance(x, jax.ShapeDtypeStruct)}
+
+
+def test_a_real_state_keeps_its_optimizer_and_counters(network_saved):
+    path, want, _ = network_saved
+    fresh = jdp.init_state(network, optax.sgd(0.1, momentum=0.9), plan_of("zero1", data=2), rng=jax.random.key(9))
+    state = jdp.restore_params(path, fresh)
+    assert int(state.step) == 0 and state.opt_state is fresh.opt_state
+    np.testing.assert_array_equal(state.params["layers"]["0"]["kernel"], want[".params['layers']['0']['kernel']"])
+
+
+def test_parameters_that_a_checkpoint_may_lack_keep_their_values(tmp_path):
+    base = jdp.init_state(small, TX, plan_of(data=1), rng=jax.random.key(0))
+    jdp.save(tmp_path / "base", base)
+
+    def tuned(rng):
+        return {**small(rng), "lora_a": jnp.full((16, 2), 5.0)}
+
+    fresh = jdp.init_state(tuned, TX, plan_of(data=2), rng=jax.random.key(1))
+    state = jdp.restore_params(tmp_path / "base", fresh, missing=("lora_*",))
+    assert_same_bits(bits(state.params), {**bits(base.params), "['lora_a']": np.full((16, 2), 5.0, np.float32)})
+    with pytest.raises(jdp.CheckpointError, match="params/lora_a as nothing"):
+        jdp.restore_params(tmp_path / "base", fresh)
+    with pytest.raises(jdp.CheckpointError, match=r"lacks params/lora_a.*abstract: pass a real state"):
+        jdp.restore_params(tmp_path / "base", target(plan_of(data=2), tuned), missing=("lora_*",))
+
+
 # Which checkpoints there are.
 
 
@@ -194,6 +301,65 @@ def test_the_newest_are_kept(tmp_path, keep, left):
         for count in left:
             state, record = checkpoints.restore(tiny_target(), count)
             assert (record, float(state.params["w"][0])) == ({"count": count}, count)
+
+
+@pytest.mark.parametrize(
+    ("mode", "best", "left"), [("min", 4, [3, 4, 6, 8, 9]), ("max", 1, [1, 3, 6, 8, 9]), (None, None, [3, 6, 8, 9])]
+)
+def test_the_newest_every_nth_and_the_best_are_kept_together(tmp_path, mode, best, left):
+    losses = {1: 9.0, 2: 3.0, 4: 1.0, 5: float("nan"), 8: 2.0}
+    kinds = {"best": "eval_loss", "mode": mode} if mode else {}
+    with jdp.Checkpoints(tmp_path, keep=2, keep_every=3, **kinds) as checkpoints:
+        assert checkpoints.best is None
+        for count in range(1, 10):
+            metrics = {"eval_loss": losses[count], "other": 1} if count in losses else None
+            checkpoints.save(tiny(count), metrics=metrics)
+        checkpoints.wait()
+        assert (checkpoints.steps, checkpoints.best) == (left, best)
+    assert steps_in(tmp_path) == left
+    with jdp.Checkpoints(tmp_path, keep=2, **kinds) as again:  # from disk
+        assert again.best == best
+        if best:
+            assert float(again.restore(tiny_target(), "best")[0].params["w"][0]) == best
+            assert float(again.restore_params(tiny_target(), "best").params["w"][0]) == best
+
+
+def test_the_newest_of_equals_is_the_best_and_what_is_not_finite_never_is(tmp_path):
+    with jdp.Checkpoints(tmp_path, keep=1, best="loss") as checkpoints:
+        checkpoints.save(tiny(1), metrics={"loss": float("-inf")})
+        assert checkpoints.best is None
+        with pytest.raises(jdp.CheckpointError, match=r"No checkpoint.*finite 'loss'; there are: 1\."):
+            checkpoints.restore(tiny_target(), "best")
+        for count in (2, 3, 4):
+            checkpoints.save(tiny(count), metrics={"loss": jnp.float32(2 if count < 4 else 5)})
+        assert (checkpoints.best, checkpoints.steps) == (3, [3, 4])
+
+
+def test_a_metric_that_is_not_measured_or_not_asked_for_is_said(tmp_path):
+    with jdp.Checkpoints(tmp_path / "a", best="eval_loss") as checkpoints:
+        with pytest.raises(ValueError, match=r"chosen by 'eval_loss'; the metrics given are \['loss'\]"):
+            checkpoints.save(tiny(1), metrics={"loss": 1.0})
+        assert checkpoints.steps == []
+    with jdp.Checkpoints(tmp_path / "b") as checkpoints:
+        checkpoints.save(tiny(1), metrics={"loss": 1.0})
+        with pytest.raises(ValueError, match=r'step="best" needs a metric to go by'):
+            checkpoints.restore(tiny_target(), "best")
+    with jdp.Checkpoints(tmp_path / "b", best="loss") as checkpoints:  # metrics are kept whether asked for or not
+        assert checkpoints.best == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"keep": 0}, "keep is a positive number of steps or None; got 0"),
+        ({"keep_every": -1}, "keep_every is a positive number"),
+        ({"best": "loss", "mode": "least"}, 'mode is "min" or "max"; got \'least\''),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(tmp_path, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        jdp.Checkpoints(tmp_path / "new", **arguments)
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_checkpoint_is_named_by_the_batches_consumed(tmp_path):
@@ -239,6 +405,8 @@ def test_a_checkpoint_that_was_being_written_when_the_run_died_is_ignored(tmp_pa
     fill(tmp_path, 1, 2)
     if damage == "no commit file":
         (tmp_path / "2" / "commit_success.txt").unlink()
+        with pytest.raises(jdp.CheckpointError, match=r"2 is a checkpoint that was never finished"):
+            jdp.restore(tmp_path / "2", tiny_target())
     elif damage == "empty directory":
         (tmp_path / "99").mkdir()
     else:
@@ -247,9 +415,12 @@ def test_a_checkpoint_that_was_being_written_when_the_run_died_is_ignored(tmp_pa
     with jdp.Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.latest == newest
         assert checkpoints.restore(tiny_target())[1] == {"count": newest}
+        before = len(list(tmp_path.iterdir()))
+        assert before == 3 - (damage == "no commit file")  # who only reads changes nothing: it may be being written
         checkpoints.save(tiny(3), {"count": 3})  # and the run goes on
         checkpoints.wait()
         assert checkpoints.latest == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == [str(i) for i in range(1, 4) if i <= newest or i == 3]
 
 
 def test_what_is_still_being_written_can_be_asked_for(tmp_path):
@@ -264,6 +435,53 @@ def test_the_record_is_plain_json_beside_the_arrays(tmp_path):
     fill(tmp_path, 1)
     texts = [path.read_text() for path in (tmp_path / "1" / "record").iterdir() if path.is_file()]
     assert {"count": 1} in [json.loads(text) for text in texts if text.startswith("{")]
+
+
+# One in a folder of its own.
+
+
+def test_one_checkpoint_in_a_folder_of_its_own(tmp_path):
+    jdp.save(tmp_path / "deep" / "one", tiny(5))
+    assert sorted(path.name for path in (tmp_path / "deep").iterdir()) == ["one"]
+    state = jdp.restore(tmp_path / "deep" / "one", tiny_target())
+    assert_same_bits(bits(state), bits(tiny(5)))
+
+
+def test_a_path_may_lead_to_many_checkpoints(tmp_path):
+    fill(tmp_path / "run" / "checkpoints", 1, 2)
+    for path, count in ((tmp_path / "run", 2), (tmp_path / "run/checkpoints", 2), (tmp_path / "run/checkpoints/1", 1)):
+        assert int(jdp.restore(path, tiny_target()).step) == count
+        assert float(jdp.restore_params(str(path), tiny_target()).params["w"][0]) == count
+
+
+def test_a_checkpoint_is_replaced_only_where_that_is_asked_for_and_nothing_else_ever(tmp_path):
+    path = tmp_path / "one"
+    path.mkdir()
+    jdp.save(path, tiny(1))  # an empty folder is free
+    with pytest.raises(jdp.CheckpointError, match=r"one holds a checkpoint already.*overwrite=True"):
+        jdp.save(path, tiny(2))
+    assert int(jdp.restore(path, tiny_target()).step) == 1
+    jdp.save(path, tiny(2), overwrite=True)
+    assert int(jdp.restore(path, tiny_target()).step) == 2
+    assert [other.name for other in tmp_path.iterdir()] == ["one"]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes.txt").write_text("keep")
+    (tmp_path / "file").write_text("keep")
+    for other in ("mine", "file"):
+        with pytest.raises(jdp.CheckpointError, match="is not a checkpoint, so it is left alone"):
+            jdp.save(tmp_path / other, tiny(1), overwrite=True)
+    assert (tmp_path / "mine" / "notes.txt").read_text() == (tmp_path / "file").read_text() == "keep"
+
+
+def test_what_a_killed_save_left_beside_is_no_checkpoint_and_is_cleared(tmp_path):
+    beside = tmp_path / ".one.saving"
+    fill(beside, 3)  # whole, but not yet moved: the state saved next has the same number
+    with pytest.raises(jdp.CheckpointError, match=r"one does not exist\."):
+        jdp.restore(tmp_path / "one", tiny_target())
+    state = replace(tiny(3), params={"w": jnp.full(4, 33.0)})
+    jdp.save(tmp_path / "one", state)
+    assert_same_bits(bits(jdp.restore(tmp_path / "one", tiny_target())), bits(state))
+    assert not beside.exists()
 
 
 # What does not fit.

@@ -1,0 +1,11 @@
+"""Checkpoints: written in the background, always restored onto the plan at hand.
+
+`errors` says what went wrong in one sentence; `content` is what one checkpoint holds and how it is read onto a target;
+`directory` keeps several, one a step; `single` is one in a folder of its own.
+"""
+
+from jdp.checkpoint.directory import Checkpoints
+from jdp.checkpoint.errors import CheckpointError
+from jdp.checkpoint.single import restore, restore_params, save
+
+__all__ = ["CheckpointError", "Checkpoints", "restore", "restore_params", "save"]

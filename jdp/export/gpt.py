@@ -1,0 +1,120 @@
+"""The names that Hugging Face's GPT-2 and Llama have for the parameters of `jdp.models.GPT`.
+
+GPT-2 (`transformers` GPT2LMHeadModel; its maps are Conv1D, [in, out] as ours):
+
+| file | jdp |
+|---|---|
+| transformer.wte.weight, transformer.wpe.weight | embed/tokens, embed/positions |
+| transformer.h.N.ln_1, ln_2 .weight .bias | layers/attention_norm, mlp_norm /scale /bias |
+| transformer.h.N.attn.c_attn.weight .bias | layers/attention/query, key, value side by side /kernel /bias |
+| transformer.h.N.attn.c_proj | layers/attention/output |
+| transformer.h.N.mlp.c_fc, c_proj | layers/mlp/up, down |
+| transformer.ln_f | final_norm |
+| lm_head.weight [vocab, width], untied models only | head/kernel, transposed |
+
+Llama (LlamaForCausalLM; its maps are nn.Linear, [out, in], so transposed; the rotary pairing is the same):
+
+| file | jdp |
+|---|---|
+| model.embed_tokens.weight | embed/tokens |
+| model.layers.N.input_layernorm, post_attention_layernorm .weight | layers/attention_norm, mlp_norm /scale |
+| model.layers.N.self_attn.q_proj, k_proj, v_proj, o_proj .weight | layers/attention/query, key, value, output /kernel |
+| model.layers.N.mlp.gate_proj, up_proj, down_proj .weight | layers/mlp/gate, up, down /kernel |
+| model.norm.weight | final_norm/scale |
+| lm_head.weight, untied models only | head/kernel |
+
+`layers/...` is index N of a stack in a scanned model, and `layers/N/...` in an unrolled one.
+"""
+
+from __future__ import annotations
+
+from jdp.export.names import Names, Part, Tensor
+from jdp.models import GPTConfig
+
+
+def gpt2_names(config: GPTConfig, *, prefix: str = "transformer.") -> Names:
+    """The names of GPT-2 in Hugging Face's layout, for `export_safetensors` and `import_safetensors`.
+
+    Args:
+        config: learned positions, gelu, layer norms with biases, all heads with keys and values of their own.
+        prefix: before every name but the head's; the files of openai-community/gpt2 themselves have none: "".
+
+    Raises:
+        ValueError: the configuration is of another architecture, which these names cannot hold.
+    """
+    _require(config, "GPT-2", positions="learned", activation="gelu", norm="layer", bias=True)
+    if config.key_value_heads != config.heads:
+        raise ValueError(f"GPT-2 has a key and value head for each query head; given kv_heads={config.kv_heads}.")
+    tensors = {
+        f"{prefix}wte.weight": _whole("embed/tokens"),
+        f"{prefix}wpe.weight": _whole("embed/positions"),
+        f"{prefix}ln_f.weight": _whole("final_norm/scale"),
+        f"{prefix}ln_f.bias": _whole("final_norm/bias"),
+    }
+    for n in range(config.layers):
+        here = f"{prefix}h.{n}."
+        for theirs, ours in (("ln_1", "attention_norm"), ("ln_2", "mlp_norm")):
+            tensors[f"{here}{theirs}.weight"] = Tensor((_in_layer(config, n, f"{ours}/scale"),))
+            tensors[f"{here}{theirs}.bias"] = Tensor((_in_layer(config, n, f"{ours}/bias"),))
+        for theirs, ours in (
+            ("attn.c_attn", ("attention/query", "attention/key", "attention/value")),
+            ("attn.c_proj", ("attention/output",)),
+            ("mlp.c_fc", ("mlp/up",)),
+            ("mlp.c_proj", ("mlp/down",)),
+        ):
+            tensors[f"{here}{theirs}.weight"] = Tensor(tuple(_in_layer(config, n, f"{part}/kernel") for part in ours))
+            tensors[f"{here}{theirs}.bias"] = Tensor(tuple(_in_layer(config, n, f"{part}/bias") for part in ours))
+    constants = (f"{prefix}h.*.attn.bias", f"{prefix}h.*.attn.masked_bias")  # the causal mask
+    return Names({**tensors, **_head(config)}, (*constants, *_tied(config)))
+
+
+def llama_names(config: GPTConfig) -> Names:
+    """The names of Llama in Hugging Face's layout, for `export_safetensors` and `import_safetensors`.
+
+    Args:
+        config: rotary positions, swiglu, RMS norms, no biases.
+
+    Raises:
+        ValueError: the configuration is of another architecture, which these names cannot hold.
+    """
+    _require(config, "Llama", positions="rotary", activation="swiglu", norm="rms", bias=False)
+    tensors = {"model.embed_tokens.weight": _whole("embed/tokens"), "model.norm.weight": _whole("final_norm/scale")}
+    for n in range(config.layers):
+        here = f"model.layers.{n}."
+        for theirs, ours in (("input_layernorm", "attention_norm"), ("post_attention_layernorm", "mlp_norm")):
+            tensors[f"{here}{theirs}.weight"] = Tensor((_in_layer(config, n, f"{ours}/scale"),))
+        for theirs, ours in (
+            ("self_attn.q_proj", "attention/query"),
+            ("self_attn.k_proj", "attention/key"),
+            ("self_attn.v_proj", "attention/value"),
+            ("self_attn.o_proj", "attention/output"),
+            ("mlp.gate_proj", "mlp/gate"),
+            ("mlp.up_proj", "mlp/up"),
+            ("mlp.down_proj", "mlp/down"),
+        ):
+            tensors[f"{here}{theirs}.weight"] = Tensor((_in_layer(config, n, f"{ours}/kernel"),), transposed=True)
+    return Names({**tensors, **_head(config)}, ("model.layers.*.rotary_emb.inv_freq", *_tied(config)))
+
+
+def _whole(path: str) -> Tensor:
+    return Tensor((Part(path),))
+
+
+def _in_layer(config: GPTConfig, n: int, path: str) -> Part:
+    return Part(f"layers/{path}", n) if config.scan else Part(f"layers/{n}/{path}")
+
+
+def _head(config: GPTConfig) -> dict[str, Tensor]:
+    return {} if config.tied else {"lm_head.weight": Tensor((Part("head/kernel"),), transposed=True)}
+
+
+def _tied(config: GPTConfig) -> tuple[str, ...]:
+    """A tied head is the embedding table; some files have it twice."""
+    return ("lm_head.weight",) if config.tied else ()
+
+
+def _require(config: GPTConfig, name: str, **fields: object) -> None:
+    for field, wanted in fields.items():
+        given = getattr(config, field)
+        if given != wanted:
+            raise ValueError(f"{name} has {field}={wanted!r}; given {given!r}. Other models need names of their own.")

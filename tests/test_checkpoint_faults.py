@@ -1,0 +1,287 @@
+"""Checkpoints that cannot be written or read: one clear error each, what was saved before stays whole, and nothing
+half-written is ever taken for a checkpoint."""
+
+import json
+import logging
+import os
+import re
+import resource
+import shutil
+import stat
+import subprocess
+from contextlib import contextmanager
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jdp
+
+# When one of several reads or writes fails, Orbax leaves the others where they are.
+pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
+
+TX = optax.adamw(0.1)
+SIZE = 200
+VALUES = np.random.default_rng(0).normal(size=(SIZE, SIZE)).astype(np.float32)  # does not compress: 160 kB
+
+
+def init(rng):
+    return {"w": jnp.asarray(VALUES), "b": jnp.zeros(8)}
+
+
+def plan():
+    return jdp.Plan(jdp.make_mesh(devices=jax.devices()[:1], data=1), "ddp")
+
+
+def target(init=init, tx=TX):
+    return jdp.abstract_state(init, tx, plan(), rng=jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def state():
+    return jdp.init_state(init, TX, plan(), rng=jax.random.key(0))
+
+
+def at(state, count):
+    return replace(state, step=jnp.int32(count))
+
+
+@contextmanager
+def files_of_at_most(size):
+    """The system refuses to let any file grow beyond `size` bytes, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextmanager
+def small_disk(folder, size="900k"):
+    """A file system of its own; remounts read-only on demand. Only root may."""
+    folder.mkdir()
+    if (
+        shutil.which("mount") is None
+        or subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True
+        ).returncode
+    ):
+        pytest.skip("this process may not mount a file system")
+    try:
+        yield lambda mode: subprocess.run(["mount", "-o", f"remount,{mode}", folder], check=True)
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+# Writing.
+
+
+def test_a_disk_that_fills_is_said_at_the_next_wait_and_the_run_may_go_on(tmp_path, state, caplog):
+    with jdp.Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(at(state, 1), {"n": 1})
+        checkpoints.wait()
+        with caplog.at_level(logging.ERROR), files_of_at_most(50_000):
+            checkpoints.save(at(state, 2), {"n": 2})  # in the background
+            message = (
+                rf"Checkpoint 2 was not saved in {re.escape(str(tmp_path))}: File too large "
+                r"\(those saved before are whole: 1\)\. Free space there, keep fewer"
+            )
+            with pytest.raises(jdp.CheckpointError, match=message):
+                checkpoints.wait()
+        assert [record for record in caplog.records if "Traceback" in caplog.text] == []
+        assert (checkpoints.latest, [path.name for path in tmp_path.iterdir()]) == (1, ["1"])
+        checkpoints.wait()  # said once
+        assert checkpoints.restore(target())[1] == {"n": 1}
+        checkpoints.save(at(state, 2), {"n": 3})  # there is room again
+        checkpoints.wait()
+        assert checkpoints.restore(target())[1] == {"n": 3}
+        assert checkpoints.steps == [2]
+
+
+def test_an_error_in_the_background_is_said_by_the_next_save_or_at_the_end(tmp_path, state):
+    with jdp.Checkpoints(tmp_path) as checkpoints, files_of_at_most(50_000):
+        checkpoints.save(at(state, 1))
+        with pytest.raises(jdp.CheckpointError, match="Checkpoint 1 was not saved"):
+            checkpoints.save(at(state, 2))
+    failing = pytest.raises(jdp.CheckpointError, match="Checkpoint 3 was not saved")
+    with files_of_at_most(50_000), failing, jdp.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(at(state, 3))
+    with files_of_at_most(50_000), pytest.raises(KeyError), jdp.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(at(state, 4))
+        raise KeyError  # what ended the run comes first
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_fails_in_one_sentence_and_a_single_save_changes_nothing(tmp_path, state):
+    with (
+        files_of_at_most(50_000),
+        pytest.raises(jdp.CheckpointError, match=r"one was not saved: File too large\. Free"),
+    ):
+        jdp.save(tmp_path / "one", state)
+    assert list(tmp_path.iterdir()) == []
+    jdp.save(tmp_path / "one", at(state, 1))
+    with files_of_at_most(50_000), pytest.raises(jdp.CheckpointError, match=r"one was not saved"):
+        jdp.save(tmp_path / "one", at(state, 2), overwrite=True)
+    assert int(jdp.restore(tmp_path / "one", target()).step) == 1
+
+
+def test_no_space_left_on_a_real_disk(tmp_path, state):
+    with small_disk(tmp_path / "disk", "330k"), jdp.Checkpoints(tmp_path / "disk") as checkpoints:
+        checkpoints.save(at(state, 1))
+        checkpoints.wait()
+        checkpoints.save(at(state, 2))
+        with pytest.raises(jdp.CheckpointError, match=r"Checkpoint 2 was not saved.*: No space left on device"):
+            checkpoints.wait()
+        assert checkpoints.restore(target())[0].step == 1
+
+
+def test_a_read_only_directory_is_read_and_refuses_to_be_written(tmp_path, state):
+    with small_disk(tmp_path / "disk", "4m") as remount:
+        with jdp.Checkpoints(tmp_path / "disk") as checkpoints:
+            checkpoints.save(at(state, 1))
+        (tmp_path / "disk" / "2").mkdir()  # left by a killed run
+        remount("ro")
+        with jdp.Checkpoints(tmp_path / "disk") as checkpoints:
+            assert int(checkpoints.restore(target())[0].step) == 1
+            message = r"Checkpoint 3 was not saved in .*disk: Read-only file system .*may write to\."
+            with pytest.raises(jdp.CheckpointError, match=message):
+                checkpoints.save(at(state, 3))
+                checkpoints.wait()
+            assert checkpoints.steps == [1]
+        with pytest.raises(jdp.CheckpointError, match=r"new cannot be made a directory of checkpoints: Read-only"):
+            jdp.Checkpoints(tmp_path / "disk" / "new")
+        with pytest.raises(jdp.CheckpointError, match=r"one was not saved: Read-only file system"):
+            jdp.save(tmp_path / "disk" / "one", state)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_directory_without_permission_refuses_to_be_written(tmp_path, state):
+    tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    try:
+        with pytest.raises(jdp.CheckpointError, match="Permission denied"):
+            jdp.Checkpoints(tmp_path / "new")
+        with jdp.Checkpoints(tmp_path) as checkpoints, pytest.raises(jdp.CheckpointError, match="Permission denied"):
+            checkpoints.save(state)
+            checkpoints.wait()
+    finally:
+        tmp_path.chmod(stat.S_IRWXU)
+
+
+def test_a_file_where_the_directory_should_be(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(jdp.CheckpointError, match=r"file cannot be made a directory of checkpoints: File exists"):
+        jdp.Checkpoints(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+# Reading.
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory, state):
+    """A directory with checkpoints 1 and 2."""
+    directory = tmp_path_factory.mktemp("two")
+    with jdp.Checkpoints(directory) as checkpoints:
+        for count in (1, 2):
+            checkpoints.save(at(state, count), {"n": count})
+    return directory
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def largest(folder):
+    """The file with the arrays; the manifest may lead to any of several equal copies, so all are cut."""
+    size = max(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size > 0.9 * size]
+
+
+DAMAGES = {
+    "array file cut": lambda step: [cut(path) for path in largest(step / "state")],
+    "array file gone": lambda step: [path.unlink() for path in largest(step / "state")],
+    "manifest cut": lambda step: cut(step / "state" / "manifest.ocdbt"),
+    "metadata cut": lambda step: cut(step / "state" / "_METADATA"),
+    "table cut": lambda step: cut(step / "leaves" / "metadata"),
+    "table gone": lambda step: (step / "leaves" / "metadata").unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_named_with_those_that_are_not(two, tmp_path, damage):
+    directory = shutil.copytree(two, tmp_path / "copy")
+    DAMAGES[damage](directory / "2")
+    message = rf"{re.escape(str(directory))}/2 cannot be read; a file is damaged or missing: .*\. "
+    with jdp.Checkpoints(directory) as checkpoints:
+        with pytest.raises(jdp.CheckpointError, match=message + r"Restore another, with step=\.\.\. \(there are: 1\)"):
+            checkpoints.restore(target())
+        assert checkpoints.restore(target(), 1)[1] == {"n": 1}
+    with pytest.raises(jdp.CheckpointError, match=message + r"Restore an earlier one, .*/STEP \(there are: 1\)"):
+        jdp.restore(directory, target())
+
+
+def test_the_reason_is_short(two, tmp_path):
+    """TensorStore's own account of it is a page."""
+    directory = shutil.copytree(two, tmp_path / "copy")
+    DAMAGES["array file cut"](directory / "2")
+    with pytest.raises(jdp.CheckpointError) as error:
+        jdp.restore(directory / "2", target())
+    assert len(str(error.value)) < len(str(directory)) + 250 and "\n" not in str(error.value)
+    assert error.value.__cause__ is not None
+
+
+@pytest.mark.parametrize("kind", ["gone", "file", "empty", "other"])
+def test_a_path_that_is_no_checkpoint_is_named_with_what_may_be_given(tmp_path, kind):
+    path = tmp_path / kind
+    if kind == "file":
+        path.write_text("mine")
+    elif kind != "gone":
+        path.mkdir()
+    if kind == "other":
+        (path / "7").mkdir()
+        (path / "7" / "notes.txt").write_text("mine")
+    why = "does not exist" if kind == "gone" else "is not a checkpoint and holds none"
+    with pytest.raises(jdp.CheckpointError, match=rf"{kind} {why}\. Pass what jdp\.save wrote, "):
+        jdp.restore(path, target())
+
+
+def test_only_the_optimizer_differs_is_said_with_the_way_out(two):
+    message = r"same optimizer; .*/2 has opt_state/0/.* as .*The model is the same: .*\(restore_params\)"
+    with jdp.Checkpoints(two) as checkpoints:
+        with pytest.raises(jdp.CheckpointError, match=message):
+            checkpoints.restore(target(tx=optax.sgd(0.1, momentum=0.9)))
+        params = checkpoints.restore_params(target(tx=optax.sgd(0.1, momentum=0.9))).params
+    np.testing.assert_array_equal(params["w"], VALUES)
+
+
+def test_another_model_is_named_by_its_first_leaf_that_differs(two):
+    wider = target(lambda rng: {"w": jnp.zeros((SIZE, SIZE + 1)), "b": jnp.zeros(8)})
+    message = r"/2 has params/w as float32\[200, 200\], and float32\[200, 201\] is wanted.*\(\d of \d+ leaves differ\)"
+    for read in (jdp.restore, jdp.restore_params):
+        with pytest.raises(jdp.CheckpointError, match=message):
+            read(two, wider)
+
+
+def test_another_generator_is_not_taken_for_the_same(two):
+    other = jdp.abstract_state(init, TX, plan(), rng=jax.random.key(0, impl="rbg"))
+    with pytest.raises(jdp.CheckpointError, match=r"rng as key<fry>\[\], and key<rbg>\[\] is wanted"):
+        jdp.restore(two, other)
+
+
+def test_another_versions_checkpoint_is_refused_by_its_format(two, tmp_path):
+    directory = shutil.copytree(two, tmp_path / "copy")
+    (directory / "2" / "leaves" / "metadata").write_text(json.dumps({"format": 99, "leaves": {}}))
+    with pytest.raises(jdp.CheckpointError, match=r"another version of jdp, in format 99; this one reads format 1"):
+        jdp.restore(directory, target())
+
+
+def test_two_leaves_of_one_path_are_refused(tmp_path):
+    made = jdp.init_state(
+        lambda rng: {"a/b": jnp.ones(2), "a": {"b": jnp.zeros(2)}}, optax.sgd(0.1), plan(), rng=jax.random.key(0)
+    )
+    with pytest.raises(ValueError, match="two have params/a/b"):
+        jdp.save(tmp_path / "one", made)
