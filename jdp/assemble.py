@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import fnmatch
+import itertools
+import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,29 +14,25 @@ from typing import Any
 import jax
 import optax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
-from jdp.data import VOCAB_SIZE, TextData, text_data
-from jdp.experiment import ExperimentError, optimizer
+from jdp.data import VOCAB_SIZE, Source, global_batches
+from jdp.data.feed import Feed, process_rows, shard_batches
+from jdp.experiment import ExperimentError
 from jdp.init import abstract_state, init_state
+from jdp.losses import features_loss, image_loss, text_loss
 from jdp.mesh import make_mesh
-from jdp.models import GPTConfig, build, next_token_loss
+from jdp.mfu import seconds_at_peak
+from jdp.models import GPTConfig, ModelConfig, build
+from jdp.models.sizes import parameter_shapes
+from jdp.open_data import open_data, open_eval_sets
+from jdp.optimizers import optimizer
 from jdp.plan import Plan
 from jdp.schema import Experiment
 from jdp.state import TrainState
 from jdp.step import Step, make_eval_step, make_train_step
-from jdp.types import Batch, Device, Loss
-
-
-def text_loss(model: Any, batch: Batch, rng: jax.Array | None) -> Loss:
-    """Next-token cross-entropy in nats, summed over the tokens that count.
-
-    Args:
-        model: a GPT.
-        batch: "tokens" and "targets" int32 [rows, length], "weights" float32 [rows, length].
-        rng: for dropout; None turns it off.
-    """
-    return Loss(*next_token_loss(model(batch["tokens"], rng=rng), batch["targets"], batch["weights"]))
+from jdp.types import Batch, Device, LossFn
+from jdp.wording import toml_value
 
 
 @dataclass(frozen=True)
@@ -54,35 +54,72 @@ class Assembly:
 
     @cached_property
     def plan(self) -> Plan:
-        return Plan(self.mesh, self.experiment.strategy)
+        """Raises ExperimentError for a rule that matches no parameter, or does not divide one."""
+        _check_rules(self.experiment, dict(self.mesh.shape), parameter_shapes(self.config))
+        return Plan(self.mesh, self.experiment.strategy, rules=self.rules)
+
+    @property
+    def rules(self) -> tuple[tuple[str, PartitionSpec], ...]:
+        """[rules] as `Plan` takes them: "" is a dimension that is not sharded."""
+        return tuple(
+            (pattern, PartitionSpec(*(entry or None for entry in entries)))
+            for pattern, entries in self.experiment.rules.items()
+        )
 
     @cached_property
     def tx(self) -> optax.GradientTransformation:
         return optimizer(self.experiment)
 
     @cached_property
-    def config(self) -> GPTConfig:
-        """The model's configuration. Raises ExperimentError for a model that cannot read text."""
-        config = self.experiment.model.config
-        if not isinstance(config, GPTConfig):
-            raise ExperimentError(
-                f"data.source gives text, which a GPT can learn; model.name = {self.experiment.model.name!r} takes "
-                "vectors: choose a gpt size, or use that model from Python"
-            )
-        if config.vocab_size < VOCAB_SIZE:
+    def config(self) -> ModelConfig:
+        """The model's configuration. Raises ExperimentError for a GPT that has fewer tokens than there are bytes."""
+        config, data = self.experiment.model.config, self.experiment.data
+        bytes_are_read = data.tokenizer == "bytes" and not any(word.endswith(".npz") for word in data.sources)
+        if isinstance(config, GPTConfig) and bytes_are_read and config.vocab_size < VOCAB_SIZE:
             raise ExperimentError(
                 f"model.vocab_size must be at least {VOCAB_SIZE}, as tokens are bytes; given {config.vocab_size}"
             )
         return config
 
     @cached_property
-    def data(self) -> TextData:
-        source = self.experiment.data.source
-        return text_data(
-            source if isinstance(source, str) else list(source),
-            length=self.experiment.data.length,
-            heldout_fraction=self.experiment.data.heldout_fraction,
+    def loss(self) -> LossFn:
+        """The loss function of the model's kind."""
+        return {"text": text_loss, "images": image_loss, "features": features_loss}[self.experiment.kind]
+
+    @cached_property
+    def data(self) -> Any:
+        """The data set of [data]; see `jdp.open_data`."""
+        return open_data(self.experiment)
+
+    @cached_property
+    def eval_sets(self) -> dict[str, Source]:
+        """What evaluations read, by the beginning of their metrics' names."""
+        return open_eval_sets(self.experiment, self.data)
+
+    def feed(
+        self,
+        source: Source,
+        *,
+        seed: int,
+        shuffle: bool,
+        start: int = 0,
+        epochs: int | None = None,
+        most: int | None = None,
+    ) -> Feed:
+        """Global batches of `source` on the devices, read ahead; the first `most` of them. Else as `global_batches`."""
+        size = self.experiment.train.batch_size
+        decodes = self.experiment.kind == "images"  # a millisecond each, where other samples take microseconds
+        batches = global_batches(
+            source,
+            batch_size=size,
+            seed=seed,
+            rows=process_rows(self.plan, size),
+            start=start,
+            shuffle=shuffle,
+            epochs=epochs,
+            threads=min(16, len(os.sched_getaffinity(0))) if decodes else 2,
         )
+        return shard_batches(itertools.islice(batches, most), self.plan)
 
     @cached_property
     def init(self) -> Callable[[jax.Array], nnx.Module]:
@@ -93,37 +130,84 @@ class Assembly:
     def rng(self) -> jax.Array:
         return jax.random.key(self.experiment.seed)
 
+    @property
+    def wrt(self) -> str | tuple[str, ...] | None:
+        return self.experiment.train.wrt
+
+    @property
+    def trained_count(self) -> int:
+        """How many parameters are trained."""
+        patterns = (self.wrt,) if isinstance(self.wrt, str) else self.wrt or ("*",)
+        shapes = parameter_shapes(self.config).items()
+        return sum(math.prod(shape) for path, shape in shapes if any(fnmatch.fnmatchcase(path, p) for p in patterns))
+
     def state(self) -> TrainState:
-        return init_state(self.init, self.tx, self.plan, rng=self.rng)
+        return init_state(self.init, self.tx, self.plan, rng=self.rng, wrt=self.wrt)
 
     def abstract_state(self) -> TrainState:
-        return abstract_state(self.init, self.tx, self.plan, rng=self.rng)
+        return abstract_state(self.init, self.tx, self.plan, rng=self.rng, wrt=self.wrt)
 
     def abstract_batch(self) -> Batch:
         """The shapes of a global batch."""
-        shape = (self.experiment.train.batch_size, self.experiment.data.length)
-        kinds = {"tokens": "int32", "targets": "int32", "weights": "float32"}
-        return {k: jax.ShapeDtypeStruct(shape, t, sharding=self.plan.batch_sharding) for k, t in kinds.items()}
+        rows, config = self.experiment.train.batch_size, self.config
+        if isinstance(config, GPTConfig):
+            names = ["tokens", "targets", *(["segments"] if self.experiment.data.packing == "documents" else [])]
+            length = (rows, self.experiment.data.length)
+            shapes = {**dict.fromkeys(names, (length, "int32")), "weights": (length, "float32")}
+        else:
+            size = getattr(config, "image_size", 0)
+            inputs = (size, size, getattr(config, "channels", 0)) if size else (getattr(config, "features_in", 0),)
+            name = "images" if size else "features"
+            shapes = {name: ((rows, *inputs), "float32"), "labels": ((rows,), "int32"), "weights": ((rows,), "float32")}
+        lies = self.plan.batch_sharding
+        return {name: jax.ShapeDtypeStruct(shape, kind, sharding=lies) for name, (shape, kind) in shapes.items()}
 
     @cached_property
     def train_step(self) -> Step:
         chosen = self.experiment
         return make_train_step(
-            text_loss,
+            self.loss,
             self.plan,
             accumulate=chosen.train.accumulate,
             precision=chosen.precision,
             partitioning=chosen.partitioning,
             clip_norm=chosen.optimizer.clip_norm,
+            sync_batch_norm=chosen.sync_batch_norm,
         )
+
+    @cached_property
+    def seconds_at_peak(self) -> float | None:
+        """What a training step would take at the devices' peak; None where that is not known."""
+        return seconds_at_peak(self)
 
     @cached_property
     def eval_step(self) -> Step:
         chosen = self.experiment
         return make_eval_step(
-            text_loss,
+            self.loss,
             self.plan,
             accumulate=chosen.train.accumulate,
             precision=chosen.precision,
             partitioning=chosen.partitioning,
         )
+
+
+def _check_rules(experiment: Experiment, sizes: dict[str, int], shapes: dict[str, tuple[int, ...]]) -> None:
+    """Say what is wrong with [rules] by the key of the file; the plan would say it of `Plan(rules=...)`."""
+    left = dict(shapes)
+    for pattern, entries in experiment.rules.items():
+        key, given = f"rules.{toml_value(pattern)}", toml_value(entries)
+        if not any(fnmatch.fnmatchcase(path, pattern) for path in shapes):
+            raise ExperimentError(
+                f"{key} must match a parameter, and matches none of the {len(shapes)}, such as "
+                f"{', '.join(list(shapes)[:3])}: mend the pattern, or remove it"
+            )
+        for path in [path for path in left if fnmatch.fnmatchcase(path, pattern)]:
+            shape = left.pop(path)  # the first rule that matches counts
+            axes = [(entry,) if isinstance(entry, str) else entry for entry in entries]
+            pieces = [math.prod(sizes[axis] for axis in each if axis) for each in axes]
+            if len(shape) < len(pieces) or any(size % count for size, count in zip(shape, pieces, strict=False)):
+                raise ExperimentError(
+                    f"{key} must divide the dimensions of what it matches; given {given}, which cuts {path} "
+                    f"{list(shape)} into {' × '.join(map(str, pieces))}: change the rule, the size, or [mesh]"
+                )

@@ -2,8 +2,7 @@
 
 `load` goes from a TOML file to an `Experiment` (its keys are in `schema.py`): parse, lay the `--a.b value` overrides on
 top, validate; all problems are said at once, as one `ExperimentError`. `to_toml` writes it as resolved. What needs the
-number of devices waits for `check_for_devices`. The last part makes what needs nothing else: the learning rate and the
-optimizer. Nothing below the training loop ever sees an experiment.
+number of devices waits for `check_for_devices`. Nothing below the training loop ever sees an experiment.
 """
 
 import copy
@@ -15,20 +14,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import optax
 from pydantic import BaseModel, ValidationError
 
-from jdp.mesh import DATA, REPLICA
+from jdp.mesh import DATA, REPLICA, axis_sizes
 from jdp.models.sizes import SIZES
 from jdp.plan import nearest_sizes
 from jdp.schema import NONE, Experiment, Model, model_table
-from jdp.wording import Key, Schemas, config_keys, problems, table_keys, toml_value
+from jdp.wording import Key, Schemas, config_keys, problems, table_keys, toml_key, toml_value
 
 KeyPath = tuple[str, ...]
-NOT_DECAYED = ("bias", "scale")
-"""Last part of the paths of parameters that weight decay leaves alone."""
+HUB = "hf:"
+NO_PATHS = ("stdlib", "digits", NONE)
+"""Sources of data that are words, not paths."""
 
 
 class ExperimentError(ValueError):
@@ -49,12 +46,12 @@ def load(path: str | Path, overrides: Mapping[str, str] | None = None) -> Experi
     """
     file = Path(path)
     table = _read(file)
-    _anchor_source(table, file.parent)
+    _anchor_paths(table, file.parent)
     texts = {tuple(key.split(".")): text for key, text in (overrides or {}).items()}
     changed: dict[str, Any] = {}
     for key, text in texts.items():
         _put(changed, key, _value(text), where=str(file))
-    _anchor_source(changed, Path.cwd())
+    _anchor_paths(changed, Path.cwd())
     return _validated(_merged(table, changed), texts, where=str(file))
 
 
@@ -65,18 +62,16 @@ def from_table(table: Mapping[str, Any], *, where: str = "experiment") -> Experi
 
 def to_toml(experiment: Experiment) -> str:
     """The experiment as resolved, every key written; `load` reads it back as an equal one."""
-    top: list[str] = []
-    tables: list[str] = []
-    for key in type(experiment).model_fields:
-        value = getattr(experiment, key)
-        if isinstance(value, BaseModel):
-            items = [(name, getattr(value, name)) for name in type(value).model_fields]
-            tables.append("\n".join([f"\n[{key}]", *(_line(name, item) for name, item in items)]))
-        elif isinstance(value, dict):
-            tables.append("\n".join([f"\n[{key}]", *(_line(name, item) for name, item in value.items())]))
-        elif not _is_table(key):
-            top.append(_line(key, value))
-    return "\n".join([*top, *tables]) + "\n"
+    return "\n".join(_written(experiment, ())) + "\n"
+
+
+def _written(table: Mapping[str, Any] | BaseModel, path: KeyPath) -> list[str]:
+    """The lines of a table: its keys, then the tables in it, each below its heading."""
+    items = {name: getattr(table, name) for name in type(table).model_fields} if isinstance(table, BaseModel) else table
+    inner = {key: value for key, value in items.items() if isinstance(value, BaseModel | Mapping)}
+    lines = [_line(key, value) for key, value in items.items() if key not in inner and not (_is_table((*path, key)))]
+    heading = [f"\n[{'.'.join(map(toml_key, path))}]"] if path and (lines or not inner) and items else []
+    return [*heading, *lines, *(line for key, value in inner.items() for line in _written(value, (*path, key)))]
 
 
 def check_for_devices(experiment: Experiment, device_count: int) -> dict[str, int]:
@@ -103,69 +98,18 @@ def check_for_devices(experiment: Experiment, device_count: int) -> dict[str, in
 def describe() -> list[tuple[str, list[Key]]]:
     """Every key of an experiment file, in groups with a heading, for `jdp train --help`."""
     groups = [("top level", table_keys(Experiment))]
-    for name in Experiment.model_fields:
-        table = Schemas(Experiment, Model).at((name,))
-        if table:
-            groups.append((table.__doc__ or "", [replace(key, name=f"{name}.{key.name}") for key in table_keys(table)]))
+    for path, table in Schemas(Experiment, Model).tables():
+        name = ".".join(path)
+        groups.append((" ".join((table.__doc__ or "").split()), _below(name, table_keys(table))))
         if table is Model:
             for kind in {type(size): None for size in SIZES.values()}:
                 sizes = ", ".join(name for name, size in SIZES.items() if isinstance(size, kind))
-                keys = [replace(key, name=f"{name}.{key.name}") for key in config_keys(kind)]
-                groups.append((f"[model] fields of {sizes}", keys))
+                groups.append((f"[model] fields of {sizes}", _below(name, config_keys(kind))))
     return groups
 
 
-def learning_rate(experiment: Experiment) -> optax.Schedule:
-    """Learning rate as a function of the optimizer steps done before (0 at the first step).
-
-    Warm-up: (count + 1) / warmup_steps of `lr`, so the first step already moves and the last of the warm-up has `lr`.
-    Then constant, or down to `final_lr_fraction` at the end of the run: along a line, or half a cosine
-    (arXiv:1608.03983, eq. 5, without restarts). Steps are global: accumulation and device count do not change them.
-    """
-    settings, steps = experiment.optimizer, experiment.train.steps
-    warmup = settings.warmup_steps
-    rest = max(steps - warmup, 1)
-    if settings.schedule == "cosine":
-        after = optax.cosine_decay_schedule(settings.lr, rest, alpha=settings.final_lr_fraction)
-    elif settings.schedule == "linear":
-        after = optax.linear_schedule(settings.lr, settings.lr * settings.final_lr_fraction, rest)
-    else:
-        after = optax.constant_schedule(settings.lr)
-
-    def rate(count: jax.typing.ArrayLike) -> jax.Array:
-        rising = settings.lr * (jnp.asarray(count, jnp.float32) + 1) / max(warmup, 1)
-        return jnp.where(jnp.asarray(count) < warmup, rising, after(jnp.maximum(jnp.asarray(count) - warmup, 0)))
-
-    return rate
-
-
-def optimizer(experiment: Experiment) -> optax.GradientTransformation:
-    """The optimizer the file asks for; its state counts steps for the learning rate.
-
-    Clipping is not in it: the step clips, as it knows the norm over all devices. Weight decay is decoupled and leaves
-    out biases and norm scales by name: by number of dims one cannot tell, as the scales of stacked layers have two.
-    """
-    chosen, rate = experiment.optimizer, learning_rate(experiment)
-    decay: dict[str, Any] = {"weight_decay": chosen.weight_decay, "mask": decay_mask}
-    match chosen.name:
-        case "adamw":
-            return optax.adamw(rate, b1=chosen.b1, b2=chosen.b2, eps=chosen.eps, **decay)
-        case "adam":
-            return optax.adam(rate, b1=chosen.b1, b2=chosen.b2, eps=chosen.eps)
-        case "lion":
-            return optax.lion(rate, b1=chosen.b1, b2=chosen.b2, **decay)
-        case "sgd":
-            step = optax.trace(chosen.momentum) if chosen.momentum else optax.identity()
-            return optax.chain(step, optax.add_decayed_weights(**decay), optax.scale_by_learning_rate(rate))
-
-
-def decay_mask(params: Any) -> Any:
-    """Which parameters weight decay applies to: a tree of bools, False where the last key is `bias` or `scale`."""
-
-    def decays(path: Any, _: Any) -> bool:
-        return jax.tree_util.keystr(path[-1:], simple=True) not in NOT_DECAYED
-
-    return jax.tree_util.tree_map_with_path(decays, params)
+def _below(table: str, keys: list[Key]) -> list[Key]:
+    return [replace(key, name=f"{table}.{key.name}") for key in keys]
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -193,19 +137,39 @@ def _files_nearby(file: Path) -> str:
     return f"; near it: {', '.join(str(file.parent / name) for name in alike or names[:5])}"
 
 
-def _anchor_source(table: dict[str, Any], folder: Path) -> None:
-    """Make the relative paths in `data.source` start at `folder`."""
-    data = table.get("data")
-    if not isinstance(data, dict) or "source" not in data:
-        return
+def _anchor_paths(table: dict[str, Any], folder: Path) -> None:
+    """Make the relative paths in the table start at `folder`: sources of data, the tokenizer, where weights start."""
+    data = _table(table, "data")
+    for one in (data, *_tables(data, "mixture"), *_tables(table, "eval")):
+        _anchor(one, "source", folder, but=NO_PATHS)
+    _anchor(data, "tokenizer", folder, but=("bytes", NONE))
+    _anchor(data, "heldout", folder, but=NO_PATHS)
+    _anchor(_table(table, "train"), "init_from", folder, but=(NONE,))
 
-    def anchored(source: Any) -> Any:
-        if not isinstance(source, str) or source in ("stdlib", ""):
-            return source
-        return str((folder / Path(source).expanduser()).absolute())
 
-    source = data["source"]
-    data["source"] = [anchored(item) for item in source] if isinstance(source, list) else anchored(source)
+def _anchor(table: dict[str, Any], key: str, folder: Path, *, but: tuple[str, ...]) -> None:
+    def anchored(path: Any) -> Any:
+        if not isinstance(path, str) or path in ("", *but):
+            return path
+        if path.startswith(HUB):  # a name on the hub, unless it is plainly a path
+            rest = path.removeprefix(HUB)
+            return HUB + anchored(rest) if rest.startswith((".", "~")) else path
+        return str((folder / Path(path).expanduser()).absolute())
+
+    if key in table:
+        value = table[key]
+        table[key] = [anchored(item) for item in value] if isinstance(value, list) else anchored(value)
+
+
+def _table(table: dict[str, Any], key: str) -> dict[str, Any]:
+    """The table at `key`; an empty one if something else, or nothing, stands there."""
+    inner = table.get(key)
+    return inner if isinstance(inner, dict) else {}
+
+
+def _tables(table: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    """The tables in the table at `key`, such as [eval.NAME]."""
+    return [inner for inner in _table(table, key).values() if isinstance(inner, dict)]
 
 
 def _value(text: str) -> Any:
@@ -246,7 +210,7 @@ def _validated(table: dict[str, Any], texts: Mapping[KeyPath, str], *, where: st
         if isinstance(error, ValidationError) and _blamed(error, key):
             as_text = copy.deepcopy(table)
             _put(as_text, key, text, where=where)
-            _anchor_source(as_text, Path.cwd())
+            _anchor_paths(as_text, Path.cwd())
             second = _error(as_text)
             if second is None or not _blamed(second, key):
                 table, error = as_text, second
@@ -274,32 +238,20 @@ def _blamed(error: ValidationError, key: KeyPath) -> bool:
 
 
 def _line(key: str, value: Any) -> str:
-    return f"{key} = {toml_value(NONE if value is None else value)}"
+    return f"{toml_key(key)} = {toml_value(NONE if value is None else value)}"
 
 
-def _is_table(key: str) -> bool:
-    """Whether `key` is a table that may be left out."""
-    return Schemas(Experiment, None).at((key,)) is not None
+def _is_table(path: KeyPath) -> bool:
+    """Whether a table stands at `path`, or may be left out there."""
+    return Schemas(Experiment, None).at(path) is not None
 
 
 def mesh_sizes(mesh: Mapping[str, int], device_count: int) -> dict[str, int]:
     """A mesh with its -1 filled in, axis -> size. Raises ExperimentError if it does not multiply to `device_count`."""
-    known = math.prod(size for size in mesh.values() if size != -1)
-    sizes = {axis: device_count // known if size == -1 else size for axis, size in mesh.items()}
-    if math.prod(sizes.values()) == device_count:
-        return sizes
-    run = f"run on {known} devices (on CPU: --devices {known})"
-    if -1 in mesh.values():
-        fixed = {axis: size for axis, size in mesh.items() if size != -1}
-        raise ExperimentError(
-            f"mesh {_equation(fixed)} must divide the number of devices, but there are {device_count} devices: "
-            f"change an axis, or {run} or a multiple of it"
-        )
-    others = known // mesh[DATA]
-    fits = f"take --mesh.data {device_count // others}, " if device_count % others == 0 else ""
-    raise ExperimentError(
-        f"mesh {_equation(mesh)}, but there are {device_count} devices: {fits}change an axis, or {run}"
-    )
+    try:
+        return axis_sizes(mesh, device_count)
+    except ValueError as error:
+        raise ExperimentError(f"[mesh]: {error}") from None
 
 
 def _equation(sizes: Mapping[str, int]) -> str:

@@ -8,18 +8,21 @@ A run that resumes from step s writes the steps after s again: `Metrics(folder, 
 an earlier, aborted process wrote for them, so no step is there twice, and a line or record half written is gone too.
 """
 
+import contextlib
 import importlib
 import json
 import math
 import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 import jax
 import numpy as np
+
+from jdp.trackers import BackgroundTracker
 
 JSONL = "metrics.jsonl"
 EVENTS = "events"
@@ -32,10 +35,13 @@ class Metrics:
     Args:
         folder: the run's folder; must exist.
         resumed_step: the step this process starts after (0: a fresh run); everything on disk for later ones is cut off.
+        trackers: get every row too, and are closed with the rest; where an exception leaves `with`, as failed, or with
+            the exit code it carries.
     """
 
-    def __init__(self, folder: Path, *, resumed_step: int = 0) -> None:
+    def __init__(self, folder: Path, *, resumed_step: int = 0, trackers: Sequence[BackgroundTracker] = ()) -> None:
         self._speaks = jax.process_index() == 0
+        self._trackers = trackers
         if not self._speaks:
             return
         from tensorboardX.event_file_writer import EventsWriter
@@ -48,6 +54,7 @@ class Metrics:
         # tensorboardX names files by the second, and overwrites. Two files with this suffix in one second start after
         # the same step, so the first has no row that is still wanted.
         self._events = EventsWriter(str(folder / EVENTS), filename_suffix=f".after{resumed_step}")
+        self._event_file: Any = vars(self._events)["_py_recordio_writer"]  # which its owner leaves open on a full disk
         self._hide_older_events_after(resumed_step)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
@@ -69,18 +76,25 @@ class Metrics:
         )
         self._jsonl.flush()
         self._write_event(step, now, scalars)
+        for tracker in self._trackers:
+            tracker.write(step, scalars)
 
-    def close(self) -> None:
-        """Close the files."""
-        if self._speaks:
-            self._jsonl.close()
-            self._events.close()
+    def close(self, exit_code: int = 0) -> None:
+        """Close the files, and the trackers, which are told how the visit ended."""
+        with contextlib.ExitStack() as closing:  # all of them, also where the disk is full and each says so
+            for tracker in self._trackers:
+                closing.callback(tracker.close, exit_code)
+            if self._speaks:
+                closing.callback(self._event_file.close)
+                closing.callback(self._events.close)
+                closing.callback(self._jsonl.close)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
+        code = error.code if isinstance(error, SystemExit) else int(error is not None)
+        self.close(code if isinstance(code, int) else 1)
 
     def _write_event(self, step: int, now: float, scalars: Mapping[str, float]) -> None:
         values = [{"tag": name, "simple_value": value} for name, value in scalars.items()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from jax.sharding import Mesh
 
@@ -20,6 +20,7 @@ from jdp.foresight.relocate import Relocated
 from jdp.foresight.targets import Target
 from jdp.mesh import DATA, REPLICA, make_mesh
 from jdp.schema import Experiment
+from jdp.types import Batch
 
 
 def ways_of(
@@ -70,6 +71,27 @@ def changed(experiment: Experiment, *, strategy: str | None = None, **train: int
     """The experiment with another strategy, or other values in [train]."""
     update = {"train": experiment.train.model_copy(update=train)} | ({"strategy": strategy} if strategy else {})
     return experiment.model_copy(update=update)
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A global batch in words, and what its speed is counted in."""
+
+    words: str
+    count: int
+    unit: str
+
+
+def described_batch(batch: Batch) -> Counted:
+    """ "64 × 2048 tokens", "64 images of 224×224×3" or "64 × 20 features"; speed counts tokens, or examples."""
+    if "tokens" in batch:
+        rows, length = batch["tokens"].shape
+        return Counted(f"{rows} × {length} tokens", rows * length, "tokens")
+    if "images" in batch:
+        rows, *shape = batch["images"].shape
+        return Counted(f"{rows} images of {'×'.join(map(str, shape))}", rows, "examples")
+    rows, features = batch["features"].shape
+    return Counted(f"{rows} × {features} features", rows, "examples")
 
 
 def largest_batch(

@@ -80,6 +80,6 @@ def clock(seconds: float) -> str:
 
 
 def _shown(name: str, value: float) -> str:
-    if name == "tokens_per_second":
-        return f"{rate(value)} tokens/s"
+    if name.endswith("_per_second"):
+        return f"{rate(value)} {name.removesuffix('_per_second')}/s"
     return f"{name} {value:.2e}" if name == "lr" else f"{name} {value:.4g}"

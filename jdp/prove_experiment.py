@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jdp.assemble import Assembly, text_loss
+from jdp.assemble import Assembly
 from jdp.data import NumpyBatch, global_batches
 from jdp.experiment import check_for_devices
 from jdp.precision import Precision
@@ -31,7 +31,8 @@ def prove_experiment(
 ) -> Proof:
     """Prove an experiment; see `jdp.prove.prove` for the arguments.
 
-    The learning rate's schedule stays that of the whole run: `steps` only says where to stop.
+    The learning rate's schedule stays that of the whole run: `steps` only says where to stop. Weights are the initial
+    ones, whatever `train.init_from` says.
 
     Raises:
         ExperimentError: the file's model cannot read its data.
@@ -40,7 +41,14 @@ def prove_experiment(
     space = space_of(devices, (1, 2, experiment.train.accumulate), experiment.mesh)
     whole = Assembly.on_devices(experiment, list(space.devices))
     training = Training(
-        whole.init, whole.tx, text_loss, whole.rng, Precision.of(experiment.precision), experiment.optimizer.clip_norm
+        whole.init,
+        whole.tx,
+        whole.loss,
+        whole.rng,
+        Precision.of(experiment.precision),
+        experiment.optimizer.clip_norm,
+        whole.wrt,
+        experiment.sync_batch_norm,
     )
 
     def make(setting: Setting) -> Made:

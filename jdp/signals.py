@@ -17,6 +17,14 @@ import jax
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 75}
 
 
+class Stopped(SystemExit):
+    """A run has saved and leaves because of a signal, with what there is to say of it until here."""
+
+    def __init__(self, code: int, summary: dict[str, Any]) -> None:
+        super().__init__(code)
+        self.summary = summary
+
+
 class StopRequest:
     """Listens while in `with`; `at_step` says whether to stop after this step."""
 

@@ -10,110 +10,117 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 import time
-from collections.abc import Iterator
+import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from jdp import trackers
 from jdp.assemble import Assembly
 from jdp.checkpoint import Checkpoints
-from jdp.data import decode, encode, global_batches
-from jdp.data.feed import Feed, process_rows, shard_batches
-from jdp.experiment import ExperimentError, learning_rate
-from jdp.metrics import Metrics
-from jdp.models import generate, parameter_count
+from jdp.data.feed import Feed
+from jdp.evaluation import coverage, evaluate
+from jdp.experiment import ExperimentError, to_toml
+from jdp.init_from import check_exists
+from jdp.metrics import Metrics, json_safe
+from jdp.models import ModelConfig, parameter_count
+from jdp.optimizers import learning_rate, peak_rate
+from jdp.profiling import Profile
 from jdp.progress import Display
-from jdp.run_folder import claim, record
+from jdp.resume import Progress, open_checkpoints, start
+from jdp.run_folder import SUMMARY, claim, record, record_summary, writing
 from jdp.schema import Experiment
-from jdp.signals import StopRequest
+from jdp.signals import Stopped, StopRequest
 from jdp.state import TrainState
-from jdp.types import Batch
+from jdp.summary import sample, summary, unit, units_per_step
 
 AHEAD = 2
 """Steps that may be queued on the devices before the loop waits."""
 
 
-def run(experiment: Experiment, *, root: Path, quiet: bool = False) -> dict[str, Any]:
-    """Train, or resume, an experiment in `root`/NAME, and return a summary.
+def run(experiment: Experiment, *, root: Path, quiet: bool = False, profile: range | None = None) -> dict[str, Any]:
+    """Train, or resume, an experiment in `root`/NAME, and return a summary, which is in its summary.json too.
 
     Args:
         experiment: validated, and checked against the devices.
         root: the folder that holds the runs.
         quiet: keep stdout free: progress goes to stderr.
+        profile: steps to trace into the run's folder.
 
     Raises:
-        ExperimentError: the folder belongs to another experiment, the data changed, or too many steps in a row had
-            non-finite gradients.
-        SystemExit: stopped by a signal, after saving: 130 for SIGINT, 75 (try again) for SIGTERM.
+        ExperimentError: the folder belongs to another experiment or cannot be written, the data does not fit the model
+            or changed, or a tracker does not start.
+        Diverged: too many steps in a row had non-finite gradients.
+        Stopped: by a signal, after saving: exit code 130 for SIGINT, 75 (try again) for SIGTERM.
     """
+    trackers.check_installed(**experiment.track.model_dump())
     parts = Assembly.on_devices(experiment)
-    config, data = parts.config, parts.data  # whatever is wrong with them is said before anything is written
+    config, _ = parts.config, parts.eval_sets  # whatever is wrong with them is said before anything is written
+    check_exists(experiment.train.init_from)
+    parts.abstract_state()
     folder = claim(experiment, root)
-    with StopRequest() as stop, Checkpoints(folder / "checkpoints", keep=experiment.train.keep_checkpoints) as saved:
-        state, progress = _start(parts, saved)
+    with StopRequest() as stop, writing(folder), open_checkpoints(experiment, folder) as saved:
+        state, progress, read = start(parts, saved)
         display = Display(experiment.train.steps, done=progress.done, to_stderr=quiet)
-        display.say(f"{experiment.name}: {parameter_count(config):,} parameters, {parts.plan}")
-        display.say(str(data))
-        if progress.done >= experiment.train.steps:
-            display.say(f"{folder} has all of its {progress.done} steps: nothing to do (--name NEW starts another run)")
-        elif progress.done:
-            display.say(f"resumed after step {progress.done}")
+        for line in (*_introduction(parts, config), read, _resumed(progress, experiment, folder)):
+            if line:
+                display.say(line)
+        if progress.done and not progress.finished(experiment):
             record(experiment, folder)
-        with Metrics(folder, resumed_step=progress.done) as metrics, display:
-            state = _loop(parts, state, progress, Outputs(display, metrics, saved, stop))
-        if stop.signal:
-            display.say(f"stopped by {stop.signal.name} after step {progress.done}, saved; run again to resume")
-            raise SystemExit(stop.exit_code)
-        text = _sample(parts, state)
+        tracked = _trackers(experiment, folder, progress)
+        with (
+            Metrics(folder, resumed_step=progress.done, trackers=tracked) as metrics,
+            display,
+            Profile(profile, folder, display, done=progress.done) as profiled,
+        ):
+            state = _loop(parts, state, progress, Outputs(display, metrics, saved, stop, profiled))
+            if stop.signal:
+                display.say(f"stopped by {stop.signal.name} after step {progress.done}, saved; run again to resume")
+                raise Stopped(stop.exit_code, summary(parts, progress, folder) | {"stopped": stop.signal.name})
+        text = sample(parts, state)
         if text is not None:
             display.say(f"sample:\n{text}")
-    return _summary(parts, progress, folder)
+        made = summary(parts, progress, folder)
+        if progress.done > progress.resumed_from or not (folder / SUMMARY).exists():
+            record_summary(json_safe(made), folder)
+    return made
 
 
-@dataclass
-class Progress:
-    """How far a run is. The first six are saved with each checkpoint.
+def _trackers(experiment: Experiment, folder: Path, progress: Progress) -> list[trackers.BackgroundTracker]:
+    """W&B and MLflow, where the experiment asks for them and there is something to tell them."""
+    wanted = {} if progress.finished(experiment) else experiment.track.model_dump()
+    return trackers.start(folder, tomllib.loads(to_toml(experiment)), resumed_step=progress.done, **wanted)
 
-    Attributes:
-        done: batches consumed.
-        skipped: of these, steps skipped because of gradients that were not finite.
-        loss: at the last row of metrics, in nats a token.
-        eval_loss: of the last evaluation, in nats a token.
-        evaluated: the step of that evaluation.
-        fingerprint: of the text.
-        resumed_from: batches consumed before this visit.
-        seconds: of this visit's loop.
-        waited, steady_seconds, steady_tokens: of this visit's steps, compilation and evaluation left out.
-        skips_in_a_row, skips_seen: up to the step that was looked at last.
-    """
 
-    done: int = 0
-    skipped: int = 0
-    loss: float | None = None
-    eval_loss: float | None = None
-    evaluated: int = 0
-    fingerprint: str = ""
-    resumed_from: int = 0
-    seconds: float = 0.0
-    waited: float = 0.0
-    steady_seconds: float = 0.0
-    steady_tokens: int = 0
-    skips_in_a_row: int = 0
-    skips_seen: int = 0
+def _introduction(parts: Assembly, config: ModelConfig) -> list[str | None]:
+    """What a visit starts with, a line each."""
+    experiment = parts.experiment
+    first = f"{experiment.name}: {parameter_count(config):,} parameters, {parts.plan}"
+    if parts.wrt is not None:
+        first += f"; {parts.trained_count:,} are trained, the others frozen"
+    return [first, str(parts.data), coverage(parts), _scaled_rate(experiment)]
 
-    def add_times(self, seconds: float, waited: float, tokens: int) -> None:
-        self.steady_seconds += seconds
-        self.waited += waited
-        self.steady_tokens += tokens
 
-    def record(self) -> dict[str, Any]:
-        kept = ("done", "skipped", "loss", "eval_loss", "evaluated", "fingerprint")
-        return {name: _finite(getattr(self, name)) for name in kept}
+def _resumed(progress: Progress, experiment: Experiment, folder: Path) -> str | None:
+    """Where this visit goes on, in words."""
+    if not progress.finished(experiment):
+        return f"resumed after step {progress.done}" if progress.done else None
+    early = ", stopped early" if progress.done < experiment.train.steps else ""
+    return f"{folder} has all of its {progress.done} steps{early}: nothing to do (--name NEW starts another run)"
+
+
+def _scaled_rate(experiment: Experiment) -> str | None:
+    """The peak learning rate in words, where the batch size changed it."""
+    chosen, batch = experiment.optimizer, experiment.train.batch_size
+    if chosen.lr_scaling == "none":
+        return None
+    return (
+        f"learning rate {peak_rate(experiment):.4g}: {chosen.lr:.4g} for {chosen.base_batch_size} samples a step, "
+        f"scaled to {batch} ({chosen.lr_scaling})"
+    )
 
 
 @dataclass(frozen=True)
@@ -124,39 +131,25 @@ class Outputs:
     metrics: Metrics
     checkpoints: Checkpoints
     stop: StopRequest
+    profile: Profile
     started: float = field(default_factory=time.perf_counter)
 
 
-def _start(parts: Assembly, saved: Checkpoints) -> tuple[TrainState, Progress]:
-    """A fresh state, or the newest checkpoint's on this plan."""
-    fingerprint = parts.data.fingerprint
-    if saved.latest is None:
-        return parts.state(), Progress(fingerprint=fingerprint)
-    state, record = saved.restore(parts.abstract_state())
-    if record["fingerprint"] != fingerprint:
-        raise ExperimentError(
-            f"{saved.directory.parent} was trained on other text (fingerprint {record['fingerprint']}, now "
-            f"{fingerprint}): restore data.source as it was, or choose another `name`. The standard library's text "
-            "differs between Python versions."
-        )
-    skipped = int(jax.device_get(state.skipped))
-    progress = Progress(**record, skips_seen=skipped, resumed_from=record["done"])
-    progress.skipped = skipped
-    return state, progress
-
-
 def _loop(parts: Assembly, state: TrainState, progress: Progress, out: Outputs) -> TrainState:
-    """Steps until the end or a signal; the state returned is saved."""
-    settings, clock = parts.experiment.train, Clock(parts.experiment)
-    pending: list[Any] = []
+    """Steps until the end, an early stop or a signal; the state returned is saved."""
+    experiment, settings, clock = parts.experiment, parts.experiment.train, Clock(parts)
+    skips = Skips(progress, settings.max_skips_in_a_row)
     _evaluate_if_due(parts, state, progress, out)  # a signal may have come between a step and its evaluation
-    with _training_batches(parts, progress.done) as feed:
+    if progress.finished(experiment):
+        return state
+    batches = parts.feed(parts.data.train, seed=experiment.seed, shuffle=experiment.data.shuffle, start=progress.done)
+    with batches as feed:
         clock.restart(progress.done, feed)
         for done in range(progress.done + 1, settings.steps + 1):
+            if out.profile.begin(done, state):
+                clock.restart(done - 1, feed)
             state, values = parts.train_step(state, next(feed))
-            pending.append(values["skipped"])
-            if len(pending) > AHEAD:
-                _check_skips(pending.pop(0), progress, settings.max_skips_in_a_row)
+            skips.after(values)
             progress.done = done
             out.display.step(done)
             stopping = out.stop.at_step(done)
@@ -165,15 +158,27 @@ def _loop(parts: Assembly, state: TrainState, progress: Progress, out: Outputs) 
             clock.tick(done, values, feed, row_due)
             if row_due:
                 clock.log(done, values, feed, progress, out)
-            if not stopping and _evaluate_if_due(parts, state, progress, out):
+            profiled = out.profile.end(done, state)
+            evaluated = not stopping and _evaluate_if_due(parts, state, progress, out)
+            if profiled or evaluated:
                 clock.restart(done, feed)
-            if last or (settings.checkpoint_every and done % settings.checkpoint_every == 0):
-                out.checkpoints.save(state, progress.record())
-            if stopping:
+            last = last or progress.stops_early(experiment)
+            best = progress.kept is not None and progress.kept.step == done
+            if last:
+                skips.check_all(ended=not stopping)
+            if last or best or (settings.checkpoint_every and done % settings.checkpoint_every == 0):
+                _save(state, progress, out)
+            if last:
                 break
         out.checkpoints.wait()
     progress.seconds = time.perf_counter() - out.started
     return state
+
+
+def _save(state: TrainState, progress: Progress, out: Outputs) -> None:
+    """A checkpoint, in the background; with the metrics of this step's evaluation, if there was one."""
+    metrics = progress.evals if progress.evaluated == progress.done and progress.kept is not None else None
+    out.checkpoints.save(state, progress.record(), metrics)
 
 
 def _evaluate_if_due(parts: Assembly, state: TrainState, progress: Progress, out: Outputs) -> bool:
@@ -182,10 +187,21 @@ def _evaluate_if_due(parts: Assembly, state: TrainState, progress: Progress, out
     due = done >= settings.steps or (settings.eval_every and done % settings.eval_every == 0)
     if not due or not done or progress.evaluated == done:
         return False
-    progress.eval_loss, progress.evaluated = _evaluate(parts, state), done
-    row = {"eval_loss": progress.eval_loss, "eval_bits_per_token": progress.eval_loss / math.log(2)}
+    row = evaluate(parts, state)
+    progress.evals, progress.evaluated = row, done
+    progress.watched.seen(done, row, min_delta=settings.min_delta)
+    if progress.kept is not None and done not in out.checkpoints.steps:  # what is saved already cannot become the best
+        progress.kept.seen(done, row)
     out.metrics.write(done, row)
     out.display.log(done, row)
+    if progress.stops_early(parts.experiment):
+        best = progress.watched
+        out.display.say(
+            f"stopped early: {best.metric} has not improved in {best.waiting} evaluations; its best was "
+            f"{best.value:.6g} at step {best.step}"
+            if best.value is not None
+            else f"stopped early: {best.metric} has not been finite in {best.waiting} evaluations"
+        )
     return True
 
 
@@ -194,9 +210,10 @@ class Clock:
     includes it, and such a row is left out of the summary's speed.
     """
 
-    def __init__(self, experiment: Experiment) -> None:
-        self._rate = learning_rate(experiment)
-        self._tokens_per_step = experiment.train.batch_size * experiment.data.length
+    def __init__(self, parts: Assembly) -> None:
+        self._rate = learning_rate(parts.experiment)
+        self._speed, self._units_per_step = f"{unit(parts)}_per_second", units_per_step(parts)
+        self._at_peak = parts.seconds_at_peak
         self._from: tuple[int, float, float] = (0, 0.0, 0.0)
         self._first, self._compiled = True, False
 
@@ -222,100 +239,65 @@ class Clock:
         row["skipped"] = progress.skipped
         row["lr"] = float(jax.device_get(self._rate(max(done - progress.skipped - 1, 0))))
         row |= {"step_seconds": seconds / steps, "data_wait_seconds": wait / steps}
-        row["tokens_per_second"] = self._tokens_per_step * steps / seconds
+        row[self._speed] = self._units_per_step * steps / seconds
+        if self._at_peak is not None:
+            row["mfu"] = self._at_peak * steps / seconds
         if not self._compiled:
-            progress.add_times(seconds, wait, self._tokens_per_step * steps)
+            progress.add_times(seconds, wait, self._units_per_step * steps)
         self._compiled = False
         out.metrics.write(done, row)
-        shown = ("loss", "lr", "grad_norm", "tokens_per_second")
-        out.display.log(done, {name: row[name] for name in shown})
+        shown = ("loss", "accuracy", "lr", "grad_norm", self._speed, "mfu")
+        out.display.log(done, {name: row[name] for name in shown if name in row})
         self.restart(done, feed)
 
 
-def _training_batches(parts: Assembly, start: int) -> Feed:
-    chosen, rows = parts.experiment, process_rows(parts.plan, parts.experiment.train.batch_size)
-    batches = global_batches(
-        parts.data.train,
-        batch_size=chosen.train.batch_size,
-        seed=chosen.seed,
-        rows=rows,
-        start=start,
-        shuffle=chosen.data.shuffle,
-    )
-    return shard_batches(batches, parts.plan)
+class Diverged(ExperimentError):
+    """The gradients stopped being finite: on all processes alike."""
 
 
-def _heldout_batches(parts: Assembly) -> Iterator[Batch]:
-    settings, plan = parts.experiment.train, parts.plan
-    rows = process_rows(plan, settings.batch_size)
-    batches = global_batches(  # always the same samples, drawn from all of the held-out text
-        parts.data.heldout, batch_size=settings.batch_size, seed=0, rows=rows, epochs=1
-    )
-    with shard_batches(itertools.islice(batches, settings.eval_batches), plan) as feed:
-        yield from feed
+class Skips:
+    """Watches for steps that were skipped because a gradient was not finite.
+
+    Looking at a step waits for it, so each is looked at `AHEAD` steps later.
+    """
+
+    def __init__(self, progress: Progress, limit: int) -> None:
+        self._progress, self._limit = progress, limit
+        self._looked_at = progress.resumed_from
+        self._pending: list[Any] = []
+
+    def after(self, values: Any) -> None:
+        """A step was queued; `values` are its metrics."""
+        self._pending.append({name: values[name] for name in ("skipped", "loss")})
+        if len(self._pending) > AHEAD:
+            self._check(self._pending.pop(0))
+
+    def check_all(self, *, ended: bool) -> None:
+        """Look at all steps that were queued. A run that has `ended` must have taken one that was not skipped."""
+        while self._pending:
+            values = self._pending.pop(0)
+            self._check(values)
+            if ended and not self._pending and int(values["skipped"]) == self._progress.done:
+                raise Diverged(_skipped(self._progress.done, values, from_the_first=True))
+
+    def _check(self, values: Any) -> None:
+        progress, skipped = self._progress, int(values["skipped"])
+        self._looked_at += 1
+        progress.skips_in_a_row = progress.skips_in_a_row + 1 if skipped > progress.skips_seen else 0
+        progress.skips_seen = skipped
+        if progress.skips_in_a_row >= self._limit:
+            steps = progress.skips_in_a_row
+            raise Diverged(_skipped(steps, values, from_the_first=skipped == self._looked_at))
 
 
-def _evaluate(parts: Assembly, state: TrainState) -> float:
-    """Σtotal / Σweight over the held-out batches, in nats a token."""
-    total = weight = 0.0
-    for batch in _heldout_batches(parts):
-        values = jax.device_get(parts.eval_step(state, batch))
-        total += float(values["loss"]) * float(values["weight"])
-        weight += float(values["weight"])
-    return total / weight
-
-
-def _check_skips(skipped: jax.Array, progress: Progress, limit: int) -> None:
-    """Count skipped steps in a row; reading this waits for a step that was queued `AHEAD` steps ago."""
-    progress.skips_in_a_row = progress.skips_in_a_row + 1 if int(skipped) > progress.skips_seen else 0
-    progress.skips_seen = int(skipped)
-    if progress.skips_in_a_row >= limit:
-        raise ExperimentError(
-            f"the gradients of {limit} steps in a row were not finite (train.max_skips_in_a_row): lower optimizer.lr, "
-            "set optimizer.clip_norm, or look at the data; weights and checkpoints are those from before"
+def _skipped(steps: int, values: Any, *, from_the_first: bool) -> str:
+    """What is wrong when `steps` steps in a row were skipped."""
+    loss = float(jax.device_get(values["loss"]))
+    said = f"the gradients of {steps} steps in a row were not finite (train.max_skips_in_a_row), loss {loss:.4g}"
+    if from_the_first:
+        return (
+            f"{said}: from the first step on, before any update, so it is not the learning rate. Look for NaN, "
+            'infinity or huge numbers in the data, at weights from train.init_from, or try precision = "fp32"; no '
+            "weights were changed"
         )
-
-
-def _sample(parts: Assembly, state: TrainState) -> str | None:
-    """Text that the model writes, prompt included; None if the experiment asks for none."""
-    wanted = parts.experiment.sample
-    if wanted is None:
-        return None
-
-    def write(state: TrainState, prompt: jax.Array) -> jax.Array:
-        rng = jax.random.fold_in(parts.rng, 2)  # 0 and 1 are the weights' and the steps'
-        return generate(
-            state.model, prompt, length=wanted.length, temperature=wanted.temperature, top_k=wanted.top_k, rng=rng
-        )
-
-    tokens = jax.jit(write, out_shardings=parts.plan.replicated)(state, encode(wanted.prompt)[None])
-    return decode(jax.device_get(tokens)[0])
-
-
-def _summary(parts: Assembly, progress: Progress, folder: Path) -> dict[str, Any]:
-    chosen = parts.experiment
-    speed = progress.steady_tokens / progress.steady_seconds if progress.steady_seconds else None
-    waited = progress.waited / progress.steady_seconds if progress.steady_seconds else None
-    bits = None if progress.eval_loss is None else progress.eval_loss / math.log(2)
-    return {
-        "name": chosen.name,
-        "steps": progress.done,
-        "final_loss": progress.loss,
-        "final_eval_loss": progress.eval_loss,
-        "final_eval_bits_per_token": bits,
-        "seconds": progress.seconds,
-        "tokens_per_second": speed,
-        "data_wait_fraction": waited,
-        "devices": parts.mesh.devices.size,
-        "processes": jax.process_count(),
-        "strategy": chosen.strategy,
-        "partitioning": parts.train_step.partitioning,
-        "parameters": parameter_count(parts.config),
-        "skipped": progress.skipped,
-        "resumed_from": progress.resumed_from,
-        "folder": str(folder),
-    }
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return f"{said}: lower optimizer.lr, set optimizer.clip_norm, or look at the data; checkpoints stay as they are"

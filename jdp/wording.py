@@ -13,7 +13,7 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -61,6 +61,11 @@ def toml_value(value: Any) -> str:
             return str(value)
 
 
+def toml_key(key: str) -> str:
+    """`key` as TOML writes it: bare, or in quotes where it has other characters, as path patterns have."""
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key)
+
+
 def problems(error: ValidationError, schemas: "Schemas", from_command_line: frozenset[Path]) -> list[str]:
     """One line for each thing that is wrong.
 
@@ -93,8 +98,27 @@ class Schemas:
             return self.root
         if path == ("model",):
             return self.model
-        field = self.root.model_fields.get(str(path[0]))
-        return _table_class(field) if field and len(path) == 1 else None
+        outer, last = self.at(path[:-1]), str(path[-1])
+        if outer is not None:
+            field = outer.model_fields.get(last)
+            return _table_class(field) if field else None
+        named = self.at(path[:-2]) if path[1:] else None  # [eval.NAME]: a table of tables
+        field = named.model_fields.get(str(path[-2])) if named else None
+        return _named_table(field) if field else None
+
+    def tables(self) -> list[tuple[tuple[str, ...], type[BaseModel]]]:
+        """The tables below the root, with their paths, in file order; a table of tables as ("eval", "NAME")."""
+        return list(self._below((), self.root))
+
+    def _below(
+        self, path: tuple[str, ...], table: type[BaseModel]
+    ) -> Iterator[tuple[tuple[str, ...], type[BaseModel]]]:
+        for name, field in table.model_fields.items():
+            inner, named = _table_class(field), _named_table(field)
+            found = ((*path, name), inner) if inner else ((*path, name, "NAME"), named) if named else None
+            if found:
+                yield found
+                yield from self._below(*found)
 
 
 def _problem(dashes: str, path: Path, detail: ErrorDetails, schemas: Schemas) -> str:
@@ -195,7 +219,7 @@ def table_keys(schema: type[BaseModel]) -> list[Key]:
     return [
         Key(_shown_name(name, field), _type_of(field), _default(field), " ".join((field.description or "").split()))
         for name, field in schema.model_fields.items()
-        if not _table_class(field)
+        if not _table_class(field) and not _named_table(field)
     ]
 
 
@@ -221,7 +245,9 @@ def _described_fields(kind: type) -> dict[str, str]:
 
 
 def _shown_name(name: str, field: FieldInfo) -> str:
-    return f"{name}.AXIS" if typing.get_origin(field.annotation) is dict else name
+    """A table of free keys is shown as one key: mesh.AXIS, rules.PATTERN."""
+    free = {"mesh": "AXIS", "rules": "PATTERN"}
+    return f"{name}.{free[name]}" if typing.get_origin(field.annotation) is dict else name
 
 
 def _type_of(field: FieldInfo) -> str:
@@ -248,10 +274,19 @@ def _range(rules: Iterable[Any]) -> str:
 
 def _table_class(field: FieldInfo) -> type[BaseModel] | None:
     """The model of a field that is a table (or may be left out), else None."""
+    if typing.get_origin(field.annotation) is dict:
+        return None
     for part in (field.annotation, *typing.get_args(field.annotation)):
         if isinstance(part, type) and issubclass(part, BaseModel):
             return part
     return None
+
+
+def _named_table(field: FieldInfo) -> type[BaseModel] | None:
+    """The model of the tables in a field that is a table of tables, such as [eval.NAME], else None."""
+    arguments = typing.get_args(field.annotation)
+    inner = arguments[1] if typing.get_origin(field.annotation) is dict else None
+    return inner if isinstance(inner, type) and issubclass(inner, BaseModel) else None
 
 
 def _type_text(annotation: Any) -> str:

@@ -80,7 +80,8 @@ def test_no_command_is_a_mistake_and_shows_the_help_on_stderr(capsys: pytest.Cap
 def test_the_help_of_train_lists_every_key_with_type_default_and_description(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["train", "--help"]) == 0
     text = capsys.readouterr().out
-    assert "--run-dir DIR" in text and "--json" in text and "FILE" in text
+    for option in ("--run-dir DIR", "--json", "FILE", "--profile ", "--sweep KEY=VALUES"):
+        assert option in text
     for _, keys in describe():
         for key in keys:
             assert f"--{key.name}  {key.type}  (" in text
@@ -110,7 +111,7 @@ MISTAKES = {
     "no value": (["train", "FILE", "--train.steps"], "--train.steps needs a value"),
     "a flag for a value": (["train", "FILE", "--train.steps", "--json"], "--train.steps needs a value"),
     "twice": (["train", "FILE", "--seed", "1", "--seed=2"], "--seed is given twice: 1 and 2"),
-    "mesh": (["train", "FILE", "--mesh.data", "3"], "mesh data=3, but there are 8 devices"),
+    "mesh": (["train", "FILE", "--mesh.data", "3"], "data=3, but there are 8 devices"),
     "batch": (["train", "FILE", "--train.batch_size", "9"], "data=8 × train.accumulate=1 = 8"),
     "run dir": (["train", "FILE", "--run-dir", "/dev/null/x"], "/dev/null/x/small cannot be written: Not a directory"),
     "nothing to launch": (["launch", "-n", "2", "x.toml"], "what to launch stands after --, but there is no --"),
@@ -119,8 +120,10 @@ MISTAKES = {
     "launch of a wrong file": (["launch", "-n", "2", "--", "FILE", "--strategy", "zero4"], "did you mean zero3?"),
     "launch of too few devices": (
         ["launch", "-n", "2", "--devices-per-process", "2", "--", "FILE", "--mesh.data", "3"],
-        "mesh data=3, but there are 4 devices",
+        "data=3, but there are 4 devices",
     ),
+    "launch with wrong steps": (["launch", "-n", "2", "--", "FILE", "--profile", "60:70"], "<= train.steps = 50"),
+    "launch of a wrong sweep": (["launch", "-n", "2", "--", "FILE", "--sweep", "seed=x"], "--seed must be a whole"),
     "run dir of a program": (["launch", "-n", "2", "--run-dir", "x", "--", "x.py"], "--run-dir is for experiments"),
 }
 
@@ -164,14 +167,14 @@ def test_the_experiment_reaches_the_loop_with_its_overrides(file: str, tmp_path:
 def test_json_is_all_there_is_on_stdout(
     file: str, tmp_path: Path, loop: Callable[..., None], capfd: pytest.CaptureFixture[str]
 ):
-    def run(experiment: Experiment, *, root: Path, quiet: bool) -> dict[str, Any]:
-        assert quiet
+    def run(experiment: Experiment, *, root: Path, quiet: bool, profile: range | None) -> dict[str, Any]:
+        assert quiet and profile == range(2, 5)
         print("from Python")
         os.write(1, b"from C++\n")
         return {"name": experiment.name, "final_loss": float("nan")}
 
     loop(run)
-    assert cli.main(["train", file, "--json", "--run-dir", str(tmp_path)]) == 0
+    assert cli.main(["train", file, "--json", "--run-dir", str(tmp_path), "--profile", "2:4"]) == 0
     shown = capfd.readouterr()
     expected = {"name": "small", "final_loss": None, "nonfinite": {"final_loss": "nan"}}
     assert json.loads(shown.out) == expected and shown.out.count("\n") == 1

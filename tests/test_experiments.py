@@ -1,5 +1,6 @@
 """The experiment files in the repository: those for GPUs compile for the GPUs they name, and fit."""
 
+import math
 from pathlib import Path
 
 import jax
@@ -34,6 +35,40 @@ def test_compiles_for_its_gpus_and_fits(name):
     sent = traffic(collectives(compiled.as_text()))
     assert sent["all-reduce"] < 0.01 * parameters
     assert sent["reduce-scatter"] == pytest.approx(4 * parameters, rel=0.01)
+
+
+TARGETS = {"gpt_1b": "h100:1x8", "hsdp": "h100:8x8", "tensor_parallel": "h100:8x8", "digits_resnet": "cpu:4"}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_fits_its_devices(name):
+    """The whole step is traced for the devices that the file names, and what rests on one of them is within its share.
+
+    Compiling these takes minutes; `jdp plan` in their lab notes did. ddp holds all of a replica, zero a part.
+    """
+    chip = target(TARGETS[name])
+    experiment = load(EXPERIMENTS / f"{name}.toml")
+    check_for_devices(experiment, len(chip.devices))
+    parts = Assembly(experiment, make_mesh(devices=chip.devices, **experiment.mesh))
+    state = parts.abstract_state()
+    after, metrics = jax.eval_shape(parts.train_step, state, parts.abstract_batch())
+    assert {"loss", "grad_norm", "weight"} <= metrics.keys()
+    assert jax.tree.structure(after) == jax.tree.structure(state)
+    size = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    at_rest = sum(place.bytes_per_device for place in parts.plan.placements(state) if "opt_state" not in place.path)
+    shards = math.prod(size for axis, size in parts.mesh.shape.items() if axis != "replica")
+    assert at_rest < 1.1 * 4 * size / shards + 50_000, "small leaves and norms stay whole"
+
+
+def test_what_is_tensor_parallel_is_split_in_pairs():
+    """A matrix that is split by columns is followed by one split by rows: one all-reduce a pair (arXiv:1909.08053)."""
+    chip = target("h100:8x8")
+    experiment = load(EXPERIMENTS / "tensor_parallel.toml")
+    parts = Assembly(experiment, make_mesh(devices=chip.devices, **experiment.mesh))
+    places = {place.path: place.compute for place in parts.plan.placements(parts.abstract_state())}
+    for first, second in (("attention/query", "attention/output"), ("mlp/up", "mlp/down")):
+        assert places[f"params/layers/{first}/kernel"][2] == "model"
+        assert places[f"params/layers/{second}/kernel"][1] == "model"
 
 
 def test_every_experiment_opens_with_its_lab_note():

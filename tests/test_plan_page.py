@@ -118,7 +118,7 @@ def report_of(*, kept=True, breaches=(), collectives=60, source="/home/me/loss.p
         )
         for i in range(collectives)
     )
-    promise = Promise("all-gather", 5e8, ("data",), 4, 1, 2)
+    promise = Promise("all-gather", 5e8, ("data",), 4, 1, 2, 250_000_000)
     wire = 12_345_678.0 if kept else 98_765_432.0
     rows = (
         Row("all-gather", 5e8, 500_000_000, 1_000_000, wire, 12_345_678.0, kept),

@@ -12,22 +12,27 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_example_runs(capsys):
-    """As printed, on eight devices; the loss it ends with is that of a model that has learned ten one-hot rows."""
-    (example,) = re.findall(r"```python\n(.*?)```", README, flags=re.S)
+    """As printed, on eight devices; the loss it ends with is that of a model that has learned ten one-hot rows. What is
+    said of optimizers and partial training goes on from there."""
+    example, further = re.findall(r"```python\n(.*?)```", README, flags=re.S)
     code = [line for line in example.splitlines() if line.strip()]
     assert len(code) <= 27  # about 25 lines, as we say
-    exec(compile(example, "README.md", "exec"), {})
+    names = {}
+    exec(compile(example, "README.md", "exec"), names)
     plan, loss, *placements = capsys.readouterr().out.splitlines()
     assert plan == "zero3 on data=8 cpu devices: gathered at each use"
     assert float(loss) < 0.1
     assert any("sharded on dimension" in line for line in placements)
+    exec(compile(further, "README.md", "exec"), names)
+    state, _ = names["train_step"](names["state"], next(names["jdp"].shard_batches(names["loader"](), names["plan"])))
+    assert state.static.trained == (True, True, False, False)
 
 
 def test_commands_and_experiments_exist():
     for command in re.findall(r"^jdp (\w+)", README, flags=re.M):
         assert command in COMMANDS
     files = set(re.findall(r"experiments/\w+\.toml", README))
-    assert len(files) == 3
+    assert len(files) == 8
     for file in files:
         load(ROOT / file)
     for linked in re.findall(r"\]\((\S+?)\)", README):

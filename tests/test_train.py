@@ -53,7 +53,7 @@ checkpoint_every = 3
 MLP_EXPERIMENT = """
 name = "tiny"
 model = {name = "mlp"}
-data = {source = "text.txt", length = 16}
+data = {source = "stdlib"}
 train = {steps = 8, batch_size = 16}
 """
 
@@ -191,7 +191,7 @@ def test_skips_before_a_stop_are_not_counted_again(experiment, monkeypatch, caps
     """Two skipped steps, a stop, and after the resume one good step: a limit of one in a row is not reached."""
     with monkeypatch.context() as patched:
         stop_after(patched, 2)
-        patched.setattr("jdp.train._check_skips", lambda *_: None)
+        patched.setattr("jdp.train.Skips._check", lambda *_: None)
         patched.setattr("jdp.assemble.text_loss", lambda *_: jdp.Loss(np.float32("nan"), np.float32(1)))
         train(experiment)
     code, folder = train(experiment, "--train.max_skips_in_a_row", "1")
@@ -229,12 +229,22 @@ def test_non_finite_steps_are_skipped_and_too_many_end_the_run(experiment, capsy
 
 REFUSED = {
     "batch": (["--train.batch_size", "20"], "train.batch_size must divide by data=8 × train.accumulate=2 = 16"),
-    "mesh": (["--mesh.data", "3"], "mesh data=3, but there are 8 devices"),
+    "mesh": (["--mesh.data", "3"], "data=3, but there are 8 devices"),
     "missing data": (["--data.source", "nowhere.txt"], "nowhere.txt"),
     "empty data": (["--data.source", "empty.txt"], "empty.txt"),
     "short text": (["--data.source", "short.txt"], "17"),
     "vocabulary": (["--model.vocab_size", "100"], "model.vocab_size must be at least 256"),
-    "model": ([], "model.name = 'mlp' takes vectors"),
+    "model": ([], "data.source must fit model.name = 'mlp': an MLP learns vectors; given 'stdlib'"),
+    "rule that matches nothing": (
+        ["--mesh.data", "4", "--mesh.model", "2", "--rules.*/quary", '["", "model"]'],
+        'rules."*/quary" must match a parameter, and matches none of the',
+    ),
+    "rule that does not divide": (
+        ["--mesh.data", "4", "--mesh.model", "2", "--rules.*/value/*", '["model"]'],
+        'rules."*/value/*" must divide the dimensions of what it matches; given ["model"], which cuts layers/',
+    ),
+    "nothing to train": (["--train.wrt", "*/lora_*"], "*/lora_*"),
+    "no weights to start from": (["--train.init_from", "runs/none"], "there is no"),
 }
 
 
@@ -279,7 +289,7 @@ def test_refuses_to_resume_on_other_text(experiment, capsys, monkeypatch):
     (experiment.parent / "text.txt").write_text("something else entirely " * 500)
     code, _ = train(experiment)
     assert code == 2
-    assert "was trained on other text" in capsys.readouterr().err
+    assert "was trained on other data" in capsys.readouterr().err
 
 
 def command(folder, *arguments):

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import tyro
 
-from jdp.commands import train
+from jdp.commands import sweep, train
 from jdp.commands.options import UsageError, cut, parse, parse_with_overrides
 
 
@@ -19,7 +19,8 @@ class Options:
     jdp launch -n 2 -- FILE [options and overrides of `jdp train`], or jdp launch -n 2 -- PROGRAM.py [its arguments].
 
     Each line of output bears the number of its process: [0] ... When a process fails, the others are ended, and which
-    one failed first, and how, is said last; the exit code is that process's. Ctrl-C and SIGTERM are passed on.
+    one failed first, and how, is said last; the exit code is that process's. Ctrl-C and SIGTERM are passed on. With
+    --sweep among the options of `jdp train`, each of its runs is launched so, one after another.
     """
 
     processes: Annotated[int, tyro.conf.arg(aliases=("-n",), metavar="N")]
@@ -56,6 +57,9 @@ def _launch(options: Options, command: list[str]) -> int:
     else:
         added = ["--json"] if options.json else []
         added += [f"--run-dir={options.run_dir}"] if options.run_dir is not None else []
+        given, overrides = parse_with_overrides(train.Options, "train", [*command, *added])
+        if given.sweep:
+            return sweep.run(given, overrides, _again(options), processes=options.processes)
         if options.devices_per_process is not None and not visible_gpus(environment):
             added += [f"--devices={options.devices_per_process}"]
         if _check_before_launch([*command, *added], options.processes):
@@ -70,12 +74,21 @@ def _launch(options: Options, command: list[str]) -> int:
     )
 
 
+def _again(options: Options) -> list[str]:
+    """The command that launches one run of a sweep, up to its FILE: each is a cluster of its own."""
+    devices = options.devices_per_process
+    more = [] if devices is None else [f"--devices-per-process={devices}"]
+    return [sys.executable, "-m", "jdp", "launch", f"-n={options.processes}", *more, "--"]
+
+
 def _check_before_launch(arguments: list[str], processes: int) -> bool:
     """Say a mistake in the experiment once, instead of in every process; whether it asks for virtual CPU devices."""
     from jdp.experiment import check_for_devices, load
+    from jdp.profiling import profiled_steps
 
     options, overrides = parse_with_overrides(train.Options, "train", arguments)
     experiment = load(options.file, overrides)
+    profiled_steps(options.profile, experiment.train.steps)
     if experiment.devices is not None:
         check_for_devices(experiment, processes * experiment.devices)
     return experiment.devices is not None

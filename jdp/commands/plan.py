@@ -84,7 +84,7 @@ def _plan(options: Options, overrides: dict[str, str]) -> tuple["Forecast", dict
     from jdp.commands.show import Progress, show_forecast
     from jdp.foresight.foresee import forecast
     from jdp.foresight.here import target_of
-    from jdp.plan_experiment import largest_batch, ways_of
+    from jdp.plan_experiment import described_batch, largest_batch, ways_of
     from jdp.strategy import strategy
 
     for name in strategies:
@@ -97,10 +97,17 @@ def _plan(options: Options, overrides: dict[str, str]) -> tuple["Forecast", dict
         for experiment, remat in zip(experiments, remats, strict=True)
         for way in ways_of(experiment, target, strategies=strategies, accumulate=accumulate, remat=remat)
     ]
-    rows, length = ways[0].moved.batch["tokens"].shape
-    described = f"{experiments[0].model.name}, {experiments[0].precision}, batches of {rows} × {length} tokens"
+    batch = described_batch(ways[0].moved.batch)
+    described = f"{experiments[0].model.name}, {experiments[0].precision}, batches of {batch.words}"
     with Progress() as progress:
-        found = forecast(ways, target, tokens=rows * length, cache=not options.no_cache, progress=progress.compiling)
+        found = forecast(
+            ways,
+            target,
+            tokens=batch.count,
+            unit=batch.unit,
+            cache=not options.no_cache,
+            progress=progress.compiling,
+        )
     if all(outlook.error is not None for outlook in found.outlooks):
         raise UsageError("\n".join(found.notes))
     if not options.json:

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from jdp.foresight.forecast import MEMORY, SPEED, Forecast
+from jdp.foresight.forecast import MEMORY, Forecast
 
 
 class Progress:
@@ -86,7 +86,7 @@ def show_forecast(forecast: Forecast, name: str, described: str) -> None:
     print(f"{name} on {forecast.devices} devices ({forecast.target}): {described}; per device and step\n")
     show_table("Memory at the peak", MEMORY, forecast.memory_table(), marked=marked)
     print()
-    show_table("Traffic and time (simulated)", SPEED, forecast.speed_table(), marked=marked)
+    show_table("Traffic and time (simulated)", forecast.speed_headings, forecast.speed_table(), marked=marked)
     print()
     for sentence in forecast.why:
         print(sentence)

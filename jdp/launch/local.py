@@ -27,6 +27,7 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO
 
+from jdp.launch.bound import bound
 from jdp.machine import cpu_only, visible_gpus
 
 POLL_SECONDS = 0.05
@@ -37,17 +38,6 @@ LAST_WORDS_SECONDS = (
 LAST_LINES = 20
 _GLOO = re.compile(rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks[^\[]*")  # printed for every new group: left out
 _PEEK = os.WEXITED | os.WNOHANG | os.WNOWAIT
-
-# Runs in each process before the program: ask the kernel to be killed when the launcher dies. Between the fork and this
-# line the launcher may have died already, so look whose child we are. A separate program, as code between fork and exec
-# in a process with threads (JAX has many) may deadlock.
-_BOUND_TO_PARENT = """
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-if os.getppid() != int(sys.argv[1]):
-    sys.exit("jdp launch is gone")
-os.execvp(sys.argv[2], sys.argv[2:])
-"""
 
 
 @dataclass
@@ -174,10 +164,9 @@ def _start(
     command: Sequence[str], rank: int, variables: dict[str, str], clean: bool, selector: selectors.BaseSelector
 ) -> Child:
     """Start one process in a group of its own and register its pipes."""
-    bound = [sys.executable, "-I", "-S", "-c", _BOUND_TO_PARENT, str(os.getpid())] if sys.platform == "linux" else []
     separate = clean and rank == 0
     process = subprocess.Popen(
-        [*bound, *command],
+        bound(command),
         env=variables,
         bufsize=0,
         stdin=subprocess.DEVNULL,

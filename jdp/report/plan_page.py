@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jdp.foresight.forecast import MEMORY, SPEED, Forecast
+from jdp.foresight.forecast import MEMORY, Forecast
 from jdp.report.memory import memory_bars
 from jdp.report.page import CHOSEN, Markup, Section, details, element, joined, page, paragraphs, table, tagged
 from jdp.report.times import times
@@ -73,7 +73,12 @@ def _ways(forecast: Forecast) -> Markup:
     ]
     return joined(
         [
-            _of_ways(forecast, SPEED, forecast.speed_table(), failed=[*map(any, zip(unkept, failed, strict=True))]),
+            _of_ways(
+                forecast,
+                forecast.speed_headings,
+                forecast.speed_table(),
+                failed=[*map(any, zip(unkept, failed, strict=True))],
+            ),
             _of_ways(forecast, MEMORY, forecast.memory_table(), failed=failed),
             element("p", _GLOSSARY, class_="note"),
             *errors,

@@ -1,0 +1,76 @@
+"""Weights to start from: another run's, a checkpoint's or a safetensors file's, read onto a fresh state.
+
+1. Find what the path leads to, before anything is written.
+2. Read parameters and model state onto the state's shardings. LoRA parameters may be missing: they stay as they began.
+3. The optimizer starts anew from these weights: an average of parameters begins at them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jdp.checkpoint import restore_params
+from jdp.experiment import ExperimentError
+from jdp.export import Names, files, gpt2_names, import_safetensors, llama_names
+from jdp.optimizer_fit import first_state
+from jdp.plan import Plan, path_of
+from jdp.schema import Experiment
+from jdp.state import TrainState, trained_part
+
+LORA = ("*lora_*",)
+"""Parameters that the weights of a model without LoRA lack."""
+SAFETENSORS = ".safetensors"
+
+
+def check_exists(path: str | None) -> None:
+    """Raises ExperimentError if `train.init_from` leads nowhere."""
+    if path is not None and not Path(path).exists():
+        raise ExperimentError(
+            f"train.init_from must be a {SAFETENSORS} file, the folder of a run or a checkpoint; there is no {path}"
+        )
+
+
+def load_parameters(state: TrainState, experiment: Experiment, plan: Plan) -> tuple[TrainState, str]:
+    """`state` with the parameters that `train.init_from` leads to, and what was read, in words.
+
+    Raises:
+        ValueError: there is no checkpoint, it does not fit the model (the first leaf that differs), or it is damaged.
+    """
+    path = Path(experiment.train.init_from or "")
+    if path.suffix == SAFETENSORS or (path / f"model{SAFETENSORS}").exists():
+        read = import_safetensors(path, state, names=_names(experiment, path), missing=LORA)
+    else:
+        read = restore_params(path, state, missing=LORA)
+    before, after = jax.tree.leaves_with_path(state.params), jax.tree.leaves(read.params)
+    kept = [path_of(place) for (place, old), new in zip(before, after, strict=True) if old is new]
+    words = f"parameters from {path}"
+    if kept:
+        words += (
+            f", but for {len(kept)} that it lacks and that start fresh: {', '.join(kept[:2])}{', …' * (len(kept) > 2)}"
+        )
+    return _with_fresh_optimizer(replace(state, params=read.params, model_state=read.model_state), plan), words
+
+
+def _names(experiment: Experiment, path: Path) -> Names | None:
+    """Which tensor of the file holds which parameter; None: the parameters' own paths."""
+    config: Any = experiment.model.config
+    match experiment.train.init_names:
+        case "gpt2":  # the hub's own files of GPT-2 lack the prefix that Hugging Face's library writes
+            prefixed = any(name.startswith("transformer.") for name in files.read(path))
+            return gpt2_names(config, prefix="transformer." if prefixed else "")
+        case "llama":
+            return llama_names(config)
+        case "jdp":
+            return None
+
+
+def _with_fresh_optimizer(state: TrainState, plan: Plan) -> TrainState:
+    tx, trained = state.static.tx, state.static.trained
+    begin = jax.jit(
+        lambda params: first_state(tx, trained_part(params, trained)), out_shardings=plan.shardings(state).opt_state
+    )
+    return replace(state, opt_state=begin(state.params))

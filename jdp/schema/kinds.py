@@ -1,0 +1,111 @@
+"""The kinds of value an experiment file holds, and what all of its tables have in common."""
+
+import re
+import typing
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, model_validator
+
+NONE = "none"
+"""How a file says None, which TOML cannot: `clip_norm = "none"`."""
+
+ALL = "all"
+"""How a file says that nothing is left out: `eval_batches = "all"`."""
+
+
+def _run_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9._=-]+", name) or name in (".", ".."):  # NAME-seed=1: a run of a sweep
+        raise ValueError("must be letters, digits, dots, dashes and underscores only, as it names a folder of runs/")
+    return name
+
+
+def _axis_size(size: int) -> int:
+    if size < 1 and size != -1:
+        raise ValueError("must be 1 or more, or -1 for what the other axes leave")
+    return size
+
+
+def _source(source: Any) -> Any:
+    words = source if isinstance(source, list | tuple) else (source,)
+    if source is not None and not (words and all(isinstance(word, str) and word for word in words)):
+        raise ValueError(
+            'must be "stdlib", a path or glob, "hf:NAME", for images "digits", or an array of them, as text in quotes'
+        )
+    return tuple(words) if isinstance(source, list | tuple) else source
+
+
+def _patterns(patterns: Any) -> Any:
+    words = patterns if isinstance(patterns, list | tuple) else (patterns,)
+    if patterns is not None and not (words and all(isinstance(word, str) and word for word in words)):
+        raise ValueError('must be a path pattern, such as "*/lora_*", or an array of them, as text in quotes')
+    return tuple(words) if isinstance(patterns, list | tuple) else patterns
+
+
+def _batches(batches: Any) -> Any:
+    if batches != ALL and (type(batches) is not int or batches < 1):
+        raise ValueError(f'must be 1 or more, or "{ALL}"')
+    return batches
+
+
+def _best(best: Any) -> Any:
+    if not isinstance(best, bool) and not (isinstance(best, str) and best):
+        raise ValueError("must be true, false, or a metric of the evaluations, in quotes")
+    return best
+
+
+def _rule(entries: Any) -> Any:
+    """["", "model", ["data", "model"]] -> ("", "model", ("data", "model"))."""
+    given = list(entries) if isinstance(entries, list | tuple) else [None]
+    made = tuple(tuple(entry) if isinstance(entry, list | tuple) else entry for entry in given)
+    for entry in made:
+        if not all(isinstance(axis, str) for axis in (entry if isinstance(entry, tuple) else (entry,))):
+            raise ValueError(
+                'must be an array with a mesh axis for each dimension of the parameter, "" where it is not sharded, or '
+                'an array of axes, such as ["", "model"]'
+            )
+    return made
+
+
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Part = Annotated[float, Field(gt=0, lt=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+RunName = Annotated[str, AfterValidator(_run_name)]
+AxisSize = Annotated[int, AfterValidator(_axis_size)]
+Source = Annotated[str | tuple[str, ...], PlainValidator(_source)]
+MaybeSource = Annotated[str | tuple[str, ...] | None, PlainValidator(_source)]
+Patterns = Annotated[str | tuple[str, ...] | None, PlainValidator(_patterns)]
+Batches = Annotated[int | typing.Literal["all"], PlainValidator(_batches)]
+Best = Annotated[bool | str, PlainValidator(_best)]
+Rule = Annotated[tuple[str | tuple[str, ...], ...], PlainValidator(_rule)]
+
+
+class Section(BaseModel):
+    """A table of the file: no unknown keys, nothing converted, nothing changed afterwards."""
+
+    model_config = ConfigDict(
+        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_toml(cls, table: Any) -> Any:
+        """TOML has no null, and arrays where Python has tuples: read `"none"` as None where None may stand."""
+        if not isinstance(table, Mapping):
+            return table
+        return {key: cls._value(key, value) for key, value in table.items()}
+
+    @classmethod
+    def _value(cls, key: str, value: Any) -> Any:
+        if value == NONE and key in cls.model_fields:
+            return None if type(None) in typing.get_args(cls.model_fields[key].annotation) else value
+        return tuple(value) if isinstance(value, list) else value
+
+
+def named(kind: str, table: Mapping[str, Any]) -> None:
+    """Check the names of the tables in a table, such as [eval.NAME]. Raises ValueError."""
+    for name in table:
+        if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+            raise ValueError(f"has a {kind} named {name!r}: a name is letters, digits, dashes and underscores")

@@ -1,0 +1,215 @@
+"""The course of a run that an experiment file can ask for: early stopping, which checkpoints stay, where weights start,
+what is trained, and what becomes of a run that cannot go on. On points of three classes, so that a step is cheap."""
+
+import json
+import resource
+import signal
+from contextlib import contextmanager
+
+import jax
+import numpy as np
+import pytest
+
+from jdp import signals
+from jdp.assemble import Assembly
+from jdp.checkpoint import Checkpoints
+from jdp.cli import main
+from jdp.experiment import load
+from jdp.metrics import read
+
+POINTS = """
+name = "points"
+[model]
+name = "mlp"
+features_in = 6
+hidden = [8]
+features_out = 3
+[data]
+source = "points.npz"
+heldout_fraction = 0.2
+[optimizer]
+name = "sgd"
+lr = 0.1
+[train]
+steps = 6
+batch_size = 16
+log_every = 1
+eval_batches = "all"
+"""
+STILL = ("--optimizer.lr", "1e-30")
+"""A rate at which nothing changes, so that no evaluation improves on the first."""
+
+
+@pytest.fixture
+def file(tmp_path):
+    rng = np.random.default_rng(0)
+    labels = np.arange(120) % 3
+    features = rng.normal(size=(120, 6)).astype(np.float32) + labels[:, None].astype(np.float32)
+    np.savez(tmp_path / "points.npz", features=features, labels=labels)
+    (tmp_path / "points.toml").write_text(POINTS)
+    return tmp_path / "points.toml"
+
+
+def train(file, *arguments, name="points"):
+    """Exit code, and the run's folder."""
+    runs = file.parent / "runs"
+    return main(["train", str(file), "--run-dir", str(runs), "--name", name, *arguments]), runs / name
+
+
+def summary_of(capsys):
+    return json.loads(capsys.readouterr().out)
+
+
+def steps(folder):
+    with Checkpoints(folder / "checkpoints") as saved:
+        return saved.steps
+
+
+def test_a_classifier_reports_accuracy_and_examples(file, capsys):
+    code, folder = train(file, "--json", "--train.eval_every", "3")
+    assert code == 0
+    rows = read(folder / "metrics.jsonl")
+    logged, evaluated = ([row for row in rows if key in row] for key in ("loss", "eval_loss"))
+    assert [row["step"] for row in evaluated] == [3, 6]
+    assert all({"accuracy", "examples_per_second"} <= row.keys() and row["weight"] == 16 for row in logged)
+    summary = summary_of(capsys)
+    assert summary["final_eval_accuracy"] == evaluated[-1]["eval_accuracy"] > 0.4
+    assert summary["best"] == {"metric": "eval_loss", "value": evaluated[-1]["eval_loss"], "step": 6}
+    assert (summary["stopped_early"], summary["best_checkpoint"], summary["lr"]) == (False, None, 0.1)
+
+
+def test_a_run_stops_early_at_the_same_step_also_when_it_was_resumed(file, capsys, monkeypatch):
+    patience = (*STILL, "--train.eval_every", "1", "--train.stop_after", "2", "--json")
+    code, folder = train(file, *patience)
+    summary = summary_of(capsys)
+    assert code == 0 and (summary["steps"], summary["stopped_early"]) == (3, True) and steps(folder) == [3]
+    assert summary["best"]["step"] == 1
+    with monkeypatch.context() as patched:
+        patched.setattr(signals.StopRequest, "at_step", lambda self, now: stopped(self, now, at=2))
+        assert train(file, *patience, name="twice")[0] == 130
+    capsys.readouterr()
+    train(file, *patience, name="twice")
+    assert summary_of(capsys)["steps"] == 3
+    train(file, *patience, name="twice")
+    shown = capsys.readouterr()
+    assert "all of its 3 steps, stopped early: nothing to do" in shown.err
+    longer = [*patience[:4], "--train.stop_after", "4", "--json"]
+    train(file, *longer, name="twice")
+    assert summary_of(capsys)["steps"] == 5, "more patience goes on"
+
+
+def stopped(request, now, *, at):
+    request.signal = signal.SIGINT if now == at else None
+    return request.signal is not None
+
+
+def test_the_best_checkpoint_stays_whatever_else_goes(file, capsys):
+    """The rate is far too high from the first step on: later evaluations are worse."""
+    worse = ("--optimizer.lr", "30.0", "--train.eval_every", "1", "--train.keep_checkpoints", "1")
+    code, folder = train(file, *worse, "--train.keep_best", "true", "--json")
+    assert code == 0
+    summary, losses = summary_of(capsys), {}
+    for row in read(folder / "metrics.jsonl"):
+        losses |= {row["step"]: row["eval_loss"]} if "eval_loss" in row else {}
+    best = min(losses, key=losses.__getitem__)
+    assert best < 6 and summary["best_checkpoint"] == best and steps(folder) == [best, 6]
+
+
+def test_some_checkpoints_stay_for_good(file):
+    _, folder = train(file, "--train.checkpoint_every", "1", "--train.keep_every", "2", "--train.keep_checkpoints", "1")
+    assert steps(folder) == [2, 4, 6]
+    more = ("--eval.all.source", str(file.parent / "points.npz"), "--mesh.model", "2", "--train.stop_after", "0")
+    assert train(file, *more)[0] == 0, "what is evaluated, and the mesh, may change between visits"
+    assert train(file, "--optimizer.ema_decay", "0.5")[0] == 2, "what is learnt may not"
+
+
+def test_weights_start_from_another_run_and_the_optimizer_anew(file, capsys):
+    _, first = train(file, "--json")
+    before = summary_of(capsys)
+    adam = ("--optimizer.name", "adamw", "--optimizer.ema_decay", "0.9", *STILL)
+    code, _ = train(file, *adam, "--train.init_from", str(first), "--json", name="second")
+    shown = capsys.readouterr()
+    assert code == 0 and f"parameters from {first}" in shown.err
+    after = json.loads(shown.out)
+    # The average of the parameters begins at them too; 0.9 p + 0.1 p is p but for a rounding.
+    assert after["final_eval_loss"] == pytest.approx(before["final_eval_loss"], rel=1e-6)
+    code, _ = train(file, *adam, "--train.init_from", str(first / "checkpoints"), name="second")
+    assert code == 2 and "train.init_from was" in capsys.readouterr().err
+    code, _ = train(file, "--model.hidden", "[4]", "--train.init_from", str(first), name="third")
+    assert code == 2 and "layers/0/bias" in capsys.readouterr().err
+
+
+def test_only_what_wrt_names_is_trained(file):
+    _, folder = train(file, "--train.wrt", '"layers/1/*"', "--optimizer.name", "adamw")
+    experiment = load(file, {"train.wrt": '"layers/1/*"', "optimizer.name": "adamw"})
+    parts = Assembly.on_devices(experiment)
+    begun = jax.device_get(parts.state().params)
+    with Checkpoints(folder / "checkpoints") as saved:
+        state, _ = saved.restore(parts.abstract_state())
+    trained = jax.device_get(state.params)
+    np.testing.assert_array_equal(trained["layers"]["0"]["kernel"], begun["layers"]["0"]["kernel"])
+    assert np.abs(trained["layers"]["1"]["kernel"] - begun["layers"]["1"]["kernel"]).max() > 0.1
+
+
+def test_a_rate_scaled_to_the_batch_is_said(file, capsys):
+    scaled = ("--optimizer.base_batch_size", "4", "--optimizer.lr_scaling", "linear", "--train.steps", "1")
+    code, folder = train(file, *scaled)
+    assert code == 0
+    assert "learning rate 0.4: 0.1 for 4 samples a step, scaled to 16 (linear)" in capsys.readouterr().out
+    assert read(folder / "metrics.jsonl")[0]["lr"] == pytest.approx(0.4)
+
+
+def test_numbers_too_large_from_the_first_step_end_the_run_with_one_error(file, capsys):
+    with np.load(file.parent / "points.npz") as points:
+        np.savez(file.parent / "points.npz", features=points["features"] * np.float32(3e37), labels=points["labels"])
+    code, folder = train(file)
+    error = capsys.readouterr().err
+    assert code == 2 and error.count("error:") == 1 and "Traceback" not in error
+    assert "gradients of 6 steps in a row were not finite" in error and "from the first step on" in error
+    assert not steps(folder), "nothing worth keeping was written"
+
+
+@contextmanager
+def no_file_beyond(size):
+    """A disk that is full beyond `size` bytes a file: for everything in this process, C++ too."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("size", [500, 4000], ids=["experiment", "metrics"])
+def test_a_full_disk_is_one_error_and_the_run_resumes_when_there_is_room(file, capsys, size):
+    with no_file_beyond(size):
+        code, folder = train(file, "--train.steps", "60")
+    error = capsys.readouterr().err
+    assert code == 2 and error.count("error:") == 1 and "Traceback" not in error, error
+    assert "cannot be written: File too large" in error
+    assert train(file, "--train.steps", "60")[0] == 0 and steps(folder) == [60]
+
+
+def test_a_run_directory_that_cannot_be_written_is_one_error(file, capsys):
+    assert main(["train", str(file), "--run-dir", "/proc/runs"]) == 2
+    assert "/proc/runs/points cannot be written" in capsys.readouterr().err
+
+
+FITTING = {
+    "features": (("--model.features_in", "7"), "set model.features_in = 6"),
+    "classes": (("--model.features_out", "2"), "set model.features_out = 3"),
+    "other classes": (("--eval.other.source", "other.npz"), "eval.other"),
+    "array": (("--data.field", "pixels"), "pixels"),
+}
+
+
+@pytest.mark.parametrize("case", FITTING)
+def test_data_that_does_not_fit_the_model_is_one_error_with_the_value_to_set(file, capsys, monkeypatch, case):
+    arguments, said = FITTING[case]
+    monkeypatch.chdir(file.parent)
+    with np.load("points.npz") as points:
+        np.savez("other.npz", features=points["features"], labels=points["labels"] + 1)
+    code, folder = train(file, *arguments)
+    error = capsys.readouterr().err
+    assert code == 2 and said in error and error.count("error:") == 1 and "Traceback" not in error
+    assert not folder.exists()
