@@ -205,8 +205,13 @@ def _check_rules(experiment: Experiment, sizes: dict[str, int], shapes: dict[str
         for path in [path for path in left if fnmatch.fnmatchcase(path, pattern)]:
             shape = left.pop(path)  # the first rule that matches counts
             axes = [(entry,) if isinstance(entry, str) else entry for entry in entries]
+            if len(axes) > len(shape):
+                raise ExperimentError(
+                    f"{key} must have an entry for each dimension at most; given {given}, which has {len(axes)} "
+                    f"entries; {path} {list(shape)} has {len(shape)} dimensions: remove entries, or mend the pattern"
+                )
             pieces = [math.prod(sizes[axis] for axis in each if axis) for each in axes]
-            if len(shape) < len(pieces) or any(size % count for size, count in zip(shape, pieces, strict=False)):
+            if any(size % count for size, count in zip(shape, pieces, strict=False)):
                 raise ExperimentError(
                     f"{key} must divide the dimensions of what it matches; given {given}, which cuts {path} "
                     f"{list(shape)} into {' × '.join(map(str, pieces))}: change the rule, the size, or [mesh]"

@@ -9,14 +9,16 @@ saved with it, has no leaf for frozen parameters, and stays as it was when a ste
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jdp.optimizer_fit import check_optimizer
 from jdp.state import TrainState, trained_part, with_trained
-from jdp.types import PyTree
+from jdp.types import PyTree, is_number
 
 
 class EmaState(NamedTuple):
@@ -40,16 +42,18 @@ def with_ema(tx: Any, decay: float, *, debias: bool = False) -> optax.GradientTr
     the whole optimizer: what stands outside would change the updates unseen. Evaluate with `ema_params(state)`.
 
     Args:
-        tx: any optax optimizer, `optax.MultiSteps` too.
+        tx: any optax optimizer. Of `optax.MultiSteps` put the average inside, `MultiSteps(with_ema(tx, decay), k)`:
+            outside, each of the k calls would count as a step.
         decay: in [0, 1): about 1 / (1 - decay) steps are averaged; 0.999 to 0.9999 is usual.
         debias: start from nothing and divide by 1 - decay^steps, as Adam does (Kingma and Ba 2014, arXiv:1412.6980,
             section 3), instead of starting from the initial weights, which then weigh decay^steps.
 
     Raises:
-        ValueError: `decay` is out of range.
+        ValueError: `tx` is no optimizer, or `decay` is out of range.
     """
-    if not 0 <= decay < 1:
-        raise ValueError(f"The decay of a moving average is in [0, 1); got {decay}.")
+    check_optimizer(tx)
+    if not (is_number(decay) and 0 <= decay < 1):
+        raise ValueError(f"The decay of a moving average is a number in [0, 1); got {decay!r}.")
     wrapped = optax.with_extra_args_support(tx)
 
     def init(params: PyTree) -> Any:
@@ -72,22 +76,34 @@ def with_ema(tx: Any, decay: float, *, debias: bool = False) -> optax.GradientTr
 def ema_params(state: TrainState) -> TrainState:
     """The same state with the averaged parameters in place of the trained ones, for evaluation.
 
+    Averages inside `optax.masked` or `multi_transform` are found too; what they leave out stays as it is. So does the
+    model state: BatchNorm's statistics, which are moving averages of their own, are those of the weights in training.
     The result shares memory with `state`: evaluate, then drop it; do not train on it, and make it anew after each step.
 
     Raises:
         ValueError: the optimizer keeps no average.
     """
-    found = [leaf for leaf in jax.tree.leaves(state.opt_state, is_leaf=_is_ema) if _is_ema(leaf)]
+    found = [node for node in jax.tree.leaves(state.opt_state, is_leaf=_is_ema) if _is_ema(node)]
     if not found:
         raise ValueError("ema_params needs an optimizer that keeps an average: jdp.with_ema(tx, decay=0.999).")
-    ema, trained = found[0], state.static.trained
-    part = trained_part(state.params, trained)
-    if ema.weight is None:
-        mean = jax.tree.map(lambda a, p: a.astype(p.dtype), ema.average, part)
-    else:
-        none, weight = ema.weight == 0, jnp.maximum(ema.weight, jnp.finfo(jnp.float32).tiny)
-        mean = jax.tree.map(lambda a, p: jnp.where(none, p, (a / weight).astype(p.dtype)), ema.average, part)
-    return replace(state, params=with_trained(state.params, mean, trained))
+    mean = trained_part(state.params, state.static.trained)
+    for ema in found:  # several where a `multi_transform` has one for each of its groups
+        mean = jax.tree.map(partial(_averaged, ema.weight), ema.average, mean, is_leaf=_is_masked)
+    return replace(state, params=with_trained(state.params, mean, state.static.trained))
+
+
+def _averaged(weight: jax.Array | None, average: Any, param: Any) -> Any:
+    """The average of one parameter in its dtype; the parameter itself where the average leaves it out."""
+    if _is_masked(average):
+        return param
+    if weight is None:
+        return average.astype(param.dtype)
+    mean = average / jnp.maximum(weight, jnp.finfo(jnp.float32).tiny)
+    return jnp.where(weight == 0, param, mean.astype(param.dtype))
+
+
+def _is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
 
 
 def _is_ema(node: Any) -> bool:

@@ -2,8 +2,8 @@
 
 tyro reads a command's typed options; `--a.b value`, anything else that starts with two dashes, is an override of the
 experiment file. Exit codes: 0 done; 1 the answer is no (`verify`, `prove`); 2 a user's mistake, with `error: ...` on
-stderr; 70 a fault of the program, with its traceback; 130 stopped by Ctrl-C; what else a command exits with by itself
-(75: preempted, try again).
+stderr; 70 a fault of the program, with its traceback, or of another process, with a line; 130 stopped by Ctrl-C; what
+else a command exits with by itself (75: preempted, try again).
 
 JAX is imported late, inside the commands, so that help and mistakes in options answer at once.
 """
@@ -11,6 +11,7 @@ JAX is imported late, inside the commands, so that help and mistakes in options 
 import importlib.metadata
 import os
 import platform
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -21,6 +22,10 @@ from jdp.commands.options import UsageError
 from jdp.wording import nearest
 
 USER_ERROR, SOFTWARE_ERROR, INTERRUPTED, READER_LEFT = 2, 70, 130, 141
+_LOST_PEER = re.compile(  # Gloo's words, those of JAX's coordination service, and NCCL's
+    r"connection (closed|reset) by peer|broken pipe|another task died|tasks are unhealthy|remote process exited",
+    re.IGNORECASE,
+)
 COMMANDS = {"train": train, "plan": plan, "verify": verify, "prove": prove, "launch": launch}
 
 
@@ -38,6 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _leave(READER_LEFT)
     except Exception as error:
+        if _is_lost_peer(error):
+            print(f"{_who()}another process of this run left; its message is above, or in its log", file=sys.stderr)
+            return _leave(SOFTWARE_ERROR)
         mistake = _is_users_mistake(error)
         print(f"{_who()}error: {error}" if mistake else f"{_who()}{traceback.format_exc()}", file=sys.stderr)
         return _leave(USER_ERROR if mistake else SOFTWARE_ERROR)
@@ -68,6 +76,14 @@ def _is_users_mistake(error: Exception) -> bool:
     innermost = traceback.extract_tb(error.__traceback__)[-1]
     in_jdp = Path(innermost.filename).is_relative_to(Path(__file__).parent)
     return in_jdp and (innermost.line or "").startswith("raise ")
+
+
+def _is_lost_peer(error: Exception) -> bool:
+    """Whether JAX, in a cluster, says that it was another process that ended: its reason is there, not here."""
+    distributed = sys.modules.get("jdp.distributed")
+    if type(error).__name__ != "JaxRuntimeError" or not (distributed and distributed.joined_as()):
+        return False
+    return _LOST_PEER.search(str(error)) is not None
 
 
 def _leave(code: int) -> int:

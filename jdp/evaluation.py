@@ -74,27 +74,36 @@ class Best:
     Attributes:
         metric: its name; an accuracy is better when it is larger, anything else when it is smaller.
         value, step: the best, and when that was; None and 0 before the first.
-        waiting: evaluations since then.
+        waiting: evaluations since the last that was better by more than a `min_delta`.
+        to_beat: the value of that one.
     """
 
     metric: str
     value: float | None = None
     step: int = 0
     waiting: int = 0
+    to_beat: float | None = None
 
     @property
     def mode(self) -> str:
         return "max" if self.metric.endswith("accuracy") else "min"
 
     def seen(self, step: int, row: Row, *, min_delta: float = 0.0) -> bool:
-        """Take in an evaluation; whether it is better than the best before by more than `min_delta`."""
+        """Take in an evaluation; whether it is better by more than `min_delta` than the last that was so."""
         value = row[self.metric]
-        gain = math.inf if self.value is None else (value - self.value) * (1 if self.mode == "max" else -1)
-        if math.isfinite(value) and gain > min_delta:
-            self.value, self.step, self.waiting = value, step, 0
+        if self._gain(value, self.value) > 0:
+            self.value, self.step = value, step
+        if self._gain(value, self.to_beat) > min_delta:
+            self.to_beat, self.waiting = value, 0
             return True
         self.waiting += 1
         return False
+
+    def _gain(self, value: float, before: float | None) -> float:
+        """By how much `value` is better than `before`; one that is not finite never is."""
+        if not math.isfinite(value):
+            return -math.inf
+        return math.inf if before is None else (value - before) * (1 if self.mode == "max" else -1)
 
     def record(self) -> dict[str, Any]:
         return asdict(self)
@@ -102,4 +111,6 @@ class Best:
     @staticmethod
     def resumed(metric: str, record: dict[str, Any] | None) -> Best:
         """As it was when `record` was made; from the start if that was about another metric."""
-        return Best(**record) if record and record["metric"] == metric else Best(metric)
+        if not record or record["metric"] != metric:
+            return Best(metric)
+        return Best(**{"to_beat": record["value"], **record})

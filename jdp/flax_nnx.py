@@ -65,6 +65,8 @@ class Adapter:
             filled[path] = variable.replace(value) if isinstance(variable, nnx.Variable) else value
         module = nnx.merge(self.graphdef, nnx.from_flat_state(filled))
         for _, norm in _batch_norms(module):
+            if norm.axis_name is not None:  # pyright: ignore[reportAttributeAccessIssue]
+                notice("BatchNorm's own axis_name is not read: jdp gives it the axes of the batch (sync_batch_norm)")
             norm.axis_name = sync_axes or None  # pyright: ignore[reportAttributeAccessIssue]
         (module.eval if rng is None else module.train)()
         return module
@@ -140,8 +142,18 @@ def split(model: Any) -> tuple[Any, Any, Adapter | None]:
 
 
 def matches(adapter: Adapter, paths: Sequence[str], wrt: Any) -> tuple[bool, ...]:
-    """Of the parameters at `paths`, which an NNX filter selects (a type of variable, a callable, `nnx.All(...)`)."""
-    selects = nnx.filterlib.to_predicate(wrt)
+    """Of the parameters at `paths`, which an NNX filter selects (a type of variable, a callable, `nnx.All(...)`).
+
+    Raises:
+        ValueError: `wrt` is no filter.
+    """
+    try:
+        selects = nnx.filterlib.to_predicate(wrt)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            "`wrt` is None, a path pattern or a sequence of them ('head/*'), or a filter of nnx (nnx.LoRAParam); "
+            f"got {wrt!r}."
+        ) from error
     found = {"/".join(map(str, path)): selects(path, leaf) for path, leaf in adapter.variables.items()}
     return tuple(bool(found[path]) for path in paths)
 

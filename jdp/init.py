@@ -16,7 +16,7 @@ import optax
 
 from jdp import flax_nnx
 from jdp.notices import notice
-from jdp.optimizer_fit import check_update, first_state
+from jdp.optimizer_fit import check_optimizer, check_update, first_state
 from jdp.plan import Plan, path_of
 from jdp.state import Static, TrainState, trained_part
 from jdp.types import InitFn, PyTree
@@ -39,8 +39,9 @@ def init_state(
             sees None in place of it.
 
     Raises:
-        ValueError: a trained parameter is not a floating-point array, `wrt` does not fit, the optimizer's state cannot
-            be mapped or its update needs what a step does not have, or a rule of the plan does not fit.
+        ValueError: `tx` is no optimizer or `rng` no key, a trained parameter is not a floating-point array, `wrt` does
+            not fit, the optimizer's state cannot be mapped or its update needs what a step does not have, or a rule of
+            the plan does not fit.
     """
     make, abstract = _prepare(init, tx, rng, wrt)
     notice(str(plan))
@@ -67,6 +68,7 @@ def abstract_state(
 
 
 def _prepare(init: InitFn, tx: Any, rng: jax.Array, wrt: Any) -> tuple[Any, TrainState]:
+    check_optimizer(tx)
     found: list[Static] = []
 
     def make(rng: jax.Array) -> dict[str, PyTree]:
@@ -103,7 +105,16 @@ def _typed(rng: Any) -> jax.Array:
     """Accept a legacy uint32 key as well."""
     if not hasattr(rng, "dtype"):
         raise ValueError(f"rng is a key, such as jax.random.key(0); got {rng!r}.")
-    return rng if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key) else jax.random.wrap_key_data(rng)
+    if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
+        key = rng
+    else:
+        try:
+            key = jax.random.wrap_key_data(rng)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"rng is a key, such as jax.random.key(0); got {rng.dtype}{list(rng.shape)}.") from error
+    if key.shape:
+        raise ValueError(f"rng is one key, such as jax.random.key(0); got keys of shape {list(key.shape)}. Pass one.")
+    return key
 
 
 def _fields(state: TrainState) -> dict[str, PyTree]:

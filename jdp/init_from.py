@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from jdp.checkpoint import restore_params
+from jdp.checkpoint import CheckpointError, restore_params
 from jdp.experiment import ExperimentError
 from jdp.export import Names, files, gpt2_names, import_safetensors, llama_names
 from jdp.optimizer_fit import first_state
@@ -42,7 +42,7 @@ def load_parameters(state: TrainState, experiment: Experiment, plan: Plan) -> tu
     """
     path = Path(experiment.train.init_from or "")
     if path.suffix == SAFETENSORS or (path / f"model{SAFETENSORS}").exists():
-        read = import_safetensors(path, state, names=_names(experiment, path), missing=LORA)
+        read = _import(path, state, experiment)
     else:
         read = restore_params(path, state, missing=LORA)
     before, after = jax.tree.leaves_with_path(state.params), jax.tree.leaves(read.params)
@@ -53,6 +53,19 @@ def load_parameters(state: TrainState, experiment: Experiment, plan: Plan) -> tu
             f", but for {len(kept)} that it lacks and that start fresh: {', '.join(kept[:2])}{', …' * (len(kept) > 2)}"
         )
     return _with_fresh_optimizer(replace(state, params=read.params, model_state=read.model_state), plan), words
+
+
+def _import(path: Path, state: TrainState, experiment: Experiment) -> TrainState:
+    """From a safetensors file; what does not fit may be a matter of names, which a key of the experiment chooses."""
+    try:
+        return import_safetensors(path, state, names=_names(experiment, path), missing=LORA)
+    except CheckpointError as error:
+        if experiment.kind != "text":
+            raise
+        raise ExperimentError(
+            f'train.init_from: {error} (Names were read as train.init_names = "{experiment.train.init_names}" says; a '
+            'GPT from Hugging Face has those of "gpt2" or "llama".)'
+        ) from error
 
 
 def _names(experiment: Experiment, path: Path) -> Names | None:

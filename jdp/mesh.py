@@ -28,7 +28,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jdp.machine import choose_platform
 from jdp.notices import notice
-from jdp.types import Device, PyTree
+from jdp.types import Device, PyTree, is_whole
 
 DATA = "data"
 """The axis that carries the batch, and that ZeRO shards over."""
@@ -71,8 +71,11 @@ def axis_sizes(axes: Mapping[str, int], count: int) -> dict[str, int]:
     """The sizes of a mesh of `count` devices, its -1 filled in: axis -> size, in the order given.
 
     Raises:
-        ValueError: there is no `data` axis, a size is not positive, or the sizes do not multiply to `count`.
+        ValueError: there is no `data` axis, a size is not a positive integer, or the sizes do not multiply to `count`.
     """
+    for name, size in axes.items():
+        if not is_whole(size):
+            raise ValueError(f"Mesh axes are integers, as in make_mesh(data=8); got {name}={size!r}.")
     equation = " × ".join(f"{name}={size}" for name, size in axes.items())
     if DATA not in axes:
         raise ValueError(f"A mesh needs a `data` axis; got {equation}. Add data=-1 to take the devices that are left.")

@@ -133,7 +133,7 @@ def _text(experiment: Experiment, source: Any, field: str | None) -> Any:
 
 
 def _tokens(given: Data, source: Any) -> ArrayData:
-    return array_data(_one(source), heldout_fraction=given.heldout_fraction)
+    return array_data(_one(source), heldout_fraction=given.heldout_fraction, length=given.length)
 
 
 def _mixed(experiment: Experiment) -> Any:

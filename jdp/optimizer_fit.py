@@ -19,6 +19,13 @@ GIVEN = "value"
 """What a step hands to an optimizer beside gradients, state and parameters: its loss, under optax's name."""
 
 
+def check_optimizer(tx: Any) -> None:
+    """Raises ValueError where `tx` has no `init` and `update`."""
+    if isinstance(tx, type) or not all(callable(getattr(tx, name, None)) for name in ("init", "update")):
+        call = " Call it first, with its settings." if callable(tx) else ""
+        raise ValueError(f"tx is an optax optimizer, e.g. optax.adamw(3e-4); got {tx!r}.{call}")
+
+
 def update(tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.Array) -> tuple[PyTree, PyTree]:
     """`tx.update`, with the loss as `value` for those that take it. Returns (updates, the new state).
 

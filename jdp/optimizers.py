@@ -9,11 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from jdp.averages import with_ema
-from jdp.schedules import scaled_lr
+from jdp.schedules import scaled_lr, warmup
 from jdp.schema import Experiment
 
 NOT_DECAYED = ("bias", "scale")
@@ -32,25 +31,19 @@ def peak_rate(experiment: Experiment) -> float:
 def learning_rate(experiment: Experiment) -> optax.Schedule:
     """Learning rate as a function of the optimizer steps done before (0 at the first step).
 
-    Warm-up: (count + 1) / warmup_steps of the peak, so the first step already moves and the last of the warm-up has all
-    of it. Then constant, or down to `final_lr_fraction` at the end of the run: along a line, or half a cosine
-    (arXiv:1608.03983, eq. 5, without restarts). Steps are global: accumulation and device count do not change them.
+    Warm-up: see `jdp.warmup`; the last step of it has the peak. Then constant, or down to `final_lr_fraction` at the end
+    of the run: along a line, or half a cosine (arXiv:1608.03983, eq. 5, without restarts). Steps are global:
+    accumulation and device count do not change them.
     """
-    settings, steps, peak = experiment.optimizer, experiment.train.steps, peak_rate(experiment)
-    warmup = settings.warmup_steps
-    rest = max(steps - warmup, 1)
+    settings, peak = experiment.optimizer, peak_rate(experiment)
+    rest = max(experiment.train.steps - settings.warmup_steps, 1)
     if settings.schedule == "cosine":
         after = optax.cosine_decay_schedule(peak, rest, alpha=settings.final_lr_fraction)
     elif settings.schedule == "linear":
         after = optax.linear_schedule(peak, peak * settings.final_lr_fraction, rest)
     else:
         after = optax.constant_schedule(peak)
-
-    def rate(count: jax.typing.ArrayLike) -> jax.Array:
-        rising = peak * (jnp.asarray(count, jnp.float32) + 1) / max(warmup, 1)
-        return jnp.where(jnp.asarray(count) < warmup, rising, after(jnp.maximum(jnp.asarray(count) - warmup, 0)))
-
-    return rate
+    return warmup(after, settings.warmup_steps)
 
 
 def optimizer(experiment: Experiment) -> optax.GradientTransformation:

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,7 +24,10 @@ from jdp.opt_placement import kinship
 from jdp.placement import Placement, axes_of, bytes_per_device, rest_spec, shards, spec_entry
 from jdp.state import Static, TrainState
 from jdp.strategy import Strategy, strategy
-from jdp.types import PyTree
+from jdp.types import PyTree, is_whole
+
+MIN_SHARD_SIZE = 1024
+"""Elements below which a gather is latency: 4 KiB of fp32."""
 
 
 @dataclass(frozen=True)
@@ -41,17 +44,19 @@ class Plan:
         min_shard_size: parameters with fewer elements than this stay replicated: a gather of them would be latency.
 
     Raises:
-        ValueError: unknown strategy, no `data` axis, a rule that names an axis the mesh lacks.
+        ValueError: unknown strategy, no `data` axis, a rule that is no such pair or names an axis the mesh lacks.
     """
 
     mesh: Mesh
     strategy: str = "ddp"
     rules: Sequence[tuple[str, PartitionSpec]] = field(default=(), kw_only=True)
-    min_shard_size: int = field(default=1024, kw_only=True)
+    min_shard_size: int = field(default=MIN_SHARD_SIZE, kw_only=True)
 
     def __post_init__(self) -> None:
         strategy(self.strategy)
-        object.__setattr__(self, "rules", tuple((pattern, spec) for pattern, spec in self.rules))
+        object.__setattr__(self, "rules", _pairs(self.rules))
+        if not is_whole(self.min_shard_size) or self.min_shard_size < 0:
+            raise ValueError(f"min_shard_size is a whole number of elements, 0 or more; got {self.min_shard_size!r}.")
         if DATA not in self.mesh.shape:
             raise ValueError(f"A plan needs a mesh with a `data` axis; got axes {tuple(self.mesh.shape)}.")
         for pattern, spec in self.rules:
@@ -148,8 +153,15 @@ class Plan:
         return jax.tree.map(lambda p: NamedSharding(self.mesh, p.rest), self.state_placements(state))
 
     def report_replicated(self, state: TrainState) -> None:
-        """Say once which parameters a ZeRO strategy could not shard, and why."""
-        if not self.row.shard_state or self.mesh.shape[DATA] == 1:
+        """Say once which parameters a ZeRO strategy could not shard, and why; under ddp, which rules ask it to."""
+        if self.mesh.shape[DATA] == 1:
+            return
+        if not self.row.shard_state:
+            for pattern in (pattern for pattern, spec in self.rules if any(DATA in axes_of(entry) for entry in spec)):
+                notice(
+                    f"the rule for {pattern!r} shards over data, which {self.strategy} does not: what it matches lies "
+                    "whole along data; take zero1, zero2 or zero3, or leave data out of the rule"
+                )
             return
         if (replicas := replicas_for_hosts(self.mesh)) is not None:
             data, hosts = self.mesh.shape[DATA], hosts_along(self.mesh, DATA)
@@ -184,7 +196,7 @@ class Plan:
     def _place_param(self, path: str, leaf: Any, asked: dict[str, PartitionSpec]) -> Placement:
         rule = next((spec for pattern, spec in self.rules if fnmatch.fnmatchcase(path, pattern)), None)
         whose = "the model's metadata" if rule is None else "a rule"
-        rule = asked.get(path, PartitionSpec()) if rule is None else rule
+        rule = PartitionSpec(*map(_data_last, asked.get(path, PartitionSpec()) if rule is None else rule))
         compute = PartitionSpec(*(_only(set(self.mesh.shape) - {DATA}, entry) for entry in rule))
         self._check_fits(path, leaf.shape, rule, whose)
         if not self.row.shard_state:
@@ -231,9 +243,44 @@ def nearest_sizes(size: int, unit: int) -> str:
     return f"{below} or {below + unit}" if below else f"{unit}"
 
 
+def _pairs(rules: Any) -> tuple[tuple[str, PartitionSpec], ...]:
+    """The rules as pairs of a pattern and a spec, each entry of which is None, a name or several."""
+    example = 'rules=[("*/kernel", PartitionSpec(None, "model"))]'
+    if isinstance(rules, Mapping | str) or not isinstance(rules, Iterable):
+        raise ValueError(f"A plan's rules are a sequence of pairs, as in {example}; got {rules!r}.")
+    pairs: list[tuple[str, PartitionSpec]] = []
+    for rule in rules:  # pyright: ignore[reportUnknownVariableType]
+        match rule:
+            case (str() as pattern, PartitionSpec() as spec):
+                pass
+            case _:
+                raise ValueError(
+                    f"A rule is a pair of a path pattern and a PartitionSpec, as in {example}; got {rule!r}."
+                )
+        for entry in spec:
+            if not all(isinstance(axis, str) for axis in _named(entry)):
+                raise ValueError(
+                    f"A dimension in a rule is None, an axis or a tuple of axes; the rule for {pattern!r} has "
+                    f"{entry!r}. Write None for a dimension that is not sharded."
+                )
+        pairs.append((pattern, spec))
+    return tuple(pairs)
+
+
+def _named(entry: object) -> tuple[object, ...]:
+    """What an entry of a spec names, right or wrong."""
+    return tuple(entry) if isinstance(entry, tuple | list) else () if entry is None else (entry,)  # pyright: ignore
+
+
 def path_of(path: Any) -> str:
     """A key path as text: "params/layers/kernel"."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _data_last(entry: object) -> object:
+    """The model's own axes cut a dimension first, so that gathering over `data` gives a device its own part."""
+    axes = axes_of(entry)
+    return (*(axis for axis in axes if axis != DATA), DATA) if DATA in axes and len(axes) > 1 else entry
 
 
 def _only(axes: set[str], entry: object) -> object:

@@ -14,6 +14,7 @@ from jdp.checkpoint import Checkpoints
 from jdp.evaluation import Best, Row
 from jdp.experiment import ExperimentError
 from jdp.init_from import load_parameters
+from jdp.run_folder import CHECKPOINTS
 from jdp.schema import Experiment
 from jdp.state import TrainState
 
@@ -94,7 +95,7 @@ def open_checkpoints(experiment: Experiment, folder: Path) -> Checkpoints:
     more: dict[str, Any] = {}
     if settings.best_metric:
         more = {"best": settings.best_metric, "mode": Best(settings.best_metric).mode}
-    return Checkpoints(folder / "checkpoints", keep=settings.keep_checkpoints, keep_every=settings.keep_every, **more)
+    return Checkpoints(folder / CHECKPOINTS, keep=settings.keep_checkpoints, keep_every=settings.keep_every, **more)
 
 
 def start(parts: Assembly, saved: Checkpoints) -> tuple[TrainState, Progress, str | None]:

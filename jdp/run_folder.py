@@ -10,6 +10,7 @@ where it started. `writing` is around everything a run writes: a disk that is fu
 import contextlib
 import errno
 import json
+import shutil
 import tomllib
 from collections.abc import Generator, Mapping
 from pathlib import Path
@@ -19,10 +20,12 @@ import jax
 from jax.experimental import multihost_utils
 
 from jdp.experiment import ExperimentError, to_toml
+from jdp.metrics import EVENTS, JSONL
 from jdp.schema import Experiment
 
 FILE = "experiment.toml"
 NEW = f"{FILE}.new"
+CHECKPOINTS = "checkpoints"
 SUMMARY = "summary.json"
 """What `jdp train` says at the end, of a run that came to its end."""
 MAY_CHANGE = frozenset(
@@ -48,6 +51,44 @@ def claim(experiment: Experiment, runs: Path) -> Path:
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(f"{experiment.name} is claimed")
     return folder
+
+
+@contextlib.contextmanager
+def claimed(experiment: Experiment, runs: Path) -> Generator[Path]:
+    """`claim`, for a visit: one that made the folder and fails before there is a row of metrics or a checkpoint in it
+    (weights that do not fit, memory that does not suffice) removes it, or the corrected command would find a run of
+    another experiment.
+
+    The next visit could take such a folder over instead, which would serve a run that was killed too. But a run that is
+    alive looks the same while it compiles, and then two would write into one folder: no lock that says whose it is
+    holds on every shared file system.
+    """
+    fresh = jax.process_index() == 0 and not (runs / experiment.name / FILE).exists()
+    folder = claim(experiment, runs)
+    try:
+        yield folder
+    except BaseException:
+        if fresh:
+            _discard_unused(folder)
+        raise
+
+
+def _discard_unused(folder: Path) -> None:
+    """Remove a run's folder that holds nothing but what a visit begins with."""
+    empty = [folder / JSONL, folder / CHECKPOINTS]
+    files = [folder / FILE, folder / NEW, *folder.glob(f"{EVENTS}.out.tfevents.*")]
+    with contextlib.suppress(OSError):
+        if set(folder.iterdir()) - {*empty, *files} or any(map(_holds_something, empty)):
+            return
+        for file in (folder / JSONL, *reversed(files)):  # its mark last: what is left after a crash is still a run's
+            file.unlink(missing_ok=True)
+        shutil.rmtree(folder / CHECKPOINTS, ignore_errors=True)
+        folder.rmdir()
+
+
+def _holds_something(path: Path) -> bool:
+    """Whether it is a file with something in it, or a folder with a folder in it, as a checkpoint is."""
+    return any(part.is_dir() for part in path.iterdir()) if path.is_dir() else path.exists() and path.stat().st_size > 0
 
 
 def _claim(experiment: Experiment, folder: Path) -> None:

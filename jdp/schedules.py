@@ -13,6 +13,8 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import optax
 
+from jdp.types import is_number, is_whole
+
 RULES = ("linear", "sqrt")
 
 
@@ -27,13 +29,13 @@ def scaled_lr(base_lr: float, *, base_batch: int, batch: int, rule: Literal["lin
             that ratio.
 
     Raises:
-        ValueError: a rate or a batch that is not positive; an unknown rule.
+        ValueError: a rate or a batch that is not a positive number; an unknown rule.
     """
     if rule not in RULES:
         raise ValueError(f"The rule to scale a learning rate by is one of {', '.join(RULES)}; got {rule!r}.")
     for name, value in (("base_lr", base_lr), ("base_batch", base_batch), ("batch", batch)):
-        if not value > 0:
-            raise ValueError(f"Scaling a learning rate takes positive numbers; got {name}={value}.")
+        if not (is_number(value) and 0 < value < math.inf):
+            raise ValueError(f"Scaling a learning rate takes positive numbers; got {name}={value!r}. Give finite ones.")
     ratio = batch / base_batch
     return base_lr * (ratio if rule == "linear" else math.sqrt(ratio))
 
@@ -41,22 +43,26 @@ def scaled_lr(base_lr: float, *, base_batch: int, batch: int, rule: Literal["lin
 def warmup(rate: float | optax.Schedule, steps: int, *, start: float = 0.0) -> optax.Schedule:
     """Gradual warm-up: from `start` up to `rate` in `steps` equal increments, then `rate` (Goyal et al. 2017, 2.2).
 
+    The first step is one increment above `start`, so it moves already; the last of the warm-up has the full rate.
+
     Args:
         rate: the rate to reach, or a schedule that goes on from there; it counts its own steps from the end of the
             warm-up, and the ramp ends at its first value.
-        steps: optimizer steps the ramp takes. Step 0 has `start`, step `steps` is the first at the full rate. 0: none.
-        start: the rate of the first step; the paper starts from the base rate of one worker's batch.
+        steps: optimizer steps the ramp takes; 0: none.
+        start: where the ramp starts; the paper starts from the base rate of one worker's batch.
 
     Raises:
-        ValueError: `steps` or `start` is negative.
+        ValueError: `rate` is neither, `steps` or `start` is negative, or `steps` not an integer.
     """
-    if steps < 0 or start < 0:
-        raise ValueError(f"A warm-up takes steps >= 0 and start >= 0; got steps={steps}, start={start}.")
+    if not callable(rate) and not is_number(rate):
+        raise ValueError(f"A warm-up's rate is a number, or an optax schedule to go on with; got {rate!r}.")
+    if not is_whole(steps) or not is_number(start) or not (steps >= 0 and start >= 0):
+        raise ValueError(f"A warm-up takes an integer steps >= 0 and start >= 0; got {steps=}, {start=}.")
 
     def schedule(count: Any) -> Any:
         after = jnp.maximum(jnp.asarray(count) - steps, 0)
         full: Any = rate(after) if callable(rate) else rate
-        share = jnp.minimum(jnp.asarray(count, jnp.float32) / steps, 1.0) if steps else jnp.float32(1)
+        share = jnp.minimum((jnp.asarray(count, jnp.float32) + 1) / max(steps, 1), 1.0)
         return start + (full - start) * share
 
     return schedule

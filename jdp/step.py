@@ -27,7 +27,7 @@ from jdp.optimizer_fit import update
 from jdp.plan import Plan, nearest_sizes
 from jdp.precision import Precision
 from jdp.state import TrainState, trained_part, with_trained
-from jdp.types import Batch, LossFn, Metrics, PyTree
+from jdp.types import Batch, LossFn, Metrics, PyTree, is_number, is_whole
 
 VIEWS = {"auto": auto, "manual": manual}
 
@@ -65,8 +65,8 @@ def make_train_step(
         ValueError: a setting is out of range; and when first called, a batch that does not divide.
     """
     _check_accumulate(accumulate)
-    if clip_norm is not None and not clip_norm > 0:
-        raise ValueError(f"clip_norm is a positive norm, or None; got {clip_norm}.")
+    if clip_norm is not None and not (is_number(clip_norm) and clip_norm > 0):
+        raise ValueError(f"clip_norm is a positive norm, or None; got {clip_norm!r}. Give a number, such as 1.0.")
     view = _view(partitioning)
     return Step(loss_fn, plan, Precision.of(precision), view, accumulate, clip_norm, sync_batch_norm=sync_batch_norm)
 
@@ -228,8 +228,8 @@ def _check_rows(step: Step, batch: PyTree) -> None:
 
 
 def _check_accumulate(accumulate: int) -> None:
-    if accumulate < 1:
-        raise ValueError(f"accumulate is the number of microbatches, at least 1; got {accumulate}.")
+    if not is_whole(accumulate) or accumulate < 1:
+        raise ValueError(f"accumulate is the number of microbatches, at least 1; got {accumulate!r}. Give an integer.")
 
 
 def _view(partitioning: str | None) -> str | None:

@@ -22,7 +22,7 @@ from jdp import trackers
 from jdp.assemble import Assembly
 from jdp.checkpoint import Checkpoints
 from jdp.data.feed import Feed
-from jdp.evaluation import coverage, evaluate
+from jdp.evaluation import Best, coverage, evaluate
 from jdp.experiment import ExperimentError, to_toml
 from jdp.init_from import check_exists
 from jdp.metrics import Metrics, json_safe
@@ -31,8 +31,8 @@ from jdp.optimizers import learning_rate, peak_rate
 from jdp.profiling import Profile
 from jdp.progress import Display
 from jdp.resume import Progress, open_checkpoints, start
-from jdp.run_folder import SUMMARY, claim, record, record_summary, writing
-from jdp.schema import Experiment
+from jdp.run_folder import SUMMARY, claimed, record, record_summary, writing
+from jdp.schema import Experiment, Train
 from jdp.signals import Stopped, StopRequest
 from jdp.state import TrainState
 from jdp.summary import sample, summary, unit, units_per_step
@@ -53,7 +53,7 @@ def run(experiment: Experiment, *, root: Path, quiet: bool = False, profile: ran
     Raises:
         ExperimentError: the folder belongs to another experiment or cannot be written, the data does not fit the model
             or changed, or a tracker does not start.
-        Diverged: too many steps in a row had non-finite gradients.
+        Diverged: too many steps in a row had non-finite gradients, or the last ones.
         Stopped: by a signal, after saving: exit code 130 for SIGINT, 75 (try again) for SIGTERM.
     """
     trackers.check_installed(**experiment.track.model_dump())
@@ -61,8 +61,12 @@ def run(experiment: Experiment, *, root: Path, quiet: bool = False, profile: ran
     config, _ = parts.config, parts.eval_sets  # whatever is wrong with them is said before anything is written
     check_exists(experiment.train.init_from)
     parts.abstract_state()
-    folder = claim(experiment, root)
-    with StopRequest() as stop, writing(folder), open_checkpoints(experiment, folder) as saved:
+    with (
+        claimed(experiment, root) as folder,
+        StopRequest() as stop,
+        writing(folder),
+        open_checkpoints(experiment, folder) as saved,
+    ):
         state, progress, read = start(parts, saved)
         display = Display(experiment.train.steps, done=progress.done, to_stderr=quiet)
         for line in (*_introduction(parts, config), read, _resumed(progress, experiment, folder)):
@@ -154,7 +158,7 @@ def _loop(parts: Assembly, state: TrainState, progress: Progress, out: Outputs) 
             out.display.step(done)
             stopping = out.stop.at_step(done)
             last = stopping or done == settings.steps
-            row_due = last or done % settings.log_every == 0
+            row_due = last or done % settings.log_every == 0 or _may_stop_early(progress, settings)
             clock.tick(done, values, feed, row_due)
             if row_due:
                 clock.log(done, values, feed, progress, out)
@@ -184,8 +188,7 @@ def _save(state: TrainState, progress: Progress, out: Outputs) -> None:
 def _evaluate_if_due(parts: Assembly, state: TrainState, progress: Progress, out: Outputs) -> bool:
     """Evaluate after this step, if the experiment asks for it and it was not done; whether it did."""
     settings, done = parts.experiment.train, progress.done
-    due = done >= settings.steps or (settings.eval_every and done % settings.eval_every == 0)
-    if not due or not done or progress.evaluated == done:
+    if not _evaluation_due(done, settings) or progress.evaluated == done:
         return False
     row = evaluate(parts, state)
     progress.evals, progress.evaluated = row, done
@@ -195,14 +198,30 @@ def _evaluate_if_due(parts: Assembly, state: TrainState, progress: Progress, out
     out.metrics.write(done, row)
     out.display.log(done, row)
     if progress.stops_early(parts.experiment):
-        best = progress.watched
-        out.display.say(
-            f"stopped early: {best.metric} has not improved in {best.waiting} evaluations; its best was "
-            f"{best.value:.6g} at step {best.step}"
-            if best.value is not None
-            else f"stopped early: {best.metric} has not been finite in {best.waiting} evaluations"
-        )
+        out.display.say(_stopped_early(progress.watched, settings))
     return True
+
+
+def _evaluation_due(done: int, settings: Train) -> bool:
+    """Whether step `done` is followed by an evaluation."""
+    return done > 0 and (done >= settings.steps or bool(settings.eval_every and done % settings.eval_every == 0))
+
+
+def _may_stop_early(progress: Progress, settings: Train) -> bool:
+    """Whether the evaluation after this step may be the one that ends the run: its step gets a row of metrics first,
+    as a run's last step has one."""
+    return 0 < settings.stop_after <= progress.watched.waiting + 1 and _evaluation_due(progress.done, settings)
+
+
+def _stopped_early(best: Best, settings: Train) -> str:
+    """Why, in words."""
+    if best.value is None:
+        return f"stopped early: {best.metric} has not been finite in {best.waiting} evaluations"
+    enough = f" by more than train.min_delta = {settings.min_delta:g}" if settings.min_delta else ""
+    return (
+        f"stopped early: {best.metric} has not improved{enough} in {best.waiting} evaluations; its best was "
+        f"{best.value:.6g} at step {best.step}"
+    )
 
 
 class Clock:
@@ -246,7 +265,7 @@ class Clock:
             progress.add_times(seconds, wait, self._units_per_step * steps)
         self._compiled = False
         out.metrics.write(done, row)
-        shown = ("loss", "accuracy", "lr", "grad_norm", self._speed, "mfu")
+        shown = ("loss", "accuracy", "lr", "grad_norm", self._speed, "mfu", *["skipped"] * (progress.skipped > 0))
         out.display.log(done, {name: row[name] for name in shown if name in row})
         self.restart(done, feed)
 
@@ -273,12 +292,17 @@ class Skips:
             self._check(self._pending.pop(0))
 
     def check_all(self, *, ended: bool) -> None:
-        """Look at all steps that were queued. A run that has `ended` must have taken one that was not skipped."""
+        """Look at all steps that were queued. A run that has `ended` must not have done so in a streak of skipped
+        steps, however short the run: two in a row, or all but the first, whose update may be what broke the weights.
+        """
+        values: Any = None
         while self._pending:
             values = self._pending.pop(0)
             self._check(values)
-            if ended and not self._pending and int(values["skipped"]) == self._progress.done:
-                raise Diverged(_skipped(self._progress.done, values, from_the_first=True))
+        progress = self._progress
+        streak, skipped = progress.skips_in_a_row, progress.skips_seen
+        if ended and values is not None and streak and (streak > 1 or skipped >= progress.done - 1):
+            raise Diverged(_skipped(streak, values, from_the_first=skipped == progress.done, last=True))
 
     def _check(self, values: Any) -> None:
         progress, skipped = self._progress, int(values["skipped"])
@@ -290,10 +314,11 @@ class Skips:
             raise Diverged(_skipped(steps, values, from_the_first=skipped == self._looked_at))
 
 
-def _skipped(steps: int, values: Any, *, from_the_first: bool) -> str:
-    """What is wrong when `steps` steps in a row were skipped."""
+def _skipped(steps: int, values: Any, *, from_the_first: bool, last: bool = False) -> str:
+    """What is wrong when `steps` steps in a row were skipped; the `last` ones, or as many as the limit."""
+    which = "and the run ended with them" if last else "train.max_skips_in_a_row"
     loss = float(jax.device_get(values["loss"]))
-    said = f"the gradients of {steps} steps in a row were not finite (train.max_skips_in_a_row), loss {loss:.4g}"
+    said = f"the gradients of {steps} step{'s in a row' * (steps > 1)} were not finite ({which}), loss {loss:.4g}"
     if from_the_first:
         return (
             f"{said}: from the first step on, before any update, so it is not the learning rate. Look for NaN, "

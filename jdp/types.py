@@ -1,7 +1,8 @@
-"""The types that travel: a loss as a sum and a weight, and the aliases used in signatures."""
+"""The types that travel: a loss as a sum and a weight, the aliases used in signatures, and what counts as a number."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any
 
 import jax
@@ -43,3 +44,13 @@ LossFn = Callable[[Any, Batch, Any], Any]
 """`loss_fn(model_or_params, batch, rng)` -> `Loss`, or a scalar taken as the mean over the batch."""
 InitFn = Callable[[jax.Array], Any]
 """`init(rng)` -> an `nnx.Module`, or any pytree of floating-point parameters."""
+
+
+def is_whole(value: Any) -> bool:
+    """Whether it is an integer, of Python or NumPy; True and 8.0 are none."""
+    return not isinstance(value, bool) and isinstance(value, Integral)
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a real number, of Python or NumPy; True is none."""
+    return not isinstance(value, bool) and isinstance(value, Real)

@@ -107,6 +107,25 @@ def test_the_average_is_found_inside_other_wrappers():
     )
 
 
+def test_averages_of_parts_are_put_together_and_the_rest_stays():
+    """`masked` hides what it leaves out; `multi_transform` has an average for each group, here of two decays."""
+    _, seen, state = train(optax.masked(jdp.with_ema(optax.sgd(0.1), 0.5), {"w": True, "b": False}), steps=1)
+    mean = jdp.ema_params(state).params
+    np.testing.assert_allclose(mean["w"], (seen[0]["w"] + seen[1]["w"]) / 2, rtol=1e-6)
+    np.testing.assert_array_equal(mean["b"], seen[1]["b"])
+
+    groups = {name: jdp.with_ema(optax.sgd(0.1), decay) for name, decay in (("w", 0.5), ("b", 0.75))}
+    _, seen, state = train(optax.multi_transform(groups, {"w": "w", "b": "b"}), steps=1)
+    mean = jdp.ema_params(state).params
+    for name, decay in (("w", 0.5), ("b", 0.75)):
+        np.testing.assert_allclose(mean[name], decay * seen[0][name] + (1 - decay) * seen[1][name], rtol=1e-6)
+
+
+def test_inside_multi_steps_only_whole_steps_are_averaged():
+    _, seen, state = train(optax.MultiSteps(jdp.with_ema(optax.sgd(0.1), 0.5), 2), steps=2)
+    np.testing.assert_allclose(jdp.ema_params(state).params["b"], (seen[0]["b"] + seen[2]["b"]) / 2, rtol=1e-6)
+
+
 @pytest.mark.parametrize("decay", [1.0, -0.1, 2, float("nan")])
 def test_a_decay_out_of_range_is_refused(decay):
     with pytest.raises(ValueError, match=r"in \[0, 1\); got"):

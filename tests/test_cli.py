@@ -281,3 +281,15 @@ def test_visible_gpus_are_those_of_the_environment(monkeypatch: pytest.MonkeyPat
     assert machine.visible_gpus({"CUDA_VISIBLE_DEVICES": "0", "JAX_PLATFORMS": "cuda,cpu"}) == ["0"]
     monkeypatch.setattr(machine, "find_spec", lambda name: None)
     assert machine.visible_gpus({"CUDA_VISIBLE_DEVICES": "0"}) == [], "JAX could not use it"
+
+
+def test_a_lost_peer_is_told_from_faults_of_this_process(monkeypatch: pytest.MonkeyPatch):
+    """What JAX says of Gloo is from a run of two processes, one of which met a damaged image."""
+    gone = jax.errors.JaxRuntimeError(
+        "FAILED_PRECONDITION: Gloo AllReduce failed: [gloo/transport/tcp/pair.cc:547] Connection closed by peer"
+    )
+    assert not cli._is_lost_peer(gone), "a process on its own has no peers"
+    monkeypatch.setattr("jdp.distributed.joined_as", lambda: (0, 2))
+    assert cli._is_lost_peer(gone)
+    assert not cli._is_lost_peer(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"))
+    assert not cli._is_lost_peer(ConnectionResetError("Connection reset by peer")), "a data server's, not a process's"

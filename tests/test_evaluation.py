@@ -118,6 +118,15 @@ def test_an_improvement_is_one_of_more_than_min_delta():
     assert seen == [True, False, True] and best.value == 0.89
 
 
+def test_what_is_best_and_what_ends_the_waiting_are_kept_apart_also_over_a_resume():
+    best = Best("eval_loss")
+    for step, value in enumerate([1.0, 0.95, 0.92, 0.94], 1):
+        best.seen(step, {"eval_loss": value}, min_delta=0.1)
+        best = Best.resumed("eval_loss", best.record())
+    assert (best.value, best.step, best.waiting, best.to_beat) == (0.92, 3, 3, 1.0)
+    assert best.seen(5, {"eval_loss": 0.89}, min_delta=0.1) and (best.waiting, best.to_beat) == (0, 0.89)
+
+
 def test_what_was_seen_survives_a_resume_unless_the_metric_changed():
     best = Best("eval_loss", 1.0, 3, 2)
     assert Best.resumed("eval_loss", best.record()) == best

@@ -242,6 +242,13 @@ def test_rules_go_before_metadata():
     assert places["params/offset"].compute == P("model")
 
 
+def test_data_comes_last_in_a_dimension_that_it_shares():
+    """However the rule is written: the model's cut first, so that gathering over `data` moves nothing else."""
+    plan = jdp.Plan(jdp.make_mesh(data=4, model=2), "zero2", rules=[("w", P(("data", "model")))])
+    place = plan.param_placements({"w": jax.ShapeDtypeStruct((64, 4), jnp.float32)})["w"]
+    assert (place.rest, place.compute) == (P(("model", "data")), P("model"))
+
+
 def test_linen_boxes_are_metadata_too():
     """The loss gets plain arrays; what the boxes said is in the plan."""
 

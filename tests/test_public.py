@@ -36,7 +36,7 @@ SIGNATURES = {
     "Checkpoints": "(directory, *, keep=3, keep_every=None, best=None, mode='min')",
     "save": "(path, state, *, overwrite=False)",
     "restore": "(path, target)",
-    "restore_params": "(path, target, *, missing=())",
+    "restore_params": "(path, target, *, missing=(), ignore=())",
     "Precision": "(params='fp32', compute='fp32', reduce='fp32')",
 }
 

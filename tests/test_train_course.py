@@ -103,6 +103,22 @@ def stopped(request, now, *, at):
     return request.signal is not None
 
 
+def test_an_early_stop_reports_the_real_best_and_its_last_step_has_a_row(file, capsys):
+    """No evaluation is better than the first by min_delta, and each is better than the one before."""
+    slow = ("--train.eval_every", "1", "--train.stop_after", "2", "--train.min_delta", "10", "--train.log_every", "100")
+    code, folder = train(file, *slow, "--json")
+    assert code == 0
+    shown, rows = capsys.readouterr(), read(folder / "metrics.jsonl")
+    losses = [row["eval_loss"] for row in rows if "eval_loss" in row]
+    assert len(losses) == 3 and losses == sorted(losses, reverse=True)
+    summary = json.loads(shown.out)
+    assert summary["best"] == {"metric": "eval_loss", "value": losses[2], "step": 3}
+    assert "has not improved by more than train.min_delta = 10 in 2 evaluations; its best was" in shown.err
+    assert "at step 3" in shown.err
+    last = [row for row in rows if "loss" in row][-1]
+    assert (last["step"], last["loss"]) == (3, summary["final_loss"])
+
+
 def test_the_best_checkpoint_stays_whatever_else_goes(file, capsys):
     """The rate is far too high from the first step on: later evaluations are worse."""
     worse = ("--optimizer.lr", "30.0", "--train.eval_every", "1", "--train.keep_checkpoints", "1")
@@ -167,6 +183,61 @@ def test_numbers_too_large_from_the_first_step_end_the_run_with_one_error(file, 
     assert code == 2 and error.count("error:") == 1 and "Traceback" not in error
     assert "gradients of 6 steps in a row were not finite" in error and "from the first step on" in error
     assert not steps(folder), "nothing worth keeping was written"
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_a_short_run_that_ends_in_skipped_steps_diverged(file, capsys, count):
+    """The first update makes the weights huge, and no later step has finite gradients."""
+    code, folder = train(file, "--optimizer.lr", "1e38", "--train.steps", str(count))
+    shown = capsys.readouterr()
+    assert code == 2 and shown.err.count("error:") == 1 and "Traceback" not in shown.err
+    row = f"the gradients of {count - 1} step" + "s in a row" * (count > 2)
+    assert f"{row} were not finite (and the run ended with them)" in shown.err and "lower optimizer.lr" in shown.err
+    assert f"skipped {count - 1}" in shown.out and "skipped 0" not in shown.out
+    assert not steps(folder) and not (folder / "summary.json").exists()
+
+
+def test_a_run_that_failed_before_its_first_step_leaves_no_folder_in_the_way(file, capsys):
+    _, other = train(file, "--train.steps", "1", name="other")
+    wrong = ("--model.hidden", "[4]", "--train.init_from", str(other))
+    code, folder = train(file, *wrong)
+    assert code == 2 and not folder.exists(), sorted(folder.rglob("*"))
+    assert train(file, "--train.init_from", str(other), "--train.steps", "1")[0] == 0, "the corrected command"
+    capsys.readouterr()
+    assert train(file, *wrong)[0] == 2 and "holds a run of another experiment" in capsys.readouterr().err
+    assert steps(folder) == [1], "what there was before stays"
+
+
+def test_a_safetensors_file_with_other_names_says_which_key_chooses_them(tmp_path, capsys):
+    from safetensors.numpy import save_file
+
+    save_file({"wte.weight": np.zeros((4, 4), np.float32)}, tmp_path / "other.safetensors")
+    (tmp_path / "text.txt").write_text("data parallel " * 300)
+    (tmp_path / "tiny.toml").write_text(
+        'name = "tiny"\n[model]\nname = "gpt-nano"\nlayers = 1\nwidth = 16\nheads = 2\nkv_heads = 1\ncontext = 8\n'
+        '[data]\nsource = "text.txt"\nheldout_fraction = 0.1\n[train]\nsteps = 1\nbatch_size = 8\n'
+        f'init_from = "{tmp_path / "other.safetensors"}"\n'
+    )
+    assert main(["train", str(tmp_path / "tiny.toml"), "--run-dir", str(tmp_path / "runs")]) == 2
+    error = capsys.readouterr().err
+    assert 'train.init_names = "jdp"' in error and "wte.weight" in error and "Traceback" not in error
+
+
+def test_a_rule_with_more_entries_than_dimensions_says_so(file, capsys):
+    (file.parent / "ruled.toml").write_text(POINTS + '[rules]\n"layers/0/kernel" = ["", "", "data"]\n')
+    assert main(["train", str(file.parent / "ruled.toml"), "--run-dir", str(file.parent / "runs")]) == 2
+    error = capsys.readouterr().err
+    assert "has 3 entries; layers/0/kernel [6, 8] has 2 dimensions" in error
+
+
+def test_a_rule_that_shards_over_data_under_ddp_is_not_silent(file, capsys):
+    from jdp import notices
+
+    pattern = "layers/0/k*nel"
+    (file.parent / "ruled.toml").write_text(POINTS + f'[rules]\n"{pattern}" = ["", "data"]\n')
+    notices._said.clear()
+    assert main(["train", str(file.parent / "ruled.toml"), "--run-dir", str(file.parent / "runs")]) == 0
+    assert capsys.readouterr().err.count(f"the rule for '{pattern}' shards over data, which ddp does not") == 1
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Every kind of model and data that an experiment file can name reaches the training step as it was said it would."""
 
+import io
 import json
 
 import jax
@@ -34,6 +35,7 @@ def folder(tmp_path_factory):
     tokenizer.save(str(folder / "tokenizer.json"))
     tokens = np.random.default_rng(0).integers(0, 250, (30, 9))
     np.savez(folder / "tokens.npz", tokens=tokens)
+    np.savez(folder / "line.npz", tokens=tokens.ravel())
     np.savez(folder / "points.npz", points=np.eye(20, dtype=np.float32), kinds=np.arange(20) % 2)
     return folder
 
@@ -44,6 +46,7 @@ KINDS = {
     "tokenized text": (GPT, {"source": "a.txt", "tokenizer": "tokenizer.json"}),
     "mixture": (GPT, {"mixture": {"a": {"source": "a.txt"}, "b": {"source": "b.jsonl", "field": "body"}}}),
     "tokens": (GPT, {"source": "tokens.npz"}),
+    "a line of tokens": (GPT, {"source": "line.npz"}),
     "images": (RESNET, {"source": "digits"}),
     "fitted images": ({**VIT, "image_size": 4, "channels": 3}, {"source": "digits"}),
     "features": (
@@ -174,3 +177,60 @@ def test_a_model_that_does_not_fit_its_data_is_one_error_with_the_fix(folder, tm
     error = capsys.readouterr().err
     assert said in error and error.count("error:") == 1 and "Traceback" not in error
     assert not list(tmp_path.iterdir())
+
+
+def picture(number):
+    """A PNG of 8 × 8 grey points."""
+    image = pytest.importorskip("PIL.Image")
+    file = io.BytesIO()
+    image.fromarray(np.random.default_rng(number).integers(0, 256, (8, 8), dtype=np.uint8)).save(file, "PNG")
+    return file.getvalue()
+
+
+def picture_folder(path):
+    """Of two classes; the last half of one picture never arrived."""
+    for number in range(24):
+        file = path / ("cat", "dog")[number % 2] / f"{number:02d}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(picture(number)[: 60 if number == 5 else None])
+    return path, "dog/05.png"
+
+
+def picture_table(path):
+    parquet, pa = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    columns = {"image": [picture(number) for number in range(24)], "label": [0, 1] * 12}
+    return cut(path.with_suffix(".parquet"), lambda file: parquet.write_table(pa.table(columns), file))
+
+
+def text_table(path):
+    parquet, pa = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    columns = {"text": [f"row {number} of a table" for number in range(200)]}
+    return cut(path.with_suffix(".parquet"), lambda file: parquet.write_table(pa.table(columns), file))
+
+
+def cut(file, write):
+    write(file)
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    return file, file.name
+
+
+IMAGES = {**RESNET, "classes": 2}
+CORRUPT = {
+    "picture": (IMAGES, picture_folder, "images must be readable"),
+    "table of pictures": (IMAGES, picture_table, "tables must be readable"),
+    "table of text": (GPT, text_table, "a data file must be whole"),
+}
+
+
+@pytest.mark.parametrize("case", CORRUPT)
+def test_a_corrupt_file_is_one_error_that_names_it(tmp_path, capsys, case):
+    model, make, said = CORRUPT[case]
+    source, name = make(tmp_path / "data")
+    table = {"name": "kind", "model": model, "data": {"source": str(source)}, "train": {"steps": 9, "batch_size": 16}}
+    file = tmp_path / "corrupt.toml"
+    file.write_text("\n".join(f"{key} = {toml(value)}" for key, value in table.items()))
+    assert main(["train", str(file), "--run-dir", str(tmp_path / "runs")]) == 2
+    error = capsys.readouterr().err
+    assert error.count("error:") == 1 and "Traceback" not in error
+    line = error.splitlines()[-1]
+    assert said in line and name in line, error

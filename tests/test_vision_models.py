@@ -21,6 +21,7 @@ POOLED = dataclasses.replace(VIT, pool="mean", mlp_width=12, dropout=0.3)
 KEY = jax.random.key(3)
 WEIGHTS = jnp.array([1.0, 0, 0.5, 1, 0, 2])
 
+SLOW = pytest.mark.slow
 both = pytest.mark.parametrize("config", [BASIC, BOTTLENECK], ids=["basic", "bottleneck"])
 forward = jax.jit(lambda model, images, rng=None: model(images, rng=rng))
 
@@ -272,12 +273,13 @@ def image_loss(model, batch, rng):
     return jdp.Loss(total, weight, {"accuracy": correct})
 
 
-def three_steps(config, strategy, devices):
+@functools.cache
+def three_steps(config, strategy, devices, partitioning="auto", accumulate=1):
     mesh = jdp.make_mesh(data=devices, devices=jax.devices()[:devices])
     plan = jdp.Plan(mesh, strategy, min_shard_size=8)
     tx = optax.sgd(0.1, momentum=0.9)
     state = jdp.init_state(lambda rng: build(config, rngs=nnx.Rngs(rng)), tx, plan, rng=KEY)
-    step = jdp.make_train_step(image_loss, plan, partitioning="auto")
+    step = jdp.make_train_step(image_loss, plan, partitioning=partitioning, accumulate=accumulate)
     rows = np.random.default_rng(0)
     for _ in range(3):
         images = rows.normal(size=(16, config.image_size, config.image_size, config.channels)).astype(np.float32)
@@ -287,9 +289,19 @@ def three_steps(config, strategy, devices):
     return state, metrics
 
 
-@pytest.mark.parametrize("config", [dataclasses.replace(BASIC, blocks=(1, 1)), POOLED], ids=["resnet", "vit"])
-def test_zero3_on_eight_devices_is_one_device(config):
-    (one, first), (eight, second) = three_steps(config, "ddp", 1), three_steps(config, "zero3", 8)
+@pytest.mark.parametrize(
+    ("config", "strategy", "partitioning", "accumulate"),
+    [
+        pytest.param(dataclasses.replace(BASIC, blocks=(1, 1)), "zero2", "manual", 2, id="resnet-manual"),
+        pytest.param(POOLED, "zero3", "auto", 1, id="vit-auto"),
+        pytest.param(dataclasses.replace(BASIC, blocks=(1, 1)), "zero3", "auto", 1, id="resnet-auto", marks=SLOW),
+        pytest.param(POOLED, "zero2", "manual", 2, id="vit-manual", marks=SLOW),
+    ],
+)
+def test_eight_devices_are_one_device(config, strategy, partitioning, accumulate):
+    batch_statistics = isinstance(config, ResNetConfig)  # are those of a microbatch; else microbatches change nothing
+    one, first = three_steps(config, "ddp", 1, accumulate=accumulate if batch_statistics else 1)
+    eight, second = three_steps(config, strategy, 8, partitioning, accumulate)
     for name in ("loss", "accuracy", "grad_norm"):
         assert float(second[name]) == pytest.approx(float(first[name]), rel=1e-4), name
     kernels = jax.tree.leaves(eight.params)

@@ -21,6 +21,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from jdp.checkpoint.errors import CheckpointError, reading
+from jdp.notices import notice
 from jdp.plan import path_of
 from jdp.state import TrainState
 from jdp.types import PyTree
@@ -44,6 +45,7 @@ def handlers() -> dict[str, Any]:
 def items_of(state: TrainState, record: Mapping[str, Any]) -> ocp.args.Composite:
     """What Orbax is given to write."""
     leaves = leaves_of(state, _FIELDS)
+    check_values(leaves)
     table = {"format": FORMAT, "leaves": _described(leaves)}
     arrays = {path: jax.random.key_data(x) if _is_key(x) else x for path, x in leaves.items()}
     return ocp.args.Composite(
@@ -74,19 +76,26 @@ def read_state(folder: Path, target: TrainState, fix: str) -> TrainState:
     return _filled(target, _FIELDS, _read(folder, wanted, fix))
 
 
-def read_params(folder: Path, target: PyTree, missing: Sequence[str], fix: str) -> PyTree:
+def read_params(
+    folder: Path, target: PyTree, fix: str, *, missing: Sequence[str] = (), ignore: Sequence[str] = ()
+) -> PyTree:
     """Parameters and model state onto a train state, or parameters onto a tree of their own; nothing else is read.
 
-    Parameters that `missing` matches and the checkpoint lacks keep the target's values.
+    Parameters that `missing` matches and the checkpoint lacks keep the target's values; of those it has, what `ignore`
+    matches is taken as lacking.
     """
     fields = _FOR_INFERENCE if isinstance(target, TrainState) else ("params",)
     state = target if isinstance(target, TrainState) else _Params(target)
     wanted = leaves_of(state, fields)
     saved = {path: kind for path, kind in _table(folder, fix).items() if path.partition("/")[0] in fields}
+    unread = left_unread({path: (_inside(path),) for path in saved}, ignore, folder)
+    saved = {path: kind for path, kind in saved.items() if path not in unread}
     kept = {path: leaf for path, leaf in wanted.items() if path not in saved and _matches(path, missing)}
+    for path in sorted(unread & (wanted.keys() - kept.keys())):
+        raise CheckpointError(both_ways(_inside(path)))
     check_real(kept, f"{folder} lacks")
     wanted = {path: leaf for path, leaf in wanted.items() if path not in kept}
-    _check_same(saved, _described(wanted), folder)
+    _check_same(saved, _described(wanted), folder, params_only=True)
     filled = _filled(state, fields, {**kept, **_read(folder, wanted, fix)})
     return filled if isinstance(target, TrainState) else filled.params
 
@@ -94,6 +103,47 @@ def read_params(folder: Path, target: PyTree, missing: Sequence[str], fix: str) 
 def read_record(folder: Path, fix: str) -> dict[str, Any]:
     """The JSON object that was saved beside the arrays."""
     return _restore(folder, fix, record=ocp.args.JsonRestore())["record"]
+
+
+def check_values(leaves: Mapping[str, Any]) -> None:
+    """What is written has values."""
+    for path, leaf in leaves.items():
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise CheckpointError(
+                f"Only arrays can be written; {path} is abstract, {leaf.dtype}{list(leaf.shape)} without values. Give "
+                "the state that jdp.init_state, a train step or jdp.restore returned."
+            )
+
+
+def left_unread(names: Mapping[str, Sequence[str]], ignore: Sequence[str], where: Path) -> set[str]:
+    """Of what a file has, under the names that each goes by, what `ignore` matches; that is said.
+
+    Raises:
+        CheckpointError: a pattern matches nothing.
+    """
+    patterns = (ignore,) if isinstance(ignore, str) else ignore
+    unread: dict[str, None] = {}
+    for pattern in patterns:
+        found = [path for path, known in names.items() if any(fnmatch.fnmatchcase(name, pattern) for name in known)]
+        if not found:
+            some = ", ".join(known[-1] for known in list(names.values())[:5]) + ", …" * (len(names) > 5)
+            raise CheckpointError(
+                f"Every pattern of `ignore` must match something in the file; {pattern!r} matches nothing of {where}, "
+                f"which has {some or 'nothing'}. Leave it out, or mend it."
+            )
+        unread.update(dict.fromkeys(found))
+    if unread:
+        first = next(iter(unread))
+        notice(f"{where}: {len(unread)} of {len(names)} arrays are left unread, as `ignore` asks; the first is {first}")
+    return set(unread)
+
+
+def both_ways(path: str) -> str:
+    """The error where `ignore` leaves out what the model needs."""
+    return (
+        f"What `ignore` leaves unread the model must not need; it has {path}. Leave that out of `ignore`, or put "
+        f"{path!r} into `missing` too, to keep the target's value."
+    )
 
 
 def check_real(kept: Mapping[str, Any], what: str) -> None:
@@ -164,8 +214,10 @@ def _described(leaves: Mapping[str, Any]) -> dict[str, str]:
     return {path: f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves.items()}
 
 
-def _check_same(saved: Mapping[str, str], wanted: Mapping[str, str], folder: Path) -> None:
-    """Compare leaf by leaf, parameters first, and name the first that differs."""
+def _check_same(
+    saved: Mapping[str, str], wanted: Mapping[str, str], folder: Path, *, params_only: bool = False
+) -> None:
+    """Compare leaf by leaf, parameters first, and name the first that differs; `ignore` is for parameters only."""
     differing = [path for path in saved.keys() | wanted.keys() if saved.get(path) != wanted.get(path)]
     if not differing:
         return
@@ -176,15 +228,20 @@ def _check_same(saved: Mapping[str, str], wanted: Mapping[str, str], folder: Pat
             f"A checkpoint is restored into the same optimizer; {has}. The model is the same: take the optimizer it "
             "was saved with, or only the parameters (restore_params) and a fresh optimizer state."
         )
+    unread = f", leave it unread (ignore=({_inside(path)!r},))" if params_only and path not in wanted else ""
     raise CheckpointError(
         f"A checkpoint is restored into the same model and optimizer; {has}. Nothing is cast or reshaped: build the "
-        f"model as it was saved, or choose another checkpoint ({len(differing)} of {len(saved)} leaves differ)."
+        f"model as it was saved{unread}, or choose another checkpoint ({len(differing)} of {len(saved)} leaves differ)."
     )
 
 
 def _matches(path: str, patterns: Sequence[str]) -> bool:
-    inside = path.partition("/")[2]
-    return any(fnmatch.fnmatchcase(inside, pattern) for pattern in patterns)
+    return any(fnmatch.fnmatchcase(_inside(path), pattern) for pattern in patterns)
+
+
+def _inside(path: str) -> str:
+    """A leaf's path in its field."""
+    return path.partition("/")[2]
 
 
 def _is_key(leaf: Any) -> bool:

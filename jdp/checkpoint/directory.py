@@ -115,9 +115,11 @@ class Checkpoints:
             metrics: name -> number, of this very state; where `best` is set it must be among them. None: not measured.
 
         Raises:
-            CheckpointError: this one cannot be written, or the one before could not; those before it are whole.
+            CheckpointError: this one cannot be written, or the one before could not; those before it are whole. Or the
+                state is abstract.
             ValueError: the metric `best` is not in `metrics`.
         """
+        content.check_values(content.leaves_of(state, ("step", "params")))  # before the step's number is taken
         numbers = {name: _finite(value) for name, value in (metrics or {}).items()}
         if numbers and self._best is not None and self._best not in numbers:
             raise ValueError(f"The best checkpoint is chosen by {self._best!r}; the metrics given are {list(numbers)}.")
@@ -149,7 +151,12 @@ class Checkpoints:
         return content.read_state(folder, target, fix), content.read_record(folder, fix)
 
     def restore_params(
-        self, target: PyTree, step: int | Literal["best"] | None = None, *, missing: Sequence[str] = ()
+        self,
+        target: PyTree,
+        step: int | Literal["best"] | None = None,
+        *,
+        missing: Sequence[str] = (),
+        ignore: Sequence[str] = (),
     ) -> PyTree:
         """Read the parameters and the model state only, for inference or a fresh start; `jdp.restore_params` says more.
 
@@ -157,12 +164,13 @@ class Checkpoints:
             target: a state, real or abstract, with any optimizer; or a tree of parameters that have shardings.
             step: as for `restore`.
             missing: path patterns of parameters that the checkpoint may lack; they keep the target's values.
+            ignore: path patterns of those in the checkpoint that are left unread.
 
         Raises:
             CheckpointError: as for `restore`.
         """
         folder, fix = self._choose(step)
-        return content.read_params(folder, target, missing, fix)
+        return content.read_params(folder, target, fix, missing=missing, ignore=ignore)
 
     def wait(self) -> None:
         """Return when everything saved so far is committed.

@@ -32,8 +32,10 @@ def save(path: str | Path, state: TrainState, *, overwrite: bool = False) -> Non
         overwrite: replace the checkpoint that is there; anything else is never replaced.
 
     Raises:
-        CheckpointError: there is something at `path`, or it cannot be written; nothing was changed.
+        CheckpointError: there is something at `path`, it cannot be written, or the state is abstract; nothing was
+            changed.
     """
+    content.check_values(content.leaves_of(state, ("params", "step")))
     path = Path(path).absolute()
     _check_free(path, overwrite)
     beside = path.with_name(f".{path.name}.saving")
@@ -66,7 +68,9 @@ def restore(path: str | Path, target: TrainState) -> TrainState:
     return content.read_state(folder, target, fix)
 
 
-def restore_params(path: str | Path, target: PyTree, *, missing: Sequence[str] = ()) -> PyTree:
+def restore_params(
+    path: str | Path, target: PyTree, *, missing: Sequence[str] = (), ignore: Sequence[str] = ()
+) -> PyTree:
     """Read the parameters and the model state only, for inference or to start anew from them.
 
     Nothing else is read from disk, so no memory is taken by the optimizer's state: onto `jdp.abstract_state(...)` the
@@ -80,12 +84,14 @@ def restore_params(path: str | Path, target: PyTree, *, missing: Sequence[str] =
             `jdp.abstract_state(...).params`: then a tree of parameters is returned.
         missing: path patterns (`fnmatch`, as in `Plan.rules`) of parameters that the checkpoint may lack, such as
             `("*/lora_*",)`; they keep the values of `target`, which must be real.
+        ignore: path patterns of those in the checkpoint that are left unread, as if it lacked them; each must match.
+            `("*/lora_*",)` reads the base weights of a model with LoRA into the plain model.
 
     Raises:
-        CheckpointError: as for `restore`.
+        CheckpointError: as for `restore`; or a pattern of `ignore` matches nothing.
     """
     folder, fix = _find(Path(path).absolute())
-    return content.read_params(folder, target, missing, fix)
+    return content.read_params(folder, target, fix, missing=missing, ignore=ignore)
 
 
 def _check_free(path: Path, overwrite: bool) -> None:

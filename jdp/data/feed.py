@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jdp.gradients.traced import batch_rows
 from jdp.plan import Plan, nearest_sizes
 from jdp.types import Batch
 
@@ -108,7 +109,9 @@ def _run(batches: Iterator[Batch], plan: Plan, out: queue.SimpleQueue[Any], slot
             batch = next(batches, _END)
             if batch is _END:
                 return out.put(("end", None))
-            out.put(("batch", jax.tree.map(lambda x: _global_array(np.asarray(x), plan, blocks), batch)))
+            arrays = jax.tree.map(np.asarray, batch)
+            batch_rows(arrays)  # raises where they differ
+            out.put(("batch", jax.tree.map(lambda x: _global_array(x, plan, blocks), arrays)))
     except BaseException as error:
         out.put(("error", error))
 
@@ -125,8 +128,6 @@ def _local_blocks(plan: Plan) -> list[int]:
 
 
 def _global_array(local: np.ndarray[Any, Any], plan: Plan, blocks: list[int]) -> jax.Array:
-    if local.ndim == 0:
-        raise ValueError("Every array of a batch has the examples as its leading dimension; a scalar was given.")
     if local.shape[0] == 0 or local.shape[0] % len(blocks):
         raise ValueError(
             f"The rows that a process feeds must divide by its batch shards, {len(blocks)} of {plan.batch_shards}; got "

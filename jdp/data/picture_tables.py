@@ -164,7 +164,7 @@ def _one(chosen: str | None, found: list[str], role: str, schema: Any, where: st
     given = f'"{chosen}"' if chosen is not None else f"{len(found)} that may be it"
     raise ValueError(
         f"a table must have a column of {role}s, got {given} in {where}, whose columns are {', '.join(schema.names)}: "
-        f'say which, {role} = "…"'
+        f'say which, {role} = "…" (in an experiment file data.{"field" if role == "image" else "label"})'
     )
 
 

@@ -28,6 +28,8 @@ Llama (LlamaForCausalLM; its maps are nn.Linear, [out, in], so transposed; the r
 
 from __future__ import annotations
 
+from typing import Any
+
 from jdp.export.names import Names, Part, Tensor
 from jdp.models import GPTConfig
 
@@ -113,7 +115,12 @@ def _tied(config: GPTConfig) -> tuple[str, ...]:
     return ("lm_head.weight",) if config.tied else ()
 
 
-def _require(config: GPTConfig, name: str, **fields: object) -> None:
+def _require(config: Any, name: str, **fields: object) -> None:
+    if not isinstance(config, GPTConfig):
+        raise ValueError(
+            f"{name}'s names are for the parameters of a GPT: give its jdp.models.GPTConfig; got {config!r}. Other "
+            "models need names of their own."
+        )
     for field, wanted in fields.items():
         given = getattr(config, field)
         if given != wanted:

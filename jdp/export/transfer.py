@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jdp.checkpoint.content import check_real
+from jdp.checkpoint.content import both_ways, check_real, check_values, left_unread
 from jdp.checkpoint.errors import CheckpointError, write_error
 from jdp.export import files
 from jdp.export.files import Spec, Stored
@@ -55,12 +55,14 @@ def export_safetensors(
             `NAME.safetensors.index.json`. A tensor is never split.
 
     Raises:
-        CheckpointError: the names do not fit the parameters, or the file cannot be written: what was there stays.
+        CheckpointError: the names do not fit the parameters, these are abstract, or the file cannot be written: what
+            was there stays.
     """
     path = Path(path).absolute()
     if path.suffix != files.SUFFIX:
         raise CheckpointError(f"A safetensors file is named NAME{files.SUFFIX}; got {path.name}.")
     leaves = _leaves(params)
+    check_values(leaves)
     chosen = resolve(names, leaves)
     check_cover(chosen, leaves)
     specs = {name: _spec(tensor, leaves, dtype) for name, tensor in chosen.tensors.items()}
@@ -78,7 +80,12 @@ def export_safetensors(
 
 
 def import_safetensors(
-    path: str | Path, target: PyTree, *, names: GivenNames = None, missing: Sequence[str] = ()
+    path: str | Path,
+    target: PyTree,
+    *,
+    names: GivenNames = None,
+    missing: Sequence[str] = (),
+    ignore: Sequence[str] = (),
 ) -> PyTree:
     """Read weights from safetensors files onto the shardings of `target`; return it with them in place.
 
@@ -93,15 +100,24 @@ def import_safetensors(
         names: as for `export_safetensors`.
         missing: path patterns (`fnmatch`) of parameters that the file may lack, such as `("*/lora_*",)`; they keep the
             values of `target`, which must be real.
+        ignore: patterns of tensors in the file that are left unread, as if it lacked them: of their names, or of these
+            with slashes for dots, `("*/lora_*",)`. Each must match.
 
     Raises:
-        CheckpointError: no such file, a damaged one, or one that does not fit: the first tensor that differs.
+        CheckpointError: no such file, a damaged one, or one that does not fit: the first tensor that differs; or a
+            pattern of `ignore` matches nothing.
     """
     path = Path(path).absolute()
     leaves = _leaves(target)
     stored = files.read(path)
     chosen = resolve(names, leaves)
     check_cover(chosen, leaves, missing)
+    unread = left_unread({name: (name, name.replace(".", "/")) for name in stored}, ignore, path)
+    for name in sorted(unread & chosen.tensors.keys()):
+        for part in chosen.tensors[name].parts:
+            if not any(fnmatch.fnmatchcase(part.path, pattern) for pattern in missing):
+                raise CheckpointError(both_ways(part.path))
+    stored = {name: tensor for name, tensor in stored.items() if name not in unread}
     tensors = _present(chosen, stored, leaves, missing, path)
     held: dict[str, list[tuple[Part, Tensor, Stored]]] = {}
     for name, tensor in tensors.items():
@@ -209,7 +225,7 @@ def _present(
         if name not in present and not any(fnmatch.fnmatchcase(name, pattern) for pattern in names.ignored):
             raise CheckpointError(
                 f"{path} has {name} {stored[name].spec}, for which the model has no place. Build the model that the "
-                "file is of, or add it to Names(ignored=...)."
+                f"file is of, or leave it unread: ignore=({name!r},)."
             )
     return present
 

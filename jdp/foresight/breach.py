@@ -24,6 +24,7 @@ from jdp.state import TrainState
 from jdp.step import Step
 
 _MENTIONED = 0.002  # of theory: what explains less is not worth a sentence, unless nothing explains more
+_TINY = 256  # bytes: sums of no parameter's shape up to here are counts and metrics, and not worth one either
 
 
 @dataclass(frozen=True)
@@ -92,9 +93,21 @@ def breaches(
         group.payload_bytes += piece.payload_bytes
         group.excess += fault.share * _wire(s, piece)
     ordered = sorted(groups.values(), key=lambda group: -group.excess)
-    said = [group for group in ordered if group.excess >= _MENTIONED * promised.wire_bytes] or ordered[:1]
-    return tuple(map(str, said)) or (
-        f"a device sends {size(verdict.wire_bytes)} a step where {size(promised.wire_bytes)} are promised.",
+    told = [group for group in ordered if group.paths or group.payload_bytes > _TINY]
+    told = told or ([] if promised.whole.paths else ordered)
+    said = [group for group in told if group.excess >= _MENTIONED * promised.wire_bytes] or told[:1]
+    return tuple(map(str, said)) or (_in_all(promised, verdict),)
+
+
+def _in_all(promised: Theory, verdict: Verdict) -> str:
+    """Where no tensor is at fault: what is all-reduced whole by plan may send more than theory has for it."""
+    said = f"a device sends {size(verdict.wire_bytes)} a step where {size(promised.wire_bytes)} are promised."
+    if not promised.whole.paths:
+        return said
+    return (
+        f"{said} {listed(promised.whole.paths)}, of fewer than {promised.whole.fewer_than} elements, are all-reduced "
+        f"whole by plan: {size(promised.whole.wire_bytes)}, more than scattered and gathered in this precision. "
+        "Lower Plan(min_shard_size=...), or take the strategy ddp for a model this small."
     )
 
 
@@ -123,6 +136,8 @@ class _Judge:
             return Fault(
                 "no parameter has this shape, so it is activations or a part of the batch", 1.0, self._keep_local()
             )
+        if s.collective.kind == "all-reduce" and all(place.path in self.promised.whole.paths for place in like):
+            return self._planned(s, piece, like)
         if promise is None:
             return self._unnamed(s, like)
         if s.in_accumulation_loop and promise.rounds == 1:
@@ -139,7 +154,10 @@ class _Judge:
         whole = [place for place in like if place.dim is None]
         if whole:
             devices = self.step.plan.mesh.shape[DATA]
-            remedy = f"Make a dimension divide by {devices} (pad it), or lay the devices as replica × data."
+            remedy = (
+                f"Make a dimension divide by {devices} (another size in [model], or padding), or lay the devices as "
+                "replica × data ([mesh] replica = ...)."
+            )
             if "min_shard_size" in whole[0].reason:
                 remedy = "Lower Plan(min_shard_size=...), so that it is sharded."
             return Fault(
@@ -155,6 +173,18 @@ class _Judge:
                 f"(target='h100:1x8'). Here: {remedy}"
             )
         return Fault("reduced whole on every device, where a shard would do", 1.0, remedy)
+
+    def _planned(self, s: Sent, piece: Piece, like: tuple[Placement, ...]) -> Fault | None:
+        """Parameters too small to shard, whose all-reduce is planned as often and as wide as `Whole` says."""
+        step, sizes = self.step, [math.prod(self.parameters.local(place)) for place in like]
+        rounds = step.accumulate if step.plan.row.reduce_each_microbatch else 1
+        size, key = piece.payload_bytes * s.collective.count, ("whole", tuple(place.path for place in like))
+        whole = rounds * step.precision.reduce_dtype.itemsize * sum(sizes)
+        left = self._left.get(key, whole)
+        self._left[key] = left - size
+        if size <= left:
+            return None
+        return Fault("sent more often, or wider, than planned", 1 - max(left, 0) / size, self._manual())
 
     def _used_up(self, s: Sent, piece: Piece, promise: Promise, like: tuple[Placement, ...]) -> Fault | None:
         """More bytes than the parameters' part of the promise still allows."""

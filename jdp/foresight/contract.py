@@ -5,7 +5,8 @@
    microbatches. What runs along the model's own axes only is that model's business and is counted apart; so are the
    statistics of batch norms (`batch_statistics`), up to what they take.
 3. The verdict: kept when a device sends at most 1.02 times the theory's bytes along the batch axes, and every kind of
-   collective that the row does not name at most 1% of them.
+   collective that the row does not name at most 1% of them. Parameters too small to shard are all-reduced whole by
+   plan (`Whole`): an all-reduce may carry them besides, within the same total.
 
 Bytes on the wire are those of the ring algorithms (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms").
 """
@@ -27,7 +28,7 @@ from jdp.foresight.hlo import Collective
 from jdp.foresight.origin import Sites
 from jdp.mesh import DATA, REPLICA, batch_axes
 from jdp.placement import Placement, shards
-from jdp.plan import Plan
+from jdp.plan import MIN_SHARD_SIZE, Plan
 from jdp.precision import Precision
 from jdp.state import Static
 from jdp.types import PyTree
@@ -35,7 +36,7 @@ from jdp.types import PyTree
 TOLERANCE = 1.02
 """Wire bytes over theory that still keep the contract."""
 SLACK = 0.01
-"""Share of theory that any other kind of collective may carry: scalars, and leaves too small to shard."""
+"""Share of theory that any other kind of collective may carry, beside `Whole`: scalars, leaves that do not divide."""
 
 
 def ring_bytes(kind: str, payload: float, devices: int) -> float:
@@ -72,6 +73,31 @@ class Promise:
 
 
 @dataclass(frozen=True)
+class Whole:
+    """Trained parameters that a ZeRO strategy leaves whole by plan, so that their gradients are all-reduced.
+
+    Those of fewer than `Plan.min_shard_size` elements; where that was raised, of fewer than its default all the same: a
+    plan that hardly shards does not keep a ZeRO contract. What is larger and does not divide is no plan but a breach.
+
+    Attributes:
+        paths: of the parameters.
+        fewer_than: elements that each has less than.
+        payload_bytes: a step: r for each element, in every microbatch under zero2 and zero3.
+        devices: that sum them: all that share the batch.
+    """
+
+    paths: tuple[str, ...] = ()
+    fewer_than: int = 0
+    payload_bytes: int = 0
+    devices: int = 1
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that each device sends a step."""
+        return ring_bytes("all-reduce", self.payload_bytes, self.devices)
+
+
+@dataclass(frozen=True)
 class Theory:
     """A row of the contract, in bytes.
 
@@ -80,11 +106,13 @@ class Theory:
             computes with.
         promises: the kinds of collective that the row names.
         statistics: what batch norms send besides, as their part of the model asks; counted apart.
+        whole: what of Ψ is all-reduced by plan, where the row does not; no promise of its own.
     """
 
     parameters: int
     promises: tuple[Promise, ...]
     statistics: BatchStatistics = field(default_factory=BatchStatistics)
+    whole: Whole = field(default_factory=Whole)
 
     @property
     def payload_bytes(self) -> dict[str, float]:
@@ -98,6 +126,11 @@ class Theory:
 
     def promise(self, kind: str) -> Promise | None:
         return next((promise for promise in self.promises if promise.kind == kind), None)
+
+    def allowed(self, kind: str) -> float:
+        """Bytes that each device may send a step by one kind of collective, whatever the others send."""
+        promise, planned = self.promise(kind), self.whole.wire_bytes if kind == "all-reduce" else 0.0
+        return SLACK * self.wire_bytes + planned if promise is None else TOLERANCE * (promise.wire_bytes + planned)
 
 
 def theory(
@@ -146,7 +179,22 @@ def theory(
         promises = (Promise("all-reduce", r * trained, plan.batch_axes, plan.batch_shards, 1, r, trained),)
     adapter = static.adapter if static is not None and sync_batch_norm else None
     statistics = BatchStatistics(() if adapter is None else adapter.batch_statistics, accumulate)
-    return Theory(psi, tuple(promise for promise in promises if promise.devices > 1), statistics)
+    whole = _whole(plan, places, counts, rounds * r)
+    return Theory(psi, tuple(promise for promise in promises if promise.devices > 1), statistics, whole)
+
+
+def _whole(plan: Plan, places: Sequence[Placement], counts: Sequence[int], bytes_each: int) -> Whole:
+    """`counts` are the elements that a device computes with, `bytes_each` what is reduced of each in a step."""
+    limit = min(plan.min_shard_size, MIN_SHARD_SIZE)
+    if not plan.row.shard_state or plan.mesh.shape[DATA] == 1:
+        return Whole()
+    small = [
+        (place.path, count)
+        for place, count in zip(places, counts, strict=True)
+        if place.trained and place.dim is None and math.prod(place.shape) < limit
+    ]
+    payload = bytes_each * sum(count for _, count in small)
+    return Whole(tuple(path for path, _ in small), limit, payload, plan.batch_shards)
 
 
 def _working_itemsize(place: Placement, itemsize: int) -> int:
@@ -250,7 +298,8 @@ class Row:
         expected_bytes, found_bytes: payload a step.
         in_loop_bytes: the part of `found_bytes` that is sent in the loop over the microbatches.
         wire_bytes, theory_wire_bytes: what each device sends a step, found and promised.
-        kept: whether this kind alone stays in bounds: promised kinds within the tolerance, others within the slack.
+        kept: whether this kind alone stays in bounds (`Theory.allowed`): promised kinds within the tolerance, others
+            within the slack, an all-reduce with what is reduced whole by plan.
     """
 
     kind: str
@@ -325,8 +374,6 @@ def _row(kind: str, found: Iterable[Sent], promised: Theory | None) -> Row:
     looped = sum(size for s, size in zip(same, payload, strict=True) if s.in_accumulation_loop)
     wire = sum(s.wire_bytes for s in same)
     promise = promised.promise(kind) if promised is not None else None
-    if promise is not None:
-        expected, theirs, kept = promise.payload_bytes, promise.wire_bytes, wire <= TOLERANCE * promise.wire_bytes
-    else:
-        expected, theirs, kept = 0.0, 0.0, promised is None or wire <= SLACK * promised.wire_bytes
+    expected, theirs = (0.0, 0.0) if promise is None else (promise.payload_bytes, promise.wire_bytes)
+    kept = promised is None or wire <= promised.allowed(kind)
     return Row(kind, expected, sum(payload), looped, wire, theirs, kept)

@@ -93,8 +93,20 @@ def report(step: Step, state: TrainState, compiled: Compiled, target_name: str, 
         collectives=tuple(found),
         breaches=breaches(found, promised, verdict, sites, step, state),
         symptoms=symptoms(compiled, step.plan, state),
-        notes=tuple(dict.fromkeys((*notes, *_notes(step, found)))),
+        notes=tuple(dict.fromkeys((*notes, *_whole(promised, verdict.rows), *_notes(step, found)))),
     )
+
+
+def _whole(promised: Theory, rows: Iterable[Row]) -> Iterable[str]:
+    """What is all-reduced whole by plan, where an all-reduce carries more than the slack."""
+    whole, bound = promised.whole, promised.wire_bytes
+    if whole.paths and any(row.kind == "all-reduce" and row.wire_bytes > SLACK * bound for row in rows):
+        what = f"{len(whole.paths)} parameters" if len(whole.paths) > 1 else "1 parameter"
+        verb = "are" if len(whole.paths) > 1 else "is"
+        yield (
+            f"{what} of fewer than {whole.fewer_than} elements {verb} all-reduced whole: {size(whole.payload_bytes)} a "
+            "step, as planned; theory counts them as if they were sharded"
+        )
 
 
 _XLA_TYPES = {"fp32": "f32", "bf16": "bf16"}
@@ -209,9 +221,21 @@ class Report:
         )
         if self.kept:
             return f"Kept: {said}."
-        unnamed = f"but more than {SLACK:.0%} by kinds of collective that {self.strategy} does not promise"
-        other = f"over {TOLERANCE}" if self.ratio > TOLERANCE else unnamed
-        return f"BROKEN: {said}, {other}."
+        return f"BROKEN: {said}, {self._rule()}."
+
+    def _rule(self) -> str:
+        """Which rule of the contract is broken."""
+        if self.ratio > TOLERANCE:
+            return f"over {TOLERANCE}"
+        over = [row for row in self.rows if not row.kept and not row.expected_bytes]
+        sent = ", ".join(f"{row.kind} {size(row.wire_bytes)}" for row in over)
+        planned = self.theory.whole.wire_bytes if any(row.kind == "all-reduce" for row in over) else 0
+        beside = f" beside the {size(planned)} of parameters that are whole by plan" if planned else ""
+        most = size(SLACK * self.theory_wire_bytes_per_device)
+        return (
+            f"in all within {TOLERANCE}; but a kind of collective that {self.strategy} does not promise may send at "
+            f"most {SLACK:.0%} of theory's, {most}{beside}: {sent}"
+        )
 
 
 _HEADERS = ("kind", "expected", "found", "ratio", "in the microbatch loop", "wire a device", "")

@@ -42,7 +42,7 @@ _INTRODUCTION = (
     "Payloads are whole tensors, a step, loops counted as often as they run. Bytes on the wire are what one device "
     "sends by the ring algorithms: 2(N−1)/N of an all-reduce's payload, (N−1)/N of the others'. A way "
     f"keeps the contract when it sends at most {TOLERANCE:g} times what its strategy promises, and nothing else above "
-    f"{SLACK:.0%} of that."
+    f"{SLACK:.0%} of that, beside the all-reduce of parameters too small to shard."
 )
 _HEADERS = (
     "way",

@@ -76,7 +76,7 @@ def _lengths(experiment: Experiment) -> Iterator[str]:
     if length > context:
         yield f"data.length must be at most model.context = {context}; given {length}: lower it, or raise model.context"
     if warmup > steps:
-        yield f"optimizer.warmup_steps must be at most train.steps = {steps}; given {warmup}"
+        yield f"optimizer.warmup_steps must be at most train.steps = {steps}; given {warmup}: lower it, or train longer"
 
 
 def _data(experiment: Experiment) -> Iterator[str]:

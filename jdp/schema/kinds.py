@@ -16,7 +16,9 @@ ALL = "all"
 
 def _run_name(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9._=-]+", name) or name in (".", ".."):  # NAME-seed=1: a run of a sweep
-        raise ValueError("must be letters, digits, dots, dashes and underscores only, as it names a folder of runs/")
+        raise ValueError(
+            "must be letters, digits, dots, dashes and underscores, one or more, as it names the run's folder"
+        )
     return name
 
 

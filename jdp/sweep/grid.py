@@ -18,6 +18,8 @@ from jdp.schema import Experiment
 
 LONGEST_NAME = 160
 """Characters of a run's name; file systems take 255 bytes, and others put something behind it."""
+MOST = 1000
+"""Runs in all; more are a slip of the pen, as in seed=1:1000000000."""
 _RANGE = re.compile(r"(-?\d+):(-?\d+)(?::(-?\d+))?")
 _NAMED_BY_FLAGS = {"name": "the sweep names its runs itself"}
 
@@ -48,8 +50,8 @@ def members(file: Path, sweeps: Sequence[str], overrides: Mapping[str, str]) -> 
         overrides: dotted key -> text, the same for all runs.
 
     Raises:
-        ExperimentError: a sweep is not understood, a key is unknown, a value does not fit its key, or two runs would
-            be the same.
+        ExperimentError: a sweep is not understood, a key is unknown, a value does not fit its key, two runs would
+            be the same, or there are more than `MOST`.
     """
     axes = dict(_axes(sweeps))
     for key in axes.keys() & overrides.keys():
@@ -106,10 +108,17 @@ def _hash(text: str) -> str:
 def _axes(sweeps: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """Key and values of each sweep. Raises ExperimentError."""
     seen: set[str] = set()
+    runs = 1
     for text in sweeps:
         key, equals, listed = (part.strip() for part in text.partition("="))
         key = key.removeprefix("--")
-        values = [value for item in _split(listed) for value in _expanded(key, item)]
+        items = _split(listed)
+        runs *= sum(_count(key, item) for item in items)  # before a range becomes a list that no memory holds
+        if runs > MOST:
+            raise ExperimentError(
+                f"--sweep makes at most {MOST:,} runs in all; with {text} they are {runs:,}: give fewer"
+            )
+        values = [value for item in items for value in _expanded(key, item)]
         if not equals or not key or "" in values:
             raise ExperimentError(f"--sweep takes KEY=VALUE,VALUE,… or KEY=FIRST:LAST; got {text!r}")
         if key in _NAMED_BY_FLAGS:
@@ -142,16 +151,31 @@ def _split(text: str) -> list[str]:
 
 def _expanded(key: str, item: str) -> list[str]:
     """ "1:4" -> 1, 2, 3, 4; "0:10:5" -> 0, 5, 10; anything else is itself."""
+    bounds = _bounds(key, item)
+    if bounds is None:
+        return [item]
+    first, last, step = bounds
+    return [str(number) for number in range(first, last + 1, step)]
+
+
+def _count(key: str, item: str) -> int:
+    """How many values `_expanded` gives. (Python's `len` takes no range of 2**63 and more.)"""
+    bounds = _bounds(key, item)
+    return 1 if bounds is None else (bounds[1] - bounds[0]) // bounds[2] + 1
+
+
+def _bounds(key: str, item: str) -> tuple[int, int, int] | None:
+    """First, last and step of a range; None for anything else."""
     found = _RANGE.fullmatch(item)
     if found is None:
-        return [item]
+        return None
     first, last, step = int(found[1]), int(found[2]), int(found[3] or 1)
     if step < 1 or last < first:
         raise ExperimentError(
             f"--sweep {key}: a range is FIRST:LAST or FIRST:LAST:STEP, from the smaller to the larger number, "
             f"both included; got {item}"
         )
-    return [str(number) for number in range(first, last + 1, step)]
+    return first, last, step
 
 
 def _check_different(found: Sequence[Member]) -> None:

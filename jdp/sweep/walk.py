@@ -71,7 +71,7 @@ def walk(
             say(place)
             results[number] = _result(member, runs, start(member))
             if results[number].status == FAILED:
-                say(f"{place} failed, exit code {results[number].exit_code}; its folder stays, and it is tried again")
+                say(f"{place} failed, exit code {results[number].exit_code}; the next visit tries it again")
         yield tuple(results)
         if results[number].status == STOPPED:
             return

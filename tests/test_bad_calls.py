@@ -1,0 +1,172 @@
+"""A call that cannot mean anything is one ValueError, at once: the rule, the value given, the fix."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import jdp
+from jdp.export import export_safetensors, gpt2_names, import_safetensors, llama_names
+from jdp.models import ResNetConfig
+
+TX = optax.sgd(0.1)
+KEY = jax.random.key(0)
+
+
+def mesh():
+    return jdp.make_mesh(data=4, model=2)
+
+
+def plan(**settings):
+    return jdp.Plan(mesh(), "zero3", **settings)
+
+
+def params(rng):
+    return {"w": jnp.ones((8, 4)), "lora_a": jnp.ones(2)}
+
+
+def state(init=params, tx=TX, rng=KEY, wrt=None):
+    return jdp.abstract_state(init, tx, plan(), rng=rng, wrt=wrt)
+
+
+def linear(rng):
+    return nnx.Linear(2, 2, rngs=nnx.Rngs(rng))
+
+
+def step(**settings):
+    return jdp.make_train_step(lambda params, batch, rng: jnp.zeros(()), plan(), **settings)
+
+
+PAIR = r"A rule is a pair of a path pattern and a PartitionSpec, as in rules=\[.*\]; got "
+ENTRY = "A dimension in a rule is None, an axis or a tuple of axes; the rule for 'w' has "
+TX_IS = r"tx is an optax optimizer, e\.g\. optax\.adamw\(3e-4\); got "
+CALLS = {
+    "a rule's spec is a tuple": (lambda: plan(rules=[("w", ("model",))]), PAIR + r"\('w', \('model',\)\)"),
+    "a rule's spec is None": (lambda: plan(rules=[("w", None)]), PAIR + r"\('w', None\)"),
+    "a rule's spec is text": (lambda: plan(rules=[("w", "model")]), PAIR + r"\('w', 'model'\)"),
+    "a rule's pattern is no text": (lambda: plan(rules=[(re.compile("w"), P("model"))]), PAIR + r"\(re\.compile"),
+    "a rule of three": (lambda: plan(rules=[("w", P("model"), 1)]), PAIR + r"\('w', P"),
+    "one rule, not in a list": (lambda: plan(rules=("w", P("model"))), PAIR + "'w'"),
+    "rules in a dict": (lambda: plan(rules={"w": P("model")}), r"rules are a sequence of pairs, .*; got \{'w'"),
+    "rules are None": (lambda: plan(rules=None), "rules are a sequence of pairs, .*; got None"),
+    "an entry is left open": (lambda: plan(rules=[("w", P(P.UNCONSTRAINED))]), ENTRY + "UNCONSTRAINED.*Write None"),
+    "an entry is a number": (lambda: plan(rules=[("w", P(1))]), ENTRY + "1"),
+    "min_shard_size < 0": (lambda: plan(min_shard_size=-1), "min_shard_size is a whole .* 0 or more; got -1"),
+    "min_shard_size is no integer": (lambda: plan(min_shard_size=1e3), "min_shard_size is a whole .*; got 1000.0"),
+    "a mesh axis is text": (lambda: jdp.make_mesh(data="8"), r"Mesh axes are integers, .*data=8\); got data='8'"),
+    "a mesh axis is a float": (lambda: jdp.make_mesh(data=8.0), "Mesh axes are integers, .*; got data=8.0"),
+    "a mesh axis is a bool": (lambda: jdp.make_mesh(data=8, x=True), "Mesh axes are integers, .*; got x=True"),
+    "tx was not made": (lambda: state(tx=optax.adam), TX_IS + "<function adam.*Call it first"),
+    "tx is a class": (lambda: state(tx=optax.MultiSteps), TX_IS + "<class .*MultiSteps"),
+    "tx is None": (lambda: state(tx=None), TX_IS + "None"),
+    "the averaged tx is None": (lambda: jdp.with_ema(None, 0.9), TX_IS + "None"),
+    "rng is several keys": (lambda: state(rng=jax.random.split(KEY)), r"rng is one key, .*; got keys of shape \[2\]"),
+    "rng is old keys": (lambda: state(rng=np.zeros((3, 2), np.uint32)), r"rng is one key, .*; got keys of shape \[3\]"),
+    "rng is floats": (lambda: state(rng=np.zeros(2)), r"rng is a key, .*; got float64\[2\]"),
+    "rng is a number": (lambda: state(rng=0), "rng is a key, .*; got 0"),
+    "wrt is a number": (lambda: state(linear, wrt=3), r"`wrt` is None, a path pattern .*; got 3"),
+    "accumulate is a float": (lambda: step(accumulate=2.0), "accumulate is .*; got 2.0. Give an integer"),
+    "accumulate is a bool": (lambda: step(accumulate=True), "accumulate is .*; got True"),
+    "accumulate is text": (lambda: step(accumulate="2"), "accumulate is .*; got '2'"),
+    "clip_norm is text": (lambda: step(clip_norm="1"), "clip_norm is a positive norm, or None; got '1'. Give a number"),
+    "clip_norm is a bool": (lambda: step(clip_norm=True), "clip_norm is a positive norm, or None; got True"),
+    "decay is text": (lambda: jdp.with_ema(TX, "x"), r"decay of a moving average is a number in \[0, 1\); got 'x'"),
+    "rate is None": (lambda: jdp.warmup(None, 3), "rate is a number, or an optax schedule.*; got None"),
+    "warm-up of half a step": (
+        lambda: jdp.warmup(0.1, 2.5),
+        "takes an integer steps >= 0 and start >= 0; got steps=2.5",
+    ),
+    "start is text": (lambda: jdp.warmup(0.1, 2, start="0"), "start >= 0; got steps=2, start='0'"),
+    "batch is infinite": (
+        lambda: jdp.scaled_lr(0.1, base_batch=1, batch=float("inf")),
+        "got batch=inf. Give finite",
+    ),
+    "base_batch is 0": (lambda: jdp.scaled_lr(0.1, base_batch=0, batch=1), "takes positive numbers; got base_batch=0"),
+    "base_lr is text": (lambda: jdp.scaled_lr("1", base_batch=1, batch=1), "takes positive numbers; got base_lr='1'"),
+    "GPT-2's names of a ResNet": (
+        lambda: gpt2_names(ResNetConfig(2, (1,))),
+        "GPT-2's names .*GPTConfig; got ResNetConfig",
+    ),
+    "Llama's names of nothing": (lambda: llama_names(None), "Llama's names .*jdp.models.GPTConfig; got None"),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_a_bad_call_is_one_error_with_the_fix(case):
+    call, message = CALLS[case]
+    with pytest.raises(ValueError, match=message) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+def test_numbers_of_numpy_are_numbers():
+    plan(min_shard_size=np.int64(0))
+    step(accumulate=np.int32(2), clip_norm=np.float32(1))
+    jdp.make_mesh(data=np.int64(8))
+    jdp.scaled_lr(np.float32(0.1), base_batch=np.int64(1), batch=2)
+
+
+def saved_among_many(path, state):
+    with jdp.Checkpoints(path) as checkpoints:
+        checkpoints.save(state)
+
+
+WRITERS = {
+    "save": (lambda path, state: jdp.save(path / "one", state), "params/lora_a"),
+    "Checkpoints.save": (lambda path, state: saved_among_many(path / "many", state), "params/lora_a"),
+    "export": (lambda path, state: export_safetensors(path / "m.safetensors", state), "lora_a"),
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_an_abstract_state_cannot_be_written(tmp_path, writer):
+    write, leaf = WRITERS[writer]
+    with pytest.raises(jdp.CheckpointError, match=rf"{leaf} is abstract, float32\[2\] .*jdp\.init_state, a train step"):
+        write(tmp_path, state())
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A state with LoRA, as a checkpoint and as a safetensors file, and what reads each of them."""
+    folder = tmp_path_factory.mktemp("written")
+    made = jdp.init_state(lambda rng: {"a": params(rng)}, TX, plan(), rng=KEY)
+    jdp.save(folder / "one", made)
+    export_safetensors(folder / "m.safetensors", made)
+
+    def checkpoint(target, **settings):
+        return jdp.restore_params(folder / "one", target, **settings)
+
+    def tensors(target, **settings):
+        return import_safetensors(folder / "m.safetensors", target, **settings)
+
+    return {"checkpoint": checkpoint, "safetensors": tensors}
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "safetensors"])
+def test_what_a_file_has_beyond_the_model_can_be_left_unread(written, kind, caplog):
+    read, plain = written[kind], state(lambda rng: {"a": {"w": jnp.zeros((8, 4))}}).params
+    with caplog.at_level("INFO", "jdp"):
+        got = read(plain, ignore=("*/lora_*",))
+    assert jax.tree.map(jnp.shape, got) == {"a": {"w": (8, 4)}} and float(got["a"]["w"].min()) == 1
+    assert "1 of 2 arrays are left unread, as `ignore` asks; the first is" in caplog.text
+    with pytest.raises(jdp.CheckpointError, match=r"leave it unread.*ignore=\('a[./]lora_a',\)"):
+        read(plain)
+    with pytest.raises(jdp.CheckpointError, match=r"'\*/lora' matches nothing of .*, which has .*a/w"):
+        read(plain, ignore=("*/lora_*", "*/lora"))
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "safetensors"])
+def test_what_the_model_needs_is_left_unread_only_where_it_keeps_its_own(written, kind):
+    """Such as a head of another size: `ignore` and `missing` name it both."""
+    read = written[kind]
+    other = jdp.init_state(lambda rng: {"a": {**params(rng), "lora_a": jnp.full(3, 5.0)}}, TX, plan(), rng=KEY).params
+    with pytest.raises(jdp.CheckpointError, match=r"the model must not need; it has a/lora_a.*into `missing` too"):
+        read(other, ignore=("a/lora_*",))
+    got = read(other, ignore=("a/lora_*",), missing=("a/lora_*",))
+    assert got["a"]["lora_a"].tolist() == [5, 5, 5] and float(got["a"]["w"].min()) == 1
