@@ -31,7 +31,7 @@ def peak_rate(experiment: Experiment) -> float:
 def learning_rate(experiment: Experiment) -> optax.Schedule:
     """Learning rate as a function of the optimizer steps done before (0 at the first step).
 
-    Warm-up: see `jdp.warmup`; the last step of it has the peak. Then constant, or down to `final_lr_fraction` at the end
+    Warm-up: see `jdp.warmup`; its last step has the peak. Then constant, or down to `final_lr_fraction` at the end
     of the run: along a line, or half a cosine (arXiv:1608.03983, eq. 5, without restarts). Steps are global:
     accumulation and device count do not change them.
     """

@@ -103,7 +103,7 @@ def found(kind, payload, over_batch=True):
         (36896, 18448, 0, True),  # less is kept too: zero3's gathers are "at most"
         (36896, 36896 + 1475, 0, True),  # 1.02 of 73792 is 1475.8 more
         (36896, 36896 + 1476, 0, False),
-        # An all-reduce of 368 bytes sends as much as a gather of 736: 1 % is 737.9. The 8 biases, 32 bytes, are planned.
+        # An all-reduce of 368 bytes sends as much as a gather of 736: 1 % is 737.9. 8 biases, 32 bytes, are planned.
         (36896, 36000, 368 + 32, True),
         (36896, 36000, 369 + 32, False),
     ],
