@@ -54,7 +54,17 @@ def items_of(state: TrainState, record: Mapping[str, Any]) -> ocp.args.Composite
 
 
 def leaves_of(state: Any, fields: Sequence[str]) -> dict[str, Any]:
-    """The leaves of these fields by path: "params/layers/kernel"."""
+    """The leaves of these fields by path: "params/layers/kernel".
+
+    Raises:
+        CheckpointError: it is no state.
+        ValueError: two leaves have one path.
+    """
+    if lacking := [name for name in fields if not hasattr(state, name)]:
+        raise CheckpointError(
+            f"A checkpoint holds a jdp.TrainState; a {type(state).__name__} was given, which has no {lacking[0]}. "
+            "Weights alone go into a file: jdp.export.export_safetensors(path, params)."
+        )
     found: dict[str, Any] = {}
     for path, leaf in jax.tree.leaves_with_path({name: getattr(state, name) for name in fields}):
         if (name := path_of(path)) in found:
