@@ -1,4 +1,6 @@
-"""Bytes, seconds and shares as people read them: three digits."""
+"""Bytes, seconds and shares as people read them: three digits; and tables of them as text."""
+
+from collections.abc import Iterable, Sequence
 
 
 def size(count: float) -> str:
@@ -20,6 +22,13 @@ def share(fraction: float) -> str:
     """A fraction as per cent: "87 %"; "0.4 %" and "99.6 %" near the ends, so that only nothing is 0 and all is 100."""
     near_an_end = 0 < fraction < 0.0995 or 0.9905 < fraction < 1
     return f"{100 * fraction:.1f} %" if near_an_end else f"{100 * fraction:.0f} %"
+
+
+def columns(rows: Iterable[Sequence[str]]) -> list[str]:
+    """Rows of cells as lines of text, each column as wide as its widest cell."""
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def _scaled(value: float, units: tuple[tuple[float, str], ...], small: str) -> str:

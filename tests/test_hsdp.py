@@ -131,7 +131,7 @@ def verified(strategy, accumulate):
 PROGRAMS = [(s, k) for s in ("ddp", "zero1", "zero2", "zero3") for k in (1, 4)]
 
 
-@pytest.mark.parametrize(("strategy", "accumulate"), cases([("zero1", 4), ("zero3", 1)], PROGRAMS))
+@pytest.mark.parametrize(("strategy", "accumulate"), cases([("zero3", 1)], PROGRAMS))
 def test_keeps_the_contract_on_a_real_target(strategy, accumulate):
     report = verified(strategy, accumulate)
     assert report.kept, str(report)

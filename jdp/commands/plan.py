@@ -77,14 +77,14 @@ def _plan(options: Options, overrides: dict[str, str]) -> tuple["Forecast", dict
     strategies = words(options.strategy, "--strategy")
     remats: list[str | None] = [None] if options.remat is None else [*words(options.remat, "--remat")]
     settings = [overrides | ({} if remat is None else {"model.remat": remat}) for remat in remats]
-    experiments = [load(options.file, each) for each in settings]
-    accumulate = counts(options.accumulate, "--accumulate") or [experiments[0].train.accumulate]
-    choose_target_platform(options.target, experiments[0].devices)
+    experiments = dict(zip(remats, (load(options.file, each) for each in settings), strict=True))
+    first = experiments[remats[0]]
+    accumulate = counts(options.accumulate, "--accumulate") or [first.train.accumulate]
+    choose_target_platform(options.target, first.devices)
 
-    from jdp.commands.show import Progress, show_forecast
-    from jdp.foresight.foresee import forecast
+    from jdp.commands.show import show_forecast
     from jdp.foresight.here import target_of
-    from jdp.plan_experiment import described_batch, largest_batch, ways_of
+    from jdp.plan_experiment import described_batch, ways_of
     from jdp.strategy import strategy
 
     for name in strategies:
@@ -94,11 +94,24 @@ def _plan(options: Options, overrides: dict[str, str]) -> tuple["Forecast", dict
         raise UsageError(f"--max-batch needs a target whose memory is known; the devices of {target} share a machine's")
     ways = [
         way
-        for experiment, remat in zip(experiments, remats, strict=True)
+        for remat, experiment in experiments.items()
         for way in ways_of(experiment, target, strategies=strategies, accumulate=accumulate, remat=remat)
     ]
     batch = described_batch(ways[0].moved.batch)
-    described = f"{experiments[0].model.name}, {experiments[0].precision}, batches of {batch.words}"
+    described = f"{first.model.name}, {first.precision}, batches of {batch.words}"
+    found = _forecast(options, ways, target, batch)
+    if not options.json:
+        show_forecast(found, first.name, described)
+    if not options.max_batch or found.choice is None:
+        return found, None, described
+    return found, _largest(options, experiments[found.choice.remat], target, found.choice), described
+
+
+def _forecast(options: Options, ways: list[Any], target: Any, batch: Any) -> "Forecast":
+    """Compile every way. Raises UsageError if none of them compiles."""
+    from jdp.commands.show import Progress
+    from jdp.foresight.foresee import forecast
+
     with Progress() as progress:
         found = forecast(
             ways,
@@ -110,16 +123,19 @@ def _plan(options: Options, overrides: dict[str, str]) -> tuple["Forecast", dict
         )
     if all(outlook.error is not None for outlook in found.outlooks):
         raise UsageError("\n".join(found.notes))
-    if not options.json:
-        show_forecast(found, experiments[0].name, described)
-    if not options.max_batch or found.choice is None:
-        return found, None, described
-    experiment = experiments[remats.index(found.choice.remat)]
+    return found
+
+
+def _largest(options: Options, experiment: Any, target: Any, choice: Any) -> dict[str, Any]:
+    """The largest batch that fits, for the way that was chosen."""
+    from jdp.commands.show import Progress
+    from jdp.plan_experiment import largest_batch
+
     with Progress() as progress:
-        largest = largest_batch(experiment, target, found.choice, cache=not options.no_cache, progress=progress.rows)
+        largest = largest_batch(experiment, target, choice, cache=not options.no_cache, progress=progress.rows)
     if not options.json:
         print(largest)
-    return found, largest.to_json(), described
+    return largest.to_json()
 
 
 def _write(options: Options, forecast: "Forecast", described: str) -> None:

@@ -8,6 +8,8 @@ efficiencies, which programs do see, are those that NCCL itself counts on.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+XLA_TYPES = {"fp32": "f32", "bf16": "bf16"}
+"""jdp's name of a dtype (`jdp.Precision`) -> XLA's."""
 _KIB, _MIB, _GIB = 2**10, 2**20, 2**30
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from jdp.amounts import duration, rate, share, size
+from jdp.amounts import columns, duration, rate, share, size
 from jdp.foresight.memory import Memory, Room
 from jdp.foresight.timeline import Timeline
 from jdp.foresight.verify import Report
@@ -200,7 +200,7 @@ class Forecast:
         return [_speed_row(outlook) for outlook in self.outlooks]
 
     def __str__(self) -> str:
-        tables = [_text(MEMORY, self.memory_table()), "", _text(self.speed_headings, self.speed_table())]
+        tables = [*columns([MEMORY, *self.memory_table()]), "", *columns([self.speed_headings, *self.speed_table()])]
         notes = [f"Note: {note}" for note in self.notes]
         return "\n".join([f"{self.devices} devices, {self.target}", *tables, "", *self.why, *notes])
 
@@ -216,12 +216,6 @@ class Forecast:
             "why": " ".join(self.why),
             "notes": list(self.notes),
         }
-
-
-def _text(headers: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
-    lines = ("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in (headers, *rows))
-    return "\n".join(lines)
 
 
 def _memory_row(outlook: Outlook) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ import jax
 
 from jdp.foresight.advice import advise
 from jdp.foresight.cache import Cache
+from jdp.foresight.chips import XLA_TYPES
 from jdp.foresight.compiled import Compiled, CompileError, compile_step
 from jdp.foresight.flops import model_flops
 from jdp.foresight.forecast import Forecast, Outlook, way_name
@@ -34,8 +35,6 @@ from jdp.types import Batch
 
 Progress = Callable[[int, int, str], None]
 """Called with (ways done, ways in all, what is being compiled)."""
-
-_XLA_TYPES = {"fp32": "f32", "bf16": "bf16"}
 
 
 @dataclass(frozen=True)
@@ -146,7 +145,7 @@ def outlook(way: Way, target: Target, *, tokens: int | None = None, cache: Cache
     held, held_to = memory(compiled, step, state), report(step, state, compiled, str(target))
     room = None if target.memory_bytes is None else held.fits(target.memory_bytes)
     chip = target.chip
-    peak = None if chip is None else chip.matmul_flops.get(_XLA_TYPES[step.precision.compute])
+    peak = None if chip is None else chip.matmul_flops.get(XLA_TYPES[step.precision.compute])
     return replace(
         named,
         partitioning=step.partitioning,

@@ -12,9 +12,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jdp.amounts import size
+from jdp.amounts import columns, size
 from jdp.foresight.breach import breaches
 from jdp.foresight.cache import Cache
+from jdp.foresight.chips import XLA_TYPES
 from jdp.foresight.compiled import Compiled, compile_step
 from jdp.foresight.contract import SLACK, TOLERANCE, Row, Sent, Theory, judge, sent, theory
 from jdp.foresight.here import fingerprint, target_of
@@ -109,9 +110,6 @@ def _whole(promised: Theory, rows: Iterable[Row]) -> Iterable[str]:
         )
 
 
-_XLA_TYPES = {"fp32": "f32", "bf16": "bf16"}
-
-
 def _notes(step: Step, found: Iterable[Sent]) -> Iterable[str]:
     """What the numbers rest on: the dtype that gradients are reduced in, loops of unknown length, whose compiler."""
     counted = [s for s in found if s.over_batch]
@@ -119,7 +117,7 @@ def _notes(step: Step, found: Iterable[Sent]) -> Iterable[str]:
         names = dict.fromkeys(s.collective.kind for s in counted if caveat in s.collective.caveats)
         yield f"{', '.join(names)} {caveat}, so it may send more than is told here"
     reductions = [s.collective for s in counted if s.collective.kind in ("all-reduce", "reduce-scatter")]
-    total, asked = sum(c.wire_bytes for c in reductions), _XLA_TYPES[step.precision.reduce]
+    total, asked = sum(c.wire_bytes for c in reductions), XLA_TYPES[step.precision.reduce]
     other = [c for c in reductions if c.dtype != asked]
     if sum(c.wire_bytes for c in other) > SLACK * total:
         got = ", ".join(sorted({c.dtype for c in other}))
@@ -198,15 +196,15 @@ class Report:
         head = f"{self.strategy} on {axes} for {self.target}, K={self.accumulate}, {self.partitioning}: {self.why}"
         parts = [[head, self._verdict()]]
         if self.rows:
-            parts.append(_columns([_HEADERS, *map(_cells, self.rows)]))
+            parts.append(columns([_HEADERS, *map(_cells, self.rows)]))
         if self.own:
             title = "Along the model's own axes, which the contract leaves to the model:"
-            parts.append([title, *_columns([_HEADERS, *map(_cells, self.own)])])
+            parts.append([title, *columns([_HEADERS, *map(_cells, self.own)])])
         if self.statistics is not None:
             title = "Statistics of batch norms over all devices, which the contract leaves out:"
-            parts.append([title, *_columns([_HEADERS, _cells(self.statistics)])])
+            parts.append([title, *columns([_HEADERS, _cells(self.statistics)])])
         if self.collectives:
-            parts.append(_columns([_LISTED, *_grouped(self.collectives)]))
+            parts.append(columns([_LISTED, *_grouped(self.collectives)]))
         for title, lines in (("Breaches", self.breaches), ("Symptoms", self.symptoms), ("Notes", self.notes)):
             if lines:
                 parts.append([f"{title}:", *(f"- {line}" for line in lines)])
@@ -267,8 +265,3 @@ def _apart(s: Sent) -> str:
     if s.statistics_bytes:
         return "batch statistics" + (" among others" if s.payload_bytes else "")
     return "" if s.over_batch else "the model's own"
-
-
-def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
