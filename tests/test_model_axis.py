@@ -371,10 +371,11 @@ def test_the_models_own_traffic_is_counted_apart():
 
 
 def test_with_zero_on_top_manual_is_chosen_because_auto_moves_activations():
-    """The reason for the choice is real: in auto, the embedding's gradient goes through an all-to-all along `data`."""
+    """The reason for the choice is real: in auto, the embedding's gradient goes through an all-to-all along `data`, or
+    with jax 0.12 through several reduce-scatters."""
     report = verified("zero2", 1, "fp32", "auto")
     assert not report.kept
-    assert "all-to-all" in report.breaches[0]
+    assert "all-to-all" in report.breaches[0] or "embed/tokens" in report.breaches[0]
     plan = jdp.Plan(jdp.make_mesh(**SIZES), "zero2", rules=megatron(), min_shard_size=64)
     step, state = jdp.make_train_step(loss, plan), start("zero2")
     batch = dict.fromkeys("xy", np.zeros((ROWS, LENGTH), np.int32)) | {"weight": np.ones((ROWS, LENGTH), np.float32)}
