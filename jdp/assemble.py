@@ -145,6 +145,11 @@ class Assembly:
         return init_state(self.init, self.tx, self.plan, rng=self.rng, wrt=self.wrt)
 
     def abstract_state(self) -> TrainState:
+        """The state's shapes and where they lie; traced once."""
+        return self._abstract_state
+
+    @cached_property
+    def _abstract_state(self) -> TrainState:
         return abstract_state(self.init, self.tx, self.plan, rng=self.rng, wrt=self.wrt)
 
     def abstract_batch(self) -> Batch:
@@ -168,11 +173,9 @@ class Assembly:
         return make_train_step(
             self.loss,
             self.plan,
-            accumulate=chosen.train.accumulate,
-            precision=chosen.precision,
-            partitioning=chosen.partitioning,
             clip_norm=chosen.optimizer.clip_norm,
             sync_batch_norm=chosen.sync_batch_norm,
+            **self._of_both_steps,
         )
 
     @cached_property
@@ -182,14 +185,16 @@ class Assembly:
 
     @cached_property
     def eval_step(self) -> Step:
+        return make_eval_step(self.loss, self.plan, **self._of_both_steps)
+
+    @property
+    def _of_both_steps(self) -> dict[str, Any]:
         chosen = self.experiment
-        return make_eval_step(
-            self.loss,
-            self.plan,
-            accumulate=chosen.train.accumulate,
-            precision=chosen.precision,
-            partitioning=chosen.partitioning,
-        )
+        return {
+            "accumulate": chosen.train.accumulate,
+            "precision": chosen.precision,
+            "partitioning": chosen.partitioning,
+        }
 
 
 def _check_rules(experiment: Experiment, sizes: dict[str, int], shapes: dict[str, tuple[int, ...]]) -> None:

@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import re
-import resource
 import shutil
 import stat
 import subprocess
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from full_disk import files_of_at_most
 
 import jdp
 
@@ -47,17 +47,6 @@ def state():
 
 def at(state, count):
     return replace(state, step=jnp.int32(count))
-
-
-@contextmanager
-def files_of_at_most(size):
-    """The system refuses to let any file grow beyond `size` bytes, as a full disk does."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @contextmanager

@@ -3,10 +3,8 @@ mean to Hugging Face: held against forward passes written from those architectur
 
 import json
 import math
-import resource
 import struct
 import tracemalloc
-from contextlib import contextmanager
 from dataclasses import replace
 
 import jax
@@ -15,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from full_disk import files_of_at_most
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jdp
@@ -379,17 +378,6 @@ def test_a_missing_file_and_a_missing_shard_are_named(tmp_path):
 def test_a_name_with_another_ending_is_refused(tmp_path):
     with pytest.raises(jdp.CheckpointError, match=r"is named NAME\.safetensors; got m\.bin"):
         export_safetensors(tmp_path / "m.bin", {"w": jnp.ones(4)})
-
-
-@contextmanager
-def files_of_at_most(size):
-    """The system refuses to let any file grow beyond `size` bytes, as a full disk does."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_disk_that_fills_leaves_the_file_that_was_there(tmp_path):

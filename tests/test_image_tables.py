@@ -1,12 +1,12 @@
 """Images in arrays, tables and Hugging Face data sets: the same samples wherever they are; what a damaged one says."""
 
 import io
-import logging
 import shutil
 
 import numpy as np
 import pytest
 from PIL import Image
+from reading_pictures import pixels_of, said
 
 from jdp import cli
 from jdp.data import global_batches
@@ -38,17 +38,6 @@ def pictures(tmp_path_factory):
 
 def samples_of(data):
     return [side[index] for side in (data.train, data.heldout) for index in range(len(side))]
-
-
-def pixels_of(sample):
-    """uint8: what the normalisation to [-1, 1] came from."""
-    return np.rint((sample["images"] * 0.5 + 0.5) * 255).astype(np.uint8)
-
-
-def said(caplog, call):
-    with caplog.at_level(logging.INFO, "jdp"):
-        result = call()
-    return result, caplog.text
 
 
 # --- arrays and tables ----------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import io
 import itertools
-import logging
 import shutil
 import sys
 from collections import Counter
@@ -10,6 +9,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from PIL import Image
+from reading_pictures import pixels_of, said
 
 import jdp
 from jdp import cli
@@ -49,17 +49,6 @@ def samples_of(data):
 
 def contents(side):
     return {side[index]["images"].tobytes() for index in range(len(side))}
-
-
-def pixels_of(sample):
-    """uint8: what the normalisation to [-1, 1] came from."""
-    return np.rint((sample["images"] * 0.5 + 0.5) * 255).astype(np.uint8)
-
-
-def said(caplog, call):
-    with caplog.at_level(logging.INFO, "jdp"):
-        result = call()
-    return result, caplog.text
 
 
 # --- digits ---------------------------------------------------------------------------------------------------------

@@ -4,8 +4,8 @@ import gzip
 import json
 
 import jax
-import numpy as np
 import pytest
+from tiny_experiment import write_tiny
 
 from jdp import signals
 from jdp.assemble import Assembly
@@ -17,21 +17,7 @@ from jdp.metrics import read
 from jdp.mfu import peak_flops, seconds_at_peak
 from jdp.profiling import profiled_steps
 
-EXPERIMENT = """
-name = "tiny"
-
-[model]
-name = "gpt-nano"
-layers = 1
-width = 16
-heads = 2
-kv_heads = 1
-context = 8
-
-[data]
-source = "text.txt"
-heldout_fraction = 0.1
-
+TRAIN = """
 [train]
 steps = 6
 batch_size = 8
@@ -41,10 +27,7 @@ eval_batches = 1
 
 
 def write_experiment(folder):
-    words = np.random.default_rng(0).choice(["data", "parallel", "device", "mesh"], 1000)
-    (folder / "text.txt").write_text(" ".join(words))
-    (folder / "tiny.toml").write_text(EXPERIMENT)
-    return folder / "tiny.toml"
+    return write_tiny(folder, TRAIN)
 
 
 @pytest.fixture

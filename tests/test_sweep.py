@@ -9,8 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
+from tiny_experiment import write_tiny
 
 from jdp.cli import main
 from jdp.experiment import ExperimentError, to_toml
@@ -19,22 +19,7 @@ from jdp.sweep.grid import LONGEST_NAME, check, member_name, members
 from jdp.sweep.results import as_json, failures, ranked, record, table
 from jdp.sweep.walk import DONE, FAILED, STOPPED, WAITING, Ended, walk
 
-EXPERIMENT = """
-name = "tiny"
-devices = 2
-
-[model]
-name = "gpt-nano"
-layers = 1
-width = 16
-heads = 2
-kv_heads = 1
-context = 8
-
-[data]
-source = "text.txt"
-heldout_fraction = 0.1
-
+TABLES = """
 [optimizer]
 name = "sgd"
 lr = 0.1
@@ -50,10 +35,7 @@ max_skips_in_a_row = 2
 
 @pytest.fixture
 def file(tmp_path):
-    words = np.random.default_rng(0).choice(["data", "parallel", "device", "mesh"], 1000)
-    (tmp_path / "text.txt").write_text(" ".join(words))
-    (tmp_path / "tiny.toml").write_text(EXPERIMENT)
-    return tmp_path / "tiny.toml"
+    return write_tiny(tmp_path, TABLES, top="devices = 2\n")
 
 
 def swept(file, *sweeps, **overrides):

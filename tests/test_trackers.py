@@ -8,6 +8,7 @@ import time
 
 import jax
 import pytest
+from tiny_experiment import write_tiny
 
 from jdp import notices, signals, trackers
 from jdp.cli import main
@@ -196,17 +197,7 @@ def test_the_keys_of_track_are_optional_words():
         Track(wandb="")
 
 
-EXPERIMENT = """
-name = "tiny"
-[model]
-name = "gpt-nano"
-layers = 1
-width = 16
-heads = 2
-kv_heads = 1
-context = 8
-[data]
-source = "text.txt"
+TABLES = """
 [train]
 steps = 4
 batch_size = 8
@@ -220,9 +211,7 @@ mlflow = "digits"
 
 @pytest.fixture
 def file(tmp_path):
-    (tmp_path / "text.txt").write_text("data parallel device mesh " * 100)
-    (tmp_path / "tiny.toml").write_text(EXPERIMENT)
-    return tmp_path / "tiny.toml"
+    return write_tiny(tmp_path, TABLES)
 
 
 def train(file, *arguments):

@@ -2,13 +2,12 @@
 what is trained, and what becomes of a run that cannot go on. On points of three classes, so that a step is cheap."""
 
 import json
-import resource
 import signal
-from contextlib import contextmanager
 
 import jax
 import numpy as np
 import pytest
+from full_disk import files_of_at_most
 
 from jdp import signals
 from jdp.assemble import Assembly
@@ -240,20 +239,9 @@ def test_a_rule_that_shards_over_data_under_ddp_is_not_silent(file, capsys):
     assert capsys.readouterr().err.count(f"the rule for '{pattern}' shards over data, which ddp does not") == 1
 
 
-@contextmanager
-def no_file_beyond(size):
-    """A disk that is full beyond `size` bytes a file: for everything in this process, C++ too."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 @pytest.mark.parametrize("size", [500, 4000], ids=["experiment", "metrics"])
 def test_a_full_disk_is_one_error_and_the_run_resumes_when_there_is_room(file, capsys, size):
-    with no_file_beyond(size):
+    with files_of_at_most(size):
         code, folder = train(file, "--train.steps", "60")
     error = capsys.readouterr().err
     assert code == 2 and error.count("error:") == 1 and "Traceback" not in error, error

@@ -20,6 +20,10 @@ of processor time, ± half the 95% interval of the median.
       without guard      1.014 ± 0.005    1.015 ± 0.009    1.007 ± 0.008
     manual / jit         1.071 ± 0.009    1.084 ± 0.010    1.101 ± 0.020
 
+The first line again on 2026-11-21, with partial training and BatchNorm in the step, under load 5:
+
+    manual / shard_map   1.006 ± 0.023    0.998 ± 0.038    1.008 ± 0.027
+
 jax 0.12.0.1 on Python 3.13, 20 rounds: 0.99 to 1.03 in the first four lines, 1.08 to 1.10 in the last. In wall time
 0.99 to 1.04 and 1.05 to 1.11, with twice to four times the error. Losses (0.10.2) are equal to the last bit between
 manual and shard_map, and between auto and jit. The last line is the price of the manual form on CPU, paid by hand too:

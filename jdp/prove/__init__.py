@@ -26,7 +26,7 @@ from jdp.gradients.traced import batch_rows
 from jdp.init import abstract_state, init_state
 from jdp.keys import THREEFRY
 from jdp.mesh import DATA
-from jdp.plan import Plan
+from jdp.plan import MIN_SHARD_SIZE, Plan
 from jdp.precision import Precision
 from jdp.prove.bounds import PAIRS
 from jdp.prove.proof import Difference, Proof, Run, difference_in_words
@@ -60,7 +60,7 @@ def prove(
     rng: jax.Array | None = None,
     mesh: Mapping[str, int] | None = None,
     rules: Sequence[tuple[str, PartitionSpec]] = (),
-    min_shard_size: int = 1024,
+    min_shard_size: int = MIN_SHARD_SIZE,
     full: bool = False,
     only: str | Sequence[str] = (),
     progress: Progress | None = None,
