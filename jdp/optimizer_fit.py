@@ -33,7 +33,13 @@ def update(tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.
     """
     if isinstance(params, optax.LookaheadParams):
         grads = grads.fast
-    return optax.with_extra_args_support(tx).update(grads, opt_state, params, value=loss)
+    tx = optax.with_extra_args_support(tx)
+    try:
+        return tx.update(grads, opt_state, params, value=loss)
+    except TypeError as error:  # one that takes other extra arguments (optax.contrib.sam), alone or in a chain
+        if f"unexpected keyword argument {GIVEN!r}" not in str(error):
+            raise
+        return tx.update(grads, opt_state, params)
 
 
 def first_state(tx: Any, params: PyTree) -> PyTree:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jdp.mesh import DATA, REPLICA, batch_axes, hosts_along, replicas_for_hosts
 from jdp.notices import notice
@@ -35,7 +35,8 @@ class Plan:
     """A mesh, a strategy, and where every leaf lives.
 
     Args:
-        mesh: a mesh with a `data` axis (`make_mesh`).
+        mesh: a mesh with a `data` axis (`make_mesh`). Axes of type Explicit (the default of `jax.make_mesh`) are taken
+            as Auto; `plan.mesh` is the mesh with Auto axes.
         strategy: "ddp", "zero1", "zero2" or "zero3".
         rules: pairs of a path pattern (`fnmatch`: `*` matches anything, slashes too) and a PartitionSpec, for the
             model's own axes. The first that matches a parameter's path gives its compute spec, before what the model's
@@ -44,7 +45,8 @@ class Plan:
         min_shard_size: parameters with fewer elements than this stay replicated: a gather of them would be latency.
 
     Raises:
-        ValueError: unknown strategy, no `data` axis, a rule that is no such pair or names an axis the mesh lacks.
+        ValueError: unknown strategy, no `data` axis or an axis of type Manual, a rule that is no such pair or names an
+            axis the mesh lacks.
     """
 
     mesh: Mesh
@@ -59,6 +61,7 @@ class Plan:
             raise ValueError(f"min_shard_size is a whole number of elements, 0 or more; got {self.min_shard_size!r}.")
         if DATA not in self.mesh.shape:
             raise ValueError(f"A plan needs a mesh with a `data` axis; got axes {tuple(self.mesh.shape)}.")
+        object.__setattr__(self, "mesh", _auto(self.mesh))
         for pattern, spec in self.rules:
             for axis in (axis for entry in spec for axis in axes_of(entry)):
                 if axis not in self.mesh.shape:
@@ -235,6 +238,23 @@ class Plan:
                     f"is {size}, and {rule} cuts it into {pieces}. Change the size, or the mesh ({mesh}), or the rule: "
                     "Plan(rules=...) goes before metadata."
                 )
+
+
+def _auto(mesh: Mesh) -> Mesh:
+    """The same devices with Auto axes: where XLA, or jdp's own shard_map, decides what moves."""
+    types = mesh.axis_types
+    if AxisType.Manual in types:
+        axes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
+        raise ValueError(
+            f"A plan's mesh has axes of type Auto; got {types}. Write jdp.make_mesh({axes}), and leave "
+            "partitioning='manual' to make_train_step."
+        )
+    if AxisType.Explicit not in types:
+        return mesh
+    notice(
+        "the mesh's axes are Explicit (jax.make_mesh's default): jdp takes them as Auto, as jdp.make_mesh makes them"
+    )
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(types))
 
 
 def nearest_sizes(size: int, unit: int) -> str:

@@ -1,7 +1,8 @@
 """The training step and the evaluation step, read top to bottom.
 
 A step, traced once and compiled:
-1. check the batch against mesh and accumulation, and settle the partitioning;
+1. check the batch against mesh and accumulation, settle the partitioning, and, before the first step, check that the
+   loss bears being called on parts of the batch;
 2. gradients: Σ∇total and Σweight over all devices and microbatches (`jdp.gradients`), divided once;
 3. clip by the global norm;
 4. the optimizer updates the master weights where they rest;
@@ -16,11 +17,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jdp.gradients import auto, choice, manual
+from jdp.gradients import auto, manual
 from jdp.gradients.accumulate import Task
+from jdp.gradients.choice import ASKED, Choice, Question
 from jdp.gradients.traced import Sums, batch_rows
 from jdp.mesh import mesh_of
 from jdp.optimizer_fit import update
@@ -41,6 +44,8 @@ def make_train_step(
     partitioning: str | None = None,
     clip_norm: float | None = None,
     sync_batch_norm: bool = True,
+    group: int = 1,
+    check_loss: bool = True,
 ) -> Step:
     """Make `train_step(state, batch) -> (state, metrics)`; `state` is donated.
 
@@ -52,23 +57,39 @@ def make_train_step(
         precision: "fp32", "bf16" or a `Precision`.
         partitioning: "auto", "manual", or None: the one that keeps the communication contract (`Step.partitioning` and
             `Step.why` say which, after the first trace).
-        clip_norm: scale the gradient down to this global L2 norm (Pascanu et al. 2013, arXiv:1211.5063).
+        clip_norm: scale the gradient down to this global L2 norm (Pascanu et al. 2013, arXiv:1211.5063). Without it a
+            gradient whose squared norm overflows float32 is skipped: it would leave an optimizer's second moments
+            infinite for ever.
         sync_batch_norm: under "manual", `nnx.BatchNorm` takes its statistics over the rows of all devices, as it does
             under "auto"; False: each device over its own rows, and the running averages are averaged. Either way the
             statistics are those of one microbatch.
+        group: so many neighbouring rows belong together (pairs: 2) and are never split over devices or microbatches.
+        check_loss: before the first step, where the loss is called on parts of the batch (manual, or microbatches),
+            compare its value on at most four groups of rows together with that on the same rows apart.
 
     Returns:
         A `Step`. Metrics are float32 scalars, global: `loss` (Σtotal / Σweight), `grad_norm` (before clipping),
         `weight`, the loss function's own, and `skipped` (int32, so far).
 
     Raises:
-        ValueError: a setting is out of range; and when first called, a batch that does not divide.
+        ValueError: a setting is out of range; and when first called, a batch that does not divide, or a loss that is
+            no sum over examples where it has to be.
     """
-    _check_accumulate(accumulate)
+    _check_count("accumulate", "the number of microbatches", accumulate)
+    _check_count("group", "the number of neighbouring rows that belong together", group)
     if clip_norm is not None and not (is_number(clip_norm) and clip_norm > 0):
         raise ValueError(f"clip_norm is a positive norm, or None; got {clip_norm!r}. Give a number, such as 1.0.")
-    view = _view(partitioning)
-    return Step(loss_fn, plan, Precision.of(precision), view, accumulate, clip_norm, sync_batch_norm=sync_batch_norm)
+    return Step(
+        loss_fn,
+        plan,
+        Precision.of(precision),
+        _view(partitioning),
+        accumulate,
+        clip_norm,
+        sync_batch_norm=sync_batch_norm,
+        group=group,
+        check_loss=check_loss,
+    )
 
 
 def make_eval_step(
@@ -78,14 +99,26 @@ def make_eval_step(
     accumulate: int = 1,
     precision: str | Precision = "fp32",
     partitioning: str | None = None,
+    group: int = 1,
+    check_loss: bool = True,
 ) -> Step:
     """Make `eval_step(state, batch) -> metrics`: forward only, `rng` is None, NNX modules are in evaluation mode.
 
     Metrics hold `loss`, `weight` and the loss function's own; weight them by `weight` to average over batches. As in
-    training, `accumulate` microbatches take a batch's memory in turns.
+    training, `accumulate` microbatches take a batch's memory in turns; `group` and `check_loss` are as there.
     """
-    _check_accumulate(accumulate)
-    return Step(loss_fn, plan, Precision.of(precision), _view(partitioning), accumulate, train=False)
+    _check_count("accumulate", "the number of microbatches", accumulate)
+    _check_count("group", "the number of neighbouring rows that belong together", group)
+    return Step(
+        loss_fn,
+        plan,
+        Precision.of(precision),
+        _view(partitioning),
+        accumulate,
+        train=False,
+        group=group,
+        check_loss=check_loss,
+    )
 
 
 @dataclass(frozen=True)
@@ -93,7 +126,7 @@ class Step:
     """A step: call it, or `lower` and `compile` it like a jitted function.
 
     Attributes:
-        loss_fn, plan, precision, accumulate, clip_norm: what it was made of.
+        loss_fn, plan, precision, accumulate, clip_norm, group, check_loss: what it was made of.
         asked: the partitioning that was asked for; None leaves the choice to jdp.
         train: a training step; else an evaluation step.
         sync_batch_norm: batch statistics are global under "manual" too.
@@ -107,32 +140,44 @@ class Step:
     clip_norm: float | None = None
     train: bool = True
     sync_batch_norm: bool = True
-    _chosen: list[choice.Choice] = field(default_factory=list[choice.Choice], repr=False, compare=False)
+    group: int = 1
+    check_loss: bool = True
+    _settled: dict[Any, Choice] = field(init=False, default_factory=dict[Any, Choice], repr=False, compare=False)
+    _checked: list[bool] = field(init=False, default_factory=list[bool], repr=False, compare=False)
 
     def __call__(self, state: TrainState, batch: Batch) -> Any:
+        if not self._checked:
+            self._before_the_first(state, batch)
         return self.jitted(state, batch)
 
     @property
     def partitioning(self) -> str | None:
         """ "auto" or "manual"; None while it is not settled, which takes a first trace."""
-        return self._chosen[-1].partitioning if self._chosen else self.asked
+        return self._last.partitioning if self._last else self.asked
 
     @property
     def why(self) -> str:
         """The reason for `partitioning`."""
-        if self._chosen:
-            return self._chosen[-1].why
-        return choice.ASKED if self.asked else "settled when the step is first traced"
+        if self._last:
+            return self._last.why
+        return ASKED if self.asked else "settled when the step is first traced"
+
+    @property
+    def _last(self) -> Choice | None:
+        return next(reversed(self._settled.values()), None)
 
     @cached_property
     def jitted(self) -> Any:
-        """The jitted function itself; `Step.__call__` adds nothing to it."""
+        """The jitted function itself; `Step.__call__` adds checks of its arguments."""
+        mesh = self.plan.mesh.abstract_mesh
 
         def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-            return _train(self, state, batch)
+            with jax.sharding.use_abstract_mesh(mesh):  # whatever mesh the caller has set
+                return _train(self, state, batch)
 
         def eval_step(state: TrainState, batch: Batch) -> Metrics:
-            return _evaluate(self, state, batch)
+            with jax.sharding.use_abstract_mesh(mesh):
+                return _evaluate(self, state, batch)
 
         return jax.jit(train_step, donate_argnums=0) if self.train else jax.jit(eval_step)
 
@@ -156,12 +201,34 @@ class Step:
 
     def on(self, mesh: Mesh) -> Step:
         """The same step on another mesh."""
-        return self if mesh == self.plan.mesh else replace(self, plan=self.plan.on(mesh), _chosen=[])
+        return self if mesh == self.plan.mesh else replace(self, plan=self.plan.on(mesh))
 
-    def settle(self, state: TrainState, batch: Batch) -> str:
-        """Choose the partitioning for these shapes, and say it once."""
-        self._chosen.append(choice.choose(self, state, batch))
-        return self._chosen[-1].partitioning
+    def settle(self, state: TrainState, batch: Batch, *, values: bool = False) -> str:
+        """Check the batch and choose the partitioning for these shapes; report it once.
+
+        With `values` the state and the batch are real, and the loss is tried on a few rows.
+        """
+        _check_rows(self, batch)
+        self.precision.check_params(trained_part(state.params, state.static.trained))
+        shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves((state.params, batch)))
+        if shapes not in self._settled or values:
+            question = Question(self.task(state), self.plan, self.asked, self.train)
+            known = self._settled.pop(shapes, None) or question.choose(state, batch)
+            chosen = question.check(known, state, batch) if values and self.check_loss else known
+            if chosen != known:
+                self.__dict__.pop("jitted", None)  # it may have been lowered for what was known before
+            self._settled[shapes] = chosen
+            question.announce(chosen, state)
+        return self._settled[shapes].partitioning
+
+    def _before_the_first(self, state: TrainState, batch: Batch) -> None:
+        """Settle on real values, so that the loss is tried once; abstract ones are settled when they are traced."""
+        if all(isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves((state, batch))) and not any(
+            isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((state, batch))
+        ):
+            with jax.sharding.use_abstract_mesh(self.plan.mesh.abstract_mesh):
+                self.settle(state, batch, values=True)
+            self._checked.append(True)
 
     def task(self, state: TrainState) -> Task:
         """What the gradient code needs to know."""
@@ -175,22 +242,21 @@ class Step:
             self.accumulate,
             static.trained,
             self.sync_batch_norm,
+            self.group,
         )
 
 
 def _train(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-    _check_rows(step, batch)
     trained = state.static.trained
     params = trained_part(state.params, trained)
-    step.precision.check_params(params)
     gradients = VIEWS[step.settle(state, batch)].gradients(step.task(state), step.plan)
     key = jax.random.fold_in(state.rng, state.consumed)
     sums: Sums
     grads, sums, model_state = gradients(state.params, state.model_state, batch, key)
 
     grads = jax.tree.map(lambda g: g.astype(jnp.float32) / sums.weight, grads)
-    norm = optax.tree.norm(grads)
-    finite = jnp.isfinite(norm) & jnp.isfinite(sums.total)
+    norm, square = _norm(grads, state.step)
+    finite = jnp.isfinite(norm if step.clip_norm is not None else square) & jnp.isfinite(sums.total)
     if step.clip_norm is not None:
         scale = jnp.minimum(1.0, step.clip_norm / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))
         grads = jax.tree.map(lambda g: g * scale, grads)
@@ -205,9 +271,19 @@ def _train(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState, Met
     return new, {**_means(sums), "grad_norm": norm, "skipped": new.skipped}
 
 
+def _norm(grads: PyTree, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The global L2 norm of float32 gradients, and its square; the square may overflow, the norm does not.
+
+    Beside Σg² it sums (g · 2⁻¹⁰⁰)² in the same pass over the gradients, which holds for all that overflows the first.
+    The factor depends on a value, or XLA would multiply the squares by its square, which is zero.
+    """
+    tiny = jnp.where(step >= 0, jnp.float32(2.0**-100), jnp.float32(1))
+    sums = [jnp.stack([jnp.sum(jnp.square(g)), jnp.sum(jnp.square(g * tiny))]) for g in jax.tree.leaves(grads)]
+    square, scaled = sum(sums, jnp.zeros(2, jnp.float32))
+    return jnp.where(jnp.isinf(square), jnp.sqrt(scaled) / tiny, jnp.sqrt(square)), square
+
+
 def _evaluate(step: Step, state: TrainState, batch: Batch) -> Metrics:
-    _check_rows(step, batch)
-    step.precision.check_params(trained_part(state.params, state.static.trained))
     evaluation = VIEWS[step.settle(state, batch)].evaluation(step.task(state), step.plan)
     return _means(evaluation(state.params, state.model_state, batch))
 
@@ -219,17 +295,19 @@ def _means(sums: Sums) -> Metrics:
 
 def _check_rows(step: Step, batch: PyTree) -> None:
     rows, shards = batch_rows(batch), step.plan.batch_shards
-    unit = shards * step.accumulate
+    unit = shards * step.accumulate * step.group
     if rows % unit:
-        axes = " × ".join(f"{axis}={step.plan.mesh.shape[axis]}" for axis in step.plan.batch_axes)
-        equation = f"{axes} × accumulate={step.accumulate} = {unit}" if step.accumulate > 1 else axes
+        factors = [f"{axis}={step.plan.mesh.shape[axis]}" for axis in step.plan.batch_axes]
+        factors += [f"{name}={getattr(step, name)}" for name in ("accumulate", "group") if getattr(step, name) > 1]
+        equation = " × ".join(factors)
+        equation = f"{equation} = {unit}" if step.accumulate * step.group > 1 else equation
         near = nearest_sizes(rows, unit)
         raise ValueError(f"A batch's rows must divide by {equation}; got {rows}. The nearest sizes are {near}.")
 
 
-def _check_accumulate(accumulate: int) -> None:
-    if not is_whole(accumulate) or accumulate < 1:
-        raise ValueError(f"accumulate is the number of microbatches, at least 1; got {accumulate!r}. Give an integer.")
+def _check_count(name: str, what: str, value: int) -> None:
+    if not is_whole(value) or value < 1:
+        raise ValueError(f"{name} is {what}, at least 1; got {value!r}. Give an integer.")
 
 
 def _view(partitioning: str | None) -> str | None:

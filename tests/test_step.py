@@ -360,6 +360,8 @@ def test_the_partitioning_chosen_and_why(strategy, settings, loss_fn, expected, 
     assert step.partitioning == expected
     assert why in step.why
     notice = f"train step under {strategy}: partitioning={expected!r}: {step.why}"
+    if expected == "manual":
+        notice += "; the loss sees each device's rows alone, so examples must not mix"
     assert [message for message in said() if " step under " in message] == ([] if asked else [notice])
 
 

@@ -107,7 +107,7 @@ def ways(
     for count in counts:
         for name in strategies:
             plan = replace(step.plan, strategy=strategy(name).name)
-            changed = replace(step, plan=plan, accumulate=count, _chosen=[])
+            changed = replace(step, plan=plan, accumulate=count)
             found.append(Way(abstract_on(changed, state, batch, target, microbatches=math.lcm(*counts))))
     return found
 

@@ -12,7 +12,7 @@ How to gather, reduce and sum is the vocabulary (`Moves`) that `auto` and `manua
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -62,7 +62,7 @@ class Task:
     """What is asked for, the same in both partitionings.
 
     Attributes:
-        loss_fn, precision, accumulate, sync_batch_norm: as for `jdp.make_train_step`.
+        loss_fn, precision, accumulate, sync_batch_norm, group: as for `jdp.make_train_step`.
         adapter, trained: `Static.adapter`, `Static.trained`.
         places: a tree like the parameters, of `Placement`.
         row: the strategy.
@@ -76,6 +76,7 @@ class Task:
     accumulate: int = 1
     trained: tuple[bool, ...] | None = None
     sync_batch_norm: bool = True
+    group: int = 1
 
     @property
     def trained_places(self) -> PyTree:
@@ -130,6 +131,21 @@ def evaluate(task: Task, moves: Moves, params: PyTree, model_state: PyTree, batc
         each = jax.lax.map(one, moves.microbatches(batch, task.accumulate))
         sums = jax.tree.map(lambda x: x.sum(axis=0), each)
     return jax.tree.map(moves.total, sums)
+
+
+def together_and_apart(
+    task: Task, moves: Moves, params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array
+) -> tuple[Sums, Sums]:
+    """The sums of one batch, and those of each of its groups of `task.group` rows ([groups] leaves): forward only,
+    modules in evaluation mode.
+    """
+    loss, operands = replace(_traced(task, moves), training=False), working_copy(task, moves, params)
+
+    def one(batch: Batch) -> Sums:
+        return loss(operands, model_state, batch, key)[0]
+
+    groups = jax.tree.map(lambda x: x.reshape(-1, task.group, *x.shape[1:]), batch)
+    return one(batch), jax.lax.map(one, groups)
 
 
 def working_copy(task: Task, moves: Moves, params: PyTree) -> PyTree:

@@ -13,7 +13,9 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jdp import keys
+from jdp.gradients import accumulate
 from jdp.gradients.accumulate import Moves, Task, evaluate, step_gradients
+from jdp.gradients.traced import Sums
 from jdp.placement import Placement
 from jdp.plan import Plan
 from jdp.types import Batch, PyTree
@@ -35,6 +37,13 @@ def evaluation(task: Task, plan: Plan) -> Callable[..., Any]:
     return lambda params, model_state, batch: evaluate(task, moves, params, model_state, _whole(plan, batch))
 
 
+def together_and_apart(
+    task: Task, plan: Plan, params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array
+) -> tuple[Sums, Sums]:
+    """`accumulate.together_and_apart` of a few rows that every device has."""
+    return accumulate.together_and_apart(task, _moves(task, plan), params, model_state, batch, key)
+
+
 def _moves(task: Task, plan: Plan) -> Moves:
     mesh = plan.mesh
 
@@ -46,7 +55,9 @@ def _moves(task: Task, plan: Plan) -> Moves:
 
     def microbatches(batch: Batch, count: int) -> Batch:
         sharding = NamedSharding(mesh, PartitionSpec(None, *plan.batch_spec))
-        return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(interleave(x, count), sharding), batch)
+        return jax.tree.map(
+            lambda x: jax.lax.with_sharding_constraint(interleave(x, count, task.group), sharding), batch
+        )
 
     return Moves(
         gather=lambda x, place, leading: constrain(x, place.compute, leading),
@@ -64,12 +75,13 @@ def _key(key: jax.Array, rows: int, index: Any, count: int) -> jax.Array:
     return key if count == 1 else keys.batch_key(key, rows=rows, offset=index, stride=count)
 
 
-def interleave(x: jax.Array, count: int) -> jax.Array:
-    """[rows, ...] -> [count, rows / count, ...]: microbatch k gets rows k, k + count, ...
+def interleave(x: jax.Array, count: int, group: int = 1) -> jax.Array:
+    """[rows, ...] -> [count, rows / count, ...]: microbatch k gets rows k, k + count, ...; or groups of rows likewise.
 
     Every device then cuts its own rows and nothing moves; a contiguous split makes XLA gather the whole batch.
     """
-    return x.reshape(x.shape[0] // count, count, *x.shape[1:]).swapaxes(0, 1)
+    rows, rest = x.shape[0], x.shape[1:]
+    return x.reshape(-1, count, group, *rest).swapaxes(0, 1).reshape(count, rows // count, *rest)
 
 
 def _whole(plan: Plan, batch: Batch) -> Batch:

@@ -1,26 +1,24 @@
-"""Which partitioning a step gets when none was asked for, and why.
+"""Which partitioning a step gets, and why; and whether the loss bears being called on parts of a batch.
 
 Auto, unless auto cannot keep the communication contract and the loss returns a `Loss`, which promises that its total is
-a sum over examples: then manual.
+a sum over examples: then manual. A loss that needs the whole batch gets auto with one microbatch, or an error.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
-import jax
-
+from jdp.gradients.accumulate import Task
+from jdp.gradients.loss_check import constant_term, mixing
+from jdp.gradients.loss_trace import LossTrace, trace_loss
+from jdp.gradients.traced import batch_rows
 from jdp.mesh import own_axes
 from jdp.notices import notice
-from jdp.plan import Plan, path_of
+from jdp.plan import Plan
 from jdp.precision import Precision
 from jdp.state import TrainState
-from jdp.types import Batch, Loss
-
-if TYPE_CHECKING:
-    from jdp.step import Step
-
+from jdp.types import Batch
 
 ASKED = "asked for"
 
@@ -31,37 +29,176 @@ class Choice:
     why: str
 
 
-def choose(step: Step, state: TrainState, batch: Batch) -> Choice:
-    """Settle the partitioning of `step` for this state and batch, and say once what was chosen."""
-    choice = _choose(step, state, batch)
-    if step.plan.batch_shards > 1 and (step.asked is None or choice.why != ASKED):
-        what = "train" if step.train else "eval"
-        notice(f"{what} step under {step.plan.strategy}: partitioning={choice.partitioning!r}: {choice.why}")
-    adapter, without = state.static.adapter, step.train and not step.sync_batch_norm and step.plan.batch_shards > 1
-    if without and choice.partitioning == "auto" and adapter is not None and adapter.has_statistics:
-        notice("sync_batch_norm=False changes nothing under partitioning='auto', which sees the whole batch")
-    return choice
+@dataclass(frozen=True)
+class Question:
+    """What there is to choose for.
 
+    Attributes:
+        task: what the gradient code is asked for.
+        plan: mesh and strategy.
+        asked: the partitioning that was asked for; None leaves the choice to jdp.
+        train: a training step; else an evaluation step.
+    """
 
-def _choose(step: Step, state: TrainState, batch: Batch) -> Choice:
-    if step.asked is not None:
-        known = _drawback(step, state) if step.train else None
-        return Choice(step.asked, f"{ASKED}, although {known}" if known else ASKED)
-    if step.plan.batch_shards == 1:
-        return Choice("auto", "one shard of the batch: nothing to communicate")
-    if not step.train:
-        return Choice("auto", "an evaluation step has no gradients to reduce")
-    is_sum, reused = _read_loss(step, state, batch)
-    breach = auto_breach(step.plan, step.accumulate, step.precision, reused)
-    if breach is None:
-        return Choice("auto", "XLA keeps the communication contract")
-    if names := _unsynchronised(state):
-        return Choice(
-            "auto", f"{names[0]} may be a statistic of the batch, which only auto sees whole, although {breach}"
+    task: Task
+    plan: Plan
+    asked: str | None
+    train: bool
+
+    def choose(self, state: TrainState, batch: Batch) -> Choice:
+        """Settle the partitioning from shapes alone.
+
+        Raises:
+            ValueError: the loss cannot run under the partitioning that was asked for, or `Loss.total` has a term that
+                is no sum over examples and would be counted several times.
+        """
+        trace = self._trace(state, batch, batch_rows(batch) // self.task.accumulate)
+        choice = self._choose(state, trace)
+        if trace is None:
+            return choice
+        if choice.partitioning == "manual" and (line := trace.global_only(self.plan.batch_axes)):
+            choice = self._global_instead(choice, line)
+        if (parts := self._parts(choice)) > 1:
+            rows = batch_rows(batch) // parts
+            other = self._trace(state, batch, rows if choice.partitioning == "manual" else batch_rows(batch))
+            if other is not None and (line := constant_term(trace, other)):
+                choice = self._whole_instead(choice, line)
+        if self.task.precision.compute == "bf16" and (wide := trace.widened()):
+            notice(
+                f"batch[{wide[0]!r}] is float32 and meets bf16 weights at {wide[1]}: that product, and what follows "
+                f"from it, is computed in float32; cast it in the loss: batch[{wide[0]!r}].astype(jax.numpy.bfloat16)"
+            )
+        return choice
+
+    def check(self, choice: Choice, state: TrainState, batch: Batch) -> Choice:
+        """Compute the loss of a few rows together and apart; return the choice, or auto where only auto is right.
+
+        Raises:
+            ValueError: the loss mixes examples, and the settings call it on parts of the batch all the same.
+        """
+        if self._parts(choice) == 1:
+            return choice
+        try:
+            found = mixing(self.task, self.plan, state, batch, self.train)
+        except Exception as error:  # the step's own trace says what is wrong with a loss, where something is
+            first_line = str(error).partition("\n")[0]
+            notice(f"whether the loss mixes examples could not be tried on a few rows: {first_line}")
+            return choice
+        adapter = state.static.adapter
+        if found is None:
+            return choice
+        if adapter is not None and adapter.batch_statistics:
+            notice(f"the loss may mix examples beyond its batch norms: {found}")
+            return choice
+        if self.asked is None and self.task.accumulate == 1:
+            why = f"the loss mixes examples ({found}), and only auto sees the whole batch, although {choice.why}"
+            return Choice("auto", why)
+        raise ValueError(
+            f"A loss must not mix examples where it is called on parts of the batch ({self._parts_in_words(choice)}): "
+            f"Σtotal / Σweight {found}. Take accumulate=1 and leave partitioning to jdp, which then shows it the whole "
+            "batch; if the weight is a constant, count rows instead; if neighbouring rows belong together, say "
+            "group=2 (or more). check_loss=False turns this check off."
         )
-    if not is_sum:
-        return Choice("auto", f"the loss returns a mean, although {breach}; a loss that returns jdp.Loss gets manual")
-    return Choice("manual", breach)
+
+    def announce(self, choice: Choice, state: TrainState) -> None:
+        """Report once what was chosen."""
+        if self.plan.batch_shards == 1:
+            return
+        if self.asked is None or choice.why != ASKED:
+            what = "train" if self.train else "eval"
+            local = "; the loss sees each device's rows alone, so examples must not mix"
+            notice(
+                f"{what} step under {self.plan.strategy}: partitioning={choice.partitioning!r}: {choice.why}"
+                f"{local if choice.partitioning == 'manual' else ''}"
+            )
+        adapter, without = state.static.adapter, self.train and not self.task.sync_batch_norm
+        if without and choice.partitioning == "auto" and adapter is not None and adapter.has_statistics:
+            notice("sync_batch_norm=False changes nothing under partitioning='auto', which sees the whole batch")
+
+    def _choose(self, state: TrainState, trace: LossTrace | None) -> Choice:
+        if self.asked is not None:
+            known = self._drawback(state) if self.train else None
+            return Choice(self.asked, f"{ASKED}, although {known}" if known else ASKED)
+        if self.plan.batch_shards == 1:
+            return Choice("auto", "one shard of the batch: nothing to communicate")
+        if not self.train:
+            return Choice("auto", "an evaluation step has no gradients to reduce")
+        assert trace is not None
+        trained = self.task.trained or (True,) * len(trace.params)
+        breach = auto_breach(self.plan, self.task.accumulate, self.task.precision, trace.reused(trained))
+        if breach is None:
+            return Choice("auto", "XLA keeps the communication contract")
+        if names := _unsynchronised(state):
+            why = f"{names[0]} may be a statistic of the batch, which only auto sees whole, although {breach}"
+            return Choice("auto", why)
+        if not trace.is_sum:
+            return Choice(
+                "auto", f"the loss returns a mean, although {breach}; a loss that returns jdp.Loss gets manual"
+            )
+        return Choice("manual", breach)
+
+    def _whole_instead(self, choice: Choice, line: str) -> Choice:
+        """What becomes of a choice that would count a term of the total, made at `line`, once for every part."""
+        if self.asked is None and self.task.accumulate == 1:
+            why = f"the term of Loss.total at {line} does not depend on the batch, and auto alone counts it once"
+            return Choice("auto", f"{why}, although {choice.why}")
+        raise ValueError(
+            f"Loss.total is a sum over examples, but its term at {line} does not depend on the batch: it would be "
+            f"counted once for each of {self._parts_in_words(choice)} parts of a batch. Multiply it by the weight: "
+            "jdp.Loss(total + penalty * weight, weight)."
+        )
+
+    def _global_instead(self, choice: Choice, line: str) -> Choice:
+        """What becomes of manual when the loss shards over the batch axes by itself."""
+        if self.asked is None:
+            return Choice("auto", f"the loss names the axes of the batch at {line}, which it can under auto only")
+        raise ValueError(
+            f"Under partitioning='manual' a loss sees one device's rows and cannot shard over "
+            f"{' or '.join(self.plan.batch_axes)}; it does at {line}. Leave those axes out there, or take "
+            "partitioning='auto' or None."
+        )
+
+    def _trace(self, state: TrainState, batch: Batch, rows: int) -> LossTrace | None:
+        """The loss's trace on so many rows; None where it is needed for checks only, and the loss does not take them.
+
+        Raises:
+            ValueError: the loss names a mesh axis that only manual binds.
+        """
+        if rows == 0 or not (self.train or self.asked == "manual" or self.task.accumulate > 1):
+            return None
+        try:
+            return trace_loss(self.task.loss_fn, self.task.precision, state, batch, rows, self.train)
+        except NameError as error:
+            if self.asked == "manual":
+                return None
+            if not (named := re.search(r"unbound axis name:? (\w+)", str(error))):
+                raise
+            raise ValueError(
+                f"The loss names the mesh axis {named[1]!r}, which exists under partitioning='manual' only; got "
+                f"partitioning={self.asked!r}. jdp itself sums over devices what a loss returns: leave that out of the "
+                "loss, or ask for partitioning='manual'."
+            ) from error
+        except Exception:
+            if self.asked is None and self.train:
+                raise
+            return None
+
+    def _parts(self, choice: Choice) -> int:
+        """On how many parts of a batch the loss is called."""
+        return self.task.accumulate * (self.plan.batch_shards if choice.partitioning == "manual" else 1)
+
+    def _parts_in_words(self, choice: Choice) -> str:
+        sizes = [f"{axis}={self.plan.mesh.shape[axis]}" for axis in self.plan.batch_axes]
+        sizes = sizes if choice.partitioning == "manual" else []
+        return " × ".join([*sizes, *([f"accumulate={self.task.accumulate}"] if self.task.accumulate > 1 else [])])
+
+    def _drawback(self, state: TrainState) -> str | None:
+        """What the user who asked for a partitioning may not expect of it."""
+        if self.asked == "auto":
+            return _dtype_breach(self.task.precision)
+        if names := _unsynchronised(state):
+            return f"each device then computes {names[0]} over its own rows, and the values are averaged"
+        return None
 
 
 def auto_breach(plan: Plan, accumulate: int, precision: Precision, reused: str | None) -> str | None:
@@ -78,15 +215,6 @@ def auto_breach(plan: Plan, accumulate: int, precision: Precision, reused: str |
     return None
 
 
-def _drawback(step: Step, state: TrainState) -> str | None:
-    """What the user who asked for a partitioning may not expect of it."""
-    if step.asked == "auto":
-        return _dtype_breach(step.precision)
-    if names := _unsynchronised(state):
-        return f"each device then computes {names[0]} over its own rows, and the values are averaged"
-    return None
-
-
 def _unsynchronised(state: TrainState) -> tuple[str, ...]:
     """State of the model that its calls change, apart from batch norms' statistics."""
     return () if state.static.adapter is None else state.static.adapter.unsynchronised
@@ -96,38 +224,3 @@ def _dtype_breach(precision: Precision) -> str | None:
     if precision.reduce == precision.compute:
         return None
     return f"auto would reduce gradients in {precision.compute}, and {precision.reduce} is asked for"
-
-
-def _read_loss(step: Step, state: TrainState, batch: Batch) -> tuple[bool, str | None]:
-    """Trace the loss abstractly: does it return a `Loss`, and which parameter does it use more than once?"""
-    adapter, found = state.static.adapter, list[bool]()
-
-    def probe(params: Any) -> Any:
-        model = params if adapter is None else adapter.merge(params, state.model_state, state.rng)
-        value = step.loss_fn(model, batch, state.rng)
-        found.append(isinstance(value, Loss))
-        return value.total if isinstance(value, Loss) else value
-
-    jaxpr = jax.make_jaxpr(probe)(step.precision.working_shapes(state.params)).jaxpr
-    paths = [path_of(path) for path, _ in jax.tree.leaves_with_path(state.params)]
-    trained = state.static.trained or (True,) * len(paths)
-    uses = zip(paths, jaxpr.invars, trained, strict=True)
-    return found[0], next((path for path, var, counts in uses if counts and count_uses(jaxpr, var) > 1), None)
-
-
-def count_uses(jaxpr: Any, var: Any) -> int:
-    """How many primitive operations of `jaxpr`, and of those it calls, take `var` as an operand."""
-    count = 0
-    for eqn in jaxpr.eqns:
-        for position, operand in enumerate(eqn.invars):
-            if operand is var:
-                count += _uses_inside(eqn, position)
-    return count
-
-
-def _uses_inside(eqn: Any, position: int) -> int:
-    for value in eqn.params.values():
-        inner = getattr(value, "jaxpr", value)  # a ClosedJaxpr or a Jaxpr; anything else has no invars
-        if len(getattr(inner, "invars", ())) == len(eqn.invars):
-            return count_uses(inner, inner.invars[position])
-    return 1

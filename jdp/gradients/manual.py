@@ -30,7 +30,7 @@ def gradients(task: Task, plan: Plan) -> Callable[..., Any]:
     """(params, model_state, batch, key) -> (Σ∇total at rest specs, sums, model_state)."""
 
     def local(params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array) -> Any:
-        return step_gradients(task, _moves(plan), params, model_state, batch, key)
+        return step_gradients(task, _moves(plan, task.group), params, model_state, batch, key)
 
     rest, whole = _rest_specs(plan, task.places), PartitionSpec()
     reduced = _rest_specs(plan, task.trained_places)
@@ -48,7 +48,7 @@ def evaluation(task: Task, plan: Plan) -> Callable[..., Any]:
     """(params, model_state, batch) -> sums."""
 
     def local(params: PyTree, model_state: PyTree, batch: Batch) -> Any:
-        return evaluate(task, _moves(plan), params, model_state, batch)
+        return evaluate(task, _moves(plan, task.group), params, model_state, batch)
 
     rest, whole = _rest_specs(plan, task.places), PartitionSpec()
     replicas = _shard_map(local, plan, (rest, whole, plan.batch_spec), whole)
@@ -85,7 +85,7 @@ def _rest_specs(plan: Plan, places: PyTree) -> PyTree:
     return jax.tree.map(spec, places)
 
 
-def _moves(plan: Plan) -> Moves:
+def _moves(plan: Plan, group: int) -> Moves:
     mesh, axes = plan.mesh, batch_axes(plan.mesh)
     others = tuple(axis for axis in axes if axis != DATA)
     replicas = plan.batch_shards
@@ -110,7 +110,7 @@ def _moves(plan: Plan) -> Moves:
         finish=finish,
         total=lambda x: jax.lax.psum(x, axes),
         average=lambda model_state: jax.tree.map(average, model_state),
-        microbatches=lambda batch, count: jax.tree.map(lambda x: interleave(x, count), batch),
+        microbatches=lambda batch, count: jax.tree.map(lambda x: interleave(x, count, group), batch),
         key=key,
         axes=axes,
     )

@@ -38,6 +38,7 @@ class TracedLoss:
         places: a tree like the parameters, of `Placement`.
         lift: under ZeRO-3, how a shard is gathered where it is used; None where operands are whole already.
         sync_axes: the mesh axes that batch statistics are taken over, beside the rows at hand.
+        training: a module is in training mode, with the key to draw from.
     """
 
     fn: LossFn
@@ -45,6 +46,7 @@ class TracedLoss:
     places: PyTree
     lift: Lift | None
     sync_axes: tuple[str, ...] = ()
+    training: bool = True
 
     def __call__(self, operands: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[Sums, PyTree]:
         """Return the sums over the batch given, and the model state afterwards."""
@@ -56,7 +58,7 @@ class TracedLoss:
         with context:
             if self.adapter is None:
                 return as_sums(self.fn(whole, batch, key), batch), model_state
-            model = self.adapter.merge(whole, model_state, key, self.sync_axes)
+            model = self.adapter.merge(whole, model_state, key if self.training else None, self.sync_axes)
             sums = as_sums(self.fn(model, batch, key), batch)
             return sums, self.adapter.changed(model)
 
