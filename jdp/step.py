@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.core import Tracer
 from jax.sharding import Mesh
 
 from jdp.gradients import auto, manual
@@ -224,7 +225,7 @@ class Step:
     def _before_the_first(self, state: TrainState, batch: Batch) -> None:
         """Settle on real values, so that the loss is tried once; abstract ones are settled when they are traced."""
         if all(isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves((state, batch))) and not any(
-            isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((state, batch))
+            isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, batch))
         ):
             with jax.sharding.use_abstract_mesh(self.plan.mesh.abstract_mesh):
                 self.settle(state, batch, values=True)

@@ -287,7 +287,7 @@ class Skips:
 
     def after(self, values: Any) -> None:
         """A step was queued; `values` are its metrics."""
-        self._pending.append({name: values[name] for name in ("skipped", "loss")})
+        self._pending.append({name: values[name] for name in ("skipped", "loss", "weight")})
         if len(self._pending) > AHEAD:
             self._check(self._pending.pop(0))
 
@@ -317,7 +317,12 @@ class Skips:
 def _skipped(steps: int, values: Any, *, from_the_first: bool, last: bool = False) -> str:
     """What is wrong when `steps` steps in a row were skipped; the `last` ones, or as many as the limit."""
     which = "and the run ended with them" if last else "train.max_skips_in_a_row"
-    loss = float(jax.device_get(values["loss"]))
+    loss, weight = (float(value) for value in jax.device_get((values["loss"], values["weight"])))
+    if weight == 0:
+        return (
+            f"the weights of the last of {steps} step{'s in a row' * (steps > 1)} that changed nothing ({which}) sum "
+            "to 0, so it had no example to learn from: look at the data's weights, masks and padding"
+        )
     said = f"the gradients of {steps} step{'s in a row' * (steps > 1)} were not finite ({which}), loss {loss:.4g}"
     if from_the_first:
         return (

@@ -30,7 +30,8 @@ class Loss:
     Args:
         total: scalar, summed over the examples of the batch that was given.
         weight: scalar, the sum of the examples' weights (tokens that count, rows that are not padding). No gradient
-            flows through it. Where it sums to 0 over the whole step there is nothing to learn: the step is skipped.
+            flows through it. Where it sums to 0 over the whole step there is nothing to learn: the step is skipped, its
+            `weight` metric is 0 and its `loss` not a number.
         metrics: name -> scalar summed over examples, reported divided by `weight`; or a pair (total, weight) with its
             own weight, such as {"accuracy": (correct.sum(), rows)}.
     """

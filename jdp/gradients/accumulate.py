@@ -134,7 +134,7 @@ def evaluate(task: Task, moves: Moves, params: PyTree, model_state: PyTree, batc
 
 
 def together_and_apart(
-    task: Task, moves: Moves, params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array
+    task: Task, moves: Moves, params: PyTree, model_state: PyTree, batch: Batch, key: Any
 ) -> tuple[Sums, Sums]:
     """The sums of one batch, and those of each of its groups of `task.group` rows ([groups] leaves): forward only,
     modules in evaluation mode.

@@ -38,7 +38,7 @@ def evaluation(task: Task, plan: Plan) -> Callable[..., Any]:
 
 
 def together_and_apart(
-    task: Task, plan: Plan, params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array
+    task: Task, plan: Plan, params: PyTree, model_state: PyTree, batch: Batch, key: Any
 ) -> tuple[Sums, Sums]:
     """`accumulate.together_and_apart` of a few rows that every device has."""
     return accumulate.together_and_apart(task, _moves(task, plan), params, model_state, batch, key)
