@@ -7,6 +7,7 @@ what every device will hold, send and wait for.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jdp import export as export
     from jdp.averages import ema_params as ema_params
     from jdp.averages import with_ema as with_ema
     from jdp.checkpoint.directory import Checkpoints as Checkpoints
@@ -66,15 +67,19 @@ _HOMES = {
     "warmup": "schedules",
     "with_ema": "averages",
 }
-__all__ = ["__version__", *_HOMES]  # pyright: ignore[reportUnsupportedDunderAll]
+_MODULES = ("export",)
+"""Modules that `import jdp` alone makes reachable, when they are first used."""
+__all__ = ["__version__", *_HOMES, *_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: `jdp --help` then needs no JAX."""
-    if name not in _HOMES:
+    if name not in (*_HOMES, *_MODULES):
         raise AttributeError(f"module 'jdp' has no attribute {name!r}")
     import importlib
 
+    if name in _MODULES:
+        return importlib.import_module(f"jdp.{name}")
     value = getattr(importlib.import_module(f"jdp.{_HOMES[name]}"), name)
     globals()[name] = value
     return value

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 
 from jdp.checkpoint import CheckpointError, restore_params
+from jdp.checkpoint.safetensors import Names, files, gpt2_names, import_safetensors, llama_names
 from jdp.experiment import ExperimentError
-from jdp.export import Names, files, gpt2_names, import_safetensors, llama_names
 from jdp.optimizer_fit import first_state
 from jdp.plan import Plan, path_of
 from jdp.schema import Experiment

@@ -23,9 +23,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jdp.checkpoint.content import both_ways, check_real, check_values, left_unread
 from jdp.checkpoint.errors import CheckpointError, write_error
-from jdp.export import files
-from jdp.export.files import Spec, Stored
-from jdp.export.names import Names, Part, Tensor, check_cover, file_shape, part_shape, resolve
+from jdp.checkpoint.safetensors import files
+from jdp.checkpoint.safetensors.files import Spec, Stored
+from jdp.checkpoint.safetensors.names import Names, Part, Tensor, check_cover, file_shape, part_shape, resolve
 from jdp.notices import notice
 from jdp.plan import path_of
 from jdp.state import TrainState

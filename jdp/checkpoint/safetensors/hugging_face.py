@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jdp.export.names import Names, Part, Tensor
+from jdp.checkpoint.safetensors.names import Names, Part, Tensor
 from jdp.models import GPTConfig
 
 
