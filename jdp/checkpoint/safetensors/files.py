@@ -1,29 +1,37 @@
-"""The safetensors format, written and read tensor by tensor.
+"""Files of tensors: the `safetensors` package writes and reads each; shards, their index and what gives way are here.
 
-A file is eight bytes (little-endian length of the header), the header (JSON: name -> dtype, shape, first and last byte
-of the data), and the data, without gaps (huggingface/safetensors, README, "Format"). The `safetensors` package writes
-and reads the same files, but its `save_file` wants all tensors in memory at once, and its NumPy side has no bfloat16.
-
-Large models are several files and an index, as Hugging Face's libraries have it: `model-00001-of-00003.safetensors`,
-..., `model.safetensors.index.json` with {"metadata": {"total_size"}, "weight_map": {name: file}}.
+A large model is several files and an index, as Hugging Face's libraries have it: `model-00001-of-00003.safetensors`,
+..., `model.safetensors.index.json` with {"metadata": {"total_size"}, "weight_map": {name: file}}. Our own index says
+"jdp" in its metadata. An index is text that anyone may have written: the names in it must stay in its folder, and only
+by an index of ours, and only what holds what that index says, is a shard ever replaced or removed.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import math
-from collections.abc import Callable, Mapping
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 
 from jdp.checkpoint.errors import CheckpointError
 
 SUFFIX = ".safetensors"
 _INDEX = ".index.json"
+_MARK = "jdp"
+# "pt" tells Hugging Face's loaders that kernels lie as PyTorch has them; they refuse a file that does not say. No more
+# entries: the package writes several in random order, and equal weights should be equal files.
+_METADATA = {"format": "pt"}
+_AGAIN = "Copy or download it again."
+# Eight-bit floats are left out: in files they are quantised weights, whose scales no layer here would apply.
 _DTYPES: dict[str, np.dtype[Any]] = {
     name: np.dtype(kind)
     for name, kind in {
@@ -31,8 +39,6 @@ _DTYPES: dict[str, np.dtype[Any]] = {
         "F32": np.float32,
         "F16": np.float16,
         "BF16": ml_dtypes.bfloat16,
-        "F8_E4M3": ml_dtypes.float8_e4m3fn,
-        "F8_E5M2": ml_dtypes.float8_e5m2,
         "I64": np.int64,
         "I32": np.int32,
         "I16": np.int16,
@@ -44,8 +50,6 @@ _DTYPES: dict[str, np.dtype[Any]] = {
         "BOOL": np.bool_,
     }.items()
 }
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
-_LONGEST_HEADER = 100_000_000  # bytes, as the safetensors package has it
 
 
 @dataclass(frozen=True)
@@ -63,8 +67,34 @@ class Spec:
         return f"{self.dtype}{list(self.shape)}"
 
 
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in an open file: its values are read when they are asked for, and only those that are."""
+
+    file: Path
+    name: str
+    source: Any
+    """The package's slice of the file."""
+
+    @property
+    def spec(self) -> Spec:
+        """Shape and dtype. Raises CheckpointError for a dtype that is not read."""
+        code = str(self.source.get_dtype())
+        if code not in _DTYPES:
+            raise CheckpointError(
+                f"{self.file} has {self.name} as {code}, and tensors of {', '.join(_DTYPES)} are read. Convert it to "
+                "one of them, such as BF16."
+            )
+        return Spec(tuple(self.source.get_shape()), _DTYPES[code])
+
+    def read(self, cut: Sequence[slice]) -> np.ndarray:
+        """The values in `cut`, one slice with both bounds for each dim: a copy of those, and no others are read."""
+        shape = tuple(one.stop - one.start for one in cut)
+        return np.zeros(shape, self.spec.dtype) if 0 in shape else self.source[tuple(cut)]
+
+
 def write(
-    path: Path, specs: Mapping[str, Spec], value: Callable[[str], np.ndarray], metadata: dict[str, str], limit: int
+    path: Path, specs: Mapping[str, Spec], value: Callable[[str], np.ndarray], limit: int, version: str
 ) -> list[Path]:
     """Write tensors to `path`, or to shards and an index where they take more than `limit` bytes together.
 
@@ -72,38 +102,36 @@ def write(
         path: ends with ".safetensors".
         specs: the tensors.
         value: gives a tensor's values; asked for one at a time, in order.
-        metadata: of each file.
         limit: bytes of a file; a larger tensor gets a file of its own.
+        version: of jdp, for the index.
 
     Raises:
-        OSError: as the system says it; no file has been half replaced.
-        CheckpointError: a dtype that safetensors does not have.
+        OSError: as the system says it; nothing has been replaced.
+        CheckpointError: a dtype that is not written, or shards or an index that are not ours stand in the way.
     """
     for name, spec in specs.items():
-        if spec.dtype not in _CODES:
-            raise CheckpointError(f"{name} is {spec.dtype}, which safetensors does not have: pass dtype=jnp.float32.")
+        if spec.dtype not in _DTYPES.values():
+            raise CheckpointError(
+                f"{name} is {spec.dtype}, and files of {', '.join(_DTYPES)} are written: pass dtype=jnp.float32."
+            )
     shards = _shards(specs, limit)
-    count = len(shards)
+    count, index = len(shards), _index_path(path)
     files = [path] if count == 1 else [_shard_path(path, i + 1, count) for i in range(count)]
-    superseded = set(_files_of(path)) - set(files)
-    fresh = [file.with_name(f".{file.name}.new") for file in files]
+    stale = _superseded(path, files)
+    made = {file.with_name(f".{file.name}.new"): file for file in (files if count == 1 else [*files, index])}
     try:
-        for new, shard in zip(fresh, shards, strict=True):
-            _write_one(new, shard, value, metadata)
+        for new, shard in zip(made, shards, strict=False):
+            new.unlink(missing_ok=True)  # left by a process that was killed
+            _write_one(new, shard, value)
+        if count > 1:
+            _write_index([*made][-1], files, shards, version)
     except BaseException:
-        for new in fresh:
+        for new in made:
             new.unlink(missing_ok=True)
         raise
-    for new, file in zip(fresh, files, strict=True):
+    for new, file in made.items():
         new.replace(file)
-    index = _index_path(path)
-    if count > 1:
-        held = {name: file.name for file, shard in zip(files, shards, strict=True) for name in shard}
-        total = sum(spec.bytes for spec in specs.values())
-        new = index.with_name(f".{index.name}.new")
-        new.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": held}, indent=2), encoding="utf-8")
-        new.replace(index)
-    for file in superseded - ({index} if count > 1 else set[Path]()):
+    for file in stale:
         file.unlink(missing_ok=True)
     return files
 
@@ -112,33 +140,32 @@ def read(path: Path) -> dict[str, Stored]:
     """The tensors of a file, or of all that an index lists; of a folder, those of its `model.safetensors`.
 
     Raises:
-        CheckpointError: no such file, or it is damaged.
+        CheckpointError: no such file, or it is damaged, or the index does not fit its folder or its files.
     """
     path = path / f"model{SUFFIX}" if path.is_dir() else path
-    files = _files_of(path)
-    if not files:
-        raise CheckpointError(f"{path} does not exist, nor {_index_path(path).name} beside it.")
+    index = path if path.name.endswith(_INDEX) else _index_path(path)
+    if path != index and path.is_file():
+        return _opened(path)
+    if not index.is_file():
+        raise CheckpointError(f"{path} does not exist, nor {index.name} beside it.")
+    _, listed = _read_index(index)
     found: dict[str, Stored] = {}
-    for file in files:
-        if file.name.endswith(SUFFIX):
-            found |= _read_header(file)
+    for name in sorted({*listed.values()}):
+        file = index.with_name(name)
+        if not file.is_file():
+            raise CheckpointError(f"{file} is listed in {index.name} and does not exist. {_AGAIN}")
+        for tensor, stored in _opened(file).items():
+            if listed.get(tensor, name) != name:
+                continue  # the index takes it from another file
+            if tensor in found:
+                raise CheckpointError(
+                    f"{file} holds {tensor} as another file does; {index.name} lists neither. {_AGAIN}"
+                )
+            found[tensor] = stored
+    for tensor, name in listed.items():
+        if tensor not in found:
+            raise CheckpointError(f"{index} says that {name} holds {tensor}, and it does not. {_AGAIN}")
     return found
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A tensor in a file: its values are read when they are asked for, and only those that are."""
-
-    file: Path
-    offset: int
-    spec: Spec
-
-    def view(self) -> np.ndarray:
-        """The values, not yet read: pages are when they are touched. Read-only."""
-        if self.spec.bytes == 0:
-            return np.zeros(self.spec.shape, self.spec.dtype)
-        raw = np.memmap(self.file, np.uint8, mode="r", offset=self.offset, shape=(self.spec.bytes,))
-        return raw.view(self.spec.dtype).reshape(self.spec.shape)
 
 
 def _shards(specs: Mapping[str, Spec], limit: int) -> list[dict[str, Spec]]:
@@ -154,73 +181,139 @@ def _shards(specs: Mapping[str, Spec], limit: int) -> list[dict[str, Spec]]:
     return shards
 
 
-def _write_one(
-    file: Path, specs: Mapping[str, Spec], value: Callable[[str], np.ndarray], metadata: dict[str, str]
-) -> None:
-    with file.open("wb") as out:
-        out.write(_header(specs, metadata))
+def _write_one(file: Path, specs: Mapping[str, Spec], value: Callable[[str], np.ndarray]) -> None:
+    """Let the package write the file with zeros, then put each tensor where it has laid it.
+
+    The package wants all tensors of a file in memory at once; so it holds one at a time. All have the same zeros, which
+    take no memory: the system backs pages that were never written to with a single one.
+    """
+    zeros = np.zeros(max((spec.bytes for spec in specs.values()), default=0), np.uint8)
+    start = zeros.ctypes.data
+    laid = {
+        name: TensorSpec(dtype=spec.dtype.name, shape=spec.shape, data_ptr=start, data_len=spec.bytes)
+        for name, spec in specs.items()
+    }
+    file.touch()
+    mode = file.stat().st_mode
+    try:
+        serialize_file(laid, file, _METADATA)
+    except SafetensorError as error:
+        raise _as_os_error(error) from error
+    file.chmod(mode)  # the package makes a file that its owner alone may read
+    del zeros
+    order = safe_open(file, framework="numpy").offset_keys()
+    offsets, at = dict[str, int](), file.stat().st_size - sum(spec.bytes for spec in specs.values())
+    for name in order:  # without gaps, up to the end of the file
+        offsets[name] = at
+        at += specs[name].bytes
+    with file.open("r+b") as out:
         for name, spec in specs.items():
-            array = np.ascontiguousarray(value(name)).reshape(spec.shape)  # a scalar comes back with a dim
-            assert array.dtype == spec.dtype, name
+            array = np.ascontiguousarray(value(name))
+            assert (array.dtype, array.size) == (spec.dtype, math.prod(spec.shape)), name
+            out.seek(offsets[name])
             out.write(array.reshape(-1).view(np.uint8).data)
             del array  # before the next is made
 
 
-def _header(specs: Mapping[str, Spec], metadata: dict[str, str]) -> bytes:
-    table: dict[str, Any] = {"__metadata__": metadata}
-    at = 0
-    for name, spec in specs.items():
-        offsets = [at, at + spec.bytes]
-        table[name] = {"dtype": _CODES[spec.dtype], "shape": list(spec.shape), "data_offsets": offsets}
-        at += spec.bytes
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # the data starts aligned
-    return len(text).to_bytes(8, "little") + text
+def _as_os_error(error: SafetensorError) -> OSError:
+    """What the system said, which the package has in its text only."""
+    number = re.search(r"os error (\d+)", str(error))
+    code = int(number[1]) if number else errno.EIO
+    return OSError(code, os.strerror(code) if number else str(error))
 
 
-def _read_header(file: Path) -> dict[str, Stored]:
-    damaged = f"{file} is damaged or not a safetensors file"
+def _write_index(new: Path, files: list[Path], shards: list[dict[str, Spec]], version: str) -> None:
+    held = {name: file.name for file, shard in zip(files, shards, strict=True) for name in shard}
+    total = sum(spec.bytes for shard in shards for spec in shard.values())
+    table = {"metadata": {"total_size": total, _MARK: version}, "weight_map": held}
+    new.unlink(missing_ok=True)
+    new.write_text(json.dumps(table, indent=2), encoding="utf-8")
+
+
+def _superseded(path: Path, files: Sequence[Path]) -> list[Path]:
+    """What gives way to `files`: the index and shards of an export of ours, and the file itself, which the user named.
+
+    Raises:
+        CheckpointError: an index or a shard is there that is not ours.
+    """
+    index = _index_path(path)
+    ours = _own_shards(index, path) if os.path.lexists(index) else []
+    if path.is_dir():
+        raise CheckpointError(f"{path} is a folder. Give a file in it: {path.name}/model{SUFFIX}.")
+    for file in files:
+        if file != path and file not in ours and os.path.lexists(file):
+            raise _foreign(file)
+    after = {*files} if len(files) == 1 else {*files, index}
+    return [file for file in (path, index, *ours) if file not in after and os.path.lexists(file)]
+
+
+def _own_shards(index: Path, path: Path) -> list[Path]:
+    """The shards that an index of ours lists, which hold what it says. Raises CheckpointError: it is not ours."""
     try:
-        size = file.stat().st_size
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            if size < 8 or length > min(size - 8, _LONGEST_HEADER):
-                raise CheckpointError(f"{damaged}: {size} bytes, and a header of {length}. Copy or download it again.")
-            table = json.loads(opened.read(length))
-        table.pop("__metadata__", None)
-        found = {name: _stored(file, 8 + length, entry) for name, entry in table.items()}
-    except FileNotFoundError:
-        raise CheckpointError(f"{file} is listed in its index and does not exist. Copy or download it again.") from None
+        metadata, listed = _read_index(index)
+    except CheckpointError:
+        raise _foreign(index) from None
+    if index.is_symlink() or _MARK not in metadata:
+        raise _foreign(index)
+    own: list[Path] = []
+    for name in sorted({*listed.values()}):
+        file = index.with_name(name)
+        shard = re.fullmatch(rf"{re.escape(path.stem)}-\d{{5,}}-of-\d{{5,}}{re.escape(SUFFIX)}", name)
+        if shard and file.is_file() and not file.is_symlink() and _holds(file, listed):
+            own.append(file)
+    return own
+
+
+def _holds(file: Path, listed: Mapping[str, str]) -> bool:
+    """Whether a file holds the tensors that the index says, and no others."""
+    try:
+        return _opened(file).keys() == {tensor for tensor, name in listed.items() if name == file.name}
+    except CheckpointError:
+        return False
+
+
+def _foreign(file: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{file} is there, and jdp did not write it: only files of our own are replaced. Export to another folder, or "
+        "move it away."
+    )
+
+
+def _opened(file: Path) -> dict[str, Stored]:
+    """The tensors of one file. Raises CheckpointError: it cannot be read, or is damaged."""
+    try:
+        opened = safe_open(file, framework="numpy")
+        return {name: Stored(file, name, opened.get_slice(name)) for name in opened.keys()}  # noqa: SIM118
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}.") from error
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{damaged}: {error!r} in its header. Copy or download it again.") from error
-    for name, tensor in found.items():
-        if tensor.offset + tensor.spec.bytes > size:
-            raise CheckpointError(f"{damaged}: it ends before {name} does. Copy or download it again.")
-    return found
+        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}.") from error
+    except SafetensorError as error:
+        reason = str(error).removeprefix("Error while deserializing header: ")[:200]
+        raise CheckpointError(f"{file} is damaged or not a safetensors file: {reason}. {_AGAIN}") from error
 
 
-def _stored(file: Path, start: int, entry: Mapping[str, Any]) -> Stored:
-    spec = Spec(tuple(entry["shape"]), _DTYPES[entry["dtype"]])
-    first, last = entry["data_offsets"]
-    if last - first != spec.bytes:
-        raise TypeError(f"{last - first} bytes for {spec}")
-    return Stored(file, start + first, spec)
+def _read_index(index: Path) -> tuple[Mapping[str, Any], dict[str, str]]:
+    """An index's metadata, and which file holds which tensor: file names that stay in its folder.
 
-
-def _files_of(path: Path) -> list[Path]:
-    """The files that there are of a model at `path`: one, or the index (last) and what it lists."""
-    index = path if path.name.endswith(_INDEX) else _index_path(path)
-    if path.is_file() and path != index:
-        return [path]
-    if not index.is_file():
-        return []
+    Raises:
+        CheckpointError: it cannot be read, or is no such index.
+    """
     try:
-        listed = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{index} is damaged: {error!r}. Copy or download it again.") from error
-    return [index.parent / name for name in listed] + [index]
+        table: Any = json.loads(index.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{index} cannot be read: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{index} is damaged: it is not JSON ({str(error)[:100]}). {_AGAIN}") from error
+    listed: Any = table.get("weight_map") if isinstance(table, dict) else None
+    if not isinstance(listed, dict) or not listed:
+        raise CheckpointError(f'{index} is damaged: it has no table "weight_map" of tensors and files. {_AGAIN}')
+    for tensor, name in listed.items():
+        if not isinstance(name, str) or not name.endswith(SUFFIX) or name != Path(name).name or "\0" in name:
+            raise CheckpointError(
+                f"{index} must list files NAME{SUFFIX} of its own folder; {str(tensor)[:100]} is in {str(name)[:100]!r}"
+                ". Copy or download both again."
+            )
+    metadata = table.get("metadata")
+    return metadata if isinstance(metadata, dict) else {}, listed
 
 
 def _shard_path(path: Path, number: int, count: int) -> Path:

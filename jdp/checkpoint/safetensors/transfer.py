@@ -1,8 +1,8 @@
 """Weights out to safetensors files and back in, tensor by tensor.
 
 Out: a tensor is gathered from the devices, joined, turned and written before the next one is looked at, so the host
-holds one at a time (and each device of several processes one whole part). In: every device's shard is cut out of the
-mapped file, so nothing is read that no device keeps.
+holds one at a time (and each device of several processes one whole part). In: every device's shard is a slice of the
+file, so nothing is read that no device keeps.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def export_safetensors(
             `NAME.safetensors.index.json`. A tensor is never split.
 
     Raises:
-        CheckpointError: the names do not fit the parameters, these are abstract, or the file cannot be written: what
-            was there stays.
+        CheckpointError: the names do not fit the parameters, these are abstract, the file cannot be written, or an
+            index or shards that jdp did not write are in its place: what was there stays.
     """
     path = Path(path).absolute()
     if path.suffix != files.SUFFIX:
@@ -159,11 +159,10 @@ def _spec(tensor: Tensor, leaves: Mapping[str, Any], dtype: Any) -> Spec:
 
 
 def _write(path: Path, specs: Mapping[str, Spec], value: Callable[[str], np.ndarray], limit: int) -> None:
-    # "pt" tells Hugging Face's loaders that kernels lie as PyTorch has them; they refuse a file that does not say.
-    metadata = {"format": "pt", "jdp": importlib.import_module("jdp").__version__}
+    version = importlib.import_module("jdp").__version__
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        files.write(path, specs, value, metadata, limit)
+        files.write(path, specs, value, limit, version)
     except OSError as error:
         raise write_error(f"{path} was not written", error) from error
 
@@ -243,38 +242,36 @@ def _placed(leaf: Any, held: Sequence[tuple[Part, Tensor, Stored]], leaves: Mapp
     path = held[0][0].path
     if getattr(leaf, "sharding", None) is None:
         raise ValueError(f"Every leaf of a target needs a sharding; {path} has none. Take jdp.abstract_state(...).")
-    views = {part.layer: _view(part, tensor, source, leaves) for part, tensor, source in held}
-    _check_cast(path, next(iter(views.values())).dtype, np.dtype(leaf.dtype))
+    by_layer = {part.layer: (part, tensor, source) for part, tensor, source in held}
+    _check_cast(path, held[0][2].spec.dtype, np.dtype(leaf.dtype))
 
     def shard(index: Any) -> np.ndarray:
-        if None in views:
-            return np.array(views[None][index], leaf.dtype)
-        layers = range(leaf.shape[0])[index[0]]
-        cut = np.empty(
-            (len(layers), *(len(range(n)[i]) for n, i in zip(leaf.shape[1:], index[1:], strict=True))), leaf.dtype
-        )
+        cut = [slice(*one.indices(size)[:2]) for one, size in zip(index, leaf.shape, strict=True)]
+        if None in by_layer:
+            return _read(*by_layer[None], cut, leaves).astype(leaf.dtype, order="C", copy=False)
+        layers = range(cut[0].start, cut[0].stop)
+        stack = np.empty((len(layers), *(one.stop - one.start for one in cut[1:])), leaf.dtype)
         for row, layer in enumerate(layers):
-            cut[row] = views[layer][index[1:]]
-        return cut
+            stack[row] = _read(*by_layer[layer], cut[1:], leaves)
+        return stack
 
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, shard)
 
 
-def _view(part: Part, tensor: Tensor, source: Stored, leaves: Mapping[str, Any]) -> np.ndarray:
-    """One part of a tensor in a file, in the model's orientation; nothing is read yet."""
-    array = source.view()
-    array = np.swapaxes(array, -1, -2) if tensor.transposed else array
-    return array if len(tensor.parts) == 1 else array[..., _columns(part, tensor, leaves)]
+def _read(part: Part, tensor: Tensor, source: Stored, cut: list[slice], leaves: Mapping[str, Any]) -> np.ndarray:
+    """What a file has inside `cut` of a part, in the model's orientation."""
+    if len(tensor.parts) > 1:
+        first = _first_column(part, tensor, leaves)
+        cut = [*cut[:-1], slice(first + cut[-1].start, first + cut[-1].stop)]
+    if not tensor.transposed:
+        return source.read(cut)
+    return np.swapaxes(source.read([*cut[:-2], cut[-1], cut[-2]]), -1, -2)
 
 
-def _columns(part: Part, tensor: Tensor, leaves: Mapping[str, Any]) -> slice:
-    at = 0
-    for other in tensor.parts:
-        width = part_shape(other, leaves)[-1]
-        if other == part:
-            return slice(at, at + width)
-        at += width
-    raise AssertionError(part)
+def _first_column(part: Part, tensor: Tensor, leaves: Mapping[str, Any]) -> int:
+    """Where a part begins among those joined to a tensor."""
+    before = tensor.parts[: tensor.parts.index(part)]
+    return sum(part_shape(other, leaves)[-1] for other in before)
 
 
 def _check_cast(path: str, stored: np.dtype[Any], wanted: np.dtype[Any]) -> None:

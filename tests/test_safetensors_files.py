@@ -1,0 +1,227 @@
+"""Files that are damaged, or not ours: one clear error each, and nothing of anybody else's is replaced or removed."""
+
+import json
+import struct
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import jdp
+from jdp.export import export_safetensors, import_safetensors
+
+TREE = {"a": jnp.arange(100.0), "b": jnp.ones(100), "c": jnp.zeros(100)}
+AIM = {"w": jnp.zeros(4)}
+OK = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
+LONG = "F" * 100_000
+
+
+def file_of(header, data=bytes(16), length=None):
+    """A file with this header, JSON or bytes, whatever it says."""
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+DAMAGED = {
+    "empty": b"",
+    "another kind": b"PK\x03\x04 and so on",
+    "cut": file_of({"w": OK})[:-1],
+    "cut in its header": file_of({"w": OK})[:40],
+    "a longer header than the file": file_of({"w": OK}, length=10**6),
+    "a header of 2^64 bytes": file_of({"w": OK}, length=2**64 - 1),
+    "not JSON": file_of(b"xxxxxxxx"),
+    "not UTF-8": file_of(b'{"\xff":1}'),
+    "a list": file_of([1]),
+    "a number": file_of(3),
+    "nested": file_of({"w": {"w": OK}}),
+    "nested without end": file_of(b'{"w":' + b"[" * 5000 + b"]" * 5000 + b"}"),
+    "null": file_of({"w": None}),
+    "no offsets": file_of({"w": {"dtype": "F32", "shape": [4]}}),
+    "negative offset": file_of({"w": {**OK, "data_offsets": [-8, 8]}}),
+    "float offsets": file_of({"w": {**OK, "data_offsets": [0.0, 16.0]}}),
+    "one offset": file_of({"w": {**OK, "data_offsets": [16]}}),
+    "three offsets": file_of({"w": {**OK, "data_offsets": [0, 16, 16]}}),
+    "offsets past the end": file_of({"w": {**OK, "data_offsets": [16, 32]}}),
+    "offsets of another size": file_of({"w": {**OK, "shape": [3]}}),
+    "overlapping": file_of({"v": OK, "w": OK}),
+    "a gap": file_of({"w": OK, "x": {**OK, "data_offsets": [20, 36]}}, bytes(36)),
+    "float shape": file_of({"w": {**OK, "shape": [4.0]}}),
+    "negative shape": file_of({"w": {**OK, "shape": [-4]}}),
+    "a shape past 2^64": file_of({"w": {**OK, "shape": [2**62, 2**62]}}),
+    "no such dtype": file_of({"w": {**OK, "dtype": "F33"}}),
+    "a dtype that is a number": file_of({"w": {**OK, "dtype": 3}}),
+    "a dtype without end": file_of({"w": {**OK, "dtype": LONG}}),
+    "metadata with numbers": file_of({"__metadata__": {"format": 1}, "w": OK}),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_a_damaged_file_is_one_clear_error(tmp_path, kind):
+    (tmp_path / "m.safetensors").write_bytes(DAMAGED[kind])
+    with pytest.raises(jdp.CheckpointError, match=r"m\.safetensors is damaged or not a safetensors file: ") as error:
+        import_safetensors(tmp_path / "m.safetensors", AIM)
+    assert "Copy or download it again." in str(error.value) and len(str(error.value)) < 600
+
+
+def test_the_file_that_the_damaged_ones_are_made_from_is_whole(tmp_path):
+    (tmp_path / "m.safetensors").write_bytes(file_of({"w": OK}, np.float32([1, 2, 3, 4]).tobytes()))
+    np.testing.assert_array_equal(import_safetensors(tmp_path / "m.safetensors", AIM)["w"], [1, 2, 3, 4])
+
+
+def test_quantised_weights_are_not_read_as_if_they_had_no_scales(tmp_path):
+    (tmp_path / "m.safetensors").write_bytes(file_of({"w": {**OK, "dtype": "F8_E4M3", "shape": [16]}}))
+    with pytest.raises(jdp.CheckpointError, match=r"has w as F8_E4M3, and tensors of F64, .* are read"):
+        import_safetensors(tmp_path / "m.safetensors", {"w": jnp.zeros(16)})
+    with pytest.raises(jdp.CheckpointError, match=r"w is float8_e4m3fn.*pass dtype=jnp.float32"):
+        export_safetensors(tmp_path / "f8.safetensors", AIM, dtype=jnp.float8_e4m3fn)
+
+
+def test_every_dtype_and_shape_comes_back_bit_by_bit(tmp_path):
+    kinds = ["float32", "float16", "bfloat16", "int32", "int16", "int8", "uint32", "uint16", "uint8", "bool"]
+    tree = {kind: jnp.arange(6).reshape(2, 3).astype(kind) for kind in kinds}
+    tree |= {"scalar": jnp.bfloat16(3), "none": jnp.zeros((0, 3)), "flat": jnp.zeros(0, jnp.int32)}
+    export_safetensors(tmp_path / "m.safetensors", tree)
+    back = import_safetensors(tmp_path / "m.safetensors", tree)
+    theirs = load_file(tmp_path / "m.safetensors")
+    for name, leaf in tree.items():
+        assert back[name].dtype == leaf.dtype == theirs[name].dtype and back[name].shape == leaf.shape
+        assert np.asarray(back[name]).tobytes() == np.asarray(leaf).tobytes() == theirs[name].tobytes(), name
+
+
+# The index.
+
+WHOLE = {"a": "m-00001-of-00002.safetensors", "b": "m-00002-of-00002.safetensors"}
+INDEXES = {
+    "not JSON": (b"xxx", "is not JSON"),
+    "not UTF-8": (b'{"weight_map": {"\xff": "m.safetensors"}}', "is not JSON"),
+    "nested without end": (b"[" * 200_000, "is not JSON"),
+    "a list": ([WHOLE], 'no table "weight_map"'),
+    "a number": (7, 'no table "weight_map"'),
+    "no map": ({"metadata": {}}, 'no table "weight_map"'),
+    "an empty map": ({"weight_map": {}}, 'no table "weight_map"'),
+    "a map that is a list": ({"weight_map": ["a"]}, 'no table "weight_map"'),
+    "numbers": ({"weight_map": {"a": 3}}, "must list files NAME.safetensors of its own folder; a is in '3'"),
+    "a list of files": ({"weight_map": {"a": ["m.safetensors"]}}, "must list files"),
+    "another ending": ({"weight_map": {"a": "pytorch_model.bin"}}, "must list files"),
+    "a NUL": ({"weight_map": {"a": "m\0.safetensors"}}, "must list files"),
+    "a name without end": ({"weight_map": {"a": LONG}}, "must list files"),
+    "up": ({"weight_map": {"a": "../away.safetensors"}}, "must list files"),
+    "absolute": ({"weight_map": {"a": "/away.safetensors"}}, "must list files"),
+    "down": ({"weight_map": {"a": "sub/m.safetensors"}}, "must list files"),
+    "missing files": ({"weight_map": {"a": "gone.safetensors"}}, "gone.safetensors is listed in m.safetensors.index.j"),
+    "a file that is a folder": ({"weight_map": {"a": "folder.safetensors"}}, "is listed in"),
+    "another tensor": ({"weight_map": {**WHOLE, "z": WHOLE["a"]}}, "says that m-00001-.* holds z, and it does not"),
+    "another file": ({"weight_map": {"a": WHOLE["b"], "b": WHOLE["a"]}}, "holds a, and it does not"),
+}
+
+
+@pytest.mark.parametrize("kind", INDEXES)
+def test_a_damaged_index_is_one_clear_error(tmp_path, kind):
+    text, message = INDEXES[kind]
+    folder = tmp_path / "inner"
+    (folder / "folder.safetensors").mkdir(parents=True)
+    for name, file in WHOLE.items():
+        save_file({name: np.ones(3, np.float32)}, folder / file)
+    save_file({"a": np.ones(3, np.float32)}, tmp_path / "away.safetensors")
+    (folder / "m.safetensors.index.json").write_bytes(text if isinstance(text, bytes) else json.dumps(text).encode())
+    with pytest.raises(jdp.CheckpointError, match=message) as error:
+        import_safetensors(folder / "m.safetensors", {"a": jnp.zeros(3), "b": jnp.zeros(3)})
+    assert len(str(error.value)) < 600
+
+
+def test_the_index_says_which_of_two_tensors_of_one_name_is_meant(tmp_path):
+    ones, twos = np.ones(3, np.float32), np.full(3, 2, np.float32)
+    save_file({"a": ones, "b": twos}, tmp_path / WHOLE["a"])
+    save_file({"a": twos, "b": ones}, tmp_path / WHOLE["b"])
+    index = tmp_path / "m.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": WHOLE}))
+    aim = {"a": jnp.zeros(3), "b": jnp.zeros(3)}
+    got = import_safetensors(tmp_path / "m.safetensors", aim)
+    np.testing.assert_array_equal([got["a"], got["b"]], [ones, ones])
+    index.write_text(json.dumps({"weight_map": {"c": WHOLE["a"], "d": WHOLE["b"]}}))
+    with pytest.raises(jdp.CheckpointError, match=r"holds a as another file does; m.safetensors.index.json lists neit"):
+        import_safetensors(tmp_path / "m.safetensors", aim)
+
+
+# What an export replaces.
+
+
+def names_in(folder):
+    return sorted(file.name for file in folder.iterdir())
+
+
+@pytest.mark.parametrize("marked", [False, True], ids=["theirs", "ours"])
+@pytest.mark.parametrize("away", ["../keep.safetensors", "ABSOLUTE", "sub/keep.safetensors", "../keep.txt"])
+def test_an_export_removes_nothing_that_an_index_names_elsewhere(tmp_path, away, marked):
+    folder = tmp_path / "out"
+    (folder / "sub").mkdir(parents=True)
+    kept = [tmp_path / "keep.safetensors", tmp_path / "keep.txt", folder / "sub" / "keep.safetensors"]
+    for file in kept:
+        file.write_text("mine")
+    index = folder / "model.safetensors.index.json"
+    listed = {"a": str(kept[0]) if away == "ABSOLUTE" else away}
+    index.write_text(json.dumps({"metadata": {"jdp": "0.1.0"} if marked else {}, "weight_map": listed}))
+    for limit in (10**9, 500):
+        with pytest.raises(jdp.CheckpointError, match=r"index\.json is there, and jdp did not write it"):
+            export_safetensors(folder / "model.safetensors", TREE, max_shard_bytes=limit)
+    assert [file.read_text() for file in kept] == ["mine"] * 3
+    assert names_in(folder) == ["model.safetensors.index.json", "sub"]
+
+
+@pytest.mark.parametrize("limit", [10**9, 800], ids=["one file", "shards"])
+def test_an_export_onto_anothers_shards_is_refused_and_they_stay(tmp_path, limit):
+    for name, file in WHOLE.items():
+        save_file({name: np.ones(3, np.float32)}, tmp_path / file)
+    (tmp_path / "m.safetensors.index.json").write_text(json.dumps({"weight_map": WHOLE}))
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    with pytest.raises(jdp.CheckpointError, match=r"jdp did not write it: only files of our own are replaced\. Export"):
+        export_safetensors(tmp_path / "m.safetensors", TREE, max_shard_bytes=limit)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+    (tmp_path / "m.safetensors.index.json").unlink()
+    if limit == 800:
+        with pytest.raises(jdp.CheckpointError, match=r"m-00001-of-00002\.safetensors is there, and jdp did not write"):
+            export_safetensors(tmp_path / "m.safetensors", TREE, max_shard_bytes=limit)
+
+
+def test_our_own_shards_give_way_and_what_has_come_in_their_place_stays(tmp_path):
+    path = tmp_path / "m.safetensors"
+    export_safetensors(path, TREE, max_shard_bytes=400)
+    third = tmp_path / "m-00003-of-00003.safetensors"
+    save_file({"c": np.ones(3, np.float32), "other": np.ones(3, np.float32)}, third)  # somebody else's by now
+    export_safetensors(path, TREE, max_shard_bytes=800)
+    assert names_in(tmp_path) == [f"m-0000{n}-of-0000{of}.safetensors" for n, of in ((1, 2), (2, 2), (3, 3))] + [
+        "m.safetensors.index.json"
+    ]
+    assert load_file(third).keys() == {"c", "other"}
+
+
+def test_an_export_goes_through_no_link(tmp_path):
+    """A link at the name given is replaced, what it leads to is not; a link among the shards is not ours."""
+    outside, folder = tmp_path / "outside.safetensors", tmp_path / "out"
+    folder.mkdir()
+    save_file({"mine": np.ones(3, np.float32)}, outside)
+    path = folder / "m.safetensors"
+    for limit in (10**9, 800):
+        path.symlink_to(outside)
+        (folder / ".m.safetensors.new").symlink_to(outside)
+        export_safetensors(path, TREE, max_shard_bytes=limit)
+        assert load_file(outside).keys() == {"mine"}
+        (folder / ".m.safetensors.new").unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
+    shard = folder / "m-00002-of-00002.safetensors"
+    shard.rename(tmp_path / "moved.safetensors")
+    shard.symlink_to(tmp_path / "moved.safetensors")
+    with pytest.raises(jdp.CheckpointError, match=r"m-00002-of-00002\.safetensors is there, and jdp did not write it"):
+        export_safetensors(path, TREE, max_shard_bytes=800)
+    export_safetensors(path, TREE)
+    assert names_in(folder) == ["m-00002-of-00002.safetensors", "m.safetensors"]
+    assert load_file(tmp_path / "moved.safetensors").keys() == {"c"}
+
+
+def test_an_export_onto_a_folder_is_refused_before_anything_is_written(tmp_path):
+    (tmp_path / "m.safetensors").mkdir()
+    for limit in (10**9, 400):
+        with pytest.raises(jdp.CheckpointError, match=r"m\.safetensors is a folder. Give a file in it"):
+            export_safetensors(tmp_path / "m.safetensors", TREE, max_shard_bytes=limit)
+    assert names_in(tmp_path) == ["m.safetensors"]
