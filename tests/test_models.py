@@ -341,6 +341,15 @@ def test_gpt_learns_a_sequence_by_heart():
         ({"remat": "some"}, r"no remat of that name; given 'some'\. Choose one of \(None, 'full', 'dots'\)"),
         ({"attention": "flash"}, r"no attention of that name; given 'flash'\. Choose one of \('xla', 'cudnn'\)"),
         ({"rope_theta": 0.0}, r"rope_theta is positive"),
+        ({"rope_factor": 0.0}, r"rope_factor is positive"),
+        (
+            {"rope_factor": 8.0, "rope_high_freq_factor": 1.0},
+            r"low_freq_factor is positive and less than rope_high_freq_f",
+        ),
+        (
+            {"rope_factor": 8.0, "positions": "learned"},
+            r"rope_factor scales rotary positions; given positions = \"learned\"",
+        ),
         ({"norm_eps": -1.0}, r"norm_eps is positive"),
         (lambda: MLPConfig(4, [8], 2), r"hidden is a tuple of sizes; given \[8\]"),
         (lambda: MLPConfig(4, (0,), 2), r"positive integers; given in -> hidden -> out \(4, 0, 2\)"),

@@ -28,6 +28,7 @@ from jdp.models.transformer import (
     LayerConfig,
     NormKind,
     Remat,
+    RopeScaling,
     Segments,
     fold_range,
     make_layers,
@@ -51,13 +52,18 @@ class GPTConfig:
         mlp_width: hidden size of the feed-forward; None: 4 * width for gelu, and for swiglu 8/3 * width, which keeps
             the parameter count (arXiv:2002.05202), rounded up to a multiple of 64.
         positions: "rotary" (arXiv:2104.09864) or "learned".
-        activation: "swiglu", or "gelu" in its tanh form, as GPT-2 has it.
+        activation: "swiglu", "gelu" in its tanh form, as GPT-2 has it, or "gelu_exact", with the error function.
         norm: "rms" or "layer".
         tied: logits by the embedding table instead of a matrix of their own (arXiv:1608.05859).
         bias: biases in linear maps and in layer norms.
         dropout: rate on the embedding and on both residual branches (attention weights are not dropped: fused
             attention never holds them).
         rope_theta: base of the rotary wavelengths.
+        rope_factor: divides the low rotary frequencies for a longer context, as Llama 3.1 has it (8; Llama 3.2: 32);
+            None: they stay.
+        rope_low_freq_factor, rope_high_freq_factor: with rope_factor, how often a frequency turns in the original
+            context up to which it is divided; how often from which it is kept, between the two in part.
+        rope_original_context: with rope_factor, tokens of the context before.
         norm_eps: added to the variance in norms.
         scan: stack the layers and scan them: compile time and program size do not grow with depth.
         remat: what the backward pass finds saved of each layer: None, everything; "dots", its matrix products;
@@ -86,6 +92,10 @@ class GPTConfig:
     bias: bool = False
     dropout: float = 0.0
     rope_theta: float = 10_000.0
+    rope_factor: float | None = None
+    rope_low_freq_factor: float = 1.0
+    rope_high_freq_factor: float = 4.0
+    rope_original_context: int = 8192
     norm_eps: float = 1e-5
     scan: bool = True
     remat: Remat | None = None
@@ -102,12 +112,13 @@ class GPTConfig:
             attention=get_args(Attend),
             remat=(None, *get_args(Remat)),
         )
-        sizes = ("vocab_size", "context", "layers", "width", "heads")
+        sizes = ("vocab_size", "context", "layers", "width", "heads", "rope_original_context")
         require_positive(self, *sizes, optional=("kv_heads", "mlp_width", "lora_rank"))
         require_rates(self)
         require(self.rope_theta > 0, "rope_theta is positive", f"{self.rope_theta}", "10000 is usual")
         require(self.lora_alpha > 0, "lora_alpha is positive", f"{self.lora_alpha}", "16 is usual")
         self._check_heads()
+        self._check_rope_scaling()
 
     def _check_heads(self) -> None:
         width, heads, kv_heads = self.width, self.heads, self.key_value_heads
@@ -125,6 +136,20 @@ class GPTConfig:
             "Change width or heads, or use learned positions",
         )
 
+    def _check_rope_scaling(self) -> None:
+        if self.rope_factor is None:
+            return
+        low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
+        require(self.rope_factor > 0, "rope_factor is positive", f"{self.rope_factor}", "Llama 3.1 has 8")
+        require(
+            0 < low < high,
+            "rope_low_freq_factor is positive and less than rope_high_freq_factor",
+            f"{low} and {high}",
+            "Llama 3.1 has 1 and 4",
+        )
+        rotary = self.positions == "rotary"
+        require(rotary, "rope_factor scales rotary positions", f'positions = "{self.positions}"', "Remove one")
+
     @property
     def head_width(self) -> int:
         """Elements of one head."""
@@ -140,12 +165,20 @@ class GPTConfig:
         """`mlp_width`, with the default resolved."""
         if self.mlp_width is not None:
             return self.mlp_width
-        return 4 * self.width if self.activation == "gelu" else 64 * math.ceil(8 * self.width / (3 * 64))
+        return 4 * self.width if self.activation != "swiglu" else 64 * math.ceil(8 * self.width / (3 * 64))
 
     @property
     def residual_std(self) -> float:
         """Standard deviation of the kernels that write to the residual stream, two per layer."""
         return INIT_STD / math.sqrt(2 * self.layers)
+
+    @property
+    def rope_scaling(self) -> RopeScaling | None:
+        """What `rope_factor` and the fields after it say."""
+        if self.rope_factor is None:
+            return None
+        low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
+        return RopeScaling(self.rope_factor, low, high, self.rope_original_context)
 
     @property
     def layer(self) -> LayerConfig:
@@ -163,6 +196,7 @@ class GPTConfig:
             attention=self.attention,
             causal=True,
             rope_theta=self.rope_theta if self.positions == "rotary" else None,
+            rope_scaling=self.rope_scaling,
             std=INIT_STD,
             residual_std=self.residual_std,
             lora=None if self.lora_rank is None else LoRA(self.lora_rank, self.lora_alpha),

@@ -5,6 +5,7 @@ compiled block serves all. An unrolled model (`scan=False`) holds `layers/0/...`
 these are the slices of the stack, bit for bit.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -17,10 +18,33 @@ from jdp.layers import scan_layers
 from jdp.models.parts import Linear, LoRA, Norm, dropout
 from jdp.models.rules import require
 
-Activation = Literal["swiglu", "gelu"]
+Activation = Literal["swiglu", "gelu", "gelu_exact"]
 NormKind = Literal["rms", "layer"]
 Attend = Literal["xla", "cudnn"]
 Remat = Literal["full", "dots"]
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Rotary frequencies for a longer context, as Llama 3.1 has them (meta-llama/llama-models, `apply_scaling`).
+
+    Fields:
+        factor: the lowest frequencies are divided by it.
+        low_freq_factor, high_freq_factor: a frequency that turns less often than the first in `original_context` is
+            divided, one that turns more often than the second is kept; between the two, linearly more of it is kept.
+        original_context: tokens of the context before.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_context: int
+
+    def scaled(self, frequencies: np.ndarray) -> np.ndarray:
+        """Radians per position -> the same, scaled; both float64."""
+        turns = self.original_context * frequencies / (2 * math.pi)
+        kept = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0, 1)
+        return frequencies * (kept + (1 - kept) / self.factor)
 
 
 @dataclass(frozen=True)
@@ -32,6 +56,7 @@ class LayerConfig:
         std, residual_std: of kernels, and of the two that write to the residual stream; None: Glorot's, by shape.
         causal: a position sees itself and those before it; else all.
         rope_theta: base of the rotary wavelengths; None: queries and keys are not turned.
+        rope_scaling: of the rotary frequencies; None: they stay.
     """
 
     width: int
@@ -46,6 +71,7 @@ class LayerConfig:
     attention: Attend
     causal: bool
     rope_theta: float | None = None
+    rope_scaling: RopeScaling | None = None
     std: float | None = None
     residual_std: float | None = None
     lora: LoRA | None = None
@@ -118,7 +144,7 @@ class Attention(nnx.Module):
         )
         if config.rope_theta is not None:
             position = None if segments is None else segments.position
-            query, key = (rotate(turned, config.rope_theta, position) for turned in (query, key))
+            query, key = (rotate(one, config.rope_theta, position, config.rope_scaling) for one in (query, key))
         # [batch, 1, length, length], made anew in every layer: a comparison that fuses into the softmax, where a mask
         # made once would be kept, and read, for all layers.
         mask = None if segments is None else (segments.run[:, :, None] == segments.run[:, None, :])[:, None]
@@ -130,21 +156,27 @@ class Attention(nnx.Module):
 
 
 class FeedForward(nnx.Module):
-    """`down(gelu(up(x)))`, or `down(silu(gate(x)) * up(x))` for swiglu: [batch, length, width] -> the same."""
+    """`down(gelu(up(x)))`, or `down(silu(gate(x)) * up(x))` for swiglu: [batch, length, width] -> the same.
+
+    gelu is the tanh form, as GPT-2 has it, or with `gelu_exact` that with the error function (arXiv:1606.08415).
+    """
 
     def __init__(self, config: LayerConfig, *, rngs: nnx.Rngs) -> None:
         self.up = config.linear(config.width, config.hidden, rngs=rngs)
         gated = config.activation == "swiglu"
         self.gate = config.linear(config.width, config.hidden, rngs=rngs) if gated else None
         self.down = config.linear(config.hidden, config.width, residual=True, rngs=rngs)
+        self.approximate = config.activation != "gelu_exact"
 
     def __call__(self, x: jax.Array) -> jax.Array:
         if self.gate is None:
-            return self.down(jax.nn.gelu(self.up(x), approximate=True))
+            return self.down(jax.nn.gelu(self.up(x), approximate=self.approximate))
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
 
 
-def rotate(x: jax.Array, theta: float, position: jax.Array | None = None) -> jax.Array:
+def rotate(
+    x: jax.Array, theta: float, position: jax.Array | None = None, scaling: RopeScaling | None = None
+) -> jax.Array:
     """Turn each pair (x[i], x[i + D/2]) of a head by position * theta^(-2i/D) radians (arXiv:2104.09864, eq. 34).
 
     The pairing is that of GPT-NeoX and of Llama in Hugging Face's layout; Meta's files pair neighbours instead, which
@@ -154,9 +186,11 @@ def rotate(x: jax.Array, theta: float, position: jax.Array | None = None) -> jax
         x: [batch, length, heads, D], D even. Angles and products are float32; the result has x's dtype.
         theta: base of the wavelengths.
         position: [batch, length] integers; None: 0, 1, 2, ... in every row.
+        scaling: of the frequencies theta^(-2i/D); None: they stay.
     """
     size = x.shape[-1]
-    frequencies = np.float32(theta ** (-np.arange(0, size, 2) / size))
+    frequencies = theta ** (-np.arange(0, size, 2) / size)
+    frequencies = np.float32(frequencies if scaling is None else scaling.scaled(frequencies))
     place = jnp.arange(x.shape[1], dtype=jnp.float32) if position is None else position.astype(jnp.float32)
     angles = place[..., None, None] * frequencies
     cos, sin = jnp.cos(angles), jnp.sin(angles)
