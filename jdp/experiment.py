@@ -138,13 +138,19 @@ def _files_nearby(file: Path) -> str:
 
 
 def _anchor_paths(table: dict[str, Any], folder: Path) -> None:
-    """Make the relative paths in the table start at `folder`: sources of data, the tokenizer, where weights start."""
+    """Make the relative paths in the table start at `folder`: of data, the tokenizer, the model and its weights."""
     data = _table(table, "data")
     for one in (data, *_tables(data, "mixture"), *_tables(table, "eval")):
         _anchor(one, "source", folder, but=NO_PATHS)
     _anchor(data, "tokenizer", folder, but=("bytes", NONE))
     _anchor(data, "heldout", folder, but=NO_PATHS)
     _anchor(_table(table, "train"), "init_from", folder, but=(NONE,))
+    model = _table(table, "model")
+    name = model.get("name")
+    if isinstance(name, str) and name.startswith(HUB):  # always a folder here, never a name on the hub
+        anchored = {"folder": name.removeprefix(HUB)}
+        _anchor(anchored, "folder", folder, but=())
+        model["name"] = HUB + anchored["folder"]
 
 
 def _anchor(table: dict[str, Any], key: str, folder: Path, *, but: tuple[str, ...]) -> None:
@@ -217,8 +223,7 @@ def _validated(table: dict[str, Any], texts: Mapping[KeyPath, str], *, where: st
     if error is None:
         return Experiment.model_validate(table)
     model = table.get("model")
-    size = model.get("name") if isinstance(model, dict) else None
-    schemas = Schemas(Experiment, model_table(size) if isinstance(size, str) and size in SIZES else None)
+    schemas = Schemas(Experiment, model_table(model.get("name")) if isinstance(model, dict) else None)
     lines = problems(error, schemas, frozenset(texts))
     if len(lines) == 1:
         raise ExperimentError(f"{where}: {lines[0]}")

@@ -15,6 +15,8 @@ import jax
 
 from jdp.checkpoint import CheckpointError, restore_params
 from jdp.checkpoint.safetensors import Names, files, gpt2_names, import_safetensors, llama_names
+from jdp.checkpoint.safetensors.hugging_face_config import NAME as CONFIG
+from jdp.checkpoint.safetensors.hugging_face_config import differences
 from jdp.experiment import ExperimentError
 from jdp.optimizer_fit import first_state
 from jdp.plan import Plan, path_of
@@ -26,12 +28,37 @@ LORA = ("*lora_*",)
 SAFETENSORS = ".safetensors"
 
 
-def check_exists(path: str | None) -> None:
-    """Raises ExperimentError if `train.init_from` leads nowhere."""
-    if path is not None and not Path(path).exists():
+def check_init_from(experiment: Experiment) -> None:
+    """What `train.init_from` leads to is there, and of this model as far as a `config.json` of Hugging Face's says.
+
+    Raises:
+        ExperimentError: it leads nowhere; or the weights are of another model: the keys to set.
+    """
+    if experiment.train.init_from is None:
+        return
+    path = Path(experiment.train.init_from)
+    if not path.exists():
         raise ExperimentError(
             f"train.init_from must be a {SAFETENSORS} file, the folder of a run or a checkpoint; there is no {path}"
         )
+    config: Any = experiment.model.config
+    if experiment.train.init_names == "jdp" or not _is_safetensors(path):
+        return
+    try:
+        found = differences(path, config)
+    except CheckpointError as error:
+        raise ExperimentError(f"train.init_from: {error}") from error
+    if found:
+        folder = path if path.is_dir() else path.parent
+        raise ExperimentError(
+            f"train.init_from leads to weights of another model, as {folder / CONFIG} says: set "
+            f'{", ".join(f"model.{one}" for one in found)}; or take all of it, model.name = "hf:{folder}"'
+        )
+
+
+def _is_safetensors(path: Path) -> bool:
+    folder = (path / f"model{SAFETENSORS}", path / f"model{SAFETENSORS}.index.json")
+    return path.suffix == SAFETENSORS or any(file.exists() for file in folder)
 
 
 def load_parameters(state: TrainState, experiment: Experiment, plan: Plan) -> tuple[TrainState, str]:
@@ -41,10 +68,7 @@ def load_parameters(state: TrainState, experiment: Experiment, plan: Plan) -> tu
         ValueError: there is no checkpoint, it does not fit the model (the first leaf that differs), or it is damaged.
     """
     path = Path(experiment.train.init_from or "")
-    if path.suffix == SAFETENSORS or (path / f"model{SAFETENSORS}").exists():
-        read = _import(path, state, experiment)
-    else:
-        read = restore_params(path, state, missing=LORA)
+    read = _import(path, state, experiment) if _is_safetensors(path) else restore_params(path, state, missing=LORA)
     before, after = jax.tree.leaves_with_path(state.params), jax.tree.leaves(read.params)
     kept = [path_of(place) for (place, old), new in zip(before, after, strict=True) if old is new]
     words = f"parameters from {path}"

@@ -24,7 +24,7 @@ from jdp.checkpoint import Checkpoints
 from jdp.data.feed import Feed
 from jdp.evaluation import Best, coverage, evaluate
 from jdp.experiment import ExperimentError, to_toml
-from jdp.init_from import check_exists
+from jdp.init_from import check_init_from
 from jdp.metrics import Metrics, json_safe
 from jdp.models import ModelConfig, parameter_count
 from jdp.optimizers import learning_rate, peak_rate
@@ -59,7 +59,7 @@ def run(experiment: Experiment, *, root: Path, quiet: bool = False, profile: ran
     trackers.check_installed(**experiment.track.model_dump())
     parts = Assembly.on_devices(experiment)
     config, _ = parts.config, parts.eval_sets  # whatever is wrong with them is said before anything is written
-    check_exists(experiment.train.init_from)
+    check_init_from(experiment)
     parts.abstract_state()
     with (
         claimed(experiment, root) as folder,

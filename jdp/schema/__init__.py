@@ -19,7 +19,6 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
 
 from jdp.mesh import DATA, REPLICA
-from jdp.models.sizes import SIZES
 from jdp.schema.agree import Kind, disagreements, eval_metrics, kind_of
 from jdp.schema.data import Data, EvalSet, Ingredient
 from jdp.schema.kinds import NONE, AxisSize, Positive, Rule, RunName, Section, named
@@ -97,8 +96,7 @@ class Experiment(Section):
     def _of_its_size(cls, table: Any) -> Any:
         if not isinstance(table, Mapping):
             return table
-        name = table.get("name")
-        return (model_table(name) if isinstance(name, str) and name in SIZES else AnyModel).model_validate(table)
+        return (model_table(table.get("name")) or AnyModel).model_validate(table)
 
     @field_validator("data")
     @classmethod

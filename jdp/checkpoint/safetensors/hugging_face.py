@@ -38,13 +38,13 @@ def gpt2_names(config: GPTConfig, *, prefix: str = "transformer.") -> Names:
     """The names of GPT-2 in Hugging Face's layout, for `export_safetensors` and `import_safetensors`.
 
     Args:
-        config: learned positions, gelu, layer norms with biases, all heads with keys and values of their own.
+        config: learned positions, either gelu, layer norms with biases, all heads with keys and values of their own.
         prefix: before every name but the head's; the files of openai-community/gpt2 themselves have none: "".
 
     Raises:
         ValueError: the configuration is of another architecture, which these names cannot hold.
     """
-    _require(config, "GPT-2", positions="learned", activation="gelu", norm="layer", bias=True)
+    _require(config, "GPT-2", positions="learned", activation=("gelu", "gelu_exact"), norm="layer", bias=True)
     if config.key_value_heads != config.heads:
         raise ValueError(f"GPT-2 has a key and value head for each query head; given kv_heads={config.kv_heads}.")
     tensors = {
@@ -67,7 +67,7 @@ def gpt2_names(config: GPTConfig, *, prefix: str = "transformer.") -> Names:
             tensors[f"{here}{theirs}.weight"] = Tensor(tuple(_in_layer(config, n, f"{part}/kernel") for part in ours))
             tensors[f"{here}{theirs}.bias"] = Tensor(tuple(_in_layer(config, n, f"{part}/bias") for part in ours))
     constants = (f"{prefix}h.*.attn.bias", f"{prefix}h.*.attn.masked_bias")  # the causal mask
-    return Names({**tensors, **_head(config)}, (*constants, *_tied(config)))
+    return Names({**tensors, **_head(config)}, (*constants, *_tied(config)), config)
 
 
 def llama_names(config: GPTConfig) -> Names:
@@ -95,7 +95,7 @@ def llama_names(config: GPTConfig) -> Names:
             ("mlp.down_proj", "mlp/down"),
         ):
             tensors[f"{here}{theirs}.weight"] = Tensor((_in_layer(config, n, f"{ours}/kernel"),), transposed=True)
-    return Names({**tensors, **_head(config)}, ("model.layers.*.rotary_emb.inv_freq", *_tied(config)))
+    return Names({**tensors, **_head(config)}, ("model.layers.*.rotary_emb.inv_freq", *_tied(config)), config)
 
 
 def _whole(path: str) -> Tensor:
@@ -123,5 +123,6 @@ def _require(config: Any, name: str, **fields: object) -> None:
         )
     for field, wanted in fields.items():
         given = getattr(config, field)
-        if given != wanted:
-            raise ValueError(f"{name} has {field}={wanted!r}; given {given!r}. Other models need names of their own.")
+        among = wanted if isinstance(wanted, tuple) else (wanted,)
+        if given not in among:
+            raise ValueError(f"{name} has {field}={among[0]!r}; given {given!r}. Other models need names of their own.")

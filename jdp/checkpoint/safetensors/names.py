@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jdp.checkpoint.errors import CheckpointError
+from jdp.models import GPTConfig
 
 
 @dataclass(frozen=True)
@@ -42,10 +43,12 @@ class Names:
     Attributes:
         tensors: name in the file -> how it is made; each parameter, or each layer of it, exactly once.
         ignored: patterns (`fnmatch`) of names in a file that an import leaves alone, such as tables of constants.
+        config: the model that the names are of, to hold a `config.json` beside the file against; None: unknown.
     """
 
     tensors: Mapping[str, Tensor]
     ignored: tuple[str, ...] = ()
+    config: GPTConfig | None = None
 
 
 def resolve(names: Names | Mapping[str, str | Tensor] | None, leaves: Mapping[str, Any]) -> Names:

@@ -25,6 +25,8 @@ from jdp.checkpoint.content import both_ways, check_real, check_values, left_unr
 from jdp.checkpoint.errors import CheckpointError, write_error
 from jdp.checkpoint.safetensors import files
 from jdp.checkpoint.safetensors.files import Spec, Stored
+from jdp.checkpoint.safetensors.hugging_face_config import NAME as CONFIG
+from jdp.checkpoint.safetensors.hugging_face_config import differences
 from jdp.checkpoint.safetensors.names import Names, Part, Tensor, check_cover, file_shape, part_shape, resolve
 from jdp.notices import notice
 from jdp.plan import path_of
@@ -104,13 +106,15 @@ def import_safetensors(
             with slashes for dots, `("*/lora_*",)`. Each must match.
 
     Raises:
-        CheckpointError: no such file, a damaged one, or one that does not fit: the first tensor that differs; or a
-            pattern of `ignore` matches nothing.
+        CheckpointError: no such file, a damaged one, or one that does not fit: a `config.json` of Hugging Face's beside
+            it describes another model than the one that `gpt2_names` or `llama_names` were made for, or the first
+            tensor that differs; or a pattern of `ignore` matches nothing.
     """
     path = Path(path).absolute()
     leaves = _leaves(target)
     stored = files.read(path)
     chosen = resolve(names, leaves)
+    _check_config(chosen, path)
     check_cover(chosen, leaves, missing)
     unread = left_unread({name: (name, name.replace(".", "/")) for name in stored}, ignore, path)
     for name in sorted(unread & chosen.tensors.keys()):
@@ -196,6 +200,17 @@ def _same(leaf: jax.Array) -> jax.Array:
 
 
 # In.
+
+
+def _check_config(names: Names, path: Path) -> None:
+    """Weights of another function have the same shapes: what lies beside them says which they are of."""
+    found = differences(path, names.config) if names.config is not None else []
+    if found:
+        folder = path if path.is_dir() else path.parent
+        raise CheckpointError(
+            f"{folder / CONFIG} describes another model than the names were made for: it has {', '.join(found)}. Build "
+            f"the model with these, or take all of it: jdp.export.gpt_config_from_hf({str(folder)!r})."
+        )
 
 
 def _present(
