@@ -61,8 +61,8 @@ class GPTConfig:
         rope_theta: base of the rotary wavelengths.
         rope_factor: divides the low rotary frequencies for a longer context, as Llama 3.1 has it (8; Llama 3.2: 32);
             None: they stay.
-        rope_low_freq_factor, rope_high_freq_factor: with rope_factor, how often a frequency turns in the original
-            context up to which it is divided; how often from which it is kept, between the two in part.
+        rope_low_freq_factor, rope_high_freq_factor: with rope_factor, frequencies that turn less often than this in
+            the original context are divided; those that turn more often than this are kept, between the two in part.
         rope_original_context: with rope_factor, tokens of the context before.
         norm_eps: added to the variance in norms.
         scan: stack the layers and scan them: compile time and program size do not grow with depth.
