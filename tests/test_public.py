@@ -22,9 +22,12 @@ SIGNATURES = {
     "init_state": "(init, tx, plan, *, rng, wrt=None)",
     "abstract_state": "(init, tx, plan, *, rng, wrt=None)",
     "make_train_step": (
-        "(loss_fn, plan, *, accumulate=1, precision='fp32', partitioning=None, clip_norm=None, sync_batch_norm=True)"
+        "(loss_fn, plan, *, accumulate=1, precision='fp32', partitioning=None, clip_norm=None, sync_batch_norm=True, "
+        "group=1, check_loss=True)"
     ),
-    "make_eval_step": "(loss_fn, plan, *, accumulate=1, precision='fp32', partitioning=None)",
+    "make_eval_step": (
+        "(loss_fn, plan, *, accumulate=1, precision='fp32', partitioning=None, group=1, check_loss=True)"
+    ),
     "verify": "(step, state, batch, target=None, *, cache=True)",
     "with_ema": "(tx, decay, *, debias=False)",
     "ema_params": "(state)",
