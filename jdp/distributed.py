@@ -127,6 +127,11 @@ def joined_as() -> tuple[int, int] | None:
     return state.process_id, state.num_processes
 
 
+def coordination_client() -> Any:
+    """The client of JAX's coordination service: barriers with a timeout, and a key-value store; None outside of it."""
+    return global_state.client
+
+
 def leave_after_failure(code: int) -> None:
     """End this process at once with `code` if it has joined a cluster; else return.
 

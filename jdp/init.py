@@ -15,6 +15,8 @@ import numpy as np
 import optax
 
 from jdp import flax_nnx
+from jdp.agreement import agree, key_fact, processes_of, program_fact
+from jdp.batch import plan_fact
 from jdp.notices import notice
 from jdp.optimizer_fit import check_optimizer, check_update, first_state
 from jdp.plan import Plan, path_of
@@ -41,15 +43,19 @@ def init_state(
     Raises:
         ValueError: `tx` is no optimizer or `rng` no key, a trained parameter is not a floating-point array, `wrt` does
             not fit, the optimizer's state cannot be mapped or its update needs what a step does not have, or a rule of
-            the plan does not fit.
+            the plan does not fit; with several processes, also that they differ in the plan, the key or what `init`
+            makes of it.
     """
     make, abstract = _prepare(init, tx, rng, wrt)
     notice(str(plan))
     _mention_multi_steps(abstract.opt_state)
     plan.report_replicated(abstract)
     shardings = plan.shardings(abstract)
-    arrays = jax.jit(make, out_shardings=_fields(shardings))(_typed(rng))
-    return TrainState(**arrays, static=abstract.static)
+    made, key = jax.jit(make, out_shardings=_fields(shardings)), _typed(rng)
+    if len(processes_of(plan.mesh)) > 1:
+        agree("init_state", [plan_fact(plan), key_fact(key, "The key")], plan.mesh)
+        agree("init_state", [program_fact(made.lower(key))], plan.mesh)
+    return TrainState(**made(key), static=abstract.static)
 
 
 def abstract_state(

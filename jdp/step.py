@@ -22,6 +22,8 @@ import optax
 from jax.core import Tracer
 from jax.sharding import Mesh
 
+from jdp.agreement import processes_of
+from jdp.batch import agree_on_inputs, agree_on_program, check_alive, check_global, owned_batch, signature
 from jdp.gradients import auto, manual
 from jdp.gradients.accumulate import Task
 from jdp.gradients.choice import ASKED, Choice, Question
@@ -47,8 +49,9 @@ def make_train_step(
     sync_batch_norm: bool = True,
     group: int = 1,
     check_loss: bool = True,
+    donate: bool = True,
 ) -> Step:
-    """Make `train_step(state, batch) -> (state, metrics)`; `state` is donated.
+    """Make `train_step(state, batch) -> (state, metrics)`; `state` is donated: the new state takes its memory.
 
     Args:
         loss_fn: `loss_fn(model, batch, rng)` -> `Loss`, or a scalar taken as the mean over the batch. `model` is the
@@ -67,17 +70,22 @@ def make_train_step(
         group: so many neighbouring rows belong together (pairs: 2) and are never split over devices or microbatches.
         check_loss: before the first step, where the loss is called on parts of the batch (manual, or microbatches),
             compare its value on at most four groups of rows together with that on the same rows apart.
+        donate: False keeps the state that is given, in memory of its own. So does `jax_debug_nans` while it is on: it
+            runs a step whose result is not finite again, operation by operation.
 
     Returns:
         A `Step`. Metrics are float32 scalars, global: `loss` (Σtotal / Σweight), `grad_norm` (before clipping),
         `weight`, the loss function's own, and `skipped` (int32, so far).
 
     Raises:
-        ValueError: a setting is out of range; and when first called, a batch that does not divide, or a loss that is
-            no sum over examples where it has to be.
+        ValueError: a setting is out of range; and when called, a batch that does not divide, a loss that is no sum over
+            examples where it has to be, a state that was donated before; with several processes, a batch of this
+            process alone, or processes that differ in the shapes, the plan, the key or the program.
     """
     _check_count("accumulate", "the number of microbatches", accumulate)
     _check_count("group", "the number of neighbouring rows that belong together", group)
+    if donate not in (True, False):
+        raise ValueError(f"donate is True, or False to keep the old state; got {donate!r}.")
     if clip_norm is not None and not (is_number(clip_norm) and clip_norm > 0):
         raise ValueError(f"clip_norm is a positive norm, or None; got {clip_norm!r}. Give a number, such as 1.0.")
     return Step(
@@ -90,6 +98,7 @@ def make_train_step(
         sync_batch_norm=sync_batch_norm,
         group=group,
         check_loss=check_loss,
+        donate=donate,
     )
 
 
@@ -131,6 +140,7 @@ class Step:
         asked: the partitioning that was asked for; None leaves the choice to jdp.
         train: a training step; else an evaluation step.
         sync_batch_norm: batch statistics are global under "manual" too.
+        donate: the state's memory goes to the new state.
     """
 
     loss_fn: LossFn
@@ -143,13 +153,18 @@ class Step:
     sync_batch_norm: bool = True
     group: int = 1
     check_loss: bool = True
+    donate: bool = True
     _settled: dict[Any, Choice] = field(init=False, default_factory=dict[Any, Choice], repr=False, compare=False)
     _checked: list[bool] = field(init=False, default_factory=list[bool], repr=False, compare=False)
+    _agreed: set[Any] = field(init=False, default_factory=set[Any], repr=False, compare=False)
 
     def __call__(self, state: TrainState, batch: Batch) -> Any:
+        check_alive(state)
+        batch = self._agreed_on(state, batch) if self._several else owned_batch(batch)
         if not self._checked:
             self._before_the_first(state, batch)
-        return self.jitted(state, batch)
+        debugs: bool = jax.config.jax_debug_nans  # pyright: ignore[reportAttributeAccessIssue]
+        return (self._kept if debugs else self.jitted)(state, batch)
 
     @property
     def partitioning(self) -> str | None:
@@ -169,7 +184,20 @@ class Step:
 
     @cached_property
     def jitted(self) -> Any:
-        """The jitted function itself; `Step.__call__` adds checks of its arguments."""
+        """The jitted function itself; `Step.__call__` adds checks of its arguments: 1 or 2 microseconds."""
+        return self._jit(donated=(0,) if self.donate and self.train else ())
+
+    @cached_property
+    def _kept(self) -> Any:
+        """`jitted`, but the state stays: what debugs a result may run again."""
+        return self._jit(donated=()) if self.donate and self.train else self.jitted
+
+    @cached_property
+    def _several(self) -> bool:
+        """Whether the mesh is of several processes."""
+        return len(processes_of(self.plan.mesh)) > 1
+
+    def _jit(self, donated: tuple[int, ...]) -> Any:
         mesh = self.plan.mesh.abstract_mesh
 
         def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -180,7 +208,20 @@ class Step:
             with jax.sharding.use_abstract_mesh(mesh):
                 return _evaluate(self, state, batch)
 
-        return jax.jit(train_step, donate_argnums=0) if self.train else jax.jit(eval_step)
+        return jax.jit(train_step, donate_argnums=donated) if self.train else jax.jit(eval_step)
+
+    def _agreed_on(self, state: TrainState, batch: Batch) -> Batch:
+        """The batch, after all processes agreed: once for each shape of batch, as each is a program of its own."""
+        shapes = signature(batch)
+        if shapes is not None and shapes not in self._agreed:
+            check_global(batch)
+            place = "the train step" if self.train else "the evaluation step"
+            agree_on_inputs(place, state, batch, self.plan)
+            if not self._checked:
+                self._before_the_first(state, batch)
+            agree_on_program(place, self.jitted.lower(state, batch), self.plan)
+            self._agreed.add(shapes)
+        return batch
 
     def lower(self, state: TrainState, batch: Batch) -> jax.stages.Lowered:
         """Trace and lower for real or abstract values; abstract ones may name devices this machine does not have.
@@ -217,7 +258,8 @@ class Step:
             known = self._settled.pop(shapes, None) or question.choose(state, batch)
             chosen = question.check(known, state, batch) if values and self.check_loss else known
             if chosen != known:
-                self.__dict__.pop("jitted", None)  # it may have been lowered for what was known before
+                for name in ("jitted", "_kept"):
+                    self.__dict__.pop(name, None)  # it may have been lowered for what was known before
             self._settled[shapes] = chosen
             question.announce(chosen, state)
         return self._settled[shapes].partitioning
@@ -297,7 +339,7 @@ def _means(sums: Sums) -> Metrics:
 def _check_rows(step: Step, batch: PyTree) -> None:
     rows, shards = batch_rows(batch), step.plan.batch_shards
     unit = shards * step.accumulate * step.group
-    if rows % unit:
+    if rows % unit or not rows:
         factors = [f"{axis}={step.plan.mesh.shape[axis]}" for axis in step.plan.batch_axes]
         factors += [f"{name}={getattr(step, name)}" for name in ("accumulate", "group") if getattr(step, name) > 1]
         equation = " × ".join(factors)

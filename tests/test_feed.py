@@ -97,6 +97,8 @@ def test_a_process_reads_the_rows_of_its_own_devices(blocks, expected):
 def test_rows_that_do_not_divide_are_refused():
     with pytest.raises(ValueError, match=r"plan's 8 batch shards; got 12\. The nearest sizes are 8 or 16"):
         jdp.process_rows(plan_of(), 12)
+    with pytest.raises(ValueError, match=r"plan's 8 batch shards; got 0\. The nearest sizes are 8"):
+        jdp.process_rows(plan_of(), 0)
     with pytest.raises(ValueError, match=r"8 of 8; got 12\. The nearest sizes are 8 or 16"):
         next(jdp.shard_batches(batches(1, rows=12), plan_of()))
     with pytest.raises(ValueError, match=r"8 of 8; got 0\. The nearest sizes are 8"):
@@ -109,6 +111,47 @@ def test_arrays_of_different_rows_are_refused():
     loader = [{"x": np.zeros((8, 2)), "y": np.zeros(6)}]
     with pytest.raises(ValueError, match=r"share their leading dimension, the examples; got \['x'\]: 8, \['y'\]: 6"):
         next(jdp.shard_batches(loader, plan_of()))
+
+
+# A loader that fills one buffer again and again.
+
+
+def aligned(shape, dtype=np.float32):
+    """Memory that JAX takes for its own on the CPU: it begins at a multiple of 64 bytes."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    raw = np.empty(size + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + size].view(dtype).reshape(shape)
+
+
+def mapped(shape, path):
+    """The same, of a file: a mapping begins at a page."""
+    return np.memmap(path / "buffer", np.float32, "w+", shape=shape)
+
+
+def of_torch(shape):
+    torch = pytest.importorskip("torch")
+    return torch.from_numpy(aligned(shape))
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch", "memory map"])
+@pytest.mark.parametrize("axes", [{"data": 8}, {"data": 1, "model": 8}])
+def test_a_buffer_that_the_loader_fills_again_is_read_once(kind, axes, tmp_path):
+    shape = (16, 16)  # two rows a device: 128 bytes, so that every device's part is aligned too
+    make = {"numpy": aligned, "torch": of_torch, "memory map": lambda shape: mapped(shape, tmp_path)}
+    buffer, plan = make[kind](shape), plan_of(**axes)
+    alias = jax.device_put(np.asarray(buffer), jax.devices()[0])
+    buffer[:] = 7
+    assert float(alias[0, 0]) == 7, "JAX did alias it, or this test shows nothing"
+
+    def loader():
+        for i in range(5):
+            buffer[:] = i
+            yield {"x": buffer}
+
+    with jdp.shard_batches(loader(), plan, prefetch=2) as feed:
+        got = list(feed)
+    assert [np.unique(batch["x"]).tolist() for batch in got] == [[0], [1], [2], [3], [4]]
 
 
 # Ahead of the step.

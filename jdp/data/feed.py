@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jdp.batch import owned
 from jdp.gradients.traced import batch_rows
 from jdp.plan import Plan, nearest_sizes
 from jdp.types import Batch
@@ -29,7 +30,7 @@ def process_rows(plan: Plan, batch_size: int) -> list[int]:
     Raises:
         ValueError: `batch_size` does not divide by the plan's batch shards.
     """
-    if batch_size % plan.batch_shards:
+    if batch_size < 1 or batch_size % plan.batch_shards:
         near = nearest_sizes(batch_size, plan.batch_shards)
         raise ValueError(
             f"A batch's rows must divide by the plan's {plan.batch_shards} batch shards; got {batch_size}. The nearest "
@@ -44,7 +45,8 @@ def shard_batches(loader: Iterable[Batch], plan: Plan, *, prefetch: int = 2) -> 
 
     Args:
         loader: yields pytrees of numpy arrays: the rows that `process_rows` names (in a single process: whole global
-            batches). All processes must yield the same number of batches of the same shapes.
+            batches). All processes must yield the same number of batches of the same shapes. A batch is copied when
+            it is read: the loader may fill the same memory again.
         plan: the leading dimension is laid over its batch axes.
         prefetch: batches that are read and transferred ahead of the step.
 
@@ -109,7 +111,7 @@ def _run(batches: Iterator[Batch], plan: Plan, out: queue.SimpleQueue[Any], slot
             batch = next(batches, _END)
             if batch is _END:
                 return out.put(("end", None))
-            arrays = jax.tree.map(np.asarray, batch)
+            arrays = jax.tree.map(np.asarray, jax.tree.map(owned, batch))
             batch_rows(arrays)  # raises where they differ
             out.put(("batch", jax.tree.map(lambda x: _global_array(x, plan, blocks), arrays)))
     except BaseException as error:
