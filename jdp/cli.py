@@ -11,7 +11,6 @@ JAX is imported late, inside the commands, so that help and mistakes in options 
 import importlib.metadata
 import os
 import platform
-import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -22,10 +21,6 @@ from jdp.commands.options import UsageError
 from jdp.wording import nearest
 
 USER_ERROR, SOFTWARE_ERROR, INTERRUPTED, READER_LEFT = 2, 70, 130, 141
-_LOST_PEER = re.compile(  # Gloo's words, those of JAX's coordination service, and NCCL's
-    r"connection (closed|reset) by peer|broken pipe|another task died|tasks are unhealthy|remote process exited",
-    re.IGNORECASE,
-)
 COMMANDS = {"train": train, "plan": plan, "verify": verify, "prove": prove, "launch": launch}
 
 
@@ -45,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if _is_lost_peer(error):
             print(f"{_who()}another process of this run left; its message is above, or in its log", file=sys.stderr)
-            return _leave(SOFTWARE_ERROR)
+            return _leave(SOFTWARE_ERROR, lost_peer=True)
         mistake = _is_users_mistake(error)
         print(f"{_who()}error: {error}" if mistake else f"{_who()}{traceback.format_exc()}", file=sys.stderr)
         return _leave(USER_ERROR if mistake else SOFTWARE_ERROR)
@@ -81,15 +76,13 @@ def _is_users_mistake(error: Exception) -> bool:
 def _is_lost_peer(error: Exception) -> bool:
     """Whether JAX, in a cluster, says that it was another process that ended: its reason is there, not here."""
     distributed = sys.modules.get("jdp.distributed")
-    if type(error).__name__ != "JaxRuntimeError" or not (distributed and distributed.joined_as()):
-        return False
-    return _LOST_PEER.search(str(error)) is not None
+    return distributed is not None and distributed.is_lost_peer(error)
 
 
-def _leave(code: int) -> int:
+def _leave(code: int, *, lost_peer: bool = False) -> int:
     """After a failure in a cluster, end the process at once; else hand the code on."""
     if code and (distributed := sys.modules.get("jdp.distributed")):
-        distributed.leave_after_failure(code)
+        distributed.leave_after_failure(code, lost_peer=lost_peer)
     return code
 
 

@@ -9,12 +9,14 @@ end the job. On one machine jdp binds it to the loopback interface; on a cluster
 address of a private network (JAX's default is all interfaces).
 """
 
+import atexit
 import os
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import jax
@@ -24,8 +26,13 @@ from jax._src.distributed import global_state  # ... nor who we are without star
 HEARTBEAT_SECONDS = 30  # a host that says nothing for so long is lost, and everybody else is ended
 SHUTDOWN_SECONDS = 60  # how long a process that finished waits for the others to finish too
 LAST_WORDS_SECONDS = 1.0  # process 0 stays so long after a failure: when it goes, JAX aborts the others mid-sentence
+FAILED, LOST, INTERRUPTED = 1, 70, 130  # exit codes: an exception, the others did not come, Ctrl-C
 
 _NO_PROXY = "no_grpc_proxy"  # gRPC reads this name, in lower case
+_LOST_PEER = re.compile(  # Gloo's words, those of JAX's coordination service, and NCCL's
+    r"connection (closed|reset) by peer|broken pipe|another task died|tasks are unhealthy|remote process exited",
+    re.IGNORECASE,
+)
 JDP_VARIABLES = ("JDP_COORDINATOR", "JDP_NUM_PROCESSES", "JDP_PROCESS_ID")
 
 
@@ -63,6 +70,10 @@ def initialize(
     Call it before anything asks JAX for its devices. Without arguments the environment says which cluster
     (`find_cluster`); with `jdp launch`, `srun`, `mpirun` or on a TPU pod nothing need be given.
 
+    From then on an exception that nobody catches ends this process at once, with code 1, after its traceback: the
+    others wait for it in their next collective, and would be blamed. `sys.excepthook` is chained to, not replaced. A
+    process that comes to its end waits a minute for the others to come to theirs, and then says who did not.
+
     Args:
         coordinator: "HOST:PORT" of process 0, the same in all processes.
         num_processes: number of processes in the cluster.
@@ -78,6 +89,7 @@ def initialize(
         return
     if joined := joined_as():
         _check_same(cluster, joined)
+        _leave_when_failed()
         return
     try:
         jax.distributed.initialize(**_arguments(cluster), initialization_timeout=timeout_seconds)
@@ -86,6 +98,7 @@ def initialize(
             f"This process is part of a cluster ({cluster.found}) and could not join it: {error} "
             "(to train on its own all the same, set JDP_NUM_PROCESSES=1)"
         ) from error
+    _leave_when_failed()
 
 
 def find_cluster(
@@ -132,20 +145,75 @@ def coordination_client() -> Any:
     return global_state.client
 
 
-def leave_after_failure(code: int) -> None:
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether JAX, in a cluster, says that it was another process that ended: its reason is there, not here."""
+    if joined_as() is None:
+        return False
+    text = str(error)
+    of_jax = type(error).__name__ == "JaxRuntimeError" or (isinstance(error, ValueError) and "gloo" in text.lower())
+    return of_jax and _LOST_PEER.search(text) is not None
+
+
+def leave_after_failure(code: int, *, lost_peer: bool = False) -> None:
     """End this process at once with `code` if it has joined a cluster; else return.
 
     A failed process must not leave by the ordinary way out: JAX's exit barrier waits there for peers that are
-    themselves waiting for this one, five minutes by default.
+    themselves waiting for this one, five minutes by default. One that failed because it lost a peer waits a moment, so
+    that who watches the processes sees the cause end first.
     """
     joined = joined_as()
     if joined is None:
         return
     sys.stdout.flush()
     sys.stderr.flush()
-    if joined[0] == 0:
+    if joined[0] == 0 or lost_peer:
         time.sleep(LAST_WORDS_SECONDS)
     os._exit(code)
+
+
+@dataclass(frozen=True)
+class _LeavingHook:
+    """A `sys.excepthook`: says which process it is, lets the hook before it speak, and leaves."""
+
+    before: Callable[[type[BaseException], BaseException, TracebackType | None], Any]
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if joined := joined_as():
+            print(f"process {joined[0]} of {joined[1]} ends with an error:", file=sys.stderr)
+        try:
+            self.before(kind, error, trace)
+        finally:
+            code = INTERRUPTED if issubclass(kind, KeyboardInterrupt) else FAILED
+            leave_after_failure(code, lost_peer=is_lost_peer(error))
+
+
+def _leave_when_failed() -> None:
+    """From here on, an exception that nobody caught ends this process at once."""
+    if not isinstance(sys.excepthook, _LeavingHook):
+        sys.excepthook = _LeavingHook(sys.excepthook)
+        atexit.register(_at_exit)  # runs before JAX's own exit barrier, which was registered earlier
+
+
+def _at_exit() -> None:
+    """Leave at once after a failure, else when all have come to their ends."""
+    error = getattr(sys, "last_value", None)  # set by Python, also where another hook took the place of ours
+    if isinstance(error, Exception) and not hasattr(sys, "ps1"):  # in a session typed by hand, that means nothing
+        leave_after_failure(FAILED, lost_peer=is_lost_peer(error))
+    joined = joined_as()
+    if joined is None:
+        return
+    try:
+        global_state.client.wait_at_barrier("jdp/exit", SHUTDOWN_SECONDS * 1000)
+    except jax.errors.JaxRuntimeError as late:
+        if "DEADLINE_EXCEEDED" not in str(late):
+            return  # the service is gone: JAX says so
+        print(
+            f"process {joined[0]} of {joined[1]} came to its end, and {SHUTDOWN_SECONDS} seconds later others had not: "
+            "they may wait for it in a step that it did not take. All processes take the same number of batches, and "
+            "end together.",
+            file=sys.stderr,
+        )
+        leave_after_failure(LOST)
 
 
 def _arguments(cluster: Cluster) -> dict[str, Any]:

@@ -224,5 +224,76 @@ time.sleep(100)
     assert time.monotonic() - start < 25
 
 
+HOOK = """
+def mine(kind, error, trace):
+    print("my own hook saw", kind.__name__, flush=True)
+    before(kind, error, trace)
+before, sys.excepthook = sys.excepthook, mine
+"""
+WAIT_FOR_EACH_OTHER = """
+mesh = Mesh(jax.devices(), "data")
+x = jax.make_array_from_callback((4,), NamedSharding(mesh, P("data")), lambda index: np.ones(4, np.float32)[index])
+total = jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, P()))
+for i in range(3):
+    if i == 1 and jax.process_index() == 1:
+        raise KeyError("the cause")
+    float(total(x))
+"""
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_who_raised_is_named_and_not_who_waits(together: Callable[[str], tuple[int, str, str]], when: str):
+    """Whether the user's own hook is set before jdp's, which then calls it, or in place of it."""
+    start = time.monotonic()
+    setting = HOOK.replace("before(kind", "sys.__excepthook__(kind") if when == "after" else HOOK
+    first, _, joining = JOIN.partition("distributed.initialize")
+    text = first + HOOK + _ + joining if when == "before" else JOIN + setting
+    code, out, err = together(text + WAIT_FOR_EACH_OTHER)
+    assert code == 1 and "process 1 of 2 ended with exit code 1. The last it said:" in err
+    assert "    KeyError: 'the cause'\n" in err
+    assert "[1] my own hook saw KeyError\n" in out
+    assert ("[1] process 1 of 2 ends with an error:\n" in out) == (when == "before")
+    assert time.monotonic() - start < 40, "a minute is what JAX waits"
+
+
+def test_who_ends_early_says_so(together: Callable[[str], tuple[int, str, str]]):
+    """A loop that is shorter on one process, or `sys.exit` there: the others wait for it in a collective."""
+    early = (
+        JOIN + "distributed.SHUTDOWN_SECONDS = 2" + WAIT_FOR_EACH_OTHER.replace('raise KeyError("the cause")', "break")
+    )
+    code, _, err = together(early)
+    assert code == 70 and "process 1 of 2 ended with exit code 70. The last it said:" in err
+    assert "process 1 of 2 came to its end, and 2 seconds later others had not" in err
+
+
+def test_exit_codes_are_the_programs_own(together: Callable[[str], tuple[int, str, str]]):
+    code, _, err = together(JOIN + "print('done', flush=True); time.sleep(jax.process_index()); sys.exit(75)")
+    assert code == 75 and "process 0 of 2 ended with exit code 75" in err
+
+
+def test_the_hook_is_put_in_once_and_only_in_a_cluster(joining: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    shown: list[Any] = []
+    monkeypatch.setattr(sys, "excepthook", lambda *given: shown.append(given))
+    monkeypatch.setattr(distributed.atexit, "register", lambda function: None)
+    own = sys.excepthook
+    initialize()
+    assert sys.excepthook is own, "a process on its own is left as it is"
+    initialize("h:1", 2, 1)
+    hook = sys.excepthook
+    monkeypatch.setattr(distributed, "joined_as", lambda: (1, 2))
+    initialize("h:1", 2, 1)
+    assert sys.excepthook is hook is not own
+    left: list[Any] = []
+    monkeypatch.setattr(distributed.os, "_exit", left.append)
+    monkeypatch.setattr(distributed, "LAST_WORDS_SECONDS", 0.2)
+    for error, seconds in ((KeyError("x"), 0), (jax.errors.JaxRuntimeError("Connection closed by peer"), 0.2)):
+        start = time.monotonic()
+        hook(type(error), error, None)
+        assert (time.monotonic() - start >= 0.2) == bool(seconds), "who lost a peer lets the cause end first"
+        assert shown[-1] == (type(error), error, None)
+    hook(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert left == [1, 1, 130]
+
+
 def test_alone_a_failure_leaves_by_the_ordinary_way():
     assert distributed.leave_after_failure(3) is None  # it returned, and did not end this process
