@@ -199,11 +199,11 @@ def _at_exit() -> None:
     error = getattr(sys, "last_value", None)  # set by Python, also where another hook took the place of ours
     if isinstance(error, Exception) and not hasattr(sys, "ps1"):  # in a session typed by hand, that means nothing
         leave_after_failure(FAILED, lost_peer=is_lost_peer(error))
-    joined = joined_as()
-    if joined is None:
+    joined, client = joined_as(), coordination_client()
+    if joined is None or client is None:
         return
     try:
-        global_state.client.wait_at_barrier("jdp/exit", SHUTDOWN_SECONDS * 1000)
+        client.wait_at_barrier("jdp/exit", SHUTDOWN_SECONDS * 1000)
     except jax.errors.JaxRuntimeError as late:
         if "DEADLINE_EXCEEDED" not in str(late):
             return  # the service is gone: JAX says so

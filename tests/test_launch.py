@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -266,6 +267,64 @@ def test_nobody_outlives_a_launcher_that_is_killed(tmp_path: Path):
         launcher.kill()
         launcher.communicate(timeout=30)
     assert gone(pids)
+
+
+KINDS = {
+    "a program": ["program.py"],
+    "a module": ["-m", "package.inner"],
+    "a command": [sys.executable, "program.py"],
+    "a command on the PATH": ["sh", "-c", f'exec {sys.executable} program.py "$@"', "sh"],
+    "in the home folder": ["~/program.py"],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_can_be_launched(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any):
+    """With arguments of its own, one of which is jdp's too and one of which is the mark between the two."""
+    from jdp.commands.launch import run
+
+    (tmp_path / "package").mkdir()
+    for path in (tmp_path / "program.py", tmp_path / "package" / "inner.py"):
+        path.write_text(WHO + "print(sys.argv[1:])")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert run(["-n", "2", "--", *KINDS[kind], "--run-dir=x", "--", "-n"]) == 0
+    output = capfd.readouterr().out
+    for rank in (0, 1):
+        assert lines_of(rank, output) == ["['--run-dir=x', '--', '-n']"]
+
+
+NOT_THERE = {
+    "no program": (["nothing.py"], "there is no program nothing.py, seen from "),
+    "no command": (["pyhton", "train.py"], "there is no file and no command 'pyhton'; after -- stands an experiment"),
+    "no experiment": (["nothing.toml"], "nothing.toml"),
+    "no module": (["-m", "no_such_package.train"], "there is no module 'no_such_package.train', neither in "),
+    "a path for a module": (["-m", "./train.py"], "there is no module './train.py'"),
+    "nothing after -m": (["-m"], "-m needs a module: jdp launch -n 2 -- -m PACKAGE"),
+    "no such user": (["~nosuchuser/train.py"], "there is no home folder ~nosuchuser, in ~nosuchuser/train.py"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_THERE)
+def test_what_is_not_there_is_said_once_and_in_words(case: str, capfd: pytest.CaptureFixture[str]):
+    from jdp import cli
+
+    command, words = NOT_THERE[case]
+    assert cli.main(["launch", "-n", "2", "--", *command]) == 2
+    shown = capfd.readouterr()
+    assert shown.err.startswith("error: ") and words in shown.err and shown.err.count("\n") == 1
+    assert shown.out == ""
+
+
+def test_the_run_folder_may_be_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from jdp.commands import launch as command
+
+    seen: list[list[str]] = []
+    monkeypatch.setattr(local, "launch", lambda whole, *_, **__: seen.append(whole) or 0)
+    monkeypatch.setattr(command, "_check_before_launch", lambda *_: False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert command.run(["-n", "2", "--run-dir", "~/runs", "--", "~/x.toml"]) == 0
+    assert seen[0][4:] == [f"{tmp_path}/x.toml", f"--run-dir={tmp_path}/runs"]
 
 
 def test_the_launched_commands_exit_code_is_the_commands(tmp_path: Path):

@@ -1,8 +1,11 @@
 """`jdp launch`: several processes on this machine."""
 
+import importlib.util
 import os
+import shutil
 import sys
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +19,12 @@ from jdp.commands.options import UsageError, cut, parse, parse_with_overrides
 class Options:
     """Runs an experiment, or a Python program that calls jdp.initialize(), as several processes on this machine.
 
-    jdp launch -n 2 -- FILE [options and overrides of `jdp train`], or jdp launch -n 2 -- PROGRAM.py [its arguments].
+    What stands after -- is one of
+
+    FILE.toml [options and overrides of `jdp train`];
+    PROGRAM.py [its arguments], run by the Python that runs jdp;
+    -m MODULE [its arguments], likewise;
+    COMMAND [its arguments], such as python PROGRAM.py: anything on the PATH.
 
     Each line of output bears the number of its process: [0] ... When a process fails, the others are ended, and which
     one failed first, and how, is said last; the exit code is that process's. Ctrl-C and SIGTERM are passed on. With
@@ -50,13 +58,14 @@ def _launch(options: Options, command: list[str]) -> int:
     if options.processes < 1:
         raise UsageError(f"jdp launch starts 1 or more processes; got -n {options.processes}")
     environment = dict(os.environ)
-    if command[0].endswith(".py"):
+    command = [_at_home(command[0]), *command[1:]]
+    if (whole := _program(command)) is not None:
         if options.run_dir is not None:
             raise UsageError("--run-dir is for experiments: give a program its options after it")
-        whole = [sys.executable, *command]
+        _check_there(whole)
     else:
         added = ["--json"] if options.json else []
-        added += [f"--run-dir={options.run_dir}"] if options.run_dir is not None else []
+        added += [f"--run-dir={_at_home(str(options.run_dir))}"] if options.run_dir is not None else []
         given, overrides = parse_with_overrides(train.Options, "train", [*command, *added])
         if given.sweep:
             return sweep.run(given, overrides, _again(options), processes=options.processes)
@@ -72,6 +81,47 @@ def _launch(options: Options, command: list[str]) -> int:
         clean_stdout=options.json or "--json" in command,
         environment=environment,
     )
+
+
+def _program(command: list[str]) -> list[str] | None:
+    """The whole command of a program; None for an experiment, whose options may come before its file."""
+    word = command[0]
+    if word == "-m":
+        return [sys.executable, *command]
+    if word.startswith("-") or word.endswith(".toml"):
+        return None
+    if word.endswith(".py"):
+        return [sys.executable, *command]
+    if Path(word).is_file() and not os.access(word, os.X_OK):
+        return None
+    return command
+
+
+def _check_there(whole: list[str]) -> None:
+    """Say once, instead of in every process, that there is no such program. Raises UsageError."""
+    program, *rest = whole
+    if program != sys.executable:
+        if shutil.which(program) is None:
+            kinds = "an experiment FILE.toml, a PROGRAM.py, -m MODULE, or a command on the PATH"
+            raise UsageError(f"there is no file and no command {program!r}; after -- stands {kinds}")
+    elif rest[:1] == ["-m"]:
+        if not rest[1:] or rest[1].startswith("-"):
+            raise UsageError("-m needs a module: jdp launch -n 2 -- -m PACKAGE [its arguments]")
+        top = rest[1].partition(".")[0]
+        if not top.isidentifier() or not (
+            PathFinder.find_spec(top, [str(Path.cwd())]) or importlib.util.find_spec(top)
+        ):
+            raise UsageError(f"there is no module {rest[1]!r}, neither in {Path.cwd()} nor installed for {program}")
+    elif rest and rest[0].endswith(".py") and not Path(rest[0]).is_file():
+        raise UsageError(f"there is no program {rest[0]}, seen from {Path.cwd()}")
+
+
+def _at_home(word: str) -> str:
+    """A path that starts with ~, as a shell would have it."""
+    try:
+        return str(Path(word).expanduser()) if word.startswith("~") else word
+    except RuntimeError:
+        raise UsageError(f"there is no home folder {Path(word).parts[0]}, in {word}") from None
 
 
 def _again(options: Options) -> list[str]:
