@@ -20,8 +20,8 @@ def owned(leaf: Any) -> Any:
     """A copy of an array that its maker may write into again: JAX reads NumPy's memory later, or keeps it for its own.
 
     On the CPU an aligned NumPy array becomes a `jax.Array` without a copy (`may_alias=False` does not prevent it), and
-    elsewhere it is read while it is being transferred: a loader that fills one buffer again and again (NumPy, torch,
-    shared memory, a memory map) would change batches that were handed over before.
+    elsewhere it may be read while it is being transferred: a loader that fills one buffer again and again (NumPy,
+    torch, shared memory, a memory map) would change batches that were handed over before.
     """
     return leaf if isinstance(leaf, jax.Array) else np.array(np.asarray(leaf))
 
