@@ -389,34 +389,21 @@ def test_a_missing_checkpoint_is_named_with_those_there_are(tmp_path, step):
         checkpoints.restore(tiny_target(), step)
 
 
-@pytest.mark.parametrize("step", [2, 3])
-def test_a_checkpoint_that_is_there_already_is_left_as_it_is(tmp_path, step):
-    """The newest, or an older one that a run went back to."""
-    fill(tmp_path, 1, 2, 3)
-    with jdp.Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(tiny(step), {"again": True})
-        checkpoints.wait()
-        assert checkpoints.restore(tiny_target(), step)[1] == {"count": step}
-        assert checkpoints.latest == 3
-
-
-@pytest.mark.parametrize("damage", ["no commit file", "empty directory", "temporary directory"])
+@pytest.mark.parametrize("damage", ["no commit file", "empty directory"])
 def test_a_checkpoint_that_was_being_written_when_the_run_died_is_ignored(tmp_path, damage):
     fill(tmp_path, 1, 2)
     if damage == "no commit file":
         (tmp_path / "2" / "commit_success.txt").unlink()
+        (tmp_path / ".unfinished-2").touch()
         with pytest.raises(jdp.CheckpointError, match=r"2 is a checkpoint that was never finished"):
             jdp.restore(tmp_path / "2", tiny_target())
-    elif damage == "empty directory":
-        (tmp_path / "99").mkdir()
     else:
-        (tmp_path / "99.orbax-checkpoint-tmp").mkdir()
+        (tmp_path / "99").mkdir()
     newest = 1 if damage == "no commit file" else 2
     with jdp.Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.latest == newest
         assert checkpoints.restore(tiny_target())[1] == {"count": newest}
-        before = len(list(tmp_path.iterdir()))
-        assert before == 3 - (damage == "no commit file")  # who only reads changes nothing: it may be being written
+        assert len(list(tmp_path.iterdir())) == 3  # who only reads changes nothing: it may be being written
         checkpoints.save(tiny(3), {"count": 3})  # and the run goes on
         checkpoints.wait()
         assert checkpoints.latest == 3

@@ -12,12 +12,14 @@ take their places.
 from __future__ import annotations
 
 import fnmatch
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from jdp.checkpoint.errors import CheckpointError, reading
@@ -43,13 +45,19 @@ def handlers() -> dict[str, Any]:
 
 
 def items_of(state: TrainState, record: Mapping[str, Any]) -> ocp.args.Composite:
-    """What Orbax is given to write."""
+    """What Orbax is given to write.
+
+    Raises:
+        CheckpointError: the state is none or abstract, or the record is not JSON.
+    """
     leaves = leaves_of(state, _FIELDS)
     check_values(leaves)
     table = {"format": FORMAT, "leaves": _described(leaves)}
     arrays = {path: jax.random.key_data(x) if _is_key(x) else x for path, x in leaves.items()}
     return ocp.args.Composite(
-        state=ocp.args.PyTreeSave(arrays), leaves=ocp.args.JsonSave(table), record=ocp.args.JsonSave(dict(record))
+        state=ocp.args.PyTreeSave(arrays),
+        leaves=ocp.args.JsonSave(table),
+        record=ocp.args.JsonSave(plain(record, "record")),
     )
 
 
@@ -112,7 +120,45 @@ def read_params(
 
 def read_record(folder: Path, fix: str) -> dict[str, Any]:
     """The JSON object that was saved beside the arrays."""
-    return _restore(folder, fix, record=ocp.args.JsonRestore())["record"]
+    return _object(_restore(folder, fix, record=ocp.args.JsonRestore())["record"], folder / "record", fix)
+
+
+def plain(value: Any, where: str) -> Any:
+    """`value` as JSON has it and gives it back: numbers of numpy and JAX become Python's, tuples lists.
+
+    Raises:
+        CheckpointError: JSON has no such thing; `where` names it.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        if odd := [key for key in value if not isinstance(key, str)]:
+            raise CheckpointError(f"{where} must be JSON, whose keys are text; {odd[0]!r} is none. Write str(...).")
+        return {key: plain(inner, f"{where}[{key!r}]") for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(inner, f"{where}[{i}]") for i, inner in enumerate(value)]
+    if isinstance(value, np.generic | np.ndarray | jax.Array) and value.ndim == 0 and value.dtype.kind in "biufU":
+        return value.item()
+    raise CheckpointError(
+        f"{where} must be JSON: text, numbers, lists, objects, None; it is {type(value).__name__} {str(value)[:50]!r}. "
+        "Arrays belong into the state; of small ones take .tolist()."
+    )
+
+
+def check_metrics(folder: Path) -> None:
+    """Raises CheckpointError if the metrics beside a checkpoint are damaged."""
+    file = folder / "metrics" / "metrics"
+    try:
+        found = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        found = error
+    if not isinstance(found, dict) or not all(x is None or isinstance(x, int | float) for x in found.values()):
+        raise CheckpointError(
+            f"{file} is damaged: it must be a JSON object of numbers. Remove that file: the checkpoint is then one "
+            "without metrics."
+        )
 
 
 def check_values(leaves: Mapping[str, Any]) -> None:
@@ -174,13 +220,19 @@ class _Params:
 
 
 def _table(folder: Path, fix: str) -> dict[str, str]:
-    table = _restore(folder, fix, leaves=ocp.args.JsonRestore())["leaves"]
+    table = _object(_restore(folder, fix, leaves=ocp.args.JsonRestore())["leaves"], folder / "leaves", fix)
     if table.get("format") != FORMAT:
         raise CheckpointError(
             f"{folder} was written by another version of jdp, in format {table.get('format')}; this one reads format "
             f"{FORMAT}. Restore it with the version that wrote it."
         )
-    return table["leaves"]
+    return _object(table.get("leaves"), folder / "leaves", fix)
+
+
+def _object(found: Any, where: Path, fix: str) -> dict[str, Any]:
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{where} is damaged: a JSON object is missing. {fix}.")
+    return found
 
 
 def _read(folder: Path, wanted: Mapping[str, Any], fix: str) -> dict[str, Any]:

@@ -13,9 +13,10 @@ from pathlib import Path
 import jax
 from jax.experimental import multihost_utils
 
-from jdp.checkpoint import content
+from jdp.checkpoint import content, ours
 from jdp.checkpoint.directory import Checkpoints
 from jdp.checkpoint.errors import CheckpointError, write_error
+from jdp.local_paths import local_path
 from jdp.state import TrainState
 from jdp.types import PyTree
 
@@ -36,10 +37,13 @@ def save(path: str | Path, state: TrainState, *, overwrite: bool = False) -> Non
             changed.
     """
     content.check_values(content.leaves_of(state, ("params", "step")))
-    path = Path(path).absolute()
+    path = _absolute(path)
+    path = path.resolve() if path.is_symlink() else path
     _check_free(path, overwrite)
-    beside = path.with_name(f".{path.name}.saving")
-    _on_first_process(lambda: shutil.rmtree(beside, ignore_errors=True))
+    beside, old = path.with_name(f".{path.name}.saving"), _old(path)
+    if old.is_symlink() or (old.exists() and not content.is_checkpoint(old)):
+        raise CheckpointError(f"{old} is where the checkpoint before is kept for a moment, and is none. Move it away.")
+    _on_first_process(lambda: ours.clear(beside))
     try:
         with Checkpoints(beside, keep=None) as checkpoints:
             checkpoints.save(state)
@@ -64,7 +68,7 @@ def restore(path: str | Path, target: TrainState) -> TrainState:
         CheckpointError: there is no checkpoint, it does not fit `target` (the first leaf that differs), or it is
             damaged.
     """
-    folder, fix = _find(Path(path).absolute())
+    folder, fix = _find(_absolute(path))
     return content.read_state(folder, target, fix)
 
 
@@ -90,7 +94,7 @@ def restore_params(
     Raises:
         CheckpointError: as for `restore`; or a pattern of `ignore` matches nothing.
     """
-    folder, fix = _find(Path(path).absolute())
+    folder, fix = _find(_absolute(path))
     return content.read_params(folder, target, fix, missing=missing, ignore=ignore)
 
 
@@ -106,12 +110,20 @@ def _check_free(path: Path, overwrite: bool) -> None:
 
 def _move(fresh: Path, path: Path) -> None:
     """Put `fresh` where `path` is."""
-    old = path.with_name(f".{path.name}.old")
+    old = _old(path)
     shutil.rmtree(old, ignore_errors=True)
     if path.exists():
         path.rename(old)
     fresh.rename(path)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _old(path: Path) -> Path:
+    return path.with_name(f".{path.name}.old")
+
+
+def _absolute(path: str | Path) -> Path:
+    return local_path(path, "A checkpoint's path").absolute()
 
 
 def _on_first_process(act: object) -> None:
@@ -127,7 +139,7 @@ def _find(path: Path) -> tuple[Path, str]:
     if content.is_checkpoint(path):
         return path, "Restore another checkpoint"
     for directory in (path, path / RUN_FOLDER):
-        steps = _steps(directory)
+        steps = ours.steps_of(directory)
         if steps:
             others = ", ".join(map(str, steps[:-1]))
             fix = f"Restore an earlier one, {directory}/STEP (there are: {others})" if others else "There is no other"
@@ -144,9 +156,3 @@ def _why_not(path: Path) -> str:
     if (path / "state").is_dir():
         return "is a checkpoint that was never finished: the process that wrote it died"
     return "is not a checkpoint and holds none"
-
-
-def _steps(directory: Path) -> list[int]:
-    if not directory.is_dir():
-        return []
-    return sorted(int(path.name) for path in directory.iterdir() if path.name.isdigit() and content.is_checkpoint(path))
