@@ -5,16 +5,19 @@ JSON has no NaN and no infinity: such a value is null, and named beside: {"loss"
 `read` puts it back.
 
 A run that resumes from step s writes the steps after s again: `Metrics(folder, resumed_step=s)` first cuts off what
-an earlier, aborted process wrote for them, so no step is there twice, and a line or record half written is gone too.
+an earlier, aborted process wrote for them, so no step is there twice. A last row half written is dropped, and said. A
+file that is damaged elsewhere is set aside, `metrics.jsonl.damaged`, and its good rows go on in a new one.
 """
 
 import contextlib
 import importlib
 import json
 import math
+import shutil
 import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,6 +25,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from jdp.notices import notice
 from jdp.trackers import BackgroundTracker
 
 JSONL = "metrics.jsonl"
@@ -109,12 +113,15 @@ class Metrics:
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl, non-finite values restored; an unfinished last line is left out."""
-    rows: list[dict[str, Any]] = []
-    for line in _whole_lines(file):
-        row = json.loads(line)
-        rows.append(row | {name: float(word) for name, word in row.pop("nonfinite", {}).items()})
-    return rows
+    """The rows of a metrics.jsonl, non-finite values restored; what cannot be read is left out, and said unless it is a
+    last line half written."""
+    found = _Rows.of(file)
+    if found.damaged:
+        notice(f"{file}: {found.damaged} of {found.damaged + len(found.rows)} rows are damaged and left out")
+    return [
+        row | {name: float(word) for name, word in row.pop("nonfinite", {}).items()}
+        for row in map(json.loads, found.rows)
+    ]
 
 
 def json_safe(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,42 +142,135 @@ def _scalar(name: str, value: Any) -> int | float:
     return float(array) if array.dtype.kind not in "biu" else int(array)
 
 
-def _whole_lines(file: Path) -> Iterator[str]:
-    with file.open(encoding="utf-8") as lines:
-        yield from (line for line in lines if line.endswith("\n"))
+@dataclass(frozen=True)
+class _Rows:
+    """What a metrics.jsonl holds.
+
+    Attributes:
+        rows: the good ones as they were written, each a line of JSON with a step, in their order.
+        damaged: how many others there are.
+        torn: whether it ends in a part of a row, as when its writer was killed.
+    """
+
+    rows: list[bytes]
+    damaged: int
+    torn: bool
+
+    @staticmethod
+    def of(file: Path) -> "_Rows":
+        *lines, last = file.read_bytes().split(b"\n")
+        found = [row for line in lines if line for row in _rows_in(line)]
+        end = last if last and _is_row(last) else None
+        rows = [row for row in found if row is not None] + ([] if end is None else [end])
+        return _Rows(rows, found.count(None), bool(last) and end is None)
+
+
+def _rows_in(line: bytes) -> Iterator[bytes | None]:
+    """The row that a line is; None for what is none. A row torn by a killed writer may have the next one behind it."""
+    if _is_row(line):
+        yield line
+        return
+    yield None
+    again = line.rfind(_ROW_START)
+    if again > 0 and _is_row(line[again:]):
+        yield line[again:]
+
+
+def _is_row(line: bytes) -> bool:
+    try:
+        row = json.loads(line)
+        words = row.get("nonfinite", {})
+        return type(row["step"]) is int and all(math.isnan(x) or math.isinf(x) for x in map(float, words.values()))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # of whatever JSON, or bytes, it is
+        return False
 
 
 def _cut_jsonl(file: Path, step: int) -> None:
     """Keep the rows up to `step`. The new file replaces the old in one move: a crash here loses nothing."""
     if not file.exists():
         return
+    found = _Rows.of(file)
+    if found.damaged:
+        aside = _set_aside(file, file.name)
+        notice(
+            f"{file}: {found.damaged} of {found.damaged + len(found.rows)} rows are damaged; that file is now {aside}, "
+            "and the others go on in a new one"
+        )
+    elif found.torn:
+        notice(f"{file}: the last row was only half written, and is dropped")
     shorter = file.with_suffix(".jsonl.new")
-    with shorter.open("w", encoding="utf-8") as kept:
-        kept.writelines(line for line in _whole_lines(file) if json.loads(line)["step"] <= step)
+    shorter.write_bytes(b"".join(row + b"\n" for row in found.rows if json.loads(row)["step"] <= step))
     shorter.replace(file)
 
 
 def _cut_events(file: Path, step: int) -> None:
-    """Truncate an event file before its first record of a later step, or its first incomplete one."""
-    event = _message_types().Event
-    with file.open("r+b") as stream:
-        whole = 0
-        for record in _records(stream.read()):
-            if event.FromString(record).step > step:
-                break
-            whole += len(record) + _FRAME
-        stream.truncate(whole)
+    """Keep an event file's records before its first one of a later step, or its incomplete last one."""
+    data, event = file.read_bytes(), _message_types().Event
+    kept: list[bytes] = []
+    whole, damaged = 0, False
+    for at, record in _records(data):
+        try:
+            later = event.FromString(record).step > step
+        except Exception:  # protobuf's DecodeError
+            damaged = True
+            continue
+        damaged |= at > whole
+        if later:
+            break
+        kept.append(data[at : at + len(record) + _FRAME])
+        whole = at + len(record) + _FRAME
+    else:
+        damaged |= not _is_torn(data[whole:])
+    if not damaged:
+        with file.open("r+b") as stream:
+            stream.truncate(whole)
+        return
+    aside = _set_aside(file, f"{EVENTS}.{file.name.partition('tfevents.')[2]}")  # TensorBoard reads all named tfevents
+    notice(f"{file.name} is damaged: it is now {aside}, and what can be read of it stays; {JSONL} has all rows")
+    shorter = file.with_name(f"{aside}.new")
+    shorter.write_bytes(b"".join(kept))
+    shorter.replace(file)
 
 
+def _set_aside(file: Path, name: str) -> str:
+    """Copy a damaged file to NAME.damaged, or the first such name that is free, and return that."""
+    number, aside = 1, file.with_name(f"{name}.damaged")
+    while aside.exists():
+        number += 1
+        aside = file.with_name(f"{name}.damaged-{number}")
+    shutil.copyfile(file, aside)
+    return aside.name
+
+
+_ROW_START = b'{"step"'
 _FRAME = 8 + 4 + 4  # length, its checksum, and after the data the data's checksum
 
 
-def _records(data: bytes) -> Iterator[bytes]:
-    """The complete records of a TFRecord file: u64 length, u32 checksum, data, u32 checksum, little-endian."""
+def _records(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """Where each complete record of a TFRecord file begins, and its data: u64 length, u32 checksum, data, u32 checksum,
+    little-endian. What is damaged between two is passed over."""
     at = 0
     while at + _FRAME <= len(data):
         (length,) = struct.unpack_from("<Q", data, at)
-        if at + _FRAME + length > len(data):
+        if not _is_header(data[at : at + 12]):
+            at += 1
+        elif at + _FRAME + length > len(data):
             return
-        yield data[at + 12 : at + 12 + length]
-        at += _FRAME + length
+        else:
+            yield at, data[at + 12 : at + 12 + length]
+            at += _FRAME + length
+
+
+def _is_header(header: bytes) -> bool:
+    """Whether these 12 bytes are a record's length and the right checksum of it."""
+    from tensorboardX.crc32c import crc32c
+
+    if len(header) < 12 or not any(header):
+        return False
+    crc = crc32c(header[:8])
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF) == header[8:]
+
+
+def _is_torn(rest: bytes) -> bool:
+    """Whether it is nothing, or the beginning of one record."""
+    return len(rest) < 12 or _is_header(rest[:12])

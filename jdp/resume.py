@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jdp.assemble import Assembly
-from jdp.checkpoint import Checkpoints
+from jdp.checkpoint import CheckpointError, Checkpoints
 from jdp.evaluation import Best, Row
 from jdp.experiment import ExperimentError
 from jdp.init_from import load_parameters
@@ -106,7 +106,7 @@ def start(parts: Assembly, saved: Checkpoints) -> tuple[TrainState, Progress, st
 
     Raises:
         ExperimentError: the data is not that of the checkpoint.
-        ValueError: a checkpoint or file that does not fit the model.
+        ValueError: a checkpoint or file that does not fit the model; CheckpointError, a damaged one.
     """
     experiment, fingerprint = parts.experiment, parts.data.fingerprint
     if saved.latest is None:
@@ -115,7 +115,9 @@ def start(parts: Assembly, saved: Checkpoints) -> tuple[TrainState, Progress, st
             return parts.state(), progress, None
         state, words = load_parameters(parts.state(), experiment, parts.plan)
         return state, progress, words
+    newest = saved.directory / str(saved.latest)
     state, record = saved.restore(parts.abstract_state())
+    _check_record(record, newest)
     if record["fingerprint"] != fingerprint:
         raise ExperimentError(
             f"{saved.directory.parent} was trained on other data (fingerprint {record['fingerprint']}, now "
@@ -125,6 +127,43 @@ def start(parts: Assembly, saved: Checkpoints) -> tuple[TrainState, Progress, st
     progress = Progress.of(experiment, record)
     progress.skipped = progress.skips_seen = int(jax.device_get(state.skipped))
     return state, progress, None
+
+
+_NUMBER, _COUNT = (int, float), (int,)
+_KINDS = {"done": _COUNT, "skipped": _COUNT, "evaluated": _COUNT, "loss": (*_NUMBER, type(None)), "fingerprint": (str,)}
+_BEST = {"metric": (str,), "value": (*_NUMBER, type(None)), "step": _COUNT, "waiting": _COUNT}
+
+
+def _check_record(record: dict[str, Any], folder: Path) -> None:
+    """Raises CheckpointError unless it is what `Progress.record` made of the run at this step."""
+    evals, bests = record.get("evals"), {name: record.get(name) for name in ("watched", "kept")}
+    found = _odd(record, _KINDS, "")
+    if not found and not (
+        isinstance(evals, dict) and not _odd(evals, dict.fromkeys(evals, (*_NUMBER, type(None))), "")
+    ):
+        found = f"evals is {evals!r}"
+    for name, best in bests.items():
+        known = {**_BEST, "to_beat": _BEST["value"]} if isinstance(best, dict) and "to_beat" in best else _BEST
+        if not found and best is not None:
+            fits = isinstance(best, dict) and best.keys() <= known.keys()
+            found = _odd(best, known, f"{name}.") if fits else f"{name} is {best!r}"
+    if not found and record["done"] != int(folder.name):
+        found = f"done is {record['done']}"
+    if found:
+        raise CheckpointError(
+            f"{folder / 'record'} is damaged, or not that of a run of jdp train: {found}. Move {folder} away: the run "
+            "then resumes from the checkpoint before, or starts afresh where there is none."
+        )
+
+
+def _odd(table: dict[str, Any], kinds: dict[str, tuple[type, ...]], where: str) -> str:
+    """The first of these keys that is missing or of another type, in words."""
+    for name, kind in kinds.items():
+        if name not in table:
+            return f"{where}{name} is missing"
+        if not isinstance(table[name], kind) or isinstance(table[name], bool):
+            return f"{where}{name} is {table[name]!r}"
+    return ""
 
 
 def finite(value: float | None) -> float | None:

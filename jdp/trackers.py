@@ -230,10 +230,13 @@ def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 def _read_ids(folder: Path) -> dict[str, str]:
     file = folder / FILE
     try:
-        return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    except ValueError:
-        notice(f"{file} cannot be read: the trackers start new runs")
-        return {}
+        ids = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    except (ValueError, RecursionError):
+        ids = None
+    if isinstance(ids, dict) and all(isinstance(one, str) for one in ids.values()):
+        return ids
+    notice(f"{file} cannot be read: the trackers start new runs")
+    return {}
 
 
 def _write_ids(folder: Path, ids: Mapping[str, str]) -> None:

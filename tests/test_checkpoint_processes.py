@@ -8,7 +8,8 @@ from jdp.launch import launch
 
 PROGRAM = """
 import sys
-import jax, numpy as np, optax
+from dataclasses import replace
+import jax, jax.numpy as jnp, numpy as np, optax
 import jdp
 from flax import nnx
 from jdp.export import export_safetensors, import_safetensors, llama_names
@@ -37,6 +38,12 @@ checked(jdp.restore(f"{folder}/one", target))
 with jdp.Checkpoints(f"{folder}/many", keep=1, best="loss") as checkpoints:
     checkpoints.save(state, {"a": 1}, {"loss": 1.0})
     checked(checkpoints.restore(target, "best")[0])
+with jdp.Checkpoints(f"{folder}/back") as checkpoints:
+    for step in (1, 2, 3):
+        checkpoints.save(replace(state, step=jax.device_put(jnp.int32(step), plan.replicated)), {"line": "first"})
+    checkpoints.restore(target, 1)
+    checkpoints.save(replace(state, step=jax.device_put(jnp.int32(2), plan.replicated)), {"line": "second"})
+    assert checkpoints.restore(target)[1] == {"line": "second"} and checkpoints.steps == [1, 2]
 for limit in (10**9, 5000):
     path = f"{folder}/exported/model.safetensors"
     export_safetensors(path, state, names=llama_names(config), max_shard_bytes=limit)
@@ -56,5 +63,6 @@ def test_two_processes_save_restore_export_and_import(tmp_path, capfd):
     assert code == 0, err
     assert "[0] same 0\n" in out and "[1] same 1\n" in out
     there = {path.name for path in tmp_path.iterdir()} - {"program.py"}
-    assert there == {"one", "many", "exported", "plain.safetensors"}
+    assert there == {"one", "many", "back", "exported", "plain.safetensors"}
+    assert sorted(path.name for path in (tmp_path / "back" / "abandoned-1").iterdir()) == ["2", "3"]
     assert not (tmp_path / "exported" / "model.safetensors").exists()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jdp import amounts, metrics, progress
+from jdp import amounts, metrics, notices, progress
 from jdp.metrics import Metrics, read
 from jdp.progress import Display
 
@@ -28,7 +28,7 @@ def events(folder: Path) -> list[Any]:
     """All events of a folder's TensorBoard files, in the order TensorBoard reads them."""
     kind = importlib.import_module("tensorboardX.proto.event_pb2").Event
     files = sorted(folder.glob("events.out.tfevents.*"))
-    return [kind.FromString(record) for file in files for record in metrics._records(file.read_bytes())]
+    return [kind.FromString(record) for file in files for _, record in metrics._records(file.read_bytes())]
 
 
 def scalars(folder: Path) -> dict[int, float]:
@@ -105,6 +105,95 @@ def test_a_row_half_written_is_dropped(tmp_path: Path):
     assert scalars(tmp_path) == {1: 2.0, 2: 3.0, 4: 5.0, 5: 6.0}
 
 
+GOOD = b'{"step": 3, "time": 1.0, "loss": 4.0}'
+DAMAGED = {
+    "garbage": b"garbage",
+    "zeros": b"\0" * 40,
+    "no UTF-8": b'{"step": 3, "\xff\xfe": 1}',
+    "no object": b"[3]",
+    "a number": b"3",
+    "no step": b'{"time": 1.0, "loss": 4.0}',
+    "a step that is none": b'{"step": "3", "time": 1.0}',
+    "a word for a number": b'{"step": 3, "loss": null, "nonfinite": {"loss": "low"}}',
+    "nested": b"[" * 100_000,
+    "torn, the next behind it": b'{"step": 2, "ti' + GOOD,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_file_is_set_aside_and_its_good_rows_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
+):
+    notices._said.clear()
+    file = tmp_path / "metrics.jsonl"
+    write(tmp_path, range(1, 6))
+    lines = file.read_bytes().split(b"\n")
+    lines[2] = DAMAGED[damage]
+    file.write_bytes(before := b"\n".join(lines))
+    steps = [1, 2, 3, 4, 5] if "behind" in damage else [1, 2, 4, 5]
+    assert [row["step"] for row in read(file)] == steps
+    write(tmp_path, range(5, 7), resumed_step=4)
+    assert [row["step"] for row in read(file)] == [*steps, 6]
+    assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == before
+    said = capsys.readouterr().err
+    assert f"1 of {len(steps) + 1} rows are damaged; that file is now metrics.jsonl.damaged" in said
+    file.write_bytes(before)
+    write(tmp_path, range(6, 7), resumed_step=5)
+    assert (tmp_path / "metrics.jsonl.damaged-2").read_bytes() == before, "nor is the first one lost"
+
+
+@pytest.mark.parametrize("end", [b'{"step": 4, "lo', b'{"step": 4', b"\0\0\0"])
+def test_a_last_row_half_written_is_dropped_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str], end: bytes):
+    notices._said.clear()
+    file = tmp_path / "metrics.jsonl"
+    write(tmp_path, range(1, 4))
+    file.write_bytes(file.read_bytes() + end)
+    write(tmp_path, range(4, 5), resumed_step=3)
+    assert [row["step"] for row in read(file)] == [1, 2, 3, 4] and not list(tmp_path.glob("*.damaged"))
+    assert "the last row was only half written, and is dropped" in capsys.readouterr().err
+
+
+def test_a_last_row_without_a_line_end_is_a_row(tmp_path: Path):
+    write(tmp_path, range(1, 4))
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(file.read_bytes().rstrip(b"\n"))
+    write(tmp_path, range(4, 5), resumed_step=3)
+    assert [row["step"] for row in read(file)] == [1, 2, 3, 4]
+
+
+def flipped(data: bytes, at: int, count: int) -> bytes:
+    return data[:at] + bytes(255 - byte for byte in data[at : at + count]) + data[at + count :]
+
+
+EVENT_DAMAGES = {
+    "a length": lambda data, at: flipped(data, at, 8),
+    "a record's data": lambda data, at: flipped(data, at + 12, 6),
+    "zeros": lambda data, at: data[:at] + bytes(30) + data[at + 30 :],
+    "a hole": lambda data, at: data[: at + 5] + data[at + 20 :],
+    "something between": lambda data, at: data[:at] + b"between" + data[at:],
+    "all of it": lambda data, at: b"garbage" * 30,
+}
+
+
+@pytest.mark.parametrize("damage", EVENT_DAMAGES)
+def test_a_damaged_event_file_is_set_aside_and_what_can_be_read_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
+):
+    """Record 0 is TensorBoard's version, 1 hides what was cut off, 2 is step 1: that of step 3 is damaged."""
+    notices._said.clear()
+    write(tmp_path, range(1, 7))
+    (file,) = tmp_path.glob("events.*")
+    at = [at for at, _ in metrics._records(file.read_bytes())][4]
+    file.write_bytes(before := EVENT_DAMAGES[damage](file.read_bytes(), at))
+    write(tmp_path, range(6, 8), resumed_step=5)
+    lost = {"all of it": {1, 2, 3, 4, 5}, "something between": set()}.get(damage, {3})
+    assert scalars(tmp_path).keys() == {1, 2, 3, 4, 5, 6, 7} - lost
+    (aside,) = tmp_path.glob("*.damaged")
+    assert aside.read_bytes() == before and "tfevents" not in aside.name
+    assert "is damaged: it is now events." in capsys.readouterr().err
+    assert [row["step"] for row in read(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6, 7]
+
+
 def test_an_open_tensorboard_is_told_to_forget_what_was_cut_off(tmp_path: Path):
     write(tmp_path, range(1, 8))
     write(tmp_path, range(5, 6), resumed_step=4)
@@ -119,7 +208,7 @@ def test_tensorboards_own_checksums_hold_after_a_cut(tmp_path: Path):
     write(tmp_path, range(5, 6), resumed_step=4)
     for file in tmp_path.glob("events.*"):
         data, at = file.read_bytes(), 0
-        for record in metrics._records(data):
+        for _, record in metrics._records(data):
             crc = crc32c(record)
             masked = ((crc >> 15) | (crc << 17)) + 0xA282EAD8 & 0xFFFFFFFF
             at += 12 + len(record) + 4

@@ -9,6 +9,7 @@ is told by `ours`; whether a run went back, by `line`.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -287,8 +288,8 @@ class Checkpoints:
             if not self._cleaned:
                 ours.remove_leftovers(self.directory)
             left = self._line.left(step, ours.steps_of(self.directory))
-            if not left and (self.directory / str(step)).exists():  # neither whole nor bearing our mark
-                left = [step]
+            if step not in left and os.path.lexists(self.directory / str(step)):  # neither whole nor marked as ours
+                left.append(step)
         self._cleaned = True
         if _said_by_process_0(bool(left)):
             if left:

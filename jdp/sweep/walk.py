@@ -92,4 +92,5 @@ def summary_of(member: Member, runs: Path) -> dict[str, Any] | None:
         summary = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return summary if summary.get("of_steps") == member.experiment.train.steps else None
+    known = isinstance(summary, dict) and summary.get("of_steps") == member.experiment.train.steps
+    return summary if known else None
