@@ -223,11 +223,12 @@ def test_a_single_save_deletes_nothing_that_is_not_its_own(tmp_path, base):
 
 
 ADDRESSES = {
-    "gs://bucket/run": "does not read or write gs:// yet: mount it",
-    "s3://bucket/run": "does not read or write s3:// yet",
-    "file:///tmp/x": "does not read or write file:// yet",
-    "~nosuchuser/run": "there is no user nosuchuser: write the folder out",
-    "a\0b": "must be a path, which has no NUL in it",
+    "gs://bucket/run": r"on a disk of this machine, got 'gs:/.*: gs:// is not read or written yet; mount it",
+    "s3://bucket/run": "s3:// is not read or written yet",
+    "file:///tmp/x": "file:// is not read or written yet",
+    "~nosuchuser/run": "~nosuchuser has none; write the folder",
+    "a\0b": "must have no NUL character",
+    f"{'long' * 64}/run": "File name too long; mend it",
 }
 
 

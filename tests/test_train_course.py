@@ -2,7 +2,11 @@
 what is trained, and what becomes of a run that cannot go on. On points of three classes, so that a step is cheap."""
 
 import json
+import os
 import signal
+import socket
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -15,6 +19,7 @@ from jdp.checkpoint import Checkpoints
 from jdp.cli import main
 from jdp.experiment import load
 from jdp.metrics import read
+from jdp.run_lock import LOCK, locked
 
 POINTS = """
 name = "points"
@@ -252,6 +257,111 @@ def test_a_full_disk_is_one_error_and_the_run_resumes_when_there_is_room(file, c
 def test_a_run_directory_that_cannot_be_written_is_one_error(file, capsys):
     assert main(["train", str(file), "--run-dir", "/proc/runs"]) == 2
     assert "/proc/runs/points cannot be written" in capsys.readouterr().err
+
+
+# Whose folder it is.
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_second_run_in_the_folder_of_one_that_goes_on_is_refused(file, capsys):
+    _, folder = train(file, "--train.steps", "1")
+    with locked(folder) as alone:
+        before = contents(folder)
+        code, _ = train(file, "--train.steps", "1")
+        error = capsys.readouterr().err
+        assert alone and code == 2 and "Traceback" not in error
+        assert f"{folder} has a run that goes on, process {os.getpid()} on {socket.gethostname()} since 20" in error
+        assert contents(folder) == before
+    assert train(file, "--train.steps", "1")[0] == 0
+
+
+def test_the_lock_dies_with_its_process(file, capsys):
+    folder = file.parent / "runs" / "points"
+    folder.mkdir(parents=True)  # as a run that compiles has it
+    hold = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True)"
+    command = [sys.executable, "-c", f"{hold}; input()", str(folder / LOCK)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout.readline() == b"held\n"
+        assert train(file)[0] == 2 and "has a run that goes on: two in one folder" in capsys.readouterr().err
+        assert [path.name for path in folder.iterdir()] == [LOCK]
+        holder.kill()
+    assert train(file, "--train.steps", "1")[0] == 0
+
+
+def test_a_run_that_was_killed_before_its_first_step_leaves_its_folder_to_the_next(file, capsys, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr("jdp.train._loop", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr("jdp.run_folder._discard_unused", lambda folder: None)  # a killed process cleans up nothing
+        code, folder = train(file)
+    assert code == 130 and {"experiment.toml", "metrics.jsonl", "checkpoints", LOCK} <= {
+        p.name for p in folder.iterdir()
+    }
+    code, _ = train(file, "--optimizer.lr", "0.2", "--train.steps", "1")
+    assert code == 0 and steps(folder) == [1] and "lr = 0.2" in (folder / "experiment.toml").read_text()
+    said = capsys.readouterr().err
+    assert "was left before its first step" in said and "optimizer.lr was 0.1, is 0.2" in said
+    assert train(file, "--optimizer.lr", "0.3")[0] == 2, "now there is a step in it"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--name", "n" * 300), "name"),
+        (("--run-dir", "gs://bucket/runs"), "--run-dir: a path must be on a disk of this machine"),
+        (("--run-dir", "~nosuchuser/runs"), "--run-dir: a path must begin with a user who has a home folder"),
+    ],
+)
+def test_what_can_be_no_folder_is_refused_before_anything_is_made(file, capsys, monkeypatch, arguments, said):
+    monkeypatch.chdir(file.parent)
+    before = sorted(file.parent.iterdir())
+    assert main(["train", str(file), "--run-dir", "some/runs", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert said in error and "Traceback" not in error and sorted(file.parent.iterdir()) == before
+
+
+def test_a_home_is_filled_in(file, monkeypatch):
+    monkeypatch.setenv("HOME", str(file.parent))
+    monkeypatch.chdir("/")
+    assert main(["train", "~/points.toml", "--run-dir", "~/deep/runs", "--train.steps", "1"]) == 0
+    assert steps(file.parent / "deep" / "runs" / "points") == [1]
+
+
+def test_a_run_resumes_from_damaged_metrics_and_says_what_a_damaged_checkpoint_lacks(file, capsys, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(signals.StopRequest, "at_step", lambda self, now: stopped(self, now, at=3))
+        _, folder = train(file, "--train.eval_every", "3", "--train.keep_best", "true")
+    capsys.readouterr()
+    record = folder / "checkpoints" / "3" / "record" / "metadata"
+    whole = json.loads(record.read_bytes())
+    damages = {
+        "fingerprint is missing": {key: value for key, value in whole.items() if key != "fingerprint"},
+        "done is '3'": whole | {"done": "3"},
+        "done is 2": whole | {"done": 2},
+        "evals is [1]": whole | {"evals": [1]},
+        "watched.metric is missing": whole | {"watched": {"value": 1.0}},
+    }
+    for said, damage in damages.items():
+        record.write_text(json.dumps(damage))
+        assert train(file)[0] == 2
+        error = capsys.readouterr().err
+        assert f"is damaged, or not that of a run of jdp train: {said}" in error and "Traceback" not in error
+    record.write_bytes(b"\0" * 50)
+    assert train(file)[0] == 2 and "3 cannot be read; a file is damaged" in capsys.readouterr().err
+    record.write_text(json.dumps(whole))
+    (metrics,) = folder.glob("metrics.jsonl")
+    first, *rest = metrics.read_bytes().split(b"\n")
+    metrics.write_bytes(b"\n".join([first, b"\xff\0garbage", *rest]))
+    (events,) = folder.glob("events.*")
+    events.write_bytes(b"\0" * 100 + events.read_bytes())
+    assert train(file, "--train.eval_every", "3", "--train.keep_best", "true")[0] == 0
+    said = capsys.readouterr().err
+    assert (
+        "rows are damaged; that file is now metrics.jsonl.damaged" in said and "is damaged: it is now events." in said
+    )
+    assert [row["step"] for row in read(metrics) if "loss" in row] == [1, 2, 3, 4, 5, 6]
 
 
 FITTING = {

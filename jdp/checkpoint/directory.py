@@ -24,10 +24,10 @@ from orbax.checkpoint import checkpoint_managers
 from jdp.checkpoint import content, ours
 from jdp.checkpoint.errors import CheckpointError, hush, write_error
 from jdp.checkpoint.line import Line
-from jdp.local_paths import local_path
 from jdp.notices import notice
 from jdp.state import TrainState
 from jdp.types import PyTree
+from jdp.user_path import user_path
 
 
 class Checkpoints:
@@ -65,7 +65,7 @@ class Checkpoints:
                 raise ValueError(f"{name} is a positive number of steps or None; got {count}.")
         if mode not in ("min", "max"):
             raise ValueError(f'mode is "min" or "max"; got {mode!r}.')
-        self.directory = local_path(directory, "A directory of checkpoints").absolute()
+        self.directory = user_path(directory).absolute()
         self._best, self._sign = best, -1.0 if mode == "min" else 1.0
         self._line = Line()
         self._saving: int | None = None

@@ -16,9 +16,9 @@ from jax.experimental import multihost_utils
 from jdp.checkpoint import content, ours
 from jdp.checkpoint.directory import Checkpoints
 from jdp.checkpoint.errors import CheckpointError, write_error
-from jdp.local_paths import local_path
 from jdp.state import TrainState
 from jdp.types import PyTree
+from jdp.user_path import user_path
 
 RUN_FOLDER = "checkpoints"
 """Where the folder of a run has them."""
@@ -123,7 +123,7 @@ def _old(path: Path) -> Path:
 
 
 def _absolute(path: str | Path) -> Path:
-    return local_path(path, "A checkpoint's path").absolute()
+    return user_path(path).absolute()
 
 
 def _on_first_process(act: object) -> None:

@@ -6,12 +6,13 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import tyro
 
+from jdp.user_path import user_path
 from jdp.wording import nearest
 
 
@@ -21,7 +22,20 @@ class UsageError(ValueError):
 
 def parse(options: type[Any], name: str, arguments: list[str]) -> Any:
     """Read typed options; tyro says what is wrong and exits with 2."""
-    return tyro.cli(options, prog=f"jdp {name}", args=arguments, config=(tyro.conf.FlagCreatePairsOff,))
+    found = tyro.cli(options, prog=f"jdp {name}", args=arguments, config=(tyro.conf.FlagCreatePairsOff,))
+    return dataclasses.replace(found, **dict(_paths(found)))
+
+
+def _paths(found: Any) -> Iterator[tuple[str, Path]]:
+    """The options that are paths, `~` filled in. Raises UsageError."""
+    for field in dataclasses.fields(found):
+        value = getattr(found, field.name)
+        if isinstance(value, Path):
+            try:
+                yield field.name, user_path(value)
+            except ValueError as error:
+                flag = "FILE" if field.name == "file" else f"--{field.name.replace('_', '-')}"
+                raise UsageError(f"{flag}: {error}") from None
 
 
 def parse_with_overrides(options: type[Any], name: str, arguments: list[str]) -> tuple[Any, dict[str, str]]:

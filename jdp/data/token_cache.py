@@ -6,6 +6,7 @@ be read is made again; a folder that cannot be written is said once.
 
 import hashlib
 import os
+import re
 import tempfile
 import zipfile
 from collections.abc import Sequence
@@ -19,6 +20,8 @@ from jdp.notices import notice
 
 WORTHWHILE_BYTES = 2**23  # of text: less is tokenised in a few seconds
 LIMIT_BYTES = 2**34
+_ENTRY = re.compile(r"[0-9a-f]{40}\.npz")
+"""Nothing else in the folder is ever deleted."""
 
 
 def cache_key(identity: str, documents: Sequence[bytes]) -> str | None:
@@ -66,7 +69,8 @@ def _folder() -> Path:
 
 
 def _prune(folder: Path) -> None:
-    entries = sorted(((e.stat().st_mtime, e.stat().st_size, e) for e in folder.glob("*.npz")), reverse=True)
+    ours = [path for path in folder.glob("*.npz") if _ENTRY.fullmatch(path.name)]
+    entries = sorted(((e.stat().st_mtime, e.stat().st_size, e) for e in ours), reverse=True)
     total = 0
     for _, size, path in entries:
         total += size

@@ -9,6 +9,7 @@ a folder that cannot be written is said once.
 import hashlib
 import json
 import os
+import re
 import tempfile
 import zlib
 from dataclasses import dataclass
@@ -16,14 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from jdp.notices import notice
+from jdp.user_path import user_path
 
 LIMIT_BYTES = 512 * 2**20
+_ENTRY = re.compile(r"[0-9a-f]{64}\.json\.z")
+"""Nothing else in the folder is ever deleted: a user may have named one with files of his own."""
 
 
 def default_folder() -> Path:
     """$JDP_CACHE_DIR, else `jdp` in the user's cache folder (XDG Base Directory Specification)."""
     if chosen := os.environ.get("JDP_CACHE_DIR"):
-        return Path(chosen)
+        return user_path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jdp"
 
 
@@ -74,7 +78,14 @@ class Cache:
         return self.folder / f"{key}.json.z"
 
     def _prune(self) -> None:
-        entries = sorted(((e.stat().st_mtime, e.stat().st_size, e) for e in self.folder.glob("*.json.z")), reverse=True)
+        entries = sorted(
+            (
+                (e.stat().st_mtime, e.stat().st_size, e)
+                for e in self.folder.glob("*.json.z")
+                if _ENTRY.fullmatch(e.name)
+            ),
+            reverse=True,
+        )
         total = 0
         for _, size, path in entries:
             total += size

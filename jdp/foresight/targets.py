@@ -27,6 +27,7 @@ from jdp.foresight.chips import CHIPS, GPUS, TPUS, Chip
 from jdp.foresight.cluster import read
 from jdp.foresight.gpu_config import differing, written
 from jdp.types import Device
+from jdp.user_path import user_path
 
 _GRAMMAR = (
     "a target is KIND:HOSTSxPER_HOST, such as h100:8x8 (8 hosts with 8 GPUs each) or cluster.toml:8x8 (GPUs that a "
@@ -77,7 +78,7 @@ def target(name: str) -> Target:
         return Target(kind, 1, sizes[0], _cpu_devices(name, sizes[0]), None, "cpu", shape=shape)
     if kind in TPUS:
         return _tpu_target(name, kind, shape)
-    chip, config = (GPUS[kind], written(GPUS[kind])) if kind in GPUS else read(Path(kind))
+    chip, config = (GPUS[kind], written(GPUS[kind])) if kind in GPUS else read(user_path(kind))
     _check_compiler(name)
     hosts, per_host = sizes
     devices = _gpu_devices(name, config, hosts, per_host)
