@@ -205,7 +205,8 @@ def check_same(experiment: Experiment, folder: Path) -> None:
     Raises:
         ExperimentError: it holds a run of another experiment.
     """
-    if not (folder / FILE).exists() or _is_unused(folder):
+    begun = (folder / FILE).exists()
+    if not begun or ((folder / LOCK).exists() and _is_unused(folder)):  # without, a run that locks nothing may be alive
         return
     if differing := _differences(experiment, folder):
         raise _other_experiment(folder, differing)
