@@ -15,6 +15,7 @@ import pytest
 
 import jdp
 from jdp import notices
+from jdp.export import export_safetensors, import_safetensors
 
 PLAN = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:1], data=1), "ddp")
 
@@ -241,6 +242,8 @@ def test_an_address_or_what_is_no_path_is_refused_in_words(tmp_path, base, path,
         lambda path: jdp.save(path, at(base, 1)),
         lambda path: jdp.restore(path, aim()),
         lambda path: jdp.restore_params(path, aim()),
+        lambda path: export_safetensors(path / "a.safetensors" if kind is Path else f"{path}/a.safetensors", base),
+        lambda path: import_safetensors(path, aim()),
     ):
         with pytest.raises(ValueError, match=ADDRESSES[path]):
             use(kind(path))
@@ -249,6 +252,9 @@ def test_an_address_or_what_is_no_path_is_refused_in_words(tmp_path, base, path,
 
 def test_a_home_is_filled_in(tmp_path, base, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
+    export_safetensors("~/one.safetensors", at(base, 1))
+    assert float(import_safetensors("~/one.safetensors", aim()).params["w"][0]) == 1
+    (tmp_path / "one.safetensors").unlink()
     jdp.save("~/one", at(base, 1))
     assert int(jdp.restore("~/one", aim()).step) == 1
     with jdp.Checkpoints("~/many") as saved:

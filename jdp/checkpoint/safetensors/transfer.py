@@ -32,6 +32,7 @@ from jdp.notices import notice
 from jdp.plan import path_of
 from jdp.state import TrainState
 from jdp.types import PyTree
+from jdp.user_path import user_path
 
 GivenNames = Names | Mapping[str, str | Tensor] | None
 
@@ -60,7 +61,7 @@ def export_safetensors(
         CheckpointError: the names do not fit the parameters, these are abstract, the file cannot be written, or an
             index or shards that jdp did not write are in its place: what was there stays.
     """
-    path = Path(path).absolute()
+    path = user_path(path).absolute()
     if path.suffix != files.SUFFIX:
         raise CheckpointError(f"A safetensors file is named NAME{files.SUFFIX}; got {path.name}.")
     leaves = _leaves(params)
@@ -110,7 +111,7 @@ def import_safetensors(
             it describes another model than the one that `gpt2_names` or `llama_names` were made for, or the first
             tensor that differs; or a pattern of `ignore` matches nothing.
     """
-    path = Path(path).absolute()
+    path = user_path(path).absolute()
     leaves = _leaves(target)
     stored = files.read(path)
     chosen = resolve(names, leaves)
