@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 
+from jdp.flax_nnx import changes
 from jdp.notices import notice
 from jdp.placement import Placement
 from jdp.types import PyTree
@@ -25,6 +26,7 @@ Lift = Callable[[jax.Array, Placement, int], jax.Array]
 """`lift(shard, placement, leading)`: gather a shard whose first `leading` dims were sliced off."""
 
 Remat = str | Callable[..., bool] | None
+Block = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,12 @@ def lifting(lifts: Lifts) -> Generator[None]:
         _AT_WORK.reset(token)
 
 
-def scan_layers(block: Callable[[Any, Any], Any], stacked: PyTree, x: PyTree, *, remat: Remat = None) -> PyTree:
+def scan_layers(block: Block, stacked: PyTree, x: PyTree, *, remat: Remat = None) -> PyTree:
     """Run `x = block(layer, x)` over all layers.
+
+    What a block changes in an NNX module (batch statistics, counters, the state of random streams) stays changed, as
+    in a Python loop over the layers: over the list itself, or over the slices of the stack, whose changes are stacked
+    again. Of what the layers share, or the block closes over, each layer finds what the one before left.
 
     Args:
         block: `block(layer, x)` -> x of the same structure, shapes and dtypes. It may close over anything but
@@ -65,38 +71,91 @@ def scan_layers(block: Callable[[Any, Any], Any], stacked: PyTree, x: PyTree, *,
         The activations that leave the last layer.
 
     Raises:
-        ValueError: leaves of `stacked` disagree about the number of layers, or `remat` is unknown.
+        ValueError: leaves of `stacked` disagree about the number of layers, `remat` is unknown, or the block changes a
+            module that is neither among the layers nor in its closure.
     """
     lifts = _AT_WORK.get()
     if isinstance(stacked, list | MutableSequence):
         for layer in stacked:
-            body, operands = _body(block, layer, lifts, leading=0, remat=remat)
-            x = body(x, operands)
+            x = _unrolled(block, layer, x, lifts, remat)
         return x
     _check_stacked(stacked)
-    body, operands = _body(block, stacked, lifts, leading=1, remat=remat)
-    return jax.lax.scan(lambda x, layer: (body(x, layer), None), x, operands)[0]
+    return _scanned(block, stacked, x, lifts, remat)
 
 
-def _body(
-    block: Callable[[Any, Any], Any], layers: PyTree, lifts: Lifts | None, *, leading: int, remat: Remat
-) -> tuple[Callable[[Any, Any], Any], list[Any]]:
-    """The loop's body on operands (shards where we have them, whole leaves elsewhere), and those operands."""
-    paths, treedef = jax.tree.flatten_with_path(layers)
-    sources = [_source(jax.tree_util.keystr(path), leaf, lifts, leading) for path, leaf in paths]
-    places = [place for _, place in sources]
+def _unrolled(block: Block, layer: PyTree, x: PyTree, lifts: Lifts | None, remat: Remat) -> PyTree:
+    """One layer of a list. Where nothing asks for a trace of its own, the call is the plain one."""
+    body = _Body(block, changes.take_apart(layer), lifts, leading=0, remat=remat)
+    if not body.is_apart:
+        with changes.explaining():
+            return block(layer, x)
+    x, own, held = body.checkpointed(x, body.operands, changes.values(body.outside))
+    body.parts.write(body.own, own)
+    changes.assign([body.outside[i] for i in body.moved], [held[i] for i in body.moved])
+    return x
 
-    def body(x: Any, operands: list[Any]) -> Any:
+
+def _scanned(block: Block, stacked: PyTree, x: PyTree, lifts: Lifts | None, remat: Remat) -> PyTree:
+    """What a layer changes in itself leaves the scan stacked; what it changes elsewhere goes from layer to layer."""
+    body = _Body(block, changes.take_apart(stacked), lifts, leading=1, remat=remat)
+    if body.outside:  # of what is within its reach, only what it changes is carried
+        first = jax.tree.map(lambda leaf: leaf[0], body.operands)
+        jax.eval_shape(body, x, first, changes.values(body.outside))
+        body.outside = [body.outside[i] for i in body.moved]
+
+    def layer(carry: Any, operands: list[Any]) -> tuple[Any, list[Any]]:
+        x, held = carry
+        x, own, held = body.checkpointed(x, operands, held)
+        return (x, held), own
+
+    (x, held), own = jax.lax.scan(layer, (x, changes.values(body.outside)), body.operands)
+    body.parts.write(body.own, own)
+    changes.assign(body.outside, held)
+    return x
+
+
+class _Body:
+    """The call of one layer as a function of arrays alone, which is what JAX can loop over and trace apart.
+
+    Attributes:
+        parts: the layer, or all of them stacked, taken apart.
+        outside: variables that the block can change without being given them.
+        operands: what the loop runs over, for each array of `parts`: its shard where we have one, else the array.
+        places: where the shard lives; None for what is whole.
+        own, moved: once traced, what the call changed in the layer, and which of `outside`.
+    """
+
+    def __init__(self, block: Block, parts: changes.Parts, lifts: Lifts | None, *, leading: int, remat: Remat) -> None:
+        sources = [_source(name, leaf, lifts, leading) for name, leaf in parts.arrays]
+        self.block, self.parts, self.lifts, self.leading, self.remat = block, parts, lifts, leading, remat
+        self.operands, self.places = [leaf for leaf, _ in sources], [place for _, place in sources]
+        self.rematerialised = remat is not None or any(place is not None for place in self.places)
+        self.is_apart = leading > 0 or self.rematerialised
+        self.outside = changes.closed_over(block, apart_from=parts.variables) if self.is_apart else []
+        self.own: changes.Record = []
+        self.moved: list[int] = []
+
+    def __call__(self, x: Any, operands: list[Any], held: list[Any]) -> tuple[Any, list[Any], list[Any]]:
+        """Return the activations, what the call changed in the layer, and what `outside` then holds."""
+        lifts, leading = self.lifts, self.leading
         whole = [
             leaf if lifts is None or place is None else lifts.lift(leaf, place, leading)
-            for leaf, place in zip(operands, places, strict=True)
+            for leaf, place in zip(operands, self.places, strict=True)
         ]
-        return block(jax.tree.unflatten(treedef, whole), x)
+        layer = self.parts.together(whole)
+        with changes.standing_in(self.outside, held), changes.explaining():
+            x = self.block(layer, x)
+            after = changes.values(self.outside)
+        self.own, own = self.parts.changes(layer, whole)
+        self.moved = [i for i, (old, new) in enumerate(zip(held, after, strict=True)) if not changes.same(old, new)]
+        return x, own, after
 
-    lifted = any(place is not None for place in places)
-    if remat is not None or lifted:  # inside a scan nothing can be merged across iterations: no barriers needed
-        body = jax.checkpoint(body, policy=_policy(remat), prevent_cse=leading == 0)
-    return body, [leaf for leaf, _ in sources]
+    @property
+    def checkpointed(self) -> Callable[..., Any]:
+        if not self.rematerialised:
+            return self
+        # inside a scan nothing can be merged across iterations: no barriers needed
+        return jax.checkpoint(self.__call__, policy=_policy(self.remat), prevent_cse=self.leading == 0)
 
 
 def _source(name: str, leaf: Any, lifts: Lifts | None, leading: int) -> tuple[Any, Placement | None]:

@@ -1,4 +1,4 @@
-"""Everything jdp knows of Flax NNX: how a module becomes plain trees of arrays, and back.
+"""How an NNX module becomes plain trees of arrays, and back.
 
 A module is split once, at initialisation, and put together again only while a step is traced; no call of a compiled
 step walks a module. Its parameters become nested dicts with text keys, which JAX flattens natively.
@@ -16,6 +16,7 @@ statistics over. Of other state that a call changes, each device then has its ow
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -195,8 +196,8 @@ def _seeded(variable: Any, rng: jax.Array | None, index: int) -> jax.Array:
     key = jax.random.fold_in(jax.random.key(0) if rng is None else rng, index)
     if not aval.shape:
         return key
-    count = int(jax.numpy.prod(jax.numpy.array(aval.shape)))
-    return jax.vmap(lambda i: jax.random.fold_in(key, i))(jax.numpy.arange(count)).reshape(aval.shape)
+    each = jax.numpy.arange(math.prod(aval.shape))
+    return jax.vmap(lambda i: jax.random.fold_in(key, i))(each).reshape(aval.shape)
 
 
 def _nest(flat: Flat) -> dict[str, Any]:
