@@ -42,7 +42,7 @@ class TrainState:
         opt_state: the optimizer's state; leaves that mirror a parameter lie where it lies. Frozen ones have none.
         model_state: NNX variables that are not parameters (BatchNorm statistics); `{}` if there are none.
         rng: the typed PRNG key that every step's randomness is derived from; it never changes.
-        skipped: int32 scalar, steps that changed nothing because a gradient was not finite.
+        skipped: int32 scalar, steps that changed nothing because a gradient or new model state was not finite.
             `consumed`, their sum with `step`, is how many batches the state has seen.
         static: optimizer and adapter; see `Static`.
     """

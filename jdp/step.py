@@ -6,7 +6,8 @@ A step, traced once and compiled:
 2. gradients: Σ∇total and Σweight over all devices and microbatches (`jdp.gradients`), divided once;
 3. clip by the global norm;
 4. the optimizer updates the master weights where they rest;
-5. the finite guard: if the gradient is not finite, everything stays as it was and `skipped` counts one more.
+5. the finite guard: if the gradient is not finite, or model state ceases to be, everything stays as it was and
+   `skipped` counts one more.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from jdp.batch import agree_on_inputs, agree_on_program, check_alive, check_glob
 from jdp.gradients import auto, manual
 from jdp.gradients.accumulate import Task
 from jdp.gradients.choice import ASKED, Choice, Question
+from jdp.gradients.model_state import stays_finite
 from jdp.gradients.traced import Sums, batch_rows
 from jdp.mesh import mesh_of
 from jdp.optimizer_fit import update
@@ -300,6 +302,7 @@ def _train(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState, Met
     grads = jax.tree.map(lambda g: g.astype(jnp.float32) / sums.weight, grads)
     norm, square = _norm(grads, state.step)
     finite = jnp.isfinite(norm if step.clip_norm is not None else square) & jnp.isfinite(sums.total)
+    finite &= stays_finite(state.model_state, model_state)
     if step.clip_norm is not None:
         scale = jnp.minimum(1.0, step.clip_norm / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))
         grads = jax.tree.map(lambda g: g * scale, grads)

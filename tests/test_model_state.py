@@ -102,14 +102,7 @@ def after_one_call(loop, stacked, closing, **settings):
 
 @pytest.mark.parametrize(
     ("stacked", "remat", "closing"),
-    [
-        (False, None, True),
-        (False, "full", True),
-        (False, "full", False),
-        (True, None, True),
-        (True, "dots", True),
-        (True, None, False),
-    ],
+    [(False, None, True), (False, "full", True), (True, None, True), (True, "dots", False)],
 )
 def test_what_a_block_changes_stays_changed_as_in_a_plain_loop(stacked, remat, closing):
     """Statistics, counters, streams, arrays and new variables, with no plan at work."""
@@ -141,10 +134,9 @@ def after_two_steps(strategy, devices, stacked, closing, remat, partitioning="au
     return jax.device_get((state.params, state.model_state, metrics["loss"]))
 
 
-@pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize(
-    ("strategy", "partitioning", "remat"),
-    [("zero3", "auto", None), ("zero3", "manual", "full"), ("zero2", "auto", None)],
+    ("strategy", "partitioning", "remat", "stacked"),
+    [("zero3", "auto", None, False), ("zero3", "manual", "full", True), ("zero2", "auto", None, True)],
 )
 def test_the_one_word_changes_nothing_of_it(strategy, partitioning, remat, stacked):
     """Under zero3 each layer is traced apart, to be gathered again; its state is that of a loop on one device."""
@@ -171,3 +163,135 @@ def test_a_change_that_cannot_leave_the_block_is_refused_in_words(layers):
 
     with pytest.raises(ValueError, match=r"Cannot mutate RngCount.*close over the module itself"):
         jax.eval_shape(run, jnp.ones(2))
+
+
+# What the step makes of it.
+
+
+class Tables(nnx.Module):
+    """State of all kinds: tables that no call changes and no average may touch, and what every call changes."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.lowest = nnx.Variable(jnp.full(WIDTH, jnp.finfo(jnp.float32).min))
+        self.none = nnx.Variable(jnp.full(WIDTH, -jnp.inf))
+        self.half = nnx.Variable(jnp.full(WIDTH, -30000.0, jnp.float16))
+        self.largest = nnx.Variable(jnp.full(WIDTH, -jnp.inf))
+        self.sum = nnx.Variable(jnp.full(WIDTH, jnp.finfo(jnp.float32).max))
+        self.narrow = nnx.Variable(jnp.full(WIDTH, -60000.0, jnp.float16))
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x):
+        y = self.linear(x)
+        first = jnp.arange(WIDTH) < WIDTH // 2  # the rest of a running maximum stays at -inf
+        self.largest[...] = jnp.where(first, jnp.maximum(self.largest[...], 3.0), self.largest[...])
+        self.sum[...] = self.sum[...] * jnp.where(first, 1.0, 0.5)
+        self.narrow[...] = self.narrow[...] + jnp.float16(0)
+        self.calls[...] += 1
+        return y + jnp.maximum(jnp.maximum(self.lowest[...], self.none[...]), self.half[...])
+
+
+@pytest.mark.parametrize(("partitioning", "accumulate"), [("auto", 2), ("manual", 1), ("manual", 2)])
+def test_tables_stay_as_they_are_and_no_average_overflows(partitioning, accumulate):
+    """On three devices, where sums of `finfo.max / 3` would round to infinity; nothing of this skips a step."""
+    plan = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:3]))
+    state = jdp.init_state(lambda rng: Tables(nnx.Rngs(rng)), TX, plan, rng=jax.random.key(0))
+    before = jax.device_get(state.model_state)
+    step = jdp.make_train_step(loss_fn, plan, partitioning=partitioning, accumulate=accumulate)
+    for _ in range(2):
+        state, metrics = step(state, {"x": np.tile(data(), (3, 1))})
+    after = jax.device_get(state.model_state)
+    assert int(metrics["skipped"]) == 0
+    for name in ("lowest", "none", "half", "narrow"):
+        np.testing.assert_array_equal(after[name], before[name], err_msg=name)
+    calls, half = 2 * accumulate, WIDTH // 2
+    assert after["calls"] == calls
+    np.testing.assert_array_equal(after["largest"], [3.0] * half + [-np.inf] * half)
+    largest = float(jnp.finfo(jnp.float32).max)
+    np.testing.assert_allclose(after["sum"], [largest] * half + [largest / 2**calls] * half, rtol=1e-6)
+
+
+class Poisoned(nnx.Module):
+    """A statistic that the loss does not depend on."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.seen = nnx.Variable(jnp.zeros(()))
+
+    def __call__(self, x):
+        self.seen[...] = jax.lax.stop_gradient(jnp.where(x[:, 0].max() > 1e6, jnp.nan, self.seen[...] + 1.0))
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("partitioning", ["auto", "manual"])
+def test_a_statistic_that_is_not_finite_skips_the_step(partitioning):
+    plan = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:2]))
+    state = jdp.init_state(lambda rng: Poisoned(nnx.Rngs(rng)), TX, plan, rng=jax.random.key(0))
+    step = jdp.make_train_step(loss_fn, plan, partitioning=partitioning)
+    skipped = []
+    for largest in (1.0, 2e6, 1.0):
+        x = data()
+        x[0, 0] = largest
+        state, metrics = step(state, {"x": x})
+        skipped.append(int(metrics["skipped"]))
+    assert skipped == [0, 1, 1]
+    assert float(state.model_state["seen"]) == 2.0
+
+
+class Counting(nnx.Module):
+    """Counts calls, and one thing more; `seen` is a float that the other may be made of."""
+
+    def __init__(self, rngs, what):
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.scales = nnx.Param(jnp.ones((LAYERS, 1)))
+        self.calls, self.each = nnx.Variable(jnp.zeros((), jnp.int32)), nnx.Variable(jnp.zeros(LAYERS, jnp.int32))
+        self.seen = nnx.Variable(jnp.zeros(()))
+        self.other = nnx.Variable(jnp.zeros((), jnp.bool_ if what == "flag" else jnp.int32))
+        self.what = what
+
+    def __call__(self, x):
+        y = jdp.scan_layers(lambda layer, x: self.block(*layer, x), (self.scales, self.each), self.linear(x))
+        if self.what == "count":
+            self.other[...] += (x > 0).sum(dtype=jnp.int32)
+        elif self.what == "flag":
+            self.other[...] = jax.lax.cond(x[0, 0] > 0, lambda: True, lambda: False)
+        elif self.what == "by way of seen":
+            self.other[...] = (self.seen[...] > 0).astype(jnp.int32)
+        self.seen[...] += jax.lax.stop_gradient(x.mean())
+        return y
+
+    def block(self, scale, each, x):
+        each[...] += 1
+        self.calls[...] += 1
+        return x * scale[...]
+
+
+def step_of(what, partitioning, accumulate, devices=4):
+    plan = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:devices]), "zero3")
+    state = jdp.init_state(lambda rng: Counting(nnx.Rngs(rng), what), TX, plan, rng=jax.random.key(0))
+    return jdp.make_train_step(loss_fn, plan, partitioning=partitioning, accumulate=accumulate), state
+
+
+@pytest.mark.parametrize(("what", "accumulate"), [("count", 1), ("count", 2), ("flag", 1), ("by way of seen", 2)])
+def test_manual_refuses_counts_of_the_batch(what, accumulate):
+    step, state = step_of(what, "manual", accumulate)
+    kind = "bool" if what == "flag" else "int32"
+    with pytest.raises(ValueError, match=rf"other \({kind}\), which depends on them.*Use partitioning='auto'"):
+        jax.eval_shape(step, state, {"x": data()})
+    for devices, view in ((4, None), (4, "auto"), (1, "manual")):  # alone, or seeing the whole batch
+        step, state = step_of(what, view, accumulate, devices)
+        jax.eval_shape(step, state, {"x": data()})
+
+
+@pytest.mark.parametrize(("what", "accumulate"), [("nothing", 2), ("by way of seen", 1)])
+def test_manual_counts_calls(what, accumulate):
+    """Also those of a scanned layer; and what follows from state that all devices share."""
+    step, state = step_of(what, "manual", accumulate)
+    for _ in range(2):
+        state, _ = step(state, {"x": data()})
+    got = jax.device_get(state.model_state)
+    assert got["calls"] == 2 * accumulate * LAYERS
+    assert got["each"].tolist() == [2 * accumulate] * LAYERS
+    assert got["other"] == (what == "by way of seen")
+    values = [shard.data for shard in state.model_state["other"].addressable_shards]
+    assert len({int(value) for value in values}) == 1

@@ -276,7 +276,7 @@ def test_manual_says_what_becomes_of_such_a_statistic(said):
     abstract = jdp.abstract_state(make_watching, TX, plan_of(), rng=jax.random.key(0))
     jax.eval_shape(step, abstract, data())
     assert step.why == (
-        "asked for, although each device then computes calls over its own rows, and the values are averaged"
+        "asked for, although each device then computes seen over its own rows, and the values are averaged"
     )
     assert any(step.why in message for message in said())
 

@@ -28,6 +28,7 @@ from flax.linen.spmd import LogicallyPartitioned, logical_to_mesh_axes
 from flax.nnx.spmd import get_var_pspec
 from jax.sharding import PartitionSpec
 
+from jdp.flax_nnx.norms import synchronise
 from jdp.notices import notice
 
 Flat = dict[tuple[Any, ...], Any]
@@ -66,9 +67,7 @@ class Adapter:
             filled[path] = variable.replace(value) if isinstance(variable, nnx.Variable) else value
         module = nnx.merge(self.graphdef, nnx.from_flat_state(filled))
         for _, norm in _batch_norms(module):
-            if norm.axis_name is not None:  # pyright: ignore[reportAttributeAccessIssue]
-                notice("BatchNorm's own axis_name is not read: jdp gives it the axes of the batch (sync_batch_norm)")
-            norm.axis_name = sync_axes or None  # pyright: ignore[reportAttributeAccessIssue]
+            synchronise(norm, sync_axes)
         (module.eval if rng is None else module.train)()
         return module
 
@@ -83,6 +82,17 @@ class Adapter:
     def has_statistics(self) -> bool:
         """Whether calls may change state that depends on the batch, as BatchNorm's do."""
         return any(_is_statistic(variable) for variable in self.variables.values())
+
+    @property
+    def unsynchronised_floats(self) -> tuple[str, ...]:
+        """Of `unsynchronised`, what is floating point."""
+        floats = {
+            "/".join(map(str, path))
+            for path, variable in self.variables.items()
+            for leaf in jax.tree.leaves(_value(variable))
+            if jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating)
+        }
+        return tuple(path for path in self.unsynchronised if path in floats)
 
     @property
     def batch_statistics(self) -> tuple[tuple[int, ...], ...]:

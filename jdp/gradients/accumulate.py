@@ -11,6 +11,7 @@ How to gather, reduce and sum is the vocabulary (`Moves`) that `auto` and `manua
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jdp.gradients.model_state import moved, refuse_varying
 from jdp.gradients.traced import Sums, TracedLoss, batch_rows
 from jdp.layers import Lift
 from jdp.placement import Placement
@@ -40,7 +42,7 @@ class Moves:
         hold: (accumulator, placement, 0) -> the same, kept where the strategy accumulates.
         finish: (gradient at rest, placement, 0) -> summed over whatever `reduce` left out.
         total: scalar -> its sum over the batch axes.
-        average: model state -> one value for all shards.
+        average: (model state before, after the step) -> one value for all shards; what did not change, as it is.
         microbatches: (batch, K) -> the same with leaves [K, rows / K, ...], interleaved.
         key: (step key, rows of a microbatch, index of it, K) -> the key that the loss gets.
         axes: the mesh axes that the loss sees a part of the batch along; none where it sees the whole.
@@ -51,7 +53,7 @@ class Moves:
     hold: Move
     finish: Move
     total: Callable[[jax.Array], jax.Array]
-    average: Callable[[PyTree], PyTree]
+    average: Callable[[PyTree, PyTree], PyTree]
     microbatches: Callable[[Batch, int], Batch]
     key: Callable[[jax.Array, int, Any, int], jax.Array]
     axes: tuple[str, ...] = ()
@@ -93,29 +95,41 @@ def step_gradients(
     """
     count = task.accumulate
     rows = batch_rows(batch) // count
-    one = partial(_microbatch_gradients, task, moves, _traced(task, moves), working_copy(task, moves, params))
+    loss, operands = _traced(task, moves), working_copy(task, moves, params)
+    one = partial(_microbatch_gradients, task, moves, loss, operands)
+    micro = batch if count == 1 else moves.microbatches(batch, count)
+    first = (micro if count == 1 else jax.tree.map(lambda x: x[0], micro), moves.key(key, rows, 0, count))
+    if math.prod(map(jax.lax.axis_size, moves.axes)) > 1:
+        refuse_varying(lambda *given: loss(operands, *given)[1], model_state, *first, carried=count > 1)
 
     if count == 1:
-        grads, sums, model_state = one(model_state, batch, moves.key(key, rows, 0, 1))
+        grads, sums, after = one(model_state, *first)
     else:
+        changed: list[bool] = []  # of the model state's leaves, which the model's calls change: only those are carried
+
+        def probe(microbatch: Batch, key: jax.Array) -> Any:
+            grads, sums, after = one(model_state, microbatch, key)
+            changed[:] = moved(model_state, after)
+            return grads, sums
 
         def body(carry: Any, this: Any) -> tuple[Any, None]:
-            grads, sums, model_state = carry
+            grads, sums, state = carry
             index, microbatch = this
-            more, more_sums, model_state = one(model_state, microbatch, moves.key(key, rows, index, count))
-            return (*jax.tree.map(jnp.add, (grads, sums), (more, more_sums)), model_state), None
+            before = with_trained(model_state, state, changed)
+            more, more_sums, after = one(before, microbatch, moves.key(key, rows, index, count))
+            return (*jax.tree.map(jnp.add, (grads, sums), (more, more_sums)), trained_part(after, changed)), None
 
-        micro = moves.microbatches(batch, count)
-        first = jax.eval_shape(one, model_state, jax.tree.map(lambda x: x[0], micro), moves.key(key, rows, 0, count))
-        zero_grads, zero_sums = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), first[:2])
-        start = (_map(moves.hold, zero_grads, task.trained_places), zero_sums, model_state)
-        carry, _ = jax.lax.scan(body, start, (jnp.arange(count, dtype=jnp.uint32), micro))
-        grads, sums, model_state = carry
+        zero_grads, zero_sums = jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(probe, *first)
+        )
+        start = (_map(moves.hold, zero_grads, task.trained_places), zero_sums, trained_part(model_state, changed))
+        (grads, sums, state), _ = jax.lax.scan(body, start, (jnp.arange(count, dtype=jnp.uint32), micro))
+        after = with_trained(model_state, state, changed)
 
     if not task.row.reduce_each_microbatch:
         grads = _map(moves.reduce, grads, task.trained_places)
     grads = _map(moves.finish, grads, task.trained_places)
-    return grads, jax.tree.map(moves.total, sums), moves.average(model_state)
+    return grads, jax.tree.map(moves.total, sums), moves.average(model_state, after)
 
 
 def evaluate(task: Task, moves: Moves, params: PyTree, model_state: PyTree, batch: Batch) -> Sums:

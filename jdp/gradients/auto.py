@@ -65,7 +65,7 @@ def _moves(task: Task, plan: Plan) -> Moves:
         hold=hold,
         finish=lambda x, place, leading: constrain(x, place.rest, leading),
         total=lambda x: x,
-        average=lambda model_state: model_state,
+        average=lambda before, after: after,
         microbatches=microbatches,
         key=_key,
     )

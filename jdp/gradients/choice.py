@@ -196,7 +196,7 @@ class Question:
         """What the user who asked for a partitioning may not expect of it."""
         if self.asked == "auto":
             return _dtype_breach(self.task.precision)
-        if names := _unsynchronised(state):
+        if names := _unsynchronised(state, floating=True):
             return f"each device then computes {names[0]} over its own rows, and the values are averaged"
         return None
 
@@ -215,9 +215,12 @@ def auto_breach(plan: Plan, accumulate: int, precision: Precision, reused: str |
     return None
 
 
-def _unsynchronised(state: TrainState) -> tuple[str, ...]:
-    """State of the model that its calls change, apart from batch norms' statistics."""
-    return () if state.static.adapter is None else state.static.adapter.unsynchronised
+def _unsynchronised(state: TrainState, floating: bool = False) -> tuple[str, ...]:
+    """State of the model that its calls may change, apart from batch norms' statistics; only what can be averaged."""
+    adapter = state.static.adapter
+    if adapter is None:
+        return ()
+    return adapter.unsynchronised_floats if floating else adapter.unsynchronised
 
 
 def _dtype_breach(precision: Precision) -> str | None:

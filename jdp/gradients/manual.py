@@ -20,26 +20,32 @@ from jdp import keys
 from jdp.gradients import parts
 from jdp.gradients.accumulate import Moves, Task, evaluate, step_gradients
 from jdp.gradients.auto import interleave
+from jdp.gradients.model_state import mean_over, moved
 from jdp.mesh import DATA, batch_axes
 from jdp.placement import Placement, axes_of
 from jdp.plan import Plan
+from jdp.state import trained_part, with_trained
 from jdp.types import Batch, PyTree
 
 
 def gradients(task: Task, plan: Plan) -> Callable[..., Any]:
     """(params, model_state, batch, key) -> (Σ∇total at rest specs, sums, model_state)."""
 
+    changed: list[bool] = []
+
     def local(params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array) -> Any:
-        return step_gradients(task, _moves(plan, task.group), params, model_state, batch, key)
+        grads, sums, after = step_gradients(task, _moves(plan, task.group), params, model_state, batch, key)
+        changed[:] = moved(model_state, after)
+        return grads, sums, trained_part(after, changed)
 
     rest, whole = _rest_specs(plan, task.places), PartitionSpec()
     reduced = _rest_specs(plan, task.trained_places)
     replicas = _shard_map(local, plan, (rest, whole, plan.batch_spec, whole), (reduced, whole, whole))
 
-    def run(params: PyTree, *others: Any) -> Any:
-        grads, sums, model_state = replicas(_apart(plan, params, task.places), *others)
+    def run(params: PyTree, model_state: PyTree, *others: Any) -> Any:
+        grads, sums, after = replicas(_apart(plan, params, task.places), model_state, *others)
         grads = jax.tree.map(lambda g, place: parts.together(g, place, plan.mesh), grads, task.trained_places)
-        return grads, sums, model_state
+        return grads, sums, with_trained(model_state, after, changed)
 
     return run
 
@@ -93,9 +99,9 @@ def _moves(plan: Plan, group: int) -> Moves:
     def finish(x: jax.Array, place: Placement, leading: int) -> jax.Array:
         return parts.psum(x, axes if place.dim is None else others, place, mesh)
 
-    def average(x: jax.Array) -> jax.Array:
-        floating = jnp.issubdtype(x.dtype, jnp.floating)
-        return (jax.lax.psum(x, axes) / replicas).astype(x.dtype) if floating else x
+    def average(before: Any, after: Any) -> Any:
+        unchanged = before is after or not jnp.issubdtype(after.dtype, jnp.floating)
+        return after if unchanged else mean_over(after, axes, replicas)
 
     def key(key: jax.Array, rows: int, index: Any, count: int) -> jax.Array:
         if replicas == count == 1:
@@ -109,7 +115,7 @@ def _moves(plan: Plan, group: int) -> Moves:
         hold=lambda x, place, leading: x,
         finish=finish,
         total=lambda x: jax.lax.psum(x, axes),
-        average=lambda model_state: jax.tree.map(average, model_state),
+        average=lambda before, after: jax.tree.map(average, before, after),
         microbatches=lambda batch, count: jax.tree.map(lambda x: interleave(x, count, group), batch),
         key=key,
         axes=axes,
