@@ -7,7 +7,8 @@
    weights are bitwise the same on any mesh.
 """
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,8 @@ from jdp.plan import Plan, path_of
 from jdp.state import Static, TrainState, trained_part
 from jdp.types import InitFn, PyTree
 from jdp.wrt import resolve
+
+LINEN_STATE = frozenset(("batch_stats", "cache", "intermediates", "perturbations"))
 
 
 def init_state(
@@ -41,10 +44,10 @@ def init_state(
             sees None in place of it.
 
     Raises:
-        ValueError: `tx` is no optimizer or `rng` no key, a trained parameter is not a floating-point array, `wrt` does
-            not fit, the optimizer's state cannot be mapped or its update needs what a step does not have, or a rule of
-            the plan does not fit; with several processes, also that they differ in the plan, the key or what `init`
-            makes of it.
+        ValueError: `tx` is no optimizer or `rng` no key, a trained parameter is not a floating-point array or one of
+            linen's other collections, `wrt` does not fit, the optimizer's state cannot be mapped or its update needs
+            what a step does not have, or a rule of the plan does not fit; with several processes, also that they differ
+            in the plan, the key or what `init` makes of it.
     """
     make, abstract = _prepare(init, tx, rng, wrt)
     notice(str(plan))
@@ -82,7 +85,8 @@ def _prepare(init: InitFn, tx: Any, rng: jax.Array, wrt: Any) -> tuple[Any, Trai
         params, model_state, adapter = flax_nnx.split(model)
         _check_arrays(params)
         trained = resolve(params, adapter, wrt)
-        found[:] = (Static(tx, adapter, specs, trained),)
+        _check_collections(trained_part(params, trained))
+        found.append(Static(tx, adapter, specs, trained))
         return {
             "step": jnp.zeros((), jnp.int32),
             "params": params,
@@ -93,8 +97,21 @@ def _prepare(init: InitFn, tx: Any, rng: jax.Array, wrt: Any) -> tuple[Any, Trai
         }
 
     shapes = jax.eval_shape(make, _typed(rng))
+    if found[0].adapter is not None and found[0].adapter.structure.may_differ:
+        jax.eval_shape(lambda rng: make(rng), _typed(rng))
+        _mention_recompiling(*found)
     check_update(tx, trained_part(shapes["params"], found[0].trained), shapes["opt_state"])
     return make, TrainState(**shapes, static=found[0])
+
+
+def _mention_recompiling(first: Static, second: Static) -> None:
+    """Do two calls of `init` make the same module?"""
+    if first.adapter != second.adapter:
+        name = first.adapter.structure.difference(second.adapter.structure)
+        notice(
+            f"every call of init makes another {name or 'structure'} of the model, which cannot be compared with the "
+            "one before: each new state compiles the step again; define it once, outside of init"
+        )
 
 
 def _mention_multi_steps(opt_state: PyTree) -> None:
@@ -126,6 +143,20 @@ def _typed(rng: Any) -> jax.Array:
 def _fields(state: TrainState) -> dict[str, PyTree]:
     names = ("step", "params", "opt_state", "model_state", "rng", "skipped")
     return {name: getattr(state, name) for name in names}
+
+
+def _check_collections(trained: PyTree) -> None:
+    """What linen's `init` returns holds more than parameters."""
+    if not isinstance(trained, Mapping) or "params" not in trained:
+        return
+    for name in LINEN_STATE & cast("Mapping[str, PyTree]", trained).keys():
+        if jax.tree.leaves(trained[name]):
+            raise ValueError(
+                f"`init` returns parameters; it gave linen's variables, whose {name!r} would be trained as parameters. "
+                'Return `variables["params"]` alone. If calls change the rest, have flax carry it: '
+                "`return nnx.bridge.ToNNX(module, rngs=nnx.Rngs(rng)).lazy_init(x)`; or freeze it, with "
+                '`wrt="params/*"`.'
+            )
 
 
 def _check_arrays(params: PyTree) -> None:

@@ -180,3 +180,15 @@ def test_the_plan_is_said_once(monkeypatch, caplog):
         "zero3 on data=8 cpu devices: gathered at each use",
         "1 parameters of fewer than 64 elements stay replicated (32 bytes on every device): b",
     ]
+
+
+def test_linens_other_collections_are_not_trained_as_parameters():
+    def init(rng):
+        return {"params": {"w": jnp.ones(3)}, "batch_stats": {"mean": jnp.zeros(3)}}
+
+    plan, tx, rng = jdp.Plan(jdp.make_mesh()), optax.sgd(0.1), jax.random.key(0)
+    with pytest.raises(ValueError, match=r"'batch_stats' would be trained.*variables\[\"params\"\].*ToNNX"):
+        jdp.abstract_state(init, tx, plan, rng=rng)
+    assert jdp.abstract_state(init, tx, plan, rng=rng, wrt="params/*").static.trained == (False, True)
+    for others in ({}, {"head": {"w": jnp.ones(3)}}, {"batch_stats": {}}):  # a name of one's own, and nothing in it
+        jdp.abstract_state(lambda rng, others=others: {"params": {"w": jnp.ones(3)}, **others}, tx, plan, rng=rng)

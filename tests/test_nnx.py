@@ -328,3 +328,111 @@ def test_no_call_of_a_compiled_step_walks_the_module(monkeypatch):
         state, _ = step(state, data(seed=seed))
     step(state_of(plan), data())  # a state made afresh is of the same structure
     assert len(merges) == traced
+
+
+# What a module may hold.
+
+
+class Scanned(nnx.Module):
+    """Flax's documented loop: layers made by `vmap` with split streams, whose keys are stacked, and `nnx.scan`."""
+
+    def __init__(self, rngs):
+        create = nnx.split_rngs(splits=3)(nnx.vmap(lambda rngs: Model(rngs=rngs), in_axes=(0,), out_axes=0))
+        self.blocks = create(rngs)
+
+    def __call__(self, x):
+        return nnx.scan(lambda block, x: block(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(self.blocks, x)
+
+
+class Held(nnx.Module):
+    """Variables that hold trees, and one without elements."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Param({"w": jax.random.normal(rngs(), (FEATURES, FEATURES)), "b": (jnp.zeros(FEATURES),)})
+        self.frozen = nnx.LoRAParam({"scale": jnp.ones(FEATURES)})
+        self.none = nnx.Param(jnp.zeros((0, FEATURES)))
+        self.seen = nnx.Variable({"calls": jnp.zeros((), jnp.int32)})
+
+    def __call__(self, x):
+        linear = self.linear.get_value()
+        self.seen.set_value({"calls": self.seen.get_value()["calls"] + 1})
+        return self.frozen.get_value()["scale"] * (x @ linear["w"]) + linear["b"][0] + self.none[...].sum()
+
+
+@pytest.mark.parametrize("kind", [Scanned, Held])
+def test_stacked_streams_and_variables_that_hold_trees_train_as_on_one_device(kind):
+    init = lambda rng: kind(nnx.Rngs(rng))  # noqa: E731
+    ends = []
+    for strategy, devices, partitioning in (("zero3", 4, "manual"), ("ddp", 1, "auto")):
+        plan = plan_of(strategy, devices)
+        state, step = state_of(plan, init), jdp.make_train_step(loss_fn, plan, partitioning=partitioning)
+        for seed in range(2):
+            state, metrics = step(state, data(seed=seed))
+        ends.append(jax.device_get((state.params, state.model_state, metrics["loss"])))
+    # sums of squares of 16 rows, in another order: 1e-5 of the largest; two steps and a norm's division: 1e-4
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), *ends)
+    assert jax.tree.structure(ends[0]) == jax.tree.structure(ends[1])
+
+
+def test_a_filter_selects_a_variable_with_all_it_holds():
+    init = lambda rng: Held(nnx.Rngs(rng))  # noqa: E731
+    state = jdp.abstract_state(init, TX, plan_of(), rng=jax.random.key(0), wrt=nnx.LoRAParam)
+    trained = zip(jax.tree.leaves_with_path(state.params), state.static.trained, strict=True)
+    assert [jax.tree_util.keystr(path, simple=True, separator="/") for (path, _), kept in trained if kept] == [
+        "frozen/scale"
+    ]
+
+
+def test_a_parameter_without_elements_is_saved_and_restored(tmp_path):
+    init = lambda rng: Held(nnx.Rngs(rng))  # noqa: E731
+    state = jdp.init_state(init, optax.adam(0.1), plan_of("zero1"), rng=jax.random.key(0))
+    jdp.save(tmp_path / "saved", state)
+    again = jdp.restore(tmp_path / "saved", jdp.abstract_state(init, state.static.tx, plan_of(), rng=jax.random.key(0)))
+    np.testing.assert_array_equal(again.params["linear"]["w"], state.params["linear"]["w"])
+    assert again.params["none"].shape == (0, FEATURES)
+    assert again.params["none"].sharding.is_equivalent_to(again.params["linear"]["b"][0].sharding, 2)
+
+
+def test_a_variable_that_holds_no_arrays_is_refused_by_name():
+    class Named(nnx.Module):
+        def __init__(self):
+            self.w, self.name = nnx.Param(jnp.ones(3)), nnx.Variable("left")
+
+    with pytest.raises(ValueError, match=r"name holds 'left'. Make it a plain attribute"):
+        jdp.abstract_state(lambda rng: Named(), TX, plan_of(), rng=jax.random.key(0))
+
+
+class Functional(nnx.Module):
+    """Functions that every instance makes anew."""
+
+    def __init__(self, rngs, scale=2.0, held=None):
+        self.linear = nnx.Linear(FEATURES, FEATURES, rngs=rngs)
+        self.act = lambda x: scale * nnx.relu(x) if held is None else x
+        self.clip = functools.partial(jnp.clip, min=0, max=scale)
+        self.table = ((scale, lambda x, slope=scale: x * slope),)
+
+    def __call__(self, x):
+        return self.table[0][1](self.clip(self.act(self.linear(x))))
+
+
+def test_functions_that_do_the_same_are_the_same():
+    made = [flax_nnx.split(Functional(nnx.Rngs(0), scale))[2] for scale in (2.0, 2.0, 3.0)]
+    assert made[0] == made[1] and hash(made[0]) == hash(made[1])
+    assert made[0] != made[2] and made[0].structure.difference(made[2].structure) == "act"
+    plan = plan_of(devices=1)
+    step = jdp.make_train_step(loss_fn, plan)
+    for scale in (2.0, 2.0, 3.0):
+        step(state_of(plan, lambda rng, scale=scale: Functional(nnx.Rngs(rng), scale)), data())
+    assert step.jitted._cache_size() == 2
+
+
+def test_what_is_never_the_same_is_said_once(said):
+    init = lambda rng: Functional(nnx.Rngs(rng), held=object())  # noqa: E731
+    for _ in range(2):
+        state = jdp.init_state(init, TX, plan_of(devices=1), rng=jax.random.key(0))
+    [notice] = [message for message in said() if "another" in message]
+    assert "makes another act of the model" in notice and "outside of init" in notice
+    step = jdp.make_train_step(loss_fn, plan_of(devices=1))
+    for _ in range(3):
+        state, _ = step(state, data())
+    assert step.jitted._cache_size() == 1

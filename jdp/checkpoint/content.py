@@ -53,7 +53,7 @@ def items_of(state: TrainState, record: Mapping[str, Any]) -> ocp.args.Composite
     leaves = leaves_of(state, _FIELDS)
     check_values(leaves)
     table = {"format": FORMAT, "leaves": _described(leaves)}
-    arrays = {path: jax.random.key_data(x) if _is_key(x) else x for path, x in leaves.items()}
+    arrays = {path: jax.random.key_data(x) if _is_key(x) else x for path, x in leaves.items() if x.size}
     return ocp.args.Composite(
         state=ocp.args.PyTreeSave(arrays),
         leaves=ocp.args.JsonSave(table),
@@ -236,10 +236,13 @@ def _object(found: Any, where: Path, fix: str) -> dict[str, Any]:
 
 
 def _read(folder: Path, wanted: Mapping[str, Any], fix: str) -> dict[str, Any]:
-    """The arrays of these paths, onto the shardings of these leaves."""
+    """The arrays of these paths, onto the shardings of these leaves; Orbax writes none without elements."""
     shapes = {path: _words(leaf, path) for path, leaf in wanted.items()}
+    zeros = {path: jax.numpy.zeros(x.shape, x.dtype) for path, x in shapes.items() if not x.size}
+    empty = {path: jax.device_put(x, shapes[path].sharding) for path, x in zeros.items()}
+    shapes = {path: shape for path, shape in shapes.items() if path not in empty}
     if not shapes:
-        return {}
+        return empty
     arguments = ocp.args.PyTreeRestore(
         shapes, restore_args=ocp.checkpoint_utils.construct_restore_args(shapes), partial_restore=True
     )
@@ -247,7 +250,7 @@ def _read(folder: Path, wanted: Mapping[str, Any], fix: str) -> dict[str, Any]:
     implementations = {path: _key_impl(leaf) for path, leaf in wanted.items() if _is_key(leaf)}
     return {
         path: jax.random.wrap_key_data(x, impl=implementations[path]) if path in implementations else x
-        for path, x in found.items()
+        for path, x in {**found, **empty}.items()
     }
 
 

@@ -1,7 +1,7 @@
 """Everything jdp knows of Flax NNX.
 
 `adapter`: how a module becomes plain trees of arrays, and back. `changes`: what a call changes in modules that it gets
-as copies. `norms`: batch statistics over several devices.
+as copies. `norms`: batch statistics over several devices. `structure`: when two modules are made alike.
 """
 
 from jdp.flax_nnx.adapter import Adapter as Adapter

@@ -29,6 +29,7 @@ from flax.nnx.spmd import get_var_pspec
 from jax.sharding import PartitionSpec
 
 from jdp.flax_nnx.norms import synchronise
+from jdp.flax_nnx.structure import Structure, structure_of
 from jdp.notices import notice
 
 Flat = dict[tuple[Any, ...], Any]
@@ -39,12 +40,14 @@ class Adapter:
     """What a module is besides its arrays.
 
     Attributes:
-        graphdef: the module's structure.
+        structure: what is compared; adapters of modules that are made alike are equal.
+        graphdef: the module's structure, as NNX has it.
         variables: every variable by its path, holding shapes only; a merge fills in the arrays.
         unsynchronised: paths of the variables that calls may change and that belong to no `nnx.BatchNorm`.
     """
 
-    graphdef: nnx.GraphDef[nnx.Module]
+    structure: Structure
+    graphdef: nnx.GraphDef[nnx.Module] = field(compare=False, repr=False)
     variables: Flat = field(compare=False, repr=False)
     unsynchronised: tuple[str, ...] = ()
 
@@ -60,10 +63,12 @@ class Adapter:
         Batch statistics are taken over the mesh axes `sync_axes` (those of the `shard_map` it is called in), beside
         the rows at hand.
         """
-        arrays = {**_flatten(params), **_flatten(model_state)}
         filled: Flat = {}
         for path, variable in self.variables.items():
-            value = _seeded(variable, rng, len(filled)) if _is_rng(variable) else arrays[tuple(map(str, path))]
+            if _is_rng(variable):
+                value = _seeded(variable, rng, len(filled))
+            else:
+                value = _at(params if isinstance(variable, nnx.Param) else model_state, path)
             filled[path] = variable.replace(value) if isinstance(variable, nnx.Variable) else value
         module = nnx.merge(self.graphdef, nnx.from_flat_state(filled))
         for _, norm in _batch_norms(module):
@@ -97,7 +102,8 @@ class Adapter:
     @property
     def batch_statistics(self) -> tuple[tuple[int, ...], ...]:
         """The shapes of the running averages (`nnx.BatchStat`): a mean and a variance for each batch norm."""
-        return tuple(v.get_value().shape for v in self.variables.values() if isinstance(v, nnx.BatchStat))
+        statistics = [v.get_value() for v in self.variables.values() if isinstance(v, nnx.BatchStat)]
+        return tuple(leaf.shape for leaf in jax.tree.leaves(statistics))
 
 
 def built(init: Callable[[jax.Array], Any], rng: jax.Array) -> tuple[Any, tuple[tuple[str, PartitionSpec], ...]]:
@@ -125,8 +131,10 @@ def _spec(variable: nnx.Variable[Any]) -> PartitionSpec:
     Layers that were stacked by a plain `vmap` still have one layer's metadata: it holds for the last dimensions.
     """
     spec = get_var_pspec(variable) or PartitionSpec()
+    if not any(spec) or not hasattr(variable.get_value(), "ndim"):  # a tree of arrays has no one spec
+        return PartitionSpec()
     missing = variable.get_value().ndim - len(spec)
-    return PartitionSpec(*(None,) * missing, *spec) if any(spec) else PartitionSpec()
+    return PartitionSpec(*(None,) * missing, *spec)
 
 
 def _is_box(leaf: Any) -> bool:
@@ -145,11 +153,15 @@ def split(model: Any) -> tuple[Any, Any, Adapter | None]:
         return model, {}, None
     variables = _flat(model)
     params = _nest({path: _value(leaf) for path, leaf in variables.items() if isinstance(leaf, nnx.Param)})
-    model_state = _nest({path: jax.numpy.asarray(_value(v)) for path, v in variables.items() if _is_model_state(v)})
+    state = {path: _value(leaf) for path, leaf in variables.items() if _is_model_state(leaf)}
+    _check_state(state)
+    model_state = jax.tree.map(jax.numpy.asarray, _nest(state))
     shapes = {path: _shape(leaf) for path, leaf in variables.items()}
     norms = [path for path, _ in _batch_norms(model)]
     others = [p for p, leaf in variables.items() if _is_statistic(leaf) and p[:-1] not in norms]
-    return params, model_state, Adapter(nnx.graphdef(model), shapes, tuple("/".join(map(str, p)) for p in others))
+    graphdef = nnx.graphdef(model)
+    unsynchronised = tuple("/".join(map(str, path)) for path in others)
+    return params, model_state, Adapter(structure_of(graphdef), graphdef, shapes, unsynchronised)
 
 
 def matches(adapter: Adapter, paths: Sequence[str], wrt: Any) -> tuple[bool, ...]:
@@ -165,8 +177,9 @@ def matches(adapter: Adapter, paths: Sequence[str], wrt: Any) -> tuple[bool, ...
             "`wrt` is None, a path pattern or a sequence of them ('head/*'), or a filter of nnx (nnx.LoRAParam); "
             f"got {wrt!r}."
         ) from error
-    found = {"/".join(map(str, path)): selects(path, leaf) for path, leaf in adapter.variables.items()}
-    return tuple(bool(found[path]) for path in paths)
+    found = {tuple(map(str, path)): bool(selects(path, leaf)) for path, leaf in adapter.variables.items()}
+    parts = [tuple(path.split("/")) for path in paths]  # a variable may hold a tree, whose leaves have longer paths
+    return tuple(next(found[p[:n]] for n in range(len(p), 0, -1) if p[:n] in found) for p in parts)
 
 
 def _flat(module: nnx.Module) -> Flat:
@@ -178,8 +191,9 @@ def _value(leaf: Any) -> Any:
 
 
 def _shape(leaf: Any) -> Any:
-    """The leaf with a shape in place of its array."""
-    return leaf.replace(jax.typeof(leaf.get_value())) if isinstance(leaf, nnx.Variable) else jax.typeof(leaf)
+    """The leaf with shapes in place of its arrays."""
+    shapes = jax.tree.map(lambda x: jax.typeof(x) if hasattr(x, "dtype") else x, _value(leaf))
+    return leaf.replace(shapes) if isinstance(leaf, nnx.Variable) else shapes
 
 
 def _is_rng(variable: Any) -> bool:
@@ -221,8 +235,17 @@ def _nest(flat: Flat) -> dict[str, Any]:
     return nested
 
 
-def _flatten(nested: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
-    flat: dict[tuple[str, ...], Any] = {}
-    for key, value in nested.items():
-        flat |= _flatten(value, (*prefix, key)) if isinstance(value, Mapping) else {(*prefix, key): value}
-    return flat
+def _at(nested: Any, path: tuple[Any, ...]) -> Any:
+    for key in path:
+        nested = nested[str(key)]
+    return nested
+
+
+def _check_state(state: Flat) -> None:
+    for path, value in state.items():
+        for leaf in jax.tree.leaves(value):
+            if not hasattr(leaf, "dtype") and not isinstance(leaf, int | float | complex):
+                raise ValueError(
+                    f"A variable of the model holds arrays; {'/'.join(map(str, path))} holds {leaf!r}. Make it a plain "
+                    "attribute of the module."
+                )
