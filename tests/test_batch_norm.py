@@ -154,7 +154,7 @@ class Padded(nnx.Module):
     def __call__(self, x, counts):
         x = self.norm(self.linear(x), mask=counts[:, :, None])
         x = self.inherited(x, mask=counts[:, :, None]).swapaxes(1, 2)
-        return self.turned(x, mask=counts[:, None, :])
+        return self.turned(x, mask=jnp.stack([counts] * CHANNELS, axis=1).at[:, 0].set(True))  # by feature
 
 
 def padded_loss(model, batch, rng):

@@ -189,11 +189,11 @@ def _reached(thing: Any, seen: set[int], objects: int) -> Iterator[nnx.Variable[
         case list() | tuple() | set():
             inside = thing  # pyright: ignore[reportUnknownVariableType]
         case dict():
-            inside = thing.values()  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
+            inside = list(thing.values())  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
         case type() | types.ModuleType() | jax.Array():
             pass
         case _ if objects and hasattr(thing, "__dict__"):
-            inside, objects = vars(thing).values(), objects - 1
+            inside, objects = list(vars(thing).values()), objects - 1
         case _:
             pass
     for part in inside:
@@ -250,4 +250,4 @@ def _put(tree: Any, path: Path, value: Any) -> None:
 
 
 def _index(key: Any) -> Any:
-    return key.key if isinstance(key, jax.tree_util.DictKey) else key.idx
+    return key.idx if isinstance(key, jax.tree_util.SequenceKey) else key.key

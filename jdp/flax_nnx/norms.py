@@ -48,13 +48,15 @@ class _Masked(nnx.BatchNorm):
     def _statistics(self, x: jax.Array, dims: tuple[int, ...], mask: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Mean and variance over `dims` of what the mask counts, in float32 at least; NaN where it counts nothing."""
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        counted = jnp.broadcast_to(mask, x.shape)
+        mask = mask.reshape((1,) * (x.ndim - mask.ndim) + mask.shape)
+        counted = jnp.broadcast_to(mask, [x.shape[i] if i in dims else size for i, size in enumerate(mask.shape)])
+        count = jnp.sum(counted, axis=dims, dtype=wide.dtype)  # one number, unless features have masks of their own
 
         def means(*terms: jax.Array) -> list[jax.Array]:
-            sums = [jnp.sum(term, axis=dims, where=counted) for term in terms]
-            sums.append(jnp.sum(counted, axis=dims, dtype=wide.dtype))
-            totals = jax.lax.psum(jnp.stack(sums), self.axis_name, axis_index_groups=self.axis_index_groups)
-            return list(totals[:-1] / totals[-1])
+            sums = jnp.stack([jnp.sum(term, axis=dims, where=counted) for term in terms])
+            total = jnp.concatenate([sums.ravel(), count.ravel()])  # one collective, as small as it gets
+            total = jax.lax.psum(total, self.axis_name, axis_index_groups=self.axis_index_groups)
+            return list(total[: sums.size].reshape(sums.shape) / total[sums.size :].reshape(count.shape))
 
         if self.use_fast_variance:
             mean, square = means(wide, jnp.square(wide))
