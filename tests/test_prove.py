@@ -26,7 +26,7 @@ from jdp.prove.bounds import Record
 from jdp.prove.proof import Proof
 from jdp.prove.reference import Noise, _with_noise
 from jdp.prove.room import available_memory, check_room
-from jdp.prove.settings import Resume, choose
+from jdp.prove.settings import Resume, causal_order, choose, in_common
 from jdp.prove_experiment import prove_experiment
 from jdp.state import TrainState
 
@@ -188,17 +188,7 @@ def test_masks_that_are_the_same_on_every_shard_are_seen(precision, monkeypatch)
 
 def test_a_missing_psum_names_the_leaf(monkeypatch):
     """A parameter too small to shard: its gradient stays that of the first shard."""
-    moves = manual._moves
-
-    def forgetful(plan):
-        whole = moves(plan)
-
-        def finish(x, place, leading):
-            return x if place.path == "layers/0/bias" else whole.finish(x, place, leading)
-
-        return dataclasses.replace(whole, finish=finish)
-
-    monkeypatch.setattr(manual, "_moves", forgetful)
+    forgets_a_bias(monkeypatch)
     proof = run(["zero3 manual 2 devices K=2", "ddp auto 1 device K=1"], min_shard_size=64, steps=1)
     assert proof.runs[0].equal
     first = proof.first_difference
@@ -218,7 +208,8 @@ def test_stale_data_after_resuming_is_seen(monkeypatch):
 
     monkeypatch.setattr(jdp.Checkpoints, "restore", stale)
     proof = run("zero3 auto 4 devices K=1")
-    assert [run.equal for run in proof.runs] == [True, False, False]
+    # Both resumed runs part; the setting that the second one goes on in, left out by `only`, is tried by itself.
+    assert [run.equal for run in proof.runs] == [True, False, False, True]
     first = proof.first_difference
     assert first.run.startswith("resume after step 2")
     assert first.step == 3 and first.leaf in ("weight", "loss")
@@ -242,12 +233,48 @@ def test_state_that_is_not_restored_is_named(monkeypatch):
     assert "as it was restored" in first.words
 
 
+def forgets_a_bias(monkeypatch):
+    """Under manual, a gradient stays that of the first shard."""
+    moves = manual._moves
+
+    def forgetful(*args):
+        whole = moves(*args)
+
+        def finish(x, place, leading):
+            return x if place.path == "layers/0/bias" else whole.finish(x, place, leading)
+
+        return dataclasses.replace(whole, finish=finish)
+
+    monkeypatch.setattr(manual, "_moves", forgetful)
+
+
+def test_a_fault_of_the_setting_it_resumes_onto_is_not_blamed_on_resuming(monkeypatch):
+    """`only` left the setting itself out: it is run all the same, and named."""
+    forgets_a_bias(monkeypatch)
+    proof = run("onto ddp manual", steps=2, min_shard_size=64)
+    resumed, plain = proof.runs[0], proof.runs[-1]
+    assert "onto ddp manual" in resumed.name and not resumed.equal
+    assert resumed.name.endswith(plain.name) and not plain.equal
+    assert proof.first_difference.run == plain.name
+    assert proof.first_difference.step == 1
+    assert "resum" not in proof.first_difference.words.partition(" runs part")[0]
+
+
+def test_the_run_that_changes_least_is_named_first():
+    alone, two = Setting(accumulate=2), Setting("ddp", "manual", 2)
+    wide, resumed = Setting("zero3", "manual", 8, 2), Resume(5, Setting(devices=2), Setting(devices=2))
+    assert sorted([resumed, wide, two, alone], key=causal_order) == [alone, two, wide, resumed]
+    assert in_common([two, wide], [alone, Setting("zero3", "auto", 8, 2)]) == "partitioning manual"
+    assert in_common([wide, alone], [two]) == "K=2"
+    assert in_common([wide, two], [Setting("ddp", "manual")]) == ""  # manual parts on several devices only
+
+
 def test_gradients_rounded_to_bf16_on_their_way_are_seen(monkeypatch):
     """The finest of the faults: an error of 2**-9 where 2**-24 is due."""
     moves = manual._moves
 
-    def coarse(plan):
-        whole = moves(plan)
+    def coarse(*args):
+        whole = moves(*args)
         return dataclasses.replace(
             whole, finish=lambda x, *place: whole.finish(x.astype(jnp.bfloat16).astype(x.dtype), *place)
         )

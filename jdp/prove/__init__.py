@@ -5,7 +5,7 @@
 3. `settings.py`: which runs to make, and what keeps others from being made.
 4. `trials.py`: each run, step by step against the record, until the end or the first place beyond its bound; some are
    saved in the middle and restored, onto the same setting and onto another.
-5. `proof.py`: the table, or the first leaf and step that part, and the size of it.
+5. `proof.py`: the table, or where the simplest run that parts does so: leaf, step, size.
 
 Nothing is made smaller to fit: model, batches, dtypes and optimizer are the user's own (`room.py` says beforehand what
 does not fit into memory), and what cannot be run as it is is listed with the reason.
@@ -28,11 +28,11 @@ from jdp.keys import THREEFRY
 from jdp.mesh import DATA
 from jdp.plan import MIN_SHARD_SIZE, Plan
 from jdp.precision import Precision
-from jdp.prove.bounds import PAIRS
+from jdp.prove.bounds import PAIRS, Closest, Record
 from jdp.prove.proof import Difference, Proof, Run, difference_in_words
 from jdp.prove.reference import Reference, Training
 from jdp.prove.room import available_memory, check_room
-from jdp.prove.settings import Resume, Setting, Skip, Space, choose
+from jdp.prove.settings import Resume, Setting, Skip, Space, Way, causal_order, choose, in_common
 from jdp.prove.trials import Batches, Made, Make, Trials, record
 from jdp.state import TrainState
 from jdp.step import make_train_step
@@ -142,20 +142,44 @@ def prove_training(
     trials = Trials(make, batches, steps, record(reference, batches, steps, say))
     if not math.isfinite(loss := float(trials.record.values[1]["loss"])):
         raise ValueError(f"One device's own loss is {loss} at the first step: there is nothing to compare with.")
-    proven: list[Run] = []
-    differences: list[Difference] = []
+    found: dict[Way, Closest] = {}
     for run in runs:
         say(str(run))
-        at = trials.run(run)
-        proven.append(Run(str(run), at.ratio <= 1, at.difference, at.bound, at))
-        if at.ratio > 1:
-            resumed_at = run.at if isinstance(run, Resume) else None
-            leaves = len(trials.record.values[at.step])
-            differences.append(difference_in_words(str(run), at, leaves=leaves, resumed_at=resumed_at))
+        found[run] = trials.run(run)
+    for run in _suspects(found):
+        say.total += 1
+        say(str(run))
+        found[run] = trials.run(run)
     say("")
-    first_difference = differences[0] if differences else None
+    proven = tuple(Run(str(run), at.ratio <= 1, at.difference, at.bound, at) for run, at in found.items())
     notes = (*_notes(training.rng, space.devices[0]), *trials.record.notes())
-    return Proof(not differences, tuple(proven), first_difference, tuple(skips), steps, notes)
+    return Proof(all(run.equal for run in proven), proven, _first(found, trials.record), tuple(skips), steps, notes)
+
+
+def _suspects(found: Mapping[Way, Closest]) -> list[Setting]:
+    """The settings of resumed runs that part, where they were not run by themselves: the fault may be theirs."""
+    resumed = [run for run, at in found.items() if isinstance(run, Resume) and at.ratio > 1]
+    settings = dict.fromkeys(setting for run in resumed for setting in (run.first, run.second))
+    return [setting for setting in settings if setting not in found]
+
+
+def _first(found: Mapping[Way, Closest], held: Record) -> Difference | None:
+    """The first cause among the runs that part: what they have in common is looked for among the plain ones."""
+    parted = [run for run, at in found.items() if at.ratio > 1]
+    if not parted:
+        return None
+    run = min(parted, key=causal_order)  # of equals the first that was run
+    plain = [each for each in found if isinstance(each, Setting)]
+    common = in_common([s for s in plain if s in parted], [s for s in plain if s not in parted])
+    at = found[run]
+    return difference_in_words(
+        str(run),
+        at,
+        leaves=len(held.values[at.step]),
+        resumed_at=run.at if isinstance(run, Resume) else None,
+        parted=(len(parted), len(found)),
+        common=common,
+    )
 
 
 @dataclass

@@ -57,8 +57,9 @@ class Proof:
 
     Attributes:
         equal: whether all runs are.
-        runs: in the order they were made.
-        first_difference: of the first run that parts; None when all are equal.
+        runs: in the order they were made; where a resumed one parts, the settings it is made of are among them.
+        first_difference: of the run that parts with the fewest changes from one device, resumed ones last
+            (`settings.causal_order`); None when all are equal.
         skipped: what was not run, and why.
         steps: optimizer steps of each run.
         notes: what limits the proof.
@@ -94,7 +95,9 @@ class Proof:
         }
 
 
-def difference_in_words(run: str, at: Closest, *, leaves: int, resumed_at: int | None) -> Difference:
+def difference_in_words(
+    run: str, at: Closest, *, leaves: int, resumed_at: int | None, parted: tuple[int, int] = (1, 1), common: str = ""
+) -> Difference:
     """Say where a run parts and what kind of fault shows there first.
 
     Args:
@@ -102,6 +105,8 @@ def difference_in_words(run: str, at: Closest, *, leaves: int, resumed_at: int |
         at: the first place beyond its bound.
         leaves: how many leaves are compared.
         resumed_at: the step after which the run was saved and restored; None: it was not.
+        parted: how many runs part, of how many.
+        common: the choice that tells those that part from the others; empty where there is none.
     """
     when = f"at step {at.step}" if at.step else "before the first step"
     what = f"in the {at.leaf}" if at.leaf in HINTS else f"in {at.leaf}"
@@ -114,6 +119,9 @@ def difference_in_words(run: str, at: Closest, *, leaves: int, resumed_at: int |
         hint = f"that is the first step after resuming: the data did not go on where it stopped, or {hint}"
     many = f"{at.beyond} of {leaves} compared values are beyond their bounds there"
     words = f"not equal: {run} parts from one device {when} {what} {size}{times}; {many}. Look at this first: {hint}."
+    if parted[0] > 1:
+        told = f" Of those that are not resumed, all with {common} part, and no others." if common else ""
+        words += f" {parted[0]} of {parted[1]} runs part; this one changes least.{told}"
     return Difference(run, at.step, at.leaf, at.difference, at.bound, words)
 
 

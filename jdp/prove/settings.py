@@ -44,6 +44,11 @@ class Setting:
     def levels(self) -> tuple[object, ...]:
         return (self.strategy, self.partitioning, self.devices, self.accumulate)
 
+    @property
+    def changes(self) -> int:
+        """How many of its choices are not those of one device, run plainly."""
+        return sum(mine != plain for mine, plain in zip(self.levels, Setting().levels, strict=True))
+
 
 @dataclass(frozen=True)
 class Skip:
@@ -117,14 +122,37 @@ class Resume:
         return f"resume after step {self.at}: {self.first}, {onto}"
 
 
+Way = Setting | Resume
+"""What one run is."""
+
+
+def causal_order(run: Way) -> tuple[int, ...]:
+    """A key that sorts runs that part by what may be the cause of what: a resumed run takes the faults of its settings
+    along, and a setting those of the choices it is made of."""
+    if isinstance(run, Resume):
+        return 1, run.first.changes + run.second.changes, run.second.devices
+    return 0, run.changes, run.devices, run.accumulate
+
+
+def in_common(parted: Sequence[Setting], equal: Sequence[Setting]) -> str:
+    """The choice that every setting of `parted` has made and none of `equal`, in words; empty where there is none."""
+    if len(parted) < 2 or not equal:
+        return ""
+    names = ("strategy {}", "partitioning {}", "{} devices", "K={}")
+    for name, ours, theirs in zip(
+        names, *(zip(*(s.levels for s in of), strict=True) for of in (parted, equal)), strict=True
+    ):
+        if len({*ours}) == 1 and ours[0] not in theirs:
+            return name.format(ours[0])
+    return ""
+
+
 def counted(devices: int) -> str:
     """ "1 device", "4 devices"."""
     return f"{devices} device{'s' if devices > 1 else ''}"
 
 
-def choose(
-    space: Space, own: Setting, *, steps: int, full: bool, only: Sequence[str]
-) -> tuple[list[Setting | Resume], list[Skip]]:
+def choose(space: Space, own: Setting, *, steps: int, full: bool, only: Sequence[str]) -> tuple[list[Way], list[Skip]]:
     """The runs of a proof in their order, and what is left out because it cannot be run.
 
     Args:
@@ -158,7 +186,7 @@ def choose(
     return list(dict.fromkeys(runs)), skips
 
 
-def _named(text: str, runs: Sequence[Setting | Resume]) -> list[Setting | Resume]:
+def _named(text: str, runs: Sequence[Way]) -> list[Way]:
     return [run for run in runs if text in str(run)]
 
 
@@ -180,7 +208,7 @@ def _pairs(setting: Setting) -> set[tuple[tuple[int, object], ...]]:
     return set(itertools.combinations(enumerate(setting.levels), 2))
 
 
-def _runs(settings: list[Setting], own: Setting, steps: int) -> list[Setting | Resume]:
+def _runs(settings: list[Setting], own: Setting, steps: int) -> list[Way]:
     """The settings, and the resumed runs among them: the user's own, and from it onto the one that differs most."""
     if steps < 2 or not settings:
         return [*settings]

@@ -13,7 +13,7 @@ from jdp.checkpoint import Checkpoints
 from jdp.data.feed import Feed, shard_batches
 from jdp.prove.bounds import PAIRS, Closest, Record, amplitude, snapshot, sums
 from jdp.prove.reference import SILENT, Noise, Reference
-from jdp.prove.settings import Resume, Setting
+from jdp.prove.settings import Resume, Setting, Way
 from jdp.state import TrainState
 from jdp.step import Step
 from jdp.types import Batch
@@ -83,7 +83,7 @@ class Trials:
     def __post_init__(self) -> None:
         self._made: dict[Setting, Made] = {}
 
-    def run(self, run: Setting | Resume) -> Closest:
+    def run(self, run: Way) -> Closest:
         """Where the run comes closest to its bounds; it ends at the first step that goes beyond one."""
         found = self._resumed(run) if isinstance(run, Resume) else self._whole(run)
         closest = Closest()
