@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, MutableSequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -31,10 +31,14 @@ Block = Callable[[Any, Any], Any]
 
 @dataclass(frozen=True)
 class Lifts:
-    """The parameters of the loss being traced: id of the gathered array -> (that array, its shard, where it lives)."""
+    """The parameters of the loss being traced: id of the gathered array -> (that array, its shard, where it lives).
+
+    `met` takes the names of the weights that `scan_layers` was given, gathered by layer or not.
+    """
 
     lift: Lift
     table: dict[int, tuple[jax.Array, jax.Array, Placement]]
+    met: set[str] = field(default_factory=set[str])
 
 
 _AT_WORK: ContextVar[Lifts | None] = ContextVar("jdp_lifts", default=None)
@@ -165,12 +169,14 @@ def _source(name: str, leaf: Any, lifts: Lifts | None, leading: int) -> tuple[An
     if id(leaf) not in lifts.table:
         if not jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating):  # keys and tables are no parameters
             return leaf, None
+        lifts.met.add(name)
         notice(
             f"scan_layers: {name} {leaf.shape} is not a parameter as it stands in the model, so it is gathered for the "
             "whole step; cast or reshape it inside the block"
         )
         return leaf, None
     _, shard, place = lifts.table[id(leaf)]
+    lifts.met.add(name)
     if place.dim is None:
         return leaf, None
     if place.dim < leading:

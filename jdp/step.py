@@ -28,6 +28,7 @@ from jdp.batch import agree_on_inputs, agree_on_program, check_alive, check_glob
 from jdp.gradients import auto, manual
 from jdp.gradients.accumulate import Task
 from jdp.gradients.choice import ASKED, Choice, Question
+from jdp.gradients.gathers import Asked, asked
 from jdp.gradients.model_state import stays_finite
 from jdp.gradients.traced import Sums, batch_rows
 from jdp.mesh import mesh_of
@@ -159,6 +160,7 @@ class Step:
     _settled: dict[Any, Choice] = field(init=False, default_factory=dict[Any, Choice], repr=False, compare=False)
     _checked: list[bool] = field(init=False, default_factory=list[bool], repr=False, compare=False)
     _agreed: set[Any] = field(init=False, default_factory=set[Any], repr=False, compare=False)
+    _asked: list[Asked] = field(init=False, default_factory=list[Asked], repr=False, compare=False)
 
     def __call__(self, state: TrainState, batch: Batch) -> Any:
         check_alive(state)
@@ -183,6 +185,11 @@ class Step:
     @property
     def _last(self) -> Choice | None:
         return next(reversed(self._settled.values()), None)
+
+    @property
+    def sends(self) -> Asked | None:
+        """What the step asks to send, by its own trace, as it was last lowered; None while it was not."""
+        return self._asked[-1] if self._asked else None
 
     @cached_property
     def jitted(self) -> Any:
@@ -237,7 +244,9 @@ class Step:
                 return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=step.plan.batch_sharding)
             return leaf
 
-        return step.jitted.lower(state, jax.tree.map(laid, batch))
+        traced = step.jitted.trace(state, jax.tree.map(laid, batch))
+        step._asked[:] = [asked(traced)]
+        return traced.lower()
 
     def compile(self, state: TrainState, batch: Batch, **compiler_options: Any) -> jax.stages.Compiled:
         """`lower(state, batch)`, compiled; keyword arguments are XLA compiler options."""

@@ -7,9 +7,11 @@ import pytest
 from jdp.foresight.advice import advise
 from jdp.foresight.contract import Theory
 from jdp.foresight.forecast import Forecast, Outlook
+from jdp.foresight.gathering import Gathering
 from jdp.foresight.memory import Memory, Room
 from jdp.foresight.timeline import Timeline
 from jdp.foresight.verify import Report
+from jdp.gradients.gathers import Gathered
 
 GIB = 2**30
 
@@ -103,6 +105,17 @@ def test_equals_are_named_too():
     )
     assert choice.strategy == "zero1" and "ddp takes as long and holds 5 GiB more" in why
     assert "zero3 takes as long and holds 2 GiB less" in why
+
+
+def test_a_zero3_that_holds_its_weights_whole_is_said_whatever_is_chosen():
+    plain, whole = outlook("zero1", gib=60), outlook("zero3", gib=60, step=0.13)
+    assert "like zero2" not in words(plain, whole)[1]
+    held = Gathering((Gathered("head", True, 8, 16),), 1, {"head": 8})
+    whole = replace(whole, report=replace(whole.report, gathering=held))
+    choice, why = words(plain, whole)
+    assert choice.strategy == "zero1"
+    assert why.count("This zero3 holds its weights like zero2: 16 B of 16 B") == 1
+    assert "run the layers through jdp.scan_layers" in whole.to_json()["like_zero2"]
 
 
 def test_how_much_is_hidden_and_what_to_change():

@@ -1,8 +1,8 @@
 """The communication contract, held by programs that XLA's GPU compiler made for real topologies.
 
 Wire bytes of a step against the design's row, loop trip counts included: at most 1.02 of it, and no kind of collective
-that the row does not name carries more than 1 % (`Report.kept`, whose theory `test_contract` counts by hand). Where the
-row is exact (all but zero3, whose gathers are "at most"), at least 0.98 of it as well: fewer bytes than theory would
+that the row does not name carries more than 1 % (`Report.kept`, whose theory `test_contract` counts by hand); zero3's
+gathers are those of the step's own trace (`test_gathers`). At least 0.98 of it as well: fewer bytes than theory would
 mean something not counted, or not synchronised.
 """
 
@@ -111,8 +111,7 @@ def keeps(report):
     assert report.kept, str(report)
     assert report.breaches == ()
     assert report.ratio <= 1.02
-    if report.strategy != "zero3":
-        assert report.ratio >= 0.98
+    assert report.ratio >= 0.98
     assert all(row.found_bytes for row in report.rows)
 
 
@@ -172,8 +171,9 @@ def test_only_what_is_trained_has_gradients_to_reduce(strategy, accumulate):
     ]
     assert row.expected_bytes == 4 * trained
     assert 0.98 * 4 * trained <= row.found_bytes <= 1.02 * 4 * trained
-    gathered = program.report.theory.payload_bytes.get("all-gather", 0)
-    assert gathered == (0 if strategy == "ddp" else 2 * 2 * program.params)
+    theory = program.report.theory
+    assert theory.most_gathered_bytes == (0 if strategy == "ddp" else 2 * 2 * program.params)
+    assert theory.payload_bytes.get("all-gather", 0) >= 0.95 * theory.most_gathered_bytes  # the embedding: once
 
 
 @pytest.mark.parametrize("config", [GPT, UNROLLED], ids=["scanned", "unrolled"])

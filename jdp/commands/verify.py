@@ -20,8 +20,9 @@ BROKEN = 1
 class Options:
     """Compiles an experiment's step and counts what it sends: exit 0 when it keeps its strategy's contract, else 1.
 
-    Counted in the compiled program, loops included, against theory: the README's table of strategies. A breach names
-    the collective, the parameter, the source line, and the remedy.
+    Counted in the compiled program, loops included, against theory: the README's table of strategies; under zero3, what
+    the step's own trace gathers. A breach names the collective, the parameter, the source line, and the remedy. What is
+    sent besides is named where the contract is kept, too, and so is a zero3 that holds its weights whole, like zero2.
 
     Any key of the experiment can be changed: --strategy zero3 --train.accumulate 4. The keys are listed below.
     """

@@ -23,6 +23,7 @@ def advise(outlooks: Sequence[Outlook]) -> tuple[Outlook | None, tuple[str, ...]
     compiled = [o for o in outlooks if o.memory is not None]
     fitting = [o for o in compiled if o.fits is not False]
     said = [_what_fits(compiled)] if compiled else ["No way compiled."]
+    said += _like_zero2(compiled)
     if not fitting:
         return None, (*said, *_nothing_fits(compiled))
     choice = _fastest(fitting)
@@ -51,6 +52,11 @@ def _what_fits(compiled: Sequence[Outlook]) -> str:
     verdict = "all fit" if len(kept) == len(compiled) else f"{', '.join(kept)} fit" if kept else "none fits"
     beside = f"beside {size(RESERVED_BYTES)} for CUDA and NCCL"
     return f"Of {size(available)} that a device has for it ({beside}), they need: {needs}; {verdict}."
+
+
+def _like_zero2(compiled: Sequence[Outlook]) -> list[str]:
+    """A zero3 that does not save what zero3 is taken for: said once, whatever is chosen."""
+    return next(([o.report.like_zero2] for o in compiled if o.report is not None and o.report.like_zero2), [])
 
 
 def _nothing_fits(compiled: Sequence[Outlook]) -> list[str]:

@@ -5,18 +5,21 @@ Each tensor of each collective along the batch axes, of a kind that goes beyond 
 2. the row does not name the kind: a leaf that could not be sharded, or a gradient that is reduced whole;
 3. it runs for every microbatch, and is promised once a step;
 4. its parameters' part of the promise is used up: its elements are wider than promised, or it is sent too often.
-What is alike is one sentence; the sentences are in the order of the bytes they explain.
+What is alike is one sentence; the sentences are in the order of the bytes they explain. What is no parameter's (1) is
+looked for in every program (`strays`), whether it keeps its contract or not.
 """
 
+from __future__ import annotations
+
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import jax
 
 from jdp.amounts import size
-from jdp.foresight.contract import TOLERANCE, Promise, Sent, Theory, Verdict
-from jdp.foresight.origin import Parameters, Piece, Sites
+from jdp.foresight.contract import SLACK, TOLERANCE, Promise, Sent, Theory, Verdict
+from jdp.foresight.origin import Parameters, Piece, Sites, users_line
 from jdp.foresight.program import bits
 from jdp.mesh import DATA
 from jdp.placement import Placement
@@ -63,40 +66,89 @@ class Group:
         )
 
 
+@dataclass(frozen=True)
+class Stray:
+    """What belongs to no parameter, sent from one line by one kind of collective.
+
+    Attributes:
+        kind: of collective.
+        wire_bytes: what each device sends of it, a step.
+        words: the same in a sentence, with the line and the remedy.
+    """
+
+    kind: str
+    wire_bytes: float
+    words: str
+
+
+def strays(found: Iterable[Sent], promised: Theory, sites: Sites, step: Step, state: TrainState) -> tuple[Stray, ...]:
+    """What runs along the batch axes and has no parameter's shape: activations, parts of the batch; most bytes first.
+
+    Not among them are the statistics of batch norms, as far as they are planned, and what is no larger than counts and
+    metrics are.
+    """
+    judge = _judge(promised, step, state)
+    counted = [s for s in found if s.over_batch]
+    unknown = [(s, piece) for s, piece in _pieces(counted, promised, sites) if not judge.parameters.like(piece.dims)]
+    groups = sorted(_groups(unknown, judge), key=lambda group: -group.excess)
+    return tuple(
+        Stray(group.sent.collective.kind, group.excess, str(group)) for group in groups if group.payload_bytes > _TINY
+    )
+
+
 def breaches(
-    found: Iterable[Sent], promised: Theory, verdict: Verdict, sites: Sites, step: Step, state: TrainState
+    found: Iterable[Sent],
+    promised: Theory,
+    verdict: Verdict,
+    sites: Sites,
+    step: Step,
+    state: TrainState,
+    beside: Sequence[Stray] = (),
 ) -> tuple[str, ...]:
-    """Why the contract is not kept, one sentence a reason; empty when it is."""
+    """Why the contract is not kept, one sentence a reason; empty when it is. `beside`: what `strays` found."""
     if verdict.kept:
         return ()
-    places: list[Placement] = jax.tree.leaves(step.plan.param_placements(state.params, state.static))
-    parameters = Parameters(tuple(places), dict(step.plan.mesh.shape))
-    blamed = {row.kind for row in verdict.rows if not row.kept} or {row.kind for row in verdict.rows}
+    blamed = {row.kind for row in verdict.rows if not row.kept}
+    if sum(stray.wire_bytes for stray in beside) > SLACK * promised.wire_bytes:
+        blamed |= {stray.kind for stray in beside}
+    blamed = blamed or {row.kind for row in verdict.rows}
     counted = [s for s in found if s.over_batch and s.collective.kind in blamed]
-    apart = promised.statistics
-    pieces = [
-        (s, piece)
-        for s in counted
-        for piece in sites.pieces(s.collective)
-        if not (s.statistics_bytes and apart.fits(piece))
-    ]
-    judge = _Judge(step, promised, parameters)
-    groups: dict[tuple[object, ...], Group] = {}
-    for s, piece in sorted(pieces, key=lambda pair: bits(pair[1].dtype)):
-        like = parameters.like(piece.dims)
-        fault = judge.fault(s, piece, like)
-        if fault is None:
-            continue
-        key = (s.collective.kind, piece.dtype, s.collective.loops, s.in_accumulation_loop, piece.line, fault.reason)
-        group = groups.setdefault(key, Group(s, piece.dtype, piece.line, fault))
-        group.paths |= dict.fromkeys(place.path for place in like)
-        group.payload_bytes += piece.payload_bytes
-        group.excess += fault.share * _wire(s, piece)
-    ordered = sorted(groups.values(), key=lambda group: -group.excess)
+    pieces = sorted(_pieces(counted, promised, sites), key=lambda pair: bits(pair[1].dtype))
+    ordered = sorted(_groups(pieces, _judge(promised, step, state)), key=lambda group: -group.excess)
     told = [group for group in ordered if group.paths or group.payload_bytes > _TINY]
     told = told or ([] if promised.whole.paths else ordered)
     said = [group for group in told if group.excess >= _MENTIONED * promised.wire_bytes] or told[:1]
     return tuple(map(str, said)) or (_in_all(promised, verdict),)
+
+
+def _judge(promised: Theory, step: Step, state: TrainState) -> _Judge:
+    places: list[Placement] = jax.tree.leaves(step.plan.param_placements(state.params, state.static))
+    return _Judge(step, promised, Parameters(tuple(places), dict(step.plan.mesh.shape)))
+
+
+def _pieces(counted: Iterable[Sent], promised: Theory, sites: Sites) -> Iterator[tuple[Sent, Piece]]:
+    """The tensors of collectives, without batch statistics."""
+    for s in counted:
+        for piece in sites.pieces(s.collective):
+            if not (s.statistics_bytes and promised.statistics.fits(piece)):
+                yield s, piece
+
+
+def _groups(pieces: Iterable[tuple[Sent, Piece]], judge: _Judge) -> list[Group]:
+    """What is at fault, the alike together; the promises are used up in the order given."""
+    groups: dict[tuple[object, ...], Group] = {}
+    for s, piece in pieces:
+        like = judge.parameters.like(piece.dims)
+        fault = judge.fault(s, piece, like)
+        if fault is None:
+            continue
+        line = piece.line if like else judge.line(s, piece)
+        key = (s.collective.kind, piece.dtype, s.collective.loops, s.in_accumulation_loop, line, fault.reason)
+        group = groups.setdefault(key, Group(s, piece.dtype, line, fault))
+        group.paths |= dict.fromkeys(place.path for place in like)
+        group.payload_bytes += piece.payload_bytes
+        group.excess += fault.share * _wire(s, piece)
+    return list(groups.values())
 
 
 def _in_all(promised: Theory, verdict: Verdict) -> str:
@@ -128,6 +180,13 @@ class _Judge:
     def __init__(self, step: Step, promised: Theory, parameters: Parameters) -> None:
         self.step, self.promised, self.parameters = step, promised, parameters
         self._left: dict[tuple[str, tuple[str, ...]], float] = {}
+
+    def line(self, s: Sent, piece: Piece) -> str | None:
+        """Where a tensor that belongs to no parameter is sent: where the trace has one like it, the line is exact."""
+        issued = self.step.sends.issued if self.step.sends is not None else ()
+        alike = [each for each in issued if each.kind == s.collective.kind and each.dims == piece.dims]
+        lines = dict.fromkeys(line for each in alike if (line := users_line(each.places)) is not None)
+        return next(iter(lines)) if len(lines) == 1 else piece.line
 
     def fault(self, s: Sent, piece: Piece, like: tuple[Placement, ...]) -> Fault | None:
         """What is wrong with a piece; None where the promise covers it."""
@@ -193,6 +252,8 @@ class _Judge:
         counted = [place for place in like if place.trained or kind == "all-gather"]  # frozen ones have no gradients
         elements = sum(math.prod(self.parameters.local(place)) for place in counted)
         whole = promise.payload_bytes * elements / promise.parameters
+        if kind == "all-gather" and self.promised.gathered is not None:
+            whole = self._traced_bytes({place.path for place in like})
         left = self._left.get(key, whole)
         self._left[key] = left - size
         if size <= left + (TOLERANCE - 1) * whole:
@@ -201,9 +262,24 @@ class _Judge:
         if wide > promise.itemsize:
             reason = f"sent in {wide} bytes an element, and {promise.itemsize} are promised"
             return Fault(reason, excess, self._narrow(kind))
-        gathered = kind == "all-gather" and self.step.plan.row.gather == "use"
-        remedy = "Run the layers through jdp.scan_layers, which gathers each once." if gathered else self._manual()
-        return Fault("sent more often than promised", excess, remedy)
+        return Fault("sent more often than promised", excess, self._shared() or self._manual())
+
+    def _shared(self) -> str:
+        """The remedy where the step itself asks for more gathers than zero3 promises; else empty."""
+        asked = sum(each.payload_bytes for each in self.promised.gathered or ())
+        if asked <= TOLERANCE * self.promised.most_gathered_bytes:
+            return ""
+        return (
+            "The step itself asks for it: a weight that is given to several layers or layer loops is gathered, and its "
+            "gradient reduced, in each. Use it outside of jdp.scan_layers, where both are done once a microbatch, or "
+            "take zero2."
+        )
+
+    def _traced_bytes(self, paths: set[str]) -> float:
+        """What the step's own trace gathers of these parameters, as far as zero3 promises it."""
+        gathered = self.promised.gathered or ()
+        share = min(1.0, self.promised.most_gathered_bytes / max(sum(each.payload_bytes for each in gathered), 1))
+        return share * sum(each.payload_bytes for each in gathered if each.path in paths)
 
     # Remedies.
 

@@ -1,12 +1,14 @@
 """The communication contract: what a strategy promises to send, and whether a compiled step keeps it.
 
 1. Theory: payload bytes a step by kind of collective, from the plan's placements (design, "Communication contract").
+   zero3 promises at most 2·K·c·Ψ of gathers; which of them a step makes, its own trace tells (`gradients.gathers`).
 2. What was found: each collective of the program, with the mesh axes it runs along, in or out of the loop over the
    microbatches. What runs along the model's own axes only is that model's business and is counted apart; so are the
    statistics of batch norms (`batch_statistics`), up to what they take.
 3. The verdict: kept when a device sends at most 1.02 times the theory's bytes along the batch axes, and every kind of
-   collective that the row does not name at most 1% of them. Parameters too small to shard are all-reduced whole by
-   plan (`Whole`): an all-reduce may carry them besides, within the same total.
+   collective that the row does not name at most 1% of them, and so what belongs to no parameter (`breach.strays`);
+   zero3's gathers by themselves at most 1.02 times those of the trace. Parameters too small to shard are all-reduced
+   whole by plan (`Whole`): an all-reduce may carry them besides, within the same total.
 
 Bytes on the wire are those of the ring algorithms (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms").
 """
@@ -26,6 +28,7 @@ from jdp.foresight.batch_statistics import BatchStatistics
 from jdp.foresight.compiled import Compiled
 from jdp.foresight.hlo import Collective
 from jdp.foresight.origin import Sites
+from jdp.gradients.gathers import Gathered
 from jdp.mesh import DATA, REPLICA, batch_axes
 from jdp.placement import Placement, shards
 from jdp.plan import MIN_SHARD_SIZE, Plan
@@ -107,12 +110,16 @@ class Theory:
         promises: the kinds of collective that the row names.
         statistics: what batch norms send besides, as their part of the model asks; counted apart.
         whole: what of Ψ is all-reduced by plan, where the row does not; no promise of its own.
+        gathered: under zero3, what the step's own trace gathers; None: not known, and the row is its upper bound.
+        most_gathered_bytes: that upper bound, 2·K·c·Ψ; what the row of another strategy has.
     """
 
     parameters: int
     promises: tuple[Promise, ...]
     statistics: BatchStatistics = field(default_factory=BatchStatistics)
     whole: Whole = field(default_factory=Whole)
+    gathered: tuple[Gathered, ...] | None = None
+    most_gathered_bytes: float = 0.0
 
     @property
     def payload_bytes(self) -> dict[str, float]:
@@ -141,6 +148,7 @@ def theory(
     precision: Precision,
     static: Static | None = None,
     sync_batch_norm: bool = True,
+    gathered: tuple[Gathered, ...] | None = None,
 ) -> Theory:
     """What a training step promises to send.
 
@@ -157,6 +165,7 @@ def theory(
         precision: c is the size of its `compute` dtype, r of its `reduce`.
         static: the state's: what is trained, what the model's metadata asks, which batch norms there are.
         sync_batch_norm: batch norms normalise by the whole batch.
+        gathered: of `Step.sends`: zero3's gathers are those then, and of what is too small to shard as if it were.
     """
     sizes = dict(plan.mesh.shape)
     places: list[Placement] = jax.tree.leaves(plan.param_placements(params, static))
@@ -164,15 +173,21 @@ def theory(
     psi = sum(counts)
     trained = sum(count for count, place in zip(counts, places, strict=True) if place.trained)
     c, r = precision.compute_dtype.itemsize, precision.reduce_dtype.itemsize
-    working = sum(count * _working_itemsize(place, c) for count, place in zip(counts, places, strict=True))
+    working = [count * _working_itemsize(place, c) for count, place in zip(counts, places, strict=True)]
     n, replicas = sizes[DATA], sizes.get(REPLICA, 1)
     rounds = accumulate if plan.row.reduce_each_microbatch else 1
     gathers = {"never": 0, "step": 1, "use": 2 * accumulate}[plan.row.gather]
     looped = accumulate if plan.row.gather == "use" else 1
+    most = exact = gathers * sum(working)
+    if plan.row.gather != "use":
+        gathered = None
+    elif gathered is not None:
+        whole = gathers * sum(size for size, place in zip(working, places, strict=True) if place.dim is None)
+        exact = min(most, whole + sum(each.payload_bytes for each in gathered))
     if plan.row.shard_state:
         promises = (
             Promise("reduce-scatter", rounds * r * trained, (DATA,), n, rounds, r, trained),
-            Promise("all-gather", gathers * working, (DATA,), n, looped, c, psi),
+            Promise("all-gather", exact, (DATA,), n, looped, c, psi),
             Promise("all-reduce", r * trained / n, (REPLICA,), replicas, 1, r, trained),
         )
     else:
@@ -180,7 +195,8 @@ def theory(
     adapter = static.adapter if static is not None and sync_batch_norm else None
     statistics = BatchStatistics(() if adapter is None else adapter.batch_statistics, accumulate)
     whole = _whole(plan, places, counts, rounds * r)
-    return Theory(psi, tuple(promise for promise in promises if promise.devices > 1), statistics, whole)
+    promises = tuple(promise for promise in promises if promise.devices > 1)
+    return Theory(psi, promises, statistics, whole, gathered, most)
 
 
 def _whole(plan: Plan, places: Sequence[Placement], counts: Sequence[int], bytes_each: int) -> Whole:
@@ -345,16 +361,19 @@ class Verdict:
         return self.wire_bytes / self.theory_wire_bytes if self.theory_wire_bytes else 0.0
 
 
-def judge(found: Iterable[Sent], promised: Theory) -> Verdict:
-    """Hold what was found against what was promised."""
+def judge(found: Iterable[Sent], promised: Theory, stray_bytes: float = 0.0) -> Verdict:
+    """Hold what was found against what was promised; `stray_bytes` of it, on the wire, belong to no parameter."""
     found = list(found)
     counted, apart = [s for s in found if s.over_batch], [s for s in found if not s.over_batch]
     total, bound = sum(s.wire_bytes for s in counted), promised.wire_bytes
     kinds = dict.fromkeys((*promised.payload_bytes, *(s.collective.kind for s in counted)))
     rows = tuple(_row(kind, counted, promised) for kind in kinds)
-    others = all(row.kept for row in rows if promised.promise(row.kind) is None)
+    # Exact rows need no look at each kind: the total holds them. But reductions in a narrower dtype leave room in it.
+    held = {"all-gather"} if promised.gathered is not None else set[str]()
+    each = all(row.kept for row in rows if promised.promise(row.kind) is None or row.kind in held)
+    kept = total <= TOLERANCE * bound and each and stray_bytes <= SLACK * bound
     own = tuple(_row(kind, apart, None) for kind in dict.fromkeys(s.collective.kind for s in apart))
-    return Verdict(total <= TOLERANCE * bound and others, total, bound, rows, own, _statistics(counted, promised))
+    return Verdict(kept, total, bound, rows, own, _statistics(counted, promised))
 
 
 def _statistics(found: list[Sent], promised: Theory) -> Row | None:

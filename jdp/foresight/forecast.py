@@ -134,6 +134,7 @@ class Outlook:
             "wire_bytes_per_device": None if report is None else report.wire_bytes_per_device,
             "theory_wire_bytes_per_device": None if report is None else report.theory_wire_bytes_per_device,
             "keeps_contract": None if report is None else report.kept,
+            "like_zero2": None if report is None else report.like_zero2 or None,
             "exposed_fraction": self.exposed_fraction,
             "exposed_seconds": None if self.timeline is None else self.timeline.exposed_seconds,
             "step_seconds": self.step_seconds,

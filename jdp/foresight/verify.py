@@ -2,8 +2,9 @@
 
 1. The step and its operands as abstract values on the target's devices (`relocate`).
 2. Compiled; every collective read off the program, with the mesh axes and the loop it runs in (`contract.sent`).
-3. Held against theory (`contract.judge`); where it breaks, the reasons (`breach`).
-4. What else the program tells (`symptoms`).
+3. Held against theory (`contract.judge`), which for zero3 is what the step's own trace gathers (`gathering`).
+4. Where it breaks, the reasons (`breach`); what belongs to no parameter in any case.
+5. What else the program tells (`symptoms`).
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jdp.amounts import columns, size
-from jdp.foresight.breach import breaches
+from jdp.foresight.breach import breaches, strays
 from jdp.foresight.cache import Cache
 from jdp.foresight.chips import XLA_TYPES
 from jdp.foresight.compiled import Compiled, compile_step
 from jdp.foresight.contract import SLACK, TOLERANCE, Row, Sent, Theory, judge, sent, theory
+from jdp.foresight.gathering import Gathering, gathering
 from jdp.foresight.here import fingerprint, target_of
 from jdp.foresight.origin import Sites
 from jdp.foresight.relocate import abstract_on
@@ -72,10 +74,13 @@ def report(step: Step, state: TrainState, compiled: Compiled, target_name: str, 
         precision=step.precision,
         static=state.static,
         sync_batch_norm=step.sync_batch_norm or step.partitioning == "auto",
+        gathered=None if step.sends is None else step.sends.gathered,
     )
     found = sent(compiled, step.plan.mesh, step.accumulate, promised.statistics)
-    verdict = judge(found, promised)
     sites = Sites(compiled.program, step.accumulate)
+    beside = strays(found, promised, sites, step, state)
+    verdict = judge(found, promised, sum(stray.wire_bytes for stray in beside))
+    why = breaches(found, promised, verdict, sites, step, state, beside)
     return Report(
         kept=verdict.kept,
         strategy=step.plan.strategy,
@@ -92,7 +97,9 @@ def report(step: Step, state: TrainState, compiled: Compiled, target_name: str, 
         own=verdict.own,
         statistics=verdict.statistics,
         collectives=tuple(found),
-        breaches=breaches(found, promised, verdict, sites, step, state),
+        breaches=why,
+        strays=tuple(stray.words for stray in beside if stray.words not in why),
+        gathering=gathering(step, state),
         symptoms=symptoms(compiled, step.plan, state),
         notes=tuple(dict.fromkeys((*notes, *_whole(promised, verdict.rows), *_notes(step, found)))),
     )
@@ -146,6 +153,9 @@ class Report:
         statistics: the same for the statistics of batch norms over all devices, which it leaves out too; None: none.
         collectives: each collective that sends something, in schedule order.
         breaches: why it is not kept, a sentence each, with parameter, source line and remedy; empty when it is kept.
+        strays: what is sent besides and belongs to no parameter, a sentence each; those that break the contract are
+            among `breaches`.
+        gathering: under zero3, what is gathered where, by the step's own trace; else None.
         symptoms: signs of something unmeant, a sentence each (`foresight.symptoms`); they break no contract.
         notes: what the numbers rest on.
     """
@@ -166,8 +176,15 @@ class Report:
     collectives: tuple[Sent, ...] = field(repr=False)
     statistics: Row | None = None
     breaches: tuple[str, ...] = ()
+    strays: tuple[str, ...] = ()
+    gathering: Gathering | None = field(default=None, repr=False)
     symptoms: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def like_zero2(self) -> str:
+        """Under zero3, a sentence where it holds most of its weights whole all the same; else empty."""
+        return "" if self.gathering is None else self.gathering.like_zero2()
 
     def to_json(self) -> dict[str, Any]:
         """The object that `jdp verify --json` prints."""
@@ -187,6 +204,10 @@ class Report:
             "rows": [row.to_json() for row in self.rows],
             "model_axes": [row.to_json() for row in self.own],
             "batch_statistics": None if self.statistics is None else self.statistics.to_json(),
+            "strays": list(self.strays),
+            "gathers": None if self.gathering is None else self.gathering.to_json(),
+            "gathers_at_most_bytes": None if self.gathering is None else self.theory.most_gathered_bytes,
+            "like_zero2": self.like_zero2 or None,
             "symptoms": list(self.symptoms),
             "notes": list(self.notes),
         }
@@ -194,9 +215,13 @@ class Report:
     def __str__(self) -> str:
         axes = " × ".join(f"{name}={count}" for name, count in self.mesh.items())
         head = f"{self.strategy} on {axes} for {self.target}, K={self.accumulate}, {self.partitioning}: {self.why}"
-        parts = [[head, self._verdict()]]
+        parts = [[head, self._verdict(), *filter(None, [self.like_zero2])]]
         if self.rows:
             parts.append(columns([_HEADERS, *map(_cells, self.rows)]))
+        if self.gathering is not None and self.gathering.gathered:
+            most = size(self.theory.most_gathered_bytes)
+            title = f"What the step itself gathers, which is what is expected; zero3 promises 2·K·c·Ψ = {most} at most:"
+            parts.append([title, *self.gathering.table()])
         if self.own:
             title = "Along the model's own axes, which the contract leaves to the model:"
             parts.append([title, *columns([_HEADERS, *map(_cells, self.own)])])
@@ -205,7 +230,13 @@ class Report:
             parts.append([title, *columns([_HEADERS, _cells(self.statistics)])])
         if self.collectives:
             parts.append(columns([_LISTED, *_grouped(self.collectives)]))
-        for title, lines in (("Breaches", self.breaches), ("Symptoms", self.symptoms), ("Notes", self.notes)):
+        lists = {
+            "Breaches": self.breaches,
+            "Sent besides": self.strays,
+            "Symptoms": self.symptoms,
+            "Notes": self.notes,
+        }
+        for title, lines in lists.items():
             if lines:
                 parts.append([f"{title}:", *(f"- {line}" for line in lines)])
         return "\n\n".join("\n".join(part) for part in parts)
@@ -226,6 +257,12 @@ class Report:
         if self.ratio > TOLERANCE:
             return f"over {TOLERANCE}"
         over = [row for row in self.rows if not row.kept and not row.expected_bytes]
+        gathers = next((row for row in self.rows if row.kind == "all-gather"), None)
+        if gathers is not None and gathers.expected_bytes and not gathers.kept and self.gathering is not None:
+            return f"in all within {TOLERANCE}; but its gathers are over {TOLERANCE} of those that its own trace has"
+        if not over:
+            most = size(SLACK * self.theory_wire_bytes_per_device)
+            return f"in all within {TOLERANCE}; but what belongs to no parameter may take {SLACK:.0%} of it, {most}"
         sent = ", ".join(f"{row.kind} {size(row.wire_bytes)}" for row in over)
         planned = self.theory.whole.wire_bytes if any(row.kind == "all-reduce" for row in over) else 0
         beside = f" beside the {size(planned)} of parameters that are whole by plan" if planned else ""

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jdp.gradients.gathers import named
 from jdp.gradients.model_state import moved, refuse_varying
 from jdp.gradients.traced import Sums, TracedLoss, batch_rows
 from jdp.layers import Lift
@@ -195,11 +196,15 @@ def lift_with(moves: Moves, precision: Precision) -> Lift:
     """
 
     def lift(shard: jax.Array, place: Placement, leading: int) -> jax.Array:
-        if place.dim is None or not place.trained:
+        if place.dim is None:
             return _gather(moves, precision.compute_dtype, shard, place, leading)
 
         def gather(shard: jax.Array) -> jax.Array:
-            return _gather(moves, precision.compute_dtype, shard, place, leading)
+            with named(place.path):
+                return _gather(moves, precision.compute_dtype, shard, place, leading)
+
+        if not place.trained:
+            return gather(shard)
 
         def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
             reduced = moves.reduce(cotangent.astype(precision.reduce_dtype), place, leading)

@@ -12,7 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jdp.gradients.gathers import at_top
 from jdp.layers import Lift, Lifts, lifting
+from jdp.notices import notice
 from jdp.types import Batch, Loss, LossFn, PyTree
 
 RESERVED = frozenset(("loss", "weight", "grad_norm", "skipped"))
@@ -50,17 +52,34 @@ class TracedLoss:
 
     def __call__(self, operands: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[Sums, PyTree]:
         """Return the sums over the batch given, and the model state afterwards."""
-        whole, context = operands, contextlib.nullcontext()
+        whole, context, lifts = operands, contextlib.nullcontext(), None
         if self.lift is not None:
             lift = self.lift
-            whole = jax.tree.map(lambda shard, place: lift(shard, place, 0), operands, self.places)
-            context = lifting(Lifts(lift, _table(whole, operands, self.places)))
+            with at_top():
+                whole = jax.tree.map(lambda shard, place: lift(shard, place, 0), operands, self.places)
+            lifts = Lifts(lift, _table(whole, operands, self.places))
+            context = lifting(lifts)
         with context:
             if self.adapter is None:
-                return as_sums(self.fn(whole, batch, key), batch), model_state
-            model = self.adapter.merge(whole, model_state, key if self.training else None, self.sync_axes)
-            sums = as_sums(self.fn(model, batch, key), batch)
-            return sums, self.adapter.changed(model)
+                sums = as_sums(self.fn(whole, batch, key), batch)
+            else:
+                model = self.adapter.merge(whole, model_state, key if self.training else None, self.sync_axes)
+                sums = as_sums(self.fn(model, batch, key), batch)
+                model_state = self.adapter.changed(model)
+        if lifts is not None and not lifts.met and self.training and key is not None:
+            self._say_whole()
+        return sums, model_state
+
+    def _say_whole(self) -> None:
+        """No layer was gathered by itself: zero3 by name, but not by memory."""
+        sharded = [place.path for place in jax.tree.leaves(self.places) if place.dim is not None]
+        if sharded:
+            others = f" and {len(sharded) - 1} more" if len(sharded) > 1 else ""
+            notice(
+                f"zero3 gathers its weights ({sharded[0]}{others}) at the top of the step and holds them whole until "
+                "the backward pass is done, as zero2 does: run the layers through jdp.scan_layers, which gathers one "
+                "at a time"
+            )
 
 
 def _table(whole: PyTree, shards: PyTree, places: PyTree) -> dict[int, Any]:

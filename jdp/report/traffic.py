@@ -89,7 +89,8 @@ def _way(name: str, report: Report, most: int, *, is_choice: bool) -> Markup:
             element("h3", tagged(name, CHOSEN if is_choice else None)),
             element("p", f"On {mesh}, {sends}{against}. {partitioned}"),
             paragraphs(report.breaches, "breach"),
-            paragraphs(report.symptoms),
+            paragraphs([*filter(None, [report.like_zero2]), *report.symptoms]),
+            paragraphs([f"Sent besides: {stray}" for stray in report.strays]),
             paragraphs([f"Note: {note}" for note in report.notes], "note"),
             _collectives(report.collectives, most, is_open=is_choice),
         ]
