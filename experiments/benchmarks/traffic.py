@@ -13,7 +13,7 @@ and K microbatches. A step keeps it when it sends at most 1.02 times that, and b
     ddp    all-reduce r psi
     zero1  reduce-scatter r psi      all-gather c psi
     zero2  reduce-scatter K r psi    all-gather c psi
-    zero3  reduce-scatter K r psi    all-gather at most 2 K c psi
+    zero3  reduce-scatter K r psi    all-gather at most 2 K c psi: what the step's own trace gathers
 
 Promised: every chosen partitioning keeps the contract.
 
@@ -33,7 +33,9 @@ Measured 2026-11 for 8, 64 and 512 H100 (jax 0.10.2, Python 3.11.7), bf16, the c
     zero3  K=1    0.831 (431)   0.831 (485)   0.831 (492)  0.750 (50)    0.750 (57)    0.750 (57)
            K=4    0.831 (1725)  0.831 (1941)  0.831 (1968) 0.750 (201)   0.750 (226)   0.750 (229)
 
-zero3 is below 1 because what lies outside the layer loop is gathered once a microbatch and kept for the backward pass.
+zero3 is held against 2 K c psi in these tables, and below 1 because what lies outside the layer loop is gathered once a
+microbatch and kept for the backward pass. Since then its row is exact, what the step's own trace gathers: for 1x8, gpt,
+unrolled and mlp, K = 1 and 4, the same bytes are 1.000 of it (431, 1725; 50, 201 MiB), 0 of 6 break it.
 The width is 1024 because 768, gpt2-124m's own, does not divide by 512: there zero1 K=1 sends 1.270 of the contract and
 zero3 reduces embedding and attention whole: both break it. With --replicas 64 (replica=64 x data=8) width 768 keeps it
 on 512 as well: 1.000 in all, zero3 0.839 and 0.822.
