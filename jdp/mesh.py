@@ -17,6 +17,7 @@ Devices are taken host by host and the last axis varies fastest, so the last axe
 fast links where they fit. `replica` varies slowest, wherever it is written.
 """
 
+import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -105,6 +106,12 @@ def mesh_of(tree: PyTree) -> Mesh | None:
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
             return sharding.mesh
     return None
+
+
+def auto_axes(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
+    """A context for tracing what runs on `mesh`: in place of a mesh with Explicit axes that the caller has set."""
+    explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if explicit else contextlib.nullcontext()
 
 
 def batch_axes(mesh: Mesh) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ from jdp.gradients.choice import ASKED, Choice, Question
 from jdp.gradients.gathers import Asked, asked
 from jdp.gradients.model_state import stays_finite
 from jdp.gradients.traced import Sums, batch_rows
-from jdp.mesh import mesh_of
+from jdp.mesh import mesh_of, auto_axes
 from jdp.optimizer_fit import update
 from jdp.plan import Plan, nearest_sizes
 from jdp.precision import Precision
@@ -207,14 +207,14 @@ class Step:
         return len(processes_of(self.plan.mesh)) > 1
 
     def _jit(self, donated: tuple[int, ...]) -> Any:
-        mesh = self.plan.mesh.abstract_mesh
+        mesh = self.plan.mesh
 
         def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-            with jax.sharding.use_abstract_mesh(mesh):  # whatever mesh the caller has set
+            with auto_axes(mesh):
                 return _train(self, state, batch)
 
         def eval_step(state: TrainState, batch: Batch) -> Metrics:
-            with jax.sharding.use_abstract_mesh(mesh):
+            with auto_axes(mesh):
                 return _evaluate(self, state, batch)
 
         return jax.jit(train_step, donate_argnums=donated) if self.train else jax.jit(eval_step)
@@ -280,7 +280,7 @@ class Step:
         if all(isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves((state, batch))) and not any(
             isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, batch))
         ):
-            with jax.sharding.use_abstract_mesh(self.plan.mesh.abstract_mesh):
+            with auto_axes(self.plan.mesh):
                 self.settle(state, batch, values=True)
             self._checked.append(True)
 
