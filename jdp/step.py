@@ -31,7 +31,7 @@ from jdp.gradients.choice import ASKED, Choice, Question
 from jdp.gradients.gathers import Asked, asked
 from jdp.gradients.model_state import stays_finite
 from jdp.gradients.traced import Sums, batch_rows
-from jdp.mesh import mesh_of, auto_axes
+from jdp.mesh import auto_axes, mesh_of
 from jdp.optimizer_fit import update
 from jdp.plan import Plan, nearest_sizes
 from jdp.precision import Precision
