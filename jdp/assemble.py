@@ -31,8 +31,8 @@ from jdp.plan import Plan
 from jdp.schema import Experiment
 from jdp.state import TrainState
 from jdp.step import Step, make_eval_step, make_train_step
+from jdp.toml import toml_value
 from jdp.types import Batch, Device, LossFn
-from jdp.wording import toml_value
 
 
 @dataclass(frozen=True)

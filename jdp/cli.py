@@ -18,9 +18,11 @@ from pathlib import Path
 
 from jdp.commands import launch, plan, prove, train, verify
 from jdp.commands.options import UsageError
+from jdp.toml import cut
 from jdp.wording import nearest
 
 USER_ERROR, SOFTWARE_ERROR, INTERRUPTED, READER_LEFT = 2, 70, 130, 141
+_MOST_LINES, _LONGEST_LINE = 20, 2000
 COMMANDS = {"train": train, "plan": plan, "verify": verify, "prove": prove, "launch": launch}
 
 
@@ -42,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{_who()}another process of this run left; its message is above, or in its log", file=sys.stderr)
             return _leave(SOFTWARE_ERROR, lost_peer=True)
         mistake = _is_users_mistake(error)
-        print(f"{_who()}error: {error}" if mistake else f"{_who()}{traceback.format_exc()}", file=sys.stderr)
+        print(f"{_who()}error: {_said(error)}" if mistake else f"{_who()}{traceback.format_exc()}", file=sys.stderr)
         return _leave(USER_ERROR if mistake else SOFTWARE_ERROR)
 
 
@@ -59,6 +61,18 @@ def _run(arguments: list[str]) -> int:
         hint = nearest(name, COMMANDS) or f"; the commands are {', '.join(COMMANDS)}"
         raise UsageError(f"jdp has no command {name!r}{hint}")
     return COMMANDS[name].run(arguments[1:])
+
+
+def _said(error: Exception) -> str:
+    """An error's message as a terminal may show it: what it repeats of a file or a name can hold anything."""
+    lines = str(error).split("\n")
+    shown = ["".join(map(_shown, cut(line, _LONGEST_LINE))) for line in lines[:_MOST_LINES]]
+    rest = [f"  … and {len(lines) - _MOST_LINES:,} more lines"] if len(lines) > _MOST_LINES else []
+    return "\n".join([*shown, *rest])
+
+
+def _shown(letter: str) -> str:
+    return letter if letter.isprintable() or letter == "\t" else repr(letter)[1:-1]
 
 
 def _is_users_mistake(error: Exception) -> bool:

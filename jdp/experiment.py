@@ -8,6 +8,7 @@ number of devices waits for `check_for_devices`. Nothing below the training loop
 import copy
 import difflib
 import math
+import stat
 import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,14 +17,19 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from jdp import amounts
 from jdp.mesh import DATA, REPLICA, axis_sizes
 from jdp.models.sizes import SIZES
 from jdp.plan import nearest_sizes
 from jdp.schema import NONE, Experiment, Model, model_table
-from jdp.wording import Key, Schemas, config_keys, problems, table_keys, toml_key, toml_value
+from jdp.toml import check, cut, parse, toml_key, toml_value
+from jdp.user_path import PathError, user_path
+from jdp.wording import Key, Schemas, config_keys, problems, table_keys
 
 KeyPath = tuple[str, ...]
 HUB = "hf:"
+MOST_BYTES = 2**26
+"""Of an experiment file: more is another file, named by mistake."""
 NO_PATHS = ("stdlib", "digits", NONE)
 """Sources of data that are words, not paths."""
 
@@ -44,19 +50,24 @@ def load(path: str | Path, overrides: Mapping[str, str] | None = None) -> Experi
     Raises:
         ExperimentError: the file cannot be read, is not TOML, or does not make an experiment.
     """
-    file = Path(path)
+    try:
+        file = user_path(path)
+    except PathError as error:
+        raise ExperimentError(f"the experiment file: {error}") from None
     table = _read(file)
     _anchor_paths(table, file.parent)
     texts = {tuple(key.split(".")): text for key, text in (overrides or {}).items()}
     changed: dict[str, Any] = {}
     for key, text in texts.items():
         _put(changed, key, _value(text), where=str(file))
+    _check_limits(changed, "the command line")
     _anchor_paths(changed, Path.cwd())
     return _validated(_merged(table, changed), texts, where=str(file))
 
 
 def from_table(table: Mapping[str, Any], *, where: str = "experiment") -> Experiment:
     """Check a table that did not come from a file. Raises ExperimentError as `load` does; paths stay as they are."""
+    _check_limits(table, where)
     return _validated(copy.deepcopy(dict(table)), {}, where=where)
 
 
@@ -115,17 +126,40 @@ def _below(table: str, keys: list[Key]) -> list[Key]:
 def _read(file: Path) -> dict[str, Any]:
     """The file's table, or what is wrong with the file."""
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        content = _bytes(file)
     except FileNotFoundError:
         raise ExperimentError(f"{file}: there is no such file{_files_nearby(file)}") from None
     except IsADirectoryError:
         raise ExperimentError(f"{file} is a folder, not an experiment file{_files_nearby(file / 'x')}") from None
-    except UnicodeDecodeError:
-        raise ExperimentError(f"{file} is not text in UTF-8; an experiment file is TOML") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ExperimentError(f"{file} is not valid TOML: {error}") from None
     except OSError as error:
         raise ExperimentError(f"{file} cannot be read: {error.strerror}") from None
+    try:
+        return parse(content.decode("utf-8-sig"))  # editors of Windows put a mark before the text
+    except UnicodeDecodeError:
+        raise ExperimentError(f"{file} is not text in UTF-8; an experiment file is TOML") from None
+    except ValueError as error:
+        raise ExperimentError(f"{file} {error}") from None
+
+
+def _bytes(file: Path) -> bytes:
+    """All of a file. A pipe or a device is refused: runs of a sweep, and processes, each read the file anew."""
+    found = file.stat()
+    if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+        raise ExperimentError(f"{file} is a pipe or a device, not an experiment file: write the experiment to a file")
+    if found.st_size > MOST_BYTES:
+        raise ExperimentError(
+            f"{file} is no experiment file: it has {amounts.size(found.st_size)}, at most {amounts.size(MOST_BYTES)} "
+            "are read: name the TOML file"
+        )
+    return file.read_bytes()
+
+
+def _check_limits(table: Mapping[str, Any], where: str) -> None:
+    """Raises ExperimentError for what `parse` would not have read, in a table that came from elsewhere."""
+    try:
+        check(table)
+    except ValueError as error:
+        raise ExperimentError(f"{where} {error}") from None
 
 
 def _files_nearby(file: Path) -> str:
@@ -160,7 +194,10 @@ def _anchor(table: dict[str, Any], key: str, folder: Path, *, but: tuple[str, ..
         if path.startswith(HUB):  # a name on the hub, unless it is plainly a path
             rest = path.removeprefix(HUB)
             return HUB + anchored(rest) if rest.startswith((".", "~")) else path
-        return str((folder / Path(path).expanduser()).absolute())
+        try:
+            return str((folder / user_path(path)).absolute())
+        except PathError:  # the schema says the same of it, with its key
+            return path
 
     if key in table:
         value = table[key]
@@ -182,7 +219,7 @@ def _value(text: str) -> Any:
     """What `text` means as a TOML value; the text itself where it means nothing."""
     try:
         table = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
     return table["value"] if len(table) == 1 else text
 
@@ -194,7 +231,7 @@ def _put(table: dict[str, Any], key: KeyPath, value: Any, *, where: str) -> None
         inner = table.setdefault(part, {})
         if not isinstance(inner, dict):
             raise ExperimentError(
-                f"{where}: --{'.'.join(key)} is not possible: {'.'.join(key[: depth + 1])} is no table"
+                f"{where}: --{cut('.'.join(key))} is not possible: {cut('.'.join(key[: depth + 1]))} is no table"
             )
         table = inner
     table[last] = value
@@ -224,10 +261,11 @@ def _validated(table: dict[str, Any], texts: Mapping[KeyPath, str], *, where: st
         return Experiment.model_validate(table)
     model = table.get("model")
     schemas = Schemas(Experiment, model_table(model.get("name")) if isinstance(model, dict) else None)
-    lines = problems(error, schemas, frozenset(texts))
-    if len(lines) == 1:
+    count, lines = problems(error, schemas, frozenset(texts))
+    if count == 1:
         raise ExperimentError(f"{where}: {lines[0]}")
-    raise ExperimentError("\n  ".join([f"{where}: {len(lines)} problems", *lines]))
+    rest = [f"… and {count - len(lines):,} more"] if count > len(lines) else []
+    raise ExperimentError("\n  ".join([f"{where}: {count:,} problems", *lines, *rest]))
 
 
 def _error(table: dict[str, Any]) -> ValidationError | None:

@@ -57,3 +57,18 @@ def visible_gpus(environment: Mapping[str, str]) -> list[str]:
     if listed is not None:
         return [name.strip() for name in listed.split(",") if name.strip() not in ("", "-1", "NoDevFiles")]
     return [str(index) for index, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
+
+
+def memory_bytes() -> int | None:
+    """All memory that this process could ever have: the machine's, or its control group's; None where Linux is not."""
+    try:
+        table = Path("/proc/meminfo").read_text(encoding="ascii")
+        found = [int(line.split()[1]) * 1024 for line in table.splitlines() if line.startswith("MemTotal")]
+    except (OSError, ValueError):
+        return None
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        try:
+            found.append(int(Path(limit).read_text(encoding="ascii")))  # "max" where there is none
+        except (OSError, ValueError):
+            continue
+    return min(found, default=None)

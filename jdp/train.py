@@ -25,6 +25,7 @@ from jdp.data.feed import Feed
 from jdp.evaluation import Best, coverage, evaluate
 from jdp.experiment import ExperimentError, to_toml
 from jdp.init_from import check_init_from
+from jdp.memory_fit import check_state, check_weights_and_batch
 from jdp.metrics import Metrics, json_safe
 from jdp.models import ModelConfig, parameter_count
 from jdp.optimizers import learning_rate, peak_rate
@@ -52,15 +53,16 @@ def run(experiment: Experiment, *, root: Path, quiet: bool = False, profile: ran
 
     Raises:
         ExperimentError: the folder belongs to another experiment or cannot be written, the data does not fit the model
-            or changed, or a tracker does not start.
+            or changed, what it needs does not fit into memory, or a tracker does not start.
         Diverged: too many steps in a row had non-finite gradients, or the last ones.
         Stopped: by a signal, after saving: exit code 130 for SIGINT, 75 (try again) for SIGTERM.
     """
     trackers.check_installed(**experiment.track.model_dump())
     parts = Assembly.on_devices(experiment)
+    check_weights_and_batch(parts)
     config, _ = parts.config, parts.eval_sets  # whatever is wrong with them is said before anything is written
     check_init_from(experiment)
-    parts.abstract_state()
+    check_state(parts)
     with (
         claimed(experiment, root) as folder,
         StopRequest() as stop,

@@ -9,6 +9,8 @@ import os
 import re
 from pathlib import Path
 
+from jdp.toml import brief
+
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://|(gs|gcs|s3a?|az|abfss?|adl|hdfs|https?|ftp|file|memory):/")
 """Of a known kind also with one slash: pathlib makes one of two."""
@@ -33,7 +35,7 @@ def user_path(given: str | os.PathLike[str]) -> Path:
     except RuntimeError:
         user = Path(text).parts[0]
         raise PathError(
-            f"a path must begin with a user who has a home folder, got {_brief(text)}: {user} has none; write the "
+            f"a path must begin with a user who has a home folder, got {brief(text)}: {user} has none; write the "
             "folder, or ./ before a name that begins with ~"
         ) from None
     try:
@@ -41,24 +43,20 @@ def user_path(given: str | os.PathLike[str]) -> Path:
     except OSError as error:
         if error.errno not in _ABSENT:
             raise PathError(
-                f"a path must be one that the system can look up, got {_brief(text)}: {error.strerror}; mend it"
+                f"a path must be one that the system can look up, got {brief(text)}: {error.strerror}; mend it"
             ) from None
     return path
 
 
 def _check_text(text: str) -> None:
     if "\0" in text:
-        raise PathError(f"a path must have no NUL character, got {_brief(text)}: remove it")
+        raise PathError(f"a path must have no NUL character, got {brief(text)}: remove it")
     if address := _ADDRESS.match(text):
         raise PathError(
-            f"a path must be on a disk of this machine, got {_brief(text)}: {address[1] or address[2]}:// is not read "
+            f"a path must be on a disk of this machine, got {brief(text)}: {address[1] or address[2]}:// is not read "
             "or written yet; mount it (gcsfuse, mountpoint-s3, rclone) or copy it, and give that folder"
         )
     try:
         text.encode()
     except UnicodeEncodeError:
         raise PathError(f"a path must be text in UTF-8, got {text[:60]!r}: rename the file or folder") from None
-
-
-def _brief(text: str) -> str:
-    return repr(text if len(text) <= 60 else f"{text[:60]}…")

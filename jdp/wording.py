@@ -1,14 +1,13 @@
 """An experiment file's problems and keys in plain words.
 
-`problems` turns what pydantic found into one line for each: the key, the rule, the value given, the fix. `toml_value`
-writes a value as a file would. `table_keys` and `config_keys` list keys with type, default and description, for
+`problems` turns what pydantic found into one line for each: the key, the rule, the value given, the fix; of many alike
+it shows three, of many `MOST`. `table_keys` and `config_keys` list keys with type, default and description, for
 `jdp train --help`.
 """
 
 import dataclasses
 import difflib
 import inspect
-import json
 import re
 import tomllib
 import types
@@ -20,6 +19,14 @@ from typing import Any, Literal
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
+
+from jdp.toml import LONGEST, brief, cut, shown_key, toml_value
+from jdp.user_path import PathError
+
+MOST, ALIKE = 8, 3
+"""Lines for all problems of a file, and for problems of one kind in one table or array."""
+_WIDTH = 300
+"""Characters of a line that somebody else worded."""
 
 Path = tuple[int | str, ...]
 
@@ -42,32 +49,12 @@ _LIMITS = {
 
 def nearest(word: str, words: Iterable[str], before: str = "; did you mean ", cutoff: float = 0.5) -> str:
     """A hint naming the word of `words` nearest to `word`; empty when none is near."""
-    found = difflib.get_close_matches(word, list(words), n=1, cutoff=cutoff)
+    found = difflib.get_close_matches(word, list(words), n=1, cutoff=cutoff) if len(word) <= LONGEST else []
     return f"{before}{found[0]}?" if found else ""
 
 
-def toml_value(value: Any) -> str:
-    """`value` as TOML writes it: text, a number, true or false, or an array or inline table of these."""
-    match value:
-        case bool():
-            return "true" if value else "false"
-        case str():
-            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML's basic string, and JSON's
-        case list() | tuple():
-            return f"[{', '.join(map(toml_value, value))}]"
-        case Mapping():
-            return f"{{{', '.join(f'{key} = {toml_value(item)}' for key, item in value.items())}}}"
-        case _:
-            return str(value)
-
-
-def toml_key(key: str) -> str:
-    """`key` as TOML writes it: bare, or in quotes where it has other characters, as path patterns have."""
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key)
-
-
-def problems(error: ValidationError, schemas: "Schemas", from_command_line: frozenset[Path]) -> list[str]:
-    """One line for each thing that is wrong.
+def problems(error: ValidationError, schemas: "Schemas", from_command_line: frozenset[Path]) -> tuple[int, list[str]]:
+    """How many things are wrong, and a line for each of the first: `ALIKE` of a kind in one place, `MOST` in all.
 
     Args:
         error: what validation found.
@@ -75,14 +62,21 @@ def problems(error: ValidationError, schemas: "Schemas", from_command_line: froz
         from_command_line: the keys given as `--a.b value`, which are shown that way.
     """
     lines: list[str] = []
+    count = 0
+    alike: dict[tuple[Path, str], int] = {}
     for detail in error.errors(include_url=False):
         path = detail["loc"]
         if not path:  # rules between keys: one line each, naming the keys themselves
-            lines += str(detail["ctx"]["error"] if "ctx" in detail else detail["msg"]).split("\n")
+            broken = str(detail["ctx"]["error"] if "ctx" in detail else detail["msg"]).split("\n")
+            lines += [cut(line, 2 * _WIDTH) for line in broken[:MOST]]
+            count += len(broken)
             continue
-        typed = any(path[: len(key)] == key or key[: len(path)] == path for key in from_command_line)
-        lines.append(_problem("--" if typed else "", path, detail, schemas))
-    return lines
+        count, place = count + 1, (path[:-1], detail["type"])
+        alike[place] = alike.get(place, 0) + 1
+        if alike[place] <= ALIKE and len(lines) < MOST:
+            typed = any(path[: len(key)] == key or key[: len(path)] == path for key in from_command_line)
+            lines.append(_problem("--" if typed else "", path, detail, schemas))
+    return count, lines[:MOST]
 
 
 @dataclass(frozen=True)
@@ -124,13 +118,15 @@ class Schemas:
 def _problem(dashes: str, path: Path, detail: ErrorDetails, schemas: Schemas) -> str:
     """The key, the rule, the value given, the fix."""
     kind, limits = detail["type"], detail.get("ctx", {})
-    key, given = f"{dashes}{_dotted(path)}", f"given {toml_value(detail['input'])}"
+    key, given = f"{dashes}{_dotted(path)}", f"given {brief(detail['input'])}"
     if kind == "missing":
         return f"{key} is missing: {_how_to_add(path, schemas)}"
     if kind == "extra_forbidden":
         return _unknown_key(dashes, path, schemas)
     if kind == "value_error":
-        return f"{key}: {limits['error']}" if schemas.at(path) else f"{key} {limits['error']}; {given}"
+        said = cut(str(limits["error"]), _WIDTH)
+        whole = schemas.at(path) or isinstance(limits["error"], PathError)  # it says itself what was given
+        return f"{key}: {said}" if whole else f"{key} {said}; {given}"
     if kind == "literal_error":
         words = [word for position, word in enumerate(limits["expected"].split("'")) if position % 2]
         hint = nearest(detail["input"], words) if isinstance(detail["input"], str) else ""
@@ -174,16 +170,16 @@ def _fix(kind: str, last: str, given: Any) -> str:
     """What to write instead, when the value given makes it plain."""
     if isinstance(given, str):
         said = ", which is text"
-        if kind in ("int_type", "float_type", "bool_type"):
+        if kind in ("int_type", "float_type", "bool_type") and len(given) <= LONGEST:
             plain = given.lower() if kind == "bool_type" else given
             return f"{said}: write {last} = {plain}, without quotes" if _is(kind, plain) else said
         return said
     if kind == "int_type" and isinstance(given, float) and given.is_integer():
         return f": write {last} = {int(given)}"
     if kind == "string_type" and not isinstance(given, Mapping | list | tuple):
-        return f': write {last} = "{toml_value(given)}", in quotes'
+        return f': write {last} = "{brief(given)}", in quotes'
     if kind == "tuple_type":
-        return f": write {last} = [{toml_value(given)}]"
+        return f": write {last} = [{brief(given)}]"
     if kind == "model_type":
         return f": write [{last}], and its keys below it"
     return ""
@@ -193,7 +189,7 @@ def _is(kind: str, text: str) -> bool:
     """Whether `text`, without quotes, is a value of this kind."""
     try:
         table = tomllib.loads(f"x = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return False
     wanted = {"int_type": (int,), "float_type": (int, float), "bool_type": (bool,)}[kind]
     return len(table) == 1 and type(table["x"]) in wanted
@@ -201,7 +197,8 @@ def _is(kind: str, text: str) -> bool:
 
 def _dotted(path: Path) -> str:
     """("model", "hidden", 1) -> model.hidden[1]"""
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+    parts = (f"[{part}]" if isinstance(part, int) else f".{shown_key(part)}" for part in path)
+    return "".join(parts).removeprefix(".")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "jdp"
 
 FLOORS = {
-    0: ("amounts", "distributed", "machine", "mesh", "notices", "schedules", "types", "user_path", "wording"),
+    0: ("amounts", "distributed", "machine", "mesh", "notices", "schedules", "toml", "types", "user_path", "wording"),
     1: ("agreement", "batch", "opt_placement", "placement", "plan", "state", "strategy"),
     2: ("averages", "flax_nnx", "gradients", "init", "keys", "layers", "optimizer_fit", "precision", "step", "wrt"),
     3: ("checkpoint", "data", "export", "foresight", "health", "metrics", "prove", "trackers"),
@@ -20,6 +20,7 @@ FLOORS = {
         "init_from",
         "launch",
         "losses",
+        "memory_fit",
         "mfu",
         "open_data",
         "optimizers",

@@ -5,6 +5,7 @@ directory of them (mapped into memory, not read; each array has its file's name)
 here, with the array's name and the sample.
 """
 
+import math
 import os
 import zipfile
 from collections.abc import Mapping
@@ -14,7 +15,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from jdp import amounts
+from jdp.data.compressed import check_regular
+from jdp.machine import memory_bytes
 from jdp.notices import notice
+from jdp.toml import cut
+from jdp.user_path import user_path
 
 Arrays = dict[str, NDArray[Any]]
 ArraySource = str | os.PathLike[str] | Mapping[str, ArrayLike]
@@ -32,7 +38,7 @@ def read_arrays(source: ArraySource) -> tuple[Arrays, str]:
     if isinstance(source, Mapping):
         found, name = {str(key): np.asarray(value) for key, value in source.items()}, "the arrays given"
     else:
-        found, name = _read_path(Path(source).expanduser()), str(source)
+        found, name = _read_path(user_path(source)), str(source)
     if not found:
         raise ValueError(
             f"data must have at least one array, got none in {name}: give some, such as features and labels"
@@ -53,33 +59,60 @@ def _read_path(path: Path) -> Arrays:
             )
         if others:
             notice(f"{path}: reading {len(files)} .npy files, passing over {others} others")
-        return {file.stem: _load(file)[file.stem] for file in files}
+        return {file.stem: load_arrays(file)[file.stem] for file in files}
     if path.suffix not in (".npy", ".npz"):
         raise ValueError(
             f"arrays are in .npz or .npy files, or a directory of .npy files, got {path}: save them as such"
         )
     if not path.is_file():
         raise ValueError(f"data must be there, got {path}, looked for at {path.absolute()}: mend the path")
-    return _load(path)
+    return load_arrays(path)
 
 
-def _load(path: Path) -> Arrays:
-    """Of an .npz all arrays, read; of an .npy its one, mapped. Objects stay unread: unpickling them would run code."""
+def load_arrays(path: Path) -> Arrays:
+    """Of an .npz all arrays, read; of an .npy its one, mapped. Objects stay unread: unpickling them would run code.
+
+    Raises:
+      ValueError: a file that cannot be read or is not whole, one that claims more than it holds, or objects in it.
+    """
     try:
+        check_regular(path)
         if path.suffix == ".npy":  # still mapped as a plain array, without the cost of np.memmap at each access
             return {path.stem: np.asarray(np.lib.format.open_memmap(path, mode="r"))}
         with path.open("rb") as file, zipfile.ZipFile(file) as archive:
-            names = [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]
-            return {name: _member(archive, name) for name in names}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        words = str(error) or type(error).__name__
+            members = [member for member in archive.infolist() if member.filename.endswith(".npy")]
+            _check_total(members)
+            return {member.filename.removesuffix(".npy"): _member(archive, member) for member in members}
+    except Exception as error:  # of a damaged file zipfile, its decompressors and NumPy raise a dozen kinds
+        words = cut(str(error) or type(error).__name__, 300)
         raise ValueError(
             f"arrays must be readable, got {path}: {words}; write the file anew, with numbers only"
         ) from error
 
 
-def _member(archive: zipfile.ZipFile, name: str) -> NDArray[Any]:
-    with archive.open(f"{name}.npy") as file:
+def _check_total(members: list[zipfile.ZipInfo]) -> None:
+    """A few megabytes of zeros may be terabytes when unpacked."""
+    total, memory = sum(member.file_size for member in members), memory_bytes()
+    if memory is not None and total > memory:
+        raise ValueError(
+            f"its arrays have {amounts.size(total)}, and this machine has {amounts.size(memory)} of memory; save each "
+            "as an .npy, which is not read whole"
+        )
+
+
+def _member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> NDArray[Any]:
+    """One array. What its header claims is held against what there is, before memory is taken for it."""
+    with archive.open(member) as file:
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read(file)
+        claimed = math.prod(shape) * dtype.itemsize
+        if not dtype.hasobject and claimed > member.file_size:
+            raise ValueError(
+                f"{member.filename} claims {list(shape)} {dtype}, {amounts.size(claimed)}, and has "
+                f"{amounts.size(member.file_size)}"
+            )
+    with archive.open(member) as file:
         return np.lib.format.read_array(file)
 
 

@@ -1,7 +1,10 @@
 """The bytes of a file, plain or compressed: `book.txt.gz` and `rows.jsonl.zst` are read as `book.txt`, `rows.jsonl`."""
 
+import errno
 import gzip
 import os
+import stat
+import struct
 import zlib
 from pathlib import Path
 
@@ -28,23 +31,31 @@ def read_bytes(path: Path) -> bytes:
       ValueError: it cannot be read, or is not whole; names it.
     """
     try:
+        check_regular(path)
         content = path.read_bytes()
     except OSError as error:
-        raise unreadable(error) from error
+        raise unreadable(error, path) from error
     if not is_compressed(path):
         return content
     try:
         if not content:
             raise EOFError("the file is empty")
         return gzip.decompress(content) if path.suffix == ".gz" else _from_zstandard(content, path)
-    except (OSError, EOFError, zlib.error) as error:
+    except (OSError, EOFError, zlib.error, struct.error) as error:
         raise ValueError(f"a compressed file must be whole, got {path}: {error}; fetch or write it again") from error
 
 
-def unreadable(error: OSError) -> ValueError:
+def check_regular(path: str | os.PathLike[str]) -> None:
+    """Raises OSError for a pipe, a socket or a device: reading one may wait for ever."""
+    mode = os.stat(path).st_mode  # noqa: PTH116 - pictures have names, not paths
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise OSError(errno.EINVAL, "it is a pipe or a device, not a file", os.fspath(path))
+
+
+def unreadable(error: OSError, path: Path | None = None) -> ValueError:
     """What to raise for a file or directory that the system refuses."""
     return ValueError(
-        f"all of the data must be readable, got {error.filename}, {error.strerror}: "
+        f"all of the data must be readable, got {path or error.filename}, {error.strerror or error}: "
         "mend its permissions, or leave it out"
     )
 

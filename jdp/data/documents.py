@@ -10,15 +10,14 @@ import bisect
 import functools
 import os
 import platform
-import zipfile
 from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-import numpy as np
 from numpy.typing import NDArray
 
+from jdp.data.array_files import load_arrays
 from jdp.data.compressed import read_bytes
 from jdp.data.files import STDLIB, Kinds, PathLike, find_files
 from jdp.data.hub import HF, hub_table
@@ -153,25 +152,16 @@ def _array_rows(path: Path, *, field: str) -> NDArray[Any] | list[NDArray[Any]]:
         raise ValueError(
             f"token ids must be in {', '.join((*_ROWS, *_ARRAYS))} files, got {path}: name a tokenizer, if that is text"
         )
-    loaded = _loaded(path)
-    if isinstance(loaded, dict):
-        check_fields([field], list(loaded), str(path))
-        loaded = loaded[field]
+    arrays = load_arrays(path)
+    if path.suffix == ".npz":
+        check_fields([field], list(arrays), str(path))
+    loaded = arrays[field if path.suffix == ".npz" else path.stem]
     if loaded.dtype.kind not in "iu" or loaded.ndim not in (1, 2):
         raise ValueError(
             f"token ids must be whole numbers [n] or [rows, n], got {loaded.dtype} {list(loaded.shape)} in {path}: "
             "convert them"
         )
     return loaded if loaded.ndim == 1 else list(loaded)
-
-
-def _loaded(path: Path) -> Any:
-    try:
-        with path.open("rb") as file:  # which np.load leaves open where it fails
-            loaded = np.load(file)
-            return loaded if isinstance(loaded, np.ndarray) else {name: loaded[name] for name in loaded.files}
-    except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
-        raise ValueError(f"arrays must be readable, got {path}: {error}; write them anew, numbers only") from error
 
 
 def _tuple(suffixes: Sequence[str]) -> tuple[str, ...]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from jdp.data.compressed import plain_name, unreadable
 from jdp.notices import notice
+from jdp.user_path import user_path
 
 STDLIB = "stdlib"
 # What is not the library's own text: packages installed beside it, and its tests, which some distributions leave out.
@@ -56,7 +57,7 @@ def find_files(entries: Sequence[PathLike], kinds: Kinds) -> list[Path]:
 def _files(entry: PathLike, kinds: Kinds) -> list[Path]:
     if entry == STDLIB:
         return _stdlib_files()
-    path = Path(entry).expanduser()
+    path = user_path(entry)
     if path.is_file():
         return [path]
     if path.is_dir():

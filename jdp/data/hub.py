@@ -1,13 +1,20 @@
 """Data sets of the Hugging Face hub, or in its formats on a disk, as Arrow tables: one for each split.
 
 `datasets` keeps them as Arrow files in its cache, mapped into memory: nothing is read before it is needed. It runs no
-code of a data set (scripts ended with its version 4), and neither do we.
+code of a data set (scripts ended with its version 4), and neither do we. But a data set's own card (its README.md, or
+the JSON beside it) may name any file there is, and it would be read like the rest: so files outside of a data set's
+folder are refused. A link in the folder is somebody's own choice, and followed.
 """
 
+import json
+import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from jdp.data.optional import optional
+from jdp.toml import cut
+from jdp.user_path import user_path
 
 HF = "hf:"
 
@@ -21,14 +28,17 @@ def hub_splits(source: str) -> dict[str, Any]:
         after it ("hf:OWNER/NAME:train[:10%]") that split alone, else every one there is.
 
     Raises:
-      ValueError: `datasets` is not installed; a data set or a split that is not there or cannot be read.
+      ValueError: `datasets` is not installed; a data set or a split that is not there or cannot be read; one whose own
+        card names files outside of its folder.
     """
     datasets = optional("datasets", source)
     name, split = _parted(source)
     try:
         loaded = _load(datasets, name, split)
+    except OutsideError:
+        raise
     except Exception as error:  # network, permissions, builders: each raises its own kinds
-        words = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+        words = cut(" ".join(str(error).split()).rstrip(".") or type(error).__name__, 400)
         raise ValueError(
             f"a Hugging Face data set must be readable, got {source}: {words}; mend its name or path, or log "
             "in to the hub"
@@ -56,7 +66,7 @@ def hub_table(source: str) -> tuple[Any, str]:
 def _parted(source: str) -> tuple[str, str | None]:
     """The name or path, and the split. A path that is there is a path, whatever is in its name."""
     whole = source.removeprefix(HF)
-    if Path(whole).expanduser().exists():
+    if user_path(whole).exists():
         return whole, None
     name, _, split = whole.partition(":")
     return name, split or None
@@ -64,17 +74,64 @@ def _parted(source: str) -> tuple[str, str | None]:
 
 def _load(datasets: Any, name: str, split: str | None) -> Any:
     """A data set, or a dict of them by split."""
-    path = Path(name).expanduser()
+    path = user_path(name)
     if (path / "dataset_dict.json").exists():
+        for part in json.loads((path / "dataset_dict.json").read_bytes())["splits"]:
+            _check_files([str(path / part / file) for file in _saved_files(path / part)], path)
         return _pick(datasets.load_from_disk(str(path)), split)
     if (path / "dataset_info.json").exists() and (path / "state.json").exists():
+        _check_files([str(path / file) for file in _saved_files(path)], path)
         return _pick({"train": datasets.load_from_disk(str(path))}, split)
     if path.is_file():
-        return datasets.load_dataset(str(path.parent), data_files=path.name, split=split)
+        builder = datasets.load_dataset_builder(str(path.parent), data_files=path.name)
+        return _built(builder, path.parent, split)
     if path.exists() or path.is_absolute():
-        return datasets.load_dataset(str(path), split=split)
+        return _built(datasets.load_dataset_builder(str(path)), path, split)
     owner_and_name, config = name.split("/")[:2], name.split("/")[2:]
-    return datasets.load_dataset("/".join(owner_and_name), *config[:1], split=split)
+    return _built(datasets.load_dataset_builder("/".join(owner_and_name), *config[:1]), None, split)
+
+
+def _built(builder: Any, folder: Path | None, split: str | None) -> Any:
+    """As `load_dataset`, once it is known which files it would read."""
+    named: Mapping[str, Iterable[Any]] = builder.config.data_files or {}
+    _check_files([str(file) for files in named.values() for file in files], folder)
+    builder.download_and_prepare()
+    return builder.as_dataset(split=split)
+
+
+def _saved_files(folder: Path) -> list[str]:
+    """The files that a data set names in a folder which `save_to_disk` wrote."""
+    return [one["filename"] for one in json.loads((folder / "state.json").read_bytes())["_data_files"]]
+
+
+class OutsideError(ValueError):
+    """A data set's own card names a file outside of its folder."""
+
+
+def _check_files(files: Iterable[str], folder: Path | None) -> None:
+    """Hold the files that a data set names against its folder.
+
+    Args:
+      files: paths, or URLs; of a member of an archive ("zip://a.txt::b.zip") the archive counts.
+      folder: of the data set on this disk; None: it is on the hub, and no file of this disk belongs to it.
+
+    Raises:
+      OutsideError: one lies elsewhere.
+    """
+    roots = () if folder is None else (folder.absolute(), folder.resolve())
+    for file in (file.rpartition("::")[2] for file in files):
+        if "://" in file and not file.startswith("file://"):
+            inside = folder is None
+        else:
+            path = Path(os.path.normpath(Path(file.removeprefix("file://")).absolute()))
+            inside = any(path.is_relative_to(os.path.normpath(root)) for root in roots)
+        if not inside:
+            where = "this disk" if folder is None else f"the folder {folder}"
+            raise OutsideError(
+                f"a data set must name its own files, got {cut(file, 200)}, which is "
+                f"{'on' if folder is None else 'outside of'} {where}: take it out of the card (README.md, or the JSON "
+                "beside it), or name that file as a source of its own"
+            )
 
 
 def _pick(splits: dict[str, Any], split: str | None) -> Any:

@@ -20,6 +20,7 @@ from jdp.data.picture_tables import (
 )
 from jdp.data.pictures import Pictures
 from jdp.notices import notice
+from jdp.user_path import user_path
 
 PathLike = str | os.PathLike[str]
 Classes = tuple[str, ...] | None
@@ -56,7 +57,7 @@ def _open(source: PathLike, columns: Columns, classes: Classes) -> Sets:
         return Sets(digits(), channels=1)
     if str(source).startswith(HF):
         return _from_hub(str(source), columns, classes)
-    path = Path(source).expanduser()
+    path = user_path(source)
     if path.suffix == ".npz":
         return _from_arrays(path, classes)
     if tables := _table_files(path):

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+MOST_CLASSES = 10_000_000
+
 
 @dataclass(frozen=True, eq=False)
 class Labels:
@@ -51,6 +53,12 @@ def labels_of(values: Sequence[Any] | NDArray[Any], where: str, *, names: Sequen
         raise ValueError(
             f"a class number must be below the number of classes, {len(names)}, got {array[bad]} for sample {bad} of "
             f"{where}: mend it"
+        )
+    if names is None and most >= MOST_CLASSES:
+        bad = int(np.argmax(array))
+        raise ValueError(
+            f"class numbers count from 0 without large gaps, up to {MOST_CLASSES:,}, got {most} for sample {bad} of "
+            f"{where}: number the classes anew"
         )
     return Labels(tuple(names) if names is not None else tuple(map(str, range(most + 1))), array.astype(np.int32))
 

@@ -15,6 +15,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from jdp.data.compressed import check_regular
 from jdp.data.held_out import ends_score
 from jdp.data.labels import Labels, labels_of
 from jdp.notices import notice
@@ -120,6 +121,7 @@ def _is_picture(name: str) -> bool:
 
 def _score(file: str) -> float:
     try:
+        check_regular(file)
         with Path(file).open("rb") as opened:
             return ends_score(opened.seek(0, os.SEEK_END), lambda start, stop: _read(opened, start, stop))
     except OSError as error:

@@ -7,6 +7,7 @@
 """
 
 import json
+import os
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,9 +18,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from jdp.data.arrow_files import read_arrow
 from jdp.data.held_out import ends_score
+from jdp.data.hub import HF
 from jdp.data.labels import Labels, labels_of
 from jdp.data.optional import optional
+from jdp.notices import notice
+from jdp.toml import cut
 
 TABLE_SUFFIXES = (".parquet", ".arrow")
 _LABEL_NAMES = ("label", "labels", "fine_label", "class")
@@ -95,7 +100,7 @@ def file_table_pictures(
       ValueError: pyarrow is not installed; a file that cannot be read; columns that are not there or not clear; labels
         that are no classes.
     """
-    tables = [_read(file, columns) for file in files]
+    tables = [read_arrow(file, lambda schema, file=file: _columns(schema, str(file), columns)) for file in files]
     return table_pictures(tables, tuple(map(str, files)), name, columns, classes=classes)
 
 
@@ -122,33 +127,38 @@ def table_pictures(
         raise ValueError(
             f"every row must have a label, got none for sample {values.index(None)} of {name}: leave it out"
         )
-    labels = labels_of(values, name, names=classes or _class_names(tables[0].schema, found[0][1]))
+    labels = labels_of(values, name, names=classes or _class_names(tables[0].schema, found[0][1], name))
     if not pa.types.is_struct(image.type):
         return TablePictures(name, image, None, labels, files, starts)
     names = {field.name for field in image.type}
+    if "bytes" not in names:
+        raise ValueError(
+            f"a column of images must have their bytes, got {', '.join(sorted(names))} in {name}: write the table "
+            "again, with the files embedded"
+        )
     paths = pc.struct_field(image, "path") if "path" in names else None
-    return TablePictures(name, pc.struct_field(image, "bytes"), paths, labels, files, starts)
+    pictures = pc.struct_field(image, "bytes")
+    if paths is not None and pictures.null_count:
+        _say_what_lies_outside(paths.filter(pc.is_null(pictures)).to_pylist(), name)
+    return TablePictures(name, pictures, paths, labels, files, starts)
 
 
-def _read(file: Path, columns: Columns) -> Any:
-    pa = optional("pyarrow", str(file))
-    try:
-        if file.suffix == ".parquet":
-            pq = optional("pyarrow.parquet", str(file))
-            schema = pq.read_schema(file)
-            return pq.read_table(file, columns=list(_columns(schema, str(file), columns)))
-        mapped = pa.memory_map(str(file))
-        try:
-            return pa.ipc.open_stream(mapped).read_all()  # as `datasets` writes them
-        except pa.ArrowInvalid:
-            return pa.ipc.open_file(mapped).read_all()
-    except (pa.ArrowException, OSError) as error:
-        raise ValueError(f"tables must be readable, got {file}: {error}; mend or remove it") from error
+def _say_what_lies_outside(paths: Sequence[str | None], name: str) -> None:
+    """A table may name any file of this disk for a picture: that is read, and said."""
+    folder = Path(name.removeprefix(HF)).absolute()
+    folder = folder if folder.is_dir() else folder.parent
+    outside = [
+        path for path in paths if path and not Path(os.path.normpath(Path(path).absolute())).is_relative_to(folder)
+    ]
+    if outside:
+        notice(
+            f"{name}: {len(outside)} pictures are files outside of {folder} that it names, such as {cut(outside[0])}"
+        )
 
 
 def _columns(schema: Any, where: str, columns: Columns) -> tuple[str, str]:
     """The column of pictures and the column of labels."""
-    kinds = _noted(schema)
+    kinds = _noted(schema, where)
     images = [name for name in schema.names if kinds.get(name, {}).get("_type") == "Image"]
     images = images or [name for name in schema.names if _holds_bytes(schema.field(name).type)]
     labels = [name for name in schema.names if kinds.get(name, {}).get("_type") == "ClassLabel"]
@@ -175,12 +185,23 @@ def _holds_bytes(kind: Any) -> bool:
     return pt.is_binary(kind) or pt.is_large_binary(kind)
 
 
-def _class_names(schema: Any, column: str) -> tuple[str, ...] | None:
-    names = _noted(schema).get(column, {}).get("names")
+def _class_names(schema: Any, column: str, where: str) -> tuple[str, ...] | None:
+    names = _noted(schema, where).get(column, {}).get("names")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ValueError(f"the names of classes must be a list of text, got {cut(repr(names))} in {where}: mend them")
     return tuple(names) if names else None
 
 
-def _noted(schema: Any) -> dict[str, Any]:
+def _noted(schema: Any, where: str) -> dict[str, dict[str, Any]]:
     """What `datasets` wrote of each column into the table's metadata."""
     written = (schema.metadata or {}).get(b"huggingface")
-    return json.loads(written)["info"]["features"] if written else {}
+    try:
+        noted = json.loads(written)["info"]["features"] if written else {}
+        if all(isinstance(kind, dict | list) for kind in noted.values()):
+            return {name: kind if isinstance(kind, dict) else {} for name, kind in noted.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        pass
+    raise ValueError(
+        f"a table's note for Hugging Face datasets must be JSON that describes its columns, got "
+        f"{cut(repr(written))} in {where}: write the table again"
+    )

@@ -15,7 +15,8 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from jdp.data.compressed import is_compressed, plain_name, read_bytes
+from jdp.data.arrow_files import read_arrow
+from jdp.data.compressed import plain_name, read_bytes
 from jdp.data.optional import optional
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -134,7 +135,12 @@ def read_table(path: Path, fields: Sequence[str]) -> Table:
     """
     if plain_name(path).endswith(JSON_SUFFIXES):
         return _read_json(path, fields)
-    return arrow_table(_read_arrow(path, fields), fields, str(path))
+
+    def asked(schema: Any) -> Sequence[str]:
+        check_fields(fields, schema.names, str(path))
+        return fields
+
+    return arrow_table(read_arrow(path, asked), fields, str(path))
 
 
 def arrow_table(table: Any, fields: Sequence[str], where: str) -> Table:
@@ -149,32 +155,6 @@ def check_fields(fields: Sequence[str], there: Sequence[str], where: str) -> Non
         if field not in there:
             shown = ", ".join(there[:20]) + ", …" * (len(there) > 20) if there else "none"
             raise ValueError(f'data must have the field "{field}", not found in {where}: give one that it has: {shown}')
-
-
-def _read_arrow(path: Path, fields: Sequence[str]) -> Any:
-    pyarrow = optional("pyarrow", str(path))
-    mapped = not is_compressed(path) and path.stat().st_size > 0
-    source = pyarrow.memory_map(str(path)) if mapped else pyarrow.BufferReader(read_bytes(path))
-    try:
-        if plain_name(path).endswith(".parquet"):
-            file = optional("pyarrow.parquet", str(path)).ParquetFile(source, page_checksum_verification=True)
-            check_fields(fields, file.schema_arrow.names, str(path))
-            table = file.read(columns=list(fields))
-        else:
-            table = _arrow_reader(source, optional("pyarrow.ipc", str(path))).read_all()
-            check_fields(fields, table.column_names, str(path))
-            table = table.select(list(fields))
-        table.validate(full=True)  # offsets that lead out of the file would end the process, not raise
-    except (pyarrow.ArrowException, OSError) as error:
-        raise _corrupt(path, error) from error
-    return table
-
-
-def _arrow_reader(source: Any, ipc: Any) -> Any:
-    """The IPC format is a file, with a magic word and a footer, or a stream, as `datasets` writes it."""
-    start = source.read_buffer(6).to_pybytes()
-    source.seek(0)
-    return ipc.open_file(source) if start == b"ARROW1" else ipc.open_stream(source)
 
 
 def _read_json(path: Path, fields: Sequence[str]) -> Table:
@@ -224,8 +204,3 @@ def _not_text(where: str, given: str, field: str) -> str:
 
 def _not_integers(where: str, given: str, field: str) -> str:
     return f'the field "{field}" must be lists of token ids, got {given} in {where}: give another field, or mend it'
-
-
-def _corrupt(path: Path, error: Exception) -> ValueError:
-    words = str(error).splitlines()[0].rstrip(".")
-    return ValueError(f"a data file must be whole, got {path}: {words}; fetch or write it again")

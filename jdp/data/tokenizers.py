@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from jdp.data.optional import optional
 from jdp.data.token_cache import cache_key, load, store
 from jdp.data.token_line import TokenLine, bounds_of, smallest_uint
+from jdp.user_path import user_path
 
 VOCAB_SIZE = 256
 SEPARATOR = 0  # the byte that closes each document: text does not use it (but UTF-16 and binaries do)
@@ -62,7 +63,7 @@ def open_tokenizer(name: str) -> Tokenizer:
     Raises:
       ValueError: a file that is not there or is no tokenizer, or one without a token that closes documents.
     """
-    return Bytes() if name == BYTES else _open_file(Path(name).expanduser())
+    return Bytes() if name == BYTES else _open_file(user_path(name))
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,12 @@ from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, mod
 from jdp.mesh import DATA, REPLICA
 from jdp.schema.agree import Kind, disagreements, eval_metrics, kind_of
 from jdp.schema.data import Data, EvalSet, Ingredient
-from jdp.schema.kinds import NONE, AxisSize, Positive, Rule, RunName, Section, named
+from jdp.schema.kinds import NONE, AxisSize, Rule, RunName, Section, named
 from jdp.schema.model import AnyModel, Model, model_table
 from jdp.schema.optimizer import USED_BY, Optimizer
 from jdp.schema.track import Track
 from jdp.schema.train import Sample, Train
+from jdp.toml import LONGEST, cut
 
 __all__ = [
     "NONE",
@@ -60,7 +61,7 @@ class Experiment(Section):
     """Type of the working copy of the weights; master weights are fp32."""
     sync_batch_norm: bool = True
     """BatchNorm over the rows of all devices; false: each device's own, under manual partitioning."""
-    devices: Positive | None = None
+    devices: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Virtual CPU devices in this process, instead of what the machine has."""
     mesh: dict[str, AxisSize] = Field(default={DATA: -1})
     """Devices along an axis: data, replica (slow links, outermost), any others for the model, the last on the fastest
@@ -81,8 +82,8 @@ class Experiment(Section):
     @classmethod
     def _complete_mesh(cls, mesh: dict[str, int]) -> dict[str, int]:
         for axis in mesh:
-            if not axis.isidentifier() or axis == "devices":
-                raise ValueError(f"has an axis {axis!r}: an axis is named like a variable, and not `devices`")
+            if not axis.isidentifier() or axis == "devices" or len(axis) > LONGEST:
+                raise ValueError(f"has an axis {cut(repr(axis))}: an axis is named like a variable, and not `devices`")
         if list(mesh.values()).count(-1) > 1:
             raise ValueError("can have only one axis of size -1 (what the others leave)")
         if DATA in mesh:

@@ -6,17 +6,19 @@ a ResNet or ViT images, an MLP vectors of features, from an .npz or from images 
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 from jdp.mesh import REPLICA
 from jdp.models.gpt import GPTConfig
+from jdp.models.least import least_parameters, traced_layers
 from jdp.models.mlp import MLPConfig
 from jdp.schema.data import Data
 from jdp.schema.kinds import NONE
 from jdp.schema.optimizer import unused
+from jdp.toml import cut
+from jdp.wording import nearest
 
 if TYPE_CHECKING:
     from jdp.schema import Experiment
@@ -28,6 +30,8 @@ OTHERS_KEYS = {
     "features": ("mixture", "tokenizer", "packing", "length"),
 }
 """kind -> the keys of [data] that only other kinds read."""
+MOST_PARAMETERS = 2**50
+MOST_TRACED = 10_000
 ARRAYS = ".npz"
 _WORDS = {"text": ("stdlib",), "images": ("digits",), "features": ("digits",)}
 _TAKES = {
@@ -58,6 +62,7 @@ def eval_metrics(experiment: Experiment) -> tuple[str, ...]:
 
 def disagreements(experiment: Experiment) -> Iterator[str]:
     """Every rule between keys that is broken."""
+    yield from _size(experiment)
     yield from _lengths(experiment)
     yield from unused(experiment.optimizer)
     yield from _data(experiment)
@@ -67,6 +72,18 @@ def disagreements(experiment: Experiment) -> Iterator[str]:
         yield "train.init_names is for a GPT's weights from a safetensors file, train.init_from: give one, or remove it"
     if experiment.sample and kind_of(experiment) != "text":
         yield f"[sample] is text written by a GPT; model.name = {experiment.model.name!r} writes none: remove the table"
+
+
+def _size(experiment: Experiment) -> Iterator[str]:
+    """Models that no machine holds, or whose tracing does not end: tracing one would be the end of the process."""
+    config, name = experiment.model.config, experiment.model.name
+    if (count := least_parameters(config)) > MOST_PARAMETERS:
+        power = int((count.bit_length() - 1) * math.log10(2))
+        yield f"model has more than 10^{power} parameters, which no machine holds: lower the sizes in [model]"
+    if (layers := traced_layers(config)) > MOST_TRACED:
+        scanned = " (scan = true has no such limit)" if hasattr(config, "scan") else ""
+        rule = f"model.name = {name!r} takes at most {MOST_TRACED:,} layers, as they are compiled one by one"
+        yield f"{rule}; given {layers:,}{scanned}"
 
 
 def _lengths(experiment: Experiment) -> Iterator[str]:
@@ -97,11 +114,12 @@ def _data(experiment: Experiment) -> Iterator[str]:
     for key, sources in _sources(experiment):
         for source in sources:
             if _other_kind(source, kind):
-                yield f"{key} must fit model.name = {name!r}: {why}; given {source!r}, which is not {fix}"
+                yield f"{key} must fit model.name = {name!r}: {why}; given {cut(repr(source))}, which is not {fix}"
     for key in OTHERS_KEYS[kind]:
         default = Data.model_fields[key].default
         if getattr(data, key) != default:
-            yield f"data.{key} is not used by model.name = {name!r}, as {why}; given {getattr(data, key)!r}: remove it"
+            given = cut(repr(getattr(data, key)))
+            yield f"data.{key} is not used by model.name = {name!r}, as {why}; given {given}: remove it"
 
 
 def _sources(experiment: Experiment) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -122,9 +140,8 @@ def _metrics(experiment: Experiment) -> Iterator[str]:
     asked = {"stop_metric": train.stop_metric, "keep_best": train.keep_best if train.keep_best is not True else None}
     for key, metric in asked.items():
         if metric and metric not in known:
-            near = difflib.get_close_matches(str(metric), known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            yield f"train.{key} must be a metric of the evaluations, {', '.join(known)}; given {metric!r}{hint}"
+            given = f"{cut(repr(metric))}{nearest(str(metric), known)}"
+            yield f"train.{key} must be a metric of the evaluations, {', '.join(known)}; given {given}"
     if train.stop_after and not train.eval_every:
         yield (
             f"train.stop_after = {train.stop_after} counts evaluations, but there is one at the end only: "

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from jdp.schema.kinds import Count, MaybeSource, Part, Section, Source, named
+from jdp.schema.kinds import Count, MaybeSource, Part, PathText, Section, Single, Source, named
 
 
 class Ingredient(Section):
@@ -14,7 +14,7 @@ class Ingredient(Section):
 
     source: Source
     """As data.source."""
-    weight: Annotated[float, Field(gt=0)] = 1.0
+    weight: Annotated[float, Field(gt=0), Single] = 1.0
     """Share of the samples, relative to the other ingredients."""
     field: str | None = None
     """As data.field; none = the same."""
@@ -36,7 +36,7 @@ class Data(Section):
     none = the usual: "text" or "input_ids", the only images, "features"."""
     label: str | None = None
     """Column or array of the classes (images, features); none = the usual: the only classes, "labels"."""
-    tokenizer: str = "bytes"
+    tokenizer: PathText = "bytes"
     """"bytes"; a tokenizer.json of Hugging Face tokenizers or the folder that holds it, relative as in source; or
     "none" where the rows of the source are lists of token ids."""
     packing: Literal["stream", "documents"] = "stream"
@@ -46,7 +46,7 @@ class Data(Section):
     size: Count = 0
     """Height and width in pixels to which images of an MLP are fitted, 0 = as they are; for a ResNet or ViT that is
     model.image_size."""
-    heldout: str | None = None
+    heldout: PathText | None = None
     """A held-out set of its own (images, features), named as in source; none = heldout_fraction of the source."""
     heldout_fraction: Part = 0.05
     """Share of the data kept for evaluation, by content."""

@@ -1,11 +1,16 @@
 """The kinds of value an experiment file holds, and what all of its tables have in common."""
 
+import math
 import re
+import struct
 import typing
 from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, model_validator
+
+from jdp.toml import cut
+from jdp.user_path import user_path
 
 NONE = "none"
 """How a file says None, which TOML cannot: `clip_norm = "none"`."""
@@ -13,13 +18,50 @@ NONE = "none"
 ALL = "all"
 """How a file says that nothing is left out: `eval_batches = "all"`."""
 
+HUB = "hf:"
+_MOST_SINGLE, _LEAST_SINGLE = (2 - 2**-23) * 2.0**127, 2.0**-126
+_MOST_INT = 2**31 - 1
+"""What counters and sizes on devices hold: int32."""
+
+
+LONGEST_NAME = 200
+"""Characters of a run's name: file systems take 255 bytes, and a sweep puts its values behind it."""
+
 
 def _run_name(name: str) -> str:
+    if len(name) > LONGEST_NAME:
+        raise ValueError(
+            f"must have at most {LONGEST_NAME} characters, as it names the run's folder, and has {len(name):,}"
+        )
     if not re.fullmatch(r"[A-Za-z0-9._=-]+", name) or name in (".", ".."):  # NAME-seed=1: a run of a sweep
         raise ValueError(
             "must be letters, digits, dots, dashes and underscores, one or more, as it names the run's folder"
         )
     return name
+
+
+def _path(path: str) -> str:
+    """Text that names a file or folder: one that there can be. A word, such as "stdlib", is a path too."""
+    user_path(path)
+    return path
+
+
+def _whole(value: int) -> int:
+    if abs(value) > _MOST_INT:
+        raise ValueError(f"must be at most {_MOST_INT}, the largest whole number of 32 bits")
+    return value
+
+
+def _single(value: float) -> float:
+    """A number that is still the same kind of number in the 32 bits that devices compute in."""
+    kept = struct.unpack("f", struct.pack("f", value))[0] if abs(value) <= _MOST_SINGLE else math.inf
+    if math.isinf(kept) and math.isfinite(value):
+        raise ValueError(f"must be a number of 32 bits, as devices compute, at most {_MOST_SINGLE:.4g}")
+    if value and abs(value) < _LEAST_SINGLE:
+        raise ValueError(f"must be 0, or a number of 32 bits, as devices compute, at least {_LEAST_SINGLE:.4g}")
+    if value < 1 <= kept:
+        raise ValueError("must be less than 1 in the 32 bits that devices compute in, at most 0.99999994")
+    return value
 
 
 def _axis_size(size: int) -> int:
@@ -34,6 +76,8 @@ def _source(source: Any) -> Any:
         raise ValueError(
             'must be "stdlib", a path or glob, "hf:NAME", for images "digits", or an array of them, as text in quotes'
         )
+    for word in () if source is None else words:
+        user_path(word.removeprefix(HUB))
     return tuple(words) if isinstance(source, list | tuple) else source
 
 
@@ -69,11 +113,14 @@ def _rule(entries: Any) -> Any:
     return made
 
 
-Positive = Annotated[int, Field(ge=1)]
-Count = Annotated[int, Field(ge=0)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Part = Annotated[float, Field(gt=0, lt=1)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
+Whole = AfterValidator(_whole)
+Single = AfterValidator(_single)
+Positive = Annotated[int, Field(ge=1), Whole]
+Count = Annotated[int, Field(ge=0), Whole]
+Fraction = Annotated[float, Field(ge=0, le=1), Single]
+Part = Annotated[float, Field(gt=0, lt=1), Single]
+Decay = Annotated[float, Field(ge=0, lt=1), Single]
+PathText = Annotated[str, AfterValidator(_path)]
 RunName = Annotated[str, AfterValidator(_run_name)]
 AxisSize = Annotated[int, AfterValidator(_axis_size)]
 Source = Annotated[str | tuple[str, ...], PlainValidator(_source)]
@@ -109,5 +156,7 @@ class Section(BaseModel):
 def named(kind: str, table: Mapping[str, Any]) -> None:
     """Check the names of the tables in a table, such as [eval.NAME]. Raises ValueError."""
     for name in table:
-        if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-            raise ValueError(f"has a {kind} named {name!r}: a name is letters, digits, dashes and underscores")
+        if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", name):
+            raise ValueError(
+                f"has a {kind} named {cut(repr(name))}: a name is letters, digits, dashes and underscores, up to 100"
+            )

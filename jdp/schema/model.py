@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import operator
+import types
 import typing
 from typing import Annotated, Any, Self
 
@@ -10,7 +12,7 @@ from pydantic_core import PydanticKnownError
 
 from jdp.models.gpt import GPTConfig
 from jdp.models.sizes import SIZES, ModelConfig
-from jdp.schema.kinds import Section
+from jdp.schema.kinds import Section, Single, Whole
 
 HF = "hf:"
 """Before a folder with the config.json of a GPT-2 or Llama, where the name of a size may stand."""
@@ -77,6 +79,16 @@ def model_table(name: object) -> type[Model] | None:
 def _table(size: ModelConfig) -> type[Model]:
     hints = typing.get_type_hints(type(size))
     fields: dict[str, Any] = {
-        field.name: (hints[field.name], getattr(size, field.name)) for field in dataclasses.fields(size)
+        field.name: (_limited(hints[field.name]), getattr(size, field.name)) for field in dataclasses.fields(size)
     }
     return create_model("ModelOfSize", __base__=Model, **fields)
+
+
+def _limited(hint: Any) -> Any:
+    """A field's type, its numbers held to the 32 bits of devices."""
+    if hint in (int, float):
+        return Annotated[hint, Whole if hint is int else Single]
+    inner = typing.get_args(hint)
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        return functools.reduce(operator.or_, map(_limited, inner))
+    return tuple[_limited(inner[0]), ...] if typing.get_origin(hint) is tuple else hint

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from jdp.schema.kinds import Count, Decay, Fraction, Positive, Section
+from jdp.schema.kinds import Count, Decay, Fraction, Positive, Section, Single
 
 USED_BY: dict[str, tuple[str, ...]] = {
     "adamw": ("b1", "b2", "eps", "weight_decay"),
@@ -26,7 +26,7 @@ class Optimizer(Section):
 
     name: Literal["adamw", "adam", "lion", "sgd", "adafactor", "lamb", "lars", "rmsprop", "adagrad"] = "adamw"
     """The update rule."""
-    lr: Annotated[float, Field(gt=0)] = 3e-4
+    lr: Annotated[float, Field(gt=0), Single] = 3e-4
     """Peak learning rate; with lr_scaling, that of a batch of base_batch_size."""
     base_batch_size: Positive | None = None
     """Batch size that lr was found for; read by lr_scaling."""
@@ -39,22 +39,22 @@ class Optimizer(Section):
     """What the rate does after the warm-up, until the last step."""
     final_lr_fraction: Fraction = 0.0
     """Rate at the end as a share of the peak (cosine, linear)."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    weight_decay: Annotated[float, Field(ge=0), Single] = 0.0
     """Weight decay; never on biases and norm scales (adamw, lion, sgd, adafactor, lamb, lars). Decoupled from the
     gradient, except in lars."""
     b1: Decay = 0.9
     """Decay of the first moment (adamw, adam, lion, lamb)."""
     b2: Decay = 0.999
     """Decay of the second moment (adamw, adam, lion, lamb, rmsprop)."""
-    eps: Annotated[float, Field(gt=0)] = 1e-8
+    eps: Annotated[float, Field(gt=0), Single] = 1e-8
     """Added to the denominator (adamw, adam, lamb, rmsprop, adagrad)."""
     momentum: Decay = 0.0
     """Momentum (sgd, adafactor, lars, rmsprop)."""
-    trust_coefficient: Annotated[float, Field(gt=0)] = 0.001
+    trust_coefficient: Annotated[float, Field(gt=0), Single] = 0.001
     """Length of a layer's update as a share of the length of its weights (lars)."""
     ema_decay: Decay | None = None
     """Decay of a moving average of the parameters, which evaluations and samples then use; none = no average."""
-    clip_norm: Annotated[float, Field(gt=0)] | None = None
+    clip_norm: Annotated[float, Field(gt=0), Single] | None = None
     """Largest global gradient norm; larger gradients are scaled down to it."""
 
 

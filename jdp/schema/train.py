@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from jdp.schema.kinds import Batches, Best, Count, Patterns, Positive, Section
+from jdp.schema.kinds import Batches, Best, Count, PathText, Patterns, Positive, Section, Single
 
 
 class Train(Section):
@@ -19,7 +19,7 @@ class Train(Section):
     wrt: Patterns = None
     """Which parameters are trained: a path pattern such as "*/lora_*" (`*` matches slashes too), or an array of them;
     the others are frozen, without gradients and optimizer state. none = all."""
-    init_from: str | None = None
+    init_from: PathText | None = None
     """Where the parameters start: the folder of a run (its newest checkpoint), a checkpoint, a .safetensors file or a
     folder with model.safetensors. LoRA parameters that it lacks start fresh. Relative as data.source; none = random."""
     init_names: Literal["jdp", "gpt2", "llama"] = "jdp"
@@ -35,7 +35,7 @@ class Train(Section):
     """Stop early after so many evaluations in a row without improvement; 0 = never."""
     stop_metric: Annotated[str, Field(min_length=1)] = "eval_loss"
     """What must improve: a metric of the evaluations. An accuracy grows, any other falls."""
-    min_delta: Annotated[float, Field(ge=0)] = 0.0
+    min_delta: Annotated[float, Field(ge=0), Single] = 0.0
     """How much better counts as an improvement, for stop_after."""
     checkpoint_every: Count = 0
     """Steps between checkpoints; 0 = only at the end."""
@@ -61,7 +61,7 @@ class Sample(Section):
     """Text to continue."""
     length: Positive = 200
     """Tokens to add."""
-    temperature: Annotated[float, Field(ge=0)] = 1.0
+    temperature: Annotated[float, Field(ge=0), Single] = 1.0
     """Divides the logits; 0 = always the likeliest."""
     top_k: Positive | None = None
     """Draw only from the k likeliest tokens; "none" = from all."""

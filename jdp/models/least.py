@@ -1,0 +1,58 @@
+"""How large a model is at least, from its configuration alone: before anything is traced.
+
+Tracing a model takes a tenth of a second where layers are scanned, and for ever where ten million blocks are not; the
+shapes of one with 10**18 layers end the process in XLA. So what cannot be had is said from this count first. It has the
+large matrices only: 80 to 100 % of `jdp.models.parameter_count`.
+"""
+
+import itertools
+
+from jdp.models.gpt import GPTConfig
+from jdp.models.mlp import MLPConfig
+from jdp.models.resnet import EXPANSION, ResNetConfig
+from jdp.models.sizes import ModelConfig
+from jdp.models.vit import ViTConfig
+
+
+def least_parameters(config: ModelConfig) -> int:
+    """At most as many parameters as the model has, without tracing it."""
+    match config:
+        case GPTConfig():
+            return _gpt(config)
+        case MLPConfig():
+            sizes = (config.features_in, *config.hidden, config.features_out)
+            return sum(before * after for before, after in itertools.pairwise(sizes))
+        case ResNetConfig():
+            return _resnet(config)
+        case ViTConfig():
+            layer = 4 * config.width**2 + 2 * config.width * (config.mlp_width or 4 * config.width)
+            ends = config.patches + config.patch**2 * config.channels + config.classes
+            return config.layers * layer + ends * config.width
+
+
+def traced_layers(config: ModelConfig) -> int:
+    """Layers that are traced and compiled one by one; scanned ones count as one."""
+    match config:
+        case MLPConfig():
+            return len(config.hidden) + 1
+        case ResNetConfig():
+            return sum(config.blocks)
+        case _:
+            return 1 if config.scan else config.layers
+
+
+def _gpt(config: GPTConfig) -> int:
+    width, keys = config.width, config.key_value_heads * config.head_width
+    layer = 2 * width * (width + keys) + (3 if config.activation == "swiglu" else 2) * width * config.hidden_width
+    ends = config.vocab_size * (1 if config.tied else 2) + (config.context if config.positions == "learned" else 0)
+    return config.layers * layer + ends * width
+
+
+def _resnet(config: ResNetConfig) -> int:
+    """The first block of a stage has fewer inputs, which are left out."""
+    total = 0
+    for stage, count in enumerate(config.blocks):
+        square = (config.width * 2 ** min(stage, 64)) ** 2  # beyond that it is too many anyway
+        basic, bottleneck = (2 * count - 1) * 9 * square, count * (9 + EXPANSION) * square + (count - 1) * 4 * square
+        total += basic if config.block == "basic" else bottleneck
+    return total + config.features * config.classes

@@ -1,0 +1,117 @@
+"""TOML of an experiment file: read with limits, written exactly, and shown in messages, where it is cut.
+
+The limits keep a broken file from becoming a broken program: nesting that Python's parser has no stack for, integers
+that no device holds, and a message of ten megabytes because it repeats what was given.
+"""
+
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+DEEPEST = 16
+"""Levels of tables and arrays; an experiment has four."""
+LONGEST = 100
+"""Characters of a value that a message repeats."""
+_ENTRIES, _WHOLE = 3, 10
+"""Entries shown of a long array or table; one of up to `_WHOLE` is shown whole."""
+
+
+def parse(text: str) -> dict[str, Any]:
+    """The table that `text` is.
+
+    Raises:
+        ValueError: it is not TOML, is nested deeper than `DEEPEST`, or has a whole number beyond 64 bits. The message
+            goes on where "FILE " ends.
+    """
+    try:
+        table = tomllib.loads(text)
+    except RecursionError:
+        raise ValueError(_too_deep()) from None
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"is not valid TOML: {cut(str(error), 200)}") from None
+    except ValueError:  # Python's own: it reads no number of more than 4300 digits
+        raise ValueError("is not valid TOML: it has a whole number beyond 64 bits") from None
+    check(table)
+    return table
+
+
+def check(table: Mapping[str, Any]) -> None:
+    """Raises ValueError, as `parse` does, where a table is nested too deeply or has a number beyond 64 bits."""
+    left: list[tuple[Any, tuple[str, ...]]] = [(table, ())]
+    while left:
+        value, path = left.pop()
+        if len(path) > DEEPEST:
+            raise ValueError(_too_deep())
+        if isinstance(value, Mapping):
+            left += [(inner, (*path, str(key))) for key, inner in cast("Mapping[Any, Any]", value).items()]
+        elif isinstance(value, list | tuple):
+            left += [(inner, (*path, "")) for inner in cast("list[Any]", value)]
+        elif isinstance(value, int) and not -(2**63) <= value < 2**63:
+            key = ".".join(shown_key(part) for part in path if part)
+            raise ValueError(f"has a whole number beyond 64 bits, which TOML has not: {key} = {brief(value)}")
+
+
+def toml_value(value: Any) -> str:
+    """`value` as TOML writes it: text, a number, true or false, or an array or inline table of these."""
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case str():
+            return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")  # TOML's basic string, and JSON's
+        case list() | tuple():
+            return f"[{', '.join(map(toml_value, cast('list[Any]', value)))}]"
+        case Mapping():
+            return f"{{{', '.join(f'{key} = {toml_value(item)}' for key, item in value.items())}}}"
+        case _:
+            return str(value)
+
+
+def toml_key(key: str) -> str:
+    """`key` as TOML writes it: bare, or in quotes where it has other characters, as path patterns have."""
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key)
+
+
+def brief(value: Any) -> str:
+    """`value` as TOML writes it, for a message: long text cut, of a long array or table the first three entries."""
+    match value:
+        case str():
+            return toml_value(value) if len(value) <= LONGEST else f"{toml_value(value[:60])} … {_length(value)}"
+        case list() | tuple():
+            return f"[{_listed(map(brief, _first(value)), len(value))}]"
+        case Mapping():
+            items = (f"{shown_key(str(key))} = {brief(value[key])}" for key in _first(list(value)))
+            return f"{{{_listed(items, len(value))}}}"
+        case int() if value.bit_length() > 64:
+            return f"{'-' * (value < 0)}2**{value.bit_length() - 1} or more"
+        case _:
+            return cut(toml_value(value))
+
+
+def shown_key(key: str) -> str:
+    """A key for a message: as it is where it is short and plain, else in quotes, and cut."""
+    return key if len(key) <= LONGEST and key.isprintable() and key.strip() else brief(key)
+
+
+def cut(text: str, most: int = LONGEST) -> str:
+    """Text, its middle left out where it is longer than about `most` characters."""
+    return text if len(text) <= most else f"{text[: most * 2 // 3]} … {_length(text)} … {text[-most // 3 :]}"
+
+
+def _first(entries: Any) -> Any:
+    return entries if len(entries) <= _WHOLE else entries[:_ENTRIES]
+
+
+def _listed(shown: Iterable[str], count: int) -> str:
+    return ", ".join(shown) + (f", … and {count - _ENTRIES:,} more" if count > _WHOLE else "")
+
+
+def _length(text: str) -> str:
+    return f"({len(text):,} characters)"
+
+
+def _too_deep() -> str:
+    return (
+        f"is nested too deeply: tables and arrays may stand in one another {DEEPEST} levels deep, an experiment has 4"
+    )
