@@ -8,6 +8,8 @@ else a command exits with by itself (75: preempted, try again).
 JAX is imported late, inside the commands, so that help and mistakes in options answer at once.
 """
 
+import contextlib
+import errno
 import importlib.metadata
 import os
 import platform
@@ -22,14 +24,18 @@ from jdp.toml import cut
 from jdp.wording import nearest
 
 USER_ERROR, SOFTWARE_ERROR, INTERRUPTED, READER_LEFT = 2, 70, 130, 141
-_MOST_LINES, _LONGEST_LINE = 20, 2000
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+_MOST_LINES, _LONGEST_LINE = 20, 1000
 COMMANDS = {"train": train, "plan": plan, "verify": verify, "prove": prove, "launch": launch}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code. In a cluster, a failure ends the process here instead (see `_leave`)."""
+    _open_closed_streams()
     try:
-        return _leave(_run(list(sys.argv[1:] if arguments is None else arguments)))
+        code = _run(list(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()  # here, where what goes wrong can be said
+        return _leave(code)
     except SystemExit as left:  # tyro after --help or an error; a run that chose its exit code
         if isinstance(left.code, str):
             print(left.code, file=sys.stderr)
@@ -37,15 +43,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _leave(INTERRUPTED)
     except BrokenPipeError:  # whoever read our output has left, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()
         return _leave(READER_LEFT)
     except Exception as error:
         if _is_lost_peer(error):
             print(f"{_who()}another process of this run left; its message is above, or in its log", file=sys.stderr)
             return _leave(SOFTWARE_ERROR, lost_peer=True)
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            _drop_stdout()
+            what = f"{error.filename} cannot be written" if error.filename else "the output cannot be written"
+            print(f"{_who()}error: {what}: {error.strerror}", file=sys.stderr)
+            return _leave(USER_ERROR)
         mistake = _is_users_mistake(error)
         print(f"{_who()}error: {_said(error)}" if mistake else f"{_who()}{traceback.format_exc()}", file=sys.stderr)
         return _leave(USER_ERROR if mistake else SOFTWARE_ERROR)
+
+
+def _open_closed_streams() -> None:
+    """Where the caller closed stdout or stderr (`>&-`), write to nothing: Python has None there, and the next file that
+    is opened would take its number."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(opened, number)
+            setattr(sys, name, os.fdopen(number, "w", closefd=False))
+
+
+def _drop_stdout() -> None:
+    """What is still to be written to stdout cannot be: Python must not try again when it exits."""
+    with contextlib.suppress(OSError, ValueError):  # a stream in memory has no number
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(arguments: list[str]) -> int:

@@ -8,7 +8,6 @@ number of devices waits for `check_for_devices`. Nothing below the training loop
 import copy
 import difflib
 import math
-import stat
 import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,7 +22,7 @@ from jdp.models.sizes import SIZES
 from jdp.plan import nearest_sizes
 from jdp.schema import NONE, Experiment, Model, model_table
 from jdp.toml import check, cut, parse, toml_key, toml_value
-from jdp.user_path import PathError, user_path
+from jdp.user_path import PathError, check_regular, user_path
 from jdp.wording import Key, Schemas, config_keys, problems, table_keys
 
 KeyPath = tuple[str, ...]
@@ -143,12 +142,10 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _bytes(file: Path) -> bytes:
     """All of a file. A pipe or a device is refused: runs of a sweep, and processes, each read the file anew."""
-    found = file.stat()
-    if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
-        raise ExperimentError(f"{file} is a pipe or a device, not an experiment file: write the experiment to a file")
-    if found.st_size > MOST_BYTES:
+    check_regular(file)
+    if (size := file.stat().st_size) > MOST_BYTES:
         raise ExperimentError(
-            f"{file} is no experiment file: it has {amounts.size(found.st_size)}, at most {amounts.size(MOST_BYTES)} "
+            f"{file} is no experiment file: it has {amounts.size(size)}, at most {amounts.size(MOST_BYTES)} "
             "are read: name the TOML file"
         )
     return file.read_bytes()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from jax.sharding import Mesh
 
 from jdp.assemble import Assembly
-from jdp.experiment import mesh_sizes
+from jdp.experiment import ExperimentError, mesh_sizes
 from jdp.foresight.cache import Cache
 from jdp.foresight.compiled import CompileError
 from jdp.foresight.forecast import Outlook
@@ -55,6 +55,11 @@ def with_whole_rows(experiment: Experiment, target: Target, accumulate: Sequence
     size = -(-given // unit) * unit
     if size == given:
         return experiment, []
+    if size >= 2**31:
+        raise ExperimentError(
+            f"a batch has fewer than 2^31 rows; {given} does not divide by {unit} (devices that share it × "
+            f"microbatches), and {size} would be taken: give fewer microbatches (--accumulate)"
+        )
     shared = f"{unit} (devices that share it × microbatches)"
     return changed(experiment, batch_size=size), [
         f"train.batch_size={given} does not divide by {shared}: {size} is taken"

@@ -29,7 +29,7 @@ def profiled_steps(text: str | None, of: int) -> range | None:
     """
     if text is None:
         return None
-    found = re.fullmatch(r"\s*(\d+)\s*(?::\s*(\d+)\s*)?", text)
+    found = re.fullmatch(r"\s*(\d{1,18})\s*(?::\s*(\d{1,18})\s*)?", text)
     if found is None:
         raise ValueError(f"--profile takes FIRST:LAST, such as 10:13, or one step; got {text!r}")
     first = int(found[1])

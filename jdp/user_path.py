@@ -7,6 +7,7 @@ machine's disk only. So every path that comes from a user goes through `user_pat
 import errno
 import os
 import re
+import stat
 from pathlib import Path
 
 from jdp.toml import brief
@@ -46,6 +47,13 @@ def user_path(given: str | os.PathLike[str]) -> Path:
                 f"a path must be one that the system can look up, got {brief(text)}: {error.strerror}; mend it"
             ) from None
     return path
+
+
+def check_regular(path: str | os.PathLike[str]) -> None:
+    """Raises OSError for a pipe, a socket or a device, as reading one may wait for ever; and where nothing is there."""
+    mode = os.stat(path).st_mode  # noqa: PTH116 - of millions of pictures there are names, not paths
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise OSError(errno.EINVAL, "it is a pipe or a device, not a file", os.fspath(path))
 
 
 def _check_text(text: str) -> None:

@@ -17,7 +17,8 @@ import jdp
 from jdp import cli, machine
 from jdp.commands.options import split_overrides
 from jdp.distributed import find_cluster
-from jdp.experiment import Experiment, describe
+from jdp.experiment import Experiment, ExperimentError, describe
+from jdp.sweep.results import record
 
 ROOT = Path(__file__).parent.parent
 SMALL = """
@@ -114,6 +115,24 @@ MISTAKES = {
     "mesh": (["train", "FILE", "--mesh.data", "3"], "data=3, but there are 8 devices"),
     "batch": (["train", "FILE", "--train.batch_size", "9"], "data=8 × train.accumulate=1 = 8"),
     "run dir": (["train", "FILE", "--run-dir", "/dev/null/x"], "/dev/null/x/small cannot be written: Not a directory"),
+    "run dir too long": (
+        ["train", "FILE", "--run-dir", "y" * 300],
+        "--run-dir: a path must be one that the system can",
+    ),
+    "run dir of nobody": (["train", "FILE", "--run-dir", "~nosuchuser/x"], "~nosuchuser has none; write the folder"),
+    "run dir of a sweep": (["train", "FILE", "--sweep", "seed=1", "--run-dir", "a\0b"], "must have no NUL character"),
+    "page too long": (["plan", "FILE", "--html", "y" * 300], "(300 characters): File name too long"),
+    "microbatches beyond reason": (["plan", "FILE", "--accumulate", "9" * 20], "--accumulate takes positive whole"),
+    "microbatches beyond a batch": (
+        ["plan", "FILE", "--accumulate", "900000000"],
+        "a batch has fewer than 2^31 rows; 16 does not divide by 7200000000",
+    ),
+    "steps of 5000 digits": (["train", "FILE", "--profile", "9" * 5000], "--profile takes FIRST:LAST, such as 10:13"),
+    "sweep of 5000 digits": (["train", "FILE", "--sweep", f"seed=1:{'9' * 5000}"], "--seed must be a whole number"),
+    "target of 5000 digits": (["verify", "FILE", "--target", f"cpu:{'9' * 5000}"], "a target is KIND:HOSTSxPER_HOST"),
+    "target of nobody": (["verify", "FILE", "--target", "~nosuchuser/x.toml:1x8"], "a user who has a home folder"),
+    "target of brackets": (["verify", "FILE", "--target", "NESTED:1x8"], "is nested too deeply"),
+    "target that is a pipe": (["verify", "FILE", "--target", "PIPE:1x8"], "it is a pipe or a device"),
     "nothing to launch": (["launch", "-n", "2", "x.toml"], "what to launch stands after --, but there is no --"),
     "launch of nothing": (["launch", "-n", "2", "--"], "nothing comes after --"),
     "launch of none": (["launch", "-n", "0", "--", "x.py"], "1 or more processes; got -n 0"),
@@ -132,7 +151,11 @@ MISTAKES = {
 def test_a_users_mistake_is_one_error_on_stderr_and_exit_2(
     file: str, arguments: list[str], expected: str, capfd: pytest.CaptureFixture[str]
 ):
-    assert cli.main([file if word == "FILE" else word for word in arguments]) == 2
+    folder = Path(file).parent
+    (folder / "nested.toml").write_text("x = " + "[" * 500)
+    os.mkfifo(folder / "pipe.toml")
+    names = {"FILE": file, "NESTED:1x8": f"{folder / 'nested.toml'}:1x8", "PIPE:1x8": f"{folder / 'pipe.toml'}:1x8"}
+    assert cli.main([names.get(word, word) for word in arguments]) == 2
     shown = capfd.readouterr()
     assert shown.err.startswith("error: ") and shown.err.count("error:") == 1
     assert expected in shown.err and "Traceback" not in shown.err and shown.err.count("\n") == 1
@@ -151,6 +174,27 @@ def test_the_real_command_says_a_mistake_once(file: str):
     assert done.returncode == 2 and not done.stdout
     assert done.stderr.startswith("error: train.batch_size must divide by data=3 × train.accumulate=1 = 3")
     assert done.stderr.count("\n") == 1
+
+
+STREAMS = {
+    "a reader that left": ("{} --help | true", "", 141),
+    "no stdout": ("{} --help >&-", "", 0),
+    "a full disk": ("{} --help > /dev/full", "error: the output cannot be written: No space left on device\n", 2),
+    "no stderr": ("{} nothing 2>&-", "", 2),
+}
+
+
+@pytest.mark.parametrize(("line", "said", "code"), STREAMS.values(), ids=STREAMS)
+def test_what_stands_around_the_command_is_no_traceback(line: str, said: str, code: int):
+    command = f"set -o pipefail; {line.format(f'{sys.executable} -m jdp')}"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr, done.stdout) == (code, said, "")
+
+
+def test_a_sweep_that_cannot_write_its_table_says_so(tmp_path: Path):
+    (tmp_path / "runs").write_text("a file")
+    with pytest.raises(ExperimentError, match=r"small\.sweep\.json cannot be written: .*; choose another --run-dir"):
+        record("small", [], tmp_path / "runs")
 
 
 def test_the_experiment_reaches_the_loop_with_its_overrides(file: str, tmp_path: Path, loop: Callable[..., None]):

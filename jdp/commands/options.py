@@ -12,6 +12,7 @@ from typing import Any
 
 import tyro
 
+from jdp.toml import brief
 from jdp.user_path import user_path
 from jdp.wording import nearest
 
@@ -132,8 +133,8 @@ def counts(text: str | None, flag: str) -> list[int] | None:
     if text is None:
         return None
     found = words(text, flag)
-    if not all(word.isdecimal() and int(word) > 0 for word in found):
-        raise UsageError(f"{flag} takes positive whole numbers with commas between; got {text!r}")
+    if not all(word.isdecimal() and len(word) < 10 and int(word) > 0 for word in found):
+        raise UsageError(f"{flag} takes positive whole numbers below 10^9 with commas between; got {brief(text)}")
     return [int(word) for word in found]
 
 
@@ -160,7 +161,7 @@ def choose_target_platform(target: str | None, devices: int | None) -> None:
     kind, _, number = (target or "").partition(":")
     if target is None:
         choose_platform(devices)
-    elif kind == "cpu" and number.isdecimal() and int(number):
+    elif kind == "cpu" and number.isdecimal() and len(number) < 6 and int(number):
         choose_platform(int(number))
     else:
         import jax

@@ -16,11 +16,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from jdp import amounts
-from jdp.data.compressed import check_regular
 from jdp.machine import memory_bytes
 from jdp.notices import notice
 from jdp.toml import cut
-from jdp.user_path import user_path
+from jdp.user_path import check_regular, user_path
 
 Arrays = dict[str, NDArray[Any]]
 ArraySource = str | os.PathLike[str] | Mapping[str, ArrayLike]

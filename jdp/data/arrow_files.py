@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jdp.data.compressed import check_regular, is_compressed, plain_name, read_bytes, unreadable
+from jdp.data.compressed import is_compressed, plain_name, read_bytes, unreadable
 from jdp.data.optional import optional
 from jdp.toml import cut
+from jdp.user_path import check_regular
 
 
 def read_arrow(path: Path, choose: Callable[[Any], Sequence[str]]) -> Any:

@@ -1,14 +1,13 @@
 """The bytes of a file, plain or compressed: `book.txt.gz` and `rows.jsonl.zst` are read as `book.txt`, `rows.jsonl`."""
 
-import errno
 import gzip
 import os
-import stat
 import struct
 import zlib
 from pathlib import Path
 
 from jdp.data.optional import optional
+from jdp.user_path import check_regular
 
 _COMPRESSED = (".gz", ".zst")
 _MOST_WINDOW = 2**31  # bytes; `zstd --long=31`, where the library's default stops at 2²⁷
@@ -43,13 +42,6 @@ def read_bytes(path: Path) -> bytes:
         return gzip.decompress(content) if path.suffix == ".gz" else _from_zstandard(content, path)
     except (OSError, EOFError, zlib.error, struct.error) as error:
         raise ValueError(f"a compressed file must be whole, got {path}: {error}; fetch or write it again") from error
-
-
-def check_regular(path: str | os.PathLike[str]) -> None:
-    """Raises OSError for a pipe, a socket or a device: reading one may wait for ever."""
-    mode = os.stat(path).st_mode  # noqa: PTH116 - pictures have names, not paths
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
-        raise OSError(errno.EINVAL, "it is a pipe or a device, not a file", os.fspath(path))
 
 
 def unreadable(error: OSError, path: Path | None = None) -> ValueError:

@@ -15,10 +15,10 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from jdp.data.compressed import check_regular
 from jdp.data.held_out import ends_score
 from jdp.data.labels import Labels, labels_of
 from jdp.notices import notice
+from jdp.user_path import check_regular
 
 PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm")
 HELD_OUT_FOLDERS = ("val", "valid", "validation", "heldout", "test")

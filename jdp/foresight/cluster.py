@@ -11,13 +11,14 @@ GPU's), and lets the numbers given in the file have the last word.
 """
 
 import difflib
-import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jdp.foresight.chips import GPUS, Gpu
 from jdp.foresight.gpu_config import with_config, written
+from jdp.toml import parse
+from jdp.user_path import check_regular, user_path
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ def read(path: Path) -> tuple[Gpu, str]:
     Raises ValueError naming the file and the key: no such file, no TOML, an unknown key (with the nearest known one), a
     value of the wrong kind or range, a number of the compiler given beside a dump, a dump that does not parse.
     """
+    path = user_path(path)
     given = _parsed(path)
     _check_names(given, (*_OTHER, *_RATES, *_COMPILER), path, "key")
     like = given.get("like")
@@ -80,11 +82,14 @@ def read(path: Path) -> tuple[Gpu, str]:
 
 def _parsed(path: Path) -> dict[str, object]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        check_regular(path)
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: cannot be read: {error}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path}: no TOML: {error}") from error
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ValueError(f"{path}: no TOML: it {error}") from error
 
 
 def _dumped(path: Path, dump: object) -> str:

@@ -101,7 +101,7 @@ def _parse(name: str) -> tuple[str, str]:
     """`name` as kind and what stands behind its last colon."""
     kind, _, shape = name.rpartition(":")
     kind = kind if kind.endswith(".toml") else kind.lower()
-    size = "[1-9][0-9]*"
+    size = "[1-9][0-9]{0,17}"  # Python reads no number of more than 4300 digits
     known = {"cpu": size, **dict.fromkeys(TPUS, f"{size}(x{size}){{1,2}}")}
     if not kind or not re.fullmatch(f"{size}(x{size}){{0,2}}", shape):
         raise ValueError(f"{_GRAMMAR}; got {name!r}")

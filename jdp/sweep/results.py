@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jdp.amounts import rate
+from jdp.experiment import ExperimentError
 from jdp.sweep.walk import DONE, FAILED, Result
 
 
@@ -47,12 +48,15 @@ def as_json(name: str, results: Sequence[Result]) -> dict[str, Any]:
 
 
 def record(name: str, results: Sequence[Result], runs: Path) -> Path:
-    """Write the object to RUN_DIR/NAME.sweep.json, in one move."""
-    runs.mkdir(parents=True, exist_ok=True)
+    """Write the object to RUN_DIR/NAME.sweep.json, in one move. Raises ExperimentError where that cannot be."""
     file = runs / f"{name}.sweep.json"
     fresh = file.with_name(f"{file.name}.new")
-    fresh.write_text(json.dumps(as_json(name, results), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    return fresh.replace(file)
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+        fresh.write_text(json.dumps(as_json(name, results), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        return fresh.replace(file)
+    except OSError as error:
+        raise ExperimentError(f"{file} cannot be written: {error.strerror}; choose another --run-dir") from None
 
 
 def failures(results: Sequence[Result]) -> list[str]:
