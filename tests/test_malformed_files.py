@@ -223,6 +223,12 @@ MALFORMED: dict[str, str | bytes] = {
     "pictures whose path is too long": SMALL.replace("gpt-nano", "vit-digits").replace(
         "length = 32", f"source = '{'y' * 5000}'"
     ),
+    "model of a user who is not": SMALL.replace("gpt-nano", "hf:~nosuchuser/x"),
+    "model with a NUL": SMALL.replace("gpt-nano", r"hf:a\u0000b"),
+    "model whose path is too long": SMALL.replace("gpt-nano", f"hf:{'y' * 5000}"),
+    "model of nothing": SMALL.replace("gpt-nano", "hf:"),
+    "model of 1 MB": SMALL.replace("gpt-nano", LONG),
+    "model that is a device": SMALL.replace("gpt-nano", "hf:/dev/zero"),
     # models beyond any memory
     "vocabulary of 1e9": model("vocab_size = 1_000_000_000\nwidth = 4096"),
     "vocabulary of 1e30": model("vocab_size = 1_000_000_000_000_000_000_000_000_000_000"),
@@ -269,6 +275,32 @@ def refused(path: Path, folder: Path, capfd: pytest.CaptureFixture[str], *more: 
     assert len(message) <= MOST_CHARACTERS and message.count("\n") <= 12, message[:2000]
     assert message.replace("\n", "").isprintable(), "no control codes"
     assert not runs.exists()
+
+
+CONFIGS = {
+    "nested": b"[" * 100_000,
+    "text": b"x",
+    "empty": b"",
+    "array": b"[1]",
+    "not UTF-8": b"\xff\xfe",
+    "digits": b'{"model_type": "llama", "hidden_size": ' + b"9" * 10_000 + b"}",
+    "1 MB of text": b'{"model_type": "' + LONG.encode() + b'"}',
+    "sizes beyond memory": b'{"model_type": "gpt2", "n_embd": 1073741824, "n_head": 1, "n_layer": 2147483647}',
+    "nested type": b'{"model_type": {"a": [1]}}',
+}
+
+
+@pytest.mark.parametrize("content", [*CONFIGS.values(), None], ids=[*CONFIGS, "pipe"])
+def test_a_malformed_config_of_hugging_face_is_refused_in_few_words(
+    tmp_path: Path, content: bytes | None, capfd: pytest.CaptureFixture[str]
+):
+    path, config = tmp_path / "wrong.toml", tmp_path / "config.json"
+    path.write_text(SMALL.replace("gpt-nano", f"hf:{tmp_path}"))
+    if content is None:
+        os.mkfifo(config)
+    else:
+        config.write_bytes(content)
+    refused(path, tmp_path, capfd)
 
 
 def directory(path: Path) -> None:

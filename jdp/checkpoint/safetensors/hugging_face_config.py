@@ -29,6 +29,7 @@ from typing import Any
 
 from jdp.checkpoint.errors import CheckpointError
 from jdp.models import GPTConfig
+from jdp.user_path import check_regular, user_path
 
 NAME = "config.json"
 _GELUS = {
@@ -51,7 +52,7 @@ def gpt_config_from_hf(folder: str | Path) -> GPTConfig:
     Raises:
         CheckpointError: there is no such file, it is damaged, or the model is none that `jdp.models.GPT` can be.
     """
-    given = Path(folder).expanduser()
+    given = user_path(folder)
     found = read(given)
     if found is None:
         home = given if given.is_dir() else given.parent
@@ -67,6 +68,8 @@ def read(path: Path) -> GPTConfig | None:
     """
     file = (path if path.is_dir() else path.parent) / NAME
     try:
+        if file.exists():
+            check_regular(file)
         table: Any = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
