@@ -20,7 +20,7 @@ LONGEST_NAME = 160
 """Characters of a run's name; file systems take 255 bytes, and others put something behind it."""
 MOST = 1000
 """Runs in all; more are a slip of the pen, as in seed=1:1000000000."""
-_RANGE = re.compile(r"(-?\d{1,30}):(-?\d{1,30})(?::(-?\d{1,30}))?")
+_RANGE = re.compile(r"(-?\d{1,300}):(-?\d{1,300})(?::(-?\d{1,300}))?")
 _NAMED_BY_FLAGS = {"name": "the sweep names its runs itself"}
 
 
