@@ -20,9 +20,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jdp.gradients.draws import RowwiseLoss
 from jdp.gradients.gathers import named
 from jdp.gradients.model_state import moved, refuse_varying
 from jdp.gradients.traced import Sums, TracedLoss, batch_rows
+from jdp.keys import BatchKey
 from jdp.layers import Lift
 from jdp.placement import Placement
 from jdp.precision import Precision
@@ -45,7 +47,8 @@ class Moves:
         total: scalar -> its sum over the batch axes.
         average: (model state before, after the step) -> one value for all shards; what did not change, as it is.
         microbatches: (batch, K) -> the same with leaves [K, rows / K, ...], interleaved.
-        key: (step key, rows of a microbatch, index of it, K) -> the key that the loss gets.
+        key: (step key, rows of a microbatch, index of it, K) -> the key that the loss gets, or where it
+            sees some of the rows only, a `BatchKey`.
         axes: the mesh axes that the loss sees a part of the batch along; none where it sees the whole.
     """
 
@@ -56,7 +59,7 @@ class Moves:
     total: Callable[[jax.Array], jax.Array]
     average: Callable[[PyTree, PyTree], PyTree]
     microbatches: Callable[[Batch, int], Batch]
-    key: Callable[[jax.Array, int, Any, int], jax.Array]
+    key: Callable[[jax.Array, int, Any, int], jax.Array | BatchKey]
     axes: tuple[str, ...] = ()
 
 
@@ -96,7 +99,7 @@ def step_gradients(
     """
     count = task.accumulate
     rows = batch_rows(batch) // count
-    loss, operands = _traced(task, moves), working_copy(task, moves, params)
+    loss, operands = RowwiseLoss(_traced(task, moves)), working_copy(task, moves, params)
     one = partial(_microbatch_gradients, task, moves, loss, operands)
     micro = batch if count == 1 else moves.microbatches(batch, count)
     first = (micro if count == 1 else jax.tree.map(lambda x: x[0], micro), moves.key(key, rows, 0, count))
@@ -108,7 +111,7 @@ def step_gradients(
     else:
         changed: list[bool] = []  # of the model state's leaves, which the model's calls change: only those are carried
 
-        def probe(microbatch: Batch, key: jax.Array) -> Any:
+        def probe(microbatch: Batch, key: jax.Array | BatchKey) -> Any:
             grads, sums, after = one(model_state, microbatch, key)
             changed[:] = moved(model_state, after)
             return grads, sums
@@ -177,7 +180,7 @@ def _traced(task: Task, moves: Moves) -> TracedLoss:
 
 
 def _microbatch_gradients(
-    task: Task, moves: Moves, loss: TracedLoss, operands: PyTree, model_state: PyTree, batch: Batch, key: jax.Array
+    task: Task, moves: Moves, loss: RowwiseLoss, operands: PyTree, model_state: PyTree, batch: Batch, key: Any
 ) -> tuple[PyTree, Sums, PyTree]:
     def total(trained: PyTree) -> tuple[jax.Array, tuple[Sums, PyTree]]:
         sums, changed = loss(with_trained(operands, trained, task.trained), model_state, batch, key)

@@ -7,6 +7,7 @@ dtype the backward pass produced, and inside the accumulation loop where it find
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -67,12 +68,15 @@ def _moves(task: Task, plan: Plan) -> Moves:
         total=lambda x: x,
         average=lambda before, after: after,
         microbatches=microbatches,
-        key=_key,
+        key=partial(_key, task),
     )
 
 
-def _key(key: jax.Array, rows: int, index: Any, count: int) -> jax.Array:
-    return key if count == 1 else keys.batch_key(key, rows=rows, offset=index, stride=count)
+def _key(task: Task, key: jax.Array, rows: int, index: Any, count: int) -> jax.Array | keys.BatchKey:
+    if count == 1:
+        return key
+    group, first = task.group, index * task.group
+    return keys.batch_key(key, rows=rows, total=rows * count, offset=first, stride=count, group=group)
 
 
 def interleave(x: jax.Array, count: int, group: int = 1) -> jax.Array:

@@ -103,11 +103,12 @@ def _moves(plan: Plan, group: int) -> Moves:
         unchanged = before is after or not jnp.issubdtype(after.dtype, jnp.floating)
         return after if unchanged else mean_over(after, axes, replicas)
 
-    def key(key: jax.Array, rows: int, index: Any, count: int) -> jax.Array:
+    def key(key: jax.Array, rows: int, index: Any, count: int) -> jax.Array | keys.BatchKey:
         if replicas == count == 1:
             return key
         first = jax.lax.axis_index(axes).astype(jnp.uint32) * jnp.uint32(rows * count)
-        return keys.batch_key(key, rows=rows, offset=first + jnp.uint32(index), stride=count)
+        first += jnp.uint32(index) * jnp.uint32(group)
+        return keys.batch_key(key, rows=rows, total=rows * count * replicas, offset=first, stride=count, group=group)
 
     return Moves(
         gather=lambda x, place, leading: parts.all_gather(x, place, leading, mesh),

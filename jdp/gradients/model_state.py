@@ -36,10 +36,10 @@ def stays_finite(before: PyTree, after: PyTree) -> jax.Array:
 
 
 def refuse_varying(
-    call: Callable[[PyTree, Batch, jax.Array], PyTree],
+    call: Callable[[PyTree, Batch, PyTree], PyTree],
     model_state: PyTree,
     batch: Batch,
-    key: jax.Array,
+    key: PyTree,
     *,
     carried: bool,
 ) -> None:
