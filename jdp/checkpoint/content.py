@@ -169,6 +169,11 @@ def check_values(leaves: Mapping[str, Any]) -> None:
                 f"Only arrays can be written; {path} is abstract, {leaf.dtype}{list(leaf.shape)} without values. Give "
                 "the state that jdp.init_state, a train step or jdp.restore returned."
             )
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            raise CheckpointError(
+                f"Only arrays can be written; {path} has been given to a train step, which took its memory over "
+                "(donated it). Write the state that the step returned, or make the step with donate=False."
+            )
 
 
 def left_unread(names: Mapping[str, Sequence[str]], ignore: Sequence[str], where: Path) -> set[str]:

@@ -249,9 +249,9 @@ class Parameters:
         return tables
 
     def _may_be_stacked(self, place: Placement) -> bool:
-        """Whether the leading dimension may be layers: others have it too, and it is not the one that is sharded."""
+        """Whether the leading dimension may be layers: of matrices, or others have it too; and it is not sharded."""
         alike = sum(other.shape[:1] == place.shape[:1] for other in self.places)
-        return len(place.shape) > 1 and place.dim != 0 and alike > 1
+        return len(place.shape) > 1 and place.dim != 0 and (alike > 1 or len(place.shape) > 2)
 
     def local(self, place: Placement, *, at_rest: bool = False) -> tuple[int, ...]:
         """A parameter's dimensions on one device: of the working copy, or of what rests there."""

@@ -82,7 +82,8 @@ class Question:
             found = mixing(self.task, self.plan, state, batch, self.train)
         except Exception as error:  # the step's own trace says what is wrong with a loss, where something is
             first_line = str(error).partition("\n")[0]
-            notice(f"whether the loss mixes examples could not be tried on a few rows: {first_line}")
+            pairs = "" if self.task.group > 1 else "; if neighbouring rows belong together, say group=2 (or more)"
+            notice(f"whether the loss mixes examples could not be tried on a few rows: {first_line}{pairs}")
             return choice
         adapter = state.static.adapter
         if found is None:

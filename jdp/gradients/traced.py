@@ -113,8 +113,14 @@ def batch_rows(batch: Batch) -> int:
     """The leading size that all arrays of a batch share."""
     sizes = {path: leaf.shape[:1] for path, leaf in jax.tree.leaves_with_path(batch)}
     if not sizes or len(set(sizes.values())) != 1 or () in sizes.values():
-        found = ", ".join(f"{jax.tree_util.keystr(p)}: {s[0] if s else 'a scalar'}" for p, s in sizes.items())
-        raise ValueError(f"All arrays of a batch share their leading dimension, the examples; got {found or 'none'}.")
+        by_size = {size: path for path, size in reversed(sizes.items())}
+        found = [f"{jax.tree_util.keystr(p)}: {s[0] if s else 'a scalar'}" for s, p in reversed(by_size.items())]
+        more = f"; {len(sizes)} arrays in all" if len(sizes) > len(found) else ""
+        entries = " A list is taken entry by entry: np.asarray makes an array of it." if () in by_size else ""
+        raise ValueError(
+            "All arrays of a batch share their leading dimension, the examples; got "
+            f"{', '.join(found[:4]) or 'none'}{', …' if len(found) > 4 else ''}{more}.{entries}"
+        )
     return next(iter(sizes.values()))[0]
 
 
