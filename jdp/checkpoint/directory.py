@@ -87,15 +87,21 @@ class Checkpoints:
             raise write_error(f"{self.directory} cannot be made a directory of checkpoints", error) from error
         ours.check_no_strangers(self.directory)
         self._check_metrics()
-        return ocp.CheckpointManager(
-            self.directory,
-            item_handlers=content.handlers(),
-            options=ocp.CheckpointManagerOptions(
-                preservation_policy=policy,
-                best_fn=self._score,  # also what makes Orbax keep the metrics beside each checkpoint
-                atomicity_options=ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE),
-            ),
-        )
+        try:
+            return ocp.CheckpointManager(
+                self.directory,
+                item_handlers=content.handlers(),
+                options=ocp.CheckpointManagerOptions(
+                    preservation_policy=policy,
+                    best_fn=self._score,  # also what makes Orbax keep the metrics beside each checkpoint
+                    atomicity_options=ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE),
+                ),
+            )
+        except ValueError as error:  # what Orbax keeps of each step is JSON, but no table
+            raise CheckpointError(
+                f"{self.directory} cannot be opened; the _CHECKPOINT_METADATA of one of its checkpoints is damaged: "
+                f"{error}. Remove that file: Orbax does without."
+            ) from error
 
     @property
     def latest(self) -> int | None:
