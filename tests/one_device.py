@@ -1,0 +1,195 @@
+"""Training on one device, by hand: the reference for `test_training_properties`. Nothing of jdp is imported here.
+
+The rules are those that jdp documents, written once more: the objective of a step is Σtotal / Σweight over its batch;
+`init` gets `fold_in(rng, 0)`, and the key of the batch after `n` others is `fold_in(fold_in(rng, 1), n)`; a step whose
+gradient is not finite changes nothing. Where a model keeps statistics of the batch, microbatch k of K is the rows
+k, k + K, ..., one after the other; or groups of rows likewise.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+
+@dataclass
+class Run:
+    """What training leaves: a dict of floats for each step, and arrays by path."""
+
+    metrics: list[dict[str, float]]
+    params: dict[str, Any]
+    state: dict[str, Any]
+    opt_state: dict[str, Any]
+    evaluated: dict[str, float]
+
+
+def by_path(tree):
+    """path -> leaf, paths as text."""
+    return {jax.tree_util.keystr(p, simple=True, separator="/"): leaf for p, leaf in jax.tree.leaves_with_path(tree)}
+
+
+def loop(block, layers, x):
+    """A plain Python loop over layers: a list of them, or a tree whose leaves have a leading layer dimension."""
+    if isinstance(layers, list | nnx.List):
+        for layer in layers:
+            x = block(layer, x)
+        return x
+    nodes = layers if type(layers) is tuple else (layers,)
+    split = [nnx.split(node) if isinstance(node, nnx.Module) else (None, node) for node in nodes]
+    after = []
+    for i in range(jax.tree.leaves([tree for _, tree in split])[0].shape[0]):
+        one = [(graph, jax.tree.map(lambda leaf, i=i: leaf[i], tree)) for graph, tree in split]
+        layer = [tree if graph is None else nnx.merge(graph, tree) for graph, tree in one]
+        x = block(tuple(layer) if type(layers) is tuple else layer[0], x)
+        after.append([nnx.state(node) if isinstance(node, nnx.Module) else None for node in layer])
+    for node, *states in zip(nodes, *after, strict=True):
+        if isinstance(node, nnx.Module):
+            nnx.update(node, jax.tree.map(lambda *leaves: jnp.stack(leaves), *states))
+    return x
+
+
+class Whole:
+    """A pytree of parameters, as a model: no state beside them."""
+
+    def __init__(self, params):
+        self.params, self.state = params, {}
+
+    def model(self, params, state, key):
+        return params
+
+    def changed(self, model):
+        return {}
+
+
+class Parted:
+    """An NNX module, as parameters (nested dicts), other variables by path, and how to put it together."""
+
+    def __init__(self, module):
+        self.graph, variables = nnx.split(module)
+        self.flat = dict(nnx.to_flat_state(variables))
+        self.params = {}
+        for path, leaf in self.flat.items():
+            if isinstance(leaf, nnx.Param):
+                *parents, last = map(str, path)
+                node = self.params
+                for name in parents:
+                    node = node.setdefault(name, {})
+                node[last] = leaf.get_value()
+        self.state = self._others(self.flat)
+
+    def model(self, params, state, key):
+        values = {**by_path(params), **state}
+        filled = {}
+        for index, (path, leaf) in enumerate(self.flat.items()):
+            name = "/".join(map(str, path))
+            value = values[name] if name in values else seeded(leaf.get_value(), key, index)
+            filled[path] = leaf.replace(value) if isinstance(leaf, nnx.Variable) else value
+        module = nnx.merge(self.graph, nnx.from_flat_state(filled))
+        (module.eval if key is None else module.train)()
+        return module
+
+    def changed(self, module):
+        return self._others(dict(nnx.to_flat_state(nnx.split(module)[1])))
+
+    def _others(self, flat):
+        kept = {path: leaf for path, leaf in flat.items() if not isinstance(leaf, nnx.Param | nnx.RngState)}
+        values = {
+            "/".join(map(str, path)): getattr(leaf, "get_value", lambda leaf=leaf: leaf)()
+            for path, leaf in kept.items()
+        }
+        return {name: jnp.asarray(value) for name, value in values.items()}
+
+
+def seeded(value, key, index):
+    """A module's own random keys come from the step's, by their place in the module; its counters start at 0."""
+    if not jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return jnp.zeros_like(value)
+    key = jax.random.fold_in(jax.random.key(0) if key is None else key, index)
+    if not value.shape:
+        return key
+    return jax.vmap(partial(jax.random.fold_in, key))(jnp.arange(value.size)).reshape(value.shape)
+
+
+def as_computed(leaf):
+    """Frozen weights may rest in another dtype than is computed in."""
+    return leaf.astype(jnp.float32) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+
+def as_sums(value, batch):
+    """(total, weight, metrics as pairs) of what a loss returns: those three, or the mean over the rows."""
+    if not isinstance(value, tuple):
+        rows = jnp.float32(jax.tree.leaves(batch)[0].shape[0])
+        return value * rows, rows, {}
+    total, weight, metrics = value
+    pairs = {name: entry if isinstance(entry, tuple) else (entry, weight) for name, entry in metrics.items()}
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (total, weight, pairs))
+
+
+def train(init, loss, tx, batches, *, seed, clip_norm=None, is_trained=lambda path: True, microbatches=1, group=1):
+    """Train on `batches` and evaluate on the last. `loss(model, batch, key)` is as `as_sums` takes it."""
+    rng = jax.random.key(seed)
+    kind = []
+
+    def make(key):
+        model = init(key)
+        kind[:] = [Parted(model) if isinstance(model, nnx.Module) else Whole(model)]
+        return kind[0].params, kind[0].state
+
+    params, state = jax.jit(make)(jax.random.fold_in(rng, 0))
+    kind = kind[0]
+    trained = [is_trained(path) for path in by_path(params)]
+
+    def part(tree):
+        leaves, treedef = jax.tree.flatten(tree)
+        return treedef.unflatten([leaf if kept else None for leaf, kept in zip(leaves, trained, strict=True)])
+
+    def together(tree, some):
+        leaves, treedef = jax.tree.flatten(tree)
+        new = iter(jax.tree.leaves(some))
+        return treedef.unflatten([next(new) if kept else leaf for leaf, kept in zip(leaves, trained, strict=True)])
+
+    def sums(some, params, state, batch, key):
+        whole = jax.tree.map(as_computed, together(params, some))
+        model = kind.model(whole, state, key)
+        total, weight, metrics = as_sums(loss(model, batch, key), batch)
+        return total, ((total, weight, metrics), kind.changed(model))
+
+    @jax.jit
+    def step(params, opt_state, state, batch, key):
+        grads, found, now = None, None, state
+        for k in range(microbatches):
+            numbers = jnp.arange(len(jax.tree.leaves(batch)[0])).reshape(-1, microbatches, group)[:, k].ravel()
+            rows = jax.tree.map(lambda x, numbers=numbers: x[numbers], batch)
+            (_, (more, now)), grad = jax.value_and_grad(sums, has_aux=True)(part(params), params, now, rows, key)
+            grads = grad if grads is None else jax.tree.map(jnp.add, grads, grad)
+            found = more if found is None else jax.tree.map(jnp.add, found, more)
+        total, weight, metrics = found
+        grads = jax.tree.map(lambda g: g / weight, grads)
+        norm = optax.tree.norm(grads)
+        used = grads
+        if clip_norm is not None:
+            used = jax.tree.map(lambda g: g * jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30)), grads)
+        update = optax.with_extra_args_support(tx).update
+        updates, new_opt = update(used, opt_state, part(params), value=total / weight)
+        new_params = together(params, optax.apply_updates(part(params), updates))
+        good = jnp.isfinite(norm) & jnp.isfinite(total)
+        old, new = (params, opt_state, state), (new_params, new_opt, now)
+        kept = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, old)
+        own = {name: a / b for name, (a, b) in metrics.items()}
+        return kept, {**own, "loss": total / weight, "weight": weight, "grad_norm": norm, "skipped": 1 - good}
+
+    opt_state = jax.tree.map(jnp.asarray, jax.jit(tx.init)(part(params)))
+    rows, skipped = [], 0
+    for number, batch in enumerate(batches):
+        key = jax.random.fold_in(jax.random.fold_in(rng, 1), number)
+        (params, opt_state, state), row = step(params, opt_state, state, batch, key)
+        skipped += int(row["skipped"])
+        rows.append({**{name: float(value) for name, value in row.items()}, "skipped": skipped})
+    _, ((total, weight, metrics), _) = jax.jit(lambda *args: sums(part(args[0]), *args, None))(params, state, batch)
+    own = {name: float(a / b) for name, (a, b) in metrics.items()}
+    evaluated = {**own, "loss": float(total / weight), "weight": float(weight)}
+    return Run(rows, *map(jax.device_get, (by_path(params), state, by_path(opt_state))), evaluated)
