@@ -176,19 +176,7 @@ def may_be_refused(case, setting):
 
 def pending(case, settings):
     """What is not mended yet of what this draw holds."""
-    rows = {rows_a_device(case, setting) for setting in settings if setting.unit > 1}
     found = {
-        "changes inside scan_layers": case.noise == "parents"
-        or case.state == "layer_calls"
-        or case.inner in ("norm", "calls", "one_rngs")
-        or (case.inner == "dropout" and case.stacked),
-        "tables": case.state in ("table", "half_table"),
-        "noise by row": case.noise in ("numbered", "last_rows")
-        or (case.noise == "layer_split" and any(count > 2 and case.layers % count == 0 for count in rows))
-        or (case.noise in ("keys", "gamma") and 2 in rows)
-        or (case.noise == "vector" and any(case.width % count == 0 for count in rows)),
-        "masked norms": case.state == "masked_norm",
-        "counts of the batch": case.state == "counted",
         "noise of groups": case.group > 1 and case.draws and any(setting.accumulate > 1 for setting in settings),
         "rows that seldom mix": case.term == "negatives",
     }
