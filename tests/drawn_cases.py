@@ -86,17 +86,11 @@ def batch_shards(mesh):
     return math.prod(size for name, size in axes(mesh).items() if name != "model")
 
 
-def draw(number, *, without=lambda case, settings: False):
-    """Draw `number`: (case, its three settings). Three settings after another go through all of `PLACES`.
-
-    `without(case, settings)`: what is drawn again.
-    """
+def draw(number):
+    """Draw `number`: (case, its three settings). Three settings after another go through all of `PLACES`."""
     random = np.random.default_rng(number)
-    while True:
-        settings = draw_settings(number, random)
-        case = draw_case(number, random, settings)
-        if not without(case, settings):
-            return case, settings
+    settings = draw_settings(number, random)
+    return draw_case(number, random, settings), settings
 
 
 def draw_settings(number, random):
@@ -172,12 +166,3 @@ def may_be_refused(case, setting):
     if setting.unit == 1 or (setting.accumulate == 1 and setting.partitioning != "manual"):
         return False
     return case.term in ("bare_decay", "negatives", "pairs") or case.state == "counted"
-
-
-def pending(case, settings):
-    """What is not mended yet of what this draw holds."""
-    found = {
-        "noise of groups": case.group > 1 and case.draws and any(setting.accumulate > 1 for setting in settings),
-        "rows that seldom mix": case.term == "negatives",
-    }
-    return {name for name, needed in found.items() if needed}
