@@ -202,11 +202,18 @@ def check(case, setting, folder):
     assert not apart, f"\n{case!r}\n{setting!r}\n{listed}"
 
 
-@pytest.mark.parametrize("number", FIXED)
-def test_draws_equal_one_device(number, tmp_path):
-    case, settings = draw(number)
-    for index, setting in enumerate(settings):
-        check(case, setting, tmp_path / str(index))
+def fixed_runs():
+    """Every setting of the fixed draws; all but one of each take long enough to be left to `pytest -m slow`."""
+    for number in FIXED:
+        case, settings = draw(number)
+        for index, setting in enumerate(settings):
+            marks = [] if index == number % len(settings) else [pytest.mark.slow]
+            yield pytest.param(case, setting, marks=marks, id=f"{number}-{index}")
+
+
+@pytest.mark.parametrize(("case", "setting"), fixed_runs())
+def test_draws_equal_one_device(case, setting, tmp_path):
+    check(case, setting, tmp_path)
 
 
 @pytest.mark.parametrize(("case", "setting"), KEPT, ids=lambda part: str(part))
