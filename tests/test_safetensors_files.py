@@ -196,6 +196,28 @@ def test_our_own_shards_give_way_and_what_has_come_in_their_place_stays(tmp_path
     assert load_file(third).keys() == {"c", "other"}
 
 
+def test_an_export_that_ends_between_its_shards_leaves_no_mixture_to_be_read(tmp_path, monkeypatch):
+    path = tmp_path / "m.safetensors"
+    export_safetensors(path, TREE, max_shard_bytes=400)
+    twice = {name: 2 * leaf for name, leaf in TREE.items()}
+    replace = type(path).replace
+
+    def killed(self, target):
+        if target.name == "m-00002-of-00003.safetensors":
+            raise KeyboardInterrupt
+        return replace(self, target)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(type(path), "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            export_safetensors(path, twice, max_shard_bytes=400)
+    with pytest.raises(jdp.CheckpointError, match=r"m\.safetensors does not exist, nor m\.safetensors\.index\.json"):
+        import_safetensors(path, TREE)
+    export_safetensors(path, twice, max_shard_bytes=400)  # the shards are still known as ours
+    assert float(import_safetensors(path, TREE)["a"][99]) == 198
+    assert [file.name for file in tmp_path.glob(".*.old")] == []
+
+
 def test_an_export_goes_through_no_link(tmp_path):
     """A link at the name given is replaced, what it leads to is not; a link among the shards is not ours."""
     outside, folder = tmp_path / "outside.safetensors", tmp_path / "out"

@@ -129,6 +129,8 @@ def write(
         for new in made:
             new.unlink(missing_ok=True)
         raise
+    if count > 1 and index.exists():
+        index.replace(_old_index(index))  # shards of equal names may be of two exports meanwhile: nobody reads them
     for new, file in made.items():
         new.replace(file)
     for file in stale:
@@ -237,14 +239,16 @@ def _superseded(path: Path, files: Sequence[Path]) -> list[Path]:
         CheckpointError: an index or a shard is there that is not ours.
     """
     index = _index_path(path)
-    ours = _own_shards(index, path) if os.path.lexists(index) else []
+    old = _old_index(index)  # there where a process was killed
+    ours = [file for one in (index, old) if os.path.lexists(one) for file in _own_shards(one, path)]
     if path.is_dir():
         raise CheckpointError(f"{path} is a folder. Give a file in it: {path.name}/model{SUFFIX}.")
     for file in files:
         if file != path and file not in ours and os.path.lexists(file):
             raise _foreign(file)
     after = {*files} if len(files) == 1 else {*files, index}
-    return [file for file in (path, index, *ours) if file not in after and os.path.lexists(file)]
+    gone = [file for file in dict.fromkeys((path, index, *ours)) if file not in after and os.path.lexists(file)]
+    return [*gone, old]
 
 
 def _own_shards(index: Path, path: Path) -> list[Path]:
@@ -322,3 +326,8 @@ def _shard_path(path: Path, number: int, count: int) -> Path:
 
 def _index_path(path: Path) -> Path:
     return path.with_name(path.name + _INDEX)
+
+
+def _old_index(index: Path) -> Path:
+    """Where an index of ours is while its shards are replaced."""
+    return index.with_name(f".{index.name}.old")
