@@ -39,6 +39,7 @@ def locked(folder: Path) -> Generator[bool]:
     finally:
         with contextlib.suppress(OSError):
             os.ftruncate(handle, 0)
+            fcntl.flock(handle, fcntl.LOCK_UN)  # a process that was forked meanwhile holds the file open, too
         os.close(handle)
 
 

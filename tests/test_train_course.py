@@ -291,6 +291,23 @@ def test_the_lock_dies_with_its_process(file, capsys):
     assert train(file, "--train.steps", "1")[0] == 0
 
 
+def test_the_lock_ends_with_its_run_where_a_child_still_has_the_file_open(tmp_path, monkeypatch):
+    opened = os.open
+
+    def shared(*how):
+        handle = opened(*how)
+        children.append(os.dup(handle))
+        return handle
+
+    children = []
+    monkeypatch.setattr("jdp.run_lock.os.open", shared)
+    for _ in range(2):
+        with locked(tmp_path) as alone:
+            assert alone
+    for handle in children:
+        os.close(handle)
+
+
 def test_a_run_that_was_killed_before_its_first_step_leaves_its_folder_to_the_next(file, capsys, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr("jdp.train._loop", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
