@@ -128,6 +128,16 @@ def test_an_earlier_step_that_is_only_looked_at_sets_nothing_aside_and_what_stay
     assert said.count("step 1 was restored, and step 4 is saved behind checkpoints 2, 3, which stay") == 1
 
 
+def test_another_state_under_the_step_that_was_restored_is_said(tmp_path, base, capsys):
+    fill(tmp_path, base, 1)
+    with jdp.Checkpoints(tmp_path) as saved:
+        restored, _ = saved.restore(aim())
+        saved.save(restored)
+        assert "is not saved" not in capsys.readouterr().err
+        saved.save(replace(restored, params={"w": jnp.full(4, 7.0)}))
+        assert "checkpoint 1 was saved or restored just before and stays" in capsys.readouterr().err
+
+
 def test_the_best_of_a_line_that_was_left_is_the_best_no_more(tmp_path, base):
     with jdp.Checkpoints(tmp_path, keep=1, best="loss") as saved:
         for step, loss in ((1, 3.0), (2, 2.0), (3, 1.0)):
@@ -190,6 +200,15 @@ def test_what_comes_into_the_directory_later_is_not_deleted_either(tmp_path, bas
     assert (tmp_path / "elsewhere" / "0" / "leaves").is_dir(), "a link is not followed"
 
 
+def test_a_relative_link_that_is_set_aside_still_leads_there(tmp_path, base):
+    fill(tmp_path / "real", base, 1)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "1").symlink_to("../real/1")
+    fill(tmp_path / "run", at(base, 1, 9.0), 1)
+    assert names(tmp_path / "run") == ["1", "abandoned-1"]
+    assert weight(tmp_path / "run" / "abandoned-1") == 1 and (tmp_path / "run" / "abandoned-1" / "1").is_symlink()
+
+
 def test_what_a_killed_process_left_is_deleted_by_its_mark_only(tmp_path, base):
     fill(tmp_path, base, 1, 2, 3)
     for step in ("2", "3"):
@@ -224,7 +243,7 @@ def test_a_single_save_deletes_nothing_that_is_not_its_own(tmp_path, base):
 
 
 ADDRESSES = {
-    "gs://bucket/run": r"on a disk of this machine, got 'gs:/.*: gs:// is not read or written yet; mount it",
+    "gs://bucket/run": r'on a disk of this machine, got "gs:/.*: gs:// is not read or written yet; mount it',
     "s3://bucket/run": "s3:// is not read or written yet",
     "file:///tmp/x": "file:// is not read or written yet",
     "~nosuchuser/run": "~nosuchuser has none; write the folder",

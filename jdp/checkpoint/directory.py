@@ -183,7 +183,7 @@ class Checkpoints:
         folder, fix = self._choose(step)
         there = ours.steps_of(self.directory)
         found = content.read_state(folder, target, fix), content.read_record(folder, fix)
-        self._line.restored(int(folder.name), there)
+        self._line.restored(int(folder.name), there, found[0])
         return found
 
     def restore_params(
@@ -323,8 +323,8 @@ class Checkpoints:
     def _say_if_other(self, state: TrainState, step: int) -> None:
         if self._line.is_other(state):
             notice(
-                f"{self.directory}: checkpoint {step} was saved just before and stays; another state with as many "
-                "batches consumed is not saved: give it a directory of its own"
+                f"{self.directory}: checkpoint {step} was saved or restored just before and stays; another state with "
+                "as many batches consumed is not saved: give it a directory of its own"
             )
 
     def _read_again(self) -> None:

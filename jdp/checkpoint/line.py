@@ -26,17 +26,17 @@ class Line:
         self._left: set[int] = set()
         self._arrays: list[weakref.ref[Any]] | None = None
 
-    def restored(self, step: int, there: Sequence[int]) -> None:
+    def restored(self, step: int, there: Sequence[int], state: Any) -> None:
         """The whole state of `step` was read; `there` are all steps. One of our own may be read only to look at it."""
         if step not in self._own:
             self._own = {other for other in there if other <= step}
             self._left = set(there) - self._own
-        self.at, self._arrays = step, None
+        self.at, self._arrays = step, _references(state)
 
     def saved(self, step: int, there: Sequence[int], state: Any) -> None:
         """`state` was saved as `step`, after what is `left` was set aside."""
         self._own, self._left = {other for other in there if other < step} | {step}, set()
-        self.at, self._arrays = step, [weakref.ref(leaf) for leaf in jax.tree.leaves(state)]
+        self.at, self._arrays = step, _references(state)
 
     def failed(self) -> None:
         """What was saved last is not there."""
@@ -53,10 +53,19 @@ class Line:
         return [other for other in sorted(self._own) if self.at is not None and self.at < other < step]
 
     def is_other(self, state: Any) -> bool:
-        """Whether `state` has other arrays than the one that was saved last."""
+        """Whether `state` has other arrays than the one that was saved or restored last."""
         if self._arrays is None:
             return False
-        leaves = jax.tree.leaves(state)
+        leaves = _arrays_of(state)
         return len(leaves) != len(self._arrays) or any(
             ref() is not leaf for ref, leaf in zip(self._arrays, leaves, strict=True)
         )
+
+
+def _references(state: Any) -> list[weakref.ref[Any]]:
+    return [weakref.ref(leaf) for leaf in _arrays_of(state)]
+
+
+def _arrays_of(state: Any) -> list[jax.Array]:
+    """Its arrays; other leaves, such as scalars of NumPy, take no weak references."""
+    return [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]

@@ -90,7 +90,12 @@ def set_aside(directory: Path, steps: Sequence[int]) -> Path:
         number += 1
     aside.mkdir()
     for step in steps:
-        (directory / str(step)).rename(aside / str(step))
+        folder = directory / str(step)
+        if folder.is_symlink():  # a relative one would lead elsewhere from there
+            (aside / str(step)).symlink_to(folder.resolve())
+            folder.unlink()
+        else:
+            folder.rename(aside / str(step))
     return aside
 
 
