@@ -130,7 +130,8 @@ class _Body:
     """
 
     def __init__(self, block: Block, parts: changes.Parts, lifts: Lifts | None, *, leading: int, remat: Remat) -> None:
-        sources = [_source(name, leaf, lifts, leading) for name, leaf in parts.arrays]
+        lifted = [None if is_state else lifts for is_state in parts.are_state]
+        sources = [_source(*entry, known, leading) for entry, known in zip(parts.arrays, lifted, strict=True)]
         self.block, self.parts, self.lifts, self.leading, self.remat = block, parts, lifts, leading, remat
         self.operands, self.places = [leaf for leaf, _ in sources], [place for _, place in sources]
         self.rematerialised = remat is not None or any(place is not None for place in self.places)

@@ -268,6 +268,20 @@ def test_a_weight_changed_outside_the_block_is_right_and_said_once(partitioning,
     assert "cast or reshape it inside the block" in notice
 
 
+def test_a_block_s_statistics_are_no_weights_to_gather(said):
+    def loss(model, batch, rng):
+        y = jdp.scan_layers(lambda layer, x: layer(x), model, batch["x"])
+        return jdp.Loss((y**2).sum(), len(y))
+
+    def stack(rng):
+        return nnx.List([nnx.BatchNorm(WIDTH, rngs=nnx.Rngs(rng)) for _ in range(2)])
+
+    plan = plan_of("zero3")
+    state = jdp.abstract_state(stack, optax.sgd(0.1), plan, rng=jax.random.key(0))
+    jdp.make_train_step(loss, plan).lower(state, {"x": jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)})
+    assert not said()
+
+
 def test_a_weight_sharded_over_its_layers_is_said_with_the_rule_that_mends_it(said):
     layers = 8
 

@@ -60,6 +60,12 @@ class Parts:
         return found
 
     @property
+    def are_state(self) -> list[bool]:
+        """Of each of `arrays`, whether it is of a variable that is no parameter."""
+        state = [isinstance(node, nnx.Variable) and not isinstance(node, nnx.Param) for node in self.nodes]
+        return [is_state for node, is_state in zip(self.nodes, state, strict=True) for _ in jax.tree.leaves(node)]
+
+    @property
     def variables(self) -> list[nnx.Variable[Any]]:
         return [node for node in self.nodes if isinstance(node, nnx.Variable)]
 
