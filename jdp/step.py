@@ -159,6 +159,7 @@ class Step:
     donate: bool = True
     _settled: dict[Any, Choice] = field(init=False, default_factory=dict[Any, Choice], repr=False, compare=False)
     _checked: list[bool] = field(init=False, default_factory=list[bool], repr=False, compare=False)
+    _corrected: list[Choice] = field(init=False, default_factory=list[Choice], repr=False, compare=False)
     _agreed: set[Any] = field(init=False, default_factory=set[Any], repr=False, compare=False)
     _asked: list[Asked] = field(init=False, default_factory=list[Asked], repr=False, compare=False)
 
@@ -267,8 +268,10 @@ class Step:
         if shapes not in self._settled or values:
             question = Question(self.task(state), self.plan, self.asked, self.train)
             known = self._settled.pop(shapes, None) or question.choose(state, batch)
+            known = next(iter(self._corrected), known)  # what was found once holds for batches of other shapes too
             chosen = question.check(known, state, batch) if values and self.check_loss else known
             if chosen != known:
+                self._corrected.append(chosen)
                 for name in ("jitted", "_kept"):
                     self.__dict__.pop(name, None)  # it may have been lowered for what was known before
             self._settled[shapes] = chosen

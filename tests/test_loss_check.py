@@ -259,6 +259,55 @@ def test_batch_norm_is_none(norm):
     assert step.partitioning == "manual"
 
 
+def test_what_was_found_holds_for_batches_of_other_shapes():
+    def contrasted(params, batch, rng):
+        scores = outputs(params, batch) @ batch["x"].T
+        return jdp.Loss(-jnp.diag(jax.nn.log_softmax(scores)).sum(), len(scores))
+
+    plan = jdp.Plan(MESH, "ddp")
+    step = jdp.make_train_step(contrasted, plan, precision="bf16", donate=False)
+    state = jdp.init_state(init, optax.sgd(RATE), plan, rng=jax.random.key(3))
+    for rows in (ROWS, ROWS // 2):
+        _, metrics = step(state, batch_of(rows))
+        whole = contrasted(state.params, batch_of(rows), None)
+        assert step.partitioning == "auto"
+        np.testing.assert_allclose(metrics["loss"], whole.total / whole.weight, rtol=0.05)
+
+
+def test_a_penalty_times_zero_is_none():
+    def unpenalised(params, batch, rng):
+        return jdp.Loss(squares(params, batch) + 0.0 * penalty(params), batch["weight"].sum())
+
+    check_equals_whole(unpenalised, {"accumulate": 2})
+
+
+def test_a_loss_of_rounding_errors_alone_is_none():
+    teacher = jax.jit(outputs)(jax.device_get(init(jax.random.key(0))), batch_of())
+
+    def distance(params, batch, rng):
+        ours, theirs = jax.nn.log_softmax(outputs(params, batch)), jax.nn.log_softmax(batch["teacher"])
+        return jdp.Loss((jnp.exp(theirs) * (theirs - ours)).sum(), len(ours))
+
+    batch = {**batch_of(), "teacher": np.asarray(teacher)}
+    *_, metrics = one_step(distance, {"accumulate": 2}, lambda rng: init(jax.random.key(0)), batch)
+    assert abs(metrics["loss"]) < 1e-5
+
+
+def test_a_loss_that_draws_until_it_is_content_is_not_tried(monkeypatch, caplog):
+    monkeypatch.setattr(notices, "_said", set())
+    caplog.set_level("INFO", "jdp")
+
+    def redrawn(params, batch, rng):
+        def draw(carry):
+            return jax.random.split(carry[0])[0], jax.random.uniform(carry[0])
+
+        _, factor = jax.lax.while_loop(lambda carry: carry[1] < 0.7, draw, (rng, jnp.float32(0)))
+        return jdp.Loss(squares(params, batch) * factor, batch["weight"].sum())
+
+    one_step(redrawn, {"accumulate": 2})
+    assert any("could not be tried" in line and "until a draw is accepted" in line for line in caplog.messages)
+
+
 def test_every_step_is_checked_once():
     """The second call traces nothing and computes nothing beside the step."""
     calls = []

@@ -24,7 +24,7 @@ import numpy as np
 
 from jdp.gradients import auto
 from jdp.gradients.accumulate import Task
-from jdp.gradients.loss_trace import LossTrace, computes_in_float32
+from jdp.gradients.loss_trace import LossTrace, computes_in_float32, redraws
 from jdp.gradients.traced import batch_rows
 from jdp.plan import Plan
 from jdp.precision import Precision
@@ -56,7 +56,17 @@ def mixing(task: Task, plan: Plan, state: TrainState, batch: Batch, train: bool)
         task, plan: what the step was made of.
         state, batch: real values. All processes of a cluster call this together.
         train: the loss gets a key to draw from; else `rng=None`.
+
+    Raises:
+        ValueError: the loss draws again until a draw is accepted, which may never end where all draws are the same.
     """
+    found = _difference(task, plan, state, batch, train, 1.0)
+    # Of a loss that is zero with these weights (a distance to the model it starts from) only rounding errors are left.
+    return found if found and _difference(task, plan, state, batch, train, 1.01) else None
+
+
+def _difference(task: Task, plan: Plan, state: TrainState, batch: Batch, train: bool, factor: float) -> str | None:
+    """What `mixing` says with all parameters times `factor`."""
     of_batch = batch_rows(batch) // task.group
     groups = min(MOST, of_batch)
     spread, near = np.arange(groups) * (of_batch // groups), np.arange(groups)
@@ -66,11 +76,16 @@ def mixing(task: Task, plan: Plan, state: TrainState, batch: Batch, train: bool)
     def compare(params: Any, model_state: Any, batch: Batch, rows: jax.Array) -> Any:
         picked = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x[rows], plan.replicated), batch)
         key = jax.random.wrap_key_data(jnp.zeros(1, jnp.uint32), impl=_constant_bits()) if train else None
+        if factor != 1:
+            scaled = lambda p: (p * factor).astype(p.dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p  # noqa: E731
+            params = jax.tree.map(scaled, params)
         return auto.together_and_apart(task, plan, params, model_state, picked, key)
 
     with jax.default_matmul_precision("highest"):  # GPUs would take TF32, of another rounding for other shapes
         rows = jax.ShapeDtypeStruct((groups * task.group,), jnp.int32)
         traced = jax.jit(compare, out_shardings=plan.replicated).trace(state.params, state.model_state, batch, rows)
+        if redraws(traced.jaxpr.jaxpr):
+            raise ValueError("it draws again until a draw is accepted")
         run = traced.lower().compile()
     tolerance = TOLERANCE[computes_in_float32(traced.jaxpr.jaxpr)]
     for chosen in choices:

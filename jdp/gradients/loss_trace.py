@@ -19,7 +19,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src import source_info_util  # nothing public gives the line that an equation was written in
+from jax.core import Tracer
 
+from jdp.gradients.pairs import is_random
 from jdp.gradients.traced import as_sums, batch_rows
 from jdp.placement import axes_of
 from jdp.plan import path_of
@@ -30,6 +32,7 @@ from jdp.types import Batch, Loss, LossFn
 _INLINED = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2"}
 _PRODUCTS = {"dot_general", "conv_general_dilated"}
 _SUMS = {"add", "sub", "add_any"}
+_PARAMS, _BATCH = "parameters", "batch"
 _KEEPS_TERMS = {"neg", "convert_element_type", "reshape", "squeeze", "broadcast_in_dim", "copy", "reduce_precision"}
 
 
@@ -134,7 +137,7 @@ class LossTrace:
 
     def _terms(self, value: Value, factors: tuple[str, ...]) -> Iterator[Term]:
         """Walk through sums and constant factors down to the terms."""
-        if self._reached_from(value).isdisjoint(self.params.values()):
+        if _PARAMS not in self._reached_from(value) or self._is_zero(value):
             return
         op = self._makers.get(value)
         if not self._needs_batch(value):
@@ -150,22 +153,31 @@ class LossTrace:
                 yield from self._terms(second, (*factors, self._signature(first)))
 
     def _needs_batch(self, value: Value) -> bool:
-        return not self._reached_from(value).isdisjoint(self.batch.values())
+        return _BATCH in self._reached_from(value)
 
-    def _reached_from(self, value: Value) -> frozenset[Value]:
-        return self._inputs_of.get(value, frozenset())
+    def _is_zero(self, value: Value) -> bool:
+        """Whether it is 0 whatever the inputs are: a penalty whose coefficient was set to 0."""
+        op = self._makers.get(value)
+        if op is None:
+            return _is_number(value.constant) and not np.any(value.constant)
+        if op.name in ("mul", "div"):
+            return self._is_zero(op.operands[0]) or (op.name == "mul" and self._is_zero(op.operands[1]))
+        return (op.name in _SUMS or op.name in _KEEPS_TERMS) and all(map(self._is_zero, op.operands))
+
+    def _reached_from(self, value: Value) -> frozenset[str]:
+        return self._kinds_of.get(value, frozenset())
 
     @cached_property
     def _makers(self) -> dict[Value, Operation]:
         return {result: op for op in self.operations for result in op.results}
 
     @cached_property
-    def _inputs_of(self) -> dict[Value, frozenset[Value]]:
-        """The inputs that each value depends on."""
-        inputs = (*self.params.values(), *self.state, *self.batch.values())
-        known = {value: frozenset((value,)) for value in inputs}
+    def _kinds_of(self) -> dict[Value, frozenset[str]]:
+        """Whether each value depends on parameters, on the batch, or on both."""
+        known = {value: frozenset[str]((_PARAMS,)) for value in self.params.values()}
+        known |= {value: frozenset[str]((_BATCH,)) for value in self.batch.values()}
         for op in self.operations:
-            needed = frozenset[Value]().union(*(known.get(value, frozenset()) for value in op.operands))
+            needed = frozenset[str]().union(*(known.get(value, frozenset()) for value in op.operands))
             known |= dict.fromkeys(op.results, needed)
         return known
 
@@ -244,6 +256,11 @@ def count_uses(jaxpr: Any, var: Any) -> int:
     return count
 
 
+def redraws(jaxpr: Any) -> bool:
+    """Whether a loop of `jaxpr` that ends when a condition is met draws random numbers."""
+    return any(eqn.primitive.name == "while" and is_random(eqn) for eqn in _every_eqn(jaxpr))
+
+
 def computes_in_float32(jaxpr: Any) -> bool:
     """Whether no operation of `jaxpr` makes floating-point numbers of fewer than 32 bits."""
     dtypes = {getattr(var.aval, "dtype", None) for eqn in _every_eqn(jaxpr) for var in eqn.outvars}
@@ -305,6 +322,11 @@ def _inlined(jaxpr: Any, consts: Any, inputs: list[Value], into: list[Operation]
 def _constant(value: Value) -> str:
     """A scalar constant by its number, an array by its shape."""
     return _digest(repr(value.constant) if np.ndim(value.constant) == 0 else str(value.aval))
+
+
+def _is_number(constant: Any) -> bool:
+    known = constant is not None and np.ndim(constant) == 0 and not isinstance(constant, Tracer)
+    return known and jnp.issubdtype(getattr(constant, "dtype", type(constant)), np.number)
 
 
 def _digest(*values: object) -> str:
