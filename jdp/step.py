@@ -255,7 +255,11 @@ class Step:
 
     def on(self, mesh: Mesh) -> Step:
         """The same step on another mesh."""
-        return self if mesh == self.plan.mesh else replace(self, plan=self.plan.on(mesh))
+        if mesh == self.plan.mesh:
+            return self
+        step = replace(self, plan=self.plan.on(mesh))
+        step._corrected.extend(self._corrected)
+        return step
 
     def settle(self, state: TrainState, batch: Batch, *, values: bool = False) -> str:
         """Check the batch and choose the partitioning for these shapes; report it once.

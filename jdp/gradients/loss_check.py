@@ -62,7 +62,7 @@ def mixing(task: Task, plan: Plan, state: TrainState, batch: Batch, train: bool)
     """
     found = _difference(task, plan, state, batch, train, 1.0)
     # Of a loss that is zero with these weights (a distance to the model it starts from) only rounding errors are left.
-    return found if found and _difference(task, plan, state, batch, train, 1.01) else None
+    return found if found and _difference(task, plan, state, batch, train, 1.25) else None
 
 
 def _difference(task: Task, plan: Plan, state: TrainState, batch: Batch, train: bool, factor: float) -> str | None:
