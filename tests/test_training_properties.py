@@ -211,7 +211,7 @@ def fixed_runs():
             yield pytest.param(case, setting, marks=marks, id=f"{number}-{index}")
 
 
-@pytest.mark.parametrize(("case", "setting"), fixed_runs())
+@pytest.mark.parametrize(("case", "setting"), list(fixed_runs()))
 def test_draws_equal_one_device(case, setting, tmp_path):
     check(case, setting, tmp_path)
 
