@@ -104,7 +104,9 @@ def test_a_weight_penalty_that_would_be_counted_several_times_is_refused(setting
     abstract = jdp.abstract_state(init, optax.sgd(RATE), plan, rng=jax.random.key(0))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch_of())
     for loss, mark in ((with_penalty, "penalised"), (with_penalty_inside, "within")):
-        message = f"its term at {line_with(mark)} does not depend on the batch.*{parts} parts.*penalty \\* weight"
+        message = (
+            f"its term at {line_with(mark)} \\(\\w+\\) does not depend on the batch.*{parts} parts.*penalty \\* weight"
+        )
         with pytest.raises(ValueError, match=message):
             jax.eval_shape(jdp.make_train_step(loss, plan, **settings), abstract, shapes)
 

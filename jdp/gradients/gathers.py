@@ -21,6 +21,8 @@ from urllib.parse import quote, unquote
 import jax
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from jdp.gradients.jaxprs import inner_jaxprs
+
 _AT_TOP = "gather_at_top"
 _NAMED = re.compile(r"gather\[([^\]]*)\]")
 _GATHERS = ("all_gather", "sharding_constraint")  # by hand; and what XLA makes a gather of
@@ -120,14 +122,5 @@ def _walk(jaxpr: Any, times: int, around: str) -> Iterator[tuple[Any, int, str]]
         if eqn.primitive.name in _GATHERS or eqn.primitive.name in _KINDS:
             yield eqn, times, name
         rounds = eqn.params["length"] if eqn.primitive.name == "scan" else 1
-        for inner in _inside(eqn):
+        for inner in inner_jaxprs(eqn):
             yield from _walk(inner, times * rounds, name)
-
-
-def _inside(eqn: Any) -> Iterator[Any]:
-    """The jaxprs that an operation runs."""
-    for value in eqn.params.values():
-        for each in value if isinstance(value, tuple | list) else (value,):
-            inner = getattr(each, "jaxpr", each)
-            if hasattr(inner, "eqns"):
-                yield inner

@@ -58,7 +58,8 @@ def mixing(task: Task, plan: Plan, state: TrainState, batch: Batch, train: bool)
         train: the loss gets a key to draw from; else `rng=None`.
 
     Raises:
-        ValueError: the loss draws again until a draw is accepted, which may never end where all draws are the same.
+        ValueError: the loss draws again until a draw is accepted, which may never end where all draws are the same; or
+            it has effects, such as a callback.
     """
     found = _difference(task, plan, state, batch, train, 1.0)
     # Of a loss that is zero with these weights (a distance to the model it starts from) only rounding errors are left.
@@ -84,6 +85,8 @@ def _difference(task: Task, plan: Plan, state: TrainState, batch: Batch, train: 
     with jax.default_matmul_precision("highest"):  # GPUs would take TF32, of another rounding for other shapes
         rows = jax.ShapeDtypeStruct((groups * task.group,), jnp.int32)
         traced = jax.jit(compare, out_shardings=plan.replicated).trace(state.params, state.model_state, batch, rows)
+        if traced.jaxpr.effects:
+            raise ValueError("it prints or calls back, which a trial would do too")
         if redraws(traced.jaxpr.jaxpr):
             raise ValueError("it draws again until a draw is accepted")
         run = traced.lower().compile()

@@ -18,9 +18,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import source_info_util  # nothing public gives the line that an equation was written in
 from jax.core import Tracer
 
+from jdp.gradients.jaxprs import every_eqn, inner_jaxprs, line_of
 from jdp.gradients.pairs import is_random
 from jdp.gradients.traced import as_sums, batch_rows
 from jdp.placement import axes_of
@@ -100,7 +100,7 @@ class LossTrace:
 
     def global_only(self, axes: tuple[str, ...]) -> str | None:
         """The line of the first sharding constraint or `shard_map` that names one of the mesh axes `axes`."""
-        for eqn in _every_eqn(self.jaxpr):
+        for eqn in every_eqn(self.jaxpr):
             named = set(eqn.params.get("manual_axes", ())) if eqn.primitive.name == "shard_map" else set()
             if eqn.primitive.name == "sharding_constraint":
                 spec = getattr(eqn.params["sharding"], "spec", ())
@@ -258,46 +258,20 @@ def count_uses(jaxpr: Any, var: Any) -> int:
 
 def redraws(jaxpr: Any) -> bool:
     """Whether a loop of `jaxpr` that ends when a condition is met draws random numbers."""
-    return any(eqn.primitive.name == "while" and is_random(eqn) for eqn in _every_eqn(jaxpr))
+    return any(eqn.primitive.name == "while" and is_random(eqn) for eqn in every_eqn(jaxpr))
 
 
 def computes_in_float32(jaxpr: Any) -> bool:
     """Whether no operation of `jaxpr` makes floating-point numbers of fewer than 32 bits."""
-    dtypes = {getattr(var.aval, "dtype", None) for eqn in _every_eqn(jaxpr) for var in eqn.outvars}
+    dtypes = {getattr(var.aval, "dtype", None) for eqn in every_eqn(jaxpr) for var in eqn.outvars}
     return not any(dtype and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 for dtype in dtypes)
 
 
-def line_of(eqn: Any) -> str:
-    """The "file:line" of the user's code that an equation comes from: the first frame outside installed packages."""
-    frames = list(source_info_util.user_frames(eqn.source_info.traceback))
-    own = [frame for frame in frames if "site-packages" not in frame.file_name and _PACKAGE not in frame.file_name]
-    frame = next(iter(own or frames), None)
-    return "an unknown line" if frame is None else f"{frame.file_name}:{frame.start_line}"
-
-
-_PACKAGE = __file__.rpartition("gradients")[0]
-
-
 def _uses_inside(eqn: Any, position: int) -> int:
-    for inner in _inner_jaxprs(eqn):
+    for inner in inner_jaxprs(eqn):
         if len(inner.invars) == len(eqn.invars):
             return count_uses(inner, inner.invars[position])
     return 1
-
-
-def _inner_jaxprs(eqn: Any) -> Iterator[Any]:
-    for value in eqn.params.values():
-        for entry in value if isinstance(value, list | tuple) else (value,):
-            inner = getattr(entry, "jaxpr", entry)  # a ClosedJaxpr or a Jaxpr; anything else has no equations
-            if hasattr(inner, "eqns"):
-                yield inner
-
-
-def _every_eqn(jaxpr: Any) -> Iterator[Any]:
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in _inner_jaxprs(eqn):
-            yield from _every_eqn(inner)
 
 
 def _inlined(jaxpr: Any, consts: Any, inputs: list[Value], into: list[Operation]) -> list[Value]:

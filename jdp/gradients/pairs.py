@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import functools
-import os
-import re
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import jax
 from jax.core import Tracer
 from jax.extend import source_info_util
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn, Literal
+
+from jdp.gradients.jaxprs import inner_jaxprs, line_of
 
 DRAWS = frozenset(("random_bits", "random_split", "random_gamma"))
 NUMBERED = frozenset(("random_fold_in", "random_seed"))
@@ -45,10 +44,6 @@ def row_dim(local: Sequence[int], whole: Sequence[int], rows: int, total: int) -
 def is_random(eqn: JaxprEqn) -> bool:
     """Whether an operation draws, or holds one that does."""
     return eqn.primitive.name in RANDOM or any(any(map(is_random, inner.eqns)) for inner in inner_jaxprs(eqn))
-
-
-def inner_jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
-    return jaxprs_in_params(eqn.params)
 
 
 def paired(local: Jaxpr, whole: Jaxpr) -> tuple[list[JaxprEqn | None], list[JaxprEqn]]:
@@ -196,13 +191,3 @@ def at(eqn: JaxprEqn) -> Generator[None]:
     scope = source_info_util.current_name_stack() + eqn.source_info.name_stack
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=scope), eqn.ctx.manager:
         yield
-
-
-def line_of(eqn: JaxprEqn) -> str:
-    """`file:line (function)` of the innermost frame that is no installed package's and not ours."""
-    frames = source_info_util.summarize(eqn.source_info, num_frames=64).splitlines()[::-1]
-    own = [frame for frame in frames if "site-packages" not in frame and not frame.startswith(_HERE)]
-    return re.sub(r":(\d+):\d+ ", r":\1 ", (own or frames or ["an unknown line"])[0])  # without the column
-
-
-_HERE = str(Path(__file__).parent.parent) + os.sep

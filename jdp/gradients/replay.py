@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
+from jdp.gradients.jaxprs import line_of
 from jdp.gradients.pairs import (
     DRAWS,
     NUMBERED,
@@ -26,7 +27,6 @@ from jdp.gradients.pairs import (
     bind,
     bounds,
     is_random,
-    line_of,
     pair_differs,
     paired,
     row_dim,

@@ -1,0 +1,34 @@
+"""Reading jaxprs: what an operation runs inside, all operations in order, and the user's line."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from jax.extend import source_info_util
+from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
+
+
+def inner_jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
+    """The jaxprs that an operation runs: a loop's body, a branch, a called function."""
+    return jaxprs_in_params(eqn.params)
+
+
+def every_eqn(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """All operations, those inside an operation after it."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in inner_jaxprs(eqn):
+            yield from every_eqn(inner)
+
+
+def line_of(eqn: JaxprEqn) -> str:
+    """`file:line (function)` of the innermost frame that is no installed package's and not ours."""
+    frames = source_info_util.summarize(eqn.source_info, num_frames=64).splitlines()[::-1]
+    own = [frame for frame in frames if "site-packages" not in frame and not frame.startswith(_HERE)]
+    return re.sub(r":(\d+):\d+ ", r":\1 ", (own or frames or ["an unknown line"])[0])  # without the column
+
+
+_HERE = str(Path(__file__).parent.parent) + os.sep
