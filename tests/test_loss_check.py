@@ -160,6 +160,12 @@ def pairs(params, batch, rng):
     return jdp.Loss(jnp.square(z[0::2] - z[1::2]).sum(), jnp.float32(z.shape[0]))
 
 
+def reshaped_pairs(params, batch, rng):
+    """The same, of a form that one row alone does not take."""
+    z = outputs(params, batch).reshape(-1, 2, WIDTH)
+    return jdp.Loss(jnp.square(z[:, 0] - z[:, 1]).sum(), jnp.float32(2 * z.shape[0]))
+
+
 def weighted_mean(params, batch, rng):
     return squares(params, batch) / batch["weight"].sum()
 
@@ -187,6 +193,13 @@ def test_else_it_is_refused(loss, settings):
         ValueError, match=r"must not mix examples where it is called on parts .*=.*accumulate=1.*group=2"
     ):
         one_step(loss, settings)
+
+
+def test_rows_that_cannot_stand_alone_are_tried_as_the_step_takes_them():
+    with pytest.raises(ValueError, match="must not mix"):
+        one_step(reshaped_pairs, {"accumulate": 2})
+    check_equals_whole(reshaped_pairs, {"partitioning": "manual"})  # neighbours are on one device
+    check_equals_whole(reshaped_pairs, {"accumulate": 2, "group": 2})
 
 
 def test_a_weighted_mean_over_microbatches_is_refused():

@@ -152,18 +152,15 @@ def evaluate(task: Task, moves: Moves, params: PyTree, model_state: PyTree, batc
 
 
 def together_and_apart(
-    task: Task, moves: Moves, params: PyTree, model_state: PyTree, batch: Batch, key: Any
+    task: Task, moves: Moves, params: PyTree, model_state: PyTree, batch: Batch, parts: Batch, key: Any
 ) -> tuple[Sums, Sums]:
-    """The sums of one batch, and those of each of its groups of `task.group` rows ([groups] leaves): forward only,
-    modules in evaluation mode.
-    """
+    """The sums of one batch, and of each of its parts (leaves [parts, rows, ...]): forward only, evaluation mode."""
     loss, operands = replace(_traced(task, moves), training=False), working_copy(task, moves, params)
 
     def one(batch: Batch) -> Sums:
         return loss(operands, model_state, batch, key)[0]
 
-    groups = jax.tree.map(lambda x: x.reshape(-1, task.group, *x.shape[1:]), batch)
-    return one(batch), jax.lax.map(one, groups)
+    return one(batch), jax.lax.map(one, parts)
 
 
 def working_copy(task: Task, moves: Moves, params: PyTree) -> PyTree:

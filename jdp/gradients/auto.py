@@ -39,10 +39,10 @@ def evaluation(task: Task, plan: Plan) -> Callable[..., Any]:
 
 
 def together_and_apart(
-    task: Task, plan: Plan, params: PyTree, model_state: PyTree, batch: Batch, key: Any
+    task: Task, plan: Plan, params: PyTree, model_state: PyTree, batch: Batch, parts: Batch, key: Any
 ) -> tuple[Sums, Sums]:
     """`accumulate.together_and_apart` of a few rows that every device has."""
-    return accumulate.together_and_apart(task, _moves(task, plan), params, model_state, batch, key)
+    return accumulate.together_and_apart(task, _moves(task, plan), params, model_state, batch, parts, key)
 
 
 def _moves(task: Task, plan: Plan) -> Moves:

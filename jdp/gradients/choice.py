@@ -79,7 +79,8 @@ class Question:
         if self._parts(choice) == 1:
             return choice
         try:
-            found = mixing(self.task, self.plan, state, batch, self.train)
+            rows = batch_rows(batch) // self._parts(choice)
+            found = mixing(self.task, self.plan, state, batch, self.train, rows)
         except Exception as error:  # the step's own trace says what is wrong with a loss, where something is
             first_line = str(error).partition("\n")[0]
             pairs = "" if self.task.group > 1 else "; if neighbouring rows belong together, say group=2 (or more)"
@@ -96,7 +97,7 @@ class Question:
             return Choice("auto", why)
         raise ValueError(
             f"A loss must not mix examples where it is called on parts of the batch ({self._parts_in_words(choice)}): "
-            f"Σtotal / Σweight {found}. Take accumulate=1 and leave partitioning to jdp, which then shows it the whole "
+            f"{found}. Take accumulate=1 and leave partitioning to jdp, which then shows it the whole "
             "batch; if the weight is a constant, count rows instead; if neighbouring rows belong together, say "
             "group=2 (or more). check_loss=False turns this check off."
         )

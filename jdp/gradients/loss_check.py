@@ -33,6 +33,8 @@ from jdp.types import Batch
 
 MOST = 4
 """Groups of rows that are compared: memory stays that of a few examples, forward only."""
+LARGEST = 64
+"""Rows of a trial with as many rows a call as a step has."""
 TOLERANCE = {True: 1e-4, False: 5e-2}
 """Of the sum of absolute values: for losses all in float32, whose sums run in another order, and for others."""
 
@@ -49,62 +51,104 @@ def constant_term(whole: LossTrace, part: LossTrace) -> str | None:
     return next((term.line for term in whole.terms_without_batch() if term.signature in same), None)
 
 
-def mixing(task: Task, plan: Plan, state: TrainState, batch: Batch, train: bool) -> str | None:
+class Untried(ValueError):
+    """A loss that must not be tried; the message is the reason."""
+
+
+Parts = np.ndarray[Any, Any]
+"""Rows of a batch, [parts, rows of a part]."""
+
+
+def mixing(task: Task, plan: Plan, state: TrainState, batch: Batch, train: bool, rows: int) -> str | None:
     """Say how the loss of a few rows together differs from that of the same rows apart; None where it does not.
 
     Args:
         task, plan: what the step was made of.
         state, batch: real values. All processes of a cluster call this together.
         train: the loss gets a key to draw from; else `rng=None`.
+        rows: how many a call of the loss gets. Where it does not take one group alone, two such calls are compared with
+            one call of all their rows.
 
     Raises:
-        ValueError: the loss draws again until a draw is accepted, which may never end where all draws are the same; or
+        Untried: the loss draws again until a draw is accepted, which may never end where all draws are the same; or
             it has effects, such as a callback.
+        Exception: whatever the loss raises for these numbers of rows.
     """
-    found = _difference(task, plan, state, batch, train, 1.0)
+
+    def difference(choices: list[Parts], factor: float) -> str | None:
+        return _difference(task, plan, state, batch, train, choices, factor)
+
+    choices = _few_groups(batch_rows(batch), task.group)
+    try:
+        found = difference(choices, 1.0)
+    except Untried:
+        raise
+    except Exception:
+        if 2 * rows > LARGEST:
+            raise
+        choices = [_two_calls(rows, task.accumulate, task.group)]
+        found = difference(choices, 1.0)
     # Of a loss that is zero with these weights (a distance to the model it starts from) only rounding errors are left.
-    return found if found and _difference(task, plan, state, batch, train, 1.25) else None
+    return found if found and difference(choices, 1.25) else None
 
 
-def _difference(task: Task, plan: Plan, state: TrainState, batch: Batch, train: bool, factor: float) -> str | None:
-    """What `mixing` says with all parameters times `factor`."""
-    of_batch = batch_rows(batch) // task.group
-    groups = min(MOST, of_batch)
-    spread, near = np.arange(groups) * (of_batch // groups), np.arange(groups)
-    choices = [spread, spread + (of_batch - 1) - spread[-1], near, near + (of_batch - groups) // 2]
+def _few_groups(rows: int, group: int) -> list[Parts]:
+    """At most four groups of a batch of `rows` rows, each a part: far apart (padding often lies together), and near."""
+    groups = rows // group
+    count = min(MOST, groups)
+    spread, near = np.arange(count) * (groups // count), np.arange(count)
+    choices = [spread, spread + (groups - 1) - spread[-1], near, near + (groups - count) // 2]
+    return [choice[:, None] * group + np.arange(group) for choice in choices]
+
+
+def _two_calls(rows: int, accumulate: int, group: int) -> Parts:
+    """The first two parts of a batch as a step makes them: microbatches of one device, or the rows of two devices."""
+    if accumulate == 1:
+        return np.arange(2 * rows).reshape(2, rows)
+    groups = np.arange(rows * accumulate).reshape(-1, accumulate, group)
+    return groups.swapaxes(0, 1).reshape(accumulate, rows)[:2]
+
+
+def _difference(
+    task: Task, plan: Plan, state: TrainState, batch: Batch, train: bool, choices: list[Parts], factor: float
+) -> str | None:
+    """What `mixing` says of these choices of rows, with all parameters times `factor`."""
     task = replace(task, precision=Precision(task.precision.params, "fp32", "fp32"), accumulate=1)
 
-    def compare(params: Any, model_state: Any, batch: Batch, rows: jax.Array) -> Any:
-        picked = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x[rows], plan.replicated), batch)
+    def compare(params: Any, model_state: Any, batch: Batch, parts: jax.Array) -> Any:
+        whole = jax.lax.with_sharding_constraint(jnp.sort(parts.ravel()), plan.replicated)
         key = jax.random.wrap_key_data(jnp.zeros(1, jnp.uint32), impl=_constant_bits()) if train else None
         if factor != 1:
             scaled = lambda p: (p * factor).astype(p.dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p  # noqa: E731
             params = jax.tree.map(scaled, params)
-        return auto.together_and_apart(task, plan, params, model_state, picked, key)
+
+        def picked(rows: jax.Array) -> Batch:
+            return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x[rows], plan.replicated), batch)
+
+        return auto.together_and_apart(task, plan, params, model_state, picked(whole), picked(parts), key)
 
     with jax.default_matmul_precision("highest"):  # GPUs would take TF32, of another rounding for other shapes
-        rows = jax.ShapeDtypeStruct((groups * task.group,), jnp.int32)
-        traced = jax.jit(compare, out_shardings=plan.replicated).trace(state.params, state.model_state, batch, rows)
+        shape = jax.ShapeDtypeStruct(choices[0].shape, jnp.int32)
+        traced = jax.jit(compare, out_shardings=plan.replicated).trace(state.params, state.model_state, batch, shape)
         if traced.jaxpr.effects:
-            raise ValueError("it prints or calls back, which a trial would do too")
+            raise Untried("it prints or calls back, which a trial would do too")
         if redraws(traced.jaxpr.jaxpr):
-            raise ValueError("it draws again until a draw is accepted")
+            raise Untried("it draws again until a draw is accepted")
         run = traced.lower().compile()
     tolerance = TOLERANCE[computes_in_float32(traced.jaxpr.jaxpr)]
-    for chosen in choices:
-        rows = (chosen[:, None] * task.group + np.arange(task.group)).ravel().astype(np.int32)
-        together, apart = jax.device_get(run(state.params, state.model_state, batch, rows))
+    for parts in choices:
+        together, apart = jax.device_get(run(state.params, state.model_state, batch, parts.astype(np.int32)))
         total, weight = float(together.total), float(together.weight)
         totals, weights = float(apart.total.sum()), float(apart.weight.sum())
         if not np.isfinite([total, totals]).all() or 0 in (weight, weights):
             continue  # such as rows that all weigh nothing
         scale = np.abs(apart.total).sum() / abs(weights) + abs(total / weight)
-        if abs(total / weight - totals / weights) <= tolerance * scale:
-            continue
-        each = "one by one" if task.group == 1 else f"in groups of {task.group}"
-        return (
-            f"of {len(rows)} rows together it is {total / weight:.6g}, of the same rows {each} {totals / weights:.6g}"
-        )
+        if abs(total / weight - totals / weights) > tolerance * scale:
+            count, size = parts.shape
+            values = (
+                f"{total / weight:.6g} of {count * size} rows together, {totals / weights:.6g} of them in {count} parts"
+            )
+            return f"Σtotal / Σweight is {values}"
     return None
 
 
