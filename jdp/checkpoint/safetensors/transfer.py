@@ -89,6 +89,7 @@ def import_safetensors(
     names: GivenNames = None,
     missing: Sequence[str] = (),
     ignore: Sequence[str] = (),
+    check_config: bool = True,
 ) -> PyTree:
     """Read weights from safetensors files onto the shardings of `target`; return it with them in place.
 
@@ -105,6 +106,8 @@ def import_safetensors(
             values of `target`, which must be real.
         ignore: patterns of tensors in the file that are left unread, as if it lacked them: of their names, or of these
             with slashes for dots, `("*/lora_*",)`. Each must match.
+        check_config: compare a `config.json` beside the weights with the model that `gpt2_names` or `llama_names` were
+            made for. False: take the weights whatever it says, such as those of a model type that jdp does not know.
 
     Raises:
         CheckpointError: no such file, a damaged one, or one that does not fit: a `config.json` of Hugging Face's beside
@@ -115,7 +118,8 @@ def import_safetensors(
     leaves = _leaves(target)
     stored = files.read(path)
     chosen = resolve(names, leaves)
-    _check_config(chosen, path)
+    if check_config:
+        _check_config(chosen, path)
     check_cover(chosen, leaves, missing)
     unread = left_unread({name: (name, name.replace(".", "/")) for name in stored}, ignore, path)
     for name in sorted(unread & chosen.tensors.keys()):
@@ -205,7 +209,10 @@ def _same(leaf: jax.Array) -> jax.Array:
 
 def _check_config(names: Names, path: Path) -> None:
     """Weights of another function have the same shapes: what lies beside them says which they are of."""
-    found = differences(path, names.config) if names.config is not None else []
+    try:
+        found = differences(path, names.config) if names.config is not None else []
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} To read the weights all the same: check_config=False.") from error
     if found:
         folder = path if path.is_dir() else path.parent
         raise CheckpointError(
