@@ -211,7 +211,7 @@ def test_weights_of_a_model_type_that_jdp_does_not_know_are_read_when_asked_for(
     params = jax.tree.map(lambda x: jnp.full(x.shape, 2.0), abstract(config))
     export_safetensors(tmp_path / "model.safetensors", params, names=llama_names(config))
     config_in(tmp_path, LLAMA | {"model_type": "mistral"})
-    with pytest.raises(jdp.CheckpointError, match="model_type must be gpt2 or llama.*check_config=False"):
+    with pytest.raises(jdp.CheckpointError, match=r"model_type must be gpt2 or llama.*check_config=False"):
         import_safetensors(tmp_path, params, names=llama_names(config))
     read = import_safetensors(tmp_path, params, names=llama_names(config), check_config=False)
     jax.tree.map(np.testing.assert_array_equal, read, params)
