@@ -15,5 +15,16 @@ if "JDP_CACHE_DIR" not in os.environ:  # workers share the one that pytest itsel
     atexit.register(shutil.rmtree, os.environ["JDP_CACHE_DIR"], ignore_errors=True)
 
 import jax
+import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
+
+ABOUT_TRIALS = {"test_loss_check", "test_training_properties", "test_readme", "test_batch_norm", "test_agreement"}
+
+
+@pytest.fixture(autouse=True)
+def losses_are_tried_where_it_matters(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its first step a loss is tried on a few rows, which takes a compilation: one second in most tests here.
+    It runs in those that are about it, and in every run of the command line as a process of its own."""
+    if request.module.__name__ not in ABOUT_TRIALS:
+        monkeypatch.setattr("jdp.gradients.choice.mixing", lambda *_: None)
