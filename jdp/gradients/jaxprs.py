@@ -24,6 +24,14 @@ def every_eqn(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
             yield from every_eqn(inner)
 
 
+def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
+    """How many of a scan's operands are constants, and how many are carried."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    constants, carried, _ = eqn.params["ft_in"].unpack()  # since jax 0.12: trees, whose length is that of their leaves
+    return len(constants), len(carried)
+
+
 def line_of(eqn: JaxprEqn) -> str:
     """`file:line (function)` of the innermost frame that is no installed package's and not ours."""
     frames = source_info_util.summarize(eqn.source_info, num_frames=64).splitlines()[::-1]

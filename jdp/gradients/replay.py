@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from jdp.gradients.jaxprs import line_of
+from jdp.gradients.jaxprs import line_of, scan_counts
 from jdp.gradients.pairs import (
     DRAWS,
     NUMBERED,
@@ -219,7 +219,8 @@ class Replay:
 
     def _scan(self, eqn: JaxprEqn, other: JaxprEqn | None, operands: list[Value], whole: Whole | None) -> list[Value]:
         params, inner = eqn.params, None if other is None else other.params["jaxpr"]
-        first, last = params["num_consts"], params["num_consts"] + params["num_carry"]
+        first, carried = scan_counts(eqn)
+        last = first + carried
         arrays, counts, known = _arrays(operands), _counts(operands), _known(other, whole)
         if other is not None and params["length"] != other.params["length"]:  # from row to row
             body = params["jaxpr"].jaxpr
