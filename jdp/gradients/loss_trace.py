@@ -219,7 +219,11 @@ def trace_loss(
 
     whole = batch_rows(batch)
     plain = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)  # noqa: E731
-    fewer = lambda leaf: jax.ShapeDtypeStruct((rows * leaf.shape[0] // whole, *leaf.shape[1:]), leaf.dtype)  # noqa: E731
+
+    def fewer(leaf: Any) -> jax.ShapeDtypeStruct:
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)  # NumPy's int64 becomes int32
+        return jax.ShapeDtypeStruct((rows * leaf.shape[0] // whole, *leaf.shape[1:]), dtype)
+
     params = precision.working_shapes(state.params)
     arguments = (
         params,
