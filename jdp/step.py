@@ -340,8 +340,8 @@ def _norm(grads: PyTree, step: jax.Array) -> tuple[jax.Array, jax.Array]:
     The factor depends on a value, or XLA would multiply the squares by its square, which is zero.
     """
     tiny = jnp.where(step >= 0, jnp.float32(2.0**-100), jnp.float32(1))
-    sums = [jnp.stack([jnp.sum(jnp.square(g)), jnp.sum(jnp.square(g * tiny))]) for g in jax.tree.leaves(grads)]
-    square, scaled = sum(sums, jnp.zeros(2, jnp.float32))
+    square = optax.tree.norm(grads, squared=True)
+    scaled = optax.tree.norm(jax.tree.map(lambda g: g * tiny, grads), squared=True)
     return jnp.where(jnp.isinf(square), jnp.sqrt(scaled) / tiny, jnp.sqrt(square)), square
 
 

@@ -351,8 +351,8 @@ def test_weights_gathered_in_fp32_are_named():
 def test_a_loss_that_gathers_activations_is_named():
     report = verified(gathers_activations, "ddp", partitioning="auto")
     assert not report.kept
-    [breach] = report.breaches
-    assert breach.startswith("all-gather of ")
+    assert all("no parameter has this shape" in breach for breach in report.breaches)  # jax 0.12 reduces some besides
+    [breach] = [breach for breach in report.breaches if breach.startswith("all-gather of ")]
     assert f"{__file__}:{inspect.getsourcelines(gathers_activations)[1] + 1}" in breach  # the product it gathers for
     by_hand = verified(gathers_by_hand, "ddp", partitioning="manual")
     assert not by_hand.kept
