@@ -24,6 +24,9 @@ The first line again on 2026-11-21, with partial training and BatchNorm in the s
 
     manual / shard_map   1.006 ± 0.023    0.998 ± 0.038    1.008 ± 0.027
 
+And zero3 on 2026-11-22, with a norm that does not overflow and a guard of the model state, 20 rounds, load 3: 0.993 ±
+0.055.
+
 jax 0.12.0.1 on Python 3.13, 20 rounds: 0.99 to 1.03 in the first four lines, 1.08 to 1.10 in the last. In wall time
 0.99 to 1.04 and 1.05 to 1.11, with twice to four times the error. Losses (0.10.2) are equal to the last bit between
 manual and shard_map, and between auto and jit. The last line is the price of the manual form on CPU, paid by hand too:
