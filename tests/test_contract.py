@@ -3,6 +3,7 @@ eight H100s: each is named by kind, parameter, source line and remedy."""
 
 import functools
 import inspect
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -124,7 +125,8 @@ def test_what_runs_along_the_models_axes_is_counted_apart():
 
 # The loop over the microbatches, in texts as XLA writes them
 
-SCAN_AT = "/any/where/jdp/gradients/accumulate.py"
+OWN = Path(jdp.__file__).parent.as_posix()
+SCAN_AT = f"{OWN}/gradients/accumulate.py"
 
 
 def looped(trips, *, scan_name, copy_name=None, frames=True):
@@ -185,13 +187,18 @@ def test_a_loop_without_a_place_is_told_by_its_rounds_and_what_is_inside():
 
 
 def test_the_line_is_the_innermost_that_the_user_wrote():
-    libraries = ("/v/site-packages/jax/numpy.py:3", "/v/site-packages/optax/losses.py:9", "/v/jdp/layers.py:78")
-    assert line_of((*libraries, "/home/me/model.py:7", "/v/jdp/gradients/traced.py:5")) == "/home/me/model.py:7"
-    assert line_of((*libraries, "/v/jdp/models/gpt.py:219")) == "/v/jdp/models/gpt.py:219"
-    assert line_of(("/v/jdp/gradients/manual.py:75", "/v/jdp/step.py:170", "/home/me/train.py:1")) == (
-        "/v/jdp/gradients/manual.py:75"  # who calls the step did not write the collective
+    libraries = ("/v/site-packages/jax/numpy.py:3", "/v/site-packages/optax/losses.py:9", f"{OWN}/layers.py:78")
+    assert line_of((*libraries, "/home/me/model.py:7", f"{OWN}/gradients/traced.py:5")) == "/home/me/model.py:7"
+    assert line_of((*libraries, f"{OWN}/models/gpt.py:219")) == f"{OWN}/models/gpt.py:219"
+    assert line_of((f"{OWN}/gradients/manual.py:75", f"{OWN}/step.py:170", "/home/me/train.py:1")) == (
+        f"{OWN}/gradients/manual.py:75"  # who calls the step did not write the collective
     )
     assert line_of(()) is None
+
+
+@pytest.mark.parametrize("place", ["/home/me/jdp/train.py:7", "/home/me/jdp/experiments/lesson.py:7", "/jdp/step.py:7"])
+def test_a_users_file_in_a_folder_called_jdp_is_the_users(place):
+    assert line_of((f"{OWN}/layers.py:78", place, f"{OWN}/gradients/traced.py:5")) == place
 
 
 def test_parameters_are_found_by_the_shape_that_a_device_sees():

@@ -57,6 +57,15 @@ def test_a_state_of_numbers_and_numpy_is_no_mistake(plan, train_step):
     assert int(state.step) == 1
 
 
+def test_a_changed_copy_of_a_step_chooses_for_itself(plan):
+    """What a step has settled by batch shape belongs to that step: another loss, or plan, may need another way."""
+    step = jdp.make_train_step(loss, plan)
+    step(fresh(plan), batch())
+    copy = replace(step, accumulate=2)
+    assert step.partitioning is not None
+    assert copy.partitioning is None
+
+
 def test_a_step_that_donates_nothing_keeps_the_old_state(plan):
     step, old = jdp.make_train_step(loss, plan, donate=False), fresh(plan)
     first, again = step(old, batch())[0], step(old, batch())[0]

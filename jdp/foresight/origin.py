@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 
 from jdp.foresight.hlo import Collective
 from jdp.foresight.program import Instruction, Program, array_bytes
@@ -78,7 +79,7 @@ class Sites:
     def _is_scan(self, loop: Instruction) -> bool:
         """jdp's own scan, by the line that wrote it; where XLA dropped that, by its rounds and what is inside."""
         if places := self.program.places(loop):
-            return _SCANNED_IN in places[0].replace("\\", "/")
+            return places[0].replace("\\", "/").startswith(_SCANNED_IN)
         inside = [step for name in loop.called.get("body", ()) for step in self.program[name]]
         peeled = loop.trip_count in (self.accumulate, self.accumulate - 1)
         return peeled and any(_in_scan(step.op_name) for step in inside)
@@ -136,7 +137,8 @@ class Sites:
         return [operand]
 
 
-_SCANNED_IN = "jdp/gradients/accumulate.py"
+_PACKAGE = Path(__file__).parents[1].as_posix()  # by the whole path: a user's folder, or a clone, may be called jdp
+_SCANNED_IN = f"{_PACKAGE}/gradients/accumulate.py:"
 _SCAN_PATH = re.compile(r"jit\([^)]*\)/(?:shard_map/)?while/body")
 
 
@@ -190,8 +192,8 @@ def _unflattened(part: Instruction, names: Names) -> tuple[int, ...]:
 # Lines.
 
 _LIBRARIES = re.compile(r"/(?:site-packages|dist-packages)/(?:jax|jaxlib|flax|optax)/")
-_OWN = re.compile(r"/jdp/(?!models/)[\w/]*\.py:\d+$")
-_STEP = re.compile(r"/jdp/(?:step|gradients/traced)\.py:\d+$")
+_OWN = re.compile(rf"{re.escape(_PACKAGE)}/(?!models/)")
+_STEP = re.compile(rf"{re.escape(_PACKAGE)}/(?:step|gradients/traced)\.py:")
 
 
 def line_of(places: Iterable[str]) -> str | None:
@@ -207,9 +209,9 @@ def users_line(places: Iterable[str]) -> str | None:
     """
     for place in places:
         posix = place.replace("\\", "/")
-        if _STEP.search(posix):
+        if _STEP.match(posix):
             return None
-        if not _LIBRARIES.search(posix) and not _OWN.search(posix):
+        if not _LIBRARIES.search(posix) and not _OWN.match(posix):
             return place
     return None
 
