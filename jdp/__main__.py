@@ -2,7 +2,7 @@
 
 import sys
 
-from jdp.cli import main
+from jdp.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

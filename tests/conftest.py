@@ -27,4 +27,4 @@ def losses_are_tried_where_it_matters(request: pytest.FixtureRequest, monkeypatc
     """Before its first step a loss is tried on a few rows, which takes a compilation: one second in most tests here.
     It runs in those that are about it, and in every run of the command line as a process of its own."""
     if request.module.__name__ not in ABOUT_TRIALS:
-        monkeypatch.setattr("jdp.gradients.choice.mixing", lambda *_: None)
+        monkeypatch.setattr("jdp.core.gradients.partitioning.mixing", lambda *_: None)

@@ -1,4 +1,4 @@
-"""Logits that Hugging Face's own models give for small random weights, kept in data/hf_logits.json.
+"""Logits that Hugging Face's own models give for small random weights, kept in checkpoint/hf_logits.json.
 
     python tests/hf_reference.py            # writes the file again: needs `pip install torch transformers`
     python tests/hf_reference.py --check    # computes them again and holds them against the file
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-FILE = Path(__file__).parent / "data" / "hf_logits.json"
+FILE = Path(__file__).parent / "checkpoint" / "hf_logits.json"
 VOCABULARY, LENGTH = 40, 32
 TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, (1, LENGTH))
 POSITIONS = (1, LENGTH // 2, LENGTH - 1)

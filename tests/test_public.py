@@ -150,7 +150,7 @@ def test_importing_starts_no_backend_and_takes_no_optional_dependency():
         assert not xla_bridge.backends_are_initialized(), "a backend was started"
         taken = [name for name in {OPTIONAL + FOR_THE_COMMAND_ONLY!r} if name in sys.modules]
         assert taken == [], taken
-        assert not [name for name in sys.modules if name.startswith(("jdp.cli", "jdp.experiment", "jdp.train"))]
+        assert not [name for name in sys.modules if name.startswith(("jdp.cli", "jdp.experiment", "jdp.run"))]
     """
     result = subprocess.run(
         [sys.executable, "-W", "error", "-c", textwrap.dedent(program)], capture_output=True, text=True, cwd=ROOT

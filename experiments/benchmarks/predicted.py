@@ -42,10 +42,10 @@ from flax import nnx
 from measure import finish, parser, summary, take_turns
 
 import jdp
-from jdp.foresight.chips import CHIPS
-from jdp.foresight.program import parse
-from jdp.foresight.targets import Target, target
-from jdp.foresight.timeline import Timeline, timeline
+from jdp.foresight.program.module import parse
+from jdp.foresight.targets.chips import CHIPS
+from jdp.foresight.targets.resolve import Target, target
+from jdp.foresight.timing.timeline import Timeline, timeline
 from jdp.models import SIZES, GPTConfig, MLPConfig, build, next_token_loss
 
 TX = optax.adamw(1e-3)

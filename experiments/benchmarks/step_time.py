@@ -46,7 +46,7 @@ from measure import finish, parser, ratio, show, summary, take_turns
 from raw_steps import VIEWS, make
 
 import jdp
-from jdp.foresight.hlo import collectives
+from jdp.foresight.program.collectives import collectives
 from jdp.models import GPT, GPTConfig, next_token_loss
 
 GOAL = 1.03

@@ -8,7 +8,7 @@ by one; untied with a matrix of its own for the logits; mlp is 784-2048-2048-204
 program, loop trip counts included. "wire" is what a device sends a step, by ring algorithms; "contract" the same for
 the row below, with psi parameters, c and r bytes an element of the working copy and of the reduced gradient (r = 4),
 and K microbatches. A step keeps it when it sends at most 1.02 times that, and by other kinds of collective at most 1%
-(`jdp.foresight.contract`). "*": what `partitioning=None` chooses.
+(`jdp.foresight.traffic.contract`). "*": what `partitioning=None` chooses.
 
     ddp    all-reduce r psi
     zero1  reduce-scatter r psi      all-gather c psi
@@ -71,10 +71,10 @@ own, activations, MiB a device (gpt and unrolled send the same):
     zero3  K=1    0.850 (496)        0.824 (59)          84     0.830 (242)          48
            K=4    0.836 (1790)       0.824 (235)        336     0.830 (967)         192
 
-Before the collectives along `data` were issued on the parts of an array (jdp/gradients/parts.py) manual sent 8 times as
-much with model=8: XLA gathered along `model` first. auto, fp32, untied, width 512, data=8 model=8: 1.000 (zero3 0.975;
-zero1 with K=4 2.5), but the embedding's gradient makes an all-to-all of activations along data, 1.3 to 3% of the row:
-zero1-3 break it, and manual is chosen.
+Before the collectives along `data` were issued on the parts of an array (gradients/model_axes.py) manual sent 8 times
+as much with model=8: XLA gathered along `model` first. auto, fp32, untied, width 512, data=8 model=8: 1.000 (zero3
+0.975; zero1 with K=4 2.5), but the embedding's gradient makes an all-to-all of activations along data, 1.3 to 3% of the
+row: zero1-3 break it, and manual is chosen.
 
 Measured 2026-11 for 64 H100 (jax 0.10.2), images of 224 x 224, 32 a device and microbatch, bf16, the chosen
 partitioning (manual in all): --targets h100:8x8 --models resnet-50,vit-s16 --precisions bf16 --partitionings chosen.
@@ -113,8 +113,8 @@ from jax.sharding import PartitionSpec
 from measure import finish, parser
 
 import jdp
-from jdp.foresight.compiled import compile_step
-from jdp.foresight.targets import Target, target
+from jdp.foresight.program.compiled import compile_step
+from jdp.foresight.targets.resolve import Target, target
 from jdp.foresight.verify import Report, report
 from jdp.models import (
     SIZES,

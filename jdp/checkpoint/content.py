@@ -23,10 +23,10 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jdp.checkpoint.errors import CheckpointError, reading
-from jdp.notices import notice
-from jdp.plan import path_of
-from jdp.state import TrainState
-from jdp.types import PyTree
+from jdp.core.notices import notice
+from jdp.core.paths import path_of
+from jdp.core.state import TrainState
+from jdp.core.types import PyTree
 
 FORMAT = 1
 COMMITTED = "commit_success.txt"

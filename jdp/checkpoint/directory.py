@@ -24,10 +24,10 @@ from orbax.checkpoint import checkpoint_managers
 from jdp.checkpoint import content, ours
 from jdp.checkpoint.errors import CheckpointError, hush, write_error
 from jdp.checkpoint.line import Line
-from jdp.notices import notice
-from jdp.state import TrainState
-from jdp.types import PyTree
-from jdp.user_path import user_path
+from jdp.core.notices import notice
+from jdp.core.state import TrainState
+from jdp.core.types import PyTree
+from jdp.core.user_path import user_path
 
 
 class Checkpoints:

@@ -16,9 +16,9 @@ from jax.experimental import multihost_utils
 from jdp.checkpoint import content, ours
 from jdp.checkpoint.directory import Checkpoints
 from jdp.checkpoint.errors import CheckpointError, write_error
-from jdp.state import TrainState
-from jdp.types import PyTree
-from jdp.user_path import user_path
+from jdp.core.state import TrainState
+from jdp.core.types import PyTree
+from jdp.core.user_path import user_path
 
 RUN_FOLDER = "checkpoints"
 """Where the folder of a run has them."""

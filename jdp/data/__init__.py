@@ -23,12 +23,12 @@ sources, `train` and `heldout`, and a `fingerprint`; another kind of data needs 
 
 from jdp.data.arrays import ArrayData, array_data
 from jdp.data.batches import NumpyBatch, OrderedSource, Source, batch_count, global_batches, sample_at
-from jdp.data.images import ImageData, image_data
+from jdp.data.images.samples import ImageData, image_data
 from jdp.data.mixtures import Mixture, mixture
 from jdp.data.order import sample_index
-from jdp.data.packing import PackedSamples
-from jdp.data.text import TextData, TextSamples, decode, encode, text_data
-from jdp.data.tokenizers import VOCAB_SIZE, open_tokenizer
+from jdp.data.text.packing import PackedSamples
+from jdp.data.text.samples import TextData, TextSamples, decode, encode, text_data
+from jdp.data.text.tokenizers import VOCAB_SIZE, open_tokenizer
 
 __all__ = [
     "VOCAB_SIZE",

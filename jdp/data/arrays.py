@@ -1,6 +1,6 @@
 """Arrays as samples: row i of every array is sample i, by random access, without a copy.
 
-1. Read them (jdp.data.array_files), and give them the names that models here go by.
+1. Read them (jdp.data.sources.array_files), and give them the names that models here go by.
 2. Part the rows into training and held-out ones by their content (jdp.data.held_out), or take those given as held out.
 3. A sample is a row of each, in a dtype that devices hold, with a weight.
 """
@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jdp.data.array_files import Arrays, ArraySource, read_arrays
+from jdp.core.notices import notice
 from jdp.data.batches import NumpyBatch
 from jdp.data.held_out import fingerprint, part
 from jdp.data.labels import labels_of
-from jdp.notices import notice
+from jdp.data.sources.array_files import Arrays, ArraySource, read_arrays
 
 # What tells samples apart is what a model sees: features that occur twice stay together, whatever their labels.
 _NOT_CONTENT = frozenset({"labels", "targets", "weights"})

@@ -15,8 +15,8 @@ import grain
 import numpy as np
 from numpy.typing import NDArray
 
+from jdp.core.notices import notice
 from jdp.data.order import sample_index
-from jdp.notices import notice
 
 NumpyBatch = dict[str, NDArray[Any]]
 

@@ -18,10 +18,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdp.batch import owned
-from jdp.gradients.traced import batch_rows
-from jdp.plan import Plan, nearest_sizes
-from jdp.types import Batch
+from jdp.core.batch import batch_rows, nearest_sizes, owned
+from jdp.core.sharding.plan import Plan
+from jdp.core.types import Batch
 
 
 def process_rows(plan: Plan, batch_size: int) -> list[int]:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 import numpy as np
 from numpy.typing import NDArray
 
+from jdp.core.notices import notice
 from jdp.data.split import content_score
-from jdp.notices import notice
 
 _END = 2**15  # bytes
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jdp.amounts import duration, share, size
+from jdp.core.formatting import duration, share, size
 from jdp.foresight.forecast import Outlook
-from jdp.foresight.memory import RESERVED_BYTES
+from jdp.foresight.memory.peak import RESERVED_BYTES
 
 CLOSE = 0.01
 """Step times within 1 % are taken for equal: the model of time is coarser than that. Less memory then decides."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from jdp.amounts import columns, duration, rate, share, size
-from jdp.foresight.memory import Memory, Room
-from jdp.foresight.timeline import Timeline
+from jdp.core.formatting import columns, duration, rate, share, size
+from jdp.foresight.memory.peak import Memory, Room
+from jdp.foresight.memory.zero_formula import zero_bytes
+from jdp.foresight.timing.timeline import Timeline
 from jdp.foresight.verify import Report
-from jdp.foresight.zero_table import zero_bytes
 
 
 def way_name(strategy: str, accumulate: int, remat: str | None) -> str:

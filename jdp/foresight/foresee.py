@@ -15,23 +15,23 @@ from typing import Any
 
 import jax
 
+from jdp.core.disk_cache import Cache
+from jdp.core.sharding.mesh import DATA
+from jdp.core.sharding.strategy import STRATEGIES, strategy
+from jdp.core.state import TrainState
+from jdp.core.step import Step
+from jdp.core.types import Batch
 from jdp.foresight.advice import advise
-from jdp.foresight.cache import Cache
-from jdp.foresight.chips import XLA_TYPES
-from jdp.foresight.compiled import Compiled, CompileError, compile_step
-from jdp.foresight.flops import model_flops
 from jdp.foresight.forecast import Forecast, Outlook, way_name
-from jdp.foresight.here import fingerprint, target_of
-from jdp.foresight.memory import memory
-from jdp.foresight.relocate import Relocated, abstract_on
-from jdp.foresight.targets import Target
-from jdp.foresight.timeline import timeline
+from jdp.foresight.memory.peak import memory
+from jdp.foresight.program.compiled import Compiled, CompileError, compile_step
+from jdp.foresight.targets.chips import XLA_TYPES
+from jdp.foresight.targets.relocate import Relocated, abstract_on
+from jdp.foresight.targets.resolve import Target
+from jdp.foresight.targets.this_machine import fingerprint, target_of
+from jdp.foresight.timing.model_flops import model_flops
+from jdp.foresight.timing.timeline import timeline
 from jdp.foresight.verify import report
-from jdp.mesh import DATA
-from jdp.state import TrainState
-from jdp.step import Step
-from jdp.strategy import STRATEGIES, strategy
-from jdp.types import Batch
 
 Progress = Callable[[int, int, str], None]
 """Called with (ways done, ways in all, what is being compiled)."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from jdp.amounts import size
+from jdp.core.formatting import size
 
 PROBES = 30
 """More than a search takes whose memory grows with the rows."""

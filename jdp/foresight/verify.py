@@ -13,21 +13,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jdp.amounts import columns, size
-from jdp.foresight.breach import breaches, strays
-from jdp.foresight.cache import Cache
-from jdp.foresight.chips import XLA_TYPES
-from jdp.foresight.compiled import Compiled, compile_step
-from jdp.foresight.contract import SLACK, TOLERANCE, Row, Sent, Theory, judge, sent, theory
-from jdp.foresight.gathering import Gathering, gathering
-from jdp.foresight.here import fingerprint, target_of
-from jdp.foresight.origin import Sites
-from jdp.foresight.relocate import abstract_on
-from jdp.foresight.symptoms import symptoms
-from jdp.foresight.targets import Target
-from jdp.state import TrainState
-from jdp.step import Step
-from jdp.types import Batch
+from jdp.core.disk_cache import Cache
+from jdp.core.formatting import columns, size
+from jdp.core.state import TrainState
+from jdp.core.step import Step
+from jdp.core.types import Batch
+from jdp.foresight.program.compiled import Compiled, compile_step
+from jdp.foresight.targets.chips import XLA_TYPES
+from jdp.foresight.targets.relocate import abstract_on
+from jdp.foresight.targets.resolve import Target
+from jdp.foresight.targets.this_machine import fingerprint, target_of
+from jdp.foresight.traffic.breaches import breaches, strays
+from jdp.foresight.traffic.contract import SLACK, TOLERANCE, Row, Sent, Theory, judge, sent, theory
+from jdp.foresight.traffic.gathering import Gathering, gathering
+from jdp.foresight.traffic.origin import Sites
+from jdp.foresight.traffic.symptoms import symptoms
 
 
 def verify(

@@ -27,8 +27,8 @@ from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO
 
-from jdp.launch.bound import bound
-from jdp.machine import cpu_only, visible_gpus
+from jdp.core.machine import cpu_only, visible_gpus
+from jdp.launch.parent_death import bound
 
 POLL_SECONDS = 0.05
 SETTLE_SECONDS = 2.0  # after an abort (a peer died), how long the peer that caused it has to end by itself

@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jdp.models.parts import Linear, LoRA, dropout, product
-from jdp.models.rules import require, require_choice, require_heads, require_positive, require_rates
+from jdp.models.checks import require, require_choice, require_heads, require_positive, require_rates
+from jdp.models.modules import Linear, LoRA, dropout, product
 from jdp.models.transformer import (
     Activation,
     Attend,

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jdp.models.parts import Linear, dropout
-from jdp.models.rules import require
+from jdp.models.checks import require
+from jdp.models.modules import Linear, dropout
 
 Activation = Literal["relu", "gelu", "silu", "tanh"]
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {

@@ -23,8 +23,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jdp.models.batch_norm import BatchNorm
-from jdp.models.parts import Classifier
-from jdp.models.rules import require, require_choice, require_images, require_positive
+from jdp.models.checks import require, require_choice, require_images, require_positive
+from jdp.models.modules import Classifier
 
 BlockKind = Literal["basic", "bottleneck"]
 Stem = Literal["imagenet", "small"]

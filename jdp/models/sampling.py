@@ -11,8 +11,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from jdp.models.checks import require
 from jdp.models.gpt import GPT
-from jdp.models.rules import require
 
 
 def generate(

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jdp.layers import scan_layers
-from jdp.models.parts import Linear, LoRA, Norm, dropout
-from jdp.models.rules import require
+from jdp.core.layers import scan_layers
+from jdp.models.checks import require
+from jdp.models.modules import Linear, LoRA, Norm, dropout
 
 Activation = Literal["swiglu", "gelu", "gelu_exact"]
 NormKind = Literal["rms", "layer"]

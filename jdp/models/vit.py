@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jdp.models.parts import Classifier, Linear, dropout
-from jdp.models.rules import require, require_choice, require_heads, require_images, require_positive, require_rates
+from jdp.models.checks import require, require_choice, require_heads, require_images, require_positive, require_rates
+from jdp.models.modules import Classifier, Linear, dropout
 from jdp.models.transformer import Attend, LayerConfig, Remat, fold_range, make_layers, run_layers
 
 POSITION_STD = 0.02

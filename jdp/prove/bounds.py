@@ -35,10 +35,10 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from jdp.plan import path_of
-from jdp.precision import Precision
-from jdp.state import TrainState
-from jdp.types import Batch, Metrics
+from jdp.core.paths import path_of
+from jdp.core.precision import Precision
+from jdp.core.state import TrainState
+from jdp.core.types import Batch, Metrics
 
 FACTOR = {"fp32": 128.0, "bf16": 16.0}
 """Least noise of the shadows in units of u. fp32: 2√n for n = 4096; where a batch has more elements it is more. bf16:

@@ -21,12 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdp import flax_nnx
-from jdp.gradients.traced import as_sums
-from jdp.precision import Precision
-from jdp.state import Static, TrainState, trained_part, with_trained
-from jdp.types import Batch, Device, InitFn, Loss, LossFn, PyTree
-from jdp.wrt import resolve
+from jdp.core import flax_nnx
+from jdp.core.gradients.loss_call import as_sums
+from jdp.core.precision import Precision
+from jdp.core.state import Static, TrainState, trained_part, with_trained
+from jdp.core.trainable import resolve
+from jdp.core.types import Batch, Device, InitFn, Loss, LossFn, PyTree
 
 FORWARD = 1 / 2
 """Noise of the weights, as a share of the gradients': the forward pass does not sum over the batch."""

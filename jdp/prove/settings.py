@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 from jax.sharding import Mesh
 
-from jdp.mesh import DATA, make_mesh
-from jdp.plan import Plan, nearest_sizes
-from jdp.strategy import STRATEGIES
-from jdp.types import Device
+from jdp.core.batch import nearest_sizes
+from jdp.core.sharding.mesh import DATA, make_mesh
+from jdp.core.sharding.plan import Plan
+from jdp.core.sharding.strategy import STRATEGIES
+from jdp.core.types import Device
 
 
 @dataclass(frozen=True)

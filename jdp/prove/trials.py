@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from jdp.checkpoint import Checkpoints
+from jdp.core.state import TrainState
+from jdp.core.step import Step
+from jdp.core.types import Batch
 from jdp.data.feed import Feed, shard_batches
 from jdp.prove.bounds import PAIRS, Closest, Record, amplitude, snapshot, sums
 from jdp.prove.reference import SILENT, Noise, Reference
 from jdp.prove.settings import Resume, Setting, Way
-from jdp.state import TrainState
-from jdp.step import Step
-from jdp.types import Batch
 
 Batches = Callable[[int], Batch]
 """`batches(index)` -> the whole global batch that the step after `index` consumed ones gets, as NumPy arrays."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jdp.amounts import size
+from jdp.core.formatting import size
 from jdp.foresight.forecast import Outlook
-from jdp.foresight.memory import CLASSES, Memory
-from jdp.foresight.zero_table import zero_bytes
+from jdp.foresight.memory.peak import CLASSES, Memory
+from jdp.foresight.memory.zero_formula import zero_bytes
 from jdp.report import page as look
+from jdp.report.bars import Bar, stacked_bars
 from jdp.report.page import Markup, details, element, joined, paragraphs, table
-from jdp.report.pictures import Bar, stacked_bars
 
 _COLOURS = dict(
     zip(

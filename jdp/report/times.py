@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jdp.amounts import duration, share, size
+from jdp.core.formatting import duration, share, size
 from jdp.foresight.forecast import Outlook
-from jdp.foresight.timeline import Event, Timeline
-from jdp.report.lanes import KIND_CLASSES, lanes
+from jdp.foresight.timing.timeline import Event, Timeline
 from jdp.report.page import CHOSEN, Markup, details, element, joined, table, tagged
+from jdp.report.timeline import KIND_CLASSES, lanes
 
 MOST_RECTANGLES = 2400
 """Of all timelines together: what keeps the page small, however long the programs are."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from jdp.amounts import size
-from jdp.foresight.contract import SLACK, TOLERANCE, Row, Sent
+from jdp.core.formatting import size
+from jdp.foresight.traffic.contract import SLACK, TOLERANCE, Row, Sent
 from jdp.foresight.verify import Report
 from jdp.report.page import CHOSEN, Markup, details, element, joined, paragraphs, table, tagged
 

@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from jdp.checkpoint.errors import CheckpointError
+from jdp.core.user_path import check_regular, user_path
 from jdp.models import GPTConfig
-from jdp.user_path import check_regular, user_path
 
 NAME = "config.json"
 _GELUS = {

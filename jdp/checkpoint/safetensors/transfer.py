@@ -28,11 +28,11 @@ from jdp.checkpoint.safetensors.files import Spec, Stored
 from jdp.checkpoint.safetensors.hugging_face_config import NAME as CONFIG
 from jdp.checkpoint.safetensors.hugging_face_config import differences
 from jdp.checkpoint.safetensors.names import Names, Part, Tensor, check_cover, file_shape, part_shape, resolve
-from jdp.notices import notice
-from jdp.plan import path_of
-from jdp.state import TrainState
-from jdp.types import PyTree
-from jdp.user_path import user_path
+from jdp.core.notices import notice
+from jdp.core.paths import path_of
+from jdp.core.state import TrainState
+from jdp.core.types import PyTree
+from jdp.core.user_path import user_path
 
 GivenNames = Names | Mapping[str, str | Tensor] | None
 

@@ -1,0 +1,161 @@
+"""`jdp plan`: compile an experiment's step every way it could run, for devices this machine need not have."""
+
+import contextlib
+import json as as_json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from jdp.cli.options import (
+    UsageError,
+    choose_target_platform,
+    counts,
+    parse_with_overrides,
+    stdout_to_stderr,
+    words,
+    writable,
+)
+
+if TYPE_CHECKING:
+    from jdp.foresight.forecast import Forecast
+
+
+@dataclass(frozen=True)
+class Options:
+    """Says what every device will hold, send and wait for, under every strategy, before anything is launched.
+
+    The experiment's real step is compiled by the real compiler for the devices of --target, which need not be here:
+    jdp plan FILE --target h100:8x8. Reported are memory by class against the device's, bytes sent against theory,
+    step time and how much communication is hidden (simulated), what fits, what to take, and why.
+
+    Any key of the experiment can be changed: --train.batch_size 512 --model.layers 2. The keys are listed below.
+    """
+
+    file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE")]
+    """The experiment (TOML)."""
+    target: Annotated[str | None, tyro.conf.arg(metavar="KIND:HOSTSxPER_HOST")] = None
+    """Devices to plan for: h100:8x8, h200:1x8, a100:64x8, b200:2x8, cpu:8, or mycluster.toml:8x8. Default: this
+    machine's."""
+    strategy: Annotated[str, tyro.conf.arg(metavar="NAMES")] = "ddp,zero1,zero2,zero3"
+    """Strategies to compile, with commas between."""
+    accumulate: Annotated[str | None, tyro.conf.arg(metavar="COUNTS")] = None
+    """Microbatches a step to compile, such as 1,4. Default: the experiment's."""
+    remat: Annotated[str | None, tyro.conf.arg(metavar="POLICIES")] = None
+    """Rematerialisation policies to compile, such as none,dots,full. Default: the experiment's."""
+    max_batch: bool = False
+    """Find the largest batch that fits, for the way chosen, by compiling."""
+    html: Annotated[Path | None, tyro.conf.arg(metavar="PAGE")] = None
+    """Write a self-contained page: memory, timelines, collectives."""
+    trace: Annotated[Path | None, tyro.conf.arg(metavar="TRACE")] = None
+    """Write the chosen way's simulated timeline for chrome://tracing or ui.perfetto.dev."""
+    no_cache: bool = False
+    """Compile again what was compiled before ($JDP_CACHE_DIR, else ~/.cache/jdp)."""
+    json: bool = False
+    """Print one JSON object on stdout, and everything else on stderr."""
+
+
+def run(arguments: list[str]) -> int:
+    options, overrides = parse_with_overrides(Options, "plan", arguments)
+    for path in (options.html, options.trace):
+        writable(path)
+    with stdout_to_stderr() if options.json else contextlib.nullcontext():
+        forecast, largest, described = _plan(options, overrides)
+    if options.json:
+        found = {} if largest is None else {"max_batch": largest}
+        print(as_json.dumps(forecast.to_json() | found, allow_nan=False), flush=True)
+    with stdout_to_stderr() if options.json else contextlib.nullcontext():
+        _write(options, forecast, described)
+    return 0
+
+
+def _plan(options: Options, overrides: dict[str, str]) -> tuple["Forecast", dict[str, Any] | None, str]:
+    """The forecast, the largest batch where it was asked for, and the experiment in a sentence."""
+    from jdp.experiment.file import load
+
+    strategies = words(options.strategy, "--strategy")
+    remats: list[str | None] = [None] if options.remat is None else [*words(options.remat, "--remat")]
+    settings = [overrides | ({} if remat is None else {"model.remat": remat}) for remat in remats]
+    experiments = dict(zip(remats, (load(options.file, each) for each in settings), strict=True))
+    first = experiments[remats[0]]
+    accumulate = counts(options.accumulate, "--accumulate") or [first.train.accumulate]
+    choose_target_platform(options.target, first.devices)
+
+    from jdp.cli.terminal import show_forecast
+    from jdp.core.sharding.strategy import strategy
+    from jdp.experiment.plan import described_batch, ways_of
+    from jdp.foresight.targets.this_machine import target_of
+
+    for name in strategies:
+        strategy(name)
+    target = target_of(options.target)
+    if options.max_batch and target.memory_bytes is None:
+        raise UsageError(f"--max-batch needs a target whose memory is known; the devices of {target} share a machine's")
+    ways = [
+        way
+        for remat, experiment in experiments.items()
+        for way in ways_of(experiment, target, strategies=strategies, accumulate=accumulate, remat=remat)
+    ]
+    batch = described_batch(ways[0].moved.batch)
+    described = f"{first.model.name}, {first.precision}, batches of {batch.words}"
+    found = _forecast(options, ways, target, batch)
+    if not options.json:
+        show_forecast(found, first.name, described)
+    if not options.max_batch or found.choice is None:
+        return found, None, described
+    return found, _largest(options, experiments[found.choice.remat], target, found.choice), described
+
+
+def _forecast(options: Options, ways: list[Any], target: Any, batch: Any) -> "Forecast":
+    """Compile every way. Raises UsageError if none of them compiles."""
+    from jdp.cli.terminal import Progress
+    from jdp.foresight.foresee import forecast
+
+    with Progress() as progress:
+        found = forecast(
+            ways,
+            target,
+            tokens=batch.count,
+            unit=batch.unit,
+            cache=not options.no_cache,
+            progress=progress.compiling,
+        )
+    if all(outlook.error is not None for outlook in found.outlooks):
+        raise UsageError("\n".join(found.notes))
+    return found
+
+
+def _largest(options: Options, experiment: Any, target: Any, choice: Any) -> dict[str, Any]:
+    """The largest batch that fits, for the way that was chosen."""
+    from jdp.cli.terminal import Progress
+    from jdp.experiment.plan import largest_batch
+
+    with Progress() as progress:
+        largest = largest_batch(experiment, target, choice, cache=not options.no_cache, progress=progress.rows)
+    if not options.json:
+        print(largest)
+    return largest.to_json()
+
+
+def _write(options: Options, forecast: "Forecast", described: str) -> None:
+    if options.html is not None:
+        from jdp.report.plan_page import plan_page
+
+        page = plan_page(forecast, title=f"{options.file.stem} on {forecast.target}", described=described)
+        _put(options.html, page)
+    if options.trace is not None:
+        from jdp.foresight.timing.chrome_trace import chrome_trace
+
+        shown = forecast.choice or next((o for o in forecast.outlooks if o.timeline is not None), None)
+        if shown is None or shown.timeline is None:
+            raise UsageError(f"--trace: no timeline was simulated for {forecast.target}")
+        _put(options.trace, as_json.dumps(chrome_trace(shown.timeline, shown.name)))
+
+
+def _put(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, "utf-8")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}") from None
+    print(f"wrote {path}")

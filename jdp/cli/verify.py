@@ -1,0 +1,68 @@
+"""`jdp verify`: hold an experiment's compiled step to the communication contract."""
+
+import contextlib
+import json as as_json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from jdp.cli.options import choose_target_platform, parse_with_overrides, stdout_to_stderr
+
+if TYPE_CHECKING:
+    from jdp.foresight.verify import Report
+
+BROKEN = 1
+
+
+@dataclass(frozen=True)
+class Options:
+    """Compiles an experiment's step and counts what it sends: exit 0 when it keeps its strategy's contract, else 1.
+
+    Counted in the compiled program, loops included, against theory: the README's table of strategies; under zero3, what
+    the step's own trace gathers. A breach names the collective, the parameter, the source line, and the remedy. What is
+    sent besides is named where the contract is kept, too, and so is a zero3 that holds its weights whole, like zero2.
+
+    Any key of the experiment can be changed: --strategy zero3 --train.accumulate 4. The keys are listed below.
+    """
+
+    file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE")]
+    """The experiment (TOML)."""
+    target: Annotated[str | None, tyro.conf.arg(metavar="KIND:HOSTSxPER_HOST")] = None
+    """Devices to compile for: h100:8x8, h200:1x8, a100:64x8, b200:2x8, cpu:8, or mycluster.toml:8x8. Default: this
+    machine's."""
+    no_cache: bool = False
+    """Compile again what was compiled before ($JDP_CACHE_DIR, else ~/.cache/jdp)."""
+    json: bool = False
+    """Print one JSON object on stdout, and everything else on stderr."""
+
+
+def run(arguments: list[str]) -> int:
+    options, overrides = parse_with_overrides(Options, "verify", arguments)
+    with stdout_to_stderr() if options.json else contextlib.nullcontext():
+        report = _verify(options, overrides)
+    print(as_json.dumps(report.to_json(), allow_nan=False) if options.json else report)
+    return 0 if report.kept else BROKEN
+
+
+def _verify(options: Options, overrides: dict[str, str]) -> "Report":
+    from jdp.experiment.file import load
+
+    experiment = load(options.file, overrides)
+    choose_target_platform(options.target, experiment.devices)
+
+    from jdp.cli.terminal import Progress
+    from jdp.core.disk_cache import Cache
+    from jdp.experiment.plan import ways_of
+    from jdp.foresight.foresee import compile_way
+    from jdp.foresight.targets.this_machine import target_of
+    from jdp.foresight.verify import report
+
+    target = target_of(options.target)
+    count = experiment.train.accumulate
+    (way,) = ways_of(experiment, target, strategies=[experiment.strategy], accumulate=[count], remat=None)
+    with Progress() as progress:
+        progress.compiling(0, 1, way.name)
+        compiled = compile_way(way, target, Cache.usual(not options.no_cache))
+    return report(way.moved.step, way.moved.state, compiled, str(target), notes=way.moved.notes)

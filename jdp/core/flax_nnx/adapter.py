@@ -1,0 +1,251 @@
+"""How an NNX module becomes plain trees of arrays, and back.
+
+A module is split once, at initialisation, and put together again only while a step is traced; no call of a compiled
+step walks a module. Its parameters become nested dicts with text keys, which JAX flattens natively.
+
+Three kinds of variables:
+- `nnx.Param`: parameters;
+- `nnx.RngState` (the keys and counters inside `nnx.Dropout(rngs=...)`): never carried along. Every merge seeds them
+  anew from the step's key, so the masks depend on that key alone;
+- all others (BatchNorm statistics), and arrays that are plain attributes (tables): model state, returned changed by the
+  step. What a call adds to the module (`sow`) is dropped, and that is said.
+
+Where a device sees only its part of the batch, `nnx.BatchNorm` (a subclass, too) can be given the mesh axes to take its
+statistics over. Of other state that a call changes, each device then has its own: floating-point values are averaged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from flax import nnx
+from flax.core.meta import Partitioned
+from flax.linen.spmd import LogicallyPartitioned, logical_to_mesh_axes
+from flax.nnx.spmd import get_var_pspec
+from jax.sharding import PartitionSpec
+
+from jdp.core.flax_nnx.norms import synchronise
+from jdp.core.flax_nnx.structure import Structure, structure_of
+from jdp.core.notices import notice
+
+Flat = dict[tuple[Any, ...], Any]
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What a module is besides its arrays.
+
+    Attributes:
+        structure: what is compared; adapters of modules that are made alike are equal.
+        graphdef: the module's structure, as NNX has it.
+        variables: every variable by its path, holding shapes only; a merge fills in the arrays.
+        unsynchronised: paths of the variables that calls may change and that belong to no `nnx.BatchNorm`.
+    """
+
+    structure: Structure
+    graphdef: nnx.GraphDef[nnx.Module] = field(compare=False, repr=False)
+    variables: Flat = field(compare=False, repr=False)
+    unsynchronised: tuple[str, ...] = ()
+
+    def merge(
+        self,
+        params: Mapping[str, Any],
+        model_state: Mapping[str, Any],
+        rng: jax.Array | None,
+        sync_axes: tuple[str, ...] = (),
+    ) -> nnx.Module:
+        """Put the module together: in training mode with `rng` to draw from, in evaluation mode without one.
+
+        Batch statistics are taken over the mesh axes `sync_axes` (those of the `shard_map` it is called in), beside
+        the rows at hand.
+        """
+        filled: Flat = {}
+        for path, variable in self.variables.items():
+            if _is_rng(variable):
+                value = _seeded(variable, rng, len(filled))
+            else:
+                value = _at(params if isinstance(variable, nnx.Param) else model_state, path)
+            filled[path] = variable.replace(value) if isinstance(variable, nnx.Variable) else value
+        module = nnx.merge(self.graphdef, nnx.from_flat_state(filled))
+        for _, norm in _batch_norms(module):
+            synchronise(norm, sync_axes)
+        (module.eval if rng is None else module.train)()
+        return module
+
+    def changed(self, module: nnx.Module) -> dict[str, Any]:
+        """The model state after the module was called: of what it had before; what the call added is dropped."""
+        after = {path: _value(leaf) for path, leaf in _flat(module).items() if _is_model_state(leaf)}
+        if added := [path for path in after if path not in self.variables]:
+            notice(f"{'/'.join(map(str, added[0]))} was added to the model by its call, and is not kept between steps")
+        return _nest({path: value for path, value in after.items() if path in self.variables})
+
+    @property
+    def has_statistics(self) -> bool:
+        """Whether calls may change state that depends on the batch, as BatchNorm's do."""
+        return any(_is_statistic(variable) for variable in self.variables.values())
+
+    @property
+    def unsynchronised_floats(self) -> tuple[str, ...]:
+        """Of `unsynchronised`, what is floating point."""
+        floats = {
+            "/".join(map(str, path))
+            for path, variable in self.variables.items()
+            for leaf in jax.tree.leaves(_value(variable))
+            if jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating)
+        }
+        return tuple(path for path in self.unsynchronised if path in floats)
+
+    @property
+    def batch_statistics(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of the running averages (`nnx.BatchStat`): a mean and a variance for each batch norm."""
+        statistics = [v.get_value() for v in self.variables.values() if isinstance(v, nnx.BatchStat)]
+        return tuple(leaf.shape for leaf in jax.tree.leaves(statistics))
+
+
+def built(init: Callable[[jax.Array], Any], rng: jax.Array) -> tuple[Any, tuple[tuple[str, PartitionSpec], ...]]:
+    """What `init(rng)` makes, and its parameters' paths with the PartitionSpecs that its metadata asks for.
+
+    NNX variables keep their metadata (`nnx.with_partitioning`, `out_sharding`), but are not laid by it at once: where
+    things live is the plan's. Of linen's boxes (`nn.Partitioned`) the values remain. Logical names are translated by
+    the rules at hand (`sharding_rules`, flax's context).
+    """
+    with nnx.use_eager_sharding(False):
+        model = init(rng)
+    if isinstance(model, nnx.Module):
+        variables = ((path, leaf) for path, leaf in _flat(model).items() if isinstance(leaf, nnx.Param))
+        specs = ((tuple(map(str, path)), _spec(leaf)) for path, leaf in variables)
+        return model, tuple(("/".join(path), spec) for path, spec in specs if spec)
+    boxed = jax.tree.leaves_with_path(model, is_leaf=_is_box)
+    specs = ((jax.tree_util.keystr(p, simple=True, separator="/"), _box_spec(x)) for p, x in boxed if _is_box(x))
+    unboxed = jax.tree.map(lambda x: x.value if _is_box(x) else x, model, is_leaf=_is_box)
+    return unboxed, tuple((path, spec) for path, spec in specs if spec)
+
+
+def _spec(variable: nnx.Variable[Any]) -> PartitionSpec:
+    """A variable's spec, without the entries at its end that say nothing.
+
+    Layers that were stacked by a plain `vmap` still have one layer's metadata: it holds for the last dimensions.
+    """
+    spec = get_var_pspec(variable) or PartitionSpec()
+    if not any(spec) or not hasattr(variable.get_value(), "ndim"):  # a tree of arrays has no one spec
+        return PartitionSpec()
+    missing = variable.get_value().ndim - len(spec)
+    return PartitionSpec(*(None,) * missing, *spec)
+
+
+def _is_box(leaf: Any) -> bool:
+    return isinstance(leaf, Partitioned)
+
+
+def _box_spec(box: Partitioned[Any]) -> PartitionSpec:
+    if not isinstance(box, LogicallyPartitioned):
+        return box.get_partition_spec()
+    return logical_to_mesh_axes(box.names, box.rules) or PartitionSpec()
+
+
+def split(model: Any) -> tuple[Any, Any, Adapter | None]:
+    """Return (params, model_state, adapter); a pytree that is not an NNX module comes back as it is, adapter None."""
+    if not isinstance(model, nnx.Module):
+        return model, {}, None
+    variables = _flat(model)
+    params = _nest({path: _value(leaf) for path, leaf in variables.items() if isinstance(leaf, nnx.Param)})
+    state = {path: _value(leaf) for path, leaf in variables.items() if _is_model_state(leaf)}
+    _check_state(state)
+    model_state = jax.tree.map(jax.numpy.asarray, _nest(state))
+    shapes = {path: _shape(leaf) for path, leaf in variables.items()}
+    norms = [path for path, _ in _batch_norms(model)]
+    others = [p for p, leaf in variables.items() if _is_statistic(leaf) and p[:-1] not in norms]
+    graphdef = nnx.graphdef(model)
+    unsynchronised = tuple("/".join(map(str, path)) for path in others)
+    return params, model_state, Adapter(structure_of(graphdef), graphdef, shapes, unsynchronised)
+
+
+def matches(adapter: Adapter, paths: Sequence[str], wrt: Any) -> tuple[bool, ...]:
+    """Of the parameters at `paths`, which an NNX filter selects (a type of variable, a callable, `nnx.All(...)`).
+
+    Raises:
+        ValueError: `wrt` is no filter.
+    """
+    try:
+        selects = nnx.filterlib.to_predicate(wrt)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            "`wrt` is None, a path pattern or a sequence of them ('head/*'), or a filter of nnx (nnx.LoRAParam); "
+            f"got {wrt!r}."
+        ) from error
+    found = {tuple(map(str, path)): bool(selects(path, leaf)) for path, leaf in adapter.variables.items()}
+    parts = [tuple(path.split("/")) for path in paths]  # a variable may hold a tree, whose leaves have longer paths
+    return tuple(next(found[p[:n]] for n in range(len(p), 0, -1) if p[:n] in found) for p in parts)
+
+
+def _flat(module: nnx.Module) -> Flat:
+    return dict(nnx.to_flat_state(nnx.split(module)[1]))
+
+
+def _value(leaf: Any) -> Any:
+    return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
+
+
+def _shape(leaf: Any) -> Any:
+    """The leaf with shapes in place of its arrays."""
+    shapes = jax.tree.map(lambda x: jax.typeof(x) if hasattr(x, "dtype") else x, _value(leaf))
+    return leaf.replace(shapes) if isinstance(leaf, nnx.Variable) else shapes
+
+
+def _is_rng(variable: Any) -> bool:
+    return isinstance(variable, nnx.RngState)
+
+
+def _is_model_state(variable: Any) -> bool:
+    return not isinstance(variable, nnx.RngState | nnx.Param)
+
+
+def _is_statistic(variable: Any) -> bool:
+    return _is_model_state(variable) and isinstance(variable, nnx.Variable)
+
+
+def _batch_norms(module: nnx.Module) -> list[tuple[tuple[Any, ...], nnx.BatchNorm]]:
+    return [(path, node) for path, node in nnx.iter_graph(module) if isinstance(node, nnx.BatchNorm)]
+
+
+def _seeded(variable: Any, rng: jax.Array | None, index: int) -> jax.Array:
+    """A fresh key or a zero counter for one RNG variable; in evaluation mode a key that nothing draws from."""
+    aval = variable.get_value()
+    if not jax.numpy.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        return jax.numpy.zeros(aval.shape, aval.dtype)
+    key = jax.random.fold_in(jax.random.key(0) if rng is None else rng, index)
+    if not aval.shape:
+        return key
+    each = jax.numpy.arange(math.prod(aval.shape))
+    return jax.vmap(lambda i: jax.random.fold_in(key, i))(each).reshape(aval.shape)
+
+
+def _nest(flat: Flat) -> dict[str, Any]:
+    nested: dict[str, Any] = {}
+    for path, value in flat.items():
+        *parents, last = map(str, path)
+        node = nested
+        for key in parents:
+            node = node.setdefault(key, {})
+        node[last] = value
+    return nested
+
+
+def _at(nested: Any, path: tuple[Any, ...]) -> Any:
+    for key in path:
+        nested = nested[str(key)]
+    return nested
+
+
+def _check_state(state: Flat) -> None:
+    for path, value in state.items():
+        for leaf in jax.tree.leaves(value):
+            if not hasattr(leaf, "dtype") and not isinstance(leaf, int | float | complex):
+                raise ValueError(
+                    f"A variable of the model holds arrays; {'/'.join(map(str, path))} holds {leaf!r}. Make it a plain "
+                    "attribute of the module."
+                )

@@ -1,0 +1,117 @@
+"""One call of the user's loss function, as the gradient code sees it.
+
+Operands go in (whole weights, or shards that are gathered on the way), a `Loss` comes out, whatever the user returned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jdp.core.batch import batch_rows
+from jdp.core.gradients.gathers import at_top
+from jdp.core.layers import Lift, Lifts, lifting
+from jdp.core.notices import notice
+from jdp.core.types import Batch, Loss, LossFn, PyTree
+
+RESERVED = frozenset(("loss", "weight", "grad_norm", "skipped"))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Sums:
+    """What is summed over examples: scalars in float32, metrics as pairs (total, weight)."""
+
+    total: jax.Array
+    weight: jax.Array
+    metrics: dict[str, tuple[jax.Array, jax.Array]]
+
+
+@dataclass(frozen=True)
+class TracedLoss:
+    """The loss function, how parameters become its model, and where they live.
+
+    Attributes:
+        fn: the user's loss function.
+        adapter: `Static.adapter`.
+        places: a tree like the parameters, of `Placement`.
+        lift: under ZeRO-3, how a shard is gathered where it is used; None where operands are whole already.
+        sync_axes: the mesh axes that batch statistics are taken over, beside the rows at hand.
+        training: a module is in training mode, with the key to draw from.
+    """
+
+    fn: LossFn
+    adapter: Any
+    places: PyTree
+    lift: Lift | None
+    sync_axes: tuple[str, ...] = ()
+    training: bool = True
+
+    def __call__(self, operands: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[Sums, PyTree]:
+        """Return the sums over the batch given, and the model state afterwards."""
+        whole, context, lifts = operands, contextlib.nullcontext(), None
+        if self.lift is not None:
+            lift = self.lift
+            with at_top():
+                whole = jax.tree.map(lambda shard, place: lift(shard, place, 0), operands, self.places)
+            lifts = Lifts(lift, _table(whole, operands, self.places))
+            context = lifting(lifts)
+        with context:
+            if self.adapter is None:
+                sums = as_sums(self.fn(whole, batch, key), batch)
+            else:
+                model = self.adapter.merge(whole, model_state, key if self.training else None, self.sync_axes)
+                sums = as_sums(self.fn(model, batch, key), batch)
+                model_state = self.adapter.changed(model)
+        if lifts is not None and not lifts.met and self.training and key is not None:
+            self._say_whole()
+        return sums, model_state
+
+    def _say_whole(self) -> None:
+        """No layer was gathered by itself: zero3 by name, but not by memory."""
+        sharded = [place.path for place in jax.tree.leaves(self.places) if place.dim is not None]
+        if sharded:
+            others = f" and {len(sharded) - 1} more" if len(sharded) > 1 else ""
+            notice(
+                f"zero3 gathers its weights ({sharded[0]}{others}) at the top of the step and holds them whole until "
+                "the backward pass is done, as zero2 does: run the layers through jdp.scan_layers, which gathers one "
+                "at a time"
+            )
+
+
+def _table(whole: PyTree, shards: PyTree, places: PyTree) -> dict[int, Any]:
+    rows = zip(jax.tree.leaves(whole), jax.tree.leaves(shards), jax.tree.leaves(places), strict=True)
+    return {id(full): (full, shard, place) for full, shard, place in rows}
+
+
+def as_sums(value: Any, batch: Batch) -> Sums:
+    """Turn what a loss function returned into sums; a plain scalar is the mean over the batch's rows."""
+    if not isinstance(value, Loss):
+        if not hasattr(value, "dtype") and not isinstance(value, int | float):
+            raise ValueError(
+                f"A loss function returns jdp.Loss(total, weight, metrics) or a scalar; got {type(value).__name__}. "
+                "What goes along with a loss belongs into its metrics."
+            )
+        value = _scalar("a loss function's plain return value", value)
+        rows = jnp.float32(batch_rows(batch))
+        return Sums(value * rows, rows, {})
+    weight = _scalar("Loss.weight", value.weight)
+    if taken := RESERVED & value.metrics.keys():
+        raise ValueError(f"A step reports {', '.join(sorted(RESERVED))} itself; rename the metric {min(taken)!r}.")
+    metrics = {
+        name: (_scalar(f"metric {name!r}", pair[0]), _scalar(f"metric {name!r}", pair[1]))
+        for name, entry in value.metrics.items()
+        for pair in [entry if isinstance(entry, tuple) else (entry, weight)]
+    }
+    return Sums(_scalar("Loss.total", value.total), weight, metrics)
+
+
+def _scalar(what: str, value: Any) -> jax.Array:
+    array = jnp.asarray(value)
+    if array.shape:
+        raise ValueError(f"{what} must be a scalar; its shape is {array.shape}. Sum it over the batch.")
+    return array.astype(jnp.float32)

@@ -1,0 +1,170 @@
+"""Hold a loss to its promise, before the first step: `total` and `weight` are sums over examples.
+
+A step calls the loss on parts of the batch: on each device's rows under "manual", on each microbatch where there are
+several. What is no sum over examples then means something else than on the whole batch. Two looks, once:
+
+1. `constant_term` reads the trace: a term of `total` that no leaf of the batch reaches, and that more rows leave as it
+   is (a weight penalty), is counted once for every part.
+2. `mixing` computes: the loss of a few rows of the first batch together, against the same rows apart. NNX modules are
+   in evaluation mode, and all random bits are one constant, so that only the rows can make a difference.
+
+A mean whose weight is a constant 1 passes both: all parts have the same number of rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.extend.random as jexr
+import jax.numpy as jnp
+import numpy as np
+
+from jdp.core.batch import batch_rows
+from jdp.core.gradients import auto
+from jdp.core.gradients.accumulate import Task
+from jdp.core.gradients.loss_trace import LossTrace, computes_in_float32, redraws
+from jdp.core.precision import Precision
+from jdp.core.sharding.plan import Plan
+from jdp.core.state import TrainState
+from jdp.core.types import Batch
+
+MOST = 4
+"""Groups of rows that are compared: memory stays that of a few examples, forward only."""
+LARGEST = 64
+"""Rows of a trial with as many rows a call as a step has."""
+TOLERANCE = {True: 1e-4, False: 5e-2}
+"""Of the sum of absolute values: for losses all in float32, whose sums run in another order, and for others."""
+
+
+def constant_term(whole: LossTrace, part: LossTrace) -> str | None:
+    """The line of a term of `Loss.total` that is no sum over examples, unless the weight is as constant as it is.
+
+    Args:
+        whole, part: the loss traced on two different numbers of rows.
+    """
+    if not whole.is_sum or (whole.constant_weight is not None and whole.constant_weight == part.constant_weight):
+        return None
+    same = {term.signature for term in part.terms_without_batch()}
+    return next((term.line for term in whole.terms_without_batch() if term.signature in same), None)
+
+
+class Untried(ValueError):
+    """A loss that must not be tried; the message is the reason."""
+
+
+Parts = np.ndarray[Any, Any]
+"""Rows of a batch, [parts, rows of a part]."""
+
+
+def mixing(task: Task, plan: Plan, state: TrainState, batch: Batch, train: bool, rows: int) -> str | None:
+    """Say how the loss of a few rows together differs from that of the same rows apart; None where it does not.
+
+    Args:
+        task, plan: what the step was made of.
+        state, batch: real values. All processes of a cluster call this together.
+        train: the loss gets a key to draw from; else `rng=None`.
+        rows: how many a call of the loss gets. Where it does not take one group alone, two such calls are compared with
+            one call of all their rows.
+
+    Raises:
+        Untried: the loss draws again until a draw is accepted, which may never end where all draws are the same; or
+            it has effects, such as a callback.
+        Exception: whatever the loss raises for these numbers of rows.
+    """
+
+    def difference(choices: list[Parts], factor: float) -> str | None:
+        return _difference(task, plan, state, batch, train, choices, factor)
+
+    choices = _few_groups(batch_rows(batch), task.group)
+    try:
+        found = difference(choices, 1.0)
+    except Untried:
+        raise
+    except Exception:
+        if 2 * rows > LARGEST:
+            raise
+        choices = [_two_calls(rows, task.accumulate, task.group)]
+        found = difference(choices, 1.0)
+    # Of a loss that is zero with these weights (a distance to the model it starts from) only rounding errors are left.
+    return found if found and difference(choices, 1.25) else None
+
+
+def _few_groups(rows: int, group: int) -> list[Parts]:
+    """At most four groups of a batch of `rows` rows, each a part: far apart (padding often lies together), and near."""
+    groups = rows // group
+    count = min(MOST, groups)
+    spread, near = np.arange(count) * (groups // count), np.arange(count)
+    choices = [spread, spread + (groups - 1) - spread[-1], near, near + (groups - count) // 2]
+    return [choice[:, None] * group + np.arange(group) for choice in choices]
+
+
+def _two_calls(rows: int, accumulate: int, group: int) -> Parts:
+    """The first two parts of a batch as a step makes them: microbatches of one device, or the rows of two devices."""
+    if accumulate == 1:
+        return np.arange(2 * rows).reshape(2, rows)
+    groups = np.arange(rows * accumulate).reshape(-1, accumulate, group)
+    return groups.swapaxes(0, 1).reshape(accumulate, rows)[:2]
+
+
+def _difference(
+    task: Task, plan: Plan, state: TrainState, batch: Batch, train: bool, choices: list[Parts], factor: float
+) -> str | None:
+    """What `mixing` says of these choices of rows, with all parameters times `factor`."""
+    task = replace(task, precision=Precision(task.precision.params, "fp32", "fp32"), accumulate=1)
+
+    def compare(params: Any, model_state: Any, batch: Batch, parts: jax.Array) -> Any:
+        whole = jax.lax.with_sharding_constraint(jnp.sort(parts.ravel()), plan.replicated)
+        key = jax.random.wrap_key_data(jnp.zeros(1, jnp.uint32), impl=_constant_bits()) if train else None
+        if factor != 1:
+            scaled = lambda p: (p * factor).astype(p.dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p  # noqa: E731
+            params = jax.tree.map(scaled, params)
+
+        def picked(rows: jax.Array) -> Batch:
+            return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x[rows], plan.replicated), batch)
+
+        return auto.together_and_apart(task, plan, params, model_state, picked(whole), picked(parts), key)
+
+    with jax.default_matmul_precision("highest"):  # GPUs would take TF32, of another rounding for other shapes
+        shape = jax.ShapeDtypeStruct(choices[0].shape, jnp.int32)
+        traced = jax.jit(compare, out_shardings=plan.replicated).trace(state.params, state.model_state, batch, shape)
+        if traced.jaxpr.effects:
+            raise Untried("it prints or calls back, which a trial would do too")
+        if redraws(traced.jaxpr.jaxpr):
+            raise Untried("it draws again until a draw is accepted")
+        run = traced.lower().compile()
+    tolerance = TOLERANCE[computes_in_float32(traced.jaxpr.jaxpr)]
+    for parts in choices:
+        together, apart = jax.device_get(run(state.params, state.model_state, batch, parts.astype(np.int32)))
+        total, weight = float(together.total), float(together.weight)
+        totals, weights = float(apart.total.sum()), float(apart.weight.sum())
+        if not np.isfinite([total, totals]).all() or 0 in (weight, weights):
+            continue  # such as rows that all weigh nothing
+        scale = np.abs(apart.total).sum() / abs(weights) + abs(total / weight)
+        if abs(total / weight - totals / weights) > tolerance * scale:
+            count, size = parts.shape
+            values = (
+                f"{total / weight:.6g} of {count * size} rows together, {totals / weights:.6g} of them in {count} parts"
+            )
+            return f"Σtotal / Σweight is {values}"
+    return None
+
+
+@functools.cache
+def _constant_bits() -> Any:
+    """A PRNG whose every word is the same: uniform 0.45, normal -0.13, permutations that permute nothing."""
+
+    def bits(_: jax.Array, width: int, shape: tuple[int, ...]) -> jax.Array:
+        return jnp.full(shape, 0x7333333333333333 >> (64 - width), jnp.dtype(f"uint{width}"))
+
+    return jexr.define_prng_impl(
+        key_shape=(1,),
+        seed=lambda seed: jnp.zeros(1, jnp.uint32),
+        split=lambda key, shape: jnp.broadcast_to(key, (*shape, 1)),
+        random_bits=bits,
+        fold_in=lambda key, data: key,
+        name="jdp_constant",
+        tag="jdpc",
+    )

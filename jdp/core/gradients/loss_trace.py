@@ -1,0 +1,312 @@
+"""What can be read off a loss function before it runs: its trace (a jaxpr) as data.
+
+`trace_loss` traces the loss on shapes alone, with the calls inside it inlined. From the trace follow
+1. whether it returns a `Loss`, and which parameter it uses more than once;
+2. what only a global view can run: sharding constraints and `shard_map`s over the batch axes;
+3. float32 leaves of the batch that are multiplied with weights of lower precision, which makes the product float32;
+4. terms of `Loss.total` that no leaf of the batch reaches: a weight penalty, which is no sum over examples.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from jdp.core.batch import batch_rows
+from jdp.core.gradients.jaxprs import every_eqn, inner_jaxprs, line_of
+from jdp.core.gradients.loss_call import as_sums
+from jdp.core.gradients.pairs import is_random
+from jdp.core.paths import path_of
+from jdp.core.precision import Precision
+from jdp.core.sharding.placement import axes_of
+from jdp.core.state import TrainState
+from jdp.core.types import Batch, Loss, LossFn
+
+_INLINED = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2"}
+_PRODUCTS = {"dot_general", "conv_general_dilated"}
+_SUMS = {"add", "sub", "add_any"}
+_PARAMS, _BATCH = "parameters", "batch"
+_KEEPS_TERMS = {"neg", "convert_element_type", "reshape", "squeeze", "broadcast_in_dim", "copy", "reduce_precision"}
+
+
+@dataclass(frozen=True)
+class Term:
+    """A summand of `Loss.total` that does not depend on the batch.
+
+    Attributes:
+        line: "file:line" where it was made.
+        signature: the same in two traces of a loss, where nothing in the term depends on the number of rows.
+    """
+
+    line: str
+    signature: str
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """What one operation makes and others take; compared by identity.
+
+    Attributes:
+        aval: its shape and dtype.
+        constant: the number or array where the trace knows it.
+    """
+
+    aval: Any
+    constant: Any = None
+
+
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """An equation of the trace: the primitive's name, what it takes and makes, and the equation itself."""
+
+    name: str
+    operands: list[Value]
+    results: list[Value]
+    eqn: Any
+
+
+@dataclass(frozen=True, eq=False)
+class LossTrace:
+    """The trace of one call of a loss function.
+
+    Attributes:
+        jaxpr: the trace as jax made it; its first inputs are the parameters' leaves.
+        operations: the same with the calls inside it inlined, in order.
+        params, state, batch: the inputs, by path; `state` holds the model state and the key.
+        total, weight: the outputs; of a plain scalar, as `as_sums` makes them.
+        is_sum: the loss returns a `Loss`; else a plain scalar.
+    """
+
+    jaxpr: Any
+    operations: list[Operation]
+    params: dict[str, Value]
+    state: list[Value]
+    batch: dict[str, Value]
+    total: Value
+    weight: Value
+    is_sum: bool
+
+    def reused(self, counted: tuple[bool, ...]) -> str | None:
+        """The first parameter, of those counted, that more than one operation takes; None: there is none."""
+        uses = zip(self.params, self.jaxpr.invars, counted, strict=False)
+        return next((path for path, var, counts in uses if counts and count_uses(self.jaxpr, var) > 1), None)
+
+    def global_only(self, axes: tuple[str, ...]) -> str | None:
+        """The line of the first sharding constraint or `shard_map` that names one of the mesh axes `axes`."""
+        for eqn in every_eqn(self.jaxpr):
+            named = set(eqn.params.get("manual_axes", ())) if eqn.primitive.name == "shard_map" else set()
+            if eqn.primitive.name == "sharding_constraint":
+                spec = getattr(eqn.params["sharding"], "spec", ())
+                named = {axis for entry in spec for axis in axes_of(entry)}
+            if named & set(axes):
+                return line_of(eqn)
+        return None
+
+    def widened(self) -> tuple[str, str] | None:
+        """A float32 leaf of the batch that makes a product with bfloat16 weights float32: its path, and the line."""
+        wide = {value: path for path, value in self.batch.items() if value.aval.dtype == jnp.float32}
+        narrow = {value for value in self.params.values() if value.aval.dtype == jnp.bfloat16}
+        weights = set(narrow)  # and their float32 copies
+        for op in self.operations:
+            leaves = [wide[value] for value in op.operands if value in wide]
+            if op.name in _PRODUCTS and leaves and not weights.isdisjoint(op.operands):
+                return leaves[0], line_of(op.eqn)
+            copies = op.name == "convert_element_type" and op.operands[0] in narrow
+            moves = len(op.operands) == 1 and op.operands[0] in weights
+            for result in op.results:
+                if getattr(result.aval, "dtype", None) == jnp.float32:
+                    wide |= dict.fromkeys([result] if leaves else (), next(iter(leaves), ""))
+                    weights |= {result} if copies or moves else set()
+        return None
+
+    def terms_without_batch(self) -> list[Term]:
+        """The summands of total that depend on parameters and on no leaf of the batch."""
+        return list(self._terms(self.total, ()))
+
+    @property
+    def constant_weight(self) -> str | None:
+        """The weight's signature where no leaf of the batch reaches it; else None."""
+        return None if self._needs_batch(self.weight) else self._signature(self.weight)
+
+    def _terms(self, value: Value, factors: tuple[str, ...]) -> Iterator[Term]:
+        """Walk through sums and constant factors down to the terms."""
+        if _PARAMS not in self._reached_from(value) or self._is_zero(value):
+            return
+        op = self._makers.get(value)
+        if not self._needs_batch(value):
+            yield Term(line_of(op.eqn) if op else "a parameter", _digest(*factors, self._signature(value)))
+        elif op is not None and (op.name in _SUMS or op.name in _KEEPS_TERMS):
+            for operand in op.operands:
+                yield from self._terms(operand, factors)
+        elif op is not None and op.name in ("mul", "div"):
+            first, second = op.operands
+            if not self._needs_batch(second):
+                yield from self._terms(first, (*factors, self._signature(second)))
+            elif op.name == "mul" and not self._needs_batch(first):
+                yield from self._terms(second, (*factors, self._signature(first)))
+
+    def _needs_batch(self, value: Value) -> bool:
+        return _BATCH in self._reached_from(value)
+
+    def _is_zero(self, value: Value) -> bool:
+        """Whether it is 0 whatever the inputs are: a penalty whose coefficient was set to 0."""
+        op = self._makers.get(value)
+        if op is None:
+            return _is_number(value.constant) and not np.any(value.constant)
+        if op.name in ("mul", "div"):
+            return self._is_zero(op.operands[0]) or (op.name == "mul" and self._is_zero(op.operands[1]))
+        return (op.name in _SUMS or op.name in _KEEPS_TERMS) and all(map(self._is_zero, op.operands))
+
+    def _reached_from(self, value: Value) -> frozenset[str]:
+        return self._kinds_of.get(value, frozenset())
+
+    @cached_property
+    def _makers(self) -> dict[Value, Operation]:
+        return {result: op for op in self.operations for result in op.results}
+
+    @cached_property
+    def _kinds_of(self) -> dict[Value, frozenset[str]]:
+        """Whether each value depends on parameters, on the batch, or on both."""
+        known = {value: frozenset[str]((_PARAMS,)) for value in self.params.values()}
+        known |= {value: frozenset[str]((_BATCH,)) for value in self.batch.values()}
+        for op in self.operations:
+            needed = frozenset[str]().union(*(known.get(value, frozenset()) for value in op.operands))
+            known |= dict.fromkeys(op.results, needed)
+        return known
+
+    @cached_property
+    def _signatures(self) -> dict[Value, str]:
+        """A digest of what each value computes: the same in two traces where the computation is the same."""
+        inputs = (*self.params.values(), *self.state, *self.batch.values())
+        known = {value: f"input {i}" for i, value in enumerate(inputs)}
+        for op in self.operations:
+            operands = [known[v] if v in known else _constant(v) for v in op.operands]
+            settings = sorted((name, str(setting)) for name, setting in op.eqn.params.items())
+            whole = _digest(op.name, settings, *operands)
+            known |= {result: _digest(whole, i) for i, result in enumerate(op.results)}
+        return known
+
+    def _signature(self, value: Value) -> str:
+        return self._signatures.get(value) or _constant(value)
+
+
+def trace_loss(
+    loss_fn: LossFn, precision: Precision, state: TrainState, batch: Batch, rows: int, train: bool = True
+) -> LossTrace:
+    """Trace one call of `loss_fn` on `rows` rows shaped like the batch's; nothing is computed.
+
+    In evaluation (`train=False`) the loss gets `rng=None`.
+
+    Raises:
+        NameError: the loss names a mesh axis (`jax.lax.psum(x, "data")`), which exists under `shard_map` only.
+        Exception: whatever the loss itself raises.
+    """
+    adapter, is_sum = state.static.adapter, list[bool]()
+
+    def probe(params: Any, model_state: Any, batch: Any, rng: Any) -> tuple[Any, Any]:
+        model = params if adapter is None else adapter.merge(params, model_state, rng)
+        value = loss_fn(model, batch, rng)
+        is_sum.append(isinstance(value, Loss))
+        sums = as_sums(value, batch)
+        return sums.total, sums.weight
+
+    whole = batch_rows(batch)
+    plain = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)  # noqa: E731
+
+    def fewer(leaf: Any) -> jax.ShapeDtypeStruct:
+        dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)  # NumPy's int64 becomes int32
+        return jax.ShapeDtypeStruct((rows * leaf.shape[0] // whole, *leaf.shape[1:]), dtype)
+
+    params = precision.working_shapes(state.params)
+    arguments = (
+        params,
+        jax.tree.map(plain, state.model_state),
+        jax.tree.map(fewer, batch),
+        plain(state.rng) if train else None,
+    )
+    closed = jax.make_jaxpr(probe)(*arguments)
+    inputs = [Value(aval) for aval in closed.in_avals]
+    operations = list[Operation]()
+    total, weight = _inlined(closed.jaxpr, closed.consts, inputs, operations)
+    names = [[path_of(path) for path, _ in jax.tree.leaves_with_path(tree)] for tree in (params, batch)]
+    first, last = len(names[0]), len(inputs) - int(train)
+    of_batch = last - len(names[1])
+    return LossTrace(
+        closed.jaxpr,
+        operations,
+        dict(zip(names[0], inputs[:first], strict=True)),
+        [*inputs[first:of_batch], *inputs[last:]],
+        dict(zip(names[1], inputs[of_batch:last], strict=True)),
+        total,
+        weight,
+        is_sum[0],
+    )
+
+
+def count_uses(jaxpr: Any, var: Any) -> int:
+    """How many primitive operations of `jaxpr`, and of those it calls, take `var` as an operand."""
+    count = 0
+    for eqn in jaxpr.eqns:
+        for position, operand in enumerate(eqn.invars):
+            if operand is var:
+                count += _uses_inside(eqn, position)
+    return count
+
+
+def redraws(jaxpr: Any) -> bool:
+    """Whether a loop of `jaxpr` that ends when a condition is met draws random numbers."""
+    return any(eqn.primitive.name == "while" and is_random(eqn) for eqn in every_eqn(jaxpr))
+
+
+def computes_in_float32(jaxpr: Any) -> bool:
+    """Whether no operation of `jaxpr` makes floating-point numbers of fewer than 32 bits."""
+    dtypes = {getattr(var.aval, "dtype", None) for eqn in every_eqn(jaxpr) for var in eqn.outvars}
+    return not any(dtype and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 for dtype in dtypes)
+
+
+def _uses_inside(eqn: Any, position: int) -> int:
+    for inner in inner_jaxprs(eqn):
+        if len(inner.invars) == len(eqn.invars):
+            return count_uses(inner, inner.invars[position])
+    return 1
+
+
+def _inlined(jaxpr: Any, consts: Any, inputs: list[Value], into: list[Operation]) -> list[Value]:
+    """Append the operations of `jaxpr` to `into`, calls replaced by what they call; return the outputs' values."""
+    known = dict(zip(jaxpr.invars, inputs, strict=True))
+    known |= {var: Value(var.aval, constant=const) for var, const in zip(jaxpr.constvars, consts, strict=True)}
+
+    def value(var: Any) -> Value:
+        return Value(var.aval, constant=var.val) if hasattr(var, "val") else known[var]
+
+    for eqn in jaxpr.eqns:
+        operands, inner = [value(var) for var in eqn.invars], eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+        if eqn.primitive.name in _INLINED and inner is not None:
+            results = _inlined(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), operands, into)
+        else:
+            results = [Value(var.aval) for var in eqn.outvars]
+            into.append(Operation(eqn.primitive.name, operands, results, eqn))
+        known |= dict(zip(eqn.outvars, results, strict=True))
+    return [value(var) for var in jaxpr.outvars]
+
+
+def _constant(value: Value) -> str:
+    """A scalar constant by its number, an array by its shape."""
+    return _digest(repr(value.constant) if np.ndim(value.constant) == 0 else str(value.aval))
+
+
+def _is_number(constant: Any) -> bool:
+    known = constant is not None and np.ndim(constant) == 0 and not isinstance(constant, Tracer)
+    return known and jnp.issubdtype(getattr(constant, "dtype", type(constant)), np.number)
+
+
+def _digest(*values: object) -> str:
+    return hashlib.sha256(repr(values).encode()).hexdigest()

@@ -1,0 +1,123 @@
+"""Replica view: the gradient region runs under `shard_map` over the batch axes and issues its own collectives.
+
+Each device sees its rows of the batch and differentiates its own sum. That is what lets it add microbatches locally and
+synchronise once, choose the dtype on the wire, and, later, compress or skip synchronisations.
+
+Axes of the model stay XLA's while the loss runs; but what is sent along the batch axes is the part of an array that a
+device holds along the model's (`parts`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jdp.core import batch_keys as keys
+from jdp.core.batch import interleave
+from jdp.core.gradients import model_axes as parts
+from jdp.core.gradients.accumulate import Moves, Task, evaluate, step_gradients
+from jdp.core.gradients.model_state import mean_over, moved
+from jdp.core.sharding.mesh import DATA, batch_axes
+from jdp.core.sharding.placement import Placement, axes_of
+from jdp.core.sharding.plan import Plan
+from jdp.core.state import trained_part, with_trained
+from jdp.core.types import Batch, PyTree
+
+
+def gradients(task: Task, plan: Plan) -> Callable[..., Any]:
+    """(params, model_state, batch, key) -> (Σ∇total at rest specs, sums, model_state)."""
+
+    changed: list[bool] = []
+
+    def local(params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array) -> Any:
+        grads, sums, after = step_gradients(task, _moves(plan, task.group), params, model_state, batch, key)
+        changed[:] = moved(model_state, after)
+        return grads, sums, trained_part(after, changed)
+
+    rest, whole = _rest_specs(plan, task.places), PartitionSpec()
+    reduced = _rest_specs(plan, task.trained_places)
+    replicas = _shard_map(local, plan, (rest, whole, plan.batch_spec, whole), (reduced, whole, whole))
+
+    def run(params: PyTree, model_state: PyTree, *others: Any) -> Any:
+        grads, sums, after = replicas(_apart(plan, params, task.places), model_state, *others)
+        grads = jax.tree.map(lambda g, place: parts.together(g, place, plan.mesh), grads, task.trained_places)
+        return grads, sums, with_trained(model_state, after, changed)
+
+    return run
+
+
+def evaluation(task: Task, plan: Plan) -> Callable[..., Any]:
+    """(params, model_state, batch) -> sums."""
+
+    def local(params: PyTree, model_state: PyTree, batch: Batch) -> Any:
+        return evaluate(task, _moves(plan, task.group), params, model_state, batch)
+
+    rest, whole = _rest_specs(plan, task.places), PartitionSpec()
+    replicas = _shard_map(local, plan, (rest, whole, plan.batch_spec), whole)
+    return lambda params, *others: replicas(_apart(plan, params, task.places), *others)
+
+
+def _apart(plan: Plan, params: PyTree, places: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf, place: parts.apart(leaf, place, plan.mesh), params, places)
+
+
+def _shard_map(local: Callable[..., Any], plan: Plan, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    # check_vma off: the gather boundary is a custom_vjp whose two sides vary over different axes.
+    return jax.shard_map(
+        local,
+        mesh=plan.mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        axis_names=set(batch_axes(plan.mesh)),
+        check_vma=False,
+    )
+
+
+def _rest_specs(plan: Plan, places: PyTree) -> PyTree:
+    """The part of each rest spec that concerns the batch axes; the model's axes stay automatic."""
+    manual = batch_axes(plan.mesh)
+
+    def keep(entry: object) -> object:
+        left = tuple(axis for axis in axes_of(entry) if axis in manual)
+        return left[0] if len(left) == 1 else (left or None)
+
+    def spec(place: Placement) -> PartitionSpec:
+        return PartitionSpec(*(keep(entry) for entry in parts.spec_apart(place, plan.mesh)))
+
+    return jax.tree.map(spec, places)
+
+
+def _moves(plan: Plan, group: int) -> Moves:
+    mesh, axes = plan.mesh, batch_axes(plan.mesh)
+    others = tuple(axis for axis in axes if axis != DATA)
+    replicas = plan.batch_shards
+
+    def finish(x: jax.Array, place: Placement, leading: int) -> jax.Array:
+        return parts.psum(x, axes if place.dim is None else others, place, mesh)
+
+    def average(before: Any, after: Any) -> Any:
+        unchanged = before is after or not jnp.issubdtype(after.dtype, jnp.floating)
+        return after if unchanged else mean_over(after, axes, replicas)
+
+    def key(key: jax.Array, rows: int, index: Any, count: int) -> jax.Array | keys.BatchKey:
+        if replicas == count == 1:
+            return key
+        first = jax.lax.axis_index(axes).astype(jnp.uint32) * jnp.uint32(rows * count)
+        first += jnp.uint32(index) * jnp.uint32(group)
+        return keys.batch_key(key, rows=rows, total=rows * count * replicas, offset=first, stride=count, group=group)
+
+    return Moves(
+        gather=lambda x, place, leading: parts.all_gather(x, place, leading, mesh),
+        reduce=lambda x, place, leading: parts.psum_scatter(x, place, leading, mesh),
+        hold=lambda x, place, leading: x,
+        finish=finish,
+        total=lambda x: jax.lax.psum(x, axes),
+        average=lambda before, after: jax.tree.map(average, before, after),
+        microbatches=lambda batch, count: jax.tree.map(lambda x: interleave(x, count, group), batch),
+        key=key,
+        axes=axes,
+    )

@@ -1,0 +1,82 @@
+"""Model state beside the parameters: what a call of the model changed of it, and what may become of that.
+
+What a call did not change comes out as the very array that went in, and is neither averaged nor carried along: a table
+of `finfo.min` would overflow on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from operator import and_
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import partial_eval
+
+from jdp.core.paths import path_of
+from jdp.core.types import Batch, PyTree
+
+
+def moved(before: PyTree, after: PyTree) -> tuple[bool, ...]:
+    """Of each leaf, in order, whether it is another array than before."""
+    pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+    return tuple(old is not new for old, new in pairs)
+
+
+def stays_finite(before: PyTree, after: PyTree) -> jax.Array:
+    """Boolean scalar: whether no number turned into NaN or infinity.
+
+    What was infinite may stay so: a running maximum begins at -inf.
+    """
+    pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+    changed = [(old, new) for old, new in pairs if old is not new and jnp.issubdtype(new.dtype, jnp.inexact)]
+    broken = [(jnp.isfinite(old) & ~jnp.isfinite(new)) | (jnp.isnan(new) & ~jnp.isnan(old)) for old, new in changed]
+    return jnp.logical_not(reduce(jnp.logical_or, map(jnp.any, broken), jnp.bool_(False)))
+
+
+def refuse_varying(
+    call: Callable[[PyTree, Batch, PyTree], PyTree],
+    model_state: PyTree,
+    batch: Batch,
+    key: PyTree,
+    *,
+    carried: bool,
+) -> None:
+    """Refuse model state that is no floating-point number and would be another one on each device.
+
+    Args:
+        call: (model state, batch, key) -> the model state afterwards, each device with its own rows.
+        carried: the state goes from one microbatch to the next before devices agree on it.
+
+    Raises:
+        ValueError: a leaf of integers, booleans or keys depends on the batch, or on noise for its rows.
+    """
+    leaves = jax.tree.leaves_with_path(model_state)
+    fixed = [not jnp.issubdtype(leaf.dtype, jnp.inexact) for _, leaf in leaves]
+    if not any(fixed):
+        return
+    jaxpr = jax.make_jaxpr(call)(model_state, batch, key).jaxpr
+    needs = [partial_eval.dce_jaxpr(jaxpr, [i == j for j in range(len(leaves))])[1] for i in range(len(leaves))]
+    varies = [any(used[len(leaves) :]) for used in needs]
+    for _ in leaves if carried else ():  # what depends on it after one microbatch, after two, ...
+        varies = [v or any(map(and_, used, varies)) for v, used in zip(varies, needs, strict=True)]
+    for (path, leaf), is_fixed, is_varying in zip(leaves, fixed, varies, strict=True):
+        if is_fixed and is_varying:
+            raise ValueError(
+                f"Under partitioning='manual' each device calls the model with its own rows, and {path_of(path)} "
+                f"({leaf.dtype}), which depends on them, would be another one on each device; only floating-point "
+                "state is averaged. Use partitioning='auto', which sees the whole batch, or keep it in floating point."
+            )
+
+
+def mean_over(x: jax.Array, axes: tuple[str, ...], devices: int) -> jax.Array:
+    """The mean of each device's own `x` along the mesh axes `axes`, in x's dtype, computed in float32 or wider.
+
+    Values are first divided by a power of two above the number of devices, which rounds nothing, so that no sum of
+    finite values overflows; and what the division by that number may round up is cut off at `finfo.max`.
+    """
+    wide, scale = jnp.promote_types(x.dtype, jnp.float32), 2 ** devices.bit_length()
+    mean = jax.lax.psum(x.astype(wide) / scale, axes) / devices
+    largest = jnp.asarray(jnp.finfo(x.dtype).max, wide) / scale
+    return (scale * jnp.where(jnp.isfinite(mean), jnp.clip(mean, -largest, largest), mean)).astype(x.dtype)

@@ -1,0 +1,231 @@
+"""Which partitioning a step gets, and why; and whether the loss bears being called on parts of a batch.
+
+Auto, unless auto cannot keep the communication contract and the loss returns a `Loss`, which promises that its total is
+a sum over examples: then manual. A loss that needs the whole batch gets auto with one microbatch, or an error.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from jdp.core.batch import batch_rows
+from jdp.core.gradients.accumulate import Task
+from jdp.core.gradients.loss_check import constant_term, mixing
+from jdp.core.gradients.loss_trace import LossTrace, trace_loss
+from jdp.core.notices import notice
+from jdp.core.precision import Precision
+from jdp.core.sharding.mesh import own_axes
+from jdp.core.sharding.plan import Plan
+from jdp.core.state import TrainState
+from jdp.core.types import Batch
+
+ASKED = "asked for"
+
+
+@dataclass(frozen=True)
+class Choice:
+    partitioning: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Question:
+    """What there is to choose for.
+
+    Attributes:
+        task: what the gradient code is asked for.
+        plan: mesh and strategy.
+        asked: the partitioning that was asked for; None leaves the choice to jdp.
+        train: a training step; else an evaluation step.
+    """
+
+    task: Task
+    plan: Plan
+    asked: str | None
+    train: bool
+
+    def choose(self, state: TrainState, batch: Batch) -> Choice:
+        """Settle the partitioning from shapes alone.
+
+        Raises:
+            ValueError: the loss cannot run under the partitioning that was asked for, or `Loss.total` has a term that
+                is no sum over examples and would be counted several times.
+        """
+        trace = self._trace(state, batch, batch_rows(batch) // self.task.accumulate)
+        choice = self._choose(state, trace)
+        if trace is None:
+            return choice
+        if choice.partitioning == "manual" and (line := trace.global_only(self.plan.batch_axes)):
+            choice = self._global_instead(choice, line)
+        if (parts := self._parts(choice)) > 1:
+            rows = batch_rows(batch) // parts
+            other = self._trace(state, batch, rows if choice.partitioning == "manual" else batch_rows(batch))
+            if other is not None and (line := constant_term(trace, other)):
+                choice = self._whole_instead(choice, line)
+        if self.task.precision.compute == "bf16" and (wide := trace.widened()):
+            notice(
+                f"batch[{wide[0]!r}] is float32 and meets bf16 weights at {wide[1]}: that product, and what follows "
+                f"from it, is computed in float32; cast it in the loss: batch[{wide[0]!r}].astype(jax.numpy.bfloat16)"
+            )
+        return choice
+
+    def check(self, choice: Choice, state: TrainState, batch: Batch) -> Choice:
+        """Compute the loss of a few rows together and apart; return the choice, or auto where only auto is right.
+
+        Raises:
+            ValueError: the loss mixes examples, and the settings call it on parts of the batch all the same.
+        """
+        if self._parts(choice) == 1:
+            return choice
+        try:
+            rows = batch_rows(batch) // self._parts(choice)
+            found = mixing(self.task, self.plan, state, batch, self.train, rows)
+        except Exception as error:  # the step's own trace says what is wrong with a loss, where something is
+            first_line = str(error).partition("\n")[0]
+            pairs = "" if self.task.group > 1 else "; if neighbouring rows belong together, say group=2 (or more)"
+            notice(f"whether the loss mixes examples could not be tried on a few rows: {first_line}{pairs}")
+            return choice
+        adapter = state.static.adapter
+        if found is None:
+            return choice
+        if adapter is not None and adapter.batch_statistics:
+            notice(f"the loss may mix examples beyond its batch norms: {found}")
+            return choice
+        if self.asked is None and self.task.accumulate == 1:
+            why = f"the loss mixes examples ({found}), and only auto sees the whole batch, although {choice.why}"
+            return Choice("auto", why)
+        raise ValueError(
+            f"A loss must not mix examples where it is called on parts of the batch ({self._parts_in_words(choice)}): "
+            f"{found}. Take accumulate=1 and leave partitioning to jdp, which then shows it the whole "
+            "batch; if the weight is a constant, count rows instead; if neighbouring rows belong together, say "
+            "group=2 (or more). check_loss=False turns this check off."
+        )
+
+    def announce(self, choice: Choice, state: TrainState) -> None:
+        """Report once what was chosen."""
+        if self.plan.batch_shards == 1:
+            return
+        if self.asked is None or choice.why != ASKED:
+            what = "train" if self.train else "eval"
+            local = "; the loss sees each device's rows alone, so examples must not mix"
+            notice(
+                f"{what} step under {self.plan.strategy}: partitioning={choice.partitioning!r}: {choice.why}"
+                f"{local if choice.partitioning == 'manual' else ''}"
+            )
+        adapter, without = state.static.adapter, self.train and not self.task.sync_batch_norm
+        if without and choice.partitioning == "auto" and adapter is not None and adapter.has_statistics:
+            notice("sync_batch_norm=False changes nothing under partitioning='auto', which sees the whole batch")
+
+    def _choose(self, state: TrainState, trace: LossTrace | None) -> Choice:
+        if self.asked is not None:
+            known = self._drawback(state) if self.train else None
+            return Choice(self.asked, f"{ASKED}, although {known}" if known else ASKED)
+        if self.plan.batch_shards == 1:
+            return Choice("auto", "one shard of the batch: nothing to communicate")
+        if not self.train:
+            return Choice("auto", "an evaluation step has no gradients to reduce")
+        assert trace is not None
+        trained = self.task.trained or (True,) * len(trace.params)
+        breach = auto_breach(self.plan, self.task.accumulate, self.task.precision, trace.reused(trained))
+        if breach is None:
+            return Choice("auto", "XLA keeps the communication contract")
+        if names := _unsynchronised(state):
+            why = f"{names[0]} may be a statistic of the batch, which only auto sees whole, although {breach}"
+            return Choice("auto", why)
+        if not trace.is_sum:
+            return Choice(
+                "auto", f"the loss returns a mean, although {breach}; a loss that returns jdp.Loss gets manual"
+            )
+        return Choice("manual", breach)
+
+    def _whole_instead(self, choice: Choice, line: str) -> Choice:
+        """What becomes of a choice that would count a term of the total, made at `line`, once for every part."""
+        if self.asked is None and self.task.accumulate == 1:
+            why = f"the term of Loss.total at {line} does not depend on the batch, and auto alone counts it once"
+            return Choice("auto", f"{why}, although {choice.why}")
+        raise ValueError(
+            f"Loss.total is a sum over examples, but its term at {line} does not depend on the batch: it would be "
+            f"counted once for each of {self._parts_in_words(choice)} parts of a batch. Multiply it by the weight: "
+            "jdp.Loss(total + penalty * weight, weight)."
+        )
+
+    def _global_instead(self, choice: Choice, line: str) -> Choice:
+        """What becomes of manual when the loss shards over the batch axes by itself."""
+        if self.asked is None:
+            return Choice("auto", f"the loss names the axes of the batch at {line}, which it can under auto only")
+        raise ValueError(
+            f"Under partitioning='manual' a loss sees one device's rows and cannot shard over "
+            f"{' or '.join(self.plan.batch_axes)}; it does at {line}. Leave those axes out there, or take "
+            "partitioning='auto' or None."
+        )
+
+    def _trace(self, state: TrainState, batch: Batch, rows: int) -> LossTrace | None:
+        """The loss's trace on so many rows; None where it is needed for checks only, and the loss does not take them.
+
+        Raises:
+            ValueError: the loss names a mesh axis that only manual binds.
+        """
+        if rows == 0 or not (self.train or self.asked == "manual" or self.task.accumulate > 1):
+            return None
+        try:
+            return trace_loss(self.task.loss_fn, self.task.precision, state, batch, rows, self.train)
+        except NameError as error:
+            if self.asked == "manual":
+                return None
+            if not (named := re.search(r"unbound axis name:? (\w+)", str(error))):
+                raise
+            raise ValueError(
+                f"The loss names the mesh axis {named[1]!r}, which exists under partitioning='manual' only; got "
+                f"partitioning={self.asked!r}. jdp itself sums over devices what a loss returns: leave that out of the "
+                "loss, or ask for partitioning='manual'."
+            ) from error
+        except Exception:
+            if self.asked is None and self.train:
+                raise
+            return None
+
+    def _parts(self, choice: Choice) -> int:
+        """On how many parts of a batch the loss is called."""
+        return self.task.accumulate * (self.plan.batch_shards if choice.partitioning == "manual" else 1)
+
+    def _parts_in_words(self, choice: Choice) -> str:
+        sizes = [f"{axis}={self.plan.mesh.shape[axis]}" for axis in self.plan.batch_axes]
+        sizes = sizes if choice.partitioning == "manual" else []
+        return " × ".join([*sizes, *([f"accumulate={self.task.accumulate}"] if self.task.accumulate > 1 else [])])
+
+    def _drawback(self, state: TrainState) -> str | None:
+        """What the user who asked for a partitioning may not expect of it."""
+        if self.asked == "auto":
+            return _dtype_breach(self.task.precision)
+        if names := _unsynchronised(state, floating=True):
+            return f"each device then computes {names[0]} over its own rows, and the values are averaged"
+        return None
+
+
+def auto_breach(plan: Plan, accumulate: int, precision: Precision, reused: str | None) -> str | None:
+    """What auto would get wrong; None: nothing. Measured on compiled programs, experiments/benchmarks/traffic.py."""
+    row = plan.row
+    if accumulate > 1 and not row.reduce_each_microbatch:
+        return "auto may synchronise inside the accumulation loop"
+    if lower := _dtype_breach(precision):
+        return lower
+    if row.shard_state and any(plan.mesh.shape[axis] > 1 for axis in own_axes(plan.mesh)):
+        return "auto may move activations along data where they meet gradients that the model's axes shard too"
+    if reused is not None:
+        return f"{reused} is used more than once, and auto reduces its gradient at each use"
+    return None
+
+
+def _unsynchronised(state: TrainState, floating: bool = False) -> tuple[str, ...]:
+    """State of the model that its calls may change, apart from batch norms' statistics; only what can be averaged."""
+    adapter = state.static.adapter
+    if adapter is None:
+        return ()
+    return adapter.unsynchronised_floats if floating else adapter.unsynchronised
+
+
+def _dtype_breach(precision: Precision) -> str | None:
+    if precision.reduce == precision.compute:
+        return None
+    return f"auto would reduce gradients in {precision.compute}, and {precision.reduce} is asked for"

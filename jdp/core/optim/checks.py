@@ -1,0 +1,90 @@
+"""Whether a step can carry an optimizer: its state is arrays that keep their shapes, and it asks for nothing more.
+
+Both are checked abstractly when the state is made, so that a mistake shows in a second and not after a compilation.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jdp.core.paths import path_of
+from jdp.core.types import PyTree
+
+GIVEN = "value"
+"""What a step hands to an optimizer beside gradients, state and parameters: its loss, under optax's name."""
+
+
+def check_optimizer(tx: Any) -> None:
+    """Raises ValueError where `tx` has no `init` and `update`."""
+    if isinstance(tx, type) or not all(callable(getattr(tx, name, None)) for name in ("init", "update")):
+        call = " Call it first, with its settings." if callable(tx) else ""
+        raise ValueError(f"tx is an optax optimizer, e.g. optax.adamw(3e-4); got {tx!r}.{call}")
+
+
+def update(tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.Array) -> tuple[PyTree, PyTree]:
+    """`tx.update`, with the loss as `value` for those that take it. Returns (updates, the new state).
+
+    `optax.lookahead` keeps two copies of the parameters and takes the gradient of the fast one.
+    """
+    if isinstance(params, optax.LookaheadParams):
+        grads = grads.fast
+    tx = optax.with_extra_args_support(tx)
+    try:
+        return tx.update(grads, opt_state, params, value=loss)
+    except TypeError as error:  # one that takes other extra arguments (optax.contrib.sam), alone or in a chain
+        if f"unexpected keyword argument {GIVEN!r}" not in str(error):
+            raise
+        return tx.update(grads, opt_state, params)
+
+
+def first_state(tx: Any, params: PyTree) -> PyTree:
+    """`tx.init(params)`.
+
+    Raises:
+        ValueError: the state holds something that is not an array.
+    """
+    opt_state = tx.init(params)
+    for path, leaf in jax.tree.leaves_with_path(opt_state):
+        if not isinstance(leaf, jax.Array | int | float | complex) and not hasattr(leaf, "__array__"):
+            raise ValueError(
+                f"An optimizer's state holds arrays only; opt_state/{path_of(path)} is {leaf!r}. Keep settings in "
+                "the functions that optax.GradientTransformation(init, update) is made of."
+            )
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype=jnp.result_type(leaf)), opt_state)
+
+
+def check_update(tx: Any, params: PyTree, opt_state: PyTree) -> None:
+    """Try one update on shapes alone.
+
+    Raises:
+        ValueError: the update needs arguments that a step does not have, or changes the state's structure, a shape or a
+            dtype.
+    """
+    loss = jax.ShapeDtypeStruct((), jnp.float32)
+    try:
+        _, after = jax.eval_shape(lambda *shapes: update(tx, *shapes), params, opt_state, params, loss)
+    except TypeError as error:
+        if missing := re.findall(r"'(\w+)'", str(error)) if "missing" in str(error) else []:
+            raise ValueError(
+                f"A step hands an optimizer gradients, state, parameters and {GIVEN}= (the loss); this one's update "
+                f"also needs {', '.join(missing)}. Leave out what needs it (optax.lbfgs(linesearch=None)), or take "
+                "an optimizer that does without."
+            ) from error
+        raise
+    old, new = ({path_of(p): leaf for p, leaf in jax.tree.leaves_with_path(tree)} for tree in (opt_state, after))
+    for path in dict.fromkeys((*old, *new)):
+        was, now = _words(old.get(path)), _words(new.get(path))
+        if was != now:
+            raise ValueError(
+                f"An optimizer's state keeps its structure, shapes and dtypes from step to step; opt_state/{path} is "
+                f"{was} before an update and {now} after it. Give it in init what update returns."
+            )
+
+
+def _words(leaf: Any) -> str:
+    return "nothing" if leaf is None else f"{leaf.dtype}{list(leaf.shape)}"

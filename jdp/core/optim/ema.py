@@ -1,0 +1,114 @@
+"""An exponential moving average of the parameters, kept in the optimizer's state.
+
+Averaged weights often evaluate better than the last ones (Polyak and Juditsky 1992, "Acceleration of stochastic
+approximation by averaging": a plain mean, as in Izmailov et al. 2018, arXiv:1803.05407; exponential in Tarvainen and
+Valpola 2017, arXiv:1703.01780). Being part of the optimizer's state, the average lies where its parameter lies, is
+saved with it, has no leaf for frozen parameters, and stays as it was when a step is skipped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jdp.core.optim.checks import check_optimizer
+from jdp.core.state import TrainState, trained_part, with_trained
+from jdp.core.types import PyTree, is_number
+
+
+class EmaState(NamedTuple):
+    """State of `with_ema`.
+
+    Attributes:
+        inner: the wrapped optimizer's.
+        average: a tree like the trained parameters, float32 (or wider).
+        weight: float32 scalar, what the average's weights sum to; None where that is always 1.
+    """
+
+    inner: Any
+    average: PyTree
+    weight: jax.Array | None
+
+
+def with_ema(tx: Any, decay: float, *, debias: bool = False) -> optax.GradientTransformationExtraArgs:
+    """`tx`, and beside it the moving average of the parameters it leads to; the updates stay those of `tx`.
+
+    After each step average = decay · average + (1 - decay) · params, in float32 whatever the parameters rest in. Wrap
+    the whole optimizer: what stands outside would change the updates unseen. Evaluate with `ema_params(state)`.
+
+    Args:
+        tx: any optax optimizer. Of `optax.MultiSteps` put the average inside, `MultiSteps(with_ema(tx, decay), k)`:
+            outside, each of the k calls would count as a step.
+        decay: in [0, 1): about 1 / (1 - decay) steps are averaged; 0.999 to 0.9999 is usual.
+        debias: start from nothing and divide by 1 - decay^steps, as Adam does (Kingma and Ba 2014, arXiv:1412.6980,
+            section 3), instead of starting from the initial weights, which then weigh decay^steps.
+
+    Raises:
+        ValueError: `tx` is no optimizer, or `decay` is out of range.
+    """
+    check_optimizer(tx)
+    if not (is_number(decay) and 0 <= decay < 1):
+        raise ValueError(f"The decay of a moving average is a number in [0, 1); got {decay!r}.")
+    wrapped = optax.with_extra_args_support(tx)
+
+    def init(params: PyTree) -> Any:
+        first = jnp.zeros_like if debias else jnp.asarray
+        average = jax.tree.map(lambda p: first(p, dtype=_wide(p)), params)
+        return EmaState(wrapped.init(params), average, jnp.zeros(()) if debias else None)
+
+    def update(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
+        if params is None:
+            raise ValueError("with_ema averages the parameters: hand them to update(updates, state, params).")
+        updates, inner = wrapped.update(updates, state.inner, params, **extra)
+        new = optax.apply_updates(params, updates)
+        average = jax.tree.map(lambda a, p: decay * a + (1 - decay) * p.astype(a.dtype), state.average, new)
+        weight = None if state.weight is None else decay * state.weight + (1 - decay)
+        return updates, EmaState(inner, average, weight)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def ema_params(state: TrainState) -> TrainState:
+    """The same state with the averaged parameters in place of the trained ones, for evaluation.
+
+    Averages inside `optax.masked` or `multi_transform` are found too; what they leave out stays as it is. So does the
+    model state: BatchNorm's statistics, which are moving averages of their own, are those of the weights in training.
+    The result shares memory with `state`: evaluate, then drop it; do not train on it, and make it anew after each step.
+
+    Raises:
+        ValueError: the optimizer keeps no average.
+    """
+    found = [node for node in jax.tree.leaves(state.opt_state, is_leaf=_is_ema) if _is_ema(node)]
+    if not found:
+        raise ValueError("ema_params needs an optimizer that keeps an average: jdp.with_ema(tx, decay=0.999).")
+    mean = trained_part(state.params, state.static.trained)
+    for ema in found:  # several where a `multi_transform` has one for each of its groups
+        mean = jax.tree.map(partial(_averaged, ema.weight), ema.average, mean, is_leaf=_is_masked)
+    return replace(state, params=with_trained(state.params, mean, state.static.trained))
+
+
+def _averaged(weight: jax.Array | None, average: Any, param: Any) -> Any:
+    """The average of one parameter in its dtype; the parameter itself where the average leaves it out."""
+    if _is_masked(average):
+        return param
+    if weight is None:
+        return average.astype(param.dtype)
+    mean = average / jnp.maximum(weight, jnp.finfo(jnp.float32).tiny)
+    return jnp.where(weight == 0, param, mean.astype(param.dtype))
+
+
+def _is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
+
+
+def _is_ema(node: Any) -> bool:
+    return isinstance(node, EmaState)
+
+
+def _wide(leaf: Any) -> Any:
+    return jnp.promote_types(leaf.dtype, jnp.float32)

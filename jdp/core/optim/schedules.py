@@ -1,0 +1,68 @@
+"""Learning rates for large batches: scale the rate with the batch, and warm it up.
+
+A rate that was tuned for `base_batch` examples a step is carried over to another global batch: linearly (Krizhevsky
+2014, arXiv:1404.5997; Goyal et al. 2017, arXiv:1706.02677, section 2.1), which keeps k small steps and one k times as
+large alike for SGD, or by the square root (Krizhevsky 2014), which keeps the variance of the update alike and is what
+adaptive optimizers follow (Malladi et al. 2022, arXiv:2205.10287; You et al. 2019, arXiv:1904.00962, for LAMB). The
+first steps of a large rate diverge: so warm up gradually (Goyal et al. 2017, section 2.2).
+"""
+
+import math
+from typing import Any, Literal
+
+import jax.numpy as jnp
+import optax
+
+from jdp.core.types import is_number, is_whole
+
+RULES = ("linear", "sqrt")
+
+
+def scaled_lr(base_lr: float, *, base_batch: int, batch: int, rule: Literal["linear", "sqrt"] = "linear") -> float:
+    """The learning rate for `batch` examples a step, given one that was tuned for `base_batch`.
+
+    Args:
+        base_lr: the rate that was tuned.
+        base_batch: the global batch, in examples, that it was tuned for.
+        batch: the global batch at hand: rows a step over all devices and microbatches.
+        rule: "linear" for SGD: base_lr · batch / base_batch; "sqrt" for Adam and its kin: base_lr times the root of
+            that ratio.
+
+    Raises:
+        ValueError: a rate or a batch that is not a positive number; an unknown rule.
+    """
+    if rule not in RULES:
+        raise ValueError(f"The rule to scale a learning rate by is one of {', '.join(RULES)}; got {rule!r}.")
+    for name, value in (("base_lr", base_lr), ("base_batch", base_batch), ("batch", batch)):
+        if not (is_number(value) and 0 < value < math.inf):
+            raise ValueError(f"Scaling a learning rate takes positive numbers; got {name}={value!r}. Give finite ones.")
+    ratio = batch / base_batch
+    return base_lr * (ratio if rule == "linear" else math.sqrt(ratio))
+
+
+def warmup(rate: float | optax.Schedule, steps: int, *, start: float = 0.0) -> optax.Schedule:
+    """Gradual warm-up: from `start` up to `rate` in `steps` equal increments, then `rate` (Goyal et al. 2017, 2.2).
+
+    The first step is one increment above `start`, so it moves already; the last of the warm-up has the full rate.
+
+    Args:
+        rate: the rate to reach, or a schedule that goes on from there; it counts its own steps from the end of the
+            warm-up, and the ramp ends at its first value.
+        steps: optimizer steps the ramp takes; 0: none.
+        start: where the ramp starts; the paper starts from the base rate of one worker's batch.
+
+    Raises:
+        ValueError: `rate` is neither, `steps` or `start` is negative, or `steps` not an integer.
+    """
+    if not callable(rate) and not is_number(rate):
+        raise ValueError(f"A warm-up's rate is a number, or an optax schedule to go on with; got {rate!r}.")
+    if not is_whole(steps) or not is_number(start) or not (steps >= 0 and start >= 0):
+        raise ValueError(f"A warm-up takes an integer steps >= 0 and start >= 0; got {steps=}, {start=}.")
+
+    def schedule(count: Any) -> Any:
+        after = jnp.maximum(jnp.asarray(count) - steps, 0)
+        full: Any = rate(after) if callable(rate) else rate
+        share = jnp.minimum((jnp.asarray(count, jnp.float32) + 1) / max(steps, 1), 1.0)
+        return start + (full - start) * share
+
+    return schedule

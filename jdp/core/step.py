@@ -1,0 +1,387 @@
+"""The training step and the evaluation step, read top to bottom.
+
+A step, traced once and compiled:
+1. check the batch against mesh and accumulation, settle the partitioning, and, before the first step, check that the
+   loss bears being called on parts of the batch;
+2. gradients: Σ∇total and Σweight over all devices and microbatches (`jdp.core.gradients`), divided once;
+3. clip by the global norm;
+4. the optimizer updates the master weights where they rest;
+5. the finite guard: if the gradient is not finite, or model state ceases to be, everything stays as it was and
+   `skipped` counts one more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.core import Tracer
+from jax.sharding import Mesh
+
+from jdp.core.agreement import processes_of
+from jdp.core.batch import (
+    agree_on_inputs,
+    agree_on_program,
+    batch_rows,
+    check_alive,
+    check_global,
+    nearest_sizes,
+    owned_batch,
+    signature,
+)
+from jdp.core.gradients import auto, manual
+from jdp.core.gradients.accumulate import Task
+from jdp.core.gradients.gathers import Asked, asked
+from jdp.core.gradients.loss_call import Sums
+from jdp.core.gradients.model_state import stays_finite
+from jdp.core.gradients.partitioning import ASKED, Choice, Question
+from jdp.core.optim.checks import update
+from jdp.core.precision import Precision
+from jdp.core.sharding.mesh import auto_axes, mesh_of
+from jdp.core.sharding.plan import Plan
+from jdp.core.state import TrainState, trained_part, with_trained
+from jdp.core.types import Batch, LossFn, Metrics, PyTree, is_number, is_whole
+
+VIEWS = {"auto": auto, "manual": manual}
+
+
+def make_train_step(
+    loss_fn: LossFn,
+    plan: Plan,
+    *,
+    accumulate: int = 1,
+    precision: str | Precision = "fp32",
+    partitioning: str | None = None,
+    clip_norm: float | None = None,
+    sync_batch_norm: bool = True,
+    group: int = 1,
+    check_loss: bool = True,
+    donate: bool = True,
+) -> Step:
+    """Make `train_step(state, batch) -> (state, metrics)`; `state` is donated: the new state takes its memory.
+
+    Args:
+        loss_fn: `loss_fn(model, batch, rng)` -> `Loss`, or a scalar taken as the mean over the batch. `model` is the
+            NNX module, when `init` gave one, else the parameters.
+        plan: the mesh and the strategy.
+        accumulate: microbatches per step, K. The batch's rows must divide by K × the plan's batch shards.
+        precision: "fp32", "bf16" or a `Precision`.
+        partitioning: "auto", "manual", or None: the one that keeps the communication contract (`Step.partitioning` and
+            `Step.why` say which, after the first trace).
+        clip_norm: scale the gradient down to this global L2 norm (Pascanu et al. 2013, arXiv:1211.5063). Without it a
+            gradient whose squared norm overflows float32 is skipped: it would leave an optimizer's second moments
+            infinite for ever.
+        sync_batch_norm: under "manual", `nnx.BatchNorm` takes its statistics over the rows of all devices, as it does
+            under "auto"; False: each device over its own rows, and the running averages are averaged. Either way the
+            statistics are those of one microbatch.
+        group: so many neighbouring rows belong together (pairs: 2) and are never split over devices or microbatches.
+        check_loss: before the first step, where the loss is called on parts of the batch (manual, or microbatches),
+            compare its value on at most four groups of rows together with that on the same rows apart.
+        donate: False keeps the state that is given, in memory of its own. So does `jax_debug_nans` while it is on: it
+            runs a step whose result is not finite again, operation by operation.
+
+    Returns:
+        A `Step`. Metrics are float32 scalars, global: `loss` (Σtotal / Σweight), `grad_norm` (before clipping),
+        `weight`, the loss function's own, and `skipped` (int32, so far).
+
+    Raises:
+        ValueError: a setting is out of range; and when called, a batch that does not divide, a loss that is no sum over
+            examples where it has to be, a state that was donated before; with several processes, a batch of this
+            process alone, or processes that differ in the shapes, the plan, the key or the program.
+    """
+    _check_count("accumulate", "the number of microbatches", accumulate)
+    _check_count("group", "the number of neighbouring rows that belong together", group)
+    if donate not in (True, False):
+        raise ValueError(f"donate is True, or False to keep the old state; got {donate!r}.")
+    if clip_norm is not None and not (is_number(clip_norm) and clip_norm > 0):
+        raise ValueError(f"clip_norm is a positive norm, or None; got {clip_norm!r}. Give a number, such as 1.0.")
+    return Step(
+        loss_fn,
+        plan,
+        Precision.of(precision),
+        _view(partitioning),
+        accumulate,
+        clip_norm,
+        sync_batch_norm=sync_batch_norm,
+        group=group,
+        check_loss=check_loss,
+        donate=donate,
+    )
+
+
+def make_eval_step(
+    loss_fn: LossFn,
+    plan: Plan,
+    *,
+    accumulate: int = 1,
+    precision: str | Precision = "fp32",
+    partitioning: str | None = None,
+    group: int = 1,
+    check_loss: bool = True,
+) -> Step:
+    """Make `eval_step(state, batch) -> metrics`: forward only, `rng` is None, NNX modules are in evaluation mode.
+
+    Metrics hold `loss`, `weight` and the loss function's own; weight them by `weight` to average over batches. As in
+    training, `accumulate` microbatches take a batch's memory in turns; `group` and `check_loss` are as there.
+    """
+    _check_count("accumulate", "the number of microbatches", accumulate)
+    _check_count("group", "the number of neighbouring rows that belong together", group)
+    return Step(
+        loss_fn,
+        plan,
+        Precision.of(precision),
+        _view(partitioning),
+        accumulate,
+        train=False,
+        group=group,
+        check_loss=check_loss,
+    )
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step: call it, or `lower` and `compile` it like a jitted function.
+
+    Attributes:
+        loss_fn, plan, precision, accumulate, clip_norm, group, check_loss: what it was made of.
+        asked: the partitioning that was asked for; None leaves the choice to jdp.
+        train: a training step; else an evaluation step.
+        sync_batch_norm: batch statistics are global under "manual" too.
+        donate: the state's memory goes to the new state.
+    """
+
+    loss_fn: LossFn
+    plan: Plan
+    precision: Precision
+    asked: str | None = None
+    accumulate: int = 1
+    clip_norm: float | None = None
+    train: bool = True
+    sync_batch_norm: bool = True
+    group: int = 1
+    check_loss: bool = True
+    donate: bool = True
+    _settled: dict[Any, Choice] = field(init=False, default_factory=dict[Any, Choice], repr=False, compare=False)
+    _checked: list[bool] = field(init=False, default_factory=list[bool], repr=False, compare=False)
+    _corrected: list[Choice] = field(init=False, default_factory=list[Choice], repr=False, compare=False)
+    _agreed: set[Any] = field(init=False, default_factory=set[Any], repr=False, compare=False)
+    _asked: list[Asked] = field(init=False, default_factory=list[Asked], repr=False, compare=False)
+
+    def __call__(self, state: TrainState, batch: Batch) -> Any:
+        check_alive(state)
+        batch = self._agreed_on(state, batch) if self._several else owned_batch(batch)
+        if not self._checked:
+            self._before_the_first(state, batch)
+        debugs: bool = jax.config.jax_debug_nans  # pyright: ignore[reportAttributeAccessIssue]
+        return (self._kept if debugs else self.jitted)(state, batch)
+
+    @property
+    def partitioning(self) -> str | None:
+        """ "auto" or "manual"; None while it is not settled, which takes a first trace."""
+        return self._last.partitioning if self._last else self.asked
+
+    @property
+    def why(self) -> str:
+        """The reason for `partitioning`."""
+        if self._last:
+            return self._last.why
+        return ASKED if self.asked else "settled when the step is first traced"
+
+    @property
+    def _last(self) -> Choice | None:
+        return next(reversed(self._settled.values()), None)
+
+    @property
+    def sends(self) -> Asked | None:
+        """What the step asks to send, by its own trace, as it was last lowered; None while it was not."""
+        return self._asked[-1] if self._asked else None
+
+    @cached_property
+    def jitted(self) -> Any:
+        """The jitted function itself; `Step.__call__` adds checks of its arguments: 1 or 2 microseconds."""
+        return self._jit(donated=(0,) if self.donate and self.train else ())
+
+    @cached_property
+    def _kept(self) -> Any:
+        """`jitted`, but the state stays: what debugs a result may run again."""
+        return self._jit(donated=()) if self.donate and self.train else self.jitted
+
+    @cached_property
+    def _several(self) -> bool:
+        """Whether the mesh is of several processes."""
+        return len(processes_of(self.plan.mesh)) > 1
+
+    def _jit(self, donated: tuple[int, ...]) -> Any:
+        mesh = self.plan.mesh
+
+        def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+            with auto_axes(mesh):
+                return _train(self, state, batch)
+
+        def eval_step(state: TrainState, batch: Batch) -> Metrics:
+            with auto_axes(mesh):
+                return _evaluate(self, state, batch)
+
+        return jax.jit(train_step, donate_argnums=donated) if self.train else jax.jit(eval_step)
+
+    def _agreed_on(self, state: TrainState, batch: Batch) -> Batch:
+        """The batch, after all processes agreed: once for each shape of batch, as each is a program of its own."""
+        shapes = signature(batch)
+        if shapes is not None and shapes not in self._agreed:
+            check_global(batch)
+            place = "the train step" if self.train else "the evaluation step"
+            agree_on_inputs(place, state, batch, self.plan)
+            if not self._checked:
+                self._before_the_first(state, batch)
+            agree_on_program(place, self.jitted.lower(state, batch), self.plan)
+            self._agreed.add(shapes)
+        return batch
+
+    def lower(self, state: TrainState, batch: Batch) -> jax.stages.Lowered:
+        """Trace and lower for real or abstract values; abstract ones may name devices this machine does not have.
+
+        The step is lowered for the mesh that `state` lies on. Abstract batch leaves without a sharding get the plan's.
+        """
+        step = self.on(mesh_of(state) or self.plan.mesh)
+
+        def laid(leaf: Any) -> Any:
+            if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None:
+                return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=step.plan.batch_sharding)
+            return leaf
+
+        traced = step.jitted.trace(state, jax.tree.map(laid, batch))
+        step._asked[:] = [asked(traced)]
+        return traced.lower()
+
+    def compile(self, state: TrainState, batch: Batch, **compiler_options: Any) -> jax.stages.Compiled:
+        """`lower(state, batch)`, compiled; keyword arguments are XLA compiler options."""
+        return self.lower(state, batch).compile(compiler_options=compiler_options or None)
+
+    def on(self, mesh: Mesh) -> Step:
+        """The same step on another mesh."""
+        if mesh == self.plan.mesh:
+            return self
+        step = replace(self, plan=self.plan.on(mesh))
+        step._corrected.extend(self._corrected)
+        return step
+
+    def settle(self, state: TrainState, batch: Batch, *, values: bool = False) -> str:
+        """Check the batch and choose the partitioning for these shapes; report it once.
+
+        With `values` the state and the batch are real, and the loss is tried on a few rows.
+        """
+        _check_rows(self, batch)
+        self.precision.check_params(trained_part(state.params, state.static.trained))
+        shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves((state.params, batch)))
+        if shapes not in self._settled or values:
+            question = Question(self.task(state), self.plan, self.asked, self.train)
+            known = self._settled.pop(shapes, None) or question.choose(state, batch)
+            known = next(iter(self._corrected), known)  # what was found once holds for batches of other shapes too
+            chosen = question.check(known, state, batch) if values and self.check_loss else known
+            if chosen != known:
+                self._corrected.append(chosen)
+                for name in ("jitted", "_kept"):
+                    self.__dict__.pop(name, None)  # it may have been lowered for what was known before
+            self._settled[shapes] = chosen
+            question.announce(chosen, state)
+        return self._settled[shapes].partitioning
+
+    def _before_the_first(self, state: TrainState, batch: Batch) -> None:
+        """Settle on real values, so that the loss is tried once; abstract ones are settled when they are traced."""
+        if all(isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves((state, batch))) and not any(
+            isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, batch))
+        ):
+            with auto_axes(self.plan.mesh):
+                self.settle(state, batch, values=True)
+            self._checked.append(True)
+
+    def task(self, state: TrainState) -> Task:
+        """What the gradient code needs to know."""
+        static = state.static
+        return Task(
+            self.loss_fn,
+            static.adapter,
+            self.plan.param_placements(state.params, static),
+            self.plan.row,
+            self.precision,
+            self.accumulate,
+            static.trained,
+            self.sync_batch_norm,
+            self.group,
+        )
+
+
+def _train(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    trained = state.static.trained
+    params = trained_part(state.params, trained)
+    gradients = VIEWS[step.settle(state, batch)].gradients(step.task(state), step.plan)
+    key = jax.random.fold_in(state.rng, state.consumed)
+    sums: Sums
+    grads, sums, model_state = gradients(state.params, state.model_state, batch, key)
+
+    grads = jax.tree.map(lambda g: g.astype(jnp.float32) / sums.weight, grads)
+    norm, square = _norm(grads, state.step)
+    finite = jnp.isfinite(norm if step.clip_norm is not None else square) & jnp.isfinite(sums.total)
+    finite &= stays_finite(state.model_state, model_state)
+    if step.clip_norm is not None:
+        scale = jnp.minimum(1.0, step.clip_norm / jnp.maximum(norm, jnp.finfo(jnp.float32).tiny))
+        grads = jax.tree.map(lambda g: g * scale, grads)
+    grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+
+    updates, opt_state = update(state.static.tx, grads, state.opt_state, params, sums.total / sums.weight)
+    params = with_trained(state.params, optax.apply_updates(params, updates), trained)
+    updated = replace(state, step=state.step + 1, params=params, opt_state=opt_state, model_state=model_state)
+    kept = replace(state, skipped=state.skipped + 1)
+    new = jax.tree.map(lambda a, b: a if a is b else jnp.where(finite, a, b), updated, kept)
+    new = jax.lax.with_sharding_constraint(new, step.plan.shardings(state))
+    return new, {**_means(sums), "grad_norm": norm, "skipped": new.skipped}
+
+
+def _norm(grads: PyTree, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The global L2 norm of float32 gradients, and its square; the square may overflow, the norm does not.
+
+    Beside Σg² it sums (g · 2⁻¹⁰⁰)² in the same pass over the gradients, which holds for all that overflows the first.
+    The factor depends on a value, or XLA would multiply the squares by its square, which is zero.
+    """
+    tiny = jnp.where(step >= 0, jnp.float32(2.0**-100), jnp.float32(1))
+    square = optax.tree.norm(grads, squared=True)
+    scaled = optax.tree.norm(jax.tree.map(lambda g: g * tiny, grads), squared=True)
+    return jnp.where(jnp.isinf(square), jnp.sqrt(scaled) / tiny, jnp.sqrt(square)), square
+
+
+def _evaluate(step: Step, state: TrainState, batch: Batch) -> Metrics:
+    evaluation = VIEWS[step.settle(state, batch)].evaluation(step.task(state), step.plan)
+    return _means(evaluation(state.params, state.model_state, batch))
+
+
+def _means(sums: Sums) -> Metrics:
+    own = {name: total / weight for name, (total, weight) in sums.metrics.items()}
+    return {**own, "loss": sums.total / sums.weight, "weight": sums.weight}
+
+
+def _check_rows(step: Step, batch: PyTree) -> None:
+    rows, shards = batch_rows(batch), step.plan.batch_shards
+    unit = shards * step.accumulate * step.group
+    if rows % unit or not rows:
+        factors = [f"{axis}={step.plan.mesh.shape[axis]}" for axis in step.plan.batch_axes]
+        factors += [f"{name}={getattr(step, name)}" for name in ("accumulate", "group") if getattr(step, name) > 1]
+        equation = " × ".join(factors)
+        equation = f"{equation} = {unit}" if step.accumulate * step.group > 1 else equation
+        near = nearest_sizes(rows, unit)
+        raise ValueError(f"A batch's rows must divide by {equation}; got {rows}. The nearest sizes are {near}.")
+
+
+def _check_count(name: str, what: str, value: int) -> None:
+    if not is_whole(value) or value < 1:
+        raise ValueError(f"{name} is {what}, at least 1; got {value!r}. Give an integer.")
+
+
+def _view(partitioning: str | None) -> str | None:
+    if partitioning is not None and partitioning not in VIEWS:
+        raise ValueError(f'partitioning is "auto", "manual" or None (jdp chooses); got {partitioning!r}.')
+    return partitioning

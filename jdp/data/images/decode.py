@@ -1,0 +1,102 @@
+"""One picture: from encoded bytes to numbers of a stated size.
+
+Pillow decodes and resizes outside of Python's global lock, so reading threads work side by side.
+"""
+
+import io
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jdp.data.labels import Labels
+from jdp.data.sources.optional_packages import optional
+
+MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+_SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
+_BILINEAR = 2  # PIL.Image.Resampling.BILINEAR
+_UNCLEAR = ("I", "F")  # 32 bits: what is black and what is white, nobody says
+
+
+class Pictures(Protocol):
+    """Encoded pictures with their classes, by random access; safe to read in threads.
+
+    Attributes:
+      name: where they are from.
+      labels: the class of each.
+      scores: float64 [pictures], each one's place in [0, 1) by its content.
+      most: what a value is at most, as black is 0.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def labels(self) -> Labels: ...
+    @property
+    def scores(self) -> NDArray[np.float64]: ...
+    @property
+    def most(self) -> float: ...
+
+    def where(self, index: int, /) -> str:
+        """What to call a picture in an error: its file, or its table and row."""
+        ...
+
+    def content(self, index: int, /) -> bytes | NDArray[Any]:
+        """An encoded picture, or its values [height, width, channels]; raises OSError when it cannot be read."""
+        ...
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What every picture is made to be.
+
+    Attributes:
+      size: (height, width) in pixels; None leaves pictures as they are, which must then all be of one size.
+      channels: 1 (grey), 3 (red, green, blue) or 4 (and opacity).
+    """
+
+    size: tuple[int, int] | None
+    channels: int
+
+    def decode(self, content: bytes) -> NDArray[np.uint8]:
+        """uint8 [height, width, channels]. Whatever Pillow finds wrong with the bytes is raised as it comes."""
+        with optional("PIL.Image", "decoding an image").open(io.BytesIO(content)) as image:
+            if image.mode in _UNCLEAR:
+                raise ValueError(f"its values are of 32 bits (mode {image.mode}), which have no agreed white")
+            if self.size:  # JPEG: decoded at a half, a quarter or an eighth of its size, where that is still twice ours
+                image.draft(None, (2 * self.size[1], 2 * self.size[0]))
+            picture = self._resized(_eight_bits(image, MODES[self.channels]))
+            values = np.asarray(picture)
+        return values if values.ndim == 3 else values[:, :, None]
+
+    def fit(self, values: NDArray[np.uint8]) -> NDArray[Any]:
+        """Values [height, width, channels] to the size and channels; float32 where they were resized."""
+        have = values.shape[2]
+        if have != self.channels and (have, self.channels) != (1, 3):
+            raise ValueError(f"its {have} channels cannot become {self.channels}: give channels = {have}")
+        if self.size is not None and values.shape[:2] != self.size:
+            fromarray = optional("PIL.Image", "resizing an image").fromarray
+            planes = [fromarray(values[..., i].astype(np.float32)) for i in range(have)]
+            values = np.stack([np.asarray(self._resized(plane)) for plane in planes], axis=-1)
+        return values if have == self.channels else np.repeat(values, self.channels, axis=2)
+
+    def _resized(self, picture: Any) -> Any:
+        """The largest centred part of the asked-for proportions, resized (bilinear, antialiased) to the size."""
+        if self.size is None or (picture.height, picture.width) == self.size:
+            return picture
+        height, width = self.size
+        scale = min(picture.height / height, picture.width / width)
+        left, top = (picture.width - width * scale) / 2, (picture.height - height * scale) / 2
+        box = (left, top, left + width * scale, top + height * scale)
+        return picture.resize((width, height), _BILINEAR, box=box, reducing_gap=2.0)
+
+
+def _eight_bits(image: Any, mode: str) -> Any:
+    """The first picture of a file, 8 bits a channel; what is transparent shows its colour."""
+    if image.mode in _SIXTEEN_BITS:
+        values = np.asarray(image).astype(np.uint16) >> 8
+        image = optional("PIL.Image", "decoding an image").fromarray(values.astype(np.uint8))
+    elif image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")  # Pillow's only way without a warning
+    return image if image.mode == mode else image.convert(mode)

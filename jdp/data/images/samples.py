@@ -1,0 +1,231 @@
+"""Images with a class each: decoded when a sample is read, in the reading threads.
+
+1. Find the pictures and their labels: digits, a directory of class folders, tables, Hugging Face data sets, an .npz.
+2. Part them into training and held-out ones by a hash of their encoded bytes (jdp.data.held_out), unless the source has
+   a held-out set of its own.
+3. A sample is one picture, decoded, fitted to the size (`decode.py`) and normalised, its class and its weight.
+"""
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jdp.data.batches import NumpyBatch
+from jdp.data.held_out import fingerprint, part
+from jdp.data.images.decode import MODES, Frame, Pictures
+from jdp.data.images.from_tables import Columns
+from jdp.data.images.sources import open_pictures
+
+Size = int | tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Normalised:
+    """Values to zero mean and unit variance, where the constants are the data's: (v / most - mean) / std.
+
+    Attributes:
+      mean: of each channel, of values in [0, 1].
+      std: likewise, more than 0.
+    """
+
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    def __call__(self, values: NDArray[Any], most: float) -> NDArray[np.float32]:
+        """float32, of the shape given: [height, width, channels]."""
+        mean, std = np.asarray(self.mean), np.asarray(self.std)
+        images = np.multiply(values, (1 / (most * std)).astype(np.float32), dtype=np.float32)
+        images -= (mean / std).astype(np.float32)
+        return images
+
+
+@dataclass(frozen=True, eq=False)
+class ImageSamples:
+    """One side of the pictures, as a sequence of samples.
+
+    Attributes:
+      pictures: encoded, with labels.
+      rows: int64 [len], those on this side.
+      frame: what each is decoded to.
+      shape: (height, width, channels) of a sample.
+      normalised: the normalisation.
+
+    Sample i is a dict of "images" float32 [height, width, channels], "labels" int32 and "weights" float32 (1). Reading
+    one that is corrupt, or of another shape, raises ValueError with its file (or row).
+    """
+
+    pictures: Pictures
+    rows: NDArray[np.int64]
+    frame: Frame
+    shape: tuple[int, int, int]
+    normalised: Normalised
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int, /) -> NumpyBatch:
+        row = int(self.rows[index])
+        values = decoded(self.pictures, row, self.frame)
+        if values.shape != self.shape:
+            raise ValueError(
+                f"images must all be of one size, {_times(self.shape)}, got {_times(values.shape)} in "
+                f"{self.pictures.where(row)}: give a size, which all are fitted to"
+            )
+        return {
+            "images": self.normalised(values, self.pictures.most),
+            "labels": np.asarray(self.pictures.labels.numbers[row]),
+            "weights": np.ones((), np.float32),
+        }
+
+
+def decoded(pictures: Pictures, row: int, frame: Frame) -> NDArray[Any]:
+    """One picture [height, width, channels].
+
+    Raises:
+      ValueError: a picture that cannot be read or decoded.
+    """
+    try:
+        content = pictures.content(row)
+        return frame.decode(content) if isinstance(content, bytes) else frame.fit(content)
+    except Exception as error:  # a corrupt file makes Pillow's decoders raise nearly anything
+        raise ValueError(
+            f"images must be readable, got {pictures.where(row)} (sample {row} of {pictures.name}): "
+            f"{str(error) or type(error).__name__}; mend it, or leave it out"
+        ) from error
+
+
+@dataclass(frozen=True, eq=False)
+class ImageData:
+    """Pictures parted in two: `train` and `heldout` are sources for `global_batches`; `str()` is one line on it all.
+
+    Attributes:
+      name: what was read.
+      classes: their names; a label is a place in this.
+      by_content: whether pictures were held out by a hash of their bytes; else the source had a set of its own for it.
+    """
+
+    name: str
+    train: ImageSamples
+    heldout: ImageSamples
+    classes: tuple[str, ...]
+    by_content: bool
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(height, width, channels) of a sample."""
+        return self.train.shape
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hex digits: alike on two machines, or before and after a resume, only if every sample is.
+
+        Of files beyond 64 KiB, size and both ends count.
+        """
+        side = self.train
+        described = f"images {side.shape} {side.frame} {side.normalised} {self.classes}"
+        parts = [(side.pictures.scores[side.rows], side.pictures.labels.numbers[side.rows]) for side in self._sides]
+        return fingerprint(described, [array for pair in parts for array in pair])
+
+    @property
+    def _sides(self) -> tuple[ImageSamples, ImageSamples]:
+        return self.train, self.heldout
+
+    def __str__(self) -> str:
+        rule = "by a hash of their content" if self.by_content else "a set of its own"
+        return (
+            f"{self.name}: {len(self.train) + len(self.heldout):,} images of {_times(self.shape)} in "
+            f"{len(self.classes)} classes; train {len(self.train):,}, held out {len(self.heldout):,} ({rule})"
+        )
+
+
+def image_data(
+    source: str | os.PathLike[str],
+    *,
+    size: Size | None = None,
+    channels: int | None = None,
+    heldout_fraction: float = 0.05,
+    heldout: str | os.PathLike[str] | None = None,
+    mean: float | Sequence[float] = 0.5,
+    std: float | Sequence[float] = 0.5,
+    image: str | None = None,
+    label: str | None = None,
+) -> ImageData:
+    """Pictures with classes, as samples for a classifier.
+
+    Args:
+      source: "digits" (scikit-learn's 1,797 of 8x8x1, values up to 16); a directory with a folder for each class, or
+        with the folders train and val (or test) of such; .parquet or .arrow files (one, a glob, a directory of them);
+        "hf:NAME", "hf:OWNER/NAME", "hf:OWNER/NAME/CONFIG" on the Hugging Face hub, or "hf:/local/path"; an .npz of
+        "images" uint8 and "labels".
+      size: what every image is fitted to, in pixels: the largest centred part of its proportions, resized (bilinear,
+        antialiased). One number is a square, two are (height, width). None leaves images as they are: all must be of
+        one size. A file's EXIF rotation is not applied.
+      channels: 1, 3 or 4; None is 1 for digits and 3 for files. Grey becomes colour and colour grey where needed; what
+        is transparent shows its colour.
+      heldout_fraction: in (0, 1), about the share of the images kept from training, by a hash of their encoded bytes;
+        unused where the source has a held-out set of its own (folders, or splits of a Hugging Face data set).
+      heldout: a held-out set of its own, of the same classes.
+      mean: of values in [0, 1], for each channel or for all; a value v becomes (v / 255 - mean) / std.
+      std: likewise. The default brings values to [-1, 1].
+      image: the column of images in a table, where it is not clear which.
+      label: likewise the column of labels.
+
+    Returns:
+      The data, with `train`, `heldout`, `classes`, `shape`, `fingerprint`.
+
+    Raises:
+      ValueError: a source that is not there or not as described, a package missing, fewer than two different images, a
+        number out of its range. An image that is corrupt is found when it is read: `ImageSamples` raises ValueError.
+    """
+    sets = open_pictures(source, Columns(image, label), heldout)
+    channels = channels if channels is not None else sets.channels
+    frame = Frame(_checked_size(size), _checked_channels(channels))
+    normalised = Normalised(_constants("mean", mean, channels), _constants("std", std, channels))
+    first = decoded(sets.train, 0, frame)  # also says at once that a codec is missing, or channels cannot be had
+    shape = (first.shape[0], first.shape[1], channels)
+
+    def side(pictures: Pictures, rows: NDArray[np.int64]) -> ImageSamples:
+        return ImageSamples(pictures, rows, frame, shape, normalised)
+
+    if sets.heldout is None:
+        train, held = (side(sets.train, rows) for rows in part(sets.train.scores, heldout_fraction, sets.train.name))
+    else:
+        train, held = (
+            side(pictures, np.arange(len(pictures.labels.numbers))) for pictures in (sets.train, sets.heldout)
+        )
+    return ImageData(str(source), train, held, sets.train.labels.classes, by_content=sets.heldout is None)
+
+
+def _checked_size(size: Size | None) -> tuple[int, int] | None:
+    height, width = (size, size) if isinstance(size, int) else size or (1, 1)
+    if height < 1 or width < 1:
+        raise ValueError(
+            f"size must be at least 1 pixel each way, got {size}: give for example 224, or (height, width)"
+        )
+    return (height, width) if size is not None else None
+
+
+def _checked_channels(channels: int) -> int:
+    if channels not in MODES:
+        raise ValueError(
+            f"channels must be 1 (grey), 3 (colour) or 4 (with opacity), got {channels}: give one of these"
+        )
+    return channels
+
+
+def _constants(key: str, given: float | Sequence[float], channels: int) -> tuple[float, ...]:
+    values = (float(given),) * channels if isinstance(given, int | float) else tuple(map(float, given))
+    if len(values) != channels or not all(map(math.isfinite, values)) or (key == "std" and min(values) <= 0):
+        rule = "positive numbers" if key == "std" else "numbers"
+        raise ValueError(f"{key} must be {rule}, one or {channels} (a channel each), got {given}: mend it")
+    return values
+
+
+def _times(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))

@@ -1,0 +1,159 @@
+"""NumPy arrays as people keep them, read into one dict: name -> array [samples, ...].
+
+A dict in memory (also JAX arrays or lists), an .npz file (read into memory, as its format wants), an .npy file or a
+directory of them (mapped into memory, not read; each array has its file's name). What cannot be trained on is refused
+here, with the array's name and the sample.
+"""
+
+import math
+import os
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from jdp.core import formatting as amounts
+from jdp.core.machine import memory_bytes
+from jdp.core.notices import notice
+from jdp.core.toml import cut
+from jdp.core.user_path import check_regular, user_path
+
+Arrays = dict[str, NDArray[Any]]
+ArraySource = str | os.PathLike[str] | Mapping[str, ArrayLike]
+
+_CHUNK = 2**24  # bytes that are looked through at a time
+
+
+def read_arrays(source: ArraySource) -> tuple[Arrays, str]:
+    """The arrays of a source, checked, and what to call it.
+
+    Raises:
+      ValueError: nothing there or unreadable; no arrays or empty ones; unequal leading dimensions; a dtype that is
+        neither numbers nor true and false (labels may be text); NaN or infinity.
+    """
+    if isinstance(source, Mapping):
+        found, name = {str(key): np.asarray(value) for key, value in source.items()}, "the arrays given"
+    else:
+        found, name = _read_path(user_path(source)), str(source)
+    if not found:
+        raise ValueError(
+            f"data must have at least one array, got none in {name}: give some, such as features and labels"
+        )
+    _check_sizes(found, name)
+    for key, array in found.items():
+        _check_values(key, array, name)
+    return found, name
+
+
+def _read_path(path: Path) -> Arrays:
+    if path.is_dir():
+        files = sorted(file for file in path.iterdir() if file.suffix == ".npy")
+        others = sum(1 for file in path.iterdir() if file.suffix != ".npy" and not file.name.startswith("."))
+        if not files:
+            raise ValueError(
+                f"a directory of arrays must hold .npy files, got {path} with {others} others: give arrays"
+            )
+        if others:
+            notice(f"{path}: reading {len(files)} .npy files, passing over {others} others")
+        return {file.stem: load_arrays(file)[file.stem] for file in files}
+    if path.suffix not in (".npy", ".npz"):
+        raise ValueError(
+            f"arrays are in .npz or .npy files, or a directory of .npy files, got {path}: save them as such"
+        )
+    if not path.is_file():
+        raise ValueError(f"data must be there, got {path}, looked for at {path.absolute()}: mend the path")
+    return load_arrays(path)
+
+
+def load_arrays(path: Path) -> Arrays:
+    """Of an .npz all arrays, read; of an .npy its one, mapped. Objects stay unread: unpickling them would run code.
+
+    Raises:
+      ValueError: a file that cannot be read or is not whole, one that claims more than it holds, or objects in it.
+    """
+    try:
+        check_regular(path)
+        if path.suffix == ".npy":  # still mapped as a plain array, without the cost of np.memmap at each access
+            return {path.stem: np.asarray(np.lib.format.open_memmap(path, mode="r"))}
+        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+            members = [member for member in archive.infolist() if member.filename.endswith(".npy")]
+            _check_total(members)
+            return {member.filename.removesuffix(".npy"): _member(archive, member) for member in members}
+    except Exception as error:  # of a damaged file zipfile, its decompressors and NumPy raise a dozen kinds
+        words = cut(str(error) or type(error).__name__, 300)
+        raise ValueError(
+            f"arrays must be readable, got {path}: {words}; write the file anew, with numbers only"
+        ) from error
+
+
+def _check_total(members: list[zipfile.ZipInfo]) -> None:
+    """A few megabytes of zeros may be terabytes when unpacked."""
+    total, memory = sum(member.file_size for member in members), memory_bytes()
+    if memory is not None and total > memory:
+        raise ValueError(
+            f"its arrays have {amounts.size(total)}, and this machine has {amounts.size(memory)} of memory; save each "
+            "as an .npy, which is not read whole"
+        )
+
+
+def _member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> NDArray[Any]:
+    """One array. What its header claims is held against what there is, before memory is taken for it."""
+    with archive.open(member) as file:
+        version = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, _, dtype = read(file)
+        claimed = math.prod(shape) * dtype.itemsize
+        if not dtype.hasobject and claimed > member.file_size:
+            raise ValueError(
+                f"{member.filename} claims {list(shape)} {dtype}, {amounts.size(claimed)}, and has "
+                f"{amounts.size(member.file_size)}"
+            )
+    with archive.open(member) as file:
+        return np.lib.format.read_array(file)
+
+
+def _check_sizes(arrays: Arrays, name: str) -> None:
+    sizes = {key: list(array.shape) for key, array in arrays.items()}
+    shown = ", ".join(f"{key} {size}" for key, size in sizes.items())
+    if any(array.ndim == 0 for array in arrays.values()):
+        raise ValueError(
+            f"every array must have the samples as its leading dimension, got {shown} in {name}: leave out "
+            "what is a single number"
+        )
+    if len({size[0] for size in sizes.values()}) > 1:
+        raise ValueError(f"arrays must all have the same number of samples, got {shown} in {name}: mend them")
+    if any(array.size == 0 for array in arrays.values()):
+        raise ValueError(f"arrays must not be empty, got {shown} in {name}: give some data")
+
+
+def _check_values(key: str, array: NDArray[Any], name: str) -> None:
+    if array.dtype.kind not in "biuf" and not (key == "labels" and array.dtype.kind == "U"):
+        raise ValueError(
+            f"arrays must hold numbers, got {key} of dtype {array.dtype} in {name}: convert it to floats or "
+            "whole numbers, or leave it out"
+        )
+    if array.dtype.kind == "f":
+        _check_each(key, array, name, _is_finite, "must be finite numbers of 32 bits", "mend or leave out that sample")
+    elif array.dtype.kind in "iu" and not np.can_cast(array.dtype, np.int32):
+        _check_each(key, array, name, _fits, "must fit in 32 bits, as on devices", "give smaller numbers, or floats")
+
+
+def _is_finite(values: NDArray[Any]) -> NDArray[np.bool_]:
+    return np.abs(values) <= np.finfo(np.float32).max  # also false for NaN
+
+
+def _fits(values: NDArray[Any]) -> NDArray[np.bool_]:
+    return (values <= 2**31 - 1) & (values >= -(2**31))
+
+
+def _check_each(key: str, array: NDArray[Any], name: str, rule: Any, words: str, fix: str) -> None:
+    step = max(1, _CHUNK // (array.nbytes // len(array)))
+    for start in range(0, len(array), step):
+        good = rule(array[start : start + step])
+        if not good.all():
+            wrong = np.argwhere(~good)[0]
+            value, row = array[start + wrong[0]][tuple(wrong[1:])], start + int(wrong[0])
+            raise ValueError(f"values {words}, got {value} in {key} of sample {row} of {name}: {fix}")

@@ -1,0 +1,128 @@
+"""From what a user names to files, in an order every process agrees on: sorted by path, each file once."""
+
+import glob
+import os
+import sysconfig
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jdp.core.notices import notice
+from jdp.core.user_path import user_path
+from jdp.data.sources.compressed import plain_name, unreadable
+
+STDLIB = "stdlib"
+# What is not the library's own text: packages installed beside it, and its tests, which some distributions leave out.
+_NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
+
+PathLike = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """Which files of a directory are wanted, by how their names end, with or without .gz or .zst after it.
+
+    Attributes:
+      name: what such files are called, for messages.
+      suffixes: of the files wanted.
+      others: of files that are data too: a directory that holds both is ambiguous, and refused.
+    """
+
+    name: str
+    suffixes: tuple[str, ...]
+    others: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.suffixes or not all(suffix.startswith(".") for suffix in self.suffixes):
+            raise ValueError(
+                f'suffixes must each begin with a dot, got {list(self.suffixes)}: give for example (".txt",)'
+            )
+
+
+def find_files(entries: Sequence[PathLike], kinds: Kinds) -> list[Path]:
+    """The files that are named: "stdlib", files, globs (`**` goes down), directories (all the way down).
+
+    Files named one by one, or by a glob, are taken whatever they are called; hidden files and directories below a
+    directory are passed over.
+
+    Raises:
+      ValueError: nothing there, a directory that cannot be listed, or one that holds no or two kinds of data.
+    """
+    unique: dict[Path, Path] = {}
+    for path in sorted(path for entry in entries for path in _files(entry, kinds)):
+        unique.setdefault(path.resolve(), path)  # whatever links lead to it
+    return list(unique.values())
+
+
+def _files(entry: PathLike, kinds: Kinds) -> list[Path]:
+    if entry == STDLIB:
+        return _stdlib_files()
+    path = user_path(entry)
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        return _directory_files(path, kinds)
+    if glob.has_magic(str(path)):
+        return _glob_files(str(path))
+    raise ValueError(
+        f"source must be a file, a glob or a directory that exists, got {entry}, looked for at {path.absolute()}: "
+        f'mend the path, or give "{STDLIB}" for Python\'s own source text'
+    )
+
+
+def _stdlib_files() -> list[Path]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = [path for path in _walk(root, leave_out=_NOT_STDLIB) if path.name.endswith(".py")]
+    if not files:
+        raise ValueError(
+            f'source "{STDLIB}" needs Python\'s own source files, found none under {root}: give text files of your own'
+        )
+    return files
+
+
+def _directory_files(directory: Path, kinds: Kinds) -> list[Path]:
+    every = list(_walk(directory))
+    files, rivals = _ending(every, kinds.suffixes), _ending(every, kinds.others)
+    if files and rivals:
+        raise ValueError(
+            f"a directory must hold one kind of data, got {directory} with {len(files)} such as {files[0].name} and "
+            f"{len(rivals)} such as {rivals[0].name}: name those that are meant by a glob, as "
+            f"{directory}/**/*{rivals[0].suffix}"
+        )
+    said = ", ".join(sorted({path.suffix for path in rivals}) or kinds.suffixes)
+    files = files or rivals
+    others = len(every) - len(files)
+    if not files:
+        raise ValueError(
+            f"a directory must hold {kinds.name} files ({said}), got {directory} with {others} other file(s): "
+            "give other suffixes, or name the files by a glob"
+        )
+    if others:
+        notice(f"{directory}: reading {len(files)} files ({said}), passing over {others} others")
+    return files
+
+
+def _ending(files: Iterable[Path], suffixes: tuple[str, ...]) -> list[Path]:
+    def shown(name: str) -> bool:
+        return not name.startswith(".") and (name.endswith(suffixes) or plain_name(name).endswith(suffixes))
+
+    return [path for path in files if shown(path.name)] if suffixes else []
+
+
+def _glob_files(pattern: str) -> list[Path]:
+    # `Path.glob` takes no absolute pattern, and reads a last `**` differently from one Python to the next.
+    files = [path for path in map(Path, glob.glob(pattern, recursive=True)) if path.is_file()]  # noqa: PTH207
+    if not files:
+        raise ValueError(f"a glob must match at least one file, got {pattern}, which matches none: mend it")
+    return files
+
+
+def _walk(directory: Path, *, leave_out: frozenset[str] = frozenset()) -> Iterable[Path]:
+    """Every file; hidden directories are not entered."""
+    for folder, folders, names in os.walk(directory, onerror=_refuse):
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in leave_out]
+        yield from (Path(folder, name) for name in names)
+
+
+def _refuse(error: OSError) -> None:
+    raise unreadable(error) from error

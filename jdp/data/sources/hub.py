@@ -1,0 +1,146 @@
+"""Data sets of the Hugging Face hub, or in its formats on a disk, as Arrow tables: one for each split.
+
+`datasets` keeps them as Arrow files in its cache, mapped into memory: nothing is read before it is needed. It runs no
+code of a data set (scripts ended with its version 4), and neither do we. But a data set's own card (its README.md, or
+the JSON beside it) may name any file there is, and it would be read like the rest: so files outside of a data set's
+folder are refused. A link in the folder is somebody's own choice, and followed.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jdp.core.toml import cut
+from jdp.core.user_path import user_path
+from jdp.data.sources.optional_packages import optional
+
+HF = "hf:"
+
+
+def hub_splits(source: str) -> dict[str, Any]:
+    """Split -> `pyarrow.Table`, mapped into memory.
+
+    Args:
+      source: "hf:NAME", "hf:OWNER/NAME" or "hf:OWNER/NAME/CONFIG" on the hub; or "hf:PATH" of a directory that
+        `save_to_disk` wrote, or of any files that `datasets.load_dataset` takes, or of one such file. With ":SPLIT"
+        after it ("hf:OWNER/NAME:train[:10%]") that split alone, else every one there is.
+
+    Raises:
+      ValueError: `datasets` is not installed; a data set or a split that is not there or cannot be read; one whose own
+        card names files outside of its folder.
+    """
+    datasets = optional("datasets", source)
+    name, split = _parted(source)
+    try:
+        loaded = _load(datasets, name, split)
+    except OutsideError:
+        raise
+    except Exception as error:  # network, permissions, builders: each raises its own kinds
+        words = cut(" ".join(str(error).split()).rstrip(".") or type(error).__name__, 400)
+        raise ValueError(
+            f"a Hugging Face data set must be readable, got {source}: {words}; mend its name or path, or log "
+            "in to the hub"
+        ) from error
+    found = loaded if isinstance(loaded, dict) else {split or "train": loaded}
+    return {str(split): _table(data) for split, data in found.items()}
+
+
+def hub_table(source: str) -> tuple[Any, str]:
+    """The one split that is meant, as a `pyarrow.Table`, and its name: the one given, else "train", else the only one.
+
+    Raises:
+      ValueError: see `hub_splits`; several splits and none of them "train".
+    """
+    splits = hub_splits(source)
+    if "train" not in splits and len(splits) > 1:
+        raise ValueError(
+            f"a data set must have the split train, or one only, got {', '.join(splits)} in {source}: "
+            f"name the one that is meant, as {source}:{next(iter(splits))}"
+        )
+    name = "train" if "train" in splits else next(iter(splits))
+    return splits[name], name
+
+
+def _parted(source: str) -> tuple[str, str | None]:
+    """The name or path, and the split. A path that is there is a path, whatever is in its name."""
+    whole = source.removeprefix(HF)
+    if user_path(whole).exists():
+        return whole, None
+    name, _, split = whole.partition(":")
+    return name, split or None
+
+
+def _load(datasets: Any, name: str, split: str | None) -> Any:
+    """A data set, or a dict of them by split."""
+    path = user_path(name)
+    if (path / "dataset_dict.json").exists():
+        for part in json.loads((path / "dataset_dict.json").read_bytes())["splits"]:
+            _check_files([str(path / part / file) for file in _saved_files(path / part)], path)
+        return _pick(datasets.load_from_disk(str(path)), split)
+    if (path / "dataset_info.json").exists() and (path / "state.json").exists():
+        _check_files([str(path / file) for file in _saved_files(path)], path)
+        return _pick({"train": datasets.load_from_disk(str(path))}, split)
+    if path.is_file():
+        builder = datasets.load_dataset_builder(str(path.parent), data_files=path.name)
+        return _built(builder, path.parent, split)
+    if path.exists() or path.is_absolute():
+        return _built(datasets.load_dataset_builder(str(path)), path, split)
+    owner_and_name, config = name.split("/")[:2], name.split("/")[2:]
+    return _built(datasets.load_dataset_builder("/".join(owner_and_name), *config[:1]), None, split)
+
+
+def _built(builder: Any, folder: Path | None, split: str | None) -> Any:
+    """As `load_dataset`, once it is known which files it would read."""
+    named: Mapping[str, Iterable[Any]] = builder.config.data_files or {}
+    _check_files([str(file) for files in named.values() for file in files], folder)
+    builder.download_and_prepare()
+    return builder.as_dataset(split=split)
+
+
+def _saved_files(folder: Path) -> list[str]:
+    """The files that a data set names in a folder which `save_to_disk` wrote."""
+    return [one["filename"] for one in json.loads((folder / "state.json").read_bytes())["_data_files"]]
+
+
+class OutsideError(ValueError):
+    """A data set's own card names a file outside of its folder."""
+
+
+def _check_files(files: Iterable[str], folder: Path | None) -> None:
+    """Hold the files that a data set names against its folder.
+
+    Args:
+      files: paths, or URLs; of a member of an archive ("zip://a.txt::b.zip") the archive counts.
+      folder: of the data set on this disk; None: it is on the hub, and no file of this disk belongs to it.
+
+    Raises:
+      OutsideError: one lies elsewhere.
+    """
+    roots = () if folder is None else (folder.absolute(), folder.resolve())
+    for file in (file.rpartition("::")[2] for file in files):
+        if "://" in file and not file.startswith("file://"):
+            inside = folder is None
+        else:
+            path = Path(os.path.normpath(Path(file.removeprefix("file://")).absolute()))
+            inside = any(path.is_relative_to(os.path.normpath(root)) for root in roots)
+        if not inside:
+            where = "this disk" if folder is None else f"the folder {folder}"
+            raise OutsideError(
+                f"a data set must name its own files, got {cut(file, 200)}, which is "
+                f"{'on' if folder is None else 'outside of'} {where}: take it out of the card (README.md, or the JSON "
+                "beside it), or name that file as a source of its own"
+            )
+
+
+def _pick(splits: dict[str, Any], split: str | None) -> Any:
+    if split is not None and split not in splits:
+        raise ValueError(f'unknown split "{split}", there are {", ".join(splits)}')
+    return splits if split is None else splits[split]
+
+
+def _table(data: Any) -> Any:
+    # Rows that were selected or shuffled are a list of places beside the table: made a table of their own here.
+    plain = data.flatten_indices() if data._indices is not None else data
+    return plain.data.table.replace_schema_metadata(plain.features.arrow_schema.metadata)

@@ -1,0 +1,214 @@
+"""Text as token ids: bytes, or a file of Hugging Face's `tokenizers`.
+
+All documents of a source become one line of ids in the smallest unsigned integers that hold them, each document closed
+by the tokenizer's separator; int32 rows are made when a sample is read. A file's own truncation and padding are turned
+off, and no special tokens are added but the one that closes a document.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from jdp.core.user_path import user_path
+from jdp.data.sources.optional_packages import optional
+from jdp.data.text.token_cache import cache_key, load, store
+from jdp.data.text.token_line import TokenLine, bounds_of, smallest_uint
+
+VOCAB_SIZE = 256
+SEPARATOR = 0  # the byte that closes each document: text does not use it (but UTF-16 and binaries do)
+BYTES, NONE = "bytes", "none"
+
+# What published tokenizers close a document with, where no tokenizer_config.json says it.
+_SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
+_BATCH_BYTES = 2**22  # of text that is tokenised at a time: what the library returns is many times larger than the ids
+
+
+class Tokenizer(Protocol):
+    """Text to ids and back.
+
+    Attributes:
+      name: what it is, for people.
+      identity: what tells it from other tokenizers, for caches.
+      vocab_size: ids are below it.
+      separator: the id that closes a document.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def identity(self) -> str: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def separator(self) -> int: ...
+
+    def encode(self, text: str) -> NDArray[np.int32]: ...
+
+    def decode(self, tokens: ArrayLike) -> str: ...
+
+    def line(self, documents: Sequence[bytes], place: Callable[[int], str]) -> TokenLine:
+        """Documents as ids, separators left to the caller; `place` tells where a document is from, for errors."""
+        ...
+
+
+def open_tokenizer(name: str) -> Tokenizer:
+    """ "bytes", or a tokenizer.json or the folder that holds one.
+
+    Raises:
+      ValueError: a file that is not there or is no tokenizer, or one without a token that closes documents.
+    """
+    return Bytes() if name == BYTES else _open_file(user_path(name))
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """A token is a byte of UTF-8, or of whatever a file holds."""
+
+    name: str = "bytes"
+    identity: str = "bytes"
+    vocab_size: int = VOCAB_SIZE
+    separator: int = SEPARATOR
+
+    def encode(self, text: str) -> NDArray[np.int32]:
+        """Text as tokens: int32 [bytes of its UTF-8]."""
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+
+    def decode(self, tokens: ArrayLike) -> str:
+        """Tokens [n], integers below 256, as text; bytes that are not UTF-8 (a character cut in two) show as �.
+
+        Raises:
+          ValueError: a token that is not a byte.
+        """
+        values = np.asarray(tokens)
+        if values.size and not 0 <= values.min() <= values.max() < VOCAB_SIZE:
+            raise ValueError(
+                f"a token is a byte, 0 to {VOCAB_SIZE - 1}, got {values.min()} to {values.max()}: "
+                f"decode the samples of a model whose vocab_size is {VOCAB_SIZE}"
+            )
+        return values.astype(np.uint8).tobytes().decode(errors="replace")
+
+    def line(self, documents: Sequence[bytes], place: Callable[[int], str]) -> TokenLine:
+        del place  # every byte is a token
+        return TokenLine(np.frombuffer(b"".join(documents), np.uint8), bounds_of(documents))
+
+
+@dataclass(frozen=True, eq=False)
+class FileTokenizer:
+    """A tokenizer.json; `tokenizer` is the `tokenizers.Tokenizer`."""
+
+    tokenizer: Any
+    name: str
+    identity: str
+    vocab_size: int
+    separator: int
+
+    def encode(self, text: str) -> NDArray[np.int32]:
+        """Text as tokens: int32 [n], without special tokens but those that stand in the text."""
+        return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def decode(self, tokens: ArrayLike) -> str:
+        """Tokens [n] as text, special ones too.
+
+        Raises:
+          ValueError: a token outside the vocabulary.
+        """
+        values = np.asarray(tokens)
+        if values.size and not 0 <= values.min() <= values.max() < self.vocab_size:
+            raise ValueError(
+                f"a token of {self.name} is 0 to {self.vocab_size - 1}, got {values.min()} to {values.max()}: "
+                f"decode the samples of a model whose vocab_size is {self.vocab_size}"
+            )
+        return self.tokenizer.decode(values.tolist(), skip_special_tokens=False)
+
+    def line(self, documents: Sequence[bytes], place: Callable[[int], str]) -> TokenLine:
+        key = cache_key(self.identity, documents)
+        if kept := load(key):
+            return kept
+        dtype = smallest_uint(self.vocab_size)
+        found: list[NDArray[Any]] = [np.zeros(0, dtype)]
+        for texts in _batches(documents, place):
+            encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            found += [np.array(encoding.ids, dtype) for encoding in encodings]
+        line = TokenLine(np.concatenate(found), bounds_of(found[1:]))
+        store(key, line)
+        return line
+
+
+def _batches(documents: Sequence[bytes], place: Callable[[int], str]) -> Iterator[list[str]]:
+    """Decoded documents, a few MiB at a time."""
+    batch: list[str] = []
+    size = 0
+    for number, document in enumerate(documents):
+        try:
+            batch.append(document.decode())
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"text must be UTF-8 for a tokenizer, got {document[error.start]:#04x} at byte {error.start} of "
+                f'{place(number)}: convert it, leave it out, or take tokenizer = "{BYTES}"'
+            ) from error
+        size += len(document)
+        if size >= _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _open_file(path: Path) -> FileTokenizer:
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(
+            f'tokenizer must be "{BYTES}", "{NONE}" (token ids, not text), or a tokenizer.json or the folder that '
+            f"holds one, got {path}, looked for at {file.absolute()}: mend the path"
+        )
+    tokenizers = optional("tokenizers", str(file))
+    content = file.read_bytes()
+    try:
+        tokenizer = tokenizers.Tokenizer.from_buffer(content)
+    except Exception as error:  # the library raises bare ones
+        words = " ".join(str(error).split())
+        raise ValueError(
+            f"a tokenizer must be a file of Hugging Face tokenizers, got {file}: {words}; mend it"
+        ) from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    vocabulary: dict[str, int] = tokenizer.get_vocab(with_added_tokens=True)
+    separator = _separator(vocabulary, file)
+    return FileTokenizer(
+        tokenizer=tokenizer,
+        name=f"{file} ({len(vocabulary):,} tokens, {separator} closes a document)",
+        identity=hashlib.sha256(content).hexdigest() + f" {tokenizers.__version__}",
+        vocab_size=max(vocabulary.values()) + 1,  # ids may leave gaps
+        separator=vocabulary[separator],
+    )
+
+
+def _separator(vocabulary: dict[str, int], file: Path) -> str:
+    """What tokenizer_config.json beside it calls eos_token, else one of the usual names."""
+    config = file.with_name("tokenizer_config.json")
+    named = _eos_token(config) if config.is_file() else None
+    names = _SEPARATORS if named is None else (named,)
+    for name in names:
+        if name in vocabulary:
+            return name
+    where = f"{config} names {named}, which is not in" if named else f"none of {', '.join(names)} is in"
+    raise ValueError(
+        f"a tokenizer must have a token that closes documents, got {file}: {where} its vocabulary; add one to its "
+        'added_tokens, and to the model, or name one as "eos_token" in tokenizer_config.json beside it'
+    )
+
+
+def _eos_token(config: Path) -> str | None:
+    try:
+        token = json.loads(config.read_bytes()).get("eos_token")
+    except (OSError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"a tokenizer's configuration must be a JSON object, got {config}: {error}; mend it"
+        ) from error
+    return token.get("content") if isinstance(token, dict) else token

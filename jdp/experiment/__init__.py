@@ -1,0 +1,12 @@
+"""An experiment file.
+
+`file.py` reads and validates it, `schema/` has its keys, the others make the objects it stands for.
+"""
+
+from jdp.experiment.file import ExperimentError as ExperimentError
+from jdp.experiment.file import check_for_devices as check_for_devices
+from jdp.experiment.file import describe as describe
+from jdp.experiment.file import from_table as from_table
+from jdp.experiment.file import load as load
+from jdp.experiment.file import mesh_sizes as mesh_sizes
+from jdp.experiment.file import to_toml as to_toml

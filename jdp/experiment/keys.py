@@ -1,0 +1,155 @@
+"""The keys of an experiment file: which model describes which table, and each key with type, default, description."""
+
+import dataclasses
+import inspect
+import re
+import types
+import typing
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from jdp.core.toml import toml_value
+
+Path = tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class Schemas:
+    """The model of the whole file, and the one its [model] table was held against (which depends on the size)."""
+
+    root: type[BaseModel]
+    model: type[BaseModel] | None
+
+    def at(self, path: Path) -> type[BaseModel] | None:
+        """The model of the table at `path`; None where keys are free, as in [mesh]."""
+        if not path:
+            return self.root
+        if path == ("model",):
+            return self.model
+        outer, last = self.at(path[:-1]), str(path[-1])
+        if outer is not None:
+            field = outer.model_fields.get(last)
+            return table_class(field) if field else None
+        named = self.at(path[:-2]) if path[1:] else None  # [eval.NAME]: a table of tables
+        field = named.model_fields.get(str(path[-2])) if named else None
+        return named_table(field) if field else None
+
+    def tables(self) -> list[tuple[tuple[str, ...], type[BaseModel]]]:
+        """The tables below the root, with their paths, in file order; a table of tables as ("eval", "NAME")."""
+        return list(self._below((), self.root))
+
+    def _below(
+        self, path: tuple[str, ...], table: type[BaseModel]
+    ) -> Iterator[tuple[tuple[str, ...], type[BaseModel]]]:
+        for name, field in table.model_fields.items():
+            inner, named = table_class(field), named_table(field)
+            found = ((*path, name), inner) if inner else ((*path, name, "NAME"), named) if named else None
+            if found:
+                yield found
+                yield from self._below(*found)
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of the file as `--help` shows it."""
+
+    name: str
+    type: str
+    default: str
+    description: str
+
+
+def table_keys(schema: type[BaseModel]) -> list[Key]:
+    """The keys of one table that are not tables themselves, in file order, with their ranges."""
+    return [
+        Key(_shown_name(name, field), _type_of(field), _default(field), " ".join((field.description or "").split()))
+        for name, field in schema.model_fields.items()
+        if not table_class(field) and not named_table(field)
+    ]
+
+
+def config_keys(kind: type) -> list[Key]:
+    """The fields of a model's configuration; descriptions from its docstring's `Fields:`, defaults by size."""
+    hints, described = typing.get_type_hints(kind), _described_fields(kind)
+    return [
+        Key(field.name, _type_text(hints[field.name]), "by size", described.get(field.name, ""))
+        for field in dataclasses.fields(kind)
+    ]
+
+
+def _described_fields(kind: type) -> dict[str, str]:
+    """name -> description, from lines `a, b: text` and their deeper indented continuations."""
+    _, _, text = inspect.cleandoc(kind.__doc__ or "").partition("\nFields:\n")
+    found: dict[str, str] = {}
+    for entry in re.split(r"\n {4}(?=\w)", "\n" + text.split("\n\n")[0]):
+        names, _, description = entry.partition(": ")
+        names, description = names.strip().split(", "), " ".join(description.split())
+        each = description.split("; ")  # "a, b: what a is; what b is"
+        found |= dict(zip(names, each, strict=True)) if len(each) == len(names) else dict.fromkeys(names, description)
+    return found
+
+
+def _shown_name(name: str, field: FieldInfo) -> str:
+    """A table of free keys is shown as one key: mesh.AXIS, rules.PATTERN."""
+    free = {"mesh": "AXIS", "rules": "PATTERN"}
+    return f"{name}.{free[name]}" if typing.get_origin(field.annotation) is dict else name
+
+
+def _type_of(field: FieldInfo) -> str:
+    return _type_text(field.annotation) + _range(field.metadata)
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    return "none" if field.default is None else toml_value(field.default)
+
+
+def _range(rules: Iterable[Any]) -> str:
+    """The limits a number must keep, such as " >= 1"."""
+    flat = [part for rule in rules for part in (rule.metadata if isinstance(rule, FieldInfo) else [rule])]
+    limits = [
+        f" {sign} {getattr(rule, name)}"
+        for rule in flat
+        for name, sign in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
+        if getattr(rule, name, None) is not None
+    ]
+    return "".join(limits)
+
+
+def table_class(field: FieldInfo) -> type[BaseModel] | None:
+    """The model of a field that is a table (or may be left out), else None."""
+    if typing.get_origin(field.annotation) is dict:
+        return None
+    for part in (field.annotation, *typing.get_args(field.annotation)):
+        if isinstance(part, type) and issubclass(part, BaseModel):
+            return part
+    return None
+
+
+def named_table(field: FieldInfo) -> type[BaseModel] | None:
+    """The model of the tables in a field that is a table of tables, such as [eval.NAME], else None."""
+    arguments = typing.get_args(field.annotation)
+    inner = arguments[1] if typing.get_origin(field.annotation) is dict else None
+    return inner if isinstance(inner, type) and issubclass(inner, BaseModel) else None
+
+
+def _type_text(annotation: Any) -> str:
+    """int | float | text | true|false | the words that may stand there, and "none" where that is allowed."""
+    names = {int: "int", float: "float", str: "text", bool: "true|false", type(None): "none"}
+    arguments, origin = typing.get_args(annotation), typing.get_origin(annotation)
+    if origin is typing.Annotated:
+        return _type_text(arguments[0]) + _range(arguments[1:])
+    if origin is Literal:
+        return "|".join(map(str, arguments))
+    if origin in (types.UnionType, typing.Union):
+        return "|".join(map(_type_text, arguments))
+    if origin is tuple:
+        return f"array of {_type_text(arguments[0])}"
+    if origin is dict:
+        return _type_text(arguments[1])
+    return names.get(annotation, str(annotation))

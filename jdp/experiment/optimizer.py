@@ -1,0 +1,101 @@
+"""From [optimizer] to optax: the learning rate over the run, and the update rule.
+
+The rate's peak is `lr`, or with `lr_scaling` what `lr` becomes at the run's own batch size; warm-up and schedule go
+over global steps, so microbatches and devices do not change them. Nothing below the training loop sees the file.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import optax
+
+from jdp.core.optim.ema import with_ema
+from jdp.core.optim.schedules import scaled_lr, warmup
+from jdp.experiment.schema.experiment import Experiment
+
+NOT_DECAYED = ("bias", "scale")
+"""Last part of the paths of parameters that weight decay leaves alone."""
+
+
+def peak_rate(experiment: Experiment) -> float:
+    """The learning rate that the warm-up ends at: `lr`, scaled to the batch size if the file asks for that."""
+    chosen = experiment.optimizer
+    if chosen.lr_scaling == "none" or chosen.base_batch_size is None:
+        return chosen.lr
+    batch = experiment.train.batch_size
+    return scaled_lr(chosen.lr, base_batch=chosen.base_batch_size, batch=batch, rule=chosen.lr_scaling)
+
+
+def learning_rate(experiment: Experiment) -> optax.Schedule:
+    """Learning rate as a function of the optimizer steps done before (0 at the first step).
+
+    Warm-up: see `jdp.warmup`; its last step has the peak. Then constant, or down to `final_lr_fraction` at the end
+    of the run: along a line, or half a cosine (arXiv:1608.03983, eq. 5, without restarts). Steps are global:
+    accumulation and device count do not change them.
+    """
+    settings, peak = experiment.optimizer, peak_rate(experiment)
+    rest = max(experiment.train.steps - settings.warmup_steps, 1)
+    if settings.schedule == "cosine":
+        after = optax.cosine_decay_schedule(peak, rest, alpha=settings.final_lr_fraction)
+    elif settings.schedule == "linear":
+        after = optax.linear_schedule(peak, peak * settings.final_lr_fraction, rest)
+    else:
+        after = optax.constant_schedule(peak)
+    return warmup(after, settings.warmup_steps)
+
+
+def optimizer(experiment: Experiment) -> optax.GradientTransformation:
+    """The optimizer the file asks for; its state counts steps for the learning rate.
+
+    Clipping is not in it: the step clips, as it knows the norm over all devices. With `ema_decay` its state holds an
+    average of the parameters too.
+    """
+    rule, decay = _rule(experiment), experiment.optimizer.ema_decay
+    return rule if decay is None else with_ema(rule, decay)
+
+
+def _rule(experiment: Experiment) -> optax.GradientTransformation:
+    """The update rule. Weight decay leaves out biases and norm scales by name: by number of dims one cannot tell, as
+    the scales of stacked layers have two.
+    """
+    chosen, rate = experiment.optimizer, learning_rate(experiment)
+    decay: dict[str, Any] = {"weight_decay": chosen.weight_decay, "mask": decay_mask}
+    match chosen.name:
+        case "adamw":
+            return optax.adamw(rate, b1=chosen.b1, b2=chosen.b2, eps=chosen.eps, **decay)
+        case "adam":
+            return optax.adam(rate, b1=chosen.b1, b2=chosen.b2, eps=chosen.eps)
+        case "lion":
+            return optax.lion(rate, b1=chosen.b1, b2=chosen.b2, **decay)
+        case "sgd":
+            step = optax.trace(chosen.momentum) if chosen.momentum else optax.identity()
+            return optax.chain(step, optax.add_decayed_weights(**decay), optax.scale_by_learning_rate(rate))
+        case "adafactor":  # the rate goes last, so that the decay follows it as everywhere else; optax's own does not
+            step = optax.chain(optax.adafactor(None, momentum=chosen.momentum or None), optax.scale(-1.0))
+            return optax.chain(step, optax.add_decayed_weights(**decay), optax.scale_by_learning_rate(rate))
+        case "lamb":
+            return optax.lamb(rate, b1=chosen.b1, b2=chosen.b2, eps=chosen.eps, **decay)
+        case "lars":
+            return optax.lars(
+                rate,
+                weight_decay=chosen.weight_decay,
+                weight_decay_mask=decay_mask,
+                trust_coefficient=chosen.trust_coefficient,
+                trust_ratio_mask=decay_mask,  # biases and scales keep the plain rate (arXiv:1708.03888, section 5)
+                momentum=chosen.momentum,
+            )
+        case "rmsprop":
+            return optax.rmsprop(rate, decay=chosen.b2, eps=chosen.eps, momentum=chosen.momentum or None)
+        case "adagrad":
+            return optax.adagrad(rate, eps=chosen.eps)
+
+
+def decay_mask(params: Any) -> Any:
+    """Which parameters weight decay applies to: a tree of bools, False where the last key is `bias` or `scale`."""
+
+    def decays(path: Any, _: Any) -> bool:
+        return jax.tree_util.keystr(path[-1:], simple=True) not in NOT_DECAYED
+
+    return jax.tree_util.tree_map_with_path(decays, params)

@@ -1,0 +1,150 @@
+"""An experiment file's problems and keys in plain words.
+
+`problems` turns what pydantic found into one line for each: the key, the rule, the value given, the fix; of many alike
+it shows three, of many `MOST`.
+"""
+
+import tomllib
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from jdp.core.hints import nearest
+from jdp.core.toml import LONGEST, brief, cut, shown_key
+from jdp.core.user_path import PathError
+from jdp.experiment.keys import Path, Schemas
+
+MOST, ALIKE = 8, 3
+"""Lines for all problems of a file, and for problems of one kind in one table or array."""
+_WIDTH = 300
+"""Characters of a line that somebody else worded."""
+
+_KINDS = {
+    "int_type": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "tuple_type": "an array",
+    "dict_type": "a table",
+    "model_type": "a table",
+}
+_LIMITS = {
+    "greater_than": ("gt", "must be more than {}"),
+    "greater_than_equal": ("ge", "must be {} or more"),
+    "less_than": ("lt", "must be less than {}"),
+    "less_than_equal": ("le", "must be {} or less"),
+}
+
+
+def problems(error: ValidationError, schemas: Schemas, from_command_line: frozenset[Path]) -> tuple[int, list[str]]:
+    """How many things are wrong, and a line for each of the first: `ALIKE` of a kind in one place, `MOST` in all.
+
+    Args:
+        error: what validation found.
+        schemas: which model describes which table.
+        from_command_line: the keys given as `--a.b value`, which are shown that way.
+    """
+    lines: list[str] = []
+    count = 0
+    alike: dict[tuple[Path, str], int] = {}
+    for detail in error.errors(include_url=False):
+        path = detail["loc"]
+        if not path:  # rules between keys: one line each, naming the keys themselves
+            broken = str(detail["ctx"]["error"] if "ctx" in detail else detail["msg"]).split("\n")
+            lines += [cut(line, 2 * _WIDTH) for line in broken[:MOST]]
+            count += len(broken)
+            continue
+        count, place = count + 1, (path[:-1], detail["type"])
+        alike[place] = alike.get(place, 0) + 1
+        if alike[place] <= ALIKE and len(lines) < MOST:
+            typed = any(path[: len(key)] == key or key[: len(path)] == path for key in from_command_line)
+            lines.append(_problem("--" if typed else "", path, detail, schemas))
+    return count, lines[:MOST]
+
+
+def _problem(dashes: str, path: Path, detail: ErrorDetails, schemas: Schemas) -> str:
+    """The key, the rule, the value given, the fix."""
+    kind, limits = detail["type"], detail.get("ctx", {})
+    key, given = f"{dashes}{_dotted(path)}", f"given {brief(detail['input'])}"
+    if kind == "missing":
+        return f"{key} is missing: {_how_to_add(path, schemas)}"
+    if kind == "extra_forbidden":
+        return _unknown_key(dashes, path, schemas)
+    if kind == "value_error":
+        said = cut(str(limits["error"]), _WIDTH)
+        whole = schemas.at(path) or isinstance(limits["error"], PathError)  # it says itself what was given
+        return f"{key}: {said}" if whole else f"{key} {said}; {given}"
+    if kind == "literal_error":
+        words = [word for position, word in enumerate(limits["expected"].split("'")) if position % 2]
+        hint = nearest(detail["input"], words) if isinstance(detail["input"], str) else ""
+        return f"{key} must be one of {', '.join(words)}; {given}{hint}"
+    if kind in _LIMITS:
+        name, rule = _LIMITS[kind]
+        return f"{key} {rule.format(limits[name])}; {given}"
+    if kind in _KINDS:
+        return f"{key} must be {_KINDS[kind]}; {given}{_fix(kind, str(path[-1]), detail['input'])}"
+    return f"{key}: {detail['msg'].replace('Input should', 'it should')}; {given}"
+
+
+def _how_to_add(path: Path, schemas: Schemas) -> str:
+    """What to write for a key that is required and not there."""
+    table = schemas.at(path)
+    if table:
+        needed = [f"{name} = …" for name, field in table.model_fields.items() if field.is_required()]
+        return f"add the table [{_dotted(path)}] with {' and '.join(needed)}"
+    return f"add {path[-1]} = … {f'to [{_dotted(path[:-1])}]' if path[1:] else 'at the top'}"
+
+
+def _unknown_key(dashes: str, path: Path, schemas: Schemas) -> str:
+    """Name the nearest key of the same table, else the same key in another one."""
+    table, last = path[:-1], str(path[-1])
+    schema = schemas.at(table)
+    here = list(schema.model_fields) if schema else []
+    prefix = f"{dashes}{_dotted(table)}." if table else dashes
+    elsewhere = [
+        f"{dashes}{name}.{last}"
+        for name in schemas.root.model_fields
+        if (other := schemas.at((name,))) and last in other.model_fields
+    ]
+    hint = nearest(last, here, f"; did you mean {prefix}")
+    if not hint:
+        hint = f"; did you mean {elsewhere[0]}?" if elsewhere else f"; its keys are {', '.join(here)}"
+    place = f"[{_dotted(table)}]" if table else "the top level"
+    return f"{dashes}{_dotted(path)} is not a key of {place}{hint}"
+
+
+def _fix(kind: str, last: str, given: Any) -> str:
+    """What to write instead, when the value given makes it plain."""
+    if isinstance(given, str):
+        said = ", which is text"
+        if kind in ("int_type", "float_type", "bool_type") and len(given) <= LONGEST:
+            plain = given.lower() if kind == "bool_type" else given
+            return f"{said}: write {last} = {plain}, without quotes" if _is(kind, plain) else said
+        return said
+    if kind == "int_type" and isinstance(given, float) and given.is_integer():
+        return f": write {last} = {int(given)}"
+    if kind == "string_type" and not isinstance(given, Mapping | list | tuple):
+        return f': write {last} = "{brief(given)}", in quotes'
+    if kind == "tuple_type":
+        return f": write {last} = [{brief(given)}]"
+    if kind == "model_type":
+        return f": write [{last}], and its keys below it"
+    return ""
+
+
+def _is(kind: str, text: str) -> bool:
+    """Whether `text`, without quotes, is a value of this kind."""
+    try:
+        table = tomllib.loads(f"x = {text}")
+    except (ValueError, RecursionError):
+        return False
+    wanted = {"int_type": (int,), "float_type": (int, float), "bool_type": (bool,)}[kind]
+    return len(table) == 1 and type(table["x"]) in wanted
+
+
+def _dotted(path: Path) -> str:
+    """("model", "hidden", 1) -> model.hidden[1]"""
+    parts = (f"[{part}]" if isinstance(part, int) else f".{shown_key(part)}" for part in path)
+    return "".join(parts).removeprefix(".")

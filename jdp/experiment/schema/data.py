@@ -1,0 +1,84 @@
+"""The tables [data], [data.mixture.NAME] and [eval.NAME]: what is learnt from, and what it is measured on."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from jdp.experiment.schema.fields import Count, MaybeSource, Part, PathText, Section, Single, Source, named
+
+
+class Ingredient(Section):
+    """[data.mixture.NAME]: one of several texts that training draws from; its held-out part is evaluated on its own
+    too, as eval_NAME."""
+
+    source: Source
+    """As data.source."""
+    weight: Annotated[float, Field(gt=0), Single] = 1.0
+    """Share of the samples, relative to the other ingredients."""
+    field: str | None = None
+    """As data.field; none = the same."""
+
+
+class Data(Section):
+    """[data]: what to learn from; the model decides whether that is text, images or tables of numbers."""
+
+    source: MaybeSource = "stdlib"
+    """Text: "stdlib" (Python's own library source), files, globs or directories (text, JSONL, parquet, Arrow; gzip or
+    zstandard), or an .npz of tokens. Images: "digits" (scikit-learn's), a directory with a subdirectory for each class,
+    parquet, Arrow. Features of an MLP: an .npz, or images. "hf:NAME" or "hf:PATH" is a data set of Hugging Face. Paths
+    are relative to the experiment file, or when given on the command line to the working directory; "none" with
+    [data.mixture.NAME]."""
+    mixture: dict[str, Ingredient] = Field(default={})
+    """Several texts, mixed by weight, in place of source."""
+    field: str | None = None
+    """Field, column or array that is learnt from, of a row of JSONL, parquet, Arrow or Hugging Face, or of an .npz;
+    none = the usual: "text" or "input_ids", the only images, "features"."""
+    label: str | None = None
+    """Column or array of the classes (images, features); none = the usual: the only classes, "labels"."""
+    tokenizer: PathText = "bytes"
+    """"bytes"; a tokenizer.json of Hugging Face tokenizers or the folder that holds it, relative as in source; or
+    "none" where the rows of the source are lists of token ids."""
+    packing: Literal["stream", "documents"] = "stream"
+    """How documents fill a sample: end to end, cut anywhere; or whole, attention and positions within each only."""
+    length: Count = 0
+    """Tokens a sample; 0 = the model's context."""
+    size: Count = 0
+    """Height and width in pixels to which images of an MLP are fitted, 0 = as they are; for a ResNet or ViT that is
+    model.image_size."""
+    heldout: PathText | None = None
+    """A held-out set of its own (images, features), named as in source; none = heldout_fraction of the source."""
+    heldout_fraction: Part = 0.05
+    """Share of the data kept for evaluation, by content."""
+    shuffle: bool = True
+    """Shuffle the training samples anew each epoch."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _mixed_or_one(cls, table: Any) -> Any:
+        """A mixture takes the place of the source, so the source's default must not stand beside it."""
+        if isinstance(table, Mapping) and table.get("mixture") and "source" not in table:
+            return {**table, "source": None}
+        return table
+
+    @field_validator("mixture")
+    @classmethod
+    def _names(cls, mixture: dict[str, Ingredient]) -> dict[str, Ingredient]:
+        named("text", mixture)
+        return mixture
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Every source named, of the mixture too."""
+        given = [self.source, *(part.source for part in self.mixture.values())]
+        return tuple(word for one in given if one for word in ((one,) if isinstance(one, str) else one))
+
+
+class EvalSet(Section):
+    """[eval.NAME]: a further data set to evaluate on, whole, beside the held-out part of [data]; its metrics are
+    eval_NAME_loss and so on."""
+
+    source: Source
+    """As data.source."""
+    field: str | None = None
+    """As data.field; none = the same."""

@@ -1,0 +1,162 @@
+"""The kinds of value an experiment file holds, and what all of its tables have in common."""
+
+import math
+import re
+import struct
+import typing
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, model_validator
+
+from jdp.core.toml import cut
+from jdp.core.user_path import user_path
+
+NONE = "none"
+"""How a file says None, which TOML cannot: `clip_norm = "none"`."""
+
+ALL = "all"
+"""How a file says that nothing is left out: `eval_batches = "all"`."""
+
+HUB = "hf:"
+_MOST_SINGLE, _LEAST_SINGLE = (2 - 2**-23) * 2.0**127, 2.0**-126
+_MOST_INT = 2**31 - 1
+"""What counters and sizes on devices hold: int32."""
+
+
+LONGEST_NAME = 200
+"""Characters of a run's name: file systems take 255 bytes, and a sweep puts its values behind it."""
+
+
+def _run_name(name: str) -> str:
+    if len(name) > LONGEST_NAME:
+        raise ValueError(
+            f"must have at most {LONGEST_NAME} characters, as it names the run's folder, and has {len(name):,}"
+        )
+    if not re.fullmatch(r"[A-Za-z0-9._=-]+", name) or name in (".", ".."):  # NAME-seed=1: a run of a sweep
+        raise ValueError(
+            "must be letters, digits, dots, dashes and underscores, one or more, as it names the run's folder"
+        )
+    return name
+
+
+def _path(path: str) -> str:
+    """Text that names a file or folder: one that there can be. A word, such as "stdlib", is a path too."""
+    user_path(path)
+    return path
+
+
+def _whole(value: int) -> int:
+    if abs(value) > _MOST_INT:
+        raise ValueError(f"must be at most {_MOST_INT}, the largest whole number of 32 bits")
+    return value
+
+
+def _single(value: float) -> float:
+    """A number that is still the same kind of number in the 32 bits that devices compute in."""
+    kept = struct.unpack("f", struct.pack("f", value))[0] if abs(value) <= _MOST_SINGLE else math.inf
+    if math.isinf(kept) and math.isfinite(value):
+        raise ValueError(f"must be a number of 32 bits, as devices compute, at most {_MOST_SINGLE:.4g}")
+    if value and abs(value) < _LEAST_SINGLE:
+        raise ValueError(f"must be 0, or a number of 32 bits, as devices compute, at least {_LEAST_SINGLE:.4g}")
+    if value < 1 <= kept:
+        raise ValueError("must be less than 1 in the 32 bits that devices compute in, at most 0.99999994")
+    return value
+
+
+def _axis_size(size: int) -> int:
+    if size < 1 and size != -1:
+        raise ValueError("must be 1 or more, or -1 for what the other axes leave")
+    return size
+
+
+def _source(source: Any) -> Any:
+    words = source if isinstance(source, list | tuple) else (source,)
+    if source is not None and not (words and all(isinstance(word, str) and word for word in words)):
+        raise ValueError(
+            'must be "stdlib", a path or glob, "hf:NAME", for images "digits", or an array of them, as text in quotes'
+        )
+    for word in () if source is None else words:
+        user_path(word.removeprefix(HUB))
+    return tuple(words) if isinstance(source, list | tuple) else source
+
+
+def _patterns(patterns: Any) -> Any:
+    words = patterns if isinstance(patterns, list | tuple) else (patterns,)
+    if patterns is not None and not (words and all(isinstance(word, str) and word for word in words)):
+        raise ValueError('must be a path pattern, such as "*/lora_*", or an array of them, as text in quotes')
+    return tuple(words) if isinstance(patterns, list | tuple) else patterns
+
+
+def _batches(batches: Any) -> Any:
+    if batches != ALL and (type(batches) is not int or batches < 1):
+        raise ValueError(f'must be 1 or more, or "{ALL}"')
+    return batches
+
+
+def _best(best: Any) -> Any:
+    if not isinstance(best, bool) and not (isinstance(best, str) and best):
+        raise ValueError("must be true, false, or a metric of the evaluations, in quotes")
+    return best
+
+
+def _rule(entries: Any) -> Any:
+    """["", "model", ["data", "model"]] -> ("", "model", ("data", "model"))."""
+    given = list(entries) if isinstance(entries, list | tuple) else [None]
+    made = tuple(tuple(entry) if isinstance(entry, list | tuple) else entry for entry in given)
+    for entry in made:
+        if not all(isinstance(axis, str) for axis in (entry if isinstance(entry, tuple) else (entry,))):
+            raise ValueError(
+                'must be an array with a mesh axis for each dimension of the parameter, "" where it is not sharded, or '
+                'an array of axes, such as ["", "model"]'
+            )
+    return made
+
+
+Whole = AfterValidator(_whole)
+Single = AfterValidator(_single)
+Positive = Annotated[int, Field(ge=1), Whole]
+Count = Annotated[int, Field(ge=0), Whole]
+Fraction = Annotated[float, Field(ge=0, le=1), Single]
+Part = Annotated[float, Field(gt=0, lt=1), Single]
+Decay = Annotated[float, Field(ge=0, lt=1), Single]
+PathText = Annotated[str, AfterValidator(_path)]
+RunName = Annotated[str, AfterValidator(_run_name)]
+AxisSize = Annotated[int, AfterValidator(_axis_size)]
+Source = Annotated[str | tuple[str, ...], PlainValidator(_source)]
+MaybeSource = Annotated[str | tuple[str, ...] | None, PlainValidator(_source)]
+Patterns = Annotated[str | tuple[str, ...] | None, PlainValidator(_patterns)]
+Batches = Annotated[int | typing.Literal["all"], PlainValidator(_batches)]
+Best = Annotated[bool | str, PlainValidator(_best)]
+Rule = Annotated[tuple[str | tuple[str, ...], ...], PlainValidator(_rule)]
+
+
+class Section(BaseModel):
+    """A table of the file: no unknown keys, nothing converted, nothing changed afterwards."""
+
+    model_config = ConfigDict(
+        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_toml(cls, table: Any) -> Any:
+        """TOML has no null, and arrays where Python has tuples: read `"none"` as None where None may stand."""
+        if not isinstance(table, Mapping):
+            return table
+        return {key: cls._value(key, value) for key, value in table.items()}
+
+    @classmethod
+    def _value(cls, key: str, value: Any) -> Any:
+        if value == NONE and key in cls.model_fields:
+            return None if type(None) in typing.get_args(cls.model_fields[key].annotation) else value
+        return tuple(value) if isinstance(value, list) else value
+
+
+def named(kind: str, table: Mapping[str, Any]) -> None:
+    """Check the names of the tables in a table, such as [eval.NAME]. Raises ValueError."""
+    for name in table:
+        if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", name):
+            raise ValueError(
+                f"has a {kind} named {cut(repr(name))}: a name is letters, digits, dashes and underscores, up to 100"
+            )

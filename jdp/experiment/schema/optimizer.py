@@ -1,0 +1,85 @@
+"""The table [optimizer]: the update rule and its learning rate over the run."""
+
+from collections.abc import Iterator
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from jdp.experiment.schema.fields import Count, Decay, Fraction, Positive, Section, Single
+
+USED_BY: dict[str, tuple[str, ...]] = {
+    "adamw": ("b1", "b2", "eps", "weight_decay"),
+    "adam": ("b1", "b2", "eps"),
+    "lion": ("b1", "b2", "weight_decay"),
+    "sgd": ("momentum", "weight_decay"),
+    "adafactor": ("momentum", "weight_decay"),
+    "lamb": ("b1", "b2", "eps", "weight_decay"),
+    "lars": ("momentum", "weight_decay", "trust_coefficient"),
+    "rmsprop": ("b2", "eps", "momentum"),
+    "adagrad": ("eps",),
+}
+"""optimizer -> the keys it reads; a key set for nothing would make the file say what the run does not do."""
+
+
+class Optimizer(Section):
+    """[optimizer]: the update rule and its learning rate over the run."""
+
+    name: Literal["adamw", "adam", "lion", "sgd", "adafactor", "lamb", "lars", "rmsprop", "adagrad"] = "adamw"
+    """The update rule."""
+    lr: Annotated[float, Field(gt=0), Single] = 3e-4
+    """Peak learning rate; with lr_scaling, that of a batch of base_batch_size."""
+    base_batch_size: Positive | None = None
+    """Batch size that lr was found for; read by lr_scaling."""
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """How lr grows with train.batch_size / base_batch_size: not at all, linearly (Goyal et al. 2017), or with its
+    square root (Krizhevsky 2014)."""
+    warmup_steps: Count = 0
+    """Steps over which the rate rises in equal parts to its peak."""
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """What the rate does after the warm-up, until the last step."""
+    final_lr_fraction: Fraction = 0.0
+    """Rate at the end as a share of the peak (cosine, linear)."""
+    weight_decay: Annotated[float, Field(ge=0), Single] = 0.0
+    """Weight decay; never on biases and norm scales (adamw, lion, sgd, adafactor, lamb, lars). Decoupled from the
+    gradient, except in lars."""
+    b1: Decay = 0.9
+    """Decay of the first moment (adamw, adam, lion, lamb)."""
+    b2: Decay = 0.999
+    """Decay of the second moment (adamw, adam, lion, lamb, rmsprop)."""
+    eps: Annotated[float, Field(gt=0), Single] = 1e-8
+    """Added to the denominator (adamw, adam, lamb, rmsprop, adagrad)."""
+    momentum: Decay = 0.0
+    """Momentum (sgd, adafactor, lars, rmsprop)."""
+    trust_coefficient: Annotated[float, Field(gt=0), Single] = 0.001
+    """Length of a layer's update as a share of the length of its weights (lars)."""
+    ema_decay: Decay | None = None
+    """Decay of a moving average of the parameters, which evaluations and samples then use; none = no average."""
+    clip_norm: Annotated[float, Field(gt=0), Single] | None = None
+    """Largest global gradient norm; larger gradients are scaled down to it."""
+
+
+def unused(optimizer: Optimizer) -> Iterator[str]:
+    """Problems: keys set to something although this optimizer, schedule or scaling does not read them."""
+    for key in sorted({key for keys in USED_BY.values() for key in keys} - set(USED_BY[optimizer.name])):
+        value, default = getattr(optimizer, key), Optimizer.model_fields[key].default
+        if value != default:
+            users = ", ".join(name for name, keys in USED_BY.items() if key in keys)
+            yield (
+                f"optimizer.{key} is not used by {optimizer.name}, only by {users}; given {value}: "
+                f"remove it (or {key} = {default}), or change optimizer.name"
+            )
+    if optimizer.schedule == "constant" and optimizer.final_lr_fraction:
+        yield (
+            f"optimizer.final_lr_fraction is not used by the constant schedule; given {optimizer.final_lr_fraction}: "
+            "remove it (or final_lr_fraction = 0.0), or choose cosine or linear"
+        )
+    if optimizer.lr_scaling != "none" and optimizer.base_batch_size is None:
+        yield (
+            f"optimizer.lr_scaling = {optimizer.lr_scaling!r} needs optimizer.base_batch_size, the batch size that lr "
+            'was found for: add it, or lr_scaling = "none"'
+        )
+    if optimizer.lr_scaling == "none" and optimizer.base_batch_size is not None:
+        yield (
+            f"optimizer.base_batch_size is used by lr_scaling only; given {optimizer.base_batch_size}: remove it (or "
+            'base_batch_size = "none"), or set lr_scaling to linear or sqrt'
+        )

@@ -1,0 +1,223 @@
+"""Which arrays of a program share memory.
+
+`Aliases(program)` reads each instruction once, in the order of the schedule, and joins
+1. views: bitcasts, tuples and their elements, what a start hands on to its done;
+2. what calls pass on: a loop's operand, its body's parameter and result, and the loop's own result;
+3. updates in place: dynamic-update-slice and scatter, fusions of them, what custom calls declare;
+4. results that are written into donated arguments.
+
+The rules are those of openxla/xla: hlo/analysis/hlo_alias_analysis.cc, and `GetInPlaceInputOutputPairs` of
+hlo/analysis/hlo_dataflow_analysis.cc.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from jdp.foresight.program.module import Instruction, Program, shapes
+
+Path = tuple[int, ...]
+"""Where an array stands in a result: () for a plain array, (1, 0) for the first of the second tuple."""
+
+Array = tuple[str, str, Path]
+"""(computation, instruction, path)."""
+
+CALLS = ("call", "call-start", "async-start")
+
+
+class Aliases:
+    """The arrays of a scheduled program, and which share memory.
+
+    Attributes:
+        schedule: (computation, instruction) in the order of execution. A loop's condition and body stand once, before
+            the loop; so do called computations and every branch of a conditional.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.schedule = [*_schedule(program, program.entry)]
+        self._above: dict[Array, Array] = {}
+        self._arrays: dict[tuple[str, str], dict[Path, tuple[str, tuple[int, ...]]]] = {}
+        for computation, step in self.schedule:
+            self._join_views(computation, step)
+            self._join_calls(computation, step)
+            for number, path in updates(program, step):
+                self._join((computation, step.operands[number], ()), (computation, step.name, path))
+        self._join_donated()
+
+    def of(self, array: Array) -> Array:
+        """The array that stands for all that share memory with this one."""
+        above = self._above
+        while (parent := above.get(array, array)) != array:
+            above[array] = above.get(parent, parent)
+            array = parent
+        return array
+
+    def arrays(self, computation: str, name: str) -> dict[Path, tuple[str, tuple[int, ...]]]:
+        """What an instruction results in: path -> (element type, dimensions)."""
+        key = (computation, name)
+        if key not in self._arrays:
+            self._arrays[key] = dict(_arrays(self.program.by_name[computation][name].type))
+        return self._arrays[key]
+
+    def taken(self, computation: str, step: Instruction) -> Iterator[tuple[int, Array]]:
+        """(operand number, array) of everything that an instruction takes."""
+        for number, name in enumerate(step.operands):
+            for path in self.arrays(computation, name):
+                yield number, (computation, name, path)
+
+    def result(self, computation: str) -> Array:
+        """What a computation results in."""
+        return computation, next(step.name for step in self.program[computation] if step.is_root), ()
+
+    def _join(self, a: Array, b: Array) -> None:
+        self._above[self.of(b)] = self.of(a)
+
+    def _same(self, a: Array, b: Array) -> None:
+        """All arrays at and under `b` are those at and under `a`."""
+        depth = len(b[2])
+        for path in self.arrays(*b[:2]):
+            if path[:depth] == b[2]:
+                self._join((*a[:2], a[2] + path[depth:]), (*b[:2], path))
+
+    def _join_views(self, computation: str, step: Instruction) -> None:
+        here: Array = (computation, step.name, ())
+        if step.opcode in ("bitcast", "optimization-barrier"):
+            self._same(here, (computation, step.operands[0], ()))
+        elif step.opcode == "get-tuple-element":
+            self._same(here, (computation, step.operands[0], (int(step.attribute("index") or 0),)))
+        elif step.opcode == "tuple":
+            for i, name in enumerate(step.operands):
+                self._same((computation, step.name, (i,)), (computation, name, ()))
+        elif step.is_start:
+            handed = [path for path in self.arrays(computation, step.name) if is_handed_on(step, path)]
+            for (_, array), path in zip(self.taken(computation, step), handed, strict=False):
+                self._join(array, (computation, step.name, path))
+        elif step.opcode.endswith(("-done", "-update")):
+            start = self.program.by_name[computation][step.operands[0]]
+            whole = step.opcode.endswith("-update") or _is_flat_all_reduce(start)
+            self._same(here, (computation, start.name, () if whole else (int(step.kind != "copy"),)))
+
+    def _join_calls(self, computation: str, step: Instruction) -> None:
+        here: Array = (computation, step.name, ())
+        operands: list[Array] = [(computation, name, ()) for name in step.operands]
+        if step.opcode == "while":
+            self._same(here, operands[0])
+            for called in inside(step):
+                self._same(here, self._parameter(called, 0))
+            self._same(here, self.result(step.called["body"][0]))
+        elif step.opcode == "conditional":
+            for operand, branch in zip(operands[1:], inside(step), strict=True):
+                self._same(operand, self._parameter(branch, 0))
+                self._same(here, self.result(branch))
+        elif step.opcode in CALLS:
+            (called,) = inside(step)
+            for number, operand in enumerate(operands):
+                self._same(operand, self._parameter(called, number))
+            self._same((computation, step.name, (1,) if step.is_start else ()), self.result(called))
+
+    def _join_donated(self) -> None:
+        entry, root, _ = self.result(self.program.entry)
+        table = self.program.header.partition("input_output_alias={")[2].partition("entry_computation_layout")[0]
+        for output, number, path in re.findall(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}", table):
+            _, name, _ = self._parameter(entry, int(number))
+            self._join((entry, name, _ints(path)), (entry, root, _ints(output)))
+
+    def _parameter(self, computation: str, number: int) -> Array:
+        steps = self.program[computation]
+        return computation, next(step.name for step in steps if parameter_number(step) == number), ()
+
+
+def inside(step: Instruction) -> tuple[str, ...]:
+    """The computations an instruction runs, in the order in which they are scheduled."""
+    called = step.called
+    if step.opcode == "while":
+        return (*called["condition"], *called["body"])
+    return tuple(name for names in called.values() for name in names)
+
+
+def parameter_number(step: Instruction) -> int | None:
+    """Of a parameter: which one it is."""
+    return int(step.line.partition(" parameter(")[2].partition(")")[0]) if step.opcode == "parameter" else None
+
+
+def is_fusion(step: Instruction) -> bool:
+    """A fusion, or the start of one that runs beside other work."""
+    return step.opcode in ("fusion", "fusion-start")
+
+
+def is_handed_on(step: Instruction, path: Path) -> bool:
+    """Whether this array in a start's tuple is one of its operands, on its way to the done."""
+    return step.is_start and not _is_flat_all_reduce(step) and path[:1] == (int(step.kind == "copy"),)
+
+
+def updates(program: Program, step: Instruction) -> list[tuple[int, Path]]:
+    """(operand number, path in the result) of arrays that are updated where they stand."""
+    if step.opcode in ("dynamic-update-slice", "scatter"):
+        return [(0, ())]
+    pairs = list[tuple[int, Path]]()
+    if "output_to_operand_aliasing=" in step.line:
+        found = re.findall(r"\{([\d, ]*)\}: \((\d+), \{\}", step.bare)
+        pairs += [(int(number), _ints(path)) for path, number in found]
+    if is_fusion(step):
+        within = (1,) if step.is_start else ()
+        pairs += [(number, within + path) for number, path in _fused_updates(program, step.called["calls"][0])]
+    return pairs
+
+
+def _fused_updates(program: Program, fused: str) -> Iterator[tuple[int, Path]]:
+    """The same of a fused computation, whose results may be updates of its parameters."""
+    steps = program.by_name[fused]
+    root = next(step for step in program[fused] if step.is_root)
+    results = [(steps[name], (i,)) for i, name in enumerate(root.operands)] if root.opcode == "tuple" else [(root, ())]
+    for result, path in results:
+        step = _behind(result, steps)
+        if step.opcode in ("dynamic-update-slice", "scatter"):
+            number = parameter_number(_behind(steps[step.operands[0]], steps))
+            if number is not None:
+                yield number, path
+
+
+def _behind(step: Instruction, steps: dict[str, Instruction]) -> Instruction:
+    while step.opcode in ("bitcast", "copy", "convert", "reshape"):
+        step = steps[step.operands[0]]
+    return step
+
+
+def _is_flat_all_reduce(step: Instruction) -> bool:
+    """In jax 0.10 the type of an all-reduce-start is that of its results alone; later it is ((operands), results)."""
+    if step.opcode != "all-reduce-start":
+        return False
+    return not step.type.startswith("((") and (len(step.operands) > 1 or not step.type.startswith("("))
+
+
+def _schedule(program: Program, computation: str) -> Iterator[tuple[str, Instruction]]:
+    for step in program[computation]:
+        if step.opcode in ("while", "conditional", *CALLS):
+            for called in inside(step):
+                yield from _schedule(program, called)
+        yield computation, step
+
+
+def _arrays(type_text: str, at: Path = ()) -> Iterator[tuple[Path, tuple[str, tuple[int, ...]]]]:
+    """(path, (element type, dimensions)) of every array in a type."""
+    if not type_text.startswith("("):
+        for array in shapes(type_text):
+            yield at, array
+        return
+    elements, depth, begin = list[str](), 0, 1
+    for match in re.finditer(r"[()\[\]{},]", type_text):
+        depth += (match[0] in "([{") - (match[0] in ")]}")
+        if depth == 0 or (depth == 1 and match[0] == ","):
+            elements.append(_COMMENT.sub("", type_text[begin : match.start()]))
+            begin = match.end()
+    for number, element in enumerate(elements):
+        yield from _arrays(element, (*at, number))
+
+
+_COMMENT = re.compile(r"^\s*(?:/\*.*?\*/)?\s*")  # XLA numbers the elements of long tuples
+
+
+def _ints(text: str) -> Path:
+    return tuple(int(number) for number in re.findall(r"\d+", text))

@@ -1,0 +1,266 @@
+"""What a device's memory holds at a step's peak, by class, and whether a device can hold it.
+
+`memory(compiled, step, state)`:
+1. arguments are exact: parameters, optimizer state, batch, as the program takes them;
+2. of the temporaries, those held at the program's peak (`foresight.liveness`) are told apart by what they come from and
+   lead to (`foresight.roles`): working copies, gradients, and the rest: activations and temporaries;
+3. what XLA allocates beyond that - gaps in its heap - is `unattributed`, so that the classes add up to XLA's number.
+
+`Memory.fits(memory_bytes)` sets against it what a device leaves to a program.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from jdp.core.formatting import share, size
+from jdp.core.sharding.mesh import mesh_of
+from jdp.core.state import TrainState
+from jdp.core.step import Step
+from jdp.foresight.memory.liveness import Buffer, Liveness
+from jdp.foresight.memory.roles import OPTIMIZER, WEIGHTS, gradients, working_copies
+from jdp.foresight.program.compiled import Compiled
+from jdp.foresight.program.module import Program
+
+CLASSES = {
+    "parameters": "parameters (master weights, at rest)",
+    "gradients": "gradients (and the optimizer's updates)",
+    "optimizer": "optimizer state",
+    "working": "working copy of the weights",
+    "activations": "activations and temporaries",
+    "batch": "batch",
+    "other": "other (counters, keys, model state, metrics)",
+    "unattributed": "gaps in the heap",
+}
+"""Class -> in words, in the order of tables."""
+
+DEFAULT_FRACTION = 0.75
+"""Of a GPU's memory, what a jax process takes at most unless XLA_CLIENT_MEM_FRACTION says otherwise
+(https://docs.jax.dev/en/latest/201/gpu-memory.html)."""
+
+RESERVED_BYTES = 2 * 2**30
+"""Assumed to be taken on each GPU outside of jax's pool: the CUDA context (0.1 to 0.6 GiB: ggml-org/llama.cpp pull
+requests 20595 and 23604) and NCCL's buffers (0.5 to 1.6 GiB, more with more communicators: NVIDIA/nccl issues 964, 864;
+context and NCCL on 8 H100s 1.06 GB: issue 1685)."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Temporaries of one kind that are held at the peak.
+
+    Attributes:
+        role: "working", "gradients" or "activations".
+        count, bytes: how many there are; bytes of all of them.
+        dtype, dims: of each.
+        op_name, source: the operation that wrote them last, and "file:line"; None where the program does not tell.
+    """
+
+    role: str
+    count: int
+    bytes: int
+    dtype: str
+    dims: tuple[int, ...]
+    op_name: str | None
+    source: str | None
+
+    def __str__(self) -> str:
+        times = f"{self.count} × " if self.count > 1 else ""
+        where = f" from {self.source}" if self.source else ""
+        return f"{size(self.bytes)}: {times}{self.dtype}{list(self.dims)} ({self.role}){where}"
+
+
+@dataclass(frozen=True)
+class Room:
+    """Whether a device can hold a step.
+
+    Attributes:
+        fits: `needed` is at most `available`.
+        needed: bytes that jax's pool must hold.
+        available: bytes that it can have: the device's memory without `RESERVED_BYTES`.
+        fraction: what XLA_CLIENT_MEM_FRACTION has to be for it; None where jax's default is enough, or nothing is.
+        words: all that as a sentence.
+    """
+
+    fits: bool
+    needed: int
+    available: int
+    fraction: float | None
+    words: str
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes per device at a step's peak, by class (`CLASSES` has them in words); they add up to `total`.
+
+    Attributes:
+        parameters, optimizer, batch: as they rest; exact.
+        gradients: gradients, their accumulators and reduced sums, whole or sharded, and the optimizer's updates.
+        working: weights in compute dtype, gathered or cast.
+        activations: everything else that is held: what the forward pass saves, and temporaries.
+        other: counters, keys, model state; results that have no argument's place.
+        unattributed: what XLA allocates and the walk could not name: gaps in its heap (fragmentation) and alignment.
+        saved: of `activations`, what the forward pass keeps for the backward pass.
+        most: of "working", "gradients" and "activations", the most that each holds at any time of the step, which need
+            not be that of the peak.
+        outside: leaves of the state that the program does not take (an evaluation step needs no optimizer state) and
+            that rest on the device all the same; not in `total`.
+        at: "file:line" of what runs at the peak, or its jax name; None where the program does not tell.
+        largest: temporaries held at the peak, largest first, equal ones together.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    working: int
+    activations: int
+    batch: int
+    other: int
+    unattributed: int
+    saved: int = 0
+    most: Mapping[str, int] = field(default_factory=dict[str, int])
+    outside: int = 0
+    at: str | None = None
+    largest: tuple[Held, ...] = ()
+
+    @property
+    def total(self) -> int:
+        """What XLA allocates: arguments, temporaries, and results that have no argument's place."""
+        return sum(self.by_class().values())
+
+    @property
+    def gap(self) -> float:
+        """The part of `total` that is unattributed."""
+        return self.unattributed / self.total if self.total else 0.0
+
+    def by_class(self) -> dict[str, int]:
+        """Class -> bytes per device, in the order of `CLASSES`."""
+        return {name: getattr(self, name) for name in CLASSES}
+
+    def __str__(self) -> str:
+        rows = [(words, self.by_class()[name]) for name, words in CLASSES.items()]
+        width = max(len(words) for words, _ in rows)
+        lines = [f"{words:{width}}  {size(count):>9}  {share(count / (self.total or 1)):>6}" for words, count in rows]
+        return "\n".join([*lines, f"{'total per device':{width}}  {size(self.total):>9}"])
+
+    def fits(self, memory_bytes: int) -> Room:
+        """Whether a device of `memory_bytes` can hold the step, and what has to be set for it.
+
+        jax allocates from one pool, by default `DEFAULT_FRACTION` of the memory; outside of it the CUDA context and
+        NCCL need theirs (`RESERVED_BYTES`). More than one program at a time, and checkpoints on their way to the host,
+        are not counted.
+        """
+        needed, available = self.total + self.outside, max(memory_bytes - RESERVED_BYTES, 0)
+        said = f"needs {size(needed)} of the {size(memory_bytes)} that a device has"
+        if needed > available:
+            beside = f"{size(RESERVED_BYTES)} of it go to the CUDA context and NCCL"
+            return Room(False, needed, available, None, f"{said}: does not fit; {beside}")
+        if needed <= DEFAULT_FRACTION * memory_bytes:
+            return Room(True, needed, available, None, f"{said}: fits")
+        fraction = min(math.ceil(1000 * needed / memory_bytes) / 1000, 1.0)
+        advice = f"jax takes {share(DEFAULT_FRACTION)} of it by default: set XLA_CLIENT_MEM_FRACTION={fraction:g}"
+        return Room(True, needed, available, fraction, f"{said}: fits, but {advice}")
+
+
+def memory(compiled: Compiled, step: Step, state: TrainState) -> Memory:
+    """Tell apart what a compiled step holds.
+
+    Args:
+        compiled: the step, compiled for `state`.
+        step: the step.
+        state: the state that it was lowered for, real or abstract.
+    """
+    live = Liveness(compiled.program)
+    taken = _arguments(live)
+    time, held = live.peak
+    roles = _roles(live)
+    sizes = {role: sum(b.bytes for b in held if roles[b] == role) for role in _ROLES}
+    results = compiled.output_bytes - compiled.alias_bytes
+    named = taken["parameters"] + taken["optimizer"] + taken["batch"]
+    # Nothing is lost where an argument is not told: whatever the program takes beside these is "other".
+    other = max(compiled.argument_bytes - named, 0) + results
+    beyond = compiled.total_bytes - named - other - sum(sizes.values())
+    _take(sizes, max(-beyond, 0))
+    return Memory(
+        **{name: taken[name] for name in ("parameters", "optimizer", "batch")},
+        **sizes,
+        other=other,
+        unattributed=max(beyond, 0),
+        saved=min(sum(b.bytes for b in held if roles[b] == "activations" and _is_saved(b)), sizes["activations"]),
+        most={role: live.most(b for b in live.temporaries if roles[b] == role)[1] for role in _ROLES},
+        outside=max(_at_rest(step, state) - taken["state"], 0),
+        at=_place(compiled.program, live, time),
+        largest=_largest(live, held, roles, time),
+    )
+
+
+def _take(sizes: dict[str, int], shared: int) -> None:
+    """Take from the classes what the walk sees and XLA does not allocate: results in an operand's place.
+
+    Seen where an optimizer's update of convolution kernels is fused with transposes: XLA's own peak is less by just the
+    operands that die there, which `Liveness` has no rule to reuse. The class that holds most at the peak gives first,
+    none more than it has.
+    """
+    for role in sorted(sizes, key=lambda role: -sizes[role]):
+        taken = min(shared, sizes[role])
+        sizes[role] -= taken
+        shared -= taken
+
+
+def _arguments(live: Liveness) -> dict[str, int]:
+    """Bytes of what the program takes: parameters, optimizer, batch, and "state", which has the first two in it."""
+
+    def of(prefix: str) -> int:
+        return sum(b.bytes for b in live.buffers if b.home == "argument" and (b.argument or "").startswith(prefix))
+
+    return {"parameters": of(WEIGHTS), "optimizer": of(OPTIMIZER), "batch": of("batch"), "state": of("state")}
+
+
+def _at_rest(step: Step, state: TrainState) -> int:
+    """Bytes of the whole state on a device, where the plan has it rest."""
+    plan = step.plan.on(mesh_of(state) or step.plan.mesh)
+    return sum(place.bytes_per_device for place in plan.placements(state))
+
+
+_ROLES = ("working", "gradients", "activations")
+
+
+def _roles(live: Liveness) -> dict[Buffer, str]:
+    working, graded = working_copies(live), gradients(live)
+    named = ((buffer, buffer in working, buffer in graded) for buffer in live.temporaries)
+    return {buffer: _ROLES[0] if copied else _ROLES[1] if graded else _ROLES[2] for buffer, copied, graded in named}
+
+
+def _is_saved(buffer: Buffer) -> bool:
+    """Written by the forward pass and read by the backward pass, whose operations jax names transpose(jvp(...))."""
+    written = any(_pass(write.step.op_name) == "forward" for write in buffer.writes)
+    return written and any(_pass(step.op_name) == "backward" for _, step in buffer.reads)
+
+
+def _pass(op_name: str | None) -> str | None:
+    if op_name is None:
+        return None
+    return "backward" if "transpose(jvp" in op_name else "forward" if "jvp(" in op_name else None
+
+
+def _place(program: Program, live: Liveness, time: int) -> str | None:
+    step = live.schedule[time][1]
+    return next(iter(program.places(step)), step.op_name)
+
+
+def _largest(live: Liveness, held: Iterable[Buffer], roles: dict[Buffer, str], time: int) -> tuple[Held, ...]:
+    counted = Counter[Held]()
+    for buffer in held:
+        step = max((w for w in buffer.writes if w.time <= time), key=lambda w: w.time, default=buffer.writes[0]).step
+        source = next(iter(live.program.places(step)), None)
+        counted[Held(roles[buffer], 1, buffer.bytes, buffer.dtype, buffer.dims, step.op_name, source)] += 1
+    all_of = [
+        Held(one.role, count, count * one.bytes, one.dtype, one.dims, one.op_name, one.source)
+        for one, count in counted.items()
+    ]
+    return tuple(sorted(all_of, key=lambda one: -one.bytes)[:_LISTED])
+
+
+_LISTED = 12

@@ -1,0 +1,258 @@
+"""What a compiled program sends: every collective of an XLA module, counted as often as it runs.
+
+`collectives(compiled.as_text())` works in three phases. The text is cut into computations (`foresight.program`). The
+call graph is walked from the entry: a loop multiplies what its body holds by its trip count, a conditional counts the
+branch that sends most, an asynchronous wrapper stands for the instruction inside. Each collective is read off its own
+line: bytes from its shapes, groups from any of XLA's notations for them, the source line from its metadata.
+
+Known are the forms that XLA:GPU and XLA:CPU print in jax 0.10 to 0.12. An asynchronous pair counts once, at its start.
+Transfers that are no collectives (`send` and `recv`, or inside custom calls) are not seen.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from jdp.foresight.program.module import Instruction, Program, array_bytes, parse, shapes
+
+KINDS = (
+    "all-reduce",
+    "reduce-scatter",
+    "all-gather",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective instruction, at one place in the call graph.
+
+    `payload_bytes`: the whole logical tensor, once: the operand of an all-reduce or reduce-scatter, the result of an
+    all-gather, one device's operand for the other kinds (of a ragged-all-to-all: the most that it can receive). Tensors
+    combined into one instruction are summed; `dtype` names their types, joined by "+" where they differ.
+    `groups`: who talks to whom, as positions in the mesh's device order; for a permute its (source, target) pairs.
+    `is_async`: other work may run between its start and its done. `name`: the instruction, of a pair the start.
+    `op_name`: jax's path to the operation, None where the text does not tell; `places`: "file:line" that wrote it and
+    the callers', innermost first. `shapes`: (element type, dimensions) of each tensor of the result, on one device.
+    `loops`: trip counts of the enclosing loops, outermost first; None where XLA does not know one.
+    """
+
+    kind: str
+    dtype: str
+    payload_bytes: int
+    groups: tuple[tuple[int, ...], ...] = field(repr=False)
+    is_async: bool
+    name: str
+    op_name: str | None = None
+    places: tuple[str, ...] = ()
+    shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    loops: tuple[int | None, ...] = ()
+    in_conditional: bool = False
+
+    @property
+    def source(self) -> str | None:
+        """The innermost of `places`."""
+        return self.places[0] if self.places else None
+
+    @property
+    def group_size(self) -> int:
+        """Devices in a group; 2 for a permute, whose groups are pairs; 1 when nothing leaves a device."""
+        return max(len(set(group)) for group in self.groups)
+
+    @property
+    def count(self) -> int:
+        """Executions a step: the product of `loops`, an unknown trip count taken as 1."""
+        return math.prod(1 if trips is None else trips for trips in self.loops)
+
+    @property
+    def caveats(self) -> tuple[str, ...]:
+        """Why `count` may not be what happens; empty when it is exact."""
+        unknown = ("inside a loop of unknown trip count: counted once",) if None in self.loops else ()
+        branch = ("inside a conditional: the branch that sends most is counted",) if self.in_conditional else ()
+        return unknown + branch
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that each device sends a step, by the ring algorithms.
+
+        2(N−1)/N of the payload for an all-reduce, (N−1)/N for reduce-scatter, all-gather and all-to-all, all of it for
+        permute and broadcast (Patarasuk and Yuan 2009; the factors of nccl-tests, doc/PERFORMANCE.md), times `count`.
+        """
+        n = self.group_size
+        if n == 1:
+            return 0.0
+        if self.kind in ("collective-permute", "collective-broadcast"):
+            return float(self.payload_bytes * self.count)
+        return (2 if self.kind == "all-reduce" else 1) * (n - 1) * self.payload_bytes * self.count / n
+
+
+def collectives(text: str | Program) -> list[Collective]:
+    """Every collective that a compiled program runs, in schedule order, callers' loops counted in.
+
+    `text` is `.compile().as_text()` of a jitted function, or that parsed. Raises ValueError when it is not such a text,
+    or has an element type or device groups in a notation not known here.
+    """
+    program = text if isinstance(text, Program) else parse(text)
+
+    @functools.cache  # computations may be shared
+    def run(name: str) -> tuple[Collective, ...]:
+        """What one execution of a computation sends."""
+        return tuple(c for step in program[name] for c in _sent(step, program, run))
+
+    return list(run(program.entry))
+
+
+def total_wire_bytes(found: Iterable[Collective]) -> float:
+    """Bytes that each device sends a step."""
+    return sum((c.wire_bytes for c in found), 0.0)
+
+
+def traffic(found: Iterable[Collective]) -> dict[str, int]:
+    """Payload bytes a step by kind, as the communication contract states them. A group of one sends nothing."""
+    totals: dict[str, int] = {}
+    for c in found:
+        if c.group_size > 1:
+            totals[c.kind] = totals.get(c.kind, 0) + c.payload_bytes * c.count
+    return totals
+
+
+# The call graph, walked.
+
+_CALLERS = ("while", "conditional", "call", "fusion", "custom-call", "async")
+
+
+def _sent(step: Instruction, program: Program, run: Callable[[str], tuple[Collective, ...]]) -> Iterable[Collective]:
+    """What one execution of an instruction sends, given what its computations do. A done repeats its start."""
+    if step.opcode.endswith("-done") or (step.kind not in KINDS and step.kind not in _CALLERS):
+        return []
+    if step.kind in KINDS:
+        return [collective_of(step, program)]
+    called = {attribute: [run(name) for name in names] for attribute, names in step.called.items()}
+    if step.kind == "while":
+        trips = step.trip_count
+        tests = trips if trips is None else trips + 1  # the condition is evaluated once more than the body
+        rounds = {"condition": tests, "body": trips}
+        return [replace(c, loops=(rounds[a], *c.loops)) for a in rounds for found in called[a] for c in found]
+    inside = [found for computations in called.values() for found in computations]
+    if step.kind == "conditional":
+        return [replace(c, in_conditional=True) for c in max(inside, key=total_wire_bytes)]
+    if step.is_start:
+        return [replace(c, name=step.name, is_async=overlaps(step)) for found in inside for c in found]
+    return [c for found in inside for c in found]
+
+
+# One instruction, read.
+
+
+def collective_of(step: Instruction, program: Program) -> Collective:
+    """The collective that an instruction is: one of `KINDS`, of an asynchronous pair the start; its own loops only.
+
+    Raises ValueError as `collectives` does.
+    """
+    groups = _groups(step.bare, program.devices)
+    results = shapes(_result_type(step))
+    # The result of a reduce-scatter is one device's part: the operand is that for every device of the group.
+    times = max(map(len, groups)) if step.kind == "reduce-scatter" else 1
+    return Collective(
+        kind=step.kind,
+        dtype="+".join(sorted({dtype for dtype, _ in results})),
+        payload_bytes=times * sum(array_bytes(dtype, dims) for dtype, dims in results),
+        groups=groups,
+        is_async=overlaps(step),
+        name=step.name,
+        op_name=step.op_name,
+        places=program.places(step),
+        shapes=results,
+    )
+
+
+def overlaps(step: Instruction) -> bool:
+    """Whether other work may run meanwhile: jax 0.10 also writes the synchronous ones as pairs, marked as such."""
+    return step.is_start and '"is_sync":true' not in step.line
+
+
+def _result_type(step: Instruction) -> str:
+    """The part of an instruction's type that is its result.
+
+    A start has the type (operand, result) or ((operands), (results)), perhaps with more behind; but an all-reduce-start
+    of jax 0.10 has the type of its result alone, a flat tuple when there are several.
+    """
+    if not step.is_start or not step.type.startswith("("):
+        return step.type
+    elements, depth, begin = list[str](), 0, 1
+    for i, char in enumerate(step.type):
+        depth += (char in "([{") - (char in ")]}")
+        if (char == "," and depth == 1) or depth == 0:
+            elements.append(step.type[begin:i].strip())
+            begin = i + 1
+    return elements[1] if elements[0].startswith("(") or step.kind != "all-reduce" else step.type
+
+
+_LISTED = r"\{(?:\{[\d,]*\},?)*\}"
+_IOTA = r"\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?"
+_MESH = r"mesh\[[^\]]*\](?:, device_ids=\([^{]*\))? \{[^}]*\}"
+_GROUPS = re.compile(rf"\b(?:replica_groups|source_target_pairs)=({_LISTED}|{_IOTA}|{_MESH})")
+
+
+def _groups(bare: str, devices: int) -> tuple[tuple[int, ...], ...]:
+    if "source_target_pairs={}" in bare:  # of a permute: nobody sends; of groups, `{}` is everyone
+        return ((0,),)
+    match = _GROUPS.search(bare)
+    if match is None:
+        raise ValueError(f"no device groups in a notation known here: {bare.strip()[:300]}")
+    return _expanded(match[1], devices)
+
+
+@functools.lru_cache(maxsize=256)
+def _expanded(notation: str, devices: int) -> tuple[tuple[int, ...], ...]:
+    """`{{0,1},{2,3}}`, `[2,4]<=[4,2]T(1,0)`, `mesh['a'=2,'b'=4] {'b'}`, or `{}`, which is everyone."""
+    if notation.startswith("{"):
+        listed = tuple(tuple(_ints(group)) for group in re.findall(r"\{([\d,]+)\}", notation))
+        return listed or (tuple(range(devices)),)
+    if notation.startswith("["):
+        shape, _, order = notation.partition("<=")
+        ids = _iota(order).reshape(_ints(shape))
+    else:
+        ids = _mesh_groups(notation)
+    return tuple(tuple(map(int, group)) for group in ids)
+
+
+def _mesh_groups(notation: str) -> np.ndarray:
+    """[groups, size] ids of `mesh['a'=2,'b'=4] {'b'}`: devices that differ along the named axes only are a group.
+
+    An axis may be named in part: `'b':(2)2` of size 4 is cut into 2 x 2, and the second factor is meant. Devices may
+    stand in another order than 0, 1, …: `, device_ids=([2,4]T(1,0))` (openxla/xla, xla/hlo/ir/mesh_and_axis.cc).
+    """
+    mesh, _, named = notation.rpartition(" {")
+    axes, _, order = mesh.partition("]")
+    sizes = {axis: int(size) for axis, size in re.findall(r"('[^']*'|[^\[,=]+)=(\d+)", axes)}
+    total, group = math.prod(sizes.values()), 1
+    rest = dict(zip(sizes, np.unravel_index(np.arange(total), tuple(sizes.values())), strict=True))
+    for axis, before, size in re.findall(r"('[^']*'|[^,:}]+)(?::\((\d+)\)(\d+))?", named):
+        part = int(size or sizes[axis])
+        after = sizes[axis] // (int(before or 1) * part)
+        rest[axis] = rest[axis] - rest[axis] // after % part * after  # the coordinate without the named digit
+        group *= part
+    key = np.ravel_multi_index(tuple(rest.values()), tuple(sizes.values()))
+    ids = _iota(order.partition("(")[2]) if order else np.arange(total)
+    return ids[np.argsort(key, kind="stable")].reshape(-1, group)
+
+
+def _iota(order: str) -> np.ndarray:
+    """Device order: `[4,2]T(1,0)` is 0, 1, … in shape [4, 2], transposed, flattened; `0,4,1,5` the ids themselves."""
+    if not order.startswith("["):
+        return np.array(_ints(order))
+    shape, _, axes = order.partition("T")
+    ids = np.arange(math.prod(_ints(shape))).reshape(_ints(shape))
+    return ids.transpose(_ints(axes) or range(ids.ndim)).ravel()
+
+
+def _ints(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]

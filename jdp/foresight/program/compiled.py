@@ -1,0 +1,189 @@
+"""A step, compiled, and what was read off it: the scheduled program, its memory, XLA's warnings.
+
+`compile_step(lowered)` compiles one program at a time, because XLA writes its warnings to the process' standard error:
+what arrives there meanwhile is this program's. Lines that are no warnings about sharding or memory are passed on.
+"""
+
+import os
+import re
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jdp.core.disk_cache import Cache
+from jdp.core.notices import notice
+from jdp.foresight.program.collectives import Collective, collectives
+from jdp.foresight.program.module import Program, parse
+
+
+class CompileError(ValueError):
+    """XLA could not compile a step."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What one compiled step told. Sizes are bytes per device, from XLA's memory analysis.
+
+    Attributes:
+        text: the scheduled program.
+        argument_bytes, output_bytes: the step's inputs and results.
+        alias_bytes: the part of the results that is written into donated inputs.
+        temp_bytes: what else it allocates while it runs.
+        peak_bytes: XLA's own estimate of the most that is live at once.
+        warnings: lines about resharding and memory that XLA wrote while it compiled.
+        seconds: what compiling took.
+        cached: whether it was found on disk.
+    """
+
+    text: str = field(repr=False)
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+    peak_bytes: int
+    warnings: tuple[str, ...]
+    seconds: float
+    cached: bool = False
+
+    @cached_property
+    def program(self) -> Program:
+        return parse(self.text)
+
+    @cached_property
+    def collectives(self) -> list[Collective]:
+        return collectives(self.program)
+
+    @property
+    def total_bytes(self) -> int:
+        """What a device must be able to hold: arguments, temporaries, and results that have no argument's place."""
+        return self.argument_bytes + self.temp_bytes + self.output_bytes - self.alias_bytes
+
+
+def compile_step(lowered: jax.stages.Lowered, *, cache: Cache | None = None, described: str = "") -> Compiled:
+    """Compile a lowered step, or find it in `cache`.
+
+    Args:
+        lowered: `Step.lower(state, batch)`.
+        cache: where results are kept; None compiles always.
+        described: everything about the devices that decides what the compiler makes; part of the cache's key.
+
+    Raises:
+        CompileError: XLA refuses the program, or runs out of memory while compiling.
+    """
+    key = ""
+    if cache is not None:
+        key = _key(lowered, described)
+        if (found := _from_cache(cache, key)) is not None:
+            return found
+    compiled = _compile(lowered)
+    if cache is not None:
+        cache.store(key, asdict(compiled))
+    return compiled
+
+
+_VERSION = "1"  # of an entry's fields
+
+
+def _key(lowered: jax.stages.Lowered, described: str) -> str:
+    """The content: program, devices, versions, and the sources that the program's places point into.
+
+    The places themselves are no part of it: they hold the line that the step was called from. Nor are the sources of
+    installed packages: who calls through them varies, and what they put into the program is in its text.
+    """
+    places = lowered.as_text(debug_info=True)
+    files = [Path(name) for name in sorted(set(re.findall(r'"([^"]+\.py)":\d', places)))]
+    own = [file for file in files if file.is_file() and "site-packages" not in file.parts]
+    sources = [Cache.key(file.read_text("utf-8", errors="replace")) for file in own]
+    settings = (version("jax"), version("jaxlib"), _VERSION, os.environ.get("XLA_FLAGS", ""), described)
+    return Cache.key(*settings, lowered.as_text(), *sources)
+
+
+def _from_cache(cache: Cache, key: str) -> Compiled | None:
+    entry = cache.load(key)
+    if entry is None or set(entry) != {f.name for f in fields(Compiled)}:
+        return None
+    values: dict[str, Any] = {**entry, "warnings": tuple(entry["warnings"]), "cached": True}
+    return Compiled(**values)
+
+
+def _compile(lowered: jax.stages.Lowered) -> Compiled:
+    begin = time.perf_counter()
+    with _LOCK, _standard_error() as lines:
+        try:
+            compiled = _with_or_without_triton(lowered)
+        except jax.errors.JaxRuntimeError as error:
+            raise CompileError(_refusal(error)) from error
+    sizes: Any = compiled.memory_analysis()  # jaxlib's CompiledMemoryStats
+    return Compiled(
+        text=compiled.as_text() or "",
+        argument_bytes=sizes.argument_size_in_bytes,
+        output_bytes=sizes.output_size_in_bytes,
+        alias_bytes=sizes.alias_size_in_bytes,
+        temp_bytes=sizes.temp_size_in_bytes,
+        peak_bytes=sizes.peak_memory_in_bytes,
+        warnings=tuple(lines),
+        seconds=time.perf_counter() - begin,
+    )
+
+
+def _with_or_without_triton(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
+    """Where no device is there to try kernels on, XLA may choose tiles for a matrix product that its sizes do not have
+    (lengths such as a ViT's 197), and give up. cuBLAS' kernels then stand in; what is sent stays the same."""
+    try:
+        return lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "output tile sizes" not in str(error):
+            raise
+        notice("XLA found no tiles for a matrix product without a GPU to try them on: compiled for cuBLAS instead")
+        return lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
+
+
+def _refusal(error: Exception) -> str:
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if "RESOURCE_EXHAUSTED" in first or "out of memory" in first.lower():
+        return (
+            f"XLA ran out of device memory while it compiled this step: {first}. Let a device hold less: another "
+            "strategy, more microbatches (accumulate), rematerialisation, a smaller batch"
+        )
+    return f"XLA did not compile this step: {first}"
+
+
+# XLA's standard error.
+
+_LOCK = threading.Lock()
+_KEPT = re.compile(r"rematerializ|[Rr]esharding|spmd|SPMD|memory use below|exceeds the base limit|donat")
+
+
+@contextmanager
+def _standard_error() -> Generator[list[str]]:
+    """Collect what is written to file descriptor 2, C++ included; hand on what is no warning of ours."""
+    lines = list[str]()
+    try:
+        sys.stderr.flush()
+        kept = os.dup(2)
+    except (OSError, ValueError):  # there is no standard error
+        yield lines
+        return
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield lines
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+            file.seek(0)
+            written = file.read().decode(errors="replace")
+            lines += [line for line in written.splitlines() if _KEPT.search(line)]
+            for line in written.splitlines():
+                if not _KEPT.search(line):
+                    print(line, file=sys.stderr)

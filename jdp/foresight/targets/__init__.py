@@ -1,0 +1,4 @@
+"""Devices to compile for: `resolve.py` makes them from words like "h100:8x8", `relocate.py` moves a step onto them."""
+
+from jdp.foresight.targets.resolve import Target as Target
+from jdp.foresight.targets.resolve import target as target

@@ -1,0 +1,183 @@
+"""Published numbers of the chips that a step can be planned for: rates, memory, links, and what XLA's compiler asks.
+
+`CHIPS["h100"]` is a `Gpu`, `CHIPS["tpu-v5e"]` a plain `Chip`: a TPU's compiler knows its chips itself. Every number has
+its source above the row or table it stands in. All are peaks: what a data sheet promises, which no program reaches. The
+efficiencies, which programs do see, are those that NCCL itself counts on.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+XLA_TYPES = {"fp32": "f32", "bf16": "bf16"}
+"""jdp's name of a dtype (`jdp.Precision`) -> XLA's."""
+_KIB, _MIB, _GIB = 2**10, 2**20, 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chip:
+    """Rates of one device, in bytes and floating-point operations a second.
+
+    `matmul_flops`: dense peak of the matrix units by the XLA element type of the operands ("bf16", "f16", "f32", "f64",
+    "f8e4m3fn", "f8e5m2", "s8"); a type that is missing has no matrix unit of its own. "f32" is what jax's default
+    precision uses: TF32 on these GPUs, one bfloat16 pass on TPUs (`jax.lax.Precision`); "highest" is slower.
+    `vector_flops`: fp32, outside the matrix units. `link_bandwidth`: inside a host (a TPU: inside a slice), in one
+    direction. `network_bandwidth`: between hosts (a TPU: between slices), in one direction, each device having its own
+    share of the host's network cards. The efficiencies are the part of these two that arrives as payload;
+    `link_latency` and `network_latency` are seconds a hop on top of the tables in `jdp.foresight.timing.collectives`.
+    """
+
+    name: str
+    memory_bytes: int
+    memory_bandwidth: float
+    matmul_flops: Mapping[str, float] = field(hash=False)
+    vector_flops: float
+    link_bandwidth: float
+    network_bandwidth: float
+    link_efficiency: float = 1.0
+    network_efficiency: float = 1.0
+    link_latency: float = 0.0
+    network_latency: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu(Chip):
+    """An NVIDIA GPU, with the numbers by which XLA:GPU chooses kernels, combines and schedules. Sizes in bytes."""
+
+    capability: tuple[int, int]
+    extension: str  # ACCELERATED_FEATURES: the sm_90a and sm_100a instructions (wgmma, tcgen05)
+    cores: int  # streaming multiprocessors
+    lanes: int  # fp32 units a core
+    shared_per_core: int
+    shared_per_block: int
+    l2: int
+    clock_ghz: float
+    links: int  # NVLinks: XLA asks for them before it chooses an all-reduce that writes into peers' memory
+
+
+def _peaks(tera: Mapping[str, float]) -> dict[str, float]:
+    """Peaks in units of 10^12 as peaks; the two 8-bit floating-point formats are equally fast."""
+    peaks = {dtype: 1e12 * rate for dtype, rate in tera.items()}
+    return peaks | ({"f8e5m2": peaks["f8e4m3fn"]} if "f8e4m3fn" in peaks else {})
+
+
+# Compiler numbers, all rows. Cores, lanes and L2: NVIDIA's A100 (2020) and H100 (2022) architecture whitepapers; the
+# H200 is the H100's chip. Shared memory, 64 Ki registers and 2048 threads a core: CUDA C++ Programming Guide,
+# "Technical Specifications per Compute Capability" (164 and 163 KiB a core and a block for 8.0, 228 and 227 KiB for 9.0
+# and 10.0). NVLinks: datasheets (600, 900, 900 and 1800 GB/s over 12, 18, 18 and 18 links). Clocks, exact bandwidth
+# (memory clock times bus width), memory as CUDA reports it, and the B200's cores and L2: openxla/xla,
+# xla/backends/gpu/target_config/specs/{a100_sxm_80,h100_sxm,h200,b200}.txtpb, in agreement with the datasheets' 2039
+# GB/s, 3.35, 4.8 and 7.7 TB/s. One exception: for the H200 that folder has 141 GiB of memory, and CUDA reports 139.80
+# GiB on the card (the "total capacity" in its out-of-memory messages).
+#
+# Matrix peaks, dense (the sheets' headline numbers are for 2:4 sparsity, twice as much). A100: "NVIDIA A100 Tensor Core
+# GPU" datasheet. H100 SXM: "NVIDIA H100 Tensor Core GPU Architecture" whitepaper, table of peak rates: 132 cores x 4096
+# bf16 operations a clock x 1.83 GHz; TF32 half, 8 bits double. H200: its datasheet has the H100's numbers. B200:
+# "NVIDIA Blackwell" datasheet, column HGX B200, halved where it says "with sparsity". Vector fp32: the same sheets
+# (fp32 lanes x 2 x boost clock: 19.5, 66.9, 66.9, 75). fp64 is the tensor cores' peak. The A100 has no fp8. XLA's own
+# numbers (the files above, matrix_unit_description: 4 units a core, 512 or 1024 bf16 multiply-adds a clock at 1.83 and
+# 1.835 GHz) give 989 and 2225.
+#
+# Links. NVLink: the same sheets' total halved for one direction. Network: one card a GPU, 200 Gb/s in the DGX A100
+# (ConnectX-6), 400 Gb/s in the DGX H100, H200 and B200 (ConnectX-7): the DGX user guides, "Network Connections".
+# Efficiencies: NCCL plans with 20, 20.6 and 40.1 GB/s for an NVLink of 25, 25 and 50 (NVIDIA/nccl, src/graph/topo.h,
+# SM80_, SM90_ and SM100_NVLINK_BW); its authors explain the rest as protocol overhead and give 370 of 450 GB/s for the
+# H100 (NVIDIA/nccl-tests issue 212). Between a card and its GPU it counts 24 and 48 GB/s for PCIe 4 and 5 (the
+# topologies in its logs), which is 0.96 of the card's 25 and 50.
+_PCIE = 0.96
+_HOPPER_PEAKS = {"bf16": 989.4, "f16": 989.4, "f32": 494.7, "f64": 66.9, "f8e4m3fn": 1978.9, "s8": 1978.9}
+
+_H100 = Gpu(
+    name="NVIDIA H100 80GB HBM3",
+    capability=(9, 0),
+    extension="ACCELERATED_FEATURES",
+    cores=132,
+    lanes=128,
+    shared_per_core=228 * _KIB,
+    shared_per_block=227 * _KIB,
+    l2=50 * _MIB,
+    clock_ghz=1.98,
+    memory_bandwidth=3_352_320_000_000,
+    memory_bytes=84_942_979_072,
+    links=18,
+    matmul_flops=_peaks(_HOPPER_PEAKS),
+    vector_flops=66.9e12,
+    link_bandwidth=450e9,
+    network_bandwidth=50e9,
+    link_efficiency=20.6 / 25,
+    network_efficiency=_PCIE,
+)
+
+_A100 = Gpu(
+    name="NVIDIA A100-SXM4-80GB",
+    capability=(8, 0),
+    extension="NONE",
+    cores=108,
+    lanes=64,
+    shared_per_core=164 * _KIB,
+    shared_per_block=163 * _KIB,
+    l2=40 * _MIB,
+    clock_ghz=1.41,
+    memory_bandwidth=2_039_040_000_000,
+    memory_bytes=85_100_068_864,
+    links=12,
+    matmul_flops=_peaks({"bf16": 312, "f16": 312, "f32": 156, "f64": 19.5, "s8": 624}),
+    vector_flops=19.5e12,
+    link_bandwidth=300e9,
+    network_bandwidth=25e9,
+    link_efficiency=20 / 25,
+    network_efficiency=_PCIE,
+)
+
+_B200 = Gpu(
+    name="NVIDIA B200",
+    capability=(10, 0),
+    extension="ACCELERATED_FEATURES",
+    cores=148,
+    lanes=128,
+    shared_per_core=228 * _KIB,
+    shared_per_block=227 * _KIB,
+    l2=132_644_864,
+    clock_ghz=1.965,
+    memory_bandwidth=7_672_320_000_000,
+    memory_bytes=191_514_411_008,
+    links=18,
+    matmul_flops=_peaks({"bf16": 2250, "f16": 2250, "f32": 1100, "f64": 37, "f8e4m3fn": 4500, "s8": 4500}),
+    vector_flops=75e12,
+    link_bandwidth=900e9,
+    network_bandwidth=50e9,
+    link_efficiency=40.1 / 50,
+    network_efficiency=_PCIE,
+)
+
+GPUS = {
+    "a100": _A100,
+    "h100": _H100,
+    "h200": replace(_H100, name="NVIDIA H200", memory_bytes=143_155 * _MIB, memory_bandwidth=4_800_000_000_000),
+    "b200": _B200,
+}
+
+
+# TPUs: Google Cloud's pages "TPU v5e", "TPU v5p" and "TPU v6e" (bf16 and int8 peaks, memory, the chip's bidirectional
+# interconnect halved, data-center bandwidth a chip: 6.4, 50 Gb/s x 8960 and 25.6 Tb/s over the chips of a pod). Vector
+# units: "How to Scale Your Model" (jax-ml/scaling-book, tpus.md): 8 x 128 lanes with 4 units each, on 2 cores at 1.75
+# GHz for v5p and one at 1.5 GHz for v5e; v6e has the same lanes, and its clock, which is not published, is taken to be
+# v5p's. A float32 product is one bfloat16 pass by default.
+def _tpu(name: str, memory: int, bandwidth: float, bf16: float, s8: float, vector: float, ici: float, dcn: float):
+    """A TPU's row: memory in GiB, its bandwidth, the interconnect's and the network's in GB/s, rates in tera."""
+    return Chip(
+        name=name,
+        memory_bytes=memory * _GIB,
+        memory_bandwidth=1e9 * bandwidth,
+        matmul_flops=_peaks({"bf16": bf16, "f32": bf16, "s8": s8}),
+        vector_flops=1e12 * vector,
+        link_bandwidth=1e9 * ici,
+        network_bandwidth=1e9 * dcn,
+    )
+
+
+TPUS = {
+    "tpu-v5e": _tpu("TPU v5 lite", 16, 819, 197, 393, 6.1, 200, 3.125),
+    "tpu-v5p": _tpu("TPU v5", 95, 2765, 459, 918, 14, 600, 6.25),
+    "tpu-v6e": _tpu("TPU v6 lite", 32, 1638, 918, 1836, 7.2, 400, 12.5),
+}
+CHIPS: Mapping[str, Chip] = GPUS | TPUS

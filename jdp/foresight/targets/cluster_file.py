@@ -1,0 +1,154 @@
+"""One's own cluster as a file: a known GPU, and where this one differs.
+
+    # cluster.toml, used as --target cluster.toml:64x8
+    like = "h100"
+    network_bandwidth_gb_s = 25        # one 200 Gb/s card a GPU
+    memory_gib = 79.1
+    gpu_target_config = "dump.pbtxt"   # what XLA dumped on the machine; its path starts at this file
+
+`read(path)` parses the file, refuses what it does not know, reads the dump (whose numbers then stand in for the known
+GPU's), and lets the numbers given in the file have the last word.
+"""
+
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from jdp.core.toml import parse
+from jdp.core.user_path import check_regular, user_path
+from jdp.foresight.targets.chips import GPUS, Gpu
+from jdp.foresight.targets.gpu_config import with_config, written
+
+
+@dataclass(frozen=True)
+class _Key:
+    """What a key of the file sets: a field of `Gpu`, to `scale` times the number given; rounded where `whole`."""
+
+    field: str
+    scale: float
+    whole: bool = False
+
+
+_RATES = {
+    "memory_gib": _Key("memory_bytes", 2**30, whole=True),
+    "memory_bandwidth_gb_s": _Key("memory_bandwidth", 1e9),
+    "vector_tflops": _Key("vector_flops", 1e12),
+    "link_bandwidth_gb_s": _Key("link_bandwidth", 1e9),
+    "network_bandwidth_gb_s": _Key("network_bandwidth", 1e9),
+    "link_efficiency": _Key("link_efficiency", 1),
+    "network_efficiency": _Key("network_efficiency", 1),
+    "link_latency_us": _Key("link_latency", 1e-6),
+    "network_latency_us": _Key("network_latency", 1e-6),
+}
+_COMPILER = {
+    "cores": _Key("cores", 1, whole=True),
+    "lanes": _Key("lanes", 1, whole=True),
+    "shared_per_core_kib": _Key("shared_per_core", 2**10, whole=True),
+    "shared_per_block_kib": _Key("shared_per_block", 2**10, whole=True),
+    "l2_mib": _Key("l2", 2**20, whole=True),
+    "clock_ghz": _Key("clock_ghz", 1),
+    "links": _Key("links", 1, whole=True),
+}
+_OTHER = ("like", "name", "matmul_tflops", "gpu_target_config")
+_DTYPES = ("bf16", "f16", "f32", "f64", "f8e4m3fn", "f8e5m2", "s8")
+_MAY_BE_ZERO = ("link_latency_us", "network_latency_us")
+_AT_MOST_ONE = ("link_efficiency", "network_efficiency")
+
+
+def read(path: Path) -> tuple[Gpu, str]:
+    """The GPU that the file describes, and the text of XLA's GpuTargetConfigProto for it.
+
+    Raises ValueError naming the file and the key: no such file, no TOML, an unknown key (with the nearest known one), a
+    value of the wrong kind or range, a number of the compiler given beside a dump, a dump that does not parse.
+    """
+    path = user_path(path)
+    given = _parsed(path)
+    _check_names(given, (*_OTHER, *_RATES, *_COMPILER), path, "key")
+    like = given.get("like")
+    if not isinstance(like, str) or like not in GPUS:
+        near = _nearest(like, GPUS) if isinstance(like, str) else ""
+        raise ValueError(f"{path}: like must name the GPU it starts from, one of {', '.join(GPUS)}; got {like!r}{near}")
+    gpu, dump = GPUS[like], given.get("gpu_target_config")
+    if dump is not None:
+        if clash := [key for key in given if key in _COMPILER]:
+            raise ValueError(f"{path}: XLA is given gpu_target_config as it stands: remove {', '.join(clash)}")
+        text = _dumped(path, dump)
+        gpu = _checked(lambda: with_config(gpu, text), f"{path}: gpu_target_config")
+        return _changed(gpu, given, path), text
+    gpu = _changed(gpu, given, path)
+    return gpu, written(gpu)
+
+
+def _parsed(path: Path) -> dict[str, object]:
+    try:
+        check_regular(path)
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: cannot be read: {error}") from error
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ValueError(f"{path}: no TOML: it {error}") from error
+
+
+def _dumped(path: Path, dump: object) -> str:
+    if not isinstance(dump, str) or not dump:
+        raise ValueError(f"{path}: gpu_target_config must be the path of a text XLA dumped; got {dump!r}")
+    try:
+        return (path.parent / dump).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: gpu_target_config cannot be read: {error}") from error
+
+
+def _checked(made: Callable[[], Gpu], where: str) -> Gpu:
+    try:
+        return made()
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def _changed(gpu: Gpu, given: Mapping[str, object], path: Path) -> Gpu:
+    """`gpu` with the name, the rates and the compiler's numbers that the file gives."""
+    changes = dict[str, object]()
+    for key, value in given.items():
+        known = _RATES.get(key) or _COMPILER.get(key)
+        if known is not None:
+            if known.whole and known.scale == 1 and isinstance(value, float):
+                raise ValueError(f"{path}: {key} must be a whole number; got {value!r}")
+            number = _number(value, key, path) * known.scale
+            changes[known.field] = round(number) if known.whole else number
+    name = given.get("name", gpu.name)
+    if not isinstance(name, str) or not name or not name.isprintable() or set(name) & set('"\\'):
+        raise ValueError(f"{path}: name must be a line of text without quotes or backslashes; got {name!r}")
+    peaks = given.get("matmul_tflops", {})
+    if not isinstance(peaks, dict):
+        raise ValueError(f"{path}: matmul_tflops must be a table such as {{ bf16 = 990 }}; got {peaks!r}")
+    _check_names(peaks, _DTYPES, path, "element type in matmul_tflops")
+    faster = {str(dtype): 1e12 * _number(peak, f"matmul_tflops.{dtype}", path) for dtype, peak in peaks.items()}
+    return replace(gpu, **changes, name=name, matmul_flops={**gpu.matmul_flops, **faster})
+
+
+def _number(value: object, key: str, path: Path) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _in_range(value, key):
+        most = " of at most 1" if key in _AT_MOST_ONE else ""
+        raise ValueError(f"{path}: {key} must be a positive number{most}; got {value!r}")
+    return float(value)
+
+
+def _in_range(value: float, key: str) -> bool:
+    top = 1 if key in _AT_MOST_ONE else 1e9
+    return (value == 0 and key in _MAY_BE_ZERO) or 0 < value <= top  # neither holds for nan
+
+
+def _check_names(given: Iterable[object], known: Iterable[str], path: Path, what: str) -> None:
+    known = tuple(known)
+    for name in given:
+        if name not in known:
+            near = _nearest(str(name), known)
+            raise ValueError(f"{path}: unknown {what} {name!r}{near or '.'} Known are {', '.join(known)}")
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f": did you mean {near[0]!r}?" if near else ""

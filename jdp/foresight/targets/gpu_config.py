@@ -1,0 +1,140 @@
+"""How XLA:GPU is told which GPU to compile for: the text of its GpuTargetConfigProto, written, read and compared.
+
+`written(gpu)` makes it from published numbers (openxla/xla, xla/stream_executor/device_description.proto). On a machine
+with the GPU, XLA dumps its own (`--xla_dump_to=DIR`, file `*gpu_target_config.pbtxt`): `differing` says field by
+field where the two part, `with_config` takes a chip's numbers from the dump.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from jdp.foresight.targets.chips import Gpu
+
+_TOKEN = re.compile(r'\s*(?:#[^\n]*|([A-Za-z_]\w*)\s*:?\s*\{|([A-Za-z_]\w*)\s*:\s*("(?:[^"\\]|\\.)*"|[^\s{}]+)|(\}))')
+
+
+def written(gpu: Gpu) -> str:
+    """`gpu` as the text of XLA's GpuTargetConfigProto."""
+    return f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  threads_per_core_limit: 2048
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: {gpu.shared_per_block}
+  shared_memory_per_core: {gpu.shared_per_core}
+  core_count: {gpu.cores}
+  fpus_per_core: {gpu.lanes}
+  clock_rate_ghz: {gpu.clock_ghz}
+  l2_cache_size: {gpu.l2}
+  memory_bandwidth: {int(gpu.memory_bandwidth)}
+  device_memory_size: {gpu.memory_bytes}
+  device_interconnect_info {{ active_links: {gpu.links} }}
+  cuda_compute_capability {{
+    major: {gpu.capability[0]} minor: {gpu.capability[1]} feature_extension: {gpu.extension}
+  }}
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+device_description_str: "{gpu.name}"
+"""
+
+
+def fields(text: str) -> dict[str, str]:
+    """Every scalar of a text proto by its path, `"gpu_device_info.core_count": "132"`, strings without their quotes.
+
+    Of a repeated field the last is kept: nothing read here is one. Raises ValueError where it does not parse.
+    """
+    path, found, at = list[str](), dict[str, str](), 0
+    end = len(text.rstrip())
+    while at < end:
+        token = _TOKEN.match(text, at)
+        if token is None:
+            raise ValueError(f"no text proto: {text[at : at + 60].strip()!r}")
+        opened, name, value, closed = token.groups()
+        if opened:
+            path.append(opened)
+        elif name:
+            found[".".join((*path, name))] = value.strip('"')
+        elif closed:
+            if not path:
+                raise ValueError("no text proto: one } too many")
+            path.pop()
+        at = token.end()
+    if path:
+        raise ValueError(f"no text proto: {path[-1]} is not closed")
+    return found
+
+
+# Not of the device but of an installation, or another form of what other fields say.
+_SOFTWARE = ("dnn_version", "driver_version", "runtime_version", "compile_time_toolkit_version", "name")
+
+
+def _device(text: str) -> dict[str, str]:
+    """Fields of the device without zeros, which XLA does not write; `name` is what jax calls the device."""
+    inside = "gpu_device_info."
+    found = fields(text)
+    device = {k.removeprefix(inside): v for k, v in found.items() if k.startswith(inside) and v not in ("0", "NONE")}
+    name = found.get("device_description_str") or device.get("name", "")
+    return {k: v for k, v in device.items() if k not in _SOFTWARE} | {"name": name}
+
+
+def differing(shipped: str, dumped: str) -> list[str]:
+    """One line a field that `shipped` states and that the device of `dumped` has otherwise; empty when all hold.
+
+    Dumps of newer XLAs tell more of a device (rates of its units, its PCIe, ECC): what `shipped` does not state is not
+    compared. Raises ValueError when `dumped` describes no device.
+    """
+    ours, theirs = _device(shipped), _device(dumped)
+    if "core_count" not in theirs:
+        raise ValueError("the text describes no GPU: it is XLA's *gpu_target_config.pbtxt that is needed")
+    return [
+        f"{name}: shipped {value}, device {theirs.get(name, 'nothing')}"
+        for name, value in ours.items()
+        if not _same(value, theirs.get(name))
+    ]
+
+
+def _same(a: str, b: str | None) -> bool:
+    """Equal as text, or as numbers with a point: the clock, which XLA keeps in 32 bits."""
+    if b is None or a == b or (a.isdigit() and b.isdigit()):
+        return a == b
+    try:
+        return abs(float(a) - float(b)) <= 1e-6 * abs(float(a))
+    except ValueError:
+        return False
+
+
+def with_config(gpu: Gpu, text: str) -> Gpu:
+    """`gpu` with the compiler's numbers, memory and its bandwidth from a dumped text.
+
+    Raises ValueError when the text describes no GPU, or with something else than numbers.
+    """
+    found = _device(text)
+    if "core_count" not in found:
+        raise ValueError("the text describes no GPU: it is XLA's *gpu_target_config.pbtxt that is needed")
+    names = {
+        "cores": "core_count", "lanes": "fpus_per_core", "shared_per_core": "shared_memory_per_core",
+        "shared_per_block": "shared_memory_per_block_optin", "l2": "l2_cache_size",
+        "memory_bandwidth": "memory_bandwidth", "memory_bytes": "device_memory_size",
+        "links": "device_interconnect_info.active_links",
+    }  # fmt: skip
+    numbers: Mapping[str, int] = {ours: int(found[theirs]) for ours, theirs in names.items() if theirs in found}
+    major, minor = (int(found.get(f"cuda_compute_capability.{part}", "0")) for part in ("major", "minor"))
+    return replace(
+        gpu,
+        **numbers,
+        name=found["name"] or gpu.name,
+        capability=(major, minor),
+        extension=found.get("cuda_compute_capability.feature_extension", "NONE"),
+        clock_ghz=float(found.get("clock_rate_ghz", gpu.clock_ghz)),
+    )

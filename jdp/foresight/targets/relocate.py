@@ -1,0 +1,136 @@
+"""The same step on other devices: what was written for this machine, as the abstract values of a target's mesh.
+
+1. The mesh keeps its axes; `data` takes the devices that are left.
+2. The state's leaves become shapes, dtypes and the shardings that the plan gives them there.
+3. The batch's leaves likewise; rows that the new mesh cannot split are raised to the next number that it can.
+"""
+
+import math
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from jdp.core.batch import batch_rows
+from jdp.core.sharding.mesh import DATA, make_mesh, mesh_of
+from jdp.core.state import TrainState
+from jdp.core.step import Step
+from jdp.core.types import Batch
+from jdp.foresight.targets.resolve import Target, target
+
+
+@dataclass(frozen=True)
+class Relocated:
+    """A step and its abstract operands on one mesh.
+
+    Attributes:
+        step: on the mesh; its partitioning is settled when it is lowered.
+        state, batch: `jax.ShapeDtypeStruct` leaves with their shardings.
+        notes: what differs from what was given, in words.
+    """
+
+    step: Step
+    state: TrainState
+    batch: Batch
+    notes: tuple[str, ...] = ()
+
+    def lower(self) -> jax.stages.Lowered:
+        """`step.lower(state, batch)`, for devices that are only described.
+
+        The mesh is the context's too, so that a loss written under `jax.set_mesh` finds its axes.
+
+        Raises:
+            ValueError: the loss does something that these devices have no place for (`_IMPOSSIBLE`).
+        """
+        try:
+            with warnings.catch_warnings(), jax.set_mesh(self.step.plan.mesh):
+                # Which leaves were not donated is read off the program, with their names (`foresight.symptoms`).
+                warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+                return self.step.lower(self.state, self.batch)
+        except (RuntimeError, ValueError) as error:
+            explained = next((words for sign, words in _IMPOSSIBLE.items() if sign in str(error)), None)
+            if explained is None:
+                raise
+            raise ValueError(explained) from None
+
+
+_OTHER_MESH = (
+    "The loss names a mesh, which is another one on the target: a NamedSharding made for this machine's devices, say. "
+    "Write jax.lax.with_sharding_constraint(x, jax.sharding.PartitionSpec(...)) and train under jax.set_mesh(mesh); or "
+    "leave the target out to compile for this machine's devices."
+)
+_IMPOSSIBLE = {
+    "Unknown backend": "The step calls back to the host (jax.debug.print, jax.debug.callback, pure_callback, "
+    "io_callback), and a callback cannot be compiled for devices that are only described. Take it out of the loss, or "
+    "leave the target out to compile for this machine's devices.",
+    "cuDNN": "The step uses cuDNN (attention = 'cudnn'), which XLA only compiles where cuDNN is installed. Plan with "
+    "attention = 'xla' instead: the bytes sent are the same, memory and time an upper bound.",
+    "incompatible devices": _OTHER_MESH,
+    "cannot change the size of the mesh": _OTHER_MESH,
+    "should match the mesh": _OTHER_MESH,
+}
+"""What jax says when a step cannot be lowered for a target -> what to do about it."""
+
+
+def abstract_on(
+    step: Step,
+    state: TrainState,
+    batch: Batch,
+    target: str | Target | None = None,
+    *,
+    microbatches: int | None = None,
+) -> Relocated:
+    """The same step on a target's devices.
+
+    Args:
+        step: a training or evaluation step.
+        state, batch: real or abstract; the batch is the global one.
+        target: "h100:8x8" and the like, or a `Target`; None: the mesh that `state` lies on, where its leaves stay as
+            they lie, and the batch as it is.
+        microbatches: what rows must divide by besides the shards, where several numbers are compared; None: the step's.
+
+    Raises:
+        ValueError: a bad target; devices that do not divide by the mesh's other axes; arrays of a batch whose leading
+            dimensions differ.
+    """
+    plan = step.plan.on(_mesh(step, state, target))
+    rows, notes = batch_rows(batch), tuple[str, ...]()
+    count = microbatches or step.accumulate
+    unit = plan.batch_shards * count
+    if target is not None and rows % unit:
+        raised = math.ceil(rows / unit) * unit
+        equation = f"{plan.batch_shards} shards of the batch" + f" × accumulate={count}" * (unit > plan.batch_shards)
+        notes, rows = (f"rows: {rows} -> {raised}, as a batch must divide by {equation}",), raised
+    here = target is None
+    moved = jax.tree.map(lambda leaf, s: _abstract(leaf, leaf.shape, s, keep=here), state, plan.shardings(state))
+    laid = jax.tree.map(lambda leaf: _abstract(leaf, (rows, *leaf.shape[1:]), plan.batch_sharding), batch)
+    return Relocated(step.on(plan.mesh), moved, laid, notes)
+
+
+def _mesh(step: Step, state: TrainState, where: str | Target | None) -> Mesh:
+    """The target's mesh: the plan's axes, `data` as long as the devices reach."""
+    if where is None:
+        return mesh_of(state) or step.plan.mesh
+    on = target(where) if isinstance(where, str) else where
+    sizes, count = dict(step.plan.mesh.shape), len(on.devices)
+    others = {axis: size for axis, size in sizes.items() if axis != DATA}
+    taken = math.prod(others.values())
+    if count % taken:
+        axes = " × ".join(f"{axis}={size}" for axis, size in others.items())
+        raise ValueError(
+            f"A target's devices must divide by the mesh's axes other than data: {axes} = {taken}, and {on} "
+            f"has {count} devices. Choose another number of devices, or other axes."
+        )
+    return make_mesh(devices=on.devices, **{**sizes, DATA: count // taken})
+
+
+def _abstract(leaf: Any, shape: tuple[int, ...], sharding: NamedSharding, keep: bool = False) -> jax.ShapeDtypeStruct:
+    own = getattr(leaf, "sharding", None)
+    dtype = (
+        leaf.dtype
+        if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended)
+        else jax.dtypes.canonicalize_dtype(leaf.dtype)
+    )
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=own if keep and isinstance(own, NamedSharding) else sharding)

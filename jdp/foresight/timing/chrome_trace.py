@@ -1,0 +1,30 @@
+"""A timeline as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open."""
+
+from typing import Any
+
+from jdp.foresight.timing.timeline import COMMUNICATION, COMPUTE, Timeline
+
+_LANES = (COMPUTE, COMMUNICATION)
+
+
+def chrome_trace(timeline: Timeline, name: str) -> dict[str, Any]:
+    """The JSON object of Chrome's Trace Event Format: one process called `name`, a thread for each lane.
+
+    Every event is a complete one ("X"), its times in microseconds.
+    """
+    named = [("process_name", 0, name), *(("thread_name", i, lane) for i, lane in enumerate(_LANES))]
+    labels = [{"name": kind, "ph": "M", "pid": 0, "tid": i, "args": {"name": text}} for kind, i, text in named]
+    stretches = [
+        {
+            "name": event.name,
+            "cat": event.lane,
+            "ph": "X",
+            "pid": 0,
+            "tid": _LANES.index(event.lane),
+            "ts": 1e6 * event.start,
+            "dur": 1e6 * event.seconds,
+            "args": {"op": event.what, "source": event.source, "bytes": event.bytes, "times": event.times},
+        }
+        for event in timeline.events
+    ]
+    return {"traceEvents": [*labels, *stretches], "displayTimeUnit": "ms"}

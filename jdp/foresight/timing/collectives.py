@@ -1,0 +1,245 @@
+"""How long a collective takes on a cluster's links, by the model that NCCL itself chooses its algorithms with.
+
+`collective_cost` asks who takes part (members of a group, on how many hosts), prices every algorithm and protocol that
+NCCL has for the kind, and keeps the fastest; of several groups the slowest counts, since all start together:
+
+    seconds = base latency + hops x latency a hop + wire bytes / (bus bandwidth x what the protocol leaves of it)
+    bus bandwidth = min(NVLink, members on one host x network card), each times its efficiency (`targets/chips.py`)
+
+A ring all-reduce of n members on h hosts takes 2(n-1) hops, 2(h-1) of them over the network, and sends 2(n-1)/n of the
+payload; reduce-scatter and all-gather take half of both. A tree (all-reduce only) takes 2(n/h - 1) hops inside and
+2 log2 h between hosts, and sends the payload twice. Protocols: LL (half the bandwidth at most, least latency), LL128
+(0.92 of it), Simple (all of it). All-to-all and permute are direct sends: one hop, inside over NVLink and outside over
+each device's own card at the same time. Sources: NVIDIA/nccl 2.28, src/graph/tuning.cc (`ncclTopoTuneModel`,
+`ncclTopoGetAlgoTime`), every number below; NVIDIA/nccl-tests, doc/PERFORMANCE.md, for wire bytes.
+
+Left out: reduction in the switches (NVLS, SHARP: on Hopper and later an all-reduce inside a host is up to 1.3 times
+faster, NVIDIA/nccl-tests issue 212), the PAT algorithm, XLA's own small all-reduce kernels, limits a channel, that a
+tree on two hosts crosses the network less than a ring, several groups or jobs that share a card or a switch, and the
+time until the last device arrives. NCCL has no model for direct sends: theirs uses a ring's first hop. A TPU slice has
+no published model either: see `_torus`.
+"""
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from jdp.foresight.targets.chips import Chip, Gpu
+from jdp.foresight.targets.resolve import Target
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Where the time of one execution goes, in seconds; `algorithm` says what was found fastest ("ring LL128")."""
+
+    latency_seconds: float
+    wire_seconds: float
+    algorithm: str
+
+    @property
+    def seconds(self) -> float:
+        return self.latency_seconds + self.wire_seconds
+
+    @property
+    def latency_bound(self) -> bool:
+        """Whether more bandwidth would help less than fewer or larger messages."""
+        return self.latency_seconds > self.wire_seconds
+
+
+NOTHING = Cost(0.0, 0.0, "none")
+
+
+class _Group(NamedTuple):
+    """Members of a group, the hosts they are on, and the least and most of them that share a host."""
+
+    members: int
+    hosts: int
+    fewest: int
+    most: int
+
+
+class _Protocol(NamedTuple):
+    """A protocol's numbers for ring and tree: microseconds to start, a hop over NVLink, a hop over the network."""
+
+    name: str
+    ring: tuple[float, float, float]
+    tree: tuple[float, float, float]
+    overhead: float  # least time of a ring's hop inside a host when others go over the network (Intel hosts)
+    flushes: int  # how often a network hop waits for the card
+
+
+# baseLatencies and hwLatencies (rows NVLINK and NET) of ncclTunerConstantsDefaults; getNetOverhead.
+_PROTOCOLS = (
+    _Protocol("LL", (6.6, 0.6, 2.7), (6.8, 0.6, 5.0), 1.0, 1),
+    _Protocol("LL128", (14.0, 1.9, 4.0), (14.0, 1.25, 8.5), 1.0, 1),
+    _Protocol("Simple", (8.4, 3.4, 14.0), (8.4, 4.0, 14.0), 3.0, 2),
+)
+
+# llMaxBws: the most that LL carries, in B/s. On one host by the GPU's generation, else by the processor (Intel's here)
+# and for two hosts, or more.
+_LL_ONE_HOST = {8: 87.7e9, 9: 141e9, 10: 282e9}
+_LL_TWO_HOSTS, _LL_MORE_HOSTS = 39.0e9, 20.4e9
+
+# "Plateau effect of ring": a Simple all-reduce over the network waits this much longer, from sizes on at which Simple
+# is the protocol of choice at all.
+_PLATEAU = 1.4
+
+# treeCorrectionFactor: the part of a tree's bandwidth reached with 64 B, 128 B, ... 256 MiB.
+_TREE_REACHES = {
+    "LL": (1, 1, 1, 1, 0.9, 0.8, 0.7, 0.7, 0.7, 0.7, 0.6, 0.5, 0.4, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1, 1, 1),
+    "LL128": (*(1, 1, 1, 1, 1, 0.9, 0.8, 0.8, 0.8, 0.7, 0.6, 0.6, 0.6, 0.6, 0.6, 0.6, 0.8, 0.9, 0.9, 0.9, 0.9, 1, 1),),
+    "Simple": (
+        *(0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.9, 0.8, 0.7, 0.6, 0.6, 0.5, 0.5, 0.5, 0.5, 0.6, 0.7, 0.8, 0.7, 0.7, 0.8),
+        *(0.9, 0.9),
+    ),
+}
+
+# How often a member of a ring of n sends the payload, in units of (n-1)/n, and how many rounds of n-1 hops that takes.
+_RINGS = {"all-reduce": 2, "reduce-scatter": 1, "all-gather": 1}
+_DIRECT = ("all-to-all", "ragged-all-to-all", "collective-permute")
+
+# "How to Scale Your Model" (jax-ml/scaling-book), "A note on ICI latency": about a microsecond a hop between chips.
+_TORUS_HOP = 1e-6
+
+
+def collective_seconds(kind: str, payload_bytes: float, groups: Groups, target: Target) -> float:
+    """Seconds of one execution: `collective_cost(...).seconds`."""
+    return collective_cost(kind, payload_bytes, groups, target).seconds
+
+
+def collective_cost(kind: str, payload_bytes: float, groups: Groups, target: Target) -> Cost:
+    """What one execution of a collective costs, as `jdp.foresight.program.collectives.Collective` describes it.
+
+    `payload_bytes`: the whole logical tensor (of an all-reduce, reduce-scatter or all-gather), or one device's operand
+    (all-to-all, permute, broadcast). `groups`: positions in the mesh's device order, which is that of `target.devices`;
+    of a permute the pairs. A group of one costs nothing. Raises ValueError for a kind of collective or a device that
+    is not known, and for a target without published rates (cpu).
+    """
+    if kind not in (*_RINGS, *_DIRECT, "collective-broadcast"):
+        raise ValueError(f"no cost is known for the collective {kind!r}")
+    if target.chip is None:
+        raise ValueError(f"no link rates are known for target {target}: choose a GPU or TPU target")
+    chip, worst = target.chip, NOTHING
+    for group in _grouped(groups, target.per_host, len(target.devices)):
+        cost = _cost(kind, payload_bytes, group, chip, target)
+        worst = max(worst, cost, key=lambda c: c.seconds)
+    return worst
+
+
+@functools.lru_cache(maxsize=256)
+def _grouped(groups: Groups, per_host: int, devices: int) -> tuple[_Group, ...]:
+    """The groups that differ in members or hosts, smallest first; those of one device are left out."""
+    found = set[_Group]()
+    for group in groups:
+        if not all(0 <= member < devices for member in group):
+            raise ValueError(f"the program's groups name device {max(group)}, and the target has {devices} devices")
+        shared = Counter(member // per_host for member in set(group))  # devices are ordered host by host
+        if (members := shared.total()) > 1:
+            found.add(_Group(members, len(shared), min(shared.values()), max(shared.values())))
+    return tuple(sorted(found))
+
+
+def _cost(kind: str, payload: float, group: _Group, chip: Chip, target: Target) -> Cost:
+    """The fastest way for one group."""
+    if not isinstance(chip, Gpu):
+        return _torus(kind, payload, group, chip, target)
+    if kind in _DIRECT:
+        ways = _direct(kind, payload, group, chip)
+    elif kind == "all-reduce":
+        ways = (*_ring(kind, payload, group, chip), *_tree(payload, group, chip))
+    else:
+        ways = _ring(kind, payload, group, chip)
+    return min(ways, key=lambda cost: cost.seconds)
+
+
+def _bus(group: _Group, chip: Chip) -> float:
+    """B/s that every member can send at once along a ring or tree: what leaves a host leaves by its members' cards."""
+    inside = chip.link_bandwidth * chip.link_efficiency
+    outside = group.fewest * chip.network_bandwidth * chip.network_efficiency
+    return inside if group.hosts == 1 else min(inside, outside)
+
+
+def _ll_limit(group: _Group, chip: Gpu) -> float:
+    if group.hosts == 1:
+        return _LL_ONE_HOST.get(chip.capability[0], _LL_ONE_HOST[10])
+    return _LL_TWO_HOSTS if group.hosts == 2 else _LL_MORE_HOSTS
+
+
+def _ring(kind: str, payload: float, group: _Group, chip: Gpu) -> Iterator[Cost]:
+    n, hosts, bus = group.members, group.hosts, _bus(group, chip)
+    rounds = _RINGS.get(kind, 1)
+    wire = payload if kind == "collective-broadcast" else rounds * payload * (n - 1) / n
+    outside = rounds * (hosts - 1)
+    for protocol in _PROTOCOLS:
+        start, inside_hop, outside_hop = _hops(protocol, group, chip)
+        latency = start + (rounds * (n - 1) - outside) * inside_hop + outside * outside_hop
+        if kind == "all-reduce" and hosts > 1 and protocol.name == "Simple":
+            latency *= _PLATEAU
+        left = {"LL": min(0.5 * bus, _ll_limit(group, chip)), "LL128": 0.92 * bus, "Simple": bus}[protocol.name]
+        yield Cost(latency, wire / left, f"ring {protocol.name}")
+
+
+def _hops(protocol: _Protocol, group: _Group, chip: Gpu) -> tuple[float, float, float]:
+    """Seconds for a ring to start, for a hop inside a host, for one between hosts."""
+    start, inside, outside = protocol.ring
+    if group.hosts > 1:
+        inside = max(inside, protocol.overhead)
+    if group.most == 1:
+        outside = protocol.tree[2]  # nothing inside a host to hide it behind
+    outside_hop = 1e-6 * outside + protocol.flushes * chip.network_latency
+    return 1e-6 * start, 1e-6 * inside + chip.link_latency, outside_hop
+
+
+def _tree(payload: float, group: _Group, chip: Gpu) -> Iterator[Cost]:
+    bus, deep = 0.92 * _bus(group, chip), int(math.log2(group.hosts))
+    for protocol in _PROTOCOLS:
+        start, inside, outside = (1e-6 * number for number in protocol.tree)
+        outside += protocol.flushes * chip.network_latency
+        latency = start + 2 * ((group.most - 1) * (inside + chip.link_latency) + deep * outside)
+        packed = 7 / 9 if group.hosts == 1 else 120 / 128
+        left = {"LL": min(bus / 3.8, _ll_limit(group, chip)), "LL128": packed * bus, "Simple": bus}[protocol.name]
+        reached = _tree_reaches(protocol.name, payload)
+        yield Cost(latency, 2 * payload / (left * reached), f"tree {protocol.name}")
+
+
+def _tree_reaches(protocol: str, payload: float) -> float:
+    """The correction for a tree, between two sizes of NCCL's table in a straight line: with its steps, a message one
+    byte larger could be faster."""
+    table = _TREE_REACHES[protocol]
+    position = min(max(math.log2(max(payload, 1) / 64), 0.0), len(table) - 1.0)
+    below = min(int(position), len(table) - 2)
+    return table[below] + (position - below) * (table[below + 1] - table[below])
+
+
+def _direct(kind: str, payload: float, group: _Group, chip: Gpu) -> Iterator[Cost]:
+    """Sends straight to every peer. Those inside a host and those outside go different ways at the same time."""
+    n, local = group.members, group.fewest
+    inside, outside = (1.0, 0.0) if group.hosts == 1 else (0.0, 1.0)  # a permute's pair
+    if kind != "collective-permute":
+        inside, outside = (group.most - 1) / n, (n - local) / n if group.hosts > 1 else 0.0
+    for protocol in _PROTOCOLS:
+        if protocol.name == "LL128":
+            continue  # NCCL's sends have LL and Simple
+        start, inside_hop, outside_hop = _hops(protocol, group, chip)
+        part = 0.5 if protocol.name == "LL" else 1.0
+        over_links = inside * payload / (part * chip.link_bandwidth * chip.link_efficiency)
+        over_network = outside * payload / (part * chip.network_bandwidth * chip.network_efficiency)
+        hop = inside_hop if group.hosts == 1 else outside_hop
+        yield Cost(start + hop, max(over_links, over_network), f"direct {protocol.name}")
+
+
+def _torus(kind: str, payload: float, group: _Group, chip: Chip, target: Target) -> Cost:
+    """On a TPU slice: rings along all axes of the torus in both directions, over the chip's whole interconnect.
+
+    Optimistic for a group that lies along one axis, and for slices so small that their axes do not close to rings.
+    """
+    n = group.members
+    rounds = _RINGS.get(kind, 1)
+    wire = payload if kind in ("collective-permute", "collective-broadcast") else rounds * payload * (n - 1) / n
+    hops = rounds * sum(max(int(axis) // 2, 1) for axis in target.shape.split("x") if axis != "1")
+    return Cost(hops * _TORUS_HOP, wire / (chip.link_bandwidth * chip.link_efficiency), "torus")

@@ -1,0 +1,278 @@
+"""What one instruction of a compiled program costs: FLOPs, memory traffic, seconds.
+
+`cost(step, computation, program)` counts: matrix products and convolutions (`foresight.products`), element-wise work,
+and the bytes that a kernel reads and writes. A fusion reads what its result needs: starting from the result, each
+operation asks its operands for elements, so that a parameter that only a slice is taken of counts as that slice, and a
+buffer updated in place as the update. `seconds(cost, rates, model)` turns that into time: the slowest of tensor cores,
+vector units and memory, each at the share of its published peak that `CostModel` states, plus the launch.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from jdp.foresight.program.module import Instruction, Program, array_bytes
+from jdp.foresight.timing.matmuls import LIBRARY_PRODUCTS, Product, custom_call_target, products
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What one device can do in a second.
+
+    Attributes:
+        matmul_flops: XLA element type of the operands -> FLOP/s of matrix products.
+        vector_flops: FLOP/s outside tensor cores, float32, a fused multiply-add counted as two.
+        memory_bandwidth: bytes/s.
+        cores: how many work on one product, a tile each.
+    """
+
+    matmul_flops: Mapping[str, float] = field(repr=False)
+    vector_flops: float
+    memory_bandwidth: float
+    cores: int
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """The model's constants, for NVIDIA GPUs. Rates are published peaks: these say how much of them a kernel gets.
+
+    Left out: what stays in a cache from one kernel to the next, and clocks that fall under load.
+
+    Attributes:
+        matmul_efficiency: share of the dense peak that a large matrix product reaches. In bfloat16 the best shapes
+            reach 80.3% on H100 and H200, 86.9% on A100, 77.6% on B200 (Bekman, "Maximum Achievable Matmul FLOPS",
+            stas00/ml-engineering, compute/accelerator/README.md, 2025; float8 on H100 70.9%).
+        memory_efficiency: share of the peak bandwidth. XLA's own model of products takes 0.8
+            (openxla/xla, xla/service/gpu/model/gpu_dot_fusion_cost_model.cc, CalculateHbmTime).
+        kernel_seconds: what a launch adds to a kernel that does not wait for the host: XLA's kKernelLaunchOverhead
+            (xla/service/gpu/model/gpu_performance_model_base.h).
+        tile: rows and columns of the result that a core computes at a time; 0 for no quantisation. Whole tiles in
+            whole waves over the cores: NVIDIA, "Matrix Multiplication Background User's Guide", section 3.
+        smallest_tile: what tensor cores multiply at once; thinner products are padded to it.
+        split: into how many parts, of a tile at least, the contracted dimension may be cut where tiles are fewer than
+            cores: XLA's autotuner tries up to 16 (xla/backends/gpu/autotuner, Triton's split_k).
+        special_function_cost: lane-cycles of exp, log, sqrt and the like, against one of an addition: 16 results a
+            clock and core against 128 (CUDA C++ Programming Guide, "Throughput of Native Arithmetic Instructions",
+            compute capability 9.0).
+        integer_cost: the same of integer arithmetic: 64 against 128.
+        transposed_efficiency: share of the bandwidth of a plain copy that one into another layout gets: all, through
+            shared memory (Ruetsch and Micikevicius, "Optimizing Matrix Transpose in CUDA", NVIDIA 2009).
+    """
+
+    matmul_efficiency: float = 0.8
+    memory_efficiency: float = 0.8
+    kernel_seconds: float = 1e-6
+    tile: int = 128
+    smallest_tile: int = 16
+    split: int = 16
+    special_function_cost: float = 8.0
+    integer_cost: float = 2.0
+    transposed_efficiency: float = 1.0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one execution of an instruction does on one device.
+
+    Attributes:
+        products: its matrix products and convolutions.
+        bytes: read from memory and written to it.
+        operations, integer_operations, special_functions: element-wise work outside tensor cores, in elements.
+        transposes: whether it writes in another order than it reads.
+        launches: kernels.
+    """
+
+    products: tuple[Product, ...] = ()
+    bytes: float = 0.0
+    operations: float = 0.0
+    integer_operations: float = 0.0
+    special_functions: float = 0.0
+    transposes: bool = False
+    launches: int = 0
+
+    @property
+    def flops(self) -> int:
+        """Of matrix products and convolutions."""
+        return sum(product.flops for product in self.products)
+
+
+# Time.
+
+
+def seconds(cost: Cost, rates: Rates, model: CostModel) -> float:
+    """How long an instruction runs: tensor cores, vector units and memory work at the same time."""
+    if not cost.launches:
+        return 0.0
+    lanes = rates.vector_flops / 2  # one operation a cycle and lane, where the peak counts multiply-adds as two
+    vector = cost.operations + model.integer_cost * cost.integer_operations
+    vector += model.special_function_cost * cost.special_functions
+    matmul = sum(product_seconds(product, rates, model) for product in cost.products)
+    bandwidth = model.memory_efficiency * rates.memory_bandwidth
+    memory = cost.bytes / (bandwidth * (model.transposed_efficiency if cost.transposes else 1.0))
+    return cost.launches * model.kernel_seconds + max(matmul, vector / lanes, memory)
+
+
+def product_seconds(product: Product, rates: Rates, model: CostModel) -> float:
+    """How long the tensor cores take for a matrix product, operands at hand."""
+    flops = product.flops * product.passes * (4 if product.dtype.startswith("c") else 1)  # complex: four real products
+    rate = _matmul_rate(product.dtype, rates)
+    return flops / (rate * model.matmul_efficiency * utilisation(product, rates.cores, model))
+
+
+_NEAREST = {"f16": "bf16", "c64": "f32", "c128": "f64", "u8": "s8", "s4": "s8", "u4": "s8"}
+
+
+def _matmul_rate(dtype: str, rates: Rates) -> float:
+    """FLOP/s for operands of a type; that of the vector units for one that tensor cores do not multiply."""
+    nearest = "f8e4m3fn" if dtype.startswith("f8") else _NEAREST.get(dtype, "vector")
+    return rates.matmul_flops.get(dtype) or rates.matmul_flops.get(nearest) or rates.vector_flops
+
+
+def utilisation(product: Product, cores: int, model: CostModel) -> float:
+    """Share of the cores' work that is part of the result, at the best split of the contracted dimension.
+
+    1 for tiles that fill the cores evenly; below that for results that are no whole number of tiles, and for tiles that
+    are no whole number of waves. As XLA's CalculateComputeTimeWithTileAndWaveQuantization, but split.
+    """
+    if not model.tile:
+        return 1.0
+    tiles, padded = product.batch, 1
+    for size in (product.m, product.n):
+        tile = min(model.tile, _up(size, model.smallest_tile))
+        tiles *= -(-size // tile)
+        padded *= tile
+    useful = product.batch * product.m * product.n
+    splits = (2**i for i in range(model.split.bit_length()) if i == 0 or product.k >= 2**i * model.tile)
+    return max(useful / (padded * _up(tiles * split, cores) / split) for split in splits) if useful else 1.0
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+# Counting.
+
+_NAMES = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast")
+_FREE = (*_NAMES, "after-all", "add-dependency", "opt-barrier", "domain", "partition-id", "replica-id")
+_MOVES = (  # inside a kernel: no arithmetic
+    *(*_NAMES, "broadcast", "reshape", "transpose", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate"),
+    *("gather", "copy", "iota", "pad", "reverse", "dot", "scaled-dot", "convolution", "fusion", "custom-call"),
+)
+_SPECIAL = (
+    *("exponential", "exponential-minus-one", "log", "log-plus-one", "tanh", "logistic", "power", "rsqrt", "sqrt"),
+    *("cbrt", "sine", "cosine", "tan", "divide", "erf", "atan2", "remainder"),
+)
+
+
+def cost(step: Instruction, computation: str, program: Program) -> Cost:
+    """What one execution of an instruction of `computation` costs. Loops, calls and collectives are the caller's."""
+    if step.opcode in _FREE or step.opcode.endswith("-done"):
+        return Cost()
+    inside = computation
+    if step.kind in ("fusion", "async"):
+        (inside,) = step.called["calls"]
+    steps = (step,) if inside == computation else program[inside]
+    demand = _Demand(steps, program.by_name[inside])
+    return Cost(
+        products=products(step, computation, program),
+        bytes=demand.read + demand.written,
+        operations=demand.operations,
+        integer_operations=demand.integer_operations,
+        special_functions=demand.special_functions,
+        transposes=demand.transposes,
+        launches=1,
+    )
+
+
+def unknown_work(step: Instruction) -> str | None:
+    """The name of a custom call whose FLOPs the text does not tell; None for everything else."""
+    if step.kind != "custom-call" or (target := custom_call_target(step)).startswith(LIBRARY_PRODUCTS):
+        return None
+    return target or "custom-call"
+
+
+class _Demand:
+    """How many elements of each value a kernel needs, walked from its results to what it is given.
+
+    Attributes:
+        elements: name -> elements asked for, by all users together.
+        read, written: bytes of what it is given, as far as it is asked for, and of the results.
+        operations, integer_operations, special_functions: element-wise work to make what is asked for.
+        transposes: whether a part of it changes the order in memory.
+    """
+
+    def __init__(self, steps: tuple[Instruction, ...], by_name: dict[str, Instruction]) -> None:
+        self.by_name = by_name
+        self.made = {step.name for step in steps if step.opcode != "parameter"}
+        self.elements: dict[str, float] = {}
+        self.in_place = set[str]()
+        self.transposes = False
+        self.written = self.operations = self.integer_operations = self.special_functions = 0.0
+        root = next((step for step in steps if step.is_root), steps[-1])
+        for name in root.operands if root.opcode == "tuple" else (root.name,):
+            self.written += self._write(by_name[name])
+        for step in reversed(steps):  # users before what they use: texts are in the other order
+            if step.name in self.made and (asked := self.elements.get(step.name, 0.0)) > 0:
+                self._ask(step, min(asked, _size(step)))
+        self.read = sum(self._bytes(by_name[name]) for name in self.elements if name not in self.made)
+
+    def _bytes(self, given: Instruction) -> float:
+        """What of a value is read: what is asked for twice is read once."""
+        whole = _size(given)
+        return given.result_bytes * min(1.0, self.elements[given.name] / whole) if whole else 0.0
+
+    def _write(self, root: Instruction) -> float:
+        """Ask for a result; the bytes that writing it takes: of a buffer updated in place, the updated part."""
+        step = self._behind_bitcasts(root)
+        self.elements[root.name] = max(1, _size(root))
+        if step.opcode in ("dynamic-update-slice", "scatter") and step.name in self.made:
+            buffer = self._behind_bitcasts(self.by_name[step.operands[0]])
+            if buffer.name not in self.made:
+                self.in_place.add(step.name)
+                update = self.by_name[step.operands[1 if step.opcode == "dynamic-update-slice" else -1]].result_bytes
+                return update if step.opcode == "dynamic-update-slice" else 2 * update  # read, added to, written
+        if root.opcode == "custom-call":  # what stands behind the result is its workspace
+            return array_bytes(*root.shapes[0])
+        return root.result_bytes / (2 if root.is_start else 1)  # a copy-start's type holds source and result
+
+    def _behind_bitcasts(self, step: Instruction) -> Instruction:
+        while step.opcode == "bitcast" and step.name in self.made:
+            step = self.by_name[step.operands[0]]
+        return step
+
+    def _ask(self, step: Instruction, asked: float) -> None:
+        """Count the work of making `asked` elements of a value, and ask its operands for what that needs."""
+        whole = _size(step)
+        operands = [self.by_name[name] for name in step.operands if name in self.by_name]
+        for i, operand in enumerate(operands):
+            need = self._need(step, i, _size(operand), asked, asked / whole if whole else 0.0)
+            self.elements[operand.name] = self.elements.get(operand.name, 0.0) + need
+        self.transposes |= step.opcode == "transpose" or (step.opcode == "copy" and step.type != operands[0].type)
+        if step.opcode in _MOVES:
+            return
+        if step.opcode in ("reduce", "reduce-window") and operands:
+            asked = max(asked, _size(operands[0]))
+        if step.opcode in _SPECIAL:
+            self.special_functions += asked
+        elif step.type.startswith(("s", "u")):
+            self.integer_operations += asked
+        else:
+            self.operations += asked
+
+    def _need(self, step: Instruction, i: int, size: int, asked: float, share: float) -> float:
+        """How many elements of its operand `i`, of `size`, an operation needs to make `asked`, a `share` of its own."""
+        match step.opcode:
+            case "slice" | "dynamic-slice" | "gather":
+                return min(asked, size) if i == 0 else size
+            case "dynamic-update-slice" | "scatter" if step.name in self.in_place:
+                return 0 if i == 0 else size
+            case "broadcast" | "pad":
+                return min(asked, size)
+            case "dot" | "convolution" | "sort" | "custom-call" | "fusion" | "scatter":
+                return size
+            case _:
+                return share * size
+
+
+def _size(step: Instruction) -> int:
+    return sum(math.prod(dims) for _, dims in step.shapes)

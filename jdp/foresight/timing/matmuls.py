@@ -1,0 +1,126 @@
+"""The matrix products and convolutions of a compiled program: how large each is, and in which element type.
+
+`products(step, computation, program)` looks through an instruction: at the dot or convolution it is, at those inside a
+fusion or what else it calls, and at the library calls that XLA puts in their place (cuBLAS, cuDNN, oneDNN), whose
+sizes follow from their operands' shapes.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jdp.foresight.program.module import Instruction, Program, bits
+
+Shape = tuple[str, tuple[int, ...]]  # element type, dimensions
+
+
+@dataclass(frozen=True)
+class Product:
+    """`batch` products of [m, k] with [k, n].
+
+    Attributes:
+        dtype: XLA's name of the type that the operands are multiplied in; "vector" where that is full float32, which
+            tensor cores do not have.
+        passes: how often the product is done, where the algorithm splits operands into several of a smaller type.
+    """
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    dtype: str
+    passes: int = 1
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of its mathematics, passes not counted."""
+        return 2 * self.batch * self.m * self.n * self.k
+
+
+def products(step: Instruction, computation: str, program: Program) -> tuple[Product, ...]:
+    """Every product that one execution of an instruction of `computation` does; loops it calls are not multiplied."""
+    return tuple(_products(step, computation, program))
+
+
+LIBRARY_PRODUCTS = ("__cublas$", "__onednn$matmul", "__cudnn$conv")
+
+
+def _products(step: Instruction, computation: str, program: Program) -> Iterator[Product]:
+    operands = [s for name in step.operands for s in program.by_name[computation][name].shapes[:1]]
+    if step.opcode in ("dot", "scaled-dot"):
+        yield _dot(step, operands[0], operands[1])
+    elif step.opcode == "convolution":
+        yield _convolution(step, operands[1], step.shapes[0])
+    elif step.opcode == "custom-call" and (target := custom_call_target(step)).startswith(LIBRARY_PRODUCTS):
+        yield from _library(step, target, operands)
+    for name in step.called.get("calls", ()):
+        for inner in program[name]:
+            yield from _products(inner, name, program)
+
+
+def custom_call_target(step: Instruction) -> str:
+    """What a custom call calls: "__cublas$gemm"."""
+    match = re.search(r'custom_call_target="([^"]*)"', step.line)
+    return match[1] if match else ""
+
+
+def _dot(step: Instruction, lhs: Shape, rhs: Shape) -> Product:
+    batch, k = (math.prod(lhs[1][d] for d in _dims(step, f"lhs_{which}_dims")) for which in ("batch", "contracting"))
+    m, n = (math.prod(shape) // max(1, batch * k) for _, shape in (lhs, rhs))
+    return Product(batch, m, n, k, *_arithmetic(step, lhs[0], rhs[0]))
+
+
+def _dims(step: Instruction, attribute: str) -> list[int]:
+    return [int(d) for d in re.findall(r"\d+", step.attribute(attribute) or "")]
+
+
+_ALGORITHM = re.compile(r"\balgorithm=dot_(any_f8|[a-z]+\d+)_\w+?(?:_x(\d))?\b")
+_ALGORITHM_TYPES = {"any_f8": "f8e4m3fn", "tf32": "f32"}
+
+
+def _arithmetic(step: Instruction, *operands: str) -> tuple[str, int]:
+    """The type that a product is done in, and its passes: by the algorithm asked for, else by the wider operand.
+
+    Float32 operands are rounded to TF32 for the tensor cores, which is XLA:GPU's default; not if the highest precision
+    was asked for.
+    """
+    if (match := _ALGORITHM.search(step.bare)) is not None:
+        dtype = "vector" if match[1] == "f32" else _ALGORITHM_TYPES.get(match[1], match[1])
+        return dtype, int(match[2] or 1)
+    widest = max(operands, key=bits)
+    if widest == "f32" and "highest" in (step.attribute("operand_precision") or ""):
+        return "vector", 1
+    return widest, 1
+
+
+def _convolution(step: Instruction, kernel: Shape, output: Shape) -> Product:
+    """As the product it is: output positions × (kernel size × input features) × output features, group by group.
+
+    Multiplications with padding count; those with the zeros of a dilated input do not.
+    """
+    match = re.search(r"\bdim_labels=\w+_(\w+)->", step.bare)
+    features = kernel[1][match[1].index("o")] if match else kernel[1][-1]
+    groups = int(step.attribute("feature_group_count") or 1)
+    dilated = re.search(r"\blhs_dilate=([\dx]+)", step.bare)
+    zeros = math.prod(map(int, dilated[1].split("x"))) if dilated else 1
+    k = max(1, math.prod(kernel[1]) // features // zeros)
+    return Product(groups, math.prod(output[1]) // features, features // groups, k, *_arithmetic(step, kernel[0]))
+
+
+def _library(step: Instruction, target: str, operands: list[Shape]) -> Iterator[Product]:
+    """A library call in the place of a product; `step` writes its result first, a workspace behind it."""
+    result = step.shapes[0]
+    if target == "__cudnn$convBackwardFilter":  # (input, gradient of the output) -> gradient of the kernel
+        yield _convolution(step, result, operands[1])
+    elif target == "__cudnn$convBackwardInput":  # (gradient of the output, kernel) -> gradient of the input
+        yield _convolution(step, operands[1], operands[0])
+    elif target.startswith("__cudnn$conv"):
+        yield _convolution(step, operands[1], result)
+    else:
+        (left, lhs), (right, rhs) = operands[:2]
+        batch = math.prod(rhs[:-2])
+        # The sizes are b·m·k, b·k·n and b·m·n: lhs · rhs / result = b·k².
+        k = math.isqrt(math.prod(lhs) * math.prod(rhs) // max(1, math.prod(result[1]) * batch))
+        m, n = (math.prod(shape) // max(1, batch * k) for shape in (lhs, rhs))
+        yield Product(batch, m, n, k, *_arithmetic(step, left, right))

@@ -1,0 +1,68 @@
+"""Model FLOPs of a step: what its mathematics needs, whatever the compiler makes of it.
+
+The loss is traced forward, abstractly, and the multiplications and additions of its matrix products and convolutions
+are counted, loops included; the backward pass costs twice the forward pass (one product for each operand's gradient),
+so a step is three times that. Recomputation is not counted: it is what model FLOPs utilisation (MFU, Chowdhery et al.
+2022, arXiv:2204.02311, appendix B) leaves out by definition. Frozen parameters are counted as if they were trained:
+their products have no gradient of the weight, so partial training does at least two thirds of the number.
+"""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+from jdp.core.state import TrainState
+from jdp.core.step import Step
+from jdp.core.types import Batch, Loss
+
+
+def model_flops(step: Step, state: TrainState, batch: Batch) -> int:
+    """FLOPs of one training step over the global batch, all devices together.
+
+    Args:
+        step: a training step.
+        state, batch: real or abstract; `batch` is the global one, of all microbatches.
+    """
+    adapter = state.static.adapter
+
+    def loss(params: Any, model_state: Any, batch: Any, rng: jax.Array) -> Any:
+        model = params if adapter is None else adapter.merge(params, model_state, rng)
+        value = step.loss_fn(model, batch, rng)
+        return value.total if isinstance(value, Loss) else value
+
+    working = step.precision.working_shapes(state.params)
+    plain = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (state.model_state, batch))
+    return 3 * count(jax.make_jaxpr(loss)(working, *plain, jax.eval_shape(lambda: jax.random.key(0))).jaxpr)
+
+
+def count(jaxpr: Any) -> int:
+    """FLOPs of the matrix products and convolutions in a jaxpr: 2 for each multiplication that is added up.
+
+    A scan counts as often as it runs, a `while` loop of unknown length once, of branches the dearest.
+    """
+    return sum(map(_flops, jaxpr.eqns))
+
+
+def _flops(eqn: Any) -> int:
+    name = eqn.primitive.name
+    if name == "dot_general":
+        (contracting, _), _ = eqn.params["dimension_numbers"]
+        return 2 * eqn.outvars[0].aval.size * math.prod(eqn.invars[0].aval.shape[d] for d in contracting)
+    if name == "conv_general_dilated":
+        kernel, numbers = eqn.invars[1].aval.shape, eqn.params["dimension_numbers"]
+        return 2 * eqn.outvars[0].aval.size * math.prod(kernel) // kernel[numbers.rhs_spec[0]]
+    if name == "cond":
+        return max(map(count, _jaxprs(eqn.params["branches"])))
+    times = eqn.params["length"] if name == "scan" else 1
+    if name == "shard_map":  # its body is one device's part
+        manual = eqn.params.get("newly_manual_axes") or eqn.params["manual_axes"]  # the name in jax 0.10; since
+        times = math.prod(eqn.params["mesh"].shape[axis] for axis in manual)
+    return times * sum(map(count, _jaxprs(eqn.params.values())))
+
+
+def _jaxprs(values: Iterable[Any]) -> list[Any]:
+    """The jaxprs among a primitive's parameters; of a custom derivative only the function itself."""
+    found = [getattr(value, "jaxpr", value) for value in values]
+    return [inner for inner in found if hasattr(inner, "eqns")]

@@ -1,0 +1,1 @@
+"""One run of an experiment: `loop.py` from top to bottom, its folder, its outputs, how it resumes; sweeps of runs."""

@@ -1,0 +1,116 @@
+"""Evaluation during a run: every data set in turn, each example counted once, and the best so far.
+
+1. The held-out part of the data is "eval"; each [eval.NAME] is "eval_NAME". Batches are always the same: all examples
+   once, or with a number of `eval_batches` those drawn from all of them with a fixed seed.
+2. A step gives means and their weight; Σ mean · weight over Σ weight is the mean over examples, however uneven the
+   batches: what fills the last one up has weight 0.
+3. `Best` remembers the best value of a metric, and how many evaluations have passed since.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+
+from jdp.core.optim.ema import ema_params
+from jdp.core.state import TrainState
+from jdp.data import Source, batch_count
+from jdp.data.feed import Feed
+from jdp.experiment.assembly import Assembly
+from jdp.experiment.schema.fields import ALL
+
+Row = dict[str, float]
+
+
+def evaluate(parts: Assembly, state: TrainState) -> Row:
+    """The metrics of every data set: "eval_loss" in nats, "eval_accuracy" or "eval_bits_per_token", "eval_NAME_loss", …
+
+    With `optimizer.ema_decay` the averaged parameters are evaluated.
+    """
+    if parts.experiment.optimizer.ema_decay is not None:
+        state = ema_params(state)
+    row: Row = {}
+    for name, source in parts.eval_sets.items():
+        row |= {f"{name}_{metric}": value for metric, value in _means(parts, state, source).items()}
+    return row
+
+
+def coverage(parts: Assembly) -> str | None:
+    """Which evaluations read a part of their data only, in words; None: all of them read everything."""
+    most, size = parts.experiment.train.eval_batches, parts.experiment.train.batch_size
+    counts = {name: batch_count(source, batch_size=size) for name, source in parts.eval_sets.items()}
+    partial = [f"{name} {most} of {count} batches" for name, count in counts.items() if most != ALL and count > most]
+    return f'evaluations read {", ".join(partial)} (train.eval_batches = "{ALL}" reads all)' if partial else None
+
+
+def _means(parts: Assembly, state: TrainState, source: Source) -> Row:
+    """Σ mean · weight / Σ weight of each metric over the batches of one data set."""
+    totals: Row = {}
+    weight = 0.0
+    with _feed(parts, source) as feed:
+        for batch in feed:
+            values = {name: float(value) for name, value in jax.device_get(parts.eval_step(state, batch)).items()}
+            share = values.pop("weight")
+            weight += share
+            if share:
+                totals = {name: totals.get(name, 0.0) + value * share for name, value in values.items()}
+    means = {name: total / weight for name, total in sorted(totals.items(), reverse=True)}  # the loss first
+    return means | ({"bits_per_token": means["loss"] / math.log(2)} if parts.experiment.kind == "text" else {})
+
+
+def _feed(parts: Assembly, source: Source) -> Feed:
+    """All examples in their order, or a number of batches drawn from all of them."""
+    most = parts.experiment.train.eval_batches
+    return parts.feed(source, seed=0, shuffle=most != ALL, epochs=1, most=None if isinstance(most, str) else most)
+
+
+@dataclass
+class Best:
+    """The best evaluation so far by one metric.
+
+    Attributes:
+        metric: its name; an accuracy is better when it is larger, anything else when it is smaller.
+        value, step: the best, and when that was; None and 0 before the first.
+        waiting: evaluations since the last that was better by more than a `min_delta`.
+        to_beat: the value of that one.
+    """
+
+    metric: str
+    value: float | None = None
+    step: int = 0
+    waiting: int = 0
+    to_beat: float | None = None
+
+    @property
+    def mode(self) -> str:
+        return "max" if self.metric.endswith("accuracy") else "min"
+
+    def seen(self, step: int, row: Row, *, min_delta: float = 0.0) -> bool:
+        """Take in an evaluation; whether it is better by more than `min_delta` than the last that was so."""
+        value = row[self.metric]
+        if self._gain(value, self.value) > 0:
+            self.value, self.step = value, step
+        if self._gain(value, self.to_beat) > min_delta:
+            self.to_beat, self.waiting = value, 0
+            return True
+        self.waiting += 1
+        return False
+
+    def _gain(self, value: float, before: float | None) -> float:
+        """By how much `value` is better than `before`; one that is not finite never is."""
+        if not math.isfinite(value):
+            return -math.inf
+        return math.inf if before is None else (value - before) * (1 if self.mode == "max" else -1)
+
+    def record(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def resumed(metric: str, record: dict[str, Any] | None) -> Best:
+        """As it was when `record` was made; from the start if that was about another metric."""
+        if not record or record["metric"] != metric:
+            return Best(metric)
+        return Best(**{"to_beat": record["value"], **record})

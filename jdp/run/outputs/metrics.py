@@ -1,0 +1,276 @@
+"""Metrics of a run on disk: `metrics.jsonl` for programs, TensorBoard events for eyes; written by process 0 only.
+
+`metrics.jsonl` has one JSON object a line: {"step": 10, "time": 1718000000.1, "loss": 2.3, ...}, flushed as written.
+JSON has no NaN and no infinity: such a value is null, and named beside: {"loss": null, "nonfinite": {"loss": "nan"}};
+`read` puts it back.
+
+A run that resumes from step s writes the steps after s again: `Metrics(folder, resumed_step=s)` first cuts off what
+an earlier, aborted process wrote for them, so no step is there twice. A last row half written is dropped, and said. A
+file that is damaged elsewhere is set aside, `metrics.jsonl.damaged`, and its good rows go on in a new one.
+"""
+
+import contextlib
+import importlib
+import json
+import math
+import shutil
+import struct
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from jdp.core.notices import notice
+from jdp.run.outputs.trackers import BackgroundTracker
+
+JSONL = "metrics.jsonl"
+EVENTS = "events"
+"""TensorBoard files are EVENTS.out.tfevents.*"""
+
+
+class Metrics:
+    """Appends rows of scalars to a run's metrics. On processes other than 0 it does nothing.
+
+    Args:
+        folder: the run's folder; must exist.
+        resumed_step: the step this process starts after (0: a fresh run); everything on disk for later ones is cut off.
+        trackers: get every row too, and are closed with the rest; where an exception leaves `with`, as failed, or with
+            the exit code it carries.
+    """
+
+    def __init__(self, folder: Path, *, resumed_step: int = 0, trackers: Sequence[BackgroundTracker] = ()) -> None:
+        self._speaks = jax.process_index() == 0
+        self._trackers = trackers
+        if not self._speaks:
+            return
+        from tensorboardX.event_file_writer import EventsWriter
+
+        self._event: Any = _message_types().Event
+        _cut_jsonl(folder / JSONL, resumed_step)
+        for file in folder.glob(f"{EVENTS}.out.tfevents.*"):
+            _cut_events(file, resumed_step)
+        self._jsonl = (folder / JSONL).open("a", encoding="utf-8")
+        # tensorboardX names files by the second, and overwrites. Two files with this suffix in one second start after
+        # the same step, so the first has no row that is still wanted.
+        self._events = EventsWriter(str(folder / EVENTS), filename_suffix=f".after{resumed_step}")
+        self._event_file: Any = vars(self._events)["_py_recordio_writer"]  # which its owner leaves open on a full disk
+        self._hide_older_events_after(resumed_step)
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Append one row.
+
+        Args:
+            step: optimizer steps done.
+            values: name -> Python, numpy or JAX scalar (which is waited for).
+
+        Raises:
+            ValueError: a value is not a scalar number.
+        """
+        if not self._speaks:
+            return
+        now = time.time()
+        scalars = {name: _scalar(name, value) for name, value in values.items()}
+        self._jsonl.write(
+            json.dumps(json_safe({"step": step, "time": round(now, 3)} | scalars), allow_nan=False) + "\n"
+        )
+        self._jsonl.flush()
+        self._write_event(step, now, scalars)
+        for tracker in self._trackers:
+            tracker.write(step, scalars)
+
+    def close(self, exit_code: int = 0) -> None:
+        """Close the files, and the trackers, which are told how the visit ended."""
+        with contextlib.ExitStack() as closing:  # all of them, also where the disk is full and each says so
+            for tracker in self._trackers:
+                closing.callback(tracker.close, exit_code)
+            if self._speaks:
+                closing.callback(self._event_file.close)
+                closing.callback(self._events.close)
+                closing.callback(self._jsonl.close)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        code = error.code if isinstance(error, SystemExit) else int(error is not None)
+        self.close(code if isinstance(code, int) else 1)
+
+    def _write_event(self, step: int, now: float, scalars: Mapping[str, float]) -> None:
+        values = [{"tag": name, "simple_value": value} for name, value in scalars.items()]
+        self._events.write_event(self._event(wall_time=now, step=step, summary={"value": values}))
+        self._events.flush()
+
+    def _hide_older_events_after(self, step: int) -> None:
+        """Tell a TensorBoard that is already open, and has read what we cut off, to forget it."""
+        start = {"status": _message_types().SessionLog.START}
+        self._events.write_event(self._event(wall_time=time.time(), step=step + 1, session_log=start))
+        self._events.flush()
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl, non-finite values restored; what cannot be read is left out, and said unless it is a
+    last line half written."""
+    found = _Rows.of(file)
+    if found.damaged:
+        notice(f"{file}: {found.damaged} of {found.damaged + len(found.rows)} rows are damaged and left out")
+    return [
+        row | {name: float(word) for name, word in row.pop("nonfinite", {}).items()}
+        for row in map(json.loads, found.rows)
+    ]
+
+
+def json_safe(row: Mapping[str, Any]) -> dict[str, Any]:
+    """`row` without NaN and infinities: null instead, and their names and values under "nonfinite"."""
+    bad = {name: str(value) for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
+    return {name: None if name in bad else value for name, value in row.items()} | ({"nonfinite": bad} if bad else {})
+
+
+def _message_types() -> Any:
+    """The module of tensorboardX's messages; protobuf makes its classes at import, so no checker knows them."""
+    return importlib.import_module("tensorboardX.proto.event_pb2")
+
+
+def _scalar(name: str, value: Any) -> int | float:
+    array = np.asarray(value)
+    if array.ndim or (array.dtype.kind not in "biuf" and array.dtype.name != "bfloat16"):
+        raise ValueError(f"A metric is one number; {name} is {array.dtype}{list(array.shape)}.")
+    return float(array) if array.dtype.kind not in "biu" else int(array)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What a metrics.jsonl holds.
+
+    Attributes:
+        rows: the good ones as they were written, each a line of JSON with a step, in their order.
+        damaged: how many others there are.
+        torn: whether it ends in a part of a row, as when its writer was killed.
+    """
+
+    rows: list[bytes]
+    damaged: int
+    torn: bool
+
+    @staticmethod
+    def of(file: Path) -> "_Rows":
+        *lines, last = file.read_bytes().split(b"\n")
+        found = [row for line in lines if line for row in _rows_in(line)]
+        end = last if last and _is_row(last) else None
+        rows = [row for row in found if row is not None] + ([] if end is None else [end])
+        return _Rows(rows, found.count(None), bool(last) and end is None)
+
+
+def _rows_in(line: bytes) -> Iterator[bytes | None]:
+    """The row that a line is; None for what is none. A row torn by a killed writer may have the next one behind it."""
+    if _is_row(line):
+        yield line
+        return
+    yield None
+    again = line.rfind(_ROW_START)
+    if again > 0 and _is_row(line[again:]):
+        yield line[again:]
+
+
+def _is_row(line: bytes) -> bool:
+    try:
+        row = json.loads(line)
+        words = row.get("nonfinite", {})
+        return type(row["step"]) is int and all(math.isnan(x) or math.isinf(x) for x in map(float, words.values()))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # of whatever JSON, or bytes, it is
+        return False
+
+
+def _cut_jsonl(file: Path, step: int) -> None:
+    """Keep the rows up to `step`. The new file replaces the old in one move: a crash here loses nothing."""
+    if not file.exists():
+        return
+    found = _Rows.of(file)
+    if found.damaged:
+        aside = _set_aside(file, file.name)
+        notice(
+            f"{file}: {found.damaged} of {found.damaged + len(found.rows)} rows are damaged; that file is now {aside}, "
+            "and the others go on in a new one"
+        )
+    elif found.torn:
+        notice(f"{file}: the last row was only half written, and is dropped")
+    shorter = file.with_suffix(".jsonl.new")
+    shorter.write_bytes(b"".join(row + b"\n" for row in found.rows if json.loads(row)["step"] <= step))
+    shorter.replace(file)
+
+
+def _cut_events(file: Path, step: int) -> None:
+    """Keep an event file's records before its first one of a later step, or its incomplete last one."""
+    data, event = file.read_bytes(), _message_types().Event
+    kept: list[bytes] = []
+    whole, damaged = 0, False
+    for at, record in _records(data):
+        try:
+            later = event.FromString(record).step > step
+        except Exception:  # protobuf's DecodeError
+            damaged = True
+            continue
+        damaged |= at > whole
+        if later:
+            break
+        kept.append(data[at : at + len(record) + _FRAME])
+        whole = at + len(record) + _FRAME
+    else:
+        damaged |= not _is_torn(data[whole:])
+    if not damaged:
+        with file.open("r+b") as stream:
+            stream.truncate(whole)
+        return
+    aside = _set_aside(file, f"{EVENTS}.{file.name.partition('tfevents.')[2]}")  # TensorBoard reads all named tfevents
+    notice(f"{file.name} is damaged: it is now {aside}, and what can be read of it stays; {JSONL} has all rows")
+    shorter = file.with_name(f"{aside}.new")
+    shorter.write_bytes(b"".join(kept))
+    shorter.replace(file)
+
+
+def _set_aside(file: Path, name: str) -> str:
+    """Copy a damaged file to NAME.damaged, or the first such name that is free, and return that."""
+    number, aside = 1, file.with_name(f"{name}.damaged")
+    while aside.exists():
+        number += 1
+        aside = file.with_name(f"{name}.damaged-{number}")
+    shutil.copyfile(file, aside)
+    return aside.name
+
+
+_ROW_START = b'{"step"'
+_FRAME = 8 + 4 + 4  # length, its checksum, and after the data the data's checksum
+
+
+def _records(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """Where each complete record of a TFRecord file begins, and its data: u64 length, u32 checksum, data, u32 checksum,
+    little-endian. What is damaged between two is passed over."""
+    at = 0
+    while at + _FRAME <= len(data):
+        (length,) = struct.unpack_from("<Q", data, at)
+        if not _is_header(data[at : at + 12]):
+            at += 1
+        elif at + _FRAME + length > len(data):
+            return
+        else:
+            yield at, data[at + 12 : at + 12 + length]
+            at += _FRAME + length
+
+
+def _is_header(header: bytes) -> bool:
+    """Whether these 12 bytes are a record's length and the right checksum of it."""
+    from tensorboardX.crc32c import crc32c
+
+    if len(header) < 12 or not any(header):
+        return False
+    crc = crc32c(header[:8])
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF) == header[8:]
+
+
+def _is_torn(rest: bytes) -> bool:
+    """Whether it is nothing, or the beginning of one record."""
+    return len(rest) < 12 or _is_header(rest[:12])

@@ -1,0 +1,111 @@
+"""A trace of some of a run's steps, for TensorBoard's profiler (XProf) and Perfetto: `jdp train FILE --profile 10:13`.
+
+Of process 0, whose devices do what all others do. Tracing starts when everything before the first step is done and
+stops when the last step's state is there, so the trace holds these steps and nothing else. `with` around the loop stops
+it also when the run ends earlier, by a signal or an error.
+"""
+
+import re
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+
+from jdp.core.formatting import size
+from jdp.run.outputs.terminal import Display
+
+FOLDER = "profile"
+
+
+def profiled_steps(text: str | None, of: int) -> range | None:
+    """What `--profile` says: "10:13" is the steps 10, 11, 12 and 13, "10" is step 10; None is none.
+
+    Args:
+        of: steps of the run.
+
+    Raises:
+        ValueError: it says something else, or the run does not have these steps.
+    """
+    if text is None:
+        return None
+    found = re.fullmatch(r"\s*(\d{1,18})\s*(?::\s*(\d{1,18})\s*)?", text)
+    if found is None:
+        raise ValueError(f"--profile takes FIRST:LAST, such as 10:13, or one step; got {text!r}")
+    first = int(found[1])
+    last = int(found[2] or first)
+    if not 1 <= first <= last <= of:
+        raise ValueError(f"--profile takes FIRST:LAST with 1 <= FIRST <= LAST <= train.steps = {of}; got {text!r}")
+    return range(first, last + 1)
+
+
+class Profile:
+    """Traces `steps` of a visit into RUN/profile; the loop calls `begin` before and `end` after every step.
+
+    Args:
+        steps: both ends included; None traces nothing. Steps that an earlier visit did are left out, and that is said.
+        folder: the run's folder.
+        display: says where the trace is.
+        done: steps done before this visit.
+    """
+
+    def __init__(self, steps: range | None, folder: Path, display: Display, *, done: int = 0) -> None:
+        self._folder, self._say = folder / FOLDER, display.say
+        self._left = range(0) if steps is None else range(max(steps[0], done + 1), steps[-1] + 1)
+        self._traced: list[int] = []
+        self._running = False
+        self._annotation: Any = None
+        if steps is not None and not self._left:
+            display.say(f"nothing to profile: step {steps[-1]} is done, this visit starts after step {done}")
+        if jax.process_index() != 0:
+            self._left = range(0)
+
+    def begin(self, step: int, state: Any) -> bool:
+        """Before `step` is queued; whether tracing starts here, so that the time until now was lost to the step."""
+        starts = step in self._left and not self._running
+        if starts:
+            jax.block_until_ready(state)
+            jax.profiler.start_trace(self._folder)
+            self._running = True
+        if self._running:
+            self._annotation = jax.profiler.StepTraceAnnotation("train", step_num=step)
+            self._annotation.__enter__()
+        return starts
+
+    def end(self, step: int, state: Any) -> bool:
+        """After `step` is queued; whether tracing ended here, which took time too."""
+        if not self._running:
+            return False
+        self._close_annotation()
+        self._traced.append(step)
+        if step != self._left[-1]:
+            return False
+        jax.block_until_ready(state)
+        self._stop()
+        return True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._running:
+            self._close_annotation()
+            self._stop()
+
+    def _close_annotation(self) -> None:
+        if self._annotation is not None:
+            self._annotation.__exit__(None, None, None)
+            self._annotation = None
+
+    def _stop(self) -> None:
+        self._running, self._left = False, range(0)
+        jax.profiler.stop_trace()
+        files = sorted(self._folder.glob("plugins/profile/*/*"), key=lambda file: file.stat().st_mtime)
+        newest = [file for file in files if file.parent == files[-1].parent]
+        traces = [file for file in newest if file.name.endswith(".trace.json.gz")]
+        opened = f": open {traces[0]} at https://ui.perfetto.dev, or" if traces else ":"
+        steps = f"steps {self._traced[0]} to {self._traced[-1]}" if self._traced else "the step that failed"
+        self._say(
+            f"profiled {steps}, {size(sum(file.stat().st_size for file in newest))}{opened} "
+            f"`pip install xprof && xprof --logdir {self._folder}`"
+        )

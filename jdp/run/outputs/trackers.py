@@ -1,0 +1,249 @@
+"""Weights & Biases and MLflow, for those who use them: a copy of what `metrics.py` writes into the run's own folder.
+
+Which run over there is this one stands in the folder's trackers.json, so a run that resumes goes on in the same curves.
+A tracker is asked to start before the first step, and what goes wrong then is an error; later it only gets rows, on a
+thread of its own: a slow network holds up no step, and a tracker that fails is said once, while the run goes on with
+its local files. Both packages are imported only when asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+
+from jdp.core.notices import notice
+
+FILE = "trackers.json"
+WAITING_ROWS = 10_000
+"""Rows that may wait for a slow tracker; one that is further behind has failed."""
+CLOSE_SECONDS = 60.0
+"""How long the end of a run waits for what is still to be sent."""
+_MLFLOW_STATUS = {0: "FINISHED", 75: "KILLED", 130: "KILLED"}  # 75 and 130: stopped by a signal, to be resumed
+_MLFLOW_BATCH, _MLFLOW_LENGTH = 100, 6000  # parameters a request, characters a value: limits of MLflow's servers
+
+
+class Tracker(Protocol):
+    """Takes rows of metrics; its methods may raise anything, or take long."""
+
+    id: str
+
+    def write(self, step: int, now: float, values: Mapping[str, float]) -> None:
+        """One row: steps done, Unix time in seconds, name -> value."""
+        ...
+
+    def close(self, exit_code: int) -> None:
+        """The end of this visit; `exit_code` is 0 when all went well."""
+        ...
+
+
+def check_installed(**wanted: str | None) -> None:
+    """Say before anything is computed that a package is missing: wandb=..., mlflow=..., None for one not asked for.
+
+    Only process 0 needs them. Raises ValueError.
+    """
+    for name in [name for name, where in wanted.items() if where is not None and jax.process_index() == 0]:
+        spec = find_spec(name)
+        if spec is None or spec.origin is None:  # W&B's own folder `wandb` beside the program is no package
+            raise ValueError(
+                f"track.{name} needs the package {name}, which is not installed: pip install 'jdp[{name}]'"
+            )
+
+
+def start(
+    folder: Path, config: Mapping[str, Any], *, resumed_step: int = 0, **wanted: str | None
+) -> list[BackgroundTracker]:
+    """Start the trackers asked for, or go on in their runs. On processes other than 0 there are none.
+
+    Args:
+        folder: the run's folder; its name is the run's.
+        config: the resolved experiment, nested tables of plain values.
+        resumed_step: the step this visit starts after.
+        wanted: wandb="PROJECT" or "ENTITY/PROJECT", mlflow="EXPERIMENT"; None for one not asked for.
+
+    Raises:
+        ValueError: a tracker did not start. One that knows the run from an earlier visit is done without, and said.
+    """
+    started: list[BackgroundTracker] = []
+    if jax.process_index() != 0:
+        return started
+    known = _read_ids(folder)
+    for name, where in wanted.items():
+        key = f"{name}:{where}"
+        try:
+            if where is not None:
+                tracker = _KINDS[name](folder, where, config, known.get(key))
+                known[key] = tracker.id
+                _write_ids(folder, known)
+                started.append(BackgroundTracker(name, tracker, folder))
+        except Exception as error:
+            if key in known and resumed_step:
+                notice(f"{name} did not go on with its run ({_first_line(error)}): metrics are in {folder} only")
+                continue
+            for tracker in started:
+                tracker.close(1)
+            raise ValueError(f"track.{name} = {where!r} did not start: {_first_line(error)} ({_HELP[name]})") from error
+    return started
+
+
+class BackgroundTracker:
+    """A tracker on a thread of its own; whatever it raises ends the tracking, not the run."""
+
+    def __init__(self, name: str, tracker: Tracker, folder: Path) -> None:
+        self._name, self._tracker, self._folder = name, tracker, folder
+        self._rows: queue.Queue[tuple[int, float, Mapping[str, float]] | None] = queue.Queue(WAITING_ROWS)
+        self._failed, self._exit_code = False, 0
+        self._thread = threading.Thread(target=self._work, name=f"{name} tracker", daemon=True)
+        self._thread.start()
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Hand a row over; returns at once."""
+        try:
+            if not self._failed:
+                self._rows.put_nowait((step, time.time(), dict(values)))
+        except queue.Full:
+            self._fail(f"{WAITING_ROWS} rows behind")
+
+    def close(self, exit_code: int = 0) -> None:
+        """Send the rest, for `CLOSE_SECONDS` at most, and end this visit over there."""
+        self._exit_code = exit_code
+        if self._failed:
+            return
+        try:
+            self._rows.put_nowait(None)
+            self._thread.join(CLOSE_SECONDS)
+            if self._thread.is_alive():
+                self._fail(f"still sending {CLOSE_SECONDS:.0f} seconds after the end")
+        except queue.Full:
+            self._fail(f"{WAITING_ROWS} rows behind")
+
+    def _work(self) -> None:
+        try:
+            for row in iter(self._rows.get, None):
+                if self._failed:
+                    break
+                self._tracker.write(*row)
+            self._tracker.close(self._exit_code)
+        except Exception as error:
+            self._fail(_first_line(error))
+
+    def _fail(self, reason: str) -> None:
+        if not self._failed:
+            self._failed = True
+            notice(f"{self._name} failed ({reason}): this run goes on without it, metrics are in {self._folder}")
+
+
+class WandB:
+    """A run of Weights & Biases, its files in the run's folder.
+
+    W&B takes steps in rising order only: after a resume it ignores the steps that it has seen, as they are the same.
+    """
+
+    def __init__(self, folder: Path, project: str, config: Mapping[str, Any], known: str | None) -> None:
+        import wandb
+
+        self.id = known or secrets.token_hex(4)
+        entity, _, name = project.rpartition("/")
+        self._run: Any = wandb.init(
+            project=name,
+            entity=entity or None,
+            name=folder.name,
+            id=self.id,
+            resume="allow",
+            dir=str(folder),
+            config=dict(config),
+            allow_val_change=True,  # a resumed run may have another strategy
+            settings=wandb.Settings(console="off"),  # stdout is the command's: W&B would put itself in its place
+        )
+
+    def write(self, step: int, now: float, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self, exit_code: int) -> None:
+        self._run.finish(exit_code=exit_code)
+
+
+class MLflow:
+    """A run of MLflow, in the store that MLFLOW_TRACKING_URI names.
+
+    MLflow keeps a step that comes twice twice, so after a resume each metric goes on after the last step it has.
+    """
+
+    def __init__(self, folder: Path, experiment: str, config: Mapping[str, Any], known: str | None) -> None:
+        from mlflow.tracking import MlflowClient
+
+        self._client: Any = MlflowClient()
+        self._last: dict[str, int] = {}
+        if known is not None:
+            self.id = known
+            self._client.update_run(known, status="RUNNING")
+            for name in self._client.get_run(known).data.metrics:
+                self._last[name] = max(point.step for point in self._client.get_metric_history(known, name))
+            return
+        found = self._client.get_experiment_by_name(experiment)
+        group = found.experiment_id if found else self._client.create_experiment(experiment)
+        self.id = self._client.create_run(group, run_name=folder.name).info.run_id
+        self._log_config(config)
+
+    def write(self, step: int, now: float, values: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        new = {name: value for name, value in values.items() if step > self._last.get(name, -1)}
+        self._client.log_batch(self.id, metrics=[Metric(n, float(v), round(1000 * now), step) for n, v in new.items()])
+
+    def close(self, exit_code: int) -> None:
+        self._client.set_terminated(self.id, status=_MLFLOW_STATUS.get(exit_code, "FAILED"))
+
+    def _log_config(self, config: Mapping[str, Any]) -> None:
+        from mlflow.entities import Param
+
+        params = [Param(key, str(value)[:_MLFLOW_LENGTH]) for key, value in _flat(config)]
+        for first in range(0, len(params), _MLFLOW_BATCH):
+            self._client.log_batch(self.id, params=params[first : first + _MLFLOW_BATCH])
+
+
+_KINDS = {"wandb": WandB, "mlflow": MLflow}
+_HELP = {
+    "wandb": "run `wandb login`, or set WANDB_MODE=offline, or leave track.wandb out",
+    "mlflow": "set MLFLOW_TRACKING_URI to the address of a server, or leave track.mlflow out",
+}
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key -> value. MLflow's names take letters, digits and _-./: only; a pattern's `*` becomes `_`."""
+    for key, value in table.items():
+        name = prefix + "".join(c if c.isalnum() or c in "_-. /:" else "_" for c in str(key))
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{name}.")
+        else:
+            yield name, value
+
+
+def _read_ids(folder: Path) -> dict[str, str]:
+    file = folder / FILE
+    try:
+        ids = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    except (ValueError, RecursionError):
+        ids = None
+    if isinstance(ids, dict) and all(isinstance(one, str) for one in ids.values()):
+        return ids
+    notice(f"{file} cannot be read: the trackers start new runs")
+    return {}
+
+
+def _write_ids(folder: Path, ids: Mapping[str, str]) -> None:
+    fresh = folder / f"{FILE}.new"
+    fresh.write_text(json.dumps(ids) + "\n", encoding="utf-8")
+    fresh.replace(folder / FILE)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

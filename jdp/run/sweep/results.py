@@ -1,0 +1,103 @@
+"""What came of a sweep: the runs with the best first, as a table for people and as one object for programs.
+
+Best is by the experiment's own `train.stop_metric`, the loss on held-out data unless it says otherwise: an accuracy is
+better when it is higher, anything else when it is lower. Runs that have no such number come after those that do.
+"""
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jdp.core.formatting import rate
+from jdp.experiment.file import ExperimentError
+from jdp.run.sweep.walk import DONE, FAILED, Result
+
+
+def ranked(results: Sequence[Result]) -> list[Result]:
+    """The results, best first; what has no score keeps its order: done, failed, stopped, not run."""
+    scored = [result for result in results if score(result) is not None]
+    rest = [result for result in results if score(result) is None]
+    order = {DONE: 0, FAILED: 1}
+    return [
+        *sorted(scored, key=lambda result: -(score(result) or 0.0)),
+        *sorted(rest, key=lambda r: order.get(r.status, 2)),
+    ]
+
+
+def score(result: Result) -> float | None:
+    """How good: higher is better. None for a run that is not done, or whose number is missing or not finite."""
+    metric = result.member.experiment.train.stop_metric
+    summary = result.summary or {}
+    value = summary.get(f"final_{metric}", summary.get("eval_sets", {}).get(metric))
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return value if metric.endswith("accuracy") else -value
+
+
+def as_json(name: str, results: Sequence[Result]) -> dict[str, Any]:
+    """One object: the runs, best first, and the name of the best, null where no run has a score."""
+    order = ranked(results)
+    return {
+        "name": name,
+        "metric": order[0].member.experiment.train.stop_metric,
+        "best": order[0].member.name if score(order[0]) is not None else None,
+        "runs": [_run(result) for result in order],
+    }
+
+
+def record(name: str, results: Sequence[Result], runs: Path) -> Path:
+    """Write the object to RUN_DIR/NAME.sweep.json, in one move. Raises ExperimentError where that cannot be."""
+    file = runs / f"{name}.sweep.json"
+    fresh = file.with_name(f"{file.name}.new")
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+        fresh.write_text(json.dumps(as_json(name, results), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+        return fresh.replace(file)
+    except OSError as error:
+        raise ExperimentError(f"{file} cannot be written: {error.strerror}; choose another --run-dir") from None
+
+
+def failures(results: Sequence[Result]) -> list[str]:
+    """A line for each run that failed, and why."""
+    return [f"{result.member.name}: {result.error}" for result in results if result.status == FAILED]
+
+
+def table(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
+    """Headers, and a row for each run, best first."""
+    order = ranked(results)
+    keys = list(order[0].member.values)
+    metrics = [metric for metric in _metrics(order) if any(metric in (result.summary or {}) for result in order)]
+    headers = ["run", *keys, *(metric.removeprefix("final_") for metric in metrics), "steps", "speed", "status"]
+    return headers, [_row(result, keys, metrics) for result in order]
+
+
+def _metrics(results: Sequence[Result]) -> list[str]:
+    """Columns: what the runs are ranked by, then the other numbers of the end that all evaluations have."""
+    by = f"final_{results[0].member.experiment.train.stop_metric}"
+    return list(dict.fromkeys((by, "final_eval_loss", "final_eval_accuracy", "final_loss")))
+
+
+def _row(result: Result, keys: Sequence[str], metrics: Sequence[str]) -> list[str]:
+    summary = result.summary or {}
+    numbers = [_number(summary.get(metric), "{:.4f}") for metric in metrics]
+    speed = summary.get("tokens_per_second", summary.get("examples_per_second"))
+    return [
+        result.member.name,
+        *(result.member.values[key] for key in keys),
+        *numbers,
+        _number(summary.get("steps"), "{}"),
+        f"{rate(speed)}/s" if isinstance(speed, int | float) else "-",
+        result.status,
+    ]
+
+
+def _number(value: Any, form: str) -> str:
+    return form.format(value) if isinstance(value, int | float) else "-"
+
+
+def _run(result: Result) -> dict[str, Any]:
+    said = {"error": result.error, "exit_code": result.exit_code} if result.status == FAILED else {}
+    values = {"name": result.member.name, "values": dict(result.member.values), "status": result.status}
+    return values | said | {"summary": result.summary}

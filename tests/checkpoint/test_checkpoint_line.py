@@ -1,0 +1,349 @@
+"""A directory of checkpoints loses nothing: not what a run that went back learns, nor what it left, nor what is not
+ours; and what it cannot take is refused in words."""
+
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jdp
+from jdp.core import notices
+from jdp.export import export_safetensors, import_safetensors
+
+PLAN = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:1], data=1), "ddp")
+
+
+@pytest.fixture(scope="module")
+def base():
+    return jdp.init_state(lambda rng: {"w": jnp.ones(4)}, optax.sgd(0.1), PLAN, rng=jax.random.key(0))
+
+
+@pytest.fixture(autouse=True)
+def unsaid():
+    notices._said.clear()
+
+
+def at(base, step, weight=None):
+    weight = float(step) if weight is None else weight
+    return replace(base, params={"w": jnp.full(4, weight)}, step=jnp.int32(step))
+
+
+def aim():
+    return jdp.abstract_state(lambda rng: {"w": jnp.zeros(4)}, optax.sgd(0.1), PLAN, rng=jax.random.key(0))
+
+
+def fill(directory, base, *steps, **options):
+    with jdp.Checkpoints(directory, keep=None, **options) as saved:
+        for step in steps:
+            saved.save(at(base, step))
+
+
+def weight(directory, step=None):
+    with jdp.Checkpoints(directory) as saved:
+        return float(saved.restore(aim(), step)[0].params["w"][0])
+
+
+def names(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+# A run that goes back.
+
+
+@pytest.mark.parametrize("process", ["the same", "another", "another, restored by path"])
+def test_a_run_that_goes_back_keeps_what_it_learns_and_sets_aside_what_it_left(tmp_path, base, process, capsys):
+    saved = jdp.Checkpoints(tmp_path, keep=None)
+    for step in (1, 2, 3, 4):
+        saved.save(at(base, step))
+    if process != "the same":
+        saved.close()
+        saved = jdp.Checkpoints(tmp_path, keep=None)
+    if process == "another, restored by path":
+        state = jdp.restore(tmp_path / "2", aim())
+    else:
+        state, _ = saved.restore(aim(), 2)
+    assert float(state.params["w"][0]) == 2 and saved.steps == [1, 2, 3, 4], "who only reads changes nothing"
+    saved.save(at(base, 3, 33.0))
+    assert saved.latest == 3 and saved.steps == [1, 2, 3]
+    saved.save(at(base, 4, 44.0))
+    saved.close()
+    assert [weight(tmp_path, step) for step in (1, 2, 3, 4)] == [1, 2, 33, 44]
+    assert [weight(tmp_path / "abandoned-1", step) for step in (3, 4)] == [3, 4]
+    assert float(jdp.restore(tmp_path / "abandoned-1", aim()).params["w"][0]) == 4
+    said = capsys.readouterr().err
+    assert said.count("checkpoints 3, 4 set aside in abandoned-1") == 1
+
+
+def test_a_process_that_resumes_before_the_newest_sets_aside_all_that_came_after(tmp_path, base):
+    """Steps before the first that is saved again too, and a second time into a folder of its own."""
+    fill(tmp_path, base, 1, 2, 3, 4)
+    for visit, kept in (1, [1, 2, 5]), (2, [1, 2, 5]):
+        with jdp.Checkpoints(tmp_path, keep=None) as saved:
+            saved.restore(aim(), 2)
+            saved.save(at(base, 5, 50.0 + visit))
+            assert saved.steps == kept
+    assert names(tmp_path) == ["1", "2", "5", "abandoned-1", "abandoned-2"]
+    assert names(tmp_path / "abandoned-1") == ["3", "4"] and names(tmp_path / "abandoned-2") == ["5"]
+    assert weight(tmp_path) == 52
+
+
+def test_a_fresh_run_in_an_old_directory_does_not_mix_with_it(tmp_path, base):
+    fill(tmp_path, base, 1, 2, 3)
+    with jdp.Checkpoints(tmp_path) as saved:
+        saved.save(at(base, 1, 10.0))
+    assert weight(tmp_path) == 10 and names(tmp_path / "abandoned-1") == ["1", "2", "3"]
+
+
+def test_a_resumed_run_sets_nothing_aside_and_the_state_at_hand_is_not_written_again(tmp_path, base, capsys):
+    fill(tmp_path, base, 1, 2, 3)
+    with jdp.Checkpoints(tmp_path, keep=2) as saved:
+        state, _ = saved.restore(aim())
+        saved.save(state, {"again": True})
+        assert saved.restore(aim())[1] == {}
+        four = at(base, 4)
+        saved.save(four)
+        saved.save(four)
+        assert capsys.readouterr().err == ""
+        saved.save(at(base, 4, 44.0))  # another state with the same number, as that of a second model
+        assert "another state with as many batches consumed is not saved" in capsys.readouterr().err
+    assert names(tmp_path) == ["3", "4"] and weight(tmp_path) == 4
+
+
+def test_an_earlier_step_that_is_only_looked_at_sets_nothing_aside_and_what_stays_is_said(tmp_path, base, capsys):
+    with jdp.Checkpoints(tmp_path, keep=None) as saved:
+        for step in (1, 2, 3):
+            saved.save(at(base, step))
+        saved.restore(aim(), 1)
+        saved.save(at(base, 4))
+        saved.save(at(base, 5))
+    assert names(tmp_path) == ["1", "2", "3", "4", "5"]
+    said = capsys.readouterr().err
+    assert said.count("step 1 was restored, and step 4 is saved behind checkpoints 2, 3, which stay") == 1
+
+
+def test_another_state_under_the_step_that_was_restored_is_said(tmp_path, base, capsys):
+    fill(tmp_path, base, 1)
+    with jdp.Checkpoints(tmp_path) as saved:
+        restored, _ = saved.restore(aim())
+        saved.save(restored)
+        assert "is not saved" not in capsys.readouterr().err
+        saved.save(replace(restored, params={"w": jnp.full(4, 7.0)}))
+        assert "checkpoint 1 was saved or restored just before and stays" in capsys.readouterr().err
+
+
+def test_the_best_of_a_line_that_was_left_is_the_best_no_more(tmp_path, base):
+    with jdp.Checkpoints(tmp_path, keep=1, best="loss") as saved:
+        for step, loss in ((1, 3.0), (2, 2.0), (3, 1.0)):
+            saved.save(at(base, step), metrics={"loss": loss})
+        saved.wait()
+    with jdp.Checkpoints(tmp_path, keep=None, best="loss") as saved:
+        saved.save(at(base, 3, 9.0), metrics={"loss": 4.0})
+        assert saved.best == 3
+    assert weight(tmp_path) == 9 and names(tmp_path / "abandoned-1") == ["3"]
+
+
+def test_a_reader_sees_the_steps_that_another_process_writes_and_deletes(tmp_path, base):
+    with jdp.Checkpoints(tmp_path, best="loss") as reader, jdp.Checkpoints(tmp_path, keep=1) as writer:
+        assert reader.latest is None and reader.best is None
+        for step in (1, 2):
+            writer.save(at(base, step), metrics={"loss": float(step)})
+            writer.wait()
+            assert (reader.latest, reader.steps, reader.best) == (step, [step], step)
+            assert int(reader.restore(aim())[0].step) == step
+
+
+# Only what is ours.
+
+
+def user_folder(directory):
+    (directory / "2024").mkdir(parents=True)
+    (directory / "2024" / "notes.txt").write_text("mine")
+    return directory
+
+
+def test_a_folder_of_the_users_own_with_numbered_entries_is_refused(tmp_path):
+    mine = user_folder(tmp_path / "mine")
+    with pytest.raises(jdp.CheckpointError, match=r"mine has 2024, which is none. Choose another .*mine/checkpoints"):
+        jdp.Checkpoints(mine)
+    for name in ("7", "007"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "7").write_text("a file")
+        with pytest.raises(jdp.CheckpointError, match="has 7, which is none"):
+            jdp.Checkpoints(tmp_path / name)
+        (tmp_path / name / "7").rename(tmp_path / name / "007")
+        with pytest.raises(jdp.CheckpointError, match="has 007, which is none"):
+            jdp.Checkpoints(tmp_path / name)
+    assert (mine / "2024" / "notes.txt").read_text() == "mine"
+
+
+def test_what_comes_into_the_directory_later_is_not_deleted_either(tmp_path, base):
+    (tmp_path / "elsewhere").mkdir()
+    with jdp.Checkpoints(tmp_path / "saved", keep=1) as saved:
+        saved.save(at(base, 1))
+        saved.wait()
+        user_folder(tmp_path / "saved")
+        shutil.copytree(tmp_path / "saved" / "1", tmp_path / "elsewhere" / "0")
+        (tmp_path / "saved" / "0").symlink_to(tmp_path / "elsewhere" / "0")
+        for step in (2, 3, 2024):
+            saved.save(at(base, step))
+        saved.wait()
+        assert saved.steps == [0, 2024]
+    assert names(tmp_path / "saved") == ["0", "2024", "abandoned-1"]
+    assert (tmp_path / "saved" / "abandoned-1" / "2024" / "notes.txt").read_text() == "mine"
+    assert (tmp_path / "elsewhere" / "0" / "leaves").is_dir(), "a link is not followed"
+
+
+def test_a_relative_link_that_is_set_aside_still_leads_there(tmp_path, base):
+    fill(tmp_path / "real", base, 1)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "1").symlink_to("../real/1")
+    fill(tmp_path / "run", at(base, 1, 9.0), 1)
+    assert names(tmp_path / "run") == ["1", "abandoned-1"]
+    assert weight(tmp_path / "run" / "abandoned-1") == 1 and (tmp_path / "run" / "abandoned-1" / "1").is_symlink()
+
+
+def test_what_a_killed_process_left_is_deleted_by_its_mark_only(tmp_path, base):
+    fill(tmp_path, base, 1, 2, 3)
+    for step in ("2", "3"):
+        (tmp_path / step / "commit_success.txt").unlink()
+    for marked in ("3", "4", "5"):
+        (tmp_path / f".unfinished-{marked}").touch()
+    user_folder(tmp_path / "mine")
+    with jdp.Checkpoints(tmp_path) as saved:
+        (tmp_path / "4").symlink_to(tmp_path / "mine", target_is_directory=True)
+        user_folder(tmp_path / "5")
+        saved.save(at(base, 6))
+    assert names(tmp_path) == ["1", "2", "4", "5", "6", "mine"], "2 lacks a mark, and 5 holds what is not ours"
+    assert (tmp_path / "mine" / "2024" / "notes.txt").exists() and (tmp_path / "5" / "2024" / "notes.txt").exists()
+
+
+def test_a_single_save_deletes_nothing_that_is_not_its_own(tmp_path, base):
+    user_folder(tmp_path / ".one.saving")
+    with pytest.raises(jdp.CheckpointError, match=r"\.one\.saving .* holds something that is not jdp's"):
+        jdp.save(tmp_path / "one", at(base, 1))
+    user_folder(tmp_path / ".two.old")
+    with pytest.raises(jdp.CheckpointError, match=r"\.two\.old .*Move it away"):
+        jdp.save(tmp_path / "two", at(base, 1))
+    assert (tmp_path / ".one.saving" / "2024" / "notes.txt").exists()
+    assert (tmp_path / ".two.old" / "2024" / "notes.txt").exists()
+    jdp.save(tmp_path / "real", at(base, 1))
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    jdp.save(tmp_path / "link", at(base, 2), overwrite=True)
+    assert (tmp_path / "link").is_symlink() and int(jdp.restore(tmp_path / "real", aim()).step) == 2
+
+
+# What is refused, and what is taken.
+
+
+ADDRESSES = {
+    "gs://bucket/run": r'on a disk of this machine, got "gs:/.*: gs:// is not read or written yet; mount it',
+    "s3://bucket/run": "s3:// is not read or written yet",
+    "file:///tmp/x": "file:// is not read or written yet",
+    "~nosuchuser/run": "~nosuchuser has none; write the folder",
+    "a\0b": "must have no NUL character",
+    f"{'long' * 64}/run": "File name too long; mend it",
+}
+
+
+@pytest.mark.parametrize("path", ADDRESSES)
+@pytest.mark.parametrize("kind", [str, Path])
+def test_an_address_or_what_is_no_path_is_refused_in_words(tmp_path, base, path, kind, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for use in (
+        jdp.Checkpoints,
+        lambda path: jdp.save(path, at(base, 1)),
+        lambda path: jdp.restore(path, aim()),
+        lambda path: jdp.restore_params(path, aim()),
+        lambda path: export_safetensors(path / "a.safetensors" if kind is Path else f"{path}/a.safetensors", base),
+        lambda path: import_safetensors(path, aim()),
+    ):
+        with pytest.raises(ValueError, match=ADDRESSES[path]):
+            use(kind(path))
+    assert names(tmp_path) == []
+
+
+def test_a_home_is_filled_in(tmp_path, base, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    export_safetensors("~/one.safetensors", at(base, 1))
+    assert float(import_safetensors("~/one.safetensors", aim()).params["w"][0]) == 1
+    (tmp_path / "one.safetensors").unlink()
+    jdp.save("~/one", at(base, 1))
+    assert int(jdp.restore("~/one", aim()).step) == 1
+    with jdp.Checkpoints("~/many") as saved:
+        saved.save(at(base, 1))
+    assert names(tmp_path) == ["many", "one"] and float(jdp.restore_params("~/many", aim()).params["w"][0]) == 1
+
+
+def test_saving_after_close_is_refused_and_reading_is_not(tmp_path, base):
+    saved = jdp.Checkpoints(tmp_path, best="loss")
+    saved.save(at(base, 1), metrics={"loss": 1.0})
+    saved.close()
+    saved.close()
+    with pytest.raises(jdp.CheckpointError, match=r"was closed, and nothing is saved after that\. Save before"):
+        saved.save(at(base, 2))
+    assert (saved.steps, saved.latest, saved.best, int(saved.restore(aim())[0].step)) == ([1], 1, 1, 1)
+
+
+def test_a_record_may_have_numpy_and_jax_scalars(tmp_path, base):
+    record = {"a": np.float32(0.5), "b": np.int64(3), "c": jnp.float32(2.0), "d": np.bool_(True), "e": [(np.array(1),)]}
+    with jdp.Checkpoints(tmp_path) as saved:
+        saved.save(at(base, 1), record, {"loss": np.float32(1)})
+        assert saved.restore(aim())[1] == {"a": 0.5, "b": 3, "c": 2.0, "d": True, "e": [[1]]}
+        for bad, said in (
+            ({"deep": [np.zeros(2)]}, r"record\['deep'\]\[0\] must be JSON.*it is ndarray"),
+            ({"x": {1: 2}}, r"record\['x'\] must be JSON, whose keys are text; 1 is none"),
+        ):
+            with pytest.raises(jdp.CheckpointError, match=said):
+                saved.save(at(base, 2), bad)
+        with pytest.raises(ValueError, match="A metric is one number; 'loss' is None"):
+            saved.save(at(base, 2), metrics={"loss": None})
+        saved.save(at(base, 2), {"n": 2})
+        assert saved.restore(aim())[1] == {"n": 2}
+
+
+DAMAGES = [b"garbage", b"\0" * 64, b"\xff\xfe{}", b"", b"[1]", b"null", b'{"loss": "low"}']
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_records_tables_and_metrics_are_said(tmp_path, base, damage):
+    with jdp.Checkpoints(tmp_path) as saved:
+        saved.save(at(base, 1), {"n": 1}, {"loss": 1.0})
+    for item in ("record", "leaves") if damage != DAMAGES[-1] else ():
+        file = tmp_path / "1" / item / "metadata"
+        whole = file.read_bytes()
+        file.write_bytes(damage)
+        with jdp.Checkpoints(tmp_path) as saved, pytest.raises(jdp.CheckpointError, match="damaged"):
+            saved.restore(aim())
+        file.write_bytes(whole)
+    (tmp_path / "1" / "metrics" / "metrics").write_bytes(damage)
+    with pytest.raises(jdp.CheckpointError, match=r"1/metrics/metrics is damaged.*Remove that file"):
+        jdp.Checkpoints(tmp_path, best="loss")
+    (tmp_path / "1" / "metrics" / "metrics").unlink()
+    with jdp.Checkpoints(tmp_path, best="loss") as saved:
+        assert saved.best is None and saved.restore(aim())[1] == {"n": 1}
+
+
+def test_a_table_of_leaves_without_leaves_is_damaged(tmp_path, base):
+    jdp.save(tmp_path / "one", at(base, 1))
+    (tmp_path / "one" / "leaves" / "metadata").write_text(json.dumps({"format": 1}))
+    with pytest.raises(jdp.CheckpointError, match="damaged"):
+        jdp.restore(tmp_path / "one", aim())
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_what_cannot_be_set_aside_is_left(tmp_path, base):
+    fill(tmp_path, base, 1, 2)
+    tmp_path.chmod(0o500)
+    try:
+        with jdp.Checkpoints(tmp_path) as saved, pytest.raises(jdp.CheckpointError, match="Permission denied"):
+            saved.save(at(base, 1, 9.0))
+        assert weight(tmp_path, 1) == 1
+    finally:
+        tmp_path.chmod(0o700)

@@ -1,0 +1,359 @@
+"""safetensors: what others write is read, what is written others read, and GPT-2's and Llama's names mean what they
+mean to Hugging Face: held against forward passes written from those architectures, in NumPy, by those names alone."""
+
+import json
+import math
+import struct
+import tracemalloc
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from full_disk import files_of_at_most
+from jax.sharding import NamedSharding, PartitionSpec
+from safetensors import numpy
+
+import jdp
+from jdp.checkpoint.safetensors.files import Stored
+from jdp.core import notices
+from jdp.export import Names, Part, Tensor, export_safetensors, gpt2_names, import_safetensors, llama_names
+from jdp.models import GPT, GPTConfig
+
+TX = optax.adamw(0.1)
+TOKENS = np.random.default_rng(0).integers(0, 48, (2, 8))
+GPT2 = GPTConfig(
+    vocab_size=48, context=8, layers=2, width=16, heads=4, mlp_width=24,
+    positions="learned", activation="gelu", norm="layer", bias=True, tied=True,
+)  # fmt: skip
+LLAMA = GPTConfig(vocab_size=48, context=8, layers=2, width=16, heads=4, kv_heads=2, mlp_width=24)
+
+
+def plan_of(strategy="zero3", **axes):
+    count = math.prod(axes.values()) if axes else 8
+    return jdp.Plan(jdp.make_mesh(devices=jax.devices()[:count], **(axes or {"data": 8})), strategy, min_shard_size=16)
+
+
+def target(config, plan):
+    return jdp.abstract_state(lambda rng: GPT(config, rngs=nnx.Rngs(rng)), TX, plan, rng=jax.random.key(0))
+
+
+def made(config, plan):
+    """A state whose norms and biases are random too, so that each is seen in the logits."""
+    state = jdp.init_state(lambda rng: GPT(config, rngs=nnx.Rngs(rng)), TX, plan, rng=jax.random.key(1))
+    leaves, tree = jax.tree.flatten(state.params)
+    noise = [np.random.default_rng(i).normal(0, 0.2, x.shape).astype(x.dtype) for i, x in enumerate(leaves)]
+    moved = [jax.device_put(np.asarray(x) + n, x.sharding) for x, n in zip(leaves, noise, strict=True)]
+    return replace(state, params=jax.tree.unflatten(tree, moved))
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    return made(GPT2, plan_of())
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return made(LLAMA, plan_of())
+
+
+def bits(tree):
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(tree)}
+
+
+def assert_same_bits(got, want):
+    got, want = bits(got), bits(want)
+    assert got.keys() == want.keys()
+    for path in want:
+        assert got[path].dtype == want[path].dtype and got[path].tobytes() == want[path].tobytes(), path
+
+
+# The names mean what they mean elsewhere.
+
+
+def softmax(x):
+    x = np.exp(x - x.max(-1, keepdims=True))
+    return x / x.sum(-1, keepdims=True)
+
+
+def attend(query, key, value):
+    """[batch, length, heads, D] each -> [batch, length, heads * D]; causal."""
+    shared = query.shape[2] // key.shape[2]
+    key, value = np.repeat(key, shared, 2), np.repeat(value, shared, 2)  # each key head serves neighbouring query heads
+    scores = np.einsum("bqhd,bkhd->bhqk", query, key) / math.sqrt(query.shape[-1])
+    scores = np.where(np.tril(np.ones(scores.shape[-2:], bool)), scores, -np.inf)
+    return np.einsum("bhqk,bkhd->bqhd", softmax(scores), value).reshape(*query.shape[:2], -1)
+
+
+def gpt2_logits(w, tokens, heads, layers):
+    """GPT-2 (Radford et al. 2019), as `transformers.models.gpt2` computes it from these names."""
+
+    def norm(x, name):
+        x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
+        return x * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+    def conv1d(x, name):
+        return x @ w[f"{name}.weight"] + w[f"{name}.bias"]
+
+    x = w["transformer.wte.weight"][tokens] + w["transformer.wpe.weight"][: tokens.shape[1]]
+    for n in range(layers):
+        h = f"transformer.h.{n}"
+        qkv = np.split(conv1d(norm(x, f"{h}.ln_1"), f"{h}.attn.c_attn"), 3, axis=-1)
+        mixed = attend(*(part.reshape(*tokens.shape, heads, -1) for part in qkv))
+        x = x + conv1d(mixed, f"{h}.attn.c_proj")
+        y = conv1d(norm(x, f"{h}.ln_2"), f"{h}.mlp.c_fc")
+        y = 0.5 * y * (1 + np.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
+        x = x + conv1d(y, f"{h}.mlp.c_proj")
+    return norm(x, "transformer.ln_f") @ w["transformer.wte.weight"].T
+
+
+def llama_logits(w, tokens, head_width, layers):
+    """Llama (arXiv:2302.13971), as `transformers.models.llama` computes it from these names."""
+
+    def norm(x, name):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5) * w[f"{name}.weight"]
+
+    def linear(x, name):
+        return x @ w[f"{name}.weight"].T
+
+    angles = np.outer(np.arange(tokens.shape[1]), 10_000.0 ** (-np.arange(0, head_width, 2) / head_width))
+    cos, sin = (np.tile(f(angles), 2)[:, None] for f in (np.cos, np.sin))
+
+    def turned(x):
+        return x * cos + np.concatenate([-x[..., head_width // 2 :], x[..., : head_width // 2]], -1) * sin
+
+    x = w["model.embed_tokens.weight"][tokens]
+    for n in range(layers):
+        at = f"model.layers.{n}"
+        y = norm(x, f"{at}.input_layernorm")
+        q, k, v = (linear(y, f"{at}.self_attn.{p}_proj").reshape(*tokens.shape, -1, head_width) for p in "qkv")
+        x = x + linear(attend(turned(q), turned(k), v), f"{at}.self_attn.o_proj")
+        y = norm(x, f"{at}.post_attention_layernorm")
+        gate = linear(y, f"{at}.mlp.gate_proj")
+        x = x + linear(gate / (1 + np.exp(-gate)) * linear(y, f"{at}.mlp.up_proj"), f"{at}.mlp.down_proj")
+    return linear(norm(x, "model.norm"), "lm_head")
+
+
+def loaded(path):
+    """The tensors as the safetensors package reads them."""
+    return numpy.load_file(path)
+
+
+def test_gpt2_names_are_those_of_gpt2(gpt2, tmp_path):
+    export_safetensors(tmp_path / "m.safetensors", gpt2, names=gpt2_names(GPT2))
+    weights = loaded(tmp_path / "m.safetensors")
+    assert weights["transformer.h.1.attn.c_attn.weight"].shape == (16, 48)
+    # float32 against float64, over sums of tens of terms
+    np.testing.assert_allclose(gpt2.model(TOKENS), gpt2_logits(weights, TOKENS, 4, 2), rtol=1e-4, atol=1e-5)
+
+
+def test_llama_names_are_those_of_llama(llama, tmp_path):
+    export_safetensors(tmp_path / "m.safetensors", llama, names=llama_names(LLAMA))
+    weights = loaded(tmp_path / "m.safetensors")
+    assert weights["model.layers.1.self_attn.k_proj.weight"].shape == (8, 16)
+    np.testing.assert_allclose(llama.model(TOKENS), llama_logits(weights, TOKENS, 4, 2), rtol=1e-4, atol=1e-5)
+
+
+# Out and in again.
+
+
+@pytest.mark.parametrize("limit", [10**9, 5000], ids=["one file", "shards"])
+def test_what_goes_out_comes_back_bit_by_bit_born_sharded(llama, tmp_path, limit):
+    export_safetensors(tmp_path / "model.safetensors", llama, names=llama_names(LLAMA), max_shard_bytes=limit)
+    plan = plan_of("zero3", data=2, model=2)
+    state = import_safetensors(tmp_path, target(LLAMA, plan), names=llama_names(LLAMA))
+    assert_same_bits(state.params, llama.params)
+    for leaf, wanted in zip(jax.tree.leaves(state.params), jax.tree.leaves(plan.shardings(state).params), strict=True):
+        assert leaf.sharding.is_equivalent_to(wanted, leaf.ndim)
+    assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state.opt_state))
+
+
+def test_a_scanned_model_is_read_by_an_unrolled_one(gpt2, tmp_path):
+    export_safetensors(tmp_path / "m.safetensors", gpt2, names=gpt2_names(GPT2))
+    unrolled = replace(GPT2, scan=False)
+    plan = plan_of("ddp", data=1)
+    state = import_safetensors(tmp_path / "m.safetensors", target(unrolled, plan), names=gpt2_names(unrolled))
+    np.testing.assert_array_equal(
+        state.params["layers"]["1"]["attention"]["key"]["kernel"],
+        gpt2.params["layers"]["attention"]["key"]["kernel"][1],
+    )
+    export_safetensors(tmp_path / "again.safetensors", state, names=gpt2_names(unrolled))
+    assert (tmp_path / "again.safetensors").read_bytes() == (tmp_path / "m.safetensors").read_bytes()
+
+
+def test_without_names_the_paths_are_the_names_and_model_state_goes_along(tmp_path):
+    def init(rng):
+        return nnx.Sequential(nnx.Linear(8, 16, rngs=nnx.Rngs(rng)), nnx.BatchNorm(16, rngs=nnx.Rngs(rng)))
+
+    state = jdp.init_state(init, TX, plan_of("zero1"), rng=jax.random.key(0))
+    state = replace(state, model_state=jax.tree.map(lambda x: x + 3, state.model_state))
+    export_safetensors(tmp_path / "m.safetensors", state)
+    names = {"layers.0.kernel", "layers.0.bias", "layers.1.scale", "layers.1.bias", "layers.1.mean", "layers.1.var"}
+    assert loaded(tmp_path / "m.safetensors").keys() == names
+    fresh = jdp.init_state(init, TX, plan_of("ddp", data=2), rng=jax.random.key(5))
+    back = import_safetensors(tmp_path / "m.safetensors", fresh)
+    assert_same_bits([back.params, back.model_state], [state.params, state.model_state])
+    assert back.opt_state is fresh.opt_state and back.step is fresh.step
+
+
+def test_the_safetensors_package_reads_and_writes_the_same_files(tmp_path):
+    tree = {"a": jnp.arange(6.0).reshape(2, 3), "b": {"c": jnp.float32(7), "half": jnp.ones(3, jnp.float16)}}
+    export_safetensors(tmp_path / "ours.safetensors", tree)
+    theirs = numpy.load_file(tmp_path / "ours.safetensors")
+    np.testing.assert_array_equal(theirs["a"], tree["a"])
+    assert theirs["b.c"].shape == () and theirs["b.half"].dtype == np.float16
+    numpy.save_file(theirs, tmp_path / "theirs.safetensors")
+    assert_same_bits(import_safetensors(tmp_path / "theirs.safetensors", tree), tree)
+
+
+def test_a_file_has_what_hugging_faces_loaders_ask_for_and_its_data_starts_aligned(tmp_path):
+    export_safetensors(tmp_path / "m.safetensors", {"odd_name": jnp.ones(3)})
+    raw = (tmp_path / "m.safetensors").read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    assert length % 8 == 0 and len(raw) == 8 + length + 12
+    assert json.loads(raw[8 : 8 + length])["__metadata__"] == {"format": "pt"}
+    (tmp_path / "plain").touch()
+    assert (tmp_path / "m.safetensors").stat().st_mode == (tmp_path / "plain").stat().st_mode, "who may read it"
+
+
+def test_weights_are_cast_on_the_way_out_and_losing_bits_on_the_way_in_is_said(llama, tmp_path, monkeypatch, capsys):
+    tree = {"w": jnp.float32([1 + 2**-7, 1 + 2**-9]), "count": jnp.int32(3)}
+    export_safetensors(tmp_path / "half.safetensors", tree, dtype=jnp.bfloat16)
+    wide = import_safetensors(tmp_path / "half.safetensors", tree)
+    np.testing.assert_array_equal(wide["w"], np.float32([1 + 2**-7, 1.0]))
+    assert wide["count"] == 3
+    export_safetensors(tmp_path / "full.safetensors", tree)
+    monkeypatch.setattr(notices, "_said", set())
+    narrow = import_safetensors(tmp_path / "full.safetensors", {**tree, "w": tree["w"].astype(jnp.bfloat16)})
+    assert narrow["w"].dtype == jnp.bfloat16
+    assert "float32 are rounded to bfloat16 on import, the first of them w" in capsys.readouterr().err
+
+
+def test_shards_follow_the_convention_and_a_single_file_takes_their_place(tmp_path):
+    tree = {name: jnp.full(100, float(i)) for i, name in enumerate("abc")}
+    path = tmp_path / "model.safetensors"
+    export_safetensors(path, tree, max_shard_bytes=800)
+    first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": 1200, "jdp": jdp.__version__}
+    assert index["weight_map"] == {"a": first, "b": first, "c": second}
+    for given in (path, tmp_path, tmp_path / "model.safetensors.index.json"):
+        assert_same_bits(import_safetensors(given, tree), tree)
+    export_safetensors(path, tree)
+    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def test_the_host_holds_one_tensor_at_a_time(tmp_path):
+    sharding = NamedSharding(jdp.make_mesh(data=8), PartitionSpec("data"))
+    tree = {name: jax.device_put(jnp.ones((512, 512)), sharding) for name in "abcdef"}  # 1 MiB each
+    export_safetensors(tmp_path / "warm.safetensors", {"w": jax.device_put(jnp.ones((512, 512)), sharding)})
+    tracemalloc.start()
+    try:
+        export_safetensors(tmp_path / "m.safetensors", tree)
+        left, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 1.5 * 2**20 and left < 2**18
+
+
+def test_only_a_devices_own_shard_is_read(tmp_path, monkeypatch):
+    """Of a stack of layers, each device takes from the file the elements that it keeps."""
+    tree = {"w": jnp.arange(4 * 8 * 6, dtype=jnp.float32).reshape(4, 8, 6)}
+    names = {f"layer.{n}": Tensor((Part("w", n),), transposed=True) for n in range(4)}
+    export_safetensors(tmp_path / "m.safetensors", tree, names=names)
+    sizes, read = [], Stored.read
+    monkeypatch.setattr(
+        Stored, "read", lambda stored, cut: (sizes.append(read(stored, cut).size), read(stored, cut))[1]
+    )
+    sharding = NamedSharding(jdp.make_mesh(data=4, model=2), PartitionSpec("data", None, "model"))
+    aim = {"w": jax.ShapeDtypeStruct((4, 8, 6), jnp.float32, sharding=sharding)}
+    assert_same_bits(import_safetensors(tmp_path / "m.safetensors", aim, names=names), tree)
+    assert sizes == [4 * 8 * 6 // 8] * 8  # a device holds one layer's half
+
+
+# What a file may lack, and what it may not.
+
+
+def test_parameters_that_may_be_missing_keep_the_targets_values(tmp_path):
+    export_safetensors(tmp_path / "base.safetensors", {"w": jnp.ones(4)})
+    aim = {"w": jnp.zeros(4), "lora_a": jnp.full(2, 5.0)}
+    tuned = import_safetensors(tmp_path / "base.safetensors", aim, missing=("lora_*",))
+    assert_same_bits(tuned, {"w": jnp.ones(4), "lora_a": jnp.full(2, 5.0)})
+    shape = jax.ShapeDtypeStruct((2,), jnp.float32, sharding=aim["w"].sharding)
+    with pytest.raises(jdp.CheckpointError, match=r"lacks lora_a, .*the target is abstract: pass a real state"):
+        import_safetensors(tmp_path / "base.safetensors", {**aim, "lora_a": shape}, missing=("lora_*",))
+
+
+@pytest.mark.parametrize(
+    ("aim", "message"),
+    [
+        ({"w": (5,), "b": (2,)}, r"has w as \[4\], and the model's w needs \[5\]"),
+        ({"w": (4,), "bias": (2,)}, r"has no bias, which holds bias; the closest name it has is b\."),
+        ({"w": (4,)}, r"has b float32\[2\], for which the model has no place"),
+    ],
+    ids=["shape", "missing", "unexpected"],
+)
+def test_a_file_of_another_model_is_refused_by_the_first_tensor_that_differs(tmp_path, aim, message):
+    export_safetensors(tmp_path / "m.safetensors", {"w": jnp.ones(4), "b": jnp.ones(2)})
+    with pytest.raises(jdp.CheckpointError, match=message):
+        import_safetensors(tmp_path / "m.safetensors", {name: jnp.zeros(shape) for name, shape in aim.items()})
+
+
+@pytest.mark.parametrize("also", ["h.0.attn.bias", "lm_head.weight"])
+def test_the_hubs_own_gpt2_file_is_read(gpt2, tmp_path, also):
+    """Its names have no prefix, and it holds the causal mask; some hold a tied head twice."""
+    export_safetensors(tmp_path / "m.safetensors", gpt2, names=gpt2_names(GPT2, prefix=""))
+    held = {**numpy.load_file(tmp_path / "m.safetensors"), also: np.ones((1, 1, 8, 8), np.float32)}
+    assert "h.0.attn.c_attn.weight" in held
+    numpy.save_file(held, tmp_path / "hub.safetensors")
+    aim = target(GPT2, plan_of("zero2", data=4))
+    assert_same_bits(
+        import_safetensors(tmp_path / "hub.safetensors", aim, names=gpt2_names(GPT2, prefix="")).params, gpt2.params
+    )
+    with pytest.raises(jdp.CheckpointError, match=r"has no transformer.wte.weight.*closest name it has is wte.weight"):
+        import_safetensors(tmp_path / "hub.safetensors", aim, names=gpt2_names(GPT2))
+
+
+def test_names_of_another_architecture_are_refused():
+    with pytest.raises(ValueError, match="GPT-2 has positions='learned'; given 'rotary'"):
+        gpt2_names(LLAMA)
+    with pytest.raises(ValueError, match="Llama has positions='rotary'; given 'learned'"):
+        llama_names(GPT2)
+    with pytest.raises(ValueError, match="given kv_heads=2"):
+        gpt2_names(replace(GPT2, kv_heads=2))
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ({"a": "w", "b": "v"}, "b holds v, and the model has no such parameter; it has w"),
+        ({}, r"w \[2, 3\] has none"),
+        ({"a": "w", "b": "w"}, r"w \[2, 3\] has 2"),
+        (Names({"a": Tensor((Part("w", 1),))}), r"w \[2, 3\] has 1"),
+    ],
+    ids=["no such parameter", "no name", "two names", "a layer left out"],
+)
+def test_names_that_do_not_cover_the_parameters_are_refused(tmp_path, names, message):
+    with pytest.raises(jdp.CheckpointError, match=message):
+        export_safetensors(tmp_path / "m.safetensors", {"w": jnp.ones((2, 3))}, names=names)
+    assert list(tmp_path.iterdir()) == []
+
+
+# Disks that do not take it.
+
+
+def test_a_name_with_another_ending_is_refused(tmp_path):
+    with pytest.raises(jdp.CheckpointError, match=r"is named NAME\.safetensors; got m\.bin"):
+        export_safetensors(tmp_path / "m.bin", {"w": jnp.ones(4)})
+
+
+def test_a_disk_that_fills_leaves_the_file_that_was_there(tmp_path):
+    path = tmp_path / "m.safetensors"
+    export_safetensors(path, {"w": jnp.ones(4)})
+    with files_of_at_most(10_000), pytest.raises(jdp.CheckpointError, match=r"was not written: File too large.*Free"):
+        export_safetensors(path, {"w": jnp.ones(10_000)})
+    assert_same_bits(import_safetensors(path, {"w": jnp.zeros(4)}), {"w": jnp.ones(4)})
+    assert [file.name for file in tmp_path.iterdir()] == ["m.safetensors"]

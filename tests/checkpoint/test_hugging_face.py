@@ -1,0 +1,290 @@
+"""Weights of Hugging Face's compute here what they compute there, or are refused with the keys to set."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import hf_reference
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from safetensors.numpy import save_file
+
+import jdp
+from jdp.cli.main import main
+from jdp.experiment.file import ExperimentError, from_table, load, to_toml
+from jdp.export import export_safetensors, gpt2_names, gpt_config_from_hf, import_safetensors, llama_names
+from jdp.models import GPT, GPTConfig
+from jdp.run.initial_weights import check_init_from, load_parameters
+
+STORED = json.loads(hf_reference.FILE.read_text(encoding="utf-8"))
+LLAMA, LLAMA31, GPT2 = (STORED[case]["config"] for case in ("llama", "llama 3.1", "gpt2"))
+
+
+ATOL = 2e-5
+"""float32 on both sides: sums of tens of terms around 1, through two layers. 3e-6 was measured."""
+
+
+def config_in(folder, table):
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(table if isinstance(table, str) else json.dumps(table))
+    return folder
+
+
+def names_of(config):
+    return llama_names(config) if config.positions == "rotary" else gpt2_names(config)
+
+
+def abstract(config):
+    """Parameters without values, on one device."""
+    params = nnx.to_pure_dict(nnx.state(jax.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))), nnx.Param))
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), params)
+
+
+@jax.jit
+def logits_of(model):
+    return model(jnp.asarray(hf_reference.TOKENS))[0, jnp.array(hf_reference.POSITIONS)]
+
+
+@pytest.mark.parametrize("case", STORED)
+def test_the_logits_are_those_of_transformers(tmp_path, case):
+    stored = STORED[case]
+    config_in(tmp_path, stored["config"])
+    save_file(hf_reference.weights(stored["shapes"]), tmp_path / "model.safetensors")
+    config = gpt_config_from_hf(tmp_path)
+    params = import_safetensors(tmp_path, abstract(config), names=names_of(config))
+    model = nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
+    nnx.update(model, params)
+    np.testing.assert_allclose(logits_of(model), stored["logits"], rtol=0, atol=ATOL)
+
+
+@pytest.mark.parametrize("case", [case for case in STORED if " " in case])
+def test_each_case_has_other_logits_than_the_plain_model(case):
+    assert np.abs(np.subtract(STORED[case]["logits"], STORED[case.split()[0]]["logits"])).max() > 20 * ATOL
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not all(importlib.util.find_spec(name) for name in ("torch", "transformers")),
+    reason="the numbers that transformers gave are kept, and held against above; these hold them against itself",
+)
+def test_the_numbers_kept_are_those_of_transformers():
+    program = [sys.executable, hf_reference.__file__, "--check"]
+    result = subprocess.run(program, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+
+
+# What a config.json says.
+
+
+def test_a_configuration_is_taken_over(tmp_path):
+    assert gpt_config_from_hf(config_in(tmp_path, LLAMA31)) == GPTConfig(
+        vocab_size=40, context=64, layers=2, width=32, heads=2, kv_heads=1, mlp_width=48, rope_theta=500.0,
+        rope_factor=8.0, rope_original_context=32,
+    )  # fmt: skip
+    assert gpt_config_from_hf(config_in(tmp_path, GPT2) / "config.json") == GPTConfig(
+        vocab_size=40, context=32, layers=2, width=32, heads=4, kv_heads=None, mlp_width=128, positions="learned",
+        activation="gelu", norm="layer", tied=True, bias=True,
+    )  # fmt: skip
+
+
+def test_what_a_file_leaves_out_has_transformers_defaults(tmp_path):
+    gpt2 = gpt_config_from_hf(config_in(tmp_path, {"model_type": "gpt2"}))  # openai-community/gpt2
+    assert (gpt2.vocab_size, gpt2.context, gpt2.layers, gpt2.width, gpt2.heads) == (50257, 1024, 12, 768, 12)
+    assert (gpt2.activation, gpt2.norm_eps, gpt2.tied, gpt2.hidden_width) == ("gelu", 1e-5, True, 3072)
+    llama = gpt_config_from_hf(config_in(tmp_path, {"model_type": "llama"}))
+    assert (llama.norm_eps, llama.rope_theta, llama.rope_factor, llama.tied) == (1e-6, 10_000.0, None, False)
+    assert (llama.width, llama.key_value_heads, llama.mlp_width, llama.vocab_size) == (4096, 32, 11008, 32000)
+
+
+@pytest.mark.parametrize("kind", ["rope_type", "type"])
+def test_the_older_layout_of_rotary_scaling_is_read_as_the_newer(tmp_path, kind):
+    newer = dict(LLAMA31["rope_parameters"])
+    older = {key: value for key, value in LLAMA31.items() if key != "rope_parameters"}
+    older["rope_theta"] = newer.pop("rope_theta")
+    older["rope_scaling"] = {kind: newer.pop("rope_type"), **newer}
+    aim = gpt_config_from_hf(config_in(tmp_path / "new", LLAMA31))
+    assert gpt_config_from_hf(config_in(tmp_path / "old", older)) == aim
+    assert gpt_config_from_hf(config_in(tmp_path / "old", {**older, "rope_scaling": None})).rope_factor is None
+
+
+UNKNOWN = {
+    "a model": (LLAMA | {"model_type": "qwen3"}, 'model_type must be gpt2 or llama for a model .*given "q'),
+    "no name": (LLAMA | {"model_type": 3}, "model_type must be gpt2 or llama"),
+    "an activation": (GPT2 | {"activation_function": "relu"}, "activation_function must be gelu_new or .*given .relu"),
+    "llama's activation": (LLAMA | {"hidden_act": "gelu"}, "hidden_act must be silu or swish"),
+    "scores by layer": (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx must be false"),
+    "plain scores": (GPT2 | {"scale_attn_weights": False}, "scale_attn_weights must be true"),
+    "biases": (LLAMA | {"attention_bias": True}, "attention_bias must be false or null"),
+    "more biases": (LLAMA | {"mlp_bias": True}, "mlp_bias must be false"),
+    "wide heads": (LLAMA | {"head_dim": 128}, "head_dim must be null or 16"),
+    "part rotary": (LLAMA | {"partial_rotary_factor": 0.5}, "partial_rotary_factor must be null or 1.0"),
+    "yarn": (
+        LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+        'rope_scaling.rope_type must be default or llama3 .*given "yarn"',
+    ),
+    "no factor": (LLAMA | {"rope_scaling": {"type": "llama3"}}, r"factor must be a finite number .*given null"),
+    "a list": (LLAMA | {"rope_scaling": [8.0]}, "rope_scaling must be a table"),
+    "quantised": (LLAMA | {"quantization_config": {"bits": 4}}, "quantization_config must be null"),
+    "text": (LLAMA | {"hidden_size": "32"}, 'hidden_size must be a whole number .*given "32"'),
+    "a fraction": (LLAMA | {"num_hidden_layers": 2.5}, "num_hidden_layers must be a whole number"),
+    "true": (LLAMA | {"vocab_size": True}, "vocab_size must be a whole number"),
+    "infinity": (LLAMA | {"rms_norm_eps": float("inf")}, "rms_norm_eps must be a finite number"),
+    "not a number": (LLAMA | {"rms_norm_eps": float("nan")}, "rms_norm_eps must be a finite number"),
+    "past all floats": (LLAMA | {"rms_norm_eps": 10**400}, "rms_norm_eps must be a finite number"),
+    "heads": (LLAMA | {"num_attention_heads": 5, "head_dim": None}, "heads must divide width"),
+    "no heads": (LLAMA | {"num_attention_heads": 0, "head_dim": None}, "heads is a positive integer"),
+    "tied in words": (LLAMA | {"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
+    "not JSON": ("{", "is damaged: it is not JSON"),
+    "nested without end": ("[" * 100_000, "is damaged: it is not JSON"),
+    "another's": ({"learning_rate": 1}, "has no config.json of a model of Hugging Face's"),
+    "a list of it": ([LLAMA], "has no config.json of a model"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_a_configuration_that_jdp_does_not_build_is_one_clear_error(tmp_path, kind):
+    table, message = UNKNOWN[kind]
+    with pytest.raises(jdp.CheckpointError, match=message) as error:
+        gpt_config_from_hf(config_in(tmp_path, table))
+    assert str(tmp_path) in str(error.value) and len(str(error.value)) < 600
+
+
+def test_a_folder_without_a_configuration_is_said(tmp_path):
+    with pytest.raises(jdp.CheckpointError, match=r"has no config.json of a model of Hugging Face's. Give the folder"):
+        gpt_config_from_hf(tmp_path / "none")
+
+
+# Weights beside another configuration.
+
+OTHERS = {
+    "rope": (LLAMA31, {"rope_factor": None}, r"rope_factor = 8.0 \(given none\), rope_original_context = 32 \(g"),
+    "no rope": (LLAMA, {"rope_factor": 8.0}, r"rope_factor = none \(given 8.0\)"),
+    "factor": (LLAMA31, {"rope_factor": 32.0}, r"rope_factor = 8.0 \(given 32.0\)"),
+    "high": (LLAMA31, {"rope_high_freq_factor": 8.0}, r"rope_high_freq_factor = 4.0 \(given 8.0\)"),
+    "original": (LLAMA31, {"rope_original_context": 64}, r"rope_original_context = 32 \(given 64\)"),
+    "theta": (LLAMA, {"rope_theta": 10_000.0}, r"rope_theta = 500.0 \(given 10000.0\)"),
+    "eps": (LLAMA, {"norm_eps": 1e-6}, r"norm_eps = 1e-05 \(given 1e-06\)"),
+    "gpt2's eps": (GPT2, {"norm_eps": 1e-6}, r"norm_eps = 1e-05 \(given 1e-06\)"),
+    "gelu": (GPT2, {"activation": "gelu_exact"}, r'activation = "gelu" \(given "gelu_exact"\)'),
+    "heads": (LLAMA, {"heads": 4, "kv_heads": 2}, r"heads = 2 \(given 4\), kv_heads = 1 \(given 2\)"),
+    "tied": (LLAMA, {"tied": True}, r"tied = false \(given true\)"),
+    "vocabulary": (GPT2, {"vocab_size": 64}, r"vocab_size = 40 \(given 64\)"),
+    "positions": (GPT2, {"context": 16}, r"context = 32 \(given 16\)"),
+    "mlp": (GPT2, {"mlp_width": 64}, r"mlp_width = 128 \(given 64\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_weights_of_another_configuration_are_refused_with_the_fields_to_set(tmp_path, kind):
+    table, changed, message = OTHERS[kind]
+    config = replace(gpt_config_from_hf(config_in(tmp_path, table)), **changed)
+    state = {"w": jnp.zeros(1)}  # the configuration is looked at before any tensor is
+    save_file({"w": np.zeros(1, np.float32)}, tmp_path / "model.safetensors")
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        with pytest.raises(jdp.CheckpointError, match=message) as error:
+            import_safetensors(path, state, names=names_of(config))
+        assert f"jdp.export.gpt_config_from_hf({str(tmp_path)!r})" in str(error.value)
+
+
+def test_what_does_not_change_the_function_is_no_difference(tmp_path):
+    config = gpt_config_from_hf(config_in(tmp_path, LLAMA))
+    same = replace(
+        config, context=16, dropout=0.1, scan=False, remat="full", attention="cudnn", lora_rank=2,
+        rope_original_context=99,
+    )  # fmt: skip
+    params = jax.tree.map(lambda x: jnp.ones(x.shape), abstract(replace(config, scan=False)))
+    export_safetensors(tmp_path / "model.safetensors", params, names=llama_names(same))
+    read = import_safetensors(tmp_path, params, names=llama_names(same))
+    assert jax.tree.structure(read) == jax.tree.structure(params)
+
+
+def test_weights_of_a_model_type_that_jdp_does_not_know_are_read_when_asked_for(tmp_path):
+    """Mistral's tensors, for one, are those of a Llama."""
+    config = replace(gpt_config_from_hf(config_in(tmp_path, LLAMA)), scan=False)
+    params = jax.tree.map(lambda x: jnp.full(x.shape, 2.0), abstract(config))
+    export_safetensors(tmp_path / "model.safetensors", params, names=llama_names(config))
+    config_in(tmp_path, LLAMA | {"model_type": "mistral"})
+    with pytest.raises(jdp.CheckpointError, match=r"model_type must be gpt2 or llama.*check_config=False"):
+        import_safetensors(tmp_path, params, names=llama_names(config))
+    read = import_safetensors(tmp_path, params, names=llama_names(config), check_config=False)
+    jax.tree.map(np.testing.assert_array_equal, read, params)
+
+
+# In an experiment file.
+
+
+def table_for(folder, **model):
+    return {
+        "name": "tuned",
+        "model": {"name": f"hf:{folder}", **model},
+        "data": {"source": "stdlib"},
+        "train": {"steps": 1, "batch_size": 8, "init_from": str(folder), "init_names": "llama"},
+    }
+
+
+def test_a_model_by_its_folder_has_the_files_configuration_and_reads_back_equal(tmp_path):
+    folder = config_in(tmp_path / "llama", LLAMA31)
+    made = from_table(table_for(folder, lora_rank=2))
+    assert made.model.config == replace(gpt_config_from_hf(folder), lora_rank=2) and made.kind == "text"
+    (tmp_path / "again.toml").write_text(to_toml(made))
+    assert load(tmp_path / "again.toml") == made
+    (tmp_path / "relative.toml").write_text(to_toml(made).replace(f"hf:{folder}", "hf:llama"))
+    assert load(tmp_path / "relative.toml") == made, "relative to the file"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("hf:", r"model.name must lead to the config.json of a GPT-2 or Llama: .* has no config.json"),
+        ("hf:/none", r"model.name must lead to .*/none|/ has no config.json.*given \"hf:/none\""),
+        ("hf:BAD", r"model.name must lead to .*config.json: model_type must be gpt2 or llama"),
+        ("gpt3", r"model.name must be one of gpt-nano, .*hf:…; given \"gpt3\""),
+    ],
+)
+def test_a_folder_without_a_model_is_one_line(tmp_path, name, message):
+    config_in(tmp_path / "bad", {"model_type": "bert"})
+    table = table_for(tmp_path)
+    table["model"]["name"] = name.replace("BAD", str(tmp_path / "bad"))
+    with pytest.raises(ExperimentError, match=message) as error:
+        from_table(table)
+    assert "\n" not in str(error.value)
+
+
+def test_a_run_from_weights_of_another_configuration_says_the_keys_to_set(tmp_path, capsys):
+    folder = config_in(tmp_path / "llama", LLAMA31)
+    save_file({"model.norm.weight": np.zeros(32, np.float32)}, folder / "model.safetensors")
+    np.savez(tmp_path / "tokens.npz", tokens=np.random.default_rng(0).integers(0, 40, 2000).astype(np.int32))
+    table = table_for(folder, rope_theta=10_000.0, norm_eps=1e-6)
+    table["data"] = {"source": str(tmp_path / "tokens.npz"), "tokenizer": "none", "length": 16}
+    (tmp_path / "tuned.toml").write_text(to_toml(from_table(table)))
+    assert main(["train", str(tmp_path / "tuned.toml"), "--run-dir", str(tmp_path / "runs")]) == 2
+    error = capsys.readouterr().err
+    assert "set model.rope_theta = 500.0 (given 10000.0), model.norm_eps = 1e-05 (given 1e-06)" in error
+    assert f'model.name = "hf:{folder}"' in error and not (tmp_path / "runs").exists()
+    check_init_from(from_table(table_for(folder)))
+
+
+def test_a_run_starts_from_shards_that_have_only_an_index(tmp_path):
+    stored = STORED["llama 3.1"]
+    folder = config_in(tmp_path, stored["config"])
+    experiment = from_table(table_for(folder))
+    config, plan = experiment.model.config, jdp.Plan(jdp.make_mesh(devices=jax.devices()[:1]), "ddp")
+    fresh = jdp.init_state(lambda rng: GPT(config, rngs=nnx.Rngs(rng)), optax.sgd(0.1), plan, rng=jax.random.key(0))
+    drawn = hf_reference.weights(stored["shapes"])
+    halves = [list(drawn)[:9], list(drawn)[9:]]
+    for number, names in enumerate(halves, 1):
+        save_file({name: drawn[name] for name in names}, tmp_path / f"model-0000{number}-of-00002.safetensors")
+    held = {
+        name: f"model-0000{number}-of-00002.safetensors" for number, names in enumerate(halves, 1) for name in names
+    }
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": held}))
+    state, said = load_parameters(fresh, experiment, plan)
+    assert said == f"parameters from {folder}"
+    np.testing.assert_allclose(logits_of(state.model), stored["logits"], rtol=0, atol=ATOL)

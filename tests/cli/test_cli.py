@@ -1,0 +1,340 @@
+"""The command line: complete help, one clear error and exit 2 for a user's mistake, JSON alone on stdout."""
+
+import json
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import jdp
+from jdp.cli import main as cli
+from jdp.cli.options import split_overrides
+from jdp.core import machine
+from jdp.core.distributed import find_cluster
+from jdp.experiment.file import Experiment, ExperimentError, describe
+from jdp.run.sweep.results import record
+
+ROOT = Path(__file__).parents[2]
+SMALL = """
+name = "small"
+[model]
+name = "gpt-nano"
+[data]
+length = 32
+[train]
+steps = 50
+batch_size = 16
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "small.toml"
+    path.write_text(SMALL)
+    return str(path)
+
+
+@pytest.fixture
+def loop(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Puts a function in the place of the training loop: what it does is not the point here."""
+
+    def install(run: Callable[..., Any]) -> None:
+        module = types.ModuleType("jdp.run.loop")
+        module.__dict__["run"] = run
+        monkeypatch.setitem(sys.modules, "jdp.run.loop", module)
+        monkeypatch.setattr(jdp.run, "loop", module, raising=False)
+
+    return install
+
+
+def jdp_command(*arguments: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "jdp", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for name in cli.COMMANDS:
+        assert f"\n  {name} " in text
+
+
+def test_no_command_is_a_mistake_and_shows_the_help_on_stderr(capsys: pytest.CaptureFixture[str]):
+    assert cli.main([]) == 2
+    shown = capsys.readouterr()
+    assert "usage: jdp COMMAND" in shown.err and not shown.out
+
+
+def test_the_help_of_train_lists_every_key_with_type_default_and_description(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["train", "--help"]) == 0
+    text = capsys.readouterr().out
+    for option in ("--run-dir DIR", "--json", "FILE", "--profile ", "--sweep KEY=VALUES"):
+        assert option in text
+    for _, keys in describe():
+        for key in keys:
+            assert f"--{key.name}  {key.type}  (" in text
+            assert key.description.split()[0] in text
+    assert "--train.accumulate  int >= 1  (default 1)" in text
+
+
+def test_the_help_of_launch_lists_its_options(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["launch", "--help"]) == 0
+    text = capsys.readouterr().out
+    for option in ("-n", "--devices-per-process", "--run-dir", "--json"):
+        assert option in text
+
+
+def test_version(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("jdp ")
+
+
+MISTAKES = {
+    "unknown command": (["trian", "x.toml"], "jdp has no command 'trian'; did you mean train?"),
+    "no such file": (["train", "nowhere.toml"], "nowhere.toml: there is no such file"),
+    "misspelt option": (["train", "FILE", "--run-dri", "x"], "there is no option --run-dri; did you mean --run-dir?"),
+    "misspelt key": (["train", "FILE", "--train.stepz", "5"], "did you mean --train.steps?"),
+    "wrong type": (["train", "FILE", "--train.steps", "many"], "--train.steps must be a whole number"),
+    "wrong device count": (["train", "FILE", "--devices", "0"], "--devices must be 1 or more; given 0"),
+    "no value": (["train", "FILE", "--train.steps"], "--train.steps needs a value"),
+    "a flag for a value": (["train", "FILE", "--train.steps", "--json"], "--train.steps needs a value"),
+    "twice": (["train", "FILE", "--seed", "1", "--seed=2"], "--seed is given twice: 1 and 2"),
+    "mesh": (["train", "FILE", "--mesh.data", "3"], "data=3, but there are 8 devices"),
+    "batch": (["train", "FILE", "--train.batch_size", "9"], "data=8 × train.accumulate=1 = 8"),
+    "run dir": (["train", "FILE", "--run-dir", "/dev/null/x"], "/dev/null/x/small cannot be written: Not a directory"),
+    "run dir too long": (
+        ["train", "FILE", "--run-dir", "y" * 300],
+        "--run-dir: a path must be one that the system can",
+    ),
+    "run dir of nobody": (["train", "FILE", "--run-dir", "~nosuchuser/x"], "~nosuchuser has none; write the folder"),
+    "run dir of a sweep": (["train", "FILE", "--sweep", "seed=1", "--run-dir", "a\0b"], "must have no NUL character"),
+    "page too long": (["plan", "FILE", "--html", "y" * 300], "(300 characters): File name too long"),
+    "microbatches beyond reason": (["plan", "FILE", "--accumulate", "9" * 20], "--accumulate takes positive whole"),
+    "microbatches beyond a batch": (
+        ["plan", "FILE", "--accumulate", "900000000"],
+        "a batch has fewer than 2^31 rows; 16 does not divide by 7200000000",
+    ),
+    "steps of 5000 digits": (["train", "FILE", "--profile", "9" * 5000], "--profile takes FIRST:LAST, such as 10:13"),
+    "sweep of 5000 digits": (["train", "FILE", "--sweep", f"seed=1:{'9' * 5000}"], "--seed must be a whole number"),
+    "target of 5000 digits": (["verify", "FILE", "--target", f"cpu:{'9' * 5000}"], "a target is KIND:HOSTSxPER_HOST"),
+    "target of nobody": (["verify", "FILE", "--target", "~nosuchuser/x.toml:1x8"], "a user who has a home folder"),
+    "target of brackets": (["verify", "FILE", "--target", "NESTED:1x8"], "is nested too deeply"),
+    "target that is a pipe": (["verify", "FILE", "--target", "PIPE:1x8"], "it is a pipe or a device"),
+    "nothing to launch": (["launch", "-n", "2", "x.toml"], "what to launch stands after --, but there is no --"),
+    "launch of nothing": (["launch", "-n", "2", "--"], "nothing comes after --"),
+    "launch of none": (["launch", "-n", "0", "--", "x.py"], "1 or more processes; got -n 0"),
+    "launch of a wrong file": (["launch", "-n", "2", "--", "FILE", "--strategy", "zero4"], "did you mean zero3?"),
+    "launch of too few devices": (
+        ["launch", "-n", "2", "--devices-per-process", "2", "--", "FILE", "--mesh.data", "3"],
+        "data=3, but there are 4 devices",
+    ),
+    "launch with wrong steps": (["launch", "-n", "2", "--", "FILE", "--profile", "60:70"], "<= train.steps = 50"),
+    "launch of a wrong sweep": (["launch", "-n", "2", "--", "FILE", "--sweep", "seed=x"], "--seed must be a whole"),
+    "run dir of a program": (["launch", "-n", "2", "--run-dir", "x", "--", "x.py"], "--run-dir is for experiments"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "expected"), MISTAKES.values(), ids=MISTAKES)
+def test_a_users_mistake_is_one_error_on_stderr_and_exit_2(
+    file: str, arguments: list[str], expected: str, capfd: pytest.CaptureFixture[str]
+):
+    folder = Path(file).parent
+    (folder / "nested.toml").write_text("x = " + "[" * 500)
+    os.mkfifo(folder / "pipe.toml")
+    names = {"FILE": file, "NESTED:1x8": f"{folder / 'nested.toml'}:1x8", "PIPE:1x8": f"{folder / 'pipe.toml'}:1x8"}
+    assert cli.main([names.get(word, word) for word in arguments]) == 2
+    shown = capfd.readouterr()
+    assert shown.err.startswith("error: ") and shown.err.count("error:") == 1
+    assert expected in shown.err and "Traceback" not in shown.err and shown.err.count("\n") == 1
+    assert not shown.out
+
+
+@pytest.mark.parametrize("arguments", [["train"], ["train", "a", "b"], ["launch", "-n", "x", "--", "a.py"]])
+def test_wrong_options_exit_2_on_stderr(arguments: list[str], capsys: pytest.CaptureFixture[str]):
+    assert cli.main(arguments) == 2
+    shown = capsys.readouterr()
+    assert shown.err and "Traceback" not in shown.err and not shown.out
+
+
+def test_the_real_command_says_a_mistake_once(file: str):
+    done = jdp_command("train", file, "--devices", "3", JAX_PLATFORMS="cpu")
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.startswith("error: train.batch_size must divide by data=3 × train.accumulate=1 = 3")
+    assert done.stderr.count("\n") == 1
+
+
+STREAMS = {
+    "a reader that left": ("{} --help | true", "", 141),
+    "no stdout": ("{} --help >&-", "", 0),
+    "a full disk": ("{} --help > /dev/full", "error: the output cannot be written: No space left on device\n", 2),
+    "no stderr": ("{} nothing 2>&-", "", 2),
+}
+
+
+@pytest.mark.parametrize(("line", "said", "code"), STREAMS.values(), ids=STREAMS)
+def test_what_stands_around_the_command_is_no_traceback(line: str, said: str, code: int):
+    command = f"set -o pipefail; {line.format(f'{sys.executable} -m jdp')}"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr, done.stdout) == (code, said, "")
+
+
+def test_a_sweep_that_cannot_write_its_table_says_so(tmp_path: Path):
+    (tmp_path / "runs").write_text("a file")
+    with pytest.raises(ExperimentError, match=r"small\.sweep\.json cannot be written: .*; choose another --run-dir"):
+        record("small", [], tmp_path / "runs")
+
+
+def test_the_experiment_reaches_the_loop_with_its_overrides(file: str, tmp_path: Path, loop: Callable[..., None]):
+    seen: dict[str, Any] = {}
+    loop(lambda experiment, **given: seen.update(experiment=experiment, **given) or {})
+    runs = tmp_path / "a" / "runs"
+    assert cli.main(["train", "--train.steps", "5", file, "--strategy=zero3", "--run-dir", str(runs)]) == 0
+    experiment = seen["experiment"]
+    assert isinstance(experiment, Experiment)
+    assert (experiment.train.steps, experiment.strategy) == (5, "zero3")
+    assert seen["root"] == runs and seen["quiet"] is False
+
+
+def test_json_is_all_there_is_on_stdout(
+    file: str, tmp_path: Path, loop: Callable[..., None], capfd: pytest.CaptureFixture[str]
+):
+    def run(experiment: Experiment, *, root: Path, quiet: bool, profile: range | None) -> dict[str, Any]:
+        assert quiet and profile == range(2, 5)
+        print("from Python")
+        os.write(1, b"from C++\n")
+        return {"name": experiment.name, "final_loss": float("nan")}
+
+    loop(run)
+    assert cli.main(["train", file, "--json", "--run-dir", str(tmp_path), "--profile", "2:4"]) == 0
+    shown = capfd.readouterr()
+    expected = {"name": "small", "final_loss": None, "nonfinite": {"final_loss": "nan"}}
+    assert json.loads(shown.out) == expected and shown.out.count("\n") == 1
+    assert "from Python" in shown.err and "from C++" in shown.err
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def run(*_: object, **__: object) -> None:
+        raise error
+
+    return run
+
+
+def numpy_mistake(*_: object, **__: object) -> None:
+    np.zeros(3).reshape(2, 2)
+
+
+def python_mistake_inside_jdp(*_: object, **__: object) -> None:
+    find_cluster({"OMPI_COMM_WORLD_SIZE": "three"})
+
+
+@pytest.mark.parametrize(
+    "run", [raising(KeyError("x")), raising(ValueError("outside jdp")), numpy_mistake, python_mistake_inside_jdp]
+)
+def test_a_fault_of_the_program_keeps_its_traceback(
+    file: str, tmp_path: Path, loop: Callable[..., None], capsys: pytest.CaptureFixture[str], run: Callable[..., Any]
+):
+    loop(run)
+    assert cli.main(["train", file, "--run-dir", str(tmp_path)]) == 70
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_value_error_that_jdp_raises_anywhere_in_a_run_is_a_users_mistake(
+    file: str, tmp_path: Path, loop: Callable[..., None], capsys: pytest.CaptureFixture[str]
+):
+    from jdp.core.sharding.mesh import make_mesh
+
+    loop(lambda *_, **__: make_mesh(data=3))
+    assert cli.main(["train", file, "--run-dir", str(tmp_path)]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: The mesh must multiply") and "Traceback" not in shown
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(KeyboardInterrupt(), 130), (SystemExit(75), 75), (SystemExit(), 0), (SystemExit("no"), 1)]
+)
+def test_a_run_that_is_stopped_has_its_exit_code(
+    file: str, tmp_path: Path, loop: Callable[..., None], error: BaseException, code: int
+):
+    loop(raising(error))
+    assert cli.main(["train", file, "--run-dir", str(tmp_path)]) == code
+
+
+def test_overrides_are_parted_from_a_commands_own_arguments():
+    words = ["--a.b", "-1", "FILE", "--json", "--a.c=x=y", "--run_dir", "D", "-h", "--seed", "3", "--a.e="]
+    own, overrides = split_overrides(words, ["--json", "--run-dir"])
+    assert own == ["FILE", "--json", "--run_dir", "D", "-h"]
+    assert overrides == {"a.b": "-1", "a.c": "x=y", "seed": "3", "a.e": ""}
+
+
+def platform_chosen(monkeypatch: pytest.MonkeyPatch, devices: int | None = None) -> dict[str, Any]:
+    updates: dict[str, Any] = {}
+    monkeypatch.setattr(jax.config, "update", lambda name, value: updates.update({name: value}))
+    machine.choose_platform(devices)
+    return updates
+
+
+@pytest.mark.parametrize(
+    ("nvidia", "installed", "environment", "chosen"),
+    [
+        (False, {"jax_cuda13_plugin"}, {}, {"jax_platforms": "cpu"}),
+        (True, {"jax_cuda13_plugin"}, {}, {}),
+        (False, set[str](), {}, {}),
+        (False, {"jax_cuda13_plugin", "libtpu"}, {}, {}),
+        (False, {"jax_cuda13_plugin"}, {"TPU_LIBRARY_PATH": "/libtpu.so"}, {}),
+        (False, {"jax_cuda13_plugin"}, {"JAX_PLATFORMS": "tpu"}, {}),
+    ],
+)
+def test_a_cuda_plugin_is_not_started_where_there_is_no_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+    nvidia: bool,
+    installed: set[str],
+    environment: dict[str, str],
+    chosen: dict[str, str],
+):
+    monkeypatch.setattr(machine, "has_nvidia", lambda: nvidia)
+    monkeypatch.setattr(machine, "find_spec", lambda name: True if name in installed else None)
+    for name in ("JAX_PLATFORMS", "TPU_LIBRARY_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert platform_chosen(monkeypatch) == chosen
+
+
+def test_devices_are_virtual_cpu_devices_whatever_the_machine_has(monkeypatch: pytest.MonkeyPatch):
+    assert platform_chosen(monkeypatch, 3) == {"jax_platforms": "cpu", "jax_num_cpu_devices": 3}
+
+
+def test_visible_gpus_are_those_of_the_environment(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(machine, "find_spec", lambda name: name == "jax_cuda13_plugin" or None)
+    assert machine.visible_gpus({"CUDA_VISIBLE_DEVICES": "2, GPU-abc"}) == ["2", "GPU-abc"]
+    assert machine.visible_gpus({"CUDA_VISIBLE_DEVICES": "-1"}) == []
+    assert machine.visible_gpus({"CUDA_VISIBLE_DEVICES": "0", "JAX_PLATFORMS": "cpu"}) == []
+    assert machine.visible_gpus({"CUDA_VISIBLE_DEVICES": "0", "JAX_PLATFORMS": "cuda,cpu"}) == ["0"]
+    monkeypatch.setattr(machine, "find_spec", lambda name: None)
+    assert machine.visible_gpus({"CUDA_VISIBLE_DEVICES": "0"}) == [], "JAX could not use it"
+
+
+def test_a_lost_peer_is_told_from_faults_of_this_process(monkeypatch: pytest.MonkeyPatch):
+    """What JAX says of Gloo is from a run of two processes, one of which met a damaged image."""
+    gone = jax.errors.JaxRuntimeError(
+        "FAILED_PRECONDITION: Gloo AllReduce failed: [gloo/transport/tcp/pair.cc:547] Connection closed by peer"
+    )
+    assert not cli._is_lost_peer(gone), "a process on its own has no peers"
+    monkeypatch.setattr("jdp.core.distributed.joined_as", lambda: (0, 2))
+    assert cli._is_lost_peer(gone)
+    assert not cli._is_lost_peer(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"))
+    assert not cli._is_lost_peer(ConnectionResetError("Connection reset by peer")), "a data server's, not a process's"

@@ -1,0 +1,220 @@
+"""Processes that differ: the same words on all of them, before anything is computed. Two real processes, one run."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jdp
+from jdp.core import agreement
+from jdp.core.agreement import Fact, agree, program_fact
+
+ROOT = Path(__file__).parents[2]
+
+PROGRAM = """
+import json, jax, jax.numpy as jnp, numpy as np, optax
+import jdp
+from jdp.core import agreement
+
+jdp.initialize(timeout_seconds=60)
+rank, said = jax.process_index(), {}
+plan = jdp.Plan(jdp.make_mesh(data=-1), min_shard_size=0)
+fixed = np.random.default_rng(7).normal(size=(32, 32)).astype(np.float32)
+
+
+def params(rng):
+    return {"w": jax.random.normal(rng, (4,)) + fixed[0, :4]}
+
+
+def loss(params, batch, rng):
+    return jdp.Loss((batch["x"] @ params["w"]).sum(), jnp.float32(batch["x"].shape[0]))
+
+
+def make(init=params, tx=optax.sgd(0.1), plan=plan, seed=0):
+    return jdp.init_state(init, tx, plan, rng=jax.random.key(seed))
+
+
+def refused(name, call):
+    try:
+        call()
+        said[name] = "accepted"
+    except (ValueError, RuntimeError) as error:
+        said[name] = f"{type(error).__name__}: {error}"
+
+
+def fed(rows, dtype=np.float32):
+    with jdp.shard_batches([{"x": np.ones((rows, 4), dtype)}], plan) as feed:
+        return next(feed)
+
+
+rank_noise = np.random.default_rng(rank).normal(size=(32, 32)).astype(np.float32)
+refused("key", lambda: make(seed=rank))
+noisy = lambda rng: {"w": jnp.asarray(rank_noise) + jax.random.normal(rng, (32, 32))}
+refused("numpy randomness", lambda: make(noisy))
+refused("plan", lambda: make(plan=jdp.Plan(plan.mesh, "zero1" if rank else "ddp")))
+
+state, step = make(), jdp.make_train_step(loss, plan)
+half = np.full((4, 4), 1.0 + rank, np.float32)
+refused("numpy batch", lambda: step(state, {"x": half}))
+refused("local jax batch", lambda: step(state, {"x": jnp.asarray(half)}))
+refused("rows", lambda: step(state, fed(4 * (1 + rank))))
+refused("dtypes", lambda: step(state, fed(4, np.float32 if rank == 0 else np.int32)))
+other = jdp.make_train_step(lambda p, b, r: jdp.Loss(loss(p, b, r).total * (1 + rank), 8.0), plan)
+refused("program", lambda: other(state, fed(4)))
+refused("place", lambda: make() if rank else step(state, fed(4)))
+
+state, metrics = step(state, fed(4))
+calls, real = [], agreement.agree
+import jdp.core.batch
+jdp.core.batch.agree = lambda place, facts, mesh: calls.append(place) or real(place, facts, mesh)
+state, metrics = step(state, fed(4))
+assert calls == [], "a batch of the shapes before asks nobody"
+state, metrics = step(state, fed(8))
+assert calls == ["the train step"] * 2, calls
+assert float(metrics["weight"]) == 16.0
+evaluated = jdp.make_eval_step(loss, plan)(state, fed(4))
+assert float(evaluated["weight"]) == 8.0
+
+alone = jdp.Plan(jdp.make_mesh(data=2, devices=jax.local_devices()))
+own = jdp.init_state(params, optax.sgd(0.1), alone, rng=jax.random.key(rank))
+own, metrics = jdp.make_train_step(loss, alone)(own, {"x": half})
+assert float(metrics["weight"]) == 4.0, "each process by itself, on a mesh of its own"
+if rank == 0:
+    refused("alone at the barrier", lambda: agreement.agree("nowhere", [], plan.mesh, wait_seconds=1))
+print("SAID", json.dumps(said), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    """What each of two processes was told, case by case."""
+    program = tmp_path_factory.mktemp("processes") / "program.py"
+    program.write_text(PROGRAM)
+    command = [sys.executable, "-m", "jdp", "launch", "-n", "2", "--devices-per-process", "2", "--", str(program)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.findall(r"^\[(\d)\] SAID (.*)$", done.stdout, re.MULTILINE)
+    return {int(rank): json.loads(text) for rank, text in found}
+
+
+WORDS = {
+    "key": r"ValueError: The key must be the same on every process, at init_state; process 1 differs: process 0 has .*"
+    r"\[0, 0\], process 1 has .*\[0, 1\]\. Make it of one number .*jax\.random\.key\(0\)",
+    "numpy randomness": r"ValueError: The program \(its constants too\) must be the same .*, at init_state; process 1 "
+    r"differs: process 0 has .*constant dense<#.*tensor<32x32xf32>.* numpy's or Python's own random numbers",
+    "plan": "ValueError: The plan must be the same .*: process 0 has ddp, process 1 has zero1",
+    "rows": r"ValueError: The batch's shapes and dtypes must be the same on every process, at the train step; process "
+    r"1 differs: process 0 has x: float32\[8, 4\], process 1 has x: float32\[16, 4\]\. .*jdp\.process_rows",
+    "dtypes": r"process 0 has x: float32\[8, 4\], process 1 has x: int32\[8, 4\]",
+    "program": r"The program .*at the train step; process 1 differs: process 0 has .*dense<1\.0.*"
+    r"process 1 has .*dense<2\.0",
+    "place": "The place in the program must be the same on every process; process 1 differs: process 0 has the train "
+    "step, process 1 has init_state",
+}
+
+
+@pytest.mark.parametrize("case", WORDS)
+def test_processes_that_differ_are_told_so_alike(said, case):
+    assert re.search(WORDS[case], said[0][case]), said[0][case]
+    assert said[1][case] == said[0][case]
+    assert "\n" not in said[0][case]
+
+
+@pytest.mark.parametrize(("case", "kind"), [("numpy batch", r"a numpy\.ndarray"), ("local jax batch", "an array")])
+def test_the_rows_of_one_process_are_not_taken_for_all_rows(said, case, kind):
+    for rank in (0, 1):
+        assert re.search(
+            rf"batch \['x'\] is {kind} of this process alone\. Write `for batch in jdp\.shard_batches\(loader, plan\)`",
+            said[rank][case],
+        ), said[rank][case]
+
+
+def test_who_does_not_come_is_named(said):
+    assert re.search(
+        "RuntimeError: .* nowhere together; in 1 seconds process 1 did not", said[0]["alone at the barrier"]
+    )
+
+
+# What is compared, and how a difference is told.
+
+
+class OneStore:
+    """A coordination service of one process that has heard from others."""
+
+    def __init__(self, others):
+        self.kept = others
+
+    def key_value_set(self, key, value):
+        self.kept[key] = value
+
+    def key_value_dir_get(self, prefix):
+        return [(key, value) for key, value in self.kept.items() if key.startswith(prefix)]
+
+    def blocking_key_value_get(self, key, timeout):
+        return self.kept[key]
+
+    def wait_at_barrier(self, name, timeout, processes):
+        pass
+
+
+def test_the_many_are_right_and_the_few_are_named(monkeypatch):
+    """Six processes: two of them have another second line."""
+    members = tuple(range(6))
+    monkeypatch.setattr(agreement, "processes_of", lambda mesh: members)
+    monkeypatch.setattr(agreement, "_rounds", type(agreement._rounds)())
+    prefix = f"jdp/agree/{agreement._digest(repr(members).encode())}/1"
+    ours, theirs = Fact("The batch", "a: 1\nb: 2", "Mend."), Fact("The batch", "a: 1\nb: 3", "Mend.")
+    place = Fact("The place in the program", "here", "")
+    heard = {
+        f"{prefix}/facts/{rank}": json.dumps([place.digest, (theirs if rank in (2, 5) else ours).digest])
+        for rank in range(1, 6)
+    }
+    monkeypatch.setattr(
+        agreement.distributed, "coordination_client", lambda: OneStore(heard | {f"{prefix}/text/2": theirs.text})
+    )
+    with pytest.raises(ValueError) as caught:
+        agree("here", [ours], jdp.make_mesh(data=8))
+    assert str(caught.value) == (
+        "The batch must be the same on every process, at here; processes 2 and 5 differ: process 0 has b: 2, "
+        "process 2 has b: 3 (line 2). Mend."
+    )
+    # Two against two: those with the lowest process are taken as right.
+    published = {rank: json.dumps([place.digest, "x" if rank < 2 else "y"]) for rank in range(4)}
+    found = agreement._first_difference(published, [place, ours])
+    assert found == {"fact": 1, "differ": [2, 3], "shown": [0, 2]}
+
+
+def test_without_a_coordination_service_it_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(agreement, "processes_of", lambda mesh: (0, 1))
+    monkeypatch.setattr("jdp.core.notices._said", set())
+    agree("here", [], jdp.make_mesh(data=8))
+    assert "whether they agree is not checked" in capsys.readouterr().err
+
+
+def lowered(value):
+    constant = np.full((64, 64), value, np.float32)
+    constant[0, 0] = 0  # or it is a splat
+    return jax.jit(lambda x: x @ constant + jnp.float32(1)).lower(jnp.ones((2, 64)))
+
+
+def test_large_constants_are_compared_by_digest():
+    one, same, other = (program_fact(lowered(value)) for value in (1, 1, 2))
+    assert one.text == same.text != other.text
+    assert len(one.text) < 4000 and "dense<#" in one.text
+
+
+def test_a_single_process_asks_nobody(monkeypatch):
+    monkeypatch.setattr(agreement.distributed, "coordination_client", lambda: 1 / 0)
+    agree("here", [], jdp.make_mesh(data=8))
+    mesh = SimpleNamespace(devices=np.array([SimpleNamespace(process_index=i % 3) for i in range(6)]))
+    assert agreement.processes_of(mesh) == (0, 1, 2)

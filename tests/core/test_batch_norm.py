@@ -1,0 +1,183 @@
+"""BatchNorm over many devices: the parameters and the running statistics of one device, in both partitionings.
+
+A residual net in small: convolutions, `nnx.BatchNorm`, a shortcut. Statistics are taken over the rows of all devices:
+under "auto" because arrays are whole, under "manual" because jdp hands the norms the mesh's axes. float32 sums in
+another order part by 1e-7 of their terms; a norm divides by a deviation, and four steps of momentum add up: hence 1e-4.
+Statistics of a device's own two rows would be off by tens of percent.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jdp
+
+ROWS, SIZE, CHANNELS, CLASSES = 16, 4, 8, 3
+TX = optax.sgd(0.05, momentum=0.9)
+
+
+class Residual(nnx.Module):
+    def __init__(self, *, rngs):
+        self.stem = nnx.Conv(2, CHANNELS, (3, 3), rngs=rngs)
+        self.norm1 = nnx.BatchNorm(CHANNELS, momentum=0.8, rngs=rngs)
+        self.conv = nnx.Conv(CHANNELS, CHANNELS, (3, 3), rngs=rngs)
+        self.norms = nnx.List([nnx.BatchNorm(CHANNELS, momentum=0.8, rngs=rngs)])
+        self.head = nnx.Linear(CHANNELS, CLASSES, rngs=rngs)
+
+    def __call__(self, x):
+        x = nnx.relu(self.norm1(self.stem(x)))
+        x = nnx.relu(x + self.norms[0](self.conv(x)))
+        return self.head(x.mean((1, 2)))
+
+
+def init(rng):
+    return Residual(rngs=nnx.Rngs(rng))
+
+
+def loss_fn(model, batch, rng):
+    nll = optax.softmax_cross_entropy_with_integer_labels(model(batch["x"]), batch["y"])
+    return jdp.Loss(nll.sum(), jnp.float32(nll.shape[0]))
+
+
+def batches(steps=4):
+    """The rows drift, so that devices and microbatches see different statistics."""
+    random = np.random.default_rng(0)
+    for _ in range(steps):
+        x = random.normal(size=(ROWS, SIZE, SIZE, 2)) + np.linspace(-2, 2, ROWS)[:, None, None, None]
+        yield {"x": x.astype(np.float32), "y": random.integers(0, CLASSES, ROWS)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    first: dict  # of the first step: the loss, and the first norm's statistics after it
+    last: tuple  # parameters, statistics and loss of the last one
+    state: jdp.TrainState
+    step: jdp.Step
+
+
+@functools.cache
+def train(strategy, partitioning, devices=8, accumulate=1, axes=(("data", -1),), sync=True):
+    plan = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:devices], **dict(axes)), strategy, min_shard_size=64)
+    state = jdp.init_state(init, TX, plan, rng=jax.random.key(0))
+    step = jdp.make_train_step(loss_fn, plan, partitioning=partitioning, accumulate=accumulate, sync_batch_norm=sync)
+    seen = []
+    for batch in batches():
+        state, metrics = step(state, batch)
+        seen.append(jax.device_get((state.params, state.model_state, metrics["loss"])))
+    return Run({**seen[0][1]["norm1"], "loss": seen[0][2]}, seen[-1], state, step)
+
+
+def assert_same(got, wanted):
+    for (path, one), other in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5, err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.mark.parametrize("partitioning", ["auto", "manual"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+def test_weights_and_running_statistics_are_those_of_one_device(strategy, partitioning):
+    assert_same(train(strategy, partitioning).last, train("ddp", "auto", devices=1).last)
+
+
+def test_statistics_are_taken_over_replicas_too():
+    got = train("zero1", "manual", axes=(("replica", 2), ("data", 4)))
+    assert_same(got.last, train("ddp", "auto", devices=1).last)
+
+
+@pytest.mark.parametrize("partitioning", ["auto", "manual"])
+def test_with_microbatches_the_statistics_are_each_microbatchs(partitioning):
+    """The same as on one device with as many microbatches, and not as with one."""
+    got, alone = train("zero1", partitioning, accumulate=2), train("ddp", "auto", devices=1, accumulate=2)
+    assert_same(got.last, alone.last)
+    assert abs(got.first["loss"] - train("ddp", "auto", devices=1).first["loss"]) > 1e-3
+
+
+def test_without_sync_each_device_norms_by_its_own_rows_and_averages_are_averaged():
+    """The first norm sees the same activations either way: its running mean is the mean of means. The loss differs."""
+    whole, own = train("ddp", "manual").first, train("ddp", "manual", sync=False).first
+    np.testing.assert_allclose(own["mean"], whole["mean"], rtol=1e-4, atol=1e-6)
+    assert (own["var"] < whole["var"]).all()  # within two rows each: smaller than over all
+    assert abs(own["loss"] - whole["loss"]) > 1e-3
+
+
+def test_that_auto_is_always_in_sync_is_said(monkeypatch):
+    said = []
+    monkeypatch.setattr("jdp.core.gradients.partitioning.notice", said.append)
+    plan = jdp.Plan(jdp.make_mesh(), "zero1")
+    state = jdp.abstract_state(init, TX, plan, rng=jax.random.key(0))
+    jax.eval_shape(jdp.make_train_step(loss_fn, plan, sync_batch_norm=False), state, next(batches()))
+    assert "sync_batch_norm=False changes nothing under partitioning='auto', which sees the whole batch" in said
+
+
+def test_a_model_with_batch_norm_may_get_manual_by_choice():
+    """K = 2 under ddp: auto would synchronise inside the loop, and manual is exact now."""
+    run = train("ddp", None, accumulate=2)
+    assert run.step.partitioning == "manual"
+    assert run.step.why == "auto may synchronise inside the accumulation loop"
+    assert_same(run.last, train("ddp", "auto", devices=1, accumulate=2).last)
+
+
+def test_an_evaluation_uses_the_running_averages_in_both_partitionings():
+    run = train("zero3", "auto")
+    state, plan = run.state, run.step.plan
+    losses = [
+        float(jdp.make_eval_step(loss_fn, plan, partitioning=view)(state, next(batches()))["loss"])
+        for view in ("auto", "manual")
+    ]
+    model = state.model
+    nll = optax.softmax_cross_entropy_with_integer_labels(model(next(batches())["x"]), next(batches())["y"])
+    np.testing.assert_allclose(losses, float(nll.mean()), rtol=1e-5)
+
+
+# Rows that do not count: as many as may be, and on some devices all of them.
+
+
+class Inherited(nnx.BatchNorm):
+    def __call__(self, x, use_running_average=None, *, mask=None):
+        return 2 * super().__call__(x, use_running_average, mask=mask)
+
+
+class Padded(nnx.Module):
+    """Flax's own norm, plain, inherited from, with the slower variance and over another dimension, each with a mask."""
+
+    def __init__(self, *, rngs):
+        self.linear = nnx.Linear(CHANNELS, CHANNELS, rngs=rngs)
+        self.norm = nnx.BatchNorm(CHANNELS, momentum=0.8, use_fast_variance=False, rngs=rngs)
+        self.inherited = Inherited(CHANNELS, momentum=0.8, use_scale=False, rngs=rngs)
+        self.turned = nnx.BatchNorm(CHANNELS, momentum=0.8, axis=1, rngs=rngs)
+
+    def __call__(self, x, counts):
+        x = self.norm(self.linear(x), mask=counts[:, :, None])
+        x = self.inherited(x, mask=counts[:, :, None]).swapaxes(1, 2)
+        return self.turned(x, mask=jnp.stack([counts] * CHANNELS, axis=1).at[:, 0].set(True))  # by feature
+
+
+def padded_loss(model, batch, rng):
+    counts = batch["counts"]
+    y = jnp.where(counts[:, None, :], model(batch["x"], counts), 0.0)
+    return jdp.Loss((y**3).sum(), counts.sum().astype(jnp.float32))
+
+
+@functools.cache
+def train_padded(partitioning, devices):
+    random = np.random.default_rng(1)
+    plan = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:devices]), "zero1", min_shard_size=64)
+    state = jdp.init_state(lambda rng: Padded(rngs=nnx.Rngs(rng)), TX, plan, rng=jax.random.key(0))
+    step = jdp.make_train_step(padded_loss, plan, partitioning=partitioning)
+    for _ in range(2):
+        x = random.normal(size=(ROWS, 3, CHANNELS)) + np.linspace(-2, 2, ROWS)[:, None, None]
+        counts = random.random((ROWS, 3)) < np.linspace(1, 0.3, ROWS)[:, None]
+        counts[4:8] = False  # one device of four has nothing at all
+        state, metrics = step(state, {"x": x.astype(np.float32), "counts": counts})
+    assert metrics["skipped"] == 0
+    return jax.device_get((state.params, state.model_state, metrics["loss"]))
+
+
+@pytest.mark.parametrize("partitioning", ["auto", "manual"])
+def test_masked_statistics_of_flaxs_own_norm_are_those_of_one_device(partitioning):
+    assert_same(train_padded(partitioning, 4), train_padded("auto", 1))

@@ -1,0 +1,310 @@
+"""The layer loop: one maths for scanned, unrolled and plain layers, and under ZeRO-3 one layer gathered at a time."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import PartitionSpec as P
+
+import jdp
+from jdp.core import notices
+from jdp.foresight.program.collectives import collectives
+
+LAYERS, WIDTH = 3, 16
+
+
+def block(layer, x):
+    return x + jnp.tanh(x @ layer["w"] + layer["b"])
+
+
+def stacked(rng=None):
+    rng = jax.random.key(0) if rng is None else rng
+    return {"w": jax.random.normal(rng, (LAYERS, WIDTH, WIDTH)) / 4, "b": jnp.full((LAYERS, WIDTH), 0.1)}
+
+
+def unstacked(layers):
+    return [jax.tree.map(lambda leaf, i=i: leaf[i], layers) for i in range(LAYERS)]
+
+
+def value_and_grads(loop):
+    """Of a scalar of the last activations, by the stacked layers and the first activations."""
+    x = jax.random.normal(jax.random.key(1), (4, WIDTH))
+    return jax.jit(jax.value_and_grad(lambda layers, x: (loop(layers, x) ** 2).sum(), argnums=(0, 1)))(stacked(), x)
+
+
+@functools.cache
+def plain_loop():
+    def loop(layers, x):
+        for layer in unstacked(layers):
+            x = block(layer, x)
+        return x
+
+    return value_and_grads(loop)
+
+
+def close(got, want):
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), got, want)
+
+
+POLICIES = [None, "full", "dots", jax.checkpoint_policies.dots_with_no_batch_dims_saveable]
+
+
+@pytest.mark.parametrize("remat", POLICIES)
+def test_scanned_layers_are_the_plain_loop(remat):
+    close(value_and_grads(lambda layers, x: jdp.scan_layers(block, layers, x, remat=remat)), plain_loop())
+
+
+@pytest.mark.parametrize(("container", "remat"), [(list, None), (list, "full"), (nnx.List, "dots")])
+def test_unrolled_layers_are_the_plain_loop(container, remat):
+    def loop(layers, x):
+        return jdp.scan_layers(block, container(unstacked(layers)), x, remat=remat)
+
+    close(value_and_grads(loop), plain_loop())
+
+
+def test_a_tuple_is_scanned_and_activations_may_be_a_tree():
+    """Layers beside per-layer numbers and keys; the activations carry a count and the last key's draw."""
+    keys = jax.random.split(jax.random.key(2), LAYERS)
+
+    def counting(layer, carry):
+        weights, number, key = layer
+        noise = jax.random.normal(key, (WIDTH,))
+        return {"x": block(weights, carry["x"]) + noise, "sum": carry["sum"] + number, "seen": [noise]}
+
+    start = {"x": jnp.ones((4, WIDTH)), "sum": jnp.int32(0), "seen": [jnp.zeros(WIDTH)]}
+    end = jdp.scan_layers(counting, (stacked(), jnp.arange(LAYERS), keys), start, remat="full")
+    expected = start
+    for i, layer in enumerate(unstacked(stacked())):
+        expected = counting((layer, i, keys[i]), expected)
+    close(end, expected)
+    assert int(end["sum"]) == 0 + 1 + 2
+
+
+def test_no_layers_at_all_leave_the_activations_as_they_are():
+    x = jnp.ones(3)
+    assert jdp.scan_layers(block, [], x) is x
+
+
+def test_a_stacked_module_is_a_pytree_too():
+    rngs = nnx.Rngs(0)
+    modules = [nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(LAYERS)]
+    together = jax.tree.map(lambda *leaves: jnp.stack(leaves), *modules)
+    expected = x = jnp.ones((2, WIDTH))
+    for module in modules:
+        expected = module(expected)
+    call = lambda layer, x: layer(x)  # noqa: E731
+    close(jdp.scan_layers(call, together, x), expected)
+    close(jdp.scan_layers(call, nnx.List(modules), x), expected)
+
+
+# What the backward pass keeps.
+
+
+def primitives(jaxpr, name, inside=()):
+    """(enclosing higher-order primitives) of every equation called `name`, through all jaxprs inside."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == name:
+            yield inside
+        for inner in jaxprs_in_params(eqn.params):
+            yield from primitives(inner, name, (*inside, eqn.primitive.name))
+
+
+@pytest.mark.parametrize(
+    ("remat", "products", "tanhs"),
+    [
+        (None, 3, 1),  # forward, and two in the backward pass
+        ("dots", 3, 2),  # only what is cheap is computed again
+        ("full", 4, 2),  # everything is computed again
+        (jax.checkpoint_policies.everything_saveable, 3, 1),
+        (jax.checkpoint_policies.nothing_saveable, 4, 2),
+    ],
+)
+@pytest.mark.parametrize("scanned", [True, False])
+def test_remat_decides_what_is_computed_again(remat, products, tanhs, scanned):
+    def loss(layers, x):
+        return jdp.scan_layers(block, layers, x, remat=remat).sum()
+
+    layers = stacked() if scanned else [jax.tree.map(lambda leaf: leaf[0], stacked())]
+    jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(layers, jnp.ones((4, WIDTH))).jaxpr
+    assert len(list(primitives(jaxpr, "dot_general"))) == products
+    assert len(list(primitives(jaxpr, "tanh"))) == tanhs
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ({"w": jnp.ones((3, 4)), "b": jnp.ones(4)}, r"one leading layer dimension.*'b'\] has 4.*'w'\] has 3"),
+        ({"w": jnp.ones((3, 4)), "scale": jnp.ones(())}, r"leading layer dimension; \['scale'\] is a scalar"),
+        ((jnp.ones((3, 4)), jnp.arange(2)), r"one leading layer dimension.*\[0\] has 3, \[1\] has 2"),
+        ({}, "there are no leaves"),
+    ],
+)
+def test_layers_that_cannot_be_scanned_are_refused(layers, message):
+    with pytest.raises(ValueError, match=message):
+        jdp.scan_layers(lambda layer, x: x, layers, jnp.ones(4))
+
+
+@pytest.mark.parametrize("layers", [stacked(), unstacked(stacked())])
+def test_an_unknown_remat_is_refused(layers):
+    with pytest.raises(ValueError, match='remat is None, "full", "dots" or a checkpoint policy; got \'all\''):
+        jdp.scan_layers(block, layers, jnp.ones((4, WIDTH)), remat="all")
+
+
+# Under a plan.
+
+ROWS, LAYER_BYTES = 16, WIDTH * WIDTH * 4
+BATCH = {"x": jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)}
+
+
+def loss_with(loop):
+    def loss_fn(params, batch, rng):
+        return jdp.Loss((loop(params["layers"], batch["x"]) ** 2).sum(), jnp.float32(batch["x"].shape[0]))
+
+    return loss_fn
+
+
+def plan_of(strategy, **settings):
+    return jdp.Plan(jdp.make_mesh(), strategy, min_shard_size=64, **settings)
+
+
+def init(rng):
+    return {"layers": stacked(rng)}
+
+
+def init_unrolled(rng):
+    return {"layers": unstacked(stacked(rng))}
+
+
+def abstract(plan, init=init):
+    return jdp.abstract_state(init, optax.sgd(0.1), plan, rng=jax.random.key(0))
+
+
+def weights_moved(step, state):
+    """(kind, payload bytes, loops) of every collective that carries a weight, biases and scalars left out."""
+    found = collectives(step.compile(state, BATCH).as_text())
+    return sorted((c.kind, c.payload_bytes, c.loops) for c in found if c.payload_bytes >= LAYER_BYTES)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("partitioning", ["auto", "manual"])
+def test_zero3_gathers_one_layer_inside_the_loop_and_again_backwards(partitioning, accumulate):
+    loss_fn = loss_with(lambda layers, x: jdp.scan_layers(block, layers, x))
+    plan = plan_of("zero3")
+    step = jdp.make_train_step(loss_fn, plan, partitioning=partitioning, accumulate=accumulate)
+    moved = weights_moved(step, abstract(plan))
+    loops = (LAYERS,) if accumulate == 1 else (accumulate, LAYERS)
+    assert [m for m in moved if m[0] == "all-gather"] == [("all-gather", LAYER_BYTES, loops)] * 2
+    reductions = [m for m in moved if m[0] != "all-gather"]
+    if partitioning == "manual":
+        assert reductions == [("reduce-scatter", LAYER_BYTES, loops)]
+    else:  # XLA:CPU makes an all-reduce of it, with the bias combined
+        assert [(kind, loops) for kind, _, loops in reductions] == [("all-reduce", loops)]
+        assert reductions[0][1] <= LAYER_BYTES + 4 * WIDTH
+
+
+def test_zero2_gathers_all_layers_once_a_step():
+    loss_fn = loss_with(lambda layers, x: jdp.scan_layers(block, layers, x))
+    step = jdp.make_train_step(loss_fn, plan_of("zero2"), partitioning="manual")
+    whole = LAYERS * LAYER_BYTES
+    assert weights_moved(step, abstract(plan_of("zero2"))) == [("all-gather", whole, ()), ("reduce-scatter", whole, ())]
+
+
+@pytest.mark.parametrize("partitioning", ["auto", "manual"])
+def test_zero3_gathers_unrolled_layers_one_by_one(partitioning):
+    """XLA:CPU may merge a layer's two gathers, since it drops optimization barriers; GPUs keep them apart."""
+    loss_fn = loss_with(lambda layers, x: jdp.scan_layers(block, layers, x, remat="full"))
+    step = jdp.make_train_step(loss_fn, plan_of("zero3"), partitioning=partitioning)
+    moved = weights_moved(step, abstract(plan_of("zero3"), init_unrolled))
+    gathers = [m for m in moved if m[0] == "all-gather"]
+    assert set(gathers) == {("all-gather", LAYER_BYTES, ())}
+    assert LAYERS <= len(gathers) <= 2 * LAYERS
+
+
+def test_zero3_gathers_again_in_the_backward_pass_of_every_unrolled_layer():
+    """In the program as we hand it to XLA: one gather inside each layer's forward pass and one inside its backward."""
+    loss_fn = loss_with(lambda layers, x: jdp.scan_layers(block, layers, x, remat="full"))
+    step = jdp.make_train_step(loss_fn, plan_of("zero3"), partitioning="manual")
+    state = abstract(plan_of("zero3"), init_unrolled)
+    places = list(primitives(jax.make_jaxpr(step.jitted)(state, BATCH).jaxpr, "all_gather"))
+    assert len([inside for inside in places if "remat2" in inside]) == LAYERS  # the backward passes
+    # Nothing else keeps XLA from merging the two. A scan needs no such barrier, and has none.
+    assert step.lower(state, BATCH).as_text().count("optimization_barrier") >= LAYERS
+    scanned = abstract(plan_of("zero3"))
+    assert "optimization_barrier" not in step.lower(scanned, BATCH).as_text()
+
+
+@pytest.fixture
+def said(monkeypatch, caplog):
+    monkeypatch.setattr(notices, "_said", set())
+    caplog.set_level("INFO", "jdp")
+    return lambda: [line for line in caplog.messages if "gathered for the whole step" in line]
+
+
+@pytest.mark.parametrize("partitioning", ["auto", "manual"])
+def test_a_weight_changed_outside_the_block_is_right_and_said_once(partitioning, said):
+    def loop(layers, x):
+        return jdp.scan_layers(block, layers | {"w": layers["w"] * 2}, x)
+
+    plan = plan_of("zero3")
+    step = jdp.make_eval_step(loss_with(loop), plan, partitioning=partitioning)
+    state = jdp.init_state(init, optax.sgd(0.1), plan, rng=jax.random.key(0))
+    x = np.random.default_rng(0).normal(size=(ROWS, WIDTH)).astype(np.float32)
+    metrics = step(state, {"x": x})
+    step.lower(state, {"x": x})
+    expected = loop(jax.device_get(state.params)["layers"], x)
+    np.testing.assert_allclose(metrics["loss"], (expected**2).sum() / ROWS, rtol=1e-5)
+    [notice] = said()
+    assert notice.startswith(
+        f"scan_layers: ['w'] {(LAYERS, WIDTH, WIDTH)} is not a parameter as it stands in the model"
+    )
+    assert "cast or reshape it inside the block" in notice
+
+
+def test_a_block_s_statistics_are_no_weights_to_gather(said):
+    def loss(model, batch, rng):
+        y = jdp.scan_layers(lambda layer, x: layer(x), model, batch["x"])
+        return jdp.Loss((y**2).sum(), len(y))
+
+    def stack(rng):
+        return nnx.List([nnx.BatchNorm(WIDTH, rngs=nnx.Rngs(rng)) for _ in range(2)])
+
+    plan = plan_of("zero3")
+    state = jdp.abstract_state(stack, optax.sgd(0.1), plan, rng=jax.random.key(0))
+    jdp.make_train_step(loss, plan).lower(state, {"x": jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)})
+    assert not said()
+
+
+def test_a_weight_sharded_over_its_layers_is_said_with_the_rule_that_mends_it(said):
+    layers = 8
+
+    def wide(rng):
+        return {"layers": {"w": jnp.zeros((layers, WIDTH, WIDTH)), "b": jnp.zeros((layers, WIDTH))}}
+
+    def trace(rules):
+        plan = plan_of("zero3", rules=rules)
+        loss_fn = loss_with(lambda layers, x: jdp.scan_layers(block, layers, x))
+        jax.eval_shape(jdp.make_train_step(loss_fn, plan, partitioning="manual"), abstract(plan, wide), BATCH)
+
+    trace([("layers/b", P(None, "data"))])
+    assert said() == []
+    trace([("layers/b", P(None, "data")), ("layers/w", P("data"))])
+    [notice] = said()
+    assert notice.startswith("layers/w [8, 16, 16] is sharded over its layer dimension")
+    assert "Plan(..., rules=[('layers/w', PartitionSpec(None, 'data'))])" in notice
+    trace([("layers/b", P(None, "data")), ("layers/w", P(None, "data"))])
+    assert len(said()) == 1
+
+
+def test_without_zero3_nothing_is_said_of_weights_changed_outside(said):
+    loss_fn = loss_with(lambda layers, x: jdp.scan_layers(block, layers | {"w": layers["w"] * 2}, x))
+    for strategy in ("ddp", "zero2"):
+        jax.eval_shape(jdp.make_train_step(loss_fn, plan_of(strategy)), abstract(plan_of(strategy)), BATCH)
+    assert said() == []

@@ -1,0 +1,432 @@
+"""A loss that is no sum over examples: made right, or refused in words, wherever a step calls it on parts of the batch.
+
+The reference is the same loss on the whole batch at once, by plain jax. Tolerance 1e-5: float32 sums in another order.
+"""
+
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jdp
+from jdp.core import notices
+from jdp.models.batch_norm import BatchNorm
+
+ROWS, WIDTH = 32, 8
+MESH = jdp.make_mesh(devices=jax.devices()[:4])
+RATE = 0.5
+
+
+def init(rng):
+    return {"w": jax.random.normal(rng, (WIDTH, WIDTH)), "scale": jnp.ones(WIDTH)}
+
+
+def batch_of(rows=ROWS):
+    random = np.random.default_rng(1)
+    weight = random.integers(0, 4, rows).astype(np.float32)
+    return {"x": random.normal(size=(rows, WIDTH)).astype(np.float32), "weight": weight}
+
+
+def outputs(params, batch):
+    return (batch["x"] @ params["w"]) * params["scale"]
+
+
+def squares(params, batch):
+    return (jnp.square(outputs(params, batch)).mean(axis=1) * batch["weight"]).sum()
+
+
+def penalty(params):
+    return 0.1 * jnp.square(params["w"]).sum()  # penalised
+
+
+def one_step(loss, settings, init=init, batch=None, strategy="zero1", mesh=MESH):
+    """The step, the parameters before and after it, and its metrics."""
+    plan = jdp.Plan(mesh, strategy, min_shard_size=8)
+    step = jdp.make_train_step(loss, plan, **settings)
+    state = jdp.init_state(init, optax.sgd(RATE), plan, rng=jax.random.key(3))
+    before = jax.device_get(state.params)
+    state, metrics = step(state, batch_of() if batch is None else batch)
+    return step, before, jax.device_get(state.params), metrics
+
+
+def check_equals_whole(loss, settings):
+    """A step's loss and update are those of Σtotal / Σweight on the whole batch."""
+    _, before, after, metrics = one_step(loss, settings)
+
+    def objective(params):
+        value = loss(params, batch_of(), jax.random.key(0))
+        return value.total / value.weight if isinstance(value, jdp.Loss) else value
+
+    expected, gradient = jax.value_and_grad(objective)(before)
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
+    for name in before:
+        np.testing.assert_allclose(after[name], before[name] - RATE * gradient[name], rtol=1e-5, atol=1e-5)
+
+
+def line_with(mark):
+    """ "this file:line" of the line that ends in `# mark`."""
+    text = Path(__file__).read_text(encoding="utf-8").splitlines()
+    lines = [number for number, line in enumerate(text, 1) if line.endswith(f"# {mark}")]
+    return f"{__file__}:{lines[0]}"
+
+
+# Terms that are no sum over examples.
+
+
+def with_penalty(params, batch, rng):
+    return jdp.Loss(squares(params, batch) + penalty(params), batch["weight"].sum())
+
+
+@jax.jit
+def within(params, batch):
+    return 0.5 * (squares(params, batch) - 3.0 * penalty(params) / 2)  # within
+
+
+def with_penalty_inside(params, batch, rng):
+    return jdp.Loss(within(params, batch), batch["weight"].sum())
+
+
+PARTS = [
+    ({"accumulate": 2}, "data=4 × accumulate=2"),
+    ({"partitioning": "manual"}, "data=4"),
+    ({"partitioning": "auto", "accumulate": 4}, "accumulate=4"),
+]
+
+
+@pytest.mark.parametrize(("settings", "parts"), PARTS, ids=[parts for _, parts in PARTS])
+def test_a_weight_penalty_that_would_be_counted_several_times_is_refused(settings, parts):
+    plan = jdp.Plan(MESH)
+    abstract = jdp.abstract_state(init, optax.sgd(RATE), plan, rng=jax.random.key(0))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch_of())
+    for loss, mark in ((with_penalty, "penalised"), (with_penalty_inside, "within")):
+        message = (
+            f"its term at {line_with(mark)} \\(\\w+\\) does not depend on the batch.*{parts} parts.*penalty \\* weight"
+        )
+        with pytest.raises(ValueError, match=message):
+            jax.eval_shape(jdp.make_train_step(loss, plan, **settings), abstract, shapes)
+
+
+def weighed(params, batch, rng):
+    weight = batch["weight"].sum()
+    return jdp.Loss(squares(params, batch) + penalty(params) * weight, weight)
+
+
+def by_rows(params, batch, rng):
+    rows = batch["x"].shape[0]
+    return jdp.Loss(squares(params, batch) + penalty(params) * rows, jnp.float32(rows))
+
+
+def mean_with_weight_one(params, batch, rng):
+    return jdp.Loss(jnp.square(outputs(params, batch)).mean() + penalty(params), 1.0)
+
+
+def plain_mean(params, batch, rng):
+    return jnp.square(outputs(params, batch)).mean() + penalty(params)
+
+
+@pytest.mark.parametrize("loss", [weighed, by_rows, mean_with_weight_one, plain_mean], ids=lambda loss: loss.__name__)
+def test_the_right_forms_of_a_penalty_are_the_whole_batch_s(loss):
+    check_equals_whole(loss, {"accumulate": 2, "partitioning": "manual"})
+
+
+def test_a_penalty_is_right_where_the_loss_sees_the_whole_batch():
+    check_equals_whole(with_penalty, {})
+    step, *_ = one_step(with_penalty, {})
+    assert step.partitioning == "auto" and "auto alone counts it once, although w is used more than once" in step.why
+
+
+# Losses that mix examples.
+
+
+def contrastive(params, batch, rng):
+    """Each row against all others of the batch (InfoNCE, arXiv:1807.03748)."""
+    z = outputs(params, batch)
+    return jdp.Loss(-jnp.diag(jax.nn.log_softmax(z @ batch["x"].T)).sum(), jnp.float32(z.shape[0]))
+
+
+def normalised(params, batch, rng):
+    z = outputs(params, batch)
+    z = (z - z.mean(axis=0)) / (z.std(axis=0) + 1e-3)
+    return jdp.Loss((jnp.square(z - 1).sum(axis=1) * batch["weight"]).sum(), batch["weight"].sum())
+
+
+def pairs(params, batch, rng):
+    z = outputs(params, batch)
+    return jdp.Loss(jnp.square(z[0::2] - z[1::2]).sum(), jnp.float32(z.shape[0]))
+
+
+def reshaped_pairs(params, batch, rng):
+    """The same, of a form that one row alone does not take."""
+    z = outputs(params, batch).reshape(-1, 2, WIDTH)
+    return jdp.Loss(jnp.square(z[:, 0] - z[:, 1]).sum(), jnp.float32(2 * z.shape[0]))
+
+
+def weighted_mean(params, batch, rng):
+    return squares(params, batch) / batch["weight"].sum()
+
+
+def weight_is_a_constant(params, batch, rng):
+    return jdp.Loss(squares(params, batch), 100.0)
+
+
+MIXING = [contrastive, normalised, pairs]
+
+
+@pytest.mark.parametrize("loss", MIXING, ids=lambda loss: loss.__name__)
+def test_a_loss_that_mixes_examples_gets_auto_where_that_is_right(loss):
+    precision = jdp.Precision(reduce="bf16")  # a reason for manual
+    step, before, _, metrics = one_step(loss, {"precision": precision})
+    assert step.partitioning == "auto" and "mixes examples" in step.why and "reduce gradients" in step.why
+    whole = loss(before, batch_of(), None)
+    np.testing.assert_allclose(metrics["loss"], whole.total / whole.weight, rtol=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{"accumulate": 2}, {"partitioning": "manual"}], ids=str)
+@pytest.mark.parametrize("loss", [*MIXING, weight_is_a_constant], ids=lambda loss: loss.__name__)
+def test_else_it_is_refused(loss, settings):
+    with pytest.raises(
+        ValueError, match=r"must not mix examples where it is called on parts .*=.*accumulate=1.*group=2"
+    ):
+        one_step(loss, settings)
+
+
+def test_rows_that_cannot_stand_alone_are_tried_as_the_step_takes_them():
+    with pytest.raises(ValueError, match="must not mix"):
+        one_step(reshaped_pairs, {"accumulate": 2})
+    check_equals_whole(reshaped_pairs, {"partitioning": "manual"})  # neighbours are on one device
+    check_equals_whole(reshaped_pairs, {"accumulate": 2, "group": 2})
+
+
+def test_a_weighted_mean_over_microbatches_is_refused():
+    """A plain scalar counts as the mean over the rows: with uneven weights that is another thing for each part."""
+    check_equals_whole(weighted_mean, {})
+    with pytest.raises(ValueError, match="must not mix"):
+        one_step(weighted_mean, {"accumulate": 4})
+
+
+def test_an_evaluation_over_microbatches_is_held_to_the_same():
+    plan = jdp.Plan(MESH)
+    state = jdp.init_state(init, optax.sgd(RATE), plan, rng=jax.random.key(3))
+    expected = contrastive(state.params, batch_of(), None)
+    metrics = jdp.make_eval_step(contrastive, plan)(state, batch_of())
+    np.testing.assert_allclose(metrics["loss"], expected.total / expected.weight, rtol=1e-5)
+    with pytest.raises(ValueError, match="must not mix"):
+        jdp.make_eval_step(contrastive, plan, accumulate=2)(state, batch_of())
+
+
+def test_the_check_can_be_turned_off():
+    _, before, _, metrics = one_step(contrastive, {"accumulate": 2, "check_loss": False})
+    whole = contrastive(before, batch_of(), None)
+    assert abs(metrics["loss"] - whole.total / whole.weight) > 0.1
+
+
+# Rows that belong together.
+
+
+@pytest.mark.parametrize(
+    "settings", [{"accumulate": 4}, {"partitioning": "manual"}, {"accumulate": 2, "partitioning": "auto"}], ids=str
+)
+def test_neighbours_stay_together_in_a_group(settings):
+    check_equals_whole(pairs, {"group": 2, **settings})
+
+
+def test_a_group_is_never_split_over_devices_or_microbatches():
+    with pytest.raises(ValueError, match=re.escape("must divide by data=4 × accumulate=2 × group=3 = 24; got 32")):
+        one_step(pairs, {"accumulate": 2, "group": 3})
+    with pytest.raises(ValueError, match=r"group is the number of neighbouring rows .* got 0"):
+        one_step(pairs, {"group": 0})
+
+
+# What is no reason for an error.
+
+
+def test_noise_and_padding_are_none():
+    """Random draws differ between rows and layouts, and a batch may begin with rows that do not count."""
+
+    def noisy(params, batch, rng):
+        keep = jax.random.bernoulli(rng, 0.5, batch["x"].shape)
+        noise = jax.random.normal(jax.random.fold_in(rng, 1), (WIDTH,))
+        return jdp.Loss(squares(params, {**batch, "x": batch["x"] * keep + noise}), batch["weight"].sum())
+
+    batch = batch_of()
+    batch["weight"][: ROWS - 8] = 0
+    step, *_ = one_step(noisy, {"accumulate": 2}, batch=batch)
+    assert step.partitioning == "manual"
+
+
+@pytest.mark.parametrize("norm", [nnx.BatchNorm, BatchNorm], ids=["flax", "jdp"])
+def test_batch_norm_is_none(norm):
+    """Its statistics are taken over all devices, and are known to be those of a microbatch."""
+
+    def module(rng):
+        rngs = nnx.Rngs(rng)
+        return nnx.Sequential(nnx.Linear(WIDTH, WIDTH, rngs=rngs), norm(WIDTH, rngs=rngs))
+
+    def loss(model, batch, rng):
+        return jdp.Loss(jnp.square(model(batch["x"]) - 1).sum(), jnp.float32(batch["x"].shape[0]))
+
+    step, *_ = one_step(loss, {"precision": "bf16"}, init=module)
+    assert step.partitioning == "manual"
+
+
+def test_what_was_found_holds_for_batches_of_other_shapes():
+    def contrasted(params, batch, rng):
+        scores = outputs(params, batch) @ batch["x"].T
+        return jdp.Loss(-jnp.diag(jax.nn.log_softmax(scores)).sum(), len(scores))
+
+    plan = jdp.Plan(MESH, "ddp")
+    step = jdp.make_train_step(contrasted, plan, precision="bf16", donate=False)
+    state = jdp.init_state(init, optax.sgd(RATE), plan, rng=jax.random.key(3))
+    for rows in (ROWS, ROWS // 2):
+        _, metrics = step(state, batch_of(rows))
+        whole = contrasted(state.params, batch_of(rows), None)
+        assert step.partitioning == "auto"
+        np.testing.assert_allclose(metrics["loss"], whole.total / whole.weight, rtol=0.05)
+    abstract = jax.eval_shape(lambda: (state, batch_of()))
+    assert step.on(jdp.make_mesh()).settle(*abstract) == "auto"
+
+
+def test_a_penalty_times_zero_is_none():
+    def unpenalised(params, batch, rng):
+        return jdp.Loss(squares(params, batch) + 0.0 * penalty(params), batch["weight"].sum())
+
+    check_equals_whole(unpenalised, {"accumulate": 2})
+
+
+def test_a_loss_of_rounding_errors_alone_is_none():
+    teacher = jax.jit(outputs)(jax.device_get(init(jax.random.key(0))), batch_of())
+
+    def distance(params, batch, rng):
+        ours, theirs = jax.nn.log_softmax(outputs(params, batch)), jax.nn.log_softmax(batch["teacher"])
+        return jdp.Loss((jnp.exp(theirs) * (theirs - ours)).sum(), len(ours))
+
+    batch = {**batch_of(), "teacher": np.asarray(teacher)}
+    *_, metrics = one_step(distance, {"accumulate": 2}, lambda rng: init(jax.random.key(0)), batch)
+    assert abs(metrics["loss"]) < 1e-5
+
+
+def test_a_loss_that_draws_until_it_is_content_is_not_tried(monkeypatch, caplog):
+    monkeypatch.setattr(notices, "_said", set())
+    caplog.set_level("INFO", "jdp")
+
+    def redrawn(params, batch, rng):
+        def draw(carry):
+            return jax.random.split(carry[0])[0], jax.random.uniform(carry[0])
+
+        _, factor = jax.lax.while_loop(lambda carry: carry[1] < 0.7, draw, (rng, jnp.float32(0)))
+        return jdp.Loss(squares(params, batch) * factor, batch["weight"].sum())
+
+    one_step(redrawn, {"accumulate": 2})
+    assert any("could not be tried" in line and "until a draw is accepted" in line for line in caplog.messages)
+
+
+def test_every_step_is_checked_once():
+    """The second call traces nothing and computes nothing beside the step."""
+    calls = []
+
+    def counted(params, batch, rng):
+        calls.append(1)
+        return weighed(params, batch, rng)
+
+    plan = jdp.Plan(MESH)
+    step = jdp.make_train_step(counted, plan, accumulate=2)
+    state = jdp.init_state(init, optax.sgd(RATE), plan, rng=jax.random.key(3))
+    state, _ = step(state, batch_of())
+    first = len(calls)
+    step(state, batch_of())
+    assert first > 0 and len(calls) == first
+
+
+# Axes, constraints, dtypes.
+
+
+def test_a_loss_that_names_the_batch_axes_is_told_who_has_them():
+    def summed(params, batch, rng):
+        return jdp.Loss(jax.lax.psum(squares(params, batch), "data"), batch["weight"].sum())
+
+    for settings in ({}, {"partitioning": "auto"}):
+        with pytest.raises(
+            ValueError, match="names the mesh axis 'data', which exists under partitioning='manual' only"
+        ):
+            one_step(summed, settings)
+
+
+def test_a_constraint_on_the_batch_axes_takes_auto():
+    def constrained(params, batch, rng):
+        x = jax.lax.with_sharding_constraint(batch["x"], jax.NamedSharding(MESH, jax.P("data")))  # constrained
+        return jdp.Loss(squares(params, {**batch, "x": x}), batch["weight"].sum())
+
+    check_equals_whole(constrained, {"accumulate": 2})
+    step, *_ = one_step(constrained, {"accumulate": 2})
+    assert step.partitioning == "auto" and line_with("constrained") in step.why
+    with pytest.raises(ValueError, match=f"cannot shard over data; it does at {line_with('constrained')}"):
+        one_step(constrained, {"partitioning": "manual"})
+
+
+def test_a_float32_batch_that_widens_bf16_products_is_named(monkeypatch, caplog):
+    monkeypatch.setattr(notices, "_said", set())
+    caplog.set_level("INFO", "jdp")
+
+    def narrow(params, batch, rng):
+        return weighed(params, {**batch, "x": batch["x"].astype(jnp.bfloat16)}, rng)
+
+    for loss, named in ((narrow, False), (weighed, True)):
+        one_step(loss, {"precision": "bf16"})
+        said = [r.getMessage() for r in caplog.records if "computed in float32" in r.getMessage()]
+        assert bool(said) == named
+    assert "batch['x'] is float32 and meets bf16 weights at" in said[0] and "astype" in said[0]
+
+
+@pytest.mark.parametrize("settings", [{}, {"accumulate": 2}], ids=str)
+def test_a_mesh_with_explicit_axes_is_taken(settings):
+    """The default of `jax.make_mesh`: as the plan's mesh, and set around a plan's step."""
+    explicit = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    expected = one_step(weighed, settings)[2]
+    for got in (one_step(weighed, settings, mesh=explicit)[2], _under(explicit, settings)):
+        jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+def _under(mesh, settings):
+    with jax.set_mesh(mesh):
+        return one_step(weighed, settings)[2]
+
+
+def test_a_mesh_with_manual_axes_is_refused():
+    manual = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4], axis_types=(jax.sharding.AxisType.Manual,))
+    with pytest.raises(ValueError, match=re.escape("Write jdp.make_mesh(data=4)")):
+        jdp.Plan(manual)
+
+
+# Norms and optimizers.
+
+
+@pytest.mark.parametrize(("clip_norm", "taken"), [(1.0, True), (None, False)])
+def test_a_huge_finite_gradient_has_a_finite_norm(clip_norm, taken):
+    """Clipped it is taken; unclipped its square would be an optimizer's infinite second moment, for ever."""
+
+    def huge(params, batch, rng):
+        return jdp.Loss((params["scale"] * 1e25).sum() * batch["weight"].sum(), batch["weight"].sum())
+
+    _, before, after, metrics = one_step(huge, {"clip_norm": clip_norm})
+    np.testing.assert_allclose(metrics["grad_norm"], 1e25 * np.sqrt(WIDTH), rtol=1e-6)
+    assert metrics["skipped"] == (0 if taken else 1)
+    moved = RATE / np.sqrt(WIDTH) if taken else 0
+    np.testing.assert_allclose(before["scale"] - after["scale"], moved, rtol=1e-6)
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_an_optimizer_that_takes_other_extra_arguments(chained):
+    tx = optax.contrib.sam(optax.sgd(RATE), optax.chain(optax.contrib.normalize(), optax.sgd(0.05)), sync_period=2)
+    tx = optax.chain(optax.clip(10.0), tx) if chained else tx
+    plan = jdp.Plan(MESH)
+    state = jdp.init_state(init, tx, plan, rng=jax.random.key(3))
+    before = jax.device_get(state.params["w"])
+    step = jdp.make_train_step(weighed, plan)
+    for _ in range(2):
+        state, _ = step(state, batch_of())
+    assert np.abs(jax.device_get(state.params["w"]) - before).max() > 1e-3

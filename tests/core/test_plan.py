@@ -1,0 +1,352 @@
+"""Where every leaf of a train state lives, why, and how many bytes of it a device holds."""
+
+import logging
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jdp
+from jdp.core import notices
+from jdp.core.sharding.placement import rest_spec
+from jdp.core.sharding.strategy import STRATEGIES
+
+
+@pytest.fixture
+def said(monkeypatch, caplog):
+    """What was said during the test, as a function: notices are said once a process, so forget the earlier ones."""
+    monkeypatch.setattr(notices, "_said", set())
+    caplog.set_level("INFO", "jdp")
+    return lambda: [record.getMessage() for record in caplog.records if record.name == "jdp"]
+
+
+def abstract(plan, shapes, tx=None):
+    """An abstract state with parameters of the given shapes: {name: shape}, nested."""
+    tx = optax.adam(1e-3) if tx is None else tx
+    is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
+    return jdp.abstract_state(
+        lambda rng: jax.tree.map(jnp.zeros, shapes, is_leaf=is_shape), tx, plan, rng=jax.random.key(0)
+    )
+
+
+def by_path(plan, state):
+    return {place.path: place for place in plan.placements(state)}
+
+
+# Which dimension is sharded at rest.
+
+
+@pytest.mark.parametrize(
+    ("shape", "compute", "axes", "expected", "reason"),
+    [
+        ((256, 512), P(), {"data": 8}, P(None, "data"), "sharded on dimension 1: 512 over data=8"),
+        ((512, 256), P(), {"data": 8}, P("data"), "sharded on dimension 0: 512 over data=8"),
+        ((256, 256), P(), {"data": 8}, P("data"), "dimension 0"),  # the first of equals
+        ((100, 64), P(), {"data": 8}, P(None, "data"), "dimension 1"),  # the largest does not divide
+        ((64, 32, 32), P(), {"data": 8}, P(None, "data"), "dimension 1"),  # perhaps stacked layers: leading dim last
+        ((64, 3, 33), P(), {"data": 8}, P("data"), "dimension 0"),  # ... but better than not at all
+        ((2048,), P(), {"data": 8}, P("data"), "dimension 0"),
+        ((1024,), P(), {"data": 8}, P("data"), "dimension 0"),  # min_shard_size itself is not too small
+        ((1023,), P(), {"data": 8}, P(), "replicated: 1023 elements, fewer than min_shard_size=1024"),
+        ((33, 101), P(), {"data": 8}, P(), "replicated: no dimension of [33, 101] divides by data=8"),
+        ((256, 512), P(), {"data": 1}, P(), "the data axis has one device"),
+        ((), P(), {"data": 8}, P(), "replicated: 1 elements"),
+        # The model's own axes: an untouched dimension first, though it is smaller; else the rest of a taken one.
+        ((64, 512), P(None, "model"), {"data": 4, "model": 2}, P("data", "model"), "dimension 0"),
+        ((63, 512), P(None, "model"), {"data": 4, "model": 2}, P(None, ("model", "data")), "dimension 1"),
+        ((63, 516), P(None, "model"), {"data": 4, "model": 2}, P(None, "model"), "no dimension"),  # 516 / 2 / 4: no
+        ((512, 64), P("model"), {"data": 4, "model": 2}, P("model", "data"), "dimension 1"),
+    ],
+)
+def test_the_rest_spec(shape, compute, axes, expected, reason):
+    spec, why = rest_spec(shape, compute, axes, 1024)
+    assert spec == expected
+    assert reason in why
+
+
+def test_empty_arrays_are_not_sharded():
+    assert rest_spec((0, 64), P(), {"data": 8}, 0)[0] == P(None, "data")
+    assert rest_spec((0,), P(), {"data": 8}, 0)[0] == P()
+
+
+def test_the_strategies_are_the_rows_of_the_table():
+    rows = {name: (row.shard_state, row.reduce_each_microbatch, row.gather) for name, row in STRATEGIES.items()}
+    assert rows == {
+        "ddp": (False, False, "never"),
+        "zero1": (True, False, "step"),
+        "zero2": (True, True, "step"),
+        "zero3": (True, True, "use"),
+    }
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_parameters_and_what_mirrors_them_rest_sharded_under_zero_only(strategy):
+    plan = jdp.Plan(jdp.make_mesh(), strategy)
+    places = by_path(plan, abstract(plan, {"w": (256, 512), "b": (512,)}))
+    large = P() if strategy == "ddp" else P(None, "data")
+    for head in ("params", "opt_state/0/mu", "opt_state/0/nu"):
+        assert places[f"{head}/w"].rest == large
+        assert places[f"{head}/b"].rest == P()
+        assert places[f"{head}/w"].compute == P()
+        assert places[f"{head}/w"].dim == (None if strategy == "ddp" else 1)
+    assert places["opt_state/0/mu/w"].reason == "mirrors params/w"
+    others = places.keys() - {f"{h}/{p}" for h in ("params", "opt_state/0/mu", "opt_state/0/nu") for p in "wb"}
+    assert others == {"step", "rng", "skipped", "opt_state/0/count"}
+    assert all(places[path].rest == P() for path in others)
+
+
+def test_a_placement_says_shape_dtype_bytes_and_reason():
+    plan = jdp.Plan(jdp.make_mesh(), "zero3")
+    place = by_path(plan, abstract(plan, {"w": (256, 512)}))["params/w"]
+    assert (place.shape, place.dtype, place.bytes_per_device) == ((256, 512), "float32", 256 * 512 * 4 // 8)
+    assert place.reason == "sharded on dimension 1: 512 over data=8"
+
+
+def test_any_pytree_of_parameters_has_paths():
+    plan = jdp.Plan(jdp.make_mesh(), "zero3", rules=[("1/w", P("data"))])
+    state = abstract(plan, [{"w": (256, 512)}, {"w": (256, 512)}])
+    places = by_path(plan, state)
+    assert places["params/0/w"].rest == places["opt_state/0/mu/0/w"].rest == P(None, "data")
+    assert places["params/1/w"].rest == places["opt_state/0/nu/1/w"].rest == P("data")
+
+
+def test_a_bare_array_is_a_pytree_too():
+    plan = jdp.Plan(jdp.make_mesh(), "zero3", rules=[("*", P("data"))])
+    state = jdp.abstract_state(lambda rng: jnp.zeros((256, 512)), optax.adam(1e-3), plan, rng=jax.random.key(0))
+    assert state.params.sharding.spec == P("data")
+    assert state.opt_state[0].mu.sharding.spec == P("data")
+
+
+# Rules.
+
+MODEL_MESH = {"data": 4, "model": 2}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "rules", "rest", "compute"),
+    [
+        ("zero3", [("*w", P(None, "model"))], P("data", "model"), P(None, "model")),
+        ("ddp", [("*w", P(None, "model"))], P(None, "model"), P(None, "model")),
+        ("zero3", [("a/b/w", P("data"))], P("data"), P()),  # naming `data` pins the dimension
+        ("zero3", [("*w", P("data", "model"))], P("data", "model"), P(None, "model")),
+        ("zero3", [("*w", P(None, ("model", "data")))], P(None, ("model", "data")), P(None, "model")),
+        ("ddp", [("*w", P("data", "model"))], P(None, "model"), P(None, "model")),
+        ("zero1", [("a/*/w", P("model")), ("*w", P(None, "model"))], P("model", "data"), P("model")),  # first match
+        ("zero1", [("a/*", P("model"))], P("model", "data"), P("model")),  # `*` matches slashes too
+    ],
+)
+def test_rules_give_the_compute_spec_and_may_pin_data(strategy, rules, rest, compute):
+    plan = jdp.Plan(jdp.make_mesh(**MODEL_MESH), strategy, rules=rules)
+    state = abstract(plan, {"a": {"b": {"w": (64, 512)}}})
+    for path in ("params/a/b/w", "opt_state/0/mu/a/b/w"):
+        place = by_path(plan, state)[path]
+        assert NamedSharding(plan.mesh, place.rest).is_equivalent_to(NamedSharding(plan.mesh, rest), 2)
+        assert NamedSharding(plan.mesh, place.compute).is_equivalent_to(NamedSharding(plan.mesh, compute), 2)
+
+
+def test_a_rule_may_shard_what_is_too_small_to_shard_by_itself():
+    plan = jdp.Plan(jdp.make_mesh(), "zero1", rules=[("b", P("data"))])
+    assert by_path(plan, abstract(plan, {"b": (16,)}))["opt_state/0/nu/b"].rest == P("data")
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ([("*", P("tensor"))], r"axes of the mesh only, ('data', 'model'); the rule for '*' names 'tensor'."),
+        ([("*", P(("data", "tensor")))], "names 'tensor'"),
+        ([("*bias", P("model"))], "Every rule must match a parameter; '*bias' matches none."),
+        ([("*", P(None, None, "model"))], "has 3 entries, but a/w has shape [63, 12]."),
+        ([("*", P("model"))], f"dimension 0 of a/w [63, 12] is 63, and {P('model')} cuts it into 2."),
+        ([("*", P(None, ("model", "data")))], "dimension 1 of a/w [63, 12] is 12, and"),
+    ],
+)
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_a_rule_that_does_not_fit_is_refused(rules, message, strategy):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        plan = jdp.Plan(jdp.make_mesh(**MODEL_MESH), strategy, rules=rules)
+        abstract(plan, {"a": {"w": (63, 12)}})
+
+
+@pytest.mark.parametrize("spec", [P("replica"), P(None, ("replica", "data"))])
+def test_replica_carries_the_batch_only(spec):
+    """The manual step would see half of such a parameter and take it for the whole."""
+    with pytest.raises(ValueError, match="replica"):
+        jdp.Plan(jdp.make_mesh(replica=2, data=4), "zero3", rules=[("*", spec)])
+
+
+# The plan itself.
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"), [("zro3", "did you mean 'zero3'?"), ("dpp", "did you mean 'ddp'?"), ("quux", "got 'quux'.")]
+)
+def test_a_misspelt_strategy_is_offered_the_nearest(word, hint):
+    with pytest.raises(ValueError, match=re.escape("one of ddp, zero1, zero2, zero3; got")) as error:
+        jdp.Plan(jdp.make_mesh(), word)
+    assert str(error.value).endswith(hint)
+
+
+def test_a_plan_needs_a_data_axis():
+    with pytest.raises(ValueError, match=r"a mesh with a `data` axis; got axes \('model',\)"):
+        jdp.Plan(jax.make_mesh((8,), ("model",), axis_types=(jax.sharding.AxisType.Auto,)))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "axes", "text"),
+    [
+        ("ddp", {}, "ddp on data=8 cpu devices: everything replicated"),
+        ("zero1", {"replica": 2, "data": 4}, "zero1 on replica=2 × data=4 cpu devices: gathered once a step"),
+        ("zero2", {"data": 4, "model": 2}, "zero2 on data=4 × model=2 cpu devices: gathered once a step"),
+        ("zero3", {}, "zero3 on data=8 cpu devices: gathered at each use"),
+    ],
+)
+def test_a_plan_reads_as_a_sentence(strategy, axes, text):
+    assert str(jdp.Plan(jdp.make_mesh(**axes), strategy)) == text
+
+
+def test_the_batch_lies_over_replica_and_data():
+    plan = jdp.Plan(jdp.make_mesh(replica=2, data=2, model=2))
+    assert plan.batch_shards == 4
+    assert plan.batch_sharding == NamedSharding(plan.mesh, P(("replica", "data")))
+
+
+def test_a_plan_on_another_mesh_is_otherwise_the_same():
+    plan = jdp.Plan(jdp.make_mesh(), "zero2", rules=[("*w", P("data"))], min_shard_size=7)
+    moved = plan.on(jdp.make_mesh(devices=jax.devices()[:4]))
+    assert (moved.strategy, moved.rules, moved.min_shard_size) == ("zero2", plan.rules, 7)
+    assert moved.mesh.shape == {"data": 4}
+    assert plan.mesh.shape == {"data": 8}
+
+
+# Optimizer states.
+
+# The twins differ in nothing but their path, of which one is the end of the other, and their rules pin different dims.
+TWINS = {"w": (64, 64), "inner": {"w": (64, 64)}, "b": (64,)}
+TWIN_RULES = [("w", P("data")), ("inner/w", P(None, "data"))]
+
+
+MIRRORS = {
+    "chain": (lambda: optax.chain(optax.clip(1.0), optax.adamw(optax.linear_schedule(1.0, 0.0, 9))), 2),
+    "trace": (lambda: optax.sgd(0.1, momentum=0.9), 1),
+    "inject_hyperparams": (lambda: optax.inject_hyperparams(optax.adamw)(learning_rate=0.1), 2),
+    "MultiSteps": (lambda: optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(), 3),
+    "multi_transform": (
+        lambda: optax.multi_transform(
+            {"adam": optax.adam(0.1), "sgd": optax.sgd(0.1, momentum=0.9)},
+            {"w": "adam", "inner": {"w": "adam"}, "b": "sgd"},
+        ),
+        2,
+    ),
+    "masked": (
+        lambda: optax.masked(optax.adam(0.1), {"w": True, "inner": {"w": True}, "b": False}),
+        2,
+    ),
+    "apply_if_finite": (lambda: optax.apply_if_finite(optax.lion(0.1), 3), 1),
+}
+
+
+@pytest.mark.parametrize("name", MIRRORS)
+def test_optimizer_state_mirrors_parameters_by_path_through_wrappers(name):
+    make, copies = MIRRORS[name]
+    plan = jdp.Plan(jdp.make_mesh(), "zero1", rules=TWIN_RULES)
+    state = abstract(plan, TWINS, make())
+    leaves = [place for place in plan.placements(state) if place.path.startswith("opt_state/")]
+    twins = [place for place in leaves if place.shape == (64, 64)]
+    assert len(twins) == 2 * copies
+    for place in twins:
+        assert place.rest == (P(None, "data") if "/inner/" in place.path else P("data")), place.path
+    assert all(place.rest == P() for place in leaves if place not in twins)
+
+
+def test_optimizer_leaves_of_other_shapes_are_placed_by_their_own():
+    """Adafactor's factored moments lack a dimension: where it is the sharded one, their own shape decides."""
+    plan = jdp.Plan(jdp.make_mesh(), "zero1", rules=[("w", P(None, None, "data"))], min_shard_size=64)
+    state = abstract(plan, {"w": (12, 256, 512)}, optax.adafactor(0.1, momentum=0.9))
+    shapes = {
+        place.path.rpartition("/")[0].rpartition("/")[2]: place for place in plan.placements(state) if place.shape
+    }
+    rows, columns = sorted((p for p in shapes.values() if len(p.shape) == 2), key=lambda p: p.shape)
+    assert (rows.shape, rows.rest) == ((12, 256), P(None, "data"))
+    assert (columns.shape, columns.rest) == ((12, 512), P(None, "data"))
+    assert rows.reason == "sharded on dimension 1: 256 over data=8 (dimensions [0, 1] of params/w)"
+    assert columns.reason == "dimensions [0, 2] of params/w"
+    assert [p.rest for p in plan.placements(state) if p.shape == (12, 256, 512)] == [P(None, None, "data")] * 2
+    ddp = jdp.Plan(plan.mesh, "ddp")
+    assert {p.rest for p in ddp.placements(state)} == {P()}
+
+
+# Bytes.
+
+SHAPES = {"w": (16, 96), "stacked": (3, 24, 16), "small": (40,), "odd": (33, 35)}
+MESHES = {
+    "data=8": ({"data": 8}, ()),
+    "replica=2,data=4": ({"replica": 2, "data": 4}, ()),
+    "data=4,model=2": ({"data": 4, "model": 2}, (("w", P(None, "model")),)),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("mesh", MESHES)
+def test_the_bytes_foreseen_are_the_bytes_held(mesh, strategy):
+    axes, rules = MESHES[mesh]
+    plan = jdp.Plan(jdp.make_mesh(**axes), strategy, rules=rules, min_shard_size=100)
+    init = lambda rng: {name: jnp.zeros(shape) for name, shape in SHAPES.items()}  # noqa: E731
+    state = jdp.init_state(init, optax.adam(1e-3), plan, rng=jax.random.key(0))
+    places, held = plan.placements(state), dict.fromkeys(jax.devices(), 0)
+    for place, leaf in zip(places, jax.tree.leaves(state), strict=True):
+        words = jax.random.key_data(leaf) if place.path == "rng" else leaf
+        for shard in words.addressable_shards:
+            assert shard.data.nbytes == place.bytes_per_device, place.path
+            held[shard.device] += shard.data.nbytes
+    assert set(held.values()) == {sum(place.bytes_per_device for place in places)}
+
+    # fp32 Adam: 12 bytes a parameter, whole or cut by the data axis, and the model's axis where it has a rule.
+    data, scalars = 1 if strategy == "ddp" else axes["data"], 3 * 4 + 8
+    sizes = {name: math.prod(shape) for name, shape in SHAPES.items()}
+    cut = {"w": data * (2 if rules else 1), "stacked": data}
+    assert sum(p.bytes_per_device for p in places) == scalars + sum(12 * n // cut.get(k, 1) for k, n in sizes.items())
+
+
+@pytest.mark.parametrize(("strategy", "share"), [("ddp", 1), ("zero1", 8), ("zero2", 8), ("zero3", 8)])
+def test_adam_costs_twelve_bytes_a_parameter_and_zero_divides_them(strategy, share):
+    plan = jdp.Plan(jdp.make_mesh(), strategy)
+    psi = 4096 * 1024
+    total = sum(place.bytes_per_device for place in plan.placements(abstract(plan, {"w": (4096, 1024)})))
+    assert total == 12 * psi // share + 3 * 4 + 8  # step, skipped, Adam's count; the key's two words
+
+
+# What is said.
+
+
+def test_what_could_not_be_sharded_is_said_once_with_reason_and_bytes(said):
+    plan = jdp.Plan(jdp.make_mesh(), "zero2")
+    state = abstract(plan, {"w": (64, 64), "odd": (33, 101), "b1": (64,), "b2": (64,), "b3": (64,), "b4": (64,)})
+    for _ in range(2):
+        plan.report_replicated(state)
+    assert said() == [
+        "odd [33, 101] is replicated: no dimension of [33, 101] divides by data=8 (13,332 bytes on every device)",
+        "4 parameters of fewer than 1024 elements stay replicated (1,024 bytes on every device): b1, b2, b3, ...",
+    ]
+
+
+@pytest.mark.parametrize(("strategy", "devices"), [("ddp", 8), ("zero3", 1)])
+def test_where_nothing_is_sharded_nothing_is_said(strategy, devices, said):
+    plan = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:devices]), strategy)
+    plan.report_replicated(abstract(plan, {"odd": (33, 101)}))
+    assert said() == []
+
+
+def test_what_is_said_goes_to_standard_error_where_no_logging_is_set_up(monkeypatch, capsys):
+    """Once a process; and as a library we keep quiet where the application has silenced us."""
+    monkeypatch.setattr(notices, "_said", set())
+    monkeypatch.setattr(notices.logger, "hasHandlers", lambda: False)
+    for text in ("a leaf is replicated", "a leaf is replicated", "and another"):
+        notices.notice(text)
+    monkeypatch.setattr(notices.logger, "level", logging.ERROR)
+    notices.notice("not heard")
+    assert capsys.readouterr() == ("", "jdp: a leaf is replicated\njdp: and another\n")

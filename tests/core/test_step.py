@@ -1,0 +1,522 @@
+"""The train and eval step: what is summed, what is guarded, what is donated, where results lie, and what is refused.
+
+That all strategies and partitionings agree with one device is test_equivalence.py; here most models are linear, with
+small whole numbers for data, so that sums are exact in float32 in any order and results can be compared bit by bit.
+"""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jdp
+from jdp.core import notices
+
+FEATURES, ROWS = 16, 64
+SHARDED = {"min_shard_size": 8}
+
+
+@functools.cache
+def plan_of(strategy="ddp", devices=8, **axes):
+    return jdp.Plan(jdp.make_mesh(devices=jax.devices()[:devices], **axes), strategy, **SHARDED)
+
+
+def init(rng):
+    return {"w": jnp.arange(FEATURES, dtype=jnp.float32), "b": jnp.zeros(())}
+
+
+def state_of(plan, tx, init=init):
+    return jdp.init_state(init, tx, plan, rng=jax.random.key(5))
+
+
+def abstract(plan, tx=None, init=init):
+    return jdp.abstract_state(init, optax.sgd(0.1) if tx is None else tx, plan, rng=jax.random.key(5))
+
+
+def whole_numbers(seed=0, rows=ROWS):
+    """A batch of small whole numbers; weights 0 to 3, none at all in a quarter of the rows, 128 together."""
+    random = np.random.default_rng(seed)
+    x = random.integers(-2, 3, (rows, FEATURES)).astype(np.float32)
+    weight = random.integers(0, 4, rows).astype(np.float32)
+    weight[: rows // 4] = 0  # the first microbatch rows and the first two devices: averages of averages would show
+    weight[-1] += 128 - weight.sum()
+    return {"x": x, "weight": weight}
+
+
+def predict(params, batch):
+    return batch["x"] @ params["w"] + params["b"]
+
+
+def weighted_sum(params, batch, rng):
+    y = predict(params, batch)
+    hits = (y > 0).astype(jnp.float32)
+    metrics = {"hits": (hits * batch["weight"]).sum(), "share": (hits.sum(), jnp.float32(y.shape[0]))}
+    return jdp.Loss((y * batch["weight"]).sum(), batch["weight"].sum(), metrics)
+
+
+def mean(params, batch, rng):
+    return predict(params, batch).mean()
+
+
+def squares(params, batch, rng):
+    return jdp.Loss((predict(params, batch) ** 2).sum() / 8, jnp.float32(batch["x"].shape[0]))
+
+
+def shapes(rows=ROWS):
+    return {
+        "x": jax.ShapeDtypeStruct((rows, FEATURES), jnp.float32),
+        "weight": jax.ShapeDtypeStruct((rows,), jnp.float32),
+    }
+
+
+def trace(step, state, batch=None):
+    """What the step would return; runs and compiles nothing."""
+    return jax.eval_shape(step, state, shapes() if batch is None else batch)
+
+
+@pytest.fixture
+def said(monkeypatch, caplog):
+    monkeypatch.setattr(notices, "_said", set())
+    caplog.set_level("INFO", "jdp")
+    return lambda: [record.getMessage() for record in caplog.records if record.name == "jdp"]
+
+
+def leaves(state):
+    """path -> one numpy array for each device's shard, the key as its words."""
+    words = jax.tree.map(lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x, state)
+    return {
+        jax.tree_util.keystr(path): [np.array(shard.data) for shard in leaf.addressable_shards]
+        for path, leaf in jax.tree.leaves_with_path(words)
+    }
+
+
+def differing(before, after):
+    """Paths of leaves of which some device's bits changed."""
+    return {
+        path
+        for path in before
+        if any(a.tobytes() != b.tobytes() for a, b in zip(before[path], after[path], strict=True))
+    }
+
+
+# Sums and weights.
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+@pytest.mark.parametrize(
+    ("strategy", "partitioning", "axes"),
+    [
+        ("zero3", "auto", {}),
+        ("zero1", "manual", {"replica": 2, "data": 4}),
+        ("zero3", "manual", {"data": 4, "model": 2}),
+    ],
+)
+def test_the_objective_is_the_sum_over_the_weight_exactly(strategy, partitioning, axes, accumulate):
+    """Uneven weights, whole devices and microbatches without any: Σ∇total / Σweight to the last bit."""
+    plan, batch = plan_of(strategy, **axes), whole_numbers()
+    step = jdp.make_train_step(weighted_sum, plan, accumulate=accumulate, partitioning=partitioning)
+    state, metrics = step(state_of(plan, optax.sgd(1.0)), batch)
+
+    w = np.arange(FEATURES, dtype=np.float32)
+    y = batch["x"] @ w
+    gradient = {"w": (batch["weight"] @ batch["x"]) / 128, "b": np.float32(1.0)}
+    np.testing.assert_array_equal(state.params["w"], w - gradient["w"])
+    np.testing.assert_array_equal(state.params["b"], -gradient["b"])
+    expected = {
+        "loss": batch["weight"] @ y / 128,
+        "weight": 128,
+        "hits": batch["weight"] @ (y > 0) / 128,  # a sum is reported over the loss's weight
+        "share": (y > 0).sum() / ROWS,  # a pair over its own
+        "grad_norm": np.sqrt((gradient["w"] ** 2).sum() + 1),
+        "skipped": 0,
+    }
+    assert metrics.keys() == expected.keys()
+    for name, value in expected.items():
+        np.testing.assert_allclose(metrics[name], value, rtol=1e-6 if name == "grad_norm" else 0, err_msg=name)
+        assert metrics[name].shape == () and metrics[name].is_fully_replicated
+        assert metrics[name].dtype == (jnp.int32 if name == "skipped" else jnp.float32)
+
+
+@pytest.mark.parametrize(("partitioning", "accumulate"), [("auto", 1), ("manual", 4)])
+def test_a_plain_scalar_is_the_mean_over_the_batch(partitioning, accumulate):
+    plan, batch = plan_of("zero2"), whole_numbers()
+    step = jdp.make_train_step(mean, plan, accumulate=accumulate, partitioning=partitioning)
+    state, metrics = step(state_of(plan, optax.sgd(1.0)), batch)
+    w = np.arange(FEATURES, dtype=np.float32)
+    assert (float(metrics["loss"]), float(metrics["weight"])) == ((batch["x"] @ w).mean(), ROWS)
+    np.testing.assert_array_equal(state.params["w"], w - batch["x"].mean(0))
+
+
+def test_metrics_of_the_loss_function_cannot_hide_the_steps_own():
+    """A metric named like one of the step's would be dropped or overwrite it: neither may happen in silence."""
+
+    def loss_fn(params, batch, rng):
+        return jdp.Loss(predict(params, batch).sum(), jnp.float32(ROWS), {"loss": jnp.float32(7)})
+
+    with pytest.raises(ValueError, match="loss"):
+        trace(jdp.make_train_step(loss_fn, plan_of()), abstract(plan_of()))
+
+
+# Clipping.
+
+
+def test_clipping_is_optax_clipping_by_the_global_norm():
+    plan, tx = plan_of("zero1"), optax.sgd(0.5)
+    ours = jdp.make_train_step(weighted_sum, plan, clip_norm=2.0)
+    theirs = jdp.make_train_step(weighted_sum, plan)
+    for scale, clipped in ((100, True), (1e-4, False)):
+        batch = whole_numbers() | {"x": whole_numbers()["x"] * np.float32(scale)}
+        got, metrics = ours(state_of(plan, tx), batch)
+        want, unclipped = theirs(state_of(plan, optax.chain(optax.clip_by_global_norm(2.0), tx)), batch)
+        np.testing.assert_allclose(got.params["w"], want.params["w"], rtol=1e-6)
+        np.testing.assert_allclose(got.params["b"], want.params["b"], rtol=1e-6)
+        assert float(metrics["grad_norm"]) == float(unclipped["grad_norm"])  # reported as it was before clipping
+        assert (float(metrics["grad_norm"]) > 2.0) is clipped
+
+
+# The finite guard.
+
+
+@pytest.mark.parametrize(("strategy", "partitioning"), [("zero3", "auto"), ("ddp", "manual")])
+def test_a_step_that_is_not_finite_changes_nothing_but_a_counter(strategy, partitioning):
+    """NaN in one row, or a total that is infinite while its gradient is not; and then training goes on."""
+
+    def loss_fn(params, batch, rng):
+        return jdp.Loss((predict(params, batch) + batch["add"]).sum(), jnp.float32(batch["x"].shape[0]))
+
+    plan = plan_of(strategy)
+    good = {"x": whole_numbers()["x"], "add": np.zeros(ROWS, np.float32)}
+    poisoned, infinite = ({name: array.copy() for name, array in good.items()} for _ in range(2))
+    poisoned["x"][ROWS // 2, 3] = np.nan
+    infinite["add"][-1] = np.inf
+    step = jdp.make_train_step(loss_fn, plan, partitioning=partitioning)
+    tx = optax.adamw(lambda count: 0.1 / (count + 1))
+
+    state, _ = step(state_of(plan, tx), good)
+    before = leaves(state)
+    for count, bad in enumerate((poisoned, infinite), start=1):
+        state, metrics = step(state, bad)
+        after = leaves(state)
+        assert differing(before, after) == {".skipped"}
+        assert [int(value) for value in after[".skipped"]] == [count] * 8
+        assert (int(metrics["skipped"]), int(state.consumed)) == (count, 1 + count)
+        assert not np.isfinite(metrics["loss"])
+
+    state, metrics = step(state, good)
+    other, _ = step(state_of(plan, tx), good)
+    other, _ = step(other, good)  # the same two good batches, without the bad ones between them
+    assert differing(leaves(other), leaves(state)) == {".skipped"}
+    assert (int(state.step), int(state.opt_state[0].count), int(metrics["skipped"])) == (2, 2, 2)
+
+
+def test_schedules_count_optimizer_steps_not_microbatches():
+    plan, batch = plan_of("ddp", devices=2), whole_numbers()
+    rates = optax.piecewise_constant_schedule(1.0, {1: 0.5, 2: 0.5})
+    step = jdp.make_train_step(weighted_sum, plan, accumulate=4)
+    state, b = state_of(plan, optax.sgd(rates)), [0.0]
+    for _ in range(3):
+        state, _ = step(state, batch)
+        b.append(float(state.params["b"]))
+    np.testing.assert_array_equal(-np.diff(b), [1.0, 0.5, 0.25])  # the gradient of b is 1
+    assert int(state.step) == 3
+
+
+def test_optimizers_that_want_the_loss_are_given_it():
+    def update(updates, state, params=None, *, value, **extra):
+        return updates, value
+
+    plan = plan_of("zero1")
+    tx = optax.GradientTransformationExtraArgs(lambda params: jnp.zeros(()), update)
+    state, metrics = jdp.make_train_step(weighted_sum, plan)(state_of(plan, tx), whole_numbers())
+    assert float(state.opt_state) == float(metrics["loss"]) != 0
+
+
+def test_randomness_is_new_every_step_and_the_same_from_the_same_state():
+    def loss_fn(params, batch, rng):
+        y = predict(params, batch)
+        bad = jnp.where(batch["weight"].sum() == 0, jnp.nan, 0.0)  # a batch without weight is skipped
+        drawn = jax.random.uniform(rng, y.shape).sum()
+        return jdp.Loss(y.sum() + bad, jnp.float32(1), {"drawn": drawn})
+
+    plan, batch = plan_of("zero2"), whole_numbers()
+    nothing = batch | {"weight": np.zeros(ROWS, np.float32)}
+    step = jdp.make_train_step(loss_fn, plan)
+
+    def run(*batches):
+        state, drawn = state_of(plan, optax.sgd(0.1)), []
+        for each in batches:
+            state, metrics = step(state, each)
+            drawn.append(float(metrics["drawn"]))
+        return drawn
+
+    first = run(batch, nothing, batch)
+    assert len(set(first)) == 3  # a skipped step does not repeat its draws either
+    assert run(batch, nothing, batch) == first
+
+
+# Memory and layout.
+
+
+def test_the_old_state_is_donated_and_the_batch_is_not():
+    plan = plan_of("zero3")
+    state = state_of(plan, optax.adamw(0.1))
+    batch = jax.device_put(whole_numbers(), plan.batch_sharding)
+    new, _ = jdp.make_train_step(weighted_sum, plan)(state, batch)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves((new, batch)))
+
+
+def described_as(state):
+    return [
+        (leaf.shape, leaf.dtype, jax.typeof(leaf).weak_type)
+        for leaf in jax.tree.leaves((state.params, state.opt_state))
+    ]
+
+
+OPTIMIZERS = {
+    "adamw": lambda: optax.adamw(0.1),
+    "sgd": lambda: optax.sgd(0.1, momentum=0.9),
+    "adafactor": lambda: optax.adafactor(0.1, min_dim_size_to_factor=8, momentum=0.9),
+    "lion": lambda: optax.lion(0.1),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "partitioning"),
+    [
+        ("adamw", "zero3", "auto"),
+        ("sgd", "zero1", "manual"),
+        ("adafactor", "zero2", "auto"),
+        ("lion", "zero3", "manual"),
+    ],
+)
+def test_results_stay_where_the_plan_wants_them(name, strategy, partitioning, caplog):
+    plan = jdp.Plan(jdp.make_mesh(replica=2, data=4), strategy, **SHARDED)
+
+    def matrices(rng):
+        return {"w": jax.random.normal(rng, (FEATURES, 24)), "v": jnp.ones((24, 8)), "odd": jnp.ones((3, 5))}
+
+    def loss_fn(params, batch, rng):
+        y = jnp.tanh(batch["x"] @ params["w"]) @ params["v"]
+        return jdp.Loss((y**2).sum() + params["odd"].sum() * batch["weight"].sum(), batch["weight"].sum())
+
+    state = state_of(plan, OPTIMIZERS[name](), matrices)
+    wanted = plan.shardings(state)
+    assert any(not sharding.is_fully_replicated for sharding in jax.tree.leaves(wanted.opt_state))
+    step = jdp.make_train_step(loss_fn, plan, partitioning=partitioning, clip_norm=1.0)
+    batch = jax.device_put(whole_numbers(), plan.batch_sharding)
+    described = described_as(state)
+    for _ in range(3):
+        with jax.log_compiles():
+            state, _ = step(state, batch)
+        for place, leaf, sharding in zip(
+            plan.placements(state), jax.tree.leaves(state), jax.tree.leaves(wanted), strict=True
+        ):
+            assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim), place.path
+    assert described_as(state) == described
+    assert len([line for line in caplog.messages if "Finished XLA compilation of jit(train_step)" in line]) == 1
+
+
+# Which partitioning.
+
+
+def tied(params, batch, rng):
+    return jdp.Loss((predict(params, batch) * params["w"].sum()).sum(), jnp.float32(1))
+
+
+ALIKE_BF16 = jdp.Precision(compute="bf16", reduce="bf16")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings", "loss_fn", "expected", "why"),
+    [
+        ("ddp", {}, weighted_sum, "auto", "XLA keeps the communication contract"),
+        ("zero1", {}, weighted_sum, "auto", "XLA keeps"),
+        ("zero3", {}, mean, "auto", "XLA keeps"),
+        ("ddp", {"accumulate": 4}, weighted_sum, "manual", "auto may synchronise inside the accumulation loop"),
+        ("zero1", {"accumulate": 4}, weighted_sum, "manual", "auto may synchronise inside the accumulation loop"),
+        ("zero2", {"accumulate": 4}, weighted_sum, "auto", "XLA keeps"),
+        ("zero3", {"accumulate": 4}, weighted_sum, "auto", "XLA keeps"),
+        ("ddp", {"accumulate": 4}, mean, "auto", "the loss returns a mean, although auto may synchronise inside"),
+        ("ddp", {"precision": "bf16"}, weighted_sum, "manual", "reduce gradients in bf16, and fp32 is asked for"),
+        ("ddp", {"precision": ALIKE_BF16}, weighted_sum, "auto", "XLA keeps"),
+        ("ddp", {}, tied, "manual", "w is used more than once"),
+        ("ddp", {"accumulate": 4, "partitioning": "auto"}, weighted_sum, "auto", "asked for"),
+        ("zero3", {"partitioning": "manual"}, weighted_sum, "manual", "asked for"),
+    ],
+)
+def test_the_partitioning_chosen_and_why(strategy, settings, loss_fn, expected, why, said):
+    step = jdp.make_train_step(loss_fn, plan_of(strategy), **settings)
+    asked = settings.get("partitioning")
+    assert (step.partitioning, step.why) == (asked, "asked for" if asked else "settled when the step is first traced")
+    for _ in range(2):
+        trace(step, abstract(plan_of(strategy)))
+        trace(step, abstract(plan_of(strategy)), shapes(2 * ROWS))
+    assert step.partitioning == expected
+    assert why in step.why
+    notice = f"train step under {strategy}: partitioning={expected!r}: {step.why}"
+    if expected == "manual":
+        notice += "; the loss sees each device's rows alone, so examples must not mix"
+    assert [message for message in said() if " step under " in message] == ([] if asked else [notice])
+
+
+def test_one_device_and_evaluation_are_auto(said):
+    alone = jdp.make_train_step(weighted_sum, plan_of("ddp", devices=1), accumulate=4)
+    trace(alone, abstract(plan_of("ddp", devices=1)))
+    assert (alone.partitioning, alone.why) == ("auto", "one shard of the batch: nothing to communicate")
+    assert said() == []
+    evaluation = jdp.make_eval_step(weighted_sum, plan_of("zero1"), precision="bf16")
+    trace(evaluation, abstract(plan_of("zero1")))
+    assert (evaluation.partitioning, evaluation.why) == ("auto", "an evaluation step has no gradients to reduce")
+
+
+def test_auto_says_what_it_reduces_in_where_it_was_asked_for(said):
+    """Gradients were to be reduced in fp32; auto reduces in what the backward pass produced, and must say so."""
+    step = jdp.make_train_step(weighted_sum, plan_of("ddp"), precision="bf16", partitioning="auto")
+    trace(step, abstract(plan_of("ddp")))
+    assert any("reduce" in message and "bf16" in message for message in said())
+
+
+# Errors.
+
+
+@pytest.mark.parametrize(
+    ("axes", "accumulate", "rows", "message"),
+    [
+        ({"data": 8}, 1, 60, "divide by data=8; got 60. The nearest sizes are 56 or 64."),
+        ({"replica": 2, "data": 4}, 1, 60, "divide by replica=2 × data=4; got 60. The nearest sizes are 56 or 64."),
+        ({"data": 8}, 4, 56, "divide by data=8 × accumulate=4 = 32; got 56. The nearest sizes are 32 or 64."),
+        ({"data": 4, "model": 2}, 3, 7, "divide by data=4 × accumulate=3 = 12; got 7. The nearest sizes are 12."),
+    ],
+)
+def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_sizes(axes, accumulate, rows, message):
+    plan = plan_of("ddp", 8, **axes)
+    step = jdp.make_train_step(weighted_sum, plan, accumulate=accumulate)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        trace(step, abstract(plan), shapes(rows))
+    if accumulate == 1:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            trace(jdp.make_eval_step(weighted_sum, plan), abstract(plan), shapes(rows))
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        (shapes() | {"weight": jax.ShapeDtypeStruct((32,), jnp.float32)}, "share their leading dimension.*: 32.*: 64"),
+        (shapes() | {"weight": jax.ShapeDtypeStruct((), jnp.float32)}, "share their leading dimension.*: a scalar"),
+        ({}, "share their leading dimension.*got none"),
+    ],
+)
+def test_a_ragged_batch_is_refused(batch, message):
+    with pytest.raises(ValueError, match=message):
+        trace(jdp.make_train_step(weighted_sum, plan_of()), abstract(plan_of()), batch)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"partitioning": "automatic"}, 'partitioning is "auto", "manual" or None.*got \'automatic\''),
+        ({"accumulate": 0}, "accumulate is the number of microbatches, at least 1; got 0"),
+        ({"clip_norm": 0.0}, "clip_norm is a positive norm, or None; got 0.0"),
+        ({"clip_norm": float("nan")}, "clip_norm is a positive norm, or None; got nan"),
+        ({"precision": "fp16"}, "precision is fp32, bf16 or a jdp.Precision; got 'fp16'"),
+    ],
+)
+def test_a_setting_out_of_range_is_refused_at_once(settings, message):
+    with pytest.raises(ValueError, match=message):
+        jdp.make_train_step(weighted_sum, plan_of(), **settings)
+
+
+def test_an_eval_steps_settings_are_checked_too():
+    with pytest.raises(ValueError, match="partitioning is"):
+        jdp.make_eval_step(weighted_sum, plan_of(), partitioning="")
+    with pytest.raises(ValueError, match="accumulate is the number of microbatches, at least 1; got 0"):
+        jdp.make_eval_step(weighted_sum, plan_of(), accumulate=0)
+
+
+ONES = jnp.ones(8)
+
+
+@pytest.mark.parametrize("partitioning", ["auto", "manual"])
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (lambda y: y, r"a loss function's plain return value must be a scalar; its shape is \(\d+,\)"),
+        (lambda y: (y.sum(), {"aux": y}), r"returns jdp.Loss\(total, weight, metrics\) or a scalar; got tuple"),
+        (lambda y: jdp.Loss(y, y.sum()), r"Loss.total must be a scalar"),
+        (lambda y: jdp.Loss(y.sum(), y), r"Loss.weight must be a scalar"),
+        (lambda y: jdp.Loss(y.sum(), y.sum(), {"hits": y}), r"metric 'hits' must be a scalar"),
+        (lambda y: jdp.Loss(y.sum(), y.sum(), {"hits": (y.sum(), y)}), r"metric 'hits' must be a scalar.*Sum it"),
+    ],
+)
+def test_a_loss_that_is_not_a_scalar_is_refused(value, message, partitioning):
+    step = jdp.make_train_step(lambda p, batch, rng: value(predict(p, batch)), plan_of(), partitioning=partitioning)
+    with pytest.raises(ValueError, match=message):
+        trace(step, abstract(plan_of()))
+
+
+def test_weights_in_another_dtype_than_asked_for_are_refused():
+    state = abstract(plan_of(), init=lambda rng: {"w": jnp.zeros(FEATURES, jnp.bfloat16), "b": jnp.zeros(())})
+    with pytest.raises(ValueError, match=r"Precision\.params is fp32, but w rests in bfloat16"):
+        trace(jdp.make_train_step(weighted_sum, plan_of()), state)
+    with pytest.raises(ValueError, match=r"Precision\.params is fp32, but w rests in bfloat16"):
+        trace(jdp.make_eval_step(weighted_sum, plan_of()), state)
+
+
+# Evaluation.
+
+
+def test_evaluation_is_the_loss_without_randomness_or_donation():
+    given = []
+
+    def loss_fn(params, batch, rng):
+        given.append(rng)
+        return weighted_sum(params, batch, rng)
+
+    plan, batch = plan_of("zero3"), whole_numbers()
+    state, evaluate = state_of(plan, optax.sgd(0.1)), jdp.make_eval_step(loss_fn, plan)
+    first, again = evaluate(state, batch), evaluate(state, batch)
+    assert given == [None]  # traced once
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    assert first.keys() == {"loss", "weight", "hits", "share"}
+    assert {k: float(v) for k, v in first.items()} == {k: float(v) for k, v in again.items()}
+    folded = jdp.make_eval_step(loss_fn, plan, accumulate=4)(state, batch)
+    manual = jdp.make_eval_step(loss_fn, plan, accumulate=2, partitioning="manual")(state, batch)
+    _, trained = jdp.make_train_step(weighted_sum, plan)(state, batch)
+    for name, value in first.items():
+        assert float(value) == float(folded[name]) == float(manual[name]) == float(trained[name]), name
+
+
+# Lowering elsewhere.
+
+
+def test_a_step_is_lowered_for_the_mesh_its_state_lies_on():
+    """The step was made for eight devices; an abstract state on four others compiles, and runs, on those."""
+    tx = optax.sgd(1.0)
+    step = jdp.make_train_step(weighted_sum, plan_of("zero3"), partitioning="manual")
+    elsewhere = step.plan.on(jdp.make_mesh(devices=jax.devices()[2:6]))
+    compiled = step.compile(abstract(elsewhere, tx), shapes())
+    rest, batch_shardings = compiled.input_shardings[0]
+    assert rest.params["w"].device_set == set(jax.devices()[2:6])
+    assert rest.params["w"].spec == P("data")
+    assert all(s.is_equivalent_to(elsewhere.batch_sharding, 1) for s in jax.tree.leaves(batch_shardings))
+    state = state_of(elsewhere, tx)
+    state, metrics = compiled(state, jax.device_put(whole_numbers(), elsewhere.batch_sharding))
+    assert (float(metrics["weight"]), float(state.params["b"])) == (128.0, -1.0)
+    assert step.plan.mesh.shape == {"data": 8}
+    assert step.partitioning == "manual"
+
+
+def test_a_batch_may_name_its_own_sharding_and_compiler_options_are_passed_on():
+    plan = plan_of("ddp")
+    whole = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=plan.replicated), shapes())
+    step = jdp.make_eval_step(weighted_sum, plan)
+    compiled = step.compile(abstract(plan), whole, xla_cpu_enable_fast_math=False)
+    assert all(s.is_fully_replicated for s in jax.tree.leaves(compiled.input_shardings[0][1]))
+    with pytest.raises(Exception, match="xla_no_such_option"):
+        step.compile(abstract(plan), whole, xla_no_such_option=True)

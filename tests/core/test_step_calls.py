@@ -1,0 +1,111 @@
+"""What a step is called with: a state that was given away, memory that changes, nothing at all."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from aligned_arrays import aligned
+
+import jdp
+
+GIVEN_AWAY = r"takes its state's memory over .* `state, metrics = train_step\(state, batch\)`, .*donate=False"
+
+
+def loss(params, batch, rng):
+    return jdp.Loss((batch["x"] @ params["w"]).sum(), jnp.float32(batch["x"].shape[0]))
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return jdp.Plan(jdp.make_mesh(data=8), "zero1", min_shard_size=0)
+
+
+def fresh(plan):
+    return jdp.init_state(lambda rng: {"w": jnp.ones(8)}, optax.adam(0.1), plan, rng=jax.random.key(0))
+
+
+def batch(value=1.0, rows=8):
+    return {"x": np.full((rows, 8), value, np.float32)}
+
+
+@pytest.fixture(scope="module")
+def train_step(plan):
+    return jdp.make_train_step(loss, plan)
+
+
+def test_a_state_that_was_given_away_is_refused(plan, train_step):
+    """Without the check it ends the process by a signal: several CPU devices."""
+    old = fresh(plan)
+    new, _ = train_step(old, batch())
+    with pytest.raises(ValueError, match=GIVEN_AWAY):
+        train_step(old, batch())
+    with pytest.raises(ValueError, match=GIVEN_AWAY):
+        jdp.make_eval_step(loss, plan)(old, batch())
+    with pytest.raises(ValueError, match=GIVEN_AWAY):  # "the best weights so far", kept without a copy
+        train_step(replace(new, params=old.params), batch())
+    train_step(new, batch())
+
+
+def test_a_state_of_numbers_and_numpy_is_no_mistake(plan, train_step):
+    host = jax.tree.map(
+        lambda leaf: leaf if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else np.asarray(leaf), fresh(plan)
+    )
+    state, _ = train_step(replace(host, step=0, skipped=0), batch())
+    assert int(state.step) == 1
+
+
+def test_a_changed_copy_of_a_step_chooses_for_itself(plan):
+    """What a step has settled by batch shape belongs to that step: another loss, or plan, may need another way."""
+    step = jdp.make_train_step(loss, plan)
+    step(fresh(plan), batch())
+    copy = replace(step, accumulate=2)
+    assert step.partitioning is not None
+    assert copy.partitioning is None
+
+
+def test_a_step_that_donates_nothing_keeps_the_old_state(plan):
+    step, old = jdp.make_train_step(loss, plan, donate=False), fresh(plan)
+    first, again = step(old, batch())[0], step(old, batch())[0]
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(old))
+    np.testing.assert_array_equal(first.params["w"], again.params["w"])
+    with pytest.raises(ValueError, match="donate is True, or False to keep the old state; got 'no'"):
+        jdp.make_train_step(loss, plan, donate="no")
+
+
+def test_debug_nans_names_the_operation_whenever_it_is_turned_on(plan):
+    """Also after the first step: the compiled program that donates is not the one to run again."""
+    step = jdp.make_train_step(lambda p, b, rng: jdp.Loss(jnp.log(b["x"] @ p["w"]).sum(), 8.0), plan)
+    state, _ = step(fresh(plan), batch())
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"invalid value \(nan\) encountered in"):
+        step(state, batch(-1.0))
+    state, _ = step(state, batch())
+    assert int(state.step) == 2
+
+
+def test_a_batch_that_is_filled_again_while_the_step_runs_is_read_as_it_was(plan):
+    """A program that is not done when its call returns; aligned memory, which JAX would read where it lies."""
+
+    def slow(params, batch, rng):
+        x = jax.lax.fori_loop(0, 300, lambda _, x: jnp.tanh(x @ x.T) @ x * 0 + x, batch["x"])
+        return jdp.Loss((x @ params["w"]).sum(), 8.0)
+
+    step, state = jdp.make_eval_step(slow, plan), fresh(plan)
+    x = aligned((8, 8))
+    x[:] = 1
+    expected = float(step(state, {"x": x})["loss"])
+    metrics = step(state, {"x": x})
+    x[:] = 0
+    assert float(metrics["loss"]) == expected == 8.0
+
+
+def test_a_batch_without_rows_is_refused(plan, train_step):
+    with pytest.raises(ValueError, match=r"rows must divide by data=8; got 0\. The nearest sizes are 8"):
+        train_step(fresh(plan), batch(rows=0))
+
+
+def test_a_step_inside_a_jitted_function_is_not_held_up(plan, train_step):
+    outer = jax.jit(lambda state, batch: train_step(state, batch)[1]["weight"])
+    assert float(outer(fresh(plan), batch())) == 8.0

@@ -1,0 +1,350 @@
+"""Arrays as samples: whose rows, in what dtypes, on which side; and what is refused."""
+
+import logging
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jdp.data import global_batches
+from jdp.data.arrays import array_data, check_tokens
+
+RNG = np.random.default_rng(0)
+FEATURES = RNG.normal(size=(200, 3))
+LABELS = RNG.integers(0, 4, 200)
+TOKENS = RNG.integers(0, 90, (50, 9)).astype(np.uint16)
+
+
+def save(path, **arrays):
+    np.savez(path, **arrays)
+    return path
+
+
+def sides(data, key="features"):
+    """Both sides' rows of one array, as sets of bytes."""
+    return tuple({side[index][key].tobytes() for index in range(len(side))} for side in (data.train, data.heldout))
+
+
+# --- samples --------------------------------------------------------------------------------------------------------
+
+
+def test_a_sample_is_a_row_of_each_array_and_a_weight():
+    data = array_data({"features": FEATURES, "labels": LABELS, "mask": FEATURES > 0}, heldout_fraction=0.1)
+    assert len(data.train) + len(data.heldout) == 200 and 5 <= len(data.heldout) <= 40
+    for side in (data.train, data.heldout):
+        for index, row in enumerate(side.rows):
+            sample = side[index]
+            assert {key: (value.shape, value.dtype) for key, value in sample.items()} == {
+                "features": ((3,), np.float32),
+                "labels": ((), np.int32),
+                "mask": ((3,), bool),
+                "weights": ((), np.float32),
+            }
+            np.testing.assert_array_equal(sample["features"], FEATURES[row].astype(np.float32))
+            assert (sample["labels"], sample["weights"]) == (LABELS[row], 1)
+    assert sorted([*data.train.rows, *data.heldout.rows]) == list(range(200))
+    assert (data.shape, data.classes) == ((3,), ("0", "1", "2", "3"))
+    assert "200 samples" in str(data) and "4 classes" in str(data) and "\n" not in str(data)
+
+
+def test_names_are_kept_or_given():
+    kept = array_data({"x": FEATURES, "y": LABELS, "weights": np.linspace(0, 1, 200)})
+    assert sorted(kept.train[0]) == ["weights", "x", "y"] and kept.classes == ()
+    assert kept.train[1]["weights"] == np.float32(kept.train.rows[1] / 199)
+    named = array_data({"x": FEATURES, "y": LABELS}, features="x", labels="y")
+    assert sorted(named.train[0]) == ["features", "labels", "weights"]
+    np.testing.assert_array_equal(named.train.arrays["labels"], LABELS)
+
+
+def test_dtypes_are_what_devices_hold():
+    kinds = ("uint8", "int16", "uint32", "int64", "uint64", "float16", "float32", "float64", "bool")
+    data = array_data({kind: np.array([0, 1, 1], kind) for kind in kinds} | {"id": np.arange(3)})
+    sample = data.train[0]
+    assert [sample[kind].dtype for kind in kinds] == [
+        *("uint8", "int16", "int32", "int32", "int32", "float16", "float32", "float32", "bool")
+    ]
+    for kind in kinds:
+        assert jnp.asarray(sample[kind]).dtype == sample[kind].dtype  # nothing is changed on the way to a device
+
+
+def test_rows_are_not_copied():
+    arrays = {"features": FEATURES.astype(np.float32), "ids": np.arange(400).reshape(200, 2).astype(np.int32)}
+    data = array_data(arrays)
+    assert all(np.shares_memory(data.train[0][key], array) for key, array in arrays.items())
+
+
+def test_labels_may_be_names():
+    names = np.array(["zebra", "ape", "cat"])[LABELS % 3]
+    data = array_data({"features": FEATURES, "labels": names})
+    assert data.classes == ("ape", "cat", "zebra")
+    assert [data.classes[number] for number in data.train.arrays["labels"]] == names.tolist()
+
+
+def test_jax_arrays_and_lists_are_arrays():
+    data = array_data({"features": jnp.arange(8.0).reshape(4, 2), "labels": [0, 1, 1, 0]})
+    assert {type(value) for value in data.train[0].values()} == {np.ndarray}
+
+
+# --- tokens ---------------------------------------------------------------------------------------------------------
+
+
+def test_tokens_become_tokens_targets_and_weights():
+    data = array_data({"tokens": TOKENS})
+    sample, row = data.train[0], TOKENS[data.train.rows[0]]
+    assert {key: (value.shape, value.dtype) for key, value in sample.items()} == {
+        "tokens": ((8,), np.int32),
+        "targets": ((8,), np.int32),
+        "weights": ((8,), np.float32),
+    }
+    assert np.array_equal(sample["tokens"], row[:-1]) and np.array_equal(sample["targets"], row[1:])
+    assert data.vocab_size == TOKENS.max() + 1 and data.shape == (8,)
+
+
+def test_tokens_with_targets_are_left_alone():
+    given = {"tokens": TOKENS, "targets": TOKENS[:, ::-1], "segments": np.ones_like(TOKENS)}
+    sample = array_data(given).train[0]
+    assert {key: value.shape for key, value in sample.items()} == dict.fromkeys([*given, "weights"], (9,))
+    assert {value.dtype for key, value in sample.items() if key != "weights"} == {np.dtype(np.int32)}
+
+
+def test_a_line_of_tokens_is_cut_into_samples(tmp_path, caplog):
+    """As nanoGPT and others keep a corpus; every token is a target once, but the first and those that are left out."""
+    line = np.arange(1003, dtype=np.uint16)
+    np.save(tmp_path / "tokens.npy", line)
+    with caplog.at_level(logging.INFO, "jdp"):
+        data = array_data(tmp_path / "tokens.npy", length=10)
+    assert "the last 2 of 1,003 tokens do not fill a sample of 10 and are left out" in caplog.text
+    samples = [side[index] for side in (data.train, data.heldout) for index in range(len(side))]
+    assert sorted(np.concatenate([sample["targets"] for sample in samples])) == list(range(1, 1001))
+    assert all(np.array_equal(sample["tokens"] + 1, sample["targets"]) for sample in samples)
+    assert data.vocab_size == 1001 and data.shape == (10,)
+    assert np.shares_memory(data.train.arrays["tokens"][3], data.train.arrays["tokens"][4])
+    with pytest.raises(ValueError, match=r"length \+ 1 of them, got 1003 with length 1003 in"):
+        array_data({"tokens": line}, length=1003)
+
+
+def test_a_token_beyond_the_vocabulary_is_found():
+    tokens = TOKENS.copy()
+    tokens[7, 3] = 1000
+    data = array_data({"tokens": tokens})
+    check_tokens(data, 1001)
+    with pytest.raises(
+        ValueError, match=r"vocab_size, 1000, got 1000 in tokens of sample 7 of the arrays given: raise"
+    ):
+        check_tokens(data, 1000)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"tokens": TOKENS[0]}, r"whole numbers \[samples, length \+ 1\], got uint16 \[9\]"),
+        ({"tokens": TOKENS[:, :1]}, r"got uint16 \[50, 1\]"),
+        ({"tokens": TOKENS.astype(float)}, r"got float64 \[50, 9\]"),
+        ({"tokens": TOKENS.astype(int) - 50}, r"tokens count from 0, got -\d+ in tokens of sample 0"),
+        ({"tokens": TOKENS, "segments": TOKENS}, "packed tokens, with segments, must come with targets"),
+    ],
+)
+def test_tokens_that_cannot_be(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        array_data(wrong)
+
+
+# --- files ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_npz_is_the_dict_of_its_arrays(tmp_path):
+    path = save(tmp_path / "data.npz", features=FEATURES, labels=LABELS)
+    read, given = array_data(path), array_data({"features": FEATURES, "labels": LABELS})
+    assert read.name == str(path) and read.fingerprint == given.fingerprint
+    np.testing.assert_equal(dict(read.train[5]), dict(given.train[5]))
+
+
+def test_npy_files_are_mapped_and_named_by_their_files(tmp_path, caplog):
+    np.save(tmp_path / "features.npy", FEATURES.astype(np.float32))
+    np.save(tmp_path / "labels.npy", LABELS)
+    (tmp_path / "notes.txt").write_text("mine")
+    with caplog.at_level(logging.INFO, "jdp"):
+        data = array_data(tmp_path)
+    assert "reading 2 .npy files, passing over 1 others" in caplog.text
+    assert sorted(data.train[0]) == ["features", "labels", "weights"]
+    assert isinstance(data.train.arrays["features"].base, np.memmap)
+    assert isinstance(data.train[0]["features"].base.base, np.memmap)  # not even a row is copied
+    one = array_data(tmp_path / "features.npy")
+    assert sides(one) == sides(data)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "(not a zip file|expected 8 bytes)"),
+        (b"PK\x03\x04 but no zip", "(not a zip file|magic string is not correct)"),
+        (b"\x80\x04 a pickle", "(not a zip file|magic string is not correct)"),
+    ],
+)
+@pytest.mark.parametrize("suffix", [".npz", ".npy"])
+def test_a_corrupt_file_is_one_error(tmp_path, suffix, content, message):
+    path = tmp_path / f"data{suffix}"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"arrays must be readable, got {path}: .*{message}"):
+        array_data(path)
+
+
+def test_a_cut_npy_is_one_error(tmp_path):
+    np.save(tmp_path / "x.npy", FEATURES)
+    (tmp_path / "x.npy").write_bytes((tmp_path / "x.npy").read_bytes()[:-8])
+    with pytest.raises(ValueError, match=r"arrays must be readable, got .*x.npy"):
+        array_data(tmp_path / "x.npy")
+
+
+def test_a_damaged_npz_is_one_error(tmp_path):
+    path = save(tmp_path / "x.npz", features=FEATURES)
+    content = bytearray(path.read_bytes())
+    content[1000] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"arrays must be readable, got .*x.npz: Bad CRC-32"):
+        array_data(path)
+
+
+def test_the_byte_order_of_a_file_is_no_matter(tmp_path):
+    path = save(tmp_path / "x.npz", features=FEATURES.astype(">f4"), labels=LABELS.astype(">i2"))
+    data = array_data(path)
+    assert data.train[0]["features"].dtype.isnative
+    assert sides(data) == sides(array_data({"features": FEATURES}))  # nor is the precision that is not used
+
+
+def test_objects_are_not_unpickled(tmp_path):
+    np.savez(tmp_path / "x.npz", features=np.array([{"a": 1}, None], object))
+    with pytest.raises(ValueError, match=r"arrays must be readable, .*Object arrays cannot be loaded"):
+        array_data(tmp_path / "x.npz")
+
+
+def test_a_path_must_lead_to_arrays(tmp_path):
+    with pytest.raises(ValueError, match=r"data must be there, got .*none.npz"):
+        array_data(tmp_path / "none.npz")
+    with pytest.raises(ValueError, match=r"in .npz or .npy files, .* got .*data.csv"):
+        array_data(tmp_path / "data.csv")
+    with pytest.raises(ValueError, match=r"must hold .npy files, got .* with 0 others"):
+        array_data(tmp_path)
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({}, "at least one array, got none in the arrays given"),
+        ({"x": FEATURES, "y": LABELS[:-1]}, r"same number of samples, got x \[200, 3\], y \[199\]"),
+        ({"x": FEATURES, "rate": 0.5}, r"leading dimension, got x \[200, 3\], rate \[\]"),
+        ({"x": FEATURES[:0]}, r"must not be empty, got x \[0, 3\]"),
+        ({"x": np.array([{}, None])}, "must hold numbers, got x of dtype object"),
+        ({"x": np.array(["a", "b"])}, "must hold numbers, got x of dtype <U1"),
+        ({"x": FEATURES * 1j}, "must hold numbers, got x of dtype complex128"),
+        ({"x": np.where(FEATURES[17, 2] == FEATURES, np.nan, FEATURES)}, "finite .*, got nan in x of sample 17 of"),
+        ({"x": np.array([1.0, -np.inf])}, "finite .*, got -inf in x of sample 1"),
+        ({"x": np.array([1.0, 1e39])}, "finite numbers of 32 bits, got 1e[+]39 in x of sample 1"),
+        ({"x": np.array([1, 2**31])}, "must fit in 32 bits, .* got 2147483648 in x of sample 1"),
+        ({"x": np.array([1, 2**63], np.uint64)}, "must fit in 32 bits, .* got 9223372036854775808"),
+        ({"x": np.ones((5, 2))}, "two different samples, .* got 5 alike"),
+        ({"x": FEATURES, "labels": FEATURES[:, 0]}, r"one class a sample, .* got float64 \[200\]"),
+        ({"x": FEATURES, "labels": FEATURES > 0}, r"got bool \[200, 3\]"),
+        ({"x": FEATURES, "labels": LABELS - 1}, "a class number counts from 0, got -1 for sample"),
+    ],
+)
+def test_arrays_that_cannot_be(arrays, message):
+    with pytest.raises(ValueError, match=message):
+        array_data(arrays)
+
+
+def test_a_wrong_value_is_found_wherever_it_is(monkeypatch):
+    """Looked for a piece at a time."""
+    from jdp.data.sources import array_files
+
+    monkeypatch.setattr(array_files, "_CHUNK", 100)
+    wrong = FEATURES.copy()
+    wrong[123, 1] = np.nan
+    with pytest.raises(ValueError, match="got nan in x of sample 123"):
+        array_data({"x": wrong})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"features": "z"}, 'features = "z" must name one of the arrays, got no array "z" in .*, which has x, labels'),
+        ({"features": "features"}, 'got no array "features"'),
+        ({"labels": "x"}, 'labels = "x" must .*, got "labels" as well'),
+        ({"heldout_fraction": 0}, "heldout_fraction must lie between 0 and 1, got 0"),
+        ({"heldout": {"x": FEATURES}}, "names and shapes of those to train on"),
+        ({"heldout": {"x": FEATURES[:, :2], "labels": LABELS}}, "names and shapes of those to train on"),
+        ({"heldout": {"x": FEATURES, "labels": LABELS + 1}}, "below the number of classes, 4, got 4"),
+    ],
+)
+def test_arguments_that_cannot_be(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        array_data({"x": FEATURES, "labels": LABELS}, **wrong)
+
+
+# --- the split ------------------------------------------------------------------------------------------------------
+
+
+def test_the_split_is_by_content():
+    order = RNG.permutation(200)
+    here = array_data({"features": FEATURES, "labels": LABELS}, heldout_fraction=0.2)
+    there = array_data({"labels": LABELS[order], "features": FEATURES[order]}, heldout_fraction=0.2)
+    assert sides(here) == sides(there) and not set.intersection(*sides(here))
+    assert here.fingerprint != there.fingerprint  # the samples are the same, their order is not
+    more = array_data({"features": FEATURES}, heldout_fraction=0.4)
+    assert sides(here)[1] < sides(more)[1]
+
+
+def test_copies_stay_together_whatever_their_labels():
+    data = array_data({"features": np.tile(FEATURES, (2, 1)), "labels": np.arange(400) % 7}, heldout_fraction=0.3)
+    assert not set.intersection(*sides(data))
+
+
+def test_the_split_is_the_same_for_ever():
+    data = array_data({"x": np.arange(100)}, heldout_fraction=0.05)
+    assert data.heldout.rows.tolist() == [36, 54, 78, 84, 86]
+
+
+def test_few_samples_still_have_two_sides(caplog):
+    with caplog.at_level(logging.INFO, "jdp"):
+        few = array_data({"x": np.arange(3)}, heldout_fraction=1e-9)
+        many = array_data({"x": np.arange(3)}, heldout_fraction=1 - 1e-9)
+    assert (len(few.train), len(few.heldout)) == (2, 1) and (len(many.train), len(many.heldout)) == (1, 2)
+    assert "too few samples for heldout_fraction = 1e-09, so 1 of 3 held out" in caplog.text
+
+
+def test_a_held_out_set_of_its_own():
+    train, held = {"x": FEATURES, "labels": LABELS}, {"x": FEATURES[:10] + 1, "labels": LABELS[:10] * 0}
+    data = array_data(train, heldout=held)
+    assert (len(data.train), len(data.heldout)) == (200, 10) and "as given" in str(data)
+    assert len(data.classes) == 4
+
+
+def test_the_fingerprint_is_of_every_sample():
+    given = {"features": FEATURES, "labels": LABELS, "weights": np.ones(200)}
+    prints = {
+        array_data(given).fingerprint,
+        array_data({key: array.copy() for key, array in given.items()}).fingerprint,
+    }
+    assert len(prints) == 1
+    for key in given:
+        changed = given[key].copy()
+        changed[150] = 0 if key != "labels" else (changed[150] + 1) % 4
+        prints.add(array_data(given | {key: changed}).fingerprint)
+    prints.add(array_data(given, heldout_fraction=0.1).fingerprint)
+    prints.add(array_data(given, heldout=given).fingerprint)
+    prints.add(array_data({"other": FEATURES, "labels": LABELS, "weights": np.ones(200)}).fingerprint)
+    assert len(prints) == 1 + 3 + 3 and all(len(value) == 16 for value in prints)
+
+
+def test_batches_of_arrays():
+    data = array_data({"features": FEATURES, "labels": LABELS})
+    batches = list(global_batches(data.train, batch_size=64, seed=0, epochs=1))
+    assert {key: value.shape for key, value in batches[-1].items()} == {
+        "features": (64, 3),
+        "labels": (64,),
+        "weights": (64,),
+    }
+    assert sum(batch["weights"].sum() for batch in batches) == len(data.train)

@@ -1,0 +1,250 @@
+"""From this process' numpy batches to global arrays: whose rows, how far ahead, and what ends it."""
+
+import gc
+import threading
+import time
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from aligned_arrays import aligned
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jdp
+
+PATIENCE = 10.0  # seconds until a thread that should do something is taken to be stuck
+
+
+def plan_of(**axes):
+    return jdp.Plan(jdp.make_mesh(**axes))
+
+
+def batches(count, rows=16):
+    for i in range(count):
+        yield {"x": np.arange(rows * 3, dtype=np.float32).reshape(rows, 3) + 1000 * i, "n": {"row": np.arange(rows)}}
+
+
+def until(condition):
+    """Wait for another thread; False if it never comes."""
+    end = time.monotonic() + PATIENCE
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.005)
+    return condition()
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    yield
+    assert until(lambda: not any(thread.name == "jdp-feed" for thread in threading.enumerate()))
+
+
+# Rows.
+
+
+@pytest.mark.parametrize(
+    ("axes", "shards"),
+    [
+        ({"data": 8}, 8),
+        ({"replica": 2, "data": 4}, 8),
+        ({"replica": 2, "data": 2, "model": 2}, 4),
+        ({"model": 4, "data": 2}, 2),
+    ],
+)
+def test_global_arrays_hold_each_row_where_the_plan_wants_it(axes, shards):
+    plan = plan_of(**axes)
+    with jdp.shard_batches(batches(3), plan) as feed:
+        got = list(feed)
+    assert len(got) == 3
+    for batch, expected in zip(got, batches(3), strict=True):
+        np.testing.assert_array_equal(batch["x"], expected["x"], strict=True)
+        np.testing.assert_array_equal(batch["n"]["row"], expected["n"]["row"])
+        assert batch["x"].sharding == NamedSharding(plan.mesh, P(plan.batch_axes))
+        rows = 16 // shards
+        for shard in batch["x"].addressable_shards:
+            position = dict(zip(plan.mesh.axis_names, np.argwhere(plan.mesh.devices == shard.device)[0], strict=True))
+            block = position.get("replica", 0) * axes["data"] + position["data"]
+            np.testing.assert_array_equal(shard.data, expected["x"][block * rows : (block + 1) * rows])
+
+
+def test_what_comes_out_is_what_a_step_takes():
+    """One step of training on a fed batch and on the plain numpy batch: the same."""
+    import optax
+
+    plan = plan_of()
+    step = jdp.make_eval_step(lambda p, batch, rng: jdp.Loss((batch["x"] @ p["w"]).sum(), 1), plan)
+    state = jdp.init_state(lambda rng: {"w": jax.numpy.ones(3)}, optax.sgd(0.1), plan, rng=jax.random.key(0))
+    with jdp.shard_batches(batches(1), plan) as feed:
+        assert float(step(state, next(feed))["loss"]) == float(step(state, next(batches(1)))["loss"])
+
+
+def test_a_single_process_reads_whole_batches():
+    assert jdp.process_rows(plan_of(data=8), 16) == list(range(16))
+    assert jdp.process_rows(plan_of(replica=2, data=2, model=2), 8) == list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("blocks", "expected"),
+    [([0, 1], [0, 1, 2, 3, 4, 5]), ([2, 3], [6, 7, 8, 9, 10, 11]), ([3, 0, 0], [0, 1, 2, 9, 10, 11])],
+)
+def test_a_process_reads_the_rows_of_its_own_devices(blocks, expected):
+    """Four shards of twelve rows; a process may hold any of them, some on several devices (a model's axis)."""
+    indices = {f"device {i}": (slice(block, block + 1),) for i, block in enumerate(blocks)}
+    sharding = SimpleNamespace(addressable_devices_indices_map=lambda shape: indices if shape == (4,) else None)
+    assert jdp.process_rows(SimpleNamespace(batch_shards=4, batch_sharding=sharding), 12) == expected
+
+
+def test_rows_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match=r"plan's 8 batch shards; got 12\. The nearest sizes are 8 or 16"):
+        jdp.process_rows(plan_of(), 12)
+    with pytest.raises(ValueError, match=r"plan's 8 batch shards; got 0\. The nearest sizes are 8"):
+        jdp.process_rows(plan_of(), 0)
+    with pytest.raises(ValueError, match=r"8 of 8; got 12\. The nearest sizes are 8 or 16"):
+        next(jdp.shard_batches(batches(1, rows=12), plan_of()))
+    with pytest.raises(ValueError, match=r"8 of 8; got 0\. The nearest sizes are 8"):
+        next(jdp.shard_batches(batches(1, rows=0), plan_of()))
+    with pytest.raises(ValueError, match=r"share their leading dimension, the examples; got .*a scalar"):
+        next(jdp.shard_batches([{"x": np.float32(1)}], plan_of()))
+
+
+def test_arrays_of_different_rows_are_refused():
+    loader = [{"x": np.zeros((8, 2)), "y": np.zeros(6)}]
+    with pytest.raises(ValueError, match=r"share their leading dimension, the examples; got \['x'\]: 8, \['y'\]: 6"):
+        next(jdp.shard_batches(loader, plan_of()))
+
+
+# A loader that fills one buffer again and again.
+
+
+def mapped(shape, path):
+    """The same, of a file: a mapping begins at a page."""
+    return np.memmap(path / "buffer", np.float32, "w+", shape=shape)
+
+
+def of_torch(shape):
+    torch = pytest.importorskip("torch")
+    return torch.from_numpy(aligned(shape))
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch", "memory map"])
+@pytest.mark.parametrize("axes", [{"data": 8}, {"data": 1, "model": 8}])
+def test_a_buffer_that_the_loader_fills_again_is_read_once(kind, axes, tmp_path):
+    shape = (16, 16)  # two rows a device: 128 bytes, so that every device's part is aligned too
+    make = {"numpy": aligned, "torch": of_torch, "memory map": lambda shape: mapped(shape, tmp_path)}
+    buffer, plan = make[kind](shape), plan_of(**axes)
+    alias = jax.device_put(np.asarray(buffer), jax.devices()[0])
+    buffer[:] = 7
+    assert float(alias[0, 0]) == 7, "JAX did alias it, or this test shows nothing"
+
+    def loader():
+        for i in range(5):
+            buffer[:] = i
+            yield {"x": buffer}
+
+    with jdp.shard_batches(loader(), plan, prefetch=2) as feed:
+        got = list(feed)
+    assert [np.unique(batch["x"]).tolist() for batch in got] == [[0], [1], [2], [3], [4]]
+
+
+# Ahead of the step.
+
+
+@pytest.mark.parametrize("prefetch", [1, 2, 5])
+def test_the_loader_runs_so_far_ahead_and_no_further(prefetch):
+    read = []
+
+    def loader():
+        for i, batch in enumerate(batches(50)):
+            read.append(i)
+            yield batch
+
+    with jdp.shard_batches(loader(), plan_of(), prefetch=prefetch) as feed:
+        for taken in range(4):
+            assert until(lambda taken=taken: len(read) >= taken + prefetch)
+            time.sleep(0.05)
+            assert len(read) == taken + prefetch
+            next(feed)
+
+
+def test_prefetch_is_at_least_one():
+    with pytest.raises(ValueError, match="prefetch is a number of batches, at least 1; got 0"):
+        jdp.shard_batches(batches(1), plan_of(), prefetch=0)
+
+
+def test_only_waiting_is_counted():
+    slow, step = 0.15, 0.3
+
+    def loader():
+        for batch in batches(3):
+            time.sleep(slow)
+            yield batch
+
+    with jdp.shard_batches(loader(), plan_of()) as feed:
+        assert feed.wait_seconds == 0.0
+        next(feed)
+        first = feed.wait_seconds
+        assert slow * 0.6 < first  # the loader was slow
+        time.sleep(step + slow)  # while the step works the next ones arrive
+        next(feed)
+        assert feed.wait_seconds - first < slow / 2
+
+
+# The end.
+
+
+def test_it_ends_with_the_loader_and_stays_ended():
+    feed = jdp.shard_batches(batches(2), plan_of())
+    assert len(list(feed)) == 2
+    assert list(feed) == []
+    with pytest.raises(StopIteration):
+        next(feed)
+
+
+def test_an_error_of_the_loader_is_raised_in_the_loop_after_the_batches_before_it():
+    def loader():
+        yield from batches(2)
+        raise OSError("disk on fire")
+
+    feed = jdp.shard_batches(loader(), plan_of())
+    assert [float(next(feed)["x"][0, 0]) for _ in range(2)] == [0, 1000]
+    with pytest.raises(OSError, match="disk on fire"):
+        next(feed)
+    with pytest.raises(StopIteration):
+        next(feed)
+
+
+@pytest.mark.parametrize("taken", [0, 3])
+def test_closing_midway_stops_reading_and_ends_the_thread(taken):
+    read, closed = [], threading.Event()
+
+    def loader():
+        try:
+            for i in range(10**9):
+                read.append(i)
+                yield next(batches(1))
+        finally:
+            closed.set()
+
+    feed = jdp.shard_batches(loader(), plan_of())
+    for _ in range(taken):
+        next(feed)
+    feed.close()
+    so_far = len(read)
+    assert closed.wait(PATIENCE)  # the loader was let go as well
+    assert so_far == len(read) <= taken + 3
+    assert list(feed) == []
+    feed.close()  # twice is no mistake
+
+
+def test_leaving_a_with_closes():
+    with jdp.shard_batches(batches(10**9), plan_of()) as feed:
+        next(feed)
+    assert list(feed) == []
+
+
+def test_a_feed_that_is_left_behind_stops_its_thread():
+    feed = jdp.shard_batches(batches(10**9), plan_of())
+    next(feed)
+    del feed
+    gc.collect()  # `no_thread_is_left` sees that it ends

@@ -1,0 +1,371 @@
+"""Images: which pictures with which labels, what numbers a model gets, and what a damaged file says."""
+
+import io
+import itertools
+import shutil
+import sys
+from collections import Counter
+
+import numpy as np
+import pytest
+from PIL import Image
+from reading_pictures import pixels_of, said
+
+import jdp
+from jdp.cli import main as cli
+from jdp.data import global_batches
+from jdp.data.images.decode import Frame
+from jdp.data.images.samples import image_data
+
+RNG = np.random.default_rng(0)
+PIXELS = RNG.integers(0, 256, (30, 6, 5, 3), dtype=np.uint8)
+CLASSES = ("ape", "cat", "zebra")
+
+
+def encoded(pixels, kind="PNG", mode=None, **options):
+    file = io.BytesIO()
+    picture = Image.fromarray(pixels)
+    (picture.convert(mode) if mode else picture).save(file, kind, **options)
+    return file.getvalue()
+
+
+def write(folder, pixels=PIXELS, classes=CLASSES):
+    """Picture i is of class i % 3, named by its number."""
+    for number, values in enumerate(pixels):
+        path = folder / classes[number % len(classes)] / f"{number:03d}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(encoded(values))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("pictures"))
+
+
+def samples_of(data):
+    return [side[index] for side in (data.train, data.heldout) for index in range(len(side))]
+
+
+def contents(side):
+    return {side[index]["images"].tobytes() for index in range(len(side))}
+
+
+# --- digits ---------------------------------------------------------------------------------------------------------
+
+
+def test_digits_are_all_there():
+    from sklearn.datasets import load_digits
+
+    data = image_data("digits", heldout_fraction=0.2)
+    assert data.shape == (8, 8, 1) and data.classes == tuple("0123456789")
+    assert str(data).startswith("digits: 1,797 images of 8x8x1 in 10 classes; train 1,4")
+    known = load_digits()
+    for side in (data.train, data.heldout):
+        for index in range(0, len(side), 50):
+            sample, row = side[index], side.rows[index]
+            assert {key: (value.shape, value.dtype) for key, value in sample.items()} == {
+                "images": ((8, 8, 1), np.float32),
+                "labels": ((), np.int32),
+                "weights": ((), np.float32),
+            }
+            # Rounding of one multiplication and one subtraction in float32.
+            np.testing.assert_allclose(sample["images"][..., 0], known.images[row] / 8 - 1, atol=1e-6)
+            assert (sample["labels"], sample["weights"]) == (known.target[row], 1)
+    assert sorted([*data.train.rows, *data.heldout.rows]) == list(range(1797))
+
+
+def test_the_held_out_digits_are_the_same_for_ever():
+    data = image_data("digits", heldout_fraction=0.2)
+    assert len(data.heldout) == 321 and data.heldout.rows[:5].tolist() == [6, 8, 10, 12, 18]
+    assert data.fingerprint == "db3db80df15d274e"
+
+
+# --- a directory ----------------------------------------------------------------------------------------------------
+
+
+def test_folders_are_classes_and_every_picture_is_a_sample(pictures):
+    data = image_data(pictures, heldout_fraction=0.2)
+    assert data.classes == CLASSES and data.shape == (6, 5, 3)
+    found = {pixels_of(sample).tobytes(): int(sample["labels"]) for sample in samples_of(data)}
+    assert found == {values.tobytes(): number % 3 for number, values in enumerate(PIXELS)}
+    assert len(data.train) + len(data.heldout) == 30 and data.heldout
+    assert all(sample["images"].dtype == np.float32 for sample in samples_of(data))
+
+
+def test_what_is_no_picture_is_passed_over_and_said(pictures, tmp_path, caplog):
+    folder = shutil.copytree(pictures, tmp_path / "set")
+    (folder / "ape" / "notes.txt").write_text("mine")
+    (folder / "ape" / ".hidden.png").write_text("no picture")
+    (folder / ".git").mkdir()
+    shutil.copy(folder / "ape" / "000.png", folder / "beside.png")
+    (folder / "cat" / "deep" / "er").mkdir(parents=True)
+    (folder / "cat" / "001.png").rename(folder / "cat" / "deep" / "er" / "001.PNG")
+    data, text = said(caplog, lambda: image_data(folder))
+    assert f"{folder}: passing over 1 files that are no pictures" in text
+    assert f"{folder}: passing over 1 pictures beside the class folders" in text
+    assert "folders inside a class folder are read as that class, for example in cat" in text
+    assert sorted(map(str, samples_of(data))) == sorted(map(str, samples_of(image_data(pictures))))
+
+
+def test_folders_to_train_and_to_evaluate_on(pictures, tmp_path, caplog):
+    shutil.copytree(pictures, tmp_path / "train")
+    shutil.copytree(pictures / "cat", tmp_path / "val" / "cat")
+    shutil.copytree(pictures, tmp_path / "test")
+    data, text = said(caplog, lambda: image_data(tmp_path))
+    assert "training on the folder train, holding out val, not reading test" in text
+    assert (len(data.train), len(data.heldout), data.classes) == (30, 10, CLASSES)
+    assert {int(data.heldout[index]["labels"]) for index in range(10)} == {1}  # cat, though it is the only folder
+    assert "a set of its own" in str(data)
+
+
+def test_a_held_out_set_by_name(pictures, tmp_path):
+    other = write(tmp_path / "other", 255 - PIXELS)
+    data = image_data(pictures, heldout=other)
+    assert (len(data.train), len(data.heldout)) == (30, 30)
+    (other / "dog").mkdir()
+    shutil.copy(other / "cat" / "001.png", other / "dog")
+    with pytest.raises(ValueError, match=r"one of the 3 classes \(ape, cat, zebra\), got 'dog' for sample 20 of"):
+        image_data(pictures, heldout=other)
+
+
+def test_the_split_is_by_content(pictures, tmp_path):
+    here = image_data(pictures, heldout_fraction=0.3)
+    for number, path in enumerate(sorted(pictures.glob("*/*"), reverse=True)):
+        there = tmp_path / path.parent.name / f"picture{number}.png"
+        there.parent.mkdir(exist_ok=True)
+        shutil.copy(path, there)
+    moved = image_data(tmp_path, heldout_fraction=0.3)
+    assert contents(here.heldout) == contents(moved.heldout) and contents(here.train) == contents(moved.train)
+    assert not contents(here.train) & contents(here.heldout)
+    more = image_data(pictures, heldout_fraction=0.6, size=3)
+    assert contents(image_data(pictures, heldout_fraction=0.3, size=3).heldout) < contents(more.heldout)
+
+
+def test_the_fingerprint_is_of_the_samples_not_of_the_place(pictures, tmp_path):
+    copy = shutil.copytree(pictures, tmp_path / "copy")
+    prints = [image_data(folder).fingerprint for folder in (pictures, copy)]
+    assert prints[0] == prints[1]
+    prints += [image_data(pictures, **one).fingerprint for one in ({"size": 4}, {"mean": 0.4}, {"channels": 1})]
+    prints += [image_data(pictures, heldout_fraction=0.5).fingerprint, image_data(pictures, heldout=copy).fingerprint]
+    (copy / "cat" / "001.png").write_bytes(encoded(PIXELS[1] // 2))
+    prints.append(image_data(copy).fingerprint)
+    (copy / "cat" / "001.png").rename(copy / "zebra" / "001.png")
+    prints.append(image_data(copy).fingerprint)
+    assert len(set(prints)) == len(prints) - 1
+
+
+def test_large_files_are_told_apart_by_their_ends(tmp_path):
+    """Without reading them whole; small ones by every byte."""
+    from jdp.data.held_out import ends_score
+    from jdp.data.split import content_score
+
+    def score(content):
+        return ends_score(len(content), lambda start, stop: content[start:stop])
+
+    large = RNG.bytes(2**17)
+    middle = large[: 2**16] + b"\0" + large[2**16 + 1 :]
+    assert (
+        score(large) == score(middle) != score(b"\0" + large[1:]) != score(large[:-1] + b"\0") != score(large + b"\0")
+    )
+    assert score(large[:65536]) == content_score(large[:65536])
+
+
+# --- numbers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("constants", "expected"),
+    [
+        ({}, PIXELS[0] / 127.5 - 1),
+        ({"mean": 0, "std": 1}, PIXELS[0] / 255),
+        ({"mean": (0.1, 0.2, 0.3), "std": [1, 2, 4]}, (PIXELS[0] / 255 - [0.1, 0.2, 0.3]) / [1, 2, 4]),
+    ],
+)
+def test_normalisation(pictures, constants, expected):
+    data = image_data(pictures, **constants)
+    [image] = [s["images"] for s, p in zip(samples_of(data), samples_of(image_data(pictures)), strict=True)
+               if np.array_equal(pixels_of(p), PIXELS[0])]  # fmt: skip
+    np.testing.assert_allclose(image, expected, atol=1e-6)  # two roundings in float32
+
+
+GREY = np.full((4, 4), 200, np.uint8)
+COLOUR = np.full((4, 4, 3), (10, 20, 30), np.uint8)
+LUMA = (299 * 10 + 587 * 20 + 114 * 30) // 1000  # ITU-R 601-2, as Pillow documents it
+
+
+@pytest.mark.parametrize(
+    ("content", "channels", "expected"),
+    [
+        (encoded(GREY), 1, [200]),
+        (encoded(GREY), 3, [200] * 3),
+        (encoded(COLOUR), 1, [LUMA]),
+        (encoded(COLOUR), 4, [10, 20, 30, 255]),
+        (encoded(np.dstack([COLOUR, GREY])), 3, [10, 20, 30]),  # what is transparent shows its colour
+        (encoded(np.dstack([COLOUR, GREY + 55]), mode="P"), 3, [10, 20, 30]),
+        (encoded(np.dstack([COLOUR, GREY]), "GIF", mode="P", transparency=0), 3, [10, 20, 30]),
+        (encoded((GREY > 0), "PNG"), 1, [255]),
+        (encoded(GREY.astype(np.uint16) * 256 + 99), 3, [200] * 3),  # 16 bits
+        (encoded(COLOUR, "TIFF", mode="CMYK"), 3, [10, 20, 30]),
+        (encoded(COLOUR, "BMP"), 3, [10, 20, 30]),
+        (encoded(COLOUR, "WEBP", lossless=True), 3, [10, 20, 30]),
+        (encoded(COLOUR, "PPM"), 3, [10, 20, 30]),
+    ],
+)
+def test_files_of_every_kind(content, channels, expected):
+    values = Frame(None, channels).decode(content)
+    assert values.dtype == np.uint8 and values.shape == (4, 4, channels)
+    # A palette of GIF's own making, and rounding in CMYK: two steps.
+    np.testing.assert_allclose(values.astype(int), np.broadcast_to(expected, values.shape), atol=2)
+
+
+def test_a_size_takes_the_largest_centred_part():
+    wide = np.zeros((4, 10, 3), np.uint8)
+    wide[:, 3:7] = RNG.integers(0, 256, (4, 4, 3))
+    assert np.array_equal(Frame((4, 4), 3).decode(encoded(wide)), wide[:, 3:7])
+    assert np.array_equal(Frame((4, 4), 3).decode(encoded(wide.swapaxes(0, 1))), wide[:, 3:7].swapaxes(0, 1))
+    assert np.array_equal(Frame((4, 10), 3).decode(encoded(wide)), wide)
+
+
+def test_a_smaller_size_averages():
+    """A ramp stays a ramp: bilinear, antialiased, so every pixel counts."""
+    ramp = np.repeat(np.arange(0, 256, 2, dtype=np.uint8)[None], 128, axis=0)
+    for kind in ("PNG", "JPEG"):
+        small = Frame((16, 16), 1).decode(encoded(ramp, kind))[..., 0].astype(int)
+        # 8 pixels in one, 2 a pixel; the ends lean inwards, and JPEG loses a little.
+        np.testing.assert_allclose(small[:, 1:-1], np.tile(np.arange(16) * 16 + 7, (16, 1))[:, 1:-1], atol=3)
+    noise = RNG.integers(0, 256, (64, 64), dtype=np.uint8)
+    assert Frame((4, 4), 1).decode(encoded(noise)).std() < noise.std() / 4
+
+
+def test_digits_in_other_sizes():
+    data, small = image_data("digits", size=5, channels=3), image_data("digits")
+    assert data.shape == (5, 5, 3) and data.train[0]["images"].shape == (5, 5, 3)
+    # Shrunk by an antialiased filter that keeps sums but at the edges.
+    assert abs(data.train[0]["images"].mean() - small.train[0]["images"].mean()) < 0.1
+    assert len(np.unique(data.train[0]["images"] * 8 + 8)) > 17  # not rounded to the sixteen greys
+
+
+# --- damage ---------------------------------------------------------------------------------------------------------
+
+
+DAMAGES = {
+    "cut": lambda content: content[:-40],
+    "no picture": lambda _: b"<html>404</html>",
+    "empty": lambda _: b"",
+    "flipped": lambda content: content[:60] + bytes(255 - byte for byte in content[60:]),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_corrupt_picture_is_one_error_in_the_loop(pictures, tmp_path, damage):
+    """Found when it is read, in a thread of a thread; it comes out as the user's mistake that it is: exit 2."""
+    folder = shutil.copytree(pictures, tmp_path / "set")
+    bad = folder / "cat" / "010.png"
+    bad.write_bytes(damage(bad.read_bytes()))
+    data = image_data(folder, heldout=pictures)
+    loader = global_batches(data.train, batch_size=8, seed=0)
+    message = f"images must be readable, got {bad} .sample 13 of {folder}.: "
+    feed = jdp.shard_batches(loader, jdp.Plan(jdp.make_mesh()))
+    with feed, pytest.raises(ValueError, match=message) as caught:
+        list(itertools.islice(feed, 4))
+    assert cli._is_users_mistake(caught.value)
+    assert "\n" not in str(caught.value) and str(caught.value).endswith("; mend it, or leave it out")
+
+
+def test_a_picture_that_went_away_or_changed_its_size(pictures, tmp_path):
+    folder = shutil.copytree(pictures, tmp_path / "set")
+    data = image_data(folder, heldout=pictures)
+    (folder / "ape" / "003.png").unlink()
+    (folder / "ape" / "006.png").write_bytes(encoded(PIXELS[0, :4]))
+    with pytest.raises(ValueError, match=r"got .*ape/003.png .*No such file"):
+        data.train[1]
+    with pytest.raises(ValueError, match=r"one size, 6x5x3, got 4x5x3 in .*ape/006.png: give a size"):
+        data.train[2]
+    assert image_data(pictures, size=3).train[2]["images"].shape == (3, 3, 3)
+
+
+def test_pictures_of_32_bits_have_no_white(tmp_path):
+    folder = write(tmp_path)
+    Image.fromarray(GREY.astype(np.float32)).save(folder / "ape" / "000.tif")
+    with pytest.raises(ValueError, match=r"000.tif .*32 bits \(mode F\), which have no agreed white"):
+        image_data(folder, size=4, heldout=folder).train[1]
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------
+
+
+def make(folder, *names):
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(encoded(PIXELS[0])) if path.suffix else path.mkdir()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ((), "two or more, got .* with 0 and 0 pictures beside"),
+        (("1.png", "2.png"), "two or more, got .* with 0 and 2 pictures beside: put each class' pictures"),
+        (("cat/1.png",), "two or more, got .* with 1 and 0 pictures"),
+        (("cat/1.png", "dog"), r"every class folder must hold pictures \(.png, .* got none in .*/dog"),
+        (("cat/1.png", "dog/1.txt"), "got none in .*/dog: add some, or remove the folder"),
+        (("cat/1.png", "dog/1.png"), "two different samples, .* got 2 alike"),
+        (("train/cat/1.png", "val/cat/1.png"), "two or more, got .*/train with 1"),
+        (("train/cat/1.png", "train/dog/1.png", "val/elk/1.png"), r"2 classes \(cat, dog\), got 'elk' for sample 0"),
+    ],
+)
+def test_directories_that_cannot_be(tmp_path, names, message):
+    with pytest.raises(ValueError, match=message):
+        image_data(make(tmp_path, *names))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"size": 0}, "size must be at least 1 pixel each way, got 0"),
+        ({"size": (4, -1)}, r"size must be at least 1 .* got \(4, -1\)"),
+        ({"channels": 2}, "channels must be 1 .* got 2"),
+        ({"mean": (0.5, 0.5)}, r"mean must be numbers, one or 3 .* got \(0.5, 0.5\)"),
+        ({"std": 0}, "std must be positive numbers, one or 3 .* got 0"),
+        ({"heldout_fraction": 1.0}, "heldout_fraction must lie between 0 and 1, got 1.0"),
+        ({"heldout": "nowhere"}, 'images must be "digits", a directory .* got nowhere, looked for at /'),
+    ],
+)
+def test_arguments_that_cannot_be(pictures, wrong, message):
+    with pytest.raises(ValueError, match=message):
+        image_data(pictures, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "message"),
+    [
+        ("PIL", "pictures", r"needs the package PIL, which is not installed: pip install '\.\[hf\]'"),
+        ("sklearn", "digits", r'"digits" needs the package sklearn, .* pip install \'\.\[test\]\''),
+    ],
+)
+def test_a_missing_package_is_said_with_the_command(pictures, monkeypatch, module, source, message):
+    class Missing:
+        def find_spec(self, name, *_):
+            if name == module:
+                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    for name in [name for name in sys.modules if name.partition(".")[0] == module]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
+    with pytest.raises(ValueError, match=message):
+        image_data(pictures if source == "pictures" else source)
+
+
+def test_batches_of_images(pictures):
+    data = image_data(pictures, heldout_fraction=0.2)
+    batches = list(global_batches(data.train, batch_size=8, seed=0, epochs=1, threads=3))
+    assert {(k, v.shape, v.dtype.name) for batch in batches for k, v in batch.items()} == {
+        ("images", (8, 6, 5, 3), "float32"),
+        ("labels", (8,), "int32"),
+        ("weights", (8,), "float32"),
+    }
+    assert sum(batch["weights"].sum() for batch in batches) == len(data.train)
+    labels = Counter(int(label) for b in batches for label, w in zip(b["labels"], b["weights"], strict=True) if w)
+    assert labels == Counter(data.train.pictures.labels.numbers[data.train.rows].tolist())

@@ -1,0 +1,152 @@
+"""What packing promises: documents whole and apart, every token a target once, few positions empty."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jdp.data import PackedSamples, global_batches, text_data
+from jdp.data.text.packing import best_fit
+
+LENGTH = 16
+
+
+def packed(sizes, length=LENGTH):
+    """Documents of these sizes whose tokens are all different: 0, 1, 2, … in order."""
+    bounds = np.array(list(itertools.accumulate(sizes, initial=0)), np.int64)
+    return PackedSamples(np.arange(bounds[-1], dtype=np.uint32), bounds, length)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 60), min_size=1, max_size=40).filter(lambda sizes: max(sizes) > 1),
+    length=st.integers(1, 20),
+)
+def test_every_token_of_every_document_but_its_first_is_a_target_once(sizes, length):
+    samples = packed(sizes, length)
+    firsts = set(samples.bounds[:-1].tolist())
+    rows = [samples[index] for index in range(len(samples))]
+    targets = np.concatenate([row["targets"][row["weights"] == 1] for row in rows])
+    assert sorted(targets.tolist()) == [token for token in range(sum(sizes)) if token not in firsts]
+    for row in rows:
+        counted = row["weights"] == 1
+        assert counted.any() and np.array_equal(counted, row["segments"] > 0)
+        assert np.array_equal(row["targets"][counted], row["tokens"][counted] + 1)  # never the next document's
+        assert not row["tokens"][~counted].any() and not row["targets"][~counted].any()
+
+
+@settings(max_examples=100, deadline=None)
+@given(sizes=st.lists(st.integers(1, 50), min_size=2, max_size=40).filter(lambda sizes: max(sizes) > 1))
+def test_a_segment_is_a_piece_of_one_document(sizes):
+    samples = packed(sizes)
+    for row in (samples[index] for index in range(len(samples))):
+        segments = row["segments"]
+        count = segments.max()
+        assert np.array_equal(
+            segments[segments > 0], np.repeat(np.arange(1, count + 1), np.bincount(segments, minlength=1)[1:])
+        )
+        assert (segments[np.argmin(segments > 0) :] == 0).all() or (segments > 0).all()  # what is empty is at the end
+        for segment in range(1, count + 1):
+            of_it = row["tokens"][segments == segment]
+            documents = np.searchsorted(samples.bounds, of_it, side="right")
+            assert (np.diff(of_it) == 1).all() and len(set(documents.tolist())) == 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(sizes=st.lists(st.integers(1, 17), max_size=60))
+def test_rows_are_few(sizes):
+    """No two rows would fit into one, so none or one is less than half full."""
+    rows = best_fit(sorted(sizes, reverse=True), 17)
+    filled = np.bincount(rows, weights=sorted(sizes, reverse=True)) if rows else np.zeros(0)
+    assert (filled <= 17).all() and (filled > 0).all()
+    assert all(a + b > 17 for a, b in itertools.combinations(filled.tolist(), 2))
+
+
+def test_the_tightest_row_is_taken():
+    assert best_fit([7, 8, 6, 4, 6], 12) == [0, 1, 2, 1, 2]
+
+
+def test_long_documents_are_cut_and_short_ones_fill_up():
+    samples = packed([2 * LENGTH + 6, 11, 1])  # 37 pairs and 10; one token alone has no target
+    assert len(samples) == 3
+    assert [samples[index]["tokens"].tolist() for index in range(2)] == [list(range(16)), list(range(16, 32))]
+    last = samples[2]
+    assert last["tokens"].tolist() == [*range(38, 48), *range(32, 37), 0]
+    assert last["segments"].tolist() == [1] * 10 + [2] * 5 + [0]
+    assert samples.waste == pytest.approx(1 / 48)
+
+
+def test_samples_are_a_sequence_of_stated_arrays():
+    samples = packed([5, 30])
+    assert {key: (value.shape, value.dtype) for key, value in samples[0].items()} == {
+        "tokens": ((LENGTH,), np.int32),
+        "targets": ((LENGTH,), np.int32),
+        "segments": ((LENGTH,), np.int32),
+        "weights": ((LENGTH,), np.float32),
+    }
+    assert np.array_equal(samples[-1]["tokens"], samples[len(samples) - 1]["tokens"])
+    with pytest.raises(IndexError):
+        samples[len(samples)]
+
+
+def test_a_thousand_documents_waste_little():
+    sizes = np.random.default_rng(0).geometric(1 / 40, 2000).tolist()
+    assert packed(sizes, 128).waste < 0.005
+
+
+def documents_of(side):
+    return sorted(side.tokens[start:end].tobytes() for start, end in itertools.pairwise(side.bounds))
+
+
+def test_text_is_packed_whole(tmp_path):
+    texts = [f"chapter {number} {'and so on ' * (number % 7)}" for number in range(60)]
+    for number, text in enumerate(texts):
+        (tmp_path / f"{number}.txt").write_text(text)
+    data = text_data(tmp_path, length=96, heldout_fraction=0.3, packing="documents")
+    stream = text_data(tmp_path, length=96, heldout_fraction=0.3)
+    assert documents_of(data.train) + documents_of(data.heldout) != []
+    assert sorted(documents_of(data.train) + documents_of(data.heldout)) == sorted(
+        f"{text}\0".encode() for text in texts
+    )
+    assert np.array_equal(data.train.tokens, stream.train.tokens)  # the split does not depend on the packing
+    assert data.fingerprint != stream.fingerprint
+    assert " of them empty, held out " in str(data)
+    seen = [
+        data.decode(row["targets"][row["segments"] == 1]) for row in (data.train[i] for i in range(len(data.train)))
+    ]
+    assert all(text.endswith("\0") for text in seen)  # what closes a document is learnt
+
+
+def test_packed_rows_go_through_global_batches(tmp_path):
+    (tmp_path / "a.txt").write_text("a few words " * 50)
+    data = text_data(tmp_path / "a.txt", length=32, packing="documents")
+    batches = list(global_batches(data.train, batch_size=4, seed=0, epochs=1))
+    assert sum(int(batch["weights"].sum()) for batch in batches) == len(data.train.tokens) - 1
+    assert {batch["segments"].shape for batch in batches} == {(4, 32)}
+
+
+def test_a_text_shorter_than_a_row_is_padded(tmp_path):
+    (tmp_path / "a.txt").write_text("short")
+    data = text_data(tmp_path / "a.txt", length=32, packing="documents")
+    assert len(data.train) == 1 and data.train[0]["weights"].sum() == 4
+
+
+@pytest.mark.parametrize(
+    ("sizes", "length", "message"),
+    [
+        ([3], 0, "length must be at least 1, got 0"),
+        ([1, 1], 4, r"got 2 token\(s\) in 2 document\(s\)"),
+        ([], 4, "got 0"),
+    ],
+)
+def test_what_cannot_be_packed_is_said(sizes, length, message):
+    with pytest.raises(ValueError, match=message):
+        packed(sizes, length)
+
+
+def test_there_are_two_packings(tmp_path):
+    (tmp_path / "a.txt").write_text("short")
+    with pytest.raises(ValueError, match='packing must be "stream" or "documents", got "rows"'):
+        text_data(tmp_path / "a.txt", length=2, packing="rows")

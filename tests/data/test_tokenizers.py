@@ -1,0 +1,231 @@
+"""What a tokenizer's file promises: the ids it says, in few bytes, each document closed, whatever it was saved with."""
+
+import json
+import logging
+
+import numpy as np
+import pytest
+import tokenizers
+
+from jdp.data import mixture, open_tokenizer, text_data
+from jdp.data.text import tokenizers as ours
+from jdp.data.text.token_line import smallest_uint
+
+TEXTS = [f"In chapter {number} of the tale, naïvely told: ☃ " * 3 for number in range(40)]
+END = "<|endoftext|>"
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """A byte-level BPE of 300 tokens, the last of which closes a document."""
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=299, initial_alphabet=alphabet, show_progress=False)
+    bpe.train_from_iterator(TEXTS, trainer)
+    bpe.add_special_tokens([END])
+    assert bpe.token_to_id(END) == 299
+    return bpe
+
+
+@pytest.fixture
+def file(trained, tmp_path):
+    folder = tmp_path / "bpe"
+    folder.mkdir()
+    trained.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
+
+
+@pytest.fixture
+def texts(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return path
+
+
+def documents_of(side, separator):
+    ends = np.flatnonzero(side.tokens == separator)
+    assert ends[-1] == len(side.tokens) - 1
+    return [document[:-1] for document in np.split(side.tokens, ends[:-1] + 1)]
+
+
+def test_documents_become_the_tokens_of_the_file(trained, file, texts):
+    data = text_data(texts, length=16, heldout_fraction=0.3, tokenizer=str(file))
+    plain = text_data(texts, length=16, heldout_fraction=0.3)
+    assert data.vocab_size == 300 and data.train.tokens.dtype == np.uint16
+    sides = [[data.decode(document) for document in documents_of(side, 299)] for side in (data.train, data.heldout)]
+    assert sorted(sides[0] + sides[1]) == sorted(TEXTS)
+    # Which text is held out does not depend on the tokenizer.
+    for side, other in zip(sides, (plain.train, plain.heldout), strict=True):
+        assert [text.encode() for text in side] == other.tokens.tobytes().split(b"\0")[:-1]
+    expected = trained.encode(sides[0][0]).ids
+    assert data.train[0]["tokens"].tolist() == expected[:16] and data.train[0]["targets"].tolist() == expected[1:17]
+    assert data.train[0]["tokens"].dtype == np.int32
+    assert f"tokens by {file} (300 tokens, {END} closes a document) (" in str(data) and " in memory)" in str(data)
+
+
+def test_text_comes_back(file):
+    tokenizer = open_tokenizer(str(file))
+    text = f"In chapter ☃\n{END}"
+    assert tokenizer.encode(text).dtype == np.int32 and tokenizer.encode(text)[-1] == 299
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert tokenizer.decode([]) == "" and len(tokenizer.encode("")) == 0
+    with pytest.raises(ValueError, match=r"is 0 to 299, got 5 to 300: decode"):
+        tokenizer.decode([5, 300])
+
+
+def test_a_folder_holds_the_file(file):
+    assert open_tokenizer(str(file.parent)).identity == open_tokenizer(str(file)).identity
+
+
+def test_what_a_file_was_saved_with_cuts_and_pads_nothing(trained, tmp_path, texts):
+    saved = tokenizers.Tokenizer.from_str(trained.to_str())
+    saved.enable_truncation(5)
+    saved.enable_padding(length=50)
+    saved.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"{END} $A {END}", special_tokens=[(END, 299)]
+    )
+    saved.save(str(tmp_path / "tokenizer.json"))
+    plain, cut = (tmp_path / name for name in ("plain.json", "tokenizer.json"))
+    trained.save(str(plain))
+    tokens = [text_data(texts, length=16, tokenizer=str(path)).train.tokens for path in (plain, cut)]
+    assert np.array_equal(*tokens)
+
+
+@pytest.mark.parametrize(
+    ("config", "token"), [('{"eos_token": "t"}', "t"), ('{"eos_token": {"content": "t"}}', "t"), ("{}", END)]
+)
+def test_the_configuration_says_what_closes_a_document(trained, file, config, token):
+    (file.parent / "tokenizer_config.json").write_text(config)
+    assert open_tokenizer(str(file)).separator == trained.token_to_id(token)
+
+
+def test_one_long_document_is_parted_at_a_token(file, tmp_path):
+    """Not inside of a character, as bytes could be."""
+    (tmp_path / "a.txt").write_text("☃" * 1000)
+    data = text_data(tmp_path / "a.txt", length=8, tokenizer=str(file), heldout_fraction=0.1)
+    count = len(open_tokenizer(str(file)).encode("☃" * 1000))
+    assert not data.whole
+    assert (len(data.train.tokens), len(data.heldout.tokens)) == (count - -(-count // 10) + 1, -(-count // 10) + 1)
+    joined = np.concatenate([data.train.tokens[:-1], data.heldout.tokens[:-1]])
+    assert data.decode(joined) == "☃" * 1000
+
+
+def test_documents_are_packed_whole(file, texts):
+    data = text_data(texts, length=64, tokenizer=str(file), packing="documents")
+    row = data.train[0]
+    first = data.decode(row["targets"][row["segments"] == 1])
+    assert any(text.endswith(first.removesuffix(END)) for text in TEXTS)
+
+
+def test_text_that_spells_the_end_is_said(file, tmp_path, caplog):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.txt").write_text(f"one {END} two {END} " * 5 + name)
+    with caplog.at_level(logging.INFO, "jdp"):
+        text_data(tmp_path / "*.txt", length=4, tokenizer=str(file))
+    assert "token 299, which closes a document, is in 2 of them; are they text?" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(1, np.uint8), (256, np.uint8), (257, np.uint16), (2**16, np.uint16), (2**16 + 1, np.uint32)]
+)
+def test_tokens_take_few_bytes(size, dtype):
+    assert smallest_uint(size) == dtype
+
+
+def test_a_mixture_has_one_tokenizer(file, texts):
+    same = [text_data(texts, length=16, tokenizer=str(file)) for _ in range(2)]
+    assert mixture([(same[0], 1), (same[1], 2)]).vocab_size == 300
+    (texts.parent / "ids.jsonl").write_text(json.dumps({"input_ids": list(range(200))}))
+    ids = text_data(texts.parent / "ids.jsonl", length=16, tokenizer="none")
+    assert mixture([(ids, 1), (same[0], 1)]).decode(same[0].encode("tale")) == "tale"
+    with pytest.raises(ValueError, match="must have one tokenizer, got those of"):
+        mixture([(same[0], 1), (text_data(texts, length=16), 2)])
+
+
+# --- what is kept between runs --------------------------------------------------------------------------------------
+
+
+def test_tokens_are_kept_and_found_again(file, texts, tmp_path, monkeypatch):
+    monkeypatch.setenv("JDP_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr("jdp.data.text.token_cache.WORTHWHILE_BYTES", 0)
+    first = text_data(texts, length=16, tokenizer=str(file))
+    [kept] = (tmp_path / "cache" / "tokens").iterdir()
+    monkeypatch.setattr(ours, "_batches", None)  # from here on nothing can be tokenised
+    again = text_data(texts, length=16, tokenizer=str(file))
+    assert again.fingerprint == first.fingerprint and again.train.tokens.dtype == np.uint16
+    monkeypatch.undo()
+    monkeypatch.setenv("JDP_CACHE_DIR", str(tmp_path / "cache"))
+    kept.write_bytes(kept.read_bytes()[:-7])  # half written, or a disk that went bad: made again
+    assert text_data(texts, length=16, tokenizer=str(file)).fingerprint == first.fingerprint
+
+
+def test_another_text_or_tokenizer_is_not_found(file, texts, tmp_path, monkeypatch):
+    monkeypatch.setenv("JDP_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr("jdp.data.text.token_cache.WORTHWHILE_BYTES", 0)
+    text_data(texts, length=16, tokenizer=str(file))
+    texts.write_text(texts.read_text().replace("tale", "tail"))
+    other = text_data(texts, length=16, tokenizer=str(file))
+    assert "tail" in other.decode(other.train.tokens)
+    saved = json.loads(file.read_text())
+    saved["added_tokens"][0]["content"] = "</s>"
+    file.write_text(json.dumps(saved))
+    text_data(texts, length=16, tokenizer=str(file))
+    assert len(list((tmp_path / "cache" / "tokens").iterdir())) == 3
+
+
+def test_a_cache_that_cannot_be_written_is_said(file, texts, tmp_path, monkeypatch, caplog):
+    (tmp_path / "cache").write_text("a file stands here")
+    monkeypatch.setenv("JDP_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr("jdp.data.text.token_cache.WORTHWHILE_BYTES", 0)
+    with caplog.at_level(logging.INFO, "jdp"):
+        assert text_data(texts, length=16, tokenizer=str(file)).vocab_size == 300
+    assert "tokens are not kept" in caplog.text
+
+
+# --- what is wrong --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("missing.json", None, r'must be "bytes", "none" .*, got .*missing.json, looked for at /'),
+        ("a.json", "{}", r"must be a file of Hugging Face tokenizers, got .*a.json: "),
+        ("b.json", "not JSON", r"must be a file of Hugging Face tokenizers, got .*b.json: "),
+    ],
+)
+def test_a_file_that_is_no_tokenizer(tmp_path, texts, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=message) as caught:
+        text_data(texts, length=4, tokenizer=str(tmp_path / name))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_tokenizer_that_closes_nothing(tmp_path, file):
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    words.save(str(tmp_path / "words.json"))
+    with pytest.raises(ValueError, match=r"closes documents, got .*words.json: none of <\|endoftext\|>, .* is in its"):
+        open_tokenizer(str(tmp_path / "words.json"))
+    (file.parent / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
+    with pytest.raises(ValueError, match=r"tokenizer_config.json names <end>, which is not in its vocabulary"):
+        open_tokenizer(str(file))
+    (file.parent / "tokenizer_config.json").write_text("[1]")
+    with pytest.raises(ValueError, match=r"configuration must be a JSON object, got .*tokenizer_config.json"):
+        open_tokenizer(str(file))
+
+
+def test_text_that_is_not_utf8_is_named(file, tmp_path):
+    (tmp_path / "a.txt").write_text("fine")
+    (tmp_path / "b.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(ValueError, match=r"must be UTF-8 for a tokenizer, got 0xe9 at byte 3 of .*b.txt: convert it"):
+        text_data(tmp_path / "*.txt", length=2, tokenizer=str(file))
+
+
+def test_a_tokenizer_must_fit_the_model(file, texts):
+    with pytest.raises(ValueError, match=r"got vocab_size 299 and 300 in .*tokenizer.json .*: set vocab_size to 300"):
+        text_data(texts, length=4, tokenizer=str(file), vocab_size=299)
+    assert text_data(texts, length=4, tokenizer=str(file), vocab_size=512).vocab_size == 300
+    with pytest.raises(ValueError, match="got vocab_size 255 and 256 in bytes"):
+        text_data(texts, length=4, vocab_size=255)

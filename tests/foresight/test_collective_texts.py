@@ -1,0 +1,258 @@
+"""The HLO reader against texts: lines that compilers print (jax 0.10 and 0.12, harvested), and texts it must refuse."""
+
+import jax
+import pytest
+
+from jdp.foresight.program.collectives import collectives, total_wire_bytes, traffic
+
+
+def module(*entry: str, before: str = "", devices: str = "num_partitions=8") -> str:
+    lines = "\n".join(f"  {line}" for line in entry)
+    head = f"HloModule jit_step, is_scheduled=true, entry_computation_layout={{(f32[])->f32[]}}, {devices}\n"
+    return f"{head}\n{before}\nENTRY %main (p: f32[]) -> f32[] {{\n{lines}\n}}\n"
+
+
+def test_a_permute_of_nobody_sends_nothing():
+    line = "%p = f32[8]{0} collective-permute(%x), source_target_pairs={}"
+    (found,) = collectives(module("%x = f32[8]{0} parameter(0)", line))
+    assert (found.group_size, found.wire_bytes) == (1, 0.0)
+
+
+EVERYONE = "replica_groups={{0,1,2,3,4,5,6,7}}"
+SYNC = 'backend_config={"collective_backend_config":{"is_sync":true}}'
+ASYNC = 'backend_config={"collective_backend_config":{"is_sync":false}}'
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "payload", "is_async"),
+    [
+        # jax 0.10, one tensor: the start has the type of the result
+        (
+            f"%s = f32[135]{{0}} all-reduce-start(%x), channel_id=1, {EVERYONE}, to_apply=%add, {ASYNC}",
+            "all-reduce",
+            540,
+            True,
+        ),
+        # jax 0.10, combined: a flat tuple, not (operand, result)
+        (
+            f"%s = (f32[100]{{0}}, f32[35]{{0}}) all-reduce-start(%x, %y), {EVERYONE}, to_apply=%add, {ASYNC}",
+            "all-reduce",
+            540,
+            True,
+        ),
+        # jax 0.10, scheduled as synchronous but still printed as a pair
+        (f"%s = f32[135]{{0}} all-reduce-start(%x), {EVERYONE}, to_apply=%add, {SYNC}", "all-reduce", 540, False),
+        # jax 0.12: ((operands), results)
+        (
+            "%s = ((bf16[8,128]{1,0}), bf16[8,128]{1,0}) all-reduce-start(%x), replica_groups=mesh['data'=8] {'data'}, "
+            f"to_apply=%add, output_to_operand_aliasing={{{{1}}: (0, {{}})}}, {ASYNC}",
+            "all-reduce",
+            2048,
+            True,
+        ),
+        (
+            f"%s = ((f32[100]{{0}}, f32[35]{{0}}), (f32[100]{{0}}, f32[35]{{0}})) all-reduce-start(%x, %y), {EVERYONE}",
+            "all-reduce",
+            540,
+            True,
+        ),
+        (f"%s = (f32[8,16]{{1,0}}, f32[64,16]{{1,0}}) all-gather-start(%x), {EVERYONE}", "all-gather", 4096, True),
+        (
+            f"%s = ((f32[8,16]{{1,0}}, bf16[1,4]{{1,0}}), (f32[64,16]{{1,0}}, bf16[8,4]{{1,0}})) "
+            f"all-gather-start(%x, %y), {EVERYONE}",
+            "all-gather",
+            4096 + 64,
+            True,
+        ),
+        # an older permute carries two context words behind the result
+        (
+            "%s = (f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%x), source_target_pairs={{0,1},{1,0}}",
+            "collective-permute",
+            32,
+            True,
+        ),
+        (
+            f"%s = ((f32[64,128]{{1,0}}), f32[8,128]{{1,0}}) reduce-scatter-start(%x), {EVERYONE}, to_apply=%add",
+            "reduce-scatter",
+            32768,
+            True,
+        ),
+        # index comments, memory spaces, the root, names without %
+        (
+            "ROOT a = (f32[8,16]{1,0:S(1)}, f32[8,16]{1,0}, f32[8,16]{1,0}, f32[8,16]{1,0}, f32[8,16]{1,0}, "
+            f"/*index=5*/f32[8,16]{{1,0}}, f32[8,16]{{1,0}}, f32[8,16]{{1,0}}) all-to-all(b, c), {EVERYONE}",
+            "all-to-all",
+            4096,
+            False,
+        ),
+        (f"%s = s4[64,128]{{1,0:E(4)}} all-gather(%x), {EVERYONE}", "all-gather", 4096, False),
+        (f"%s = f32[<=64,128]{{1,0}} all-gather(%x), {EVERYONE}", "all-gather", 32768, False),
+        (f"%s = f32[] all-reduce(%x), {EVERYONE}, to_apply=%add", "all-reduce", 4, False),
+    ],
+)
+def test_printed_forms(line, kind, payload, is_async):
+    name = line.split(" = ")[0].removeprefix("ROOT ").lstrip("%")
+    done = f"%d = f32[] {kind}-done(%{name}), {SYNC}"
+    [found] = collectives(module(line, done))
+    assert (found.kind, found.payload_bytes, found.is_async, found.name) == (kind, payload, is_async, name)
+
+
+def test_mixed_element_types_are_all_named():
+    [found] = collectives(module(f"%s = (f32[8]{{0}}, bf16[8]{{0}}) all-gather(%x, %y), {EVERYONE}"))
+    assert (found.dtype, found.payload_bytes) == ("bf16+f32", 48)
+
+
+WRAPPED = f"""\
+%wrapped (p: f32[64,128]) -> f32[8,128] {{
+  %p = f32[64,128]{{1,0}} parameter(0)
+  ROOT %inner = f32[8,128]{{1,0}} reduce-scatter(%p), {EVERYONE}, to_apply=%add, metadata={{op_name="g"}}
+}}, execution_thread="parallel"
+"""
+
+
+@pytest.mark.parametrize(
+    ("start", "is_async"),
+    [
+        ("%s = ((f32[64,128]), f32[8,128], u32[]) async-start(%x), calls=%wrapped", True),
+        (f"%s = ((f32[64,128]), f32[8,128], u32[]) async-start(%x), calls=%wrapped, {SYNC}", False),
+        ("%s = ((f32[64,128]), f32[8,128]) fusion-start(%x), kind=kCustom, calls=%wrapped", True),  # jax 0.12
+        ("%s = ((f32[64,128]), f32[8,128]) call-start(%x), to_apply=%wrapped", True),
+    ],
+)
+def test_an_asynchronous_wrapper_counts_once_under_the_starts_name(start, is_async):
+    opcode = start.split("(%x)")[0].split()[-1].removesuffix("-start")
+    update = f"%u = ((f32[64,128]), f32[8,128]) {opcode}-update(%s), calls=%wrapped"
+    done = f"%d = f32[8,128] {opcode}-done(%u), calls=%wrapped"
+    [found] = collectives(module(start, update, done, before=WRAPPED))
+    assert (found.kind, found.payload_bytes, found.name) == ("reduce-scatter", 32768, "s")
+    assert (found.is_async, found.op_name) == (is_async, "g")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "%c = f32[8,128] call(%x), to_apply=%wrapped",
+        "%c = f32[8,128] fusion(%x), kind=kCustom, calls=%wrapped",
+        '%c = f32[8,128] custom-call(%x), custom_call_target="t", called_computations={%wrapped}',
+    ],
+)
+def test_callers_are_followed_every_time_they_call(line):
+    found = collectives(module(line, line.replace("%c", "%d"), before=WRAPPED))
+    assert [(c.kind, c.is_async, c.name) for c in found] == [("reduce-scatter", False, "inner")] * 2
+
+
+def test_a_loops_condition_runs_once_more_than_its_body():
+    before = f"""\
+%body (p: f32[8]) -> f32[8] {{
+  ROOT %b = f32[8]{{0}} all-reduce(%p), {EVERYONE}, to_apply=%add
+}}
+
+%condition (p: f32[8]) -> pred[] {{
+  ROOT %c = f32[1]{{0}} all-reduce(%p), {EVERYONE}, to_apply=%add
+}}
+"""
+    config = 'backend_config={"dynamic_variables":[],"known_trip_count":{"n":"4"}}'
+    loop = f"%w = f32[8]{{0}} while(%x), condition=%condition, body=%body, {config}"
+    assert {c.name: c.loops for c in collectives(module(loop, before=before))} == {"c": (5,), "b": (4,)}
+
+
+@pytest.mark.parametrize(
+    ("notation", "groups"),
+    [
+        ("{{0,1},{2,3}}", ((0, 1), (2, 3))),
+        ("[2,4]<=[8]", ((0, 1, 2, 3), (4, 5, 6, 7))),
+        ("[4,2]<=[2,4]T(1,0)", ((0, 4), (1, 5), (2, 6), (3, 7))),
+        ("[2,10]<=[4,5]T(1,0)", ((0, 5, 10, 15, 1, 6, 11, 16, 2, 7), (12, 17, 3, 8, 13, 18, 4, 9, 14, 19))),
+        ("mesh['axis_0'=8,'axis_1'=1] {'axis_0'}", (tuple(range(8)),)),
+        ("mesh['replica'=2,'data'=4] {'replica','data'}", (tuple(range(8)),)),
+        ("mesh['replica'=2,'data'=4] {'replica'}", ((0, 4), (1, 5), (2, 6), (3, 7))),
+        ("mesh[x=2,y=4] {y}", ((0, 1, 2, 3), (4, 5, 6, 7))),
+        ("mesh['x'=8] {'x':(1)4}", ((0, 2, 4, 6), (1, 3, 5, 7))),
+        ("mesh['x'=8] {'x':(1)2,'x':(4)2}", ((0, 1, 4, 5), (2, 3, 6, 7))),
+        ("mesh['a'=4,'b'=2], device_ids=([2,2,2]T(0,2,1)) {'a':(2)2}", ((0, 1), (2, 3), (4, 5), (6, 7))),
+        ("mesh['a'=2,'b'=2], device_ids=(3,1,2,0) {'b'}", ((3, 1), (2, 0))),
+        ("mesh['x'=2,'y'=2] {}", ((0,), (1,), (2,), (3,))),
+        ("{}", (tuple(range(8)),)),
+    ],
+)
+def test_notations_of_device_groups(notation, groups):
+    line = f"%g = f32[8]{{0}} all-reduce(%x), channel_id=1, replica_groups={notation}, use_global_device_ids=true"
+    [found] = collectives(module(line))
+    assert found.groups == groups
+
+
+def test_empty_groups_are_all_replicas_and_partitions():
+    line = "%g = f32[8]{0} all-reduce(%x), replica_groups={}, to_apply=%add"
+    [found] = collectives(module(line, devices="replica_count=2, num_partitions=3"))
+    assert found.group_size == 6
+    [alone] = collectives(module(line, devices="allow_spmd_sharding_propagation_to_output={true}"))
+    assert alone.group_size == 1
+
+
+def test_what_stays_on_its_device_sends_nothing():
+    alone = "%g = f32[8]{0} all-reduce(%x), replica_groups={{0},{1}}, to_apply=%add"
+    own = "%p = f32[8]{0} collective-permute(%x), source_target_pairs={{0,0},{1,1}}"
+    found = collectives(module(alone, own))
+    assert [c.payload_bytes for c in found] == [32, 32]
+    assert total_wire_bytes(found) == 0
+    assert traffic(found) == {}
+
+
+def test_strings_do_not_look_like_attributes():
+    tricky = r'metadata={op_name="f(x) \"all-reduce(\" replica_groups={{9}} calls=%nowhere {"}'
+    first, last = (
+        f"%s = f32[8]{{0}} all-reduce(%x), {tricky}, {EVERYONE}, to_apply=%add",
+        f"%t = f32[8]{{0}} fusion(%x), kind=kLoop, calls=%quiet, {tricky}",
+    )
+    quiet = f"%quiet (p: f32[8]) -> f32[8] {{\n  ROOT %p = f32[8] add(%p, %p), {tricky}\n}}\n"
+    [found] = collectives(module(first, last, before=quiet))
+    assert found.group_size == 8
+    assert found.op_name == r"f(x) \"all-reduce(\" replica_groups={{9}} calls=%nowhere {"
+
+
+def test_source_locations():
+    tables = """\
+FileNames
+1 "/home/me/model.py"
+2 "/home/me/train.py"
+
+FunctionNames
+1 "loss"
+
+FileLocations
+1 {file_name_id=2 function_name_id=1 line=70 end_line=70 column=1 end_column=9}
+2 {file_name_id=1 function_name_id=1 line=35 end_line=36 column=1 end_column=9}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=2}
+
+"""
+    line = f'%g = f32[8]{{0}} all-reduce(%x), {EVERYONE}, metadata={{op_name="a/b" '
+    new, unknown = line + "stack_frame_id=2}", line + "stack_frame_id=9}"
+    old = line + 'source_file="/x/y.py" source_line=12}'
+    found = collectives(module(new, unknown, old, line[: line.index(", metadata")], before=tables))
+    assert [c.source for c in found] == ["/home/me/model.py:35", None, "/x/y.py:12", None]
+    assert [c.op_name for c in found] == ["a/b", "a/b", "a/b", None]
+
+
+# What is said of texts that cannot be read
+
+
+def test_a_text_that_is_not_compiled_hlo_is_refused():
+    lowered = jax.jit(lambda x: x + 1).lower(1.0).as_text()
+    with pytest.raises(ValueError, match=r"begins 'module @jit.*compile\(\)\.as_text\(\)"):
+        collectives(lowered)
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("%g = f32[8]{0} all-reduce(%x), replica_groups=<new>, to_apply=%add", "no device groups in a notation known"),
+        (f"%g = q7[8]{{0}} all-reduce(%x), {EVERYONE}, to_apply=%add", "element type 'q7'"),
+        ("%c = f32[8]{0} call(%x), to_apply=%missing", "calls computation 'missing' and does not hold it"),
+    ],
+)
+def test_what_cannot_be_counted_is_not_counted_as_nothing(line, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        collectives(module(line))

@@ -1,0 +1,239 @@
+"""The HLO reader against compiled programs whose traffic is known by construction, for eight H100s and eight CPUs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jdp.foresight.program.collectives import collectives, total_wire_bytes, traffic
+from jdp.foresight.targets.resolve import target
+
+F32, BF16 = jnp.float32, jnp.bfloat16
+ON_BOTH = pytest.mark.parametrize("where", ["h100:1x8", "cpu:8"])
+
+
+def compiled(mesh, f, in_specs, out_specs, *arrays) -> str:
+    """The text of `f` under shard_map; `arrays` are (global shape, dtype), sharded as `in_specs` say."""
+    step = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))
+    args = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        for (shape, dtype), spec in zip(arrays, in_specs, strict=True)
+    ]
+    return step.lower(*args).compile().as_text()
+
+
+def mesh_of(where: str, *shape: int, axes=("data",)) -> Mesh:
+    return Mesh(np.array(target(where).devices).reshape(shape or (-1,)), axes)
+
+
+# One collective each: x is [64, 128] over 8 devices, so 1024 elements a device, 8192 in all.
+
+
+def psum(x):
+    return lax.psum(x, "data")
+
+
+def psum_scatter(x):
+    return lax.psum_scatter(x, "data", tiled=True)
+
+
+def all_gather(x):
+    return lax.all_gather(x, "data", tiled=True)
+
+
+def all_to_all(x):
+    return lax.all_to_all(x, "data", 0, 0, tiled=True)
+
+
+def ppermute(x):
+    return lax.ppermute(x, "data", [(i, (i + 1) % 8) for i in range(8)])
+
+
+PROGRAMS = [  # function, in, out, kind, payload in elements, share of the payload that each device sends
+    (psum, P("data"), P(), "all-reduce", 1024, 2 * 7 / 8),
+    (psum_scatter, P(), P("data"), "reduce-scatter", 8192, 7 / 8),
+    (all_gather, P("data"), P(), "all-gather", 8192, 7 / 8),
+    (all_to_all, P(None, "data"), P("data"), "all-to-all", 1024, 7 / 8),
+    (ppermute, P("data"), P("data"), "collective-permute", 1024, 1),
+]
+
+
+@pytest.mark.parametrize(("f", "ins", "outs", "kind", "elements", "share"), PROGRAMS)
+@pytest.mark.parametrize(("where", "dtype"), [("h100:1x8", F32), ("h100:1x8", BF16), ("cpu:8", F32)])
+def test_bytes_of_one_collective(where, dtype, f, ins, outs, kind, elements, share):
+    [found] = collectives(compiled(mesh_of(where), f, (ins,), outs, ((64, 128), dtype)))
+    payload = elements * jnp.dtype(dtype).itemsize
+    assert (found.kind, found.payload_bytes, found.count, found.caveats) == (kind, payload, 1, ())
+    assert found.dtype == {F32: "f32", BF16: "bf16"}[dtype]
+    assert found.wire_bytes == payload * share
+    assert traffic([found]) == {kind: payload}
+
+
+@ON_BOTH
+def test_where_a_collective_was_written(where):
+    [found] = collectives(compiled(mesh_of(where), psum, (P("data"),), P(), ((64, 128), F32)))
+    assert found.op_name is not None
+    assert found.op_name.endswith("/psum")
+    assert found.source == f"{__file__}:{psum.__code__.co_firstlineno + 1}"
+
+
+def test_kinds_that_only_gpus_have():
+    mesh = mesh_of("h100:1x8")
+    broadcast = compiled(mesh, lambda x: lax.pbroadcast(x, ("data",), 0), (P("data"),), P("data"), ((64, 128), F32))
+    [found] = collectives(broadcast)
+    assert (found.kind, found.payload_bytes, found.wire_bytes) == ("collective-broadcast", 4096, 4096)
+
+    def ragged(x, out, *offsets_and_sizes):
+        return lax.ragged_all_to_all(x, out, *offsets_and_sizes, axis_name="data")
+
+    x, index = ((64, 128), BF16), ((64,), jnp.int32)
+    text = compiled(mesh, ragged, (P("data"),) * 6, P("data"), x, x, index, index, index, index)
+    [found] = collectives(text)
+    assert (found.kind, found.payload_bytes, found.dtype) == ("ragged-all-to-all", 2048, "bf16")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"), [("float8_e4m3fn", 8192), ("bool", 8192), ("int4", 4096), ("complex64", 65536)]
+)
+def test_element_sizes(dtype, size):
+    text = compiled(mesh_of("h100:1x8"), all_gather, (P("data"),), P(), ((64, 128), jnp.dtype(dtype)))
+    assert traffic(collectives(text)) == {"all-gather": size}
+
+
+# Groups
+
+
+@ON_BOTH
+@pytest.mark.parametrize(
+    ("axes", "groups"),
+    [
+        ("data", ((0, 1, 2, 3), (4, 5, 6, 7))),
+        ("replica", ((0, 4), (1, 5), (2, 6), (3, 7))),
+        (("replica", "data"), (tuple(range(8)),)),
+    ],
+)
+def test_groups_on_a_two_dimensional_mesh(where, axes, groups):
+    mesh = mesh_of(where, 2, 4, axes=("replica", "data"))
+    spec = P(("replica", "data"))
+    text = compiled(mesh, lambda x: lax.psum(x, axes), (spec,), P(), ((64, 128), F32))
+    [found] = collectives(text)
+    n = len(groups[0])
+    assert (found.groups, found.group_size) == (groups, n)
+    assert found.wire_bytes == 2 * (n - 1) / n * 4096
+
+
+@ON_BOTH
+def test_groups_of_a_partitioned_program_with_a_split_axis(where):
+    """The sum over an eighth's neighbours, left to the partitioner: pairs of an axis of 8, then everyone's parts."""
+    mesh = mesh_of(where)
+    x = jax.ShapeDtypeStruct((64, 128), F32, sharding=NamedSharding(mesh, P("data")))
+    text = jax.jit(lambda x: jnp.sin(x.reshape(4, 16, 128)).sum(1)).lower(x).compile().as_text()
+    reduced, gathered = collectives(text)
+    assert (reduced.kind, reduced.groups) == ("all-reduce", ((0, 1), (2, 3), (4, 5), (6, 7)))
+    assert (gathered.kind, gathered.groups) == ("all-gather", ((0, 2, 4, 6), (1, 3, 5, 7)))
+
+
+@ON_BOTH
+def test_groups_of_axes_that_are_not_neighbours(where):
+    mesh = mesh_of(where, 2, 2, 2, axes=("a", "b", "c"))
+    x = jax.ShapeDtypeStruct((64, 128), F32, sharding=NamedSharding(mesh, P(("a", "c"))))
+    step = jax.jit(lambda x: jnp.sin(x).sum(0), out_shardings=NamedSharding(mesh, P()))
+    [found] = collectives(step.lower(x).compile().as_text())
+    assert found.groups == ((0, 1, 4, 5), (2, 3, 6, 7))
+
+
+def test_groups_across_hosts():
+    mesh = mesh_of("h100:8x8", 8, 8, axes=("replica", "data"))
+    spec = P(("replica", "data"))
+    text = compiled(mesh, lambda x: lax.psum(x, "replica"), (spec,), P(), ((512, 128), F32))
+    [found] = collectives(text)
+    assert found.groups[1] == tuple(range(1, 64, 8))
+    devices = mesh.devices.ravel()
+    assert [devices[i].process_index for i in found.groups[1]] == list(range(8))
+
+
+# Loops and branches
+
+
+@ON_BOTH
+def test_trip_counts_multiply_through_nested_loops(where):
+    def outer(x, _):
+        x = lax.scan(lambda x, _: (jnp.sin(psum(x)), None), x, None, length=5)[0]
+        return all_gather(x)[:8], None
+
+    text = compiled(
+        mesh_of(where), lambda x: lax.scan(outer, x, None, length=3)[0], (P("data"),), P("data"), ((64, 128), F32)
+    )
+    inner, gather = collectives(text)
+    assert (inner.kind, inner.loops, inner.count) == ("all-reduce", (3, 5), 15)
+    assert (gather.kind, gather.loops, gather.count) == ("all-gather", (3,), 3)
+    assert traffic([inner, gather]) == {"all-reduce": 15 * 4096, "all-gather": 3 * 32768}
+    assert total_wire_bytes([inner, gather]) == 15 * 4096 * 2 * 7 / 8 + 3 * 32768 * 7 / 8
+
+
+@ON_BOTH
+def test_an_unknown_trip_count_is_one_and_is_said(where):
+    def until(x):
+        return lax.while_loop(lambda x: jnp.sum(x) < 10, psum, x)
+
+    [found] = collectives(compiled(mesh_of(where), until, (P("data"),), P("data"), ((64, 128), F32)))
+    assert (found.loops, found.count) == ((None,), 1)
+    assert found.caveats == ("inside a loop of unknown trip count: counted once",)
+
+
+def by_predicate(x):
+    return lax.cond(x[0, 0] > 0, psum, lambda x: all_gather(x)[:8], x)
+
+
+def by_index(x):
+    return lax.switch(x[0, 0].astype(jnp.int32), [psum, lambda x: all_gather(x)[:8], lambda x: x * 2], x)
+
+
+@ON_BOTH
+@pytest.mark.parametrize("choose", [by_predicate, by_index])
+def test_a_conditional_counts_the_branch_that_sends_most_and_says_so(where, choose):
+    [found] = collectives(compiled(mesh_of(where), choose, (P("data"),), P("data"), ((64, 128), F32)))
+    assert (found.kind, found.payload_bytes) == ("all-gather", 32768)
+    assert found.caveats == ("inside a conditional: the branch that sends most is counted",)
+
+
+def test_zero3_layers_in_a_scan_send_what_the_theory_says():
+    """6 layers of 512 x 512 in bf16, gathered in the forward pass and again in the backward, gradients scattered.
+
+    XLA peels iterations off, pipelines and copies loop bodies; the sums must not change.
+    """
+
+    def gradient(layers, x):
+        def loss(layers):
+            block = jax.checkpoint(lambda x, w: (jnp.tanh(x @ all_gather(w)), None))
+            return jnp.sum(lax.scan(block, x, layers)[0].astype(F32))
+
+        return jax.grad(loss)(layers)
+
+    specs = (P(None, "data"), P("data"))
+    text = compiled(mesh_of("h100:1x8"), gradient, specs, specs[0], ((6, 512, 512), BF16), ((64, 512), BF16))
+    weights = 6 * 512 * 512 * 2
+    assert traffic(collectives(text)) == {"all-gather": 2 * weights, "reduce-scatter": weights}
+
+
+@ON_BOTH
+def test_combined_tensors_are_summed(where):
+    def f(x, y, z):
+        return psum(x), psum(y), psum(z)
+
+    arrays = ((64, 16), F32), ((8, 4), F32), ((3,), F32)
+    text = compiled(mesh_of(where), f, (P("data"), P("data"), P()), (P(), P(), P()), *arrays)
+    [found] = collectives(text)
+    assert found.payload_bytes == 4 * (8 * 16 + 4 + 3)
+
+
+def test_combined_gathers_and_scatters():
+    mesh, arrays = mesh_of("h100:1x8"), (((64, 16), F32), ((8, 4), F32))
+    gathers = compiled(mesh, lambda *x: tuple(map(all_gather, x)), (P("data"),) * 2, (P(),) * 2, *arrays)
+    scatters = compiled(mesh, lambda *x: tuple(map(psum_scatter, x)), (P(),) * 2, (P("data"),) * 2, *arrays)
+    for text, kind in (gathers, "all-gather"), (scatters, "reduce-scatter"):
+        [found] = collectives(text)
+        assert (found.kind, found.payload_bytes) == (kind, 4 * (64 * 16 + 8 * 4))

@@ -1,0 +1,110 @@
+"""A step is compiled once by content; what XLA refuses is one clear error; XLA's warnings belong to the program."""
+
+import hashlib
+import os
+import zlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jdp.core.disk_cache import Cache
+from jdp.foresight.program import compiled as module
+from jdp.foresight.program.compiled import CompileError, compile_step
+from jdp.foresight.targets.resolve import target
+
+
+def lowered(scale: float = 2.0, size: int = 8):
+    return jax.jit(lambda x: x @ x * scale).lower(jax.ShapeDtypeStruct((size, size), jnp.float32))
+
+
+def test_sizes_are_those_of_the_program():
+    found = compile_step(lowered())
+    assert (found.argument_bytes, found.output_bytes, found.alias_bytes) == (256, 256, 0)
+    assert found.total_bytes == 512 + found.temp_bytes
+    assert found.collectives == [] and found.program.devices == 1 and found.seconds > 0
+
+
+def test_the_second_time_it_comes_from_disk(tmp_path):
+    cache = Cache(tmp_path)
+    program = lowered()
+    first, second = compile_step(program, cache=cache), compile_step(program, cache=cache)
+    assert (first.cached, second.cached) == (False, True)
+    assert (second.text, second.total_bytes, second.warnings) == (first.text, first.total_bytes, first.warnings)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"scale": 3.0}, {"size": 16}, {"described": "another chip"}],
+    ids=["another constant", "another shape", "another target"],
+)
+def test_another_content_is_compiled(tmp_path, change):
+    cache, described = Cache(tmp_path), change.get("described", "")
+    programs = [lowered(**shape) for shape in ({}, {k: v for k, v in change.items() if k != "described"})]
+    compile_step(programs[0], cache=cache)
+    assert not compile_step(programs[1], cache=cache, described=described).cached
+
+
+def test_flags_of_xla_are_part_of_the_content(tmp_path, monkeypatch):
+    cache, program = Cache(tmp_path), lowered()
+    compile_step(program, cache=cache)
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", "") + " --xla_dump_disable_metadata=true")
+    assert not compile_step(program, cache=cache).cached
+
+
+@pytest.mark.parametrize("damage", [b"", b"not zlib", zlib.compress(b"[]"), zlib.compress(b'{"text": ""}')])
+def test_a_damaged_entry_is_made_again(tmp_path, damage):
+    cache, program = Cache(tmp_path), lowered()
+    compile_step(program, cache=cache)
+    (entry,) = tmp_path.glob("*.json.z")
+    entry.write_bytes(damage)
+    assert not compile_step(program, cache=cache).cached
+    assert compile_step(program, cache=cache).cached
+
+
+def test_the_cache_keeps_the_newest_within_its_limit(tmp_path):
+    cache, keys = Cache(tmp_path, limit_bytes=300), [hashlib.sha256(bytes([i])).hexdigest() for i in range(5)]
+    for i, key in enumerate(keys):
+        cache.store(key, {"value": os.urandom(60).hex()})
+        os.utime(tmp_path / f"{key}.json.z", (i, i))
+    kept = [i for i, key in enumerate(keys) if cache.load(key) is not None]
+    assert kept == list(range(5))[-len(kept) :] and 1 <= len(kept) < 5
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_a_folder_that_cannot_be_written_is_said_and_nothing_else_happens(tmp_path, caplog):
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    caplog.set_level("INFO", "jdp")
+    found = compile_step(lowered(), cache=Cache(blocked / "cache"))
+    assert found.output_bytes == 256
+    assert f"{blocked / 'cache'} cannot be written" in caplog.text
+
+
+def test_what_xla_refuses_is_a_users_error(monkeypatch):
+    class Refused:
+        def compile(self):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 99 bytes.\nmore")
+
+    with pytest.raises(CompileError, match=r"ran out of device memory.*99 bytes\.\. Let a device hold less"):
+        compile_step(Refused())
+
+
+def test_the_gpu_compilers_refusal_is_one_line():
+    """A program that the real GPU compiler cannot compile: a custom call that nobody registered."""
+    device = target("h100:1x1").devices[0]
+    sharding = NamedSharding(Mesh([device], ("data",)), PartitionSpec())
+    call = jax.ffi.ffi_call("jdp_tests_no_such_call", jax.ShapeDtypeStruct((8,), jnp.float32))
+    program = jax.jit(lambda x: call(x)).lower(jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding))
+    with pytest.raises(CompileError, match=r"XLA did not compile this step: .*jdp_tests_no_such_call") as caught:
+        compile_step(program)
+    assert "\n" not in str(caught.value)
+
+
+def test_standard_error_while_compiling_is_sorted(capfd):
+    """C++ writes to the file descriptor: what is about sharding is kept, the rest passed on."""
+    with module._standard_error() as lines:
+        os.write(2, b"E0000 spmd_partitioner.cc:1] Involuntary full rematerialization of x\nanother line\n")
+    assert lines == ["E0000 spmd_partitioner.cc:1] Involuntary full rematerialization of x"]
+    assert capfd.readouterr().err.splitlines() == ["another line"]

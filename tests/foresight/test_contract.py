@@ -1,0 +1,387 @@
+"""The communication contract against numbers counted by hand, and breaches planted in programs that XLA compiled for
+eight H100s: each is named by kind, parameter, source line and remedy."""
+
+import functools
+import inspect
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jdp
+from jdp.foresight.program.collectives import Collective, collectives
+from jdp.foresight.program.module import parse
+from jdp.foresight.targets.resolve import target
+from jdp.foresight.traffic.contract import Sent, axes_along, judge, theory
+from jdp.foresight.traffic.origin import Parameters, Sites, line_of
+from jdp.foresight.verify import verify
+
+# Theory. 64 x 128 + 128 x 8 + 8 = 9224 parameters, of which the last 8 are too few to shard: still promised.
+
+PARAMS = {
+    "w": jax.ShapeDtypeStruct((64, 128), "float32"),
+    "v": jax.ShapeDtypeStruct((128, 8), "float32"),
+    "b": jax.ShapeDtypeStruct((8,), "float32"),
+}
+ROWS = [  # strategy, K, precision, axes, {kind: payload bytes}, wire bytes a device, all counted by hand
+    ("ddp", 1, "fp32", {}, {"all-reduce": 36896}, 64568),
+    ("ddp", 4, "bf16", {}, {"all-reduce": 36896}, 64568),
+    ("ddp", 4, jdp.Precision(compute="bf16", reduce="bf16"), {}, {"all-reduce": 18448}, 32284),
+    ("zero1", 1, "fp32", {}, {"reduce-scatter": 36896, "all-gather": 36896}, 64568),
+    ("zero1", 4, "bf16", {}, {"reduce-scatter": 36896, "all-gather": 18448}, 48426),
+    ("zero2", 1, "bf16", {}, {"reduce-scatter": 36896, "all-gather": 18448}, 48426),
+    ("zero2", 4, "bf16", {}, {"reduce-scatter": 147584, "all-gather": 18448}, 145278),
+    ("zero3", 1, "bf16", {}, {"reduce-scatter": 36896, "all-gather": 36896}, 64568),
+    ("zero3", 4, "bf16", {}, {"reduce-scatter": 147584, "all-gather": 147584}, 258272),
+    # Two replicas of four: (3/4)(36896 + 36896) along data, and shards of 36896 / 4, 2(1/2) of them, along replica.
+    ("zero1", 4, "fp32", {"replica": 2}, {"reduce-scatter": 36896, "all-gather": 36896, "all-reduce": 9224}, 64568),
+    ("zero3", 2, "bf16", {"replica": 2}, {"reduce-scatter": 73792, "all-gather": 73792, "all-reduce": 9224}, 119912),
+    ("ddp", 1, "fp32", {"replica": 2}, {"all-reduce": 36896}, 64568),  # one all-reduce over all eight
+    ("zero2", 4, "fp32", {"replica": 8}, {"all-reduce": 36896}, 64568),  # data=1: nothing to scatter or gather
+]
+
+
+@pytest.mark.parametrize(("strategy", "k", "precision", "axes", "payload", "wire"), ROWS)
+def test_theory_is_the_designs_row(strategy, k, precision, axes, payload, wire):
+    plan = jdp.Plan(jdp.make_mesh(**axes, data=-1), strategy)
+    promised = theory(plan, PARAMS, accumulate=k, precision=jdp.Precision.of(precision))
+    assert (promised.parameters, promised.payload_bytes, promised.wire_bytes) == (9224, payload, wire)
+
+
+def test_theory_counts_what_is_local_to_the_models_own_axes():
+    plan = jdp.Plan(jdp.make_mesh(data=4, model=2), "zero1", rules=[("w", P(None, "model"))])
+    promised = theory(plan, PARAMS, accumulate=1, precision=jdp.Precision())
+    assert promised.parameters == 64 * 64 + 128 * 8 + 8
+    assert promised.payload_bytes == {"reduce-scatter": 4 * 5128, "all-gather": 4 * 5128}
+
+
+def test_one_device_promises_nothing():
+    plan = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:1]), "zero3")
+    assert theory(plan, PARAMS, accumulate=4, precision=jdp.Precision()).wire_bytes == 0
+
+
+# Axes
+
+
+@pytest.mark.parametrize(
+    ("groups", "axes"),
+    [
+        (((0, 1, 2, 3), (4, 5, 6, 7)), ("data", "model")),
+        (((0, 2), (1, 3), (4, 6), (5, 7)), ("data",)),
+        (((0, 4), (1, 5), (2, 6), (3, 7)), ("replica",)),
+        (((0, 1), (2, 3), (4, 5), (6, 7)), ("model",)),
+        (((0, 6), (1, 7), (2, 4), (3, 5)), ("replica", "data")),  # pairs of a permute
+        ((tuple(range(8)),), ("replica", "data", "model")),
+        (((0,), (1,), (2,), (3,), (4,), (5,), (6,), (7,)), ()),
+    ],
+)
+def test_axes_that_groups_vary_along(groups, axes):
+    assert axes_along(groups, jdp.make_mesh(replica=2, data=2, model=2)) == axes
+
+
+def test_part_of_an_axis_is_that_axis():
+    assert axes_along(((0, 1), (2, 3), (4, 5), (6, 7)), jdp.make_mesh(data=8)) == ("data",)
+
+
+# The verdict
+
+EVERYONE = (tuple(range(8)),)
+PROMISED = theory(jdp.Plan(jdp.make_mesh(), "zero1"), PARAMS, accumulate=1, precision=jdp.Precision())
+
+
+def found(kind, payload, over_batch=True):
+    return Sent(Collective(kind, "f32", payload, EVERYONE, False, "c"), ("data",), False, over_batch)
+
+
+@pytest.mark.parametrize(
+    ("scattered", "gathered", "other", "kept"),
+    [
+        (36896, 36896, 0, True),
+        (36896, 18448, 0, True),  # less is kept too
+        (36896, 36896 + 1475, 0, True),  # 1.02 of 73792 is 1475.8 more
+        (36896, 36896 + 1476, 0, False),
+        # An all-reduce of 368 bytes sends as much as a gather of 736: 1 % is 737.9. 8 biases, 32 bytes, are planned.
+        (36896, 36000, 368 + 32, True),
+        (36896, 36000, 369 + 32, False),
+    ],
+)
+def test_the_verdicts_bounds(scattered, gathered, other, kept):
+    sent = [found("reduce-scatter", scattered), found("all-gather", gathered), found("all-reduce", other)]
+    verdict = judge(sent, PROMISED)
+    assert verdict.kept is kept
+    assert verdict.wire_bytes == pytest.approx(7 / 8 * (scattered + gathered + 2 * other))
+
+
+def test_what_runs_along_the_models_axes_is_counted_apart():
+    verdict = judge([found("reduce-scatter", 36896), found("all-reduce", 10**9, over_batch=False)], PROMISED)
+    assert verdict.kept
+    assert [(row.kind, row.found_bytes) for row in verdict.own] == [("all-reduce", 10**9)]
+    assert [row.kind for row in verdict.rows] == ["reduce-scatter", "all-gather"]
+
+
+# The loop over the microbatches, in texts as XLA writes them
+
+OWN = Path(jdp.__file__).parent.as_posix()
+SCAN_AT = f"{OWN}/core/gradients/accumulate.py"
+
+
+def looped(trips, *, scan_name, copy_name=None, frames=True):
+    """A while with one all-reduce in its body, and one in the entry."""
+    copied = f', metadata={{op_name="{copy_name}"}}' if copy_name else ""
+    place = f' source_file="{SCAN_AT}" source_line=91' if frames else ""
+    name = f'op_name="{scan_name}"{place}' if frames else ""
+    config = f'backend_config={{"known_trip_count":{{"n":"{trips}"}}}}'
+    everyone = "replica_groups={{0,1,2,3,4,5,6,7}}"
+    inner = f'all-reduce(%x), {everyone}, to_apply=%add, metadata={{op_name="{scan_name}/body/psum"}}'
+    text = f"""HloModule jit_train_step, is_scheduled=true, num_partitions=8
+
+%body (x: f32[64]) -> f32[64] {{
+  %x = f32[64]{{0}} parameter(0)
+  ROOT %inside = f32[64]{{0}} {inner}
+}}
+
+ENTRY %main (p: f32[64]) -> f32[64] {{
+  %p = f32[64]{{0}} parameter(0)
+  %outside = f32[64]{{0}} all-reduce(%p), {everyone}, to_apply=%add{copied}
+  ROOT %w = f32[64]{{0}} while(%outside), condition=%cond, body=%body, metadata={{{name}}}, {config}
+}}
+
+%cond (x: f32[64]) -> pred[] {{
+  %x.1 = f32[64]{{0}} parameter(0)
+  ROOT %c = pred[] constant(true)
+}}
+"""
+    program = parse(text)
+    sites = Sites(program, accumulate=4)
+    return {c.name: sites.in_accumulation_loop(c) for c in collectives(program)}
+
+
+SCAN = "jit(train_step)/shard_map/while"
+IN_LAYERS = f"{SCAN}/body/closed_call/jvp()/while"
+
+
+def test_the_scan_over_microbatches_is_told_by_the_line_that_wrote_it():
+    assert looped(4, scan_name=SCAN) == {"inside": True, "outside": False}
+
+
+def test_what_xla_moved_out_of_the_loop_is_out_whatever_its_path_says():
+    assert looped(4, scan_name=SCAN, copy_name=f"{SCAN}/body/all_gather")["outside"] is False
+
+
+def test_a_round_that_xla_took_off_the_loop_is_still_in_it():
+    assert looped(3, scan_name=SCAN, copy_name=f"{SCAN}/body/psum") == {"inside": True, "outside": True}
+    assert looped(3, scan_name=SCAN, copy_name="jit(train_step)/reduce_sum")["outside"] is False
+
+
+def test_a_loop_without_a_place_is_told_by_its_rounds_and_what_is_inside():
+    assert looped(3, scan_name=SCAN, frames=False)["inside"] is True
+    other = looped(4, scan_name="jit(train_step)/jvp()/while", frames=False)  # K layers, no loop over microbatches
+    assert other == {"inside": False, "outside": False}
+
+
+# Lines and parameters
+
+
+def test_the_line_is_the_innermost_that_the_user_wrote():
+    libraries = ("/v/site-packages/jax/numpy.py:3", "/v/site-packages/optax/losses.py:9", f"{OWN}/core/layers.py:78")
+    assert line_of((*libraries, "/home/me/model.py:7", f"{OWN}/core/gradients/loss_call.py:5")) == "/home/me/model.py:7"
+    assert line_of((*libraries, f"{OWN}/models/gpt.py:219")) == f"{OWN}/models/gpt.py:219"
+    assert line_of((f"{OWN}/core/gradients/manual.py:75", f"{OWN}/core/step.py:170", "/home/me/train.py:1")) == (
+        f"{OWN}/core/gradients/manual.py:75"  # who calls the step did not write the collective
+    )
+    assert line_of(()) is None
+
+
+@pytest.mark.parametrize("place", ["/home/me/jdp/train.py:7", "/home/me/jdp/experiments/lesson.py:7", "/jdp/step.py:7"])
+def test_a_users_file_in_a_folder_called_jdp_is_the_users(place):
+    assert line_of((f"{OWN}/core/layers.py:78", place, f"{OWN}/core/gradients/loss_call.py:5")) == place
+
+
+def test_parameters_are_found_by_the_shape_that_a_device_sees():
+    plan = jdp.Plan(jdp.make_mesh(), "zero3")
+    params = {
+        "stack/a": jax.ShapeDtypeStruct((4, 64, 256), "float32"),
+        "stack/b": jax.ShapeDtypeStruct((4, 512), "float32"),
+        "table": jax.ShapeDtypeStruct((512, 40), "float32"),
+    }
+    places = jax.tree.leaves(plan.param_placements(params))
+    parameters = Parameters(tuple(places), dict(plan.mesh.shape))
+    named = lambda *dims: [place.path for place in parameters.like(dims)]  # noqa: E731
+    assert named(4, 64, 256) == named(256, 64, 4) == ["stack/a"]  # gathered
+    assert named(64, 256) == named(1, 256, 64) == ["stack/a"]  # one layer of it
+    assert named(4, 64, 32) == named(64, 32) == ["stack/a"]  # a device's shard
+    assert named(512) == ["stack/b"]
+    assert named(64, 40) == named(512, 40) == ["table"]
+    assert named(40) == named(3, 3) == named() == []  # a row of the table is no layer
+
+
+# Planted breaches. x [rows, 256] -> tanh(x w) [rows, 320] -> v [320, 64]; 96 rows, so that no activation looks like a
+# parameter.
+
+
+def plain(params, batch, mesh):
+    hidden = jnp.tanh(batch["x"].astype(params["w"].dtype) @ params["w"])
+    return hidden @ params["v"]
+
+
+def gathers_activations(params, batch, mesh):
+    hidden = jnp.tanh(batch["x"] @ params["w"])
+    hidden = jax.lax.with_sharding_constraint(hidden, NamedSharding(mesh, P()))
+    return (hidden - hidden.mean(0)) @ params["v"]
+
+
+def gathers_by_hand(params, batch, mesh):
+    hidden = jnp.tanh(batch["x"] @ params["w"])
+    everyone = jax.lax.all_gather(hidden, "data", tiled=True)
+    return (hidden - everyone.mean(0)) @ params["v"]
+
+
+def sums(outputs):
+    return jdp.Loss(jnp.sum(outputs.astype(jnp.float32) ** 2), jnp.float32(outputs.shape[0]))
+
+
+def looks_at_whole_weights(mesh):
+    """An optimizer that gathers the fp32 master weights."""
+
+    def update(updates, state, params):
+        whole = jax.tree.map(lambda p: jax.lax.with_sharding_constraint(p, NamedSharding(mesh, P())), params)
+        return jax.tree.map(lambda u, p: u * jnp.linalg.norm(p @ p.T), updates, whole), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+@functools.cache
+def verified(
+    model,
+    strategy,
+    *,
+    outputs=sums,
+    features=256,
+    width=320,
+    whole=False,
+    mesh=(),
+    rules=(),
+    rows=96,
+    min_shard_size=1024,
+    **settings,
+):
+    mesh = jdp.make_mesh(devices=target("h100:1x8").devices, **dict(mesh))
+    plan = jdp.Plan(mesh, strategy, rules=rules, min_shard_size=min_shard_size)
+
+    def init(rng):
+        return {"w": jax.random.normal(rng, (features, width)), "v": jax.random.normal(rng, (width, 64))}
+
+    tx = optax.chain(optax.adamw(1e-3), looks_at_whole_weights(mesh)) if whole else optax.adamw(1e-3)
+    state = jdp.abstract_state(init, tx, plan, rng=jax.random.key(0))
+    batch = {"x": jax.ShapeDtypeStruct((rows, features), "float32")}
+    step = jdp.make_train_step(lambda p, b, rng: outputs(model(p, b, mesh)), plan, **settings)
+    return verify(step, state, batch)
+
+
+def at(function, text):
+    """The place in this file of the line of `function` that holds `text`."""
+    lines, first = inspect.getsourcelines(function)
+    return f"{__file__}:{first + next(i for i, line in enumerate(lines) if text in line)}"
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+def test_with_replicas_the_contract_is_kept(strategy):
+    report = verified(plain, strategy, mesh=(("replica", 2), ("data", 4)), accumulate=2, partitioning="manual")
+    assert report.kept, report
+    assert report.ratio == pytest.approx(1, abs=0.001)  # the rest are scalars
+    sent = {(s.collective.kind, s.axes) for s in report.collectives if s.collective.payload_bytes > 1000}
+    expected = {
+        "ddp": {("all-reduce", ("replica", "data"))},
+    }.get(strategy, {("reduce-scatter", ("data",)), ("all-gather", ("data",)), ("all-reduce", ("replica",))})
+    assert sent == expected
+
+
+SPLIT = {"mesh": (("data", 4), ("model", 2)), "rules": (("w", P(None, "model")), ("v", P("model")))}
+
+
+def test_the_models_own_axes_are_left_to_the_model():
+    report = verified(plain, "zero2", partitioning="auto", **SPLIT)
+    assert report.kept, report
+    assert report.theory.parameters == 256 * 160 + 160 * 64
+    [own] = report.own
+    assert (own.kind, own.found_bytes) == ("all-reduce", 24 * 64 * 4)  # a device's rows of the product with v
+    assert {s.axes for s in report.collectives if not s.over_batch} == {("model",)}
+    assert "the model's own axes" in str(report)
+
+
+def test_by_hand_only_the_part_of_a_weight_that_a_device_holds_travels():
+    """Left to itself, XLA lays a tensor whole along `model` before a collective that is issued by hand along `data`."""
+    report = verified(plain, "zero2", partitioning="manual", **SPLIT)
+    assert report.kept
+    assert report.ratio == pytest.approx(1, abs=0.01)
+
+
+def test_auto_synchronises_in_the_loop():
+    report = verified(plain, "zero1", accumulate=4, partitioning="auto")
+    assert not report.kept
+    first, second = report.breaches
+    for breach, path, line in ((first, "w", at(plain, '@ params["w"]')), (second, "v", at(plain, '@ params["v"]'))):
+        assert breach.startswith("reduce-scatter of ")
+        assert f"4 times a step for {path} (by shape), at {line}" in breach
+        assert "sent for every microbatch, and promised once a step" in breach
+        assert "partitioning='manual'" in breach
+    assert "320 KiB f32" in first
+    assert "840 KiB a device too much" in first  # three of four rounds of 7/8 of 320 KiB
+    looped = [s for s in report.collectives if s.in_accumulation_loop]
+    assert {s.collective.kind for s in looped} == {"reduce-scatter"}
+
+
+def test_a_mean_is_told_to_return_a_loss():
+    report = verified(plain, "zero1", outputs=lambda y: jnp.mean(y**2), accumulate=4, rows=64)
+    assert report.partitioning == "auto"
+    assert not report.kept
+    assert "Return jdp.Loss(total, weight)" in report.breaches[0]
+
+
+def test_weights_gathered_in_fp32_are_named():
+    report = verified(plain, "zero1", precision="bf16", partitioning="manual", whole=True)
+    assert not report.kept
+    written = inspect.getsourcelines(looks_at_whole_weights)[1]
+    for breach in report.breaches:  # one or two: jax 0.12 keeps the same line for both
+        assert breach.startswith("all-gather of ")
+        assert any(f"at {__file__}:{written + line}: " in breach for line in (4, 5)), breach
+        assert "sent in 4 bytes an element, and 2 are promised" in breach
+        assert "Cast it to bf16 before it is gathered" in breach
+    for path in ("w", "v"):
+        assert any(path in breach.partition(" for ")[2].partition(" (by shape)")[0] for breach in report.breaches)
+
+
+def test_a_loss_that_gathers_activations_is_named():
+    report = verified(gathers_activations, "ddp", partitioning="auto")
+    assert not report.kept
+    assert all("no parameter has this shape" in breach for breach in report.breaches)  # jax 0.12 reduces some besides
+    [breach] = [breach for breach in report.breaches if breach.startswith("all-gather of ")]
+    assert f"{__file__}:{inspect.getsourcelines(gathers_activations)[1] + 1}" in breach  # the product it gathers for
+    by_hand = verified(gathers_by_hand, "ddp", partitioning="manual")
+    assert not by_hand.kept
+    assert any(breach.startswith("all-gather of 120 KiB f32, at ") for breach in by_hand.breaches)  # 96 x 320 x 4 bytes
+    assert all(at(gathers_by_hand, "all_gather") in breach for breach in by_hand.breaches)
+    assert all("no parameter has this shape, so it is activations" in breach for breach in by_hand.breaches)
+
+
+def test_a_large_leaf_that_does_not_divide_is_named():
+    report = verified(plain, "zero3", features=255, width=1023, partitioning="manual")
+    assert not report.kept
+    [breach] = report.breaches
+    assert breach.startswith("all-reduce of 1019 KiB f32 for w (by shape)")
+    assert "cannot be sharded" in breach
+    assert "no dimension of [255, 1023] divides by data=8" in breach
+    assert "Make a dimension divide by 8" in breach
+    small = verified(plain, "zero2", min_shard_size=10**6, partitioning="manual")
+    assert not small.kept
+    assert "Lower Plan(min_shard_size=...)" in small.breaches[0]
+
+
+def test_one_symptom_of_a_breach_is_not_told_as_another():
+    """A parameter that is sent as promised is not blamed for one that is not."""
+    report = verified(plain, "zero1", precision="bf16", partitioning="manual", whole=True)
+    assert all("bf16" not in breach.partition(",")[0] for breach in report.breaches)

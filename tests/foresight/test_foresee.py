@@ -1,0 +1,224 @@
+"""`jdp plan` and `jdp verify` on an experiment file, for a real GPU target: the promised JSON, its sums, the cache, the
+page, the trace, and one clear error for each mistake."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import jdp
+from jdp.cli import main as cli
+from jdp.experiment.assembly import text_loss
+from jdp.models import GPTConfig, build
+
+EXPERIMENT = """
+name = "small"
+strategy = "zero1"
+precision = "bf16"
+[model]
+name = "gpt-nano"
+layers = 2
+width = 256
+heads = 4
+kv_heads = 4
+[data]
+length = 64
+[train]
+steps = 10
+batch_size = 16
+"""
+STRATEGIES = ["ddp", "zero1", "zero2", "zero3"]
+PROMISED = {
+    "strategy",
+    "partitioning",
+    "fits",
+    "bytes_per_device",
+    "wire_bytes_per_device",
+    "theory_wire_bytes_per_device",
+    "exposed_fraction",
+    "step_seconds",
+    "mfu",
+    "tokens_per_second",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """An experiment file, and a cache of its own that the module's tests share."""
+    path = tmp_path_factory.mktemp("foresee")
+    (path / "small.toml").write_text(EXPERIMENT)
+    return path
+
+
+@pytest.fixture
+def jdp_command(folder, monkeypatch, capfd):
+    """Run a command in this process; (exit code, stdout, stderr)."""
+    monkeypatch.setenv("JDP_CACHE_DIR", str(folder / "cache"))
+
+    def run(command, *arguments):
+        code = cli.main([command, str(folder / "small.toml"), *arguments])
+        captured = capfd.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture
+def planned(jdp_command):
+    code, out, _ = jdp_command("plan", "--target", "h100:1x8", "--json")
+    assert code == 0
+    return json.loads(out)
+
+
+def test_the_promised_object(planned):
+    assert planned.keys() >= {"target", "devices", "strategies", "choice", "why"}
+    assert (planned["target"], planned["devices"]) == ("h100:1x8", 8)
+    assert [row["strategy"] for row in planned["strategies"]] == STRATEGIES
+    for row in planned["strategies"]:
+        assert row.keys() >= PROMISED
+        assert row["fits"] is True and row["error"] is None
+        assert sum(row["memory"].values()) == row["bytes_per_device"]
+        assert 0 <= row["exposed_fraction"] <= 1 and 0 < row["mfu"] < 1
+        assert row["tokens_per_second"] == pytest.approx(16 * 64 / row["step_seconds"])
+    assert planned["choice"] in STRATEGIES and planned["choice"] in planned["why"]
+
+
+def test_memory_and_traffic_are_each_strategys(planned):
+    rows = {row["strategy"]: row for row in planned["strategies"]}
+    held = {name: row["memory"]["parameters"] for name, row in rows.items()}
+    # All but the small leaves, 1 % of the parameters here, are cut in eight.
+    assert held["zero1"] == held["zero3"] == pytest.approx(held["ddp"] / 8, rel=0.1)
+    for row in rows.values():
+        assert row["keeps_contract"] and row["partitioning"] == "manual"
+        assert row["wire_bytes_per_device"] <= 1.02 * row["theory_wire_bytes_per_device"]
+    # bf16 working copy, fp32 reduction: (4 + 2) against 2 × 4 bytes an element.
+    ratio = rows["zero1"]["theory_wire_bytes_per_device"] / rows["ddp"]["theory_wire_bytes_per_device"]
+    assert ratio == pytest.approx(6 / 8, rel=0.02)
+
+
+def test_the_second_plan_comes_from_the_cache(planned, jdp_command):
+    _, out, _ = jdp_command("plan", "--target", "h100:1x8", "--json")
+    again = json.loads(out)
+    assert all(row.pop("compile_seconds") == 0 for row in again["strategies"])
+    for row in planned["strategies"]:
+        row.pop("compile_seconds")
+    assert again == planned
+
+
+def test_people_get_tables_and_sentences(planned, jdp_command):
+    code, out, err = jdp_command("plan", "--target", "h100:1x8")
+    assert code == 0 and "Memory at the peak" in out and "is the one to take" in out
+    assert "[1/4] compiling ddp" in err
+    for name in STRATEGIES:
+        rows = [line for line in out.splitlines() if line.startswith(f"{name} ") and line[-1] != "."]
+        assert len(rows) == 2, "one of memory, one of time"
+
+
+def test_the_page_and_the_trace(planned, jdp_command, tmp_path):
+    page, trace = tmp_path / "plan.html", tmp_path / "plan.json"
+    code, _, _ = jdp_command("plan", "--target", "h100:1x8", "--html", str(page), "--trace", str(trace))
+    assert code == 0
+    text = page.read_text("utf-8")
+    assert text.startswith("<!DOCTYPE html>") and all(name in text for name in STRATEGIES)
+    events = json.loads(trace.read_text())["traceEvents"]
+    (step_seconds,) = (r["step_seconds"] for r in planned["strategies"] if r["strategy"] == planned["choice"])
+    assert max(e["ts"] + e["dur"] for e in events if e["ph"] == "X") == pytest.approx(1e6 * step_seconds, rel=1e-6)
+
+
+def test_a_batch_that_does_not_divide_is_raised_and_said(jdp_command):
+    arguments = ("--target", "h100:1x8", "--json", "--strategy", "ddp", "--train.batch_size", "9")
+    code, out, _ = jdp_command("plan", *arguments)
+    assert code == 0 and "train.batch_size=9 does not divide by 8" in json.loads(out)["notes"][0]
+
+
+def test_the_largest_batch_is_found(jdp_command, folder):
+    """On cards with little memory beyond the 2 GiB that are kept for CUDA and NCCL, so that the search ends soon."""
+    (folder / "tiny.toml").write_text('like = "h100"\nmemory_gib = 2.02\n')
+    target, shape = f"{folder / 'tiny.toml'}:1x8", ("--model.layers", "1", "--strategy", "zero1")
+    code, out, err = jdp_command("plan", "--target", target, *shape, "--max-batch", "--json")
+    assert code == 0, err
+    plan = json.loads(out)
+    found = plan["max_batch"]
+    assert found["needed"] <= found["available"] < found["too_many_needed"]
+    assert found["available"] == plan["strategies"][0]["available_bytes"] == pytest.approx(0.02 * 2**30, rel=1e-6)
+    assert found["batch_size"] == 8 * found["rows"] > 16
+
+
+def test_verify_keeps_or_breaks(jdp_command, planned):
+    code, out, _ = jdp_command("verify", "--target", "h100:1x8", "--json")
+    report = json.loads(out)
+    assert code == 0 and report["kept"] and report["breaches"] == []
+    assert (report["strategy"], report["target"]) == ("zero1", "h100:1x8")
+    (row,) = (r for r in planned["strategies"] if r["strategy"] == "zero1")
+    assert report["wire_bytes_per_device"] == row["wire_bytes_per_device"]
+    kinds = {c["kind"] for c in report["collectives"]}
+    assert {"reduce-scatter", "all-gather"} <= kinds
+    assert all(not c["in_accumulation_loop"] for c in report["collectives"])
+
+    code, out, _ = jdp_command(
+        "verify", "--target", "h100:1x8", "--partitioning", "auto", "--train.accumulate", "2", "--precision", "fp32"
+    )
+    assert code == 1 and "partitioning" in out and "manual" in out
+
+
+MISTAKES = [
+    (("plan", "--target", "h1000:8x8"), "did you mean 'h100'"),
+    (("plan", "--target", "h100"), "h100:8x8"),
+    (("plan", "--target", "h100:99999x8"), "at most 16384 devices"),
+    (("plan", "--target", "h100:1x8", "--model.attention", "cudnn", "--strategy", "ddp"), "cuDNN"),
+    (("plan", "--target", "h100:1x8", "--strategy", "zero4"), "got 'zero4'"),
+    (("plan", "--target", "h100:1x8", "--strategy", "ddp,ddp"), "different words"),
+    (("plan", "--target", "h100:1x8", "--accumulate", "0"), "positive whole numbers"),
+    (("plan", "--target", "h100:1x8", "--remat", "some"), "model.remat must be one of"),
+    (("plan", "--target", "h100:1x8", "--html", "/no/such/folder/p.html"), "there is no folder"),
+    (("plan", "--target", "h100:1x8", "--mesh.data", "4"), "there are 8 devices"),
+    (("plan", "--target", "cpu:8", "--max-batch", "--strategy", "ddp"), "needs a target whose memory is known"),
+    (("plan", "--target", "missing.toml:1x8"), "missing.toml"),
+    (("verify", "--target", "h100:2"), "a target is"),
+]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"), MISTAKES, ids=lambda value: " ".join(value) if isinstance(value, tuple) else ""
+)
+def test_mistakes(jdp_command, arguments, said):
+    code, out, err = jdp_command(*arguments)
+    assert code == 2 and out == ""
+    assert said in err and "Traceback" not in err
+
+
+def test_without_a_target_it_is_this_machines_devices(folder):
+    """In a process of its own: virtual CPU devices are made when jax starts."""
+    command = [sys.executable, "-m", "jdp", "verify", str(folder / "small.toml"), "--devices", "4", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False)
+    report = json.loads(done.stdout)
+    assert (report["target"], report["mesh"]) == ("cpu:4", {"data": 4})
+    assert done.returncode == (0 if report["kept"] else 1)
+
+
+def test_from_python_around_ones_own_model(folder, monkeypatch):
+    monkeypatch.setenv("JDP_CACHE_DIR", str(folder / "cache"))
+    config = GPTConfig(vocab_size=256, context=64, layers=1, width=128, heads=4)
+    plan = jdp.Plan(jdp.make_mesh(data=8), "zero3")
+    init = lambda rng: build(config, rngs=nnx.Rngs(rng))  # noqa: E731
+    state = jdp.abstract_state(init, optax.sgd(1e-2), plan, rng=jax.random.key(0))
+    batch = dict.fromkeys(("tokens", "targets"), jax.ShapeDtypeStruct((16, 64), jnp.int32))
+    batch |= {"weights": jax.ShapeDtypeStruct((16, 64), jnp.float32)}
+    step = jdp.make_train_step(text_loss, plan)
+    seen = []
+    forecast = jdp.foresee(
+        step, state, batch, "h100:2x8", strategies=["zero3"], accumulate=[1, 2], progress=lambda *a: seen.append(a)
+    )
+    assert [(o.strategy, o.accumulate, o.devices) for o in forecast.outlooks] == [("zero3", 1, 16), ("zero3", 2, 16)]
+    assert seen == [(0, 2, "zero3"), (1, 2, "zero3 K=2"), (2, 2, "")]
+    assert [o.tokens for o in forecast.outlooks] == [32 * 64] * 2, "the same batch for every way"
+    assert any("rows: 16 -> 32" in note for note in forecast.notes)
+    assert step.plan.strategy == "zero3" and step.partitioning is None, "the step itself is left alone"
+    with pytest.raises(ValueError, match="training step"):
+        jdp.foresee(jdp.make_eval_step(text_loss, plan), state, batch, "h100:1x8")

@@ -1,0 +1,304 @@
+"""FLOPs and bytes of single instructions, counted by hand: in programs that XLA's GPU compiler made, and in texts whose
+every number is known."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jdp.foresight.program.module import parse
+from jdp.foresight.targets.resolve import target
+from jdp.foresight.timing.kernels import CostModel, Rates, cost, product_seconds, seconds, unknown_work, utilisation
+from jdp.foresight.timing.matmuls import Product
+
+RATES = Rates({"bf16": 1000e12, "f32": 500e12, "f8e4m3fn": 2000e12}, 100e12, 1e12, 132)
+MODEL = CostModel()
+
+
+def compiled(function, *shapes, dtype="bfloat16"):
+    """`function`, compiled for one H100."""
+    device = jax.sharding.SingleDeviceSharding(target("h100:1x1").devices[0])
+    arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=device) for shape in shapes]
+    return parse(jax.jit(function).lower(*arguments).compile().as_text())
+
+
+def entry_costs(program):
+    return {step.name: cost(step, program.entry, program) for step in program[program.entry]}
+
+
+def flops(program):
+    return sum(c.flops for c in entry_costs(program).values())
+
+
+def test_a_product_with_an_epilogue_is_one_fusion_with_all_its_flops():
+    program = compiled(lambda x, w, b: jnp.tanh(x @ w + b), (1024, 512), (512, 2048), (2048,))
+    costs = entry_costs(program)
+    assert flops(program) == 2 * 1024 * 512 * 2048
+    [product] = [product for c in costs.values() for product in c.products]
+    assert product.dtype == "bf16"
+    (holds,) = [c for c in costs.values() if c.products]
+    assert holds.special_functions == 1024 * 2048  # the tanh is inside
+    assert holds.bytes == 2 * (1024 * 512 + 512 * 2048 + 2048 + 1024 * 2048)
+
+
+def test_a_batched_product():
+    program = compiled(lambda a, b: jnp.einsum("bik,bkj->bij", a, b), (6, 256, 128), (6, 128, 384))
+    assert flops(program) == 6 * 2 * 256 * 128 * 384
+
+
+def test_a_product_that_xla_cuts_along_the_contracted_dimension():
+    """Few tiles, long k: XLA makes a batched product and a sum of it; the FLOPs stay."""
+    assert flops(compiled(jnp.matmul, (256, 8192), (8192, 256), dtype="float32")) == 2 * 256 * 8192 * 256
+
+
+def test_convolutions_forward_and_backward():
+    def convolution(x, w):
+        return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    def loss(x, w):
+        return (convolution(x, w).astype(jnp.float32) ** 2).sum()
+
+    program = compiled(jax.grad(loss, (0, 1)), (4, 16, 16, 32), (3, 3, 32, 64))
+    one = 2 * (4 * 16 * 16 * 64) * (3 * 3 * 32)
+    assert flops(program) == 3 * one  # the output, for the loss' gradient; and the gradients of input and kernel
+
+
+# Texts by hand.
+
+
+def text(entry, others="", parameters=()):
+    """A module whose entry has `parameters` p0, p1, … of these types, and the lines of `entry`."""
+    given = "\n".join(f"  %p{i} = {kind} parameter({i})" for i, kind in enumerate(parameters))
+    return f"HloModule m, is_scheduled=true\n{others}\nENTRY %main () -> f32[] {{\n{given}\n  {entry}\n}}\n"
+
+
+def only(entry, others="", parameters=()):
+    """What the entry's one line that is no parameter costs."""
+    program = parse(text(entry, others, parameters))
+    return cost(program[program.entry][-1], program.entry, program)
+
+
+def fused(lines, call, parameters):
+    """A fusion that holds `lines`."""
+    return only(f"ROOT %f = {call}, kind=kLoop, calls=%inside", f"%inside () -> f32[] {{\n{lines}\n}}\n", parameters)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "ROOT %t = (f32[8]{0}, f32[8]{0}) tuple(%p0, %p0)",
+        "ROOT %b = f32[2,4]{1,0} bitcast(%p0)",
+        "ROOT %c = f32[8]{0} constant({1, 2, 3, 4, 5, 6, 7, 8})",
+        "ROOT %o = f32[8]{0} opt-barrier(%p0)",
+        "ROOT %g = f32[8]{0} get-tuple-element(%p0), index=0",
+    ],
+)
+def test_what_only_names_values_costs_nothing(line):
+    found = only(line, parameters=["f32[8]{0}"])
+    assert (found.bytes, found.launches, seconds(found, RATES, MODEL)) == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("ROOT %c = f32[64,32]{0,1} copy(%p0)", 2 * 4 * 2048),
+        ("ROOT %c = bf16[64,32]{1,0} convert(%p0)", (4 + 2) * 2048),
+        ("ROOT %c = f32[32,64]{1,0} transpose(%p0), dimensions={1,0}", 2 * 4 * 2048),
+        ("ROOT %a = f32[64,32]{1,0} add(%p0, %p0)", 2 * 4 * 2048),  # one operand, read once
+        ("ROOT %i = s32[2048]{0} iota(), iota_dimension=0", 4 * 2048),
+        ("ROOT %s = f32[4,32]{1,0} dynamic-slice(%p0, %p1, %p1), dynamic_slice_sizes={4,32}", 2 * 4 * 128 + 4),
+        ("ROOT %u = f32[64,32]{1,0} dynamic-update-slice(%p0, %p2, %p1, %p1)", 2 * 4 * 64 + 4),
+    ],
+)
+def test_bytes_of_plain_instructions(line, expected):
+    assert only(line, parameters=["f32[64,32]{1,0}", "s32[]", "f32[2,32]{1,0}"]).bytes == expected
+
+
+def test_a_change_of_layout_is_noticed():
+    """It costs a GPU nothing extra; a processor, as measured, a good deal."""
+    lines = ["transpose(%p0), dimensions={1,0}", "copy(%p0)", "negate(%p0)"]
+    found = [only(f"ROOT %x = f32[8,8]{{0,1}} {line}", parameters=["f32[8,8]{1,0}"]) for line in lines]
+    assert [cost.transposes for cost in found] == [True, True, False]
+    assert not only("ROOT %x = f32[8,8]{1,0} copy(%p0)", parameters=["f32[8,8]{1,0}"]).transposes
+    assert seconds(found[0], RATES, MODEL) == seconds(found[2], RATES, MODEL)
+    slow = dataclasses.replace(MODEL, transposed_efficiency=0.1, kernel_seconds=0.0)
+    assert seconds(found[0], RATES, slow) == pytest.approx(10 * 2 * 256 / 0.8e12)
+
+
+def test_a_fusion_that_only_makes_a_constant_reads_nothing():
+    lines = "  %z = f32[] constant(0)\n  ROOT %b = f32[100,100]{1,0} broadcast(%z), dimensions={}"
+    assert fused(lines, "f32[100,100]{1,0} fusion()", []).bytes == 4 * 100 * 100
+
+
+def test_a_parameter_that_a_slice_is_taken_of_counts_as_the_slice():
+    lines = """  %a = f32[12,100,50]{2,1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %z = s32[] constant(0)
+  %s = f32[1,100,50]{2,1,0} dynamic-slice(%a, %i, %z, %z), dynamic_slice_sizes={1,100,50}
+  %b = f32[100,50]{1,0} bitcast(%s)
+  ROOT %c = bf16[100,50]{1,0} convert(%b)"""
+    found = fused(lines, "bf16[100,50]{1,0} fusion(%p0, %p1)", ["f32[12,100,50]{2,1,0}", "s32[]"])
+    assert found.bytes == 4 * 5000 + 4 + 2 * 5000
+
+
+def test_what_is_also_read_in_full_counts_in_full():
+    lines = """  %a = f32[12,100]{1,0} parameter(0)
+  %s = f32[1,100]{1,0} slice(%a), slice={[0:1], [0:100]}
+  %r = f32[100]{0} bitcast(%s)
+  %w = f32[12,100]{1,0} broadcast(%r), dimensions={1}
+  ROOT %c = f32[12,100]{1,0} multiply(%a, %w)"""
+    found = fused(lines, "f32[12,100]{1,0} fusion(%p0)", ["f32[12,100]{1,0}"])
+    assert (found.bytes, found.operations) == (2 * 4 * 1200, 1200)
+
+
+def test_a_buffer_updated_in_place_counts_as_the_update():
+    lines = """  %a = f32[12,1000]{1,0} parameter(0)
+  %u = bf16[1000]{0} parameter(1)
+  %i = s32[] parameter(2)
+  %z = s32[] constant(0)
+  %c = f32[1000]{0} convert(%u)
+  %b = f32[1,1000]{1,0} bitcast(%c)
+  ROOT %d = f32[12,1000]{1,0} dynamic-update-slice(%a, %b, %i, %z)"""
+    found = fused(lines, "f32[12,1000]{1,0} fusion(%p0, %p1, %p2)", ["f32[12,1000]{1,0}", "bf16[1000]{0}", "s32[]"])
+    assert found.bytes == 2 * 1000 + 4 + 4 * 1000
+
+
+def test_a_buffer_that_is_made_in_the_same_kernel_is_written_in_full():
+    lines = """  %u = f32[1,1000]{1,0} parameter(0)
+  %z = s32[] constant(0)
+  %n = f32[] constant(0)
+  %a = f32[12,1000]{1,0} broadcast(%n), dimensions={}
+  ROOT %d = f32[12,1000]{1,0} dynamic-update-slice(%a, %u, %z, %z)"""
+    assert fused(lines, "f32[12,1000]{1,0} fusion(%p0)", ["f32[1,1000]{1,0}"]).bytes == 4 * 1000 + 4 * 12000
+
+
+def test_rows_gathered_and_rows_scattered():
+    table, rows, ids = "f32[5000,64]{1,0}", "f32[32,64]{1,0}", "s32[32,1]{1,0}"
+    gather = f"ROOT %g = {rows} gather(%p0, %p1), offset_dims={{1}}, slice_sizes={{1,64}}"
+    assert only(gather, parameters=[table, ids]).bytes == 2 * 4 * 32 * 64 + 4 * 32
+    scatter = f"ROOT %s = {table} scatter(%p0, %p1, %p2), update_window_dims={{1}}, to_apply=%add"
+    assert only(scatter, parameters=[table, ids, rows]).bytes == 3 * 4 * 32 * 64 + 4 * 32  # rows, and a sum of rows
+
+
+def test_every_result_of_a_fusion_is_written():
+    lines = """  %a = f32[1000]{0} parameter(0)
+  %e = f32[1000]{0} exponential(%a)
+  %h = bf16[1000]{0} convert(%e)
+  ROOT %t = (f32[1000]{0}, bf16[1000]{0}) tuple(%e, %h)"""
+    found = fused(lines, "(f32[1000]{0}, bf16[1000]{0}) fusion(%p0)", ["f32[1000]{0}"])
+    assert (found.bytes, found.special_functions) == ((4 + 4 + 2) * 1000, 1000)
+
+
+def test_a_reduction_works_on_what_it_reads():
+    lines = """  %a = f32[100,50]{1,0} parameter(0)
+  %z = f32[] constant(0)
+  ROOT %r = f32[100]{0} reduce(%a, %z), dimensions={1}, to_apply=%add"""
+    found = fused(lines, "f32[100]{0} fusion(%p0)", ["f32[100,50]{1,0}"])
+    assert (found.bytes, found.operations) == (4 * 5100, 5000)
+
+
+LIBRARY = [
+    (
+        "(f32[64,32]{1,0}, s8[4194304]{0})",
+        "__cublas$gemm",
+        ["f32[64,16]{1,0}", "f32[16,32]{1,0}"],
+        Product(1, 64, 32, 16, "f32"),
+    ),
+    (
+        "bf16[5,64,32]{2,1,0}",
+        "__cublas$lt$matmul",
+        ["bf16[5,64,16]{2,1,0}", "bf16[5,16,32]{2,1,0}"],
+        Product(5, 64, 32, 16, "bf16"),
+    ),
+    (
+        "f32[5,64,32]{2,1,0}",
+        "__onednn$matmul",
+        ["f32[5,64,16]{2,1,0}", "f32[16,32]{1,0}"],
+        Product(1, 320, 32, 16, "f32"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("result", "called", "operands", "expected"), LIBRARY, ids=[row[1] for row in LIBRARY])
+def test_library_products_follow_from_their_shapes(result, called, operands, expected):
+    line = f'ROOT %c = {result} custom-call(%p0, %p1), custom_call_target="{called}"'
+    found = only(line, parameters=operands)
+    assert found.products == (expected,)
+    sizes = [*operands, result.strip("(").split("}")[0] + "}"]
+    assert found.bytes == sum(parse(text("", parameters=sizes))["main"][i].result_bytes for i in range(3))
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "attributes", "expected"),
+    [
+        (("bf16", "bf16"), "", ("bf16", 1)),
+        (("bf16", "f32"), "", ("f32", 1)),
+        (("f32", "f32"), ", operand_precision={highest,highest}", ("vector", 1)),
+        (("f32", "f32"), ", algorithm=dot_f32_f32_f32", ("vector", 1)),
+        (("f32", "f32"), ", algorithm=dot_bf16_bf16_f32", ("bf16", 1)),
+        (("f32", "f32"), ", algorithm=dot_bf16_bf16_f32_x6", ("bf16", 6)),
+        (("f32", "f32"), ", algorithm=dot_tf32_tf32_f32_x3", ("f32", 3)),
+        (("f8e5m2", "f8e4m3fn"), ", algorithm=dot_any_f8_any_f8_f32", ("f8e4m3fn", 1)),
+    ],
+)
+def test_the_type_a_product_is_done_in(dtypes, attributes, expected):
+    line = "ROOT %d = f32[8,8]{1,0} dot(%p0, %p1), lhs_contracting_dims={1}, rhs_contracting_dims={0}" + attributes
+    (product,) = only(line, parameters=[f"{dtype}[8,8]{{1,0}}" for dtype in dtypes]).products
+    assert (product.dtype, product.passes) == expected
+
+
+def test_custom_calls_whose_work_is_not_known_are_named():
+    line = 'ROOT %c = f32[8]{0} custom-call(%p0), custom_call_target="my_kernel"'
+    program = parse(text(line, parameters=["f32[8]{0}"]))
+    assert unknown_work(program["main"][-1]) == "my_kernel"
+    assert unknown_work(program["main"][0]) is None
+
+
+# Seconds.
+
+
+def test_the_slowest_unit_sets_the_time():
+    line = "ROOT %d = bf16[{m},{m}]{{1,0}} dot(%p0, %p1), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}"
+    large = only(line.format(m=16896), parameters=["bf16[16896,16896]{1,0}"] * 2)  # 132 x 132 tiles: whole waves
+    assert seconds(large, RATES, MODEL) == pytest.approx(1e-6 + 2 * 16896**3 / 0.8e15, rel=1e-12)
+    thin = only(line.format(m=2048), parameters=["bf16[2048,16]{1,0}", "bf16[16,2048]{1,0}"])
+    assert seconds(thin, RATES, MODEL) == pytest.approx(1e-6 + 2 * (2 * 2048 * 16 + 2048**2) / 0.8e12, rel=1e-12)
+    power = fused(
+        "  %a = f32[] parameter(0)\n  %b = f32[4000000]{0} broadcast(%a), dimensions={}\n"
+        "  %e = f32[4000000]{0} exponential(%b)\n"
+        "  %f = f32[4000000]{0} exponential(%e)\n  %g = f32[4000000]{0} exponential(%f)\n"
+        "  %z = f32[] constant(0)\n  ROOT %r = f32[] reduce(%g, %z), dimensions={0}, to_apply=%add",
+        "f32[] fusion(%p0)",
+        ["f32[]"],
+    )
+    assert seconds(power, RATES, MODEL) == pytest.approx(1e-6 + 4e6 * (3 * 8 + 1) / 50e12, rel=1e-12)
+
+
+def test_types_without_a_rate_of_their_own():
+    def per_flop(dtype, passes=1):
+        product = Product(1, 132 * 128, 128, 4096, dtype, passes)
+        return product_seconds(product, RATES, MODEL) / product.flops * 0.8
+
+    assert per_flop("f16") == pytest.approx(1 / 1000e12)
+    assert per_flop("f8e5m2") == pytest.approx(1 / 2000e12)
+    assert per_flop("c64") == pytest.approx(4 / 500e12)
+    assert per_flop("vector") == pytest.approx(1 / 100e12)
+    assert per_flop("s32") == pytest.approx(1 / 100e12)
+    assert per_flop("bf16", 3) == pytest.approx(3 / 1000e12)
+
+
+def test_tiles_and_waves():
+    use = functools.partial(utilisation, cores=132, model=MODEL)
+    assert use(Product(1, 128 * 132, 128, 64, "bf16")) == 1.0
+    assert use(Product(1, 128 * 132, 130, 64, "bf16")) == pytest.approx(130 / 256)  # a second tile for two columns
+    assert use(Product(1, 128, 128, 16, "bf16")) == pytest.approx(1 / 132)  # one core works
+    assert use(Product(1, 128, 128, 1024, "bf16")) == pytest.approx(8 / 132)  # eight, each on 128 of k
+    assert use(Product(1, 128, 128, 65536, "bf16")) == pytest.approx(16 / 132)  # sixteen parts at most
+    assert use(Product(1, 128 * 133, 128, 16, "bf16")) == pytest.approx(133 / 264)  # one tile in the second wave
+    assert use(Product(1, 8, 128 * 132, 16, "bf16")) == pytest.approx(8 / 16)  # padded to what the units multiply
+    assert utilisation(Product(1, 8, 8, 8, "bf16"), 132, CostModel(tile=0)) == 1.0
+    sizes = (1, 7, 64, 129, 1000, 4096)
+    assert all(0 < use(Product(b, m, n, k, "bf16")) <= 1 for b in (1, 6) for m in sizes for n in sizes for k in sizes)
+    assert use(Product(64, 1024, 1024, 64, "bf16")) == pytest.approx(64 * 64 / (32 * 132))

@@ -1,0 +1,203 @@
+"""Memory by class, on programs that XLA's GPU compiler made for eight H100s.
+
+What is known beforehand: arguments are exact from the plan; gradient accumulators and working copies have sizes that
+follow from the strategy; activations, and nothing else, grow with the batch. What XLA itself says - what it allocates,
+and the most it holds live - is the other side of every account.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import jdp
+from jdp.experiment.assembly import text_loss
+from jdp.foresight.memory.peak import CLASSES, RESERVED_BYTES, Memory, memory
+from jdp.foresight.program.compiled import compile_step
+from jdp.foresight.targets.resolve import target
+from jdp.models import GPTConfig, MLPConfig, build
+
+GPT = GPTConfig(vocab_size=512, context=64, layers=4, width=256, heads=4, tied=True)
+REMAT = GPTConfig(vocab_size=512, context=64, layers=4, width=256, heads=4, tied=True, remat="full")
+UNROLLED = GPTConfig(vocab_size=512, context=64, layers=2, width=256, heads=4, scan=False)
+MLP = MLPConfig(features_in=256, hidden=(512, 512), features_out=64)
+DEVICES = 8
+
+
+def mlp_loss(model, batch, rng):
+    nll = optax.softmax_cross_entropy_with_integer_labels(model(batch["x"], rng=rng), batch["y"])
+    return jdp.Loss(nll.sum(), jnp.float32(nll.size))
+
+
+def abstract(config, strategy, rows):
+    """Plan, state, batch and loss of a model on 8 H100s; `rows` of the batch on each of them."""
+    plan = jdp.Plan(jdp.make_mesh(devices=target("h100:1x8").devices), strategy)
+    init = lambda rng: build(config, rngs=nnx.Rngs(rng))  # noqa: E731
+    state = jdp.abstract_state(init, optax.adamw(1e-3), plan, rng=jax.random.key(0))
+    rows *= DEVICES
+    if isinstance(config, MLPConfig):
+        batch = {"x": jax.ShapeDtypeStruct((rows, 256), "float32"), "y": jax.ShapeDtypeStruct((rows,), "int32")}
+        return plan, state, batch, mlp_loss
+    shape = (rows, config.context)
+    batch = {name: jax.ShapeDtypeStruct(shape, "int32") for name in ("tokens", "targets")}
+    return plan, state, batch | {"weights": jax.ShapeDtypeStruct(shape, "float32")}, text_loss
+
+
+@functools.cache
+def compiled(config, strategy, accumulate, rows=2):
+    """(what XLA says, the step, its state, its memory); `rows` of a microbatch on each device."""
+    plan, state, batch, loss = abstract(config, strategy, rows * accumulate)
+    step = jdp.make_train_step(loss, plan, accumulate=accumulate, precision="bf16")
+    found = compile_step(step.lower(state, batch))
+    return found, step, state, memory(found, step, state)
+
+
+def held(*case):
+    return compiled(*case)[-1]
+
+
+def count(config):
+    state = compiled(config, *next(case[1:] for case in CASES if case[0] is config))[2]
+    return sum(leaf.size for leaf in jax.tree.leaves(state.params))
+
+
+CASES = [
+    (MLP, "zero1", 1, 1024),
+    (MLP, "ddp", 1, 1024),
+    (GPT, "ddp", 4),
+    (GPT, "zero2", 4, 8),
+    (GPT, "zero3", 4),
+    (UNROLLED, "zero1", 1),
+]
+EVERY = pytest.mark.parametrize(
+    "case",
+    CASES,
+    ids=lambda case: f"{ {GPT: 'gpt', UNROLLED: 'unrolled', MLP: 'mlp'}[case[0]] }-{case[1]}-{case[2]}",
+)
+
+
+@EVERY
+def test_the_classes_add_up_to_what_xla_allocates(case):
+    found, _, _, memory = compiled(*case)
+    assert memory.total == sum(memory.by_class().values()) == found.total_bytes
+    assert min(memory.by_class().values()) >= 0
+    assert list(memory.by_class()) == list(CLASSES)
+
+
+@EVERY
+def test_arguments_are_those_of_the_plan(case):
+    """Exact, from the placements, and together they are all that the program takes."""
+    found, step, state, memory = compiled(*case)
+    sizes = {}
+    for place in step.plan.placements(state):
+        kind = place.path.partition("/")[0]
+        sizes[kind] = sizes.get(kind, 0) + place.bytes_per_device
+    assert (memory.parameters, memory.optimizer) == (sizes["params"], sizes["opt_state"])
+    _, _, batch, _ = abstract(case[0], case[1], (case[3] if len(case) > 3 else 2) * case[2])
+    assert memory.batch == sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(batch)) // DEVICES
+    assert found.argument_bytes == sum(sizes.values()) + memory.batch
+    assert memory.outside == 0
+
+
+@EVERY
+def test_nothing_but_gaps_in_the_heap_is_unattributed(case):
+    """What was told apart is what XLA says is live at its peak; the heap around it is at most a tenth larger."""
+    found, _, _, memory = compiled(*case)
+    # XLA counts tables of pointers (8 bytes an element of a tuple) and rounds small buffers up.
+    assert memory.total - memory.unattributed == pytest.approx(found.peak_bytes, abs=4096)
+    assert memory.gap <= 0.1
+
+
+def test_an_mlp_by_hand():
+    """Kernels are sharded over 8 devices, biases too small for it; Adam has two moments of each and a counter."""
+    kernels, biases = 256 * 512 + 512 * 512 + 512 * 64, 512 + 512 + 64
+    zero1, ddp = held(MLP, "zero1", 1, 1024), held(MLP, "ddp", 1, 1024)
+    assert zero1.parameters == 4 * (kernels // 8 + biases)
+    assert zero1.optimizer == 2 * zero1.parameters + 4
+    assert ddp.parameters == 4 * (kernels + biases)
+    assert ddp.optimizer == 2 * ddp.parameters + 4
+    assert zero1.batch == ddp.batch == 1024 * (256 * 4 + 4)
+
+
+def test_gradients_are_accumulated_whole_under_ddp_and_sharded_under_zero2():
+    psi = count(GPT)
+    ddp, zero2 = held(GPT, "ddp", 4), held(GPT, "zero2", 4, 8)
+    assert ddp.gradients >= 4 * psi  # the accumulator, fp32
+    assert ddp.most["gradients"] >= ddp.gradients
+    # zero2: an eighth of that, and the gradient of the microbatch at hand, as the backward pass makes it in bf16.
+    assert 4 * psi / 8 < zero2.gradients < ddp.gradients - 3 * psi
+
+
+def test_the_working_copy_is_whole_under_zero2_and_a_layer_under_zero3():
+    psi = count(GPT)
+    zero2, zero3 = held(GPT, "zero2", 4, 8), held(GPT, "zero3", 4)
+    assert 2 * psi * 0.98 < zero2.working < 2 * psi * 1.25  # and slices of it, of the layer at work
+    # A layer of four, cast shards of all, and the embedding.
+    assert zero3.working < 2 * psi * 0.6
+    assert zero3.most["working"] < zero2.most["working"]
+
+
+def test_activations_grow_with_the_batch_and_nothing_else_does():
+    small, large = held(MLP, "zero1", 1, 1024), held(MLP, "zero1", 1, 4096)
+    # Four times the rows; but partial sums of a weight's gradient, temporaries too, are of the weight's own size.
+    assert large.most["activations"] > 2 * small.most["activations"]
+    assert large.saved >= 4 * small.saved > 0
+    assert large.batch == 4 * small.batch
+    assert (large.parameters, large.optimizer) == (small.parameters, small.optimizer)
+    for name in ("working", "gradients"):  # at the peak they may differ: it moves to where activations are most
+        assert large.most[name] == pytest.approx(small.most[name], rel=0.05), name
+
+
+def test_rematerialisation_saves_activations():
+    kept, dropped = held(GPT, "zero2", 4, 8), held(REMAT, "zero2", 4, 8)
+    assert dropped.activations < 0.5 * kept.activations
+    assert dropped.saved < 0.15 * kept.saved
+    assert (dropped.parameters, dropped.optimizer) == (kept.parameters, kept.optimizer)
+
+
+def test_the_largest_buffers_are_named():
+    """With many rows, what a GPT saves of a layer: [layers, rows, length, ...] bf16, from the layer loop."""
+    memory = held(GPT, "zero2", 4, 8)
+    bytes_of = [one.bytes for one in memory.largest]
+    assert bytes_of == sorted(bytes_of, reverse=True)
+    assert sum(bytes_of) <= memory.total - memory.parameters - memory.optimizer - memory.batch
+    stacked = next(one for one in memory.largest if one.dims[:3] == (4, 8, 64))
+    assert stacked.role == "activations"
+    assert "layers.py" in stacked.source
+    assert memory.at is not None and ".py:" in memory.at
+
+
+def test_an_evaluation_step_leaves_the_optimizer_state_outside():
+    plan, state, batch, loss = abstract(MLP, "zero1", 2)
+    step = jdp.make_eval_step(loss, plan, precision="bf16")
+    found = memory(compile_step(step.lower(state, batch)), step, state)
+    assert found.optimizer == 0
+    assert found.outside >= held(MLP, "zero1", 1, 1024).optimizer
+    assert found.fits(2**40).needed == found.total + found.outside
+
+
+def a_memory(total):
+    return Memory(0, 0, 0, 0, total, 0, 0, 0)
+
+
+def test_fits_as_jax_allocates():
+    gib = 2**30
+    room = a_memory(60 * gib).fits(80 * gib)  # three quarters: jax's default
+    assert (room.fits, room.needed, room.available, room.fraction) == (True, 60 * gib, 78 * gib, None)
+    room = a_memory(70 * gib).fits(80 * gib)
+    assert room.fits and room.fraction == 0.875
+    assert "XLA_CLIENT_MEM_FRACTION=0.875" in room.words
+    room = a_memory(79 * gib).fits(80 * gib)
+    assert not room.fits and room.fraction is None
+    assert "does not fit" in room.words
+    assert room.available == 80 * gib - RESERVED_BYTES
+
+
+def test_text():
+    text = str(held(GPT, "ddp", 4))
+    for words in CLASSES.values():
+        assert words in text
+    assert "total per device" in text

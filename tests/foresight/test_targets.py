@@ -1,0 +1,468 @@
+"""Targets: devices this machine does not have, good enough for XLA's compiler; and what is said when that cannot be."""
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jdp.foresight.targets import resolve as targets
+from jdp.foresight.targets.chips import CHIPS, GPUS, TPUS
+from jdp.foresight.targets.resolve import Target, differences, target
+
+GIB = 2**30
+ROOT = Path(__file__).parents[2]
+
+
+def python(code: str, **environ: str | None) -> subprocess.CompletedProcess[str]:
+    """`code` in a process of its own, where jax has not started, with environment variables set or (None) removed."""
+    env = {k: v for k, v in (os.environ | environ).items() if v is not None}
+    return subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True, timeout=100)
+
+
+def compiled(devices, f, shape=(64, 128), dtype=jnp.float32, **options) -> str:
+    mesh = Mesh(np.array(devices), ("data",))
+    x = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P("data")))
+    lowered = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P())).lower(x)
+    return lowered.compile(compiler_options=options).as_text()
+
+
+# What a target is
+
+
+def test_devices_are_ordered_host_by_host():
+    found = target("h100:3x4")
+    assert (found.kind, found.hosts, found.per_host, str(found)) == ("h100", 3, 4, "h100:3x4")
+    assert [d.process_index for d in found.devices] == [0] * 4 + [1] * 4 + [2] * 4
+    assert [d.id for d in found.devices] == list(range(12))
+
+
+def test_thousands_of_devices():
+    found = target("h100:512x8")
+    assert len(found.devices) == 4096
+    assert found.devices[-1].process_index == 511
+
+
+@pytest.mark.parametrize(
+    ("kind", "description", "gib"),
+    [
+        ("a100", "NVIDIA A100-SXM4-80GB", 79.26),
+        ("h100", "NVIDIA H100 80GB HBM3", 79.11),
+        ("h200", "NVIDIA H200", 139.80),
+        ("b200", "NVIDIA B200", 178.36),
+    ],
+)
+def test_every_gpu_kind_compiles_matrix_products_and_collectives(kind, description, gib):
+    found = target(f"{kind}:1x8")
+    assert found.description == description == found.devices[0].device_kind
+    assert found.memory_bytes is not None
+    assert round(found.memory_bytes / GIB, 2) == gib
+    text = compiled(found.devices, lambda x: jax.lax.psum(x @ x.T, "data"), shape=(1024, 128), dtype=jnp.bfloat16)
+    assert "is_scheduled=true" in text
+    assert "num_partitions=8" in text
+    assert "all-reduce" in text
+
+
+def test_hosts_are_separate_nvlink_domains():
+    """Inside a host XLA may reduce small tensors by writing into peers' memory; between hosts it cannot."""
+
+    def kernel(name: str) -> bool:
+        text = compiled(target(name).devices, lambda x: jax.lax.psum(x, "data"))
+        return "TRITON_ONE_SHOT" in text
+
+    assert kernel("h100:1x8")
+    assert not kernel("h100:2x8")
+
+
+def test_cpu_is_the_virtual_devices_of_this_process():
+    found = target("cpu:4")
+    assert found.devices == tuple(jax.devices("cpu")[:4])
+    assert (found.kind, found.hosts, found.per_host, found.memory_bytes, str(found)) == ("cpu", 1, 4, None, "cpu:4")
+    assert found.chip is None  # nobody publishes rates of whatever processor this is
+
+
+# What is said when a name does not do
+
+
+BAD = ["", "h100", "h100:8", "h100:8x", "h100:0x8", "h100:8x8x8", "cpu:0", "cpu:1x8", "cpu", "cluster.toml", ":1x8"]
+BAD += ["cluster.toml:8", "tpu-v5e", "tpu-v5e:8", "tpu-v5e:4x0"]
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_grammar_shows_the_grammar_and_what_was_given(name):
+    with pytest.raises(
+        ValueError, match=r"KIND:HOSTSxPER_HOST.*h100:8x8.*cluster.toml:8x8.*tpu-v5e:4x4.*cpu:8"
+    ) as error:
+        target(name)
+    assert repr(name) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [("h10:8x8", "h100"), ("h20:1x8", "h200"), ("a100-80gb:1x8", "a100"), ("v5e:4x4", "tpu-v5e")],
+)
+def test_an_unknown_kind_names_the_nearest(name, nearest):
+    with pytest.raises(ValueError, match=rf"unknown device kind .* did you mean '{nearest}'\? Known are a100, h100"):
+        target(name)
+
+
+def test_an_unknown_kind_like_none_gets_the_list_only():
+    with pytest.raises(
+        ValueError, match=r"'mi300x:1x8': Known are a100, .* tpu-v6e, cpu, and files that end in \.toml$"
+    ):
+        target("mi300x:1x8")
+
+
+def test_too_few_cpu_devices_says_how_many_and_how_to_make_them():
+    with pytest.raises(ValueError, match=r"needs 99 CPU devices and this process has 8: .*JAX_NUM_CPU_DEVICES=99"):
+        target("cpu:99")
+
+
+def test_the_advice_for_cpu_devices_works():
+    code = "from jdp.foresight.targets import target; print(len(target('cpu:3').devices))"
+    assert python(code, JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="3").stdout.strip() == "3"
+
+
+# What is said when the compiler is missing or wrong
+
+
+def packages(monkeypatch, **versions: str | None) -> None:
+    """Pretend these packages have these versions, or (None) are not installed."""
+    real = importlib.metadata.version
+    given = {name.replace("_", "-"): version for name, version in versions.items()}
+
+    def version(name: str) -> str:
+        if name in given and given[name] is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return given.get(name) or real(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+
+
+def test_a_missing_compiler_is_one_command_away(monkeypatch):
+    packages(monkeypatch, jax_cuda13_pjrt=None)
+    with pytest.raises(ValueError, match=r"GPU compiler, which is not installed: pip install 'jdp\[aot\]'$"):
+        target("h100:1x8")
+
+
+def test_a_compiler_of_another_version_names_both(monkeypatch):
+    jaxlib = importlib.metadata.version("jaxlib")
+    packages(monkeypatch, jax_cuda13_pjrt="0.9.9")
+    with pytest.raises(ValueError, match=r"jax-cuda13-pjrt is 0\.9\.9, jaxlib is") as error:
+        target("h100:1x8")
+    assert f"pip install 'jax-cuda13-plugin=={jaxlib}' 'jax-cuda13-pjrt=={jaxlib}'" in str(error.value)
+
+
+def test_missing_device_libraries_are_found_out_before_compiling(monkeypatch):
+    packages(monkeypatch, nvidia_nvvm=None)
+    monkeypatch.delenv("CUDA_ROOT", raising=False)
+    monkeypatch.setattr(Path, "exists", lambda self: False)  # no CUDA toolkit on the machine either
+    with pytest.raises(ValueError, match=r"ptxas and libdevice .*: pip install 'jdp\[aot\]'"):
+        target("h100:1x8")
+    monkeypatch.setenv("CUDA_ROOT", "/opt/cuda")
+    assert len(target("h100:1x8").devices) == 8
+
+
+# What is published about a chip
+
+
+def test_every_kind_but_cpu_has_its_chip():
+    assert (*CHIPS, "cpu") == targets.KINDS
+    assert all(target(f"{kind}:1x8").chip is GPUS[kind] for kind in GPUS)
+    found = target("h100:1x8")
+    assert {found: "a target can be a key"}[found]
+
+
+@pytest.mark.parametrize(
+    ("kind", "multiply_adds", "ghz"),
+    [("a100", 1024, 1.41), ("h100", 2048, 1.83), ("h200", 2048, 1.83), ("b200", 4096, 1.835)],
+)
+def test_matrix_peaks_are_dense(kind, multiply_adds, ghz):
+    """bf16 multiply-adds a core and clock (architecture whitepapers; the B200's from XLA's description of it) at the
+    tensor cores' clock. With 2:4 sparsity, as the headlines have it, the peaks would be twice as high."""
+    gpu = GPUS[kind]
+    # NVIDIA rounds to two or three digits, and gives the B200's without its clock.
+    assert gpu.matmul_flops["bf16"] == pytest.approx(2 * gpu.cores * multiply_adds * ghz * 1e9, rel=0.012)
+    assert gpu.matmul_flops["f16"] == gpu.matmul_flops["bf16"]
+    assert gpu.matmul_flops["f32"] == pytest.approx(gpu.matmul_flops["bf16"] / 2, rel=0.025)  # TF32: "1.1" of 2.25
+    assert gpu.matmul_flops["s8"] == pytest.approx(gpu.matmul_flops["bf16"] * 2, rel=0.001)
+    assert gpu.vector_flops == pytest.approx(2 * gpu.cores * gpu.lanes * gpu.clock_ghz * 1e9, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("kind", "nvlink_gb_s", "card_gbit_s"),
+    [("a100", 600, 200), ("h100", 900, 400), ("h200", 900, 400), ("b200", 1800, 400)],
+)
+def test_links_are_one_direction_of_the_data_sheets(kind, nvlink_gb_s, card_gbit_s):
+    gpu = GPUS[kind]
+    assert gpu.link_bandwidth == nvlink_gb_s * 1e9 / 2
+    assert gpu.network_bandwidth == card_gbit_s * 1e9 / 8
+    assert 0.8 <= gpu.link_efficiency < gpu.network_efficiency < 1
+
+
+def test_8_bit_floats_need_hopper():
+    assert "f8e4m3fn" not in GPUS["a100"].matmul_flops
+    for kind in ("h100", "h200", "b200"):
+        peaks = GPUS[kind].matmul_flops
+        assert peaks["f8e5m2"] == peaks["f8e4m3fn"] == pytest.approx(2 * peaks["bf16"], rel=0.001)
+
+
+# A file for one's own cluster
+
+
+def cluster(folder: Path, text: str, shape: str = "1x8") -> Target:
+    (folder / "cluster.toml").write_text(text)
+    return target(f"{folder / 'cluster.toml'}:{shape}")
+
+
+def test_a_cluster_is_a_known_gpu_with_other_numbers(tmp_path):
+    found = cluster(
+        tmp_path,
+        """
+        like = "h100"
+        name = "H100 of ours"
+        memory_gib = 64
+        network_bandwidth_gb_s = 12.5
+        cores = 114
+        matmul_tflops = { bf16 = 756 }
+        """,
+        "2x4",
+    )
+    chip, h100 = found.chip, GPUS["h100"]
+    assert (found.hosts, found.per_host, len(found.devices)) == (2, 4, 8)
+    assert found.description == found.devices[0].device_kind == "H100 of ours"
+    assert found.memory_bytes == chip.memory_bytes == 64 * GIB
+    assert (chip.network_bandwidth, chip.cores, chip.matmul_flops["bf16"]) == (12.5e9, 114, 756e12)
+    assert (chip.link_bandwidth, chip.matmul_flops["f32"]) == (h100.link_bandwidth, h100.matmul_flops["f32"])
+    assert h100.matmul_flops["bf16"] == 989.4e12  # the table is as it was
+    assert str(found) == f"{tmp_path / 'cluster.toml'}:2x4"
+    assert "is_scheduled=true" in compiled(found.devices, lambda x: jax.lax.psum(x, "data"))
+
+
+REFUSED = {
+    "network_bandwith_gb_s = 5": r"unknown key 'network_bandwith_gb_s': did you mean 'network_bandwidth_gb_s'\?",
+    "matmul_tflops = { bf15 = 5 }": r"unknown element type in matmul_tflops 'bf15': did you mean 'bf16'\?",
+    "matmul_tflops = 5": r"matmul_tflops must be a table such as \{ bf16 = 990 \}; got 5",
+    "memory_gib = 0": "memory_gib must be a positive number; got 0",
+    "memory_gib = nan": "memory_gib must be a positive number; got nan",
+    "memory_gib = '80'": "memory_gib must be a positive number; got '80'",
+    "links = true": "links must be a positive number; got True",
+    "cores = 1.5": "cores must be a whole number; got 1.5",
+    "link_efficiency = 1.2": "link_efficiency must be a positive number of at most 1; got 1.2",
+    "network_latency_us = -1": "network_latency_us must be a positive number; got -1",
+    "name = ''": "name must be a line of text without quotes or backslashes; got ''",
+    "gpu_target_config = 3": "gpu_target_config must be the path of a text XLA dumped; got 3",
+    "gpu_target_config = 'missing.pbtxt'": "gpu_target_config cannot be read: .*missing.pbtxt",
+    "cores =": "no TOML",
+}
+
+
+@pytest.mark.parametrize(("line", "message"), REFUSED.items())
+def test_a_mistake_in_a_cluster_file_is_named(tmp_path, line, message):
+    with pytest.raises(ValueError, match=message) as error:
+        cluster(tmp_path, f'like = "h100"\n{line}\n')
+    assert str(tmp_path / "cluster.toml") in str(error.value)
+
+
+def test_a_cluster_file_says_what_gpu_it_is_like(tmp_path):
+    for text, got in (
+        ("", "None"),
+        ('like = "h10"', r"'h10': did you mean 'h100'\?"),
+        ('like = "tpu-v5e"', "'tpu-v5e'"),
+    ):
+        with pytest.raises(ValueError, match=f"like must name the GPU it starts from, one of a100, .* got {got}"):
+            cluster(tmp_path, text)
+
+
+def test_a_cluster_file_that_is_not_there():
+    with pytest.raises(ValueError, match=r"nowhere\.toml: cannot be read"):
+        target("nowhere.toml:8x8")
+
+
+# What XLA dumps on the device
+
+
+@pytest.fixture(scope="module")
+def dumped(tmp_path_factory) -> str:
+    """What XLA writes of the device when it compiles for our own description of an H100."""
+    folder = tmp_path_factory.mktemp("dump")
+    compiled(target("h100:1x8").devices, lambda x: jax.lax.psum(x, "data"), xla_dump_to=str(folder))
+    (text,) = folder.glob("*gpu_target_config.pbtxt")
+    return text.read_text()
+
+
+def test_xla_understands_our_description_as_it_is_meant(dumped):
+    assert differences(target("h100:1x8"), dumped) == []
+
+
+def test_a_device_that_is_another_is_told_field_by_field(dumped):
+    changed = dumped.replace("memory_bandwidth: 3352320000000", "memory_bandwidth: 3352320000001")
+    changed = changed.replace("active_links: 18", "")
+    assert differences(target("h100:1x8"), changed) == [
+        "memory_bandwidth: shipped 3352320000000, device 3352320000001",
+        "device_interconnect_info.active_links: shipped 18, device nothing",
+    ]
+    assert [line.partition(":")[0] for line in differences(target("h200:1x8"), dumped)] == [
+        "memory_bandwidth",
+        "device_memory_size",
+        "name",
+    ]
+
+
+def test_versions_and_what_we_do_not_state_are_no_difference(dumped):
+    more = 'gpu_device_info {\n  ecc_enabled: true dnn_version: "9.99" units { rates { key: 4 } rates { key: 8 } }\n'
+    assert differences(target("h100:1x8"), dumped.replace("gpu_device_info {", more, 1)) == []
+
+
+def test_what_cannot_be_compared_is_refused():
+    with pytest.raises(ValueError, match=r"only GPU targets are described .* got target cpu:4"):
+        differences(target("cpu:4"), "")
+    other = {
+        "": "describes no GPU",
+        'device_description_str: "x"': "describes no GPU",
+        "gpu_device_info { core_count: 132": "no text proto: gpu_device_info is not closed",
+        "gpu_device_info { core_count: 132 } }": "no text proto: one } too many",
+        "HloModule jit_f": "no text proto: 'HloModule jit_f'",
+    }
+    for text, message in other.items():
+        with pytest.raises(ValueError, match=message):
+            differences(target("h100:1x8"), text)
+
+
+def test_a_dump_in_a_cluster_file_is_given_to_xla_as_it_stands(tmp_path, dumped):
+    changed = dumped.replace("core_count: 132", "core_count: 120").replace("NVIDIA H100 80GB HBM3", "H100 at hand")
+    (tmp_path / "dump.pbtxt").write_text(changed)
+    given = 'like = "a100"\nlink_bandwidth_gb_s = 450\ngpu_target_config = "dump.pbtxt"\n'
+    found = cluster(tmp_path, given)
+    assert found.config == changed
+    assert found.description == found.devices[0].device_kind == "H100 at hand"
+    assert (found.chip.cores, found.chip.capability, found.memory_bytes) == (120, (9, 0), GPUS["h100"].memory_bytes)
+    assert found.chip.link_bandwidth == 450e9
+    assert found.chip.vector_flops == GPUS["a100"].vector_flops  # a dump knows no rates: `like` does
+    with pytest.raises(ValueError, match="XLA is given gpu_target_config as it stands: remove cores"):
+        cluster(tmp_path, given + "cores = 100\n")
+
+
+def test_a_dump_of_another_xla_is_refused_clearly(tmp_path, dumped):
+    (tmp_path / "dump.pbtxt").write_text(dumped.replace("gpu_device_info {", "gpu_device_info { new_in_2031: 7", 1))
+    with pytest.raises(ValueError, match=r"does not accept the description .*holds for the version that wrote it"):
+        cluster(tmp_path, 'like = "h100"\ngpu_target_config = "dump.pbtxt"\n')
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not targets._has_driver(), reason="about the GPU of this machine")
+def test_the_shipped_description_is_the_device_at_hand(tmp_path):
+    code = "import jax; print(jax.devices()[0].device_kind, jax.jit(lambda x: x @ x)(jax.numpy.ones((64, 64))).sum())"
+    done = python(code, JAX_PLATFORMS="cuda", XLA_FLAGS=f"--xla_dump_to={tmp_path}")
+    assert done.returncode == 0, done.stderr
+    text = next(tmp_path.glob("*gpu_target_config.pbtxt")).read_text()
+    kinds = [kind for kind, gpu in GPUS.items() if gpu.name in done.stdout]
+    if not kinds:
+        pytest.skip(f"no target describes this GPU: {done.stdout}")
+    assert differences(target(f"{kinds[0]}:1x1"), text) == []
+
+
+# TPUs
+
+
+def test_tpus_need_libtpu_which_is_one_command_away(monkeypatch):
+    packages(monkeypatch, libtpu=None)
+    with pytest.raises(
+        ValueError, match=r"'tpu-v5e:4x4' needs .* libtpu, which is not installed: pip install 'jdp\[tpu\]'$"
+    ):
+        target("tpu-v5e:4x4")
+
+
+TPU_CODE = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from jdp.foresight.timing.collectives import collective_cost
+from jdp.foresight.targets.resolve import target
+for name in ("tpu-v5e:4x4", "tpu-v5p:2x2x2", "tpu-v6e:2x2"):
+    found = target(name)
+    print(name, str(found) == name, found.hosts, found.per_host, found.description == found.chip.name)
+found = target("tpu-v5e:2x2")
+mesh = Mesh(np.array(found.devices), ("data",))
+x = jax.ShapeDtypeStruct((1024, 128), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+f = jax.shard_map(lambda x: jax.lax.psum(x @ x.T, "data"), mesh=mesh, in_specs=P("data"), out_specs=P())
+print("all-reduce" in jax.jit(f).lower(x).compile().as_text())
+cost = collective_cost("all-reduce", 2**30, ((0, 1, 2, 3),), found)
+print(cost.algorithm, round(cost.wire_seconds * 1e3, 3), round(cost.latency_seconds * 1e6, 3))
+try:
+    target("tpu-v5e:3x3")
+except ValueError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(targets._installed("libtpu") is None, reason="TPU targets need libtpu")
+def test_tpus_compile_where_libtpu_is():
+    lines = python(TPU_CODE).stdout.splitlines()
+    assert lines[:4] == [
+        "tpu-v5e:4x4 True 4 4 True",
+        "tpu-v5p:2x2x2 True 2 4 True",
+        "tpu-v6e:2x2 True 1 4 True",
+        "True",
+    ]
+    # 2 · 3/4 GiB over the 200 GB/s that leave a v5e chip; 2 rounds of one hop along each of two axes, 1 us each.
+    assert lines[4] == "torus 8.053 4.0"
+    assert "target 'tpu-v5e:3x3': libtpu did not accept it" in lines[5]
+
+
+def test_tpus_have_published_rates():
+    assert {kind: (chip.matmul_flops["bf16"] / 1e12, chip.memory_bytes // GIB) for kind, chip in TPUS.items()} == {
+        "tpu-v5e": (197, 16),
+        "tpu-v5p": (459, 95),
+        "tpu-v6e": (918, 32),
+    }
+
+
+# What it does to the process
+
+
+def test_importing_the_module_starts_nothing():
+    code = """
+import sys, jdp.foresight.targets
+from jax._src import xla_bridge
+assert not xla_bridge._backends
+assert not [m for m in sys.modules if m.startswith("jax_plugins.")]
+"""
+    assert python(code).returncode == 0
+
+
+needs_no_driver = pytest.mark.skipif(targets._has_driver(), reason="about machines without an NVIDIA driver")
+
+
+@needs_no_driver
+def test_without_jax_platforms_a_target_works_and_nothing_is_left_changed():
+    code = """
+import os, jax
+from jdp.foresight.targets.resolve import target
+before = dict(os.environ)
+print(len(target("h100:1x8").devices))
+assert os.environ == before
+assert jax.default_backend() == "cpu"
+"""
+    done = python(code, JAX_PLATFORMS=None)
+    assert (done.stdout.strip(), done.returncode) == ("8", 0), done.stderr
+
+
+@needs_no_driver
+def test_a_plugin_that_failed_earlier_in_the_process_is_explained():
+    code = """
+import jax
+from jdp.foresight.targets.resolve import target
+jax.devices()
+try:
+    target("h100:1x8")
+except ValueError as error:
+    print(error)
+"""
+    assert "Start the process with JAX_PLATFORMS=cpu" in python(code, JAX_PLATFORMS=None).stdout

@@ -1,0 +1,406 @@
+"""The schedule, simulated: texts whose timeline follows by construction, loops against the same work written out, and
+programs that XLA's GPU compiler made."""
+
+import functools
+import json
+import random
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import jdp
+from jdp.experiment.assembly import text_loss
+from jdp.foresight.program.module import parse
+from jdp.foresight.targets.resolve import target
+from jdp.foresight.timing.chrome_trace import chrome_trace
+from jdp.foresight.timing.collectives import collective_seconds
+from jdp.foresight.timing.timeline import COMMUNICATION, COMPUTE, MOST_EVENTS, timeline
+from jdp.models import GPTConfig, build
+
+EVERYONE = (tuple(range(8)),)
+# Elements of the copies and gathered shards below. On an H100: a short copy is a good deal shorter than the gather, a
+# long one a good deal longer.
+SHARD, SHORT, LONG = 2**18, 2**20, 2**27
+
+
+@functools.cache
+def h100():
+    return target("h100:1x8")
+
+
+def copy_seconds(elements):
+    """A copy of float32 by the stated model: read and written at 80% of the bandwidth, and a launch."""
+    return 1e-6 + 8 * elements / (0.8 * 3_352_320_000_000)
+
+
+@functools.cache
+def gather_seconds(shard=SHARD):
+    return collective_seconds("all-gather", 4 * 8 * shard, EVERYONE, h100())
+
+
+# Texts from nested lists: ("compute", elements), ("start" or "sync", name, shard), ("done", name), ("loop", trips, […])
+
+
+@dataclass
+class Writer:
+    """Writes the HLO text of such a list; loops become computations."""
+
+    computations: list[str]
+    count: int = 0
+
+    def name(self, kind):
+        self.count += 1
+        return f"{kind}.{self.count}"
+
+    def body(self, work):
+        lines = ["  %p = s32[] parameter(0)"]
+        for kind, *rest in work:
+            lines += getattr(self, kind)(*rest)
+        return lines
+
+    def compute(self, elements):
+        x, y = self.name("x"), self.name("copy")
+        return [f"  %{x} = f32[{elements}]{{0}} parameter(1)", f"  %{y} = f32[{elements}]{{0}} copy(%{x})"]
+
+    def start(self, name, shard):
+        x = self.name("x")
+        return [
+            f"  %{x} = f32[{shard}]{{0}} parameter(1)",
+            f"  %{name} = (f32[{shard}]{{0}}, f32[{8 * shard}]{{0}}) all-gather-start(%{x}), {self.groups}",
+        ]
+
+    def done(self, name):
+        return [f"  %{self.name('done')} = f32[{8 * SHARD}]{{0}} all-gather-done(%{name})"]
+
+    def sync(self, name, shard):
+        x = self.name("x")
+        return [
+            f"  %{x} = f32[{shard}]{{0}} parameter(1)",
+            f"  %{name} = f32[{8 * shard}]{{0}} all-gather(%{x}), {self.groups}",
+        ]
+
+    def loop(self, trips, work):
+        body, condition = self.name("body"), self.name("condition")
+        known = f', backend_config={{"known_trip_count":{{"n":"{trips}"}}}}' if trips is not None else ""
+        self.computations.append("\n".join([f"%{body} (p: s32[]) -> s32[] {{", *self.body(work), "}"]))
+        self.computations.append(f"%{condition} (p: s32[]) -> pred[] {{\n  %p = s32[] parameter(0)\n}}")
+        return [f"  %{self.name('while')} = s32[] while(%p), condition=%{condition}, body=%{body}{known}"]
+
+    groups = "channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}"
+
+
+def simulated(work):
+    writer = Writer([])
+    entry = ["ENTRY %main (p: s32[]) -> s32[] {", *writer.body(work), "}"]
+    header = "HloModule m, is_scheduled=true, num_partitions=8\n"
+    return timeline(parse("\n\n".join([header, *writer.computations, "\n".join(entry)])), h100())
+
+
+def written_out(work):
+    """The same work without loops; names of collectives made unique."""
+    found = []
+
+    def go(part, place):
+        for kind, *rest in part:
+            if kind == "loop":
+                for i in range(rest[0]):
+                    go(rest[1], (*place, len(found), i))
+            elif kind == "compute":
+                found.append((kind, *rest))
+            else:
+                found.append((kind, "_".join(map(str, (rest[0], *place))), *rest[1:]))
+
+    go(work, ())
+    return found
+
+
+def by_hand(work):
+    """(step, communication, compute) of work without loops: an event at a time."""
+    now = free = sent = busy = 0.0
+    ends = {}
+    for kind, *rest in written_out(work):
+        if kind == "compute":
+            now, busy = now + copy_seconds(rest[0]), busy + copy_seconds(rest[0])
+        elif kind == "done":
+            now = max(now, ends[rest[0]])
+        else:
+            free = max(now, free) + gather_seconds(rest[1])
+            sent += gather_seconds(rest[1])
+            ends[rest[0]] = free
+            now = free if kind == "sync" else now
+    return max(now, free), sent, busy
+
+
+def same(line, work):
+    step, sent, busy = by_hand(work)
+    assert line.step_seconds == pytest.approx(step, rel=1e-9)
+    assert line.communication_seconds == pytest.approx(sent, rel=1e-9)
+    assert line.compute_seconds == pytest.approx(busy, rel=1e-9)
+    assert line.compute_seconds + line.exposed_seconds == pytest.approx(line.step_seconds, rel=1e-12)
+
+
+START, DONE = ("start", "a", SHARD), ("done", "a")
+
+
+def test_the_sizes_used_here_are_short_and_long():
+    assert 2 * copy_seconds(SHORT) < gather_seconds() < copy_seconds(LONG) / 2
+
+
+def test_communication_behind_enough_computation_is_hidden():
+    line = simulated([START, ("compute", LONG), DONE])
+    assert line.step_seconds == pytest.approx(copy_seconds(LONG))
+    assert (line.exposed_seconds, line.exposed_fraction) == (0, 0)
+    assert line.communication_seconds == pytest.approx(gather_seconds())
+
+
+def test_communication_behind_too_little_is_partly_exposed():
+    line = simulated([START, ("compute", SHORT), DONE])
+    assert line.step_seconds == pytest.approx(gather_seconds())
+    assert line.exposed_seconds == pytest.approx(gather_seconds() - copy_seconds(SHORT))
+    assert line.exposed_fraction == pytest.approx(1 - copy_seconds(SHORT) / gather_seconds())
+
+
+@pytest.mark.parametrize("work", [[START, DONE], [("sync", "a", SHARD)]], ids=["start, done", "synchronous"])
+def test_communication_that_nothing_stands_beside_is_exposed(work):
+    line = simulated([("compute", LONG), *work, ("compute", LONG)])
+    assert line.step_seconds == pytest.approx(2 * copy_seconds(LONG) + gather_seconds())
+    assert line.exposed_fraction == pytest.approx(1)
+
+
+def test_a_pair_marked_synchronous_hides_nothing():
+    text = """HloModule m, is_scheduled=true, num_partitions=8
+ENTRY %main (p: f32[262144], x: f32[134217728]) -> f32[] {
+  %p = f32[262144]{0} parameter(0)
+  %x = f32[134217728]{0} parameter(1)
+  %s = (f32[262144]{0}, f32[2097152]{0}) all-gather-start(%p), replica_groups={}, backend_config={"is_sync":true}
+  %c = f32[134217728]{0} copy(%x)
+  ROOT %d = f32[2097152]{0} all-gather-done(%s)
+}
+"""
+    line = timeline(parse(text), h100())
+    assert line.exposed_seconds == pytest.approx(gather_seconds())
+
+
+def test_two_collectives_share_the_lane():
+    work = [START, ("start", "b", SHARD), ("compute", SHORT), DONE, ("compute", SHORT), ("done", "b")]
+    line = simulated(work)
+    assert line.step_seconds == pytest.approx(2 * gather_seconds())
+    assert line.exposed_seconds == pytest.approx(2 * gather_seconds() - 2 * copy_seconds(SHORT))
+    same(line, work)
+
+
+def test_a_synchronous_one_waits_for_the_lane():
+    work = [START, ("sync", "b", SHARD), ("compute", SHORT), DONE]
+    assert simulated(work).step_seconds == pytest.approx(2 * gather_seconds() + copy_seconds(SHORT))
+
+
+def test_what_is_not_waited_for_still_ends_the_step():
+    assert simulated([START, ("compute", SHORT)]).step_seconds == pytest.approx(gather_seconds())
+
+
+def test_wrapped_collectives_travel_on_the_communication_lane():
+    """As jax 0.12 writes small ones: `fusion-start` around a plain all-reduce."""
+    text = """HloModule m, is_scheduled=true, num_partitions=8
+%wrapped (a: f32[1024]) -> f32[1024] {
+  %a = f32[1024]{0} parameter(0)
+  ROOT %r = f32[1024]{0} all-reduce(%a), replica_groups={}, to_apply=%add
+}
+ENTRY %main (p: f32[1024], x: f32[134217728]) -> f32[1024] {
+  %p = f32[1024]{0} parameter(0)
+  %x = f32[134217728]{0} parameter(1)
+  %s = ((f32[1024]{0}), f32[1024]{0}, u32[]) fusion-start(%p), kind=kLoop, calls=%wrapped
+  %c = f32[134217728]{0} copy(%x)
+  ROOT %d = f32[1024]{0} fusion-done(%s)
+}
+"""
+    line = timeline(parse(text), h100())
+    assert line.communication_seconds == pytest.approx(collective_seconds("all-reduce", 4096, EVERYONE, h100()))
+    assert (line.exposed_seconds, line.kernels) == (0, 1)
+
+
+def test_of_branches_the_longest_counts():
+    text = """HloModule m, is_scheduled=true, num_partitions=8
+%short (a: f32[1024]) -> f32[1024] {
+  %a = f32[1024]{0} parameter(0)
+  ROOT %c = f32[1024]{0} copy(%a)
+}
+%long (a: f32[1024]) -> f32[1024] {
+  %a = f32[1024]{0} parameter(0)
+  %b = f32[1024]{0} copy(%a)
+  ROOT %c = f32[1024]{0} copy(%b)
+}
+ENTRY %main (i: s32[], p: f32[1024]) -> f32[1024] {
+  %i = s32[] parameter(0)
+  %p = f32[1024]{0} parameter(1)
+  ROOT %c = f32[1024]{0} conditional(%i, %p, %p), branch_computations={%short, %long}
+}
+"""
+    line = timeline(parse(text), h100())
+    assert line.step_seconds == pytest.approx(2 * copy_seconds(1024))
+    assert any("conditional" in caveat for caveat in line.caveats)
+
+
+def test_a_loop_of_unknown_length_is_counted_once_and_said_so():
+    line = simulated([("loop", None, [("compute", LONG)])])
+    assert line.step_seconds == pytest.approx(copy_seconds(LONG))
+    assert any("unknown length" in caveat for caveat in line.caveats)
+    assert not any("unknown" in caveat for caveat in simulated([("loop", 3, [("compute", LONG)])]).caveats)
+
+
+def test_copies_to_the_host_are_said_to_be_timed_wrong():
+    text = """HloModule m, is_scheduled=true
+ENTRY %main (p: f32[1024]) -> f32[1024] {
+  %p = f32[1024]{0} parameter(0)
+  %s = (f32[1024]{0:S(5)}, f32[1024]{0}, u32[]) copy-start(%p)
+  ROOT %d = f32[1024]{0:S(5)} copy-done(%s)
+}
+"""
+    assert any("host" in caveat for caveat in timeline(parse(text), h100()).caveats)
+    assert not any("host" in caveat for caveat in simulated([("compute", SHORT)]).caveats)
+
+
+def random_work(rng, depth=0):
+    """Work in which every start has its done in the same computation, but may be in flight when a loop begins."""
+    work, open_names = [], []
+    for _ in range(rng.randint(2, 6)):
+        kind = rng.choice(["compute", "compute", "start", "start", "done", "sync", "loop"])
+        name = f"c{rng.getrandbits(40)}"
+        if kind == "compute":
+            work.append((kind, rng.choice([2**10, SHORT, 2**24, LONG])))
+        elif kind == "start":
+            open_names.append(name)
+            work.append((kind, name, rng.choice([2**10, SHARD, 2**22])))
+        elif kind == "sync":
+            work.append((kind, name, SHARD))
+        elif kind == "done" and open_names:
+            work.append((kind, open_names.pop(rng.randrange(len(open_names)))))
+        elif kind == "loop" and depth < 2:
+            work.append((kind, rng.randint(0, 7), random_work(rng, depth + 1)))
+    rng.shuffle(open_names)
+    return work + [("done", name) for name in open_names]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_loops_take_as_long_as_the_same_work_written_out(seed):
+    work = random_work(random.Random(seed))
+    line = simulated(work)
+    same(line, work)
+    same(simulated(written_out(work)), work)
+    busy = {lane: sum(e.seconds for e in line.events if e.lane == lane) for lane in (COMPUTE, COMMUNICATION)}
+    assert busy[COMPUTE] == pytest.approx(line.compute_seconds, rel=1e-9)
+    assert busy[COMMUNICATION] == pytest.approx(line.communication_seconds, rel=1e-9)
+
+
+def test_what_is_in_flight_when_a_loop_begins_delays_its_first_round_only():
+    work = [("start", "a", 2**24), ("loop", 1000, [("sync", "b", SHARD), ("compute", LONG)]), ("done", "a")]
+    same(simulated(work), work)
+
+
+def test_a_long_loop_costs_no_more_to_simulate_and_shows_few_events():
+    line = simulated([("loop", 10**9, [START, ("compute", SHORT), DONE])])
+    assert line.step_seconds == pytest.approx(1e9 * gather_seconds(), rel=1e-6)
+    assert line.kernels == 10**9
+    assert len(line.events) == 6  # two rounds of two, and the rest of either lane
+    assert [event.times for event in line.events[-2:]] == [10**9 - 2] * 2
+
+
+def test_events_of_a_lane_do_not_overlap():
+    work = [START, ("start", "b", SHARD), ("compute", LONG), DONE, ("sync", "c", SHARD), ("done", "b")]
+    events = simulated(work).events
+    for lane in (COMPUTE, COMMUNICATION):
+        ends = 0.0
+        for event in (e for e in events if e.lane == lane):
+            assert event.start >= ends - 1e-12
+            ends = event.start + event.seconds
+
+
+def test_the_number_of_events_is_bounded():
+    line = simulated([("compute", SHORT)] * (MOST_EVENTS + 7))
+    assert len(line.events) == MOST_EVENTS
+    assert line.kernels == MOST_EVENTS + 7
+    assert any("longest events" in caveat for caveat in line.caveats)
+
+
+def test_a_trace_is_the_timeline_in_microseconds():
+    line = simulated([START, ("compute", LONG), DONE])
+    trace = json.loads(json.dumps(chrome_trace(line, "zero3")))
+    spans = {e["name"]: e for e in trace["traceEvents"] if e["ph"] == "X"}
+    names = {e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"}
+    assert names == {"zero3", COMPUTE, COMMUNICATION}
+    assert spans["a"]["dur"] == pytest.approx(1e6 * gather_seconds())
+    assert spans["a"]["args"]["bytes"] == 4 * 8 * SHARD
+    assert {span["tid"] for span in spans.values()} == {0, 1}
+
+
+# Programs that XLA made.
+
+
+def compiled(function, *shapes):
+    device = jax.sharding.SingleDeviceSharding(target("h100:1x1").devices[0])
+    arguments = [jax.ShapeDtypeStruct(shape, "bfloat16", sharding=device) for shape in shapes]
+    return timeline(parse(jax.jit(function).lower(*arguments).compile().as_text()), target("h100:1x1"))
+
+
+def test_flops_in_loops_count_as_often_as_they_run():
+    def layers(x, w):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
+
+    line = compiled(layers, (256, 512), (7, 512, 512))
+    assert line.flops == 7 * 2 * 256 * 512 * 512
+    assert 0 < line.matmul_seconds < line.compute_seconds
+    assert line.step_seconds == pytest.approx(line.compute_seconds)
+
+
+def test_flops_in_nested_loops():
+    def layers(x, w):
+        def twice(x, w):
+            return jax.lax.fori_loop(0, 5, lambda _, x: jnp.tanh(x @ w), x), None
+
+        return jax.lax.scan(twice, x, w)[0]
+
+    line = compiled(layers, (256, 512), (3, 512, 512))
+    assert line.flops == 15 * 2 * 256 * 512 * 512
+
+
+def test_a_training_step_does_three_times_the_forward_pass():
+    """And a fourth time the layers that are recomputed. Forward, a token: 2 FLOPs a weight, tied embedding included
+    (its product makes the logits), and 4 · length · width a layer for attention (Kaplan et al. 2020, table 1)."""
+    length, layers, width, vocabulary, rows = 128, 3, 256, 512, 2
+    config = GPTConfig(
+        vocab_size=vocabulary, context=length, layers=layers, width=width, heads=4, mlp_width=4 * width, tied=True,
+        activation="gelu", remat="full",
+    )  # fmt: skip
+    plan = jdp.Plan(jdp.make_mesh(devices=h100().devices), "zero3")
+    state = jdp.abstract_state(
+        lambda r: build(config, rngs=nnx.Rngs(r)), optax.adamw(1e-3), plan, rng=jax.random.key(0)
+    )
+    shapes = dict.fromkeys(("tokens", "targets"), "int32") | {"weights": "float32"}
+    batch = {name: jax.ShapeDtypeStruct((8 * rows, length), dtype) for name, dtype in shapes.items()}
+    step = jdp.make_train_step(text_loss, plan, precision="bf16")
+    line = timeline(parse(step.compile(state, batch).as_text()), h100())
+    tokens = rows * length
+    block = tokens * layers * (2 * 12 * width**2 + 4 * length * width)
+    logits = tokens * 2 * width * vocabulary
+    # XLA does not recompute the last product of a recomputed layer: nothing in the backward pass reads it.
+    least = 3 * (block + logits) + block - tokens * layers * 2 * 4 * width**2
+    assert 0.99 * least <= line.flops <= 1.01 * (3 * (block + logits) + block)
+    assert line.communication_seconds > 0
+    assert 0 < line.exposed_fraction <= 1
+    assert line.compute_seconds + line.exposed_seconds == pytest.approx(line.step_seconds)
+    assert any(event.source for event in line.events)
+    assert any("dot_general" in event.what for event in line.events)
+
+
+def test_a_target_without_published_rates_is_measured():
+    sharding = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:2])).batch_sharding
+    x = jax.ShapeDtypeStruct((256, 256), "float32", sharding=sharding)
+    program = parse(jax.jit(lambda x: (x.T @ x).sum()).lower(x).compile().as_text())
+    line = timeline(program, target("cpu:2"))
+    assert line.flops == 2 * 128 * 256 * 256
+    assert 1e-6 < line.matmul_seconds <= line.step_seconds < 1
+    assert line.communication_seconds > 0
+    assert any("measured on this machine" in caveat for caveat in line.caveats)

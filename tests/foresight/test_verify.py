@@ -1,0 +1,173 @@
+"""`jdp.verify` from Python: moving a step to a target's devices, and the report in words and as JSON."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jdp
+from jdp.foresight.targets.relocate import abstract_on
+from jdp.foresight.targets.resolve import target
+from jdp.foresight.verify import verify
+
+
+def loss_fn(params, batch, rng):
+    return jdp.Loss(jnp.sum((jnp.tanh(batch["x"] @ params["w"]) @ params["v"]) ** 2), jnp.float32(batch["x"].shape[0]))
+
+
+def init(rng):
+    return {"w": jax.random.normal(rng, (64, 128)), "v": jax.random.normal(rng, (128, 64))}
+
+
+def made(strategy="zero1", *, devices=None, rows=16, abstract=True, mesh=None, **settings):
+    mesh = jdp.make_mesh(devices=devices or jax.devices(), **(mesh or {}))
+    plan = jdp.Plan(mesh, strategy)
+    state_of = jdp.abstract_state if abstract else jdp.init_state
+    state = state_of(init, optax.adamw(1e-3), plan, rng=jax.random.key(0))
+    return jdp.make_train_step(loss_fn, plan, **settings), state, {"x": np.ones((rows, 64), np.float32)}
+
+
+# Moving to other devices
+
+
+def test_a_step_moves_to_a_targets_devices():
+    step, state, batch = made("zero3", abstract=False, accumulate=2)
+    moved = abstract_on(step, state, batch, "h100:2x8")
+    mesh = moved.step.plan.mesh
+    assert dict(mesh.shape) == {"data": 16}
+    assert mesh.devices.flat[0].platform == "gpu"
+    assert moved.state.params["w"].sharding == jax.NamedSharding(mesh, jax.P(None, "data"))
+    assert moved.state.opt_state[0].mu["w"].sharding == moved.state.params["w"].sharding
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), moved.state) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
+    assert moved.step.accumulate == 2
+    assert step.plan.mesh.devices.flat[0].platform == "cpu"
+
+
+def test_other_axes_keep_their_sizes():
+    moved = abstract_on(*made(mesh={"replica": 2, "data": 2, "model": 2}), target("h100:4x8"))
+    assert dict(moved.step.plan.mesh.shape) == {"replica": 2, "data": 8, "model": 2}
+
+
+def test_devices_that_do_not_divide():
+    with pytest.raises(ValueError, match=r"replica=2 × model=2 = 4, and h100:1x6 has 6 devices\. Choose"):
+        abstract_on(*made(mesh={"replica": 2, "data": 2, "model": 2}), "h100:1x6")
+
+
+def test_rows_are_raised_to_what_divides_and_that_is_said():
+    moved = abstract_on(*made(rows=24, accumulate=3), "h100:8x8")
+    assert moved.batch["x"].shape == (192, 64)
+    assert moved.batch["x"].sharding == moved.step.plan.batch_sharding
+    [note] = moved.notes
+    assert note == "rows: 24 -> 192, as a batch must divide by 64 shards of the batch × accumulate=3"
+    assert abstract_on(*made(rows=128), "h100:8x8").notes == ()
+
+
+def test_without_a_target_everything_stays_where_it_lies():
+    step, state, batch = made(devices=jax.devices()[:4], abstract=False)
+    moved = abstract_on(step, state, batch)
+    assert moved.step is step
+    assert jax.tree.map(lambda x: x.sharding, moved.state.params) == jax.tree.map(lambda x: x.sharding, state.params)
+    assert (moved.batch["x"].shape, moved.notes) == ((16, 64), ())
+
+
+def test_dtypes_are_those_that_jit_would_see():
+    step, state, _ = made()
+    moved = abstract_on(step, state, {"x": np.ones((16, 64)), "y": np.ones(16, np.int64)}, "h100:1x8")
+    assert (moved.batch["x"].dtype, moved.batch["y"].dtype) == (jnp.float32, jnp.int32)
+
+
+# The report
+
+PROMISED_KEYS = ["kept", "strategy", "target", "wire_bytes_per_device", "theory_wire_bytes_per_device", "ratio"]
+
+
+def test_a_step_that_keeps_the_contract():
+    report = verify(*made(accumulate=2), "h100:1x8")
+    assert report.kept
+    assert (report.strategy, report.partitioning, report.target) == ("zero1", "manual", "h100:1x8")
+    assert report.theory_wire_bytes_per_device == 7 / 8 * 2 * 4 * 16384
+    assert report.ratio == pytest.approx(1, abs=0.001)
+    assert (report.breaches, report.symptoms) == ((), ())
+    text = str(report)
+    assert text.startswith("zero1 on data=8 for h100:1x8, K=2, manual: auto may synchronise inside")
+    assert "Kept: a device sends 112 KiB a step, 1.000 of theory's 112 KiB." in text
+    assert "reduce-scatter  64 KiB    64 KiB  1.000  no" in text
+
+
+def test_the_promised_json():
+    report = verify(*made(accumulate=2, partitioning="auto"), "h100:1x8")
+    given = json.loads(json.dumps(report.to_json(), allow_nan=False))
+    assert list(given)[:8] == [*PROMISED_KEYS, "collectives", "breaches"]
+    assert given["kept"] is report.kept is False
+    assert (given["strategy"], given["target"], given["ratio"]) == ("zero1", "h100:1x8", pytest.approx(1.5, abs=0.001))
+    assert given["breaches"] == list(report.breaches) != []
+    for collective in given["collectives"]:
+        first = {name: collective[name] for name in ("kind", "dtype", "payload_bytes", "count")}
+        assert list(map(type, first.values())) == [str, str, int, int]
+    looped = {c["kind"]: c["payload_bytes"] * c["count"] for c in given["collectives"] if c["in_accumulation_loop"]}
+    assert looped == {"reduce-scatter": 2 * 64 * 1024}
+    assert "BROKEN" in str(report)
+    assert report.breaches[0] in str(report)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+def test_on_this_machines_devices(strategy):
+    report = verify(*made(strategy, devices=jax.devices()[:4], abstract=False, accumulate=2, partitioning="manual"))
+    assert report.kept
+    assert (report.target, report.mesh) == ("cpu:4", {"data": 4})
+    assert "XLA:CPU" in report.notes[-1]
+
+
+def test_what_only_xla_cpu_does_is_said_to_be_that():
+    """In auto it sums whole gradients on every device instead of scattering them."""
+    report = verify(*made("zero1", partitioning="auto"))
+    assert not report.kept
+    assert "judge the GPU's program (target='h100:1x8')" in report.breaches[0]
+    assert verify(*made("zero1", partitioning="auto"), "h100:1x8").kept
+
+
+def test_one_device_sends_nothing():
+    report = verify(*made("zero3", devices=jax.devices()[:1]))
+    assert report.kept
+    assert (report.wire_bytes_per_device, report.theory_wire_bytes_per_device, report.ratio) == (0, 0, 0)
+    assert (report.collectives, report.rows) == ((), ())
+    assert "nothing is sent" in str(report)
+
+
+def test_a_loop_of_unknown_length_is_said():
+    def until(params, batch, rng):
+        def body(x):
+            return jax.lax.psum(x, "data") * 0.5
+
+        x = jax.lax.while_loop(lambda x: jnp.sum(x) > 1, body, jax.lax.stop_gradient(batch["x"]))
+        return dataclasses.replace(loss_fn(params, batch, rng), metrics={"x": jnp.sum(x)})
+
+    step, state, batch = made("ddp", partitioning="manual")
+    report = verify(dataclasses.replace(step, loss_fn=until), state, batch)
+    assert any("inside a loop of unknown trip count: counted once" in note for note in report.notes)
+
+
+def test_an_evaluation_step_has_no_contract():
+    step, state, batch = made()
+    with pytest.raises(ValueError, match=r"jdp\.verify takes a step of jdp\.make_train_step; got an evaluation step"):
+        verify(jdp.make_eval_step(loss_fn, step.plan), state, batch)
+
+
+def test_bad_targets_and_batches():
+    with pytest.raises(ValueError, match="unknown device kind 'h10'"):
+        verify(*made(), "h10:1x8")
+    with pytest.raises(ValueError, match="A batch's rows must divide by data=8; got 12"):
+        verify(*made(rows=12))
+
+
+def test_results_come_from_the_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("JDP_CACHE_DIR", str(tmp_path))
+    first = verify(*made(), "h100:1x8")
+    assert len(list(tmp_path.iterdir())) == 1
+    again = verify(*made(), "h100:1x8")
+    assert again.to_json() == first.to_json()
+    assert len(list(tmp_path.iterdir())) == 1

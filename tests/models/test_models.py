@@ -1,0 +1,379 @@
+"""The models against a plain NumPy reference, against themselves in other forms, and against their published sizes."""
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jdp.models.gpt as gpt
+import jdp.models.transformer as transformer
+from jdp.models import GPT, MLP, GPTConfig, MLPConfig, build, generate, next_token_loss
+from jdp.models.modules import dropout
+
+LLAMA = GPTConfig(vocab_size=19, context=8, layers=2, width=16, heads=4, kv_heads=2, mlp_width=24)
+GPT2 = dataclasses.replace(
+    LLAMA, kv_heads=None, mlp_width=None, positions="learned", activation="gelu", norm="layer", tied=True, bias=True
+)
+STYLES = pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+TOKENS = jax.random.randint(jax.random.key(7), (2, 8), 0, 19)
+KEY = jax.random.key(3)
+
+
+# These programs run once: LLVM's optimisations would take longer than they save.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+forward = jit(lambda model, tokens, rng=None: model(tokens, rng=rng))
+
+
+def make(config, **changes):
+    """A model far from its start: matrices ten times their initial size, biases and scales off zero and one."""
+    config = dataclasses.replace(config, **changes)
+    model = jax.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
+    nnx.update(model, values(dataclasses.replace(config, dropout=0.0, remat=None)))
+    return model
+
+
+@functools.cache
+def values(config):
+    state = nnx.state(jit(lambda: GPT(config, rngs=nnx.Rngs(0)))())
+    for path, leaf in nnx.to_flat_state(state):  # alike for a layer's slice of a stack and for the layer alone
+        vector = path[-1] in ("bias", "scale")
+        leaf[...] = leaf[...] + np.cos(np.arange(leaf.shape[-1])) / 20 if vector else 10 * leaf[...]
+    return state
+
+
+def leaves(model):
+    """Parameters by path, the layers of an unrolled model stacked as a scanned model has them."""
+    flat = {"/".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(model))}
+    names = {path.split("/", 2)[2] for path in flat if path.startswith("layers/0/")}
+    stacked = {
+        f"layers/{name}": jnp.stack([flat[f"layers/{i}/{name}"] for i in range(model.config.layers)]) for name in names
+    }
+    return stacked | {path: leaf for path, leaf in flat.items() if not (names and path.startswith("layers/"))}
+
+
+def loss(model, rng=None):
+    total, weight = next_token_loss(model(TOKENS[:, :-1], rng=rng), TOKENS[:, 1:], jnp.ones((2, 7)))
+    return total / weight
+
+
+def reference(model, tokens):
+    """Logits of one sequence in float64, head by head and position by position."""
+    config, p = model.config, {path: np.float64(leaf) for path, leaf in leaves(model).items()}
+    size, share = config.head_width, config.heads // config.key_value_heads
+
+    def norm(x, name, i=...):
+        y = x - x.mean(-1, keepdims=True) if config.norm == "layer" else x
+        y = y / np.sqrt((y**2).mean(-1, keepdims=True) + config.norm_eps) * p[f"{name}/scale"][i]
+        return y + p[f"{name}/bias"][i] if config.norm == "layer" else y
+
+    def linear(x, name, i):
+        return x @ p[f"layers/{name}/kernel"][i] + (p[f"layers/{name}/bias"][i] if config.bias else 0)
+
+    def turned(x):  # rotary, as complex numbers
+        z = x[:, : size // 2] + 1j * x[:, size // 2 :]
+        z = z * np.exp(1j * np.outer(np.arange(len(x)), config.rope_theta ** (-2 * np.arange(size // 2) / size)))
+        return np.concatenate([z.real, z.imag], -1)
+
+    def attention(x, i):
+        query, key, value = (linear(x, f"attention/{name}", i) for name in ("query", "key", "value"))
+        heads = []
+        for h in range(config.heads):
+            q, k, v = query[:, h * size :][:, :size], key[:, h // share * size :][:, :size], value
+            v = v[:, h // share * size :][:, :size]
+            q, k = (turned(q), turned(k)) if config.positions == "rotary" else (q, k)
+            rows = [np.exp(q[t] @ k[: t + 1].T / np.sqrt(size)) for t in range(len(x))]
+            heads.append([row / row.sum() @ v[: t + 1] for t, row in enumerate(rows)])
+        return linear(np.concatenate(heads, -1), "attention/output", i)
+
+    def feed_forward(x, i):
+        up = linear(x, "mlp/up", i)
+        if config.activation == "gelu":
+            hidden = up * (1 + np.tanh(np.sqrt(2 / np.pi) * (up + 0.044715 * up**3))) / 2
+        else:
+            gate = linear(x, "mlp/gate", i)
+            hidden = up * gate / (1 + np.exp(-gate))
+        return linear(hidden, "mlp/down", i)
+
+    x = p["embed/tokens"][tokens]
+    x = x + p["embed/positions"][: len(x)] if config.positions == "learned" else x
+    for i in range(config.layers):
+        x = x + attention(norm(x, "layers/attention_norm", i), i)
+        x = x + feed_forward(norm(x, "layers/mlp_norm", i), i)
+    return norm(x, "final_norm") @ (p["embed/tokens"].T if config.tied else p["head/kernel"])
+
+
+@STYLES
+def test_logits_are_those_of_a_plain_reference(config):
+    model = make(config)
+    expected = np.stack([reference(model, np.asarray(row)) for row in TOKENS])
+    logits = forward(model, TOKENS)
+    assert logits.dtype == jnp.float32
+    np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+
+
+@STYLES
+def test_a_token_changes_nothing_before_it_and_something_after(config):
+    model = make(config)
+    changed = TOKENS.at[:, 4].set((TOKENS[:, 4] + 1) % config.vocab_size)
+    before, after = forward(model, TOKENS), forward(model, changed)
+    np.testing.assert_array_equal(before[:, :4], after[:, :4])
+    assert jnp.all(jnp.any(before[:, 4:] != after[:, 4:], axis=-1))
+
+
+def test_grouped_heads_are_full_heads_that_repeat():
+    grouped, full = make(LLAMA), make(LLAMA, kv_heads=4)
+    weights = nnx.to_pure_dict(nnx.state(grouped))
+    for name in ("key", "value"):
+        projection = weights["layers"]["attention"][name]
+        projection["kernel"] = jnp.repeat(projection["kernel"].reshape(2, 16, 2, 4), 2, axis=2).reshape(2, 16, 16)
+    nnx.update(full, weights)
+    np.testing.assert_allclose(forward(full, TOKENS), forward(grouped, TOKENS), rtol=1e-4, atol=1e-5)
+
+
+def test_rotary_scores_depend_on_distance_only():
+    query, key = jax.random.normal(KEY, (2, 6))
+    turned_query, turned_key = (transformer.rotate(jnp.tile(x, (1, 9, 1, 1)), 100.0)[0, :, 0] for x in (query, key))
+    scores = turned_query @ turned_key.T
+    for distance in range(-8, 9):
+        diagonal = jnp.diagonal(scores, distance)
+        np.testing.assert_allclose(diagonal, diagonal[0], atol=1e-5)
+    assert jnp.std(scores[0]) > 0.1
+
+
+def test_the_loss_is_the_weighted_sum_of_cross_entropies():
+    logits = np.random.default_rng(0).normal(size=(2, 3, 5)).astype(np.float32) + np.float32(1000)
+    targets, weights = np.array([[0, 1, 2], [3, 4, -1]]), np.array([[1, 1, 0.5], [2, 0, 0]])
+    probability = np.exp(logits.astype(np.float64) - 1000)
+    probability /= probability.sum(-1, keepdims=True)
+    expected = -sum(weights[b, t] * np.log(probability[b, t, targets[b, t]]) for b in range(2) for t in range(3))
+    total, weight = next_token_loss(jnp.asarray(logits), jnp.asarray(targets), jnp.asarray(weights))
+    assert (total.dtype, weight.dtype, total.shape, float(weight)) == (jnp.float32, jnp.float32, (), 4.5)
+    assert float(total) == pytest.approx(expected, rel=1e-4)
+    gradient = jax.grad(lambda x: next_token_loss(x, jnp.asarray(targets), jnp.asarray(weights))[0])(logits)
+    np.testing.assert_allclose(gradient, weights[..., None] * (probability - np.eye(5)[targets]), atol=1e-4)
+
+
+@STYLES
+def test_scanned_and_unrolled_start_from_the_same_bits(config):
+    scanned, unrolled = (leaves(make(config, scan=scan)) for scan in (True, False))
+    assert scanned.keys() == unrolled.keys()
+    for path, leaf in scanned.items():
+        np.testing.assert_array_equal(leaf, unrolled[path], err_msg=path)
+    assert not jnp.any(jnp.equal(*scanned["layers/attention/query/kernel"]))
+
+
+@functools.cache
+def loss_and_gradients(config, scan, remat):
+    model = make(config, dropout=0.25, scan=scan, remat=remat)
+    value, gradients = jit(jax.value_and_grad(loss))(model, KEY)
+    return float(value), leaves(gradients)
+
+
+@pytest.mark.parametrize(
+    ("config", "scan", "remat"),
+    [(GPT2, False, None), (LLAMA, False, "full"), (LLAMA, True, "full"), (LLAMA, True, "dots")],
+)
+def test_every_form_of_the_layer_loop_has_the_same_loss_and_gradients(config, scan, remat):
+    value, gradients = loss_and_gradients(config, True, None)
+    other, others = loss_and_gradients(config, scan, remat)
+    assert other == pytest.approx(value, rel=1e-5)
+    largest = max(float(jnp.abs(gradient).max()) for gradient in gradients.values())
+    assert others.keys() == gradients.keys()
+    for path, gradient in gradients.items():
+        assert jnp.any(gradient != 0), path
+        np.testing.assert_allclose(others[path], gradient, rtol=1e-3, atol=1e-5 * largest, err_msg=path)
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_the_layer_loop_receives_the_modules_own_parameters(monkeypatch, scan):
+    """A sharding plan knows a parameter by identity: a cast or a reshape on the way would hide it."""
+    model, seen = make(LLAMA, scan=scan, remat="dots"), {}
+
+    def loop(block, stacked, x, *, remat=None):
+        seen.update(stacked=stacked, remat=remat)
+        return x
+
+    monkeypatch.setattr(transformer, "scan_layers", loop)
+    model(TOKENS)
+    assert seen["remat"] == "dots"
+    received, own = jax.tree.leaves(seen["stacked"]), jax.tree.leaves(model.layers)
+    assert [id(leaf) for leaf in received] == [id(leaf) for leaf in own]
+    assert type(seen["stacked"]) is (tuple if scan else list)
+
+
+def half(model):
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), model)
+
+
+@STYLES
+def test_sixteen_bit_parameters_compute_in_sixteen_bits_and_give_float32_logits(config):
+    model = half(make(config))
+    features, logits = jax.eval_shape(lambda: (model.features(TOKENS), model(TOKENS)))
+    assert (features.dtype, logits.dtype) == (jnp.bfloat16, jnp.float32)
+    step = jit(jax.value_and_grad(loss))
+    value, gradients = step(model)
+    assert {leaf.dtype for leaf in jax.tree.leaves(gradients)} == {jnp.dtype(jnp.bfloat16)}
+    assert float(value) == pytest.approx(float(jit(loss)(make(config))), rel=0.05)
+    program = step.lower(model).as_text().splitlines()
+    products = [line for line in program if "dot_general " in line]
+    sums = [line for line in program if "stablehlo.reduce(" in line and "stablehlo.add" in line]
+    assert len(products) > 10 and len(sums) > 5
+    for line in products:  # operands in bf16, or an algorithm that takes them so
+        operands = line.split(" : ")[-1].split(" -> ")[0]
+        assert "f32" not in operands.replace("bf16", "") or "lhs_precision_type = bf16" in line, line
+    assert not [line for line in sums if "bf16" in line]  # on a GPU they would also be added up in bf16
+
+
+def test_a_tokens_gradients_are_not_lost_in_sixteen_bits():
+    """In bfloat16 256 + 1 is 256: a running sum of ones would stop there."""
+    tokens = jnp.full((8, 500), 5)
+    embed = half(gpt.Embedding(dataclasses.replace(GPT2, context=500), rngs=nnx.Rngs(0)))
+    gradient = jax.grad(lambda embed: embed(tokens).astype(jnp.float32).sum())(embed)
+    assert jnp.all(gradient.tokens[5] == 4000) and jnp.all(gradient.tokens[4] == 0)
+
+
+def test_dropout_zeroes_the_rate_and_keeps_the_mean():
+    dropped = dropout(jnp.ones((400, 100)), 0.25, KEY, site=0)
+    assert set(np.unique(dropped).tolist()) == {0.0, float(np.float32(1 / 0.75))}
+    assert float(dropped.mean()) == pytest.approx(1, abs=0.01)
+    assert jnp.any(dropped[0] != dropped[1]) and jnp.any(dropped != dropout(jnp.ones((400, 100)), 0.25, KEY, site=1))
+
+
+@pytest.mark.parametrize("kind", [GPT, MLP])
+def test_dropout_follows_its_key_and_is_off_without(kind):
+    config, x = (LLAMA, TOKENS) if kind is GPT else (MLPConfig(8, (32,), 4), jnp.ones((2, 8)))
+    configs = [dataclasses.replace(config, dropout=rate) for rate in (0.0, 0.5)]
+    sure, model = jit(lambda: [build(config, rngs=nnx.Rngs(0)) for config in configs])()
+    plain, first, again, other = forward(sure, x), *(forward(model, x, key) for key in (KEY, KEY, jax.random.key(4)))
+    np.testing.assert_array_equal(first, again)
+    assert jnp.any(first != other) and jnp.any(first != plain)
+    np.testing.assert_array_equal(forward(model, x), plain)
+    np.testing.assert_array_equal(forward(sure, x, KEY), plain)
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_masks_are_drawn_row_by_row_from_folded_keys(monkeypatch, scan):
+    """A key may stand for some rows of a global batch: then draws have the rows first, and keys only fold."""
+    model, shapes = make(LLAMA, dropout=0.5, scan=scan), []
+    draw = jax.random.bernoulli
+    monkeypatch.setattr(jax.random, "bernoulli", lambda key, p, shape: (shapes.append(shape), draw(key, p, shape))[1])
+    monkeypatch.setattr(jax.random, "split", None)
+    program = str(jax.make_jaxpr(lambda rng: model(TOKENS, rng=rng))(KEY))
+    assert set(shapes) == {(2, 8, 16)} and "random_fold_in" in program and "random_split" not in program
+
+
+def next_logits(model, tokens):
+    """Logits of each next token given the last `context` tokens before it: [batch, length, vocab]."""
+    context, length = model.config.context, tokens.shape[1]
+    early = forward(model, jnp.pad(tokens, ((0, 0), (0, max(0, context - length))))[:, :context])[:, :length]
+    late = [forward(model, tokens[:, end - context : end])[:, -1:] for end in range(context + 1, length + 1)]
+    return jnp.concatenate([early, *late], axis=1)
+
+
+@pytest.mark.parametrize("config", [LLAMA, dataclasses.replace(GPT2, tied=False)], ids=["llama", "gpt2"])
+@pytest.mark.parametrize("prompt", [1, 6, 11])  # total 6, 11 and 16 tokens, context 8
+def test_greedy_sampling_takes_the_likeliest_token_of_a_plain_forward_pass(config, prompt):
+    model, given = make(config), jax.random.randint(KEY, (2, prompt), 0, 19)
+    tokens = generate(model, given, length=5, temperature=0, rng=KEY)
+    assert (tokens.shape, tokens.dtype) == ((2, prompt + 5), given.dtype)
+    np.testing.assert_array_equal(tokens[:, :prompt], given)
+    np.testing.assert_array_equal(tokens[:, prompt:], next_logits(model, tokens)[:, prompt - 1 : -1].argmax(-1))
+    assert len(np.unique(tokens[:, prompt:])) > 2
+
+
+def test_sampling_draws_among_the_likeliest_and_follows_its_key():
+    model, prompt = make(LLAMA), jnp.tile(TOKENS[:1, :3], (64, 1))
+    sample = jax.jit(lambda rng: generate(model, prompt, length=9, temperature=50.0, top_k=3, rng=rng))
+    tokens = sample(KEY)
+    np.testing.assert_array_equal(tokens, sample(KEY))
+    assert jnp.any(tokens != sample(jax.random.key(4)))
+    best = jax.lax.top_k(next_logits(model, tokens)[:, 2:-1], 3)[1]
+    assert jnp.all(jnp.any(best == tokens[:, 3:, None], axis=-1))
+    assert len(np.unique(tokens[:, 3])) == 3  # one prompt, 64 rows, nearly uniform: all three appear
+    assert len(np.unique(generate(model, prompt, length=1, temperature=50.0, rng=KEY)[:, 3])) > 3
+    assert generate(model, prompt[:1], length=1, temperature=50.0, top_k=1, rng=KEY)[0, 3] == best[0, 0, 0]
+
+
+def test_initial_values_are_gpt2s_and_the_first_loss_is_uniform():
+    config = dataclasses.replace(GPT2, layers=8, width=256, vocab_size=512, context=64)
+    model = jit(lambda: GPT(config, rngs=nnx.Rngs(0)))()
+    stds = {path: float(leaf.std()) for path, leaf in leaves(model).items()}
+    residual = 0.02 / math.sqrt(2 * 8)
+    for path, std in stds.items():
+        expected = residual if path.endswith(("output/kernel", "down/kernel")) else 0.02
+        expected = 0.01 if path == "embed/positions" else 0.0 if path.endswith(("bias", "scale")) else expected
+        assert std == pytest.approx(expected, rel=0.05), path
+    assert float(jit(loss)(model)) == pytest.approx(math.log(512), abs=0.2)
+
+
+def test_gpt_learns_a_sequence_by_heart():
+    model, optimizer = jit(lambda: GPT(LLAMA, rngs=nnx.Rngs(0)))(), optax.adam(1e-2)
+
+    @jit
+    def step(model, moments):
+        value, gradients = jax.value_and_grad(loss)(model)
+        updates, moments = optimizer.update(gradients, moments)
+        return optax.apply_updates(model, updates), moments, value
+
+    moments = jit(optimizer.init)(model)
+    for _ in range(60):
+        model, moments, value = step(model, moments)
+    assert value < 0.3
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"heads": 3}, r"heads must divide width; given width\(16\) % heads\(3\) = 1\. Make width .* 18"),
+        ({"kv_heads": 3}, r"kv_heads must divide heads; given heads\(4\) % kv_heads\(3\) = 1\. .*\[1, 2, 4\]"),
+        ({"heads": 16, "kv_heads": 1}, r"must be even; given width\(16\) / heads\(16\) = 1"),
+        ({"layers": 0}, r"layers is a positive integer; given 0"),
+        ({"kv_heads": 0}, r"kv_heads is a positive integer; given 0"),
+        ({"width": 16.0}, r"width is a positive integer; given 16\.0"),
+        ({"dropout": 1.0}, r"dropout is a rate in \[0, 1\); given 1\.0"),
+        ({"norm": "batch"}, r"no norm of that name; given 'batch'\. Choose one of \('rms', 'layer'\)"),
+        ({"remat": "some"}, r"no remat of that name; given 'some'\. Choose one of \(None, 'full', 'dots'\)"),
+        ({"attention": "flash"}, r"no attention of that name; given 'flash'\. Choose one of \('xla', 'cudnn'\)"),
+        ({"rope_theta": 0.0}, r"rope_theta is positive"),
+        ({"rope_factor": 0.0}, r"rope_factor is positive"),
+        (
+            {"rope_factor": 8.0, "rope_high_freq_factor": 1.0},
+            r"low_freq_factor is positive and less than rope_high_freq_f",
+        ),
+        (
+            {"rope_factor": 8.0, "positions": "learned"},
+            r"rope_factor scales rotary positions; given positions = \"learned\"",
+        ),
+        ({"norm_eps": -1.0}, r"norm_eps is positive"),
+        (lambda: MLPConfig(4, [8], 2), r"hidden is a tuple of sizes; given \[8\]"),
+        (lambda: MLPConfig(4, (0,), 2), r"positive integers; given in -> hidden -> out \(4, 0, 2\)"),
+        (lambda: MLPConfig(4, (8,), 2, activation="step"), r"no activation of that name; given 'step'"),
+        (lambda: MLP(MLPConfig(4, (8,), 2), rngs=nnx.Rngs(0))(jnp.ones((1, 5))), r"features_in\(4\)\]; given \[1, 5\]"),
+        (lambda: make(LLAMA)(jnp.zeros((1, 9), int)), r"at most context\(8\) tokens; given int32\[1, 9\]"),
+        (lambda: make(LLAMA)(jnp.zeros((1, 8))), r"tokens are integers \[batch, length\]; given float32\[1, 8\]"),
+        (
+            lambda: make(LLAMA, attention="cudnn")(TOKENS),
+            r"cudnn attention takes 16-bit floats; given float32\. Compute",
+        ),
+        (lambda: generate(make(LLAMA), TOKENS, length=1, top_k=20, rng=KEY), r"vocab_size\(19\); given 20"),
+        (lambda: generate(make(LLAMA), TOKENS, length=1, temperature=-1, rng=KEY), r"temperature is 0 or more"),
+        (lambda: generate(make(LLAMA), TOKENS[:, :0], length=1, rng=KEY), r"at least 1 token\]; given \[2, 0\]"),
+    ],
+)
+def test_what_breaks_a_rule_is_refused_with_the_rule_the_values_and_the_fix(wrong, words):
+    with pytest.raises(ValueError, match=words):
+        dataclasses.replace(LLAMA, **wrong) if isinstance(wrong, dict) else wrong()
+
+
+def test_mlp_is_its_formula():
+    model = MLP(MLPConfig(3, (5,), 2, activation="tanh"), rngs=nnx.Rngs(0))
+    (first, last), x = model.layers, jax.random.normal(KEY, (4, 3))
+    expected = jnp.tanh(x @ first.kernel[...] + first.bias[...]) @ last.kernel[...] + last.bias[...]
+    np.testing.assert_allclose(model(x), expected, rtol=1e-5)
+    assert half(model)(x).dtype == jnp.float32

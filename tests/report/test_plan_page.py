@@ -1,0 +1,437 @@
+"""The page of a plan: well-formed, self-contained, escaped, small, and with the forecast's numbers in it."""
+
+import dataclasses
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from jdp.core.formatting import size
+from jdp.foresight.forecast import Forecast, Outlook
+from jdp.foresight.memory.peak import Held, Memory, Room
+from jdp.foresight.memory.zero_formula import zero_bytes
+from jdp.foresight.program.collectives import Collective
+from jdp.foresight.timing.timeline import COMMUNICATION, COMPUTE, Event, Timeline
+from jdp.foresight.traffic.contract import Promise, Row, Sent, Theory
+from jdp.foresight.verify import Report
+from jdp.report.bars import Bar, stacked_bars
+from jdp.report.page import CSS, Markup, Section, element, page, table
+from jdp.report.plan_page import plan_page
+from jdp.report.timeline import blocks, lanes, round_step, waits
+
+SMALL_ENOUGH = 1_500_000
+VOID = {"br", "hr", "input", "meta"}
+HOSTILE = '</title></svg><script>alert("x")</script><img src=http://evil/> & $\\frac{$'
+
+
+class Reader(HTMLParser):
+    """Reads a page and fails at the first tag that is not closed, or closed out of turn."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.attributes, self.words = [], [], [], []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.handle_startendtag(tag, attrs)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        assert len(dict(attrs)) == len(attrs), f"an attribute twice: {tag} {attrs}"
+        self.attributes += [(tag, *pair) for pair in attrs]
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open.pop() == tag, f"</{tag}> closes {self.open[-3:]}"
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] not in ("script", "style"):
+            self.words.append(data)
+
+    @property
+    def text(self):
+        return " ".join(" ".join(self.words).split())
+
+    def values(self, *names):
+        return [value for _, name, value in self.attributes if name in names]
+
+
+def events_of(count, *, what="jit(train_step)/jvp()/dot_general", every=10):
+    """`count` kernels of 1 µs one after the other, and a collective beside every tenth."""
+    found = [Event(f"fusion.{i}", COMPUTE, i * 1e-6, 1e-6, what, "model.py:7") for i in range(count)]
+    found += [
+        Event(f"all-gather-start.{i}", COMMUNICATION, i * 1e-6, 2e-6, "gather", "model.py:9", bytes=4096.0)
+        for i in range(0, count, every)
+    ]
+    return tuple(sorted(found, key=lambda event: event.start))
+
+
+def timeline_of(events, *, exposed=0.0):
+    computing = [e for e in events if e.lane == COMPUTE]
+    step = max(e.start + e.seconds for e in events)
+    return Timeline(
+        step_seconds=step,
+        compute_seconds=sum(e.seconds for e in computing),
+        communication_seconds=sum(e.seconds for e in events if e.lane == COMMUNICATION),
+        exposed_seconds=exposed,
+        flops=7.89e12,
+        bytes=5 * 2**30,
+        matmul_seconds=0.4 * step,
+        median_matmul_seconds=61e-6,
+        kernels=54321,
+        events=tuple(events),
+        caveats=(),
+    )
+
+
+def memory_of(**changed):
+    largest = (Held("activations", 3, 3 * 2**29, "bf16", (16, 1024, 3072), "op", "model.py:11"),)
+    plain = Memory(
+        parameters=1_234_567_890,
+        gradients=2_000_000_001,
+        optimizer=3_000_000_002,
+        working=400_000_003,
+        activations=9_876_543_210,
+        batch=65_536,
+        other=24,
+        unattributed=1_048_577,
+        saved=5 * 2**30,
+        most={"gradients": 2_345_678_901},
+        at="model.py:12",
+        largest=largest,
+    )
+    return dataclasses.replace(plain, **changed)
+
+
+def report_of(*, kept=True, breaches=(), collectives=60, source="/home/me/loss.py:12"):
+    found = tuple(
+        Sent(
+            Collective(
+                "all-gather", "bf16", 1_000_000 * (i + 1), ((0, 1, 2, 3),), i % 2 == 0, f"ag.{i}", places=(source,)
+            ),
+            ("data",),
+            i == 0,
+            True,
+        )
+        for i in range(collectives)
+    )
+    promise = Promise("all-gather", 5e8, ("data",), 4, 1, 2, 250_000_000)
+    wire = 12_345_678.0 if kept else 98_765_432.0
+    rows = (
+        Row("all-gather", 5e8, 500_000_000, 1_000_000, wire, 12_345_678.0, kept),
+        Row("all-reduce", 0.0, 12, 0, 24.0, 0.0, True),
+    )
+    return Report(
+        kept=kept,
+        strategy="zero1",
+        partitioning="manual",
+        why="K > 1",
+        target="h100:1x4",
+        mesh={"data": 4},
+        accumulate=4,
+        theory=Theory(124_000_000, (promise,)),
+        wire_bytes_per_device=wire,
+        theory_wire_bytes_per_device=12_345_678.0,
+        ratio=wire / 12_345_678.0,
+        rows=rows,
+        own=(dataclasses.replace(rows[1], kind="all-to-all"),),
+        collectives=found,
+        breaches=tuple(breaches),
+        symptoms=("the batch was gathered whole (loss.py:3)",),
+        notes=("gradients are reduced in f32",),
+    )
+
+
+ROOM = Room(True, 60_000_000_000, 77_777_777_777, 0.9, "fits, but set XLA_CLIENT_MEM_FRACTION=0.9")
+NO_ROOM = Room(False, 90_000_000_000, 77_777_777_777, None, "does not fit: the rest goes to NCCL")
+
+
+def outlook_of(strategy="zero1", **changed):
+    plain = Outlook(
+        strategy,
+        1,
+        None,
+        partitioning="manual",
+        memory=memory_of(),
+        room=ROOM,
+        parameters=124_000_000,
+        shards=4,
+        report=report_of(),
+        timeline=timeline_of(events_of(200)),
+        model_flops=1e15,
+        peak_flops=1e15,
+        tokens=1 << 17,
+        devices=4,
+    )
+    return dataclasses.replace(plain, **changed)
+
+
+def forecast_of(*outlooks, choice=0, **changed):
+    chosen = None if choice is None else outlooks[choice]
+    why = ("All fit.", "zero1 is the one to take.")
+    return Forecast("h100:1x4", 4, outlooks, chosen, why, **changed)
+
+
+def read(forecast, **named):
+    return Reader(plan_page(forecast, title=named.pop("title", "gpt on h100:1x4"), **named))
+
+
+def test_the_page_holds_the_answer_and_the_numbers():
+    zero3 = outlook_of("zero3", room=NO_ROOM, memory=memory_of(activations=88_888_888_888))
+    found = read(forecast_of(outlook_of(), zero3, notes=("a note on rows",)), described="GPT, 128 rows.")
+    for expected in (
+        "gpt on h100:1x4",
+        "GPT, 128 rows.",
+        "Take zero1.",
+        "zero1 is the one to take.",
+        "a note on rows",
+        "1,234,567,890",  # each class to the byte
+        "9,876,543,210",
+        "88,888,888,888",
+        "77,777,777,777",  # what there is
+        "2,345,678,901",  # the most that gradients hold
+        f"{memory_of().total:,}",
+        "bf16[16,1024,3072]",
+        "0.0002",  # the step's seconds
+        "54,321",  # kernels
+        "7.89 TFLOP",
+        "61 µs",
+        "12,345,678",  # bytes on the wire
+        f"{size(zero_bytes(124_000_000, 4, 'zero1').total)}",  # the closed form
+        "zero1 chosen",
+        "zero1 fits, but set XLA_CLIENT_MEM_FRACTION=0.9.",
+        "zero3 does not fit: the rest goes to NCCL.",
+        "/home/me/loss.py:12",
+        "the batch was gathered whole (loss.py:3)",
+        "gradients are reduced in f32",
+    ):
+        assert expected in found.text, expected
+
+
+def test_it_loads_nothing_from_outside():
+    text = plan_page(forecast_of(outlook_of(), outlook_of("zero3")), title="t")
+    found = Reader(text)
+    references = found.values("src", "href", "xlink:href", "srcset", "action", "data")
+    assert references and all(reference.startswith("#") for reference in references)
+    assert not {"link", "img", "iframe", "object", "embed", "base"} & set(found.tags)
+    assert re.findall(r"url\((?!#)|@import", text) == []
+    assert "default-src 'none'" in found.values("content")[0]
+    # Namespaces are names, and nothing is fetched from them.
+    assert set(re.findall(r"https?://[^\s\"'<]+", text)) <= {"http://www.w3.org/2000/svg"}
+
+
+def test_one_script_whose_digest_the_policy_names():
+    import base64
+    import hashlib
+
+    text = plan_page(forecast_of(outlook_of()), title="t")
+    (script,) = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert f"script-src &#x27;sha256-{digest}&#x27;" in text
+
+
+def test_hostile_names_stay_text():
+    events = (*events_of(50, what=HOSTILE), Event(HOSTILE, COMPUTE, 1.0, 0.5, HOSTILE, HOSTILE))
+    outlook = outlook_of(
+        HOSTILE,
+        parameters=0,  # no closed form for a strategy of that name
+        room=Room(True, 1, 2, 0.9, HOSTILE),
+        timeline=timeline_of(events),
+        report=report_of(kept=False, breaches=[HOSTILE], source=HOSTILE),
+        memory=memory_of(at=HOSTILE, largest=(Held(HOSTILE, 1, 8, HOSTILE, (1,), HOSTILE, HOSTILE),)),
+    )
+    broken = outlook_of("ddp", memory=None, report=None, timeline=None, room=None, error=HOSTILE)
+    forecast = dataclasses.replace(forecast_of(outlook, broken, notes=(HOSTILE,)), why=(HOSTILE,), target=HOSTILE)
+    found = read(forecast, title=HOSTILE, described=HOSTILE)
+    assert found.tags.count("script") == 1 and "img" not in found.tags
+    assert {"onerror", "onload"}.isdisjoint(name for _, name, _ in found.attributes)
+    assert found.text.count('<script>alert("x")</script>') >= 10
+
+
+def test_a_breach_is_told_in_red_with_its_remedy():
+    broken = report_of(kept=False, breaches=["all-gather of 9 MiB too much. Use partitioning='manual'."])
+    found = read(forecast_of(outlook_of(report=broken)))
+    assert "Use partitioning='manual'." in found.text
+    assert "breach" in found.values("class") and "bad" in found.values("class")
+    whole = read(forecast_of(outlook_of()))
+    assert "breach" not in whole.values("class") and "bad" not in whole.values("class")
+
+
+def test_a_kind_that_others_make_up_for_is_no_breach():
+    report = report_of()
+    over = dataclasses.replace(report.rows[0], kept=False)
+    found = read(forecast_of(outlook_of(report=dataclasses.replace(report, rows=(over,)))))
+    assert "more, but all kinds together less" in found.text
+    assert "bad" not in found.values("class")
+
+
+def test_the_chosen_row_is_marked_and_no_other():
+    found = read(forecast_of(outlook_of("ddp"), outlook_of("zero1"), outlook_of("zero3"), choice=1))
+    assert found.values("class").count("chosen") == 3  # in the two tables of ways and in that of seconds
+    assert "zero1 chosen" in found.text and "ddp chosen" not in found.text
+
+
+FAILED = {"memory": None, "report": None, "timeline": None, "room": None, "error": "RESOURCE_EXHAUSTED: no room"}
+
+
+@pytest.mark.parametrize(
+    ("outlooks", "expected"),
+    [
+        ((outlook_of(), outlook_of("zero3", **FAILED)), "did not compile"),
+        ((outlook_of("zero3", **FAILED),), "No way compiled."),
+        ((outlook_of(timeline=None),), "Step times are not known"),
+        ((outlook_of(room=None, parameters=0),), "What a device holds"),
+        ((outlook_of(room=NO_ROOM),), "No way fits."),
+        ((outlook_of(report=report_of(collectives=0)),), "Nothing is sent."),
+        ((outlook_of(timeline=timeline_of(events_of(5, every=1000)[1:])),), "waiting"),
+        ((outlook_of(memory=Memory(0, 0, 0, 0, 0, 0, 0, 0), room=None),), "What a device holds"),
+    ],
+)
+def test_what_is_not_known_is_said(outlooks, expected):
+    choice = 0 if outlooks[0].fits is not False and outlooks[0].error is None else None
+    found = read(forecast_of(*outlooks, choice=choice))
+    assert expected in found.text
+    assert ("RESOURCE_EXHAUSTED: no room" in found.text) == any(o.error is not None for o in outlooks)
+
+
+def test_an_error_is_told_once():
+    failed = outlook_of("zero3", **FAILED)
+    found = read(forecast_of(outlook_of(), failed, notes=(f"zero3: {failed.error}",)))
+    assert found.text.count("RESOURCE_EXHAUSTED") == 1
+
+
+def test_names_tell_ways_of_one_strategy_apart():
+    ways = [outlook_of(accumulate=1), outlook_of(accumulate=4), outlook_of(accumulate=4, remat="full")]
+    found = read(forecast_of(*ways, choice=2))
+    assert "Take zero1 K=4 remat=full." in found.text
+
+
+@pytest.mark.parametrize(("ways", "kernels"), [(1, 50_000), (4, 5_000), (24, 2_000)])
+def test_a_long_program_makes_a_small_page(ways, kernels):
+    long = "jit(train_step)/" + "transpose(jvp(<model>))/while/body/closed_call/" * 6 + "dot_general"
+    events = timeline_of(events_of(kernels, what=long))
+    report = report_of(collectives=2000, source="/a/rather/long/path/to/the/place/of/the/loss/function.py:1234")
+    outlooks = [outlook_of(timeline=events, report=report, accumulate=i) for i in range(1, ways + 1)]
+    text = plan_page(forecast_of(*outlooks), title="t")
+    assert len(text.encode()) < SMALL_ENOUGH
+    Reader(text)
+
+
+def test_the_same_forecast_gives_the_same_text():
+    first, second = (plan_page(forecast_of(outlook_of(), outlook_of("zero3")), title="t") for _ in range(2))
+    assert first == second
+
+
+@pytest.mark.parametrize("limit", [2.5e9, 1e10, 1e12, None])
+def test_the_limit_is_in_the_picture_however_far_it_is(limit):
+    """A dashed line for each bar, behind a break of the axis where it would otherwise press the bars flat."""
+    bars = [Bar("a", {"x": 2e9, "y": 1e9}, "3 GB", limit), Bar("b", {"y": 1e9}, "1 GB", limit)]
+    text = stacked_bars(bars, {"x": "#112233", "y": "#445566"}, 1e9, "GB", "two bars")
+    found = Reader(text)
+    assert text.count("stroke-dasharray") == (0 if limit is None else 2)
+    assert text.count("fill: #112233") == 1 and text.count("fill: #445566") == 2
+    assert {"a", "b", "3 GB", "1 GB", "GB", "two bars"} <= {word.strip() for word in found.words}
+    assert ("1e+03" in found.text) == (limit == 1e12)
+    assert "var(--ink)" in text and "#010203" not in text
+
+
+# Lanes.
+
+
+def test_short_neighbours_are_one_block_and_long_ones_their_own():
+    events = [
+        Event("a", COMPUTE, 0.0, 1e-6, "x"),
+        Event("b", COMPUTE, 1e-6, 1e-6, "x"),
+        Event("long", COMPUTE, 2e-6, 5e-3, "x"),
+        Event("c", COMPUTE, 6e-3, 1e-6, "x"),
+        Event("loop", COMPUTE, 6.5e-3, 1e-6, "x", times=9),  # short, but n rounds of a loop
+    ]
+    found = blocks(events, 1e-3)
+    assert [block.title.split(",")[0] for block in found] == ["2 short ones", "long", "c", "loop"]
+    assert [block.times for block in found] == [1, 1, 1, 9]
+    assert found[0].end == pytest.approx(2e-6)
+    assert len(blocks(events, 1e-9)) == len(events)
+
+
+def test_merging_loses_no_time():
+    events = [event for event in events_of(10_000) if event.lane == COMPUTE]
+    found = blocks(events, 1e-4)
+    assert len(found) <= 101
+    assert sum(block.seconds for block in found) == pytest.approx(1e-2)
+
+
+def test_waiting_is_the_gaps_of_the_compute_lane():
+    events = (
+        Event("a", COMPUTE, 0.0, 1.0, "x"),
+        Event("sent", COMMUNICATION, 0.5, 2.5, "x"),
+        Event("b", COMPUTE, 3.0, 1.0, "x"),
+        Event("last", COMMUNICATION, 4.0, 0.5, "x"),
+    )
+    assert waits(timeline_of(events, exposed=2.5)) == [(1.0, 3.0), (4.0, 4.5)]
+
+
+def test_gaps_beyond_the_exposed_time_are_events_that_were_left_out():
+    events = (
+        Event("a", COMPUTE, 0.0, 1.0, "x"),
+        Event("b", COMPUTE, 1.25, 1.0, "x"),  # what ran in the quarter before is not in the list
+        Event("c", COMPUTE, 4.25, 1.0, "x"),
+    )
+    assert waits(timeline_of(events, exposed=2.0)) == [(2.25, 4.25)]
+    assert waits(timeline_of(events, exposed=0.0)) == []
+
+
+def test_rounds_of_a_loop_are_one_labelled_block_filled_as_high_as_the_lane_is_busy():
+    events = (
+        Event("while", COMPUTE, 0.0, 8.0, "while: 10 more rounds", times=10),
+        Event("while", COMMUNICATION, 0.0, 2.5, "while: 10 more rounds", times=10),
+        Event("after", COMPUTE, 10.0, 0.0001, "x"),
+    )
+    found = Reader(lanes(timeline_of(events, exposed=2.0), 10.0001, 100))
+    assert found.text.count("× 10") == 2
+    rectangles = [{} for _ in range(found.tags.count("rect"))]
+    at = -1
+    for tag, name, value in found.attributes:
+        if tag == "rect":
+            at += name == "class"
+            rectangles[at][name] = value
+    by_kind = {(r["class"], r["y"]): r for r in rectangles}
+    rest, sent = by_kind["rest", "28"], by_kind["other", "44"]  # a quarter of 22, from the bottom up
+    assert rest["width"] == sent["width"] == "10000" and sent["height"] == "6"
+    assert by_kind["waiting", "2"]["x"] == "7999" or by_kind["waiting", "2"]["x"] == "8000"
+
+
+@pytest.mark.parametrize(("span", "step"), [(1.0, 0.2), (0.114, 0.02), (5.0, 1.0), (9.7e-3, 1e-3), (50.0, 10.0)])
+def test_steps_of_an_axis_are_round(span, step):
+    assert round_step(span) == pytest.approx(step)
+
+
+# The skeleton.
+
+
+def test_text_is_escaped_and_markup_is_not():
+    assert element("p", "<b>", Markup("<i></i>"), class_='"x"') == '<p class="&quot;x&quot;">&lt;b&gt;<i></i></p>'
+    assert element("input", hidden=True, value=None, max=3) == '<input hidden max="3">'
+    assert element("meta", http_equiv="a") == '<meta http-equiv="a">'
+
+
+def test_a_table_has_a_cell_for_every_header():
+    with pytest.raises(ValueError, match="zip"):
+        table(("a", "b"), [["1"]])
+
+
+def test_sections_can_be_linked_to():
+    found = Reader(page("t", [Section("one", "One", Markup("x")), Section("two", "Two", Markup("y"))]))
+    assert found.values("href") == ["#two"]
+    assert {"one", "two"} <= set(found.values("id"))
+
+
+def test_every_class_in_the_page_has_a_style():
+    used = {
+        name
+        for value in read(forecast_of(outlook_of(), outlook_of("ddp", room=NO_ROOM))).values("class")
+        for name in value.split()
+    }
+    assert [name for name in sorted(used) if f".{name}" not in CSS] == []

@@ -1,0 +1,272 @@
+"""Metrics on disk hold every step once, whatever happened to the processes that wrote them; and how progress looks."""
+
+import importlib
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from rich.console import Console
+
+from jdp.core import formatting as amounts
+from jdp.core import notices
+from jdp.run.outputs import metrics
+from jdp.run.outputs import terminal as progress
+from jdp.run.outputs.metrics import Metrics, read
+from jdp.run.outputs.terminal import Display
+
+
+def write(folder: Path, steps: range, *, resumed_step: int = 0, loss: float = 1.0) -> None:
+    with Metrics(folder, resumed_step=resumed_step) as rows:
+        for step in steps:
+            rows.write(step, {"loss": loss + step, "lr": 0.1})
+
+
+def events(folder: Path) -> list[Any]:
+    """All events of a folder's TensorBoard files, in the order TensorBoard reads them."""
+    kind = importlib.import_module("tensorboardX.proto.event_pb2").Event
+    files = sorted(folder.glob("events.out.tfevents.*"))
+    return [kind.FromString(record) for file in files for _, record in metrics._records(file.read_bytes())]
+
+
+def scalars(folder: Path) -> dict[int, float]:
+    found = [(event.step, event.summary.value[0].simple_value) for event in events(folder) if event.summary.value]
+    assert len(dict(found)) == len(found), "a step twice"
+    return dict(found)
+
+
+def test_rows_are_flushed_json_lines_with_step_and_time(tmp_path: Path):
+    rows = Metrics(tmp_path)
+    rows.write(
+        3, {"loss": jnp.float32(0.5), "half": jnp.bfloat16(1.5), "skipped": jnp.int32(2), "n": np.int64(7), "x": 1}
+    )
+    row = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert row.pop("time") > 1.6e9
+    assert row == {"step": 3, "loss": 0.5, "half": 1.5, "skipped": 2, "n": 7, "x": 1}
+    (event,) = [event for event in events(tmp_path) if event.summary.value]
+    assert event.step == 3
+    values = {value.tag: value.simple_value for value in event.summary.value}
+    assert values == {"loss": 0.5, "half": 1.5, "skipped": 2, "n": 7, "x": 1}
+    rows.close()
+
+
+def test_non_finite_values_are_valid_json_and_read_back(tmp_path: Path):
+    with Metrics(tmp_path) as rows:
+        rows.write(1, {"loss": math.nan, "norm": jnp.inf, "low": -math.inf, "lr": 0.1})
+    text = (tmp_path / "metrics.jsonl").read_text()
+    row = json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    assert (row["loss"], row["norm"], row["lr"]) == (None, None, 0.1)
+    assert row["nonfinite"] == {"loss": "nan", "norm": "inf", "low": "-inf"}
+    (again,) = read(tmp_path / "metrics.jsonl")
+    assert math.isnan(again["loss"]) and again["norm"] == math.inf and again["low"] == -math.inf
+    assert "nonfinite" not in again
+
+
+@pytest.mark.parametrize("value", [np.zeros(2), "text", None])
+def test_a_metric_is_one_number(tmp_path: Path, value: object):
+    with Metrics(tmp_path) as rows, pytest.raises(ValueError, match="A metric is one number; loss is"):
+        rows.write(1, {"loss": value})
+
+
+def test_a_resumed_run_has_every_step_once(tmp_path: Path):
+    write(tmp_path, range(1, 8))
+    write(tmp_path, range(5, 11), resumed_step=4, loss=100.0)
+    rows = read(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == list(range(1, 11))
+    assert [row["loss"] for row in rows] == [*range(2, 6), *range(105, 111)]
+    assert scalars(tmp_path) == {row["step"]: row["loss"] for row in rows}
+
+
+def test_resuming_twice_after_the_same_step_within_a_second_keeps_what_is_older(tmp_path: Path):
+    write(tmp_path, range(1, 8))
+    write(tmp_path, range(5, 7), resumed_step=4, loss=100.0)
+    write(tmp_path, range(5, 9), resumed_step=4, loss=200.0)
+    assert scalars(tmp_path) == {step: step + (1.0 if step <= 4 else 200.0) for step in range(1, 9)}
+
+
+def test_a_fresh_run_in_an_old_folder_starts_over(tmp_path: Path):
+    write(tmp_path, range(1, 8))
+    write(tmp_path, range(1, 3), loss=5.0)
+    assert [row["step"] for row in read(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert scalars(tmp_path) == {1: 6.0, 2: 7.0}
+
+
+def test_a_row_half_written_is_dropped(tmp_path: Path):
+    write(tmp_path, range(1, 4))
+    with (tmp_path / "metrics.jsonl").open("a") as stream:
+        stream.write('{"step": 4, "lo')
+    (file,) = tmp_path.glob("events.*")
+    file.write_bytes(file.read_bytes()[:-5])
+    assert [row["step"] for row in read(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    write(tmp_path, range(4, 6), resumed_step=3)
+    assert [row["step"] for row in read(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+    assert scalars(tmp_path) == {1: 2.0, 2: 3.0, 4: 5.0, 5: 6.0}
+
+
+GOOD = b'{"step": 3, "time": 1.0, "loss": 4.0}'
+DAMAGED = {
+    "garbage": b"garbage",
+    "zeros": b"\0" * 40,
+    "no UTF-8": b'{"step": 3, "\xff\xfe": 1}',
+    "no object": b"[3]",
+    "a number": b"3",
+    "no step": b'{"time": 1.0, "loss": 4.0}',
+    "a step that is none": b'{"step": "3", "time": 1.0}',
+    "a word for a number": b'{"step": 3, "loss": null, "nonfinite": {"loss": "low"}}',
+    "nested": b"[" * 100_000,
+    "torn, the next behind it": b'{"step": 2, "ti' + GOOD,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_file_is_set_aside_and_its_good_rows_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
+):
+    notices._said.clear()
+    file = tmp_path / "metrics.jsonl"
+    write(tmp_path, range(1, 6))
+    lines = file.read_bytes().split(b"\n")
+    lines[2] = DAMAGED[damage]
+    file.write_bytes(before := b"\n".join(lines))
+    steps = [1, 2, 3, 4, 5] if "behind" in damage else [1, 2, 4, 5]
+    assert [row["step"] for row in read(file)] == steps
+    write(tmp_path, range(5, 7), resumed_step=4)
+    assert [row["step"] for row in read(file)] == [*steps, 6]
+    assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == before
+    said = capsys.readouterr().err
+    assert f"1 of {len(steps) + 1} rows are damaged; that file is now metrics.jsonl.damaged" in said
+    file.write_bytes(before)
+    write(tmp_path, range(6, 7), resumed_step=5)
+    assert (tmp_path / "metrics.jsonl.damaged-2").read_bytes() == before, "nor is the first one lost"
+
+
+@pytest.mark.parametrize("end", [b'{"step": 4, "lo', b'{"step": 4', b"\0\0\0"])
+def test_a_last_row_half_written_is_dropped_and_said(tmp_path: Path, capsys: pytest.CaptureFixture[str], end: bytes):
+    notices._said.clear()
+    file = tmp_path / "metrics.jsonl"
+    write(tmp_path, range(1, 4))
+    file.write_bytes(file.read_bytes() + end)
+    write(tmp_path, range(4, 5), resumed_step=3)
+    assert [row["step"] for row in read(file)] == [1, 2, 3, 4] and not list(tmp_path.glob("*.damaged"))
+    assert "the last row was only half written, and is dropped" in capsys.readouterr().err
+
+
+def test_a_last_row_without_a_line_end_is_a_row(tmp_path: Path):
+    write(tmp_path, range(1, 4))
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(file.read_bytes().rstrip(b"\n"))
+    write(tmp_path, range(4, 5), resumed_step=3)
+    assert [row["step"] for row in read(file)] == [1, 2, 3, 4]
+
+
+def flipped(data: bytes, at: int, count: int) -> bytes:
+    return data[:at] + bytes(255 - byte for byte in data[at : at + count]) + data[at + count :]
+
+
+EVENT_DAMAGES = {
+    "a length": lambda data, at: flipped(data, at, 8),
+    "a record's data": lambda data, at: flipped(data, at + 12, 6),
+    "zeros": lambda data, at: data[:at] + bytes(30) + data[at + 30 :],
+    "a hole": lambda data, at: data[: at + 5] + data[at + 20 :],
+    "something between": lambda data, at: data[:at] + b"between" + data[at:],
+    "all of it": lambda data, at: b"garbage" * 30,
+}
+
+
+@pytest.mark.parametrize("damage", EVENT_DAMAGES)
+def test_a_damaged_event_file_is_set_aside_and_what_can_be_read_stays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: str
+):
+    """Record 0 is TensorBoard's version, 1 hides what was cut off, 2 is step 1: that of step 3 is damaged."""
+    notices._said.clear()
+    write(tmp_path, range(1, 7))
+    (file,) = tmp_path.glob("events.*")
+    at = [at for at, _ in metrics._records(file.read_bytes())][4]
+    file.write_bytes(before := EVENT_DAMAGES[damage](file.read_bytes(), at))
+    write(tmp_path, range(6, 8), resumed_step=5)
+    lost = {"all of it": {1, 2, 3, 4, 5}, "something between": set()}.get(damage, {3})
+    assert scalars(tmp_path).keys() == {1, 2, 3, 4, 5, 6, 7} - lost
+    (aside,) = tmp_path.glob("*.damaged")
+    assert aside.read_bytes() == before and "tfevents" not in aside.name
+    assert "is damaged: it is now events." in capsys.readouterr().err
+    assert [row["step"] for row in read(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_an_open_tensorboard_is_told_to_forget_what_was_cut_off(tmp_path: Path):
+    write(tmp_path, range(1, 8))
+    write(tmp_path, range(5, 6), resumed_step=4)
+    starts = [event.step for event in events(tmp_path) if event.HasField("session_log")]
+    assert starts[-1] == 5
+
+
+def test_tensorboards_own_checksums_hold_after_a_cut(tmp_path: Path):
+    from tensorboardX.crc32c import crc32c
+
+    write(tmp_path, range(1, 8))
+    write(tmp_path, range(5, 6), resumed_step=4)
+    for file in tmp_path.glob("events.*"):
+        data, at = file.read_bytes(), 0
+        for _, record in metrics._records(data):
+            crc = crc32c(record)
+            masked = ((crc >> 15) | (crc << 17)) + 0xA282EAD8 & 0xFFFFFFFF
+            at += 12 + len(record) + 4
+            assert int.from_bytes(data[at - 4 : at], "little") == masked
+        assert at == len(data)
+
+
+def test_only_process_0_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    write(tmp_path, range(1, 3))
+    assert not list(tmp_path.iterdir())
+
+
+def test_progress_without_a_terminal_is_one_plain_line_a_log(capsys: pytest.CaptureFixture[str]):
+    with Display(50) as display:
+        for step in range(1, 11):
+            display.step(step)
+        display.log(10, {"loss": 2.34567, "lr": 3e-4, "tokens_per_second": 12345.0, "grad_norm": 1.5})
+        display.say("saved [step] 10 :smile:")
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("step 10/50  loss 2.346  lr 3.00e-04  12.3k tokens/s  grad_norm 1.5  0:0")
+    assert first.endswith("to go") and second == "saved [step] 10 :smile:"
+
+
+def test_progress_leaves_stdout_alone_for_json(capsys: pytest.CaptureFixture[str]):
+    with Display(5, to_stderr=True) as display:
+        display.log(5, {"loss": 1.0})
+    shown = capsys.readouterr()
+    assert not shown.out and shown.err == "step 5/5  loss 1\n"
+
+
+def test_progress_is_process_0s(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    with Display(5) as display:
+        display.step(1)
+        display.log(1, {"loss": 1.0})
+        display.say("x")
+    shown = capsys.readouterr()
+    assert not shown.out and not shown.err
+
+
+def test_progress_on_a_terminal_is_a_bar(monkeypatch: pytest.MonkeyPatch):
+    screen = io.StringIO()
+    monkeypatch.setattr(progress, "Console", lambda **_: Console(file=screen, force_terminal=True, width=100))
+    with Display(50, done=20) as display:
+        display.step(21)
+        display.log(30, {"loss": 2.5})
+    assert "30/50" in screen.getvalue() and "loss 2.5" in screen.getvalue()
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (75, "1:15"), (3700, "1:01:40")])
+def test_durations(seconds: float, text: str):
+    assert progress.clock(seconds) == text
+
+
+@pytest.mark.parametrize(("value", "text"), [(12345, "12.3k"), (999, "999"), (2.5e6, "2.5M"), (1e9, "1G")])
+def test_rates(value: float, text: str):
+    assert amounts.rate(value) == text

@@ -1,0 +1,343 @@
+"""`jdp train` end to end: what it writes, that it resumes bitwise, that it stops cleanly, what it refuses."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import jdp
+from jdp.checkpoint import Checkpoints
+from jdp.cli.main import main
+from jdp.run import signals
+from jdp.run.outputs.metrics import read
+
+EXPERIMENT = """
+name = "tiny"
+strategy = "zero1"
+
+[model]
+name = "gpt-nano"
+layers = 1
+width = 32
+heads = 2
+kv_heads = 1
+context = 16
+dropout = 0.1
+
+[data]
+source = "text.txt"
+heldout_fraction = 0.1
+
+[optimizer]
+lr = 1e-2
+warmup_steps = 2
+schedule = "cosine"
+
+[train]
+steps = 8
+batch_size = 16
+accumulate = 2
+log_every = 1
+eval_every = 4
+eval_batches = 2
+checkpoint_every = 3
+"""
+
+
+MLP_EXPERIMENT = """
+name = "tiny"
+model = {name = "mlp"}
+data = {source = "stdlib"}
+train = {steps = 8, batch_size = 16}
+"""
+
+
+def write_experiment(folder):
+    """An experiment file and its text in `folder`."""
+    words = ["data", "parallel", "training", "on", "every", "device", "mesh"]
+    (folder / "text.txt").write_text(" ".join(np.random.default_rng(0).choice(words, 2000)))
+    (folder / "tiny.toml").write_text(EXPERIMENT)
+    return folder / "tiny.toml"
+
+
+@pytest.fixture
+def experiment(tmp_path):
+    return write_experiment(tmp_path)
+
+
+def train(experiment, *arguments, runs="runs"):
+    """Run the command in this process; returns its exit code and the run's folder."""
+    root = experiment.parent / runs
+    return main(["train", str(experiment), "--run-dir", str(root), *arguments]), root / "tiny"
+
+
+def rows(folder, key="loss"):
+    return {row["step"]: row[key] for row in read(folder / "metrics.jsonl") if key in row}
+
+
+def stop_after(monkeypatch, step):
+    """As if SIGINT came while `step` was under way."""
+
+    def at_step(self, now):
+        self.signal = signal.SIGINT if now == step else None
+        return self.signal is not None
+
+    monkeypatch.setattr(signals.StopRequest, "at_step", at_step)
+
+
+def tree(folder):
+    """Every file below and its bytes."""
+    return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder of an undisturbed run of eight steps."""
+    code, folder = train(write_experiment(tmp_path_factory.mktemp("whole")))
+    assert code == 0
+    return folder
+
+
+def test_writes_what_it_promises(whole):
+    logged = [row for row in read(whole / "metrics.jsonl") if "loss" in row]
+    assert [row["step"] for row in logged] == list(range(1, 9))
+    promised = {"step", "loss", "grad_norm", "weight", "lr", "step_seconds", "data_wait_seconds", "tokens_per_second"}
+    assert all(promised | {"skipped"} <= row.keys() for row in logged[1:])
+    assert all(row["weight"] == 16 * 16 for row in logged)
+    assert sorted(rows(whole, "eval_loss")) == [4, 8]
+    assert logged[-1]["loss"] < logged[0]["loss"] - 0.3
+    assert [row["lr"] for row in logged[:2]] == pytest.approx([0.005, 0.01])  # warm-up: half, then all of it
+    with Checkpoints(whole / "checkpoints") as saved:
+        assert saved.steps == [3, 6, 8]
+    text = (whole / "experiment.toml").read_text()
+    assert "checkpoint_every = 3" in text and "weight_decay" in text  # as resolved: defaults too
+    assert list(whole.glob("events.out.tfevents.*"))
+
+
+def test_stop_and_resume_is_bitwise_the_undisturbed_run(whole, experiment, monkeypatch, capsys):
+    with monkeypatch.context() as patched:
+        stop_after(patched, 5)
+        code, folder = train(experiment)
+    assert code == 130
+    assert max(rows(folder)) == 5
+    code, folder = train(experiment)
+    assert code == 0
+    assert "resumed after step 5" in capsys.readouterr().out
+    assert rows(folder) == rows(whole)
+    assert rows(folder, "eval_loss") == rows(whole, "eval_loss")
+    assert rows(folder, "grad_norm") == rows(whole, "grad_norm")
+
+
+def test_a_crash_repeats_the_steps_since_the_last_checkpoint(whole, experiment, monkeypatch):
+    """Nothing was saved at step 5: the run goes on from 3, and no step is there twice."""
+    with monkeypatch.context() as patched:
+        stop_after(patched, 5)
+        save = Checkpoints.save
+        patched.setattr(
+            Checkpoints, "save", lambda self, state, record: save(self, state, record) if record["done"] < 5 else None
+        )
+        train(experiment)
+    code, folder = train(experiment)
+    assert code == 0
+    assert [row["step"] for row in read(folder / "metrics.jsonl") if "loss" in row] == list(range(1, 9))
+    assert rows(folder) == rows(whole)
+
+
+def test_one_word_changes_the_strategy_not_the_losses(whole, experiment, capsys):
+    """Bound: float32 sums in another order, as in test_equivalence."""
+    code, _ = train(experiment, "--strategy", "ddp", "--train.accumulate", "1", "--json", runs="other")
+    summary = json.loads(capsys.readouterr().out)
+    assert code == 0
+    expected = rows(whole)[8]
+    assert summary["final_loss"] == pytest.approx(expected, abs=5e-6)
+    assert {"name": "tiny", "steps": 8, "devices": 8, "strategy": "ddp"}.items() <= summary.items()
+    assert summary["final_eval_loss"] == pytest.approx(rows(whole, "eval_loss")[8], abs=5e-6)
+    assert summary["seconds"] > 0
+
+
+def test_a_finished_run_says_so_and_changes_nothing(whole, capsys):
+    before = tree(whole / "checkpoints")
+    code, folder = train(whole.parent.parent / "tiny.toml", "--json")
+    assert code == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["steps"], summary["resumed_from"]) == (8, 8)
+    assert summary["final_loss"] == rows(whole)[8]
+    assert tree(whole / "checkpoints") == before
+    assert sorted(rows(folder)) == list(range(1, 9))
+
+
+def test_a_finished_run_is_not_said_to_be_another_one(whole, capsys):
+    """Nothing is trained under the new word, so the folder's record keeps the old one."""
+    before = (whole / "experiment.toml").read_bytes()
+    code, _ = train(whole.parent.parent / "tiny.toml", "--strategy", "ddp")
+    assert code == 0
+    assert "has all of its 8 steps: nothing to do (--name NEW starts another run)" in capsys.readouterr().out
+    assert (whole / "experiment.toml").read_bytes() == before
+
+
+def test_the_steps_of_a_schedule_cannot_change_under_it(whole, capsys):
+    code, _ = train(whole.parent.parent / "tiny.toml", "--train.steps", "12")
+    assert code == 2
+    assert "train.steps was 8, is 12" in capsys.readouterr().err
+
+
+def test_skips_before_a_stop_are_not_counted_again(experiment, monkeypatch, capsys):
+    """Two skipped steps, a stop, and after the resume one good step: a limit of one in a row is not reached."""
+    with monkeypatch.context() as patched:
+        stop_after(patched, 2)
+        patched.setattr("jdp.run.loop.Skips._check", lambda *_: None)
+        patched.setattr("jdp.experiment.assembly.text_loss", lambda *_: jdp.Loss(np.float32("nan"), np.float32(1)))
+        train(experiment)
+    code, folder = train(experiment, "--train.max_skips_in_a_row", "1")
+    assert code == 0, capsys.readouterr().err
+    assert [row["skipped"] for row in read(folder / "metrics.jsonl") if "loss" in row] == [1, 2] + [2] * 6
+
+
+def test_an_evaluation_that_a_stop_came_before_is_made_up_for(whole, experiment, monkeypatch):
+    with monkeypatch.context() as patched:
+        stop_after(patched, 4)
+        _, folder = train(experiment)
+        assert not rows(folder, "eval_loss")
+    train(experiment)
+    assert rows(folder, "eval_loss") == rows(whole, "eval_loss")
+
+
+def test_resumes_under_another_strategy(whole, experiment, monkeypatch):
+    with monkeypatch.context() as patched:
+        stop_after(patched, 5)
+        train(experiment, "--strategy", "zero3")
+    code, folder = train(experiment, "--strategy", "ddp")
+    assert code == 0
+    assert list(rows(folder).values()) == pytest.approx(list(rows(whole).values()), abs=5e-6)
+
+
+def test_non_finite_steps_are_skipped_and_too_many_end_the_run(experiment, capsys, monkeypatch):
+    """A learning rate that blows the weights up; the run ends with one error, not with NaN weights."""
+    arguments = ("--optimizer.lr", "1e30", "--optimizer.name", "sgd", "--train.max_skips_in_a_row", "2")
+    code, _ = train(experiment, *arguments)
+    assert code == 2
+    error = capsys.readouterr().err
+    assert "2 steps in a row were not finite" in error and "optimizer.lr" in error
+    assert "Traceback" not in error
+
+
+REFUSED = {
+    "batch": (["--train.batch_size", "20"], "train.batch_size must divide by data=8 × train.accumulate=2 = 16"),
+    "mesh": (["--mesh.data", "3"], "data=3, but there are 8 devices"),
+    "missing data": (["--data.source", "nowhere.txt"], "nowhere.txt"),
+    "empty data": (["--data.source", "empty.txt"], "empty.txt"),
+    "short text": (["--data.source", "short.txt"], "17"),
+    "vocabulary": (["--model.vocab_size", "100"], "model.vocab_size must be at least 256"),
+    "model": ([], "data.source must fit model.name = 'mlp': an MLP learns vectors; given 'stdlib'"),
+    "rule that matches nothing": (
+        ["--mesh.data", "4", "--mesh.model", "2", "--rules.*/quary", '["", "model"]'],
+        'rules."*/quary" must match a parameter, and matches none of the',
+    ),
+    "rule that does not divide": (
+        ["--mesh.data", "4", "--mesh.model", "2", "--rules.*/value/*", '["model"]'],
+        'rules."*/value/*" must divide the dimensions of what it matches; given ["model"], which cuts layers/',
+    ),
+    "nothing to train": (["--train.wrt", "*/lora_*"], "*/lora_*"),
+    "no weights to start from": (["--train.init_from", "runs/none"], "there is no"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_input_gets_one_error_and_leaves_nothing_behind(experiment, capsys, monkeypatch, case):
+    arguments, said = REFUSED[case]
+    monkeypatch.chdir(experiment.parent)
+    Path("empty.txt").write_text("")
+    Path("short.txt").write_text("shorter")
+    if case == "model":
+        experiment.write_text(MLP_EXPERIMENT)
+    code, folder = train(experiment, *arguments)
+    error = capsys.readouterr().err
+    assert code == 2
+    assert said in error
+    assert error.count("error:") == 1 and "Traceback" not in error
+    assert not folder.exists()
+
+
+def test_refuses_the_folder_of_another_experiment(whole, capsys):
+    before = tree(whole)
+    code, _ = train(whole.parent.parent / "tiny.toml", "--optimizer.lr", "0.5")
+    error = capsys.readouterr().err
+    assert code == 2
+    assert "optimizer.lr was 0.01, is 0.5" in error
+    assert tree(whole) == before
+
+
+def test_refuses_a_folder_that_is_not_a_run(experiment, capsys):
+    (experiment.parent / "runs" / "tiny").mkdir(parents=True)
+    (experiment.parent / "runs" / "tiny" / "thesis.tex").write_text("precious")
+    code, folder = train(experiment)
+    assert code == 2
+    assert "is not empty and has no experiment.toml" in capsys.readouterr().err
+    assert [path.name for path in folder.iterdir()] == ["thesis.tex"]
+
+
+def test_refuses_to_resume_on_other_text(experiment, capsys, monkeypatch):
+    with monkeypatch.context() as patched:
+        stop_after(patched, 3)
+        train(experiment)
+    (experiment.parent / "text.txt").write_text("something else entirely " * 500)
+    code, _ = train(experiment)
+    assert code == 2
+    assert "was trained on other data" in capsys.readouterr().err
+
+
+def command(folder, *arguments):
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    start = [sys.executable, "-m", "jdp", *arguments]
+    return subprocess.Popen(
+        start, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def finish(process):
+    """Wait for a command that must succeed; returns its stdout."""
+    out, error = process.communicate(timeout=240)
+    assert process.returncode == 0, error
+    return out
+
+
+def test_ctrl_c_saves_and_leaves_cleanly(experiment):
+    """A real SIGINT, mid-run: exit 130, the last step saved, no traceback; the next visit goes on from there."""
+    process = command(experiment.parent, "train", str(experiment), "--devices", "2", "--train.steps", "100000")
+    metrics = experiment.parent / "runs" / "tiny" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and len(rows(metrics.parent)) > 3):
+        assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    out, error = process.communicate(timeout=60)
+    assert process.returncode == 130, error
+    assert "Traceback" not in error and "saved; run again to resume" in out
+    last = max(rows(metrics.parent))
+    with Checkpoints(metrics.parent / "checkpoints") as saved:
+        assert saved.latest == last
+
+
+def test_two_processes_train_the_quickstart_as_one(tmp_path):
+    """2 processes × 2 devices over Gloo: the losses of one process with four devices, the sample included.
+
+    Bound: Gloo adds in another order than XLA's in-process all-reduce; see test_equivalence.
+    """
+    quickstart = Path(__file__).parents[2] / "experiments" / "quickstart.toml"
+    short = ["--train.steps", "5", "--train.log_every", "1", "--train.batch_size", "8", "--optimizer.warmup_steps", "2"]
+    short += ["--train.eval_batches", "2", "--sample.length", "5", "--json"]
+    one = json.loads(finish(command(tmp_path, "train", str(quickstart), "--run-dir", "one", *short)))
+    launched = ["launch", "-n", "2", "--devices-per-process", "2", "--", str(quickstart), "--run-dir", "two", *short]
+    two = json.loads(finish(command(tmp_path, *launched)))
+    assert (one["devices"], one["processes"]) == (4, 1)
+    assert (two["devices"], two["processes"]) == (4, 2)
+    first, second = rows(tmp_path / "one" / "quickstart"), rows(tmp_path / "two" / "quickstart")
+    assert list(first) == list(second) == [1, 2, 3, 4, 5]
+    assert list(second.values()) == pytest.approx(list(first.values()), abs=5e-6)
+    assert two["final_eval_loss"] == pytest.approx(one["final_eval_loss"], abs=5e-6)

@@ -1,0 +1,236 @@
+"""Every kind of model and data that an experiment file can name reaches the training step as it was said it would."""
+
+import io
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from jdp.checkpoint import Checkpoints
+from jdp.cli.main import main
+from jdp.data import global_batches
+from jdp.experiment.assembly import Assembly
+from jdp.experiment.file import from_table, load
+from jdp.experiment.prove import prove_experiment
+from jdp.run.outputs.metrics import read
+
+GPT = {"name": "gpt-nano", "layers": 1, "width": 16, "heads": 2, "kv_heads": 1, "context": 8}
+RESNET = {"name": "resnet-digits", "blocks": [1], "width": 4}
+VIT = {"name": "vit-digits", "layers": 1, "width": 8, "heads": 2}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Text, rows of text, a tokenizer, tokens and points in files."""
+    tokenizers = pytest.importorskip("tokenizers")
+    folder = tmp_path_factory.mktemp("kinds")
+    words = np.random.default_rng(0).choice(["on", "every", "device", "mesh"], (40, 30))
+    lines = [" ".join(line) for line in words]
+    (folder / "a.txt").write_text("\n".join(lines))
+    (folder / "b.jsonl").write_text("\n".join(json.dumps({"body": line}) for line in lines[::-1]))
+    vocabulary = {"?": 0, "on": 1, "every": 2, "device": 3, "mesh": 4, "<|endoftext|>": 5}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    tokens = np.random.default_rng(0).integers(0, 250, (30, 9))
+    np.savez(folder / "tokens.npz", tokens=tokens)
+    np.savez(folder / "line.npz", tokens=tokens.ravel())
+    np.savez(folder / "points.npz", points=np.eye(20, dtype=np.float32), kinds=np.arange(20) % 2)
+    return folder
+
+
+KINDS = {
+    "text": (GPT, {"source": "a.txt"}),
+    "packed text": (GPT, {"source": "b.jsonl", "field": "body", "packing": "documents"}),
+    "tokenized text": (GPT, {"source": "a.txt", "tokenizer": "tokenizer.json"}),
+    "mixture": (GPT, {"mixture": {"a": {"source": "a.txt"}, "b": {"source": "b.jsonl", "field": "body"}}}),
+    "tokens": (GPT, {"source": "tokens.npz"}),
+    "a line of tokens": (GPT, {"source": "line.npz"}),
+    "images": (RESNET, {"source": "digits"}),
+    "fitted images": ({**VIT, "image_size": 4, "channels": 3}, {"source": "digits"}),
+    "features": (
+        {"name": "mlp", "features_in": 20, "hidden": [4], "features_out": 2},
+        {"source": "points.npz", "field": "points", "label": "kinds"},
+    ),
+    "images laid flat": ({"name": "mlp", "features_in": 64, "hidden": [4]}, {"source": "digits"}),
+}
+
+
+def written(folder, kind):
+    """An experiment file of this kind in `folder`."""
+    model, data = KINDS[kind]
+    file = folder / f"{kind.replace(' ', '-')}.json"
+    table = {"name": "kind", "model": model, "data": data, "train": {"steps": 2, "batch_size": 16}}
+    file.with_suffix(".toml").write_text("\n".join(f"{key} = {toml(value)}" for key, value in table.items()))
+    return file.with_suffix(".toml")
+
+
+def toml(value):
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {toml(item)}" for key, item in value.items()) + "}"
+    return json.dumps(value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_compiled_for_is_what_is_read(folder, kind):
+    """`jdp plan` and `jdp verify` see shapes only, `jdp train` the data: keys, shapes and dtypes of a batch agree."""
+    parts = Assembly.on_devices(load(written(folder, kind)))
+    batch = next(iter(global_batches(parts.data.train, batch_size=16, seed=0)))
+    read_as = {name: (array.shape, str(array.dtype)) for name, array in batch.items()}
+    planned = {name: (leaf.shape, str(leaf.dtype)) for name, leaf in parts.abstract_batch().items()}
+    assert planned == read_as
+    loss = jax.eval_shape(parts.train_step, parts.abstract_state(), parts.abstract_batch())[1]["loss"]
+    assert loss.shape == ()
+
+
+def test_a_resnet_trains_on_digits_with_its_statistics(folder, tmp_path, capsys):
+    file = written(folder, "images")
+    assert main(["train", str(file), "--run-dir", str(tmp_path), "--eval.same.source", "digits", "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["eval_sets"].keys() == {"eval_same_loss", "eval_same_accuracy"}
+    parts = Assembly.on_devices(load(file))
+    with Checkpoints(tmp_path / "kind" / "checkpoints") as saved:
+        state, _ = saved.restore(parts.abstract_state())
+    begun = jax.device_get(parts.state().model_state)
+    moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), begun, jax.device_get(state.model_state))
+    assert min(jax.tree.leaves(moved)) > 0, "running averages of BatchNorm are part of the state"
+
+
+def test_lora_fine_tunes_a_run_and_leaves_its_weights_alone(folder, tmp_path, capsys):
+    """Trained on a mixture, whose texts are evaluated one by one, then fine-tuned on one of them."""
+    file, runs = written(folder, "mixture"), ("--run-dir", str(tmp_path), "--sample.length", "3")
+    runs += ("--train.eval_batches", "1")
+    assert main(["train", str(file), *runs]) == 0
+    evaluated = read(tmp_path / "kind" / "metrics.jsonl")[-1]
+    assert {"eval_loss", "eval_bits_per_token", "eval_a_loss", "eval_b_loss"} <= evaluated.keys()
+    file = written(folder, "text")
+    tune = ("--name", "tuned", "--train.init_from", str(tmp_path / "kind"), "--model.lora_rank", "2")
+    tune += ("--train.wrt", "*/lora_*", "--optimizer.lr", "0.1")
+    capsys.readouterr()
+    assert main(["train", str(file), *runs, *tune]) == 0
+    said = capsys.readouterr().out
+    assert f"parameters from {tmp_path / 'kind'}, but for" in said and "start fresh" in said and "lora_a" in said
+    base, tuned = (weights(tmp_path / name) for name in ("kind", "tuned"))
+    for path, value in base.items():
+        np.testing.assert_array_equal(tuned[path], value, err_msg=path)
+    added = [path for path in tuned if "lora_" in path]
+    assert set(tuned) == set(base) | set(added)
+    assert all(np.abs(tuned[path]).max() > 0 for path in added), "two steps move both factors"
+
+
+def weights(folder):
+    """The parameters of the newest checkpoint by path."""
+    parts = Assembly.on_devices(load(folder / "experiment.toml"))
+    with Checkpoints(folder / "checkpoints") as saved:
+        params = saved.restore_params(parts.abstract_state()).params
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(x)
+        for path, x in jax.tree.leaves_with_path(params)
+    }
+
+
+def test_what_the_file_asks_for_is_proven_as_it_is_trained(folder):
+    """A part of the parameters under LAMB, averaged: what `jdp prove` compares is what `jdp train` does."""
+    optimizer = {"name": "lamb", "lr": 0.1, "ema_decay": 0.9}
+    experiment = load(written(folder, "features"))
+    asked = experiment.train.model_copy(update={"wrt": "layers/1/*"})
+    changed = experiment.optimizer.model_copy(update=optimizer)
+    experiment = experiment.model_copy(update={"train": asked, "optimizer": changed})
+    proof = prove_experiment(experiment, steps=2, devices=2, only=("zero3 manual 2 devices K=1", "resume"))
+    assert proof.equal, str(proof)
+    assert any("2 of 4 parameters did not move" in note for note in proof.notes), proof.notes
+
+
+def test_rules_and_mesh_of_the_file_shard_the_model():
+    experiment = from_table(
+        {
+            "name": "x",
+            "strategy": "zero1",
+            "mesh": {"replica": 2, "data": 2, "model": 2},
+            "rules": {"*/query/kernel": ["", "", "model"], "embed/*": [["model"]]},
+            "model": {**GPT, "width": 64, "heads": 4},
+            "train": {"steps": 1, "batch_size": 8},
+        }
+    )
+    parts = Assembly.on_devices(experiment)
+    specs = {place.path: place for place in parts.plan.placements(parts.abstract_state())}
+    query, embed = specs["params/layers/attention/query/kernel"], specs["params/embed/tokens"]
+    assert query.compute == jax.sharding.PartitionSpec(None, None, "model")
+    assert embed.compute[0] == "model" and embed.bytes_per_device == 256 * 64 * 4 // 4
+
+
+UNFIT = {
+    "vocabulary of a tokenizer": ("tokenized text", ("--model.vocab_size", "4"), "6"),
+    "token ids": ("tokens", ("--model.vocab_size", "200"), "tokens.npz"),
+    "length of tokens": ("tokens", ("--data.length", "4"), "set data.length = 8"),
+    "classes": ("images", ("--model.classes", "3"), "set model.classes = 10"),
+    "features": ("images laid flat", ("--model.features_in", "784"), "set model.features_in = 64"),
+    "no labels": ("features", ("--data.label", "none", "--data.field", "points"), "labels"),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_a_model_that_does_not_fit_its_data_is_one_error_with_the_fix(folder, tmp_path, capsys, case):
+    kind, arguments, said = UNFIT[case]
+    assert main(["train", str(written(folder, kind)), "--run-dir", str(tmp_path), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("error:") == 1 and "Traceback" not in error
+    assert not list(tmp_path.iterdir())
+
+
+def picture(number):
+    """A PNG of 8 × 8 grey points."""
+    image = pytest.importorskip("PIL.Image")
+    file = io.BytesIO()
+    image.fromarray(np.random.default_rng(number).integers(0, 256, (8, 8), dtype=np.uint8)).save(file, "PNG")
+    return file.getvalue()
+
+
+def picture_folder(path):
+    """Of two classes; the last half of one picture never arrived."""
+    for number in range(24):
+        file = path / ("cat", "dog")[number % 2] / f"{number:02d}.png"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(picture(number)[: 60 if number == 5 else None])
+    return path, "dog/05.png"
+
+
+def picture_table(path):
+    parquet, pa = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    columns = {"image": [picture(number) for number in range(24)], "label": [0, 1] * 12}
+    return cut(path.with_suffix(".parquet"), lambda file: parquet.write_table(pa.table(columns), file))
+
+
+def text_table(path):
+    parquet, pa = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    columns = {"text": [f"row {number} of a table" for number in range(200)]}
+    return cut(path.with_suffix(".parquet"), lambda file: parquet.write_table(pa.table(columns), file))
+
+
+def cut(file, write):
+    write(file)
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    return file, file.name
+
+
+IMAGES = {**RESNET, "classes": 2}
+CORRUPT = {
+    "picture": (IMAGES, picture_folder, "images must be readable"),
+    "table of pictures": (IMAGES, picture_table, "a data file must be whole"),
+    "table of text": (GPT, text_table, "a data file must be whole"),
+}
+
+
+@pytest.mark.parametrize("case", CORRUPT)
+def test_a_corrupt_file_is_one_error_that_names_it(tmp_path, capsys, case):
+    model, make, said = CORRUPT[case]
+    source, name = make(tmp_path / "data")
+    table = {"name": "kind", "model": model, "data": {"source": str(source)}, "train": {"steps": 9, "batch_size": 16}}
+    file = tmp_path / "corrupt.toml"
+    file.write_text("\n".join(f"{key} = {toml(value)}" for key, value in table.items()))
+    assert main(["train", str(file), "--run-dir", str(tmp_path / "runs")]) == 2
+    error = capsys.readouterr().err
+    assert error.count("error:") == 1 and "Traceback" not in error
+    line = error.splitlines()[-1]
+    assert said in line and name in line, error

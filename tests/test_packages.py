@@ -1,0 +1,179 @@
+"""The order of packages, as in the README: a package imports only those before it. Every import counts.
+
+Those for types only count too, and those inside functions; no two files import each other, by whatever detour.
+"""
+
+import ast
+import dataclasses
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "jdp"
+
+ORDER = (
+    "core",
+    "models",
+    "data",
+    "launch",
+    "foresight",
+    "checkpoint",
+    "report",
+    "prove",
+    "experiment",
+    "run",
+    "cli",
+)
+FACES = {"jdp", "jdp.__main__", "jdp.export"}
+"""Modules beside the packages: they only pass names on."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    name: str  # "jdp.core.gradients.auto"; a package has the name of its folder
+    tree: ast.Module
+
+    @property
+    def package(self) -> str:
+        """The first name below `jdp`."""
+        return self.name.removeprefix("jdp").lstrip(".").partition(".")[0]
+
+
+def read(path):
+    names = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    name = ".".join(names[:-1] if names[-1] == "__init__" else names)
+    return Module(name, ast.parse(path.read_text(encoding="utf-8"), str(path)))
+
+
+MODULES = {module.name: module for module in map(read, sorted(PACKAGE.rglob("*.py")))}
+EVERY = pytest.mark.parametrize("module", MODULES.values(), ids=lambda module: module.name)
+
+
+def imports_of(tree):
+    """Absolute names of the modules that are imported: at the top, inside a function, or for types only."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: imports are absolute"
+            submodules = [f"{node.module}.{alias.name}" for alias in node.names]
+            found = [name for name in submodules if name in MODULES]
+            yield from found
+            if len(found) < len(submodules):
+                yield node.module
+
+
+def own_imports(module):
+    names = {name for name in imports_of(module.tree) if name.partition(".")[0] == "jdp"}
+    assert names <= MODULES.keys(), names - MODULES.keys()
+    return names
+
+
+def breaks_order(module):
+    """The packages that a module imports and that do not come before its own."""
+    used = {MODULES[name].package for name in own_imports(module) if name not in FACES} - {module.package}
+    return used - {*ORDER[: ORDER.index(module.package)]}
+
+
+def cycle(graph):
+    """Files that import each other in a circle; empty where none do."""
+    try:
+        list(TopologicalSorter(graph).static_order())
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_the_order_is_the_directory():
+    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert sorted(folders) == sorted(ORDER)
+    files = {path.stem for path in PACKAGE.glob("*.py")}
+    assert files == {name.rpartition(".")[2] for name in FACES} - {"jdp"} | {"__init__"}
+
+
+@pytest.mark.parametrize("package", ORDER)
+def test_the_tests_mirror_the_packages(package):
+    assert list((Path(__file__).parent / package).glob("test_*.py"))
+
+
+@EVERY
+def test_a_package_imports_only_those_before_it(module):
+    if module.name not in FACES:
+        assert breaks_order(module) == set()
+
+
+def test_no_circle_among_files():
+    """`__init__` files count only as importers: what one passes on is imported from its own file."""
+    assert cycle({name: own_imports(module) - {name, "jdp"} for name, module in MODULES.items()}) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("jdp.core.sharding.plan", "import jdp.data.feed", {"data"}),
+        ("jdp.core.sharding.plan", "from jdp.data import feed, order", {"data"}),
+        ("jdp.core.step", "def f():\n    from jdp.foresight.verify import verify", {"foresight"}),
+        ("jdp.core.step", "from jdp.models import GPT", {"models"}),
+        ("jdp.checkpoint.single", "from jdp.run.loop import run", {"run"}),
+        ("jdp.core.state", "if TYPE_CHECKING:\n    from jdp.data.feed import Feed", {"data"}),
+        ("jdp.run.loop", "from jdp.models import GPT\nfrom jdp.core.step import Step\nimport jax", set()),
+    ],
+)
+def test_this_file_sees_what_breaks_the_order(name, text, expected):
+    assert breaks_order(Module(name, ast.parse(text))) == expected
+
+
+def test_this_file_sees_a_circle():
+    assert set(cycle({"a": {"b"}, "b": {"c"}, "c": {"a"}})) == {"a", "b", "c"}
+    assert cycle({"a": {"b", "c"}, "b": {"c"}}) == []
+
+
+@EVERY
+def test_models_know_of_jdp_scan_layers_only(module):
+    if module.package == "models":
+        others = {name for name in own_imports(module) if MODULES[name].package != "models"}
+        assert others <= {"jdp.core.layers"}
+
+
+@EVERY
+def test_in_core_only_one_package_knows_flax(module):
+    if module.package == "core" and not module.name.startswith("jdp.core.flax_nnx"):
+        assert not [name for name in imports_of(module.tree) if name.partition(".")[0] == "flax"]
+
+
+EXECUTES = {"eval", "exec", "compile", "__import__"}
+READS_CODE = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "jsonpickle"}
+
+
+def executed(tree):
+    """Names of builtins that run text as code, and of modules that unpickle."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            if isinstance(node.func, ast.Name) and node.func.id in EXECUTES:
+                yield node.func.id
+            if any(keyword.arg == "allow_pickle" for keyword in node.keywords):
+                yield "allow_pickle"
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            yield from (name for name in names if name.partition(".")[0] in READS_CODE)
+
+
+@EVERY
+def test_no_text_or_file_is_executed(module):
+    assert list(executed(module.tree)) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("eval(x)", ["eval"]),
+        ("def f():\n    exec(open(p).read())", ["exec"]),
+        ("import pickle as p", ["pickle"]),
+        ("from pickle import loads", ["pickle"]),
+        ("np.load(p, allow_pickle=True)", ["allow_pickle"]),
+        ("module.eval()\nre.compile(x)\nlowered.compile()", []),
+    ],
+)
+def test_this_file_sees_what_executes(text, expected):
+    assert list(executed(ast.parse(text))) == expected
