@@ -19,7 +19,7 @@ from jdp.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from jdp.foresight.forecast import Forecast
+    from jdp.foresight.forecast import PlanReport
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
-def _plan(options: Options, overrides: dict[str, str]) -> tuple["Forecast", dict[str, Any] | None, str]:
+def _plan(options: Options, overrides: dict[str, str]) -> tuple["PlanReport", dict[str, Any] | None, str]:
     """The forecast, the largest batch where it was asked for, and the experiment in a sentence."""
     from jdp.experiment.file import load
 
@@ -84,7 +84,7 @@ def _plan(options: Options, overrides: dict[str, str]) -> tuple["Forecast", dict
 
     from jdp.cli.terminal import show_forecast
     from jdp.core.sharding.strategy import strategy
-    from jdp.experiment.plan import described_batch, ways_of
+    from jdp.experiment.plan import candidates_of, described_batch
     from jdp.foresight.targets.this_machine import target_of
 
     for name in strategies:
@@ -95,7 +95,7 @@ def _plan(options: Options, overrides: dict[str, str]) -> tuple["Forecast", dict
     ways = [
         way
         for remat, experiment in experiments.items()
-        for way in ways_of(experiment, target, strategies=strategies, accumulate=accumulate, remat=remat)
+        for way in candidates_of(experiment, target, strategies=strategies, accumulate=accumulate, remat=remat)
     ]
     batch = described_batch(ways[0].moved.batch)
     described = f"{first.model.name}, {first.precision}, batches of {batch.words}"
@@ -107,7 +107,7 @@ def _plan(options: Options, overrides: dict[str, str]) -> tuple["Forecast", dict
     return found, _largest(options, experiments[found.choice.remat], target, found.choice), described
 
 
-def _forecast(options: Options, ways: list[Any], target: Any, batch: Any) -> "Forecast":
+def _forecast(options: Options, ways: list[Any], target: Any, batch: Any) -> "PlanReport":
     """Compile every way. Raises UsageError if none of them compiles."""
     from jdp.cli.terminal import Progress
     from jdp.foresight.foresee import forecast
@@ -121,7 +121,7 @@ def _forecast(options: Options, ways: list[Any], target: Any, batch: Any) -> "Fo
             cache=not options.no_cache,
             progress=progress.compiling,
         )
-    if all(outlook.error is not None for outlook in found.outlooks):
+    if all(estimate.error is not None for estimate in found.estimates):
         raise UsageError("\n".join(found.notes))
     return found
 
@@ -138,7 +138,7 @@ def _largest(options: Options, experiment: Any, target: Any, choice: Any) -> dic
     return largest.to_json()
 
 
-def _write(options: Options, forecast: "Forecast", described: str) -> None:
+def _write(options: Options, forecast: "PlanReport", described: str) -> None:
     if options.html is not None:
         from jdp.report.plan_page import plan_page
 
@@ -147,7 +147,7 @@ def _write(options: Options, forecast: "Forecast", described: str) -> None:
     if options.trace is not None:
         from jdp.foresight.timing.chrome_trace import chrome_trace
 
-        shown = forecast.choice or next((o for o in forecast.outlooks if o.timeline is not None), None)
+        shown = forecast.choice or next((o for o in forecast.estimates if o.timeline is not None), None)
         if shown is None or shown.timeline is None:
             raise UsageError(f"--trace: no timeline was simulated for {forecast.target}")
         _put(options.trace, as_json.dumps(chrome_trace(shown.timeline, shown.name)))

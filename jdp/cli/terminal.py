@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from jdp.foresight.forecast import MEMORY, Forecast
+from jdp.foresight.forecast import MEMORY, PlanReport
 
 
 class Progress:
@@ -80,9 +80,9 @@ def _table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) ->
     return table
 
 
-def show_forecast(forecast: Forecast, name: str, described: str) -> None:
+def show_forecast(forecast: PlanReport, name: str, described: str) -> None:
     """The tables, then the sentences."""
-    marked = None if forecast.choice is None else forecast.outlooks.index(forecast.choice)
+    marked = None if forecast.choice is None else forecast.estimates.index(forecast.choice)
     print(f"{name} on {forecast.devices} devices ({forecast.target}): {described}; per device and step\n")
     show_table("Memory at the peak", MEMORY, forecast.memory_table(), marked=marked)
     print()

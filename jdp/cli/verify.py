@@ -54,15 +54,15 @@ def _verify(options: Options, overrides: dict[str, str]) -> "Report":
 
     from jdp.cli.terminal import Progress
     from jdp.core.disk_cache import Cache
-    from jdp.experiment.plan import ways_of
-    from jdp.foresight.foresee import compile_way
+    from jdp.experiment.plan import candidates_of
+    from jdp.foresight.foresee import compile_candidate
     from jdp.foresight.targets.this_machine import target_of
     from jdp.foresight.verify import report
 
     target = target_of(options.target)
     count = experiment.train.accumulate
-    (way,) = ways_of(experiment, target, strategies=[experiment.strategy], accumulate=[count], remat=None)
+    (way,) = candidates_of(experiment, target, strategies=[experiment.strategy], accumulate=[count], remat=None)
     with Progress() as progress:
         progress.compiling(0, 1, way.name)
-        compiled = compile_way(way, target, Cache.usual(not options.no_cache))
+        compiled = compile_candidate(way, target, Cache.usual(not options.no_cache))
     return report(way.moved.step, way.moved.state, compiled, str(target), notes=way.moved.notes)

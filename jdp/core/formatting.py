@@ -3,28 +3,28 @@
 from collections.abc import Iterable, Sequence
 
 
-def size(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Bytes, in powers of 1024: "31.2 GiB", "640 KiB"."""
     return _scaled(count, ((2**40, " TiB"), (2**30, " GiB"), (2**20, " MiB"), (2**10, " KiB")), f"{count:.0f} B")
 
 
-def duration(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     """Seconds: "1.24 s", "87.3 ms", "40 µs"."""
     return _scaled(seconds, ((1.0, " s"), (1e-3, " ms")), f"{seconds * 1e6:.3g} µs")
 
 
-def rate(per_second: float) -> str:
+def format_rate(per_second: float) -> str:
     """12345 -> "12.3k"."""
     return _scaled(per_second, ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")), f"{per_second:.3g}")
 
 
-def share(fraction: float) -> str:
+def format_percent(fraction: float) -> str:
     """A fraction as per cent: "87 %"; "0.4 %" and "99.6 %" near the ends, so that only nothing is 0 and all is 100."""
     near_an_end = 0 < fraction < 0.0995 or 0.9905 < fraction < 1
     return f"{100 * fraction:.1f} %" if near_an_end else f"{100 * fraction:.0f} %"
 
 
-def columns(rows: Iterable[Sequence[str]]) -> list[str]:
+def align_columns(rows: Iterable[Sequence[str]]) -> list[str]:
     """Rows of cells as lines of text, each column as wide as its widest cell."""
     rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -16,8 +16,8 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from jdp.core import formatting as amounts
 from jdp.core.batch import nearest_sizes
+from jdp.core.formatting import format_bytes
 from jdp.core.sharding.mesh import DATA, REPLICA, axis_sizes
 from jdp.core.toml import check, cut, parse, toml_key, toml_value
 from jdp.core.user_path import PathError, check_regular, user_path
@@ -146,7 +146,7 @@ def _bytes(file: Path) -> bytes:
     check_regular(file)
     if (size := file.stat().st_size) > MOST_BYTES:
         raise ExperimentError(
-            f"{file} is no experiment file: it has {amounts.size(size)}, at most {amounts.size(MOST_BYTES)} "
+            f"{file} is no experiment file: it has {format_bytes(size)}, at most {format_bytes(MOST_BYTES)} "
             "are read: name the TOML file"
         )
     return file.read_bytes()

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import jax
 import jax.numpy as jnp
 
-from jdp.core import formatting as amounts
+from jdp.core.formatting import format_bytes
 from jdp.core.machine import memory_bytes
 from jdp.core.types import Device
 from jdp.experiment.assembly import Assembly
@@ -37,7 +37,7 @@ def check_weights_and_batch(parts: Assembly) -> None:
     if memory is not None and batch > memory:
         raise ExperimentError(
             f"a batch must fit into memory; train.batch_size = {parts.experiment.train.batch_size} makes "
-            f"{amounts.size(batch)} of samples a step in a process, and this machine has {amounts.size(memory)}: lower "
+            f"{format_bytes(batch)} of samples a step in a process, and this machine has {format_bytes(memory)}: lower "
             "it, or the size of a sample"
         )
 
@@ -61,7 +61,7 @@ def _refuse(what: str, each: float, model: str, parts: Assembly) -> None:
     if found is None or each <= found[0]:
         return
     raise ExperimentError(
-        f"{what} must fit into the devices' memory; {model} needs {amounts.size(each)} for them on each of "
+        f"{what} must fit into the devices' memory; {model} needs {format_bytes(each)} for them on each of "
         f"{parts.mesh.size} devices under {parts.experiment.strategy}, and {found[1]}: make the model smaller"
         f"{'' if parts.experiment.strategy == 'zero3' else ', or shard more (strategy)'}; `jdp plan` counts the rest"
     )
@@ -74,9 +74,9 @@ def _memory(devices: list[Device]) -> tuple[float, str] | None:
     if devices[0].platform == "cpu":
         memory = memory_bytes()
         share = f", which {len(devices)} devices share" if len(devices) > 1 else ""
-        return None if memory is None else (memory / len(devices), f"this machine has {amounts.size(memory)}{share}")
+        return None if memory is None else (memory / len(devices), f"this machine has {format_bytes(memory)}{share}")
     limits = list(_limits(devices))
-    return (min(limits), f"a device has {amounts.size(min(limits))}") if limits else None
+    return (min(limits), f"a device has {format_bytes(min(limits))}") if limits else None
 
 
 def _limits(devices: Iterable[Device]) -> Iterable[int]:

@@ -14,8 +14,8 @@ from jdp.core.types import Batch
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError, mesh_sizes
 from jdp.experiment.schema.experiment import Experiment
-from jdp.foresight.forecast import Outlook
-from jdp.foresight.foresee import Way, compile_way
+from jdp.foresight.forecast import Estimate
+from jdp.foresight.foresee import Candidate, compile_candidate
 from jdp.foresight.max_batch import MaxBatch, max_batch
 from jdp.foresight.memory.peak import Memory, memory
 from jdp.foresight.program.compiled import CompileError
@@ -23,9 +23,9 @@ from jdp.foresight.targets.relocate import Relocated
 from jdp.foresight.targets.resolve import Target
 
 
-def ways_of(
+def candidates_of(
     experiment: Experiment, target: Target, *, strategies: Sequence[str], accumulate: Sequence[int], remat: str | None
-) -> list[Way]:
+) -> list[Candidate]:
     """The experiment's step under each strategy and number of microbatches, on the target's devices.
 
     A batch size that does not divide over the target's devices and microbatches is raised to the next that does, and
@@ -36,10 +36,10 @@ def ways_of(
     """
     fitted, notes = with_whole_rows(experiment, target, accumulate)
     mesh = make_mesh(devices=list(target.devices), **fitted.mesh)
-    found = list[Way]()
+    found = list[Candidate]()
     for count in accumulate:
         for name in strategies:
-            found.append(Way(_laid(changed(fitted, strategy=name, accumulate=count), mesh, notes), remat))
+            found.append(Candidate(_laid(changed(fitted, strategy=name, accumulate=count), mesh, notes), remat))
     return found
 
 
@@ -100,7 +100,7 @@ def described_batch(batch: Batch) -> Counted:
 
 
 def largest_batch(
-    experiment: Experiment, target: Target, chosen: Outlook, *, cache: bool, progress: Callable[[int], None]
+    experiment: Experiment, target: Target, chosen: Estimate, *, cache: bool, progress: Callable[[int], None]
 ) -> MaxBatch:
     """The largest batch that fits the target in the way `chosen`.
 
@@ -120,7 +120,7 @@ def largest_batch(
         settings = changed(experiment, strategy=chosen.strategy, accumulate=count, batch_size=rows * shards * count)
         moved = _laid(settings, mesh)
         try:
-            compiled = compile_way(Way(moved), target, store)
+            compiled = compile_candidate(Candidate(moved), target, store)
         except CompileError:  # XLA gives up on what is far too large
             return available + 1
         held[rows] = memory(compiled, moved.step, moved.state)

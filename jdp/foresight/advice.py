@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jdp.core.formatting import duration, share, size
-from jdp.foresight.forecast import Outlook
+from jdp.core.formatting import format_bytes, format_percent, format_seconds
+from jdp.foresight.forecast import Estimate
 from jdp.foresight.memory.peak import RESERVED_BYTES
 
 CLOSE = 0.01
@@ -18,9 +18,9 @@ EXPOSED = 0.05
 """Waiting for more than this share of a step is worth a word."""
 
 
-def advise(outlooks: Sequence[Outlook]) -> tuple[Outlook | None, tuple[str, ...]]:
+def advise(estimates: Sequence[Estimate]) -> tuple[Estimate | None, tuple[str, ...]]:
     """The fastest way that fits, and why; None when none fits."""
-    compiled = [o for o in outlooks if o.memory is not None]
+    compiled = [o for o in estimates if o.memory is not None]
     fitting = [o for o in compiled if o.fits is not False]
     said = [_what_fits(compiled)] if compiled else ["No way compiled."]
     said += _like_zero2(compiled)
@@ -31,7 +31,7 @@ def advise(outlooks: Sequence[Outlook]) -> tuple[Outlook | None, tuple[str, ...]
     return choice, tuple(said)
 
 
-def _fastest(fitting: Sequence[Outlook]) -> Outlook:
+def _fastest(fitting: Sequence[Estimate]) -> Estimate:
     """Least time; among those within `CLOSE` of it, one that keeps its contract, then least memory."""
     timed = [o for o in fitting if o.step_seconds is not None]
     least = min((o.step_seconds or 0.0 for o in timed), default=0.0)
@@ -39,27 +39,27 @@ def _fastest(fitting: Sequence[Outlook]) -> Outlook:
     return min(close or fitting, key=lambda o: (not _kept(o), o.bytes_per_device or 0))
 
 
-def _kept(outlook: Outlook) -> bool:
-    return outlook.report is None or outlook.report.kept
+def _kept(estimate: Estimate) -> bool:
+    return estimate.report is None or estimate.report.kept
 
 
-def _what_fits(compiled: Sequence[Outlook]) -> str:
+def _what_fits(compiled: Sequence[Estimate]) -> str:
     available = compiled[0].available_bytes
-    needs = ", ".join(f"{o.name} {size(o.bytes_per_device or 0)}" for o in compiled)
+    needs = ", ".join(f"{o.name} {format_bytes(o.bytes_per_device or 0)}" for o in compiled)
     if available is None:
         return f"A device holds: {needs}. What it has is not known here."
     kept = [o.name for o in compiled if o.fits]
     verdict = "all fit" if len(kept) == len(compiled) else f"{', '.join(kept)} fit" if kept else "none fits"
-    beside = f"beside {size(RESERVED_BYTES)} for CUDA and NCCL"
-    return f"Of {size(available)} that a device has for it ({beside}), they need: {needs}; {verdict}."
+    beside = f"beside {format_bytes(RESERVED_BYTES)} for CUDA and NCCL"
+    return f"Of {format_bytes(available)} that a device has for it ({beside}), they need: {needs}; {verdict}."
 
 
-def _like_zero2(compiled: Sequence[Outlook]) -> list[str]:
+def _like_zero2(compiled: Sequence[Estimate]) -> list[str]:
     """A zero3 that does not save what zero3 is taken for: said once, whatever is chosen."""
     return next(([o.report.like_zero2] for o in compiled if o.report is not None and o.report.like_zero2), [])
 
 
-def _nothing_fits(compiled: Sequence[Outlook]) -> list[str]:
+def _nothing_fits(compiled: Sequence[Estimate]) -> list[str]:
     if not compiled:
         return []
     least = min(compiled, key=lambda o: o.bytes_per_device or 0)
@@ -69,74 +69,74 @@ def _nothing_fits(compiled: Sequence[Outlook]) -> list[str]:
     fixed, available = memory.total - rest, least.available_bytes or 0
     if fixed >= available or fixed > rest:
         return [
-            f"{least.name} needs least; {size(fixed)} of it are activations, batch and temporaries: raise accumulate, "
+            f"{least.name} needs least; {format_bytes(fixed)} of it are activations, batch and temporaries: raise accumulate, "
             "rematerialise (remat), or give a device fewer rows."
         ]
     if least.strategy != "zero3":
         return [
-            f"{least.name} needs least; weights and optimizer state are {size(rest)} of it: zero3 shards them most."
+            f"{least.name} needs least; weights and optimizer state are {format_bytes(rest)} of it: zero3 shards them most."
         ]
     more = -(-rest // (available - fixed))
     return [
-        f"{least.name} needs least; weights and optimizer state are {size(rest)} of it: take more devices (about "
+        f"{least.name} needs least; weights and optimizer state are {format_bytes(rest)} of it: take more devices (about "
         f"{more} times as many, with as many rows each), or a lower precision."
     ]
 
 
-def _why_fastest(choice: Outlook, fitting: Sequence[Outlook]) -> list[str]:
+def _why_fastest(choice: Estimate, fitting: Sequence[Estimate]) -> list[str]:
     """What it takes; what takes as long; the next that takes longer, and where its time goes."""
     if choice.step_seconds is None:
         return [f"{choice.name} holds least; how long a step takes is not known for this target."]
-    said = f"{choice.name} is the one to take: a step takes {duration(choice.step_seconds)}"
+    said = f"{choice.name} is the one to take: a step takes {format_seconds(choice.step_seconds)}"
     gains = [(o, (o.step_seconds or 0.0) / choice.step_seconds - 1) for o in fitting if o is not choice]
     slower = min(((gain, i) for i, (_, gain) in enumerate(gains) if gain >= CLOSE), default=None)
     parts = [said, *(f"{o.name} takes as long{_more(choice, o)}" for o, gain in gains if gain < CLOSE)]
     if slower is not None:
         gain, index = slower
         other = gains[index][0]
-        parts.append(f"{other.name} takes {share(gain)} longer{_reason(choice, other)}")
+        parts.append(f"{other.name} takes {format_percent(gain)} longer{_reason(choice, other)}")
     return [f"{'; '.join(parts)}."]
 
 
-def _more(choice: Outlook, other: Outlook) -> str:
+def _more(choice: Estimate, other: Estimate) -> str:
     """How much more memory an equally fast way takes."""
     more = (other.bytes_per_device or 0) - (choice.bytes_per_device or 0)
     if not more:
         return " in as much memory"
-    return f" and holds {size(abs(more))} {'more' if more > 0 else 'less'}"
+    return f" and holds {format_bytes(abs(more))} {'more' if more > 0 else 'less'}"
 
 
-def _reason(choice: Outlook, other: Outlook) -> str:
+def _reason(choice: Estimate, other: Estimate) -> str:
     """Where the other one's time goes: waiting, or computing."""
     if choice.timeline is None or other.timeline is None:
         return ""
     waits = other.timeline.exposed_seconds - choice.timeline.exposed_seconds
     computes = other.timeline.compute_seconds - choice.timeline.compute_seconds
     if waits >= computes:
-        return f": it waits {duration(waits)} longer for other devices"
-    return f": it computes {duration(computes)} longer"
+        return f": it waits {format_seconds(waits)} longer for other devices"
+    return f": it computes {format_seconds(computes)} longer"
 
 
-def _room(choice: Outlook) -> list[str]:
+def _room(choice: Estimate) -> list[str]:
     """What has to be set for it to fit."""
     room = choice.room
     return [f"{choice.name} {room.words}."] if room is not None and room.fraction is not None else []
 
 
-def _communication(choice: Outlook) -> list[str]:
+def _communication(choice: Estimate) -> list[str]:
     line = choice.timeline
     if line is None or choice.report is None:
         return []
     if not line.communication_seconds:
         return ["Nothing is sent."]
-    sends = f"It sends {size(choice.report.wire_bytes_per_device)} a device in {duration(line.communication_seconds)}"
-    said = [f"{sends}; {share(1 - line.exposed_fraction)} of that time is hidden behind computation."]
+    sends = f"It sends {format_bytes(choice.report.wire_bytes_per_device)} a device in {format_seconds(line.communication_seconds)}"
+    said = [f"{sends}; {format_percent(1 - line.exposed_fraction)} of that time is hidden behind computation."]
     if not choice.report.kept:
         said.append("It breaks its strategy's contract: `jdp verify` names collective, parameter and remedy.")
     return said
 
 
-def _to_change(choice: Outlook) -> list[str]:
+def _to_change(choice: Estimate) -> list[str]:
     line, said = choice.timeline, list[str]()
     if line is None:
         return said
@@ -146,17 +146,17 @@ def _to_change(choice: Outlook) -> list[str]:
     products = line.matmul_seconds / line.compute_seconds
     if 0 < products < FEW_PRODUCTS:
         said.append(
-            f"Matrix products are {share(products)} of its computing time; the rest reads and writes memory: fused "
+            f"Matrix products are {format_percent(products)} of its computing time; the rest reads and writes memory: fused "
             "attention, less rematerialisation or wider layers are where time can be won."
         )
     elif 0 < line.median_matmul_seconds < SHORT_MATMUL_SECONDS:
         said.append(
             "The batch per device is too small: half of the time in matrix products goes to ones that run for "
-            f"{duration(line.median_matmul_seconds)} or less."
+            f"{format_seconds(line.median_matmul_seconds)} or less."
         )
     if waiting > EXPOSED:
         said.append(
-            f"A device waits for others in {share(waiting)} of a step: more rows a device (--max-batch finds how many "
+            f"A device waits for others in {format_percent(waiting)} of a step: more rows a device (--max-batch finds how many "
             "fit) give it more to compute for the same bytes."
         )
     return said

@@ -1,7 +1,7 @@
-"""What a plan tells: one outlook for each way to run a step, which of them to take, and why.
+"""What a plan tells: one estimate for each way to run a step, which of them to take, and why.
 
-An `Outlook` holds what was read off one compiled program: memory by class, traffic against theory, the timeline. A
-`Forecast` holds all of them, in words (`str`), as a table, and as JSON.
+An `Estimate` holds what was read off one compiled program: memory by class, traffic against theory, the timeline. A
+`PlanReport` holds all of them, in words (`str`), as a table, and as JSON.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from jdp.core.formatting import columns, duration, rate, share, size
+from jdp.core.formatting import align_columns, format_bytes, format_percent, format_rate, format_seconds
 from jdp.foresight.memory.peak import Memory, Room
 from jdp.foresight.memory.zero_formula import zero_bytes
 from jdp.foresight.timing.timeline import Timeline
@@ -23,7 +23,7 @@ def way_name(strategy: str, accumulate: int, remat: str | None) -> str:
 
 
 @dataclass(frozen=True)
-class Outlook:
+class Estimate:
     """One way to run the step, compiled.
 
     Attributes:
@@ -166,30 +166,30 @@ SPEED = ("way", "partitioning", "sends", "of theory", "hidden", "waits", "step",
 
 
 @dataclass(frozen=True)
-class Forecast:
+class PlanReport:
     """Every way that was compiled, and which to take.
 
     Attributes:
         target: the devices' name, such as "h100:8x8".
         devices: how many there are.
-        outlooks: one a way, in the order asked for.
+        estimates: one a way, in the order asked for.
         choice: the one to take; None when none fits.
         why: sentences: what fits, what is fastest and why, what to change.
         notes: assumptions and changes that the reader must know of.
-        unit: what `Outlook.tokens` counts: "tokens", or "examples".
+        unit: what `Estimate.tokens` counts: "tokens", or "examples".
     """
 
     target: str
     devices: int
-    outlooks: tuple[Outlook, ...]
-    choice: Outlook | None
+    estimates: tuple[Estimate, ...]
+    choice: Estimate | None
     why: tuple[str, ...]
     notes: tuple[str, ...] = ()
     unit: str = "tokens"
 
     def memory_table(self) -> list[tuple[str, ...]]:
-        """A row for each outlook, under `MEMORY`: bytes per device."""
-        return [_memory_row(outlook) for outlook in self.outlooks]
+        """A row for each estimate, under `MEMORY`: bytes per device."""
+        return [_memory_row(estimate) for estimate in self.estimates]
 
     @property
     def speed_headings(self) -> tuple[str, ...]:
@@ -197,11 +197,15 @@ class Forecast:
         return tuple(heading.replace("tokens", self.unit) for heading in SPEED)
 
     def speed_table(self) -> list[tuple[str, ...]]:
-        """A row for each outlook, under `speed_headings`: traffic and time of a step, per device."""
-        return [_speed_row(outlook) for outlook in self.outlooks]
+        """A row for each estimate, under `speed_headings`: traffic and time of a step, per device."""
+        return [_speed_row(estimate) for estimate in self.estimates]
 
     def __str__(self) -> str:
-        tables = [*columns([MEMORY, *self.memory_table()]), "", *columns([self.speed_headings, *self.speed_table()])]
+        tables = [
+            *align_columns([MEMORY, *self.memory_table()]),
+            "",
+            *align_columns([self.speed_headings, *self.speed_table()]),
+        ]
         notes = [f"Note: {note}" for note in self.notes]
         return "\n".join([f"{self.devices} devices, {self.target}", *tables, "", *self.why, *notes])
 
@@ -210,7 +214,7 @@ class Forecast:
         return {
             "target": self.target,
             "devices": self.devices,
-            "strategies": [outlook.to_json() for outlook in self.outlooks],
+            "strategies": [estimate.to_json() for estimate in self.estimates],
             "choice": None if self.choice is None else self.choice.strategy,
             "choice_accumulate": None if self.choice is None else self.choice.accumulate,
             "choice_remat": None if self.choice is None else self.choice.remat,
@@ -219,25 +223,34 @@ class Forecast:
         }
 
 
-def _memory_row(outlook: Outlook) -> tuple[str, ...]:
-    memory = outlook.memory
+def _memory_row(estimate: Estimate) -> tuple[str, ...]:
+    memory = estimate.memory
     if memory is None:
-        return (outlook.name, "no", "did not compile", *([""] * (len(MEMORY) - 3)))
-    fits = "?" if outlook.fits is None else "yes" if outlook.fits else "no"
+        return (estimate.name, "no", "did not compile", *([""] * (len(MEMORY) - 3)))
+    fits = "?" if estimate.fits is None else "yes" if estimate.fits else "no"
     classes = (memory.parameters, memory.gradients, memory.optimizer, memory.working, memory.activations)
-    formula = outlook.closed_form_bytes or 0
-    return (outlook.name, fits, *map(size, (memory.total, *classes, memory.total - sum(classes), formula)))
+    formula = estimate.closed_form_bytes or 0
+    return (estimate.name, fits, *map(format_bytes, (memory.total, *classes, memory.total - sum(classes), formula)))
 
 
-def _speed_row(outlook: Outlook) -> tuple[str, ...]:
-    report, line = outlook.report, outlook.timeline
+def _speed_row(estimate: Estimate) -> tuple[str, ...]:
+    report, line = estimate.report, estimate.timeline
     if report is None:
-        return (outlook.name, *([""] * (len(SPEED) - 1)))
+        return (estimate.name, *([""] * (len(SPEED) - 1)))
     ratio = f"{report.ratio:.3f}" if report.theory_wire_bytes_per_device else "–"
-    sent = (outlook.partitioning or "", size(report.wire_bytes_per_device), ratio if report.kept else f"{ratio} BREAKS")
+    sent = (
+        estimate.partitioning or "",
+        format_bytes(report.wire_bytes_per_device),
+        ratio if report.kept else f"{ratio} BREAKS",
+    )
     if line is None:
-        return (outlook.name, *sent, *(["?"] * (len(SPEED) - 4)))
-    hidden = share(1 - line.exposed_fraction) if line.communication_seconds else "–"
-    mfu = "?" if outlook.mfu is None else share(outlook.mfu)
-    times = (duration(line.exposed_seconds), duration(line.step_seconds), mfu, rate(outlook.tokens_per_second or 0))
-    return (outlook.name, *sent, hidden, *times, f"{outlook.efficiency or 0:.3f}")
+        return (estimate.name, *sent, *(["?"] * (len(SPEED) - 4)))
+    hidden = format_percent(1 - line.exposed_fraction) if line.communication_seconds else "–"
+    mfu = "?" if estimate.mfu is None else format_percent(estimate.mfu)
+    times = (
+        format_seconds(line.exposed_seconds),
+        format_seconds(line.step_seconds),
+        mfu,
+        format_rate(estimate.tokens_per_second or 0),
+    )
+    return (estimate.name, *sent, hidden, *times, f"{estimate.efficiency or 0:.3f}")

@@ -2,7 +2,7 @@
 
 1. `ways` lists the ways: strategies × microbatches, each with its step and abstract values on the target's devices.
 2. Each is lowered and compiled for the target, or found in the cache, and read: memory by class, traffic against the
-   contract, the schedule simulated. One that does not compile is an outlook with the reason.
+   contract, the schedule simulated. One that does not compile is an estimate with the reason.
 3. `advise` chooses, and says why.
 """
 
@@ -22,7 +22,7 @@ from jdp.core.state import TrainState
 from jdp.core.step import Step
 from jdp.core.types import Batch
 from jdp.foresight.advice import advise
-from jdp.foresight.forecast import Forecast, Outlook, way_name
+from jdp.foresight.forecast import Estimate, PlanReport, way_name
 from jdp.foresight.memory.peak import memory
 from jdp.foresight.program.compiled import Compiled, CompileError, compile_step
 from jdp.foresight.targets.chips import XLA_TYPES
@@ -38,7 +38,7 @@ Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
-class Way:
+class Candidate:
     """One way to run the step: it and its abstract operands on the target's devices.
 
     Attributes:
@@ -66,7 +66,7 @@ def foresee(
     tokens: int | None = None,
     cache: bool = True,
     progress: Progress | None = None,
-) -> Forecast:
+) -> PlanReport:
     """Compile `step` for `target` under every strategy, and tell what each would hold, send and wait for.
 
     Nothing runs, and no accelerator is needed: the real compiler makes the real program.
@@ -98,48 +98,48 @@ def ways(
     *,
     strategies: Sequence[str] = tuple(STRATEGIES),
     accumulate: Sequence[int] | None = None,
-) -> list[Way]:
+) -> list[Candidate]:
     """The step under each strategy and number of microbatches, on the target's devices."""
     if not step.train:
         raise ValueError("jdp.foresee takes a training step (jdp.make_train_step); got an evaluation step.")
-    found = list[Way]()
+    found = list[Candidate]()
     counts = tuple(accumulate or (step.accumulate,))
     for count in counts:
         for name in strategies:
             plan = replace(step.plan, strategy=strategy(name).name)
             changed = replace(step, plan=plan, accumulate=count)
-            found.append(Way(abstract_on(changed, state, batch, target, microbatches=math.lcm(*counts))))
+            found.append(Candidate(abstract_on(changed, state, batch, target, microbatches=math.lcm(*counts))))
     return found
 
 
 def forecast(
-    tried: Sequence[Way],
+    tried: Sequence[Candidate],
     target: Target,
     *,
     tokens: int | None = None,
     unit: str = "tokens",
     cache: bool = True,
     progress: Progress | None = None,
-) -> Forecast:
+) -> PlanReport:
     """Compile every way and choose; `unit` is what `tokens` counts."""
     store = Cache.usual(cache)
-    outlooks = list[Outlook]()
+    estimates = list[Estimate]()
     for done, way in enumerate(tried):
         if progress is not None:
             progress(done, len(tried), way.name)
-        outlooks.append(outlook(way, target, tokens=tokens, cache=store))
+        estimates.append(estimate(way, target, tokens=tokens, cache=store))
     if progress is not None:
         progress(len(tried), len(tried), "")
-    choice, why = advise(outlooks)
-    return Forecast(str(target), len(target.devices), tuple(outlooks), choice, why, _notes(tried, outlooks), unit)
+    choice, why = advise(estimates)
+    return PlanReport(str(target), len(target.devices), tuple(estimates), choice, why, _notes(tried, estimates), unit)
 
 
-def outlook(way: Way, target: Target, *, tokens: int | None = None, cache: Cache | None = None) -> Outlook:
+def estimate(way: Candidate, target: Target, *, tokens: int | None = None, cache: Cache | None = None) -> Estimate:
     """Compile one way for `target`, and read what it tells."""
     step, state, batch = way.moved.step, way.moved.state, way.moved.batch
-    named = Outlook(step.plan.strategy, step.accumulate, way.remat, devices=len(target.devices))
+    named = Estimate(step.plan.strategy, step.accumulate, way.remat, devices=len(target.devices))
     try:
-        compiled = compile_way(way, target, cache)
+        compiled = compile_candidate(way, target, cache)
     except CompileError as error:
         return replace(named, error=str(error))
     held, held_to = memory(compiled, step, state), report(step, state, compiled, str(target))
@@ -164,7 +164,7 @@ def outlook(way: Way, target: Target, *, tokens: int | None = None, cache: Cache
     )
 
 
-def compile_way(way: Way, target: Target, cache: Cache | None = None) -> Compiled:
+def compile_candidate(way: Candidate, target: Target, cache: Cache | None = None) -> Compiled:
     """The way's program, from the compiler or from the cache. Raises CompileError."""
     return compile_step(way.moved.lower(), cache=cache, described=fingerprint(target))
 
@@ -176,11 +176,11 @@ def batch_tokens(batch: Batch) -> int:
     return next((leaf.size for leaf in sequences), leaves[0].shape[0])
 
 
-def _notes(tried: Iterable[Way], outlooks: Sequence[Outlook]) -> tuple[str, ...]:
+def _notes(tried: Iterable[Candidate], estimates: Sequence[Estimate]) -> tuple[str, ...]:
     said = [note for way in tried for note in way.moved.notes]
-    said += [caveat for o in outlooks if o.timeline is not None for caveat in o.timeline.caveats]
-    names = {(o.strategy, o.accumulate) for o in outlooks}
+    said += [caveat for o in estimates if o.timeline is not None for caveat in o.timeline.caveats]
+    names = {(o.strategy, o.accumulate) for o in estimates}
     if {("zero1", 1), ("zero2", 1)} <= names:
         said.append("zero1 and zero2 differ in when gradients are reduced: with one microbatch they are one program")
-    said += [f"{o.name}: {o.error}" for o in outlooks if o.error is not None]
+    said += [f"{o.name}: {o.error}" for o in estimates if o.error is not None]
     return tuple(dict.fromkeys(said))

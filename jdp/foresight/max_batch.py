@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from jdp.core.formatting import size
+from jdp.core.formatting import format_bytes
 
 PROBES = 30
 """More than a search takes whose memory grows with the rows."""
@@ -43,10 +43,10 @@ class MaxBatch:
 
     def __str__(self) -> str:
         if self.rows == 0:
-            return f"Not even one row a device fits: it needs {size(self.too_many_needed)} of {size(self.available)}."
+            return f"Not even one row a device fits: it needs {format_bytes(self.too_many_needed)} of {format_bytes(self.available)}."
         return (
             f"The largest batch that fits is {self.batch_size} ({self.rows} rows a device and microbatch): it needs "
-            f"{size(self.needed)} of {size(self.available)}; {self.too_many} rows need {size(self.too_many_needed)}."
+            f"{format_bytes(self.needed)} of {format_bytes(self.available)}; {self.too_many} rows need {format_bytes(self.too_many_needed)}."
             f"{self.advice and f' It {self.advice}.'}"
         )
 
@@ -75,7 +75,9 @@ def max_batch(needs: Callable[[int], int], available: int, *, per_row: int, star
         if high and high - low <= max(1, low // 64):
             return MaxBatch(low, low * per_row, seen.get(low, 0), high, seen[high], available, len(seen))
         probe = _inside(seen, low, high, available) if high else _above(seen, low, available)
-    raise ValueError(f"No end of the batch was found: {low} rows a device need {size(seen[low])} of {size(available)}.")
+    raise ValueError(
+        f"No end of the batch was found: {low} rows a device need {format_bytes(seen[low])} of {format_bytes(available)}."
+    )
 
 
 def _above(seen: dict[int, int], low: int, available: int) -> int:

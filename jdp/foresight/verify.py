@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jdp.core.disk_cache import Cache
-from jdp.core.formatting import columns, size
+from jdp.core.formatting import align_columns, format_bytes
 from jdp.core.state import TrainState
 from jdp.core.step import Step
 from jdp.core.types import Batch
@@ -112,7 +112,7 @@ def _whole(promised: Theory, rows: Iterable[Row]) -> Iterable[str]:
         what = f"{len(whole.paths)} parameters" if len(whole.paths) > 1 else "1 parameter"
         verb = "are" if len(whole.paths) > 1 else "is"
         yield (
-            f"{what} of fewer than {whole.fewer_than} elements {verb} all-reduced whole: {size(whole.payload_bytes)} a "
+            f"{what} of fewer than {whole.fewer_than} elements {verb} all-reduced whole: {format_bytes(whole.payload_bytes)} a "
             "step, as planned; theory counts them as if they were sharded"
         )
 
@@ -217,19 +217,19 @@ class Report:
         head = f"{self.strategy} on {axes} for {self.target}, K={self.accumulate}, {self.partitioning}: {self.why}"
         parts = [[head, self._verdict(), *filter(None, [self.like_zero2])]]
         if self.rows:
-            parts.append(columns([_HEADERS, *map(_cells, self.rows)]))
+            parts.append(align_columns([_HEADERS, *map(_cells, self.rows)]))
         if self.gathering is not None and self.gathering.gathered:
-            most = size(self.theory.most_gathered_bytes)
+            most = format_bytes(self.theory.most_gathered_bytes)
             title = f"What the step itself gathers, which is what is expected; zero3 promises 2·K·c·Ψ = {most} at most:"
             parts.append([title, *self.gathering.table()])
         if self.own:
             title = "Along the model's own axes, which the contract leaves to the model:"
-            parts.append([title, *columns([_HEADERS, *map(_cells, self.own)])])
+            parts.append([title, *align_columns([_HEADERS, *map(_cells, self.own)])])
         if self.statistics is not None:
             title = "Statistics of batch norms over all devices, which the contract leaves out:"
-            parts.append([title, *columns([_HEADERS, _cells(self.statistics)])])
+            parts.append([title, *align_columns([_HEADERS, _cells(self.statistics)])])
         if self.collectives:
-            parts.append(columns([_LISTED, *_grouped(self.collectives)]))
+            parts.append(align_columns([_LISTED, *_grouped(self.collectives)]))
         lists = {
             "Breaches": self.breaches,
             "Sent besides": self.strays,
@@ -245,8 +245,8 @@ class Report:
         if not self.theory_wire_bytes_per_device:
             return "Kept: one shard of the batch, so nothing is sent."
         said = (
-            f"a device sends {size(self.wire_bytes_per_device)} a step, {self.ratio:.3f} of theory's "
-            f"{size(self.theory_wire_bytes_per_device)}"
+            f"a device sends {format_bytes(self.wire_bytes_per_device)} a step, {self.ratio:.3f} of theory's "
+            f"{format_bytes(self.theory_wire_bytes_per_device)}"
         )
         if self.kept:
             return f"Kept: {said}."
@@ -261,12 +261,12 @@ class Report:
         if gathers is not None and gathers.expected_bytes and not gathers.kept and self.gathering is not None:
             return f"in all within {TOLERANCE}; but its gathers are over {TOLERANCE} of those that its own trace has"
         if not over:
-            most = size(SLACK * self.theory_wire_bytes_per_device)
+            most = format_bytes(SLACK * self.theory_wire_bytes_per_device)
             return f"in all within {TOLERANCE}; but what belongs to no parameter may take {SLACK:.0%} of it, {most}"
-        sent = ", ".join(f"{row.kind} {size(row.wire_bytes)}" for row in over)
+        sent = ", ".join(f"{row.kind} {format_bytes(row.wire_bytes)}" for row in over)
         planned = self.theory.whole.wire_bytes if any(row.kind == "all-reduce" for row in over) else 0
-        beside = f" beside the {size(planned)} of parameters that are whole by plan" if planned else ""
-        most = size(SLACK * self.theory_wire_bytes_per_device)
+        beside = f" beside the {format_bytes(planned)} of parameters that are whole by plan" if planned else ""
+        most = format_bytes(SLACK * self.theory_wire_bytes_per_device)
         return (
             f"in all within {TOLERANCE}; but a kind of collective that {self.strategy} does not promise may send at "
             f"most {SLACK:.0%} of theory's, {most}{beside}: {sent}"
@@ -280,9 +280,17 @@ _LISTED = ("collective", "dtype", "payload", "times", "axes", "loop", "wire a de
 def _cells(row: Row) -> tuple[str, ...]:
     looped = "no"
     if row.in_loop_bytes:
-        looped = "yes" if row.in_loop_bytes == row.found_bytes else f"{size(row.in_loop_bytes)} of it"
-    expected, ratio = ("–", "–") if row.ratio is None else (size(row.expected_bytes), f"{row.ratio:.3f}")
-    return row.kind, expected, size(row.found_bytes), ratio, looped, size(row.wire_bytes), "" if row.kept else "<-"
+        looped = "yes" if row.in_loop_bytes == row.found_bytes else f"{format_bytes(row.in_loop_bytes)} of it"
+    expected, ratio = ("–", "–") if row.ratio is None else (format_bytes(row.expected_bytes), f"{row.ratio:.3f}")
+    return (
+        row.kind,
+        expected,
+        format_bytes(row.found_bytes),
+        ratio,
+        looped,
+        format_bytes(row.wire_bytes),
+        "" if row.kept else "<-",
+    )
 
 
 def _grouped(collectives: Iterable[Sent]) -> Iterable[tuple[str, ...]]:
@@ -290,12 +298,18 @@ def _grouped(collectives: Iterable[Sent]) -> Iterable[tuple[str, ...]]:
     groups: dict[tuple[str, ...], list[Sent]] = {}
     for s in collectives:
         c = s.collective
-        key = (c.kind, c.dtype, size(c.payload_bytes), ", ".join(s.axes), "in" if s.in_accumulation_loop else "out")
+        key = (
+            c.kind,
+            c.dtype,
+            format_bytes(c.payload_bytes),
+            ", ".join(s.axes),
+            "in" if s.in_accumulation_loop else "out",
+        )
         groups.setdefault((*key, _apart(s)), []).append(s)
     for (kind, dtype, payload, axes, loop, apart), same in groups.items():
         times = sum(s.collective.count for s in same)
         wire = sum(s.collective.wire_bytes for s in same)
-        yield kind, dtype, payload, str(times), axes, loop, size(wire), apart
+        yield kind, dtype, payload, str(times), axes, loop, format_bytes(wire), apart
 
 
 def _apart(s: Sent) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jdp.core.formatting import size
-from jdp.foresight.forecast import Outlook
+from jdp.core.formatting import format_bytes
+from jdp.foresight.forecast import Estimate
 from jdp.foresight.memory.peak import CLASSES, Memory
 from jdp.foresight.memory.zero_formula import zero_bytes
 from jdp.report import page as look
@@ -21,42 +21,42 @@ _COLOURS = dict(
 )
 
 
-def memory_bars(ways: Sequence[tuple[str, Outlook]], chosen: str | None) -> Markup:
+def memory_bars(ways: Sequence[tuple[str, Estimate]], chosen: str | None) -> Markup:
     """The section's body.
 
     Args:
-        ways: (name, outlook).
+        ways: (name, estimate).
         chosen: the way to take, whose largest temporaries are open when the page is.
     """
-    held = [(name, outlook, outlook.memory) for name, outlook in ways if outlook.memory is not None]
+    held = [(name, estimate, estimate.memory) for name, estimate in ways if estimate.memory is not None]
     if not held:
         return element("p", "No way compiled, so nothing is known.")
     keys = [_key(CLASSES[name], _COLOURS[name]) for name in CLASSES if any(m.by_class()[name] for _, _, m in held)]
     picture = stacked_bars(
         [
-            Bar(name, memory.by_class(), _verdict(outlook, memory), outlook.available_bytes)
-            for name, outlook, memory in held
+            Bar(name, memory.by_class(), _verdict(estimate, memory), estimate.available_bytes)
+            for name, estimate, memory in held
         ],
         _COLOURS,
-        *_unit(max(max(memory.total, outlook.available_bytes or 0) for _, outlook, memory in held)),
+        *_unit(max(max(memory.total, estimate.available_bytes or 0) for _, estimate, memory in held)),
         described="Bytes of a device’s memory by class, for each way; the table below has the same numbers.",
     )
     room = held[0][1].available_bytes
-    line = "" if room is None else f"; dashed: what a device has for it, {size(room)} ({room:,} bytes)"
+    line = "" if room is None else f"; dashed: what a device has for it, {format_bytes(room)} ({room:,} bytes)"
     caption = f"A device’s memory at the step’s peak{line}."
     figure = element("figure", picture, element("figcaption", *keys), element("figcaption", caption), class_="picture")
     peaks = [_peak(name, memory, is_open=name == chosen) for name, _, memory in held]
     return joined([figure, paragraphs(_tight(held)), _exact_bytes(held), *peaks, _closed_form(held)])
 
 
-def _verdict(outlook: Outlook, memory: Memory) -> str:
-    fits = {True: ", fits", False: ", does not fit", None: ""}[outlook.fits]
-    return f"{size(memory.total)}{fits}"
+def _verdict(estimate: Estimate, memory: Memory) -> str:
+    fits = {True: ", fits", False: ", does not fit", None: ""}[estimate.fits]
+    return f"{format_bytes(memory.total)}{fits}"
 
 
-def _tight(held: Sequence[tuple[str, Outlook, Memory]]) -> list[str]:
+def _tight(held: Sequence[tuple[str, Estimate, Memory]]) -> list[str]:
     """What does not fit, or only with a setting."""
-    rooms = [(name, outlook.room) for name, outlook, _ in held]
+    rooms = [(name, estimate.room) for name, estimate, _ in held]
     return [f"{name} {room.words}." for name, room in rooms if room is not None and (room.fraction or not room.fits)]
 
 
@@ -69,10 +69,10 @@ def _key(text: str, colour: str) -> Markup:
     return element("span", element("i", style=f"background:{colour}"), text, class_="key")
 
 
-def _exact_bytes(held: Sequence[tuple[str, Outlook, Memory]]) -> Markup:
+def _exact_bytes(held: Sequence[tuple[str, Estimate, Memory]]) -> Markup:
     """Exact bytes: a row a class, a column a way. Rows of nothing are left out."""
     memories = [memory for _, _, memory in held]
-    rooms = [outlook.available_bytes for _, outlook, _ in held]
+    rooms = [estimate.available_bytes for _, estimate, _ in held]
     counts: list[tuple[str, list[int | None], str | None]] = [
         *((words, [memory.by_class()[name] for memory in memories], None) for name, words in CLASSES.items()),
         ("total", [memory.total for memory in memories], "total"),
@@ -95,12 +95,12 @@ _NOT_AT_THE_PEAK = ("gradients", "working", "activations")
 def _peak(name: str, memory: Memory, *, is_open: bool) -> Markup:
     """What is held when most is."""
     at = f" at {memory.at}" if memory.at else ""
-    saved = f"; {size(memory.saved)} of the activations are kept for the backward pass" if memory.saved else ""
+    saved = f"; {format_bytes(memory.saved)} of the activations are kept for the backward pass" if memory.saved else ""
     rows = [
         [
             f"{one.dtype}[{','.join(map(str, one.dims))}]",
             f"{one.count}",
-            size(one.bytes),
+            format_bytes(one.bytes),
             f"{one.bytes:,}",
             one.role,
             one.source or "–",
@@ -113,15 +113,15 @@ def _peak(name: str, memory: Memory, *, is_open: bool) -> Markup:
     return details(f"{name}: the largest temporaries at the peak{at}{saved}", listed, is_open=is_open)
 
 
-def _closed_form(held: Sequence[tuple[str, Outlook, Memory]]) -> Markup:
+def _closed_form(held: Sequence[tuple[str, Estimate, Memory]]) -> Markup:
     """The paper's accounting for the same model, devices and strategies."""
     rows = dict[str, list[str]]()
-    for _, outlook, memory in held:
-        if outlook.parameters:
-            row = zero_bytes(outlook.parameters, outlook.shards, outlook.strategy)
+    for _, estimate, memory in held:
+        if estimate.parameters:
+            row = zero_bytes(estimate.parameters, estimate.shards, estimate.strategy)
             found = memory.parameters + memory.gradients + memory.optimizer + memory.working
             cells = (row.parameters, row.gradients, row.optimizer, row.total, found)
-            rows.setdefault(outlook.strategy, [outlook.strategy, *map(size, cells)])
+            rows.setdefault(estimate.strategy, [estimate.strategy, *map(format_bytes, cells)])
     if not rows:
         return Markup()
     headers = ("strategy", "weights", "gradients", "optimizer", "together", "at the peak of this step")

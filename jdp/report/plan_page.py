@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jdp.foresight.forecast import MEMORY, Forecast
+from jdp.foresight.forecast import MEMORY, PlanReport
 from jdp.report.memory import memory_bars
 from jdp.report.page import CHOSEN, Markup, Section, details, element, joined, page, paragraphs, table, tagged
 from jdp.report.times import times
 from jdp.report.traffic import traffic
 
 
-def plan_page(forecast: Forecast, *, title: str, described: str = "") -> str:
+def plan_page(forecast: PlanReport, *, title: str, described: str = "") -> str:
     """The page as HTML text, which needs nothing else: no network, no fonts, no files beside it.
 
     The same forecast gives the same text. It stays below 1.5 MB: neighbours in long timelines are drawn together, and
@@ -26,9 +26,9 @@ def plan_page(forecast: Forecast, *, title: str, described: str = "") -> str:
         title: of the page, such as "gpt2_124m on h100:8x8".
         described: what was planned, in a sentence.
     """
-    ways = [(outlook.name, outlook) for outlook in forecast.outlooks]
+    ways = [(estimate.name, estimate) for estimate in forecast.estimates]
     chosen = None if forecast.choice is None else forecast.choice.name
-    reports = [(name, outlook.report) for name, outlook in ways if outlook.report is not None]
+    reports = [(name, estimate.report) for name, estimate in ways if estimate.report is not None]
     lead = f"{forecast.devices} devices, {forecast.target}. Compiled, not run; numbers are for one device and one step."
     sections = [
         Section("answer", "What to launch", _answer(forecast, chosen)),
@@ -43,7 +43,7 @@ def plan_page(forecast: Forecast, *, title: str, described: str = "") -> str:
 # The answer.
 
 
-def _answer(forecast: Forecast, chosen: str | None) -> Markup:
+def _answer(forecast: PlanReport, chosen: str | None) -> Markup:
     said = f"Take {chosen}." if chosen is not None else "No way fits." if _compiled(forecast) else "No way compiled."
     box = element(
         "div",
@@ -51,25 +51,25 @@ def _answer(forecast: Forecast, chosen: str | None) -> Markup:
         paragraphs(forecast.why),
         class_="answer" if chosen is not None else "answer none",
     )
-    told_below = [outlook.error for outlook in forecast.outlooks if outlook.error is not None]
+    told_below = [estimate.error for estimate in forecast.estimates if estimate.error is not None]
     notes = [f"Note: {note}" for note in forecast.notes if not any(error in note for error in told_below)]
     return joined([box, paragraphs(notes, "note")])
 
 
-def _compiled(forecast: Forecast) -> bool:
-    return any(outlook.memory is not None for outlook in forecast.outlooks)
+def _compiled(forecast: PlanReport) -> bool:
+    return any(estimate.memory is not None for estimate in forecast.estimates)
 
 
 # The table.
 
 
-def _ways(forecast: Forecast) -> Markup:
-    unkept = [o.report is not None and not o.report.kept for o in forecast.outlooks]
-    failed = [o.error is not None for o in forecast.outlooks]
+def _ways(forecast: PlanReport) -> Markup:
+    unkept = [o.report is not None and not o.report.kept for o in forecast.estimates]
+    failed = [o.error is not None for o in forecast.estimates]
     errors = [
-        details(f"Why {outlook.name} did not compile", element("p", outlook.error[:4000]), is_open=True)
-        for outlook in forecast.outlooks
-        if outlook.error is not None
+        details(f"Why {estimate.name} did not compile", element("p", estimate.error[:4000]), is_open=True)
+        for estimate in forecast.estimates
+        if estimate.error is not None
     ]
     return joined(
         [
@@ -87,10 +87,10 @@ def _ways(forecast: Forecast) -> Markup:
 
 
 def _of_ways(
-    forecast: Forecast, headers: Sequence[str], rows: Sequence[Sequence[str]], *, failed: Sequence[bool]
+    forecast: PlanReport, headers: Sequence[str], rows: Sequence[Sequence[str]], *, failed: Sequence[bool]
 ) -> Markup:
     """A table with a row for each way, the chosen one marked, and those that failed."""
-    chosen = [outlook is forecast.choice for outlook in forecast.outlooks]
+    chosen = [estimate is forecast.choice for estimate in forecast.estimates]
     named = [[tagged(row[0], CHOSEN if marked else None), *row[1:]] for row, marked in zip(rows, chosen, strict=True)]
     kinds = ["chosen" if is_choice else "bad" if bad else None for is_choice, bad in zip(chosen, failed, strict=True)]
     return table(headers, named, words=("partitioning",), classes=kinds)

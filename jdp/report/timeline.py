@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from jdp.core.formatting import duration, size
+from jdp.core.formatting import format_bytes, format_seconds
 from jdp.foresight.program.collectives import KINDS
 from jdp.foresight.timing.timeline import COMMUNICATION, COMPUTE, Event, Timeline
 from jdp.report.page import Markup, element, joined
@@ -70,7 +70,7 @@ def lanes(timeline: Timeline, axis_seconds: float, most: int) -> Markup:
         viewBox=f"0 0 {_WIDTH} 52",
         preserveAspectRatio="none",
         role="img",
-        aria_label=f"Timeline of a step of {duration(timeline.step_seconds)}",
+        aria_label=f"Timeline of a step of {format_seconds(timeline.step_seconds)}",
     )
     over = [*_ticks(axis_seconds), *_labels(drawn, axis_seconds)]
     names = element("div", element("span", "compute"), element("span", "communication"), class_="names")
@@ -120,9 +120,9 @@ def _few_enough(
 def _block(event: Event) -> Block:
     said = [_tail(event.what.removeprefix("jit(train_step)/"), 90)]
     said[:0] = [] if event.name in said[0] else [_tail(event.name, 60)]
-    said.append(duration(event.seconds))
+    said.append(format_seconds(event.seconds))
     if event.lane == COMMUNICATION and event.bytes and event.times == 1:
-        said.append(size(event.bytes))
+        said.append(format_bytes(event.bytes))
     said += [_tail(event.source, 60)] if event.source else []
     return Block(event.lane, event.start, event.seconds, _class_of(event), ", ".join(said), event.times)
 
@@ -133,7 +133,7 @@ def _merged(run: Sequence[Event]) -> Block:
         return _block(run[0])
     end, longest = max(e.start + e.seconds for e in run), max(run, key=lambda e: e.seconds)
     busy = sum(e.seconds for e in run)
-    title = f"{len(run)} short ones, {duration(busy)} in all; the longest: {_block(longest).title}"
+    title = f"{len(run)} short ones, {format_seconds(busy)} in all; the longest: {_block(longest).title}"
     kinds = {_class_of(e) for e in run}
     kind = kinds.pop() if len(kinds) == 1 else "other"
     return Block(run[0].lane, run[0].start, end - run[0].start, f"{kind} merged", title)
@@ -196,7 +196,7 @@ def _waiting_blocks(waiting: Iterable[tuple[float, float]], most: int) -> list[B
     """The longest of the waiting, in order."""
     longest = sorted(waiting, key=lambda gap: gap[0] - gap[1])[:most]
     return [
-        Block(COMPUTE, start, end - start, "waiting", f"waiting for communication, {duration(end - start)}")
+        Block(COMPUTE, start, end - start, "waiting", f"waiting for communication, {format_seconds(end - start)}")
         for start, end in sorted(longest)
     ]
 
@@ -225,7 +225,7 @@ def _ticks(axis_seconds: float) -> Iterator[Markup]:
     times |= {round(number * step, 12): "tick" for number in range(_whole(axis_seconds / step) + 1)}
     for at, kind in times.items():
         place = f"left:{_percent(at / axis_seconds)}"
-        yield element("span", duration(at) if at else "0", class_=kind, style=place)
+        yield element("span", format_seconds(at) if at else "0", class_=kind, style=place)
 
 
 def _whole(times: float) -> int:

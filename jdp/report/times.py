@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jdp.core.formatting import duration, share, size
-from jdp.foresight.forecast import Outlook
+from jdp.core.formatting import format_bytes, format_percent, format_seconds
+from jdp.foresight.forecast import Estimate
 from jdp.foresight.timing.timeline import Event, Timeline
 from jdp.report.page import CHOSEN, Markup, details, element, joined, table, tagged
 from jdp.report.timeline import KIND_CLASSES, lanes
@@ -16,23 +16,23 @@ MOST_RECTANGLES = 2400
 _LONGEST = 12  # stretches of a timeline that are listed
 
 
-def times(ways: Sequence[tuple[str, Outlook]], chosen: str | None) -> Markup:
+def times(ways: Sequence[tuple[str, Estimate]], chosen: str | None) -> Markup:
     """The section's body.
 
     Args:
-        ways: (name, outlook).
+        ways: (name, estimate).
         chosen: the way to take.
     """
-    timed = [(name, outlook, outlook.timeline) for name, outlook in ways if outlook.timeline is not None]
+    timed = [(name, estimate, estimate.timeline) for name, estimate in ways if estimate.timeline is not None]
     if not timed:
         return element("p", "Step times are not known: these devices’ rates are not, or no way compiled.")
     longest = max(timeline.step_seconds for _, _, timeline in timed) or 1e-9
     most = max(60, MOST_RECTANGLES // len(timed))
     parts = [_zoom(), element("p", *_lane_keys(), class_="note"), element("p", _HOW_TO_READ, class_="note")]
-    for name, outlook, timeline in timed:
+    for name, estimate, timeline in timed:
         parts += [
             element("h3", tagged(name, CHOSEN if name == chosen else None)),
-            element("p", _in_words(timeline, outlook)),
+            element("p", _in_words(timeline, estimate)),
             lanes(timeline, longest, most),
             _stretches(timeline),
         ]
@@ -55,18 +55,18 @@ def _lane_keys() -> list[Markup]:
     return [element("span", element("i", class_=kind), text, class_="key") for kind, text in named.items()]
 
 
-def _in_words(timeline: Timeline, outlook: Outlook) -> str:
-    said = f"{duration(timeline.step_seconds)} a step: {duration(timeline.compute_seconds)} computing"
-    said += f" and {duration(timeline.exposed_seconds)} waiting"
+def _in_words(timeline: Timeline, estimate: Estimate) -> str:
+    said = f"{format_seconds(timeline.step_seconds)} a step: {format_seconds(timeline.compute_seconds)} computing"
+    said += f" and {format_seconds(timeline.exposed_seconds)} waiting"
     if timeline.communication_seconds:
         said += (
-            f", with {duration(timeline.communication_seconds)} of communication, "
-            f"{share(1 - timeline.exposed_fraction)} of it hidden"
+            f", with {format_seconds(timeline.communication_seconds)} of communication, "
+            f"{format_percent(1 - timeline.exposed_fraction)} of it hidden"
         )
-    return f"{said}." if outlook.mfu is None else f"{said}. MFU {share(outlook.mfu)}."
+    return f"{said}." if estimate.mfu is None else f"{said}. MFU {format_percent(estimate.mfu)}."
 
 
-def _seconds_table(timed: Sequence[tuple[str, Outlook, Timeline]], chosen: str | None) -> Markup:
+def _seconds_table(timed: Sequence[tuple[str, Estimate, Timeline]], chosen: str | None) -> Markup:
     rows = [
         [
             name,
@@ -74,14 +74,14 @@ def _seconds_table(timed: Sequence[tuple[str, Outlook, Timeline]], chosen: str |
             f"{line.compute_seconds:.6g}",
             f"{line.communication_seconds:.6g}",
             f"{line.exposed_seconds:.6g}",
-            "–" if outlook.efficiency is None else share(outlook.efficiency),
+            "–" if estimate.efficiency is None else format_percent(estimate.efficiency),
             f"{line.kernels:,}",
             f"{line.matmul_seconds:.6g}",
-            duration(line.median_matmul_seconds),
+            format_seconds(line.median_matmul_seconds),
             f"{line.flops / 1e12:,.3g} TFLOP",
-            size(line.bytes),
+            format_bytes(line.bytes),
         ]
-        for name, outlook, line in timed
+        for name, estimate, line in timed
     ]
     marked = ["chosen" if name == chosen else None for name, _, _ in timed]
     return table(_SECONDS, rows, classes=marked)
@@ -112,8 +112,8 @@ def _stretches(timeline: Timeline) -> Markup:
         [
             what.removeprefix("jit(train_step)/")[-200:],
             lane,
-            duration(seconds := sum(event.seconds for event in same)),
-            share(seconds / (timeline.step_seconds or 1.0)),
+            format_seconds(seconds := sum(event.seconds for event in same)),
+            format_percent(seconds / (timeline.step_seconds or 1.0)),
             f"{len(same)}",
             source or "–",
         ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from jdp.core.formatting import size
+from jdp.core.formatting import format_bytes
 from jdp.foresight.traffic.contract import SLACK, TOLERANCE, Row, Sent
 from jdp.foresight.verify import Report
 from jdp.report.page import CHOSEN, Markup, details, element, joined, paragraphs, table, tagged
@@ -72,17 +72,27 @@ def _rows(report: Report) -> Iterator[tuple[Row, Markup]]:
 def _against_theory(name: str, row: Row, verdict: Markup) -> list[str]:
     looped = "no"
     if row.in_loop_bytes:
-        looped = "yes" if row.in_loop_bytes == row.found_bytes else f"{size(row.in_loop_bytes)} of it"
-    expected, ratio = ("–", "–") if row.ratio is None else (size(row.expected_bytes), f"{row.ratio:.3f}")
-    theirs = size(row.theory_wire_bytes) if row.expected_bytes else "–"
-    return [name, row.kind, expected, size(row.found_bytes), ratio, looped, size(row.wire_bytes), theirs, verdict]
+        looped = "yes" if row.in_loop_bytes == row.found_bytes else f"{format_bytes(row.in_loop_bytes)} of it"
+    expected, ratio = ("–", "–") if row.ratio is None else (format_bytes(row.expected_bytes), f"{row.ratio:.3f}")
+    theirs = format_bytes(row.theory_wire_bytes) if row.expected_bytes else "–"
+    return [
+        name,
+        row.kind,
+        expected,
+        format_bytes(row.found_bytes),
+        ratio,
+        looped,
+        format_bytes(row.wire_bytes),
+        theirs,
+        verdict,
+    ]
 
 
 def _way(name: str, report: Report, most: int, *, is_choice: bool) -> Markup:
     mesh = " × ".join(f"{axis}={count}" for axis, count in report.mesh.items())
-    sends = f"a device sends {size(report.wire_bytes_per_device)} a step ({report.wire_bytes_per_device:,.0f} bytes)"
+    sends = f"a device sends {format_bytes(report.wire_bytes_per_device)} a step ({report.wire_bytes_per_device:,.0f} bytes)"
     promised = report.theory_wire_bytes_per_device
-    against = f", {report.ratio:.3f} of theory’s {size(promised)} ({promised:,.0f})" if promised else ""
+    against = f", {report.ratio:.3f} of theory’s {format_bytes(promised)} ({promised:,.0f})" if promised else ""
     partitioned = f"Partitioning {report.partitioning}: {report.why}." if report.partitioning else ""
     return joined(
         [
@@ -120,7 +130,7 @@ def _collectives(found: Sequence[Sent], most: int, *, is_open: bool) -> Markup:
     rows = [_collective(same) for same in groups[:most]]
     if left := groups[most:]:
         more = f"{sum(map(len, left))} more"
-        rows.append([more, *[""] * 7, size(sum(map(_wire, left))), ""])
+        rows.append([more, *[""] * 7, format_bytes(sum(map(_wire, left))), ""])
     listed = table(_LISTED, rows, words=("dtype", "axes", "source", "microbatch loop"))
     return details(f"{len(found)} collectives in the program, those that send most first", listed, is_open=is_open)
 
@@ -146,12 +156,12 @@ def _collective(same: Sequence[Sent]) -> list[str]:
     return [
         c.kind,
         c.dtype,
-        f"{size(c.payload_bytes)}",
+        f"{format_bytes(c.payload_bytes)}",
         f"≥ {times}" if c.caveats else times,
         "in" if sent.in_accumulation_loop else "out",
         ", ".join(sent.axes),
         f"{c.group_size}",
         "yes" if c.is_async else "no",
-        size(_wire(same)),
+        format_bytes(_wire(same)),
         c.source or "–",
     ]

@@ -2,30 +2,30 @@
 
 import pytest
 
-from jdp.core.formatting import duration, rate, share, size
+from jdp.core.formatting import format_bytes, format_percent, format_rate, format_seconds
 
 
 @pytest.mark.parametrize(
     ("said", "wanted"),
     [
-        (size(0), "0 B"),
-        (size(1000), "1000 B"),
-        (size(1536), "1.5 KiB"),
-        (size(999.6 * 2**20), "1000 MiB"),
-        (size(1023.9 * 2**20), "1 GiB"),
-        (size(31.2 * 2**30), "31.2 GiB"),
-        (duration(40e-6), "40 µs"),
-        (duration(0.0873), "87.3 ms"),
-        (duration(0.9997), "1 s"),
-        (duration(1234.5), "1234 s"),
-        (rate(12345), "12.3k"),
-        (rate(999_600), "1M"),
-        (rate(2e12), "2T"),
-        (share(0), "0 %"),
-        (share(0.004), "0.4 %"),
-        (share(0.87), "87 %"),
-        (share(0.9951), "99.5 %"),
-        (share(1), "100 %"),
+        (format_bytes(0), "0 B"),
+        (format_bytes(1000), "1000 B"),
+        (format_bytes(1536), "1.5 KiB"),
+        (format_bytes(999.6 * 2**20), "1000 MiB"),
+        (format_bytes(1023.9 * 2**20), "1 GiB"),
+        (format_bytes(31.2 * 2**30), "31.2 GiB"),
+        (format_seconds(40e-6), "40 µs"),
+        (format_seconds(0.0873), "87.3 ms"),
+        (format_seconds(0.9997), "1 s"),
+        (format_seconds(1234.5), "1234 s"),
+        (format_rate(12345), "12.3k"),
+        (format_rate(999_600), "1M"),
+        (format_rate(2e12), "2T"),
+        (format_percent(0), "0 %"),
+        (format_percent(0.004), "0.4 %"),
+        (format_percent(0.87), "87 %"),
+        (format_percent(0.9951), "99.5 %"),
+        (format_percent(1), "100 %"),
     ],
 )
 def test_as_people_read_them(said, wanted):

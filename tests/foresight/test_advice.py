@@ -6,7 +6,7 @@ import pytest
 
 from jdp.core.gradients.gathers import Gathered
 from jdp.foresight.advice import advise
-from jdp.foresight.forecast import Forecast, Outlook
+from jdp.foresight.forecast import Estimate, PlanReport
 from jdp.foresight.memory.peak import Memory, Room
 from jdp.foresight.timing.timeline import Timeline
 from jdp.foresight.traffic.contract import Theory
@@ -16,7 +16,7 @@ from jdp.foresight.verify import Report
 GIB = 2**30
 
 
-def outlook(
+def estimate(
     strategy, *, gib, step=0.1, exposed=0.01, sent=0.02, matmul=1e-3, activations=1.0, kept=True, products=None
 ):
     """A way that holds `gib`, of which `activations`, on a device that has 70 GiB; seconds a step."""
@@ -59,7 +59,7 @@ def outlook(
         own=(),
         collectives=(),
     )
-    return Outlook(
+    return Estimate(
         strategy,
         1,
         None,
@@ -75,40 +75,42 @@ def outlook(
     )
 
 
-def words(*outlooks):
-    choice, why = advise(outlooks)
+def words(*estimates):
+    choice, why = advise(estimates)
     return choice, " ".join(why)
 
 
 def test_the_fastest_that_fits():
-    choice, why = words(outlook("ddp", gib=96, step=0.08), outlook("zero1", gib=60, step=0.1), outlook("zero3", gib=31))
+    choice, why = words(
+        estimate("ddp", gib=96, step=0.08), estimate("zero1", gib=60, step=0.1), estimate("zero3", gib=31)
+    )
     assert choice.strategy == "zero3", "as fast as zero1, and holds less"
     assert "ddp 96 GiB, zero1 60 GiB, zero3 31 GiB; zero1, zero3 fit" in why
     assert "zero1 takes as long and holds 29 GiB more" in why
 
 
 def test_why_it_is_faster():
-    slow = outlook("zero3", gib=31, step=0.109, exposed=0.019)
-    choice, why = words(outlook("zero1", gib=60), slow)
+    slow = estimate("zero3", gib=31, step=0.109, exposed=0.019)
+    choice, why = words(estimate("zero1", gib=60), slow)
     assert choice.strategy == "zero1"
     assert "zero3 takes 9.0 % longer: it waits 9 ms longer for other devices" in why
-    choice, why = words(outlook("zero1", gib=60), outlook("ddp", gib=65, step=0.12))
+    choice, why = words(estimate("zero1", gib=60), estimate("ddp", gib=65, step=0.12))
     assert "ddp takes 20 % longer: it computes 20 ms longer" in why
 
 
 def test_equals_are_named_too():
-    same = [outlook("zero1", gib=60), outlook("zero2", gib=60), outlook("ddp", gib=65, step=0.13)]
+    same = [estimate("zero1", gib=60), estimate("zero2", gib=60), estimate("ddp", gib=65, step=0.13)]
     _, why = words(*same)
     assert "zero1 is the one to take: a step takes 100 ms; zero2 takes as long in as much memory; ddp takes 30 %" in why
     choice, why = words(
-        outlook("zero1", gib=5, step=0.1004), outlook("ddp", gib=10), outlook("zero3", gib=3, step=0.1012)
+        estimate("zero1", gib=5, step=0.1004), estimate("ddp", gib=10), estimate("zero3", gib=3, step=0.1012)
     )
     assert choice.strategy == "zero1" and "ddp takes as long and holds 5 GiB more" in why
     assert "zero3 takes as long and holds 2 GiB less" in why
 
 
 def test_a_zero3_that_holds_its_weights_whole_is_said_whatever_is_chosen():
-    plain, whole = outlook("zero1", gib=60), outlook("zero3", gib=60, step=0.13)
+    plain, whole = estimate("zero1", gib=60), estimate("zero3", gib=60, step=0.13)
     assert "like zero2" not in words(plain, whole)[1]
     held = Gathering((Gathered("head", True, 8, 16),), 1, {"head": 8})
     whole = replace(whole, report=replace(whole.report, gathering=held))
@@ -119,56 +121,56 @@ def test_a_zero3_that_holds_its_weights_whole_is_said_whatever_is_chosen():
 
 
 def test_how_much_is_hidden_and_what_to_change():
-    _, why = words(outlook("zero1", gib=60, exposed=0.02, sent=0.04, matmul=40e-6))
+    _, why = words(estimate("zero1", gib=60, exposed=0.02, sent=0.04, matmul=40e-6))
     assert "50 % of that time is hidden" in why
     assert "batch per device is too small" in why and "40 µs" in why
     assert "waits for others in 20 % of a step" in why
-    _, why = words(outlook("zero1", gib=60, exposed=0.001))
+    _, why = words(estimate("zero1", gib=60, exposed=0.001))
     assert "too small" not in why and "waits for others" not in why and "Matrix products" not in why
-    _, why = words(outlook("zero1", gib=60, exposed=0.0, products=0.02))
+    _, why = words(estimate("zero1", gib=60, exposed=0.0, products=0.02))
     assert "Matrix products are 20 % of its computing time" in why
 
 
 def test_nothing_fits():
-    choice, why = words(outlook("ddp", gib=500), outlook("zero1", gib=300))
+    choice, why = words(estimate("ddp", gib=500), estimate("zero1", gib=300))
     assert choice is None and "none fits" in why and "zero3 shards them most" in why
-    choice, why = words(outlook("zero3", gib=150, activations=10))
+    choice, why = words(estimate("zero3", gib=150, activations=10))
     assert choice is None and "take more devices (about 3 times as many" in why  # 150 / (70 - 10) rounded up
-    choice, why = words(outlook("zero3", gib=150, activations=140))
+    choice, why = words(estimate("zero3", gib=150, activations=140))
     assert choice is None and "raise accumulate, rematerialise" in why
-    choice, why = words(outlook("zero3", gib=190, activations=90))
+    choice, why = words(estimate("zero3", gib=190, activations=90))
     assert choice is None and "raise accumulate, rematerialise" in why, "no number of devices helps"
 
 
 def test_what_must_be_set_for_it_to_fit():
     """jax takes 75 % of a GPU by default: a step that needs more runs out of memory unless more is given to it."""
-    assert "needs much." not in words(outlook("zero1", gib=50))[1]
-    assert "zero1 needs much." in words(outlook("zero1", gib=65))[1]
+    assert "needs much." not in words(estimate("zero1", gib=50))[1]
+    assert "zero1 needs much." in words(estimate("zero1", gib=65))[1]
 
 
 def test_a_broken_contract_is_said():
-    assert "jdp verify" in words(outlook("zero1", gib=60, kept=False))[1]
-    choice, _ = words(outlook("zero1", gib=60, kept=False), outlook("zero2", gib=61))
+    assert "jdp verify" in words(estimate("zero1", gib=60, kept=False))[1]
+    choice, _ = words(estimate("zero1", gib=60, kept=False), estimate("zero2", gib=61))
     assert choice.strategy == "zero2", "of two as fast, the one that keeps it"
 
 
 def test_no_times_no_memory():
-    bare = replace(outlook("zero1", gib=60), timeline=None, room=None)
+    bare = replace(estimate("zero1", gib=60), timeline=None, room=None)
     choice, why = words(bare, replace(bare, strategy="ddp"))
     assert choice is not None and "not known" in why
 
 
 def test_what_did_not_compile_is_no_choice():
-    failed = Outlook("ddp", 1, None, error="XLA did not compile this step: x")
+    failed = Estimate("ddp", 1, None, error="XLA did not compile this step: x")
     assert advise([failed])[0] is None
-    assert words(failed, outlook("zero1", gib=60))[0].strategy == "zero1"
-    forecast = Forecast("h100:1x8", 8, (failed,), None, ("No way compiled.",))
+    assert words(failed, estimate("zero1", gib=60))[0].strategy == "zero1"
+    forecast = PlanReport("h100:1x8", 8, (failed,), None, ("No way compiled.",))
     assert "did not compile" in str(forecast)
     assert forecast.to_json()["strategies"][0]["fits"] is False
 
 
 def test_the_definitions():
-    one = outlook("zero1", gib=60, step=0.1, exposed=0.01, sent=0.02)
+    one = estimate("zero1", gib=60, step=0.1, exposed=0.01, sent=0.02)
     assert one.mfu == pytest.approx(8e13 / (0.1 * 8 * 1e15))
     assert one.tokens_per_second == pytest.approx(81920)
     assert one.efficiency == pytest.approx(0.9)

@@ -6,8 +6,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from jdp.core.formatting import size
-from jdp.foresight.forecast import Forecast, Outlook
+from jdp.core.formatting import format_bytes
+from jdp.foresight.forecast import Estimate, PlanReport
 from jdp.foresight.memory.peak import Held, Memory, Room
 from jdp.foresight.memory.zero_formula import zero_bytes
 from jdp.foresight.program.collectives import Collective
@@ -150,7 +150,7 @@ NO_ROOM = Room(False, 90_000_000_000, 77_777_777_777, None, "does not fit: the r
 
 
 def outlook_of(strategy="zero1", **changed):
-    plain = Outlook(
+    plain = Estimate(
         strategy,
         1,
         None,
@@ -169,10 +169,10 @@ def outlook_of(strategy="zero1", **changed):
     return dataclasses.replace(plain, **changed)
 
 
-def forecast_of(*outlooks, choice=0, **changed):
-    chosen = None if choice is None else outlooks[choice]
+def forecast_of(*estimates, choice=0, **changed):
+    chosen = None if choice is None else estimates[choice]
     why = ("All fit.", "zero1 is the one to take.")
-    return Forecast("h100:1x4", 4, outlooks, chosen, why, **changed)
+    return PlanReport("h100:1x4", 4, estimates, chosen, why, **changed)
 
 
 def read(forecast, **named):
@@ -200,7 +200,7 @@ def test_the_page_holds_the_answer_and_the_numbers():
         "7.89 TFLOP",
         "61 µs",
         "12,345,678",  # bytes on the wire
-        f"{size(zero_bytes(124_000_000, 4, 'zero1').total)}",  # the closed form
+        f"{format_bytes(zero_bytes(124_000_000, 4, 'zero1').total)}",  # the closed form
         "zero1 chosen",
         "zero1 fits, but set XLA_CLIENT_MEM_FRACTION=0.9.",
         "zero3 does not fit: the rest goes to NCCL.",
@@ -235,7 +235,7 @@ def test_one_script_whose_digest_the_policy_names():
 
 def test_hostile_names_stay_text():
     events = (*events_of(50, what=HOSTILE), Event(HOSTILE, COMPUTE, 1.0, 0.5, HOSTILE, HOSTILE))
-    outlook = outlook_of(
+    estimate = outlook_of(
         HOSTILE,
         parameters=0,  # no closed form for a strategy of that name
         room=Room(True, 1, 2, 0.9, HOSTILE),
@@ -244,7 +244,7 @@ def test_hostile_names_stay_text():
         memory=memory_of(at=HOSTILE, largest=(Held(HOSTILE, 1, 8, HOSTILE, (1,), HOSTILE, HOSTILE),)),
     )
     broken = outlook_of("ddp", memory=None, report=None, timeline=None, room=None, error=HOSTILE)
-    forecast = dataclasses.replace(forecast_of(outlook, broken, notes=(HOSTILE,)), why=(HOSTILE,), target=HOSTILE)
+    forecast = dataclasses.replace(forecast_of(estimate, broken, notes=(HOSTILE,)), why=(HOSTILE,), target=HOSTILE)
     found = read(forecast, title=HOSTILE, described=HOSTILE)
     assert found.tags.count("script") == 1 and "img" not in found.tags
     assert {"onerror", "onload"}.isdisjoint(name for _, name, _ in found.attributes)
@@ -278,7 +278,7 @@ FAILED = {"memory": None, "report": None, "timeline": None, "room": None, "error
 
 
 @pytest.mark.parametrize(
-    ("outlooks", "expected"),
+    ("estimates", "expected"),
     [
         ((outlook_of(), outlook_of("zero3", **FAILED)), "did not compile"),
         ((outlook_of("zero3", **FAILED),), "No way compiled."),
@@ -290,11 +290,11 @@ FAILED = {"memory": None, "report": None, "timeline": None, "room": None, "error
         ((outlook_of(memory=Memory(0, 0, 0, 0, 0, 0, 0, 0), room=None),), "What a device holds"),
     ],
 )
-def test_what_is_not_known_is_said(outlooks, expected):
-    choice = 0 if outlooks[0].fits is not False and outlooks[0].error is None else None
-    found = read(forecast_of(*outlooks, choice=choice))
+def test_what_is_not_known_is_said(estimates, expected):
+    choice = 0 if estimates[0].fits is not False and estimates[0].error is None else None
+    found = read(forecast_of(*estimates, choice=choice))
     assert expected in found.text
-    assert ("RESOURCE_EXHAUSTED: no room" in found.text) == any(o.error is not None for o in outlooks)
+    assert ("RESOURCE_EXHAUSTED: no room" in found.text) == any(o.error is not None for o in estimates)
 
 
 def test_an_error_is_told_once():
@@ -314,8 +314,8 @@ def test_a_long_program_makes_a_small_page(ways, kernels):
     long = "jit(train_step)/" + "transpose(jvp(<model>))/while/body/closed_call/" * 6 + "dot_general"
     events = timeline_of(events_of(kernels, what=long))
     report = report_of(collectives=2000, source="/a/rather/long/path/to/the/place/of/the/loss/function.py:1234")
-    outlooks = [outlook_of(timeline=events, report=report, accumulate=i) for i in range(1, ways + 1)]
-    text = plan_page(forecast_of(*outlooks), title="t")
+    estimates = [outlook_of(timeline=events, report=report, accumulate=i) for i in range(1, ways + 1)]
+    text = plan_page(forecast_of(*estimates), title="t")
     assert len(text.encode()) < SMALL_ENOUGH
     Reader(text)
 

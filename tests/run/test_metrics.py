@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jdp.core import formatting as amounts
 from jdp.core import notices
+from jdp.core.formatting import format_rate
 from jdp.run.outputs import metrics
 from jdp.run.outputs import terminal as progress
 from jdp.run.outputs.metrics import Metrics, read
@@ -269,4 +269,4 @@ def test_durations(seconds: float, text: str):
 
 @pytest.mark.parametrize(("value", "text"), [(12345, "12.3k"), (999, "999"), (2.5e6, "2.5M"), (1e9, "1G")])
 def test_rates(value: float, text: str):
-    assert amounts.rate(value) == text
+    assert format_rate(value) == text

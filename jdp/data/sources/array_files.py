@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from jdp.core import formatting as amounts
+from jdp.core.formatting import format_bytes
 from jdp.core.machine import memory_bytes
 from jdp.core.notices import notice
 from jdp.core.toml import cut
@@ -94,7 +94,7 @@ def _check_total(members: list[zipfile.ZipInfo]) -> None:
     total, memory = sum(member.file_size for member in members), memory_bytes()
     if memory is not None and total > memory:
         raise ValueError(
-            f"its arrays have {amounts.size(total)}, and this machine has {amounts.size(memory)} of memory; save each "
+            f"its arrays have {format_bytes(total)}, and this machine has {format_bytes(memory)} of memory; save each "
             "as an .npy, which is not read whole"
         )
 
@@ -108,8 +108,8 @@ def _member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> NDArray[Any]:
         claimed = math.prod(shape) * dtype.itemsize
         if not dtype.hasobject and claimed > member.file_size:
             raise ValueError(
-                f"{member.filename} claims {list(shape)} {dtype}, {amounts.size(claimed)}, and has "
-                f"{amounts.size(member.file_size)}"
+                f"{member.filename} claims {list(shape)} {dtype}, {format_bytes(claimed)}, and has "
+                f"{format_bytes(member.file_size)}"
             )
     with archive.open(member) as file:
         return np.lib.format.read_array(file)

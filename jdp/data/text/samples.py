@@ -18,7 +18,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from jdp.core import formatting as amounts
+from jdp.core.formatting import format_bytes, format_percent
 from jdp.core.notices import notice
 from jdp.data.batches import NumpyBatch
 from jdp.data.split import split_spans
@@ -90,9 +90,9 @@ class TextData:
         train, heldout = self.train, self.heldout
         rule = "whole documents, by a hash of their content" if self.whole else "the tail of each document"
         unit = "bytes" if self.tokenizer == _BYTES else "tokens"
-        kept = f" ({amounts.size(train.tokens.nbytes + heldout.tokens.nbytes)} in memory)" if unit == "tokens" else ""
+        kept = f" ({format_bytes(train.tokens.nbytes + heldout.tokens.nbytes)} in memory)" if unit == "tokens" else ""
         by = f" by {self.tokenizer.name}" if unit == "tokens" and self.tokenizer else ""
-        packed = f", {amounts.share(train.waste)} of them empty" if isinstance(train, PackedSamples) else ""
+        packed = f", {format_percent(train.waste)} of them empty" if isinstance(train, PackedSamples) else ""
         return (
             f"{self.name}: {self.documents:,} documents, {len(train.tokens) + len(heldout.tokens):,} {unit}{by}{kept}; "
             f"train {len(train.tokens):,} {unit} in {len(train):,} samples of {train.length}{packed}, "

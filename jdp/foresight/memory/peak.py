@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from jdp.core.formatting import share, size
+from jdp.core.formatting import format_bytes, format_percent
 from jdp.core.sharding.mesh import mesh_of
 from jdp.core.state import TrainState
 from jdp.core.step import Step
@@ -69,7 +69,7 @@ class Held:
     def __str__(self) -> str:
         times = f"{self.count} × " if self.count > 1 else ""
         where = f" from {self.source}" if self.source else ""
-        return f"{size(self.bytes)}: {times}{self.dtype}{list(self.dims)} ({self.role}){where}"
+        return f"{format_bytes(self.bytes)}: {times}{self.dtype}{list(self.dims)} ({self.role}){where}"
 
 
 @dataclass(frozen=True)
@@ -142,8 +142,11 @@ class Memory:
     def __str__(self) -> str:
         rows = [(words, self.by_class()[name]) for name, words in CLASSES.items()]
         width = max(len(words) for words, _ in rows)
-        lines = [f"{words:{width}}  {size(count):>9}  {share(count / (self.total or 1)):>6}" for words, count in rows]
-        return "\n".join([*lines, f"{'total per device':{width}}  {size(self.total):>9}"])
+        lines = [
+            f"{words:{width}}  {format_bytes(count):>9}  {format_percent(count / (self.total or 1)):>6}"
+            for words, count in rows
+        ]
+        return "\n".join([*lines, f"{'total per device':{width}}  {format_bytes(self.total):>9}"])
 
     def fits(self, memory_bytes: int) -> Room:
         """Whether a device of `memory_bytes` can hold the step, and what has to be set for it.
@@ -153,14 +156,16 @@ class Memory:
         are not counted.
         """
         needed, available = self.total + self.outside, max(memory_bytes - RESERVED_BYTES, 0)
-        said = f"needs {size(needed)} of the {size(memory_bytes)} that a device has"
+        said = f"needs {format_bytes(needed)} of the {format_bytes(memory_bytes)} that a device has"
         if needed > available:
-            beside = f"{size(RESERVED_BYTES)} of it go to the CUDA context and NCCL"
+            beside = f"{format_bytes(RESERVED_BYTES)} of it go to the CUDA context and NCCL"
             return Room(False, needed, available, None, f"{said}: does not fit; {beside}")
         if needed <= DEFAULT_FRACTION * memory_bytes:
             return Room(True, needed, available, None, f"{said}: fits")
         fraction = min(math.ceil(1000 * needed / memory_bytes) / 1000, 1.0)
-        advice = f"jax takes {share(DEFAULT_FRACTION)} of it by default: set XLA_CLIENT_MEM_FRACTION={fraction:g}"
+        advice = (
+            f"jax takes {format_percent(DEFAULT_FRACTION)} of it by default: set XLA_CLIENT_MEM_FRACTION={fraction:g}"
+        )
         return Room(True, needed, available, fraction, f"{said}: fits, but {advice}")
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import jax
 
-from jdp.core.formatting import size
+from jdp.core.formatting import format_bytes
 from jdp.core.sharding.mesh import DATA
 from jdp.core.sharding.placement import Placement
 from jdp.core.state import TrainState
@@ -58,10 +58,10 @@ class Group:
         what = f" for {listed(self.paths)} (by shape)" if self.paths else ""
         where = f", at {self.line}" if self.line else ""
         whole = self.fault.whole_bytes
-        held = f"It rests whole on every device, {size(whole)} and so does its optimizer state. "
-        excess = held if whole else f"{size(self.excess)} a device too much. "
+        held = f"It rests whole on every device, {format_bytes(whole)} and so does its optimizer state. "
+        excess = held if whole else f"{format_bytes(self.excess)} a device too much. "
         return (
-            f"{c.kind} of {size(self.payload_bytes)} {self.dtype}{often}{what}{where}: {self.fault.reason}. "
+            f"{c.kind} of {format_bytes(self.payload_bytes)} {self.dtype}{often}{what}{where}: {self.fault.reason}. "
             f"{excess}{self.fault.remedy}"
         )
 
@@ -153,12 +153,12 @@ def _groups(pieces: Iterable[tuple[Sent, Piece]], judge: _Judge) -> list[Group]:
 
 def _in_all(promised: Theory, verdict: Verdict) -> str:
     """Where no tensor is at fault: what is all-reduced whole by plan may send more than theory has for it."""
-    said = f"a device sends {size(verdict.wire_bytes)} a step where {size(promised.wire_bytes)} are promised."
+    said = f"a device sends {format_bytes(verdict.wire_bytes)} a step where {format_bytes(promised.wire_bytes)} are promised."
     if not promised.whole.paths:
         return said
     return (
         f"{said} {listed(promised.whole.paths)}, of fewer than {promised.whole.fewer_than} elements, are all-reduced "
-        f"whole by plan: {size(promised.whole.wire_bytes)}, more than scattered and gathered in this precision. "
+        f"whole by plan: {format_bytes(promised.whole.wire_bytes)}, more than scattered and gathered in this precision. "
         "Lower Plan(min_shard_size=...), or take the strategy ddp for a model this small."
     )
 

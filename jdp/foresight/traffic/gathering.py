@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from jdp.core.formatting import columns, share, size
+from jdp.core.formatting import align_columns, format_bytes, format_percent
 from jdp.core.gradients.gathers import Gathered
 from jdp.core.sharding.placement import Placement, shards
 from jdp.core.state import TrainState
@@ -76,8 +76,8 @@ class Gathering:
                 "reshape it inside the block"
             )
         return (
-            f"This zero3 holds its weights like zero2: {size(top)} of {size(top + layered)} gathered weights a device "
-            f"({share(top / (top + layered))}) are gathered at the top of the step and stay whole until the backward "
+            f"This zero3 holds its weights like zero2: {format_bytes(top)} of {format_bytes(top + layered)} gathered weights a device "
+            f"({format_percent(top / (top + layered))}) are gathered at the top of the step and stay whole until the backward "
             f"pass is done with them ({listed(each.path for each in first)}). Remedy: {remedy}."
         )
 
@@ -87,7 +87,7 @@ class Gathering:
         for each in self.gathered:
             where = "at the top" if each.at_top else "by layer"
             groups.setdefault((where, f"{self.times(each):g}"), []).append(each)
-        return columns([_HEADERS, *(_row(*key, same) for key, same in groups.items())])
+        return align_columns([_HEADERS, *(_row(*key, same) for key, same in groups.items())])
 
     def to_json(self) -> list[dict[str, Any]]:
         """One object a parameter and place."""
@@ -113,7 +113,7 @@ def gathering(step: Step, state: TrainState) -> Gathering | None:
 
 
 def _row(where: str, times: str, same: Sequence[Gathered]) -> tuple[str, ...]:
-    return where, times, str(len(same)), size(_payload(same)), listed(each.path for each in same)
+    return where, times, str(len(same)), format_bytes(_payload(same)), listed(each.path for each in same)
 
 
 def _payload(gathered: Iterable[Gathered]) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import jax
 
-from jdp.core.formatting import size
+from jdp.core.formatting import format_bytes
 from jdp.core.sharding.placement import Placement
 from jdp.core.sharding.plan import Plan
 from jdp.core.state import TrainState
@@ -115,7 +115,7 @@ def _random(compiled: Compiled) -> Iterator[str]:
             groups[key] = groups.get(key, 0) + c.payload_bytes * c.count
     for (kind, line), total in groups.items():
         yield (
-            f"Random numbers: {kind} of {size(total)} a step carries keys or random bits{_at(line)}. Draw from the key "
+            f"Random numbers: {kind} of {format_bytes(total)} a step carries keys or random bits{_at(line)}. Draw from the key "
             "that the loss is given, batch dimension first, jax_threefry_partitionable on: each device draws its own."
         )
 
@@ -138,9 +138,9 @@ def _host(program: Program) -> Iterator[str]:
         elif step.opcode in _TRANSFERS:
             channel = "the host" if "is_host_transfer=true" in step.line or "feed" in step.opcode else "a peer"
             if channel == "the host":
-                yield f"The host: {step.opcode} moves {size(step.result_bytes)} to or from it inside the step{line}."
+                yield f"The host: {step.opcode} moves {format_bytes(step.result_bytes)} to or from it inside the step{line}."
         elif step.opcode in ("copy", "copy-start") and _HOST_MEMORY in step.type:
-            yield f"The host: {size(max(_sizes(step)))} are copied to or from its memory inside the step{line}."
+            yield f"The host: {format_bytes(max(_sizes(step)))} are copied to or from its memory inside the step{line}."
 
 
 def _operation(step: Instruction) -> str:
@@ -174,7 +174,7 @@ def _held_twice(program: Program) -> Iterator[str]:
     if large:
         first = sorted(large, key=lambda path: -large[path])
         yield (
-            f"Donation: {listed(first)} ({size(sum(large.values()))} a device) cannot be updated in place and is held "
+            f"Donation: {listed(first)} ({format_bytes(sum(large.values()))} a device) cannot be updated in place and is held "
             "twice while the step runs: it does not lie where the plan puts it. Lay the state as the plan does "
             "(jdp.init_state, jdp.restore)."
         )

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import jax
 
-from jdp.core.formatting import size
+from jdp.core.formatting import format_bytes
 from jdp.run.outputs.terminal import Display
 
 FOLDER = "profile"
@@ -106,6 +106,6 @@ class Profile:
         opened = f": open {traces[0]} at https://ui.perfetto.dev, or" if traces else ":"
         steps = f"steps {self._traced[0]} to {self._traced[-1]}" if self._traced else "the step that failed"
         self._say(
-            f"profiled {steps}, {size(sum(file.stat().st_size for file in newest))}{opened} "
+            f"profiled {steps}, {format_bytes(sum(file.stat().st_size for file in newest))}{opened} "
             f"`pip install xprof && xprof --logdir {self._folder}`"
         )

@@ -10,7 +10,7 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from jdp.core.formatting import rate
+from jdp.core.formatting import format_rate
 
 
 class Display:
@@ -81,5 +81,5 @@ def clock(seconds: float) -> str:
 
 def _shown(name: str, value: float) -> str:
     if name.endswith("_per_second"):
-        return f"{rate(value)} {name.removesuffix('_per_second')}/s"
+        return f"{format_rate(value)} {name.removesuffix('_per_second')}/s"
     return f"{name} {value:.2e}" if name == "lr" else f"{name} {value:.4g}"

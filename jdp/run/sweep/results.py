@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jdp.core.formatting import rate
+from jdp.core.formatting import format_rate
 from jdp.experiment.file import ExperimentError
 from jdp.run.sweep.walk import DONE, FAILED, Result
 
@@ -88,7 +88,7 @@ def _row(result: Result, keys: Sequence[str], metrics: Sequence[str]) -> list[st
         *(result.member.values[key] for key in keys),
         *numbers,
         _number(summary.get("steps"), "{}"),
-        f"{rate(speed)}/s" if isinstance(speed, int | float) else "-",
+        f"{format_rate(speed)}/s" if isinstance(speed, int | float) else "-",
         result.status,
     ]
 
