@@ -1,0 +1,117 @@
+"""What a program can hold of the docstrings: arguments and errors are named where they are taken and raised."""
+
+import ast
+import importlib
+import inspect
+import re
+
+import pytest
+from test_packages import MODULES
+
+FACES = (
+    "jdp",
+    "jdp.export",
+    "jdp.data",
+    "jdp.models",
+    "jdp.launch",
+    "jdp.checkpoint",
+    "jdp.prove",
+    "jdp.experiment",
+    "jdp.foresight.targets",
+)
+"""Modules that pass public names on."""
+
+
+def public_names():
+    """qualified name -> the public function, class or method."""
+    found = {}
+    for face in map(importlib.import_module, FACES):
+        names = getattr(face, "__all__", None) or [name for name in vars(face) if not name.startswith("_")]
+        for value in (getattr(face, name) for name in names):
+            if not getattr(value, "__module__", "").startswith("jdp"):
+                continue  # a number, a type of typing's
+            if inspect.isfunction(value):
+                found[f"{value.__module__}.{value.__qualname__}"] = value
+            elif inspect.isclass(value):
+                found[f"{value.__module__}.{value.__qualname__}"] = value
+                for name, method in vars(value).items():
+                    if inspect.isfunction(method) and not name.startswith("_"):
+                        found[f"{value.__module__}.{method.__qualname__}"] = method
+    return found
+
+
+PUBLIC = public_names()
+
+
+def parameters(function):
+    return [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
+
+
+def sections(docstring):
+    """The headings of a docstring in Google's style."""
+    return set(re.findall(r"^\s*(Args|Attributes|Fields|Returns|Yields|Raises):", docstring, flags=re.M))
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_public_name_says_what_it_takes(name):
+    value, text = PUBLIC[name], inspect.getdoc(PUBLIC[name]) or ""
+    assert text, "no docstring"
+    if inspect.isfunction(value) and parameters(value):
+        assert "Args" in sections(text)
+        missing = [one for one in parameters(value) if not re.search(rf"(?<![\w]){one}\b", text)]
+        assert not missing, missing
+    elif inspect.isclass(value) and "__init__" in vars(value) and not getattr(value, "_is_protocol", False):
+        init = value.__init__  # of a dataclass too
+        assert not parameters(init) or sections(f"{text}\n{inspect.getdoc(init)}") & {"Args", "Attributes", "Fields"}
+
+
+def functions(tree, prefix=""):
+    """Qualified names and nodes of functions and methods, without private ones and those inside another function."""
+    for node in tree.body:
+        if node.__dict__.get("name", "").startswith("_"):
+            continue
+        if isinstance(node, ast.ClassDef):
+            yield from functions(node, f"{prefix}{node.name}.")
+        elif isinstance(node, ast.FunctionDef):
+            yield f"{prefix}{node.name}", node
+
+
+def raised(function):
+    """Names of the exceptions that a function's own body raises: `raise X(...)`, helpers inside it left out."""
+    inner = {
+        node
+        for child in ast.walk(function)
+        if isinstance(child, ast.FunctionDef | ast.Lambda) and child is not function
+        for node in ast.walk(child)
+    }
+    for node in ast.walk(function):
+        if isinstance(node, ast.Raise) and node not in inner and isinstance(node.exc, ast.Call):
+            yield ast.unparse(node.exc.func).rpartition(".")[2]
+
+
+UNNAMED = {"NotImplementedError", "SystemExit"}
+RAISING = [
+    (f"{module.name}.{name}", node, sorted(set(raised(node)) - UNNAMED))
+    for module in MODULES.values()
+    for name, node in functions(module.tree)
+    if set(raised(node)) - UNNAMED
+]
+
+
+@pytest.mark.parametrize(("node", "errors"), [row[1:] for row in RAISING], ids=[row[0] for row in RAISING])
+def test_a_function_names_what_it_raises(node, errors):
+    text = ast.get_docstring(node) or ""
+    assert "Raises" in text, errors
+    assert [error for error in errors if error not in text] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("def f(x):\n    raise ValueError('x')", {"ValueError"}),
+        ("def f(x):\n    raise errors.PathError('x') from None", {"PathError"}),
+        ("def f(x):\n    def g():\n        raise KeyError('x')\n    raise", set()),
+    ],
+)
+def test_this_file_sees_what_is_raised(text, expected):
+    assert set(raised(ast.parse(text).body[0])) == expected
