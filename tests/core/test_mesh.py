@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType
 
 import jdp
-from jdp.core.sharding.mesh import batch_axes, better_order, hosts_along, replicas_for_hosts
+from jdp.core.sharding.mesh import batch_axes, better_order, check_axes, equation, hosts_along, replicas_for_hosts
 from jdp.foresight.targets.resolve import target
 
 
@@ -142,7 +142,10 @@ def test_the_batch_lies_over_replica_and_data_only(axes, expected):
     ("axes", "message"),
     [
         ({"model": 8}, "A mesh needs a `data` axis; got model=8. Add data=-1 to take the devices that are left."),
-        ({"data": 0}, "positive sizes, at most one of them -1 (what is left); got data=0."),
+        ({"data": 8, "la la": 1}, "named like variables, and not `devices`; got 'la la'. Rename it."),
+        ({"data": 8, "m" * 101: 1}, "named like variables, and not `devices`; got 'mmm"),
+        ({"data": 8.0}, "Mesh axes are integers, as in make_mesh(data=8); got data=8.0."),
+        ({"data": 0}, "positive sizes, at most one of them -1 (what is left); got data=0. Write 1 or more"),
         ({"data": 4, "model": -2}, "positive sizes, at most one of them -1 (what is left); got data=4 × model=-2."),
         ({"data": -1, "model": -1}, "at most one of them -1 (what is left); got data=-1 × model=-1."),
         (
@@ -161,9 +164,20 @@ def test_the_batch_lies_over_replica_and_data_only(axes, expected):
         ({"replica": 8, "data": 8, "model": 8}, "replica=8 × data=8 × model=8 = 512, but there are 8 devices."),
     ],
 )
-def test_what_is_wrong_with_a_mesh_is_said_with_the_whole_equation(axes, message):
+def test_what_is_wrong_with_a_mesh_is_reported_with_the_whole_equation(axes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         jdp.make_mesh(**axes)
+
+
+def test_an_axis_is_not_named_devices():
+    """`make_mesh(devices=...)` takes the devices; axes from a file could have that name."""
+    with pytest.raises(ValueError, match="not `devices`"):
+        check_axes({"data": -1, "devices": 2})
+
+
+def test_the_equation_of_sizes():
+    assert equation({"data": 4, "model": 2}) == "data=4 × model=2 = 8"
+    assert equation({"data": 4}) == "data=4"
 
 
 def test_a_mesh_needs_devices():
