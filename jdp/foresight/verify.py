@@ -111,9 +111,10 @@ def _whole(promised: Theory, rows: Iterable[Row]) -> Iterable[str]:
     if whole.paths and any(row.kind == "all-reduce" and row.wire_bytes > SLACK * bound for row in rows):
         what = f"{len(whole.paths)} parameters" if len(whole.paths) > 1 else "1 parameter"
         verb = "are" if len(whole.paths) > 1 else "is"
+        payload = format_bytes(whole.payload_bytes)
         yield (
-            f"{what} of fewer than {whole.fewer_than} elements {verb} all-reduced whole: {format_bytes(whole.payload_bytes)} a "
-            "step, as planned; theory counts them as if they were sharded"
+            f"{what} of fewer than {whole.fewer_than} elements {verb} all-reduced whole: {payload} a step, as planned; "
+            "theory counts them as if they were sharded"
         )
 
 

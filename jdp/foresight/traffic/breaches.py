@@ -153,13 +153,14 @@ def _groups(pieces: Iterable[tuple[Sent, Piece]], judge: _Judge) -> list[Group]:
 
 def _in_all(promised: Theory, verdict: Verdict) -> str:
     """Where no tensor is at fault: what is all-reduced whole by plan may send more than theory has for it."""
-    said = f"a device sends {format_bytes(verdict.wire_bytes)} a step where {format_bytes(promised.wire_bytes)} are promised."
+    bound = format_bytes(promised.wire_bytes)
+    said = f"a device sends {format_bytes(verdict.wire_bytes)} a step where {bound} are promised."
     if not promised.whole.paths:
         return said
     return (
-        f"{said} {listed(promised.whole.paths)}, of fewer than {promised.whole.fewer_than} elements, are all-reduced "
-        f"whole by plan: {format_bytes(promised.whole.wire_bytes)}, more than scattered and gathered in this precision. "
-        "Lower Plan(min_shard_size=...), or take the strategy ddp for a model this small."
+        f"{said} {listed(promised.whole.paths)}, of fewer than {promised.whole.fewer_than} elements, are "
+        f"all-reduced whole by plan: {format_bytes(promised.whole.wire_bytes)}, more than scattered and gathered in "
+        "this precision. Lower Plan(min_shard_size=...), or take the strategy ddp for a model this small."
     )
 
 

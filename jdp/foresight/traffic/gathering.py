@@ -75,10 +75,11 @@ class Gathering:
                 "only what goes through jdp.scan_layers as it stands in the model is gathered by layer; cast or "
                 "reshape it inside the block"
             )
+        gathered = format_bytes(top + layered)
         return (
-            f"This zero3 holds its weights like zero2: {format_bytes(top)} of {format_bytes(top + layered)} gathered weights a device "
-            f"({format_percent(top / (top + layered))}) are gathered at the top of the step and stay whole until the backward "
-            f"pass is done with them ({listed(each.path for each in first)}). Remedy: {remedy}."
+            f"This zero3 holds its weights like zero2: {format_bytes(top)} of {gathered} gathered weights a device "
+            f"({format_percent(top / (top + layered))}) are gathered at the top of the step and stay whole until the "
+            f"backward pass is done with them ({listed(each.path for each in first)}). Remedy: {remedy}."
         )
 
     def table(self) -> list[str]:

@@ -115,8 +115,9 @@ def _random(compiled: Compiled) -> Iterator[str]:
             groups[key] = groups.get(key, 0) + c.payload_bytes * c.count
     for (kind, line), total in groups.items():
         yield (
-            f"Random numbers: {kind} of {format_bytes(total)} a step carries keys or random bits{_at(line)}. Draw from the key "
-            "that the loss is given, batch dimension first, jax_threefry_partitionable on: each device draws its own."
+            f"Random numbers: {kind} of {format_bytes(total)} a step carries keys or random bits{_at(line)}. Draw from "
+            "the key that the loss is given, batch dimension first, jax_threefry_partitionable on: each device draws "
+            "its own."
         )
 
 
@@ -138,7 +139,8 @@ def _host(program: Program) -> Iterator[str]:
         elif step.opcode in _TRANSFERS:
             channel = "the host" if "is_host_transfer=true" in step.line or "feed" in step.opcode else "a peer"
             if channel == "the host":
-                yield f"The host: {step.opcode} moves {format_bytes(step.result_bytes)} to or from it inside the step{line}."
+                moved = format_bytes(step.result_bytes)
+                yield f"The host: {step.opcode} moves {moved} to or from it inside the step{line}."
         elif step.opcode in ("copy", "copy-start") and _HOST_MEMORY in step.type:
             yield f"The host: {format_bytes(max(_sizes(step)))} are copied to or from its memory inside the step{line}."
 
@@ -174,8 +176,8 @@ def _held_twice(program: Program) -> Iterator[str]:
     if large:
         first = sorted(large, key=lambda path: -large[path])
         yield (
-            f"Donation: {listed(first)} ({format_bytes(sum(large.values()))} a device) cannot be updated in place and is held "
-            "twice while the step runs: it does not lie where the plan puts it. Lay the state as the plan does "
+            f"Donation: {listed(first)} ({format_bytes(sum(large.values()))} a device) cannot be updated in place and "
+            "is held twice while the step runs: it does not lie where the plan puts it. Lay the state as the plan does "
             "(jdp.init_state, jdp.restore)."
         )
 
