@@ -20,7 +20,7 @@ from jdp.core.step import Step
 from jdp.core.types import Batch
 from jdp.foresight.program.compiled import Compiled, compile_step
 from jdp.foresight.targets.chips import XLA_TYPES
-from jdp.foresight.targets.relocate import abstract_on
+from jdp.foresight.targets.relocate import Relocated, abstract_on
 from jdp.foresight.targets.resolve import Target
 from jdp.foresight.targets.this_machine import fingerprint, target_of
 from jdp.foresight.traffic.breaches import breaches, strays
@@ -52,10 +52,25 @@ def verify(
         raise ValueError(
             "The contract is about training: jdp.verify takes a step of jdp.make_train_step; got an evaluation step."
         )
-    moved = abstract_on(step, state, batch, target)
-    where = target_of(target, moved.state)
-    compiled = compile_step(moved.lower(), cache=Cache.usual(cache), described=fingerprint(where))
-    return report(moved.step, moved.state, compiled, str(where), notes=moved.notes)
+    relocated = abstract_on(step, state, batch, target)
+    return verify_relocated(relocated, target_of(target, relocated.state), cache=cache)
+
+
+def verify_relocated(relocated: Relocated, target: Target, *, cache: bool = True) -> Report:
+    """Compile a step that is on its target already, and compare what it sends with its strategy's contract.
+
+    `jdp.verify` and `jdp verify` both end here; they differ in who makes the step and lays it on the target.
+
+    Args:
+        relocated: a training step and its abstract operands on the mesh of the target's devices.
+        target: those devices.
+        cache: keep compiled results on disk ($JDP_CACHE_DIR, else ~/.cache/jdp) and use them.
+
+    Raises:
+        ValueError: the step does not compile (`CompileError`), or does what these devices have no place for.
+    """
+    compiled = compile_step(relocated.lower(), cache=Cache.usual(cache), described=fingerprint(target))
+    return report(relocated.step, relocated.state, compiled, str(target), notes=relocated.notes)
 
 
 def report(step: Step, state: TrainState, compiled: Compiled, target_name: str, *, notes: Sequence[str] = ()) -> Report:
