@@ -69,17 +69,18 @@ def _nothing_fits(compiled: Sequence[Estimate]) -> list[str]:
     fixed, available = memory.total - rest, least.available_bytes or 0
     if fixed >= available or fixed > rest:
         return [
-            f"{least.name} needs least; {format_bytes(fixed)} of it are activations, batch and temporaries: raise accumulate, "
-            "rematerialise (remat), or give a device fewer rows."
+            f"{least.name} needs least; {format_bytes(fixed)} of it are activations, batch and temporaries: raise "
+            "accumulate, rematerialise (remat), or give a device fewer rows."
         ]
     if least.strategy != "zero3":
         return [
-            f"{least.name} needs least; weights and optimizer state are {format_bytes(rest)} of it: zero3 shards them most."
+            f"{least.name} needs least; weights and optimizer state are {format_bytes(rest)} of it: zero3 shards them "
+            "most."
         ]
     more = -(-rest // (available - fixed))
     return [
-        f"{least.name} needs least; weights and optimizer state are {format_bytes(rest)} of it: take more devices (about "
-        f"{more} times as many, with as many rows each), or a lower precision."
+        f"{least.name} needs least; weights and optimizer state are {format_bytes(rest)} of it: take more devices "
+        f"(about {more} times as many, with as many rows each), or a lower precision."
     ]
 
 
@@ -129,8 +130,9 @@ def _communication(choice: Estimate) -> list[str]:
         return []
     if not line.communication_seconds:
         return ["Nothing is sent."]
-    sends = f"It sends {format_bytes(choice.report.wire_bytes_per_device)} a device in {format_seconds(line.communication_seconds)}"
-    said = [f"{sends}; {format_percent(1 - line.exposed_fraction)} of that time is hidden behind computation."]
+    sent, seconds = format_bytes(choice.report.wire_bytes_per_device), format_seconds(line.communication_seconds)
+    hidden = format_percent(1 - line.exposed_fraction)
+    said = [f"It sends {sent} a device in {seconds}; {hidden} of that time is hidden behind computation."]
     if not choice.report.kept:
         said.append("It breaks its strategy's contract: `jdp verify` names collective, parameter and remedy.")
     return said
@@ -146,8 +148,8 @@ def _to_change(choice: Estimate) -> list[str]:
     products = line.matmul_seconds / line.compute_seconds
     if 0 < products < FEW_PRODUCTS:
         said.append(
-            f"Matrix products are {format_percent(products)} of its computing time; the rest reads and writes memory: fused "
-            "attention, less rematerialisation or wider layers are where time can be won."
+            f"Matrix products are {format_percent(products)} of its computing time; the rest reads and writes memory: "
+            "fused attention, less rematerialisation or wider layers are where time can be won."
         )
     elif 0 < line.median_matmul_seconds < SHORT_MATMUL_SECONDS:
         said.append(
@@ -156,7 +158,7 @@ def _to_change(choice: Estimate) -> list[str]:
         )
     if waiting > EXPOSED:
         said.append(
-            f"A device waits for others in {format_percent(waiting)} of a step: more rows a device (--max-batch finds how many "
-            "fit) give it more to compute for the same bytes."
+            f"A device waits for others in {format_percent(waiting)} of a step: more rows a device (--max-batch finds "
+            "how many fit) give it more to compute for the same bytes."
         )
     return said

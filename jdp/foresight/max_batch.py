@@ -42,11 +42,12 @@ class MaxBatch:
         return asdict(self)
 
     def __str__(self) -> str:
+        available, too_many_needed = format_bytes(self.available), format_bytes(self.too_many_needed)
         if self.rows == 0:
-            return f"Not even one row a device fits: it needs {format_bytes(self.too_many_needed)} of {format_bytes(self.available)}."
+            return f"Not even one row a device fits: it needs {too_many_needed} of {available}."
         return (
             f"The largest batch that fits is {self.batch_size} ({self.rows} rows a device and microbatch): it needs "
-            f"{format_bytes(self.needed)} of {format_bytes(self.available)}; {self.too_many} rows need {format_bytes(self.too_many_needed)}."
+            f"{format_bytes(self.needed)} of {available}; {self.too_many} rows need {too_many_needed}."
             f"{self.advice and f' It {self.advice}.'}"
         )
 
@@ -76,7 +77,8 @@ def max_batch(needs: Callable[[int], int], available: int, *, per_row: int, star
             return MaxBatch(low, low * per_row, seen.get(low, 0), high, seen[high], available, len(seen))
         probe = _inside(seen, low, high, available) if high else _above(seen, low, available)
     raise ValueError(
-        f"No end of the batch was found: {low} rows a device need {format_bytes(seen[low])} of {format_bytes(available)}."
+        f"No end of the batch was found: {low} rows a device need {format_bytes(seen[low])} of "
+        f"{format_bytes(available)}."
     )
 
 

@@ -90,8 +90,8 @@ def _against_theory(name: str, row: Row, verdict: Markup) -> list[str]:
 
 def _way(name: str, report: Report, most: int, *, is_choice: bool) -> Markup:
     mesh = " × ".join(f"{axis}={count}" for axis, count in report.mesh.items())
-    sends = f"a device sends {format_bytes(report.wire_bytes_per_device)} a step ({report.wire_bytes_per_device:,.0f} bytes)"
-    promised = report.theory_wire_bytes_per_device
+    wire, promised = report.wire_bytes_per_device, report.theory_wire_bytes_per_device
+    sends = f"a device sends {format_bytes(wire)} a step ({wire:,.0f} bytes)"
     against = f", {report.ratio:.3f} of theory’s {format_bytes(promised)} ({promised:,.0f})" if promised else ""
     partitioned = f"Partitioning {report.partitioning}: {report.why}." if report.partitioning else ""
     return joined(
