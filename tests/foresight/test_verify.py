@@ -62,7 +62,7 @@ def test_rows_are_raised_to_what_divides_and_that_is_said():
     assert moved.batch["x"].shape == (192, 64)
     assert moved.batch["x"].sharding == moved.step.plan.batch_sharding
     [note] = moved.notes
-    assert note == "rows: 24 -> 192, as a batch must divide by 64 shards of the batch × accumulate=3"
+    assert note == "a batch must divide by 64 shards × accumulate=3 = 192; given 24 rows: 192 are taken"
     assert abstract_on(*made(rows=128), "h100:8x8").notes == ()
 
 

@@ -2,7 +2,7 @@
 
 1. The mesh keeps its axes; `data` takes the devices that are left.
 2. The state's leaves become shapes, dtypes and the shardings that the plan gives them there.
-3. The batch's leaves likewise; rows that the new mesh cannot split are raised to the next number that it can.
+3. The batch's leaves likewise; rows that the new mesh cannot split are rounded up (`round_up_rows`).
 """
 
 import math
@@ -97,16 +97,38 @@ def abstract_on(
     """
     plan = step.plan.on(_mesh(step, state, target))
     rows, notes = batch_rows(batch), tuple[str, ...]()
-    count = microbatches or step.accumulate
-    unit = plan.batch_shards * count
-    if target is not None and rows % unit:
-        raised = math.ceil(rows / unit) * unit
-        equation = f"{plan.batch_shards} shards of the batch" + f" × accumulate={count}" * (unit > plan.batch_shards)
-        notes, rows = (f"rows: {rows} -> {raised}, as a batch must divide by {equation}",), raised
+    if target is not None:
+        rows, notes = round_up_rows(rows, plan.batch_shards, microbatches or step.accumulate)
     here = target is None
     moved = jax.tree.map(lambda leaf, s: _abstract(leaf, leaf.shape, s, keep=here), state, plan.shardings(state))
     laid = jax.tree.map(lambda leaf: _abstract(leaf, (rows, *leaf.shape[1:]), plan.batch_sharding), batch)
     return Relocated(step.on(plan.mesh), moved, laid, notes)
+
+
+def round_up_rows(rows: int, shards: int, accumulate: int) -> tuple[int, tuple[str, ...]]:
+    """Return the next number of rows that divides over shards and microbatches, and a note if that is another one.
+
+    What is planned for a target should not depend on the number of devices that the batch was written for.
+
+    Args:
+        rows: the global batch's leading size.
+        shards: `Plan.batch_shards`, the devices that share a batch.
+        accumulate: microbatches a step; of several numbers that are compared, their least common multiple.
+
+    Returns:
+        (rows, notes); `notes` is empty where `rows` divides already.
+
+    Raises:
+        ValueError: the next number is 2^31 or more, which no array's dimension is planned for.
+    """
+    unit = shards * accumulate
+    raised = -(-rows // unit) * unit
+    if raised == rows:
+        return rows, ()
+    rule = f"a batch must divide by {shards} shards × accumulate={accumulate} = {unit}; given {rows} rows"
+    if raised >= 2**31:
+        raise ValueError(f"{rule}: {raised} would be taken, and a batch has fewer than 2^31 rows: lower accumulate")
+    return raised, (f"{rule}: {raised} are taken",)
 
 
 def _mesh(step: Step, state: TrainState, where: str | Target | None) -> Mesh:
