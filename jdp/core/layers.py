@@ -1,7 +1,7 @@
 """The layer loop of a deep model: the one place where ZeRO-3 gathers a layer, and where rematerialisation is chosen.
 
 Under ZeRO-3 a step hands the loss function whole parameters, gathered at the top, so that any code that uses them is
-right. Beside them it keeps a table: this gathered array came from that shard (`Lifts`). `scan_layers` looks its
+right. Beside them it keeps a table: this gathered array came from that shard (`GatherTable`). `scan_layers` looks its
 leaves up in the table and loops over the *shards* instead, gathering one layer inside the loop, and again in the
 backward pass. The gather at the top is then dead code and the compiler drops it. A leaf that is not in the table (it
 was cast or reshaped on the way) is used as it is: right, but gathered for the whole step; that is said once.
@@ -22,32 +22,32 @@ from jdp.core.notices import notice
 from jdp.core.sharding.placement import Placement
 from jdp.core.types import PyTree
 
-Lift = Callable[[jax.Array, Placement, int], jax.Array]
-"""`lift(shard, placement, leading)`: gather a shard whose first `leading` dims were sliced off."""
+Gather = Callable[[jax.Array, Placement, int], jax.Array]
+"""`gather(shard, placement, leading)`: gather a shard whose first `leading` dims were sliced off."""
 
 Remat = str | Callable[..., bool] | None
 Block = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True)
-class Lifts:
+class GatherTable:
     """The parameters of the loss being traced: id of the gathered array -> (that array, its shard, where it lives).
 
-    `met` takes the names of the weights that `scan_layers` was given, gathered by layer or not.
+    `used` takes the names of the weights that `scan_layers` was given, gathered by layer or not.
     """
 
-    lift: Lift
+    gather: Gather
     table: dict[int, tuple[jax.Array, jax.Array, Placement]]
-    met: set[str] = field(default_factory=set[str])
+    used: set[str] = field(default_factory=set[str])
 
 
-_AT_WORK: ContextVar[Lifts | None] = ContextVar("jdp_lifts", default=None)
+_AT_WORK: ContextVar[GatherTable | None] = ContextVar("jdp_gathers", default=None)
 
 
 @contextmanager
-def lifting(lifts: Lifts) -> Generator[None]:
-    """While a loss is traced inside, `scan_layers` gathers by `lifts`."""
-    token = _AT_WORK.set(lifts)
+def gathering(gathers: GatherTable) -> Generator[None]:
+    """While a loss is traced inside, `scan_layers` gathers by this table."""
+    token = _AT_WORK.set(gathers)
     try:
         yield
     finally:
@@ -78,18 +78,18 @@ def scan_layers(block: Block, stacked: PyTree, x: PyTree, *, remat: Remat = None
         ValueError: leaves of `stacked` disagree about the number of layers, `remat` is unknown, or the block changes a
             module that is neither among the layers nor in its closure.
     """
-    lifts = _AT_WORK.get()
+    gathers = _AT_WORK.get()
     if isinstance(stacked, list | MutableSequence):
         for layer in stacked:
-            x = _unrolled(block, layer, x, lifts, remat)
+            x = _unrolled(block, layer, x, gathers, remat)
         return x
     _check_stacked(stacked)
-    return _scanned(block, stacked, x, lifts, remat)
+    return _scanned(block, stacked, x, gathers, remat)
 
 
-def _unrolled(block: Block, layer: PyTree, x: PyTree, lifts: Lifts | None, remat: Remat) -> PyTree:
+def _unrolled(block: Block, layer: PyTree, x: PyTree, gathers: GatherTable | None, remat: Remat) -> PyTree:
     """One layer of a list. Where nothing asks for a trace of its own, the call is the plain one."""
-    body = _Body(block, changes.take_apart(layer), lifts, leading=0, remat=remat)
+    body = _Body(block, changes.take_apart(layer), gathers, leading=0, remat=remat)
     if not body.is_apart:
         with changes.explaining():
             return block(layer, x)
@@ -99,9 +99,9 @@ def _unrolled(block: Block, layer: PyTree, x: PyTree, lifts: Lifts | None, remat
     return x
 
 
-def _scanned(block: Block, stacked: PyTree, x: PyTree, lifts: Lifts | None, remat: Remat) -> PyTree:
+def _scanned(block: Block, stacked: PyTree, x: PyTree, gathers: GatherTable | None, remat: Remat) -> PyTree:
     """What a layer changes in itself leaves the scan stacked; what it changes elsewhere goes from layer to layer."""
-    body = _Body(block, changes.take_apart(stacked), lifts, leading=1, remat=remat)
+    body = _Body(block, changes.take_apart(stacked), gathers, leading=1, remat=remat)
     if body.outside:  # of what is within its reach, only what it changes is carried
         first = jax.tree.map(lambda leaf: leaf[0], body.operands)
         jax.eval_shape(body, x, first, changes.values(body.outside))
@@ -129,10 +129,12 @@ class _Body:
         own, moved: once traced, what the call changed in the layer, and which of `outside`.
     """
 
-    def __init__(self, block: Block, parts: changes.Parts, lifts: Lifts | None, *, leading: int, remat: Remat) -> None:
-        lifted = [None if is_state else lifts for is_state in parts.are_state]
-        sources = [_source(*entry, known, leading) for entry, known in zip(parts.arrays, lifted, strict=True)]
-        self.block, self.parts, self.lifts, self.leading, self.remat = block, parts, lifts, leading, remat
+    def __init__(
+        self, block: Block, parts: changes.Parts, gathers: GatherTable | None, *, leading: int, remat: Remat
+    ) -> None:
+        tables = [None if is_state else gathers for is_state in parts.are_state]
+        sources = [_source(*entry, known, leading) for entry, known in zip(parts.arrays, tables, strict=True)]
+        self.block, self.parts, self.gathers, self.leading, self.remat = block, parts, gathers, leading, remat
         self.operands, self.places = [leaf for leaf, _ in sources], [place for _, place in sources]
         self.rematerialised = remat is not None or any(place is not None for place in self.places)
         self.is_apart = leading > 0 or self.rematerialised
@@ -142,9 +144,9 @@ class _Body:
 
     def __call__(self, x: Any, operands: list[Any], held: list[Any]) -> tuple[Any, list[Any], list[Any]]:
         """Return the activations, what the call changed in the layer, and what `outside` then holds."""
-        lifts, leading = self.lifts, self.leading
+        gathers, leading = self.gathers, self.leading
         whole = [
-            leaf if lifts is None or place is None else lifts.lift(leaf, place, leading)
+            leaf if gathers is None or place is None else gathers.gather(leaf, place, leading)
             for leaf, place in zip(operands, self.places, strict=True)
         ]
         layer = self.parts.together(whole)
@@ -163,21 +165,21 @@ class _Body:
         return jax.checkpoint(self.__call__, policy=_policy(self.remat), prevent_cse=self.leading == 0)
 
 
-def _source(name: str, leaf: Any, lifts: Lifts | None, leading: int) -> tuple[Any, Placement | None]:
+def _source(name: str, leaf: Any, gathers: GatherTable | None, leading: int) -> tuple[Any, Placement | None]:
     """What the loop runs over for one leaf: its shard and where that lives, or the leaf itself and None."""
-    if lifts is None:
+    if gathers is None:
         return leaf, None
-    if id(leaf) not in lifts.table:
+    if id(leaf) not in gathers.table:
         if not jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating):  # keys and tables are no parameters
             return leaf, None
-        lifts.met.add(name)
+        gathers.used.add(name)
         notice(
             f"scan_layers: {name} {leaf.shape} is not a parameter as it stands in the model, so it is gathered for the "
             "whole step; cast or reshape it inside the block"
         )
         return leaf, None
-    _, shard, place = lifts.table[id(leaf)]
-    lifts.met.add(name)
+    _, shard, place = gathers.table[id(leaf)]
+    gathers.used.add(name)
     if place.dim is None:
         return leaf, None
     if place.dim < leading:

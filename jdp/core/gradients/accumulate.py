@@ -26,7 +26,7 @@ from jdp.core.gradients.draws import RowwiseLoss
 from jdp.core.gradients.gathers import named
 from jdp.core.gradients.loss_call import Sums, TracedLoss
 from jdp.core.gradients.model_state import moved, refuse_varying
-from jdp.core.layers import Lift
+from jdp.core.layers import Gather
 from jdp.core.precision import Precision
 from jdp.core.sharding.placement import Placement
 from jdp.core.sharding.strategy import Strategy
@@ -173,8 +173,8 @@ def working_copy(task: Task, moves: Moves, params: PyTree) -> PyTree:
 
 
 def _traced(task: Task, moves: Moves) -> TracedLoss:
-    lift = lift_with(moves, task.precision) if task.row.gather == "use" else None
-    return TracedLoss(task.loss_fn, task.adapter, task.places, lift, moves.axes if task.sync_batch_norm else ())
+    gather = gather_with_reduced_grad(moves, task.precision) if task.row.gather == "use" else None
+    return TracedLoss(task.loss_fn, task.adapter, task.places, gather, moves.axes if task.sync_batch_norm else ())
 
 
 def _microbatch_gradients(
@@ -191,31 +191,31 @@ def _microbatch_gradients(
     return grads, sums, changed
 
 
-def lift_with(moves: Moves, precision: Precision) -> Lift:
+def gather_with_reduced_grad(moves: Moves, precision: Precision) -> Gather:
     """The gather boundary of ZeRO-3: forward, a shard is cast and gathered; backward, its gradient goes straight to the
     shard's spec. Without it XLA moves the activations instead: 60 times the traffic.
     """
 
-    def lift(shard: jax.Array, place: Placement, leading: int) -> jax.Array:
+    def gather(shard: jax.Array, place: Placement, leading: int) -> jax.Array:
         if place.dim is None:
             return _gather(moves, precision.compute_dtype, shard, place, leading)
 
-        def gather(shard: jax.Array) -> jax.Array:
+        def named_gather(shard: jax.Array) -> jax.Array:
             with named(place.path):
                 return _gather(moves, precision.compute_dtype, shard, place, leading)
 
         if not place.trained:
-            return gather(shard)
+            return named_gather(shard)
 
         def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
             reduced = moves.reduce(cotangent.astype(precision.reduce_dtype), place, leading)
             return (reduced.astype(shard.dtype),)
 
-        boundary = jax.custom_vjp(gather)
-        boundary.defvjp(lambda shard: (gather(shard), None), backward)
+        boundary = jax.custom_vjp(named_gather)
+        boundary.defvjp(lambda shard: (named_gather(shard), None), backward)
         return boundary(shard)
 
-    return lift
+    return gather
 
 
 def _gather(moves: Moves, dtype: jnp.dtype, shard: jax.Array, place: Placement, leading: int) -> jax.Array:

@@ -1,7 +1,7 @@
 """What a step asks to send, told by its own trace, before any compiler has seen it: ZeRO-3's gathers, first of all.
 
-The gather boundary (`accumulate.lift_with`) names each gather after its parameter, and `TracedLoss` those at the top of
-the loss besides. A trace without its dead code then holds one operation for every gather that the step asks for: in a
+The gather boundary (`accumulate.gather_with_reduced_grad`) names each gather after its parameter, and `TracedLoss`
+those at the top of the loss besides. A trace without its dead code then holds one operation for every gather that the step asks for: in a
 layer loop one going forward and, where the backward pass needs the weight, one more; at the top one, which is kept for
 the backward pass. Operations in a scan count as often as it runs.
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jdp.core.batch import batch_rows
 from jdp.core.gradients.gathers import at_top
-from jdp.core.layers import Lift, Lifts, lifting
+from jdp.core.layers import Gather, GatherTable, gathering
 from jdp.core.notices import notice
 from jdp.core.types import Batch, Loss, LossFn, PyTree
 
@@ -39,7 +39,7 @@ class TracedLoss:
         fn: the user's loss function.
         adapter: `Static.adapter`.
         places: a tree like the parameters, of `Placement`.
-        lift: under ZeRO-3, how a shard is gathered where it is used; None where operands are whole already.
+        gather: under ZeRO-3, how a shard is gathered where it is used; None where operands are whole already.
         sync_axes: the mesh axes that batch statistics are taken over, beside the rows at hand.
         training: a module is in training mode, with the key to draw from.
     """
@@ -47,19 +47,19 @@ class TracedLoss:
     fn: LossFn
     adapter: Any
     places: PyTree
-    lift: Lift | None
+    gather: Gather | None
     sync_axes: tuple[str, ...] = ()
     training: bool = True
 
     def __call__(self, operands: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[Sums, PyTree]:
         """Return the sums over the batch given, and the model state afterwards."""
-        whole, context, lifts = operands, contextlib.nullcontext(), None
-        if self.lift is not None:
-            lift = self.lift
+        whole, context, gathers = operands, contextlib.nullcontext(), None
+        if self.gather is not None:
+            gather = self.gather
             with at_top():
-                whole = jax.tree.map(lambda shard, place: lift(shard, place, 0), operands, self.places)
-            lifts = Lifts(lift, _table(whole, operands, self.places))
-            context = lifting(lifts)
+                whole = jax.tree.map(lambda shard, place: gather(shard, place, 0), operands, self.places)
+            gathers = GatherTable(gather, _table(whole, operands, self.places))
+            context = gathering(gathers)
         with context:
             if self.adapter is None:
                 sums = as_sums(self.fn(whole, batch, key), batch)
@@ -67,7 +67,7 @@ class TracedLoss:
                 model = self.adapter.merge(whole, model_state, key if self.training else None, self.sync_axes)
                 sums = as_sums(self.fn(model, batch, key), batch)
                 model_state = self.adapter.changed(model)
-        if lifts is not None and not lifts.met and self.training and key is not None:
+        if gathers is not None and not gathers.used and self.training and key is not None:
             self._say_whole()
         return sums, model_state
 
