@@ -1,31 +1,29 @@
-"""Compiled results on disk, found again by content.
+"""Results on disk, found again by content: compiled programs, tokens of large texts.
 
-The key is a hash of everything a result follows from: the lowered program with its source places, the target's
-description, compiler options, versions. An entry holds what was read off the program, not an executable: text, sizes,
-warnings. Nothing here can make a wrong result, only save a compilation: an entry that cannot be read is made again, and
-a folder that cannot be written is said once.
+An entry's name is a hash of everything that its result follows from, so a cache can save work, but cannot make a wrong
+result: an entry that cannot be read is made again, and a folder that cannot be written is reported once.
 """
 
 import hashlib
-import json
 import os
 import re
 import tempfile
+import zipfile
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO, TypeVar
 
 from jdp.core.notices import notice
 from jdp.core.user_path import user_path
 
-LIMIT_BYTES = 512 * 2**20
-_ENTRY = re.compile(r"[0-9a-f]{64}\.json\.z")
-"""Nothing else in the folder is ever deleted: a user may have named one with files of his own."""
+T = TypeVar("T")
+_UNREADABLE = (OSError, ValueError, KeyError, EOFError, zlib.error, zipfile.BadZipFile)
 
 
 def default_folder() -> Path:
-    """$JDP_CACHE_DIR, else `jdp` in the user's cache folder (XDG Base Directory Specification)."""
+    """Return $JDP_CACHE_DIR, else `jdp` in the user's cache folder (XDG Base Directory Specification)."""
     if chosen := os.environ.get("JDP_CACHE_DIR"):
         return user_path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jdp"
@@ -33,61 +31,63 @@ def default_folder() -> Path:
 
 @dataclass(frozen=True)
 class Cache:
-    """A folder of entries; the least recently used go when they exceed `limit_bytes` together."""
+    """A folder of entries, of which the least recently used are deleted when they exceed a limit together.
+
+    Attributes:
+        folder: made when the first entry is stored.
+        limit_bytes: of all entries together.
+        names: the regular expression of an entry's file name. No other file is ever deleted: the folder that a user
+            names may hold files of his own.
+        contents: what the entries are, for messages.
+    """
 
     folder: Path
-    limit_bytes: int = LIMIT_BYTES
+    limit_bytes: int = 512 * 2**20
+    names: str = r"[0-9a-f]{64}\.json\.z"
+    contents: str = "compiled results"
 
     @staticmethod
     def usual(wanted: bool = True) -> "Cache | None":
-        """The user's cache; None where none is wanted."""
+        """Return the user's cache of compiled results; None if none is wanted."""
         return Cache(default_folder()) if wanted else None
 
     @staticmethod
-    def key(*parts: str) -> str:
-        """One name for these texts, in this order."""
+    def key(*texts: str) -> str:
+        """Return 64 hex digits, a hash of these texts in this order."""
         digest = hashlib.sha256()
-        for part in parts:
-            encoded = part.encode()
+        for text in texts:
+            encoded = text.encode()
             digest.update(len(encoded).to_bytes(8, "little"))
             digest.update(encoded)
         return digest.hexdigest()
 
-    def load(self, key: str) -> dict[str, Any] | None:
-        """The entry, or None when there is none that can be read."""
-        path = self._path(key)
+    def load(self, name: str, read: Callable[[BinaryIO], T]) -> T | None:
+        """Return what `read` makes of the entry's file; None if there is no entry, or `read` refuses it."""
         try:
-            entry = json.loads(zlib.decompress(path.read_bytes()))
-            os.utime(path)
-        except (OSError, zlib.error, ValueError):
+            with (self.folder / name).open("rb") as file:
+                entry = read(file)
+            os.utime(self.folder / name)
+        except _UNREADABLE:
             return None
-        return entry if isinstance(entry, dict) else None
+        return entry
 
-    def store(self, key: str, entry: dict[str, Any]) -> None:
-        """Write an entry: whole or not at all, also when several processes write it."""
+    def store(self, name: str, write: Callable[[BinaryIO], object]) -> None:
+        """Store what `write` writes: all of it or nothing, also when several processes store the same entry."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self.folder, suffix=".part", delete=False) as file:
-                file.write(zlib.compress(json.dumps(entry).encode(), level=1))
-            Path(file.name).replace(self._path(key))
+            with tempfile.TemporaryDirectory(dir=self.folder) as own:  # removed also when the disk is full
+                with Path(own, name).open("wb") as file:
+                    write(file)
+                Path(own, name).replace(self.folder / name)
             self._prune()
         except OSError as error:
-            notice(f"compiled results are not kept: {self.folder} cannot be written ({error.strerror})")
-
-    def _path(self, key: str) -> Path:
-        return self.folder / f"{key}.json.z"
+            notice(f"{self.contents} are not kept for the next run: {self.folder} cannot be written ({error.strerror})")
 
     def _prune(self) -> None:
-        entries = sorted(
-            (
-                (e.stat().st_mtime, e.stat().st_size, e)
-                for e in self.folder.glob("*.json.z")
-                if _ENTRY.fullmatch(e.name)
-            ),
-            reverse=True,
-        )
+        entries = [path for path in self.folder.iterdir() if re.fullmatch(self.names, path.name)]
+        newest_first = sorted(((e.stat().st_mtime, e.stat().st_size, e) for e in entries), reverse=True)
         total = 0
-        for _, size, path in entries:
+        for _, size, path in newest_first:
             total += size
             if total > self.limit_bytes:
                 path.unlink(missing_ok=True)

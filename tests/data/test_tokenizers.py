@@ -9,7 +9,7 @@ import tokenizers
 
 from jdp.data import mixture, open_tokenizer, text_data
 from jdp.data.text import tokenizers as ours
-from jdp.data.text.token_line import smallest_uint
+from jdp.data.text.token_array import smallest_uint
 
 TEXTS = [f"In chapter {number} of the tale, naïvely told: ☃ " * 3 for number in range(40)]
 END = "<|endoftext|>"

@@ -1,6 +1,5 @@
 """A step is compiled once by content; what XLA refuses is one clear error; XLA's warnings belong to the program."""
 
-import hashlib
 import os
 import zlib
 
@@ -61,16 +60,6 @@ def test_a_damaged_entry_is_made_again(tmp_path, damage):
     entry.write_bytes(damage)
     assert not compile_step(program, cache=cache).cached
     assert compile_step(program, cache=cache).cached
-
-
-def test_the_cache_keeps_the_newest_within_its_limit(tmp_path):
-    cache, keys = Cache(tmp_path, limit_bytes=300), [hashlib.sha256(bytes([i])).hexdigest() for i in range(5)]
-    for i, key in enumerate(keys):
-        cache.store(key, {"value": os.urandom(60).hex()})
-        os.utime(tmp_path / f"{key}.json.z", (i, i))
-    kept = [i for i, key in enumerate(keys) if cache.load(key) is not None]
-    assert kept == list(range(5))[-len(kept) :] and 1 <= len(kept) < 5
-    assert not list(tmp_path.glob("*.part"))
 
 
 def test_a_folder_that_cannot_be_written_is_said_and_nothing_else_happens(tmp_path, caplog):

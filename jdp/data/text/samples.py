@@ -24,7 +24,7 @@ from jdp.data.batches import NumpyBatch
 from jdp.data.split import split_spans
 from jdp.data.text.documents import PathLike
 from jdp.data.text.packing import PackedSamples
-from jdp.data.text.token_line import TokenLine
+from jdp.data.text.token_array import TokenArray
 from jdp.data.text.tokenizers import BYTES, NONE, Bytes, Tokenizer, open_tokenizer
 from jdp.data.text.tokens import closed, read_tokens
 
@@ -213,5 +213,5 @@ def decode(tokens: ArrayLike) -> str:
     return _BYTES.decode(tokens)
 
 
-def _samples(line: TokenLine, length: int, packing: Packing) -> TextSamples | PackedSamples:
+def _samples(line: TokenArray, length: int, packing: Packing) -> TextSamples | PackedSamples:
     return TextSamples(line.ids, length) if packing == "stream" else PackedSamples(line.ids, line.bounds, length)

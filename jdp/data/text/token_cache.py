@@ -1,78 +1,48 @@
-"""Tokens of large texts on disk, found again by content: a resumed run does not tokenise anew.
-
-The key is a hash of the tokenizer and of every document, so nothing here can make a wrong sample. An entry that cannot
-be read is made again; a folder that cannot be written is said once.
-"""
+"""Tokens of large texts on disk, found again by content: a resumed run does not tokenise anew."""
 
 import hashlib
-import os
-import re
-import tempfile
-import zipfile
 from collections.abc import Sequence
-from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
-from jdp.core.disk_cache import default_folder
-from jdp.core.notices import notice
-from jdp.data.text.token_line import TokenLine
+from jdp.core.disk_cache import Cache, default_folder
+from jdp.data.text.token_array import TokenArray
 
 WORTHWHILE_BYTES = 2**23  # of text: less is tokenised in a few seconds
-LIMIT_BYTES = 2**34
-_ENTRY = re.compile(r"[0-9a-f]{40}\.npz")
-"""Nothing else in the folder is ever deleted."""
 
 
-def cache_key(identity: str, documents: Sequence[bytes]) -> str | None:
-    """The name of an entry; None for a text too small to be kept (1 s a GB)."""
+def entry_name(identity: str, documents: Sequence[bytes]) -> str | None:
+    """Return the file name of an entry; None for a text too small to be kept.
+
+    Args:
+      identity: distinguishes the tokenizer from others.
+      documents: hashed too, which takes about 1 s a GB.
+    """
     if sum(map(len, documents)) < WORTHWHILE_BYTES:
         return None
     digest = hashlib.blake2b(identity.encode(), digest_size=20)
     for document in documents:
         digest.update(len(document).to_bytes(8, "little"))
         digest.update(document)
-    return digest.hexdigest()
+    return f"{digest.hexdigest()}.npz"
 
 
-def load(key: str | None) -> TokenLine | None:
-    """The entry, or None where there is none that can be read."""
-    if key is None:
-        return None
-    path = _folder() / f"{key}.npz"
-    try:
-        with path.open("rb") as file, np.load(file) as arrays:
-            line = TokenLine(arrays["ids"], arrays["bounds"])
-        os.utime(path)
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-        return None
-    return line
+def load(name: str | None) -> TokenArray | None:
+    """Return the tokens of an entry; None if there is no entry that can be read."""
+    return _cache().load(name, _read) if name is not None else None
 
 
-def store(key: str | None, line: TokenLine) -> None:
-    """Writes an entry: whole or not at all, also when several processes write it. The least recently used ones go."""
-    if key is None:
-        return
-    folder = _folder()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as own:  # gone again, also where the disk is full
-            np.savez(Path(own, "line.npz"), ids=line.ids, bounds=line.bounds)
-            Path(own, "line.npz").replace(folder / f"{key}.npz")
-        _prune(folder)
-    except OSError as error:
-        notice(f"tokens are not kept for the next run: {folder} cannot be written ({error.strerror})")
+def store(name: str | None, tokens: TokenArray) -> None:
+    """Store tokens as an entry, unless its name is None."""
+    if name is not None:
+        _cache().store(name, lambda file: np.savez(file, ids=tokens.ids, bounds=tokens.bounds))
 
 
-def _folder() -> Path:
-    return default_folder() / "tokens"
+def _cache() -> Cache:
+    return Cache(default_folder() / "tokens", limit_bytes=2**34, names=r"[0-9a-f]{40}\.npz", contents="tokens")
 
 
-def _prune(folder: Path) -> None:
-    ours = [path for path in folder.glob("*.npz") if _ENTRY.fullmatch(path.name)]
-    entries = sorted(((e.stat().st_mtime, e.stat().st_size, e) for e in ours), reverse=True)
-    total = 0
-    for _, size, path in entries:
-        total += size
-        if total > LIMIT_BYTES:
-            path.unlink(missing_ok=True)
+def _read(file: BinaryIO) -> TokenArray:
+    with np.load(file) as arrays:
+        return TokenArray(arrays["ids"], arrays["bounds"])

@@ -17,8 +17,8 @@ from numpy.typing import ArrayLike, NDArray
 
 from jdp.core.user_path import user_path
 from jdp.data.sources.optional_packages import optional
-from jdp.data.text.token_cache import cache_key, load, store
-from jdp.data.text.token_line import TokenLine, bounds_of, smallest_uint
+from jdp.data.text.token_array import TokenArray, bounds_of, smallest_uint
+from jdp.data.text.token_cache import entry_name, load, store
 
 VOCAB_SIZE = 256
 SEPARATOR = 0  # the byte that closes each document: text does not use it (but UTF-16 and binaries do)
@@ -52,7 +52,7 @@ class Tokenizer(Protocol):
 
     def decode(self, tokens: ArrayLike) -> str: ...
 
-    def line(self, documents: Sequence[bytes], place: Callable[[int], str]) -> TokenLine:
+    def line(self, documents: Sequence[bytes], place: Callable[[int], str]) -> TokenArray:
         """Documents as ids, separators left to the caller; `place` tells where a document is from, for errors."""
         ...
 
@@ -93,9 +93,9 @@ class Bytes:
             )
         return values.astype(np.uint8).tobytes().decode(errors="replace")
 
-    def line(self, documents: Sequence[bytes], place: Callable[[int], str]) -> TokenLine:
+    def line(self, documents: Sequence[bytes], place: Callable[[int], str]) -> TokenArray:
         del place  # every byte is a token
-        return TokenLine(np.frombuffer(b"".join(documents), np.uint8), bounds_of(documents))
+        return TokenArray(np.frombuffer(b"".join(documents), np.uint8), bounds_of(documents))
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,17 +126,17 @@ class FileTokenizer:
             )
         return self.tokenizer.decode(values.tolist(), skip_special_tokens=False)
 
-    def line(self, documents: Sequence[bytes], place: Callable[[int], str]) -> TokenLine:
-        key = cache_key(self.identity, documents)
-        if kept := load(key):
+    def line(self, documents: Sequence[bytes], place: Callable[[int], str]) -> TokenArray:
+        name = entry_name(self.identity, documents)
+        if kept := load(name):
             return kept
         dtype = smallest_uint(self.vocab_size)
         found: list[NDArray[Any]] = [np.zeros(0, dtype)]
         for texts in _batches(documents, place):
             encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
             found += [np.array(encoding.ids, dtype) for encoding in encodings]
-        line = TokenLine(np.concatenate(found), bounds_of(found[1:]))
-        store(key, line)
+        line = TokenArray(np.concatenate(found), bounds_of(found[1:]))
+        store(name, line)
         return line
 
 

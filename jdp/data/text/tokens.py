@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from jdp.core.notices import notice
 from jdp.data.split import content_score
 from jdp.data.text.documents import Corpus, PathLike, read_corpus, read_token_ids
-from jdp.data.text.token_line import TokenLine, bounds_of, smallest_uint
+from jdp.data.text.token_array import TokenArray, bounds_of, smallest_uint
 from jdp.data.text.tokenizers import BYTES, Tokenizer
 
 _MOST_IDS = 2**31  # samples are int32
@@ -28,7 +28,7 @@ class TokenCorpus:
     """
 
     name: str
-    line: TokenLine
+    line: TokenArray
     scores: NDArray[np.float64]
     vocab_size: int
 
@@ -51,7 +51,7 @@ def read_tokens(
         line = _joined(ids.documents)
         highest = _check_ids(line, ids.place, vocab_size)
         size = highest + 1 if vocab_size is None else vocab_size
-        line = TokenLine(line.ids.astype(smallest_uint(size), copy=False), line.bounds)
+        line = TokenArray(line.ids.astype(smallest_uint(size), copy=False), line.bounds)
         scores = _scores(document.astype("<u4").tobytes() for document in ids.documents)
         return TokenCorpus(ids.name, line, scores, size)
     corpus = read_corpus(source, suffixes=suffixes, field=field or "text")
@@ -60,7 +60,7 @@ def read_tokens(
     return TokenCorpus(corpus.name, line, _scores(corpus.documents), tokenizer.vocab_size)
 
 
-def closed(line: TokenLine, spans: NDArray[np.int64], separator: int | None) -> TokenLine:
+def closed(line: TokenArray, spans: NDArray[np.int64], separator: int | None) -> TokenArray:
     """Some stretches of a line, end to end, each closed by the separator (None: by nothing).
 
     Args:
@@ -73,16 +73,16 @@ def closed(line: TokenLine, spans: NDArray[np.int64], separator: int | None) -> 
         parts = [part for document in parts for part in (document, closing)]
         sizes = sizes + 1
     ids = np.concatenate(parts) if parts else line.ids[:0]
-    return TokenLine(ids, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64))
+    return TokenArray(ids, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64))
 
 
-def _joined(documents: Sequence[NDArray[Any]]) -> TokenLine:
+def _joined(documents: Sequence[NDArray[Any]]) -> TokenArray:
     """Ids end to end, still in the integers they came in (signed and unsigned ones of 64 bits would meet in floats)."""
     signed = [document.astype(np.int64) if document.dtype == np.uint64 else document for document in documents]
-    return TokenLine(np.concatenate(signed), bounds_of(documents))
+    return TokenArray(np.concatenate(signed), bounds_of(documents))
 
 
-def _check_ids(line: TokenLine, place: Callable[[int], str], vocab_size: int | None) -> int:
+def _check_ids(line: TokenArray, place: Callable[[int], str], vocab_size: int | None) -> int:
     """The highest id."""
     limit = _MOST_IDS if vocab_size is None else vocab_size
     lowest, highest = int(line.ids.min()), int(line.ids.max())
@@ -97,7 +97,7 @@ def _check_ids(line: TokenLine, place: Callable[[int], str], vocab_size: int | N
     return highest
 
 
-def _report_separators(corpus: Corpus[bytes], line: TokenLine, tokenizer: Tokenizer) -> None:
+def _report_separators(corpus: Corpus[bytes], line: TokenArray, tokenizer: Tokenizer) -> None:
     """Text that spells what closes a document would be taken for the end of one."""
     found = np.flatnonzero(line.ids == tokenizer.separator)
     if doubtful := len(np.unique(np.searchsorted(line.bounds, found, side="right"))):

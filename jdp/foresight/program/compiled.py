@@ -4,19 +4,21 @@
 what arrives there meanwhile is this program's. Lines that are no warnings about sharding or memory are passed on.
 """
 
+import json
 import os
 import re
 import sys
 import tempfile
 import threading
 import time
+import zlib
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import jax
 
@@ -80,14 +82,14 @@ def compile_step(lowered: jax.stages.Lowered, *, cache: Cache | None = None, des
     Raises:
         CompileError: XLA refuses the program, or runs out of memory while compiling.
     """
-    key = ""
-    if cache is not None:
-        key = _key(lowered, described)
-        if (found := _from_cache(cache, key)) is not None:
-            return found
+    if cache is None:
+        return _compile(lowered)
+    name = f"{_key(lowered, described)}.json.z"
+    if (found := cache.load(name, _read_entry)) is not None:
+        return found
     compiled = _compile(lowered)
-    if cache is not None:
-        cache.store(key, asdict(compiled))
+    content = zlib.compress(json.dumps(asdict(compiled)).encode(), level=1)
+    cache.store(name, lambda file: file.write(content))
     return compiled
 
 
@@ -108,10 +110,11 @@ def _key(lowered: jax.stages.Lowered, described: str) -> str:
     return Cache.key(*settings, lowered.as_text(), *sources)
 
 
-def _from_cache(cache: Cache, key: str) -> Compiled | None:
-    entry = cache.load(key)
-    if entry is None or set(entry) != {f.name for f in fields(Compiled)}:
-        return None
+def _read_entry(file: BinaryIO) -> Compiled:
+    """Return what an earlier process compiled. Raises ValueError for an entry of other fields."""
+    entry = json.loads(zlib.decompress(file.read()))
+    if not isinstance(entry, dict) or set(entry) != {f.name for f in fields(Compiled)}:
+        raise ValueError("an entry of another version")
     values: dict[str, Any] = {**entry, "warnings": tuple(entry["warnings"]), "cached": True}
     return Compiled(**values)
 

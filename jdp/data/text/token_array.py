@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, eq=False)
-class TokenLine:
+class TokenArray:
     """Documents as tokens.
 
     Attributes:

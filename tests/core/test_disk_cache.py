@@ -1,0 +1,46 @@
+"""A cache keeps what was used last, within its limit, and deletes nothing else."""
+
+import hashlib
+import os
+
+from jdp.core.disk_cache import Cache
+
+NAMES = [f"{hashlib.sha256(bytes([i])).hexdigest()}.json.z" for i in range(5)]
+
+
+def test_the_cache_keeps_the_newest_within_its_limit(tmp_path):
+    cache = Cache(tmp_path, limit_bytes=300)
+    for i, name in enumerate(NAMES):
+        cache.store(name, lambda file: file.write(os.urandom(100)))
+        os.utime(tmp_path / name, (i, i))
+    assert [i for i, name in enumerate(NAMES) if cache.load(name, lambda file: file.read())] == [2, 3, 4]
+    assert len(list(tmp_path.iterdir())) == 3  # no temporary file is left
+
+
+def test_reading_an_entry_keeps_it(tmp_path):
+    cache = Cache(tmp_path, limit_bytes=200)
+    for i, name in enumerate(NAMES[:2]):
+        cache.store(name, lambda file: file.write(bytes(100)))
+        os.utime(tmp_path / name, (i, i))
+    cache.load(NAMES[0], lambda file: file.read())
+    cache.store(NAMES[2], lambda file: file.write(bytes(100)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([NAMES[0], NAMES[2]])
+
+
+def test_a_users_own_files_are_not_deleted(tmp_path):
+    own = ["thesis.json.z", "0" * 64 + ".json", "1" * 64 + ".npz"]
+    for name in own:
+        (tmp_path / name).write_bytes(bytes(1000))
+    Cache(tmp_path, limit_bytes=10).store(NAMES[0], lambda file: file.write(bytes(100)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(own)  # the entry itself exceeds the limit
+
+
+def test_a_write_that_fails_leaves_nothing_and_is_reported(tmp_path, caplog):
+    def fill_the_disk(file):
+        file.write(bytes(100))
+        raise OSError(28, "No space left on device")
+
+    caplog.set_level("INFO", "jdp")
+    Cache(tmp_path, contents="things").store(NAMES[0], fill_the_disk)
+    assert list(tmp_path.iterdir()) == []
+    assert f"things are not kept for the next run: {tmp_path} cannot be written (No space left" in caplog.text
