@@ -1,4 +1,4 @@
-"""What the tests of pictures look at: their pixels, and what was said when they were opened."""
+"""What the tests of pictures look at: their pixels, and the notices when they were opened."""
 
 import logging
 
@@ -6,11 +6,12 @@ import numpy as np
 
 
 def pixels_of(sample):
-    """uint8: what the normalisation to [-1, 1] came from."""
+    """Undo the normalisation to [-1, 1]: uint8."""
     return np.rint((sample["images"] * 0.5 + 0.5) * 255).astype(np.uint8)
 
 
-def said(caplog, call):
+def with_notices(caplog, call):
+    """Return what a call returns, and the notices that it gave."""
     with caplog.at_level(logging.INFO, "jdp"):
         result = call()
     return result, caplog.text

@@ -1,20 +1,17 @@
-"""Data: what people have in, the same global batches out on any number of processes.
+"""Data: what people have (files, rows, images, arrays) becomes the same global batches on any number of processes.
 
-Text:
-  files.py, hub.py     what a user names becomes files, or data sets of Hugging Face
-  tables.py            rows of parquet, Arrow and JSON; compressed.py: .gz and .zst
-  documents.py         a source is read into documents (bytes, or token ids), in an order every process agrees on
-  tokenizers.py        documents become tokens: bytes, or a file of Hugging Face tokenizers
-  tokens.py            a whole source as one line of tokens; token_cache.py: kept for the next run
-  split.py             each document falls on the training side or the held-out side, by its content
-  text.py, packing.py  the tokens of a side become samples of fixed length, by random access
-Arrays and images:
-  arrays.py, images.py and what they are read from
-Of any kind:
-  mixtures.py          several data sets as one, drawn from by weight
-  order.py             which sample stands at which position of an endless, reshuffled run: a pure function
-  batches.py           global batches: each process reads its own rows of them, ahead of time, in threads
-  feed.py              from them to global arrays
+A source is found and read:
+  sources/       files, directories, data sets of Hugging Face; tables (parquet, Arrow, JSON), arrays, .gz and .zst
+It becomes a data set, by its kind:
+  text/          documents -> tokens -> samples of fixed length, cut anywhere or packed document by document
+  images/        pictures with classes, decoded when a sample is read
+  arrays.py      rows of NumPy arrays; labels.py numbers the classes of arrays and images
+  held_out.py    each sample is trained on or held out, by a hash of its content
+  mixtures.py    several data sets as one, drawn from by weight
+Its samples become batches:
+  order.py       the sample at each position of an endless, reshuffled run: a pure function
+  batches.py     global batches, of which each process reads its own rows, ahead of time, in threads
+  feed.py        their rows put on devices, as global arrays
 
 `global_batches` takes anything with a length and random access (a `grain.MapDataset` too). A data set is two such
 sources, `train` and `heldout`, and a `fingerprint`; another kind of data needs only its own. Packages for formats

@@ -1,8 +1,8 @@
 """Arrays as samples: row i of every array is sample i, by random access, without a copy.
 
-1. Read them (jdp.data.sources.array_files), and give them the names that models here go by.
-2. Part the rows into training and held-out ones by their content (jdp.data.held_out), or take those given as held out.
-3. A sample is a row of each, in a dtype that devices hold, with a weight.
+1. Read them (jdp.data.sources.array_files), and give them the names that models use.
+2. Split the rows into training and held-out ones by their content (jdp.data.held_out), or take those given as held out.
+3. Return a sample: a row of each array, in a dtype that devices hold, with a weight.
 """
 
 import hashlib
@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from jdp.core.notices import notice
 from jdp.data.batches import NumpyBatch
-from jdp.data.held_out import fingerprint, part
+from jdp.data.held_out import fingerprint, split_samples
 from jdp.data.labels import labels_of
 from jdp.data.sources.array_files import Arrays, ArraySource, read_arrays
 
-# What tells samples apart is what a model sees: features that occur twice stay together, whatever their labels.
+# Samples are distinguished by what a model sees: features that occur twice stay together, whatever their labels.
 _NOT_CONTENT = frozenset({"labels", "targets", "weights"})
 
 
@@ -31,8 +31,8 @@ class ArraySamples:
       arrays: name -> array [samples, ...].
       rows: int64 [len], the rows that are on this side.
 
-    Sample i is a dict of row rows[i] of each array: floats wider than 32 bits as float32, whole numbers that may be too
-    large for int32 as int32. "features", "images" and "weights" are always float32, "labels" int32. Without "weights",
+    Sample i is a dict of row rows[i] of each array: floats wider than 32 bits as float32, integers that int32 may not
+    hold as int32. "features", "images" and "weights" are always float32, "labels" int32. Without "weights",
     there is one more: 1, float32. "tokens" [length + 1] without "targets" are made "tokens" and "targets" int32
     [length], the tokens one further on, and "weights" [length].
     """
@@ -60,11 +60,13 @@ class ArraySamples:
 
 @dataclass(frozen=True, eq=False)
 class ArrayData:
-    """Arrays parted in two: `train` and `heldout` are sources for `global_batches`; `str()` is one line on it all.
+    """Arrays split in two: `train` and `heldout` are sources for `global_batches`; `str()` is one line of text.
 
     Attributes:
-      name: what was read.
-      classes: the names of the classes, where there are "labels"; else empty.
+      name: of the source.
+      train: the samples to train on.
+      heldout: the samples kept from training.
+      classes: the names of the classes, if there are "labels"; else empty.
       fingerprint: 16 hex digits: alike on two machines, or before and after a resume, only if every sample is.
       by_content: whether the held-out rows were chosen by a hash of their content; else they were given.
     """
@@ -78,7 +80,7 @@ class ArrayData:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of "features" or "images" in a sample; of "tokens" as a model gets them; else of the first array."""
+        """The shape of "features", "images" or "tokens" in a sample; without them, of its first array."""
         sample = self.train[0]
         return next(sample[key].shape for key in ("features", "images", "tokens", *sample) if key in sample)
 
@@ -110,7 +112,7 @@ def array_data(
     labels: str | None = None,
     length: int | None = None,
 ) -> ArrayData:
-    """Samples from NumPy arrays with the same leading dimension.
+    """Make samples of NumPy arrays with the same leading dimension.
 
     Args:
       source: a dict of arrays [samples, ...], an .npz file, an .npy file, or a directory of .npy files; see
@@ -119,56 +121,56 @@ def array_data(
         and "weights" aside). This and the fingerprint take one look at all bytes when the data is opened.
       heldout: a held-out set of its own, with arrays of the same names and shapes; then `heldout_fraction` is unused.
       features: the array that a sample is to hold as "features", float32.
-      labels: the array that a sample is to hold as "labels", int32: whole numbers from 0, or names [samples].
-      length: targets in a sample, where "tokens" are one line, [tokens], and the only array: cut, without a copy, into
-        samples that share one token with their neighbours. Tokens at the end that do not fill one are left out, which
-        is said.
+      labels: the array that a sample is to hold as "labels", int32: integers from 0, or names [samples].
+      length: targets in a sample, if "tokens" are [tokens] and the only array: cut, without a copy, into samples that
+        share one token with their neighbours. Tokens at the end that do not fill one are left out, which is reported.
 
     Returns:
       The data, with `train`, `heldout`, `classes`, `shape`, `fingerprint`.
 
     Raises:
-      ValueError: what `read_arrays` and `labels_of` refuse; a name that is not there; tokens that are not whole numbers
-        from 0 of shape [samples, length + 1]; a held-out set unlike the other one.
+      ValueError: a source that cannot be read, or holds what cannot be trained on; labels that are no classes; a name
+        that no array has; tokens that are not integers from 0 of shape [samples, length + 1]; a held-out set of other
+        names or shapes.
     """
     names = {"features": features, "labels": labels}
     arrays, name = _named(source, names, length)
     arrays, classes = _numbered(arrays, name, None)
     scores = _scores(arrays)
     if heldout is None:
-        train, held = (ArraySamples(arrays, rows) for rows in part(scores, heldout_fraction, name))
+        train, held = (ArraySamples(arrays, rows) for rows in split_samples(scores, heldout_fraction, name))
         given: Arrays = {}
     else:
         given, _ = _numbered(*_named(heldout, names, length), classes)
         _check_alike(arrays, given, name)
         train, held = (ArraySamples(side, np.arange(len(next(iter(side.values()))))) for side in (arrays, given))
-    # The scores stand for the content; what they leave out of it is added.
-    beside = [side[key] for side in (arrays, given) for key in sorted(_NOT_CONTENT & side.keys())]
+    # The scores are of the content; the arrays that they leave out are added.
+    others = [side[key] for side in (arrays, given) for key in sorted(_NOT_CONTENT & side.keys())]
     described = f"arrays {sorted(arrays)} {classes} {heldout is None} {heldout_fraction}"
-    mark = fingerprint(described, [scores, *([_scores(given)] if given else []), *beside])
+    mark = fingerprint(described, [scores, *([_scores(given)] if given else []), *others])
     return ArrayData(name, train, held, classes, mark, by_content=heldout is None)
 
 
 def check_tokens(data: ArrayData, vocab_size: int) -> None:
-    """Holds every token against a model's vocabulary.
+    """Check that a model's vocabulary has every token.
 
-    Raises:
-      ValueError: a token that is not below `vocab_size`; names the array, the sample and the token.
+    Raises ValueError: a token that is not below `vocab_size`; the message names the array, the sample and the token.
     """
     if data.vocab_size <= vocab_size:
         return
     for side in (data.train, data.heldout):
         for key in _TOKENS:
             if key in side.arrays and (wrong := side.arrays[key] >= vocab_size).any():
-                row, place = (int(i) for i in np.argwhere(wrong)[0])
+                row, column = (int(i) for i in np.argwhere(wrong)[0])
                 raise ValueError(
-                    f"a token must be below the model's vocab_size, {vocab_size}, got {side.arrays[key][row, place]} "
-                    f"in {key} of sample {row} of {data.name}: raise vocab_size to {data.vocab_size}, or mend the data"
+                    f"a token must be below the model's vocab_size, {vocab_size}; given "
+                    f"{side.arrays[key][row, column]} in {key} of sample {row} of {data.name}: raise vocab_size "
+                    f"to {data.vocab_size}, or fix the data"
                 )
 
 
 def _named(source: ArraySource, names: dict[str, str | None], length: int | None) -> tuple[Arrays, str]:
-    """The arrays under the names that a sample gives them."""
+    """Read the arrays, under the names that a sample gives them."""
     arrays, name = read_arrays(source)
     for new, old in names.items():
         if old is None:
@@ -176,7 +178,7 @@ def _named(source: ArraySource, names: dict[str, str | None], length: int | None
         if old not in arrays or (old != new and new in arrays):
             problem = f'no array "{old}"' if old not in arrays else f'"{new}" as well'
             raise ValueError(
-                f'{new} = "{old}" must name one of the arrays, got {problem} in {name}, which has '
+                f'{new} = "{old}" must name one of the arrays; given {problem} in {name}, which has '
                 f"{', '.join(arrays)}: give one of these"
             )
         arrays = {new if key == old else key: array for key, array in arrays.items()}
@@ -185,21 +187,21 @@ def _named(source: ArraySource, names: dict[str, str | None], length: int | None
     return arrays, name
 
 
-def _cut(line: NDArray[Any], length: int, name: str) -> NDArray[Any]:
-    """[tokens] as [samples, length + 1], a view in which the last token of a row is the first of the next."""
-    samples, left = divmod(len(line) - 1, max(length, 1))
+def _cut(tokens: NDArray[Any], length: int, name: str) -> NDArray[Any]:
+    """View [tokens] as [samples, length + 1]: the last token of a row is the first of the next."""
+    samples, left = divmod(len(tokens) - 1, max(length, 1))
     if length < 1 or samples < 1:
         raise ValueError(
-            f"tokens must fill a sample of length + 1 of them, got {len(line)} with length {length} in {name}: give "
-            "more of them, or a length of at least 1"
+            f"tokens must fill a sample of length + 1 of them; given {len(tokens)} with length {length} in {name}: "
+            "give more of them, or a length of at least 1"
         )
     if left:
-        notice(f"{name}: the last {left} of {len(line):,} tokens do not fill a sample of {length} and are left out")
-    return np.lib.stride_tricks.sliding_window_view(line, length + 1)[::length]
+        notice(f"{name}: the last {left} of {len(tokens):,} tokens do not fill a sample of {length} and are left out")
+    return np.lib.stride_tricks.sliding_window_view(tokens, length + 1)[::length]
 
 
 def _numbered(arrays: Arrays, name: str, classes: tuple[str, ...] | None) -> tuple[Arrays, tuple[str, ...]]:
-    """Labels as numbers, and the classes; tokens as they must be."""
+    """Return the arrays with labels as numbers, and the classes; tokens are checked."""
     for key in _TOKENS:
         if key in arrays and "tokens" in arrays:
             _check_tokens(key, arrays, name)
@@ -214,23 +216,23 @@ def _check_tokens(key: str, arrays: Arrays, name: str) -> None:
     shape = "[samples, length]" if "targets" in arrays else "[samples, length + 1]"
     if tokens.dtype.kind not in "iu" or tokens.ndim != 2 or ("targets" not in arrays and tokens.shape[1] < 2):
         raise ValueError(
-            f"{key} must be whole numbers {shape}, got {tokens.dtype} {list(tokens.shape)} in {name}: "
-            "reshape the array, or give a length to cut one line of tokens by"
+            f"{key} must be whole numbers {shape}; given {tokens.dtype} {list(tokens.shape)} in {name}: "
+            "reshape the array, or give a length, by which tokens in one dimension are cut"
         )
     if "targets" not in arrays and "segments" in arrays:
         raise ValueError(
-            f"packed tokens, with segments, must come with targets and weights, got none in {name}: add them"
+            f"packed tokens, with segments, must come with targets and weights; given none in {name}: add them"
         )
     if tokens.min() < 0:
-        row, place = (int(i) for i in np.argwhere(tokens < 0)[0])
+        row, column = (int(i) for i in np.argwhere(tokens < 0)[0])
         raise ValueError(
-            f"tokens count from 0, got {tokens[row, place]} in {key} of sample {row} of {name}: mend it, and "
+            f"tokens must count from 0; given {tokens[row, column]} in {key} of sample {row} of {name}: fix it, and "
             "leave tokens out by weights of 0"
         )
 
 
 def _scores(arrays: Arrays) -> NDArray[np.float64]:
-    """float64 [samples]: each row's place in [0, 1), by its bytes as a sample holds them in every array that counts."""
+    """Return each row's score in [0, 1), by the bytes that a sample holds of it: float64 [samples]."""
     chosen = {key: array for key, array in sorted(arrays.items()) if key not in _NOT_CONTENT}
     chosen = chosen or dict(sorted(arrays.items()))
     dtypes = {key: _sample_dtype(key, array.dtype) for key, array in chosen.items()}
@@ -244,11 +246,11 @@ def _scores(arrays: Arrays) -> NDArray[np.float64]:
 
 
 def _check_alike(arrays: Arrays, given: Arrays, name: str) -> None:
-    here, there = ({key: (list(a.shape[1:])) for key, a in side.items()} for side in (arrays, given))
-    if here != there:
+    wanted, shapes = ({key: list(array.shape[1:]) for key, array in side.items()} for side in (arrays, given))
+    if wanted != shapes:
         raise ValueError(
-            f"held-out arrays must have the names and shapes of those to train on, got {there}, where {name} "
-            f"has {here}: mend them"
+            f"held-out arrays must have the names and shapes of those to train on, {wanted} in {name}; given {shapes}: "
+            "fix them"
         )
 
 

@@ -1,9 +1,10 @@
-"""Global batches: every process walks the same line of samples and reads only its own rows.
+"""Global batches: every process walks the same sequence of samples and reads only its own rows.
 
-1. The line: positions 0, 1, 2, … over all epochs (jdp.data.order); global batch b is the positions [b·B, (b+1)·B).
-2. A process' share: `rows` of each global batch. Nothing else of a batch is read here, and nothing about the other
-   processes is needed: the number of batches follows from `len(source)` alone, so all of them stop together.
-3. A run of a stated number of epochs keeps its last, uneven batch: filled up to B rows with rows of weight 0.
+1. The sequence: positions 0, 1, 2, … over all epochs (jdp.data.order); global batch b is the positions
+   [b·B, (b+1)·B).
+2. A process' share: `rows` of each global batch. It reads nothing else of a batch, and needs to know nothing about the
+   other processes: the number of batches follows from `len(source)` alone, so all of them stop together.
+3. A run of a given number of epochs keeps its last, uneven batch: filled up to B rows with rows of weight 0.
 4. grain reads a few batches ahead, in threads.
 """
 
@@ -20,7 +21,7 @@ from jdp.data.order import sample_index
 
 NumpyBatch = dict[str, NDArray[Any]]
 
-# Small on purpose: what a step waits for is one batch, not five hundred.
+# Small on purpose, as grain would read 500 ahead: a step waits for one batch only.
 _AHEAD = 4  # batches
 
 
@@ -33,22 +34,39 @@ class Source(Protocol):
 
 
 class OrderedSource(Source, Protocol):
-    """Samples that have a shuffled order of their own, as a mixture has."""
+    """Samples that have a shuffled order of their own, such as a mixture."""
 
     def sample_at(self, position: int, seed: int) -> Mapping[str, NDArray[Any]]:
-        """The sample at a position of an endless run: a pure function of position, seed and what this holds."""
+        """Return the sample at a position of an endless run: a pure function of position, seed and the samples.
+
+        Args:
+          position: not negative.
+          seed: of the order.
+        """
         ...
 
 
 def sample_at(source: Source, position: int, seed: int) -> Mapping[str, NDArray[Any]]:
-    """The sample at a position, not negative, of an endless, reshuffled run (jdp.data.order, or the source's own)."""
+    """Return the sample at a position of an endless, reshuffled run: dict of arrays.
+
+    Args:
+      source: shuffled by its own order if it is an `OrderedSource`, else by `sample_index`.
+      position: not negative, over all epochs.
+      seed: of the order, not negative.
+    """
     if own := getattr(source, "sample_at", None):  # `isinstance` of a protocol takes longer than reading a sample
         return own(position, seed)
     return source[sample_index(seed, len(source), position)]
 
 
 def batch_count(source: Source, *, batch_size: int, epochs: int = 1) -> int:
-    """Global batches in a run of `epochs` epochs, the padded last one included: ⌈epochs · samples / batch_size⌉."""
+    """Return the number of global batches in a run, the padded last one included: ⌈epochs · samples / batch_size⌉.
+
+    Args:
+      source: the samples.
+      batch_size: rows of a global batch.
+      epochs: of the run.
+    """
     return -(-epochs * len(source) // batch_size)
 
 
@@ -63,12 +81,12 @@ def global_batches(
     epochs: int | None = None,
     threads: int = 2,
 ) -> grain.IterDataset[NumpyBatch]:
-    """This process' rows of every global batch, in an order that does not know about processes.
+    """Return this process' rows of every global batch, in an order that does not depend on processes.
 
-    Row r of global batch b is the sample at position b · batch_size + r of a line of epochs, each shuffled anew by
+    Row r of global batch b is the sample at position b · batch_size + r of a sequence of epochs, each shuffled anew by
     (seed, epoch). Epochs follow one another without a break, so each sample occurs exactly once in each; a batch
     larger than the data set is allowed, holds samples of several epochs, and is reported. A source with an order of its
-    own (an `OrderedSource`: `jdp.data.mixture`) is shuffled by that one.
+    own (an `OrderedSource`, such as `jdp.data.mixture`) is shuffled by that one.
 
     Args:
       source: the samples; read at the indices of this process' rows only.
@@ -77,10 +95,10 @@ def global_batches(
       rows: which rows of each global batch to read, in this order; all of them by default.
       start: the first global batch: to resume, the number of batches consumed so far. Costs nothing: no replay.
       shuffle: False reads samples in their own order, every epoch.
-      epochs: how many; None runs on for ever. A finite run ends with a batch padded to `batch_size` rows: the line
-        goes on, but its "weights" are 0 there.
-      threads: that read, a batch each; enough for samples that cost microseconds. Images cost about a millisecond each:
-        there, take a thread for every core that can be spared. As many batches are held in memory, four at least.
+      epochs: their number; None runs on for ever. A finite run ends with a batch padded to `batch_size` rows: with the
+        samples that would follow, their "weights" set to 0.
+      threads: that read, a batch each. The default is enough for samples that take microseconds; for images, which take
+        about a millisecond each, give the cores that can be spared. As many batches are held in memory, four at least.
 
     Returns:
       An iterable of dicts of NumPy arrays, the samples' arrays with a leading dimension of len(rows). Every `iter` of
@@ -93,12 +111,14 @@ def global_batches(
     """
     _check_run(len(source), batch_size=batch_size, epochs=epochs)
     if threads < 1:
-        raise ValueError(f"threads must be at least 1, got {threads}: give for example the cores that can be spared")
+        raise ValueError(f"threads must be at least 1; given {threads}: give for example the cores that can be spared")
     if shuffle:
-        sample_index(seed, len(source), 0)  # what is wrong with the seed is said now, not by a reading thread
+        sample_index(seed, len(source), 0)  # a wrong seed is reported now, not by a reading thread
     end = sys.maxsize if epochs is None else batch_count(source, batch_size=batch_size, epochs=epochs)
     if not 0 <= start <= end:
-        raise ValueError(f"start must be a batch of the run, 0 to {end}, got {start}: give the batches consumed so far")
+        raise ValueError(
+            f"start must be a batch of the run, 0 to {end}; given {start}: give the batches consumed so far"
+        )
     own = _own_rows(rows, batch_size)
     samples_in_run = None if epochs is None else epochs * len(source)
 
@@ -117,11 +137,11 @@ def global_batches(
 
 def _check_run(samples: int, *, batch_size: int, epochs: int | None) -> None:
     if samples < 1:
-        raise ValueError("the source must hold at least one sample, got none: give some data")
+        raise ValueError("the source must hold at least one sample; given none: give some data")
     if batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1, got {batch_size}: give the rows of a global batch")
+        raise ValueError(f"batch_size must be at least 1; given {batch_size}: give the rows of a global batch")
     if epochs is not None and epochs < 1:
-        raise ValueError(f"epochs must be at least 1, got {epochs}: give a count, or None to run on for ever")
+        raise ValueError(f"epochs must be at least 1; given {epochs}: give a count, or None to run on for ever")
     if batch_size > samples and epochs != 1:
         notice(f"batch_size {batch_size} is larger than the data set ({samples} samples): a batch repeats some of them")
 
@@ -137,8 +157,8 @@ def _own_rows(rows: Sequence[int] | slice | None, batch_size: int) -> Sequence[i
             own = tuple(int(row) for row in rows)
     if len(own) == 0 or not all(row in every_row for row in own):
         raise ValueError(
-            f"rows must name at least one row of a global batch of {batch_size}, each from 0 to {batch_size - 1}, "
-            f"got {rows}: give this process' share of them"
+            f"rows must name at least one row of a global batch of {batch_size}, each from 0 to {batch_size - 1}; "
+            f"given {rows}: give this process' share of them"
         )
     return own
 
@@ -146,7 +166,7 @@ def _own_rows(rows: Sequence[int] | slice | None, batch_size: int) -> Sequence[i
 def _weightless(sample: Mapping[str, NDArray[Any]]) -> Mapping[str, NDArray[Any]]:
     if "weights" not in sample:
         raise ValueError(
-            f'the last batch of a finite run is filled with rows of weight 0, but samples have no "weights", only '
+            f'samples must have "weights", as the last batch of a finite run is filled with rows of weight 0; given '
             f"{sorted(sample)}: add them, or make epochs * samples a multiple of batch_size"
         )
     return {**sample, "weights": np.zeros_like(sample["weights"])}

@@ -1,9 +1,9 @@
-"""From per-process numpy batches to global arrays, ahead of the step.
+"""From per-process NumPy batches to global arrays, ahead of the step.
 
-1. `process_rows` says which rows of each global batch this process must read: those its devices hold.
-2. A thread takes batches from the loader, puts every device's rows on it, and queues the global array; `prefetch` of
-   them at most are ahead of the loop.
-3. The loop takes from the queue; what it waited is counted in `wait_seconds`.
+1. `process_rows` returns the rows of each global batch that this process must read: those its devices hold.
+2. A thread takes batches from the loader, puts every device's rows on it, and queues the global array; at most
+   `prefetch` of them are ahead of the loop.
+3. The loop takes from the queue; the time it waits is added to `wait_seconds`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ from jdp.core.types import Batch
 
 
 def process_rows(plan: Plan, batch_size: int) -> list[int]:
-    """The rows of a global batch of `batch_size` rows that this process' devices hold, in order.
+    """Return the rows of a global batch that this process' devices hold, in order.
+
+    Args:
+        plan: its batch axes shard the rows.
+        batch_size: rows of the global batch.
 
     Raises:
         ValueError: `batch_size` does not divide by the plan's batch shards.
@@ -32,43 +36,59 @@ def process_rows(plan: Plan, batch_size: int) -> list[int]:
     if batch_size < 1 or batch_size % plan.batch_shards:
         near = nearest_sizes(batch_size, plan.batch_shards)
         raise ValueError(
-            f"A batch's rows must divide by the plan's {plan.batch_shards} batch shards; got {batch_size}. The nearest "
-            f"sizes are {near}."
+            f"a batch's rows must divide by the plan's {plan.batch_shards} batch shards; given {batch_size}: the "
+            f"nearest that fit: {near}"
         )
     rows = batch_size // plan.batch_shards
     return [row for block in _local_blocks(plan) for row in range(block * rows, (block + 1) * rows)]
 
 
 def shard_batches(loader: Iterable[Batch], plan: Plan, *, prefetch: int = 2) -> Feed:
-    """Turn this process' numpy batches into global arrays on the plan's devices, `prefetch` batches ahead.
+    """Turn this process' NumPy batches into global arrays on the plan's devices, `prefetch` batches ahead.
 
     Args:
-        loader: yields pytrees of numpy arrays: the rows that `process_rows` names (in a single process: whole global
+        loader: yields pytrees of NumPy arrays: the rows that `process_rows` names (in a single process: whole global
             batches). All processes must yield the same number of batches of the same shapes. A batch is copied when
             it is read: the loader may fill the same memory again.
-        plan: the leading dimension is laid over its batch axes.
+        plan: its batch axes shard the leading dimension.
         prefetch: batches that are read and transferred ahead of the step.
 
     Returns:
-        An iterator of batches, with `wait_seconds`: how long its user has waited so far, in seconds.
+        An iterator of batches, with `wait_seconds`: how long its user has waited so far, in seconds. It raises what the
+        loader raises, and ValueError for a batch whose rows do not divide by this process' batch shards.
+
+    Raises:
+        ValueError: `prefetch` is less than 1.
     """
     return Feed(loader, plan, prefetch)
 
 
 class Feed(Iterator[Batch]):
-    """The iterator that `shard_batches` returns. Close it (or use it in `with`) when leaving before the end."""
+    """The iterator that `shard_batches` returns. Close it (or use it in `with`) when leaving before the end.
+
+    Attributes:
+        wait_seconds: how long its user has waited for batches so far.
+
+    Args:
+        loader: see `shard_batches`.
+        plan: see `shard_batches`.
+        prefetch: batches ahead of the step.
+
+    Raises:
+        ValueError: `prefetch` is less than 1.
+    """
 
     def __init__(self, loader: Iterable[Batch], plan: Plan, prefetch: int) -> None:
         if prefetch < 1:
-            raise ValueError(f"prefetch is a number of batches, at least 1; got {prefetch}.")
+            raise ValueError(f"prefetch must be at least 1 batch; given {prefetch}: give for example 2")
         self.wait_seconds = 0.0
         self._queue: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._slots = threading.Semaphore(prefetch)
         stop = threading.Event()
         self._done = False
-        # The thread holds no reference to this object, so a feed that is left in mid-course is collected, and stops it.
-        work = (iter(loader), plan, self._queue, self._slots, stop)
-        self._thread = threading.Thread(target=_run, args=work, name="jdp-feed", daemon=True)
+        # The thread holds no reference to this object, so a feed that is abandoned is collected, and stops the thread.
+        args = (iter(loader), plan, self._queue, self._slots, stop)
+        self._thread = threading.Thread(target=_run, args=args, name="jdp-feed", daemon=True)
         self._stop = weakref.finalize(self, _halt, stop, self._slots)
         self._thread.start()
 
@@ -103,7 +123,7 @@ _END = object()
 
 
 def _run(batches: Iterator[Batch], plan: Plan, out: queue.SimpleQueue[Any], slots: Any, stop: threading.Event) -> None:
-    """The thread: a slot, a batch, and again; whatever goes wrong is handed to the loop, which raises it."""
+    """Run the thread: take a slot, read a batch, repeat; an error is handed to the loop, which raises it."""
     blocks = _local_blocks(plan)
     try:
         while slots.acquire() and not stop.is_set():
@@ -123,24 +143,24 @@ def _halt(stop: threading.Event, slots: threading.Semaphore) -> None:
 
 
 def _local_blocks(plan: Plan) -> list[int]:
-    """Which of the batch's equal blocks, numbered along the batch, lie on this process' devices."""
-    whole = plan.batch_sharding.addressable_devices_indices_map((plan.batch_shards,))
-    return sorted({index[0].start or 0 for index in whole.values() if index is not None})
+    """Return which of the batch's equal blocks, numbered along the batch, this process' devices hold."""
+    indices = plan.batch_sharding.addressable_devices_indices_map((plan.batch_shards,))
+    return sorted({index[0].start or 0 for index in indices.values() if index is not None})
 
 
 def _global_array(local: np.ndarray[Any, Any], plan: Plan, blocks: list[int]) -> jax.Array:
     if local.shape[0] == 0 or local.shape[0] % len(blocks):
         raise ValueError(
-            f"The rows that a process feeds must divide by its batch shards, {len(blocks)} of {plan.batch_shards}; got "
-            f"{local.shape[0]}. The nearest sizes are {nearest_sizes(local.shape[0], len(blocks))}."
+            f"the rows that a process feeds must divide by its batch shards, {len(blocks)} of {plan.batch_shards}; "
+            f"given {local.shape[0]}: the nearest that fit: {nearest_sizes(local.shape[0], len(blocks))}"
         )
     rows = local.shape[0] // len(blocks)
     shape = (rows * plan.batch_shards, *local.shape[1:])
     position = {block: i for i, block in enumerate(blocks)}
 
-    def piece(index: tuple[slice, ...] | None) -> np.ndarray[Any, Any]:
+    def block_at(index: tuple[slice, ...] | None) -> np.ndarray[Any, Any]:
         assert index is not None
         start = position[(index[0].start or 0) // rows] * rows
         return local[start : start + rows]
 
-    return jax.make_array_from_callback(shape, plan.batch_sharding, piece)
+    return jax.make_array_from_callback(shape, plan.batch_sharding, block_at)

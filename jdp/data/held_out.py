@@ -1,54 +1,76 @@
-"""Training or held out, for samples one by one: the rule of jdp.data.split, where a sample is a document of its own.
+"""Training or held out: decided by a sample's content, so no rename, reordering or other machine can move it.
 
-Each sample's content gives it a fixed place in [0, 1), its score; those below the held-out fraction are held out. So
-copies fall on one side together, and no other order, file name or machine moves a sample from one side to the other.
+1. A sample's content is hashed to a number in [0, 1), its score, which is fixed for ever.
+2. Samples whose score is below the held-out fraction are held out. So copies fall on one side together, and a larger
+   fraction keeps all that a smaller one held out.
+3. Too few samples for both sides: of single samples (`split_samples`), the one nearest to the empty side moves there,
+   with its copies; of documents of text (`split_documents`), the tail of each is held out.
 """
 
 import hashlib
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jdp.core.notices import notice
-from jdp.data.split import content_score
 
 _END = 2**15  # bytes
 
 
-def ends_score(size: int, read: Callable[[int, int], bytes]) -> float:
-    """`content_score` of what may be large: beyond 64 KiB, of its size and its first and last 32 KiB.
+@dataclass(frozen=True, eq=False)
+class Spans:
+    """Both sides of a text whose documents stand end to end, as ranges of it.
 
-    Pictures are compressed, so any two differ there, and a set larger than memory is parted without reading all of it.
+    Attributes:
+      train: int64 [ranges, 2], from and up to; none is empty.
+      heldout: likewise.
+      whole: whether each document is on one side; else the tail of each is held out.
+    """
+
+    train: NDArray[np.int64]
+    heldout: NDArray[np.int64]
+    whole: bool
+
+
+def content_score(content: bytes) -> float:
+    """Return a number in [0, 1), uniform and fixed for ever: the first 53 bits of the content's BLAKE2b hash."""
+    return (int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big") >> 11) / 2**53
+
+
+def ends_score(size: int, read: Callable[[int, int], bytes]) -> float:
+    """Return the `content_score` of up to 64 KiB; of what is larger, that of its size and its first and last 32 KiB.
+
+    Pictures are compressed, so any two differ there, and a set larger than memory is split without reading all of it.
 
     Args:
       size: in bytes.
-      read: gives the bytes from one place up to another.
+      read: returns the bytes from one position up to another.
     """
     if size <= 2 * _END:
         return content_score(read(0, size))
     return content_score(size.to_bytes(8, "big") + read(0, _END) + read(size - _END, size))
 
 
-def part(
+def split_samples(
     scores: NDArray[np.float64], heldout_fraction: float, name: str
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The samples to train on and those held out, each in their own order.
+    """Return the indices of the samples to train on and of those held out, each in their own order: int64 [n].
 
     Args:
-      scores: float64 [samples], each sample's place in [0, 1).
+      scores: float64 [samples], in [0, 1).
       heldout_fraction: in (0, 1), the expected share of the samples that is held out. A side that would be empty gets
-        the sample nearest to it, with its copies, and that is said.
+        the sample nearest to it, with its copies, which is reported.
       name: of the data, for messages.
 
     Raises:
       ValueError: a fraction outside (0, 1), or fewer than two different samples.
     """
-    if not 0 < heldout_fraction < 1:
-        raise ValueError(f"heldout_fraction must lie between 0 and 1, got {heldout_fraction}: give for example 0.05")
+    _check_fraction(heldout_fraction)
     if len(np.unique(scores)) < 2:
         raise ValueError(
-            f"data must have two different samples, one to train on and one to hold out, got {len(scores)} alike in "
+            f"data must have two different samples, one to train on and one to hold out; given {len(scores)} alike in "
             f"{name}: give more data"
         )
     held = scores < heldout_fraction
@@ -61,10 +83,41 @@ def part(
     return np.flatnonzero(~held), np.flatnonzero(held)
 
 
-def fingerprint(description: str, parts: Iterable[NDArray[np.generic]]) -> str:
-    """16 hex digits of a description and the bytes of some arrays."""
+def split_documents(scores: NDArray[np.float64], bounds: NDArray[np.int64], heldout_fraction: float) -> Spans:
+    """Split documents that stand end to end: whole ones if both sides get some, else each at its tail.
+
+    Args:
+      scores: float64 [documents], the `content_score` of each.
+      bounds: int64 [documents + 1], the start of each document, and the end of the last; in bytes or tokens.
+      heldout_fraction: in (0, 1), the expected share of the documents, or the share of each one's length, rounded up.
+
+    Raises:
+      ValueError: a fraction outside (0, 1).
+    """
+    _check_fraction(heldout_fraction)
+    starts, ends = bounds[:-1], bounds[1:]
+    documents, held = np.stack([starts, ends], axis=1), scores < heldout_fraction
+    train, heldout = _nonempty(documents[~held]), _nonempty(documents[held])
+    if len(train) and len(heldout):
+        return Spans(train, heldout, whole=True)
+    cuts = ends - np.ceil((ends - starts) * heldout_fraction).astype(np.int64)
+    heads, tails = np.stack([starts, cuts], axis=1), np.stack([cuts, ends], axis=1)
+    return Spans(_nonempty(heads), _nonempty(tails), whole=False)
+
+
+def fingerprint(description: str, arrays: Iterable[NDArray[np.generic]]) -> str:
+    """Return 16 hex digits: a hash of a description, and of the dtype, shape and bytes of some arrays."""
     digest = hashlib.blake2b(description.encode(), digest_size=8)
-    for array in parts:
+    for array in arrays:
         digest.update(f" {array.dtype} {array.shape} ".encode())
         digest.update(np.ascontiguousarray(array).data)
     return digest.hexdigest()
+
+
+def _check_fraction(heldout_fraction: float) -> None:
+    if not 0 < heldout_fraction < 1:
+        raise ValueError(f"heldout_fraction must be between 0 and 1; given {heldout_fraction}: give for example 0.05")
+
+
+def _nonempty(spans: NDArray[np.int64]) -> NDArray[np.int64]:
+    return spans[spans[:, 1] > spans[:, 0]]

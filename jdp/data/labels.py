@@ -1,4 +1,4 @@
-"""Classes and their numbers: names in sorted order, so every machine and every run numbers them alike."""
+"""Classes and their numbers: names in sorted order, so that every machine and every run numbers them alike."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,10 +12,10 @@ MOST_CLASSES = 10_000_000
 
 @dataclass(frozen=True, eq=False)
 class Labels:
-    """What class each sample is of.
+    """The class of each sample.
 
     Attributes:
-      classes: the names; a class' number is its place here.
+      classes: the names; a class' number is its index here.
       numbers: int32 [samples], each in [0, len(classes)).
     """
 
@@ -23,14 +23,14 @@ class Labels:
     numbers: NDArray[np.int32]
 
 
-def labels_of(values: Sequence[Any] | NDArray[Any], where: str, *, names: Sequence[str] | None = None) -> Labels:
-    """Numbers for labels given as names or as whole numbers.
+def labels_of(values: Sequence[Any] | NDArray[Any], source: str, *, names: Sequence[str] | None = None) -> Labels:
+    """Number the classes of labels given as names or as integers.
 
     Args:
-      values: [samples], text or whole numbers. Text is numbered by its sorted names. Numbers stay what they are, and
-        name themselves where there are no `names`: 0 to the largest, those that do not occur included.
-      where: what the labels were read from, for errors.
-      names: of the classes, where the source knows them.
+      values: [samples], text or integers. Text is numbered by its sorted names. Integers stay what they are; without
+        `names` the classes are called by their numbers, 0 to the largest, those that do not occur included.
+      source: what the labels were read from, for errors.
+      names: of the classes, if the source has them.
 
     Raises:
       ValueError: labels that are neither, negative, or beyond `names`.
@@ -38,44 +38,45 @@ def labels_of(values: Sequence[Any] | NDArray[Any], where: str, *, names: Sequen
     array = np.asarray(values)
     if array.ndim != 1 or array.dtype.kind not in "iubUO":
         raise ValueError(
-            f"labels must be one class a sample, a name or a whole number, got {array.dtype} {list(array.shape)} in "
-            f'{where}: give class numbers (and numbers to predict under another name than "labels")'
+            f"labels must be one class a sample, a name or a whole number; given {array.dtype} {list(array.shape)} in "
+            f'{source}: give class numbers (and numbers to predict under another name than "labels")'
         )
     if array.dtype.kind in "UO":
-        return _named(array, where, names)
+        return _named(array, source, names)
     if (bad := _first(array < 0)) is not None:
         raise ValueError(
-            f"a class number counts from 0, got {array[bad]} for sample {bad} of {where}: leave unlabelled samples out"
+            f"a class number must count from 0; given {array[bad]} for sample {bad} of {source}: leave out "
+            "samples without a label"
         )
     most = int(array.max(initial=0))
     if names is not None and most >= len(names):
         bad = int(np.argmax(array >= len(names)))
         raise ValueError(
-            f"a class number must be below the number of classes, {len(names)}, got {array[bad]} for sample {bad} of "
-            f"{where}: mend it"
+            f"a class number must be below the number of classes, {len(names)}; given {array[bad]} for sample {bad} of "
+            f"{source}: fix it"
         )
     if names is None and most >= MOST_CLASSES:
         bad = int(np.argmax(array))
         raise ValueError(
-            f"class numbers count from 0 without large gaps, up to {MOST_CLASSES:,}, got {most} for sample {bad} of "
-            f"{where}: number the classes anew"
+            f"class numbers must count from 0 without large gaps, up to {MOST_CLASSES:,}; given {most} for sample "
+            f"{bad} of {source}: number the classes anew"
         )
     return Labels(tuple(names) if names is not None else tuple(map(str, range(most + 1))), array.astype(np.int32))
 
 
-def _named(array: NDArray[Any], where: str, names: Sequence[str] | None) -> Labels:
+def _named(array: NDArray[Any], source: str, names: Sequence[str] | None) -> Labels:
     if (bad := _first(np.array([not isinstance(value, str) for value in array], bool))) is not None:
         raise ValueError(
-            f"labels must all be names, or all whole numbers, got {array[bad]!r} for sample {bad} of {where}: mend it, "
-            "or leave that sample out"
+            f"labels must all be names, or all whole numbers; given {array[bad]!r} for sample {bad} of {source}: fix "
+            "it, or leave that sample out"
         )
     classes = tuple(sorted({str(value) for value in array})) if names is None else tuple(names)
-    place = {name: number for number, name in enumerate(classes)}
-    numbers = np.array([place.get(str(value), -1) for value in array], np.int32)
+    number_of = {name: number for number, name in enumerate(classes)}
+    numbers = np.array([number_of.get(str(value), -1) for value in array], np.int32)
     if (bad := _first(numbers < 0)) is not None:
         raise ValueError(
             f"a label must be one of the {len(classes)} classes ({', '.join(classes[:10])}{', …' * (len(classes) > 10)}"
-            f"), got {str(array[bad])!r} for sample {bad} of {where}: mend it, or leave that sample out"
+            f"); given {str(array[bad])!r} for sample {bad} of {source}: fix it, or leave that sample out"
         )
     return Labels(classes, numbers)
 

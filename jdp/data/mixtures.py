@@ -1,11 +1,11 @@
 """Several data sets as one, drawn from by weight: a pure function of (seed, position), without a table.
 
-1. Positions 0, 1, 2, … of the run go around a circle of 2³² places in steps of the golden ratio, which spreads any
+1. Positions 0, 1, 2, … of the run go around a circle of 2³² points in steps of the golden ratio, which spreads any
    stretch of them evenly over it (Knuth, The Art of Computer Programming 3, 6.4: Fibonacci hashing). Each data set owns
    an arc as long as its weight, so any n positions in a row hold n times its weight of it, give or take a few: a global
    batch just as an epoch.
 2. How often a data set came before a position is a count of lattice points below a line, which Euclid's algorithm
-   gives in a few dozen steps (`_floor_sum`, 50 µs a sample measured here): a resume costs nothing.
+   computes in a few dozen steps (`_floor_sum`, measured 50 µs a sample): a resume costs nothing.
 3. Its k-th turn takes the k-th position of that data set's own endless, reshuffled run (jdp.data.order): it repeats no
    sample before all of its samples were taken.
 """
@@ -24,11 +24,11 @@ from numpy.typing import ArrayLike, NDArray
 from jdp.data.batches import Source, sample_at
 
 _CIRCLE = 2**32
-_STEP = 2654435769  # the odd number nearest to 2³²/φ: all places are visited before one is again
+_STEP = 2654435769  # the odd number nearest to 2³²/φ: all points are visited before one is again
 
 
 class DataSet(Protocol):
-    """What is mixed: two sides of samples, and what tells it from other data."""
+    """A data set that can be mixed: two sides of samples, and a fingerprint of all of them."""
 
     @property
     def train(self) -> Source: ...
@@ -63,25 +63,25 @@ class MixedSamples:
         return self.sample_at(range(len(self))[index], 0)
 
     def sample_at(self, position: int, seed: int) -> Mapping[str, NDArray[Any]]:
-        """The sample at a position, not negative, of an endless run whose order follows from `seed` and our own."""
+        """Return the sample at a position, not negative, of an endless run ordered by both `seed` and `self.seed`."""
         source, turn = self.turn(position, seed)
         return sample_at(self.sources[source], turn, _seed(self.seed, seed, source + 1))
 
     def turn(self, position: int, seed: int) -> tuple[int, int]:
-        """Which source a position belongs to, and how many earlier positions did."""
+        """Return the index of the source that a position belongs to, and the number of earlier positions that did."""
         start = _seed(self.seed, seed, 0)
         source = bisect.bisect_right(self._arcs, (_STEP * position + start) % _CIRCLE) - 1
 
-        def beyond(place: int) -> int:  # Σ ⌊(x - place) / circle⌋: one less for each x before that place
-            return _floor_sum(position, _CIRCLE, _STEP, start + _CIRCLE - place)
+        def beyond(point: int) -> int:  # Σ ⌊(x - point) / circle⌋: one less for each x before that point
+            return _floor_sum(position, _CIRCLE, _STEP, start + _CIRCLE - point)
 
         return source, beyond(self._arcs[source]) - beyond(self._arcs[source + 1])
 
     @functools.cached_property
     def _arcs(self) -> list[int]:
-        """Where each source's arc begins, and the end of the circle."""
+        """The start of each source's arc, and the end of the circle."""
         sums = list(accumulate(self.weights, initial=0.0))
-        return [round(_CIRCLE * part / sums[-1]) for part in sums]
+        return [round(_CIRCLE * start / sums[-1]) for start in sums]
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,8 +128,8 @@ class Mixture:
     @functools.cached_property
     def fingerprint(self) -> str:
         """16 hex digits, of the data sets, their weights and the seed."""
-        told = [(part.fingerprint, float(weight)) for part, weight in zip(self.parts, self.weights, strict=True)]
-        return hashlib.blake2b(f"{told} {self.seed}".encode(), digest_size=8).hexdigest()
+        described = [(part.fingerprint, float(weight)) for part, weight in zip(self.parts, self.weights, strict=True)]
+        return hashlib.blake2b(f"{described} {self.seed}".encode(), digest_size=8).hexdigest()
 
     def __str__(self) -> str:
         total = sum(self.weights)
@@ -140,44 +140,61 @@ class Mixture:
 
     @property
     def vocab_size(self) -> int:
-        """Of text: every token of every part is below it."""
+        """For text: the largest of the parts'; every token is below it."""
         return max(part.vocab_size for part in self.parts)
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        """Text as tokens, as the first part with a tokenizer makes them."""
-        return self._speaker.encode(text)
+        """Return text as tokens of the first part with a tokenizer: int32 [n].
+
+        Args:
+          text: of any length.
+
+        Raises:
+          ValueError: no part has a tokenizer.
+        """
+        return self._tokenizing.encode(text)
 
     def decode(self, tokens: ArrayLike) -> str:
-        """Tokens as text, as the first part with a tokenizer reads them."""
-        return self._speaker.decode(tokens)
+        """Return tokens as text, by the first part with a tokenizer.
+
+        Args:
+          tokens: integers [n].
+
+        Raises:
+          ValueError: no part has a tokenizer; a token outside the vocabulary.
+        """
+        return self._tokenizing.decode(tokens)
 
     @property
-    def _speaker(self) -> Any:
+    def _tokenizing(self) -> Any:
         return next((part for part in self.parts if getattr(part, "tokenizer", None)), self.parts[0])
 
 
 def mixture(parts: Sequence[tuple[DataSet, float]], *, seed: int = 0) -> Mixture:
-    """Data sets drawn from by weight.
+    """Mix data sets, which are drawn from by weight.
 
     Args:
       parts: data sets and their weights, positive, relative to each other: 3 and 1 are three samples in four.
-      seed: of the order, beside the one that `global_batches` gets; not negative.
+      seed: of the order, in addition to the one that `global_batches` gets; not negative.
+
+    Returns:
+      The mixture, with `train`, `heldout`, `parts`, `fingerprint`.
 
     Raises:
       ValueError: no parts, a weight that is not positive (or less than 2⁻³¹ of all), samples that differ in keys,
         shapes or dtypes, parts whose tokens come from different tokenizers, a negative seed.
     """
     if not parts:
-        raise ValueError("a mixture must have at least one data set, got none: give some, with weights")
+        raise ValueError("a mixture must have at least one data set; given none: give some, with weights")
     weights = tuple(float(weight) for _, weight in parts)
     for weight in weights:
         if not (0 < weight < float("inf")) or weight / sum(weights) < 2**-31:
             raise ValueError(
-                f"weights must be positive numbers of like size, got {', '.join(map(str, weights))}: leave out what is "
-                "not to be drawn from"
+                f"weights must be positive numbers of like size; given {', '.join(map(str, weights))}: leave out data "
+                "sets that are not to be drawn from"
             )
     if seed < 0:
-        raise ValueError(f"seed must not be negative, got {seed}: give 0 or any larger integer")
+        raise ValueError(f"seed must not be negative; given {seed}: give 0 or any larger integer")
     data = tuple(part for part, _ in parts)
     for other in data[1:]:
         _check_alike(data[0], other)
@@ -188,14 +205,14 @@ def _check_alike(first: DataSet, other: DataSet) -> None:
     ours, theirs = _spec(first.train[0]), _spec(other.train[0])
     if ours != theirs:
         raise ValueError(
-            f"the data sets of a mixture must have samples alike, got {ours} in {first} and {theirs} in {other}: give "
-            "them the same length, size and packing"
+            f"the data sets of a mixture must have the same kind of samples; given {ours} in {first} and {theirs} in "
+            f"{other}: give them the same length, size and packing"
         )
     tokenizers = [getattr(getattr(data, "tokenizer", None), "identity", None) for data in (first, other)]
     if None not in tokenizers and tokenizers[0] != tokenizers[1]:
         raise ValueError(
-            f"the data sets of a mixture must have one tokenizer, got those of {first} and {other}: open both with the "
-            "same"
+            f"the data sets of a mixture must have one tokenizer; given those of {first} and {other}: open both with "
+            "the same"
         )
 
 
@@ -209,13 +226,13 @@ def _seed(own: int, given: int, use: int) -> int:
 
 
 def _floor_sum(count: int, divisor: int, step: int, start: int) -> int:
-    """Σ ⌊(step·i + start) / divisor⌋ over i from 0 to count - 1, by Euclid's algorithm; none of them negative."""
+    """Return Σ ⌊(step·i + start) / divisor⌋ over i from 0 to count - 1, by Euclid's algorithm; no argument negative."""
     total = 0
     while True:
-        whole, step = divmod(step, divisor)
-        total += whole * (count * (count - 1) // 2)
-        whole, start = divmod(start, divisor)
-        total += whole * count
+        quotient, step = divmod(step, divisor)
+        total += quotient * (count * (count - 1) // 2)
+        quotient, start = divmod(start, divisor)
+        total += quotient * count
         last = step * count + start
         if last < divisor:
             return total

@@ -1,11 +1,11 @@
 """The order of samples: one pure function of (seed, epoch, index), nothing about processes or devices.
 
-A run is an endless line of positions 0, 1, 2, …; epoch e covers the positions [e·n, (e+1)·n) of n samples, and every
-epoch is shuffled anew. Global batch b of B rows is the positions [b·B, (b+1)·B): it may straddle two epochs, so no
-sample is dropped or repeated at an epoch's end, and the whole state of a run is one integer.
+A run is an endless sequence of positions 0, 1, 2, …; epoch e covers the positions [e·n, (e+1)·n) of n samples, and
+every epoch is shuffled anew. Global batch b of B rows is the positions [b·B, (b+1)·B): it may straddle two epochs,
+so no sample is dropped or repeated at an epoch's end, and the whole state of a run is one integer.
 
-Two shuffles, each where it is the cheap one, since grain's walks a cipher over blocks of at least 16 bits until it
-falls inside the range (measured here: 4 µs a sample at 10⁶ samples, 1 ms at 64, 11 ms at 2):
+Two shuffles, each for the sizes at which it is cheap, since grain's walks a cipher over blocks of at least 16 bits
+until it falls inside the range (measured: 4 µs a sample at 10⁶ samples, 1 ms at 64, 11 ms at 2):
 
 1. below 2¹⁶ samples, a table for the epoch;
 2. above, grain's `index_shuffle`: no table, constant time and memory.
@@ -25,10 +25,10 @@ _ROUNDS = 8
 
 
 def sample_index(seed: int, epoch_length: int, position: int) -> int:
-    """The sample at one position of an endless run, each epoch of which is a permutation of its samples.
+    """Return the sample at a position of an endless run, each epoch of which is a permutation of its samples.
 
     Args:
-      seed: not negative; the same seed is the same order, on any machine and any version of NumPy.
+      seed: not negative; the same seed gives the same order, on any machine and any version of NumPy.
       epoch_length: samples in an epoch, 1 to 2³².
       position: not negative, over all epochs: epoch `position // epoch_length`.
 
@@ -39,13 +39,13 @@ def sample_index(seed: int, epoch_length: int, position: int) -> int:
       ValueError: an argument outside the ranges above.
     """
     if seed < 0:
-        raise ValueError(f"seed must not be negative, got {seed}: give 0 or any larger integer")
+        raise ValueError(f"seed must not be negative; given {seed}: give 0 or any larger integer")
     if not 1 <= epoch_length <= _MOST_SAMPLES:
         raise ValueError(
-            f"a shuffled epoch holds 1 to 2**32 samples, got {epoch_length}: give some data, or longer samples"
+            f"a shuffled epoch must have 1 to 2**32 samples; given {epoch_length}: give some data, or longer samples"
         )
     if position < 0:
-        raise ValueError(f"position must not be negative, got {position}: positions count from the run's first sample")
+        raise ValueError(f"position must not be negative; given {position}: count from the run's first sample")
     epoch, index = divmod(position, epoch_length)
     if epoch_length < _TABLE_BELOW:
         return int(_epoch_table(seed, epoch, epoch_length)[index])

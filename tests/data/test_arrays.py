@@ -107,7 +107,7 @@ def test_tokens_with_targets_are_left_alone():
     assert {value.dtype for key, value in sample.items() if key != "weights"} == {np.dtype(np.int32)}
 
 
-def test_a_line_of_tokens_is_cut_into_samples(tmp_path, caplog):
+def test_tokens_in_one_dimension_are_cut_into_samples(tmp_path, caplog):
     """As nanoGPT and others keep a corpus; every token is a target once, but the first and those that are left out."""
     line = np.arange(1003, dtype=np.uint16)
     np.save(tmp_path / "tokens.npy", line)
@@ -119,7 +119,7 @@ def test_a_line_of_tokens_is_cut_into_samples(tmp_path, caplog):
     assert all(np.array_equal(sample["tokens"] + 1, sample["targets"]) for sample in samples)
     assert data.vocab_size == 1001 and data.shape == (10,)
     assert np.shares_memory(data.train.arrays["tokens"][3], data.train.arrays["tokens"][4])
-    with pytest.raises(ValueError, match=r"length \+ 1 of them, got 1003 with length 1003 in"):
+    with pytest.raises(ValueError, match=r"length \+ 1 of them; given 1003 with length 1003 in"):
         array_data({"tokens": line}, length=1003)
 
 
@@ -129,7 +129,7 @@ def test_a_token_beyond_the_vocabulary_is_found():
     data = array_data({"tokens": tokens})
     check_tokens(data, 1001)
     with pytest.raises(
-        ValueError, match=r"vocab_size, 1000, got 1000 in tokens of sample 7 of the arrays given: raise"
+        ValueError, match=r"vocab_size, 1000; given 1000 in tokens of sample 7 of the arrays given: raise"
     ):
         check_tokens(data, 1000)
 
@@ -137,10 +137,10 @@ def test_a_token_beyond_the_vocabulary_is_found():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"tokens": TOKENS[0]}, r"whole numbers \[samples, length \+ 1\], got uint16 \[9\]"),
-        ({"tokens": TOKENS[:, :1]}, r"got uint16 \[50, 1\]"),
-        ({"tokens": TOKENS.astype(float)}, r"got float64 \[50, 9\]"),
-        ({"tokens": TOKENS.astype(int) - 50}, r"tokens count from 0, got -\d+ in tokens of sample 0"),
+        ({"tokens": TOKENS[0]}, r"whole numbers \[samples, length \+ 1\]; given uint16 \[9\]"),
+        ({"tokens": TOKENS[:, :1]}, r"given uint16 \[50, 1\]"),
+        ({"tokens": TOKENS.astype(float)}, r"given float64 \[50, 9\]"),
+        ({"tokens": TOKENS.astype(int) - 50}, r"tokens must count from 0; given -\d+ in tokens of sample 0"),
         ({"tokens": TOKENS, "segments": TOKENS}, "packed tokens, with segments, must come with targets"),
     ],
 )
@@ -185,14 +185,14 @@ def test_npy_files_are_mapped_and_named_by_their_files(tmp_path, caplog):
 def test_a_corrupt_file_is_one_error(tmp_path, suffix, content, message):
     path = tmp_path / f"data{suffix}"
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=f"arrays must be readable, got {path}: .*{message}"):
+    with pytest.raises(ValueError, match=f"arrays must be readable; given {path}: .*{message}"):
         array_data(path)
 
 
 def test_a_cut_npy_is_one_error(tmp_path):
     np.save(tmp_path / "x.npy", FEATURES)
     (tmp_path / "x.npy").write_bytes((tmp_path / "x.npy").read_bytes()[:-8])
-    with pytest.raises(ValueError, match=r"arrays must be readable, got .*x.npy"):
+    with pytest.raises(ValueError, match=r"arrays must be readable; given .*x.npy"):
         array_data(tmp_path / "x.npy")
 
 
@@ -201,7 +201,7 @@ def test_a_damaged_npz_is_one_error(tmp_path):
     content = bytearray(path.read_bytes())
     content[1000] ^= 1
     path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"arrays must be readable, got .*x.npz: Bad CRC-32"):
+    with pytest.raises(ValueError, match=r"arrays must be readable; given .*x.npz: Bad CRC-32"):
         array_data(path)
 
 
@@ -214,16 +214,16 @@ def test_the_byte_order_of_a_file_is_no_matter(tmp_path):
 
 def test_objects_are_not_unpickled(tmp_path):
     np.savez(tmp_path / "x.npz", features=np.array([{"a": 1}, None], object))
-    with pytest.raises(ValueError, match=r"arrays must be readable, .*Object arrays cannot be loaded"):
+    with pytest.raises(ValueError, match=r"arrays must be readable; given .*: Object arrays cannot be loaded"):
         array_data(tmp_path / "x.npz")
 
 
 def test_a_path_must_lead_to_arrays(tmp_path):
-    with pytest.raises(ValueError, match=r"data must be there, got .*none.npz"):
+    with pytest.raises(ValueError, match=r"data must exist; given .*none.npz"):
         array_data(tmp_path / "none.npz")
-    with pytest.raises(ValueError, match=r"in .npz or .npy files, .* got .*data.csv"):
+    with pytest.raises(ValueError, match=r"in .npz or .npy files, .* given .*data.csv"):
         array_data(tmp_path / "data.csv")
-    with pytest.raises(ValueError, match=r"must hold .npy files, got .* with 0 others"):
+    with pytest.raises(ValueError, match=r"must hold .npy files; given .* with 0 others"):
         array_data(tmp_path)
 
 
@@ -233,22 +233,22 @@ def test_a_path_must_lead_to_arrays(tmp_path):
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        ({}, "at least one array, got none in the arrays given"),
-        ({"x": FEATURES, "y": LABELS[:-1]}, r"same number of samples, got x \[200, 3\], y \[199\]"),
-        ({"x": FEATURES, "rate": 0.5}, r"leading dimension, got x \[200, 3\], rate \[\]"),
-        ({"x": FEATURES[:0]}, r"must not be empty, got x \[0, 3\]"),
-        ({"x": np.array([{}, None])}, "must hold numbers, got x of dtype object"),
-        ({"x": np.array(["a", "b"])}, "must hold numbers, got x of dtype <U1"),
-        ({"x": FEATURES * 1j}, "must hold numbers, got x of dtype complex128"),
-        ({"x": np.where(FEATURES[17, 2] == FEATURES, np.nan, FEATURES)}, "finite .*, got nan in x of sample 17 of"),
-        ({"x": np.array([1.0, -np.inf])}, "finite .*, got -inf in x of sample 1"),
-        ({"x": np.array([1.0, 1e39])}, "finite numbers of 32 bits, got 1e[+]39 in x of sample 1"),
-        ({"x": np.array([1, 2**31])}, "must fit in 32 bits, .* got 2147483648 in x of sample 1"),
-        ({"x": np.array([1, 2**63], np.uint64)}, "must fit in 32 bits, .* got 9223372036854775808"),
-        ({"x": np.ones((5, 2))}, "two different samples, .* got 5 alike"),
-        ({"x": FEATURES, "labels": FEATURES[:, 0]}, r"one class a sample, .* got float64 \[200\]"),
-        ({"x": FEATURES, "labels": FEATURES > 0}, r"got bool \[200, 3\]"),
-        ({"x": FEATURES, "labels": LABELS - 1}, "a class number counts from 0, got -1 for sample"),
+        ({}, "at least one array; given none in the arrays given"),
+        ({"x": FEATURES, "y": LABELS[:-1]}, r"same number of samples; given x \[200, 3\], y \[199\]"),
+        ({"x": FEATURES, "rate": 0.5}, r"leading dimension; given x \[200, 3\], rate \[\]"),
+        ({"x": FEATURES[:0]}, r"must not be empty; given x \[0, 3\]"),
+        ({"x": np.array([{}, None])}, "must hold numbers; given x of dtype object"),
+        ({"x": np.array(["a", "b"])}, "must hold numbers; given x of dtype <U1"),
+        ({"x": FEATURES * 1j}, "must hold numbers; given x of dtype complex128"),
+        ({"x": np.where(FEATURES[17, 2] == FEATURES, np.nan, FEATURES)}, "finite .*; given nan in x of sample 17 of"),
+        ({"x": np.array([1.0, -np.inf])}, "finite .*; given -inf in x of sample 1"),
+        ({"x": np.array([1.0, 1e39])}, "finite numbers of 32 bits; given 1e[+]39 in x of sample 1"),
+        ({"x": np.array([1, 2**31])}, "must fit in 32 bits, .* given 2147483648 in x of sample 1"),
+        ({"x": np.array([1, 2**63], np.uint64)}, "must fit in 32 bits, .* given 9223372036854775808"),
+        ({"x": np.ones((5, 2))}, "two different samples, .* given 5 alike"),
+        ({"x": FEATURES, "labels": FEATURES[:, 0]}, r"one class a sample, .* given float64 \[200\]"),
+        ({"x": FEATURES, "labels": FEATURES > 0}, r"given bool \[200, 3\]"),
+        ({"x": FEATURES, "labels": LABELS - 1}, "a class number must count from 0; given -1 for sample"),
     ],
 )
 def test_arrays_that_cannot_be(arrays, message):
@@ -263,20 +263,23 @@ def test_a_wrong_value_is_found_wherever_it_is(monkeypatch):
     monkeypatch.setattr(array_files, "_CHUNK", 100)
     wrong = FEATURES.copy()
     wrong[123, 1] = np.nan
-    with pytest.raises(ValueError, match="got nan in x of sample 123"):
+    with pytest.raises(ValueError, match="given nan in x of sample 123"):
         array_data({"x": wrong})
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"features": "z"}, 'features = "z" must name one of the arrays, got no array "z" in .*, which has x, labels'),
-        ({"features": "features"}, 'got no array "features"'),
-        ({"labels": "x"}, 'labels = "x" must .*, got "labels" as well'),
-        ({"heldout_fraction": 0}, "heldout_fraction must lie between 0 and 1, got 0"),
+        (
+            {"features": "z"},
+            'features = "z" must name one of the arrays; given no array "z" in .*, which has x, labels',
+        ),
+        ({"features": "features"}, 'given no array "features"'),
+        ({"labels": "x"}, 'labels = "x" must .*; given "labels" as well'),
+        ({"heldout_fraction": 0}, "heldout_fraction must be between 0 and 1; given 0"),
         ({"heldout": {"x": FEATURES}}, "names and shapes of those to train on"),
         ({"heldout": {"x": FEATURES[:, :2], "labels": LABELS}}, "names and shapes of those to train on"),
-        ({"heldout": {"x": FEATURES, "labels": LABELS + 1}}, "below the number of classes, 4, got 4"),
+        ({"heldout": {"x": FEATURES, "labels": LABELS + 1}}, "below the number of classes, 4; given 4"),
     ],
 )
 def test_arguments_that_cannot_be(wrong, message):

@@ -220,7 +220,7 @@ def damaged(content, draw):
 
 
 WRONG_TABLES = {
-    "a class beyond memory": ({"label": [2**40] * 8}, None, "up to 10,000,000, got 1099511627776 for sample 0"),
+    "a class beyond memory": ({"label": [2**40] * 8}, None, "up to 10,000,000; given 1099511627776 for sample 0"),
     "a note that is no JSON": ({}, b"{", "note for Hugging Face datasets must be JSON"),
     "a note of something else": ({}, b"[1]", "note for Hugging Face datasets must be JSON"),
     "names that are no names": (
@@ -231,7 +231,7 @@ WRONG_TABLES = {
 
 
 @pytest.mark.parametrize(("changed", "note", "expected"), WRONG_TABLES.values(), ids=WRONG_TABLES)
-def test_a_table_of_pictures_that_says_nonsense_is_one_error(tmp_path, changed, note, expected):
+def test_a_table_of_pictures_with_a_nonsensical_note_is_one_error(tmp_path, changed, note, expected):
     path = tmp_path / "x.parquet"
     rows = picture_table(**changed)
     path.write_bytes(parquet(rows.replace_schema_metadata({"huggingface": note} if note else {})))
@@ -245,13 +245,13 @@ def test_a_column_that_is_there_twice_is_one_error(tmp_path):
     rows = pa.Table.from_arrays([pa.array(["a"]), pa.array(["b"])], names=["text", "text"])
     path = tmp_path / "x.arrow"
     path.write_bytes(arrow(rows, ipc.new_stream))
-    assert 'must have a column once, got "text" 2 times' in refusal(read_corpus, path)
+    assert 'must have a column once; given "text" 2 times' in refusal(read_corpus, path)
 
 
 @pytest.mark.parametrize("name", ["x.txt", "x.txt.gz", "x.jsonl", "x.parquet"])
 def test_a_pipe_in_a_folder_of_data_is_refused_and_not_waited_for(tmp_path, name):
     os.mkfifo(tmp_path / name)
-    with pytest.raises(ValueError, match=f"got {tmp_path / name}, it is a pipe or a device"):
+    with pytest.raises(ValueError, match=f"given {tmp_path / name}, it is a pipe or a device"):
         read_corpus(tmp_path)
 
 
@@ -313,7 +313,7 @@ def test_a_data_set_whose_card_names_files_outside_is_refused(offline, names):
     own = card_folder(offline, names)
     (own / "sub").mkdir()
     with pytest.raises(
-        OutsideError, match=r"must name its own files, got .*other\.txt, which is outside of the folder"
+        OutsideError, match=r"must name its own files; given .*other\.txt, which is outside of the folder"
     ):
         hub_splits(f"hf:{own}")
 
@@ -352,7 +352,7 @@ def test_a_data_set_on_the_hub_names_no_file_of_this_disk():
             _check_files([file], None)
 
 
-def test_pictures_that_a_table_names_outside_of_its_folder_are_said(tmp_path, capsys):
+def test_pictures_that_a_table_names_outside_of_its_folder_are_reported(tmp_path, capsys):
     (tmp_path / "own").mkdir()
     rows = []
     for number, content in enumerate(pictures()):

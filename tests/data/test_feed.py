@@ -96,13 +96,13 @@ def test_a_process_reads_the_rows_of_its_own_devices(blocks, expected):
 
 
 def test_rows_that_do_not_divide_are_refused():
-    with pytest.raises(ValueError, match=r"plan's 8 batch shards; got 12\. The nearest sizes are 8 or 16"):
+    with pytest.raises(ValueError, match=r"plan's 8 batch shards; given 12: the nearest that fit: 8 or 16"):
         jdp.process_rows(plan_of(), 12)
-    with pytest.raises(ValueError, match=r"plan's 8 batch shards; got 0\. The nearest sizes are 8"):
+    with pytest.raises(ValueError, match=r"plan's 8 batch shards; given 0: the nearest that fit: 8"):
         jdp.process_rows(plan_of(), 0)
-    with pytest.raises(ValueError, match=r"8 of 8; got 12\. The nearest sizes are 8 or 16"):
+    with pytest.raises(ValueError, match=r"8 of 8; given 12: the nearest that fit: 8 or 16"):
         next(jdp.shard_batches(batches(1, rows=12), plan_of()))
-    with pytest.raises(ValueError, match=r"8 of 8; got 0\. The nearest sizes are 8"):
+    with pytest.raises(ValueError, match=r"8 of 8; given 0: the nearest that fit: 8"):
         next(jdp.shard_batches(batches(1, rows=0), plan_of()))
     with pytest.raises(ValueError, match=r"share their leading dimension, the examples; got .*a scalar"):
         next(jdp.shard_batches([{"x": np.float32(1)}], plan_of()))
@@ -118,7 +118,7 @@ def test_arrays_of_different_rows_are_refused():
 
 
 def mapped(shape, path):
-    """The same, of a file: a mapping begins at a page."""
+    """An array in a file: a mapping begins at a page."""
     return np.memmap(path / "buffer", np.float32, "w+", shape=shape)
 
 
@@ -168,26 +168,31 @@ def test_the_loader_runs_so_far_ahead_and_no_further(prefetch):
 
 
 def test_prefetch_is_at_least_one():
-    with pytest.raises(ValueError, match="prefetch is a number of batches, at least 1; got 0"):
+    with pytest.raises(ValueError, match="prefetch must be at least 1 batch; given 0"):
         jdp.shard_batches(batches(1), plan_of(), prefetch=0)
 
 
-def test_only_waiting_is_counted():
-    slow, step = 0.15, 0.3
+def test_only_waiting_is_counted(monkeypatch):
+    """By a clock that the loader sets forward while it is waited for, and the loop while it works."""
+    now, waiting = [0.0], threading.Event()
+
+    def clock():
+        waiting.set()
+        return now[0]
 
     def loader():
-        for batch in batches(3):
-            time.sleep(slow)
-            yield batch
+        assert waiting.wait(PATIENCE)
+        now[0] += 5  # the first batch is slow
+        yield from batches(3)
 
+    monkeypatch.setattr("jdp.data.feed.time", SimpleNamespace(perf_counter=clock))
     with jdp.shard_batches(loader(), plan_of()) as feed:
-        assert feed.wait_seconds == 0.0
+        assert feed.wait_seconds == 0
         next(feed)
-        first = feed.wait_seconds
-        assert slow * 0.6 < first  # the loader was slow
-        time.sleep(step + slow)  # while the step works the next ones arrive
+        assert feed.wait_seconds == 5
+        now[0] += 100  # a step works
         next(feed)
-        assert feed.wait_seconds - first < slow / 2
+        assert feed.wait_seconds == 5
 
 
 # The end.

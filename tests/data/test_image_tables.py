@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 from PIL import Image
-from reading_pictures import pixels_of, said
+from reading_pictures import pixels_of, with_notices
 
 from jdp.cli import main as cli
 from jdp.data import global_batches
@@ -55,10 +55,10 @@ def test_an_npz_of_images(tmp_path):
     with pytest.raises(ValueError, match="its 3 channels cannot become 1: give channels = 3"):
         image_data(tmp_path / "rgb.npz", channels=1)
     np.savez(tmp_path / "x.npz", images=PIXELS / 255, labels=np.arange(30))
-    with pytest.raises(ValueError, match=r"images must be uint8 .* got float64 \[30, 6, 5, 3\]"):
+    with pytest.raises(ValueError, match=r"images must be uint8 .* given float64 \[30, 6, 5, 3\]"):
         image_data(tmp_path / "x.npz")
     np.savez(tmp_path / "x.npz", x=PIXELS)
-    with pytest.raises(ValueError, match=r"must have images and labels, got x in .*missing: images, labels"):
+    with pytest.raises(ValueError, match=r"must have images and labels; given x in .*missing: images, labels"):
         image_data(tmp_path / "x.npz")
 
 
@@ -106,12 +106,12 @@ def test_tables(tmp_path):
     assert_are_the_pictures(image_data(parts))
     data = image_data(f"{parts}/*.parquet", heldout=parts)
     assert_are_the_pictures(data)
-    assert [data.train.pictures.where(row) for row in (0, 10, 11, 29)] == [
+    assert [data.train.pictures.name_of(row) for row in (0, 10, 11, 29)] == [
         f"{parts}/{file}.parquet, row {row}" for file, row in ((0, 0), (0, 10), (1, 0), (1, 18))
     ]
 
 
-def test_tables_that_say_what_their_columns_are(tmp_path):
+def test_tables_whose_metadata_describes_their_columns(tmp_path):
     """As `datasets` writes them: a picture is bytes and a path, classes have names, other columns may be text."""
     saved = hub_table(CLASSES[::-1], caption=["a picture"] * 30)
     saved.to_parquet(tmp_path / "x.parquet")
@@ -130,17 +130,17 @@ def test_the_same_pictures_are_the_same_samples_wherever_they_are(pictures, tmp_
 @pytest.mark.parametrize(
     ("columns", "arguments", "message"),
     [
-        ({"label": ["x"] * 29 + [None]}, {}, "every row must have a label, got none for sample 29 of"),
-        ({"image": [*PNGS[:-1], None]}, {}, r"every row must have a picture, got .*x.parquet, row 29: .*missing"),
+        ({"label": ["x"] * 29 + [None]}, {}, "every row must have a label; given none for sample 29 of"),
+        ({"image": [*PNGS[:-1], None]}, {}, r"every row must have a picture; given .*x.parquet, row 29: .*missing"),
         (
             {"mask": PNGS},
             {},
-            'a column of images, got 2 that may be it in .*columns are image, label, mask: .* image = "…"',
+            'a column of images; given 2 that may be it in .*columns are image, label, mask: .* image = "…"',
         ),
-        ({"mask": PNGS}, {"image": "picture"}, 'a column of images, got "picture" in'),
-        ({"label": [0.5] * 30}, {}, r"one class a sample, .* got float64 \[30\]"),
-        ({"labels": [1] * 30}, {}, "a column of labels, got 2 that may be it"),
-        ({"label": [-1] * 30}, {}, "a class number counts from 0, got -1 for sample 0"),
+        ({"mask": PNGS}, {"image": "picture"}, 'a column of images; given "picture" in'),
+        ({"label": [0.5] * 30}, {}, r"one class a sample, .* given float64 \[30\]"),
+        ({"labels": [1] * 30}, {}, "a column of labels; given 2 that may be it"),
+        ({"label": [-1] * 30}, {}, "a class number must count from 0; given -1 for sample 0"),
     ],
 )
 def test_tables_that_cannot_be(tmp_path, columns, arguments, message):
@@ -170,17 +170,17 @@ def test_a_corrupt_table_is_one_error(tmp_path, suffix, damage):
     else:
         write_arrow(table(), path, pa.ipc.new_file)
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(ValueError, match=f"a data file must be whole, got {path}: ") as caught:
+    with pytest.raises(ValueError, match=f"a data file must be whole; given {path}: ") as caught:
         image_data(path)
     assert cli._is_users_mistake(caught.value)
 
 
-def test_a_corrupt_picture_in_a_table_is_told_by_its_row(tmp_path):
+def test_a_corrupt_picture_in_a_table_is_named_by_its_row(tmp_path):
     import pyarrow.parquet as pq
 
     pq.write_table(table(image=[*PNGS[:7], PNGS[7][:-30], *PNGS[8:]]), tmp_path / "x.parquet")
     data = image_data(tmp_path / "x.parquet", heldout=tmp_path / "x.parquet")
-    with pytest.raises(ValueError, match=r"images must be readable, got .*x.parquet, row 7 \(sample 7 of"):
+    with pytest.raises(ValueError, match=r"images must be readable; given .*x.parquet, row 7 \(sample 7 of"):
         list(global_batches(data.train, batch_size=5, seed=0, epochs=1))
 
 
@@ -199,8 +199,8 @@ def test_a_saved_data_set(tmp_path, cache, caplog):
     saved.save_to_disk(str(tmp_path / "one"))
     assert_are_the_pictures(image_data(f"hf:{tmp_path / 'one'}"))
     parts = {"train": saved.select(range(20)), "test": saved.select([25, 21, 29]), "spare": saved.select([20])}
-    cache.DatasetDict(parts).save_to_disk(str(tmp_path / "parted"))
-    data, text = said(caplog, lambda: image_data(f"hf:{tmp_path / 'parted'}"))
+    cache.DatasetDict(parts).save_to_disk(str(tmp_path / "split"))
+    data, text = with_notices(caplog, lambda: image_data(f"hf:{tmp_path / 'split'}"))
     assert "not reading the splits spare" in text
     assert (len(data.train), len(data.heldout)) == (20, 3) and "a set of its own" in str(data)
     assert [np.array_equal(pixels_of(data.heldout[i]), PIXELS[n]) for i, n in enumerate((25, 21, 29))] == [True] * 3
@@ -209,7 +209,7 @@ def test_a_saved_data_set(tmp_path, cache, caplog):
 def test_a_split_by_name(tmp_path, cache):
     saved = hub_table()
     cache.DatasetDict({"easy": saved, "hard": saved.select([4, 5])}).save_to_disk(str(tmp_path / "two"))
-    with pytest.raises(ValueError, match=r"split train, or one only, got easy, hard in hf:.*as hf:.*two:easy"):
+    with pytest.raises(ValueError, match=r"split train, or one only; given easy, hard in hf:.*as hf:.*two:easy"):
         image_data(f"hf:{tmp_path / 'two'}")
     assert_are_the_pictures(image_data(f"hf:{tmp_path / 'two'}:easy"))
     assert len(image_data(f"hf:{tmp_path / 'two'}:hard", heldout_fraction=0.5).train) == 1
@@ -224,5 +224,5 @@ def test_a_directory_that_datasets_reads(tmp_path, pictures, cache):
 
 
 def test_a_data_set_that_is_not_there(tmp_path, cache):
-    with pytest.raises(ValueError, match=f"a Hugging Face data set must be readable, got hf:{tmp_path}/none: "):
+    with pytest.raises(ValueError, match=f"a Hugging Face data set must be readable; given hf:{tmp_path}/none: "):
         image_data(f"hf:{tmp_path}/none")

@@ -148,7 +148,7 @@ def test_a_mixture_may_hold_a_mixture():
     assert set(drawn) == {(owner, index) for owner, size in ((0, 5), (1, 9), (2, 20)) for index in range(size)}
 
 
-def test_the_fingerprint_tells_data_weights_and_seeds_apart():
+def test_the_fingerprint_distinguishes_data_weights_and_seeds():
     def fingerprint(weight=1.0, seed=0, content="g"):
         return mixture([(Data(5, 3), 1), (Data(5, 3, fingerprint=content), weight)], seed=seed).fingerprint
 
@@ -175,16 +175,16 @@ def test_floor_sums():
 @pytest.mark.parametrize(
     ("weights", "seed", "message"),
     [
-        ([], 0, "at least one data set, got none"),
-        ([1, 0], 0, "weights must be positive numbers of like size, got 1.0, 0.0"),
-        ([1, -2], 0, "got 1.0, -2.0"),
-        ([1, float("nan")], 0, "got 1.0, nan"),
-        ([1, float("inf")], 0, "got 1.0, inf"),
-        ([1e12, 1], 0, r"got 1000000000000.0, 1.0: leave out"),
-        ([1, 1], -1, "seed must not be negative, got -1"),
+        ([], 0, "at least one data set; given none"),
+        ([1, 0], 0, "weights must be positive numbers of like size; given 1.0, 0.0"),
+        ([1, -2], 0, "given 1.0, -2.0"),
+        ([1, float("nan")], 0, "given 1.0, nan"),
+        ([1, float("inf")], 0, "given 1.0, inf"),
+        ([1e12, 1], 0, r"given 1000000000000.0, 1.0: leave out"),
+        ([1, 1], -1, "seed must not be negative; given -1"),
     ],
 )
-def test_what_is_wrong_with_a_mixture_is_said(weights, seed, message):
+def test_what_is_wrong_with_a_mixture_is_reported(weights, seed, message):
     with pytest.raises(ValueError, match=message):
         mixture([(Data(5, 3), weight) for weight in weights], seed=seed)
 
@@ -193,6 +193,6 @@ def test_parts_must_be_alike(tmp_path):
     (tmp_path / "a.txt").write_text("some text to read " * 10)
     long, short = (text_data(tmp_path / "a.txt", length=length) for length in (8, 9))
     with pytest.raises(
-        ValueError, match=r"samples alike, got .*'int32\[8\]'.* and .*'int32\[9\]'.*: give them the same"
+        ValueError, match=r"the same kind of samples; given .*'int32\[8\]'.* and .*'int32\[9\]'.*: give them the same"
     ):
         mixture([(long, 1), (short, 1)])

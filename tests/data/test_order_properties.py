@@ -32,7 +32,7 @@ def vectors(samples):
     )
 
 
-def part_of_a_table(samples):
+def rows_of_a_table(samples):
     """A side of a split: every third row of more."""
     tokens = np.arange(3 * samples)[:, None] + np.arange(5)
     return ArraySamples({"tokens": tokens}, np.arange(samples) * 3 + 1)
@@ -59,7 +59,7 @@ def mixed(samples):
     return MixedSamples((vectors(samples), vectors(samples // 2 + 1)), (0.2, 0.8), seed=3)
 
 
-SOURCES = (vectors, part_of_a_table, images, text, packed)
+SOURCES = (vectors, rows_of_a_table, images, text, packed)
 sources = st.builds(lambda kind, samples: kind(samples), st.sampled_from(SOURCES), sizes)
 all_sources = sources | st.builds(mixed, sizes)
 
@@ -91,7 +91,7 @@ def runs(draw, sources=sources):
 
 
 def numbered(source):
-    """What a sample holds -> its index: samples are told apart by their content alone, weights aside."""
+    """What a sample holds -> its index: samples are distinguished by their content alone, weights aside."""
     numbers = {key_of(source[index]): index for index in range(len(source))}
     assert len(numbers) == len(source)
     return numbers
@@ -101,15 +101,15 @@ def key_of(sample):
     return b"".join(np.asarray(sample[key]).tobytes() for key in sorted(sample) if key != "weights")
 
 
-def line_of(source, batches):
-    """int [batches, rows]: the sample at each place; float [batches, rows]: the sum of its weights."""
+def sequence_of(source, batches):
+    """int [batches, rows]: the sample at each position; float [batches, rows]: the sum of its weights."""
     numbers = numbered(source)
-    places, weights = [], []
+    indices, weights = [], []
     for batch in batches:
         rows = [{key: array[row] for key, array in batch.items()} for row in range(len(batch["weights"]))]
-        places.append([numbers[key_of(row)] for row in rows])
+        indices.append([numbers[key_of(row)] for row in rows])
         weights.append([row["weights"].sum() for row in rows])
-    return np.array(places), np.array(weights)
+    return np.array(indices), np.array(weights)
 
 
 def together(source, partition, **run):
@@ -141,16 +141,16 @@ def test_any_number_of_processes_reads_the_same_global_batches(run):
 def test_an_epoch_has_every_sample_once_and_padding_weighs_nothing(run):
     source, partition, epochs, settings = run
     batches = together(source, partition, epochs=epochs, **settings)
-    places, weights = line_of(source, batches)
+    indices, weights = sequence_of(source, batches)
     real = epochs * len(source)
-    line = places.flatten()[:real].reshape(epochs, len(source))
-    assert all(Counter(epoch) == Counter(range(len(source))) for epoch in line)
+    sequence = indices.flatten()[:real].reshape(epochs, len(source))
+    assert all(Counter(epoch) == Counter(range(len(source))) for epoch in sequence)
     own = np.array([source[index]["weights"].sum() for index in range(len(source))])
-    np.testing.assert_array_equal(weights.flatten()[:real], own[line.flatten()])
+    np.testing.assert_array_equal(weights.flatten()[:real], own[sequence.flatten()])
     assert not weights.flatten()[real:].any()
     # The batches themselves: all of one shape, the last one filled.
     assert {batch["weights"].shape[0] for batch in batches} == {settings["batch_size"]}
-    assert places.size - real < settings["batch_size"]
+    assert indices.size - real < settings["batch_size"]
 
 
 @few
@@ -176,12 +176,12 @@ def test_a_run_resumes_at_any_batch_on_other_processes(run, data):
 
 @few
 @given(sources, seeds, st.lists(batch_sizes, min_size=2, max_size=2), st.integers(1, 4))
-def test_the_line_of_samples_does_not_know_the_batch_size(source, seed, batch_sizes, threads):
-    def line(batch_size):
+def test_the_sequence_of_samples_does_not_depend_on_the_batch_size(source, seed, batch_sizes, threads):
+    def sequence(batch_size):
         batches = global_batches(source, batch_size=batch_size, seed=seed, epochs=2, threads=threads)
-        return line_of(source, list(batches))[0].flatten()[: 2 * len(source)]
+        return sequence_of(source, list(batches))[0].flatten()[: 2 * len(source)]
 
-    np.testing.assert_array_equal(*map(line, batch_sizes))
+    np.testing.assert_array_equal(*map(sequence, batch_sizes))
 
 
 @settings(few, max_examples=200)

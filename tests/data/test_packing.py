@@ -136,17 +136,17 @@ def test_a_text_shorter_than_a_row_is_padded(tmp_path):
 @pytest.mark.parametrize(
     ("sizes", "length", "message"),
     [
-        ([3], 0, "length must be at least 1, got 0"),
-        ([1, 1], 4, r"got 2 token\(s\) in 2 document\(s\)"),
-        ([], 4, "got 0"),
+        ([3], 0, "length must be at least 1; given 0"),
+        ([1, 1], 4, r"given 2 token\(s\) in 2 document\(s\)"),
+        ([], 4, "given 0"),
     ],
 )
-def test_what_cannot_be_packed_is_said(sizes, length, message):
+def test_what_cannot_be_packed_is_reported(sizes, length, message):
     with pytest.raises(ValueError, match=message):
         packed(sizes, length)
 
 
 def test_there_are_two_packings(tmp_path):
     (tmp_path / "a.txt").write_text("short")
-    with pytest.raises(ValueError, match='packing must be "stream" or "documents", got "rows"'):
+    with pytest.raises(ValueError, match='packing must be "stream" or "documents"; given "rows"'):
         text_data(tmp_path / "a.txt", length=2, packing="rows")

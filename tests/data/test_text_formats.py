@@ -114,7 +114,7 @@ def test_a_directory_of_text_and_rows_is_ambiguous(tmp_path):
     parquet(tmp_path / "a.parquet")
     with pytest.raises(
         ValueError,
-        match=r"one kind of data, got .* with 1 such as README.md and 1 such as a.parquet: name .*\*\.parquet",
+        match=r"one kind of data; given .* with 1 such as README.md and 1 such as a.parquet: name .*\*\.parquet",
     ):
         read_corpus(tmp_path)
     assert read_corpus(tmp_path / "*.parquet").documents == DOCUMENTS
@@ -133,7 +133,7 @@ def test_documents_know_where_they_are_from(tmp_path):
     (tmp_path / "c.txt").write_text("plain")
     corpus = read_corpus([tmp_path / name for name in ("a.jsonl", "b.parquet", "c.txt")])
     assert corpus.documents == (b"third", b"fourth", b"one", b"plain")
-    assert [corpus.place(document) for document in range(4)] == [
+    assert [corpus.name_of(document) for document in range(4)] == [
         f"{tmp_path}/a.jsonl, line 3",
         f"{tmp_path}/a.jsonl, line 4",
         f"{tmp_path}/b.parquet, row 1",
@@ -204,20 +204,20 @@ def test_a_data_set_may_stand_beside_files(hub, tmp_path):
     (tmp_path / "z.txt").write_text("mine")
     corpus = read_corpus([f"hf:{hub}/splits:test", tmp_path / "z.txt", f"hf:{hub}/splits:test"])
     assert corpus.documents == (b"mine", DOCUMENTS[3])
-    assert corpus.place(1) == f"hf:{hub}/splits:test (split test), row 0"
+    assert corpus.name_of(1) == f"hf:{hub}/splits:test (split test), row 0"
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("hf:{}/nothing", "must be readable, got hf:.*/nothing: Couldn't find any data file"),
+        ("hf:{}/nothing", "must be readable; given hf:.*/nothing: Couldn't find any data file"),
         ("hf:{}/splits:dev", 'unknown split "dev", there are train, test'),
         ("hf:{}/files:dev", 'Unknown split "dev"'),
-        ("hf:{}/no_train", "must have the split train, or one only, got dev, test in .* as hf:.*/no_train:dev"),
+        ("hf:{}/no_train", "must have the split train, or one only; given dev, test in .* as hf:.*/no_train:dev"),
         ("hf:{}/script", "Dataset scripts are no longer supported"),
         (
             "hf:nobody/nothing/config:train",
-            r"got hf:nobody/nothing/config:train: Couldn't reach 'nobody/nothing' on the Hub",
+            r"given hf:nobody/nothing/config:train: Couldn't reach 'nobody/nothing' on the Hub",
         ),
     ],
 )
@@ -229,7 +229,7 @@ def test_a_data_set_that_cannot_be_had_is_one_line(hub, name, message):
 
 def test_a_column_of_a_data_set_that_is_not_there(hub):
     with pytest.raises(
-        ValueError, match=r'the field "body", not found in hf:.*saved \(split train\): .* has: id, text'
+        ValueError, match=r'the field "body"; given hf:.*saved \(split train\) without it: .* has: id, text'
     ):
         read_corpus(f"hf:{hub}/saved", field="body")
 
@@ -254,52 +254,52 @@ def one_letter_changed():
 BAD = {
     "cut.txt.gz": (
         gzip.compress(DOCUMENTS[0])[:-6],
-        "compressed file must be whole, got .*cut.txt.gz: Compressed file ended",
+        "compressed file must be whole; given .*cut.txt.gz: Compressed file ended",
     ),
-    "not.txt.gz": (b"plain text", r"must be whole, got .*not.txt.gz: Not a gzipped file"),
-    "none.txt.gz": (b"", "must be whole, got .*none.txt.gz: the file is empty"),
-    "sum.txt.gz": (gzip.compress(b"text")[:-8] + bytes(8), "must be whole, got .*sum.txt.gz: CRC check failed"),
-    "cut.txt.zst": (zstd(DOCUMENTS[0])[:-2], "must be whole, got .*cut.txt.zst: it ends in the middle of a frame"),
-    "not.txt.zst": (b"plain text", "must be whole, got .*not.txt.zst: zstd decompress"),
-    "cut.jsonl.gz": (gzip.compress(lines(ROWS))[:-30], "must be whole, got .*cut.jsonl.gz"),
+    "not.txt.gz": (b"plain text", r"must be whole; given .*not.txt.gz: Not a gzipped file"),
+    "none.txt.gz": (b"", "must be whole; given .*none.txt.gz: the file is empty"),
+    "sum.txt.gz": (gzip.compress(b"text")[:-8] + bytes(8), "must be whole; given .*sum.txt.gz: CRC check failed"),
+    "cut.txt.zst": (zstd(DOCUMENTS[0])[:-2], "must be whole; given .*cut.txt.zst: it ends in the middle of a frame"),
+    "not.txt.zst": (b"plain text", "must be whole; given .*not.txt.zst: zstd decompress"),
+    "cut.jsonl.gz": (gzip.compress(lines(ROWS))[:-30], "must be whole; given .*cut.jsonl.gz"),
     "cut.parquet": (
         whole("rows.parquet")[:-9],
-        r"data file must be whole, got .*cut.parquet: Parquet magic bytes .*; fetch",
+        r"data file must be whole; given .*cut.parquet: Parquet magic bytes .*; fetch",
     ),
-    "none.parquet": (b"", "must be whole, got .*none.parquet: Parquet file size is 0"),
-    "hole.parquet": (one_letter_changed(), "data file must be whole, got .*hole.parquet: .*CRC checksum"),
+    "none.parquet": (b"", "must be whole; given .*none.parquet: Parquet file size is 0"),
+    "hole.parquet": (one_letter_changed(), "data file must be whole; given .*hole.parquet: .*CRC checksum"),
     "latin.parquet": (
         whole("rows.parquet").replace(b"\xc3\xafv", b"\xefiv"),
-        "must be whole, got .*latin.parquet: .* Invalid UTF8",
+        "must be whole; given .*latin.parquet: .* Invalid UTF8",
     ),
-    "cut.arrow": (whole("rows.arrow")[:-9], "must be whole, got .*cut.arrow: Not an Arrow file"),
-    "stream.arrow": (whole("stream.arrow")[:-99], "must be whole, got .*stream.arrow: Expected"),
-    "none.arrow": (b"", "must be whole, got .*none.arrow"),
+    "cut.arrow": (whole("rows.arrow")[:-9], "must be whole; given .*cut.arrow: Not an Arrow file"),
+    "stream.arrow": (whole("stream.arrow")[:-99], "must be whole; given .*stream.arrow: Expected"),
+    "none.arrow": (b"", "must be whole; given .*none.arrow"),
     "a.jsonl": (
         b'{"text": "a"}\n{"text": }\n',
-        r"JSON must be valid, got b'{\"text\": }' … in .*a.jsonl, line 2: Expecting value",
+        r"JSON must be valid; given b'{\"text\": }' … in .*a.jsonl, line 2: Expecting value",
     ),
     "b.jsonl": (
         b'{"text": "a"}\n\n{"txt": "b", "n": 1}',
-        r'the field "text", not found in .*b.jsonl, line 3: .* has: txt, n',
+        r'the field "text"; given .*b.jsonl, line 3 without it: .* has: txt, n',
     ),
-    "c.jsonl": (b'{"text": "a"}\n[1]', r"must be an object, .* got \[1\] in .*c.jsonl, line 2"),
-    "d.jsonl": (b'{"text": 7}', r'the field "text" must be text, got 7 in .*d.jsonl, line 1'),
-    "e.jsonl": (b'{"text": null}', r"must be text, got null in .*e.jsonl, line 1"),
-    "f.jsonl": (b'{"text": "a"}\n{"text": "\xff"}', r"must be UTF-8, got 0xff at byte 10 of .*f.jsonl, line 2"),
+    "c.jsonl": (b'{"text": "a"}\n[1]', r"must be an object, .* given \[1\] in .*c.jsonl, line 2"),
+    "d.jsonl": (b'{"text": 7}', r'the field "text" must be text; given 7 in .*d.jsonl, line 1'),
+    "e.jsonl": (b'{"text": null}', r"must be text; given null in .*e.jsonl, line 1"),
+    "f.jsonl": (b'{"text": "a"}\n{"text": "\xff"}', r"must be UTF-8; given 0xff at byte 10 of .*f.jsonl, line 2"),
     "g.jsonl": (
         b'{"text": "a\\ud800"}',
-        r"must be text, got half a surrogate pair at character 1 in .*g.jsonl, line 1",
+        r"must be text; given half a surrogate pair at character 1 in .*g.jsonl, line 1",
     ),
-    "h.json": (b'[{"text": "a"}, 2]', r"must be an object, .* got 2 in .*h.json, row 1"),
-    "i.json": (b'{\n "text": "a"\n}', r"JSON must be valid, got b'{' … in .*i.json, line 1"),
-    "j.jsonl": (b'{"text": ""}\n', r"text must not be empty, got .*j.jsonl: 1 empty file\(s\) or row\(s\)"),
-    "k.jsonl": (b"[" * 100_000, r"JSON must be valid, got .*k.jsonl, line 1: maximum recursion"),
+    "h.json": (b'[{"text": "a"}, 2]', r"must be an object, .* given 2 in .*h.json, row 1"),
+    "i.json": (b'{\n "text": "a"\n}', r"JSON must be valid; given b'{' … in .*i.json, line 1"),
+    "j.jsonl": (b'{"text": ""}\n', r"text must not be empty; given .*j.jsonl: 1 empty file\(s\) or row\(s\)"),
+    "k.jsonl": (b"[" * 100_000, r"JSON must be valid; given .*k.jsonl, line 1: maximum recursion"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_what_is_wrong_with_a_file_is_said(tmp_path, name):
+def test_what_is_wrong_with_a_file_is_reported(tmp_path, name):
     content, message = BAD[name]
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message):
@@ -309,12 +309,12 @@ def test_what_is_wrong_with_a_file_is_said(tmp_path, name):
 @pytest.mark.parametrize(
     ("column", "message"),
     [
-        ({"text": ["a", None]}, "must be text, got nothing \\(null\\) in .*a.parquet, row 1"),
-        ({"text": pyarrow.nulls(2)}, "got nothing \\(null\\) in .*a.parquet, row 0"),
-        ({"text": [1, 2]}, "must be text, got type int64 in .*a.parquet"),
+        ({"text": ["a", None]}, "must be text; given nothing \\(null\\) in .*a.parquet, row 1"),
+        ({"text": pyarrow.nulls(2)}, "given nothing \\(null\\) in .*a.parquet, row 0"),
+        ({"text": [1, 2]}, "must be text; given type int64 in .*a.parquet"),
         (
             {"body": ["a"], "title": ["b"]},
-            'the field "text", not found in .*a.parquet: give one that it has: body, title',
+            'the field "text"; given .*a.parquet without it: give one that it has: body, title',
         ),
     ],
 )

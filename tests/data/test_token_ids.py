@@ -39,7 +39,7 @@ def ids_file(path):
 def test_rows_of_token_ids_are_documents(tmp_path, name):
     corpus = read_token_ids(ids_file(tmp_path / name))
     assert [document.tolist() for document in corpus.documents] == [[5, 6, 300], [7], [8, 9]]
-    assert corpus.place(2).endswith(f"{name}, line 4" if name == "a.jsonl" else f"{name}, row 3")
+    assert corpus.name_of(2).endswith(f"{name}, line 4" if name == "a.jsonl" else f"{name}, row 3")
 
 
 def test_arrays_of_token_ids_are_documents(tmp_path):
@@ -47,7 +47,7 @@ def test_arrays_of_token_ids_are_documents(tmp_path):
     np.savez(tmp_path / "b.npz", input_ids=np.arange(6).reshape(2, 3), other=np.zeros(3))
     corpus = read_token_ids(tmp_path)
     assert [document.tolist() for document in corpus.documents] == [list(range(10)), [0, 1, 2], [3, 4, 5]]
-    assert [corpus.place(document) for document in (0, 2)] == [f"{tmp_path}/a.npy", f"{tmp_path}/b.npz, row 1"]
+    assert [corpus.name_of(document) for document in (0, 2)] == [f"{tmp_path}/a.npy", f"{tmp_path}/b.npz, row 1"]
 
 
 def test_token_ids_are_laid_as_they_are(tmp_path):
@@ -58,7 +58,7 @@ def test_token_ids_are_laid_as_they_are(tmp_path):
     both = [side.tokens.reshape(-1, 3).tolist() for side in (data.train, data.heldout)]
     assert sorted(both[0] + both[1]) == rows and both[0] and both[1]
     assert "300 tokens (600 B in memory)" in str(data)
-    with pytest.raises(ValueError, match=r'without a tokenizer, got "none" with .*a.parquet: take'):
+    with pytest.raises(ValueError, match=r'by a tokenizer only; given "none" with .*a.parquet: take'):
         data.decode([1])
     assert (
         text_data(tmp_path / "a.parquet", length=4, tokenizer="none", vocab_size=2**17).train.tokens.dtype == np.uint32
@@ -70,15 +70,15 @@ def test_token_ids_are_laid_as_they_are(tmp_path):
     [
         (
             [[1, 2], [3, 256]],
-            "must be 0 to 255, below vocab_size 256, got 256 as token 1 of .*a.jsonl, line 2 .ids from 1 to 256",
+            "must be 0 to 255, below vocab_size 256; given 256 as token 1 of .*a.jsonl, line 2 .ids from 1 to 256",
         ),
-        ([[1, 2], [-3]], "got -3 as token 0 of .*a.jsonl, line 2"),
-        ([[2**31]], "got 2147483648 as token 0 of"),
+        ([[1, 2], [-3]], "given -3 as token 0 of .*a.jsonl, line 2"),
+        ([[2**31]], "given 2147483648 as token 0 of"),
         ([[1, 2], [2**63]], "as token 0 of .*a.jsonl, line 2"),
-        ([[1.5]], r'the field "input_ids" must be lists of token ids, got \[1.5\] in .*a.jsonl, line 1'),
-        ([[[1], [2, 3]]], r"must be lists of token ids, got \[\[1\], \[2, 3\]\]"),
-        (["text"], r"must be lists of token ids, got .text. in"),
-        ([[True]], r"must be lists of token ids, got \[true\]"),
+        ([[1.5]], r'the field "input_ids" must be lists of token ids; given \[1.5\] in .*a.jsonl, line 1'),
+        ([[[1], [2, 3]]], r"must be lists of token ids; given \[\[1\], \[2, 3\]\]"),
+        (["text"], r"must be lists of token ids; given .text. in"),
+        ([[True]], r"must be lists of token ids; given \[true\]"),
     ],
 )
 def test_ids_out_of_range_name_file_row_and_id(tmp_path, rows, message):
@@ -90,10 +90,10 @@ def test_ids_out_of_range_name_file_row_and_id(tmp_path, rows, message):
 @pytest.mark.parametrize(
     ("column", "message"),
     [
-        (pyarrow.array([[1], None]), r"got nothing \(null\) in .*a.parquet, row 1"),
-        (pyarrow.array([[1, 2], [3], [4, None]]), r"got a list with nothing \(null\) in it in .*a.parquet, row 2"),
-        (pyarrow.array([[1.5]]), "got type list<.*double> in .*a.parquet"),
-        (pyarrow.array(["a"]), "got type string in .*a.parquet"),
+        (pyarrow.array([[1], None]), r"given nothing \(null\) in .*a.parquet, row 1"),
+        (pyarrow.array([[1, 2], [3], [4, None]]), r"given a list with nothing \(null\) in it in .*a.parquet, row 2"),
+        (pyarrow.array([[1.5]]), "given type list<.*double> in .*a.parquet"),
+        (pyarrow.array(["a"]), "given type string in .*a.parquet"),
     ],
 )
 def test_columns_that_are_not_token_ids(tmp_path, column, message):
@@ -104,17 +104,17 @@ def test_columns_that_are_not_token_ids(tmp_path, column, message):
 
 def test_arrays_that_are_not_token_ids(tmp_path):
     np.save(tmp_path / "a.npy", np.zeros(3))
-    with pytest.raises(ValueError, match=r"must be whole numbers \[n\] or \[rows, n\], got float64 \[3\] in .*a.npy"):
+    with pytest.raises(ValueError, match=r"must be whole numbers \[n\] or \[rows, n\]; given float64 \[3\] in .*a.npy"):
         read_token_ids(tmp_path / "a.npy")
     np.savez(tmp_path / "b.npz", x=np.zeros(3, int))
-    with pytest.raises(ValueError, match=r'the field "input_ids", not found in .*b.npz: give one that it has: x'):
+    with pytest.raises(ValueError, match=r'the field "input_ids"; given .*b.npz without it: give one that it has: x'):
         read_token_ids(tmp_path / "b.npz")
     (tmp_path / "c.npz").write_bytes((tmp_path / "b.npz").read_bytes()[:-30])
-    with pytest.raises(ValueError, match=r"arrays must be readable, got .*c.npz"):
+    with pytest.raises(ValueError, match=r"arrays must be readable; given .*c.npz"):
         read_token_ids(tmp_path / "c.npz")
     (tmp_path / "d.txt").write_text("text")
     with pytest.raises(
-        ValueError, match=r"token ids must be in .parquet, .*\.npy files, got .*d.txt: name a tokenizer"
+        ValueError, match=r"token ids must be in .parquet, .*\.npy files; given .*d.txt: name a tokenizer"
     ):
         read_token_ids(tmp_path / "d.txt")
 
@@ -122,6 +122,6 @@ def test_arrays_that_are_not_token_ids(tmp_path):
 def test_slices_and_fixed_lists_are_read(tmp_path):
     fixed = pyarrow.array([[1, 2], [3, 4], [5, 6]], pyarrow.list_(pyarrow.int32(), 2)).slice(1)
     parquet(tmp_path / "a.parquet", pyarrow.table({"input_ids": fixed}))
-    [table] = [read_table(tmp_path / "a.parquet", ["input_ids"])]
+    table = read_table(tmp_path / "a.parquet", ["input_ids"])
     assert [ids.tolist() for ids in table.integer_lists("input_ids")] == [[3, 4], [5, 6]]
-    assert table.values("input_ids") == [[3, 4], [5, 6]] and len(table) == 2
+    assert table.name_of(1) == f"{tmp_path}/a.parquet, row 1"

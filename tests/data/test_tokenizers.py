@@ -71,7 +71,7 @@ def test_text_comes_back(file):
     assert tokenizer.encode(text).dtype == np.int32 and tokenizer.encode(text)[-1] == 299
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.decode([]) == "" and len(tokenizer.encode("")) == 0
-    with pytest.raises(ValueError, match=r"is 0 to 299, got 5 to 300: decode"):
+    with pytest.raises(ValueError, match=r"must be 0 to 299; given 5 to 300: decode"):
         tokenizer.decode([5, 300])
 
 
@@ -96,12 +96,12 @@ def test_what_a_file_was_saved_with_cuts_and_pads_nothing(trained, tmp_path, tex
 @pytest.mark.parametrize(
     ("config", "token"), [('{"eos_token": "t"}', "t"), ('{"eos_token": {"content": "t"}}', "t"), ("{}", END)]
 )
-def test_the_configuration_says_what_closes_a_document(trained, file, config, token):
+def test_the_configuration_names_what_closes_a_document(trained, file, config, token):
     (file.parent / "tokenizer_config.json").write_text(config)
     assert open_tokenizer(str(file)).separator == trained.token_to_id(token)
 
 
-def test_one_long_document_is_parted_at_a_token(file, tmp_path):
+def test_one_long_document_is_split_at_a_token(file, tmp_path):
     """Not inside of a character, as bytes could be."""
     (tmp_path / "a.txt").write_text("☃" * 1000)
     data = text_data(tmp_path / "a.txt", length=8, tokenizer=str(file), heldout_fraction=0.1)
@@ -119,7 +119,7 @@ def test_documents_are_packed_whole(file, texts):
     assert any(text.endswith(first.removesuffix(END)) for text in TEXTS)
 
 
-def test_text_that_spells_the_end_is_said(file, tmp_path, caplog):
+def test_text_that_spells_the_end_is_reported(file, tmp_path, caplog):
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text(f"one {END} two {END} " * 5 + name)
     with caplog.at_level(logging.INFO, "jdp"):
@@ -140,7 +140,7 @@ def test_a_mixture_has_one_tokenizer(file, texts):
     (texts.parent / "ids.jsonl").write_text(json.dumps({"input_ids": list(range(200))}))
     ids = text_data(texts.parent / "ids.jsonl", length=16, tokenizer="none")
     assert mixture([(ids, 1), (same[0], 1)]).decode(same[0].encode("tale")) == "tale"
-    with pytest.raises(ValueError, match="must have one tokenizer, got those of"):
+    with pytest.raises(ValueError, match="must have one tokenizer; given those of"):
         mixture([(same[0], 1), (text_data(texts, length=16), 2)])
 
 
@@ -175,7 +175,7 @@ def test_another_text_or_tokenizer_is_not_found(file, texts, tmp_path, monkeypat
     assert len(list((tmp_path / "cache" / "tokens").iterdir())) == 3
 
 
-def test_a_cache_that_cannot_be_written_is_said(file, texts, tmp_path, monkeypatch, caplog):
+def test_a_cache_that_cannot_be_written_is_reported(file, texts, tmp_path, monkeypatch, caplog):
     (tmp_path / "cache").write_text("a file stands here")
     monkeypatch.setenv("JDP_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr("jdp.data.text.token_cache.WORTHWHILE_BYTES", 0)
@@ -190,9 +190,9 @@ def test_a_cache_that_cannot_be_written_is_said(file, texts, tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("missing.json", None, r'must be "bytes", "none" .*, got .*missing.json, looked for at /'),
-        ("a.json", "{}", r"must be a file of Hugging Face tokenizers, got .*a.json: "),
-        ("b.json", "not JSON", r"must be a file of Hugging Face tokenizers, got .*b.json: "),
+        ("missing.json", None, r'must be "bytes", "none" .*; given .*missing.json, looked for at /'),
+        ("a.json", "{}", r"must be a file of Hugging Face tokenizers; given .*a.json: "),
+        ("b.json", "not JSON", r"must be a file of Hugging Face tokenizers; given .*b.json: "),
     ],
 )
 def test_a_file_that_is_no_tokenizer(tmp_path, texts, name, content, message):
@@ -206,26 +206,28 @@ def test_a_file_that_is_no_tokenizer(tmp_path, texts, name, content, message):
 def test_a_tokenizer_that_closes_nothing(tmp_path, file):
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     words.save(str(tmp_path / "words.json"))
-    with pytest.raises(ValueError, match=r"closes documents, got .*words.json: none of <\|endoftext\|>, .* is in its"):
+    with pytest.raises(
+        ValueError, match=r"closes documents; given .*words.json: none of <\|endoftext\|>, .* is in its"
+    ):
         open_tokenizer(str(tmp_path / "words.json"))
     (file.parent / "tokenizer_config.json").write_text('{"eos_token": "<end>"}')
     with pytest.raises(ValueError, match=r"tokenizer_config.json names <end>, which is not in its vocabulary"):
         open_tokenizer(str(file))
     (file.parent / "tokenizer_config.json").write_text("[1]")
-    with pytest.raises(ValueError, match=r"configuration must be a JSON object, got .*tokenizer_config.json"):
+    with pytest.raises(ValueError, match=r"configuration must be a JSON object; given .*tokenizer_config.json"):
         open_tokenizer(str(file))
 
 
 def test_text_that_is_not_utf8_is_named(file, tmp_path):
     (tmp_path / "a.txt").write_text("fine")
     (tmp_path / "b.txt").write_bytes(b"caf\xe9")
-    with pytest.raises(ValueError, match=r"must be UTF-8 for a tokenizer, got 0xe9 at byte 3 of .*b.txt: convert it"):
+    with pytest.raises(ValueError, match=r"must be UTF-8 for a tokenizer; given 0xe9 at byte 3 of .*b.txt: convert it"):
         text_data(tmp_path / "*.txt", length=2, tokenizer=str(file))
 
 
 def test_a_tokenizer_must_fit_the_model(file, texts):
-    with pytest.raises(ValueError, match=r"got vocab_size 299 and 300 in .*tokenizer.json .*: set vocab_size to 300"):
+    with pytest.raises(ValueError, match=r"given vocab_size 299 and 300 in .*tokenizer.json .*: set vocab_size to 300"):
         text_data(texts, length=4, tokenizer=str(file), vocab_size=299)
     assert text_data(texts, length=4, tokenizer=str(file), vocab_size=512).vocab_size == 300
-    with pytest.raises(ValueError, match="got vocab_size 255 and 256 in bytes"):
+    with pytest.raises(ValueError, match="given vocab_size 255 and 256 in bytes"):
         text_data(texts, length=4, vocab_size=255)

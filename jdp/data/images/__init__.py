@@ -1,5 +1,5 @@
 """Images as samples.
 
-`sources.py` finds what reads a source (`from_folders.py`, `from_tables.py`, `from_arrays.py`), `decode.py` makes pixels
-of it, `samples.py` a data set.
+`sources.py` opens what a user names with `from_folders.py`, `from_tables.py` or `from_arrays.py`; `decode.py` turns an
+encoded picture into pixels; `samples.py` makes a data set.
 """

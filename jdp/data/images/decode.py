@@ -1,4 +1,4 @@
-"""One picture: from encoded bytes to numbers of a stated size.
+"""One picture: from encoded bytes to values of a given size.
 
 Pillow decodes and resizes outside of Python's global lock, so reading threads work side by side.
 """
@@ -16,17 +16,17 @@ from jdp.data.sources.optional_packages import optional
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 _SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
 _BILINEAR = 2  # PIL.Image.Resampling.BILINEAR
-_UNCLEAR = ("I", "F")  # 32 bits: what is black and what is white, nobody says
+_UNCLEAR = ("I", "F")  # 32 bits: no agreed black and white
 
 
 class Pictures(Protocol):
     """Encoded pictures with their classes, by random access; safe to read in threads.
 
     Attributes:
-      name: where they are from.
+      name: of what they were read from.
       labels: the class of each.
-      scores: float64 [pictures], each one's place in [0, 1) by its content.
-      most: what a value is at most, as black is 0.
+      scores: float64 [pictures], the content score of each, in [0, 1).
+      most: the largest value that a pixel can have, as black is 0.
     """
 
     @property
@@ -38,18 +38,18 @@ class Pictures(Protocol):
     @property
     def most(self) -> float: ...
 
-    def where(self, index: int, /) -> str:
-        """What to call a picture in an error: its file, or its table and row."""
+    def name_of(self, index: int, /) -> str:
+        """Return what to call a picture in errors: its file, or its table and row."""
         ...
 
     def content(self, index: int, /) -> bytes | NDArray[Any]:
-        """An encoded picture, or its values [height, width, channels]; raises OSError when it cannot be read."""
+        """Return an encoded picture, or its values [height, width, channels]. Raises OSError if it cannot be read."""
         ...
 
 
 @dataclass(frozen=True)
 class Frame:
-    """What every picture is made to be.
+    """The size and channels that every picture is brought to.
 
     Attributes:
       size: (height, width) in pixels; None leaves pictures as they are, which must then all be of one size.
@@ -60,7 +60,10 @@ class Frame:
     channels: int
 
     def decode(self, content: bytes) -> NDArray[np.uint8]:
-        """uint8 [height, width, channels]. Whatever Pillow finds wrong with the bytes is raised as it comes."""
+        """Return an encoded picture as uint8 [height, width, channels].
+
+        Raises ValueError: values of 32 bits; and whatever Pillow raises for bytes that it cannot decode.
+        """
         with optional("PIL.Image", "decoding an image").open(io.BytesIO(content)) as image:
             if image.mode in _UNCLEAR:
                 raise ValueError(f"its values are of 32 bits (mode {image.mode}), which have no agreed white")
@@ -71,7 +74,10 @@ class Frame:
         return values if values.ndim == 3 else values[:, :, None]
 
     def fit(self, values: NDArray[np.uint8]) -> NDArray[Any]:
-        """Values [height, width, channels] to the size and channels; float32 where they were resized."""
+        """Bring values [height, width, channels] to the size and channels; they are float32 if they were resized.
+
+        Raises ValueError: channels that cannot become those wanted.
+        """
         have = values.shape[2]
         if have != self.channels and (have, self.channels) != (1, 3):
             raise ValueError(f"its {have} channels cannot become {self.channels}: give channels = {have}")
@@ -82,7 +88,7 @@ class Frame:
         return values if have == self.channels else np.repeat(values, self.channels, axis=2)
 
     def _resized(self, picture: Any) -> Any:
-        """The largest centred part of the asked-for proportions, resized (bilinear, antialiased) to the size."""
+        """Resize the largest centred part of the wanted proportions (bilinear, antialiased) to the size."""
         if self.size is None or (picture.height, picture.width) == self.size:
             return picture
         height, width = self.size
@@ -93,7 +99,7 @@ class Frame:
 
 
 def _eight_bits(image: Any, mode: str) -> Any:
-    """The first picture of a file, 8 bits a channel; what is transparent shows its colour."""
+    """Return the first picture of a file, 8 bits a channel; what is transparent shows its colour."""
     if image.mode in _SIXTEEN_BITS:
         values = np.asarray(image).astype(np.uint16) >> 8
         image = optional("PIL.Image", "decoding an image").fromarray(values.astype(np.uint8))

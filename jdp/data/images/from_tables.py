@@ -1,9 +1,9 @@
 """Pictures in tables: parquet and Arrow files with a column of encoded pictures and one of labels.
 
-1. The columns: what Hugging Face `datasets` notes of a table's own columns says which holds pictures, which classes and
-   what these are called; else a column of bytes and a column named label.
-2. Their values, by random access. An Arrow file is mapped into memory; of a parquet file these two columns are read,
-   the pictures still encoded.
+1. Choose the columns: by the note that Hugging Face `datasets` writes into a table's metadata (which column holds
+   pictures, which classes, and the names of these); without it, a column of bytes and a column named label.
+2. Read them. An Arrow file is mapped into memory; of a parquet file these two columns are read, the pictures still
+   encoded. Values are then taken by random access.
 """
 
 import json
@@ -22,21 +22,20 @@ from jdp.core.notices import notice
 from jdp.core.toml import cut
 from jdp.data.held_out import ends_score
 from jdp.data.labels import Labels, labels_of
-from jdp.data.sources.arrow_files import read_arrow
 from jdp.data.sources.hub import HF
 from jdp.data.sources.optional_packages import optional
+from jdp.data.sources.tables import read_arrow
 
-TABLE_SUFFIXES = (".parquet", ".arrow")
 _LABEL_NAMES = ("label", "labels", "fine_label", "class")
 
 
 @dataclass(frozen=True, eq=False)
 class TablePictures:
-    """See `jdp.data.images.decode.Pictures`.
+    """Pictures in columns of tables; the methods are those of `jdp.data.images.decode.Pictures`.
 
     Attributes:
       pictures: a column of bytes.
-      paths: a column of where to read a picture whose bytes are not there; or None.
+      paths: a column of the files of pictures whose bytes are not in the table; or None.
       starts: the first row of each of `files`.
     """
 
@@ -48,19 +47,22 @@ class TablePictures:
     starts: tuple[int, ...]
     most: float = 255.0
 
+    @property
+    def scores(self) -> NDArray[np.float64]:
+        """float64 [pictures], the content score of each."""
+        return self._scores
+
     @cached_property
     def _scores(self) -> NDArray[np.float64]:
         return np.fromiter(map(self._score, range(len(self.pictures))), np.float64, len(self.pictures))
 
-    @property
-    def scores(self) -> NDArray[np.float64]:
-        return self._scores
-
-    def where(self, index: int, /) -> str:
+    def name_of(self, index: int, /) -> str:
+        """Return what to call a picture in errors: its file and row."""
         file = bisect_right(self.starts, index) - 1
         return f"{self.files[file]}, row {index - self.starts[file]}"
 
     def content(self, index: int, /) -> bytes:
+        """Return an encoded picture. Raises OSError if it is missing or its file cannot be read."""
         value = self.pictures[index].as_py()
         if value is not None:
             return value
@@ -78,14 +80,14 @@ class TablePictures:
             content = self.content(index)
         except OSError as error:
             raise ValueError(
-                f"every row must have a picture, got {self.where(index)}: {error}; leave the row out, or mend its file"
+                f"every row must have a picture; given {self.name_of(index)}: {error}; leave it out, or fix its file"
             ) from error
         return ends_score(len(content), lambda start, stop: content[start:stop])
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns to read; None finds them."""
+    """Which columns to read; None: those that the table's note or their names and types point out."""
 
     image: str | None = None
     label: str | None = None
@@ -94,11 +96,9 @@ class Columns:
 def file_table_pictures(
     files: Sequence[Path], name: str, columns: Columns, *, classes: tuple[str, ...] | None = None
 ) -> TablePictures:
-    """The pictures of parquet and Arrow files with the same columns.
+    """Return the pictures of parquet and Arrow files with the same columns.
 
-    Raises:
-      ValueError: pyarrow is not installed; a file that cannot be read; columns that are not there or not clear; labels
-        that are no classes.
+    Raises ValueError: pyarrow is not installed; a file that cannot be read; what `table_pictures` refuses.
     """
     tables = [read_arrow(file, lambda schema, file=file: _columns(schema, str(file), columns)) for file in files]
     return table_pictures(tables, tuple(map(str, files)), name, columns, classes=classes)
@@ -112,39 +112,51 @@ def table_pictures(
     *,
     classes: tuple[str, ...] | None = None,
 ) -> TablePictures:
-    """The pictures of pyarrow tables; `files` says what to call each."""
+    """Return the pictures of pyarrow tables.
+
+    Args:
+      tables: with the same columns.
+      files: what to call each in errors.
+      name: of all of them.
+      columns: which to read.
+      classes: the names there may be, as numbered elsewhere; by default those of the note, or of the labels.
+
+    Raises:
+      ValueError: columns that are missing or ambiguous, tables without rows, a row without a label, labels that are no
+        classes, pictures without their bytes.
+    """
     pa, pc = optional("pyarrow", name), optional("pyarrow.compute", name)
-    found = [_columns(table.schema, file, columns) for table, file in zip(tables, files, strict=True)]
+    chosen = [_columns(table.schema, file, columns) for table, file in zip(tables, files, strict=True)]
     image = pa.chunked_array(
-        [chunk for table, (key, _) in zip(tables, found, strict=True) for chunk in table[key].chunks],
-        type=tables[0][found[0][0]].type,
+        [chunk for table, (key, _) in zip(tables, chosen, strict=True) for chunk in table[key].chunks],
+        type=tables[0][chosen[0][0]].type,
     )
-    values = [value for table, (_, key) in zip(tables, found, strict=True) for value in table[key].to_pylist()]
+    values = [value for table, (_, key) in zip(tables, chosen, strict=True) for value in table[key].to_pylist()]
     starts = tuple(np.cumsum([0, *(len(table) for table in tables[:-1])]).tolist())
     if not len(image):
-        raise ValueError(f"a table must have rows, got none in {name}: give some data")
+        raise ValueError(f"a table must have rows; given none in {name}: give some data")
     if None in values:
         raise ValueError(
-            f"every row must have a label, got none for sample {values.index(None)} of {name}: leave it out"
+            f"every row must have a label; given none for sample {values.index(None)} of {name}: leave it out"
         )
-    labels = labels_of(values, name, names=classes or _class_names(tables[0].schema, found[0][1], name))
+    labels = labels_of(values, name, names=classes or _class_names(tables[0].schema, chosen[0][1], name))
     if not pa.types.is_struct(image.type):
         return TablePictures(name, image, None, labels, files, starts)
     names = {field.name for field in image.type}
     if "bytes" not in names:
         raise ValueError(
-            f"a column of images must have their bytes, got {', '.join(sorted(names))} in {name}: write the table "
+            f"a column of images must have their bytes; given {', '.join(sorted(names))} in {name}: write the table "
             "again, with the files embedded"
         )
     paths = pc.struct_field(image, "path") if "path" in names else None
     pictures = pc.struct_field(image, "bytes")
     if paths is not None and pictures.null_count:
-        _say_what_lies_outside(paths.filter(pc.is_null(pictures)).to_pylist(), name)
+        _report_files_outside(paths.filter(pc.is_null(pictures)).to_pylist(), name)
     return TablePictures(name, pictures, paths, labels, files, starts)
 
 
-def _say_what_lies_outside(paths: Sequence[str | None], name: str) -> None:
-    """A table may name any file of this disk for a picture: that is read, and said."""
+def _report_files_outside(paths: Sequence[str | None], name: str) -> None:
+    """Report pictures that are files outside the table's folder: a table may name any file of this disk."""
     folder = Path(name.removeprefix(HF)).absolute()
     folder = folder if folder.is_dir() else folder.parent
     outside = [
@@ -156,25 +168,26 @@ def _say_what_lies_outside(paths: Sequence[str | None], name: str) -> None:
         )
 
 
-def _columns(schema: Any, where: str, columns: Columns) -> tuple[str, str]:
-    """The column of pictures and the column of labels."""
-    kinds = _noted(schema, where)
-    images = [name for name in schema.names if kinds.get(name, {}).get("_type") == "Image"]
-    images = images or [name for name in schema.names if _holds_bytes(schema.field(name).type)]
-    labels = [name for name in schema.names if kinds.get(name, {}).get("_type") == "ClassLabel"]
-    labels = labels or [name for name in schema.names if name in _LABEL_NAMES]
-    return _one(columns.image, images, "image", schema, where), _one(columns.label, labels, "label", schema, where)
+def _columns(schema: Any, name: str, columns: Columns) -> tuple[str, str]:
+    """Return the column of pictures and the column of labels; `name` is what the schema was read from."""
+    noted = _noted(schema, name)
+    pictures = [key for key in schema.names if noted.get(key, {}).get("_type") == "Image"]
+    pictures = pictures or [key for key in schema.names if _holds_bytes(schema.field(key).type)]
+    labels = [key for key in schema.names if noted.get(key, {}).get("_type") == "ClassLabel"]
+    labels = labels or [key for key in schema.names if key in _LABEL_NAMES]
+    return _one(columns.image, pictures, "image", schema, name), _one(columns.label, labels, "label", schema, name)
 
 
-def _one(chosen: str | None, found: list[str], role: str, schema: Any, where: str) -> str:
+def _one(chosen: str | None, candidates: list[str], role: str, schema: Any, name: str) -> str:
     if chosen is not None and chosen in schema.names:
         return chosen
-    if chosen is None and len(found) == 1:
-        return found[0]
-    given = f'"{chosen}"' if chosen is not None else f"{len(found)} that may be it"
+    if chosen is None and len(candidates) == 1:
+        return candidates[0]
+    given = f'"{chosen}"' if chosen is not None else f"{len(candidates)} that may be it"
     raise ValueError(
-        f"a table must have a column of {role}s, got {given} in {where}, whose columns are {', '.join(schema.names)}: "
-        f'say which, {role} = "…" (in an experiment file data.{"field" if role == "image" else "label"})'
+        f"a table must have a column of {role}s; given {given} in {name}, whose columns are {', '.join(schema.names)}: "
+        f'name the one that is meant, {role} = "…" (in an experiment file data.'
+        f"{'field' if role == 'image' else 'label'})"
     )
 
 
@@ -185,23 +198,23 @@ def _holds_bytes(kind: Any) -> bool:
     return pt.is_binary(kind) or pt.is_large_binary(kind)
 
 
-def _class_names(schema: Any, column: str, where: str) -> tuple[str, ...] | None:
-    names = _noted(schema, where).get(column, {}).get("names")
-    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        raise ValueError(f"the names of classes must be a list of text, got {cut(repr(names))} in {where}: mend them")
+def _class_names(schema: Any, column: str, name: str) -> tuple[str, ...] | None:
+    names = _noted(schema, name).get(column, {}).get("names")
+    if names is not None and not (isinstance(names, list) and all(isinstance(entry, str) for entry in names)):
+        raise ValueError(f"the names of classes must be a list of text; given {cut(repr(names))} in {name}: fix them")
     return tuple(names) if names else None
 
 
-def _noted(schema: Any, where: str) -> dict[str, dict[str, Any]]:
-    """What `datasets` wrote of each column into the table's metadata."""
+def _noted(schema: Any, name: str) -> dict[str, dict[str, Any]]:
+    """Return the note of each column that `datasets` wrote into the table's metadata."""
     written = (schema.metadata or {}).get(b"huggingface")
     try:
-        noted = json.loads(written)["info"]["features"] if written else {}
-        if all(isinstance(kind, dict | list) for kind in noted.values()):
-            return {name: kind if isinstance(kind, dict) else {} for name, kind in noted.items()}
+        features = json.loads(written)["info"]["features"] if written else {}
+        if all(isinstance(note, dict | list) for note in features.values()):
+            return {column: note if isinstance(note, dict) else {} for column, note in features.items()}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
     raise ValueError(
-        f"a table's note for Hugging Face datasets must be JSON that describes its columns, got "
-        f"{cut(repr(written))} in {where}: write the table again"
+        f"a table's note for Hugging Face datasets must be JSON that describes its columns; given "
+        f"{cut(repr(written))} in {name}: write the table again"
     )

@@ -1,9 +1,9 @@
 """Images with a class each: decoded when a sample is read, in the reading threads.
 
 1. Find the pictures and their labels: digits, a directory of class folders, tables, Hugging Face data sets, an .npz.
-2. Part them into training and held-out ones by a hash of their encoded bytes (jdp.data.held_out), unless the source has
-   a held-out set of its own.
-3. A sample is one picture, decoded, fitted to the size (`decode.py`) and normalised, its class and its weight.
+2. Split them into training and held-out ones by a hash of their encoded bytes (jdp.data.held_out), unless the source
+   has a held-out set of its own.
+3. Return a sample: one picture, decoded, fitted to the size (`decode.py`) and normalised, with its class and weight.
 """
 
 import math
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jdp.data.batches import NumpyBatch
-from jdp.data.held_out import fingerprint, part
+from jdp.data.held_out import fingerprint, split_samples
 from jdp.data.images.decode import MODES, Frame, Pictures
 from jdp.data.images.from_tables import Columns
 from jdp.data.images.sources import open_pictures
@@ -27,7 +27,7 @@ Size = int | tuple[int, int]
 
 @dataclass(frozen=True)
 class Normalised:
-    """Values to zero mean and unit variance, where the constants are the data's: (v / most - mean) / std.
+    """Normalisation of values v in [0, most]: (v / most - mean) / std; zero mean and unit variance for the data's own.
 
     Attributes:
       mean: of each channel, of values in [0, 1].
@@ -38,7 +38,7 @@ class Normalised:
     std: tuple[float, ...]
 
     def __call__(self, values: NDArray[Any], most: float) -> NDArray[np.float32]:
-        """float32, of the shape given: [height, width, channels]."""
+        """Return normalised values: float32, of the shape given, [height, width, channels]."""
         mean, std = np.asarray(self.mean), np.asarray(self.std)
         images = np.multiply(values, (1 / (most * std)).astype(np.float32), dtype=np.float32)
         images -= (mean / std).astype(np.float32)
@@ -51,8 +51,8 @@ class ImageSamples:
 
     Attributes:
       pictures: encoded, with labels.
-      rows: int64 [len], those on this side.
-      frame: what each is decoded to.
+      rows: int64 [len], the pictures on this side.
+      frame: the size and channels that each is brought to.
       shape: (height, width, channels) of a sample.
       normalised: the normalisation.
 
@@ -74,8 +74,8 @@ class ImageSamples:
         values = decoded(self.pictures, row, self.frame)
         if values.shape != self.shape:
             raise ValueError(
-                f"images must all be of one size, {_times(self.shape)}, got {_times(values.shape)} in "
-                f"{self.pictures.where(row)}: give a size, which all are fitted to"
+                f"images must all be of one size, {_times(self.shape)}; given {_times(values.shape)} in "
+                f"{self.pictures.name_of(row)}: give a size, which all are fitted to"
             )
         return {
             "images": self.normalised(values, self.pictures.most),
@@ -85,28 +85,26 @@ class ImageSamples:
 
 
 def decoded(pictures: Pictures, row: int, frame: Frame) -> NDArray[Any]:
-    """One picture [height, width, channels].
-
-    Raises:
-      ValueError: a picture that cannot be read or decoded.
-    """
+    """Return one picture [height, width, channels]. Raises ValueError if it cannot be read or decoded."""
     try:
         content = pictures.content(row)
         return frame.decode(content) if isinstance(content, bytes) else frame.fit(content)
     except Exception as error:  # a corrupt file makes Pillow's decoders raise nearly anything
         raise ValueError(
-            f"images must be readable, got {pictures.where(row)} (sample {row} of {pictures.name}): "
-            f"{str(error) or type(error).__name__}; mend it, or leave it out"
+            f"images must be readable; given {pictures.name_of(row)} (sample {row} of {pictures.name}): "
+            f"{str(error) or type(error).__name__}; fix it, or leave it out"
         ) from error
 
 
 @dataclass(frozen=True, eq=False)
 class ImageData:
-    """Pictures parted in two: `train` and `heldout` are sources for `global_batches`; `str()` is one line on it all.
+    """Pictures split in two: `train` and `heldout` are sources for `global_batches`; `str()` is one line of text.
 
     Attributes:
-      name: what was read.
-      classes: their names; a label is a place in this.
+      name: of the source.
+      train: the samples to train on.
+      heldout: the samples kept from training.
+      classes: their names; a label is an index into this.
       by_content: whether pictures were held out by a hash of their bytes; else the source had a set of its own for it.
     """
 
@@ -127,14 +125,13 @@ class ImageData:
 
         Of files beyond 64 KiB, size and both ends count.
         """
-        side = self.train
-        described = f"images {side.shape} {side.frame} {side.normalised} {self.classes}"
-        parts = [(side.pictures.scores[side.rows], side.pictures.labels.numbers[side.rows]) for side in self._sides]
-        return fingerprint(described, [array for pair in parts for array in pair])
-
-    @property
-    def _sides(self) -> tuple[ImageSamples, ImageSamples]:
-        return self.train, self.heldout
+        described = f"images {self.train.shape} {self.train.frame} {self.train.normalised} {self.classes}"
+        arrays = [
+            array[side.rows]
+            for side in (self.train, self.heldout)
+            for array in (side.pictures.scores, side.pictures.labels.numbers)
+        ]
+        return fingerprint(described, arrays)
 
     def __str__(self) -> str:
         rule = "by a hash of their content" if self.by_content else "a set of its own"
@@ -156,11 +153,11 @@ def image_data(
     image: str | None = None,
     label: str | None = None,
 ) -> ImageData:
-    """Pictures with classes, as samples for a classifier.
+    """Open pictures with classes, as samples for a classifier.
 
     Args:
       source: "digits" (scikit-learn's 1,797 of 8x8x1, values up to 16); a directory with a folder for each class, or
-        with the folders train and val (or test) of such; .parquet or .arrow files (one, a glob, a directory of them);
+        with the folders train and val (or test) of such; .parquet, .arrow or .feather files (one, a glob, a directory);
         "hf:NAME", "hf:OWNER/NAME", "hf:OWNER/NAME/CONFIG" on the Hugging Face hub, or "hf:/local/path"; an .npz of
         "images" uint8 and "labels".
       size: what every image is fitted to, in pixels: the largest centred part of its proportions, resized (bilinear,
@@ -173,28 +170,34 @@ def image_data(
       heldout: a held-out set of its own, of the same classes.
       mean: of values in [0, 1], for each channel or for all; a value v becomes (v / 255 - mean) / std.
       std: likewise. The default brings values to [-1, 1].
-      image: the column of images in a table, where it is not clear which.
-      label: likewise the column of labels.
+      image: the column of images in a table, if several may be it.
+      label: the column of labels, if several may be it.
 
     Returns:
       The data, with `train`, `heldout`, `classes`, `shape`, `fingerprint`.
 
     Raises:
-      ValueError: a source that is not there or not as described, a package missing, fewer than two different images, a
-        number out of its range. An image that is corrupt is found when it is read: `ImageSamples` raises ValueError.
+      ValueError: a source that does not exist or is not as described, a package missing, fewer than two different
+        images, a number out of its range. An image that is corrupt raises ValueError when its sample is read.
     """
     sets = open_pictures(source, Columns(image, label), heldout)
     channels = channels if channels is not None else sets.channels
-    frame = Frame(_checked_size(size), _checked_channels(channels))
+    if channels not in MODES:
+        raise ValueError(
+            f"channels must be 1 (grey), 3 (colour) or 4 (with opacity); given {channels}: give one of these"
+        )
+    frame = Frame(_checked_size(size), channels)
     normalised = Normalised(_constants("mean", mean, channels), _constants("std", std, channels))
-    first = decoded(sets.train, 0, frame)  # also says at once that a codec is missing, or channels cannot be had
+    first = decoded(sets.train, 0, frame)  # also reports at once a codec that is missing, or channels not to be had
     shape = (first.shape[0], first.shape[1], channels)
 
     def side(pictures: Pictures, rows: NDArray[np.int64]) -> ImageSamples:
         return ImageSamples(pictures, rows, frame, shape, normalised)
 
     if sets.heldout is None:
-        train, held = (side(sets.train, rows) for rows in part(sets.train.scores, heldout_fraction, sets.train.name))
+        train, held = (
+            side(sets.train, rows) for rows in split_samples(sets.train.scores, heldout_fraction, sets.train.name)
+        )
     else:
         train, held = (
             side(pictures, np.arange(len(pictures.labels.numbers))) for pictures in (sets.train, sets.heldout)
@@ -206,24 +209,16 @@ def _checked_size(size: Size | None) -> tuple[int, int] | None:
     height, width = (size, size) if isinstance(size, int) else size or (1, 1)
     if height < 1 or width < 1:
         raise ValueError(
-            f"size must be at least 1 pixel each way, got {size}: give for example 224, or (height, width)"
+            f"size must be at least 1 pixel high and wide; given {size}: give for example 224, or (height, width)"
         )
     return (height, width) if size is not None else None
-
-
-def _checked_channels(channels: int) -> int:
-    if channels not in MODES:
-        raise ValueError(
-            f"channels must be 1 (grey), 3 (colour) or 4 (with opacity), got {channels}: give one of these"
-        )
-    return channels
 
 
 def _constants(key: str, given: float | Sequence[float], channels: int) -> tuple[float, ...]:
     values = (float(given),) * channels if isinstance(given, int | float) else tuple(map(float, given))
     if len(values) != channels or not all(map(math.isfinite, values)) or (key == "std" and min(values) <= 0):
         rule = "positive numbers" if key == "std" else "numbers"
-        raise ValueError(f"{key} must be {rule}, one or {channels} (a channel each), got {given}: mend it")
+        raise ValueError(f"{key} must be {rule}, one or {channels} (a channel each); given {given}: fix it")
     return values
 
 

@@ -1,4 +1,4 @@
-"""From what a user names to pictures: one set to part, or two that are parted already."""
+"""From what a user names to pictures: one set to split, or two that are split already."""
 
 import glob
 import os
@@ -8,111 +8,97 @@ from pathlib import Path
 from jdp.core.notices import notice
 from jdp.core.user_path import user_path
 from jdp.data.images.decode import Pictures
-from jdp.data.images.digits import DIGITS, digits
-from jdp.data.images.from_arrays import array_pictures
+from jdp.data.images.from_arrays import DIGITS, array_pictures, digits
 from jdp.data.images.from_folders import HELD_OUT_FOLDERS, picture_files, two_sets
-from jdp.data.images.from_tables import (
-    TABLE_SUFFIXES,
-    Columns,
-    TablePictures,
-    file_table_pictures,
-    table_pictures,
-)
+from jdp.data.images.from_tables import Columns, TablePictures, file_table_pictures, table_pictures
 from jdp.data.sources.array_files import read_arrays
-from jdp.data.sources.hub import HF, hub_splits
+from jdp.data.sources.hub import HF, hub_splits, main_split
 from jdp.data.sources.optional_packages import optional
+from jdp.data.sources.tables import ARROW_SUFFIXES
 
 PathLike = str | os.PathLike[str]
 Classes = tuple[str, ...] | None
 
 
 @dataclass(frozen=True)
-class Sets:
-    """Pictures to train on (and to part, without a second set), those to hold out, and the channels they have."""
+class PictureSets:
+    """Pictures to train on (to be split, if there is no second set), those to hold out, and the channels they have."""
 
     train: Pictures
     heldout: Pictures | None = None
     channels: int = 3
 
 
-def open_pictures(source: PathLike, columns: Columns, heldout: PathLike | None = None) -> Sets:
-    """The pictures of a source, and those of `heldout`, which then must have the same classes.
+def open_pictures(source: PathLike, columns: Columns, heldout: PathLike | None = None) -> PictureSets:
+    """Return the pictures of a source, and those of `heldout`, which then must have the same classes.
 
     Raises:
-      ValueError: a source that is not there, or is none of those that `jdp.data.images.samples.image_data` names.
+      ValueError: a source that does not exist, or is none of those that `jdp.data.image_data` names.
     """
     sets = _open(source, columns, None)
     if heldout is None:
         return sets
     other = _open(heldout, columns, sets.train.labels.classes)
     if other.heldout is not None:
-        raise ValueError(f"heldout must be one set of images, got {heldout}, which is two: name the one that is meant")
+        raise ValueError(
+            f"heldout must be one set of images; given {heldout}, which is two: name the one that is meant"
+        )
     if sets.heldout is not None:
         notice(f"{source}: holding out {heldout}, not reading {sets.heldout.name}")
-    return Sets(sets.train, other.train, sets.channels)
+    return PictureSets(sets.train, other.train, sets.channels)
 
 
-def _open(source: PathLike, columns: Columns, classes: Classes) -> Sets:
+def _open(source: PathLike, columns: Columns, classes: Classes) -> PictureSets:
     if source == DIGITS:
-        return Sets(digits(), channels=1)
+        return PictureSets(digits(), channels=1)
     if str(source).startswith(HF):
         return _from_hub(str(source), columns, classes)
     path = user_path(source)
     if path.suffix == ".npz":
         return _from_arrays(path, classes)
-    if tables := _table_files(path):
-        _need_pillow(str(source))
-        return Sets(file_table_pictures(tables, str(source), columns, classes=classes))
-    if not path.is_dir():
+    tables = _table_files(path)
+    if not tables and not path.is_dir():
         raise ValueError(
-            f'images must be "{DIGITS}", a directory with a folder for each class, {" or ".join(TABLE_SUFFIXES)} '
-            f'files, "{HF}…" or an .npz file, got {source}, looked for at {path.absolute()}: mend the path'
+            f'images must be "{DIGITS}", a directory with a folder for each class, {" or ".join(ARROW_SUFFIXES)} '
+            f'files, "{HF}…" or an .npz file; given {source}, looked for at {path.absolute()}: fix the path'
         )
-    _need_pillow(str(source))
+    optional("PIL", str(source))  # missing, it is reported now, not by a reading thread
+    if tables:
+        return PictureSets(file_table_pictures(tables, str(source), columns, classes=classes))
     if classes is None and (both := two_sets(path)):
         train = picture_files(both[0])
-        return Sets(train, picture_files(both[1], classes=train.labels.classes))
-    return Sets(picture_files(path, classes=classes))
+        return PictureSets(train, picture_files(both[1], classes=train.labels.classes))
+    return PictureSets(picture_files(path, classes=classes))
 
 
 def _table_files(path: Path) -> list[Path]:
-    """The tables that a path names: one, those a glob matches, or those right in a directory."""
+    """Return the tables that a path names: one, those that a glob matches, or those directly in a directory."""
     if path.is_dir():
-        return sorted(
-            file for file in path.iterdir() if file.suffix in TABLE_SUFFIXES and not file.name.startswith(".")
-        )
-    if path.suffix in TABLE_SUFFIXES and path.is_file():
-        return [path]
-    matched = sorted(map(Path, glob.glob(str(path), recursive=True)))  # noqa: PTH207 - Path.glob takes no absolute one
-    return [file for file in matched if file.suffix in TABLE_SUFFIXES]
+        files = [file for file in path.iterdir() if not file.name.startswith(".")]
+    elif path.is_file():
+        files = [path]
+    else:
+        files = map(Path, glob.glob(str(path), recursive=True))  # noqa: PTH207 - Path.glob takes no absolute one
+    return sorted(file for file in files if file.suffix in ARROW_SUFFIXES)
 
 
-def _need_pillow(source: str) -> None:
-    optional("PIL", source)  # said now, not by a reading thread
-
-
-def _from_arrays(path: Path, classes: Classes) -> Sets:
+def _from_arrays(path: Path, classes: Classes) -> PictureSets:
     arrays, name = read_arrays(path)
     if missing := {"images", "labels"} - arrays.keys():
         raise ValueError(
-            f"an .npz of images must have images and labels, got {', '.join(arrays)} in {name}: name the arrays so "
+            f"an .npz of images must have images and labels; given {', '.join(arrays)} in {name}: name the arrays so "
             f"(missing: {', '.join(sorted(missing))})"
         )
     pictures = array_pictures(arrays["images"], arrays["labels"], name, classes=classes)
-    return Sets(pictures, channels=pictures.images.shape[3])
+    return PictureSets(pictures, channels=pictures.images.shape[3])
 
 
-def _from_hub(source: str, columns: Columns, classes: Classes) -> Sets:
-    """Hugging Face data sets: the split "train", and the first there is to hold out; or the only split."""
-    _need_pillow(source)
+def _from_hub(source: str, columns: Columns, classes: Classes) -> PictureSets:
+    """Read a Hugging Face data set: the split "train" and the first one to hold out; or the only split."""
+    optional("PIL", source)
     splits = hub_splits(source)
-    held_out = [name for name in HELD_OUT_FOLDERS if name in splits]
-    names = ["train", *held_out[:1]] if "train" in splits else list(splits)
-    if "train" not in splits and len(splits) > 1:
-        raise ValueError(
-            f"a data set must have the split train, or one only, got {', '.join(splits)} in {source}: "
-            f"name the one that is meant, as {source}:{next(iter(splits))}"
-        )
+    main = main_split(splits, source)
+    names = [main, *[name for name in HELD_OUT_FOLDERS if name in splits and main == "train"][:1]]
     if unused := [name for name in splits if name not in names]:
         notice(f"{source}: not reading the splits {', '.join(unused)}")
 
@@ -120,4 +106,4 @@ def _from_hub(source: str, columns: Columns, classes: Classes) -> Sets:
         return table_pictures([splits[name]], (f"{source} ({name})",), source, columns, classes=classes)
 
     train = pictures(names[0], classes)
-    return Sets(train, pictures(names[1], train.labels.classes) if names[1:] else None)
+    return PictureSets(train, pictures(names[1], train.labels.classes) if names[1:] else None)

@@ -1,8 +1,8 @@
 """NumPy arrays as people keep them, read into one dict: name -> array [samples, ...].
 
-A dict in memory (also JAX arrays or lists), an .npz file (read into memory, as its format wants), an .npy file or a
-directory of them (mapped into memory, not read; each array has its file's name). What cannot be trained on is refused
-here, with the array's name and the sample.
+They come as a dict in memory (also JAX arrays or lists), an .npz file (read into memory, as its format requires), an
+.npy file or a directory of them (mapped into memory, not read; each array has its file's name). Values that cannot be
+trained on are refused, with the array's name and the sample.
 """
 
 import math
@@ -28,24 +28,24 @@ _CHUNK = 2**24  # bytes that are looked through at a time
 
 
 def read_arrays(source: ArraySource) -> tuple[Arrays, str]:
-    """The arrays of a source, checked, and what to call it.
+    """Return the arrays of a source, checked, and what to call it.
 
     Raises:
-      ValueError: nothing there or unreadable; no arrays or empty ones; unequal leading dimensions; a dtype that is
-        neither numbers nor true and false (labels may be text); NaN or infinity.
+      ValueError: a path that does not exist or cannot be read; no arrays or empty ones; unequal leading dimensions; a
+        dtype that is neither numbers nor true and false (labels may be text); NaN or infinity.
     """
     if isinstance(source, Mapping):
-        found, name = {str(key): np.asarray(value) for key, value in source.items()}, "the arrays given"
+        arrays, name = {str(key): np.asarray(value) for key, value in source.items()}, "the arrays given"
     else:
-        found, name = _read_path(user_path(source)), str(source)
-    if not found:
+        arrays, name = _read_path(user_path(source)), str(source)
+    if not arrays:
         raise ValueError(
-            f"data must have at least one array, got none in {name}: give some, such as features and labels"
+            f"data must have at least one array; given none in {name}: give some, such as features and labels"
         )
-    _check_sizes(found, name)
-    for key, array in found.items():
+    _check_sizes(arrays, name)
+    for key, array in arrays.items():
         _check_values(key, array, name)
-    return found, name
+    return arrays, name
 
 
 def _read_path(path: Path) -> Arrays:
@@ -54,25 +54,26 @@ def _read_path(path: Path) -> Arrays:
         others = sum(1 for file in path.iterdir() if file.suffix != ".npy" and not file.name.startswith("."))
         if not files:
             raise ValueError(
-                f"a directory of arrays must hold .npy files, got {path} with {others} others: give arrays"
+                f"a directory of arrays must hold .npy files; given {path} with {others} others: give arrays"
             )
         if others:
             notice(f"{path}: reading {len(files)} .npy files, passing over {others} others")
         return {file.stem: load_arrays(file)[file.stem] for file in files}
     if path.suffix not in (".npy", ".npz"):
         raise ValueError(
-            f"arrays are in .npz or .npy files, or a directory of .npy files, got {path}: save them as such"
+            f"arrays must be in .npz or .npy files, or a directory of .npy files; given {path}: save them as such"
         )
     if not path.is_file():
-        raise ValueError(f"data must be there, got {path}, looked for at {path.absolute()}: mend the path")
+        raise ValueError(f"data must exist; given {path}, looked for at {path.absolute()}: fix the path")
     return load_arrays(path)
 
 
 def load_arrays(path: Path) -> Arrays:
-    """Of an .npz all arrays, read; of an .npy its one, mapped. Objects stay unread: unpickling them would run code.
+    """Return all arrays of an .npz, read; or the one of an .npy, mapped, under the file's name.
 
-    Raises:
-      ValueError: a file that cannot be read or is not whole, one that claims more than it holds, or objects in it.
+    Objects are refused: unpickling them would run code.
+
+    Raises ValueError: a file that cannot be read or is not whole, one that claims more than it holds, or objects in it.
     """
     try:
         check_regular(path)
@@ -85,12 +86,12 @@ def load_arrays(path: Path) -> Arrays:
     except Exception as error:  # of a damaged file zipfile, its decompressors and NumPy raise a dozen kinds
         words = cut(str(error) or type(error).__name__, 300)
         raise ValueError(
-            f"arrays must be readable, got {path}: {words}; write the file anew, with numbers only"
+            f"arrays must be readable; given {path}: {words}; write the file anew, with numbers only"
         ) from error
 
 
 def _check_total(members: list[zipfile.ZipInfo]) -> None:
-    """A few megabytes of zeros may be terabytes when unpacked."""
+    """Refuse more than this machine's memory: a few megabytes of zeros may be terabytes when unpacked."""
     total, memory = sum(member.file_size for member in members), memory_bytes()
     if memory is not None and total > memory:
         raise ValueError(
@@ -100,7 +101,7 @@ def _check_total(members: list[zipfile.ZipInfo]) -> None:
 
 
 def _member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> NDArray[Any]:
-    """One array. What its header claims is held against what there is, before memory is taken for it."""
+    """Read one array, after comparing the size that its header claims with what the file holds."""
     with archive.open(member) as file:
         version = np.lib.format.read_magic(file)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
@@ -120,23 +121,23 @@ def _check_sizes(arrays: Arrays, name: str) -> None:
     shown = ", ".join(f"{key} {size}" for key, size in sizes.items())
     if any(array.ndim == 0 for array in arrays.values()):
         raise ValueError(
-            f"every array must have the samples as its leading dimension, got {shown} in {name}: leave out "
+            f"every array must have the samples as its leading dimension; given {shown} in {name}: leave out "
             "what is a single number"
         )
     if len({size[0] for size in sizes.values()}) > 1:
-        raise ValueError(f"arrays must all have the same number of samples, got {shown} in {name}: mend them")
+        raise ValueError(f"arrays must all have the same number of samples; given {shown} in {name}: fix them")
     if any(array.size == 0 for array in arrays.values()):
-        raise ValueError(f"arrays must not be empty, got {shown} in {name}: give some data")
+        raise ValueError(f"arrays must not be empty; given {shown} in {name}: give some data")
 
 
 def _check_values(key: str, array: NDArray[Any], name: str) -> None:
     if array.dtype.kind not in "biuf" and not (key == "labels" and array.dtype.kind == "U"):
         raise ValueError(
-            f"arrays must hold numbers, got {key} of dtype {array.dtype} in {name}: convert it to floats or "
+            f"arrays must hold numbers; given {key} of dtype {array.dtype} in {name}: convert it to floats or "
             "whole numbers, or leave it out"
         )
     if array.dtype.kind == "f":
-        _check_each(key, array, name, _is_finite, "must be finite numbers of 32 bits", "mend or leave out that sample")
+        _check_each(key, array, name, _is_finite, "must be finite numbers of 32 bits", "fix or leave out that sample")
     elif array.dtype.kind in "iu" and not np.can_cast(array.dtype, np.int32):
         _check_each(key, array, name, _fits, "must fit in 32 bits, as on devices", "give smaller numbers, or floats")
 
@@ -149,11 +150,11 @@ def _fits(values: NDArray[Any]) -> NDArray[np.bool_]:
     return (values <= 2**31 - 1) & (values >= -(2**31))
 
 
-def _check_each(key: str, array: NDArray[Any], name: str, rule: Any, words: str, fix: str) -> None:
+def _check_each(key: str, array: NDArray[Any], name: str, is_good: Any, rule: str, fix: str) -> None:
     step = max(1, _CHUNK // (array.nbytes // len(array)))
     for start in range(0, len(array), step):
-        good = rule(array[start : start + step])
+        good = is_good(array[start : start + step])
         if not good.all():
             wrong = np.argwhere(~good)[0]
             value, row = array[start + wrong[0]][tuple(wrong[1:])], start + int(wrong[0])
-            raise ValueError(f"values {words}, got {value} in {key} of sample {row} of {name}: {fix}")
+            raise ValueError(f"values {rule}; given {value} in {key} of sample {row} of {name}: {fix}")

@@ -14,46 +14,48 @@ _MOST_WINDOW = 2**31  # bytes; `zstd --long=31`, where the library's default sto
 
 
 def is_compressed(path: str | os.PathLike[str]) -> bool:
+    """Return True if a file is compressed, by its name."""
     return os.fspath(path).endswith(_COMPRESSED)
 
 
 def plain_name(path: str | os.PathLike[str]) -> str:
-    """The file's name without what says how it is compressed."""
+    """Return the file's name without the suffix of its compression."""
     name = Path(path).name
     return name.removesuffix(Path(name).suffix) if is_compressed(name) else name
 
 
 def read_bytes(path: Path) -> bytes:
-    """All of a file, decompressed where its name says so.
+    """Return all of a file, decompressed if its name says so.
 
-    Raises:
-      ValueError: it cannot be read, or is not whole; names it.
+    Raises ValueError: it cannot be read, or is not whole; or the package zstandard is not installed.
     """
     try:
         check_regular(path)
         content = path.read_bytes()
     except OSError as error:
-        raise unreadable(error, path) from error
+        raise ValueError(unreadable(error, path)) from error
     if not is_compressed(path):
         return content
     try:
-        if not content:
-            raise EOFError("the file is empty")
-        return gzip.decompress(content) if path.suffix == ".gz" else _from_zstandard(content, path)
+        return _decompress(content, path)
     except (OSError, EOFError, zlib.error, struct.error) as error:
-        raise ValueError(f"a compressed file must be whole, got {path}: {error}; fetch or write it again") from error
+        raise ValueError(f"a compressed file must be whole; given {path}: {error}; fetch or write it again") from error
 
 
-def unreadable(error: OSError, path: Path | None = None) -> ValueError:
-    """What to raise for a file or directory that the system refuses."""
-    return ValueError(
-        f"all of the data must be readable, got {path or error.filename}, {error.strerror or error}: "
-        "mend its permissions, or leave it out"
+def unreadable(error: OSError, path: Path | None = None) -> str:
+    """Return the message for a file or directory that the system refuses to read."""
+    return (
+        f"all of the data must be readable; given {path or error.filename}, {error.strerror or error}: "
+        "fix its permissions, or leave it out"
     )
 
 
-def _from_zstandard(content: bytes, path: Path) -> bytes:
-    """All frames, one after another: the package's own reader takes a frame that breaks off for the end."""
+def _decompress(content: bytes, path: Path) -> bytes:
+    if not content:
+        raise EOFError("the file is empty")
+    if path.suffix == ".gz":
+        return gzip.decompress(content)
+    # Frame by frame: the package's own reader takes a frame that breaks off for the end.
     zstandard = optional("zstandard", str(path))
     frames: list[bytes] = []
     while content:

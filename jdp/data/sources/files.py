@@ -1,4 +1,4 @@
-"""From what a user names to files, in an order every process agrees on: sorted by path, each file once."""
+"""From what a user names to files, in an order that is the same on every process: sorted by path, each file once."""
 
 import glob
 import os
@@ -20,12 +20,15 @@ PathLike = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class Kinds:
-    """Which files of a directory are wanted, by how their names end, with or without .gz or .zst after it.
+    """The files of a directory that are wanted, by how their names end, with or without .gz or .zst after it.
 
     Attributes:
       name: what such files are called, for messages.
       suffixes: of the files wanted.
-      others: of files that are data too: a directory that holds both is ambiguous, and refused.
+      others: suffixes of files that are data too: a directory that holds both is ambiguous, and refused.
+
+    Raises:
+      ValueError: no suffixes, or one that does not begin with a dot.
     """
 
     name: str
@@ -35,18 +38,18 @@ class Kinds:
     def __post_init__(self) -> None:
         if not self.suffixes or not all(suffix.startswith(".") for suffix in self.suffixes):
             raise ValueError(
-                f'suffixes must each begin with a dot, got {list(self.suffixes)}: give for example (".txt",)'
+                f'suffixes must each begin with a dot; given {list(self.suffixes)}: give for example (".txt",)'
             )
 
 
 def find_files(entries: Sequence[PathLike], kinds: Kinds) -> list[Path]:
-    """The files that are named: "stdlib", files, globs (`**` goes down), directories (all the way down).
+    """Return the files that are named: "stdlib", files, globs (`**` goes down), directories (all the way down).
 
     Files named one by one, or by a glob, are taken whatever they are called; hidden files and directories below a
     directory are passed over.
 
-    Raises:
-      ValueError: nothing there, a directory that cannot be listed, or one that holds no or two kinds of data.
+    Raises ValueError: an entry that does not exist, a directory that cannot be listed, or one that holds no data or two
+    kinds of data.
     """
     unique: dict[Path, Path] = {}
     for path in sorted(path for entry in entries for path in _files(entry, kinds)):
@@ -63,10 +66,13 @@ def _files(entry: PathLike, kinds: Kinds) -> list[Path]:
     if path.is_dir():
         return _directory_files(path, kinds)
     if glob.has_magic(str(path)):
-        return _glob_files(str(path))
+        # `Path.glob` takes no absolute pattern, and reads a last `**` differently from one Python to the next.
+        if files := [file for file in map(Path, glob.glob(str(path), recursive=True)) if file.is_file()]:  # noqa: PTH207
+            return files
+        raise ValueError(f"a glob must match at least one file; given {path}, which matches none: fix it")
     raise ValueError(
-        f"source must be a file, a glob or a directory that exists, got {entry}, looked for at {path.absolute()}: "
-        f'mend the path, or give "{STDLIB}" for Python\'s own source text'
+        f"source must be a file, a glob or a directory that exists; given {entry}, looked for at {path.absolute()}: "
+        f'fix the path, or give "{STDLIB}" for Python\'s own source text'
     )
 
 
@@ -75,7 +81,7 @@ def _stdlib_files() -> list[Path]:
     files = [path for path in _walk(root, leave_out=_NOT_STDLIB) if path.name.endswith(".py")]
     if not files:
         raise ValueError(
-            f'source "{STDLIB}" needs Python\'s own source files, found none under {root}: give text files of your own'
+            f'source "{STDLIB}" needs Python\'s own source files; given none under {root}: give text files of your own'
         )
     return files
 
@@ -85,44 +91,36 @@ def _directory_files(directory: Path, kinds: Kinds) -> list[Path]:
     files, rivals = _ending(every, kinds.suffixes), _ending(every, kinds.others)
     if files and rivals:
         raise ValueError(
-            f"a directory must hold one kind of data, got {directory} with {len(files)} such as {files[0].name} and "
+            f"a directory must hold one kind of data; given {directory} with {len(files)} such as {files[0].name} and "
             f"{len(rivals)} such as {rivals[0].name}: name those that are meant by a glob, as "
             f"{directory}/**/*{rivals[0].suffix}"
         )
-    said = ", ".join(sorted({path.suffix for path in rivals}) or kinds.suffixes)
+    shown = ", ".join(sorted({path.suffix for path in rivals}) or kinds.suffixes)
     files = files or rivals
     others = len(every) - len(files)
     if not files:
         raise ValueError(
-            f"a directory must hold {kinds.name} files ({said}), got {directory} with {others} other file(s): "
+            f"a directory must hold {kinds.name} files ({shown}); given {directory} with {others} other file(s): "
             "give other suffixes, or name the files by a glob"
         )
     if others:
-        notice(f"{directory}: reading {len(files)} files ({said}), passing over {others} others")
+        notice(f"{directory}: reading {len(files)} files ({shown}), passing over {others} others")
     return files
 
 
 def _ending(files: Iterable[Path], suffixes: tuple[str, ...]) -> list[Path]:
-    def shown(name: str) -> bool:
+    def is_wanted(name: str) -> bool:
         return not name.startswith(".") and (name.endswith(suffixes) or plain_name(name).endswith(suffixes))
 
-    return [path for path in files if shown(path.name)] if suffixes else []
-
-
-def _glob_files(pattern: str) -> list[Path]:
-    # `Path.glob` takes no absolute pattern, and reads a last `**` differently from one Python to the next.
-    files = [path for path in map(Path, glob.glob(pattern, recursive=True)) if path.is_file()]  # noqa: PTH207
-    if not files:
-        raise ValueError(f"a glob must match at least one file, got {pattern}, which matches none: mend it")
-    return files
+    return [path for path in files if is_wanted(path.name)] if suffixes else []
 
 
 def _walk(directory: Path, *, leave_out: frozenset[str] = frozenset()) -> Iterable[Path]:
-    """Every file; hidden directories are not entered."""
+    """Yield every file; hidden directories are not entered."""
     for folder, folders, names in os.walk(directory, onerror=_refuse):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in leave_out]
         yield from (Path(folder, name) for name in names)
 
 
 def _refuse(error: OSError) -> None:
-    raise unreadable(error) from error
+    raise ValueError(unreadable(error)) from error

@@ -2,7 +2,7 @@
 
 `datasets` keeps them as Arrow files in its cache, mapped into memory: nothing is read before it is needed. It runs no
 code of a data set (scripts ended with its version 4), and neither do we. But a data set's own card (its README.md, or
-the JSON beside it) may name any file there is, and it would be read like the rest: so files outside of a data set's
+the JSON beside it) may name any file of this disk, and `datasets` would read it: so files outside of a data set's
 folder are refused. A link in the folder is somebody's own choice, and followed.
 """
 
@@ -20,7 +20,7 @@ HF = "hf:"
 
 
 def hub_splits(source: str) -> dict[str, Any]:
-    """Split -> `pyarrow.Table`, mapped into memory.
+    """Return split -> `pyarrow.Table`, mapped into memory.
 
     Args:
       source: "hf:NAME", "hf:OWNER/NAME" or "hf:OWNER/NAME/CONFIG" on the hub; or "hf:PATH" of a directory that
@@ -28,11 +28,11 @@ def hub_splits(source: str) -> dict[str, Any]:
         after it ("hf:OWNER/NAME:train[:10%]") that split alone, else every one there is.
 
     Raises:
-      ValueError: `datasets` is not installed; a data set or a split that is not there or cannot be read; one whose own
-        card names files outside of its folder.
+      ValueError: `datasets` is not installed; a data set or a split that does not exist or cannot be read; one whose
+        own card names files outside of its folder.
     """
     datasets = optional("datasets", source)
-    name, split = _parted(source)
+    name, split = _name_and_split(source)
     try:
         loaded = _load(datasets, name, split)
     except OutsideError:
@@ -40,59 +40,53 @@ def hub_splits(source: str) -> dict[str, Any]:
     except Exception as error:  # network, permissions, builders: each raises its own kinds
         words = cut(" ".join(str(error).split()).rstrip(".") or type(error).__name__, 400)
         raise ValueError(
-            f"a Hugging Face data set must be readable, got {source}: {words}; mend its name or path, or log "
+            f"a Hugging Face data set must be readable; given {source}: {words}; fix its name or path, or log "
             "in to the hub"
         ) from error
-    found = loaded if isinstance(loaded, dict) else {split or "train": loaded}
-    return {str(split): _table(data) for split, data in found.items()}
+    splits = loaded if isinstance(loaded, dict) else {split or "train": loaded}
+    return {str(split): _table(data) for split, data in splits.items()}
 
 
-def hub_table(source: str) -> tuple[Any, str]:
-    """The one split that is meant, as a `pyarrow.Table`, and its name: the one given, else "train", else the only one.
-
-    Raises:
-      ValueError: see `hub_splits`; several splits and none of them "train".
-    """
-    splits = hub_splits(source)
+def main_split(splits: Mapping[str, Any], source: str) -> str:
+    """Return the split to train on: "train", else the only one. Raises ValueError for several without "train"."""
     if "train" not in splits and len(splits) > 1:
         raise ValueError(
-            f"a data set must have the split train, or one only, got {', '.join(splits)} in {source}: "
+            f"a data set must have the split train, or one only; given {', '.join(splits)} in {source}: "
             f"name the one that is meant, as {source}:{next(iter(splits))}"
         )
-    name = "train" if "train" in splits else next(iter(splits))
-    return splits[name], name
+    return "train" if "train" in splits else next(iter(splits))
 
 
-def _parted(source: str) -> tuple[str, str | None]:
-    """The name or path, and the split. A path that is there is a path, whatever is in its name."""
-    whole = source.removeprefix(HF)
-    if user_path(whole).exists():
-        return whole, None
-    name, _, split = whole.partition(":")
+def _name_and_split(source: str) -> tuple[str, str | None]:
+    """Split "hf:NAME:SPLIT". A path that exists is a path, whatever is in its name."""
+    name_or_path = source.removeprefix(HF)
+    if user_path(name_or_path).exists():
+        return name_or_path, None
+    name, _, split = name_or_path.partition(":")
     return name, split or None
 
 
 def _load(datasets: Any, name: str, split: str | None) -> Any:
-    """A data set, or a dict of them by split."""
+    """Return a data set, or a dict of them by split."""
     path = user_path(name)
     if (path / "dataset_dict.json").exists():
-        for part in json.loads((path / "dataset_dict.json").read_bytes())["splits"]:
-            _check_files([str(path / part / file) for file in _saved_files(path / part)], path)
+        for folder in json.loads((path / "dataset_dict.json").read_bytes())["splits"]:
+            _check_files([str(path / folder / file) for file in _saved_files(path / folder)], path)
         return _pick(datasets.load_from_disk(str(path)), split)
     if (path / "dataset_info.json").exists() and (path / "state.json").exists():
         _check_files([str(path / file) for file in _saved_files(path)], path)
         return _pick({"train": datasets.load_from_disk(str(path))}, split)
     if path.is_file():
         builder = datasets.load_dataset_builder(str(path.parent), data_files=path.name)
-        return _built(builder, path.parent, split)
+        return _build(builder, path.parent, split)
     if path.exists() or path.is_absolute():
-        return _built(datasets.load_dataset_builder(str(path)), path, split)
+        return _build(datasets.load_dataset_builder(str(path)), path, split)
     owner_and_name, config = name.split("/")[:2], name.split("/")[2:]
-    return _built(datasets.load_dataset_builder("/".join(owner_and_name), *config[:1]), None, split)
+    return _build(datasets.load_dataset_builder("/".join(owner_and_name), *config[:1]), None, split)
 
 
-def _built(builder: Any, folder: Path | None, split: str | None) -> Any:
-    """As `load_dataset`, once it is known which files it would read."""
+def _build(builder: Any, folder: Path | None, split: str | None) -> Any:
+    """Do what `load_dataset` does, after checking the files that it would read."""
     named: Mapping[str, Iterable[Any]] = builder.config.data_files or {}
     _check_files([str(file) for files in named.values() for file in files], folder)
     builder.download_and_prepare()
@@ -100,8 +94,8 @@ def _built(builder: Any, folder: Path | None, split: str | None) -> Any:
 
 
 def _saved_files(folder: Path) -> list[str]:
-    """The files that a data set names in a folder which `save_to_disk` wrote."""
-    return [one["filename"] for one in json.loads((folder / "state.json").read_bytes())["_data_files"]]
+    """Return the files that a data set names in a folder which `save_to_disk` wrote."""
+    return [entry["filename"] for entry in json.loads((folder / "state.json").read_bytes())["_data_files"]]
 
 
 class OutsideError(ValueError):
@@ -109,14 +103,14 @@ class OutsideError(ValueError):
 
 
 def _check_files(files: Iterable[str], folder: Path | None) -> None:
-    """Hold the files that a data set names against its folder.
+    """Check that the files which a data set names are in its folder.
 
     Args:
       files: paths, or URLs; of a member of an archive ("zip://a.txt::b.zip") the archive counts.
       folder: of the data set on this disk; None: it is on the hub, and no file of this disk belongs to it.
 
     Raises:
-      OutsideError: one lies elsewhere.
+      OutsideError: one is not.
     """
     roots = () if folder is None else (folder.absolute(), folder.resolve())
     for file in (file.rpartition("::")[2] for file in files):
@@ -126,11 +120,10 @@ def _check_files(files: Iterable[str], folder: Path | None) -> None:
             path = Path(os.path.normpath(Path(file.removeprefix("file://")).absolute()))
             inside = any(path.is_relative_to(os.path.normpath(root)) for root in roots)
         if not inside:
-            where = "this disk" if folder is None else f"the folder {folder}"
+            location = "on this disk" if folder is None else f"outside of the folder {folder}"
             raise OutsideError(
-                f"a data set must name its own files, got {cut(file, 200)}, which is "
-                f"{'on' if folder is None else 'outside of'} {where}: take it out of the card (README.md, or the JSON "
-                "beside it), or name that file as a source of its own"
+                f"a data set must name its own files; given {cut(file, 200)}, which is {location}: take it out of the "
+                "card (README.md, or the JSON beside it), or name that file as a source of its own"
             )
 
 
@@ -141,6 +134,6 @@ def _pick(splits: dict[str, Any], split: str | None) -> Any:
 
 
 def _table(data: Any) -> Any:
-    # Rows that were selected or shuffled are a list of places beside the table: made a table of their own here.
+    # Rows that were selected or shuffled are a list of indices beside the table: made a table of their own here.
     plain = data.flatten_indices() if data._indices is not None else data
     return plain.data.table.replace_schema_metadata(plain.features.arrow_schema.metadata)

@@ -1,13 +1,14 @@
 """Rows of a table file: parquet, Arrow (IPC file or stream) and JSON, one object a line.
 
-`read_table` reads the columns that are asked for into memory; a `Table` gives them as Python values, as text or as
-lists of token ids, and tells the place of each row for errors. A file that is not whole is a ValueError that names it.
+`read_arrow` reads columns of parquet and Arrow files as a `pyarrow.Table`. `read_table` reads columns of any table file
+into a `Table`, which returns them as Python values, as text or as lists of token ids, and names the file and row in
+errors. A file that is not whole is refused before any of it is used.
 """
 
 import codecs
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -15,13 +16,13 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from jdp.data.sources.arrow_files import read_arrow
-from jdp.data.sources.compressed import plain_name, read_bytes
+from jdp.core.toml import cut
+from jdp.core.user_path import check_regular
+from jdp.data.sources.compressed import is_compressed, plain_name, read_bytes, unreadable
 from jdp.data.sources.optional_packages import optional
 
+ARROW_SUFFIXES = (".parquet", ".arrow", ".feather")
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
-ARROW_SUFFIXES = (".arrow", ".feather")
-TABLE_SUFFIXES = (".parquet", *ARROW_SUFFIXES, *JSON_SUFFIXES)
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,31 +30,23 @@ class Table:
     """Some columns of a file, in memory.
 
     Attributes:
-      where: the file, or whatever else they are from.
+      name: the file, or what else they are from.
       unit: what a row is called there: "row", counted from 0, or "line", counted from 1.
-      numbers: of the rows: where each stands.
+      numbers: the number of each row in the file.
       columns: name -> a list of Python values, or a `pyarrow.ChunkedArray`.
     """
 
-    where: str
+    name: str
     unit: str
     numbers: Sequence[int]
     columns: Mapping[str, Any]
 
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def place(self, row: int) -> str:
-        """Where a row is from, for errors: "data.jsonl, line 7"."""
-        return f"{self.where}, {self.unit} {self.numbers[row]}"
-
-    def values(self, field: str) -> list[Any]:
-        """A column as Python values; None where there is none."""
-        column = self.columns[field]
-        return column if isinstance(column, list) else column.to_pylist()
+    def name_of(self, row: int) -> str:
+        """Return what to call a row in errors: "data.jsonl, line 7"."""
+        return f"{self.name}, {self.unit} {self.numbers[row]}"
 
     def texts(self, field: str) -> list[bytes]:
-        """A column of text, in UTF-8 (an Arrow column of bytes is taken as it is).
+        """Return a column of text, in UTF-8 (an Arrow column of bytes is returned as it is).
 
         Raises:
           ValueError: a row that is not text.
@@ -62,17 +55,17 @@ class Table:
         if isinstance(column, list):
             values = cast("list[Any]", column)
             return [self._utf8(value, row, field) for row, value in enumerate(values)]
-        pyarrow = optional("pyarrow", self.where)
+        pyarrow = optional("pyarrow", self.name)
         if pyarrow.types.is_dictionary(column.type):
             column = column.cast(column.type.value_type)
         if not (_is_text(pyarrow, column.type) or pyarrow.types.is_null(column.type)):
-            raise ValueError(_not_text(self.where, f"type {column.type}", field))
+            raise ValueError(_not_text(self.name, f"type {column.type}", field))
         if column.null_count:
-            raise ValueError(_not_text(self.place(_first_null(column)), "nothing (null)", field))
+            raise ValueError(_not_text(self.name_of(_first_null(column)), "nothing (null)", field))
         return column.cast(pyarrow.large_binary()).to_pylist()
 
     def integer_lists(self, field: str) -> list[NDArray[Any]]:
-        """A column of lists of whole numbers: [n] of some integer dtype each.
+        """Return a column of lists of integers: [n] of some integer dtype each.
 
         Raises:
           ValueError: a row that is something else.
@@ -81,13 +74,13 @@ class Table:
         if isinstance(column, list):
             values = cast("list[Any]", column)
             return [self._integers(value, row, field) for row, value in enumerate(values)]
-        pyarrow = optional("pyarrow", self.where)
+        pyarrow = optional("pyarrow", self.name)
         kind = column.type
         is_list = pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind)
         if not (is_list or pyarrow.types.is_fixed_size_list(kind)) or not pyarrow.types.is_integer(kind.value_type):
-            raise ValueError(_not_integers(self.where, f"type {kind}", field))
+            raise ValueError(_not_integers(self.name, f"type {kind}", field))
         if column.null_count:
-            raise ValueError(_not_integers(self.place(_first_null(column)), "nothing (null)", field))
+            raise ValueError(_not_integers(self.name_of(_first_null(column)), "nothing (null)", field))
         return self._split(column.cast(pyarrow.large_list(kind.value_type)), field)
 
     def _split(self, column: Any, field: str) -> list[NDArray[Any]]:
@@ -97,18 +90,18 @@ class Table:
             flat = flat.slice(offsets[0], offsets[-1] - offsets[0])
             if flat.null_count:
                 row = len(lists) + int(np.searchsorted(offsets - offsets[0], _first_null(flat), side="right")) - 1
-                raise ValueError(_not_integers(self.place(row), "a list with nothing (null) in it", field))
+                raise ValueError(_not_integers(self.name_of(row), "a list with nothing (null) in it", field))
             lists += np.split(flat.to_numpy(zero_copy_only=False), offsets[1:-1] - offsets[0]) if len(chunk) else []
         return lists
 
     def _utf8(self, value: Any, row: int, field: str) -> bytes:
         if not isinstance(value, str):
-            raise ValueError(_not_text(self.place(row), json.dumps(value)[:40], field))
+            raise ValueError(_not_text(self.name_of(row), json.dumps(value)[:40], field))
         try:
             return value.encode()
         except UnicodeEncodeError as error:
-            what = f"half a surrogate pair at character {error.start}"
-            raise ValueError(_not_text(self.place(row), what, field)) from error
+            problem = f"half a surrogate pair at character {error.start}"
+            raise ValueError(_not_text(self.name_of(row), problem, field)) from error
 
     def _integers(self, value: Any, row: int, field: str) -> NDArray[Any]:
         try:
@@ -116,45 +109,114 @@ class Table:
         except ValueError:  # lists of unequal length
             array = np.zeros((), object)
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-            raise ValueError(_not_integers(self.place(row), json.dumps(value)[:40], field))
+            raise ValueError(_not_integers(self.name_of(row), json.dumps(value)[:40], field))
         return array.astype(np.int64) if not array.size else array
 
 
 def is_table(path: str | os.PathLike[str]) -> bool:
-    """Whether a file is one of rows, by its name."""
-    return plain_name(path).endswith(TABLE_SUFFIXES)
+    """Return True if a file holds rows, by its name."""
+    return plain_name(path).endswith((*ARROW_SUFFIXES, *JSON_SUFFIXES))
 
 
 def read_table(path: Path, fields: Sequence[str]) -> Table:
-    """Columns of a parquet, Arrow or JSON file, which may be compressed (.gz, .zst).
+    """Return columns of a parquet, Arrow or JSON file, which may be compressed (.gz, .zst).
 
     JSON is one object a line; a .json file may also be one array of objects, whose elements are then its rows.
 
-    Raises:
-      ValueError: a file that cannot be read or is not whole, a column it does not have, a line that is no JSON object.
+    Raises ValueError: a file that cannot be read or is not whole, a column it does not have, a line that is no JSON
+    object.
     """
     if plain_name(path).endswith(JSON_SUFFIXES):
         return _read_json(path, fields)
 
-    def asked(schema: Any) -> Sequence[str]:
+    def choose(schema: Any) -> Sequence[str]:
         check_fields(fields, schema.names, str(path))
         return fields
 
-    return arrow_table(read_arrow(path, asked), fields, str(path))
+    return arrow_table(read_arrow(path, choose), fields, str(path))
 
 
-def arrow_table(table: Any, fields: Sequence[str], where: str) -> Table:
-    """The same of a `pyarrow.Table` that is in memory already."""
-    check_fields(fields, table.column_names, where)
-    return Table(where, "row", range(table.num_rows), {field: table.column(field) for field in fields})
+def arrow_table(table: Any, fields: Sequence[str], name: str) -> Table:
+    """Return columns of a `pyarrow.Table` read from `name`. Raises ValueError for one that it does not have."""
+    check_fields(fields, table.column_names, name)
+    return Table(name, "row", range(table.num_rows), {field: table.column(field) for field in fields})
 
 
-def check_fields(fields: Sequence[str], there: Sequence[str], where: str) -> None:
-    """Raises ValueError where a column is asked for that is not there; names those that are."""
+def read_arrow(path: Path, choose: Callable[[Any], Sequence[str]]) -> Any:
+    """Return columns of a parquet or Arrow file as a `pyarrow.Table`; of an Arrow file that is not compressed, mapped.
+
+    Args:
+      path: of the file.
+      choose: returns the names of the columns to read, from the file's schema.
+
+    Raises:
+      ValueError: pyarrow is not installed; a file that cannot be read or is not whole; a chosen column that occurs
+        twice; what `choose` raises.
+    """
+    source = _open(path)
+    is_parquet = plain_name(path).endswith(".parquet")
+    try:
+        if is_parquet:
+            file = optional("pyarrow.parquet", str(path)).ParquetFile(source, page_checksum_verification=True)
+        else:
+            file = _ipc_file(source, path)
+        schema = file.schema_arrow if is_parquet else file.schema
+        names = list(_column_names(schema, optional("pyarrow.types", str(path))))
+    except Exception as error:  # a name that is no UTF-8 is not one of pyarrow's own exceptions
+        raise ValueError(_not_whole(path, error)) from error
+    chosen = list(dict.fromkeys(choose(schema)))
+    if twice := next((name for name in chosen if names.count(name) > 1), None):
+        raise ValueError(
+            f'a table must have a column once; given "{cut(twice)}" {names.count(twice)} times in {path}: rename one'
+        )
+    try:
+        table = file.read(columns=chosen) if is_parquet else file.read_all().select(chosen)
+        table.validate(full=True)  # offsets that lead out of the file would end the process, not raise
+    except Exception as error:
+        raise ValueError(_not_whole(path, error)) from error
+    return table
+
+
+def check_fields(fields: Sequence[str], present: Sequence[str], name: str) -> None:
+    """Check that every field is present. Raises ValueError with those that are, if one is not."""
     for field in fields:
-        if field not in there:
-            shown = ", ".join(there[:20]) + ", …" * (len(there) > 20) if there else "none"
-            raise ValueError(f'data must have the field "{field}", not found in {where}: give one that it has: {shown}')
+        if field not in present:
+            shown = ", ".join(present[:20]) + ", …" * (len(present) > 20) if present else "none"
+            raise ValueError(
+                f'data must have the field "{field}"; given {name} without it: give one that it has: {shown}'
+            )
+
+
+def _open(path: Path) -> Any:
+    """Return a pyarrow file: mapped into memory; if it is compressed or empty, read into memory."""
+    pyarrow = optional("pyarrow", str(path))
+    try:
+        check_regular(path)
+        if not is_compressed(path) and path.stat().st_size > 0:
+            return pyarrow.memory_map(str(path))
+    except OSError as error:
+        raise ValueError(unreadable(error, path)) from error
+    return pyarrow.BufferReader(read_bytes(path))
+
+
+def _ipc_file(source: Any, path: Path) -> Any:
+    """Open the IPC format: a file, with a magic word and a footer, or a stream, as `datasets` writes it."""
+    ipc, start = optional("pyarrow.ipc", str(path)), source.read_buffer(6).to_pybytes()
+    source.seek(0)
+    return ipc.open_file(source) if start == b"ARROW1" else ipc.open_stream(source)
+
+
+def _column_names(fields: Iterable[Any], types: Any) -> Iterator[str]:
+    """Yield the columns' names; those of fields inside columns are read as well, as reading one can fail."""
+    for field in fields:
+        yield field.name
+        if types.is_struct(field.type):
+            list(_column_names(field.type, types))
+
+
+def _not_whole(path: Path, error: Exception) -> str:
+    words = cut((str(error).splitlines() or [""])[0].rstrip(".") or type(error).__name__, 300)
+    return f"a data file must be whole; given {path}: {words}; fetch or write it again"
 
 
 def _read_json(path: Path, fields: Sequence[str]) -> Table:
@@ -167,25 +229,25 @@ def _read_json(path: Path, fields: Sequence[str]) -> Table:
         rows = [_parse(line, f"{path}, line {number}") for number, line in lines]
         unit, numbers = "line", [number for number, _ in lines]
     table = Table(str(path), unit, numbers, {})
-    for place, row in enumerate(rows):
+    for index, row in enumerate(rows):
         if not isinstance(row, dict):
             raise ValueError(
-                f'a line of JSON must be an object, as {{"text": …}}, got {json.dumps(row)[:40]} in '
-                f"{table.place(place)}: mend it"
+                f'a line of JSON must be an object, as {{"text": …}}; given {json.dumps(row)[:40]} in '
+                f"{table.name_of(index)}: fix it"
             )
-        check_fields(fields, list(cast("dict[str, Any]", row)), table.place(place))
+        check_fields(fields, list(cast("dict[str, Any]", row)), table.name_of(index))
     return Table(str(path), unit, numbers, {field: [row[field] for row in rows] for field in fields})
 
 
-def _parse(content: bytes, where: str) -> Any:
+def _parse(content: bytes, name: str) -> Any:
     try:
         return json.loads(content.decode())
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"text must be UTF-8, got {error.object[error.start]:#04x} at byte {error.start} of {where}: convert it"
+            f"text must be UTF-8; given {error.object[error.start]:#04x} at byte {error.start} of {name}: convert it"
         ) from error
     except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"JSON must be valid, got {content[:40]!r} … in {where}: {error}; mend it") from error
+        raise ValueError(f"JSON must be valid; given {content[:40]!r} … in {name}: {error}; fix it") from error
 
 
 def _is_text(pyarrow: Any, kind: Any) -> bool:
@@ -198,9 +260,9 @@ def _first_null(column: Any) -> int:
     return int(np.argmax(column.is_null().to_numpy(zero_copy_only=False)))
 
 
-def _not_text(where: str, given: str, field: str) -> str:
-    return f'the field "{field}" must be text, got {given} in {where}: give another field, or leave that out'
+def _not_text(name: str, given: str, field: str) -> str:
+    return f'the field "{field}" must be text; given {given} in {name}: give another field, or leave that out'
 
 
-def _not_integers(where: str, given: str, field: str) -> str:
-    return f'the field "{field}" must be lists of token ids, got {given} in {where}: give another field, or mend it'
+def _not_integers(name: str, given: str, field: str) -> str:
+    return f'the field "{field}" must be lists of token ids; given {given} in {name}: give another field, or fix it'

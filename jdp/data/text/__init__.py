@@ -1,5 +1,6 @@
 """Text as samples.
 
-`documents.py` reads a source, `tokenizers.py` makes tokens of it, `tokens.py` one array of all of them (kept for the
-next run by `token_cache.py`), `samples.py` and `packing.py` samples of fixed length.
+`documents.py` reads a source; `tokenizers.py` turns its documents into tokens, which `token_cache.py` keeps for the
+next run; `tokens.py` joins them in one array (`token_array.py`); `samples.py` and `packing.py` make samples of
+fixed length.
 """

@@ -1,13 +1,13 @@
 """Whole documents side by side in rows of fixed length, so that attention and targets can stay inside of each.
 
-1. A document of n tokens has n - 1 pairs of a token and its target: its last token is a target only. Nothing of a row
-   is spent on a position without a target.
-2. A document of more pairs than a row holds is cut into pieces of a whole row and a rest. Neighbouring pieces share one
-   token, the last target of one being the first token of the next, so every token of a document but its first is a
-   target exactly once.
-3. Rests are packed by best fit, longest first: each into the row with the least room that still holds it. That takes
-   at most 11/9 of the fewest rows possible, and 4 more (Johnson, Demers, Ullman, Garey and Graham 1974, SIAM J. Comput.
-   3:4). It is a function of the lengths alone, so every process packs alike.
+1. A document of n tokens has n - 1 pairs of a token and its target: its last token is a target only, so that no
+   position of a row is spent on a token without a target.
+2. A document of more pairs than a row holds is cut into pieces of a full row and a shorter last piece. Neighbouring
+   pieces share one token, the last target of one being the first token of the next, so every token of a document but
+   its first is a target exactly once.
+3. Last pieces are packed by best fit, longest first: each into the row with the least space left that still holds it.
+   That takes at most 11/9 of the fewest rows possible, and 4 more (Johnson, Demers, Ullman, Garey and Graham 1974, SIAM
+   J. Comput. 3:4). It is a function of the lengths alone, so every process packs alike.
 """
 
 import functools
@@ -27,11 +27,14 @@ class PackedSamples:
 
     Attributes:
       tokens: unsigned integers [tokens], the documents of this side end to end.
-      bounds: int64 [documents + 1], where each begins, and the end of the last.
+      bounds: int64 [documents + 1], the start of each document, and the end of the last.
       length: positions in a row.
 
     Sample i is a dict of "tokens" and "targets" int32 [length], "segments" int32 [length] (1, 2, … for the pieces in
-    the row, 0 where nothing is) and "weights" float32 [length] (1, and 0 where nothing is).
+    the row, 0 at empty positions) and "weights" float32 [length] (1, and 0 at empty positions).
+
+    Raises:
+      ValueError: a length below 1, or no document of two tokens.
     """
 
     tokens: NDArray[Any]
@@ -40,16 +43,16 @@ class PackedSamples:
 
     def __post_init__(self) -> None:
         if self.length < 1:
-            raise ValueError(f"length must be at least 1, got {self.length}: give the targets in a sample")
+            raise ValueError(f"length must be at least 1; given {self.length}: give the targets in a sample")
         if not len(self.bounds) or not (np.diff(self.bounds) > 1).any():
             raise ValueError(
-                f"text must hold at least one token and its target, got {len(self.tokens)} token(s) in "
+                f"text must hold at least one token and its target; given {len(self.tokens)} token(s) in "
                 f"{len(self.bounds) - 1} document(s): give more text"
             )
 
     @functools.cached_property
     def _layout(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Where each piece begins and its pairs, in order of rows, and the pieces each row begins with."""
+        """The start of each piece and its number of pairs, in order of rows, and the first piece of each row."""
         starts, sizes, rows = pack(self.bounds, self.length)
         order = np.argsort(rows, kind="stable")
         rows = rows[order]
@@ -57,7 +60,7 @@ class PackedSamples:
 
     @property
     def waste(self) -> float:
-        """The share of all positions that nothing is in."""
+        """The fraction of all positions that are empty."""
         return 1 - int(self._layout[1].sum()) / (len(self) * self.length)
 
     def __len__(self) -> int:
@@ -80,48 +83,48 @@ class PackedSamples:
 
 
 def pack(bounds: NDArray[np.int64], length: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Documents as pieces in rows.
+    """Cut documents into pieces, and place these in rows.
 
     Args:
-      bounds: int64 [documents + 1], where each document begins, and the end of the last.
+      bounds: int64 [documents + 1], the start of each document, and the end of the last.
       length: pairs of a token and its target in a row.
 
     Returns:
-      int64 [pieces] each: the token a piece begins at, its pairs (1 to `length`), its row. Rows count from 0, and none
-      is empty.
+      int64 [pieces] each: a piece's first token, its number of pairs (1 to `length`), its row. Rows count from 0, and
+      none is empty.
     """
     starts, pairs = bounds[:-1], np.diff(bounds) - 1
-    whole, rest = np.divmod(np.maximum(pairs, 0), length)
-    before = np.repeat(np.cumsum(whole) - whole, whole)  # whole rows of the documents before
-    full_starts = np.repeat(starts, whole) + (np.arange(whole.sum()) - before) * length
-    order = np.argsort(-rest, kind="stable")
-    order = order[rest[order] > 0]
-    rows = np.array(best_fit(rest[order].tolist(), length), np.int64) + len(full_starts)
+    full, remainder = np.divmod(np.maximum(pairs, 0), length)
+    before = np.repeat(np.cumsum(full) - full, full)  # full rows of the documents before
+    full_starts = np.repeat(starts, full) + (np.arange(full.sum()) - before) * length
+    order = np.argsort(-remainder, kind="stable")
+    order = order[remainder[order] > 0]
+    rows = np.array(best_fit(remainder[order].tolist(), length), np.int64) + len(full_starts)
     return (
-        np.concatenate([full_starts, starts[order] + whole[order] * length]),
-        np.concatenate([np.full(len(full_starts), length), rest[order]]),
+        np.concatenate([full_starts, starts[order] + full[order] * length]),
+        np.concatenate([np.full(len(full_starts), length), remainder[order]]),
         np.concatenate([np.arange(len(full_starts)), rows]),
     )
 
 
-def best_fit(sizes: Sequence[int], room: int) -> list[int]:
-    """The row each size goes into: the one with the least room left that holds it, else a new one.
+def best_fit(sizes: Sequence[int], capacity: int) -> list[int]:
+    """Return the row that each size goes into: the one with the least space left that holds it, else a new one.
 
-    A row is found in constant time for rooms of a few thousand: bit r of one integer says whether any row has r left.
+    A row is found in constant time for capacities of a few thousand: bit r of one integer is set if a row has r left.
     """
     rows: list[int] = []
-    having: list[list[int]] = [[] for _ in range(room)]  # rows, by the room they have left
-    left_somewhere = opened = 0
+    rows_by_space: list[list[int]] = [[] for _ in range(capacity)]
+    spaces = opened = 0
     for size in sizes:
-        if fitting := left_somewhere >> size:
+        if fitting := spaces >> size:
             left = size + (fitting & -fitting).bit_length() - 1
-            row = having[left].pop()
-            left_somewhere ^= (not having[left]) << left
+            row = rows_by_space[left].pop()
+            spaces ^= (not rows_by_space[left]) << left
         else:
-            row, left = opened, room
+            row, left = opened, capacity
             opened += 1
         rows.append(row)
         if left > size:
-            having[left - size].append(row)
-            left_somewhere |= 1 << (left - size)
+            rows_by_space[left - size].append(row)
+            spaces |= 1 << (left - size)
     return rows

@@ -1,12 +1,12 @@
 """Text as samples of fixed length, by random access.
 
 1. Read the documents (`documents.py`), and make tokens of them (`tokenizers.py`): by default a byte is a token.
-2. Part them into training and held-out text (jdp.data.split), by what they say, whatever the tokenizer.
-3. Lay a side's documents end to end, each closed by a separator, in one array of the smallest unsigned integers that
+2. Split them into training and held-out text (jdp.data.held_out) by a hash of their content, whatever the tokenizer.
+3. Join a side's documents end to end, each closed by a separator, in one array of the smallest unsigned integers that
    hold a token: the only copy kept. int32 rows are made when a sample is read.
-4. Cut it into samples, as it comes ("stream": neighbours share one token, the last target of one being the first token
-   of the next, so every token but the very first is a target exactly once), or whole documents side by side
-   (jdp.data.text.packing).
+4. Cut it into samples: anywhere ("stream": neighbours share one token, the last target of one being the first token of
+   the next, so every token but the very first is a target exactly once), or whole documents side by side ("documents",
+   jdp.data.text.packing).
 """
 
 import functools
@@ -21,12 +21,12 @@ from numpy.typing import ArrayLike, NDArray
 from jdp.core.formatting import format_bytes, format_percent
 from jdp.core.notices import notice
 from jdp.data.batches import NumpyBatch
-from jdp.data.split import split_spans
+from jdp.data.held_out import split_documents
 from jdp.data.text.documents import PathLike
 from jdp.data.text.packing import PackedSamples
 from jdp.data.text.token_array import TokenArray
 from jdp.data.text.tokenizers import BYTES, NONE, Bytes, Tokenizer, open_tokenizer
-from jdp.data.text.tokens import closed, read_tokens
+from jdp.data.text.tokens import join_spans, read_tokens
 
 _BYTES = Bytes()
 Packing = Literal["stream", "documents"]
@@ -37,11 +37,14 @@ class TextSamples:
     """One side of the text, as a sequence of samples.
 
     Attributes:
-      tokens: unsigned integers [tokens], the whole text of this side.
+      tokens: unsigned integers [tokens], all text of this side.
       length: targets in a sample.
 
     Sample i is a dict of "tokens" int32 [length], "targets" int32 [length] (the tokens one further on) and "weights"
     float32 [length] (1). The last sample may be short of text: it is filled with zeros of weight 0.
+
+    Raises:
+      ValueError: a length below 1, or fewer than two tokens.
     """
 
     tokens: NDArray[Any]
@@ -49,10 +52,12 @@ class TextSamples:
 
     def __post_init__(self) -> None:
         if self.length < 1:
-            raise ValueError(f"length must be at least 1, got {self.length}: give the targets in a sample")
+            raise ValueError(f"length must be at least 1; given {self.length}: give the targets in a sample")
         if len(self.tokens) < 2:
             unit = "byte" if self.tokens.dtype == np.uint8 else "token"
-            raise ValueError(f"text must hold at least one token and its target, got {len(self.tokens)} {unit}(s)")
+            raise ValueError(
+                f"text must hold at least one token and its target; given {len(self.tokens)} {unit}(s): give more text"
+            )
 
     def __len__(self) -> int:
         return -(-(len(self.tokens) - 1) // self.length)
@@ -68,14 +73,16 @@ class TextSamples:
 
 @dataclass(frozen=True, eq=False)
 class TextData:
-    """A corpus parted in two: `train` and `heldout` are sources for `global_batches`; `str()` is one line on it all.
+    """A text split in two: `train` and `heldout` are sources for `global_batches`; `str()` is one line of text.
 
     Attributes:
-      name: what was read.
-      documents: how many files or rows held text.
+      name: of the source.
+      documents: the number of files or rows that hold text.
+      train: the samples to train on.
+      heldout: the samples kept from training.
       whole: whether documents were held out whole; else the tail of each.
       vocab_size: every token is below it.
-      tokenizer: what made the tokens; None where the source held token ids.
+      tokenizer: what made the tokens; None if the source held token ids.
     """
 
     name: str
@@ -110,25 +117,31 @@ class TextData:
         return digest.hexdigest()
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        """Text as tokens: int32 [n].
+        """Return text as tokens: int32 [n].
+
+        Args:
+          text: of any length.
 
         Raises:
-          ValueError: the source held token ids, so how text becomes tokens is not known.
+          ValueError: the source held token ids, so the tokenizer is not known.
         """
         return self._tokenizer().encode(text)
 
     def decode(self, tokens: ArrayLike) -> str:
-        """Tokens [n] as text.
+        """Return tokens as text.
+
+        Args:
+          tokens: integers [n].
 
         Raises:
-          ValueError: a token outside the vocabulary; the source held token ids, so what they say is not known.
+          ValueError: a token outside the vocabulary; the source held token ids, so the tokenizer is not known.
         """
         return self._tokenizer().decode(tokens)
 
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise ValueError(
-                f'text and tokens cannot be made of each other without a tokenizer, got "{NONE}" with {self.name}: '
+                f'text and tokens are made of each other by a tokenizer only; given "{NONE}" with {self.name}: '
                 "take jdp.data.open_tokenizer on the file that made the tokens"
             )
         return self.tokenizer
@@ -145,67 +158,80 @@ def text_data(
     packing: Packing = "stream",
     vocab_size: int | None = None,
 ) -> TextData:
-    """Reads text and makes samples of it.
+    """Read text and make samples of it.
 
     Args:
       source: "stdlib" (the source text of Python's own standard library, about 12 MB, different from one version of
         Python to the next), or files, globs, directories, data sets ("hf:…"): see `read_corpus`. All of it is held in
-        memory, while it is read as bytes, afterwards as tokens of 1, 2 or 4 bytes.
+        memory: while it is read as bytes, afterwards as tokens of 1, 2 or 4 bytes.
       length: targets in a sample.
-      heldout_fraction: in (0, 1), about the share of the text kept from training; by content, see `split_spans`.
+      heldout_fraction: in (0, 1), about the share of the text kept from training, by a hash of the content.
       suffixes: which files of a directory are data.
       field: the column that is read of rows; "text" by default, "input_ids" where the tokenizer is "none".
       tokenizer: "bytes"; a tokenizer.json of Hugging Face tokenizers, or the folder that holds it; "none" for a source
-        that holds lists of token ids, which are laid end to end as they are, without a separator.
-      packing: "stream" lays documents end to end and cuts anywhere; "documents" keeps them whole and apart, with
+        that holds lists of token ids, which are joined end to end as they are, without a separator.
+      packing: "stream" joins documents end to end and cuts anywhere; "documents" keeps them whole and separate, with
         "segments" in each sample.
-      vocab_size: of the model: token ids are below it. By default what the tokenizer has, or the source.
+      vocab_size: of the model: token ids are below it. By default that of the tokenizer, or of the source.
+
+    Returns:
+      The data, with `train`, `heldout`, `vocab_size`, `tokenizer`, `fingerprint`.
 
     Raises:
-      ValueError: text that is not there, cannot be read, is empty or shorter than one training sample; a token that is
-        not below vocab_size (names the file and row); a number out of its range.
+      ValueError: text that does not exist, cannot be read, is empty or shorter than one training sample; a token that
+        is not below vocab_size (the message names the file and row); a number out of its range.
     """
     if length < 1:
-        raise ValueError(f"length must be at least 1, got {length}: give the targets in a sample")
+        raise ValueError(f"length must be at least 1; given {length}: give the targets in a sample")
     if packing not in ("stream", "documents"):
-        raise ValueError(f'packing must be "stream" or "documents", got "{packing}": give one of them')
-    how = None if tokenizer == NONE else open_tokenizer(tokenizer)
-    if how is not None and vocab_size is not None and how.vocab_size > vocab_size:
+        raise ValueError(f'packing must be "stream" or "documents"; given "{packing}": give one of them')
+    opened = None if tokenizer == NONE else open_tokenizer(tokenizer)
+    if opened is not None and vocab_size is not None and opened.vocab_size > vocab_size:
         raise ValueError(
-            f"a model must have all tokens of its tokenizer, got vocab_size {vocab_size} and {how.vocab_size} in "
-            f"{how.name}: set vocab_size to {how.vocab_size} or more"
+            f"a model must have all tokens of its tokenizer; given vocab_size {vocab_size} and {opened.vocab_size} in "
+            f"{opened.name}: set vocab_size to {opened.vocab_size} or more"
         )
-    read = read_tokens(source, how, suffixes=suffixes, field=field, vocab_size=vocab_size)
-    spans = split_spans(read.scores, read.line.bounds, heldout_fraction)
-    separator = None if how is None else how.separator
-    train, heldout = closed(read.line, spans.train, separator), closed(read.line, spans.heldout, separator)
+    corpus = read_tokens(source, opened, suffixes=suffixes, field=field, vocab_size=vocab_size)
+    spans = split_documents(corpus.scores, corpus.tokens.bounds, heldout_fraction)
+    separator = None if opened is None else opened.separator
+    train, heldout = (join_spans(corpus.tokens, side, separator) for side in (spans.train, spans.heldout))
     if packing == "stream" and len(train.ids) < length + 1:
-        unit = "bytes" if how == _BYTES else "tokens"
+        unit = "bytes" if opened == _BYTES else "tokens"
         raise ValueError(
-            f"training text must fill one sample: length {length} needs {length + 1} {unit}, got {len(train.ids)} "
-            f"(of {len(train.ids) + len(heldout.ids)} in {read.name}, the rest held out): give more text or a smaller "
-            "length"
+            f"training text must fill one sample: length {length} needs {length + 1} {unit}; given {len(train.ids)} "
+            f"(of {len(train.ids) + len(heldout.ids)} in {corpus.name}, the others held out): give more text or a "
+            "smaller length"
         )
     if not spans.whole:
-        notice(f"{read.name}: too few documents to hold some out whole, so the tail of each is held out")
+        notice(f"{corpus.name}: too few documents to hold some out whole, so the tail of each is held out")
     return TextData(
-        name=read.name,
-        documents=len(read.scores),
+        name=corpus.name,
+        documents=len(corpus.scores),
         train=_samples(train, length, packing),
         heldout=_samples(heldout, length, packing),
         whole=spans.whole,
-        vocab_size=read.vocab_size,
-        tokenizer=how,
+        vocab_size=corpus.vocab_size,
+        tokenizer=opened,
     )
 
 
 def encode(text: str) -> NDArray[np.int32]:
-    """Text as bytes: int32 [bytes of its UTF-8]."""
+    """Return text as bytes.
+
+    Args:
+      text: of any length.
+
+    Returns:
+      int32 [bytes of its UTF-8].
+    """
     return _BYTES.encode(text)
 
 
 def decode(tokens: ArrayLike) -> str:
-    """Bytes [n], integers below 256, as text; what is not UTF-8 (a character cut in two) shows as �.
+    """Return bytes as text; what is not UTF-8 (a character cut in two) becomes �.
+
+    Args:
+      tokens: integers [n] below 256.
 
     Raises:
       ValueError: a token that is not a byte.
@@ -213,5 +239,5 @@ def decode(tokens: ArrayLike) -> str:
     return _BYTES.decode(tokens)
 
 
-def _samples(line: TokenArray, length: int, packing: Packing) -> TextSamples | PackedSamples:
-    return TextSamples(line.ids, length) if packing == "stream" else PackedSamples(line.ids, line.bounds, length)
+def _samples(tokens: TokenArray, length: int, packing: Packing) -> TextSamples | PackedSamples:
+    return TextSamples(tokens.ids, length) if packing == "stream" else PackedSamples(tokens.ids, tokens.bounds, length)

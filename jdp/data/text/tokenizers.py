@@ -1,8 +1,8 @@
 """Text as token ids: bytes, or a file of Hugging Face's `tokenizers`.
 
-All documents of a source become one line of ids in the smallest unsigned integers that hold them, each document closed
-by the tokenizer's separator; int32 rows are made when a sample is read. A file's own truncation and padding are turned
-off, and no special tokens are added but the one that closes a document.
+All documents of a source become one array of ids, in the smallest unsigned integers that hold them; int32 rows are made
+when a sample is read. A file's own truncation and padding are turned off, and no special tokens are added but the
+separator that closes a document.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ VOCAB_SIZE = 256
 SEPARATOR = 0  # the byte that closes each document: text does not use it (but UTF-16 and binaries do)
 BYTES, NONE = "bytes", "none"
 
-# What published tokenizers close a document with, where no tokenizer_config.json says it.
+# What published tokenizers close a document with, if no tokenizer_config.json names it.
 _SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
 _BATCH_BYTES = 2**22  # of text that is tokenised at a time: what the library returns is many times larger than the ids
 
@@ -33,8 +33,8 @@ class Tokenizer(Protocol):
     """Text to ids and back.
 
     Attributes:
-      name: what it is, for people.
-      identity: what tells it from other tokenizers, for caches.
+      name: for people.
+      identity: distinguishes it from other tokenizers, for caches.
       vocab_size: ids are below it.
       separator: the id that closes a document.
     """
@@ -52,23 +52,26 @@ class Tokenizer(Protocol):
 
     def decode(self, tokens: ArrayLike) -> str: ...
 
-    def line(self, documents: Sequence[bytes], place: Callable[[int], str]) -> TokenArray:
-        """Documents as ids, separators left to the caller; `place` tells where a document is from, for errors."""
+    def tokenize(self, documents: Sequence[bytes], name_of: Callable[[int], str]) -> TokenArray:
+        """Return documents as ids, without separators; `name_of` returns what to call a document in errors."""
         ...
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """ "bytes", or a tokenizer.json or the folder that holds one.
+    """Return a tokenizer.
+
+    Args:
+      name: "bytes", or the path of a tokenizer.json of Hugging Face tokenizers, or of the folder that holds one.
 
     Raises:
-      ValueError: a file that is not there or is no tokenizer, or one without a token that closes documents.
+      ValueError: a file that does not exist or is no tokenizer, or one without a token that closes documents.
     """
     return Bytes() if name == BYTES else _open_file(user_path(name))
 
 
 @dataclass(frozen=True)
 class Bytes:
-    """A token is a byte of UTF-8, or of whatever a file holds."""
+    """The tokenizer whose tokens are bytes: of UTF-8, or of whatever a file holds."""
 
     name: str = "bytes"
     identity: str = "bytes"
@@ -76,11 +79,11 @@ class Bytes:
     separator: int = SEPARATOR
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        """Text as tokens: int32 [bytes of its UTF-8]."""
+        """Return text as tokens: int32 [bytes of its UTF-8]."""
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
     def decode(self, tokens: ArrayLike) -> str:
-        """Tokens [n], integers below 256, as text; bytes that are not UTF-8 (a character cut in two) show as �.
+        """Return tokens [n], integers below 256, as text; bytes that are not UTF-8 (a character cut in two) become �.
 
         Raises:
           ValueError: a token that is not a byte.
@@ -88,13 +91,14 @@ class Bytes:
         values = np.asarray(tokens)
         if values.size and not 0 <= values.min() <= values.max() < VOCAB_SIZE:
             raise ValueError(
-                f"a token is a byte, 0 to {VOCAB_SIZE - 1}, got {values.min()} to {values.max()}: "
+                f"a token must be a byte, 0 to {VOCAB_SIZE - 1}; given {values.min()} to {values.max()}: "
                 f"decode the samples of a model whose vocab_size is {VOCAB_SIZE}"
             )
         return values.astype(np.uint8).tobytes().decode(errors="replace")
 
-    def line(self, documents: Sequence[bytes], place: Callable[[int], str]) -> TokenArray:
-        del place  # every byte is a token
+    def tokenize(self, documents: Sequence[bytes], name_of: Callable[[int], str]) -> TokenArray:
+        """Return documents as uint8."""
+        del name_of  # every byte is a token
         return TokenArray(np.frombuffer(b"".join(documents), np.uint8), bounds_of(documents))
 
 
@@ -109,11 +113,11 @@ class FileTokenizer:
     separator: int
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        """Text as tokens: int32 [n], without special tokens but those that stand in the text."""
+        """Return text as tokens: int32 [n], without special tokens but those that the text contains."""
         return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
     def decode(self, tokens: ArrayLike) -> str:
-        """Tokens [n] as text, special ones too.
+        """Return tokens [n] as text, special ones too.
 
         Raises:
           ValueError: a token outside the vocabulary.
@@ -121,27 +125,32 @@ class FileTokenizer:
         values = np.asarray(tokens)
         if values.size and not 0 <= values.min() <= values.max() < self.vocab_size:
             raise ValueError(
-                f"a token of {self.name} is 0 to {self.vocab_size - 1}, got {values.min()} to {values.max()}: "
+                f"a token of {self.name} must be 0 to {self.vocab_size - 1}; given {values.min()} to {values.max()}: "
                 f"decode the samples of a model whose vocab_size is {self.vocab_size}"
             )
         return self.tokenizer.decode(values.tolist(), skip_special_tokens=False)
 
-    def line(self, documents: Sequence[bytes], place: Callable[[int], str]) -> TokenArray:
-        name = entry_name(self.identity, documents)
-        if kept := load(name):
-            return kept
+    def tokenize(self, documents: Sequence[bytes], name_of: Callable[[int], str]) -> TokenArray:
+        """Return documents as the smallest unsigned integers that hold the vocabulary; large texts are cached on disk.
+
+        Raises:
+          ValueError: a document that is not UTF-8.
+        """
+        entry = entry_name(self.identity, documents)
+        if cached := load(entry):
+            return cached
         dtype = smallest_uint(self.vocab_size)
-        found: list[NDArray[Any]] = [np.zeros(0, dtype)]
-        for texts in _batches(documents, place):
+        ids: list[NDArray[Any]] = [np.zeros(0, dtype)]
+        for texts in _batches(documents, name_of):
             encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-            found += [np.array(encoding.ids, dtype) for encoding in encodings]
-        line = TokenArray(np.concatenate(found), bounds_of(found[1:]))
-        store(name, line)
-        return line
+            ids += [np.array(encoding.ids, dtype) for encoding in encodings]
+        tokens = TokenArray(np.concatenate(ids), bounds_of(ids[1:]))
+        store(entry, tokens)
+        return tokens
 
 
-def _batches(documents: Sequence[bytes], place: Callable[[int], str]) -> Iterator[list[str]]:
-    """Decoded documents, a few MiB at a time."""
+def _batches(documents: Sequence[bytes], name_of: Callable[[int], str]) -> Iterator[list[str]]:
+    """Yield decoded documents, a few MiB at a time."""
     batch: list[str] = []
     size = 0
     for number, document in enumerate(documents):
@@ -149,8 +158,8 @@ def _batches(documents: Sequence[bytes], place: Callable[[int], str]) -> Iterato
             batch.append(document.decode())
         except UnicodeDecodeError as error:
             raise ValueError(
-                f"text must be UTF-8 for a tokenizer, got {document[error.start]:#04x} at byte {error.start} of "
-                f'{place(number)}: convert it, leave it out, or take tokenizer = "{BYTES}"'
+                f"text must be UTF-8 for a tokenizer; given {document[error.start]:#04x} at byte {error.start} of "
+                f'{name_of(number)}: convert it, leave it out, or take tokenizer = "{BYTES}"'
             ) from error
         size += len(document)
         if size >= _BATCH_BYTES:
@@ -165,7 +174,7 @@ def _open_file(path: Path) -> FileTokenizer:
     if not file.is_file():
         raise ValueError(
             f'tokenizer must be "{BYTES}", "{NONE}" (token ids, not text), or a tokenizer.json or the folder that '
-            f"holds one, got {path}, looked for at {file.absolute()}: mend the path"
+            f"holds one; given {path}, looked for at {file.absolute()}: fix the path"
         )
     tokenizers = optional("tokenizers", str(file))
     content = file.read_bytes()
@@ -174,7 +183,7 @@ def _open_file(path: Path) -> FileTokenizer:
     except Exception as error:  # the library raises bare ones
         words = " ".join(str(error).split())
         raise ValueError(
-            f"a tokenizer must be a file of Hugging Face tokenizers, got {file}: {words}; mend it"
+            f"a tokenizer must be a file of Hugging Face tokenizers; given {file}: {words}; fix it"
         ) from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -190,16 +199,16 @@ def _open_file(path: Path) -> FileTokenizer:
 
 
 def _separator(vocabulary: dict[str, int], file: Path) -> str:
-    """What tokenizer_config.json beside it calls eos_token, else one of the usual names."""
+    """Return the eos_token of the tokenizer_config.json beside the file, else one of the usual names."""
     config = file.with_name("tokenizer_config.json")
     named = _eos_token(config) if config.is_file() else None
     names = _SEPARATORS if named is None else (named,)
     for name in names:
         if name in vocabulary:
             return name
-    where = f"{config} names {named}, which is not in" if named else f"none of {', '.join(names)} is in"
+    problem = f"{config} names {named}, which is not in" if named else f"none of {', '.join(names)} is in"
     raise ValueError(
-        f"a tokenizer must have a token that closes documents, got {file}: {where} its vocabulary; add one to its "
+        f"a tokenizer must have a token that closes documents; given {file}: {problem} its vocabulary; add one to its "
         'added_tokens, and to the model, or name one as "eos_token" in tokenizer_config.json beside it'
     )
 
@@ -209,6 +218,6 @@ def _eos_token(config: Path) -> str | None:
         token = json.loads(config.read_bytes()).get("eos_token")
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(
-            f"a tokenizer's configuration must be a JSON object, got {config}: {error}; mend it"
+            f"a tokenizer's configuration must be a JSON object; given {config}: {error}; fix it"
         ) from error
     return token.get("content") if isinstance(token, dict) else token

@@ -1,14 +1,13 @@
-"""All documents of a source as one line of tokens, with what splitting needs to know of each."""
+"""All documents of a source as one array of tokens, with the score of each, by which they are split."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jdp.core.notices import notice
-from jdp.data.split import content_score
+from jdp.data.held_out import content_score
 from jdp.data.text.documents import Corpus, PathLike, read_corpus, read_token_ids
 from jdp.data.text.token_array import TokenArray, bounds_of, smallest_uint
 from jdp.data.text.tokenizers import BYTES, Tokenizer
@@ -18,17 +17,17 @@ _MOST_IDS = 2**31  # samples are int32
 
 @dataclass(frozen=True, eq=False)
 class TokenCorpus:
-    """A source, read.
+    """A source, read and tokenised.
 
     Attributes:
       name: of the source.
-      line: its documents as tokens, without separators.
-      scores: float64 [documents], the `content_score` of each: of its text, or of its ids where it holds no text.
+      tokens: its documents, without separators.
+      scores: float64 [documents], the `content_score` of each: of its text, or of its ids if it holds no text.
       vocab_size: every id is below it.
     """
 
     name: str
-    line: TokenArray
+    tokens: TokenArray
     scores: NDArray[np.float64]
     vocab_size: int
 
@@ -41,68 +40,75 @@ def read_tokens(
     field: str | None,
     vocab_size: int | None,
 ) -> TokenCorpus:
-    """Reads and tokenises a source; without a tokenizer it holds token ids, which must be below `vocab_size`.
+    """Read and tokenise a source.
 
-    Raises:
-      ValueError: see `read_corpus` and `read_token_ids`; an id out of range, with the file and the row.
+    Args:
+      source: see `read_corpus`.
+      tokenizer: None for a source that holds token ids.
+      suffixes: which files of a directory are data.
+      field: the column that is read of rows; None: "text", or "input_ids" without a tokenizer.
+      vocab_size: token ids must be below it; None: they may be anything in [0, 2³¹).
+
+    Raises ValueError: see `read_corpus` and `read_token_ids`; an id out of range, with the file and the row.
     """
     if tokenizer is None:
         ids = read_token_ids(source, suffixes=suffixes, field=field or "input_ids")
-        line = _joined(ids.documents)
-        highest = _check_ids(line, ids.place, vocab_size)
+        # Signed, as signed and unsigned integers of 64 bits would meet in floats.
+        signed = [document.astype(np.int64) if document.dtype == np.uint64 else document for document in ids.documents]
+        tokens = TokenArray(np.concatenate(signed), bounds_of(ids.documents))
+        highest = _check_ids(tokens, ids.name_of, vocab_size)
         size = highest + 1 if vocab_size is None else vocab_size
-        line = TokenArray(line.ids.astype(smallest_uint(size), copy=False), line.bounds)
+        tokens = TokenArray(tokens.ids.astype(smallest_uint(size), copy=False), tokens.bounds)
         scores = _scores(document.astype("<u4").tobytes() for document in ids.documents)
-        return TokenCorpus(ids.name, line, scores, size)
+        return TokenCorpus(ids.name, tokens, scores, size)
     corpus = read_corpus(source, suffixes=suffixes, field=field or "text")
-    line = tokenizer.line(corpus.documents, corpus.place)
-    _report_separators(corpus, line, tokenizer)
-    return TokenCorpus(corpus.name, line, _scores(corpus.documents), tokenizer.vocab_size)
+    tokens = tokenizer.tokenize(corpus.documents, corpus.name_of)
+    _report_separators(corpus, tokens, tokenizer)
+    return TokenCorpus(corpus.name, tokens, _scores(corpus.documents), tokenizer.vocab_size)
 
 
-def closed(line: TokenArray, spans: NDArray[np.int64], separator: int | None) -> TokenArray:
-    """Some stretches of a line, end to end, each closed by the separator (None: by nothing).
+def join_spans(tokens: TokenArray, spans: NDArray[np.int64], separator: int | None) -> TokenArray:
+    """Return spans of tokens as documents, end to end, each closed by the separator.
 
     Args:
-      spans: int64 [stretches, 2], from and up to.
+      tokens: to take them from.
+      spans: int64 [spans, 2], from and up to.
+      separator: a token; None: nothing closes a document.
     """
-    parts = [line.ids[start:end] for start, end in spans.tolist()]
+    pieces = [tokens.ids[start:end] for start, end in spans.tolist()]
     sizes = spans[:, 1] - spans[:, 0]
     if separator is not None:
-        closing = np.array([separator], line.ids.dtype)
-        parts = [part for document in parts for part in (document, closing)]
+        closing = np.array([separator], tokens.ids.dtype)
+        pieces = [piece for document in pieces for piece in (document, closing)]
         sizes = sizes + 1
-    ids = np.concatenate(parts) if parts else line.ids[:0]
+    ids = np.concatenate(pieces) if pieces else tokens.ids[:0]
     return TokenArray(ids, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64))
 
 
-def _joined(documents: Sequence[NDArray[Any]]) -> TokenArray:
-    """Ids end to end, still in the integers they came in (signed and unsigned ones of 64 bits would meet in floats)."""
-    signed = [document.astype(np.int64) if document.dtype == np.uint64 else document for document in documents]
-    return TokenArray(np.concatenate(signed), bounds_of(documents))
-
-
-def _check_ids(line: TokenArray, place: Callable[[int], str], vocab_size: int | None) -> int:
-    """The highest id."""
+def _check_ids(tokens: TokenArray, name_of: Callable[[int], str], vocab_size: int | None) -> int:
+    """Return the highest id. Raises ValueError for one that is out of range."""
     limit = _MOST_IDS if vocab_size is None else vocab_size
-    lowest, highest = int(line.ids.min()), int(line.ids.max())
+    lowest, highest = int(tokens.ids.min()), int(tokens.ids.max())
     if lowest < 0 or highest >= limit:
-        at = int(np.argmax((line.ids < 0) | (line.ids >= limit)))
-        document = int(np.searchsorted(line.bounds, at, side="right")) - 1
+        at = int(np.argmax((tokens.ids < 0) | (tokens.ids >= limit)))
+        document = int(np.searchsorted(tokens.bounds, at, side="right")) - 1
         raise ValueError(
-            f"token ids must be 0 to {limit - 1}, below vocab_size {limit}, got {line.ids[at]} as token "
-            f"{at - line.bounds[document]} of {place(document)} (ids from {lowest} to {highest} in all): give the "
-            "vocab_size of the tokenizer that made them, or mend them"
+            f"token ids must be 0 to {limit - 1}, below vocab_size {limit}; given {tokens.ids[at]} as token "
+            f"{at - tokens.bounds[document]} of {name_of(document)} (ids from {lowest} to {highest} in all): give the "
+            "vocab_size of the tokenizer that made them, or fix them"
         )
     return highest
 
 
-def _report_separators(corpus: Corpus[bytes], line: TokenArray, tokenizer: Tokenizer) -> None:
-    """Text that spells what closes a document would be taken for the end of one."""
-    found = np.flatnonzero(line.ids == tokenizer.separator)
-    if doubtful := len(np.unique(np.searchsorted(line.bounds, found, side="right"))):
-        what = f"byte {tokenizer.separator}" if tokenizer.name == BYTES else f"token {tokenizer.separator}"
-        notice(f"{corpus.name}: {what}, which closes a document, is in {doubtful} of them; are they text?")
+def _report_separators(corpus: Corpus[bytes], tokens: TokenArray, tokenizer: Tokenizer) -> None:
+    """Report text that contains what closes a document: it would be read as the end of one."""
+    separators = np.flatnonzero(tokens.ids == tokenizer.separator)
+    if doubtful := len(np.unique(np.searchsorted(tokens.bounds, separators, side="right"))):
+        unit = "byte" if tokenizer.name == BYTES else "token"
+        notice(
+            f"{corpus.name}: {unit} {tokenizer.separator}, which closes a document, is in {doubtful} of them; are they "
+            "text?"
+        )
 
 
 def _scores(documents: Iterable[bytes]) -> NDArray[np.float64]:

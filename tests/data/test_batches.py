@@ -1,0 +1,227 @@
+"""What batches promise: one order on any number of processes, nothing lost or repeated, nothing silent."""
+
+import itertools
+import logging
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from jdp.data import batch_count, global_batches, sample_index
+
+SMALL_AND_LARGE = [1, 2, 3, 10, 257, 2**16 + 3]  # the last one takes grain's shuffle, the others the table
+
+
+class Counted:
+    """Samples that are their own index, and a list of the reads."""
+
+    def __init__(self, samples, *, weights=True):
+        self.samples, self.weights, self.reads = samples, weights, []
+
+    def __len__(self):
+        return self.samples
+
+    def __getitem__(self, index):
+        assert 0 <= index < self.samples
+        self.reads.append(index)
+        sample = {"tokens": np.full(3, index, np.int32)}
+        return sample | {"weights": np.ones(3, np.float32)} if self.weights else sample
+
+
+def indices(batches):
+    """int [batches, rows]: which sample stands there, -1 for padding."""
+    return np.array([np.where(batch["weights"][:, 0] > 0, batch["tokens"][:, 0], -1) for batch in batches])
+
+
+def first(count, batches):
+    iterator = iter(batches)
+    taken = [next(iterator) for _ in range(count)]
+    iterator.close()
+    return taken
+
+
+def shares(processes, batch_size):
+    """The rows of each process, uneven ones where they do not divide."""
+    edges = [process * batch_size // processes for process in range(processes + 1)]
+    return [range(*edge) for edge in itertools.pairwise(edges)]
+
+
+# --- the order ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("samples", SMALL_AND_LARGE)
+def test_every_epoch_is_a_permutation(samples):
+    epochs = 1 if samples > 1000 else 4
+    order = np.array([sample_index(7, samples, position) for position in range(epochs * samples)])
+    for epoch in np.split(order, epochs):
+        assert np.array_equal(np.sort(epoch), np.arange(samples))
+
+
+@pytest.mark.parametrize("samples", [257, 2**16 + 3])
+def test_epochs_and_seeds_have_orders_of_their_own(samples):
+    def order(seed, epoch):
+        return tuple(sample_index(seed, samples, epoch * samples + index) for index in range(50))
+
+    orders = {(seed, epoch): order(seed, epoch) for seed in range(3) for epoch in range(3)}
+    assert len(set(orders.values())) == len(orders)  # in particular: epoch 1 of seed 0 is not epoch 0 of seed 1
+
+
+@pytest.mark.parametrize("samples", [3, 7])
+def test_shuffles_are_even(samples):
+    """Each sample is at each position equally often: chi-squared over 2,000 epochs, well inside five deviations."""
+    epochs = 2000
+    counts = np.zeros((samples, samples))
+    for epoch in range(epochs):
+        for index in range(samples):
+            counts[index, sample_index(0, samples, epoch * samples + index)] += 1
+    freedom = (samples - 1) ** 2
+    chi_squared = ((counts - epochs / samples) ** 2 / (epochs / samples)).sum()
+    assert abs(chi_squared - freedom) < 5 * np.sqrt(2 * freedom)
+
+
+def test_neighbours_of_a_large_shuffle_are_not_correlated():
+    samples = 2**16 + 3
+    order = [sample_index(1, samples, index) for index in range(samples)]
+    assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 5 / np.sqrt(samples)
+
+
+def test_the_order_is_the_same_for_ever():
+    """Runs are resumed under other versions of NumPy and grain: these numbers may not change."""
+    assert [sample_index(0, 10, position) for position in range(12)] == [1, 4, 5, 6, 8, 2, 0, 3, 9, 7, 7, 8]
+    assert [sample_index(0, 10**6, at) for at in (0, 1, 2, 10**6, 10**6 + 1)] == [874232, 949262, 79955, 996274, 204535]
+
+
+# --- global batches -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("samples", [1, 5, 12, 50])
+@pytest.mark.parametrize("processes", [1, 2, 3, 4])
+def test_processes_together_read_the_global_batches(samples, processes):
+    def batches(**rows):
+        return indices(first(6, global_batches(Counted(samples), batch_size=14, seed=3, **rows)))
+
+    parts = [batches(rows=rows) for rows in shares(processes, 14)]
+    assert np.array_equal(np.concatenate(parts, axis=1), batches())
+
+
+@pytest.mark.parametrize("rows", [slice(1, None, 3), [4, 0], np.array([2, 3])])
+def test_rows_come_in_the_order_asked_for(rows):
+    whole = indices(first(4, global_batches(Counted(20), batch_size=6, seed=3)))
+    mine = indices(first(4, global_batches(Counted(20), batch_size=6, seed=3, rows=rows)))
+    assert np.array_equal(mine, whole[:, rows])
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_epochs_follow_without_a_break(shuffle):
+    """Ten samples in batches of four: each sample once an epoch, though batches straddle the epochs."""
+    epochs = indices(first(10, global_batches(Counted(10), batch_size=4, seed=0, shuffle=shuffle))).reshape(4, 10)
+    assert np.array_equal(np.sort(epochs), np.tile(np.arange(10), (4, 1)))
+    assert len(np.unique(epochs, axis=0)) == (4 if shuffle else 1)
+
+
+@pytest.mark.parametrize("start", [0, 1, 5, 17])
+def test_a_start_is_the_tail_of_the_whole(start):
+    whole = indices(first(20, global_batches(Counted(30), batch_size=8, seed=5)))
+    resumed = indices(first(20 - start, global_batches(Counted(30), batch_size=8, seed=5, start=start)))
+    assert np.array_equal(resumed, whole[start:])
+
+
+def test_a_late_start_costs_nothing():
+    source = Counted(2**16 + 3)
+    [batch] = first(1, global_batches(source, batch_size=4, seed=0, start=10**9))
+    assert batch["tokens"][:, 0].tolist() == [sample_index(0, len(source), 4 * 10**9 + row) for row in range(4)]
+    assert len(source.reads) <= 4 * 6  # this batch and those read ahead
+
+
+def test_each_iteration_begins_at_the_start():
+    batches = global_batches(Counted(9), batch_size=4, seed=0, start=1, epochs=2)
+    assert np.array_equal(indices(batches), indices(batches))
+
+
+def test_only_own_rows_are_read():
+    source = Counted(20)
+    list(global_batches(source, batch_size=4, seed=1, rows=[1, 3], epochs=1))
+    assert sorted(source.reads) == sorted(sample_index(1, 20, 4 * batch + row) for batch in range(5) for row in (1, 3))
+
+
+@pytest.mark.parametrize("samples", [1, 4, 10, 12])
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_evaluation_sees_every_sample_once_and_ends_together(samples, processes):
+    source = Counted(samples)
+    parts = []
+    for rows in shares(processes, 4):
+        batches = list(global_batches(source, batch_size=4, seed=0, rows=rows, epochs=1, shuffle=False))
+        assert len(batches) == batch_count(source, batch_size=4)
+        assert all(batch["tokens"].shape == batch["weights"].shape == (len(rows), 3) for batch in batches)
+        parts.append(indices(batches))
+    line = np.concatenate(parts, axis=1).flatten()
+    assert line.tolist() == list(range(samples)) + [-1] * (-samples % 4)
+
+
+def test_samples_may_hold_anything_but_need_weights_to_be_padded():
+    source = Counted(6, weights=False)
+    assert [batch["tokens"].shape for batch in global_batches(source, batch_size=3, seed=0, epochs=1)] == [(3, 3)] * 2
+    with pytest.raises(ValueError, match=r"must have \"weights\", .* rows of weight 0; given \['tokens'\]: add them"):
+        list(global_batches(source, batch_size=4, seed=0, epochs=1))
+
+
+def test_an_error_of_the_source_reaches_the_loop():
+    class Broken(Counted):
+        def __getitem__(self, index):
+            raise OSError("disk on fire")
+
+    with pytest.raises(OSError, match="disk on fire"):
+        next(iter(global_batches(Broken(4), batch_size=2, seed=0)))
+
+
+def test_a_batch_larger_than_the_data_is_allowed_and_reported(caplog):
+    with caplog.at_level(logging.INFO, "jdp"):
+        [batch] = first(1, global_batches(Counted(3), batch_size=7, seed=0))
+    assert sorted(batch["tokens"][:3, 0]) == sorted(batch["tokens"][3:6, 0]) == [0, 1, 2]
+    assert "batch_size 7 is larger than the data set (3 samples)" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"batch_size": 0}, "batch_size must be at least 1; given 0"),
+        ({"seed": -1}, "seed must not be negative; given -1"),
+        ({"epochs": 0}, "epochs must be at least 1; given 0"),
+        ({"start": -1}, "start must be a batch of the run, .* given -1"),
+        ({"start": 4, "epochs": 1}, "start must be a batch of the run, 0 to 3; given 4"),
+        ({"rows": []}, r"at least one row .* given \[\]"),
+        ({"rows": [0, 4]}, r"each from 0 to 3; given \[0, 4\]"),
+        ({"rows": [-1]}, r"each from 0 to 3; given \[-1\]"),
+    ],
+)
+def test_what_is_wrong_with_a_run_is_reported_at_once(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        global_batches(Counted(12), **({"batch_size": 4, "seed": 0} | wrong))
+
+
+def test_no_samples_no_run():
+    with pytest.raises(ValueError, match="at least one sample; given none"):
+        global_batches(Counted(0), batch_size=1, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("seed", "length", "position", "message"),
+    [(-1, 3, 0, "seed"), (0, 0, 0, "given 0"), (0, 2**32 + 1, 0, "given 4294967297"), (0, 3, -1, "position")],
+)
+def test_an_order_that_cannot_be(seed, length, position, message):
+    with pytest.raises(ValueError, match=message):
+        sample_index(seed, length, position)
+
+
+def test_an_abandoned_run_ends_in_silence():
+    """Reading threads still busy when the program leaves: no hang, no warning, no trace."""
+    program = (
+        "import numpy as np; from jdp.data import global_batches\n"
+        "batches = iter(global_batches([{'x': np.zeros(3)}] * 99, batch_size=4, seed=0)); next(batches)"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=60, env=dict(os.environ)
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")

@@ -1,0 +1,46 @@
+"""Held out by content: what is held out once stays so, copies stay together, and every byte is on one side."""
+
+import numpy as np
+
+from jdp.data.held_out import content_score, ends_score, split_documents
+from jdp.data.text.token_array import bounds_of
+
+RNG = np.random.default_rng(0)
+DOCUMENTS = [f"In chapter {i} of the tale, ".encode() * 5 for i in range(40)]
+
+
+def split(documents, heldout_fraction):
+    """The pieces to train on, those held out, and whether documents are whole."""
+    scores = np.array([content_score(document) for document in documents])
+    spans = split_documents(scores, bounds_of(documents), heldout_fraction)
+    text = b"".join(documents)
+    return *([text[start:end] for start, end in side] for side in (spans.train, spans.heldout)), spans.whole
+
+
+def test_more_held_out_keeps_what_was_held_out():
+    (_, few, _), (train, many, _) = split(DOCUMENTS, 0.2), split(DOCUMENTS, 0.4)
+    assert set(few) < set(many) and sorted(train + many) == sorted(DOCUMENTS)
+    assert all(content_score(document) < 0.2 for document in few)
+
+
+def test_the_split_is_the_same_for_ever():
+    """Held-out text must not wander into training between versions."""
+    assert content_score(b"abc") == 0.846604635986145
+
+
+def test_few_documents_on_one_side_are_each_split():
+    assert split([b"abcdefghij", b"x"], 1e-9) == ([b"abcdefghi"], [b"j", b"x"], False)
+
+
+def test_large_contents_are_distinguished_by_their_ends():
+    """Without reading them whole; small ones by every byte."""
+
+    def score(content):
+        return ends_score(len(content), lambda start, stop: content[start:stop])
+
+    large = RNG.bytes(2**17)
+    middle = large[: 2**16] + b"\0" + large[2**16 + 1 :]
+    assert (
+        score(large) == score(middle) != score(b"\0" + large[1:]) != score(large[:-1] + b"\0") != score(large + b"\0")
+    )
+    assert score(large[:65536]) == content_score(large[:65536])

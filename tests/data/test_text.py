@@ -1,0 +1,234 @@
+"""What text promises: every token a target once, the same split everywhere, and sources read as they are named."""
+
+import logging
+import os
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jdp.data import TextSamples, decode, encode, text_data
+from jdp.data.text.documents import read_corpus
+
+
+def write(folder, **texts):
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        (folder / f"{name}.txt").write_bytes(text.encode() if isinstance(text, str) else text)
+    return folder
+
+
+def documents_of(side):
+    return side.tokens.tobytes().split(b"\0")[:-1]
+
+
+# --- samples --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 9, 10, 11, 16, 17, 18, 100])
+def test_every_token_but_the_first_is_a_target_once(size):
+    text = np.arange(1, size + 1).astype(np.uint8)
+    samples = list(TextSamples(text, length=8))
+    assert len(samples) == len(TextSamples(text, length=8))
+    for sample in samples:
+        assert {key: (value.shape, value.dtype) for key, value in sample.items()} == {
+            "tokens": ((8,), np.int32),
+            "targets": ((8,), np.int32),
+            "weights": ((8,), np.float32),
+        }
+    counted = np.concatenate([sample["weights"] for sample in samples]) == 1
+    assert np.array_equal(np.concatenate([sample["targets"] for sample in samples])[counted], text[1:])
+    assert np.array_equal(np.concatenate([sample["tokens"] for sample in samples])[counted], text[:-1])
+    filling = samples[-1]["weights"] == 0
+    assert not samples[-1]["tokens"][filling].any() and not samples[-1]["targets"][filling].any()
+
+
+def test_samples_are_a_sequence():
+    samples = TextSamples(np.arange(10, dtype=np.uint8), length=4)
+    assert np.array_equal(samples[-1]["tokens"], samples[2]["tokens"])
+    with pytest.raises(IndexError):
+        samples[3]
+
+
+def test_samples_need_a_length_and_a_target():
+    with pytest.raises(ValueError, match="length must be at least 1; given 0"):
+        TextSamples(np.zeros(9, np.uint8), length=0)
+    with pytest.raises(ValueError, match=r"one token and its target; given 1 byte"):
+        TextSamples(np.zeros(1, np.uint8), length=4)
+
+
+def test_text_comes_back():
+    text = "naïve — ☃\n"
+    assert encode(text).dtype == np.int32
+    assert decode(encode(text)) == text
+    assert decode(encode("☃")[:2]) == "�"
+    assert decode([]) == ""
+
+
+@pytest.mark.parametrize("token", [-1, 256])
+def test_only_bytes_are_decoded(token):
+    with pytest.raises(ValueError, match=r"a token must be a byte, 0 to 255; given"):
+        decode([65, token])
+
+
+# --- the split ------------------------------------------------------------------------------------------------------
+
+
+TEXTS = {f"chapter{i}": f"In chapter {i} of the tale, " * 5 for i in range(40)}
+
+
+def test_the_split_is_whole_disjoint_and_content_based(tmp_path):
+    here = text_data(write(tmp_path / "here", **TEXTS), length=16, heldout_fraction=0.25)
+    moved = {f"z{name[::-1]}": text for name, text in reversed(TEXTS.items())}
+    there = text_data(write(tmp_path / "else" / "where", **moved), length=16, heldout_fraction=0.25)
+    train, heldout = set(documents_of(here.train)), set(documents_of(here.heldout))
+    assert train | heldout == {text.encode() for text in TEXTS.values()}
+    assert not train & heldout and train and heldout and here.whole
+    assert (set(documents_of(there.train)), set(documents_of(there.heldout))) == (train, heldout)
+
+
+def test_one_file_is_split_at_its_tail_and_reported_once(tmp_path, caplog):
+    text = "".join(f"{number:03d} " for number in range(250))
+    with caplog.at_level(logging.INFO, "jdp"):
+        text_data(write(tmp_path, only=text), length=8, heldout_fraction=0.1)
+        data = text_data(tmp_path, length=8, heldout_fraction=0.1)
+    assert documents_of(data.train) + documents_of(data.heldout) == [text[:900].encode(), text[900:].encode()]
+    assert not data.whole and "the tail of each document" in str(data)
+    assert caplog.text.count("the tail of each is held out") == 1
+
+
+# --- sources --------------------------------------------------------------------------------------------------------
+
+
+def test_the_standard_library():
+    data = text_data("stdlib", length=128, heldout_fraction=0.1)
+    total = len(data.train.tokens) + len(data.heldout.tokens)
+    assert total > 5e6 and data.documents > 300
+    assert 0.02 < len(data.heldout.tokens) / total < 0.3
+    held, kept = documents_of(data.heldout), documents_of(data.train)
+    assert Path(logging.__file__).read_bytes() in held + kept
+    assert Path(pytest.__file__).read_bytes() not in held + kept  # beside the library, not of it
+    assert not any(b"\nimport pytest" in document for document in kept)
+    assert re.search(
+        r"stdlib \(Python 3\.\d+\.\d+\w*\): [\d,]+ documents, [\d,]+ bytes; train [\d,]+ bytes in", str(data)
+    )
+
+
+def test_a_file_a_glob_a_directory_and_a_list_are_the_same_text(tmp_path, monkeypatch):
+    folder = write(tmp_path / "book" / "part", a="first", b="second").parent
+    (folder / "part" / "link.txt").symlink_to(folder / "part" / "a.txt")
+    expected = (b"first", b"second")
+    part = folder / "part"
+    assert read_corpus(folder).documents == expected
+    assert read_corpus(str(folder)).documents == expected
+    assert read_corpus(f"{folder}/**/*.txt").documents == expected
+    assert read_corpus(f"{folder}/**").documents == expected
+    assert read_corpus((part / "b.txt", part / "a.txt", str(part))).documents == expected
+    assert read_corpus(part / "a.txt").documents == expected[:1]
+    monkeypatch.chdir(part)
+    assert read_corpus(["b.txt", "a.txt"]).documents == expected
+
+
+def test_a_path_may_look_like_a_glob(tmp_path):
+    write(tmp_path / "data[1]", a="text")
+    assert read_corpus(tmp_path / "data[1]").documents == (b"text",)
+
+
+def test_stdlib_may_stand_in_a_list(tmp_path):
+    write(tmp_path, a="my own text")
+    corpus = read_corpus(["stdlib", tmp_path / "a.txt"])
+    assert b"my own text" in corpus.documents and len(corpus.documents) > 300
+    assert corpus.name.endswith("and 1 more")
+
+
+def test_a_directory_is_read_by_suffix_and_reports_what_it_passes_over(tmp_path, caplog):
+    write(tmp_path, a="text")
+    write(tmp_path / ".hidden", b="not seen")
+    (tmp_path / ".draft.txt").write_text("not seen")
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG")
+    with caplog.at_level(logging.INFO, "jdp"):
+        assert read_corpus(tmp_path).documents == (b"text",)
+    assert f"{tmp_path}: reading 1 files (.txt, .md, .rst, .py), passing over 2 others" in caplog.text
+    assert read_corpus(tmp_path, suffixes=[".png"]).documents == (b"\x89PNG",)
+    assert read_corpus(tmp_path / "*.png").documents == (b"\x89PNG",)
+
+
+def test_a_separator_in_the_text_is_reported(tmp_path, caplog):
+    with caplog.at_level(logging.INFO, "jdp"):
+        text_data(write(tmp_path, utf16="wide text".encode("utf-16")), length=4)
+    assert "byte 0, which closes a document, is in 1 of them" in caplog.text
+
+
+def test_empty_files_hold_no_document(tmp_path):
+    write(tmp_path, a="", b="text", c="")
+    assert read_corpus(tmp_path).documents == (b"text",)
+
+
+def test_the_fingerprint_distinguishes_texts_and_lengths(tmp_path):
+    def fingerprint(text, length=4):
+        return text_data(write(tmp_path, a=text), length=length).fingerprint
+
+    assert fingerprint("some text to read") == fingerprint("some text to read")
+    assert (
+        len({fingerprint("some text to read"), fingerprint("some text to reap"), fingerprint("some text to read", 5)})
+        == 3
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("missing.txt", r"exists; given missing.txt, looked for at /.*/missing.txt: fix the path"),
+        ("*.text", r"a glob must match at least one file; given \*.text"),
+        ("pictures", r"must hold text files \(.txt, .md, .rst, .py\); given pictures with 1 other file"),
+        ("empty.txt", r"text must not be empty; given empty.txt: 1 empty file"),
+        (["empty.txt", "missing.txt"], r"given missing.txt"),
+        ([], r"source must name some text; given an empty list"),
+        ("short.txt", r"length 16 needs 17 bytes; given 10 \(of 12 in short.txt, the others held out\): give more"),
+        ("one.txt", r"length 16 needs 17 bytes; given 0"),
+    ],
+)
+def test_what_is_wrong_with_a_source_is_reported(tmp_path, monkeypatch, source, message):
+    write(tmp_path, empty="", short="ten bytes!", one="1")
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "a.png").write_bytes(b"\x89PNG")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        text_data(source, length=16)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    path = write(tmp_path, locked="text") / "locked.txt"
+
+    def refuse(self):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(ValueError, match=rf"must be readable; given {path}, Permission denied: fix its permissions"):
+        text_data(path, length=4)
+
+
+def test_a_directory_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(ValueError, match=rf"must be readable; given {tmp_path}, Permission denied"):
+        read_corpus(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"length": 0}, "length must be at least 1; given 0"),
+        ({"heldout_fraction": 0.0}, "heldout_fraction must be between 0 and 1; given 0.0"),
+        ({"heldout_fraction": 1.0}, "heldout_fraction must be between 0 and 1; given 1.0"),
+        ({"heldout_fraction": float("nan")}, "heldout_fraction must be between 0 and 1; given nan"),
+        ({"suffixes": ["txt"]}, r"suffixes must each begin with a dot; given \['txt'\]"),
+        ({"suffixes": []}, r"suffixes must each begin with a dot; given \[\]"),
+    ],
+)
+def test_what_is_wrong_with_an_argument_is_reported(tmp_path, wrong, message):
+    with pytest.raises(ValueError, match=message):
+        text_data(write(tmp_path, **TEXTS), **({"length": 8} | wrong))
