@@ -86,7 +86,9 @@ def raised(function):
     }
     for node in ast.walk(function):
         if isinstance(node, ast.Raise) and node not in inner and isinstance(node.exc, ast.Call):
-            yield ast.unparse(node.exc.func).rpartition(".")[2]
+            name = ast.unparse(node.exc.func).rpartition(".")[2]
+            if name[0].isupper():  # else a function that makes the error
+                yield name
 
 
 UNNAMED = {"NotImplementedError", "SystemExit"}
