@@ -24,6 +24,7 @@ from orbax.checkpoint import checkpoint_managers
 from jdp.checkpoint import content, ours
 from jdp.checkpoint.errors import CheckpointError, hush, write_error
 from jdp.checkpoint.line import Line
+from jdp.core.formatting import finite_or_none
 from jdp.core.notices import notice
 from jdp.core.state import TrainState
 from jdp.core.types import PyTree
@@ -152,7 +153,7 @@ class Checkpoints:
                 "open it again: jdp.Checkpoints(...)."
             )
         content.check_values(content.leaves_of(state, ("step", "params")))  # before the step's number is taken
-        numbers = {name: _finite(name, value) for name, value in (metrics or {}).items()}
+        numbers = {name: _metric(name, value) for name, value in (metrics or {}).items()}
         if numbers and self._best is not None and self._best not in numbers:
             raise ValueError(f"The best checkpoint is chosen by {self._best!r}; the metrics given are {list(numbers)}.")
         self.wait()
@@ -375,15 +376,14 @@ def _policy(keep: int | None, keep_every: int | None, score: Any) -> Any:
     return checkpoint_managers.AnyPreservationPolicy(policies)
 
 
-def _finite(name: str, value: Any) -> float | None:
-    """A number as JSON has it: what is not finite was not measured. Raises ValueError if it is none."""
+def _metric(name: str, value: Any) -> float | None:
+    """Return a metric as JSON has it; None, for one that is not finite, means that it was not measured."""
     try:
-        number = float(value)
+        return finite_or_none(float(value))
     except (TypeError, ValueError):
         raise ValueError(
             f"A metric is one number; {name!r} is {value!r}. Leave it out where it was not measured."
         ) from None
-    return number if math.isfinite(number) else None
 
 
 def _said_by_process_0(it: bool) -> bool:

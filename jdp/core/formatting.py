@@ -1,6 +1,8 @@
-"""Bytes, seconds and shares as people read them: three digits; and tables of them as text."""
+"""Bytes, seconds and shares as people read them: three digits; tables of them as text; numbers as JSON has them."""
 
+import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 def format_bytes(count: float) -> str:
@@ -22,6 +24,11 @@ def format_percent(fraction: float) -> str:
     """A fraction as per cent: "87 %"; "0.4 %" and "99.6 %" near the ends, so that only nothing is 0 and all is 100."""
     near_an_end = 0 < fraction < 0.0995 or 0.9905 < fraction < 1
     return f"{100 * fraction:.1f} %" if near_an_end else f"{100 * fraction:.0f} %"
+
+
+def finite_or_none(value: Any) -> Any:
+    """Return `value`, or None (JSON's null) for a float that is NaN or infinite, which JSON cannot hold."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def align_columns(rows: Iterable[Sequence[str]]) -> list[str]:

@@ -6,6 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from jdp.core.formatting import finite_or_none
 from jdp.prove.bounds import Closest
 from jdp.prove.settings import Skip
 
@@ -88,7 +89,7 @@ class Proof:
         return {
             "equal": self.equal,
             "runs": [_object(run) for run in self.runs],
-            "first_difference": None if first is None else {k: _finite(v) for k, v in asdict(first).items()},
+            "first_difference": None if first is None else {k: finite_or_none(v) for k, v in asdict(first).items()},
             "skipped": [asdict(skip) for skip in self.skipped],
             "steps": self.steps,
             "notes": list(self.notes),
@@ -150,8 +151,4 @@ def _row(run: Run, width: int) -> str:
 def _object(run: Run) -> dict[str, Any]:
     at = run.closest
     named = {"name": run.name, "equal": run.equal, "max_difference": run.max_difference, "bound": run.bound}
-    return {key: _finite(value) for key, value in (named | {"step": at.step, "leaf": at.leaf}).items()}
-
-
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return {key: finite_or_none(value) for key, value in (named | {"step": at.step, "leaf": at.leaf}).items()}

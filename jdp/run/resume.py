@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from jdp.checkpoint import CheckpointError, Checkpoints
+from jdp.core.formatting import finite_or_none
 from jdp.core.state import TrainState
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError
@@ -72,7 +73,8 @@ class Progress:
     def record(self) -> dict[str, Any]:
         """What a checkpoint keeps; JSON has no NaN."""
         kept = {name: getattr(self, name) for name in SAVED}
-        kept["loss"], kept["evals"] = finite(self.loss), {name: finite(value) for name, value in self.evals.items()}
+        kept["loss"] = finite_or_none(self.loss)
+        kept["evals"] = {name: finite_or_none(value) for name, value in self.evals.items()}
         return {**kept, "watched": self.watched.record(), "kept": self.kept.record() if self.kept else None}
 
     @staticmethod
@@ -164,8 +166,3 @@ def _odd(table: dict[str, Any], kinds: dict[str, tuple[type, ...]], where: str) 
         if not isinstance(table[name], kind) or isinstance(table[name], bool):
             return f"{where}{name} is {table[name]!r}"
     return ""
-
-
-def finite(value: float | None) -> float | None:
-    """JSON's null for what is not finite."""
-    return None if value is None or not math.isfinite(value) else value
