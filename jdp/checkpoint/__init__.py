@@ -1,8 +1,8 @@
 """Checkpoints: written in the background, always restored onto the plan at hand.
 
-`errors` says what went wrong in one sentence; `content` is what one checkpoint holds and how it is read onto a target;
-`directory` keeps several, one a step; `single` is one in a folder of its own. `safetensors` is weights alone, in files
-that other libraries read.
+`errors` reports what went wrong in one sentence; `content` is what one checkpoint holds and how it is read onto a
+target; `ownership` decides what in a directory may be moved or deleted; `directory` keeps several checkpoints, one a
+step; `single` is one in a folder of its own. `safetensors` is weights alone, in files that other libraries read.
 """
 
 from jdp.checkpoint.directory import Checkpoints

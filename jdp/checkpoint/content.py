@@ -1,21 +1,21 @@
 """What one checkpoint holds, and how it is read onto a target.
 
 A checkpoint is a folder with three items: `state`, the arrays by path ("params/layers/kernel"); `leaves`, a small JSON
-table of what each is; `record`, any small JSON object. It knows nothing of meshes, strategies or processes, nor of the
-kinds of containers the leaves sat in: reading takes a target, whose leaves say which path, shape and dtype they want
-and how they want it sharded. Only what the target asks for is read from disk.
+table of their shapes and dtypes; `record`, any small JSON object. It holds nothing of meshes, strategies or processes,
+nor of the kinds of containers the leaves were in: reading takes a target, whose leaves give the path, shape, dtype and
+sharding of each array. Only what the target asks for is read from disk.
 
-Reading goes in that order: the table is compared with the target, leaf by leaf; then the arrays are read; then they
-take their places.
+Reading has three phases: compare the table with the target, leaf by leaf; read the arrays; put them into the target's
+tree.
 """
 
 from __future__ import annotations
 
-import fnmatch
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -24,7 +24,7 @@ import orbax.checkpoint as ocp
 
 from jdp.checkpoint.errors import CheckpointError, reading
 from jdp.core.notices import notice
-from jdp.core.paths import path_of
+from jdp.core.paths import matches, path_of
 from jdp.core.state import TrainState
 from jdp.core.types import PyTree
 
@@ -35,8 +35,8 @@ _FIELDS = ("step", "params", "opt_state", "model_state", "rng", "skipped")
 _FOR_INFERENCE = ("params", "model_state")
 
 
-def handlers() -> dict[str, Any]:
-    """Orbax' handler of each item."""
+def item_handlers() -> dict[str, Any]:
+    """Return Orbax' handler of each item."""
     return {
         "state": ocp.PyTreeCheckpointHandler(),
         "leaves": ocp.JsonCheckpointHandler(),
@@ -44,117 +44,139 @@ def handlers() -> dict[str, Any]:
     }
 
 
-def items_of(state: TrainState, record: Mapping[str, Any]) -> ocp.args.Composite:
-    """What Orbax is given to write.
+def save_arguments(state: TrainState, record: Mapping[str, Any]) -> ocp.args.Composite:
+    """Return what Orbax is to write: the arrays of a state, the table of its leaves, and a record.
 
     Raises:
-        CheckpointError: the state is none or abstract, or the record is not JSON.
+        CheckpointError: `state` is no TrainState or is abstract, or the record is not JSON.
     """
     leaves = leaves_of(state, _FIELDS)
     check_values(leaves)
-    table = {"format": FORMAT, "leaves": _described(leaves)}
+    table = {"format": FORMAT, "leaves": _describe(leaves)}
     arrays = {path: jax.random.key_data(x) if _is_key(x) else x for path, x in leaves.items() if x.size}
     return ocp.args.Composite(
         state=ocp.args.PyTreeSave(arrays),
         leaves=ocp.args.JsonSave(table),
-        record=ocp.args.JsonSave(plain(record, "record")),
+        record=ocp.args.JsonSave(to_json(record, "record")),
     )
 
 
 def leaves_of(state: Any, fields: Sequence[str]) -> dict[str, Any]:
-    """The leaves of these fields by path: "params/layers/kernel".
+    """Return the leaves of these fields of a state by path, such as "params/layers/kernel".
 
     Raises:
-        CheckpointError: it is no state.
-        ValueError: two leaves have one path.
+        CheckpointError: `state` lacks one of the fields.
+        ValueError: two leaves have the same path.
     """
     if lacking := [name for name in fields if not hasattr(state, name)]:
         raise CheckpointError(
             f"A checkpoint holds a jdp.TrainState; a {type(state).__name__} was given, which has no {lacking[0]}. "
             "Weights alone go into a file: jdp.export.export_safetensors(path, params)."
         )
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for path, leaf in jax.tree.leaves_with_path({name: getattr(state, name) for name in fields}):
-        if (name := path_of(path)) in found:
+        if (name := path_of(path)) in leaves:
             raise ValueError(f"Every leaf of a state needs a path of its own; two have {name}. Rename one.")
-        found[name] = leaf
-    return found
+        leaves[name] = leaf
+    return leaves
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a checkpoint was written here to its end."""
+    """Return True if `folder` holds a checkpoint that was written to its end."""
     return (folder / COMMITTED).is_file() and (folder / "leaves").is_dir() and (folder / "state").is_dir()
 
 
 def read_state(folder: Path, target: TrainState, fix: str) -> TrainState:
-    """The whole state, every leaf with the sharding that `target`'s has; `fix` is for a damaged file."""
+    """Read the whole state, each leaf onto the sharding of `target`'s.
+
+    Args:
+        folder: the checkpoint.
+        target: a state, abstract or real; its values are not read.
+        fix: what to do if a file is damaged, for the error: a sentence without its full stop.
+
+    Raises:
+        CheckpointError: the checkpoint does not fit `target`, or is damaged.
+        ValueError: a leaf of `target` has no sharding.
+    """
     wanted = leaves_of(target, _FIELDS)
-    saved = _table(folder, fix)
-    _check_same(saved, _described(wanted), folder)
-    return _filled(target, _FIELDS, _read(folder, wanted, fix))
+    _check_match(_read_table(folder, fix), _describe(wanted), folder)
+    return replace(target, **_fill(target, _FIELDS, _read_arrays(folder, wanted, fix)))
 
 
 def read_params(
     folder: Path, target: PyTree, fix: str, *, missing: Sequence[str] = (), ignore: Sequence[str] = ()
 ) -> PyTree:
-    """Parameters and model state onto a train state, or parameters onto a tree of their own; nothing else is read.
+    """Read parameters and model state onto a train state, or parameters onto a tree of them, and nothing else.
 
-    Parameters that `missing` matches and the checkpoint lacks keep the target's values; of those it has, what `ignore`
-    matches is taken as lacking.
+    Args:
+        folder: the checkpoint.
+        target: a state, abstract or real, or a tree of parameters.
+        fix: what to do if a file is damaged, for the error: a sentence without its full stop.
+        missing: path patterns of parameters that the checkpoint may lack; they keep the target's values.
+        ignore: path patterns of parameters in the checkpoint that are treated as if it lacked them.
+
+    Raises:
+        CheckpointError: the checkpoint does not fit `target`, or is damaged; a pattern of `ignore` matches nothing, or
+            a parameter that the model needs; or one that keeps the target's value has none.
+        ValueError: a leaf of `target` has no sharding.
     """
-    fields = _FOR_INFERENCE if isinstance(target, TrainState) else ("params",)
-    state = target if isinstance(target, TrainState) else _Params(target)
+    is_state = isinstance(target, TrainState)
+    fields, state = (_FOR_INFERENCE, target) if is_state else (("params",), SimpleNamespace(params=target))
     wanted = leaves_of(state, fields)
-    saved = {path: kind for path, kind in _table(folder, fix).items() if path.partition("/")[0] in fields}
-    unread = left_unread({path: (_inside(path),) for path in saved}, ignore, folder)
-    saved = {path: kind for path, kind in saved.items() if path not in unread}
-    kept = {path: leaf for path, leaf in wanted.items() if path not in saved and _matches(path, missing)}
-    for path in sorted(unread & (wanted.keys() - kept.keys())):
-        raise CheckpointError(both_ways(_inside(path)))
-    check_real(kept, f"{folder} lacks")
+    saved = {path: kind for path, kind in _read_table(folder, fix).items() if path.partition("/")[0] in fields}
+    ignored = ignored_names({path: (_path_in_field(path),) for path in saved}, ignore, folder)
+    saved = {path: kind for path, kind in saved.items() if path not in ignored}
+    kept = {path: leaf for path, leaf in wanted.items() if path not in saved and matches(_path_in_field(path), missing)}
+    for path in sorted(ignored & (wanted.keys() - kept.keys())):
+        raise needed_but_ignored(_path_in_field(path))
+    check_kept(kept, folder)
     wanted = {path: leaf for path, leaf in wanted.items() if path not in kept}
-    _check_same(saved, _described(wanted), folder, params_only=True)
-    filled = _filled(state, fields, {**kept, **_read(folder, wanted, fix)})
-    return filled if isinstance(target, TrainState) else filled.params
+    _check_match(saved, _describe(wanted), folder, params_only=True)
+    filled = _fill(state, fields, {**kept, **_read_arrays(folder, wanted, fix)})
+    return replace(target, **filled) if is_state else filled["params"]
 
 
 def read_record(folder: Path, fix: str) -> dict[str, Any]:
-    """The JSON object that was saved beside the arrays."""
-    return _object(_restore(folder, fix, record=ocp.args.JsonRestore())["record"], folder / "record", fix)
+    """Read the JSON object that was saved beside the arrays; `fix` says what to do if it is damaged."""
+    return _require_object(_restore(folder, fix, record=ocp.args.JsonRestore())["record"], folder / "record", fix)
 
 
-def plain(value: Any, where: str) -> Any:
-    """`value` as JSON has it and gives it back: numbers of numpy and JAX become Python's, tuples lists.
+def to_json(value: Any, name: str) -> Any:
+    """Return `value` as JSON gives it back: numbers of NumPy and JAX become Python's, tuples lists.
+
+    Args:
+        value: the value.
+        name: what the error calls it.
 
     Raises:
-        CheckpointError: JSON has no such thing; `where` names it.
+        CheckpointError: JSON cannot hold it.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
         if odd := [key for key in value if not isinstance(key, str)]:
-            raise CheckpointError(f"{where} must be JSON, whose keys are text; {odd[0]!r} is none. Write str(...).")
-        return {key: plain(inner, f"{where}[{key!r}]") for key, inner in value.items()}
+            raise CheckpointError(f"{name} must be JSON, whose keys are text; {odd[0]!r} is none. Write str(...).")
+        return {key: to_json(inner, f"{name}[{key!r}]") for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(inner, f"{where}[{i}]") for i, inner in enumerate(value)]
+        return [to_json(inner, f"{name}[{i}]") for i, inner in enumerate(value)]
     if isinstance(value, np.generic | np.ndarray | jax.Array) and value.ndim == 0 and value.dtype.kind in "biufU":
         return value.item()
     raise CheckpointError(
-        f"{where} must be JSON: text, numbers, lists, objects, None; it is {type(value).__name__} {str(value)[:50]!r}. "
+        f"{name} must be JSON: text, numbers, lists, objects, None; it is {type(value).__name__} {str(value)[:50]!r}. "
         "Arrays belong into the state; of small ones take .tolist()."
     )
 
 
 def check_metrics(folder: Path) -> None:
-    """Raises CheckpointError if the metrics beside a checkpoint are damaged."""
+    """Raise CheckpointError if the metrics beside a checkpoint are damaged."""
     file = folder / "metrics" / "metrics"
     try:
-        found = json.loads(file.read_bytes())
+        metrics = json.loads(file.read_bytes())
     except FileNotFoundError:
         return
-    except (OSError, ValueError) as error:
-        found = error
-    if not isinstance(found, dict) or not all(x is None or isinstance(x, int | float) for x in found.values()):
+    except (OSError, ValueError):
+        metrics = None
+    if not isinstance(metrics, dict) or not all(x is None or isinstance(x, int | float) for x in metrics.values()):
         raise CheckpointError(
             f"{file} is damaged: it must be a JSON object of numbers. Remove that file: the checkpoint is then one "
             "without metrics."
@@ -162,7 +184,7 @@ def check_metrics(folder: Path) -> None:
 
 
 def check_values(leaves: Mapping[str, Any]) -> None:
-    """What is written has values."""
+    """Raise CheckpointError unless every leaf has values that can be written: it is neither abstract nor donated."""
     for path, leaf in leaves.items():
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise CheckpointError(
@@ -176,73 +198,77 @@ def check_values(leaves: Mapping[str, Any]) -> None:
             )
 
 
-def left_unread(names: Mapping[str, Sequence[str]], ignore: Sequence[str], where: Path) -> set[str]:
-    """Of what a file has, under the names that each goes by, what `ignore` matches; that is said.
+def ignored_names(names: Mapping[str, Sequence[str]], ignore: Sequence[str], file: Path) -> set[str]:
+    """Return the arrays of a file that `ignore` matches, and report how many they are.
+
+    Args:
+        names: each array and the names that a pattern may match it by.
+        ignore: patterns, as `jdp.core.paths.matches` takes them.
+        file: the file or folder, for messages.
 
     Raises:
         CheckpointError: a pattern matches nothing.
     """
-    patterns = (ignore,) if isinstance(ignore, str) else ignore
-    unread: dict[str, None] = {}
-    for pattern in patterns:
-        found = [path for path, known in names.items() if any(fnmatch.fnmatchcase(name, pattern) for name in known)]
-        if not found:
+    ignored: dict[str, None] = {}
+    for pattern in (ignore,) if isinstance(ignore, str) else ignore:
+        matched = [path for path, known in names.items() if any(matches(name, (pattern,)) for name in known)]
+        if not matched:
             some = ", ".join(known[-1] for known in list(names.values())[:5]) + ", …" * (len(names) > 5)
             raise CheckpointError(
-                f"Every pattern of `ignore` must match something in the file; {pattern!r} matches nothing of {where}, "
-                f"which has {some or 'nothing'}. Leave it out, or mend it."
+                f"Every pattern of `ignore` must match something in the file; {pattern!r} matches nothing of {file}, "
+                f"which has {some or 'nothing'}. Leave it out, or fix it."
             )
-        unread.update(dict.fromkeys(found))
-    if unread:
-        first = next(iter(unread))
-        notice(f"{where}: {len(unread)} of {len(names)} arrays are left unread, as `ignore` asks; the first is {first}")
-    return set(unread)
+        ignored.update(dict.fromkeys(matched))
+    if ignored:
+        first = next(iter(ignored))
+        notice(f"{file}: {len(ignored)} of {len(names)} arrays are left unread, as `ignore` asks; the first is {first}")
+    return set(ignored)
 
 
-def both_ways(path: str) -> str:
-    """The error where `ignore` leaves out what the model needs."""
-    return (
+def needed_but_ignored(path: str) -> CheckpointError:
+    """Return the error for an `ignore` that leaves out what the model needs."""
+    return CheckpointError(
         f"What `ignore` leaves unread the model must not need; it has {path}. Leave that out of `ignore`, or put "
         f"{path!r} into `missing` too, to keep the target's value."
     )
 
 
-def check_real(kept: Mapping[str, Any], what: str) -> None:
-    """Leaves that keep their values must have some."""
+def check_kept(kept: Mapping[str, Any], file: Path) -> None:
+    """Raise CheckpointError if a leaf that keeps the target's value, as `file` lacks it, is abstract."""
     for path, leaf in kept.items():
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise CheckpointError(
-                f"{what} {path}, which `missing` lets keep the target's value, but the target is abstract: "
+                f"{file} lacks {path}, which `missing` lets keep the target's value, but the target is abstract: "
                 "pass a real state (jdp.init_state)."
             )
 
 
-class _Params:
-    """Bare parameters where a state is expected."""
+def check_sharding(leaf: Any, path: str) -> None:
+    """Raise ValueError if a leaf of a target has no sharding."""
+    if getattr(leaf, "sharding", None) is None:
+        raise ValueError(f"Every leaf of a target needs a sharding; {path} has none. Take jdp.abstract_state(...).")
 
-    def __init__(self, params: PyTree) -> None:
-        self.params = params
 
-
-def _table(folder: Path, fix: str) -> dict[str, str]:
-    table = _object(_restore(folder, fix, leaves=ocp.args.JsonRestore())["leaves"], folder / "leaves", fix)
+def _read_table(folder: Path, fix: str) -> dict[str, str]:
+    """Read what the checkpoint holds: path -> "float32[4, 8]"."""
+    table = _require_object(_restore(folder, fix, leaves=ocp.args.JsonRestore())["leaves"], folder / "leaves", fix)
     if table.get("format") != FORMAT:
         raise CheckpointError(
             f"{folder} was written by another version of jdp, in format {table.get('format')}; this one reads format "
             f"{FORMAT}. Restore it with the version that wrote it."
         )
-    return _object(table.get("leaves"), folder / "leaves", fix)
+    return _require_object(table.get("leaves"), folder / "leaves", fix)
 
 
-def _object(found: Any, where: Path, fix: str) -> dict[str, Any]:
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{where} is damaged: a JSON object is missing. {fix}.")
-    return found
+def _require_object(value: Any, file: Path, fix: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} is damaged: a JSON object is missing. {fix}.")
+    return value
 
 
-def _read(folder: Path, wanted: Mapping[str, Any], fix: str) -> dict[str, Any]:
-    """The arrays of these paths, onto the shardings of these leaves; Orbax writes none without elements."""
-    shapes = {path: _words(leaf, path) for path, leaf in wanted.items()}
+def _read_arrays(folder: Path, wanted: Mapping[str, Any], fix: str) -> dict[str, Any]:
+    """Read the arrays of these paths onto the shardings of these leaves; Orbax has none of those without elements."""
+    shapes = {path: _stored_form(leaf, path) for path, leaf in wanted.items()}
     zeros = {path: jax.numpy.zeros(x.shape, x.dtype) for path, x in shapes.items() if not x.size}
     empty = {path: jax.device_put(x, shapes[path].sharding) for path, x in zeros.items()}
     shapes = {path: shape for path, shape in shapes.items() if path not in empty}
@@ -251,43 +277,44 @@ def _read(folder: Path, wanted: Mapping[str, Any], fix: str) -> dict[str, Any]:
     arguments = ocp.args.PyTreeRestore(
         shapes, restore_args=ocp.checkpoint_utils.construct_restore_args(shapes), partial_restore=True
     )
-    found = _restore(folder, fix, state=arguments)["state"]
+    arrays = _restore(folder, fix, state=arguments)["state"]
     implementations = {path: _key_impl(leaf) for path, leaf in wanted.items() if _is_key(leaf)}
     return {
         path: jax.random.wrap_key_data(x, impl=implementations[path]) if path in implementations else x
-        for path, x in {**found, **empty}.items()
+        for path, x in {**arrays, **empty}.items()
     }
 
 
 def _restore(folder: Path, fix: str, **items: Any) -> Any:
-    with reading(str(folder), fix), ocp.Checkpointer(ocp.CompositeCheckpointHandler(**handlers())) as reader:
+    with reading(str(folder), fix), ocp.Checkpointer(ocp.CompositeCheckpointHandler(**item_handlers())) as reader:
         return reader.restore(folder, args=ocp.args.Composite(**items))
 
 
-def _filled(state: Any, fields: Sequence[str], leaves: Mapping[str, Any]) -> Any:
-    """`state` with these leaves in these fields."""
-    tree = {name: getattr(state, name) for name in fields}
-    tree = jax.tree.map_with_path(lambda path, _: leaves[path_of(path)], tree)
-    return replace(state, **tree) if isinstance(state, TrainState) else _Params(tree["params"])
+def _fill(state: Any, fields: Sequence[str], leaves: Mapping[str, Any]) -> dict[str, PyTree]:
+    """Return these fields of `state` by name, with their leaves replaced by those of the same paths."""
+    trees = {name: getattr(state, name) for name in fields}
+    return jax.tree.map_with_path(lambda path, _: leaves[path_of(path)], trees)
 
 
-def _words(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
-    """The shape, dtype and sharding to read; of a typed key, those of its words."""
-    if getattr(leaf, "sharding", None) is None:
-        raise ValueError(f"Every leaf of a target needs a sharding; {path} has none. Take jdp.abstract_state(...).")
+def _stored_form(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
+    """Return the shape, dtype and sharding in which a leaf is stored; a typed key is stored as its uint32 words."""
+    check_sharding(leaf, path)
     data = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
     return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=leaf.sharding)
 
 
-def _described(leaves: Mapping[str, Any]) -> dict[str, str]:
-    """What a checkpoint holds, leaf by leaf: path -> "float32[4, 8]"."""
+def _describe(leaves: Mapping[str, Any]) -> dict[str, str]:
+    """Return the dtype and shape of each leaf as text: path -> "float32[4, 8]"."""
     return {path: f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves.items()}
 
 
-def _check_same(
+def _check_match(
     saved: Mapping[str, str], wanted: Mapping[str, str], folder: Path, *, params_only: bool = False
 ) -> None:
-    """Compare leaf by leaf, parameters first, and name the first that differs; `ignore` is for parameters only."""
+    """Raise CheckpointError for the first leaf that differs, parameters first.
+
+    With `params_only` the error also offers `ignore`, which `restore_params` takes.
+    """
     differing = [path for path in saved.keys() | wanted.keys() if saved.get(path) != wanted.get(path)]
     if not differing:
         return
@@ -298,19 +325,15 @@ def _check_same(
             f"A checkpoint is restored into the same optimizer; {has}. The model is the same: take the optimizer it "
             "was saved with, or only the parameters (restore_params) and a fresh optimizer state."
         )
-    unread = f", leave it unread (ignore=({_inside(path)!r},))" if params_only and path not in wanted else ""
+    unread = f", leave it unread (ignore=({_path_in_field(path)!r},))" if params_only and path not in wanted else ""
     raise CheckpointError(
         f"A checkpoint is restored into the same model and optimizer; {has}. Nothing is cast or reshaped: build the "
         f"model as it was saved{unread}, or choose another checkpoint ({len(differing)} of {len(saved)} leaves differ)."
     )
 
 
-def _matches(path: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatch.fnmatchcase(_inside(path), pattern) for pattern in patterns)
-
-
-def _inside(path: str) -> str:
-    """A leaf's path in its field."""
+def _path_in_field(path: str) -> str:
+    """Return a leaf's path without the name of its field."""
     return path.partition("/")[2]
 
 
@@ -319,7 +342,7 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _key_impl(rng: Any) -> Any:
-    """The PRNG implementation of a typed key, abstract or not."""
-    found: list[Any] = []
-    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), rng)
-    return found[0]
+    """Return the PRNG implementation of a typed key, abstract or not."""
+    implementations: list[Any] = []
+    jax.eval_shape(lambda key: implementations.append(jax.random.key_impl(key)), rng)
+    return implementations[0]

@@ -2,8 +2,8 @@
 
 Orbax writes; a step counts only once its commit file is there, so a run killed while saving finds the step before.
 Opening a directory changes nothing in it: what killed runs left half-written is removed by the first save, so that
-another process may read while a run trains, and sees its new steps. What is ours in there, to delete or to set aside,
-is told by `ours`; whether a run went back, by `line`.
+another process may read while a run trains, and sees its new steps. `ownership` decides which entries may be deleted
+or set aside, and which steps a run that went back has abandoned.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers
 
-from jdp.checkpoint import content, ours
+from jdp.checkpoint import content, ownership
 from jdp.checkpoint.errors import CheckpointError, hush, write_error
-from jdp.checkpoint.line import Line
+from jdp.checkpoint.ownership import Lineage
 from jdp.core.formatting import finite_or_none
 from jdp.core.notices import notice
 from jdp.core.state import TrainState
@@ -34,22 +34,22 @@ from jdp.core.user_path import user_path
 class Checkpoints:
     """A directory of checkpoints, one a step.
 
-    A checkpoint stays while any of `keep`, `keep_every` and `best` wants it. A run that goes back to an earlier one and
-    saves again loses nothing: the later ones are set aside in the directory's `abandoned-1` (then `-2`, …), which is
-    said; each of these can be restored from like any directory of checkpoints, and is yours to delete.
+    A checkpoint stays while any of `keep`, `keep_every` and `best` keeps it. A run that goes back to an earlier one and
+    saves again loses nothing: the later ones are set aside in the directory's `abandoned-1` (then `-2`, …), and that is
+    reported; each of these can be restored from like any directory of checkpoints, and is yours to delete.
 
     Args:
-        directory: made if it is not there; `~` is filled in. All processes must see the same one.
-        keep: how many of the newest to keep; None keeps all.
+        directory: created if it does not exist; `~` is expanded. All processes must see the same one.
+        keep: how many of the newest to keep; None: all.
         keep_every: also keep every step that this divides, for good; None: no others.
         best: also keep the one that is best by this metric, among those saved with a finite value of it; the newest of
             equals.
-        mode: "min" where less of that metric is better, as of a loss, "max" where more is.
+        mode: "min" if less of that metric is better, as of a loss, "max" if more is.
 
     Raises:
-        CheckpointError: the directory cannot be made, or is none; it has an entry named by a number that is no
+        CheckpointError: the directory cannot be created, or is none; it has an entry named by a number that is no
             checkpoint; or the metrics of one are damaged.
-        ValueError: another argument that makes no sense, or a path such as gs://bucket/run.
+        ValueError: `keep`, `keep_every` or `mode` is out of range, or the path is an address such as gs://bucket/run.
     """
 
     def __init__(
@@ -63,20 +63,20 @@ class Checkpoints:
     ) -> None:
         for name, count in (("keep", keep), ("keep_every", keep_every)):
             if count is not None and count < 1:
-                raise ValueError(f"{name} is a positive number of steps or None; got {count}.")
+                raise ValueError(f"{name} is a positive number of steps or None; given {count}. Give 1 or more.")
         if mode not in ("min", "max"):
-            raise ValueError(f'mode is "min" or "max"; got {mode!r}.')
+            raise ValueError(f'mode is "min" or "max"; given {mode!r}. A loss has "min", an accuracy "max".')
         self.directory = user_path(directory).absolute()
         self._best, self._sign = best, -1.0 if mode == "min" else 1.0
-        self._line = Line()
+        self._lineage = Lineage()
         self._saving: int | None = None
         self._deleting: list[int] = []
         self._cleaned = self._closed = self._warned = False
-        self._loud = hush()  # threads of Orbax' log their errors when they occur; we raise them
+        self._restore_logging = hush()  # threads of Orbax log their errors when they occur; here they are raised
         self._manager = self._open(
-            _OnlyOurs(
+            _PreserveForeign(
                 self.directory,
-                self._about_to_delete,
+                self._mark_for_deletion,
                 _policy(keep, keep_every, self._score if best is not None else None),
             )
         )
@@ -86,12 +86,12 @@ class Checkpoints:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise write_error(f"{self.directory} cannot be made a directory of checkpoints", error) from error
-        ours.check_no_strangers(self.directory)
+        ownership.check_numbered_entries(self.directory)
         self._check_metrics()
         try:
             return ocp.CheckpointManager(
                 self.directory,
-                item_handlers=content.handlers(),
+                item_handlers=content.item_handlers(),
                 options=ocp.CheckpointManagerOptions(
                     preservation_policy=policy,
                     best_fn=self._score,  # also what makes Orbax keep the metrics beside each checkpoint
@@ -106,22 +106,26 @@ class Checkpoints:
 
     @property
     def latest(self) -> int | None:
-        """The newest step: committed, or being written by this process; None when there is none."""
+        """Return the newest step: committed, or being written by this process; None if there is none."""
         return max(self.steps, default=None)
 
     @property
     def steps(self) -> list[int]:
-        """The steps there are, committed by any process or being written by this one, oldest first."""
-        there = set(ours.steps_of(self.directory)) - set(self._deleting)
-        return sorted(there if self._saving is None else there | {self._saving})
+        """Return all steps, committed by any process or being written by this one, oldest first."""
+        committed = set(ownership.committed_steps(self.directory)) - set(self._deleting)
+        return sorted(committed if self._saving is None else committed | {self._saving})
 
     @property
     def best(self) -> int | None:
-        """The best step by the metric `best`; None where that is None, or no checkpoint has a finite value of it."""
+        """Return the best step by the metric `best`; None if that is None, or no checkpoint has a finite value of it.
+
+        Raises:
+            CheckpointError: the last save failed, or the metrics of a checkpoint are damaged.
+        """
         if self._best is None:
             return None
         self.wait()  # metrics may still be on their way to the disk
-        self._read_again()
+        self._reload_if_changed()
         step = self._manager.best_step()
         return step if step is not None and math.isfinite(self._score(self._manager.metrics(step))) else None
 
@@ -134,17 +138,17 @@ class Checkpoints:
         """Save `state` under the number of batches it has consumed, in the background.
 
         The arrays are copied off the devices before this returns, so the next step may donate them. The state that was
-        saved or restored last is not written again. Steps from this one on that are there already are of a run that
-        went back, or of another one: they are set aside, see above.
+        saved or restored last is not written again. If this step or later ones exist already, this run has gone back,
+        or they are another run's: they are set aside as the class describes.
 
         Args:
             state: the whole state.
-            record: any small JSON object, given back by `restore`; numbers of numpy and JAX become Python's.
-            metrics: name -> number, of this very state; where `best` is set it must be among them. None: not measured.
+            record: any small JSON object, which `restore` returns; numbers of NumPy and JAX become Python's.
+            metrics: name -> number, measured on this state; if `best` is set it must be among them. None: not measured.
 
         Raises:
-            CheckpointError: this one cannot be written, or the one before could not; those before it are whole. Or the
-                state is abstract, `record` is not JSON, or this is closed.
+            CheckpointError: this checkpoint cannot be written, or the one before could not; those before it are whole.
+                Or the state is abstract, `record` is not JSON, or this directory is closed.
             ValueError: the metric `best` is not in `metrics`, or one of these is no number.
         """
         if self._closed:
@@ -158,15 +162,19 @@ class Checkpoints:
             raise ValueError(f"The best checkpoint is chosen by {self._best!r}; the metrics given are {list(numbers)}.")
         self.wait()
         step = int(state.consumed)
-        if step == self._line.at:
-            self._say_if_other(state, step)
+        if step == self._lineage.last:
+            if self._lineage.is_other(state):
+                notice(
+                    f"{self.directory}: checkpoint {step} was saved or restored just before and stays; another state "
+                    "with as many batches consumed is not saved: give it a directory of its own"
+                )
             return
-        items = content.items_of(state, record or {})
+        items = content.save_arguments(state, record or {})
         self._saving = step
-        with self._failing():
+        with self._save_errors():
             self._prepare(step)
             self._manager.save(step, args=items, metrics=numbers, force=True)
-        self._line.saved(step, ours.steps_of(self.directory), state)
+        self._lineage.saved(step, ownership.committed_steps(self.directory), state)
 
     def restore(
         self, target: TrainState, step: int | Literal["best"] | None = None
@@ -176,16 +184,20 @@ class Checkpoints:
         Args:
             target: `jdp.abstract_state(...)`, or a real state; its values are not read. Any strategy, mesh and number
                 of devices.
-            step: which one; "best" takes the best by the metric, None the newest.
+            step: which one; "best" is the best by the metric, None the newest.
+
+        Returns:
+            The state, with the shardings of `target`, and the record.
 
         Raises:
             CheckpointError: there is no such checkpoint, it does not fit `target`, or it is damaged.
+            ValueError: a leaf of `target` has no sharding.
         """
         folder, fix = self._choose(step)
-        there = ours.steps_of(self.directory)
-        found = content.read_state(folder, target, fix), content.read_record(folder, fix)
-        self._line.restored(int(folder.name), there, found[0])
-        return found
+        existing = ownership.committed_steps(self.directory)
+        state, record = content.read_state(folder, target, fix), content.read_record(folder, fix)
+        self._lineage.restored(int(folder.name), existing, state)
+        return state, record
 
     def restore_params(
         self,
@@ -195,16 +207,22 @@ class Checkpoints:
         missing: Sequence[str] = (),
         ignore: Sequence[str] = (),
     ) -> PyTree:
-        """Read the parameters and the model state only, for inference or a fresh start; `jdp.restore_params` says more.
+        """Read the parameters and the model state only, for inference or a fresh start.
 
         Args:
             target: a state, real or abstract, with any optimizer; or a tree of parameters that have shardings.
-            step: as for `restore`.
-            missing: path patterns of parameters that the checkpoint may lack; they keep the target's values.
-            ignore: path patterns of those in the checkpoint that are left unread.
+            step: which one; "best" is the best by the metric, None the newest.
+            missing: path patterns (`fnmatch`) of parameters that the checkpoint may lack; they keep the target's
+                values.
+            ignore: path patterns of parameters in the checkpoint that are left unread; each must match.
+
+        Returns:
+            `target` with its parameters and model state, or its leaves, replaced; `jdp.restore_params` has the details.
 
         Raises:
-            CheckpointError: as for `restore`.
+            CheckpointError: there is no such checkpoint, it does not fit `target`, or it is damaged; or a pattern of
+                `ignore` matches nothing.
+            ValueError: a leaf of `target` has no sharding.
         """
         folder, fix = self._choose(step)
         return content.read_params(folder, target, fix, missing=missing, ignore=ignore)
@@ -213,18 +231,22 @@ class Checkpoints:
         """Return when everything saved so far is committed.
 
         Raises:
-            CheckpointError: it could not be; said once.
+            CheckpointError: it could not be; raised once.
         """
         if self._closed:
             return
-        with self._failing():
+        with self._save_errors():
             self._manager.wait_until_finished()
             if jax.process_index() == 0:
-                ours.unmark(self.directory, [*self._deleting, *([] if self._saving is None else [self._saving])])
+                ownership.unmark(self.directory, [*self._deleting, *([] if self._saving is None else [self._saving])])
         self._saving, self._deleting = None, []
 
     def close(self) -> None:
-        """Wait for what is being written, and let go of it. What is there can still be read."""
+        """Wait for what is being written, and end Orbax' threads. Existing checkpoints can still be read.
+
+        Raises:
+            CheckpointError: the last save failed.
+        """
         if self._closed:
             return
         try:
@@ -232,7 +254,7 @@ class Checkpoints:
         finally:
             self._closed = True
             self._manager.close()
-            self._loud()
+            self._restore_logging()
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -243,33 +265,33 @@ class Checkpoints:
         except CheckpointError as error:
             if kind is None:
                 raise
-            notice(str(error))  # what is on its way already matters more
+            notice(str(error))  # the exception that is being raised already matters more
 
     def _choose(self, step: int | Literal["best"] | None) -> tuple[Path, str]:
-        """The folder of a step, and what to do where it is damaged."""
+        """Return the folder of a step, and what to do if it is damaged."""
         self.wait()
         steps = self.steps
-        have = ", ".join(map(str, steps)) or "none"
+        existing = ", ".join(map(str, steps)) or "none"
         if step == "best":
             if self._best is None:
                 raise CheckpointError('step="best" needs a metric to go by: Checkpoints(directory, best="eval_loss").')
             if (chosen := self.best) is None:
                 raise CheckpointError(
-                    f"No checkpoint in {self.directory} was saved with a finite {self._best!r}; there are: {have}."
+                    f"No checkpoint in {self.directory} was saved with a finite {self._best!r}; there are: {existing}."
                 )
         else:
             chosen = self.latest if step is None else step
         if chosen is None or chosen not in steps:
             which = "" if chosen is None else f" {chosen}"
-            raise CheckpointError(f"There is no checkpoint{which} in {self.directory}; there are: {have}.")
+            raise CheckpointError(f"There is no checkpoint{which} in {self.directory}; there are: {existing}.")
         folder = self.directory / str(chosen)
         earlier = [other for other in steps if other != chosen]
         fix = f"Restore another, with step=... (there are: {', '.join(map(str, earlier))}), or remove that folder"
         return folder, fix if earlier else "There is no other in this directory: remove that folder to start afresh"
 
     @contextmanager
-    def _failing(self) -> Generator[None]:
-        """An error in here is that of the step being saved: what is there of it is removed, and it is said."""
+    def _save_errors(self) -> Generator[None]:
+        """Turn an error of the code inside into that of the step being saved, and remove what there is of that step."""
         try:
             yield
         except jax.errors.JaxRuntimeError:
@@ -277,83 +299,76 @@ class Checkpoints:
         except (OSError, ValueError) as error:
             step, self._saving = self._saving, None
             unfinished, self._deleting = [*self._deleting, *([] if step is None else [step])], []
-            self._line.failed()
-            for one in unfinished if jax.process_index() == 0 else ():
-                ours.discard(self.directory, one)
+            self._lineage.failed()
+            for each in unfinished if jax.process_index() == 0 else ():
+                ownership.discard_unfinished(self.directory, each)
             self._manager.reload()
             whole = ", ".join(map(str, self.steps)) or "none"
             what = f"Checkpoint {step} was not saved in {self.directory}"
             raise write_error(what, error, f" (those saved before are whole: {whole})") from error
 
     def _prepare(self, step: int) -> None:
-        """Make way for a step, on process 0. Orbax has the others wait for us, but where steps are set aside.
+        """Clear the way for a step, on process 0. Orbax has the others wait, except while steps are set aside.
 
-        Its threads wait long for a folder that cannot be made: the mark, made here, fails before it is asked to.
+        Its threads wait long for a folder that cannot be created: creating the mark first fails at once.
         """
-        left: list[int] = []
+        abandoned: list[int] = []
         if jax.process_index() == 0:
             if not self._cleaned:
-                ours.remove_leftovers(self.directory)
-            left = self._line.left(step, ours.steps_of(self.directory))
-            if step not in left and os.path.lexists(self.directory / str(step)):  # neither whole nor marked as ours
-                left.append(step)
+                ownership.remove_leftovers(self.directory)
+            abandoned = self._lineage.abandoned_by(step, ownership.committed_steps(self.directory))
+            if step not in abandoned and os.path.lexists(self.directory / str(step)):  # neither whole nor marked
+                abandoned.append(step)
         self._cleaned = True
-        if _said_by_process_0(bool(left)):
-            if left:
-                self._set_aside(left, step)
-            _said_by_process_0(True)  # the others wait
+        if _from_process_0(bool(abandoned)):
+            if abandoned:
+                self._set_aside(abandoned, step)
+            _from_process_0(True)  # the others wait
         if jax.process_index() == 0:
-            ours.mark(self.directory, step)
-        self._read_again()
-        if not self._warned and (skipped := self._line.skipped(step)):
+            ownership.mark(self.directory, step)
+        self._reload_if_changed()
+        if not self._warned and (skipped := self._lineage.skipped(step)):
             self._warned = True
             notice(
-                f"{self.directory}: step {self._line.at} was restored, and step {step} is saved behind "
-                f"{_listed(skipped)}, which stay; where training went back to {self._line.at}, they are of the line "
-                "that it left, and yours to remove"
+                f"{self.directory}: step {self._lineage.last} was restored, and step {step} is saved behind "
+                f"{_listed(skipped)}, which stay; if training went back to {self._lineage.last}, they are of "
+                "the abandoned run, and yours to remove"
             )
 
-    def _set_aside(self, left: Sequence[int], step: int) -> None:
-        aside = ours.set_aside(self.directory, left)
-        back = f"after step {self._line.at}" if self._line.at is not None else "of this run"
+    def _set_aside(self, abandoned: Sequence[int], step: int) -> None:
+        aside = ownership.set_aside(self.directory, abandoned)
+        back = f"after step {self._lineage.last}" if self._lineage.last is not None else "of this run"
         notice(
-            f"{self.directory}: checkpoint {step} {back} is another than what was there: {_listed(left)} set aside in "
-            f"{aside.name}, which can be restored from and is yours to delete"
+            f"{self.directory}: checkpoint {step} {back} differs from what was there: {_listed(abandoned)} set aside "
+            f"in {aside.name}, which can be restored from and is yours to delete"
         )
 
-    def _say_if_other(self, state: TrainState, step: int) -> None:
-        if self._line.is_other(state):
-            notice(
-                f"{self.directory}: checkpoint {step} was saved or restored just before and stays; another state with "
-                "as many batches consumed is not saved: give it a directory of its own"
-            )
-
-    def _read_again(self) -> None:
-        """Have Orbax look at the directory again, where another process wrote to it or steps were set aside."""
-        if sorted(self._manager.all_steps()) != ours.steps_of(self.directory):
+    def _reload_if_changed(self) -> None:
+        """Have Orbax read the directory again if another process wrote to it or steps were set aside."""
+        if sorted(self._manager.all_steps()) != ownership.committed_steps(self.directory):
             self._check_metrics()
             self._manager.reload()
 
     def _check_metrics(self) -> None:
-        """Orbax reads all metrics when it looks at a directory."""
-        for step in ours.steps_of(self.directory):
+        """Raise CheckpointError if metrics are damaged: Orbax reads all of them when it opens a directory."""
+        for step in ownership.committed_steps(self.directory):
             content.check_metrics(self.directory / str(step))
 
-    def _about_to_delete(self, steps: Sequence[int]) -> None:
-        """Before any of them is touched."""
+    def _mark_for_deletion(self, steps: Sequence[int]) -> None:
+        """Mark these steps before any of them is deleted."""
         self._deleting = list(steps)
         if jax.process_index() == 0:
             for step in steps:
-                ours.mark(self.directory, step)
+                ownership.mark(self.directory, step)
 
     def _score(self, metrics: Mapping[str, Any] | None) -> float:
-        """More is better; minus infinity where the metric was not measured."""
+        """Return the metric `best`, its sign such that more is better; minus infinity if it was not measured."""
         value = None if metrics is None else metrics.get(self._best or "")
         return -math.inf if value is None else self._sign * value
 
 
-class _OnlyOurs:
-    """What Orbax deletes: of what a policy gives up, only what is ours, and only after it was announced."""
+class _PreserveForeign:
+    """A policy of Orbax that also preserves what jdp did not write, and announces what is about to be deleted."""
 
     def __init__(self, directory: Path, announce: Callable[[Sequence[int]], None], policy: Any) -> None:
         self._directory, self._announce, self._policy = directory, announce, policy
@@ -361,13 +376,13 @@ class _OnlyOurs:
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
         kept = self._policy.should_preserve(checkpoints, context=context)
         pairs = list(zip((info.step for info in checkpoints), kept, strict=True))
-        stays = [bool(keep) or not ours.may_delete(self._directory, step) for step, keep in pairs]
+        stays = [bool(keep) or not ownership.may_delete(self._directory, step) for step, keep in pairs]
         self._announce([step for (step, _), stay in zip(pairs, stays, strict=True) if not stay])
         return stays
 
 
 def _policy(keep: int | None, keep_every: int | None, score: Any) -> Any:
-    """What stays: Orbax' policies, any of which keeps a checkpoint."""
+    """Return a policy of Orbax that keeps a checkpoint if any of these keeps it."""
     policies: list[Any] = [checkpoint_managers.LatestN(keep)]  # None: all
     if keep_every is not None:
         policies.append(checkpoint_managers.EveryNSteps(keep_every))
@@ -386,9 +401,9 @@ def _metric(name: str, value: Any) -> float | None:
         ) from None
 
 
-def _said_by_process_0(it: bool) -> bool:
-    """What process 0 says, on all of them; they wait for it."""
-    return it if jax.process_count() == 1 else bool(multihost_utils.broadcast_one_to_all(np.int32(it)))
+def _from_process_0(value: bool) -> bool:
+    """Return process 0's value on every process; they wait for it."""
+    return value if jax.process_count() == 1 else bool(multihost_utils.broadcast_one_to_all(np.int32(value)))
 
 
 def _listed(steps: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""What goes wrong with checkpoints, in one sentence: the disk is full, the folder cannot be written, a file is damaged.
+"""Errors of checkpoints in one sentence: the disk is full, the folder cannot be written, a file is damaged.
 
 Orbax and TensorStore raise errors of many kinds (`OSError`, `ValueError`, plain `Exception`), long and with the
 system's error number inside, and log each with a traceback. Here they become a `CheckpointError` that says what failed,
@@ -30,7 +30,13 @@ class CheckpointError(ValueError):
 
 
 def write_error(what: str, error: BaseException, note: str = "") -> CheckpointError:
-    """`what` failed because of `error`: the reason, and the fix that goes with it."""
+    """Return the error for a write that failed: what, why, and the fix.
+
+    Args:
+        what: what failed, such as "FILE was not written".
+        error: the exception of the system or of Orbax.
+        note: added to the reason.
+    """
     number = _os_number(error)
     fix = ""
     if number in _FULL:
@@ -44,10 +50,18 @@ def write_error(what: str, error: BaseException, note: str = "") -> CheckpointEr
 
 @contextmanager
 def reading(what: str, fix: str) -> Generator[None]:
-    """Whatever goes wrong inside while files are read means that `what` is damaged; `fix` is a sentence without its
-    full stop. Running out of memory is left alone.
+    """Turn any exception of the code inside, which reads files, into a CheckpointError that says what is damaged.
+
+    Running out of memory is left alone.
+
+    Args:
+        what: what is read, such as its path.
+        fix: a sentence without its full stop.
+
+    Raises:
+        CheckpointError: reading failed.
     """
-    loud = hush()
+    restore_logging = hush()
     try:
         yield
     except (CheckpointError, MemoryError, jax.errors.JaxRuntimeError):
@@ -57,14 +71,14 @@ def reading(what: str, fix: str) -> Generator[None]:
             f"{what} cannot be read; a file is damaged or missing: {_reason(error)}. {fix}."
         ) from error
     finally:
-        loud()
+        restore_logging()
 
 
 def hush() -> Callable[[], None]:
     """Keep Orbax from printing tracebacks of errors that reach the caller as exceptions; return what undoes it.
 
-    It logs them in each of its threads. And when one of several reads or writes fails it leaves the others, of each of
-    which Python then says that it found no one to raise to; those messages, and only those, are held back for good.
+    Orbax logs them in each of its threads. When one of several reads or writes fails it drops the others, and Python
+    reports an "unraisable" exception for each of these; those reports, and only those, are dropped for good.
     """
     if sys.unraisablehook not in _hooks:
         _hooks.append(_without_orbax(sys.unraisablehook))
@@ -83,13 +97,14 @@ _hooks: list[Any] = []
 
 def _without_orbax(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def filtered(unraisable: Any) -> None:
-        if not _of_one_left(unraisable):
+        if not _is_dropped_read(unraisable):
             hook(unraisable)
 
     return filtered
 
 
-def _of_one_left(unraisable: Any) -> bool:
+def _is_dropped_read(unraisable: Any) -> bool:
+    """Return True if the report is about a read or write of Orbax that was dropped."""
     if isinstance(unraisable.exc_value, RuntimeError) and str(unraisable.exc_value) == "Event loop is closed":
         return True
     codes: list[Any] = [frame.f_code for frame, _ in traceback.walk_tb(unraisable.exc_traceback)]
@@ -98,6 +113,7 @@ def _of_one_left(unraisable: Any) -> bool:
 
 
 def _reason(error: BaseException) -> str:
+    """Return why it failed, in one line: the system's words, or the innermost ones of TensorStore."""
     number = _os_number(error)
     if number is not None:
         return os.strerror(number)
@@ -109,8 +125,8 @@ def _reason(error: BaseException) -> str:
 
 
 def _os_number(error: BaseException) -> int | None:
-    """The system's error number: of an OSError, or as TensorStore writes it."""
+    """Return the system's error number: of an OSError, or as TensorStore writes it into its text."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno
-    found = _OS_ERROR.findall(str(error))
-    return int(found[-1]) if found else None
+    numbers = _OS_ERROR.findall(str(error))
+    return int(numbers[-1]) if numbers else None

@@ -351,9 +351,9 @@ def test_a_metric_that_is_not_measured_or_not_asked_for_is_said(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"keep": 0}, "keep is a positive number of steps or None; got 0"),
+        ({"keep": 0}, "keep is a positive number of steps or None; given 0"),
         ({"keep_every": -1}, "keep_every is a positive number"),
-        ({"best": "loss", "mode": "least"}, 'mode is "min" or "max"; got \'least\''),
+        ({"best": "loss", "mode": "least"}, 'mode is "min" or "max"; given \'least\''),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(tmp_path, arguments, message):

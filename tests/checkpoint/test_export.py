@@ -346,7 +346,7 @@ def test_names_that_do_not_cover_the_parameters_are_refused(tmp_path, names, mes
 
 
 def test_a_name_with_another_ending_is_refused(tmp_path):
-    with pytest.raises(jdp.CheckpointError, match=r"is named NAME\.safetensors; got m\.bin"):
+    with pytest.raises(jdp.CheckpointError, match=r"is named NAME\.safetensors; given m\.bin"):
         export_safetensors(tmp_path / "m.bin", {"w": jnp.ones(4)})
 
 

@@ -1,8 +1,8 @@
 """Weights to and from safetensors files, under jdp's names or another library's.
 
-`files` is the files and their index; `names` says which tensor of a file holds which parameter; `hugging_face` has the
-names that Hugging Face's GPT-2 and Llama go by, `hugging_face_config` reads which model the weights beside it are of;
-`transfer` moves the weights, tensor by tensor.
+`files` reads and writes the files and their index; `names` maps the tensors of a file to parameters; `hugging_face` has
+the names of Hugging Face's GPT-2 and Llama, `hugging_face_config` reads the configuration beside their weights;
+`transfer` exports and imports, tensor by tensor.
 """
 
 from jdp.checkpoint.safetensors.hugging_face import gpt2_names, llama_names

@@ -1,9 +1,9 @@
-"""Files of tensors: the `safetensors` package writes and reads each; shards, their index and what gives way are here.
+"""Files of tensors: the `safetensors` package reads and writes one; here are shards, their index, and replacing them.
 
 A large model is several files and an index, as Hugging Face's libraries have it: `model-00001-of-00003.safetensors`,
-..., `model.safetensors.index.json` with {"metadata": {"total_size"}, "weight_map": {name: file}}. Our own index says
-"jdp" in its metadata. An index is text that anyone may have written: the names in it must stay in its folder, and only
-by an index of ours, and only what holds what that index says, is a shard ever replaced or removed.
+..., `model.safetensors.index.json` with {"metadata": {"total_size"}, "weight_map": {name: file}}. An index that jdp
+wrote has "jdp" in its metadata. An index is text that anyone may have written: the names in it must stay in its folder,
+and a shard is only ever replaced or removed if an index of jdp lists it and it holds what that index lists.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from jdp.checkpoint.errors import CheckpointError
 SUFFIX = ".safetensors"
 _INDEX = ".index.json"
 _MARK = "jdp"
-# "pt" tells Hugging Face's loaders that kernels lie as PyTorch has them; they refuse a file that does not say. No more
-# entries: the package writes several in random order, and equal weights should be equal files.
+# "pt" marks the layout of kernels as PyTorch's; Hugging Face's loaders refuse a file without it. No more entries: the
+# package writes several in random order, and equal weights should be equal files.
 _METADATA = {"format": "pt"}
 _AGAIN = "Copy or download it again."
 # Eight-bit floats are left out: in files they are quantised weights, whose scales no layer here would apply.
@@ -61,6 +61,7 @@ class Spec:
 
     @property
     def bytes(self) -> int:
+        """Size of the values in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
@@ -69,7 +70,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in an open file: its values are read when they are asked for, and only those that are."""
+    """A tensor in an open file, of which any slice can be read by itself."""
 
     file: Path
     name: str
@@ -78,19 +79,19 @@ class Stored:
 
     @property
     def spec(self) -> Spec:
-        """Shape and dtype. Raises CheckpointError for a dtype that is not read."""
+        """Shape and dtype. Raises CheckpointError for a dtype that cannot be read."""
         code = str(self.source.get_dtype())
         if code not in _DTYPES:
             raise CheckpointError(
-                f"{self.file} has {self.name} as {code}, and tensors of {', '.join(_DTYPES)} are read. Convert it to "
-                "one of them, such as BF16."
+                f"Tensors of {', '.join(_DTYPES)} can be read; {self.file} has {self.name} as {code}. Convert it to "
+                "one of these, such as BF16."
             )
         return Spec(tuple(self.source.get_shape()), _DTYPES[code])
 
-    def read(self, cut: Sequence[slice]) -> np.ndarray:
-        """The values in `cut`, one slice with both bounds for each dim: a copy of those, and no others are read."""
-        shape = tuple(one.stop - one.start for one in cut)
-        return np.zeros(shape, self.spec.dtype) if 0 in shape else self.source[tuple(cut)]
+    def read(self, index: Sequence[slice]) -> np.ndarray:
+        """Read the values in `index`, one slice with both bounds for each dim, and no others; return a copy."""
+        shape = tuple(dim.stop - dim.start for dim in index)
+        return np.zeros(shape, self.spec.dtype) if 0 in shape else self.source[tuple(index)]
 
 
 def write(
@@ -100,38 +101,41 @@ def write(
 
     Args:
         path: ends with ".safetensors".
-        specs: the tensors.
-        value: gives a tensor's values; asked for one at a time, in order.
+        specs: name -> shape and dtype of each tensor.
+        value: returns a tensor's values by name; called once for each, in order.
         limit: bytes of a file; a larger tensor gets a file of its own.
         version: of jdp, for the index.
 
+    Returns:
+        The files that were written, without the index.
+
     Raises:
-        OSError: as the system says it; nothing has been replaced.
-        CheckpointError: a dtype that is not written, or shards or an index that are not ours stand in the way.
+        OSError: of the system; nothing has been replaced.
+        CheckpointError: a dtype that cannot be written, or shards or an index that jdp did not write are in the way.
     """
     for name, spec in specs.items():
         if spec.dtype not in _DTYPES.values():
             raise CheckpointError(
-                f"{name} is {spec.dtype}, and files of {', '.join(_DTYPES)} are written: pass dtype=jnp.float32."
+                f"Tensors of {', '.join(_DTYPES)} can be written; {name} is {spec.dtype}. Pass dtype=jnp.float32."
             )
     shards = _shards(specs, limit)
     count, index = len(shards), _index_path(path)
     files = [path] if count == 1 else [_shard_path(path, i + 1, count) for i in range(count)]
     stale = _superseded(path, files)
-    made = {file.with_name(f".{file.name}.new"): file for file in (files if count == 1 else [*files, index])}
+    new_files = {file.with_name(f".{file.name}.new"): file for file in (files if count == 1 else [*files, index])}
     try:
-        for new, shard in zip(made, shards, strict=False):
+        for new, shard in zip(new_files, shards, strict=False):
             new.unlink(missing_ok=True)  # left by a process that was killed
             _write_one(new, shard, value)
         if count > 1:
-            _write_index([*made][-1], files, shards, version)
+            _write_index([*new_files][-1], files, shards, version)
     except BaseException:
-        for new in made:
+        for new in new_files:
             new.unlink(missing_ok=True)
         raise
     if count > 1 and index.exists():
-        index.replace(_old_index(index))  # shards of equal names may be of two exports meanwhile: nobody reads them
-    for new, file in made.items():
+        index.replace(_old_index(index))  # while shards may be of two exports, no index lists them
+    for new, file in new_files.items():
         new.replace(file)
     for file in stale:
         file.unlink(missing_ok=True)
@@ -139,39 +143,42 @@ def write(
 
 
 def read(path: Path) -> dict[str, Stored]:
-    """The tensors of a file, or of all that an index lists; of a folder, those of its `model.safetensors`.
+    """Open a file, or all files that an index lists, and return its tensors by name.
+
+    Args:
+        path: a file; an index, or the file that it is the index of; or a folder that has `model.safetensors`.
 
     Raises:
-        CheckpointError: no such file, or it is damaged, or the index does not fit its folder or its files.
+        CheckpointError: there is no such file, it is damaged, or the index does not fit its folder or its files.
     """
     path = path / f"model{SUFFIX}" if path.is_dir() else path
     index = path if path.name.endswith(_INDEX) else _index_path(path)
     if path != index and path.is_file():
-        return _opened(path)
+        return _open(path)
     if not index.is_file():
         raise CheckpointError(f"{path} does not exist, nor {index.name} beside it.")
     _, listed = _read_index(index)
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     for name in sorted({*listed.values()}):
         file = index.with_name(name)
         if not file.is_file():
             raise CheckpointError(f"{file} is listed in {index.name} and does not exist. {_AGAIN}")
-        for tensor, stored in _opened(file).items():
+        for tensor, stored in _open(file).items():
             if listed.get(tensor, name) != name:
                 continue  # the index takes it from another file
-            if tensor in found:
+            if tensor in tensors:
                 raise CheckpointError(
                     f"{file} holds {tensor} as another file does; {index.name} lists neither. {_AGAIN}"
                 )
-            found[tensor] = stored
+            tensors[tensor] = stored
     for tensor, name in listed.items():
-        if tensor not in found:
+        if tensor not in tensors:
             raise CheckpointError(f"{index} says that {name} holds {tensor}, and it does not. {_AGAIN}")
-    return found
+    return tensors
 
 
 def _shards(specs: Mapping[str, Spec], limit: int) -> list[dict[str, Spec]]:
-    """In order, as many into a file as fit."""
+    """Split the tensors into files of at most `limit` bytes, in order; a larger tensor has a file of its own."""
     shards: list[dict[str, Spec]] = [{}]
     filled = 0
     for name, spec in specs.items():
@@ -184,30 +191,30 @@ def _shards(specs: Mapping[str, Spec], limit: int) -> list[dict[str, Spec]]:
 
 
 def _write_one(file: Path, specs: Mapping[str, Spec], value: Callable[[str], np.ndarray]) -> None:
-    """Let the package write the file with zeros, then put each tensor where it has laid it.
+    """Write a file of zeros with the package, then overwrite each tensor's zeros with its values.
 
-    The package wants all tensors of a file in memory at once; so it holds one at a time. All have the same zeros, which
-    take no memory: the system backs pages that were never written to with a single one.
+    The package takes all tensors of a file at once; this way one at a time is in memory. All share the same zeros,
+    which take none: the system backs pages that were never written to with a single one.
     """
     zeros = np.zeros(max((spec.bytes for spec in specs.values()), default=0), np.uint8)
     start = zeros.ctypes.data
-    laid = {
+    layout = {
         name: TensorSpec(dtype=spec.dtype.name, shape=spec.shape, data_ptr=start, data_len=spec.bytes)
         for name, spec in specs.items()
     }
     file.touch()
     mode = file.stat().st_mode
     try:
-        serialize_file(laid, file, _METADATA)
+        serialize_file(layout, file, _METADATA)
     except SafetensorError as error:
         raise _as_os_error(error) from error
     file.chmod(mode)  # the package makes a file that its owner alone may read
     del zeros
     order = safe_open(file, framework="numpy").offset_keys()
-    offsets, at = dict[str, int](), file.stat().st_size - sum(spec.bytes for spec in specs.values())
+    offsets, end = dict[str, int](), file.stat().st_size - sum(spec.bytes for spec in specs.values())
     for name in order:  # without gaps, up to the end of the file
-        offsets[name] = at
-        at += specs[name].bytes
+        offsets[name] = end
+        end += specs[name].bytes
     with file.open("r+b") as out:
         for name, spec in specs.items():
             array = np.ascontiguousarray(value(name))
@@ -218,41 +225,41 @@ def _write_one(file: Path, specs: Mapping[str, Spec], value: Callable[[str], np.
 
 
 def _as_os_error(error: SafetensorError) -> OSError:
-    """What the system said, which the package has in its text only."""
+    """Return the system's error, whose number the package has in its text only."""
     number = re.search(r"os error (\d+)", str(error))
     code = int(number[1]) if number else errno.EIO
     return OSError(code, os.strerror(code) if number else str(error))
 
 
 def _write_index(new: Path, files: list[Path], shards: list[dict[str, Spec]], version: str) -> None:
-    held = {name: file.name for file, shard in zip(files, shards, strict=True) for name in shard}
+    weight_map = {name: file.name for file, shard in zip(files, shards, strict=True) for name in shard}
     total = sum(spec.bytes for shard in shards for spec in shard.values())
-    table = {"metadata": {"total_size": total, _MARK: version}, "weight_map": held}
+    table = {"metadata": {"total_size": total, _MARK: version}, "weight_map": weight_map}
     new.unlink(missing_ok=True)
     new.write_text(json.dumps(table, indent=2), encoding="utf-8")
 
 
 def _superseded(path: Path, files: Sequence[Path]) -> list[Path]:
-    """What gives way to `files`: the index and shards of an export of ours, and the file itself, which the user named.
+    """Return the files to delete once `files` are written: those of an earlier export of jdp to `path`, which is named.
 
     Raises:
-        CheckpointError: an index or a shard is there that is not ours.
+        CheckpointError: an index or a shard that jdp did not write is in the way, or `path` is a folder.
     """
     index = _index_path(path)
-    old = _old_index(index)  # there where a process was killed
-    ours = [file for one in (index, old) if os.path.lexists(one) for file in _own_shards(one, path)]
+    old = _old_index(index)  # exists if a process was killed
+    own = [file for each in (index, old) if os.path.lexists(each) for file in _own_shards(each, path)]
     if path.is_dir():
         raise CheckpointError(f"{path} is a folder. Give a file in it: {path.name}/model{SUFFIX}.")
     for file in files:
-        if file != path and file not in ours and os.path.lexists(file):
+        if file != path and file not in own and os.path.lexists(file):
             raise _foreign(file)
-    after = {*files} if len(files) == 1 else {*files, index}
-    gone = [file for file in dict.fromkeys((path, index, *ours)) if file not in after and os.path.lexists(file)]
-    return [*gone, old]
+    kept = {*files} if len(files) == 1 else {*files, index}
+    stale = [file for file in dict.fromkeys((path, index, *own)) if file not in kept and os.path.lexists(file)]
+    return [*stale, old]
 
 
 def _own_shards(index: Path, path: Path) -> list[Path]:
-    """The shards that an index of ours lists, which hold what it says. Raises CheckpointError: it is not ours."""
+    """Return the shards that hold what an index lists. Raises CheckpointError if jdp did not write the index."""
     try:
         metadata, listed = _read_index(index)
     except CheckpointError:
@@ -269,25 +276,25 @@ def _own_shards(index: Path, path: Path) -> list[Path]:
 
 
 def _holds(file: Path, listed: Mapping[str, str]) -> bool:
-    """Whether a file holds the tensors that the index says, and no others."""
+    """Return True if a file holds the tensors that the index lists for it, and no others."""
     try:
-        return _opened(file).keys() == {tensor for tensor, name in listed.items() if name == file.name}
+        return _open(file).keys() == {tensor for tensor, name in listed.items() if name == file.name}
     except CheckpointError:
         return False
 
 
 def _foreign(file: Path) -> CheckpointError:
     return CheckpointError(
-        f"{file} is there, and jdp did not write it: only files of our own are replaced. Export to another folder, or "
-        "move it away."
+        f"jdp replaces only files that it wrote; {file} is there, and jdp did not write it. Export to another folder, "
+        "or move it away."
     )
 
 
-def _opened(file: Path) -> dict[str, Stored]:
-    """The tensors of one file. Raises CheckpointError: it cannot be read, or is damaged."""
+def _open(file: Path) -> dict[str, Stored]:
+    """Open one file and return its tensors by name. Raises CheckpointError if it cannot be read, or is damaged."""
     try:
-        opened = safe_open(file, framework="numpy")
-        return {name: Stored(file, name, opened.get_slice(name)) for name in opened.keys()}  # noqa: SIM118
+        source = safe_open(file, framework="numpy")
+        return {name: Stored(file, name, source.get_slice(name)) for name in source.keys()}  # noqa: SIM118
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror or error}.") from error
     except SafetensorError as error:
@@ -296,10 +303,10 @@ def _opened(file: Path) -> dict[str, Stored]:
 
 
 def _read_index(index: Path) -> tuple[Mapping[str, Any], dict[str, str]]:
-    """An index's metadata, and which file holds which tensor: file names that stay in its folder.
+    """Return the metadata of an index, and tensor name -> name of a file in its folder.
 
     Raises:
-        CheckpointError: it cannot be read, or is no such index.
+        CheckpointError: it cannot be read, is no such index, or lists files outside its folder.
     """
     try:
         table: Any = json.loads(index.read_text(encoding="utf-8"))
@@ -329,5 +336,5 @@ def _index_path(path: Path) -> Path:
 
 
 def _old_index(index: Path) -> Path:
-    """Where an index of ours is while its shards are replaced."""
+    """Return where the index that is replaced is kept while its shards are being replaced."""
     return index.with_name(f".{index.name}.old")

@@ -1,4 +1,4 @@
-"""The names that Hugging Face's GPT-2 and Llama have for the parameters of `jdp.models.GPT`.
+"""The names of Hugging Face's GPT-2 and Llama for the parameters of `jdp.models.GPT`.
 
 GPT-2 (`transformers` GPT2LMHeadModel; its maps are Conv1D, [in, out] as ours):
 
@@ -35,56 +35,60 @@ from jdp.models import GPTConfig
 
 
 def gpt2_names(config: GPTConfig, *, prefix: str = "transformer.") -> Names:
-    """The names of GPT-2 in Hugging Face's layout, for `export_safetensors` and `import_safetensors`.
+    """Return the names of GPT-2 in Hugging Face's layout, for `export_safetensors` and `import_safetensors`.
 
     Args:
-        config: learned positions, either gelu, layer norms with biases, all heads with keys and values of their own.
-        prefix: before every name but the head's; the files of openai-community/gpt2 themselves have none: "".
+        config: a GPT with learned positions, either gelu, layer norms, biases, and as many key and value heads as
+            query heads.
+        prefix: before every name but the head's; "" for the files of openai-community/gpt2 themselves.
 
     Raises:
-        ValueError: the configuration is of another architecture, which these names cannot hold.
+        ValueError: the configuration is of another architecture.
     """
     _require(config, "GPT-2", positions="learned", activation=("gelu", "gelu_exact"), norm="layer", bias=True)
     if config.key_value_heads != config.heads:
-        raise ValueError(f"GPT-2 has a key and value head for each query head; given kv_heads={config.kv_heads}.")
+        raise ValueError(
+            f"GPT-2 has a key and value head for each query head; given kv_heads={config.kv_heads}. Other models need "
+            "names of their own."
+        )
     tensors = {
-        f"{prefix}wte.weight": _whole("embed/tokens"),
-        f"{prefix}wpe.weight": _whole("embed/positions"),
-        f"{prefix}ln_f.weight": _whole("final_norm/scale"),
-        f"{prefix}ln_f.bias": _whole("final_norm/bias"),
+        f"{prefix}wte.weight": _one("embed/tokens"),
+        f"{prefix}wpe.weight": _one("embed/positions"),
+        f"{prefix}ln_f.weight": _one("final_norm/scale"),
+        f"{prefix}ln_f.bias": _one("final_norm/bias"),
     }
     for n in range(config.layers):
-        here = f"{prefix}h.{n}."
+        layer = f"{prefix}h.{n}."
         for theirs, ours in (("ln_1", "attention_norm"), ("ln_2", "mlp_norm")):
-            tensors[f"{here}{theirs}.weight"] = Tensor((_in_layer(config, n, f"{ours}/scale"),))
-            tensors[f"{here}{theirs}.bias"] = Tensor((_in_layer(config, n, f"{ours}/bias"),))
+            tensors[f"{layer}{theirs}.weight"] = Tensor((_in_layer(config, n, f"{ours}/scale"),))
+            tensors[f"{layer}{theirs}.bias"] = Tensor((_in_layer(config, n, f"{ours}/bias"),))
         for theirs, ours in (
             ("attn.c_attn", ("attention/query", "attention/key", "attention/value")),
             ("attn.c_proj", ("attention/output",)),
             ("mlp.c_fc", ("mlp/up",)),
             ("mlp.c_proj", ("mlp/down",)),
         ):
-            tensors[f"{here}{theirs}.weight"] = Tensor(tuple(_in_layer(config, n, f"{part}/kernel") for part in ours))
-            tensors[f"{here}{theirs}.bias"] = Tensor(tuple(_in_layer(config, n, f"{part}/bias") for part in ours))
+            tensors[f"{layer}{theirs}.weight"] = Tensor(tuple(_in_layer(config, n, f"{path}/kernel") for path in ours))
+            tensors[f"{layer}{theirs}.bias"] = Tensor(tuple(_in_layer(config, n, f"{path}/bias") for path in ours))
     constants = (f"{prefix}h.*.attn.bias", f"{prefix}h.*.attn.masked_bias")  # the causal mask
     return Names({**tensors, **_head(config)}, (*constants, *_tied(config)), config)
 
 
 def llama_names(config: GPTConfig) -> Names:
-    """The names of Llama in Hugging Face's layout, for `export_safetensors` and `import_safetensors`.
+    """Return the names of Llama in Hugging Face's layout, for `export_safetensors` and `import_safetensors`.
 
     Args:
-        config: rotary positions, swiglu, RMS norms, no biases.
+        config: a GPT with rotary positions, swiglu, RMS norms and no biases.
 
     Raises:
-        ValueError: the configuration is of another architecture, which these names cannot hold.
+        ValueError: the configuration is of another architecture.
     """
     _require(config, "Llama", positions="rotary", activation="swiglu", norm="rms", bias=False)
-    tensors = {"model.embed_tokens.weight": _whole("embed/tokens"), "model.norm.weight": _whole("final_norm/scale")}
+    tensors = {"model.embed_tokens.weight": _one("embed/tokens"), "model.norm.weight": _one("final_norm/scale")}
     for n in range(config.layers):
-        here = f"model.layers.{n}."
+        layer = f"model.layers.{n}."
         for theirs, ours in (("input_layernorm", "attention_norm"), ("post_attention_layernorm", "mlp_norm")):
-            tensors[f"{here}{theirs}.weight"] = Tensor((_in_layer(config, n, f"{ours}/scale"),))
+            tensors[f"{layer}{theirs}.weight"] = Tensor((_in_layer(config, n, f"{ours}/scale"),))
         for theirs, ours in (
             ("self_attn.q_proj", "attention/query"),
             ("self_attn.k_proj", "attention/key"),
@@ -94,11 +98,11 @@ def llama_names(config: GPTConfig) -> Names:
             ("mlp.up_proj", "mlp/up"),
             ("mlp.down_proj", "mlp/down"),
         ):
-            tensors[f"{here}{theirs}.weight"] = Tensor((_in_layer(config, n, f"{ours}/kernel"),), transposed=True)
+            tensors[f"{layer}{theirs}.weight"] = Tensor((_in_layer(config, n, f"{ours}/kernel"),), transposed=True)
     return Names({**tensors, **_head(config)}, ("model.layers.*.rotary_emb.inv_freq", *_tied(config)), config)
 
 
-def _whole(path: str) -> Tensor:
+def _one(path: str) -> Tensor:
     return Tensor((Part(path),))
 
 
@@ -111,11 +115,12 @@ def _head(config: GPTConfig) -> dict[str, Tensor]:
 
 
 def _tied(config: GPTConfig) -> tuple[str, ...]:
-    """A tied head is the embedding table; some files have it twice."""
+    """Return what to ignore of a tied head: it is the embedding table, which some files hold twice."""
     return ("lm_head.weight",) if config.tied else ()
 
 
 def _require(config: Any, name: str, **fields: object) -> None:
+    """Raise ValueError unless each field of the configuration has the value, or one of the tuple of values, given."""
     if not isinstance(config, GPTConfig):
         raise ValueError(
             f"{name}'s names are for the parameters of a GPT: give its jdp.models.GPTConfig; got {config!r}. Other "

@@ -1,8 +1,8 @@
-"""The `config.json` that Hugging Face's libraries write beside weights: which function the weights are of.
+"""The `config.json` that Hugging Face's libraries write beside weights: which model the weights are of.
 
-The same tensors make another model with another epsilon, base of the wavelengths or activation, and nothing in their
-shapes tells. So the configuration is read where it lies: `gpt_config_from_hf` takes it over, and an import by the names
-of GPT-2 or Llama refuses weights whose configuration differs from the model's (`differences`).
+The same tensors make another model with another epsilon, base of the wavelengths or activation, and their shapes do not
+show it. So `gpt_config_from_hf` builds a configuration from that file, and an import by the names of GPT-2 or Llama
+refuses weights whose configuration differs from the model's (`differences`).
 
 | config.json of GPT-2 | of Llama | GPTConfig |
 |---|---|---|
@@ -16,7 +16,7 @@ of GPT-2 or Llama refuses weights whose configuration differs from the model's (
 | tie_word_embeddings | tie_word_embeddings | tied |
 | | rope_theta, rope_scaling (rope_parameters in newer files) | rope_theta, rope_factor, ... |
 
-A key that is left out has the default of `transformers`. Anything there that a GPT here does not have is refused.
+A key that is left out has the default of `transformers`. Anything that `jdp.models.GPT` cannot compute is refused.
 """
 
 from __future__ import annotations
@@ -36,35 +36,37 @@ _GELUS = {
     **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "gelu"),
     **dict.fromkeys(("gelu", "gelu_python"), "gelu_exact"),
 }
-_ANY = frozenset(("dropout", "scan", "remat", "attention", "lora_rank", "lora_alpha"))
+_INERT = frozenset(("dropout", "scan", "remat", "attention", "lora_rank", "lora_alpha"))
 """Fields that do not change what the weights compute (LoRA's begin at zero)."""
 
 
 def gpt_config_from_hf(folder: str | Path) -> GPTConfig:
-    """The configuration of the GPT-2 or Llama whose Hugging Face `config.json` is in `folder`, for `jdp.models.GPT`.
-
-    Its context is the longest the file allows, its dropout 0, and its layers are scanned: `dataclasses.replace` changes
-    what does not change the function.
+    """Return the configuration, for `jdp.models.GPT`, of the GPT-2 or Llama whose `config.json` is in `folder`.
 
     Args:
         folder: as `huggingface_hub` downloads or `save_pretrained` writes it; or a file in it.
 
+    Returns:
+        The configuration with the longest context that the file allows, without dropout, with scanned layers;
+        `dataclasses.replace` changes these.
+
     Raises:
-        CheckpointError: there is no such file, it is damaged, or the model is none that `jdp.models.GPT` can be.
+        CheckpointError: there is no such file, it is damaged, or `jdp.models.GPT` cannot compute the model.
+        ValueError: the path is an address such as gs://bucket/model.
     """
-    given = user_path(folder)
-    found = read(given)
-    if found is None:
-        home = given if given.is_dir() else given.parent
-        raise CheckpointError(f"{home} has no {NAME} of a model of Hugging Face's. Give the folder that it is in.")
-    return found
+    path = user_path(folder)
+    config = read(path)
+    if config is None:
+        parent = path if path.is_dir() else path.parent
+        raise CheckpointError(f"{parent} has no {NAME} of a model of Hugging Face's. Give the folder that it is in.")
+    return config
 
 
 def read(path: Path) -> GPTConfig | None:
-    """The configuration in the folder of `path`, or None: there is none, or it is of no model of Hugging Face's.
+    """Read the `config.json` in the folder of `path`; None if there is none, or it is of no model of Hugging Face's.
 
     Raises:
-        CheckpointError: as `gpt_config_from_hf`.
+        CheckpointError: it is damaged, or `jdp.models.GPT` cannot compute the model.
     """
     file = (path if path.is_dir() else path.parent) / NAME
     try:
@@ -80,25 +82,25 @@ def read(path: Path) -> GPTConfig | None:
     if not isinstance(table, dict) or "model_type" not in table:
         return None
     values = _Table(file, table)
-    kind = values.choice("model_type", {"gpt2": _gpt2, "llama": _llama})
-    values.must("quantization_config", None)
-    settings = kind(values)
+    fields_of = values.choice("model_type", {"gpt2": _gpt2, "llama": _llama})
+    values.require("quantization_config", None)
+    arguments = fields_of(values)
     try:
-        return GPTConfig(**settings)
+        return GPTConfig(**arguments)
     except ValueError as error:
         raise CheckpointError(f"{file} describes no model that jdp builds: {error}") from error
 
 
 def differences(path: Path, config: GPTConfig) -> list[str]:
-    """What the configuration beside the weights at `path` has otherwise: "norm_eps = 1e-06 (given 1e-05)" and so on.
+    """Return how the configuration beside the weights at `path` differs: "norm_eps = 1e-06 (given 1e-05)", ...
 
-    Empty where there is no such file. A shorter or longer context is none with rotary positions.
+    Empty if there is no such file. With rotary positions another context is no difference.
     """
-    found = read(path)
-    if found is None:
+    stored = read(path)
+    if stored is None:
         return []
-    theirs, given = _resolved(found), _resolved(config)
-    skipped = _ANY | ({"context"} if given.positions == "rotary" else frozenset())
+    theirs, given = _resolved(stored), _resolved(config)
+    skipped = _INERT | ({"context"} if given.positions == "rotary" else frozenset())
     pairs = [(field.name, getattr(theirs, field.name), getattr(given, field.name)) for field in fields(GPTConfig)]
     return [
         f"{name} = {_toml(wanted)} (given {_toml(value)})"
@@ -108,7 +110,7 @@ def differences(path: Path, config: GPTConfig) -> list[str]:
 
 
 def _resolved(config: GPTConfig) -> GPTConfig:
-    """With its defaults filled in, and those that it makes no use of as they are in every configuration."""
+    """Return the configuration with defaults filled in, and fields that it does not use at their defaults."""
     full = replace(config, kv_heads=config.key_value_heads, mlp_width=config.hidden_width)
     unused = {"rope_theta"} if config.positions != "rotary" else set[str]()
     if config.rope_factor is None:
@@ -117,54 +119,60 @@ def _resolved(config: GPTConfig) -> GPTConfig:
 
 
 def _toml(value: object) -> str:
-    """As an experiment file has it."""
+    """Return the value as an experiment file has it."""
     return "none" if value is None else json.dumps(value)
 
 
 @dataclass(frozen=True)
 class _Table:
-    """The keys of a file; each that is asked for has the right kind, or is one clear error."""
+    """The keys of a file, read by type; each method raises CheckpointError for a value of another type.
+
+    Attributes:
+        file: for errors.
+        keys: the table.
+        place: of the table in the file, with a dot at its end.
+    """
 
     file: Path
     keys: Mapping[str, Any]
     place: str = ""
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A number; of no default, one that must be there."""
+        """Return a number; it must be there if it has no default."""
         value = self._or_default(key, default)
         if type(value) not in (int, float) or not -1e30 < value < 1e30:  # an int may be past all floats
             raise self._wrong(key, "a finite number", value)
         return float(value)
 
     def count(self, key: str, default: int | None = None) -> int:
-        """A whole number; of no default, one that must be there."""
+        """Return a whole number; it must be there if it has no default."""
         value = self._or_default(key, default)
         if type(value) is not int:
             raise self._wrong(key, "a whole number", value)
         return value
 
     def flag(self, key: str, default: bool) -> bool:
-        """true or false."""
+        """Return a boolean."""
         value = self._or_default(key, default)
         if type(value) is not bool:
             raise self._wrong(key, "true or false", value)
         return value
 
     def choice(self, key: str, among: Mapping[str, Any], default: str | None = None) -> Any:
-        """What one of a few words stands for."""
+        """Return the value of `among` that a word stands for."""
         value = self._or_default(key, default)
         if not isinstance(value, str) or value not in among:
             raise self._wrong(key, " or ".join(among), value)
         return among[value]
 
-    def must(self, key: str, *allowed: object) -> None:
-        """Refuse what no GPT here has: any value but these; the first is what a file that says nothing means."""
+    def require(self, key: str, *allowed: object) -> None:
+        """Raise CheckpointError for any value but these, the only ones a GPT can have; the first is the default."""
         value = self.keys.get(key, allowed[0])
-        if not any(type(value) is type(one) and value == one for one in allowed):
+        if not any(type(value) is type(each) and value == each for each in allowed):
             raise self._wrong(key, " or ".join(map(json.dumps, allowed)), value)
 
     def inner(self, *keys: str) -> _Table:
-        """The table at the first of these keys that has one; an empty one if none does."""
+        """Return the table at the first of these keys that has one; an empty one if none does."""
         for key in keys:
             value = self.keys.get(key)
             if isinstance(value, dict) and value:
@@ -187,9 +195,9 @@ class _Table:
 
 
 def _gpt2(table: _Table) -> dict[str, Any]:
-    table.must("scale_attn_weights", True)
-    table.must("scale_attn_by_inverse_layer_idx", False)
-    table.must("add_cross_attention", False)
+    table.require("scale_attn_weights", True)
+    table.require("scale_attn_by_inverse_layer_idx", False)
+    table.require("add_cross_attention", False)
     width = table.count("n_embd", 768)
     return {
         "vocab_size": table.count("vocab_size", 50257),
@@ -208,10 +216,10 @@ def _gpt2(table: _Table) -> dict[str, Any]:
 
 
 def _llama(table: _Table) -> dict[str, Any]:
-    table.must("attention_bias", False, None)
-    table.must("mlp_bias", False, None)
+    table.require("attention_bias", False, None)
+    table.require("mlp_bias", False, None)
     width, heads = table.count("hidden_size", 4096), table.count("num_attention_heads", 32)
-    table.must("head_dim", None, width // max(heads, 1))
+    table.require("head_dim", None, width // max(heads, 1))
     context = table.count("max_position_embeddings", 2048)
     return {
         "vocab_size": table.count("vocab_size", 32000),
@@ -232,10 +240,10 @@ def _llama(table: _Table) -> dict[str, Any]:
 
 
 def _rope(table: _Table, context: int) -> dict[str, Any]:
-    """The rotary fields. Newer files have all of them in rope_parameters, older ones rope_theta beside rope_scaling."""
+    """Return the rotary fields: newer files have all in rope_parameters, older ones rope_theta beside rope_scaling."""
     inner = table.inner("rope_scaling", "rope_parameters")
-    for one in (table, inner):
-        one.must("partial_rotary_factor", None, 1.0, 1)
+    for each in (table, inner):
+        each.require("partial_rotary_factor", None, 1.0, 1)
     theta = {"rope_theta": inner.number("rope_theta", table.number("rope_theta", 10_000.0))}
     key = "type" if "rope_type" not in inner.keys and "type" in inner.keys else "rope_type"
     if not inner.choice(key, {"default": False, "llama3": True}, "default"):

@@ -1,23 +1,28 @@
 """Which tensor of a file holds which parameter.
 
-A tensor of a file is made of one parameter or of several, joined along their last dim, each a whole leaf or one layer
-of a stack; it may be stored transposed. So a table name -> `Tensor` reads in both directions.
+A tensor of a file is one `Part` or several, joined along their last dim; a part is a whole parameter, or one layer of
+stacked ones. A tensor may be stored transposed. So a table name -> `Tensor` serves for export and for import.
 """
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jdp.checkpoint.errors import CheckpointError
+from jdp.core.paths import matches
 from jdp.models import GPTConfig
 
 
 @dataclass(frozen=True)
 class Part:
-    """A parameter by its slash path; with `layer`, that index of its leading dim."""
+    """A parameter, or one layer of stacked parameters.
+
+    Attributes:
+        path: of the parameter, with slashes: "layers/attention/query/kernel".
+        layer: index of its leading dim; None: the whole parameter.
+    """
 
     path: str
     layer: int | None = None
@@ -25,11 +30,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Tensor:
-    """How one tensor of a file is made.
+    """How one tensor of a file is made of parameters.
 
     Attributes:
         parts: the parameters, joined along their last dim.
-        transposed: whether the file has the last two dims the other way round.
+        transposed: True if the last two dims of the joined parameters are swapped in the file.
     """
 
     parts: tuple[Part, ...]
@@ -42,8 +47,8 @@ class Names:
 
     Attributes:
         tensors: name in the file -> how it is made; each parameter, or each layer of it, exactly once.
-        ignored: patterns (`fnmatch`) of names in a file that an import leaves alone, such as tables of constants.
-        config: the model that the names are of, to hold a `config.json` beside the file against; None: unknown.
+        ignored: patterns (`fnmatch`) of names in a file that an import does not read, such as tables of constants.
+        config: the model that the names are of, compared with a `config.json` beside the file; None: unknown.
     """
 
     tensors: Mapping[str, Tensor]
@@ -52,32 +57,39 @@ class Names:
 
 
 def resolve(names: Names | Mapping[str, str | Tensor] | None, leaves: Mapping[str, Any]) -> Names:
-    """The names to go by: those given, where a plain mapping from name to path will do, or the paths with dots."""
+    """Return the names as a `Names`.
+
+    Args:
+        names: that, or a mapping from names in the file to slash paths or `Tensor`s; None: the paths with dots.
+        leaves: the parameters by slash path.
+    """
     if names is None:
         return Names({path.replace("/", "."): Tensor((Part(path),)) for path in leaves})
     if isinstance(names, Names):
         return names
-    return Names({name: Tensor((Part(to),)) if isinstance(to, str) else to for name, to in names.items()})
+    return Names({name: Tensor((Part(given),)) if isinstance(given, str) else given for name, given in names.items()})
 
 
 def check_cover(names: Names, leaves: Mapping[str, Any], missing: Sequence[str] = ()) -> None:
-    """Every leaf, and every layer of it that is named by layers, is in exactly one tensor.
+    """Check that every leaf, or every layer of a leaf that is named by layers, is in exactly one tensor.
 
     Raises:
-        CheckpointError: a name leads to nothing, or a leaf has none and `missing` does not match it.
+        CheckpointError: a name is of a parameter that does not exist, or a leaf has no name, or several, and `missing`
+            does not match it.
     """
-    seen: dict[str, list[int | None]] = {}
+    named: dict[str, list[int | None]] = {}
     for name, tensor in names.tensors.items():
         for part in tensor.parts:
             if part.path not in leaves:
+                some = ", ".join([*leaves][:3]) + ", ..." * (len(leaves) > 3)
                 raise CheckpointError(
                     f"The names say that {name} holds {part.path}, and the model has no such parameter; it has "
-                    f"{_some(leaves)}. Make the names for this model's configuration."
+                    f"{some}. Make the names for this model's configuration."
                 )
-            seen.setdefault(part.path, []).append(part.layer)
+            named.setdefault(part.path, []).append(part.layer)
     for path, leaf in leaves.items():
-        layers = seen.get(path, [])
-        if not layers and any(fnmatch.fnmatchcase(path, pattern) for pattern in missing):
+        layers = named.get(path, [])
+        if not layers and matches(path, missing):
             continue
         whole = layers == [None]
         by_layer = bool(leaf.shape) and None not in layers and sorted(layers) == list(range(leaf.shape[0]))  # pyright: ignore[reportArgumentType]
@@ -89,17 +101,13 @@ def check_cover(names: Names, leaves: Mapping[str, Any], missing: Sequence[str] 
 
 
 def file_shape(tensor: Tensor, leaves: Mapping[str, Any]) -> tuple[int, ...]:
-    """The shape a tensor has in a file."""
+    """Return the shape that a tensor has in a file."""
     shapes = [part_shape(part, leaves) for part in tensor.parts]
     joined = (*shapes[0][:-1], sum(shape[-1] for shape in shapes)) if len(shapes) > 1 else shapes[0]
     return (*joined[:-2], joined[-1], joined[-2]) if tensor.transposed else joined
 
 
 def part_shape(part: Part, leaves: Mapping[str, Any]) -> tuple[int, ...]:
-    """The shape of a part, in the model's orientation."""
+    """Return the shape of a part, before it is joined and transposed."""
     shape = tuple(leaves[part.path].shape)
     return shape if part.layer is None else shape[1:]
-
-
-def _some(leaves: Mapping[str, Any]) -> str:
-    return ", ".join(list(leaves)[:3]) + (", ..." if len(leaves) > 3 else "")

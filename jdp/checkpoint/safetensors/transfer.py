@@ -1,14 +1,12 @@
 """Weights out to safetensors files and back in, tensor by tensor.
 
-Out: a tensor is gathered from the devices, joined, turned and written before the next one is looked at, so the host
-holds one at a time (and each device of several processes one whole part). In: every device's shard is a slice of the
-file, so nothing is read that no device keeps.
+Export: each tensor is gathered from the devices, joined, transposed and written before the next, so the host holds one
+at a time (and, with several processes, each device one whole parameter or layer). Import: every device's shard is a
+slice of the file, so nothing is read that no device keeps.
 """
 
 from __future__ import annotations
 
-import difflib
-import fnmatch
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -21,15 +19,16 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jdp.checkpoint.content import both_ways, check_real, check_values, left_unread
+from jdp.checkpoint.content import check_kept, check_sharding, check_values, ignored_names, needed_but_ignored
 from jdp.checkpoint.errors import CheckpointError, write_error
 from jdp.checkpoint.safetensors import files
 from jdp.checkpoint.safetensors.files import Spec, Stored
 from jdp.checkpoint.safetensors.hugging_face_config import NAME as CONFIG
 from jdp.checkpoint.safetensors.hugging_face_config import differences
 from jdp.checkpoint.safetensors.names import Names, Part, Tensor, check_cover, file_shape, part_shape, resolve
+from jdp.core.hints import nearest
 from jdp.core.notices import notice
-from jdp.core.paths import path_of
+from jdp.core.paths import matches, path_of
 from jdp.core.state import TrainState
 from jdp.core.types import PyTree
 from jdp.core.user_path import user_path
@@ -45,33 +44,33 @@ def export_safetensors(
     dtype: Any = None,
     max_shard_bytes: int = 5_000_000_000,
 ) -> None:
-    """Write the weights of a state, or a tree of parameters, to a safetensors file. Every process calls this; process
-    0 writes.
+    """Write weights to a safetensors file. Every process calls this; process 0 writes.
 
     Args:
-        path: ends with ".safetensors"; replaced if it is there.
-        params: a state (its model state, such as BatchNorm statistics, goes along), or a tree of parameters.
-        names: `gpt2_names(config)`, `llama_names(config)`, or a mapping from names to slash paths; None: the paths,
-            with dots for slashes ("layers.attention.query.kernel"), stacked layers as they are.
-        dtype: what floating-point weights are cast to, such as `jnp.bfloat16`; None: as they are.
-        max_shard_bytes: more than this goes to several files, `NAME-00001-of-00003.safetensors`, with an index,
-            `NAME.safetensors.index.json`. A tensor is never split.
+        path: ends with ".safetensors"; an existing file is replaced.
+        params: a tree of parameters, or a state, whose model state (such as BatchNorm statistics) is written too.
+        names: `gpt2_names(config)`, `llama_names(config)`, or a mapping from names in the file to slash paths; None:
+            the paths, with dots for slashes ("layers.attention.query.kernel"), stacked layers as they are.
+        dtype: what floating-point weights are cast to, such as `jnp.bfloat16`; None: no cast.
+        max_shard_bytes: size in bytes beyond which several files are written, `NAME-00001-of-00003.safetensors`, with
+            an index, `NAME.safetensors.index.json`. A tensor is never split.
 
     Raises:
         CheckpointError: the names do not fit the parameters, these are abstract, the file cannot be written, or an
-            index or shards that jdp did not write are in its place: what was there stays.
+            index or shards that jdp did not write are in the way; nothing was changed.
+        ValueError: the path is an address such as gs://bucket/model.safetensors.
     """
     path = user_path(path).absolute()
     if path.suffix != files.SUFFIX:
-        raise CheckpointError(f"A safetensors file is named NAME{files.SUFFIX}; got {path.name}.")
+        raise CheckpointError(f"A safetensors file is named NAME{files.SUFFIX}; given {path.name}. Add the suffix.")
     leaves = _leaves(params)
     check_values(leaves)
-    chosen = resolve(names, leaves)
-    check_cover(chosen, leaves)
-    specs = {name: _spec(tensor, leaves, dtype) for name, tensor in chosen.tensors.items()}
+    tensors = resolve(names, leaves)
+    check_cover(tensors, leaves)
+    specs = {name: _spec(tensor, leaves, dtype) for name, tensor in tensors.tensors.items()}
 
     def value(name: str) -> np.ndarray:
-        return _gathered(chosen.tensors[name], leaves).astype(specs[name].dtype, copy=False)
+        return _gather(tensors.tensors[name], leaves).astype(specs[name].dtype, copy=False)
 
     if jax.process_index() == 0:
         _write(path, specs, value, max_shard_bytes)
@@ -91,57 +90,64 @@ def import_safetensors(
     ignore: Sequence[str] = (),
     check_config: bool = True,
 ) -> PyTree:
-    """Read weights from safetensors files onto the shardings of `target`; return it with them in place.
+    """Read weights from safetensors files onto the shardings of `target`.
 
-    Only `params` (and `model_state`, where the names have it) change: on an abstract state everything else stays
-    abstract, on a real one it keeps its values. A file's floating-point dtype is cast to the target's; where that loses
-    bits, it is said.
+    A file's floating-point dtype is cast to the target's; a cast that loses bits is reported.
 
     Args:
         path: a file; an index, or the name the single file would have; or a folder with `model.safetensors` or its
             index in it, as Hugging Face's have.
         target: a state, `jdp.abstract_state(...)` or real; or a tree of parameters that have shardings.
-        names: as for `export_safetensors`.
+        names: `gpt2_names(config)`, `llama_names(config)`, or a mapping from names in the file to slash paths; None:
+            the paths with dots for slashes.
         missing: path patterns (`fnmatch`) of parameters that the file may lack, such as `("*/lora_*",)`; they keep the
             values of `target`, which must be real.
         ignore: patterns of tensors in the file that are left unread, as if it lacked them: of their names, or of these
             with slashes for dots, `("*/lora_*",)`. Each must match.
         check_config: compare a `config.json` beside the weights with the model that `gpt2_names` or `llama_names` were
-            made for. False: take the weights whatever it says, such as those of a model type that jdp does not know.
+            made for. False: read the weights whatever it has, such as those of a model type that jdp does not know.
+
+    Returns:
+        `target` with new `params` (and `model_state`, if the names have it): on an abstract state everything else stays
+        abstract, on a real one it keeps its values.
 
     Raises:
-        CheckpointError: no such file, a damaged one, or one that does not fit: a `config.json` of Hugging Face's beside
-            it describes another model than the one that `gpt2_names` or `llama_names` were made for, or the first
-            tensor that differs; or a pattern of `ignore` matches nothing.
+        CheckpointError: there is no such file, or it is damaged, or does not fit: a `config.json` of Hugging Face's
+            beside it describes another model than the names were made for, or a tensor differs (the first is named);
+            or a pattern of `ignore` matches nothing.
+        ValueError: a leaf of `target` has no sharding, or the path is an address such as gs://bucket/model.safetensors.
     """
     path = user_path(path).absolute()
     leaves = _leaves(target)
     stored = files.read(path)
-    chosen = resolve(names, leaves)
+    expected = resolve(names, leaves)
     if check_config:
-        _check_config(chosen, path)
-    check_cover(chosen, leaves, missing)
-    unread = left_unread({name: (name, name.replace(".", "/")) for name in stored}, ignore, path)
-    for name in sorted(unread & chosen.tensors.keys()):
-        for part in chosen.tensors[name].parts:
-            if not any(fnmatch.fnmatchcase(part.path, pattern) for pattern in missing):
-                raise CheckpointError(both_ways(part.path))
-    stored = {name: tensor for name, tensor in stored.items() if name not in unread}
-    tensors = _present(chosen, stored, leaves, missing, path)
-    held: dict[str, list[tuple[Part, Tensor, Stored]]] = {}
+        _check_config(expected, path)
+    check_cover(expected, leaves, missing)
+    ignored = ignored_names({name: (name, name.replace(".", "/")) for name in stored}, ignore, path)
+    for name in sorted(ignored & expected.tensors.keys()):
+        for part in expected.tensors[name].parts:
+            if not matches(part.path, missing):
+                raise needed_but_ignored(part.path)
+    stored = {name: tensor for name, tensor in stored.items() if name not in ignored}
+    tensors = _present_tensors(expected, stored, leaves, missing, path)
+    sources: dict[str, list[tuple[Part, Tensor, Stored]]] = {}
     for name, tensor in tensors.items():
         for part in tensor.parts:
-            held.setdefault(part.path, []).append((part, tensor, stored[name]))
-    _check_whole(chosen, tensors, held, path)
-    check_real({leaf_path: leaf for leaf_path, leaf in leaves.items() if leaf_path not in held}, f"{path} lacks")
-    filled = {path: _placed(leaf, held[path], leaves) if path in held else leaf for path, leaf in leaves.items()}
-    return _with_leaves(target, filled)
+            sources.setdefault(part.path, []).append((part, tensor, stored[name]))
+    for name, tensor in expected.tensors.items():
+        for part in tensor.parts:  # a parameter may be missing, but not some of its layers
+            if name not in tensors and part.path in sources:
+                raise CheckpointError(f"{path} has no {name}, but other layers of {part.path}: it is incomplete.")
+    check_kept({leaf_path: leaf for leaf_path, leaf in leaves.items() if leaf_path not in sources}, path)
+    read = {leaf_path: _read_leaf(leaves[leaf_path], stored_in, leaves) for leaf_path, stored_in in sources.items()}
+    return _with_leaves(target, {**leaves, **read})
 
 
 def _leaves(tree: PyTree) -> dict[str, Any]:
-    """Weights by slash path: of a state, its parameters and model state, which are parts of one model."""
-    parts = [tree.params, tree.model_state] if isinstance(tree, TrainState) else [tree]
-    pairs = [(path_of(path), leaf) for part in parts for path, leaf in jax.tree.leaves_with_path(part)]
+    """Return weights by slash path: of a state, its parameters and model state, which make one model."""
+    trees = [tree.params, tree.model_state] if isinstance(tree, TrainState) else [tree]
+    pairs = [(path_of(path), leaf) for each in trees for path, leaf in jax.tree.leaves_with_path(each)]
     leaves = dict(pairs)
     if len(leaves) < len(pairs):
         twice = next(path for path in leaves if sum(path == other for other, _ in pairs) > 1)
@@ -150,15 +156,17 @@ def _leaves(tree: PyTree) -> dict[str, Any]:
 
 
 def _with_leaves(tree: PyTree, leaves: Mapping[str, Any]) -> PyTree:
-    def fill(part: PyTree) -> PyTree:
-        return jax.tree.map_with_path(lambda path, _: leaves[path_of(path)], part)
+    """Return a state or tree with the weights replaced by those of the same slash paths."""
+
+    def fill(tree: PyTree) -> PyTree:
+        return jax.tree.map_with_path(lambda path, _: leaves[path_of(path)], tree)
 
     if isinstance(tree, TrainState):
         return replace(tree, params=fill(tree.params), model_state=fill(tree.model_state))
     return fill(tree)
 
 
-# Out.
+# Export.
 
 
 def _spec(tensor: Tensor, leaves: Mapping[str, Any], dtype: Any) -> Spec:
@@ -176,21 +184,22 @@ def _write(path: Path, specs: Mapping[str, Spec], value: Callable[[str], np.ndar
         raise write_error(f"{path} was not written", error) from error
 
 
-def _gathered(tensor: Tensor, leaves: Mapping[str, Any]) -> np.ndarray:
-    """A tensor as the file has it, on this host."""
+def _gather(tensor: Tensor, leaves: Mapping[str, Any]) -> np.ndarray:
+    """Return a tensor as the file has it, on this host."""
     parts = [_on_host(leaves[part.path], part.layer) for part in tensor.parts]
     joined = np.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
     return np.swapaxes(joined, -1, -2) if tensor.transposed else joined
 
 
 def _on_host(leaf: jax.Array, layer: int | None) -> np.ndarray:
-    whole = None
+    """Copy an array, or one index of its leading dim, to this host."""
+    replicated = None
     if not leaf.is_fully_addressable and isinstance(leaf.sharding, NamedSharding):
-        whole = NamedSharding(leaf.sharding.mesh, PartitionSpec())  # other processes hold parts of it
+        replicated = NamedSharding(leaf.sharding.mesh, PartitionSpec())  # other processes hold shards of it
     if layer is not None:
-        leaf = jax.jit(_layer, out_shardings=whole)(leaf, layer)
-    elif whole is not None:
-        leaf = jax.jit(_same, out_shardings=whole)(leaf)
+        leaf = jax.jit(_layer, out_shardings=replicated)(leaf, layer)
+    elif replicated is not None:
+        leaf = jax.jit(_identity, out_shardings=replicated)(leaf)
     else:
         leaf = leaf.copy()  # an array keeps the host's copy of its values for as long as it lives, and the state does
     return np.asarray(leaf if leaf.is_fully_addressable else leaf.addressable_data(0))
@@ -200,51 +209,58 @@ def _layer(leaf: jax.Array, layer: jax.Array) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(leaf, layer, keepdims=False)
 
 
-def _same(leaf: jax.Array) -> jax.Array:
+def _identity(leaf: jax.Array) -> jax.Array:
     return leaf
 
 
-# In.
+# Import.
 
 
 def _check_config(names: Names, path: Path) -> None:
-    """Weights of another function have the same shapes: what lies beside them says which they are of."""
+    """Raise CheckpointError if the `config.json` beside the weights is of another model, which shapes do not show."""
     try:
-        found = differences(path, names.config) if names.config is not None else []
+        differing = differences(path, names.config) if names.config is not None else []
     except CheckpointError as error:
         raise CheckpointError(f"{error} To read the weights all the same: check_config=False.") from error
-    if found:
+    if differing:
         folder = path if path.is_dir() else path.parent
         raise CheckpointError(
-            f"{folder / CONFIG} describes another model than the names were made for: it has {', '.join(found)}. Build "
-            f"the model with these, or take all of it: jdp.export.gpt_config_from_hf({str(folder)!r})."
+            f"{folder / CONFIG} describes another model than the names were made for: it has {', '.join(differing)}. "
+            f"Build the model with these, or take all of it: jdp.export.gpt_config_from_hf({str(folder)!r})."
         )
 
 
-def _present(
+def _present_tensors(
     names: Names, stored: Mapping[str, Stored], leaves: Mapping[str, Any], missing: Sequence[str], path: Path
 ) -> dict[str, Tensor]:
-    """The tensors to read, each of the right shape; those that may be missing and are left out."""
+    """Return the tensors to read: those that the file has, without those it may lack.
+
+    Raises:
+        CheckpointError: a tensor is missing, has another shape, or is unknown to the names.
+    """
     present: dict[str, Tensor] = {}
     for name, tensor in names.tensors.items():
         if name not in stored:
-            if all(any(fnmatch.fnmatchcase(part.path, pattern) for pattern in missing) for part in tensor.parts):
+            if all(matches(part.path, missing) for part in tensor.parts):
                 continue
-            near = difflib.get_close_matches(name, stored, 1, 0.0)
-            closest = f"; the closest name it has is {near[0]}" if near else "; it has no tensors"
+            closest = (
+                nearest(name, stored, "; the closest name it has is ", cutoff=0.0).rstrip("?")
+                if stored
+                else "; it has no tensors"
+            )
             raise CheckpointError(
                 f"{path} has no {name}, which holds {tensor.parts[0].path}{closest}. Give the names that this file has."
             )
-        wanted, found = file_shape(tensor, leaves), stored[name].spec
-        if wanted != found.shape:
-            parts = " + ".join(part.path for part in tensor.parts)
+        wanted, shape = file_shape(tensor, leaves), stored[name].spec.shape
+        if wanted != shape:
+            paths = " + ".join(part.path for part in tensor.parts)
             raise CheckpointError(
-                f"{path} has {name} as {list(found.shape)}, and the model's {parts} needs {list(wanted)}. Build the "
-                "model with the sizes of the file."
+                f"{path} has {name} as {list(shape)}, and the model's {paths} needs {list(wanted)}. Build the model "
+                "with the sizes of the file."
             )
         present[name] = tensor
     for name in stored:
-        if name not in present and not any(fnmatch.fnmatchcase(name, pattern) for pattern in names.ignored):
+        if name not in present and not matches(name, names.ignored):
             raise CheckpointError(
                 f"{path} has {name} {stored[name].spec}, for which the model has no place. Build the model that the "
                 f"file is of, or leave it unread: ignore=({name!r},)."
@@ -252,53 +268,41 @@ def _present(
     return present
 
 
-def _check_whole(names: Names, present: Mapping[str, Tensor], held: Mapping[str, Any], path: Path) -> None:
-    """What `missing` lets a file lack, it lacks altogether: no leaf is filled in part."""
-    for name, tensor in names.tensors.items():
-        for part in tensor.parts:
-            if name not in present and part.path in held:
-                raise CheckpointError(f"{path} has no {name}, but other layers of {part.path}: it is incomplete.")
-
-
-def _placed(leaf: Any, held: Sequence[tuple[Part, Tensor, Stored]], leaves: Mapping[str, Any]) -> jax.Array:
-    """A leaf from its tensors, each device's shard by itself."""
-    path = held[0][0].path
-    if getattr(leaf, "sharding", None) is None:
-        raise ValueError(f"Every leaf of a target needs a sharding; {path} has none. Take jdp.abstract_state(...).")
-    by_layer = {part.layer: (part, tensor, source) for part, tensor, source in held}
-    _check_cast(path, held[0][2].spec.dtype, np.dtype(leaf.dtype))
+def _read_leaf(leaf: Any, sources: Sequence[tuple[Part, Tensor, Stored]], leaves: Mapping[str, Any]) -> jax.Array:
+    """Read a leaf from its tensors onto its sharding, each device's shard by itself."""
+    path = sources[0][0].path
+    check_sharding(leaf, path)
+    by_layer = {part.layer: (part, tensor, source) for part, tensor, source in sources}
+    _check_cast(path, sources[0][2].spec.dtype, np.dtype(leaf.dtype))
 
     def shard(index: Any) -> np.ndarray:
-        cut = [slice(*one.indices(size)[:2]) for one, size in zip(index, leaf.shape, strict=True)]
+        index = [slice(*dim.indices(size)[:2]) for dim, size in zip(index, leaf.shape, strict=True)]
         if None in by_layer:
-            return _read(*by_layer[None], cut, leaves).astype(leaf.dtype, order="C", copy=False)
-        layers = range(cut[0].start, cut[0].stop)
-        stack = np.empty((len(layers), *(one.stop - one.start for one in cut[1:])), leaf.dtype)
+            return _read_slice(*by_layer[None], index, leaves).astype(leaf.dtype, order="C", copy=False)
+        layers = range(index[0].start, index[0].stop)
+        stack = np.empty((len(layers), *(dim.stop - dim.start for dim in index[1:])), leaf.dtype)
         for row, layer in enumerate(layers):
-            stack[row] = _read(*by_layer[layer], cut[1:], leaves)
+            stack[row] = _read_slice(*by_layer[layer], index[1:], leaves)
         return stack
 
     return jax.make_array_from_callback(leaf.shape, leaf.sharding, shard)
 
 
-def _read(part: Part, tensor: Tensor, source: Stored, cut: list[slice], leaves: Mapping[str, Any]) -> np.ndarray:
-    """What a file has inside `cut` of a part, in the model's orientation."""
+def _read_slice(
+    part: Part, tensor: Tensor, source: Stored, index: list[slice], leaves: Mapping[str, Any]
+) -> np.ndarray:
+    """Read the slice `index` of a part of a tensor, in the model's orientation."""
     if len(tensor.parts) > 1:
-        first = _first_column(part, tensor, leaves)
-        cut = [*cut[:-1], slice(first + cut[-1].start, first + cut[-1].stop)]
+        before = tensor.parts[: tensor.parts.index(part)]
+        first = sum(part_shape(other, leaves)[-1] for other in before)
+        index = [*index[:-1], slice(first + index[-1].start, first + index[-1].stop)]
     if not tensor.transposed:
-        return source.read(cut)
-    return np.swapaxes(source.read([*cut[:-2], cut[-1], cut[-2]]), -1, -2)
-
-
-def _first_column(part: Part, tensor: Tensor, leaves: Mapping[str, Any]) -> int:
-    """Where a part begins among those joined to a tensor."""
-    before = tensor.parts[: tensor.parts.index(part)]
-    return sum(part_shape(other, leaves)[-1] for other in before)
+        return source.read(index)
+    return np.swapaxes(source.read([*index[:-2], index[-1], index[-2]]), -1, -2)
 
 
 def _check_cast(path: str, stored: np.dtype[Any], wanted: np.dtype[Any]) -> None:
-    """Between floats only; and where bits are lost, that is said."""
+    """Raise CheckpointError unless the dtypes are equal or both floats; report a cast that loses bits."""
     if stored == wanted:
         return
     if not (jnp.issubdtype(stored, jnp.floating) and jnp.issubdtype(wanted, jnp.floating)):
