@@ -1,18 +1,18 @@
-"""How far two honest runs may part, element by element: rounding, measured on the training itself.
+"""How far two correct runs may differ, element by element: rounding, measured on the training itself.
 
 A run on other devices, or in microbatches, adds the same terms in another order. That leaves a relative error of about
-√n · u in a sum of n terms (u the unit roundoff; Higham and Mary 2019, doi:10.1137/18M1226312), and what becomes of it
+√n · u in a sum of n terms (u the unit roundoff; Higham and Mary 2019, doi:10.1137/18M1226312), and its effect
 depends on the training: Adam divides a gradient by its own size, so that an element whose terms cancel may change sign;
 a deep model amplifies; ten steps add up. No closed form covers that, so the bound is measured. *Shadows* are reference
 runs whose weights w (before the loss) and gradients g (before clipping) are moved at every step by
 
     ± a/2 · |w|     and     ± a · (|g| + size of the terms of g),     a = FACTOR · u     (`reference._with_noise`),
 
-which is several times what was found in honest runs: a gradient's error was at most 3 u in bf16 and 13 u in fp32
-(n = 1024) of that same size, over all elements of a small GPT. It must be more: an error that turns a sign does not
-grow with the noise, so the shadows have to turn all the signs that a run may turn. Signs of the noise are random by
-element and the same at every step, and shadows come in pairs of opposite signs: so an element's deviation is its own
-sensitivity times a known error, not a random number that happens to be small, and where the error turns a sign, one of
+which is several times what was measured in correct runs: a gradient's error was at most 3 u in bf16 and 13 u in fp32
+(n = 1024) of that size, over all elements of a small GPT. It must be more: an error that changes a sign does not grow
+with the noise, so the shadows have to change all the signs that a run may change. Signs of the noise are random by
+element and constant over the steps, and shadows come in pairs of opposite signs: so an element's deviation is its own
+sensitivity times a known error, not a random number that happens to be small, and if the error changes a sign, one of
 the two shows it.
 
 With `widest[i]` the largest deviation of element i from the reference, over all shadows and the steps so far, two runs
@@ -20,8 +20,8 @@ are equal at a step where for every element
 
     |difference[i]|  ≤  MARGIN · (widest[i] + mean of widest over the leaf) + ULPS · eps · |reference[i]|,
 
-eps being the spacing of the leaf's dtype at 1; loss, weight and gradient norm, which are sums in fp32, get a fp32 in
-place of ULPS · eps. Integers and keys must be the same; two NaN are alike.
+eps being the spacing of the leaf's dtype at 1; for loss, weight and gradient norm, which are sums in fp32, the fp32
+value of a takes the place of ULPS · eps. Integers and keys must be equal; two NaN count as equal.
 """
 
 from __future__ import annotations
@@ -44,29 +44,29 @@ FACTOR = {"fp32": 128.0, "bf16": 16.0}
 """Least noise of the shadows in units of u. fp32: 2√n for n = 4096; where a batch has more elements it is more. bf16:
 products are summed in fp32, and bf16 is what goes from one operation to the next: so many roundings in a row."""
 MARGIN = 4.0
-"""Between the shadows and the bound: where ten steps made noise of everything, a run is one more draw beside four."""
+"""Bound over the shadows' largest deviation: after ten chaotic steps a run is one more random draw beside four."""
 ULPS = 8.0
-"""Roundings of the update itself, which the shadows make in the same way."""
+"""Roundings of the update itself, which the shadows share with the reference and so do not show."""
 PAIRS = 2
 """Pairs of shadows."""
 METRICS = ("weight", "loss", "grad_norm")
-"""What is compared of a step's metrics."""
+"""The metrics of a step that are compared."""
 BEFORE_GRADIENTS = ("weight", "loss")
-"""Those that are there before any gradient: where one of them parts, it is named, whatever parts behind it."""
+"""Metrics that precede any gradient: if one of them differs, it is the one reported, whatever differs after it."""
 
 Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
 class Closest:
-    """Where a run comes closest to its bound, or goes farthest beyond it.
+    """The element of a run that comes closest to its bound, or goes farthest beyond it.
 
     Attributes:
         step: optimizer steps done; 0 is the state before the first.
         leaf: "loss", "weight", "grad_norm", or the path of a leaf of the state, such as "params/embed/tokens".
-        difference: of the element meant, absolute.
-        bound: that element's.
-        ratio: difference / bound; 0 where both are 0.
+        difference: of the element from the reference, absolute.
+        bound: of that difference.
+        ratio: difference / bound; 0 if both are 0.
         beyond: how many leaves are beyond their bounds at this step.
     """
 
@@ -79,7 +79,7 @@ class Closest:
 
 
 def snapshot(state: TrainState, metrics: Metrics | None = None) -> dict[str, Array]:
-    """Copies of all leaves by path, whole, and of the metrics that are compared, before them."""
+    """Copy the compared metrics, by name, and all leaves of a state, by path, to NumPy."""
     values: dict[str, Any] = {name: metrics[name] for name in METRICS} if metrics else {}
     for path, leaf in jax.tree.leaves_with_path(state):
         key = jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
@@ -87,27 +87,27 @@ def snapshot(state: TrainState, metrics: Metrics | None = None) -> dict[str, Arr
     return {name: np.array(value) for name, value in jax.device_get(values).items()}
 
 
-def amplitude(precision: Precision, batch: Batch) -> float:
-    """The shadows' relative noise a = FACTOR · u, for the coarsest dtype that is computed or summed in."""
+def noise_amplitude(precision: Precision, batch: Batch) -> float:
+    """Return the shadows' relative noise a = FACTOR · u, u being that of the coarsest dtype of computation or sums."""
     if "bf16" in (precision.compute, precision.reduce):
-        return max(FACTOR["bf16"] * 2.0**-9, sums(batch))
-    return sums(batch)
+        return max(FACTOR["bf16"] * 2.0**-9, sum_noise(batch))
+    return sum_noise(batch)
 
 
-def sums(batch: Batch) -> float:
-    """The same for what is summed over the batch in fp32, whatever the model computes in."""
+def sum_noise(batch: Batch) -> float:
+    """Return the relative noise a = FACTOR · u of fp32, for values that are summed over the batch in fp32."""
     terms = max(np.size(leaf) for leaf in jax.tree.leaves(batch))
     return max(FACTOR["fp32"], 2 * math.sqrt(terms)) * 2.0**-24
 
 
 @dataclass
 class Record:
-    """The reference at every step, and how far shadows went from it.
+    """The reference at every step, and the deviations of its shadows.
 
     Attributes:
         noise: the relative error that a sum over the batch in fp32 may always have.
         values: the reference's snapshots; entry s is after s steps.
-        widest: name -> largest deviation of each element, for the same steps; `close` makes bounds of it.
+        widest: for each step, name -> largest deviation of each element; `close` replaces deviations by bounds.
     """
 
     noise: float
@@ -115,48 +115,48 @@ class Record:
     widest: list[dict[str, Array]] = field(default_factory=list[dict[str, Array]])
 
     def add(self, values: dict[str, Array]) -> None:
-        """The reference after one more step."""
+        """Append a snapshot of the reference after one more step."""
         self.values.append(values)
-        self.widest.append({name: np.zeros(x.shape, np.float32) for name, x in values.items() if _rounds(x)})
+        self.widest.append({name: np.zeros(x.shape, np.float32) for name, x in values.items() if _is_float(x)})
 
     def widen(self, step: int, shadow: Mapping[str, Array]) -> None:
-        """Take in a shadow after `step` steps."""
+        """Widen the deviations by those of a shadow after `step` steps."""
         for name, widest in self.widest[step].items():
             np.maximum(widest, _difference(shadow[name], self.values[step][name]), out=widest)
 
     def close(self) -> None:
-        """All shadows are in: turn deviations into bounds, in place."""
+        """Replace deviations by bounds, in place, once all shadows have run."""
         so_far: dict[str, Array] = {}
         for values, widest in zip(self.values, self.widest, strict=True):
             for name, deviation in widest.items():
                 so_far[name] = np.maximum(so_far.get(name, 0.0), deviation)
                 scale = np.abs(values[name].astype(np.float32))
-                floor = self.noise if name in METRICS else ULPS * _spacing(values[name].dtype)
+                floor = self.noise if name in METRICS else ULPS * float(jax.numpy.finfo(values[name].dtype).eps)
                 deviation[...] = MARGIN * (so_far[name] + so_far[name].mean()) + floor * scale
 
     def compare(self, step: int, values: Mapping[str, Array]) -> Closest:
-        """Hold a run against the reference after `step` steps."""
-        found = [self._closest(step, name, x) for name, x in values.items()]
-        beyond = sum(each.ratio > 1 for each in found)
-        named = {each.leaf: each for each in found}
-        early = [named[leaf] for leaf in BEFORE_GRADIENTS if leaf in named and named[leaf].ratio > 1]
-        leaves = [each for each in found if each.leaf not in METRICS]  # "grad_norm" says less than the leaf it is of
+        """Compare a run with the reference after `step` steps."""
+        closest = {name: self._closest(step, name, x) for name, x in values.items()}
+        beyond = sum(each.ratio > 1 for each in closest.values())
+        early = [closest[name] for name in BEFORE_GRADIENTS if name in closest and closest[name].ratio > 1]
+        # "grad_norm" says less than the leaf whose gradient it is.
+        leaves = [each for each in closest.values() if each.leaf not in METRICS]
         worst = early[0] if early else max(leaves, key=lambda each: each.ratio)
         if not early and worst.ratio <= 1:
-            worst = max(found, key=lambda each: each.ratio)
+            worst = max(closest.values(), key=lambda each: each.ratio)
         return Closest(step, worst.leaf, worst.difference, worst.bound, worst.ratio, beyond)
 
     def notes(self) -> tuple[str, ...]:
-        """What limits a proof by this record."""
+        """Return sentences about what a proof by this record cannot show."""
         notes: list[str] = []
         losses = [float(values["loss"]) for values in self.values[1:]]
         if bad := [step for step, loss in enumerate(losses, 1) if not math.isfinite(loss)]:
             notes.append(f"the reference's own loss is not finite at step {bad[0]}: it proves little from there")
-        open_ended = [step for step, bounds in enumerate(self.widest) if any(map(_is_endless, bounds.values()))]
-        if open_ended and not bad:
-            notes.append(
-                f"from step {open_ended[0]} on rounding alone makes values that are not finite: any would pass"
-            )
+        infinite = [
+            step for step, bounds in enumerate(self.widest) if not all(np.isfinite(x).all() for x in bounds.values())
+        ]
+        if infinite and not bad:
+            notes.append(f"from step {infinite[0]} on rounding alone makes values that are not finite: any would pass")
         names = [name for name in self.values[0] if name.startswith("params/")]
         moved = {name: [self._movement(name, step) for step in range(1, len(self.values))] for name in names}
         if still := [name for name, steps in moved.items() if not any(movement for _, movement in steps)]:
@@ -170,11 +170,12 @@ class Record:
         return tuple(notes)
 
     def _movement(self, name: str, step: int) -> tuple[float, float]:
-        """The mean bound of a parameter after `step` steps, and how far it moved on average."""
+        """Return the mean bound of a parameter after `step` steps, and its mean distance from the initial value."""
         first, last = self.values[0][name].astype(np.float32), self.values[step][name].astype(np.float32)
         return float(self.widest[step][name].mean()), float(np.abs(last - first).mean())
 
     def _closest(self, step: int, name: str, value: Array) -> Closest:
+        """Return the element of one leaf or metric that comes closest to its bound."""
         difference = _difference(value, self.values[step][name]).ravel()
         if not difference.size:
             return Closest(step, name)
@@ -182,29 +183,21 @@ class Record:
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = np.where(difference == 0, 0.0, difference / bound)
         ratio = np.where(np.isnan(ratio), np.inf, ratio)  # a number where the reference has none
-        at = int(np.argmax(ratio))
-        return Closest(step, name, float(difference[at]), float(bound[at]), float(ratio[at]))
+        index = int(np.argmax(ratio))
+        return Closest(step, name, float(difference[index]), float(bound[index]), float(ratio[index]))
 
 
 def _difference(a: Array, b: Array) -> Array:
-    """|a - b| in float32, elementwise; 0 where both are NaN or the same infinity, infinite where only one is."""
-    assert a.shape == b.shape, f"{a.shape} against {b.shape}"
-    if not _rounds(a):
+    """Return |a - b| elementwise in float32: 0 where both are NaN or the same infinity, infinite where only one is."""
+    assert a.shape == b.shape, (a.shape, b.shape)
+    if not _is_float(a):
         return (a != b).astype(np.float32)
     a, b = a.astype(np.float32), b.astype(np.float32)
     with np.errstate(invalid="ignore"):
         difference = np.abs(a - b)
-    alike = (a == b) | (np.isnan(a) & np.isnan(b))
-    return np.where(alike, np.float32(0), np.where(np.isnan(difference), np.float32(np.inf), difference))
+    equal = (a == b) | (np.isnan(a) & np.isnan(b))
+    return np.where(equal, np.float32(0), np.where(np.isnan(difference), np.float32(np.inf), difference))
 
 
-def _is_endless(bound: Array) -> bool:
-    return not bool(np.isfinite(bound).all())
-
-
-def _rounds(x: Array) -> bool:
+def _is_float(x: Array) -> bool:
     return bool(jax.numpy.issubdtype(x.dtype, jax.numpy.floating))
-
-
-def _spacing(dtype: Any) -> float:
-    return float(jax.numpy.finfo(dtype).eps)

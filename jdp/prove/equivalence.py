@@ -1,14 +1,14 @@
-"""Equivalence as a command: does it learn the same on one device and on many, whatever is sharded and how?
+"""Equivalence with one device: does a training learn the same on many devices, whatever is sharded and how?
 
 1. `reference.py`: the training as a plain loop on one device, recorded at every step.
-2. `bounds.py`: shadows of it, from which follows how far rounding alone may move each element.
-3. `settings.py`: which runs to make, and what keeps others from being made.
-4. `trials.py`: each run, step by step against the record, until the end or the first place beyond its bound; some are
-   saved in the middle and restored, onto the same setting and onto another.
-5. `proof.py`: the table, or where the simplest run that parts does so: leaf, step, size.
+2. `bounds.py`: shadows of it, which show how far rounding alone may move each element.
+3. `settings.py`: which runs to make, and what prevents others.
+4. `trials.py`: each run, compared with the record step by step until the end or the first element beyond its bound;
+   some are saved in the middle and restored, under the same setting and under another.
+5. `proof.py`: the table, or where the simplest differing run first differs: step, leaf, size.
 
-Nothing is made smaller to fit: model, batches, dtypes and optimizer are the user's own (`room.py` says beforehand what
-does not fit into memory), and what cannot be run as it is is listed with the reason.
+Nothing is made smaller to fit: model, batches, dtypes and optimizer are the user's own (`memory_check.py` refuses what
+does not fit into memory), and what cannot be run unchanged is listed with the reason.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from jdp.core.state import TrainState
 from jdp.core.step import make_train_step
 from jdp.core.types import Device, InitFn, LossFn
 from jdp.prove.bounds import PAIRS, Closest, Record
-from jdp.prove.memory_check import available_memory, check_room
+from jdp.prove.memory_check import available_memory, check_memory
 from jdp.prove.proof import Difference, Proof, Run, difference_in_words
 from jdp.prove.reference import Reference, Training
-from jdp.prove.settings import Resume, Setting, Skip, Space, Way, causal_order, choose, in_common
-from jdp.prove.trials import Batches, Made, Make, Trials, record
+from jdp.prove.settings import Resume, RunSpec, Setting, Skip, Space, causal_order, choose_runs, common_choice
+from jdp.prove.trials import Batches, Made, Make, Trials, record_reference
 
 __all__ = ["Difference", "Made", "Proof", "Run", "Setting", "Skip", "Training", "prove", "prove_training", "space_of"]
 
 Progress = Callable[[int, int, str], None]
-"""`progress(done, total, name)`: `done` of `total` runs, shadows included, are done; `name` is next ("" at the end)."""
+"""`progress(done, total, name)`: `done` of `total` runs, shadows included, are done; `name` is next, "" at the end."""
 
 
 def prove(
@@ -65,24 +65,40 @@ def prove(
     only: str | Sequence[str] = (),
     progress: Progress | None = None,
 ) -> Proof:
-    """Run a training under every strategy, both partitionings, other device counts and microbatches, and resumed.
+    """Compare a training on one device with itself under other strategies, partitionings and device counts.
+
+    Every run takes a few real optimizer steps. After each, its loss and every leaf of its state are compared with those
+    of a plain loop on one device; they are equal if rounding, as measured on this training, explains the difference.
+    Two runs are saved in the middle and resumed. The runs have every pair of choices at least once: strategy,
+    partitioning, number of devices, number of microbatches.
 
     Args:
-        init, tx, loss_fn, precision, clip_norm, wrt, sync_batch_norm, rules, min_shard_size: as for `jdp.init_state`,
-            `jdp.make_train_step` and `jdp.Plan`.
-        batches: `batches(index)` -> the global batch that the step after `index` consumed batches gets, as NumPy
-            arrays; the same for the same index, and of the same shapes for all.
-        steps: optimizer steps of each run; saving and resuming happens after half of them.
-        accumulate: numbers of microbatches; 1 is added.
-        devices: to run on, or how many of this machine's; None: all of them. The counts 1, 2, 4, 8 and all are run.
-        rng: as for `jdp.init_state`; None: `jax.random.key(0)`.
+        init: returns the model from a key, as for `jdp.init_state`.
+        tx: the optimizer.
+        loss_fn: the loss, as for `jdp.make_train_step`.
+        batches: `batches(index)` returns the global batch of the step after `index` consumed batches, as NumPy arrays:
+            always the same for the same index, and of equal shapes for all.
+        steps: optimizer steps of each run; a resumed run is saved after half of them.
+        precision: as for `jdp.make_train_step`.
+        clip_norm: largest global gradient norm; None: no clipping.
+        wrt: what is trained, as for `jdp.init_state`; None: every parameter.
+        sync_batch_norm: as for `jdp.make_train_step`.
+        accumulate: numbers of microbatches a step to run with; 1 is added.
+        devices: the devices, or how many of this machine's; None: all of them. The counts 1, 2, 4, 8 and all are run.
+        rng: key of the initial weights and of every step; None: `jax.random.key(0)`.
         mesh: axis -> size, as `jdp.make_mesh` takes them; `data` takes what the others leave. None: `data` alone.
-        full: every combination, not only every pair of choices (see `jdp.prove.settings`).
-        only: keep the runs whose names hold this text, or one of these, such as "zero3" or "8 devices".
-        progress: called before each run, and at the end.
+        rules: as for `jdp.Plan`.
+        min_shard_size: as for `jdp.Plan`, in elements.
+        full: run every combination, not only every pair of choices.
+        only: keep the runs whose names have this text, or one of these, such as "zero3" or "8 devices".
+        progress: called before each run, and at the end, with the number of runs done, of all, and the next one's name.
+
+    Returns:
+        Whether all runs are equal to the reference, each run, and the first difference; `str()` is a table.
 
     Raises:
-        ValueError: fewer than two devices; not enough memory; an argument out of range; nothing to run.
+        ValueError: fewer than two devices; not enough memory; an argument out of range; nothing to run; several
+            processes; or a loss that is not finite at the first step.
     """
     key = jax.random.key(0) if rng is None else rng
     typed = jax.numpy.issubdtype(key.dtype, jax.dtypes.prng_key)
@@ -100,7 +116,7 @@ def prove(
             partitioning=setting.partitioning,
             clip_norm=clip_norm,
             sync_batch_norm=sync_batch_norm,
-            check_loss=False,  # how losses differ is what a proof finds out
+            check_loss=False,  # the proof itself compares losses
         )
         return Made(
             step,
@@ -123,69 +139,85 @@ def prove_training(
     only: str | Sequence[str] = (),
     progress: Progress | None = None,
 ) -> Proof:
-    """`prove`, with the training already taken apart, and whatever makes a plan and a step of it for a setting.
+    """Prove a training whose plans and steps the caller builds; `prove` builds them itself.
 
     Args:
+        training: what the reference trains.
+        make: builds the training under a setting.
+        batches: `batches(index)` returns the global batch of the step after `index` consumed batches, as NumPy arrays.
+        space: the settings that could be run, of `space_of`.
         own: the setting the user trains under, which is run first and resumed; None: `zero3` on all devices.
+        steps: optimizer steps of each run; a resumed run is saved after half of them.
+        full: run every combination, not only every pair of choices.
+        only: keep the runs whose names have this text, or one of these.
+        progress: called before each run, and at the end.
+
+    Returns:
+        Whether all runs are equal to the reference, each run, and the first difference.
+
+    Raises:
+        ValueError: not enough memory; `steps` is out of range; nothing to run; or a loss that is not finite at the
+            first step.
     """
     if steps < 1:
-        raise ValueError(f"steps is how many optimizer steps each run takes, at least 1; got {steps}.")
+        raise ValueError(f"steps is how many optimizer steps each run takes, at least 1; given {steps}. Take 10.")
     count = len(space.devices)
     reference, first = Reference(training, space.devices[0]), batches(0)
     rows = batch_rows(first)
-    abstract = reference.abstract(first)
-    check_room(abstract, devices=count, steps=steps, precision=training.precision, available=available_memory())
-    space = _limited(space, rows, reference, abstract)
+    abstract = reference.abstract_state(first)
+    check_memory(abstract, devices=count, steps=steps, precision=training.precision, available=available_memory())
+    space = _with_limits(space, rows, reference, abstract)
     texts = (only,) if isinstance(only, str) else tuple(only)
-    runs, skips = choose(space, own or Setting("zero3", "auto", count), steps=steps, full=full, only=texts)
+    runs, skips = choose_runs(space, own or Setting("zero3", "auto", count), steps=steps, full=full, only=texts)
 
-    say = _Count(progress, total=1 + 2 * PAIRS + len(runs))
-    trials = Trials(make, batches, steps, record(reference, batches, steps, say))
+    count_run = _ProgressCounter(progress, total=1 + 2 * PAIRS + len(runs))
+    trials = Trials(make, batches, steps, record_reference(reference, batches, steps, count_run))
     if not math.isfinite(loss := float(trials.record.values[1]["loss"])):
         raise ValueError(f"One device's own loss is {loss} at the first step: there is nothing to compare with.")
-    found: dict[Way, Closest] = {}
+    results: dict[RunSpec, Closest] = {}
     for run in runs:
-        say(str(run))
-        found[run] = trials.run(run)
-    for run in _suspects(found):
-        say.total += 1
-        say(str(run))
-        found[run] = trials.run(run)
-    say("")
-    proven = tuple(Run(str(run), at.ratio <= 1, at.difference, at.bound, at) for run, at in found.items())
+        count_run(str(run))
+        results[run] = trials.run(run)
+    for run in _suspects(results):
+        count_run.total += 1
+        count_run(str(run))
+        results[run] = trials.run(run)
+    count_run("")
+    proven = tuple(Run(str(run), at.ratio <= 1, at.difference, at.bound, at) for run, at in results.items())
+    first_difference = _first_difference(results, trials.record)
     notes = (*_notes(training.rng, space.devices[0]), *trials.record.notes())
-    return Proof(all(run.equal for run in proven), proven, _first(found, trials.record), tuple(skips), steps, notes)
+    return Proof(all(run.equal for run in proven), proven, first_difference, tuple(skips), steps, notes)
 
 
-def _suspects(found: Mapping[Way, Closest]) -> list[Setting]:
-    """The settings of resumed runs that part, where they were not run by themselves: the fault may be theirs."""
-    resumed = [run for run, at in found.items() if isinstance(run, Resume) and at.ratio > 1]
+def _suspects(results: Mapping[RunSpec, Closest]) -> list[Setting]:
+    """Return the settings of differing resumed runs that were not run by themselves: the fault may be theirs."""
+    resumed = [run for run, at in results.items() if isinstance(run, Resume) and at.ratio > 1]
     settings = dict.fromkeys(setting for run in resumed for setting in (run.first, run.second))
-    return [setting for setting in settings if setting not in found]
+    return [setting for setting in settings if setting not in results]
 
 
-def _first(found: Mapping[Way, Closest], held: Record) -> Difference | None:
-    """The first cause among the runs that part: what they have in common is looked for among the plain ones."""
-    parted = [run for run, at in found.items() if at.ratio > 1]
-    if not parted:
+def _first_difference(results: Mapping[RunSpec, Closest], record: Record) -> Difference | None:
+    """Describe the differing run that is the likeliest cause of the others; None if no run differs."""
+    differing = [run for run, at in results.items() if at.ratio > 1]
+    if not differing:
         return None
-    run = min(parted, key=causal_order)  # of equals the first that was run
-    plain = [each for each in found if isinstance(each, Setting)]
-    common = in_common([s for s in plain if s in parted], [s for s in plain if s not in parted])
-    at = found[run]
+    run = min(differing, key=causal_order)  # of equals the first that was run
+    settings = [each for each in results if isinstance(each, Setting)]
+    common = common_choice([s for s in settings if s in differing], [s for s in settings if s not in differing])
+    at = results[run]
     return difference_in_words(
         str(run),
         at,
-        leaves=len(held.values[at.step]),
+        leaves=len(record.values[at.step]),
         resumed_at=run.at if isinstance(run, Resume) else None,
-        parted=(len(parted), len(found)),
+        differing=(len(differing), len(results)),
         common=common,
     )
 
 
 @dataclass
-class _Count:
-    """Calls `progress` as run after run begins."""
+class _ProgressCounter:
+    """Counts runs as they begin, and calls `progress`."""
 
     progress: Progress | None
     total: int
@@ -198,19 +230,28 @@ class _Count:
 
 
 def space_of(devices: Sequence[Device] | int | None, accumulate: Sequence[int], mesh: Mapping[str, int]) -> Space:
-    """What could be run on these devices, as far as the batch and the loss allow; see `prove` for the arguments."""
+    """Return the settings that could be run on these devices, before limits of the batch and the loss.
+
+    Args:
+        devices: the devices, or how many of this machine's; None: all of them.
+        accumulate: numbers of microbatches a step; 1 is added.
+        mesh: axis -> size; `data` takes what the others leave.
+
+    Raises:
+        ValueError: several processes, fewer than two devices, more than there are, or fewer than one microbatch.
+    """
     if jax.process_count() > 1:
         raise ValueError("A proof runs in one process, on its own devices; run it without jdp launch or Slurm.")
-    here = jax.devices()
-    if isinstance(devices, int) and devices > len(here):
-        raise ValueError(f"devices is how many of this machine's {len(here)} to use; got {devices}. {MORE_DEVICES}")
-    chosen = here if devices is None else here[:devices] if isinstance(devices, int) else list(devices)
+    every = jax.devices()
+    if isinstance(devices, int) and devices > len(every):
+        raise ValueError(f"devices is how many of this machine's {len(every)} to use; given {devices}. {MORE_DEVICES}")
+    chosen = every if devices is None else every[:devices] if isinstance(devices, int) else list(devices)
     if len(chosen) < 2:
         raise ValueError(
-            f"A proof compares one device with several, so it takes at least 2; got {len(chosen)}. {MORE_DEVICES}"
+            f"A proof compares one device with several, so it takes at least 2; given {len(chosen)}. {MORE_DEVICES}"
         )
     if any(k < 1 for k in accumulate):
-        raise ValueError(f"accumulate lists numbers of microbatches, at least 1 each; got {list(accumulate)}.")
+        raise ValueError(f"accumulate lists numbers of microbatches, at least 1 each; given {list(accumulate)}.")
     counts = tuple(sorted({1, *(n for n in (2, 4, 8) if n < len(chosen)), len(chosen)}))
     return Space(chosen, counts, tuple(sorted({1, *accumulate})), mesh)
 
@@ -221,23 +262,23 @@ MORE_DEVICES = (
 )
 
 
-def _limited(space: Space, rows: int, reference: Reference, state: TrainState) -> Space:
-    """What could be run, given the batch's rows, the loss and the model."""
+def _with_limits(space: Space, rows: int, reference: Reference, state: TrainState) -> Space:
+    """Return `space` with the limits of the batch's rows, the loss and the model."""
     no_manual = (
         None if reference.returns_loss else "the loss returns a mean, and manual takes a jdp.Loss: a sum and a weight"
     )
-    no_parts = None
+    no_microbatches = None
     adapter = state.static.adapter
     if adapter is not None and adapter.has_statistics:
         why = "the model keeps statistics of its batch (BatchNorm)"
         if not reference.training.sync_batch_norm or adapter.unsynchronised:
             no_manual = f"{why}, which manual takes over each device's own rows: another computation, not another order"
-        no_parts = f"{why}, which are of each microbatch then: another computation, not another order"
-    return replace(space, rows=rows, no_manual=no_manual, no_parts=no_parts)
+        no_microbatches = f"{why}, which are of each microbatch then: another computation, not another order"
+    return replace(space, rows=rows, no_manual=no_manual, no_microbatches=no_microbatches)
 
 
 def _notes(rng: jax.Array, device: Device) -> list[str]:
-    """What limits a proof with this key and on these devices."""
+    """Return sentences about what a proof with this key and on these devices cannot show."""
     notes: list[str] = []
     if str(jax.random.key_impl(rng)) != THREEFRY:
         notes.append(

@@ -1,4 +1,4 @@
-"""What a proof says: the table, the first difference in words, the object for `--json`."""
+"""The result of a proof: a table, the first difference in words, the object for `--json`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from jdp.prove.settings import Skip
 
 @dataclass(frozen=True)
 class Run:
-    """One run, held against the reference.
+    """One run, compared with the reference.
 
     Attributes:
         name: such as "zero3 manual 8 devices K=2".
-        equal: whether every loss and every leaf stayed within its bound.
-        max_difference: at the place where the run came closest to its bound, or went farthest beyond it at the first
-            step that parted; absolute.
-        bound: what rounding explains there.
-        closest: that place: step, leaf, ratio.
+        equal: True if every loss and every leaf stayed within its bound.
+        max_difference: absolute, of the element that came closest to its bound, or went farthest beyond it at the first
+            step that differs.
+        bound: the largest difference of that element that rounding explains.
+        closest: that element: step, leaf, ratio.
     """
 
     name: str
@@ -33,15 +33,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a run first parts from the reference.
+    """Where a run first differs from the reference.
 
     Attributes:
         run: its name.
         step: after how many optimizer steps; 0: before the first.
         leaf: "weight", "loss" or "grad_norm" of that step, else the path of the leaf farthest beyond its bound.
         difference: absolute, of the element farthest beyond its bound.
-        bound: what rounding explains there.
-        words: the same in a sentence, and what it points to.
+        bound: the largest difference of that element that rounding explains.
+        words: this in a sentence, and what it points to.
     """
 
     run: str
@@ -54,16 +54,16 @@ class Difference:
 
 @dataclass(frozen=True)
 class Proof:
-    """What `prove` found; `str()` is a table.
+    """The result of `prove`; `str()` is a table.
 
     Attributes:
-        equal: whether all runs are.
-        runs: in the order they were made; where a resumed one parts, the settings it is made of are among them.
-        first_difference: of the run that parts with the fewest changes from one device, resumed ones last
-            (`settings.causal_order`); None when all are equal.
+        equal: True if all runs are equal to the reference.
+        runs: in the order they were made; if a resumed one differs, the settings it consists of are among them.
+        first_difference: of the differing run with the fewest changes from one device, resumed ones last
+            (`settings.causal_order`); None if all are equal.
         skipped: what was not run, and why.
         steps: optimizer steps of each run.
-        notes: what limits the proof.
+        notes: sentences about what the proof cannot show.
     """
 
     equal: bool
@@ -76,15 +76,15 @@ class Proof:
     def __str__(self) -> str:
         width = max(len(run.name) for run in self.runs)
         head = f"{'run':<{width}}  equal  difference  bound    of bound  closest to its bound at"
-        lines = [head, *(_row(run, width) for run in self.runs)]
-        lines += [f"not run: {skip.name}: {skip.reason}" for skip in self.skipped]
-        lines += self.notes
+        rows = [head, *(_row(run, width) for run in self.runs)]
+        rows += [f"not run: {skip.name}: {skip.reason}" for skip in self.skipped]
+        rows += self.notes
         count = f"{len(self.runs)} runs of {self.steps} steps"
         verdict = f"equal: {count} agree with one device, within rounding"
-        return "\n".join([*lines, verdict if self.first_difference is None else self.first_difference.words])
+        return "\n".join([*rows, verdict if self.first_difference is None else self.first_difference.words])
 
     def to_json(self) -> dict[str, Any]:
-        """One JSON object; a number that is not finite is null."""
+        """Return one JSON object; a number that is not finite is null."""
         first = self.first_difference
         return {
             "equal": self.equal,
@@ -97,17 +97,17 @@ class Proof:
 
 
 def difference_in_words(
-    run: str, at: Closest, *, leaves: int, resumed_at: int | None, parted: tuple[int, int] = (1, 1), common: str = ""
+    run: str, at: Closest, *, leaves: int, resumed_at: int | None, differing: tuple[int, int] = (1, 1), common: str = ""
 ) -> Difference:
-    """Say where a run parts and what kind of fault shows there first.
+    """Describe where a run differs, and which kinds of fault show there first.
 
     Args:
         run: its name.
-        at: the first place beyond its bound.
+        at: the first element beyond its bound.
         leaves: how many leaves are compared.
         resumed_at: the step after which the run was saved and restored; None: it was not.
-        parted: how many runs part, of how many.
-        common: the choice that tells those that part from the others; empty where there is none.
+        differing: how many runs differ, of how many.
+        common: the choice that all differing runs share and no other does; empty if there is none.
     """
     when = f"at step {at.step}" if at.step else "before the first step"
     what = f"in the {at.leaf}" if at.leaf in HINTS else f"in {at.leaf}"
@@ -119,10 +119,10 @@ def difference_in_words(
     elif resumed_at is not None and at.step == resumed_at + 1:
         hint = f"that is the first step after resuming: the data did not go on where it stopped, or {hint}"
     many = f"{at.beyond} of {leaves} compared values are beyond their bounds there"
-    words = f"not equal: {run} parts from one device {when} {what} {size}{times}; {many}. Look at this first: {hint}."
-    if parted[0] > 1:
-        told = f" Of those that are not resumed, all with {common} part, and no others." if common else ""
-        words += f" {parted[0]} of {parted[1]} runs part; this one changes least.{told}"
+    words = f"not equal: {run} differs from one device {when} {what} {size}{times}; {many}. Look at this first: {hint}."
+    if differing[0] > 1:
+        pattern = f" Of those that are not resumed, all with {common} differ, and no others." if common else ""
+        words += f" {differing[0]} of {differing[1]} runs differ; this one changes least.{pattern}"
     return Difference(run, at.step, at.leaf, at.difference, at.bound, words)
 
 
@@ -143,9 +143,9 @@ START = "that is the initial state: `init` draws or computes it differently on t
 def _row(run: Run, width: int) -> str:
     at = run.closest
     share = f"{at.ratio:.3f}" if at.ratio < 10 else f"{at.ratio:.2g}"
-    where = f"step {at.step}, {at.leaf}" if at.ratio else "the same bits"
+    place = f"step {at.step}, {at.leaf}" if at.ratio else "the same bits"
     equal = "yes" if run.equal else "NO"
-    return f"{run.name:<{width}}  {equal:<5}  {run.max_difference:<10.1e}  {run.bound:<7.1e}  {share:<8}  {where}"
+    return f"{run.name:<{width}}  {equal:<5}  {run.max_difference:<10.1e}  {run.bound:<7.1e}  {share:<8}  {place}"
 
 
 def _object(run: Run) -> dict[str, Any]:

@@ -1,9 +1,9 @@
-"""What every run is held against: the training loop written plainly, on one device, without a mesh or a strategy.
+"""The reference that runs are compared with: a plain training loop on one device, without a mesh or a strategy.
 
 It shares no code with the steps that are proven, except how a module is split and how a `Loss` is read. The weights are
 drawn from `fold_in(rng, 0)`. Each step has the key `fold_in(fold_in(rng, 1), batches consumed)`; the gradient of Σtotal
-is divided by Σweight and clipped, then the optimizer is asked; a step whose gradient is not finite changes nothing. So
-a fault that all strategies have in common, such as a key that is the same at every step, is seen as well.
+is divided by Σweight and clipped, then the optimizer is applied; a step whose gradient is not finite changes nothing.
+So a fault that all strategies have in common, such as a key that is the same at every step, is found too.
 
 The same program with `Noise` makes the shadows that rounding is measured by (`jdp.prove.bounds`); with amplitude 0 it
 is the reference itself.
@@ -29,19 +29,19 @@ from jdp.core.trainable import resolve
 from jdp.core.types import Batch, Device, InitFn, Loss, LossFn, PyTree
 
 FORWARD = 1 / 2
-"""Noise of the weights, as a share of the gradients': the forward pass does not sum over the batch."""
+"""Noise of the weights relative to that of the gradients: the forward pass does not sum over the batch."""
 ELSEWHERE = 1 / 16
-"""Share of the whole gradient's root mean square that counts for each of its elements; see `_with_noise`."""
+"""Fraction of the whole gradient's root mean square that is added to the scale of each element; see `_with_noise`."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """What is learnt, whatever it runs on.
+    """What is trained and how, independent of devices and strategy.
 
     Attributes:
         init, tx, loss_fn: as for `jdp.init_state` and `jdp.make_train_step`.
-        rng: the typed key that everything random derives from.
-        precision: the dtypes.
+        rng: the typed key from which all random numbers derive.
+        precision: dtypes of computation and reduction.
         clip_norm: largest global gradient norm; None: no clipping.
         wrt: what is trained, as for `jdp.init_state`.
         sync_batch_norm: as for `jdp.make_train_step`.
@@ -60,11 +60,11 @@ class Training:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Noise:
-    """Rounding, exaggerated: random signs that stay the same from step to step, times a relative amplitude.
+    """Exaggerated rounding: random signs, constant over the steps, times a relative amplitude.
 
     Attributes:
         seed: uint32 scalar, of the signs.
-        amplitude: float32 scalar; negative turns all signs round, 0 is no noise.
+        amplitude: float32 scalar; a negative one reverses all signs, 0 is no noise.
     """
 
     seed: Any
@@ -76,45 +76,45 @@ SILENT = Noise(np.uint32(0), np.float32(0))
 
 @dataclass(frozen=True)
 class Reference:
-    """The plain loop.
+    """The plain training loop.
 
     Attributes:
-        training: what is learnt.
+        training: what is trained.
         device: the one device.
     """
 
     training: Training
     device: Device
-    _found: dict[str, bool] = field(default_factory=dict[str, bool], repr=False, compare=False)
+    _traced: dict[str, bool] = field(default_factory=dict[str, bool], repr=False, compare=False)
 
     @property
     def returns_loss(self) -> bool:
-        """Whether the loss function returns a `Loss`; known after `abstract`."""
-        return self._found["returns_loss"]
+        """True if the loss function returns a `Loss`; known after `abstract_state`."""
+        return self._traced["returns_loss"]
 
-    def abstract(self, batch: Batch) -> TrainState:
-        """The state's shapes; the loss function is called once, abstractly."""
-        state = jax.eval_shape(self._first, self.training.rng)
+    def abstract_state(self, batch: Batch) -> TrainState:
+        """Return the state's shapes; the loss function is traced once."""
+        state = jax.eval_shape(self._initial, self.training.rng)
         jax.eval_shape(self._next, state, batch, SILENT)
         return state
 
-    def first(self) -> TrainState:
-        """The state before the first step."""
-        return self._jitted_first(jax.device_put(self.training.rng, self.device))
+    def initial_state(self) -> TrainState:
+        """Return the state before the first step."""
+        return self._jitted_initial(jax.device_put(self.training.rng, self.device))
 
     def step(self, state: TrainState, batch: Batch, noise: Noise = SILENT) -> tuple[TrainState, dict[str, jax.Array]]:
-        """The state after one more batch (global, NumPy), and "loss", "weight", "grad_norm"."""
-        return self._jitted(state, *jax.device_put((batch, noise), self.device))
+        """Return the state after one more batch (global, NumPy), and "loss", "weight", "grad_norm"."""
+        return self._jitted_step(state, *jax.device_put((batch, noise), self.device))
 
     @cached_property
-    def _jitted_first(self) -> Any:
-        return jax.jit(self._first)
+    def _jitted_initial(self) -> Any:
+        return jax.jit(self._initial)
 
     @cached_property
-    def _jitted(self) -> Any:
+    def _jitted_step(self) -> Any:
         return jax.jit(self._next, donate_argnums=0)
 
-    def _first(self, rng: jax.Array) -> TrainState:
+    def _initial(self, rng: jax.Array) -> TrainState:
         model, specs = flax_nnx.built(self.training.init, jax.random.fold_in(rng, 0))
         params, model_state, adapter = flax_nnx.split(model)
         static = Static(self.training.tx, adapter, specs, resolve(params, adapter, self.training.wrt))
@@ -154,31 +154,31 @@ class Reference:
         adapter = state.static.adapter
         model = working if adapter is None else adapter.merge(working, state.model_state, key)
         value = self.training.loss_fn(model, batch, key)
-        self._found["returns_loss"] = isinstance(value, Loss)
+        self._traced["returns_loss"] = isinstance(value, Loss)
         return as_sums(value, batch), state.model_state if adapter is None else adapter.changed(model)
 
 
 def _with_noise(tree: PyTree, noise: Noise, *, stream: int, absolute: bool = False) -> PyTree:
-    """Each element x moved by ± amplitude · |x|, or with `absolute` by ± amplitude · (|x| + terms).
+    """Add ± amplitude · |x| to each element x, or with `absolute` ± amplitude · (|x| + size of its terms).
 
-    A gradient is a sum in which terms cancel: its error is relative to the terms, not to what is left of them. Their
-    size is taken to be the root mean square of the row (what one token or one input meets) or of the leaf, whichever is
-    larger, and a share of that of all leaves, for where a whole leaf cancels (the bias of the attention's keys, which
-    the softmax does not see). An exact zero has no terms (the row of a token that did not occur) and stays zero.
+    A gradient is a sum in which terms cancel: its error is relative to the terms, not to their sum. Their size is taken
+    to be the root mean square of the row (of one token or one input) or of the leaf, whichever is larger, plus a
+    fraction of that of all leaves, for a leaf that cancels as a whole (the bias of the attention's keys, on which the
+    softmax does not depend). An exact zero has no terms (the row of a token that did not occur) and stays zero.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    whole = [leaf.astype(jnp.float32) for leaf in leaves]
-    everywhere = jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in whole) / float(sum(x.size for x in whole)))
+    floats = [leaf.astype(jnp.float32) for leaf in leaves]
+    everywhere = jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in floats) / float(sum(x.size for x in floats)))
 
-    def moved(index: int, x: jax.Array) -> jax.Array:
+    def add_noise(index: int, x: jax.Array) -> jax.Array:
         scale = jnp.abs(x)
         if absolute:
             row = _rms(x, axis=-1) if x.ndim else jnp.abs(x)
             scale = jnp.where(x == 0, 0.0, scale + jnp.maximum(row, _rms(x)) + ELSEWHERE * everywhere)
         return x + noise.amplitude * _signs(noise.seed, 2 * index + stream, x.shape) * scale
 
-    shifted = [moved(index, x).astype(leaf.dtype) for index, (x, leaf) in enumerate(zip(whole, leaves, strict=True))]
-    return jax.tree.unflatten(treedef, shifted)
+    noisy = [add_noise(i, x).astype(leaf.dtype) for i, (x, leaf) in enumerate(zip(floats, leaves, strict=True))]
+    return jax.tree.unflatten(treedef, noisy)
 
 
 def _rms(x: jax.Array, axis: int | None = None) -> jax.Array:
@@ -186,7 +186,7 @@ def _rms(x: jax.Array, axis: int | None = None) -> jax.Array:
 
 
 def _signs(seed: Any, array: int, shape: tuple[int, ...]) -> jax.Array:
-    """±1 by element: a bit of MurmurHash3's 32-bit finalizer (Appleby 2011), which compiles faster than threefry."""
+    """Return ±1 for each element: a bit of MurmurHash3's 32-bit finalizer (Appleby 2011), faster to compile."""
     x = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape)
     x = x * jnp.uint32(0x9E3779B9) + jnp.asarray(seed, jnp.uint32) * jnp.uint32(0x7FEB352D) + jnp.uint32(array + 1)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):

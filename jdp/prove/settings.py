@@ -1,7 +1,7 @@
-"""Which runs a proof makes: settings, what keeps one from being run, and the covering list.
+"""Which runs a proof makes: settings, what prevents one, and the covering list.
 
-A fault of a data-parallel step shows where two choices meet: a strategy and a partitioning, a partitioning and a number
-of microbatches, a strategy and a number of devices. So the default list holds every such *pair* at least once (a
+A fault of a data-parallel step shows in a combination of two choices: a strategy and a partitioning, a partitioning and
+a number of microbatches, a strategy and a number of devices. So the default list has every such *pair* at least once (a
 pairwise covering array; Kuhn, Wallace and Gallo 2004, doi:10.1109/TSE.2004.24, found that pairs show most faults), in
 about as many programs as the two longest lists multiply to; `full` runs every combination.
 """
@@ -23,12 +23,12 @@ from jdp.core.types import Device
 
 @dataclass(frozen=True)
 class Setting:
-    """How one run is done: nothing here may change what is learnt.
+    """How one run is done; none of these choices may change what is learnt.
 
     Attributes:
         strategy: "ddp", "zero1", "zero2" or "zero3".
         partitioning: "auto" or "manual".
-        devices: how many.
+        devices: number of devices.
         accumulate: microbatches a step, K.
     """
 
@@ -38,22 +38,22 @@ class Setting:
     accumulate: int = 1
 
     def __str__(self) -> str:
-        count = counted(self.devices)
-        return f"{self.strategy} {self.partitioning} {count} K={self.accumulate}"
+        return f"{self.strategy} {self.partitioning} {format_devices(self.devices)} K={self.accumulate}"
 
     @property
-    def levels(self) -> tuple[object, ...]:
+    def choices(self) -> tuple[object, ...]:
+        """The four choices, in the order of the fields."""
         return (self.strategy, self.partitioning, self.devices, self.accumulate)
 
     @property
     def changes(self) -> int:
-        """How many of its choices are not those of one device, run plainly."""
-        return sum(mine != plain for mine, plain in zip(self.levels, Setting().levels, strict=True))
+        """How many of its choices differ from `ddp auto` on one device without microbatches."""
+        return sum(own != plain for own, plain in zip(self.choices, Setting().choices, strict=True))
 
 
 @dataclass(frozen=True)
 class Skip:
-    """What is not run, and why."""
+    """A run, or a group of runs, that is left out, and why."""
 
     name: str
     reason: str
@@ -69,8 +69,8 @@ class Space:
         accumulates: numbers of microbatches, ascending; 1 is among them.
         axes: mesh axis -> size, as in an experiment file; `data` takes what the others leave.
         rows: of the global batch.
-        no_manual: why manual partitioning is not compared; None: it is.
-        no_parts: why a batch may not be computed in parts (microbatches); None: it may.
+        no_manual: why manual partitioning is not run; None: it is.
+        no_microbatches: why a batch may not be computed in microbatches; None: it may.
     """
 
     devices: Sequence[Device]
@@ -79,40 +79,45 @@ class Space:
     axes: Mapping[str, int]
     rows: int = 0
     no_manual: str | None = None
-    no_parts: str | None = None
+    no_microbatches: str | None = None
 
     def mesh(self, count: int) -> Mesh:
-        """The experiment's axes over `count` devices; over one device, each axis has size 1. ValueError: no fit."""
+        """Return the mesh of these axes over `count` devices; over one device, each axis has size 1.
+
+        Raises:
+            ValueError: the axes do not fit `count` devices.
+        """
         axes = {name: 1 if count == 1 else -1 if name == DATA else size for name, size in self.axes.items()}
         return make_mesh(devices=self.devices[:count], **axes)
 
     def every(self) -> Iterator[Setting]:
-        """The product, device counts from the largest down."""
+        """Yield all combinations, device counts from the largest down."""
         kinds = ("auto", "manual")
         for count, strategy, kind, k in itertools.product(self.counts[::-1], STRATEGIES, kinds, self.accumulates):
             yield Setting(strategy, kind, count, k)
 
     def obstacle(self, setting: Setting) -> Skip | None:
-        """What keeps `setting` from being run, named as widely as it holds."""
+        """Return what prevents `setting` from being run, as wide a group as the reason holds for, or None."""
         if setting.partitioning == "manual" and self.no_manual:
             return Skip("manual", self.no_manual)
-        if setting.accumulate > 1 and self.no_parts:
-            return Skip(f"K={setting.accumulate}", self.no_parts)
+        if setting.accumulate > 1 and self.no_microbatches:
+            return Skip(f"K={setting.accumulate}", self.no_microbatches)
         try:
             shards = Plan(self.mesh(setting.devices)).batch_shards
         except ValueError as error:
-            return Skip(counted(setting.devices), str(error))
+            return Skip(format_devices(setting.devices), str(error))
         unit = shards * setting.accumulate
         if self.rows % unit:
             near = nearest_sizes(self.rows, unit)
             reason = f"{self.rows} rows do not divide by {shards} batch shards × K={setting.accumulate} = {unit}"
-            return Skip(f"{counted(setting.devices)} K={setting.accumulate}", f"{reason}; the nearest sizes are {near}")
+            name = f"{format_devices(setting.devices)} K={setting.accumulate}"
+            return Skip(name, f"{reason}; the nearest sizes are {near}")
         return None
 
 
 @dataclass(frozen=True)
 class Resume:
-    """Save in the middle of one setting, go on in another (or the same)."""
+    """A run that is saved after step `at` of one setting and resumed under another, or the same."""
 
     at: int
     first: Setting
@@ -123,63 +128,66 @@ class Resume:
         return f"resume after step {self.at}: {self.first}, {onto}"
 
 
-Way = Setting | Resume
-"""What one run is."""
+RunSpec = Setting | Resume
+"""One run of a proof."""
 
 
-def causal_order(run: Way) -> tuple[int, ...]:
-    """A key that sorts runs that part by what may be the cause of what: a resumed run takes the faults of its settings
-    along, and a setting those of the choices it is made of."""
+def causal_order(run: RunSpec) -> tuple[int, ...]:
+    """Return a key that sorts differing runs by possible cause.
+
+    A setting may have the faults of those with fewer of its choices, and a resumed run those of its settings.
+    """
     if isinstance(run, Resume):
         return 1, run.first.changes + run.second.changes, run.second.devices
     return 0, run.changes, run.devices, run.accumulate
 
 
-def in_common(parted: Sequence[Setting], equal: Sequence[Setting]) -> str:
-    """The choice that every setting of `parted` has made and none of `equal`, in words; empty where there is none."""
-    if len(parted) < 2 or not equal:
+def common_choice(differing: Sequence[Setting], equal: Sequence[Setting]) -> str:
+    """Return the choice that all `differing` settings share and none of `equal`, in words; empty if there is none."""
+    if len(differing) < 2 or not equal:
         return ""
     names = ("strategy {}", "partitioning {}", "{} devices", "K={}")
-    for name, ours, theirs in zip(
-        names, *(zip(*(s.levels for s in of), strict=True) for of in (parted, equal)), strict=True
-    ):
-        if len({*ours}) == 1 and ours[0] not in theirs:
-            return name.format(ours[0])
+    columns = (zip(*(s.choices for s in settings), strict=True) for settings in (differing, equal))
+    for name, shared, others in zip(names, *columns, strict=True):
+        if len({*shared}) == 1 and shared[0] not in others:
+            return name.format(shared[0])
     return ""
 
 
-def counted(devices: int) -> str:
-    """ "1 device", "4 devices"."""
+def format_devices(devices: int) -> str:
+    """Return "1 device", "4 devices"."""
     return f"{devices} device{'s' if devices > 1 else ''}"
 
 
-def choose(space: Space, own: Setting, *, steps: int, full: bool, only: Sequence[str]) -> tuple[list[Way], list[Skip]]:
-    """The runs of a proof in their order, and what is left out because it cannot be run.
+def choose_runs(
+    space: Space, own: Setting, *, steps: int, full: bool, only: Sequence[str]
+) -> tuple[list[RunSpec], list[Skip]]:
+    """Return the runs of a proof in their order, and what is left out because it cannot be run.
 
     Args:
         space: what could be run.
-        own: the user's own setting: it is run, resumed, and resumed onto another.
+        own: the user's own setting: it is run, resumed, and resumed under another.
         steps: optimizer steps of each run.
         full: every combination instead of every pair.
-        only: texts; keep the runs with one of them in their names. One that is in no name of the covering list is
-            looked for in every combination. Empty: keep all.
+        only: texts; keep the runs with one of them in their names. A text that is in no name of the covering list
+            selects among all combinations. Empty: keep all.
 
     Raises:
-        ValueError: one of `only` names nothing, or there is nothing to run.
+        ValueError: one of `only` is in no name, or there is nothing to run.
     """
-    found = {setting: space.obstacle(setting) for setting in space.every()}
-    possible = [setting for setting, obstacle in found.items() if obstacle is None]
+    obstacles = {setting: space.obstacle(setting) for setting in space.every()}
+    possible = [setting for setting, obstacle in obstacles.items() if obstacle is None]
     listed = _runs(possible if full else _covering(possible, own), own, steps)
     wanted = [text for text in only if not _named(text, listed)]
     every = _runs(possible, own, steps)
-    unknown = [text for text in wanted if not _named(text, [*every, *found])]
+    unknown = [text for text in wanted if not _named(text, [*every, *obstacles])]
     if unknown:
         names = "; ".join(map(str, listed))
         raise ValueError(f"`only` keeps runs by a part of their names; {', '.join(unknown)} is in none of: {names}.")
     runs = [run for run in listed if not only or any(text in str(run) for text in only)]
     runs += [run for text in wanted for run in _named(text, every) if run not in runs]
-    asked = (obstacle for setting, obstacle in found.items() if not only or any(text in str(setting) for text in only))
-    skips = list(dict.fromkeys(obstacle for obstacle in asked if obstacle is not None))
+    named = (skip for setting, skip in obstacles.items() if not only or any(text in str(setting) for text in only))
+    skips = list(dict.fromkeys(skip for skip in named if skip is not None))
     if steps < 2:
         skips.append(Skip("resume", "saving in the middle takes at least 2 steps"))
     if not runs or (not only and not any(setting.devices > 1 for setting in possible)):
@@ -187,12 +195,12 @@ def choose(space: Space, own: Setting, *, steps: int, full: bool, only: Sequence
     return list(dict.fromkeys(runs)), skips
 
 
-def _named(text: str, runs: Sequence[Way]) -> list[Way]:
+def _named(text: str, runs: Sequence[RunSpec]) -> list[RunSpec]:
     return [run for run in runs if text in str(run)]
 
 
 def _covering(possible: list[Setting], own: Setting) -> list[Setting]:
-    """Settings that hold every pair of levels that `possible` holds, greedily; one device with each K besides."""
+    """Return settings with every pair of choices that `possible` has, chosen greedily, and one device with each K."""
     alone = [s for s in possible if s.devices == 1 and (s.strategy, s.partitioning) == ("ddp", "auto")]
     many = [s for s in possible if s.devices > 1]
     many.sort(key=lambda setting: setting != own)  # stable: the user's own comes first
@@ -206,13 +214,13 @@ def _covering(possible: list[Setting], own: Setting) -> list[Setting]:
 
 
 def _pairs(setting: Setting) -> set[tuple[tuple[int, object], ...]]:
-    return set(itertools.combinations(enumerate(setting.levels), 2))
+    return set(itertools.combinations(enumerate(setting.choices), 2))
 
 
-def _runs(settings: list[Setting], own: Setting, steps: int) -> list[Way]:
-    """The settings, and the resumed runs among them: the user's own, and from it onto the one that differs most."""
+def _runs(settings: list[Setting], own: Setting, steps: int) -> list[RunSpec]:
+    """Return the settings, and two resumed runs: of the user's own, and from that onto the one that differs most."""
     if steps < 2 or not settings:
         return [*settings]
     first = own if own in settings else max(settings, key=lambda s: s.devices)
-    other = max(settings, key=lambda s: (sum(a != b for a, b in zip(s.levels, first.levels, strict=True)), s.devices))
+    other = max(settings, key=lambda s: (sum(a != b for a, b in zip(s.choices, first.choices, strict=True)), s.devices))
     return [*settings, *dict.fromkeys((Resume(steps // 2, first, first), Resume(steps // 2, first, other)))]

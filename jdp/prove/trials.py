@@ -1,4 +1,4 @@
-"""One run, step by step, held against the record as it goes; and the record itself."""
+"""One run, compared with the record of the reference step by step; and making that record."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from jdp.checkpoint import Checkpoints
 from jdp.core.state import TrainState
 from jdp.core.step import Step
 from jdp.core.types import Batch
-from jdp.data.feed import Feed, shard_batches
-from jdp.prove.bounds import PAIRS, Closest, Record, amplitude, snapshot, sums
+from jdp.data.feed import shard_batches
+from jdp.prove.bounds import PAIRS, Closest, Record, noise_amplitude, snapshot, sum_noise
 from jdp.prove.reference import SILENT, Noise, Reference
-from jdp.prove.settings import Resume, Setting, Way
+from jdp.prove.settings import Resume, RunSpec, Setting
 
 Batches = Callable[[int], Batch]
-"""`batches(index)` -> the whole global batch that the step after `index` consumed ones gets, as NumPy arrays."""
+"""`batches(index)` -> the global batch of the step after `index` consumed batches, as NumPy arrays."""
 
 
 @dataclass(frozen=True)
 class Made:
-    """The training under one setting, as jdp makes it.
+    """The training under one setting, built with jdp.
 
     Attributes:
         step: the training step.
-        state: makes the initial state.
-        abstract_state: makes what a checkpoint is restored onto.
+        state: returns the initial state.
+        abstract_state: returns the state that a checkpoint is restored onto.
     """
 
     step: Step
@@ -40,24 +40,28 @@ class Made:
 Make = Callable[[Setting], Made]
 
 
-def record(reference: Reference, batches: Batches, steps: int, say: Callable[[str], None]) -> Record:
-    """Run the reference and its shadows."""
-    first = batches(0)
-    kept, noise = Record(sums(first)), amplitude(reference.training.precision, first)
-    say("one device, plainly: the reference")
-    for _, values in _plain(reference, batches, steps, SILENT):
-        kept.add(values)
+def record_reference(reference: Reference, batches: Batches, steps: int, progress: Callable[[str], None]) -> Record:
+    """Run the reference and its shadows, and record them; `progress` gets the name of each run before it starts."""
+    batch = batches(0)
+    record, noise = Record(sum_noise(batch)), noise_amplitude(reference.training.precision, batch)
+    progress("one device, plainly: the reference")
+    for _, values in _run_reference(reference, batches, steps, SILENT):
+        record.add(values)
     for index in range(2 * PAIRS):
-        say(f"shadow {index + 1} of {2 * PAIRS}: the reference with exaggerated rounding")
+        progress(f"shadow {index + 1} of {2 * PAIRS}: the reference with exaggerated rounding")
         sign = -1 if index % 2 else 1
-        for step, values in _plain(reference, batches, steps, Noise(np.uint32(index // 2), np.float32(sign * noise))):
-            kept.widen(step, values)
-    kept.close()
-    return kept
+        shadow = Noise(np.uint32(index // 2), np.float32(sign * noise))
+        for step, values in _run_reference(reference, batches, steps, shadow):
+            record.widen(step, values)
+    record.close()
+    return record
 
 
-def _plain(reference: Reference, batches: Batches, steps: int, noise: Noise) -> Iterator[tuple[int, dict[str, Any]]]:
-    state = reference.first()
+def _run_reference(
+    reference: Reference, batches: Batches, steps: int, noise: Noise
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (step, snapshot) before the first step and after each."""
+    state = reference.initial_state()
     yield 0, snapshot(state)
     for step in range(1, steps + 1):
         state, metrics = reference.step(state, batches(step - 1), noise)
@@ -66,10 +70,10 @@ def _plain(reference: Reference, batches: Batches, steps: int, noise: Noise) -> 
 
 @dataclass
 class Trials:
-    """Runs under different settings, all held against one record.
+    """Runs under different settings, all compared with one record.
 
     Attributes:
-        make: the training under a setting; what it made is kept, so that a resumed run compiles nothing again.
+        make: builds the training under a setting; called once for each, so that a resumed run compiles nothing again.
         batches: the data.
         steps: optimizer steps of a run.
         record: of the reference.
@@ -83,17 +87,17 @@ class Trials:
     def __post_init__(self) -> None:
         self._made: dict[Setting, Made] = {}
 
-    def run(self, run: Way) -> Closest:
-        """Where the run comes closest to its bounds; it ends at the first step that goes beyond one."""
-        found = self._resumed(run) if isinstance(run, Resume) else self._whole(run)
+    def run(self, run: RunSpec) -> Closest:
+        """Run until the end or the first step beyond a bound; return the element closest to its bound or beyond it."""
+        compared = self._resumed(run) if isinstance(run, Resume) else self._uninterrupted(run)
         closest = Closest()
-        for each in found:
-            closest = max(closest, each, key=lambda at: at.ratio)
+        for each in compared:
+            closest = max(closest, each, key=lambda element: element.ratio)
             if each.ratio > 1:
                 return each
         return closest
 
-    def _whole(self, setting: Setting) -> Iterator[Closest]:
+    def _uninterrupted(self, setting: Setting) -> Iterator[Closest]:
         made = self._made_for(setting)
         state = made.state()
         yield self.record.compare(0, snapshot(state))
@@ -106,21 +110,21 @@ class Trials:
             yield from self._steps(first, holder, 1, run.at, position=0)
             saved.save(holder.pop(), {"done": run.at})
             saved.wait()
-            state, beside = saved.restore(second.abstract_state())
+            state, restored = saved.restore(second.abstract_state())
             yield self.record.compare(run.at, snapshot(state))
-            yield from self._steps(second, [state], run.at + 1, self.steps, position=beside["done"])
+            yield from self._steps(second, [state], run.at + 1, self.steps, position=restored["done"])
 
     def _steps(self, made: Made, holder: list[TrainState], first: int, last: int, position: int) -> Iterator[Closest]:
-        """Steps `first` to `last` with the batches from `position` on; `holder` has the state, then the last one."""
-        with self._feed(made, position) as feed:
+        """Run and compare steps `first` to `last` with the batches from `position` on.
+
+        `holder` is a list of one state, which is replaced by the last one: no other reference keeps its memory.
+        """
+        loader = (self.batches(index) for index in range(position, self.steps))
+        with shard_batches(loader, made.step.plan, prefetch=1) as feed:
             for step in range(first, last + 1):
                 state, metrics = made.step(holder.pop(), next(feed))
                 holder.append(state)
                 yield self.record.compare(step, snapshot(state, metrics))
-
-    def _feed(self, made: Made, position: int) -> Feed:
-        loader = (self.batches(index) for index in range(position, self.steps))
-        return shard_batches(loader, made.step.plan, prefetch=1)
 
     def _made_for(self, setting: Setting) -> Made:
         if setting not in self._made:

@@ -25,10 +25,10 @@ from jdp.experiment.prove import prove_experiment
 from jdp.models import MLPConfig, build
 from jdp.prove.bounds import Record
 from jdp.prove.equivalence import Setting, prove, space_of
-from jdp.prove.memory_check import available_memory, check_room
+from jdp.prove.memory_check import available_memory, check_memory
 from jdp.prove.proof import Proof
 from jdp.prove.reference import Noise, _with_noise
-from jdp.prove.settings import Resume, causal_order, choose, in_common
+from jdp.prove.settings import Resume, causal_order, choose_runs, common_choice
 
 ROWS, STEPS = 16, 4
 MLP = MLPConfig(features_in=8, hidden=(32,), features_out=4, dropout=0.25)
@@ -257,16 +257,16 @@ def test_a_fault_of_the_setting_it_resumes_onto_is_not_blamed_on_resuming(monkey
     assert resumed.name.endswith(plain.name) and not plain.equal
     assert proof.first_difference.run == plain.name
     assert proof.first_difference.step == 1
-    assert "resum" not in proof.first_difference.words.partition(" runs part")[0]
+    assert "resum" not in proof.first_difference.words.partition(" runs differ")[0]
 
 
 def test_the_run_that_changes_least_is_named_first():
     alone, two = Setting(accumulate=2), Setting("ddp", "manual", 2)
     wide, resumed = Setting("zero3", "manual", 8, 2), Resume(5, Setting(devices=2), Setting(devices=2))
     assert sorted([resumed, wide, two, alone], key=causal_order) == [alone, two, wide, resumed]
-    assert in_common([two, wide], [alone, Setting("zero3", "auto", 8, 2)]) == "partitioning manual"
-    assert in_common([wide, alone], [two]) == "K=2"
-    assert in_common([wide, two], [Setting("ddp", "manual")]) == ""  # manual parts on several devices only
+    assert common_choice([two, wide], [alone, Setting("zero3", "auto", 8, 2)]) == "partitioning manual"
+    assert common_choice([wide, alone], [two]) == "K=2"
+    assert common_choice([wide, two], [Setting("ddp", "manual")]) == ""  # manual parts on several devices only
 
 
 def test_gradients_rounded_to_bf16_on_their_way_are_seen(monkeypatch):
@@ -293,7 +293,7 @@ def space(rows=16, devices=8, accumulate=(1, 2), **limits):
 
 
 def chosen(space, own=None, *, steps=10, full=False, only=()):
-    return choose(space, own or Setting("zero3", "auto", 8), steps=steps, full=full, only=only)
+    return choose_runs(space, own or Setting("zero3", "auto", 8), steps=steps, full=full, only=only)
 
 
 def test_the_covering_list_holds_every_pair():
@@ -379,9 +379,9 @@ def test_batch_statistics_are_not_compared_in_parts():
 
 
 def test_one_device_is_an_error_with_the_fix():
-    with pytest.raises(ValueError, match=r"at least 2; got 1\. .*--devices 8.*jax_num_cpu_devices"):
+    with pytest.raises(ValueError, match=r"at least 2; given 1\. .*--devices 8.*jax_num_cpu_devices"):
         run(devices=1)
-    with pytest.raises(ValueError, match="8 to use; got 16"):
+    with pytest.raises(ValueError, match="8 to use; given 16"):
         run(devices=16)
 
 
@@ -419,9 +419,9 @@ def test_too_large_for_this_machine_is_said_beforehand():
     parameters = 8 * 32 + 32 + 32 * 4 + 4
     held = 3 * 4 * parameters + 4 * 3 + 8  # weights and two moments; step, skipped, count; the key
     needed = 4 * (held + (2 + 4) * parameters) + 2 * 11 * held
-    check_room(state, devices=4, steps=10, precision=precision, available=needed)
+    check_memory(state, devices=4, steps=10, precision=precision, available=needed)
     with pytest.raises(ValueError, match=rf"{parameters} parameters .* 4 devices × .*--model.layers 2"):
-        check_room(state, devices=4, steps=10, precision=precision, available=needed - 1)
+        check_memory(state, devices=4, steps=10, precision=precision, available=needed - 1)
     assert (available_memory() or 2**30) > 2**26
 
 
