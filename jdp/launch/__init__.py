@@ -1,4 +1,4 @@
-"""Starting processes: `local.py`, several on this machine."""
+"""Start processes: `local` starts several on this machine."""
 
 from jdp.launch.local import launch
 

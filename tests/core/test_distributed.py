@@ -249,7 +249,7 @@ def test_who_raised_is_named_and_not_who_waits(together: Callable[[str], tuple[i
     first, _, joining = JOIN.partition("distributed.initialize")
     text = first + HOOK + _ + joining if when == "before" else JOIN + setting
     code, out, err = together(text + WAIT_FOR_EACH_OTHER)
-    assert code == 1 and "process 1 of 2 ended with exit code 1. The last it said:" in err
+    assert code == 1 and "process 1 of 2 ended with exit code 1. Its last output:" in err
     assert "    KeyError: 'the cause'\n" in err
     assert "[1] my own hook saw KeyError\n" in out
     assert ("[1] process 1 of 2 ends with an error:\n" in out) == (when == "before")
@@ -262,7 +262,7 @@ def test_who_ends_early_says_so(together: Callable[[str], tuple[int, str, str]])
         JOIN + "distributed.SHUTDOWN_SECONDS = 2" + WAIT_FOR_EACH_OTHER.replace('raise KeyError("the cause")', "break")
     )
     code, _, err = together(early)
-    assert code == 70 and "process 1 of 2 ended with exit code 70. The last it said:" in err
+    assert code == 70 and "process 1 of 2 ended with exit code 70. Its last output:" in err
     assert "process 1 of 2 came to its end, and 2 seconds later others had not" in err
 
 

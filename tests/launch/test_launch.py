@@ -142,7 +142,7 @@ def test_a_cuda_plugin_without_a_gpu_is_not_started_in_the_processes(
 
 
 def test_no_process_at_all_is_a_mistake():
-    with pytest.raises(ValueError, match="1 or more processes; got -n 0"):
+    with pytest.raises(ValueError, match="1 or more processes; given -n 0"):
         launch([sys.executable, "-c", ""], 0)
 
 
@@ -154,7 +154,7 @@ def test_the_first_failure_ends_all_and_is_reported_with_its_last_words(
     assert launch([*program(tmp_path, text), str(tmp_path)], 2) == 1
     assert time.monotonic() - start < 15
     report = capfd.readouterr().err
-    assert report.startswith("jdp launch: process 1 of 2 ended with exit code 1. The last it said:")
+    assert report.startswith("jdp launch: process 1 of 2 ended with exit code 1. Its last output:")
     assert "    RuntimeError: the cause\n" in report
     assert gone(pids_written(tmp_path, 2))
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import IO, Any, Self
 
-from jdp.launch.parent_death import bound
+from jdp.launch.parent_death import ending_with_parent
 from jdp.run.signals import EXIT_CODES
 from jdp.run.sweep.grid import Member
 from jdp.run.sweep.walk import Ended
@@ -49,7 +49,7 @@ class Children:
         if self._heard is not None:  # between two runs
             return Ended(EXIT_CODES[self._heard])
         self._process = subprocess.Popen(
-            bound(self._command(member)),
+            ending_with_parent(self._command(member)),
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr.fileno() if self._quiet else None,
             stderr=subprocess.PIPE,
