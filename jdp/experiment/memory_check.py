@@ -18,7 +18,7 @@ from jdp.core.machine import memory_bytes
 from jdp.core.types import Device
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError
-from jdp.models.lower_bounds import least_parameters
+from jdp.models.lower_bounds import parameter_lower_bound
 
 _WEIGHT_BYTES = 4  # master weights are float32
 
@@ -29,7 +29,7 @@ def check_weights_and_batch(parts: Assembly) -> None:
     Raises:
         ExperimentError: they cannot fit.
     """
-    count = least_parameters(parts.config)
+    count = parameter_lower_bound(parts.config)
     shares = 1 if parts.experiment.strategy == "ddp" and not parts.experiment.rules else parts.mesh.size
     _refuse("its weights", _WEIGHT_BYTES * count / shares, f"a model of {count:,} parameters or more", parts)
     batch = sum(map(_bytes, parts.abstract_batch().values())) // jax.process_count()

@@ -5,8 +5,8 @@ import sys
 from collections.abc import Sequence
 
 # Runs in each process before the program: ask the kernel to kill it when the parent dies. The parent may have died
-# between the fork and that call, so compare its number. A separate program, as code between fork and exec in a process with
-# threads (JAX has many) may deadlock.
+# between the fork and that call, so compare its number. A separate program, as code between fork and exec in a process
+# with threads (JAX has many) may deadlock.
 _PRELUDE = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)

@@ -1,8 +1,8 @@
-"""Batch normalisation over the rows that count.
+"""Batch normalisation over the rows of nonzero weight.
 
 `flax.nnx.BatchNorm` takes a mask, but where it also averages over devices it takes the mean of the devices' means,
-which is the mean over all rows only while every device masks as many. Here the sums and the counts travel instead, so
-padding may lie anywhere.
+which is the mean over all rows only if every device masks equally many. Here the sums and the counts are reduced
+instead, so padding may be anywhere.
 """
 
 import jax
@@ -19,17 +19,17 @@ class BatchNorm(nnx.BatchNorm):
     def __call__(
         self, x: jax.Array, use_running_average: bool | None = None, *, mask: jax.Array | None = None
     ) -> jax.Array:
-        """Normalise: by the batch's statistics, which move the running averages; or by those averages.
+        """Normalise by the batch's statistics, which update the running averages, or by those averages.
 
         Args:
             x: [batch, ..., channels].
-            use_running_average: None: whatever `train()` or `eval()` last said.
-            mask: booleans that broadcast to x, the same for all channels; False is left out of the statistics. If
+            use_running_average: None: as `train()` or `eval()` set it last.
+            mask: booleans that broadcast to x, equal for all channels; False is left out of the statistics. If
                 nothing is left, the averages stay as they are.
         """
-        still = self.use_running_average if use_running_average is None else use_running_average
+        frozen = self.use_running_average if use_running_average is None else use_running_average
         y = x.astype(jnp.float32)
-        if still:
+        if frozen:
             mean, variance = self.mean[...], self.var[...]
         else:
             mean, variance, count = self._statistics(y, mask)
@@ -44,12 +44,12 @@ class BatchNorm(nnx.BatchNorm):
         return y.astype(x.dtype)
 
     def _statistics(self, x: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Mean and variance [channels], and the number of elements that they are of, over all devices."""
+        """Return mean and variance [channels], and the number of elements they are of, over all devices."""
         dims = tuple(range(x.ndim - 1))
         counted = jnp.broadcast_to(True if mask is None else mask, (*x.shape[:-1], 1))
         sums = [jnp.sum(z, axis=dims, where=counted) for z in (x, jnp.square(x))]
         total = jnp.concatenate([*sums, jnp.sum(counted, axis=dims, dtype=jnp.float32)])
-        if self.axis_name is not None:  # one collective, as small as it gets
+        if self.axis_name is not None:  # one small collective
             total = jax.lax.psum(total, self.axis_name, axis_index_groups=self.axis_index_groups)
         count = total[-1]
         mean, square = jnp.split(total[:-1] / jnp.maximum(count, 1.0), 2)

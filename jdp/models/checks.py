@@ -1,4 +1,4 @@
-"""The rules that configurations and inputs obey: each is one error with the rule, the values given and the way out."""
+"""Rules of configurations and inputs: each is one error with the rule, the values given and the fix."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,13 +7,13 @@ import jax
 
 
 def require(holds: bool, rule: str, given: str, fix: str) -> None:
-    """Raise ValueError unless the rule holds, with the rule, the values given and the way out."""
+    """Raise ValueError with the rule, the values given and the fix, unless the rule holds."""
     if not holds:
         raise ValueError(f"{rule}; given {given}. {fix}.")
 
 
 def require_positive(config: Any, *names: str, optional: Sequence[str] = ()) -> None:
-    """Fields that are positive integers; those in `optional` may be None."""
+    """Raise ValueError unless these fields are positive integers; those in `optional` may be None."""
     for name in (*names, *optional):
         value = getattr(config, name)
         fits = type(value) is int and value > 0
@@ -21,7 +21,7 @@ def require_positive(config: Any, *names: str, optional: Sequence[str] = ()) -> 
 
 
 def require_choice(config: Any, **choices: Sequence[Any]) -> None:
-    """Fields that take one of a few values."""
+    """Raise ValueError unless each of these fields has one of the values given for it."""
     for name, among in choices.items():
         value = getattr(config, name)
         fix = f"Choose one of {tuple(among)}"
@@ -29,13 +29,13 @@ def require_choice(config: Any, **choices: Sequence[Any]) -> None:
 
 
 def require_rates(config: Any, *, eps: str = "1e-5") -> None:
-    """`dropout` and `norm_eps`, which every transformer here has; `eps` is the usual value of the latter."""
+    """Raise ValueError unless a transformer's `dropout` and `norm_eps` are in range; `eps` is the usual `norm_eps`."""
     require(0.0 <= config.dropout < 1.0, "dropout is a rate in [0, 1)", f"{config.dropout}", "0 turns it off")
     require(config.norm_eps > 0, "norm_eps is positive", f"{config.norm_eps}", f"{eps} is usual")
 
 
 def require_heads(width: int, heads: int) -> None:
-    """Heads share the width evenly."""
+    """Raise ValueError unless the number of heads divides the width."""
     require(
         width % heads == 0,
         "heads must divide width",
@@ -45,7 +45,7 @@ def require_heads(width: int, heads: int) -> None:
 
 
 def require_images(images: jax.Array, *, channels: int, size: int | None = None) -> None:
-    """Images are [batch, height, width, channels] floats; of `size` x `size` pixels, when given."""
+    """Raise ValueError unless images are [batch, height, width, channels] floats, of `size` pixels a side if given."""
     given = f"{images.dtype}{list(images.shape)}"
     floats = jax.numpy.issubdtype(images.dtype, jax.numpy.floating)
     is_images = images.ndim == 4 and images.shape[3] == channels and floats

@@ -1,4 +1,4 @@
-"""A decoder-only transformer with the choices that tell GPT-2 from Llama as fields of its configuration.
+"""A decoder-only transformer; what distinguishes GPT-2 from Llama are fields of its configuration.
 
 In the order of the file: the configuration; the model (embedding, then per layer attention and feed-forward, each
 normalised before and added to the residual stream after, then a last norm and the logits). The layers themselves are
@@ -61,16 +61,16 @@ class GPTConfig:
         rope_theta: base of the rotary wavelengths.
         rope_factor: divides the low rotary frequencies for a longer context, as Llama 3.1 has it (8; Llama 3.2: 32);
             None: they stay.
-        rope_low_freq_factor, rope_high_freq_factor: with rope_factor, frequencies that turn less often than this in
-            the original context are divided; those that turn more often than this are kept, between the two in part.
-        rope_original_context: with rope_factor, tokens of the context before.
+        rope_low_freq_factor, rope_high_freq_factor: with rope_factor, frequencies of fewer rotations than the first in
+            the original context are divided, those of more than the second are kept, and those between interpolated.
+        rope_original_context: with rope_factor, tokens of the original context.
         norm_eps: added to the variance in norms.
         scan: stack the layers and scan them: compile time and program size do not grow with depth.
-        remat: what the backward pass finds saved of each layer: None, everything; "dots", its matrix products;
+        remat: what is saved of each layer for the backward pass: None, everything; "dots", its matrix products;
             "full", only its input.
         attention: "xla" runs anywhere in any dtype; "cudnn" is fused, on NVIDIA GPUs, for 16-bit floats.
         lora_rank: adds a low-rank update (arXiv:2106.09685) to every kernel of the layers: `nnx.LoRAParam` leaves
-            `.../lora_a` and `.../lora_b`. The function and all other values start as without. To train them alone:
+            `.../lora_a` and `.../lora_b`. The function and all other initial values do not change. To train them alone:
             `jdp.init_state(..., wrt=nnx.LoRAParam)`. None: no such leaves.
         lora_alpha: updates are multiplied by lora_alpha / lora_rank.
 
@@ -174,7 +174,7 @@ class GPTConfig:
 
     @property
     def rope_scaling(self) -> RopeScaling | None:
-        """What `rope_factor` and the fields after it say."""
+        """`rope_factor` and the fields after it; None without `rope_factor`."""
         if self.rope_factor is None:
             return None
         low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
@@ -182,7 +182,7 @@ class GPTConfig:
 
     @property
     def layer(self) -> LayerConfig:
-        """One of the layers."""
+        """The configuration of one layer."""
         return LayerConfig(
             width=self.width,
             heads=self.heads,
@@ -222,14 +222,14 @@ class GPT(nnx.Module):
     def __call__(
         self, tokens: jax.Array, *, rng: jax.Array | None = None, segments: jax.Array | None = None
     ) -> jax.Array:
-        """Logits of each next token: [batch, length, vocab_size] float32.
+        """Return the logits of each next token: [batch, length, vocab_size] float32.
 
         Args:
             tokens: [batch, length] integers; length at most `context`.
             rng: typed key for dropout; None: no dropout.
-            segments: [batch, length] integers that say which document of a packed row a token is of: constant inside
-                a document, different in its neighbour; 0 for padding. Attention stays inside a document, and positions
-                begin anew in each: its logits are those it has alone. None: a row is one document.
+            segments: [batch, length] integers, the document of each token of a packed row: constant inside a document,
+                different in its neighbour; 0 for padding. Attention stays inside a document, and positions restart in
+                each, so its logits are those of the document alone. None: a row is one document.
 
         Raises:
             ValueError: tokens or segments of another rank or dtype, or longer than the context; segments with
@@ -240,7 +240,17 @@ class GPT(nnx.Module):
     def features(
         self, tokens: jax.Array, *, rng: jax.Array | None = None, segments: jax.Array | None = None
     ) -> jax.Array:
-        """The last norm's output, [batch, length, width] in compute dtype. Arguments and errors: as for the call."""
+        """Return the last norm's output: [batch, length, width] in compute dtype.
+
+        Args:
+            tokens: [batch, length] integers; length at most `context`.
+            rng: typed key for dropout; None: no dropout.
+            segments: [batch, length] integers, the document of each token of a packed row; None: a row is one document.
+
+        Raises:
+            ValueError: tokens or segments of another rank or dtype, or longer than the context; segments with
+                "cudnn" attention.
+        """
         config = self.config
         _check_tokens(tokens, config)
         _check_segments(segments, tokens, config)
@@ -252,7 +262,11 @@ class GPT(nnx.Module):
         return self.final_norm(run_layers(self.layers, x, keys, remat=config.remat, segments=packed))
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """[..., width] features to [..., vocab_size] float32: products of x's dtype, summed and returned in float32."""
+        """Return logits [..., vocab_size] float32: products in x's dtype, summed in float32.
+
+        Args:
+            x: [..., width] features, as `features` returns them.
+        """
         if self.head is None:
             return product("...d,vd->...v", x, self.embed.tokens[...])
         return product("...d,dv->...v", x, self.head.kernel[...])
@@ -269,7 +283,7 @@ class Embedding(nnx.Module):
         self.positions = table(config.context, POSITION_STD) if config.positions == "learned" else None
 
     def __call__(self, tokens: jax.Array, position: jax.Array | None = None) -> jax.Array:
-        """[batch, length] integers -> [batch, length, width] in the table's dtype; positions 0, 1, 2, ... if None."""
+        """Embed [batch, length] integers as [batch, length, width] in the table's dtype; None: positions 0, 1, ..."""
         table = self.tokens[...]
         # Looked up as float32 so that the transpose, a scatter-add over a token's occurrences, sums in float32: in
         # bfloat16 it would add one term at a time and stop at 256. XLA fuses the cast into the lookup: no copy is made.

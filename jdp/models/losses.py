@@ -1,16 +1,19 @@
-"""Cross-entropies as the sums that a training step wants: a total, and the weight it is to be divided by."""
+"""Cross-entropies as sums for `jdp.Loss`: a total, and the weight to divide it by."""
 
 import jax
 import jax.numpy as jnp
 
 
 def next_token_loss(logits: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Weighted sum of cross-entropies in nats, and the sum of the weights: two float32 scalars.
+    """Sum the cross-entropies of next tokens, weighted.
 
     Args:
         logits: [batch, length, vocab_size].
         targets: [batch, length] integers. Where the weight is zero any integer will do.
         weights: [batch, length]; 0 for padding.
+
+    Returns:
+        The weighted sum of cross-entropies in nats, and the sum of the weights: two float32 scalars.
     """
     weights = weights.astype(jnp.float32)
     return jnp.sum(_nats(logits, targets) * weights), jnp.sum(weights)
@@ -19,22 +22,25 @@ def next_token_loss(logits: jax.Array, targets: jax.Array, weights: jax.Array) -
 def classification_loss(
     logits: jax.Array, labels: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Weighted sums over examples: of cross-entropies in nats, of the weights, of the weights of those that are right.
-
-    Divide the first and the third by the second for the mean loss and the accuracy. All three are float32 scalars.
+    """Sum the cross-entropies, the weights and the correct predictions of classified examples, weighted.
 
     Args:
         logits: [batch, classes].
         labels: [batch] integers. Where the weight is zero any integer will do.
         weights: [batch]; 0 for padding.
+
+    Returns:
+        Three float32 scalars: the weighted sum of cross-entropies in nats; the sum of the weights; the sum of the
+        weights of examples whose largest logit is their label's. The first and the third divided by the second are the
+        mean loss and the accuracy.
     """
     weights = weights.astype(jnp.float32)
-    right = jnp.argmax(logits, axis=-1) == labels
-    return jnp.sum(_nats(logits, labels) * weights), jnp.sum(weights), jnp.sum(weights * right)
+    correct = jnp.argmax(logits, axis=-1) == labels
+    return jnp.sum(_nats(logits, labels) * weights), jnp.sum(weights), jnp.sum(weights * correct)
 
 
 def _nats(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """-log softmax(logits)[target]: [..., classes] and [...] -> [...] float32."""
+    """Return -log softmax(logits)[target]: [..., classes] and [...] -> [...] float32."""
     logits = logits.astype(jnp.float32)
     # Selected by comparison rather than by index: the transpose then fuses into that of the softmax and overwrites the
     # logits, where a scatter takes a second array of their size (8192 x 50304 logits compiled for an H100: 1.5 GiB

@@ -1,8 +1,8 @@
-"""How large a model is at least, from its configuration alone: before anything is traced.
+"""A lower bound of a model's size from its configuration alone, before anything is traced.
 
-Tracing a model takes a tenth of a second where layers are scanned, and for ever where ten million blocks are not; the
-shapes of one with 10**18 layers end the process in XLA. So what cannot be had is said from this count first. It has the
-large matrices only: 80 to 100 % of `jdp.models.parameter_count`.
+Tracing a model takes a tenth of a second if layers are scanned, and hours if ten million blocks are not; the shapes of
+one with 10**18 layers end the process in XLA. So a model that is too large is refused by this bound first. It counts
+the large matrices only: 80 to 100 % of `jdp.models.parameter_count`.
 """
 
 import itertools
@@ -14,8 +14,8 @@ from jdp.models.sizes import ModelConfig
 from jdp.models.vit import ViTConfig
 
 
-def least_parameters(config: ModelConfig) -> int:
-    """At most as many parameters as the model has, without tracing it."""
+def parameter_lower_bound(config: ModelConfig) -> int:
+    """Return a number of parameters that the model has at least, without tracing it."""
     match config:
         case GPTConfig():
             return _gpt(config)
@@ -31,7 +31,7 @@ def least_parameters(config: ModelConfig) -> int:
 
 
 def traced_layers(config: ModelConfig) -> int:
-    """Layers that are traced and compiled one by one; scanned ones count as one."""
+    """Return the number of layers that are traced and compiled one by one; scanned ones count as one."""
     match config:
         case MLPConfig():
             return len(config.hidden) + 1
@@ -49,7 +49,7 @@ def _gpt(config: GPTConfig) -> int:
 
 
 def _resnet(config: ResNetConfig) -> int:
-    """The first block of a stage has fewer inputs, which are left out."""
+    """Count the convolutions and the head; the inputs of a stage's first block, which are fewer, are left out."""
     total = 0
     for stage, count in enumerate(config.blocks):
         square = (config.width * 2 ** min(stage, 64)) ** 2  # beyond that it is too many anyway

@@ -1,4 +1,4 @@
-"""A multi-layer perceptron: the smallest model that trains, for tests, lessons and tables of features."""
+"""A multi-layer perceptron: the smallest model, for tests, lessons and tables of features."""
 
 import math
 from collections.abc import Callable
@@ -69,7 +69,7 @@ class MLP(nnx.Module):
         )
 
     def __call__(self, x: jax.Array, *, rng: jax.Array | None = None) -> jax.Array:
-        """Outputs of a batch, computed in the parameters' dtype.
+        """Return the outputs of a batch, [batch, features_out] float32, computed in the parameters' dtype.
 
         Args:
             x: [batch, features_in].

@@ -1,7 +1,7 @@
-"""The pieces that models are made of: a linear map, a norm, dropout, logits.
+"""The modules that models are made of: a linear map, a norm, dropout, logits.
 
-Parameters are float32 when born. A training step may hand in copies in another dtype; every piece computes in the dtype
-of the activations it is given and keeps its long sums in float32: the statistics of a norm, and (by adding the bias in
+Parameters are created in float32. A training step may pass copies in another dtype; every module computes in the dtype
+of the activations it gets and keeps its long sums in float32: the statistics of a norm, and (by adding the bias in
 float32) the gradient of a bias, which is a sum over every token of the batch. A bfloat16 holds eight significant bits:
 a running sum of ones stops at 256.
 """
@@ -24,7 +24,7 @@ class LoRA:
 
     @property
     def scale(self) -> float:
-        """What the update is multiplied by."""
+        """Factor of the update: alpha / rank."""
         return self.alpha / self.rank
 
 
@@ -116,7 +116,7 @@ class Norm(nnx.Module):
 
 
 def product(equation: str, x: jax.Array, table: jax.Array) -> jax.Array:
-    """An einsum of x and a table cast to x's dtype, summed and returned in float32: what logits are made with."""
+    """Return an einsum of x and a table cast to x's dtype, summed and returned in float32; it computes logits."""
     # Naming the algorithm keeps the two transposed products in x's dtype as well. Without it they would mix the float32
     # cotangent with a 16-bit operand and run in float32: jax-ml/jax issue 24047.
     algorithms = {
@@ -135,7 +135,7 @@ def dropout(x: jax.Array, rate: float, key: jax.Array | None, *, site: int) -> j
             batch can yield exactly their rows of the mask.
         rate: in [0, 1).
         key: typed key, or None for no dropout. No state is kept: the same key gives the same mask.
-        site: which of the places that share `key` this is.
+        site: number of this call among those that share `key`.
     """
     if key is None or rate == 0.0:
         return x

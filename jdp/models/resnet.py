@@ -1,4 +1,4 @@
-"""Residual networks (He et al. 2015, arXiv:1512.03385): images to classes.
+"""Residual networks (He et al. 2015, arXiv:1512.03385), which classify images.
 
 In the order of the file: the configuration; the network (stem, four stages or fewer of residual blocks, the mean over
 positions, logits); the blocks. Parameters and statistics are named `stem/conv/kernel`, `stem/norm/mean`,
@@ -39,12 +39,12 @@ class ResNetConfig:
     """Shape and choices of a ResNet.
 
     Fields:
-        image_size: pixels of a side, what FLOPs are counted for; the network takes any size.
+        image_size: pixels of a side, for which FLOPs are counted; the network takes any size.
         channels, classes: of an image (3: colours); of the logits.
-        blocks: number of residual blocks of each stage. A stage halves the picture's sides, but for the first.
+        blocks: number of residual blocks of each stage. Every stage but the first halves the image's sides.
         block: "basic" (two 3 x 3 convolutions) or "bottleneck" (1 x 1, 3 x 3, 1 x 1).
-        width: channels of the first stage's 3 x 3 convolutions; each later stage has twice those before.
-        stem: "imagenet" (7 x 7 stride 2, then 3 x 3 max pooling stride 2) or, for pictures of at most some 64 pixels,
+        width: channels of the first stage's 3 x 3 convolutions; each later stage has twice as many as the one before.
+        stem: "imagenet" (7 x 7 stride 2, then 3 x 3 max pooling stride 2) or, for images of at most some 64 pixels,
             "small" (3 x 3, stride 1).
         zero_init: blocks begin as their shortcuts.
         norm_momentum: weight of the old value in a running average.
@@ -103,14 +103,14 @@ class ResNet(nnx.Module):
     def __call__(
         self, images: jax.Array, *, rng: jax.Array | None = None, weights: jax.Array | None = None
     ) -> jax.Array:
-        """Logits [batch, classes] float32.
+        """Return logits [batch, classes] float32.
 
-        After `train()` (the start) each norm uses the batch's statistics and moves its running averages; after
+        After `train()` (the initial mode) each norm uses the batch's statistics and updates its running averages; after
         `eval()` it uses those averages.
 
         Args:
             images: [batch, height, width, channels] floats, already normalised.
-            rng: not used: nothing here is random. Every model takes one.
+            rng: not used, as nothing is random; every model takes one.
             weights: [batch]; rows of weight 0 (padding) do not enter the statistics. None: every row does.
 
         Raises:
@@ -212,7 +212,7 @@ class Shortcut(nnx.Module):
 
     @classmethod
     def of(cls, config: ResNetConfig, channels: int, after: int, stride: int, *, rngs: nnx.Rngs) -> "Shortcut | None":
-        """None where the block keeps the shape: the shortcut is then the identity."""
+        """Return None if the block keeps the shape: the shortcut is then the identity."""
         return cls(config, channels, after, stride, rngs=rngs) if stride > 1 or channels != after else None
 
     def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
@@ -234,6 +234,6 @@ def _conv(before: int, after: int, size: int, stride: int, *, rngs: nnx.Rngs) ->
 
 
 def _norm(config: ResNetConfig, channels: int, *, last: bool = False, rngs: nnx.Rngs) -> BatchNorm:
-    """A norm; `last`: its output is added to the shortcut."""
+    """Return a norm; with `last`, one whose output is added to the shortcut."""
     start = nnx.initializers.zeros_init() if last and config.zero_init else nnx.initializers.ones_init()
     return BatchNorm(channels, momentum=config.norm_momentum, epsilon=config.norm_eps, scale_init=start, rngs=rngs)

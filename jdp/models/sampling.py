@@ -1,9 +1,9 @@
-"""Text from a model: one token at a time, in arrays whose shapes never change.
+"""Generate text, one token at a time, in arrays of constant shape.
 
-The sequence so far sits at the start of a [batch, prompt + length] array. Each step reads a window of at most `context`
-tokens that ends with the newest one, takes the logits there, draws a token and writes it behind. Early on the window
-also covers places not yet written: the model is causal, so they do not matter. There is no cache of keys and values:
-a step costs a whole forward pass, which is simple, and enough to look at what a run has learned.
+The sequence so far is at the start of a [batch, prompt + length] array. Each step reads a window of at most `context`
+tokens that ends with the newest one, takes its logits, draws a token and writes it after that. At first the window
+also covers positions not yet written: the model is causal, so they do not matter. There is no cache of keys and values:
+a step costs a whole forward pass, which is simple, and enough to see what a run has learned.
 """
 
 import functools
@@ -29,7 +29,7 @@ def generate(
     Works inside `jax.jit` as well; `length`, `temperature` and `top_k` must then be static.
 
     Args:
-        model: a GPT; tokens beyond its context are dropped from the left of what it sees.
+        model: a GPT; of a longer sequence it reads the last `context` tokens.
         prompt: [batch, prompt] integers, at least one token.
         length: tokens to add.
         temperature: divides the logits before drawing; 0 takes the likeliest token.
@@ -68,7 +68,7 @@ def _generate(
 
 
 def _draw(logits: jax.Array, key: jax.Array, temperature: float, top_k: int | None) -> jax.Array:
-    """One token a row: [batch, vocab_size] float32 -> [batch] integers."""
+    """Draw one token a row: [batch, vocab_size] float32 -> [batch] integers."""
     if temperature == 0.0:
         return jnp.argmax(logits, axis=-1)
     if top_k is None:

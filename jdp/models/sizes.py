@@ -1,4 +1,4 @@
-"""Models by name, and what one of them weighs.
+"""Models by name, and their numbers of parameters.
 
 Counts are read off the abstract model (shapes without arrays), so there is no formula beside the model to go stale.
 """
@@ -16,7 +16,7 @@ from jdp.models.resnet import ResNet, ResNetConfig
 from jdp.models.vit import ViT, ViTConfig
 
 ModelConfig: TypeAlias = GPTConfig | MLPConfig | ResNetConfig | ViTConfig
-"""What describes a model that experiments train."""
+"""The configuration of any model that experiments train."""
 
 # GPT-2 has 50257 = 29 * 1733 tokens. Padded to 50304 = 2**7 * 3 * 131, the table's largest dim divides over up to 128
 # devices and fills tensor-core tiles; the 47 rows more are never a target, and their logits learn to be low.
@@ -91,7 +91,12 @@ def build(config: ViTConfig, *, rngs: nnx.Rngs) -> ViT: ...
 @overload
 def build(config: ModelConfig, *, rngs: nnx.Rngs) -> GPT | MLP | ResNet | ViT: ...
 def build(config: ModelConfig, *, rngs: nnx.Rngs) -> GPT | MLP | ResNet | ViT:
-    """The model that a configuration describes."""
+    """Build the model that a configuration describes.
+
+    Args:
+        config: shape and choices; its type selects the model.
+        rngs: the `params` stream is used.
+    """
     match config:
         case GPTConfig():
             return GPT(config, rngs=rngs)
@@ -104,13 +109,19 @@ def build(config: ModelConfig, *, rngs: nnx.Rngs) -> GPT | MLP | ResNet | ViT:
 
 
 def parameter_count(config: ModelConfig) -> int:
-    """Number of parameters, LoRA's among them. A tied table counts once; batch statistics are none. Takes no memory."""
+    """Return the number of parameters, LoRA's among them, without allocating them.
+
+    A tied table counts once; batch statistics are no parameters.
+
+    Args:
+        config: shape and choices of the model.
+    """
     return sum(math.prod(shape) for shape in parameter_shapes(config).values())
 
 
 @functools.cache
 def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The shape of every parameter by path, such as `layers/attention/query/kernel`."""
+    """Return the shape of every parameter by path, such as `layers/attention/query/kernel`."""
     model = jax.eval_shape(lambda: build(config, rngs=nnx.Rngs(0)))
     flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
     return {"/".join(map(str, path)): tuple(leaf.shape) for path, leaf in flat}

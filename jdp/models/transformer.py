@@ -41,7 +41,7 @@ class RopeScaling:
     original_context: int
 
     def scaled(self, frequencies: np.ndarray) -> np.ndarray:
-        """Radians per position -> the same, scaled; both float64."""
+        """Return the scaled frequencies, in radians per position; input and result are float64."""
         turns = self.original_context * frequencies / (2 * math.pi)
         kept = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0, 1)
         return frequencies * (kept + (1 - kept) / self.factor)
@@ -49,7 +49,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class LayerConfig:
-    """What one layer is, with every default resolved. Made by a model's configuration, which checks it.
+    """Shape and choices of one layer, with every default resolved. A model's configuration builds and checks it.
 
     Fields:
         width, heads, kv_heads, hidden: as `GPTConfig` has them; `hidden` is the feed-forward's.
@@ -77,18 +77,18 @@ class LayerConfig:
     lora: LoRA | None = None
 
     def make_norm(self) -> Norm:
-        """A norm of the residual stream."""
+        """Return a new norm of the residual stream."""
         centered = self.norm == "layer"
         return Norm(self.width, center=centered, bias=self.bias and centered, eps=self.norm_eps)
 
     def linear(self, features_in: int, features_out: int, *, residual: bool = False, rngs: nnx.Rngs) -> Linear:
-        """A linear map; `residual`: it writes to the residual stream."""
+        """Return a new linear map; with `residual`, one that writes to the residual stream."""
         std = self.residual_std if residual else self.std
         return Linear(features_in, features_out, std=std, bias=self.bias, lora=self.lora, rngs=rngs)
 
 
 class Segments(NamedTuple):
-    """Where the documents of packed rows lie: both int32 [batch, length].
+    """The document of each token of packed rows, and its position in it: both int32 [batch, length].
 
     Fields:
         run: number of the document in its row, counted from zero.
@@ -100,7 +100,7 @@ class Segments(NamedTuple):
 
     @classmethod
     def of(cls, segments: jax.Array) -> "Segments":
-        """From numbers that are constant inside a document and differ between neighbours: int32 [batch, length]."""
+        """Build from integers [batch, length] that are constant inside a document and differ between neighbours."""
         changed = segments[:, 1:] != segments[:, :-1]
         begins = jnp.pad(changed, ((0, 0), (1, 0)), constant_values=True)
         index = jnp.arange(segments.shape[1], dtype=jnp.int32)
@@ -109,7 +109,7 @@ class Segments(NamedTuple):
 
 
 class Layer(nnx.Module):
-    """Pre-norm transformer layer: [batch, length, width] -> the same."""
+    """Pre-norm transformer layer: [batch, length, width] -> [batch, length, width]."""
 
     def __init__(self, config: LayerConfig, *, rngs: nnx.Rngs) -> None:
         self.attention_norm = config.make_norm()
@@ -124,7 +124,7 @@ class Layer(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Self-attention (arXiv:1706.03762) with grouped key and value heads: [batch, length, width] -> the same."""
+    """Self-attention (arXiv:1706.03762) with grouped key and value heads, on [batch, length, width]."""
 
     def __init__(self, config: LayerConfig, *, rngs: nnx.Rngs) -> None:
         width, shared = config.width, config.kv_heads * (config.width // config.heads)
@@ -144,7 +144,7 @@ class Attention(nnx.Module):
         )
         if config.rope_theta is not None:
             position = None if segments is None else segments.position
-            query, key = (rotate(one, config.rope_theta, position, config.rope_scaling) for one in (query, key))
+            query, key = (rotate(x, config.rope_theta, position, config.rope_scaling) for x in (query, key))
         # [batch, 1, length, length], made anew in every layer: a comparison that fuses into the softmax, where a mask
         # made once would be kept, and read, for all layers.
         mask = None if segments is None else (segments.run[:, :, None] == segments.run[:, None, :])[:, None]
@@ -156,7 +156,7 @@ class Attention(nnx.Module):
 
 
 class FeedForward(nnx.Module):
-    """`down(gelu(up(x)))`, or `down(silu(gate(x)) * up(x))` for swiglu: [batch, length, width] -> the same.
+    """`down(gelu(up(x)))`, or `down(silu(gate(x)) * up(x))` for swiglu, on [batch, length, width].
 
     gelu is the tanh form, as GPT-2 has it, or with `gelu_exact` that with the error function (arXiv:1606.08415).
     """
@@ -177,7 +177,7 @@ class FeedForward(nnx.Module):
 def rotate(
     x: jax.Array, theta: float, position: jax.Array | None = None, scaling: RopeScaling | None = None
 ) -> jax.Array:
-    """Turn each pair (x[i], x[i + D/2]) of a head by position * theta^(-2i/D) radians (arXiv:2104.09864, eq. 34).
+    """Rotate each pair (x[i], x[i + D/2]) of a head by position * theta^(-2i/D) radians (arXiv:2104.09864, eq. 34).
 
     The pairing is that of GPT-NeoX and of Llama in Hugging Face's layout; Meta's files pair neighbours instead, which
     is the same model with the columns of the query and key kernels permuted.
@@ -191,15 +191,15 @@ def rotate(
     size = x.shape[-1]
     frequencies = theta ** (-np.arange(0, size, 2) / size)
     frequencies = np.float32(frequencies if scaling is None else scaling.scaled(frequencies))
-    place = jnp.arange(x.shape[1], dtype=jnp.float32) if position is None else position.astype(jnp.float32)
-    angles = place[..., None, None] * frequencies
+    position = jnp.arange(x.shape[1], dtype=jnp.float32) if position is None else position.astype(jnp.float32)
+    angles = position[..., None, None] * frequencies
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
 def make_layers(config: LayerConfig, count: int, key: jax.Array, *, scan: bool) -> Layer | nnx.List[Layer]:
-    """All layers, stacked or as a list. Layer i's values depend on (key, i) only, so both hold the same."""
+    """Return all layers, stacked or as a list. Layer i's values depend on (key, i) only, so both have equal values."""
 
     def make(key: jax.Array) -> Layer:
         return Layer(config, rngs=nnx.Rngs(key))
@@ -216,15 +216,17 @@ def run_layers(
     remat: Remat | None,
     segments: Segments | None = None,
 ) -> jax.Array:
-    """x through all layers: [batch, length, width] -> the same.
+    """Apply all layers to x.
 
     Args:
+        layers: as `make_layers` returns them.
+        x: [batch, length, width], as is the result.
         keys: [layers] typed keys for dropout; None: no dropout.
         remat: as for `scan_layers`.
-        segments: attend and count positions inside documents only.
+        segments: documents of packed rows, which do not attend to each other; None: a row is one document.
     """
-    # The parameters go in exactly as they sit in the module: a sharding plan knows them by identity, and gathers a
-    # layer's when the loop reaches it. A list would mean "unrolled" to the loop, a tuple is a tree to scan.
+    # The parameters are passed as the module's own arrays: a sharding plan recognises them by identity, and gathers a
+    # layer's when the loop reaches it. `scan_layers` unrolls a list, and scans a tuple as one tree.
     stacked = (layers, keys)
     if isinstance(layers, nnx.List):
         stacked = [(layer, None if keys is None else keys[i]) for i, layer in enumerate(layers)]
@@ -237,5 +239,5 @@ def run_layers(
 
 
 def fold_range(key: jax.Array, count: int) -> jax.Array:
-    """`fold_in(key, i)` for i in range(count): unlike `split`, key i does not depend on how many there are."""
+    """Return `fold_in(key, i)` for i in range(count): unlike with `split`, key i does not depend on `count`."""
     return jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(count))

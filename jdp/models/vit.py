@@ -1,4 +1,4 @@
-"""Vision transformer (Dosovitskiy et al. 2020, arXiv:2010.11929): images, cut into patches, to classes.
+"""Vision transformer (Dosovitskiy et al. 2020, arXiv:2010.11929): classifies images that are cut into patches.
 
 In the order of the file: the configuration; the model (patches, positions, layers, a last norm, one vector for the
 image, logits); the embedding. Layers are those of the GPT, without the causal mask and rotary positions.
@@ -36,11 +36,11 @@ class ViTConfig:
         channels, classes: of an image (3: colours); of the logits.
         layers, width, heads: depth; size of the residual stream; heads, each `width / heads` wide.
         mlp_width: hidden size of the feed-forward (gelu in its tanh form); None: 4 * width.
-        pool: what stands for the image: "token", a learned vector that goes through the layers beside the patches; or
-            "mean", the patches' mean.
+        pool: the vector that is classified: "token", of a learned token that goes through the layers beside the
+            patches; or "mean", the mean of the patches.
         dropout: rate on the embedding and on both residual branches.
         norm_eps: added to the variance in norms.
-        scan, remat, attention: as `GPTConfig` has them.
+        scan, remat, attention: as for `GPTConfig`.
 
     Raises:
         ValueError: a size that does not fit another, or a choice that does not exist.
@@ -77,17 +77,17 @@ class ViTConfig:
 
     @property
     def patches(self) -> int:
-        """Patches of an image."""
+        """Number of patches of an image."""
         return (self.image_size // self.patch) ** 2
 
     @property
     def length(self) -> int:
-        """Vectors that go through the layers."""
+        """Number of vectors that go through the layers."""
         return self.patches + (self.pool == "token")
 
     @property
     def layer(self) -> LayerConfig:
-        """One of the layers."""
+        """The configuration of one layer."""
         return LayerConfig(
             width=self.width,
             heads=self.heads,
@@ -121,12 +121,12 @@ class ViT(nnx.Module):
     def __call__(
         self, images: jax.Array, *, rng: jax.Array | None = None, weights: jax.Array | None = None
     ) -> jax.Array:
-        """Logits [batch, classes] float32.
+        """Return logits [batch, classes] float32.
 
         Args:
             images: [batch, image_size, image_size, channels] floats, already normalised.
             rng: typed key for dropout; None: no dropout.
-            weights: not used: an image's logits do not depend on others. Every model of images takes them.
+            weights: not used, as an image's logits do not depend on others; every model of images takes them.
 
         Raises:
             ValueError: images of another shape, or not floats.

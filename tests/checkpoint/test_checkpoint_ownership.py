@@ -26,7 +26,7 @@ def base():
 
 
 @pytest.fixture(autouse=True)
-def unsaid():
+def fresh_notices():
     notices._said.clear()
 
 
@@ -35,7 +35,7 @@ def at(base, step, weight=None):
     return replace(base, params={"w": jnp.full(4, weight)}, step=jnp.int32(step))
 
 
-def aim():
+def target():
     return jdp.abstract_state(lambda rng: {"w": jnp.zeros(4)}, optax.sgd(0.1), PLAN, rng=jax.random.key(0))
 
 
@@ -47,7 +47,7 @@ def fill(directory, base, *steps, **options):
 
 def weight(directory, step=None):
     with jdp.Checkpoints(directory) as saved:
-        return float(saved.restore(aim(), step)[0].params["w"][0])
+        return float(saved.restore(target(), step)[0].params["w"][0])
 
 
 def names(directory):
@@ -66,9 +66,9 @@ def test_a_run_that_goes_back_keeps_what_it_learns_and_sets_aside_what_it_left(t
         saved.close()
         saved = jdp.Checkpoints(tmp_path, keep=None)
     if process == "another, restored by path":
-        state = jdp.restore(tmp_path / "2", aim())
+        state = jdp.restore(tmp_path / "2", target())
     else:
-        state, _ = saved.restore(aim(), 2)
+        state, _ = saved.restore(target(), 2)
     assert float(state.params["w"][0]) == 2 and saved.steps == [1, 2, 3, 4], "who only reads changes nothing"
     saved.save(at(base, 3, 33.0))
     assert saved.latest == 3 and saved.steps == [1, 2, 3]
@@ -76,9 +76,9 @@ def test_a_run_that_goes_back_keeps_what_it_learns_and_sets_aside_what_it_left(t
     saved.close()
     assert [weight(tmp_path, step) for step in (1, 2, 3, 4)] == [1, 2, 33, 44]
     assert [weight(tmp_path / "abandoned-1", step) for step in (3, 4)] == [3, 4]
-    assert float(jdp.restore(tmp_path / "abandoned-1", aim()).params["w"][0]) == 4
-    said = capsys.readouterr().err
-    assert said.count("checkpoints 3, 4 set aside in abandoned-1") == 1
+    assert float(jdp.restore(tmp_path / "abandoned-1", target()).params["w"][0]) == 4
+    messages = capsys.readouterr().err
+    assert messages.count("checkpoints 3, 4 set aside in abandoned-1") == 1
 
 
 def test_a_process_that_resumes_before_the_newest_sets_aside_all_that_came_after(tmp_path, base):
@@ -86,7 +86,7 @@ def test_a_process_that_resumes_before_the_newest_sets_aside_all_that_came_after
     fill(tmp_path, base, 1, 2, 3, 4)
     for visit, kept in (1, [1, 2, 5]), (2, [1, 2, 5]):
         with jdp.Checkpoints(tmp_path, keep=None) as saved:
-            saved.restore(aim(), 2)
+            saved.restore(target(), 2)
             saved.save(at(base, 5, 50.0 + visit))
             assert saved.steps == kept
     assert names(tmp_path) == ["1", "2", "5", "abandoned-1", "abandoned-2"]
@@ -104,9 +104,9 @@ def test_a_fresh_run_in_an_old_directory_does_not_mix_with_it(tmp_path, base):
 def test_a_resumed_run_sets_nothing_aside_and_the_state_at_hand_is_not_written_again(tmp_path, base, capsys):
     fill(tmp_path, base, 1, 2, 3)
     with jdp.Checkpoints(tmp_path, keep=2) as saved:
-        state, _ = saved.restore(aim())
+        state, _ = saved.restore(target())
         saved.save(state, {"again": True})
-        assert saved.restore(aim())[1] == {}
+        assert saved.restore(target())[1] == {}
         four = at(base, 4)
         saved.save(four)
         saved.save(four)
@@ -120,25 +120,25 @@ def test_an_earlier_step_that_is_only_looked_at_sets_nothing_aside_and_what_stay
     with jdp.Checkpoints(tmp_path, keep=None) as saved:
         for step in (1, 2, 3):
             saved.save(at(base, step))
-        saved.restore(aim(), 1)
+        saved.restore(target(), 1)
         saved.save(at(base, 4))
         saved.save(at(base, 5))
     assert names(tmp_path) == ["1", "2", "3", "4", "5"]
-    said = capsys.readouterr().err
-    assert said.count("step 1 was restored, and step 4 is saved behind checkpoints 2, 3, which stay") == 1
+    messages = capsys.readouterr().err
+    assert messages.count("step 1 was restored, and step 4 is saved behind checkpoints 2, 3, which stay") == 1
 
 
 def test_another_state_under_the_step_that_was_restored_is_said(tmp_path, base, capsys):
     fill(tmp_path, base, 1)
     with jdp.Checkpoints(tmp_path) as saved:
-        restored, _ = saved.restore(aim())
+        restored, _ = saved.restore(target())
         saved.save(restored)
         assert "is not saved" not in capsys.readouterr().err
         saved.save(replace(restored, params={"w": jnp.full(4, 7.0)}))
         assert "checkpoint 1 was saved or restored just before and stays" in capsys.readouterr().err
 
 
-def test_the_best_of_a_line_that_was_left_is_the_best_no_more(tmp_path, base):
+def test_the_best_of_an_abandoned_run_is_the_best_no_more(tmp_path, base):
     with jdp.Checkpoints(tmp_path, keep=1, best="loss") as saved:
         for step, loss in ((1, 3.0), (2, 2.0), (3, 1.0)):
             saved.save(at(base, step), metrics={"loss": loss})
@@ -156,10 +156,10 @@ def test_a_reader_sees_the_steps_that_another_process_writes_and_deletes(tmp_pat
             writer.save(at(base, step), metrics={"loss": float(step)})
             writer.wait()
             assert (reader.latest, reader.steps, reader.best) == (step, [step], step)
-            assert int(reader.restore(aim())[0].step) == step
+            assert int(reader.restore(target())[0].step) == step
 
 
-# Only what is ours.
+# Only what is jdp's own.
 
 
 def user_folder(directory):
@@ -236,7 +236,7 @@ def test_a_single_save_deletes_nothing_that_is_not_its_own(tmp_path, base):
     jdp.save(tmp_path / "real", at(base, 1))
     (tmp_path / "link").symlink_to(tmp_path / "real")
     jdp.save(tmp_path / "link", at(base, 2), overwrite=True)
-    assert (tmp_path / "link").is_symlink() and int(jdp.restore(tmp_path / "real", aim()).step) == 2
+    assert (tmp_path / "link").is_symlink() and int(jdp.restore(tmp_path / "real", target()).step) == 2
 
 
 # What is refused, and what is taken.
@@ -259,10 +259,10 @@ def test_an_address_or_what_is_no_path_is_refused_in_words(tmp_path, base, path,
     for use in (
         jdp.Checkpoints,
         lambda path: jdp.save(path, at(base, 1)),
-        lambda path: jdp.restore(path, aim()),
-        lambda path: jdp.restore_params(path, aim()),
+        lambda path: jdp.restore(path, target()),
+        lambda path: jdp.restore_params(path, target()),
         lambda path: export_safetensors(path / "a.safetensors" if kind is Path else f"{path}/a.safetensors", base),
-        lambda path: import_safetensors(path, aim()),
+        lambda path: import_safetensors(path, target()),
     ):
         with pytest.raises(ValueError, match=ADDRESSES[path]):
             use(kind(path))
@@ -272,13 +272,13 @@ def test_an_address_or_what_is_no_path_is_refused_in_words(tmp_path, base, path,
 def test_a_home_is_filled_in(tmp_path, base, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     export_safetensors("~/one.safetensors", at(base, 1))
-    assert float(import_safetensors("~/one.safetensors", aim()).params["w"][0]) == 1
+    assert float(import_safetensors("~/one.safetensors", target()).params["w"][0]) == 1
     (tmp_path / "one.safetensors").unlink()
     jdp.save("~/one", at(base, 1))
-    assert int(jdp.restore("~/one", aim()).step) == 1
+    assert int(jdp.restore("~/one", target()).step) == 1
     with jdp.Checkpoints("~/many") as saved:
         saved.save(at(base, 1))
-    assert names(tmp_path) == ["many", "one"] and float(jdp.restore_params("~/many", aim()).params["w"][0]) == 1
+    assert names(tmp_path) == ["many", "one"] and float(jdp.restore_params("~/many", target()).params["w"][0]) == 1
 
 
 def test_saving_after_close_is_refused_and_reading_is_not(tmp_path, base):
@@ -288,24 +288,24 @@ def test_saving_after_close_is_refused_and_reading_is_not(tmp_path, base):
     saved.close()
     with pytest.raises(jdp.CheckpointError, match=r"was closed, and nothing is saved after that\. Save before"):
         saved.save(at(base, 2))
-    assert (saved.steps, saved.latest, saved.best, int(saved.restore(aim())[0].step)) == ([1], 1, 1, 1)
+    assert (saved.steps, saved.latest, saved.best, int(saved.restore(target())[0].step)) == ([1], 1, 1, 1)
 
 
 def test_a_record_may_have_numpy_and_jax_scalars(tmp_path, base):
     record = {"a": np.float32(0.5), "b": np.int64(3), "c": jnp.float32(2.0), "d": np.bool_(True), "e": [(np.array(1),)]}
     with jdp.Checkpoints(tmp_path) as saved:
         saved.save(at(base, 1), record, {"loss": np.float32(1)})
-        assert saved.restore(aim())[1] == {"a": 0.5, "b": 3, "c": 2.0, "d": True, "e": [[1]]}
-        for bad, said in (
+        assert saved.restore(target())[1] == {"a": 0.5, "b": 3, "c": 2.0, "d": True, "e": [[1]]}
+        for bad, message in (
             ({"deep": [np.zeros(2)]}, r"record\['deep'\]\[0\] must be JSON.*it is ndarray"),
             ({"x": {1: 2}}, r"record\['x'\] must be JSON, whose keys are text; 1 is none"),
         ):
-            with pytest.raises(jdp.CheckpointError, match=said):
+            with pytest.raises(jdp.CheckpointError, match=message):
                 saved.save(at(base, 2), bad)
         with pytest.raises(ValueError, match="A metric is one number; 'loss' is None"):
             saved.save(at(base, 2), metrics={"loss": None})
         saved.save(at(base, 2), {"n": 2})
-        assert saved.restore(aim())[1] == {"n": 2}
+        assert saved.restore(target())[1] == {"n": 2}
 
 
 DAMAGES = [b"garbage", b"\0" * 64, b"\xff\xfe{}", b"", b"[1]", b"null", b'{"loss": "low"}']
@@ -320,21 +320,21 @@ def test_damaged_records_tables_and_metrics_are_said(tmp_path, base, damage):
         whole = file.read_bytes()
         file.write_bytes(damage)
         with jdp.Checkpoints(tmp_path) as saved, pytest.raises(jdp.CheckpointError, match="damaged"):
-            saved.restore(aim())
+            saved.restore(target())
         file.write_bytes(whole)
     (tmp_path / "1" / "metrics" / "metrics").write_bytes(damage)
     with pytest.raises(jdp.CheckpointError, match=r"1/metrics/metrics is damaged.*Remove that file"):
         jdp.Checkpoints(tmp_path, best="loss")
     (tmp_path / "1" / "metrics" / "metrics").unlink()
     with jdp.Checkpoints(tmp_path, best="loss") as saved:
-        assert saved.best is None and saved.restore(aim())[1] == {"n": 1}
+        assert saved.best is None and saved.restore(target())[1] == {"n": 1}
 
 
 def test_a_table_of_leaves_without_leaves_is_damaged(tmp_path, base):
     jdp.save(tmp_path / "one", at(base, 1))
     (tmp_path / "one" / "leaves" / "metadata").write_text(json.dumps({"format": 1}))
     with pytest.raises(jdp.CheckpointError, match="damaged"):
-        jdp.restore(tmp_path / "one", aim())
+        jdp.restore(tmp_path / "one", target())
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")

@@ -13,7 +13,7 @@ from jdp.experiment import memory_check as memory_fit
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError, from_table, load
 from jdp.models import parameter_count
-from jdp.models.lower_bounds import least_parameters
+from jdp.models.lower_bounds import parameter_lower_bound
 from jdp.models.sizes import SIZES
 
 MOST_CHARACTERS = 1000
@@ -403,7 +403,7 @@ def test_a_malformed_override_is_refused_in_few_words(
 @pytest.mark.parametrize("size", SIZES)
 def test_what_a_model_has_at_least_is_counted_without_tracing_it(size: str):
     """The matrices: a fifth of a small ResNet are first blocks and norms, which are left out."""
-    assert 0.8 <= least_parameters(SIZES[size]) / parameter_count(SIZES[size]) <= 1
+    assert 0.8 <= parameter_lower_bound(SIZES[size]) / parameter_count(SIZES[size]) <= 1
 
 
 def test_memory_that_is_too_small_is_said_with_what_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -422,6 +422,6 @@ def test_memory_that_is_too_small_is_said_with_what_is_needed(tmp_path: Path, mo
         ):
             memory_fit.check_state(parts)
     monkeypatch.setattr(memory_fit, "memory_bytes", lambda: 16 * 32 * 4 * 3 - 1)  # tokens, targets, weights
-    monkeypatch.setattr(memory_fit, "least_parameters", lambda config: 0)
+    monkeypatch.setattr(memory_fit, "parameter_lower_bound", lambda config: 0)
     with pytest.raises(ExperimentError, match=r"a batch must fit into memory; train\.batch_size = 16 makes 6 KiB"):
         memory_fit.check_weights_and_batch(parts)

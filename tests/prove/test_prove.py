@@ -73,15 +73,15 @@ def ratios(proof):
 
 
 def test_the_covering_list_is_equal_with_room():
-    told = []
-    proof = run(steps=2, devices=2, progress=lambda *args: told.append(args))
+    reports = []
+    proof = run(steps=2, devices=2, progress=lambda *args: reports.append(args))
     assert proof.equal, str(proof)
     assert proof.first_difference is None
     assert max(ratios(proof).values()) < ROOM, str(proof)
     assert min(run.closest.ratio for run in proof.runs) > 0  # it did compare: another order has other bits
     total = len(proof.runs) + 5  # the reference and its shadows
-    assert [(done, count) for done, count, _ in told] == [(done, total) for done in range(total + 1)]
-    assert [name for *_, name in told[5:-1]] == [run.name for run in proof.runs]
+    assert [(done, count) for done, count, _ in reports] == [(done, total) for done in range(total + 1)]
+    assert [name for *_, name in reports[5:-1]] == [run.name for run in proof.runs]
 
 
 @pytest.mark.parametrize(

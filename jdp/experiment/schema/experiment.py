@@ -28,7 +28,7 @@ from jdp.experiment.schema.optimizer import USED_BY, Optimizer, unused
 from jdp.experiment.schema.track import Track
 from jdp.experiment.schema.train import Sample, Train
 from jdp.models.gpt import GPTConfig
-from jdp.models.lower_bounds import least_parameters, traced_layers
+from jdp.models.lower_bounds import parameter_lower_bound, traced_layers
 from jdp.models.mlp import MLPConfig
 
 __all__ = [
@@ -185,7 +185,7 @@ def disagreements(experiment: "Experiment") -> Iterator[str]:
 def _size(experiment: "Experiment") -> Iterator[str]:
     """Models that no machine holds, or whose tracing does not end: tracing one would be the end of the process."""
     config, name = experiment.model.config, experiment.model.name
-    if (count := least_parameters(config)) > MOST_PARAMETERS:
+    if (count := parameter_lower_bound(config)) > MOST_PARAMETERS:
         power = int((count.bit_length() - 1) * math.log10(2))
         yield f"model has more than 10^{power} parameters, which no machine holds: lower the sizes in [model]"
     if (layers := traced_layers(config)) > MOST_TRACED:
