@@ -35,11 +35,11 @@ from jdp.core.batch import (
     signature,
 )
 from jdp.core.gradients import auto, manual
-from jdp.core.gradients.accumulate import Task
-from jdp.core.gradients.gathers import Asked, asked
+from jdp.core.gradients.accumulate import GradientSpec
+from jdp.core.gradients.gathers import TracedCollectives, read_collectives
 from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.model_state import stays_finite
-from jdp.core.gradients.partitioning import ASKED, Choice, Question
+from jdp.core.gradients.partitioning import REQUESTED, Choice, PartitioningRequest
 from jdp.core.optim.checks import update
 from jdp.core.precision import Precision
 from jdp.core.sharding.mesh import auto_axes, mesh_of
@@ -149,7 +149,7 @@ class Step:
 
     Attributes:
         loss_fn, plan, precision, accumulate, clip_norm, group, check_loss: what it was made of.
-        asked: the partitioning that was asked for; None leaves the choice to jdp.
+        requested: the partitioning that was asked for; None leaves the choice to jdp.
         train: a training step; else an evaluation step.
         sync_batch_norm: batch statistics are global under "manual" too.
         donate: the state's memory goes to the new state.
@@ -158,7 +158,7 @@ class Step:
     loss_fn: LossFn
     plan: Plan
     precision: Precision
-    asked: str | None = None
+    requested: str | None = None
     accumulate: int = 1
     clip_norm: float | None = None
     train: bool = True
@@ -166,11 +166,11 @@ class Step:
     group: int = 1
     check_loss: bool = True
     donate: bool = True
-    _settled: dict[Any, Choice] = field(init=False, default_factory=dict[Any, Choice], repr=False, compare=False)
+    _choices: dict[Any, Choice] = field(init=False, default_factory=dict[Any, Choice], repr=False, compare=False)
     _checked: list[bool] = field(init=False, default_factory=list[bool], repr=False, compare=False)
     _corrected: list[Choice] = field(init=False, default_factory=list[Choice], repr=False, compare=False)
     _agreed: set[Any] = field(init=False, default_factory=set[Any], repr=False, compare=False)
-    _asked: list[Asked] = field(init=False, default_factory=list[Asked], repr=False, compare=False)
+    _collectives: list[TracedCollectives] = field(init=False, default_factory=list[Any], repr=False, compare=False)
 
     def __call__(self, state: TrainState, batch: Batch) -> Any:
         check_alive(state)
@@ -183,23 +183,23 @@ class Step:
     @property
     def partitioning(self) -> str | None:
         """ "auto" or "manual"; None while it is not settled, which takes a first trace."""
-        return self._last.partitioning if self._last else self.asked
+        return self._last.partitioning if self._last else self.requested
 
     @property
     def why(self) -> str:
         """The reason for `partitioning`."""
         if self._last:
             return self._last.why
-        return ASKED if self.asked else "settled when the step is first traced"
+        return REQUESTED if self.requested else "settled when the step is first traced"
 
     @property
     def _last(self) -> Choice | None:
-        return next(reversed(self._settled.values()), None)
+        return next(reversed(self._choices.values()), None)
 
     @property
-    def sends(self) -> Asked | None:
+    def sends(self) -> TracedCollectives | None:
         """What the step asks to send, by its own trace, as it was last lowered; None while it was not."""
-        return self._asked[-1] if self._asked else None
+        return self._collectives[-1] if self._collectives else None
 
     @cached_property
     def jitted(self) -> Any:
@@ -255,7 +255,7 @@ class Step:
             return leaf
 
         traced = step.jitted.trace(state, jax.tree.map(laid, batch))
-        step._asked[:] = [asked(traced)]
+        step._collectives[:] = [read_collectives(traced)]
         return traced.lower()
 
     def compile(self, state: TrainState, batch: Batch, **compiler_options: Any) -> jax.stages.Compiled:
@@ -270,7 +270,7 @@ class Step:
         step._corrected.extend(self._corrected)
         return step
 
-    def settle(self, state: TrainState, batch: Batch, *, values: bool = False) -> str:
+    def choose_partitioning(self, state: TrainState, batch: Batch, *, values: bool = False) -> str:
         """Check the batch and choose the partitioning for these shapes; report it once.
 
         With `values` the state and the batch are real, and the loss is tried on a few rows.
@@ -278,18 +278,18 @@ class Step:
         _check_rows(self, batch)
         self.precision.check_params(trained_part(state.params, state.static.trained))
         shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves((state.params, batch)))
-        if shapes not in self._settled or values:
-            question = Question(self.task(state), self.plan, self.asked, self.train)
-            known = self._settled.pop(shapes, None) or question.choose(state, batch)
+        if shapes not in self._choices or values:
+            request = PartitioningRequest(self.gradient_spec(state), self.plan, self.requested, self.train)
+            known = self._choices.pop(shapes, None) or request.choose(state, batch)
             known = next(iter(self._corrected), known)  # what was found once holds for batches of other shapes too
-            chosen = question.check(known, state, batch) if values and self.check_loss else known
+            chosen = request.check(known, state, batch) if values and self.check_loss else known
             if chosen != known:
                 self._corrected.append(chosen)
                 for name in ("jitted", "_kept"):
                     self.__dict__.pop(name, None)  # it may have been lowered for what was known before
-            self._settled[shapes] = chosen
-            question.announce(chosen, state)
-        return self._settled[shapes].partitioning
+            self._choices[shapes] = chosen
+            request.announce(chosen, state)
+        return self._choices[shapes].partitioning
 
     def _before_the_first(self, state: TrainState, batch: Batch) -> None:
         """Settle on real values, so that the loss is tried once; abstract ones are settled when they are traced."""
@@ -297,13 +297,13 @@ class Step:
             isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, batch))
         ):
             with auto_axes(self.plan.mesh):
-                self.settle(state, batch, values=True)
+                self.choose_partitioning(state, batch, values=True)
             self._checked.append(True)
 
-    def task(self, state: TrainState) -> Task:
+    def gradient_spec(self, state: TrainState) -> GradientSpec:
         """What the gradient code needs to know."""
         static = state.static
-        return Task(
+        return GradientSpec(
             self.loss_fn,
             static.adapter,
             self.plan.param_placements(state.params, static),
@@ -319,7 +319,7 @@ class Step:
 def _train(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     trained = state.static.trained
     params = trained_part(state.params, trained)
-    gradients = VIEWS[step.settle(state, batch)].gradients(step.task(state), step.plan)
+    gradients = VIEWS[step.choose_partitioning(state, batch)].gradients(step.gradient_spec(state), step.plan)
     key = jax.random.fold_in(state.rng, state.consumed)
     sums: Sums
     grads, sums, model_state = gradients(state.params, state.model_state, batch, key)
@@ -355,7 +355,7 @@ def _norm(grads: PyTree, step: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _evaluate(step: Step, state: TrainState, batch: Batch) -> Metrics:
-    evaluation = VIEWS[step.settle(state, batch)].evaluation(step.task(state), step.plan)
+    evaluation = VIEWS[step.choose_partitioning(state, batch)].evaluation(step.gradient_spec(state), step.plan)
     return _means(evaluation(state.params, state.model_state, batch))
 
 

@@ -59,7 +59,7 @@ def prove_experiment(
 
     check_for_devices(experiment, len(space.devices))
     train_step = whole.train_step
-    if train_step.asked is None:  # as training settles it
+    if train_step.requested is None:  # as training settles it
         jax.eval_shape(train_step, whole.abstract_state(), whole.abstract_batch())
     own = Setting(
         experiment.strategy, train_step.partitioning or "auto", len(space.devices), experiment.train.accumulate

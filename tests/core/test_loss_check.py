@@ -288,7 +288,7 @@ def test_what_was_found_holds_for_batches_of_other_shapes():
         assert step.partitioning == "auto"
         np.testing.assert_allclose(metrics["loss"], whole.total / whole.weight, rtol=0.05)
     abstract = jax.eval_shape(lambda: (state, batch_of()))
-    assert step.on(jdp.make_mesh()).settle(*abstract) == "auto"
+    assert step.on(jdp.make_mesh()).choose_partitioning(*abstract) == "auto"
 
 
 def test_a_penalty_times_zero_is_none():

@@ -124,8 +124,8 @@ def test_a_mean_of_means_is_seen_in_the_loss(monkeypatch):
     """Each shard divides by its own weight, and the means are averaged."""
     one = accumulate._microbatch_gradients
 
-    def means(task, moves, loss, operands, model_state, batch, key):
-        grads, sums, changed = one(task, moves, loss, operands, model_state, batch, key)
+    def means(spec, collectives, loss, operands, model_state, batch, key):
+        grads, sums, changed = one(spec, collectives, loss, operands, model_state, batch, key)
         share = jax.lax.pmean(sums.weight, "data") / sums.weight
         grads = jax.tree.map(lambda g: g * share, grads)
         return grads, dataclasses.replace(sums, total=sums.total * share), changed
@@ -235,17 +235,17 @@ def test_state_that_is_not_restored_is_named(monkeypatch):
 
 def forgets_a_bias(monkeypatch):
     """Under manual, a gradient stays that of the first shard."""
-    moves = manual._moves
+    original = manual.make_collectives
 
     def forgetful(*args):
-        whole = moves(*args)
+        whole = original(*args)
 
         def finish(x, place, leading):
             return x if place.path == "layers/0/bias" else whole.finish(x, place, leading)
 
         return dataclasses.replace(whole, finish=finish)
 
-    monkeypatch.setattr(manual, "_moves", forgetful)
+    monkeypatch.setattr(manual, "make_collectives", forgetful)
 
 
 def test_a_fault_of_the_setting_it_resumes_onto_is_not_blamed_on_resuming(monkeypatch):
@@ -271,15 +271,15 @@ def test_the_run_that_changes_least_is_named_first():
 
 def test_gradients_rounded_to_bf16_on_their_way_are_seen(monkeypatch):
     """The finest of the faults: an error of 2**-9 where 2**-24 is due."""
-    moves = manual._moves
+    original = manual.make_collectives
 
     def coarse(*args):
-        whole = moves(*args)
+        whole = original(*args)
         return dataclasses.replace(
             whole, finish=lambda x, *place: whole.finish(x.astype(jnp.bfloat16).astype(x.dtype), *place)
         )
 
-    monkeypatch.setattr(manual, "_moves", coarse)
+    monkeypatch.setattr(manual, "make_collectives", coarse)
     first = run("zero2 manual 4 devices K=1", steps=1).first_difference
     assert first.step == 1
     assert first.difference > WIDE * first.bound

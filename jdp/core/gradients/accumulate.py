@@ -6,7 +6,7 @@
 3. Reduce, where that happens once per step, and finish (small leaves, the `replica` axis).
 4. Sum totals, weights and metrics over devices. Nothing was divided yet: the caller divides by the global weight, once.
 
-How to gather, reduce and sum is the vocabulary (`Moves`) that `auto` and `manual` supply.
+How to gather, reduce and sum is the vocabulary (`Collectives`) that `auto` and `manual` supply.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Move = Callable[[jax.Array, Placement, int], jax.Array]
 
 
 @dataclass(frozen=True)
-class Moves:
+class Collectives:
     """How arrays move, in one partitioning. `leading` counts dimensions already sliced off by a layer loop.
 
     Attributes:
@@ -65,19 +65,19 @@ class Moves:
 
 
 @dataclass(frozen=True)
-class Task:
+class GradientSpec:
     """What is asked for, the same in both partitionings.
 
     Attributes:
         loss_fn, precision, accumulate, sync_batch_norm, group: as for `jdp.make_train_step`.
         adapter, trained: `Static.adapter`, `Static.trained`.
-        places: a tree like the parameters, of `Placement`.
+        placements: a tree like the parameters, of `Placement`.
         row: the strategy.
     """
 
     loss_fn: LossFn
     adapter: Any
-    places: PyTree
+    placements: PyTree
     row: Strategy
     precision: Precision
     accumulate: int = 1
@@ -86,25 +86,25 @@ class Task:
     group: int = 1
 
     @property
-    def trained_places(self) -> PyTree:
-        """Where gradients go: `places` with None for what is frozen."""
-        return trained_part(self.places, self.trained)
+    def trained_placements(self) -> PyTree:
+        """Where gradients go: `placements` with None for what is frozen."""
+        return trained_part(self.placements, self.trained)
 
 
 def step_gradients(
-    task: Task, moves: Moves, params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array
+    spec: GradientSpec, collectives: Collectives, params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array
 ) -> tuple[PyTree, Sums, PyTree]:
     """Return (Σ∇total at rest specs, the sums, the model state), all global, nothing divided.
 
     The gradients are a tree like `trained_part(params)`: frozen parameters have none.
     """
-    count = task.accumulate
+    count = spec.accumulate
     rows = batch_rows(batch) // count
-    loss, operands = RowwiseLoss(_traced(task, moves)), working_copy(task, moves, params)
-    one = partial(_microbatch_gradients, task, moves, loss, operands)
-    micro = batch if count == 1 else moves.microbatches(batch, count)
-    first = (micro if count == 1 else jax.tree.map(lambda x: x[0], micro), moves.key(key, rows, 0, count))
-    if math.prod(map(jax.lax.axis_size, moves.axes)) > 1:
+    loss, operands = RowwiseLoss(_traced(spec, collectives)), working_copy(spec, collectives, params)
+    one = partial(_microbatch_gradients, spec, collectives, loss, operands)
+    micro = batch if count == 1 else collectives.microbatches(batch, count)
+    first = (micro if count == 1 else jax.tree.map(lambda x: x[0], micro), collectives.key(key, rows, 0, count))
+    if math.prod(map(jax.lax.axis_size, collectives.axes)) > 1:
         refuse_varying(lambda *given: loss(operands, *given)[1], model_state, *first, carried=count > 1)
 
     if count == 1:
@@ -121,42 +121,52 @@ def step_gradients(
             grads, sums, state = carry
             index, microbatch = this
             before = with_trained(model_state, state, changed)
-            more, more_sums, after = one(before, microbatch, moves.key(key, rows, index, count))
+            more, more_sums, after = one(before, microbatch, collectives.key(key, rows, index, count))
             return (*jax.tree.map(jnp.add, (grads, sums), (more, more_sums)), trained_part(after, changed)), None
 
         zero_grads, zero_sums = jax.tree.map(
             lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(probe, *first)
         )
-        start = (_map(moves.hold, zero_grads, task.trained_places), zero_sums, trained_part(model_state, changed))
+        start = (
+            _map(collectives.hold, zero_grads, spec.trained_placements),
+            zero_sums,
+            trained_part(model_state, changed),
+        )
         (grads, sums, state), _ = jax.lax.scan(body, start, (jnp.arange(count, dtype=jnp.uint32), micro))
         after = with_trained(model_state, state, changed)
 
-    if not task.row.reduce_each_microbatch:
-        grads = _map(moves.reduce, grads, task.trained_places)
-    grads = _map(moves.finish, grads, task.trained_places)
-    return grads, jax.tree.map(moves.total, sums), moves.average(model_state, after)
+    if not spec.row.reduce_each_microbatch:
+        grads = _map(collectives.reduce, grads, spec.trained_placements)
+    grads = _map(collectives.finish, grads, spec.trained_placements)
+    return grads, jax.tree.map(collectives.total, sums), collectives.average(model_state, after)
 
 
-def evaluate(task: Task, moves: Moves, params: PyTree, model_state: PyTree, batch: Batch) -> Sums:
+def evaluate(spec: GradientSpec, collectives: Collectives, params: PyTree, model_state: PyTree, batch: Batch) -> Sums:
     """The sums of one batch, forward only; the loss gets `rng=None`, which means evaluation."""
-    loss, operands = _traced(task, moves), working_copy(task, moves, params)
+    loss, operands = _traced(spec, collectives), working_copy(spec, collectives, params)
 
     def one(batch: Batch) -> Sums:
         return loss(operands, model_state, batch, None)[0]
 
-    if task.accumulate == 1:
+    if spec.accumulate == 1:
         sums = one(batch)
     else:
-        each = jax.lax.map(one, moves.microbatches(batch, task.accumulate))
+        each = jax.lax.map(one, collectives.microbatches(batch, spec.accumulate))
         sums = jax.tree.map(lambda x: x.sum(axis=0), each)
-    return jax.tree.map(moves.total, sums)
+    return jax.tree.map(collectives.total, sums)
 
 
 def together_and_apart(
-    task: Task, moves: Moves, params: PyTree, model_state: PyTree, batch: Batch, parts: Batch, key: Any
+    spec: GradientSpec,
+    collectives: Collectives,
+    params: PyTree,
+    model_state: PyTree,
+    batch: Batch,
+    parts: Batch,
+    key: Any,
 ) -> tuple[Sums, Sums]:
     """The sums of one batch, and of each of its parts (leaves [parts, rows, ...]): forward only, evaluation mode."""
-    loss, operands = replace(_traced(task, moves), training=False), working_copy(task, moves, params)
+    loss, operands = replace(_traced(spec, collectives), training=False), working_copy(spec, collectives, params)
 
     def one(batch: Batch) -> Sums:
         return loss(operands, model_state, batch, key)[0]
@@ -164,51 +174,59 @@ def together_and_apart(
     return one(batch), jax.lax.map(one, parts)
 
 
-def working_copy(task: Task, moves: Moves, params: PyTree) -> PyTree:
+def working_copy(spec: GradientSpec, collectives: Collectives, params: PyTree) -> PyTree:
     """What the loss is differentiated by: whole weights in compute dtype, or under ZeRO-3 the shards as they rest."""
-    if task.row.gather == "use":
+    if spec.row.gather == "use":
         return params
-    dtype = task.precision.compute_dtype
-    return _map(lambda leaf, place, _: _gather(moves, dtype, leaf, place, 0), params, task.places)
+    dtype = spec.precision.compute_dtype
+    return _map(lambda leaf, placement, _: _gather(collectives, dtype, leaf, placement, 0), params, spec.placements)
 
 
-def _traced(task: Task, moves: Moves) -> TracedLoss:
-    gather = gather_with_reduced_grad(moves, task.precision) if task.row.gather == "use" else None
-    return TracedLoss(task.loss_fn, task.adapter, task.places, gather, moves.axes if task.sync_batch_norm else ())
+def _traced(spec: GradientSpec, collectives: Collectives) -> TracedLoss:
+    gather = gather_with_reduced_grad(collectives, spec.precision) if spec.row.gather == "use" else None
+    return TracedLoss(
+        spec.loss_fn, spec.adapter, spec.placements, gather, collectives.axes if spec.sync_batch_norm else ()
+    )
 
 
 def _microbatch_gradients(
-    task: Task, moves: Moves, loss: RowwiseLoss, operands: PyTree, model_state: PyTree, batch: Batch, key: Any
+    spec: GradientSpec,
+    collectives: Collectives,
+    loss: RowwiseLoss,
+    operands: PyTree,
+    model_state: PyTree,
+    batch: Batch,
+    key: Any,
 ) -> tuple[PyTree, Sums, PyTree]:
     def total(trained: PyTree) -> tuple[jax.Array, tuple[Sums, PyTree]]:
-        sums, changed = loss(with_trained(operands, trained, task.trained), model_state, batch, key)
+        sums, changed = loss(with_trained(operands, trained, spec.trained), model_state, batch, key)
         return sums.total, (sums, changed)
 
-    (_, (sums, changed)), grads = jax.value_and_grad(total, has_aux=True)(trained_part(operands, task.trained))
-    grads = jax.tree.map(lambda g: g.astype(task.precision.reduce_dtype), grads)
-    if task.row.gather == "step" and task.row.reduce_each_microbatch:
-        grads = _map(moves.reduce, grads, task.trained_places)
+    (_, (sums, changed)), grads = jax.value_and_grad(total, has_aux=True)(trained_part(operands, spec.trained))
+    grads = jax.tree.map(lambda g: g.astype(spec.precision.reduce_dtype), grads)
+    if spec.row.gather == "step" and spec.row.reduce_each_microbatch:
+        grads = _map(collectives.reduce, grads, spec.trained_placements)
     return grads, sums, changed
 
 
-def gather_with_reduced_grad(moves: Moves, precision: Precision) -> Gather:
+def gather_with_reduced_grad(collectives: Collectives, precision: Precision) -> Gather:
     """The gather boundary of ZeRO-3: forward, a shard is cast and gathered; backward, its gradient goes straight to the
     shard's spec. Without it XLA moves the activations instead: 60 times the traffic.
     """
 
-    def gather(shard: jax.Array, place: Placement, leading: int) -> jax.Array:
-        if place.dim is None:
-            return _gather(moves, precision.compute_dtype, shard, place, leading)
+    def gather(shard: jax.Array, placement: Placement, leading: int) -> jax.Array:
+        if placement.dim is None:
+            return _gather(collectives, precision.compute_dtype, shard, placement, leading)
 
         def named_gather(shard: jax.Array) -> jax.Array:
-            with named(place.path):
-                return _gather(moves, precision.compute_dtype, shard, place, leading)
+            with named(placement.path):
+                return _gather(collectives, precision.compute_dtype, shard, placement, leading)
 
-        if not place.trained:
+        if not placement.trained:
             return named_gather(shard)
 
         def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
-            reduced = moves.reduce(cotangent.astype(precision.reduce_dtype), place, leading)
+            reduced = collectives.reduce(cotangent.astype(precision.reduce_dtype), placement, leading)
             return (reduced.astype(shard.dtype),)
 
         boundary = jax.custom_vjp(named_gather)
@@ -218,22 +236,24 @@ def gather_with_reduced_grad(moves: Moves, precision: Precision) -> Gather:
     return gather
 
 
-def _gather(moves: Moves, dtype: jnp.dtype, shard: jax.Array, place: Placement, leading: int) -> jax.Array:
+def _gather(
+    collectives: Collectives, dtype: jnp.dtype, shard: jax.Array, placement: Placement, leading: int
+) -> jax.Array:
     """Cast, then gather: the barrier keeps XLA from moving the cast behind the gather, which doubles the bytes.
 
     Frozen weights may rest in fewer bytes than are computed with: they are gathered as they rest. What is not floating
     point is never cast.
     """
     if not jnp.issubdtype(shard.dtype, jnp.floating):
-        return moves.gather(shard, place, leading)
-    if not place.trained and shard.dtype.itemsize < dtype.itemsize:
-        return moves.gather(shard, place, leading).astype(dtype)
+        return collectives.gather(shard, placement, leading)
+    if not placement.trained and shard.dtype.itemsize < dtype.itemsize:
+        return collectives.gather(shard, placement, leading).astype(dtype)
     if shard.dtype != dtype:
         shard = shard.astype(dtype)
-        if place.dim is not None:
+        if placement.dim is not None:
             shard = jax.lax.optimization_barrier(shard)
-    return moves.gather(shard, place, leading)
+    return collectives.gather(shard, placement, leading)
 
 
-def _map(move: Any, tree: PyTree, places: PyTree) -> PyTree:
-    return jax.tree.map(lambda leaf, place: move(leaf, place, 0), tree, places)
+def _map(move: Any, tree: PyTree, placements: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf, placement: move(leaf, placement, 0), tree, placements)

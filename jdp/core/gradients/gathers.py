@@ -71,16 +71,16 @@ class Issued:
     Attributes:
         kind: of collective, as XLA calls it.
         dims: of its result, on a device.
-        places: "file:line" of the calls that led to it, innermost first.
+        source_lines: "file:line" of the calls that led to it, innermost first.
     """
 
     kind: str
     dims: tuple[int, ...]
-    places: tuple[str, ...]
+    source_lines: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Asked:
+class TracedCollectives:
     """What a traced step asks to send.
 
     Attributes:
@@ -92,7 +92,7 @@ class Asked:
     issued: tuple[Issued, ...]
 
 
-def asked(traced: jax.stages.Traced) -> Asked:
+def read_collectives(traced: jax.stages.Traced) -> TracedCollectives:
     """Read a step's trace."""
     jaxpr = traced.jaxpr.jaxpr
     live, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
@@ -109,10 +109,10 @@ def asked(traced: jax.stages.Traced) -> Asked:
             sums[key] = (before[0] + elements, before[1] + elements * result.dtype.itemsize)
         elif eqn.primitive.name in _KINDS:
             frames = eqn.source_info.traceback.frames if eqn.source_info.traceback is not None else ()
-            places = tuple(f"{frame.file_name}:{frame.line_num}" for frame in frames)
+            source_lines = tuple(f"{frame.file_name}:{frame.line_num}" for frame in frames)
             for each in eqn.outvars:
-                issued.setdefault(Issued(_KINDS[eqn.primitive.name], tuple(each.aval.shape), places))
-    return Asked(tuple(Gathered(*key, *counts) for key, counts in sums.items()), tuple(issued))
+                issued.setdefault(Issued(_KINDS[eqn.primitive.name], tuple(each.aval.shape), source_lines))
+    return TracedCollectives(tuple(Gathered(*key, *counts) for key, counts in sums.items()), tuple(issued))
 
 
 def _walk(jaxpr: Any, times: int, around: str) -> Iterator[tuple[Any, int, str]]:

@@ -38,7 +38,7 @@ class TracedLoss:
     Attributes:
         fn: the user's loss function.
         adapter: `Static.adapter`.
-        places: a tree like the parameters, of `Placement`.
+        placements: a tree like the parameters, of `Placement`.
         gather: under ZeRO-3, how a shard is gathered where it is used; None where operands are whole already.
         sync_axes: the mesh axes that batch statistics are taken over, beside the rows at hand.
         training: a module is in training mode, with the key to draw from.
@@ -46,7 +46,7 @@ class TracedLoss:
 
     fn: LossFn
     adapter: Any
-    places: PyTree
+    placements: PyTree
     gather: Gather | None
     sync_axes: tuple[str, ...] = ()
     training: bool = True
@@ -57,8 +57,8 @@ class TracedLoss:
         if self.gather is not None:
             gather = self.gather
             with at_top():
-                whole = jax.tree.map(lambda shard, place: gather(shard, place, 0), operands, self.places)
-            gathers = GatherTable(gather, _table(whole, operands, self.places))
+                whole = jax.tree.map(lambda shard, placement: gather(shard, placement, 0), operands, self.placements)
+            gathers = GatherTable(gather, _table(whole, operands, self.placements))
             context = gathering(gathers)
         with context:
             if self.adapter is None:
@@ -73,7 +73,7 @@ class TracedLoss:
 
     def _say_whole(self) -> None:
         """No layer was gathered by itself: zero3 by name, but not by memory."""
-        sharded = [place.path for place in jax.tree.leaves(self.places) if place.dim is not None]
+        sharded = [placement.path for placement in jax.tree.leaves(self.placements) if placement.dim is not None]
         if sharded:
             others = f" and {len(sharded) - 1} more" if len(sharded) > 1 else ""
             notice(
@@ -83,9 +83,9 @@ class TracedLoss:
             )
 
 
-def _table(whole: PyTree, shards: PyTree, places: PyTree) -> dict[int, Any]:
-    rows = zip(jax.tree.leaves(whole), jax.tree.leaves(shards), jax.tree.leaves(places), strict=True)
-    return {id(full): (full, shard, place) for full, shard, place in rows}
+def _table(whole: PyTree, shards: PyTree, placements: PyTree) -> dict[int, Any]:
+    rows = zip(jax.tree.leaves(whole), jax.tree.leaves(shards), jax.tree.leaves(placements), strict=True)
+    return {id(full): (full, shard, placement) for full, shard, placement in rows}
 
 
 def as_sums(value: Any, batch: Batch) -> Sums:

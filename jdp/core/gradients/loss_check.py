@@ -24,7 +24,7 @@ import numpy as np
 
 from jdp.core.batch import batch_rows
 from jdp.core.gradients import auto
-from jdp.core.gradients.accumulate import Task
+from jdp.core.gradients.accumulate import GradientSpec
 from jdp.core.gradients.loss_trace import LossTrace, computes_in_float32, redraws
 from jdp.core.precision import Precision
 from jdp.core.sharding.plan import Plan
@@ -59,11 +59,11 @@ Parts = np.ndarray[Any, Any]
 """Rows of a batch, [parts, rows of a part]."""
 
 
-def mixing(task: Task, plan: Plan, state: TrainState, batch: Batch, train: bool, rows: int) -> str | None:
+def mixing(spec: GradientSpec, plan: Plan, state: TrainState, batch: Batch, train: bool, rows: int) -> str | None:
     """Say how the loss of a few rows together differs from that of the same rows apart; None where it does not.
 
     Args:
-        task, plan: what the step was made of.
+        spec, plan: what the step was made of.
         state, batch: real values. All processes of a cluster call this together.
         train: the loss gets a key to draw from; else `rng=None`.
         rows: how many a call of the loss gets. Where it does not take one group alone, two such calls are compared with
@@ -76,9 +76,9 @@ def mixing(task: Task, plan: Plan, state: TrainState, batch: Batch, train: bool,
     """
 
     def difference(choices: list[Parts], factor: float) -> str | None:
-        return _difference(task, plan, state, batch, train, choices, factor)
+        return _difference(spec, plan, state, batch, train, choices, factor)
 
-    choices = _few_groups(batch_rows(batch), task.group)
+    choices = _few_groups(batch_rows(batch), spec.group)
     try:
         found = difference(choices, 1.0)
     except Untried:
@@ -86,7 +86,7 @@ def mixing(task: Task, plan: Plan, state: TrainState, batch: Batch, train: bool,
     except Exception:
         if 2 * rows > LARGEST:
             raise
-        choices = [_two_calls(rows, task.accumulate, task.group)]
+        choices = [_two_calls(rows, spec.accumulate, spec.group)]
         found = difference(choices, 1.0)
     # Of a loss that is zero with these weights (a distance to the model it starts from) only rounding errors are left.
     return found if found and difference(choices, 1.25) else None
@@ -110,10 +110,10 @@ def _two_calls(rows: int, accumulate: int, group: int) -> Parts:
 
 
 def _difference(
-    task: Task, plan: Plan, state: TrainState, batch: Batch, train: bool, choices: list[Parts], factor: float
+    spec: GradientSpec, plan: Plan, state: TrainState, batch: Batch, train: bool, choices: list[Parts], factor: float
 ) -> str | None:
     """What `mixing` says of these choices of rows, with all parameters times `factor`."""
-    task = replace(task, precision=Precision(task.precision.params, "fp32", "fp32"), accumulate=1)
+    spec = replace(spec, precision=Precision(spec.precision.params, "fp32", "fp32"), accumulate=1)
 
     def compare(params: Any, model_state: Any, batch: Batch, parts: jax.Array) -> Any:
         whole = jax.lax.with_sharding_constraint(jnp.sort(parts.ravel()), plan.replicated)
@@ -125,7 +125,7 @@ def _difference(
         def picked(rows: jax.Array) -> Batch:
             return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x[rows], plan.replicated), batch)
 
-        return auto.together_and_apart(task, plan, params, model_state, picked(whole), picked(parts), key)
+        return auto.together_and_apart(spec, plan, params, model_state, picked(whole), picked(parts), key)
 
     with jax.default_matmul_precision("highest"):  # GPUs would take TF32, of another rounding for other shapes
         shape = jax.ShapeDtypeStruct(choices[0].shape, jnp.int32)

@@ -120,11 +120,11 @@ class LossTrace:
             if op.name in _PRODUCTS and leaves and not weights.isdisjoint(op.operands):
                 return leaves[0], line_of(op.eqn)
             copies = op.name == "convert_element_type" and op.operands[0] in narrow
-            moves = len(op.operands) == 1 and op.operands[0] in weights
+            shaped = len(op.operands) == 1 and op.operands[0] in weights
             for result in op.results:
                 if getattr(result.aval, "dtype", None) == jnp.float32:
                     wide |= dict.fromkeys([result] if leaves else (), next(iter(leaves), ""))
-                    weights |= {result} if copies or moves else set()
+                    weights |= {result} if copies or shaped else set()
         return None
 
     def terms_without_batch(self) -> list[Term]:

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from jdp.core import batch_keys as keys
 from jdp.core.batch import interleave
 from jdp.core.gradients import model_axes as parts
-from jdp.core.gradients.accumulate import Moves, Task, evaluate, step_gradients
+from jdp.core.gradients.accumulate import Collectives, GradientSpec, evaluate, step_gradients
 from jdp.core.gradients.model_state import mean_over, moved
 from jdp.core.sharding.mesh import DATA, batch_axes
 from jdp.core.sharding.placement import Placement, axes_of
@@ -28,41 +28,43 @@ from jdp.core.state import trained_part, with_trained
 from jdp.core.types import Batch, PyTree
 
 
-def gradients(task: Task, plan: Plan) -> Callable[..., Any]:
+def gradients(spec: GradientSpec, plan: Plan) -> Callable[..., Any]:
     """(params, model_state, batch, key) -> (Σ∇total at rest specs, sums, model_state)."""
 
     changed: list[bool] = []
 
     def local(params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array) -> Any:
-        grads, sums, after = step_gradients(task, _moves(plan, task.group), params, model_state, batch, key)
+        grads, sums, after = step_gradients(spec, make_collectives(spec, plan), params, model_state, batch, key)
         changed[:] = moved(model_state, after)
         return grads, sums, trained_part(after, changed)
 
-    rest, whole = _rest_specs(plan, task.places), PartitionSpec()
-    reduced = _rest_specs(plan, task.trained_places)
+    rest, whole = _rest_specs(plan, spec.placements), PartitionSpec()
+    reduced = _rest_specs(plan, spec.trained_placements)
     replicas = _shard_map(local, plan, (rest, whole, plan.batch_spec, whole), (reduced, whole, whole))
 
     def run(params: PyTree, model_state: PyTree, *others: Any) -> Any:
-        grads, sums, after = replicas(_apart(plan, params, task.places), model_state, *others)
-        grads = jax.tree.map(lambda g, place: parts.together(g, place, plan.mesh), grads, task.trained_places)
+        grads, sums, after = replicas(_apart(plan, params, spec.placements), model_state, *others)
+        grads = jax.tree.map(
+            lambda g, placement: parts.together(g, placement, plan.mesh), grads, spec.trained_placements
+        )
         return grads, sums, with_trained(model_state, after, changed)
 
     return run
 
 
-def evaluation(task: Task, plan: Plan) -> Callable[..., Any]:
+def evaluation(spec: GradientSpec, plan: Plan) -> Callable[..., Any]:
     """(params, model_state, batch) -> sums."""
 
     def local(params: PyTree, model_state: PyTree, batch: Batch) -> Any:
-        return evaluate(task, _moves(plan, task.group), params, model_state, batch)
+        return evaluate(spec, make_collectives(spec, plan), params, model_state, batch)
 
-    rest, whole = _rest_specs(plan, task.places), PartitionSpec()
+    rest, whole = _rest_specs(plan, spec.placements), PartitionSpec()
     replicas = _shard_map(local, plan, (rest, whole, plan.batch_spec), whole)
-    return lambda params, *others: replicas(_apart(plan, params, task.places), *others)
+    return lambda params, *others: replicas(_apart(plan, params, spec.placements), *others)
 
 
-def _apart(plan: Plan, params: PyTree, places: PyTree) -> PyTree:
-    return jax.tree.map(lambda leaf, place: parts.apart(leaf, place, plan.mesh), params, places)
+def _apart(plan: Plan, params: PyTree, placements: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf, placement: parts.apart(leaf, placement, plan.mesh), params, placements)
 
 
 def _shard_map(local: Callable[..., Any], plan: Plan, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
@@ -77,7 +79,7 @@ def _shard_map(local: Callable[..., Any], plan: Plan, in_specs: Any, out_specs: 
     )
 
 
-def _rest_specs(plan: Plan, places: PyTree) -> PyTree:
+def _rest_specs(plan: Plan, placements: PyTree) -> PyTree:
     """The part of each rest spec that concerns the batch axes; the model's axes stay automatic."""
     manual = batch_axes(plan.mesh)
 
@@ -85,19 +87,19 @@ def _rest_specs(plan: Plan, places: PyTree) -> PyTree:
         left = tuple(axis for axis in axes_of(entry) if axis in manual)
         return left[0] if len(left) == 1 else (left or None)
 
-    def spec(place: Placement) -> PartitionSpec:
-        return PartitionSpec(*(keep(entry) for entry in parts.spec_apart(place, plan.mesh)))
+    def spec(placement: Placement) -> PartitionSpec:
+        return PartitionSpec(*(keep(entry) for entry in parts.spec_apart(placement, plan.mesh)))
 
-    return jax.tree.map(spec, places)
+    return jax.tree.map(spec, placements)
 
 
-def _moves(plan: Plan, group: int) -> Moves:
+def make_collectives(spec: GradientSpec, plan: Plan) -> Collectives:
     mesh, axes = plan.mesh, batch_axes(plan.mesh)
     others = tuple(axis for axis in axes if axis != DATA)
     replicas = plan.batch_shards
 
-    def finish(x: jax.Array, place: Placement, leading: int) -> jax.Array:
-        return parts.psum(x, axes if place.dim is None else others, place, mesh)
+    def finish(x: jax.Array, placement: Placement, leading: int) -> jax.Array:
+        return parts.psum(x, axes if placement.dim is None else others, placement, mesh)
 
     def average(before: Any, after: Any) -> Any:
         unchanged = before is after or not jnp.issubdtype(after.dtype, jnp.floating)
@@ -107,17 +109,19 @@ def _moves(plan: Plan, group: int) -> Moves:
         if replicas == count == 1:
             return key
         first = jax.lax.axis_index(axes).astype(jnp.uint32) * jnp.uint32(rows * count)
-        first += jnp.uint32(index) * jnp.uint32(group)
-        return keys.batch_key(key, rows=rows, total=rows * count * replicas, offset=first, stride=count, group=group)
+        first += jnp.uint32(index) * jnp.uint32(spec.group)
+        return keys.batch_key(
+            key, rows=rows, total=rows * count * replicas, offset=first, stride=count, group=spec.group
+        )
 
-    return Moves(
-        gather=lambda x, place, leading: parts.all_gather(x, place, leading, mesh),
-        reduce=lambda x, place, leading: parts.psum_scatter(x, place, leading, mesh),
-        hold=lambda x, place, leading: x,
+    return Collectives(
+        gather=lambda x, placement, leading: parts.all_gather(x, placement, leading, mesh),
+        reduce=lambda x, placement, leading: parts.psum_scatter(x, placement, leading, mesh),
+        hold=lambda x, placement, leading: x,
         finish=finish,
         total=lambda x: jax.lax.psum(x, axes),
         average=lambda before, after: jax.tree.map(average, before, after),
-        microbatches=lambda batch, count: jax.tree.map(lambda x: interleave(x, count, group), batch),
+        microbatches=lambda batch, count: jax.tree.map(lambda x: interleave(x, count, spec.group), batch),
         key=key,
         axes=axes,
     )

@@ -21,67 +21,67 @@ from jdp.core.sharding.mesh import DATA, own_axes
 from jdp.core.sharding.placement import Placement, axes_of, shards, spec_entry
 
 
-def apart(x: jax.Array, place: Placement, mesh: Mesh) -> jax.Array:
+def apart(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
     """A leaf as it enters the replica view: global, at rest."""
-    cuts, dim = _cuts(place, mesh), place.dim
+    cuts, dim = _cuts(placement, mesh), placement.dim
     if cuts == 1 or dim is None:
         return x
     return x.reshape(*x.shape[:dim], cuts, x.shape[dim] // cuts, *x.shape[dim + 1 :])
 
 
-def together(x: jax.Array, place: Placement, mesh: Mesh) -> jax.Array:
+def together(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
     """The same leaf as it left the replica view, with its own shape."""
-    return x if _cuts(place, mesh) == 1 else x.reshape(place.shape)
+    return x if _cuts(placement, mesh) == 1 else x.reshape(placement.shape)
 
 
-def spec_apart(place: Placement, mesh: Mesh) -> PartitionSpec:
+def spec_apart(placement: Placement, mesh: Mesh) -> PartitionSpec:
     """The rest spec of what `apart` makes."""
-    dim = place.dim
-    if _cuts(place, mesh) == 1 or dim is None:
-        return place.rest
-    own = tuple(axis for axis in axes_of(place.rest[dim]) if axis != DATA)
-    return PartitionSpec(*place.rest[:dim], own, DATA, *place.rest[dim + 1 :])
+    dim = placement.dim
+    if _cuts(placement, mesh) == 1 or dim is None:
+        return placement.rest
+    own = tuple(axis for axis in axes_of(placement.rest[dim]) if axis != DATA)
+    return PartitionSpec(*placement.rest[:dim], own, DATA, *placement.rest[dim + 1 :])
 
 
-def all_gather(x: jax.Array, place: Placement, leading: int, mesh: Mesh) -> jax.Array:
+def all_gather(x: jax.Array, placement: Placement, leading: int, mesh: Mesh) -> jax.Array:
     """A shard at rest, its first `leading` dims sliced off -> at its compute spec."""
-    if place.dim is None:
+    if placement.dim is None:
         return x
-    dim, shared = place.dim - leading, _cuts(place, mesh) > 1
+    dim, shared = placement.dim - leading, _cuts(placement, mesh) > 1
 
     def gather(part: jax.Array) -> jax.Array:
         part = part.squeeze(dim) if shared else part
         return jax.lax.all_gather(part, DATA, axis=dim, tiled=True)
 
-    return _on_parts(gather, x, spec_apart(place, mesh), place.compute, leading, mesh)
+    return _on_parts(gather, x, spec_apart(placement, mesh), placement.compute, leading, mesh)
 
 
-def psum_scatter(x: jax.Array, place: Placement, leading: int, mesh: Mesh) -> jax.Array:
+def psum_scatter(x: jax.Array, placement: Placement, leading: int, mesh: Mesh) -> jax.Array:
     """A gradient at its compute spec -> at rest, summed over `data`."""
-    if place.dim is None:
+    if placement.dim is None:
         return x
-    dim, shared = place.dim - leading, _cuts(place, mesh) > 1
+    dim, shared = placement.dim - leading, _cuts(placement, mesh) > 1
 
     def scatter(part: jax.Array) -> jax.Array:
         part = jax.lax.psum_scatter(part, DATA, scatter_dimension=dim, tiled=True)
         return part[(slice(None),) * dim + (None,)] if shared else part
 
-    return _on_parts(scatter, x, place.compute, spec_apart(place, mesh), leading, mesh)
+    return _on_parts(scatter, x, placement.compute, spec_apart(placement, mesh), leading, mesh)
 
 
-def psum(x: jax.Array, axes: tuple[str, ...], place: Placement, mesh: Mesh) -> jax.Array:
+def psum(x: jax.Array, axes: tuple[str, ...], placement: Placement, mesh: Mesh) -> jax.Array:
     """A gradient at rest -> the same, summed over the batch axes given."""
     if not axes:
         return x
-    spec = spec_apart(place, mesh)
+    spec = spec_apart(placement, mesh)
     return _on_parts(lambda part: jax.lax.psum(part, axes), x, spec, spec, 0, mesh)
 
 
-def _cuts(place: Placement, mesh: Mesh) -> int:
+def _cuts(placement: Placement, mesh: Mesh) -> int:
     """Into how many parts the model's own axes cut the dimension that `data` cuts too; 1 where they leave it alone."""
-    if place.dim is None:
+    if placement.dim is None:
         return 1
-    return shards(PartitionSpec(spec_entry(place.compute, place.dim)), dict(mesh.shape))
+    return shards(PartitionSpec(spec_entry(placement.compute, placement.dim)), dict(mesh.shape))
 
 
 def _on_parts(

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 from jdp.core.batch import batch_rows
-from jdp.core.gradients.accumulate import Task
+from jdp.core.gradients.accumulate import GradientSpec
 from jdp.core.gradients.loss_check import constant_term, mixing
 from jdp.core.gradients.loss_trace import LossTrace, trace_loss
 from jdp.core.notices import notice
@@ -20,7 +20,7 @@ from jdp.core.sharding.plan import Plan
 from jdp.core.state import TrainState
 from jdp.core.types import Batch
 
-ASKED = "asked for"
+REQUESTED = "asked for"
 
 
 @dataclass(frozen=True)
@@ -30,19 +30,19 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Question:
+class PartitioningRequest:
     """What there is to choose for.
 
     Attributes:
-        task: what the gradient code is asked for.
+        spec: what the gradient code is asked for.
         plan: mesh and strategy.
-        asked: the partitioning that was asked for; None leaves the choice to jdp.
+        requested: the partitioning that was asked for; None leaves the choice to jdp.
         train: a training step; else an evaluation step.
     """
 
-    task: Task
+    spec: GradientSpec
     plan: Plan
-    asked: str | None
+    requested: str | None
     train: bool
 
     def choose(self, state: TrainState, batch: Batch) -> Choice:
@@ -52,7 +52,7 @@ class Question:
             ValueError: the loss cannot run under the partitioning that was asked for, or `Loss.total` has a term that
                 is no sum over examples and would be counted several times.
         """
-        trace = self._trace(state, batch, batch_rows(batch) // self.task.accumulate)
+        trace = self._trace(state, batch, batch_rows(batch) // self.spec.accumulate)
         choice = self._choose(state, trace)
         if trace is None:
             return choice
@@ -63,7 +63,7 @@ class Question:
             other = self._trace(state, batch, rows if choice.partitioning == "manual" else batch_rows(batch))
             if other is not None and (line := constant_term(trace, other)):
                 choice = self._whole_instead(choice, line)
-        if self.task.precision.compute == "bf16" and (wide := trace.widened()):
+        if self.spec.precision.compute == "bf16" and (wide := trace.widened()):
             notice(
                 f"batch[{wide[0]!r}] is float32 and meets bf16 weights at {wide[1]}: that product, and what follows "
                 f"from it, is computed in float32; cast it in the loss: batch[{wide[0]!r}].astype(jax.numpy.bfloat16)"
@@ -80,10 +80,10 @@ class Question:
             return choice
         try:
             rows = batch_rows(batch) // self._parts(choice)
-            found = mixing(self.task, self.plan, state, batch, self.train, rows)
+            found = mixing(self.spec, self.plan, state, batch, self.train, rows)
         except Exception as error:  # the step's own trace says what is wrong with a loss, where something is
             first_line = str(error).partition("\n")[0]
-            pairs = "" if self.task.group > 1 else "; if neighbouring rows belong together, say group=2 (or more)"
+            pairs = "" if self.spec.group > 1 else "; if neighbouring rows belong together, say group=2 (or more)"
             notice(f"whether the loss mixes examples could not be tried on a few rows: {first_line}{pairs}")
             return choice
         adapter = state.static.adapter
@@ -92,7 +92,7 @@ class Question:
         if adapter is not None and adapter.batch_statistics:
             notice(f"the loss may mix examples beyond its batch norms: {found}")
             return choice
-        if self.asked is None and self.task.accumulate == 1:
+        if self.requested is None and self.spec.accumulate == 1:
             why = f"the loss mixes examples ({found}), and only auto sees the whole batch, although {choice.why}"
             return Choice("auto", why)
         raise ValueError(
@@ -106,28 +106,28 @@ class Question:
         """Report once what was chosen."""
         if self.plan.batch_shards == 1:
             return
-        if self.asked is None or choice.why != ASKED:
+        if self.requested is None or choice.why != REQUESTED:
             what = "train" if self.train else "eval"
             local = "; the loss sees each device's rows alone, so examples must not mix"
             notice(
                 f"{what} step under {self.plan.strategy}: partitioning={choice.partitioning!r}: {choice.why}"
                 f"{local if choice.partitioning == 'manual' else ''}"
             )
-        adapter, without = state.static.adapter, self.train and not self.task.sync_batch_norm
+        adapter, without = state.static.adapter, self.train and not self.spec.sync_batch_norm
         if without and choice.partitioning == "auto" and adapter is not None and adapter.has_statistics:
             notice("sync_batch_norm=False changes nothing under partitioning='auto', which sees the whole batch")
 
     def _choose(self, state: TrainState, trace: LossTrace | None) -> Choice:
-        if self.asked is not None:
+        if self.requested is not None:
             known = self._drawback(state) if self.train else None
-            return Choice(self.asked, f"{ASKED}, although {known}" if known else ASKED)
+            return Choice(self.requested, f"{REQUESTED}, although {known}" if known else REQUESTED)
         if self.plan.batch_shards == 1:
             return Choice("auto", "one shard of the batch: nothing to communicate")
         if not self.train:
             return Choice("auto", "an evaluation step has no gradients to reduce")
         assert trace is not None
-        trained = self.task.trained or (True,) * len(trace.params)
-        breach = auto_breach(self.plan, self.task.accumulate, self.task.precision, trace.reused(trained))
+        trained = self.spec.trained or (True,) * len(trace.params)
+        breach = auto_breach(self.plan, self.spec.accumulate, self.spec.precision, trace.reused(trained))
         if breach is None:
             return Choice("auto", "XLA keeps the communication contract")
         if names := _unsynchronised(state):
@@ -141,7 +141,7 @@ class Question:
 
     def _whole_instead(self, choice: Choice, line: str) -> Choice:
         """What becomes of a choice that would count a term of the total, made at `line`, once for every part."""
-        if self.asked is None and self.task.accumulate == 1:
+        if self.requested is None and self.spec.accumulate == 1:
             why = f"the term of Loss.total at {line} does not depend on the batch, and auto alone counts it once"
             return Choice("auto", f"{why}, although {choice.why}")
         raise ValueError(
@@ -152,7 +152,7 @@ class Question:
 
     def _global_instead(self, choice: Choice, line: str) -> Choice:
         """What becomes of manual when the loss shards over the batch axes by itself."""
-        if self.asked is None:
+        if self.requested is None:
             return Choice("auto", f"the loss names the axes of the batch at {line}, which it can under auto only")
         raise ValueError(
             f"Under partitioning='manual' a loss sees one device's rows and cannot shard over "
@@ -166,38 +166,38 @@ class Question:
         Raises:
             ValueError: the loss names a mesh axis that only manual binds.
         """
-        if rows == 0 or not (self.train or self.asked == "manual" or self.task.accumulate > 1):
+        if rows == 0 or not (self.train or self.requested == "manual" or self.spec.accumulate > 1):
             return None
         try:
-            return trace_loss(self.task.loss_fn, self.task.precision, state, batch, rows, self.train)
+            return trace_loss(self.spec.loss_fn, self.spec.precision, state, batch, rows, self.train)
         except NameError as error:
-            if self.asked == "manual":
+            if self.requested == "manual":
                 return None
             if not (named := re.search(r"unbound axis name:? (\w+)", str(error))):
                 raise
             raise ValueError(
                 f"The loss names the mesh axis {named[1]!r}, which exists under partitioning='manual' only; got "
-                f"partitioning={self.asked!r}. jdp itself sums over devices what a loss returns: leave that out of the "
-                "loss, or ask for partitioning='manual'."
+                f"partitioning={self.requested!r}. jdp itself sums over devices what a loss returns: leave that out of "
+                "the loss, or ask for partitioning='manual'."
             ) from error
         except Exception:
-            if self.asked is None and self.train:
+            if self.requested is None and self.train:
                 raise
             return None
 
     def _parts(self, choice: Choice) -> int:
         """On how many parts of a batch the loss is called."""
-        return self.task.accumulate * (self.plan.batch_shards if choice.partitioning == "manual" else 1)
+        return self.spec.accumulate * (self.plan.batch_shards if choice.partitioning == "manual" else 1)
 
     def _parts_in_words(self, choice: Choice) -> str:
         sizes = [f"{axis}={self.plan.mesh.shape[axis]}" for axis in self.plan.batch_axes]
         sizes = sizes if choice.partitioning == "manual" else []
-        return " × ".join([*sizes, *([f"accumulate={self.task.accumulate}"] if self.task.accumulate > 1 else [])])
+        return " × ".join([*sizes, *([f"accumulate={self.spec.accumulate}"] if self.spec.accumulate > 1 else [])])
 
     def _drawback(self, state: TrainState) -> str | None:
         """What the user who asked for a partitioning may not expect of it."""
-        if self.asked == "auto":
-            return _dtype_breach(self.task.precision)
+        if self.requested == "auto":
+            return _dtype_breach(self.spec.precision)
         if names := _unsynchronised(state, floating=True):
             return f"each device then computes {names[0]} over its own rows, and the values are averaged"
         return None

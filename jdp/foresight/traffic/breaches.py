@@ -186,7 +186,7 @@ class _Judge:
         """Where a tensor that belongs to no parameter is sent: where the trace has one like it, the line is exact."""
         issued = self.step.sends.issued if self.step.sends is not None else ()
         alike = [each for each in issued if each.kind == s.collective.kind and each.dims == piece.dims]
-        lines = dict.fromkeys(line for each in alike if (line := users_line(each.places)) is not None)
+        lines = dict.fromkeys(line for each in alike if (line := users_line(each.source_lines)) is not None)
         return next(iter(lines)) if len(lines) == 1 else piece.line
 
     def fault(self, s: Sent, piece: Piece, like: tuple[Placement, ...]) -> Fault | None:
@@ -288,7 +288,7 @@ class _Judge:
         """How to get each device to sum by itself first."""
         if self.step.partitioning == "manual":
             return "The step is partitioned by hand already, so the loss itself asks for it: look at that line."
-        if self.step.asked is None and "jdp.Loss" in self.step.why:
+        if self.step.requested is None and "jdp.Loss" in self.step.why:
             return "Return jdp.Loss(total, weight) from the loss: then partitioning=None picks manual."
         return "Use partitioning='manual': each device sums its own first, and they synchronise once."
 
