@@ -1,19 +1,19 @@
 """The gradient of a step: one algorithm for every strategy and both partitionings.
 
 1. Gather the working copy in compute dtype, unless the strategy gathers at each use.
-2. For each microbatch: differentiate the loss's *total*. Where the strategy reduces each microbatch, reduce here (under
+2. For each microbatch: differentiate the loss's *total*. Where the strategy reduces each microbatch, reduce (under
    ZeRO-3 the backward pass of the gather already did). Add to the accumulator.
 3. Reduce, where that happens once per step, and finish (small leaves, the `replica` axis).
 4. Sum totals, weights and metrics over devices. Nothing was divided yet: the caller divides by the global weight, once.
 
-How to gather, reduce and sum is the vocabulary (`Collectives`) that `auto` and `manual` supply.
+How to gather, reduce and sum is what `auto` and `manual` supply (`Collectives`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,9 +23,9 @@ import jax.numpy as jnp
 from jdp.core.batch import batch_rows
 from jdp.core.batch_keys import BatchKey
 from jdp.core.gradients.draws import RowwiseLoss
-from jdp.core.gradients.gathers import named
+from jdp.core.gradients.gathers import parameter_scope
 from jdp.core.gradients.loss_call import Sums, TracedLoss
-from jdp.core.gradients.model_state import moved, refuse_varying
+from jdp.core.gradients.model_state import changed_leaves, refuse_varying
 from jdp.core.layers import Gather
 from jdp.core.precision import Precision
 from jdp.core.sharding.placement import Placement
@@ -33,52 +33,54 @@ from jdp.core.sharding.strategy import Strategy
 from jdp.core.state import trained_part, with_trained
 from jdp.core.types import Batch, LossFn, PyTree
 
-Move = Callable[[jax.Array, Placement, int], jax.Array]
+Collective = Callable[[jax.Array, Placement, int], jax.Array]
+"""(array, placement of its parameter, leading) -> array; `leading` counts dimensions that a layer loop sliced off."""
 
 
 @dataclass(frozen=True)
 class Collectives:
-    """How arrays move, in one partitioning. `leading` counts dimensions already sliced off by a layer loop.
+    """How arrays are gathered, reduced and sharded in one partitioning.
 
     Attributes:
-        gather: (shard at rest, placement, leading) -> the array at its compute spec.
-        reduce: (gradient at compute spec, placement, leading) -> at its rest spec, summed over `data`.
-        hold: (accumulator, placement, 0) -> the same, kept where the strategy accumulates.
-        finish: (gradient at rest, placement, 0) -> summed over whatever `reduce` left out.
-        total: scalar -> its sum over the batch axes.
-        average: (model state before, after the step) -> one value for all shards; what did not change, as it is.
-        microbatches: (batch, K) -> the same with leaves [K, rows / K, ...], interleaved.
-        key: (step key, rows of a microbatch, index of it, K) -> the key that the loss gets, or where it
-            sees some of the rows only, a `BatchKey`.
-        axes: the mesh axes that the loss sees a part of the batch along; none where it sees the whole.
+        gather: a shard at its rest spec -> the array at its compute spec.
+        reduce: a gradient at its compute spec -> at its rest spec, summed over `data`.
+        constrain: an accumulator of gradients -> the same values, sharded as the strategy accumulates.
+        finish: a gradient at its rest spec -> summed over the batch axes that `reduce` left out.
+        sum: scalar -> its sum over the batch axes.
+        average: (model state before, after the step) -> floating-point leaves that changed, averaged over the batch
+            axes; other leaves of `after` as they are.
+        microbatches: (batch, K) -> the batch with leaves [K, rows / K, ...], interleaved.
+        key_of: (step key, rows of a microbatch, its index, K) -> the key that the loss gets; a `BatchKey` where the
+            loss is called on some of the rows only.
+        axes: the mesh axes along which a call of the loss gets only its device's rows; empty where it gets all rows.
     """
 
-    gather: Move
-    reduce: Move
-    hold: Move
-    finish: Move
-    total: Callable[[jax.Array], jax.Array]
+    gather: Collective
+    reduce: Collective
+    constrain: Collective
+    finish: Collective
+    sum: Callable[[jax.Array], jax.Array]
     average: Callable[[PyTree, PyTree], PyTree]
     microbatches: Callable[[Batch, int], Batch]
-    key: Callable[[jax.Array, int, Any, int], jax.Array | BatchKey]
+    key_of: Callable[[jax.Array, int, Any, int], jax.Array | BatchKey]
     axes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class GradientSpec:
-    """What is asked for, the same in both partitionings.
+    """What a step's gradient is of, in either partitioning.
 
     Attributes:
-        loss_fn, precision, accumulate, sync_batch_norm, group: as for `jdp.make_train_step`.
-        adapter, trained: `Static.adapter`, `Static.trained`.
+        loss_fn, precision, accumulate, sync_batch_norm, group: as in `jdp.make_train_step`.
+        adapter, trained: as in `jdp.core.state.Static`.
         placements: a tree like the parameters, of `Placement`.
-        row: the strategy.
+        strategy: the strategy's row of the table.
     """
 
     loss_fn: LossFn
     adapter: Any
     placements: PyTree
-    row: Strategy
+    strategy: Strategy
     precision: Precision
     accumulate: int = 1
     trained: tuple[bool, ...] | None = None
@@ -87,106 +89,88 @@ class GradientSpec:
 
     @property
     def trained_placements(self) -> PyTree:
-        """Where gradients go: `placements` with None for what is frozen."""
+        """The placements of the gradients: `placements` with None for frozen parameters."""
         return trained_part(self.placements, self.trained)
 
 
 def step_gradients(
     spec: GradientSpec, collectives: Collectives, params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array
 ) -> tuple[PyTree, Sums, PyTree]:
-    """Return (Σ∇total at rest specs, the sums, the model state), all global, nothing divided.
+    """Return (Σ∇total at rest specs, the sums, the model state), all summed over devices, nothing divided.
 
     The gradients are a tree like `trained_part(params)`: frozen parameters have none.
+
+    Raises:
+        ValueError: model state that is not floating point would differ between devices.
     """
     count = spec.accumulate
     rows = batch_rows(batch) // count
-    loss, operands = RowwiseLoss(_traced(spec, collectives)), working_copy(spec, collectives, params)
-    one = partial(_microbatch_gradients, spec, collectives, loss, operands)
+    loss, operands = RowwiseLoss(traced_loss(spec, collectives)), working_copy(spec, collectives, params)
+    differentiate = partial(_microbatch_gradients, spec, collectives, loss, operands)
     micro = batch if count == 1 else collectives.microbatches(batch, count)
-    first = (micro if count == 1 else jax.tree.map(lambda x: x[0], micro), collectives.key(key, rows, 0, count))
+    first = (micro if count == 1 else jax.tree.map(lambda x: x[0], micro), collectives.key_of(key, rows, 0, count))
     if math.prod(map(jax.lax.axis_size, collectives.axes)) > 1:
         refuse_varying(lambda *given: loss(operands, *given)[1], model_state, *first, carried=count > 1)
 
     if count == 1:
-        grads, sums, after = one(model_state, *first)
+        grads, sums, after = differentiate(model_state, *first)
     else:
-        changed: list[bool] = []  # of the model state's leaves, which the model's calls change: only those are carried
+        changed: list[bool] = []  # the leaves of the model state that the model's calls change: only those are carried
 
         def probe(microbatch: Batch, key: jax.Array | BatchKey) -> Any:
-            grads, sums, after = one(model_state, microbatch, key)
-            changed[:] = moved(model_state, after)
+            grads, sums, after = differentiate(model_state, microbatch, key)
+            changed[:] = changed_leaves(model_state, after)
             return grads, sums
 
-        def body(carry: Any, this: Any) -> tuple[Any, None]:
+        def body(carry: Any, xs: Any) -> tuple[Any, None]:
             grads, sums, state = carry
-            index, microbatch = this
+            index, microbatch = xs
             before = with_trained(model_state, state, changed)
-            more, more_sums, after = one(before, microbatch, collectives.key(key, rows, index, count))
+            more, more_sums, after = differentiate(before, microbatch, collectives.key_of(key, rows, index, count))
             return (*jax.tree.map(jnp.add, (grads, sums), (more, more_sums)), trained_part(after, changed)), None
 
         zero_grads, zero_sums = jax.tree.map(
             lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(probe, *first)
         )
-        start = (
-            _map(collectives.hold, zero_grads, spec.trained_placements),
-            zero_sums,
-            trained_part(model_state, changed),
-        )
+        zero_grads = _map(collectives.constrain, zero_grads, spec.trained_placements)
+        start = (zero_grads, zero_sums, trained_part(model_state, changed))
         (grads, sums, state), _ = jax.lax.scan(body, start, (jnp.arange(count, dtype=jnp.uint32), micro))
         after = with_trained(model_state, state, changed)
 
-    if not spec.row.reduce_each_microbatch:
+    if not spec.strategy.reduce_each_microbatch:
         grads = _map(collectives.reduce, grads, spec.trained_placements)
     grads = _map(collectives.finish, grads, spec.trained_placements)
-    return grads, jax.tree.map(collectives.total, sums), collectives.average(model_state, after)
+    return grads, jax.tree.map(collectives.sum, sums), collectives.average(model_state, after)
 
 
 def evaluate(spec: GradientSpec, collectives: Collectives, params: PyTree, model_state: PyTree, batch: Batch) -> Sums:
-    """The sums of one batch, forward only; the loss gets `rng=None`, which means evaluation."""
-    loss, operands = _traced(spec, collectives), working_copy(spec, collectives, params)
+    """Return the sums of one batch, forward only; the loss gets `rng=None`, which means evaluation."""
+    loss, operands = traced_loss(spec, collectives), working_copy(spec, collectives, params)
 
-    def one(batch: Batch) -> Sums:
+    def forward(batch: Batch) -> Sums:
         return loss(operands, model_state, batch, None)[0]
 
     if spec.accumulate == 1:
-        sums = one(batch)
+        sums = forward(batch)
     else:
-        each = jax.lax.map(one, collectives.microbatches(batch, spec.accumulate))
+        each = jax.lax.map(forward, collectives.microbatches(batch, spec.accumulate))
         sums = jax.tree.map(lambda x: x.sum(axis=0), each)
-    return jax.tree.map(collectives.total, sums)
-
-
-def together_and_apart(
-    spec: GradientSpec,
-    collectives: Collectives,
-    params: PyTree,
-    model_state: PyTree,
-    batch: Batch,
-    parts: Batch,
-    key: Any,
-) -> tuple[Sums, Sums]:
-    """The sums of one batch, and of each of its parts (leaves [parts, rows, ...]): forward only, evaluation mode."""
-    loss, operands = replace(_traced(spec, collectives), training=False), working_copy(spec, collectives, params)
-
-    def one(batch: Batch) -> Sums:
-        return loss(operands, model_state, batch, key)[0]
-
-    return one(batch), jax.lax.map(one, parts)
+    return jax.tree.map(collectives.sum, sums)
 
 
 def working_copy(spec: GradientSpec, collectives: Collectives, params: PyTree) -> PyTree:
-    """What the loss is differentiated by: whole weights in compute dtype, or under ZeRO-3 the shards as they rest."""
-    if spec.row.gather == "use":
+    """Return what the loss is differentiated by: gathered weights in compute dtype; under ZeRO-3 the shards at rest."""
+    if spec.strategy.gather == "use":
         return params
     dtype = spec.precision.compute_dtype
-    return _map(lambda leaf, placement, _: _gather(collectives, dtype, leaf, placement, 0), params, spec.placements)
+    return _map(partial(_cast_and_gather, collectives, dtype), params, spec.placements)
 
 
-def _traced(spec: GradientSpec, collectives: Collectives) -> TracedLoss:
-    gather = gather_with_reduced_grad(collectives, spec.precision) if spec.row.gather == "use" else None
-    return TracedLoss(
-        spec.loss_fn, spec.adapter, spec.placements, gather, collectives.axes if spec.sync_batch_norm else ()
-    )
+def traced_loss(spec: GradientSpec, collectives: Collectives) -> TracedLoss:
+    """Return the loss as a function of the working copy."""
+    gather = gather_with_reduced_grad(collectives, spec.precision) if spec.strategy.gather == "use" else None
+    sync_axes = collectives.axes if spec.sync_batch_norm else ()
+    return TracedLoss(spec.loss_fn, spec.adapter, spec.placements, gather, sync_axes)
 
 
 def _microbatch_gradients(
@@ -199,28 +183,30 @@ def _microbatch_gradients(
     key: Any,
 ) -> tuple[PyTree, Sums, PyTree]:
     def total(trained: PyTree) -> tuple[jax.Array, tuple[Sums, PyTree]]:
-        sums, changed = loss(with_trained(operands, trained, spec.trained), model_state, batch, key)
-        return sums.total, (sums, changed)
+        sums, after = loss(with_trained(operands, trained, spec.trained), model_state, batch, key)
+        return sums.total, (sums, after)
 
-    (_, (sums, changed)), grads = jax.value_and_grad(total, has_aux=True)(trained_part(operands, spec.trained))
+    (_, (sums, after)), grads = jax.value_and_grad(total, has_aux=True)(trained_part(operands, spec.trained))
     grads = jax.tree.map(lambda g: g.astype(spec.precision.reduce_dtype), grads)
-    if spec.row.gather == "step" and spec.row.reduce_each_microbatch:
+    if spec.strategy.gather == "step" and spec.strategy.reduce_each_microbatch:
         grads = _map(collectives.reduce, grads, spec.trained_placements)
-    return grads, sums, changed
+    return grads, sums, after
 
 
 def gather_with_reduced_grad(collectives: Collectives, precision: Precision) -> Gather:
-    """The gather boundary of ZeRO-3: forward, a shard is cast and gathered; backward, its gradient goes straight to the
-    shard's spec. Without it XLA moves the activations instead: 60 times the traffic.
+    """Return the gather boundary of ZeRO-3.
+
+    Forward, a shard is cast to compute dtype and gathered; backward, its gradient is reduced straight to the shard's
+    spec. Without the boundary XLA moves the activations instead: 60 times the traffic.
     """
 
     def gather(shard: jax.Array, placement: Placement, leading: int) -> jax.Array:
         if placement.dim is None:
-            return _gather(collectives, precision.compute_dtype, shard, placement, leading)
+            return _cast_and_gather(collectives, precision.compute_dtype, shard, placement, leading)
 
         def named_gather(shard: jax.Array) -> jax.Array:
-            with named(placement.path):
-                return _gather(collectives, precision.compute_dtype, shard, placement, leading)
+            with parameter_scope(placement.path):
+                return _cast_and_gather(collectives, precision.compute_dtype, shard, placement, leading)
 
         if not placement.trained:
             return named_gather(shard)
@@ -236,7 +222,7 @@ def gather_with_reduced_grad(collectives: Collectives, precision: Precision) -> 
     return gather
 
 
-def _gather(
+def _cast_and_gather(
     collectives: Collectives, dtype: jnp.dtype, shard: jax.Array, placement: Placement, leading: int
 ) -> jax.Array:
     """Cast, then gather: the barrier keeps XLA from moving the cast behind the gather, which doubles the bytes.
@@ -255,5 +241,5 @@ def _gather(
     return collectives.gather(shard, placement, leading)
 
 
-def _map(move: Any, tree: PyTree, placements: PyTree) -> PyTree:
-    return jax.tree.map(lambda leaf, placement: move(leaf, placement, 0), tree, placements)
+def _map(collective: Collective, tree: PyTree, placements: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf, placement: collective(leaf, placement, 0), tree, placements)

@@ -1,11 +1,12 @@
-"""What a step asks to send, told by its own trace, before any compiler has seen it: ZeRO-3's gathers, first of all.
+"""Which collectives a step issues, read from its trace before any compiler has seen it: ZeRO-3's gathers, above all.
 
 The gather boundary (`accumulate.gather_with_reduced_grad`) names each gather after its parameter, and `TracedLoss`
-those at the top of the loss besides. A trace without its dead code then holds one operation for every gather that the step asks for: in a
-layer loop one going forward and, where the backward pass needs the weight, one more; at the top one, which is kept for
-the backward pass. Operations in a scan count as often as it runs.
+marks those at the top of the loss. A trace without its dead code then holds one operation for every gather of a step:
+in a layer loop one in the forward pass and, where the backward pass needs the weight, one more; at the top one, whose
+result is kept for the backward pass. Operations in a scan count as often as it runs.
 
-Collectives that the loss itself issues stand in the trace too, each with its line, which XLA drops where it joins them.
+Collectives that the loss itself issues are in the trace too, each with its source line, which XLA drops when it
+combines them.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from urllib.parse import quote, unquote
 import jax
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from jdp.core.gradients.jaxprs import inner_jaxprs
+from jdp.core.gradients.jaxprs import inner_jaxprs, source_lines
 
 _AT_TOP = "gather_at_top"
-_NAMED = re.compile(r"gather\[([^\]]*)\]")
-_GATHERS = ("all_gather", "sharding_constraint")  # by hand; and what XLA makes a gather of
+_PARAMETER = re.compile(r"gather\[([^\]]*)\]")
+_GATHERS = ("all_gather", "sharding_constraint")  # issued by hand; and what XLA makes a gather of
 _KINDS = {
     "all_gather": "all-gather",
     "psum": "all-reduce",
@@ -36,13 +37,13 @@ _KINDS = {
 }
 
 
-def at_top() -> AbstractContextManager[Any]:
-    """What is gathered inside is gathered at the top of the loss, for all of it."""
+def top_scope() -> AbstractContextManager[Any]:
+    """Mark the gathers traced inside as made at the top of the loss, for all of it."""
     return jax.named_scope(_AT_TOP)
 
 
-def named(path: str) -> AbstractContextManager[Any]:
-    """What is gathered inside is this parameter."""
+def parameter_scope(path: str) -> AbstractContextManager[Any]:
+    """Mark the gather traced inside as that of the parameter at `path`."""
     return jax.named_scope(f"gather[{quote(path, safe='/')}]")
 
 
@@ -52,10 +53,11 @@ class Gathered:
 
     Attributes:
         path: of the parameter, such as "layers/mlp/up/kernel".
-        at_top: at the top of the loss and kept until the backward pass is done with it; else where a layer loop uses
-            it, and dropped again.
-        elements: how many a device receives or holds already, a step: of every gather, of every microbatch.
-        payload_bytes: the same in bytes, in the dtype that is sent.
+        at_top: True if it is gathered at the top of the loss and kept until the backward pass is done with it; False if
+            a layer loop gathers it where it uses it, and drops it again.
+        elements: elements a device holds after each gather, its own shard included, summed over the gathers and the
+            microbatches of a step.
+        payload_bytes: bytes of those elements, in the dtype that is sent.
     """
 
     path: str
@@ -66,11 +68,11 @@ class Gathered:
 
 @dataclass(frozen=True)
 class Issued:
-    """A collective that stands in the trace as one.
+    """A collective that the trace holds as an operation of its own.
 
     Attributes:
-        kind: of collective, as XLA calls it.
-        dims: of its result, on a device.
+        kind: of collective, by XLA's name.
+        dims: the shape of its result on a device.
         source_lines: "file:line" of the calls that led to it, innermost first.
     """
 
@@ -81,10 +83,10 @@ class Issued:
 
 @dataclass(frozen=True)
 class TracedCollectives:
-    """What a traced step asks to send.
+    """The collectives of a traced step.
 
     Attributes:
-        gathered: every parameter that ZeRO-3 gathers, in the order of first use; none under other strategies.
+        gathered: every parameter that ZeRO-3 gathers, in the order of first use; empty under other strategies.
         issued: every other collective that is issued by hand.
     """
 
@@ -93,34 +95,33 @@ class TracedCollectives:
 
 
 def read_collectives(traced: jax.stages.Traced) -> TracedCollectives:
-    """Read a step's trace."""
+    """Read the collectives of a step from its trace, dead code left out."""
     jaxpr = traced.jaxpr.jaxpr
     live, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     sums: dict[tuple[str, bool], tuple[int, int]] = {}
     issued: dict[Issued, None] = {}
-    for eqn, times, name in _walk(live, 1, ""):
-        if match := _NAMED.search(name):
+    for eqn, times, scope in _walk(live, 1, ""):
+        if match := _PARAMETER.search(scope):
             result = eqn.outvars[0].aval
             sharding = eqn.params.get("sharding")  # of a constraint, whose result is global
             shape = result.shape if sharding is None else sharding.shard_shape(result.shape)
             elements = times * math.prod(shape)
-            key = unquote(match[1]), _AT_TOP in name
+            key = unquote(match[1]), _AT_TOP in scope
             before = sums.get(key, (0, 0))
             sums[key] = (before[0] + elements, before[1] + elements * result.dtype.itemsize)
         elif eqn.primitive.name in _KINDS:
-            frames = eqn.source_info.traceback.frames if eqn.source_info.traceback is not None else ()
-            source_lines = tuple(f"{frame.file_name}:{frame.line_num}" for frame in frames)
+            lines = tuple(line.rpartition(" (")[0] for line in source_lines(eqn))
             for each in eqn.outvars:
-                issued.setdefault(Issued(_KINDS[eqn.primitive.name], tuple(each.aval.shape), source_lines))
+                issued.setdefault(Issued(_KINDS[eqn.primitive.name], tuple(each.aval.shape), lines))
     return TracedCollectives(tuple(Gathered(*key, *counts) for key, counts in sums.items()), tuple(issued))
 
 
-def _walk(jaxpr: Any, times: int, around: str) -> Iterator[tuple[Any, int, str]]:
-    """(operation, how often it runs, its name) of all that may send; `around` is the name of what holds the jaxpr."""
+def _walk(jaxpr: Any, times: int, outer: str) -> Iterator[tuple[Any, int, str]]:
+    """Yield (operation, how often it runs, its name scope) of all that may send, below the scope `outer`."""
     for eqn in jaxpr.eqns:
-        name = f"{around}/{eqn.source_info.name_stack}"
+        scope = f"{outer}/{eqn.source_info.name_stack}"
         if eqn.primitive.name in _GATHERS or eqn.primitive.name in _KINDS:
-            yield eqn, times, name
+            yield eqn, times, scope
         rounds = eqn.params["length"] if eqn.primitive.name == "scan" else 1
         for inner in inner_jaxprs(eqn):
-            yield from _walk(inner, times * rounds, name)
+            yield from _walk(inner, times * rounds, scope)

@@ -1,9 +1,10 @@
-"""Reading jaxprs: what an operation runs inside, all operations in order, and the user's line."""
+"""Reading jaxprs: what an operation runs inside, all operations in order, and the user's source line."""
 
 from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterator
 
 from jax.extend import source_info_util
@@ -13,12 +14,12 @@ from jdp.core.paths import PACKAGE
 
 
 def inner_jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
-    """The jaxprs that an operation runs: a loop's body, a branch, a called function."""
+    """Yield the jaxprs that an operation runs: a loop's body, a branch, a called function."""
     return jaxprs_in_params(eqn.params)
 
 
 def every_eqn(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    """All operations, those inside an operation after it."""
+    """Yield all operations of a jaxpr, each before those inside it."""
     for eqn in jaxpr.eqns:
         yield eqn
         for inner in inner_jaxprs(eqn):
@@ -26,18 +27,21 @@ def every_eqn(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
 
 
 def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
-    """How many of a scan's operands are constants, and how many are carried."""
+    """Return how many operands of a scan are constants, and how many are carried."""
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     constants, carried, _ = eqn.params["ft_in"].unpack()  # since jax 0.12: trees, whose length is that of their leaves
     return len(constants), len(carried)
 
 
-def line_of(eqn: JaxprEqn) -> str:
-    """`file:line (function)` of the innermost frame that is no installed package's and not ours."""
-    frames = source_info_util.summarize(eqn.source_info, num_frames=64).splitlines()[::-1]
-    own = [frame for frame in frames if "site-packages" not in frame and not frame.startswith(_OWN)]
-    return re.sub(r":(\d+):\d+ ", r":\1 ", (own or frames or ["an unknown line"])[0])  # without the column
+def source_lines(eqn: JaxprEqn) -> list[str]:
+    """Return "file:line (function)" of the calls that led to an operation, innermost first, without JAX's own."""
+    text = source_info_util.summarize(eqn.source_info, num_frames=sys.maxsize)
+    return [re.sub(r":(\d+):\d+ ", r":\1 ", line) for line in reversed(text.splitlines())]  # without the column
 
 
-_OWN = f"{PACKAGE}{os.sep}"
+def user_line(eqn: JaxprEqn) -> str:
+    """Return "file:line (function)" of the innermost call that is in no installed package and not in jdp."""
+    lines = source_lines(eqn)
+    own = (line for line in lines if "site-packages" not in line and not line.startswith(f"{PACKAGE}{os.sep}"))
+    return next(own, next(iter(lines), "an unknown line"))

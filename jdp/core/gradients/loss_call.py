@@ -1,6 +1,7 @@
 """One call of the user's loss function, as the gradient code sees it.
 
-Operands go in (whole weights, or shards that are gathered on the way), a `Loss` comes out, whatever the user returned.
+Operands go in (gathered weights, or shards that are gathered on the way), a `Loss` comes out, whatever the user
+returned.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jdp.core.batch import batch_rows
-from jdp.core.gradients.gathers import at_top
+from jdp.core.gradients.gathers import top_scope
 from jdp.core.layers import Gather, GatherTable, gathering
 from jdp.core.notices import notice
 from jdp.core.types import Batch, Loss, LossFn, PyTree
@@ -24,7 +25,7 @@ RESERVED = frozenset(("loss", "weight", "grad_norm", "skipped"))
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sums:
-    """What is summed over examples: scalars in float32, metrics as pairs (total, weight)."""
+    """What is summed over examples: float32 scalars, metrics as pairs (total, weight)."""
 
     total: jax.Array
     weight: jax.Array
@@ -33,15 +34,15 @@ class Sums:
 
 @dataclass(frozen=True)
 class TracedLoss:
-    """The loss function, how parameters become its model, and where they live.
+    """The loss function, how parameters become its model, and how they are sharded.
 
     Attributes:
         fn: the user's loss function.
-        adapter: `Static.adapter`.
+        adapter: as in `jdp.core.state.Static`.
         placements: a tree like the parameters, of `Placement`.
-        gather: under ZeRO-3, how a shard is gathered where it is used; None where operands are whole already.
-        sync_axes: the mesh axes that batch statistics are taken over, beside the rows at hand.
-        training: a module is in training mode, with the key to draw from.
+        gather: under ZeRO-3, how a shard is gathered where it is used; None where the operands are gathered already.
+        sync_axes: the mesh axes that batch statistics are taken over, in addition to the rows of the call.
+        training: True puts a module in training mode, with the key to draw from.
     """
 
     fn: LossFn
@@ -52,44 +53,40 @@ class TracedLoss:
     training: bool = True
 
     def __call__(self, operands: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[Sums, PyTree]:
-        """Return the sums over the batch given, and the model state afterwards."""
-        whole, context, gathers = operands, contextlib.nullcontext(), None
+        """Return the sums over the rows of `batch`, and the model state afterwards."""
+        weights, context, gathers = operands, contextlib.nullcontext(), None
         if self.gather is not None:
             gather = self.gather
-            with at_top():
-                whole = jax.tree.map(lambda shard, placement: gather(shard, placement, 0), operands, self.placements)
-            gathers = GatherTable(gather, _table(whole, operands, self.placements))
+            with top_scope():
+                weights = jax.tree.map(lambda shard, placement: gather(shard, placement, 0), operands, self.placements)
+            leaves = zip(*map(jax.tree.leaves, (weights, operands, self.placements)), strict=True)
+            gathers = GatherTable(gather, {id(leaf): (leaf, shard, placement) for leaf, shard, placement in leaves})
             context = gathering(gathers)
         with context:
             if self.adapter is None:
-                sums = as_sums(self.fn(whole, batch, key), batch)
+                sums = as_sums(self.fn(weights, batch, key), batch)
             else:
-                model = self.adapter.merge(whole, model_state, key if self.training else None, self.sync_axes)
+                model = self.adapter.merge(weights, model_state, key if self.training else None, self.sync_axes)
                 sums = as_sums(self.fn(model, batch, key), batch)
                 model_state = self.adapter.changed(model)
-        if gathers is not None and not gathers.used and self.training and key is not None:
-            self._say_whole()
-        return sums, model_state
-
-    def _say_whole(self) -> None:
-        """No layer was gathered by itself: zero3 by name, but not by memory."""
         sharded = [placement.path for placement in jax.tree.leaves(self.placements) if placement.dim is not None]
-        if sharded:
+        if gathers is not None and not gathers.used and self.training and key is not None and sharded:
             others = f" and {len(sharded) - 1} more" if len(sharded) > 1 else ""
             notice(
                 f"zero3 gathers its weights ({sharded[0]}{others}) at the top of the step and holds them whole until "
                 "the backward pass is done, as zero2 does: run the layers through jdp.scan_layers, which gathers one "
                 "at a time"
             )
-
-
-def _table(whole: PyTree, shards: PyTree, placements: PyTree) -> dict[int, Any]:
-    rows = zip(jax.tree.leaves(whole), jax.tree.leaves(shards), jax.tree.leaves(placements), strict=True)
-    return {id(full): (full, shard, placement) for full, shard, placement in rows}
+        return sums, model_state
 
 
 def as_sums(value: Any, batch: Batch) -> Sums:
-    """Turn what a loss function returned into sums; a plain scalar is the mean over the batch's rows."""
+    """Turn what a loss function returned into sums; a plain scalar is the mean over the batch's rows.
+
+    Raises:
+        ValueError: it is neither a `Loss` nor a scalar, holds an array that is no scalar, or a metric has the name of
+            one that a step reports itself.
+    """
     if not isinstance(value, Loss):
         if not hasattr(value, "dtype") and not isinstance(value, int | float):
             raise ValueError(
@@ -110,8 +107,8 @@ def as_sums(value: Any, batch: Batch) -> Sums:
     return Sums(_scalar("Loss.total", value.total), weight, metrics)
 
 
-def _scalar(what: str, value: Any) -> jax.Array:
+def _scalar(name: str, value: Any) -> jax.Array:
     array = jnp.asarray(value)
     if array.shape:
-        raise ValueError(f"{what} must be a scalar; its shape is {array.shape}. Sum it over the batch.")
+        raise ValueError(f"{name} must be a scalar; its shape is {array.shape}. Sum it over the batch.")
     return array.astype(jnp.float32)

@@ -1,12 +1,12 @@
-"""Hold a loss to its promise, before the first step: `total` and `weight` are sums over examples.
+"""Check a loss's promise before the first step: `total` and `weight` are sums over examples.
 
 A step calls the loss on parts of the batch: on each device's rows under "manual", on each microbatch where there are
-several. What is no sum over examples then means something else than on the whole batch. Two looks, once:
+several. A loss that is no sum over examples then means something else than on the whole batch. Two checks, once:
 
-1. `constant_term` reads the trace: a term of `total` that no leaf of the batch reaches, and that more rows leave as it
-   is (a weight penalty), is counted once for every part.
-2. `mixing` computes: the loss of a few rows of the first batch together, against the same rows apart. NNX modules are
-   in evaluation mode, and all random bits are one constant, so that only the rows can make a difference.
+1. `constant_term` reads the trace: a term of `total` that no leaf of the batch reaches, and that does not change with
+   the number of rows (a weight penalty), is counted once for every part.
+2. `mixing` computes: the loss of a few rows of the first batch together, compared with that of the same rows apart. NNX
+   modules are in evaluation mode, and all random bits are one constant, so that only the rows can make a difference.
 
 A mean whose weight is a constant 1 passes both: all parts have the same number of rows.
 """
@@ -23,8 +23,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdp.core.batch import batch_rows
-from jdp.core.gradients import auto
-from jdp.core.gradients.accumulate import GradientSpec
+from jdp.core.gradients.accumulate import GradientSpec, traced_loss, working_copy
+from jdp.core.gradients.auto import make_collectives
+from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.loss_trace import LossTrace, computes_in_float32, redraws
 from jdp.core.precision import Precision
 from jdp.core.sharding.plan import Plan
@@ -39,28 +40,30 @@ TOLERANCE = {True: 1e-4, False: 5e-2}
 """Of the sum of absolute values: for losses all in float32, whose sums run in another order, and for others."""
 
 
-def constant_term(whole: LossTrace, part: LossTrace) -> str | None:
-    """The line of a term of `Loss.total` that is no sum over examples, unless the weight is as constant as it is.
+def constant_term(trace: LossTrace, other: LossTrace) -> str | None:
+    """Return the source line of a term of `Loss.total` that is no sum over examples; None if there is none.
+
+    A term that does not depend on the batch is right if the weight does not depend on it either.
 
     Args:
-        whole, part: the loss traced on two different numbers of rows.
+        trace, other: the loss traced on two different numbers of rows.
     """
-    if not whole.is_sum or (whole.constant_weight is not None and whole.constant_weight == part.constant_weight):
+    if not trace.is_sum or (trace.constant_weight is not None and trace.constant_weight == other.constant_weight):
         return None
-    same = {term.signature for term in part.terms_without_batch()}
-    return next((term.line for term in whole.terms_without_batch() if term.signature in same), None)
+    same = {term.signature for term in other.terms_without_batch()}
+    return next((term.line for term in trace.terms_without_batch() if term.signature in same), None)
 
 
 class Untried(ValueError):
     """A loss that must not be tried; the message is the reason."""
 
 
-Parts = np.ndarray[Any, Any]
-"""Rows of a batch, [parts, rows of a part]."""
+Chunks = np.ndarray[Any, Any]
+"""Indices of a batch's rows, integers [chunks, rows of a chunk]: the loss is called on each chunk, and on all rows."""
 
 
 def mixing(spec: GradientSpec, plan: Plan, state: TrainState, batch: Batch, train: bool, rows: int) -> str | None:
-    """Say how the loss of a few rows together differs from that of the same rows apart; None where it does not.
+    """Describe how the loss of a few rows together differs from that of the same rows apart; None if it does not.
 
     Args:
         spec, plan: what the step was made of.
@@ -74,26 +77,23 @@ def mixing(spec: GradientSpec, plan: Plan, state: TrainState, batch: Batch, trai
             it has effects, such as a callback.
         Exception: whatever the loss raises for these numbers of rows.
     """
-
-    def difference(choices: list[Parts], factor: float) -> str | None:
-        return _difference(spec, plan, state, batch, train, choices, factor)
-
-    choices = _few_groups(batch_rows(batch), spec.group)
+    difference = functools.partial(_difference, spec, plan, state, batch, train)
+    trials = _few_groups(batch_rows(batch), spec.group)
     try:
-        found = difference(choices, 1.0)
+        message = difference(trials, 1.0)
     except Untried:
         raise
     except Exception:
         if 2 * rows > LARGEST:
             raise
-        choices = [_two_calls(rows, spec.accumulate, spec.group)]
-        found = difference(choices, 1.0)
+        trials = [_two_calls(rows, spec.accumulate, spec.group)]
+        message = difference(trials, 1.0)
     # Of a loss that is zero with these weights (a distance to the model it starts from) only rounding errors are left.
-    return found if found and difference(choices, 1.25) else None
+    return message if message and difference(trials, 1.25) else None
 
 
-def _few_groups(rows: int, group: int) -> list[Parts]:
-    """At most four groups of a batch of `rows` rows, each a part: far apart (padding often lies together), and near."""
+def _few_groups(rows: int, group: int) -> list[Chunks]:
+    """Choose at most four groups of a batch, each a chunk: far apart (padding is often contiguous), and neighbours."""
     groups = rows // group
     count = min(MOST, groups)
     spread, near = np.arange(count) * (groups // count), np.arange(count)
@@ -101,8 +101,8 @@ def _few_groups(rows: int, group: int) -> list[Parts]:
     return [choice[:, None] * group + np.arange(group) for choice in choices]
 
 
-def _two_calls(rows: int, accumulate: int, group: int) -> Parts:
-    """The first two parts of a batch as a step makes them: microbatches of one device, or the rows of two devices."""
+def _two_calls(rows: int, accumulate: int, group: int) -> Chunks:
+    """Return the rows of two calls as a step makes them: two microbatches of one device, or the rows of two devices."""
     if accumulate == 1:
         return np.arange(2 * rows).reshape(2, rows)
     groups = np.arange(rows * accumulate).reshape(-1, accumulate, group)
@@ -110,25 +110,31 @@ def _two_calls(rows: int, accumulate: int, group: int) -> Parts:
 
 
 def _difference(
-    spec: GradientSpec, plan: Plan, state: TrainState, batch: Batch, train: bool, choices: list[Parts], factor: float
+    spec: GradientSpec, plan: Plan, state: TrainState, batch: Batch, train: bool, trials: list[Chunks], factor: float
 ) -> str | None:
-    """What `mixing` says of these choices of rows, with all parameters times `factor`."""
+    """Describe the first difference in `trials`, with all parameters times `factor`; see `mixing`."""
     spec = replace(spec, precision=Precision(spec.precision.params, "fp32", "fp32"), accumulate=1)
+    collectives = make_collectives(spec, plan)
+    loss = replace(traced_loss(spec, collectives), training=False)
 
-    def compare(params: Any, model_state: Any, batch: Batch, parts: jax.Array) -> Any:
-        whole = jax.lax.with_sharding_constraint(jnp.sort(parts.ravel()), plan.replicated)
+    def compare(params: Any, model_state: Any, batch: Batch, chunks: jax.Array) -> Any:
         key = jax.random.wrap_key_data(jnp.zeros(1, jnp.uint32), impl=_constant_bits()) if train else None
         if factor != 1:
             scaled = lambda p: (p * factor).astype(p.dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p  # noqa: E731
             params = jax.tree.map(scaled, params)
+        operands = working_copy(spec, collectives, params)
 
-        def picked(rows: jax.Array) -> Batch:
+        def take(rows: jax.Array) -> Batch:
             return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x[rows], plan.replicated), batch)
 
-        return auto.together_and_apart(spec, plan, params, model_state, picked(whole), picked(parts), key)
+        def forward(batch: Batch) -> Sums:
+            return loss(operands, model_state, batch, key)[0]
+
+        together = jax.lax.with_sharding_constraint(jnp.sort(chunks.ravel()), plan.replicated)
+        return forward(take(together)), jax.lax.map(forward, take(chunks))
 
     with jax.default_matmul_precision("highest"):  # GPUs would take TF32, of another rounding for other shapes
-        shape = jax.ShapeDtypeStruct(choices[0].shape, jnp.int32)
+        shape = jax.ShapeDtypeStruct(trials[0].shape, jnp.int32)
         traced = jax.jit(compare, out_shardings=plan.replicated).trace(state.params, state.model_state, batch, shape)
         if traced.jaxpr.effects:
             raise Untried("it prints or calls back, which a trial would do too")
@@ -136,19 +142,18 @@ def _difference(
             raise Untried("it draws again until a draw is accepted")
         run = traced.lower().compile()
     tolerance = TOLERANCE[computes_in_float32(traced.jaxpr.jaxpr)]
-    for parts in choices:
-        together, apart = jax.device_get(run(state.params, state.model_state, batch, parts.astype(np.int32)))
+    for chunks in trials:
+        together, apart = jax.device_get(run(state.params, state.model_state, batch, chunks.astype(np.int32)))
         total, weight = float(together.total), float(together.weight)
         totals, weights = float(apart.total.sum()), float(apart.weight.sum())
         if not np.isfinite([total, totals]).all() or 0 in (weight, weights):
             continue  # such as rows that all weigh nothing
         scale = np.abs(apart.total).sum() / abs(weights) + abs(total / weight)
         if abs(total / weight - totals / weights) > tolerance * scale:
-            count, size = parts.shape
-            values = (
-                f"{total / weight:.6g} of {count * size} rows together, {totals / weights:.6g} of them in {count} parts"
+            return (
+                f"Σtotal / Σweight is {total / weight:.6g} of {chunks.size} rows together, {totals / weights:.6g} of "
+                f"them in {len(chunks)} parts"
             )
-            return f"Σtotal / Σweight is {values}"
     return None
 
 

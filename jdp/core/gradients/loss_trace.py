@@ -1,8 +1,8 @@
-"""What can be read off a loss function before it runs: its trace (a jaxpr) as data.
+"""What a loss function's trace (a jaxpr) tells before the loss runs.
 
-`trace_loss` traces the loss on shapes alone, with the calls inside it inlined. From the trace follow
-1. whether it returns a `Loss`, and which parameter it uses more than once;
-2. what only a global view can run: sharding constraints and `shard_map`s over the batch axes;
+`trace_loss` traces the loss on shapes alone, with the calls inside it inlined. The trace shows
+1. whether the loss returns a `Loss`, and which parameter it uses more than once;
+2. operations that only a global view can run: sharding constraints and `shard_map`s over the batch axes;
 3. float32 leaves of the batch that are multiplied with weights of lower precision, which makes the product float32;
 4. terms of `Loss.total` that no leaf of the batch reaches: a weight penalty, which is no sum over examples.
 """
@@ -21,7 +21,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jdp.core.batch import batch_rows
-from jdp.core.gradients.jaxprs import every_eqn, inner_jaxprs, line_of
+from jdp.core.gradients.jaxprs import every_eqn, inner_jaxprs, user_line
 from jdp.core.gradients.loss_call import as_sums
 from jdp.core.gradients.pairs import is_random
 from jdp.core.paths import path_of
@@ -42,8 +42,9 @@ class Term:
     """A summand of `Loss.total` that does not depend on the batch.
 
     Attributes:
-        line: "file:line" where it was made.
-        signature: the same in two traces of a loss, where nothing in the term depends on the number of rows.
+        line: "file:line (function)" of the operation that made it.
+        signature: a digest of its computation, equal in two traces of a loss if it does not depend on the number of
+            rows.
     """
 
     line: str
@@ -52,11 +53,11 @@ class Term:
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """What one operation makes and others take; compared by identity.
+    """A result of one operation and operand of others; compared by identity.
 
     Attributes:
         aval: its shape and dtype.
-        constant: the number or array where the trace knows it.
+        constant: the number or array, where the trace holds it.
     """
 
     aval: Any
@@ -65,7 +66,7 @@ class Value:
 
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """An equation of the trace: the primitive's name, what it takes and makes, and the equation itself."""
+    """An equation of the trace: the primitive's name, operands, results, and the equation itself."""
 
     name: str
     operands: list[Value]
@@ -79,10 +80,10 @@ class LossTrace:
 
     Attributes:
         jaxpr: the trace as jax made it; its first inputs are the parameters' leaves.
-        operations: the same with the calls inside it inlined, in order.
+        operations: its operations in order, the calls among them replaced by the operations that they call.
         params, state, batch: the inputs, by path; `state` holds the model state and the key.
         total, weight: the outputs; of a plain scalar, as `as_sums` makes them.
-        is_sum: the loss returns a `Loss`; else a plain scalar.
+        is_sum: True if the loss returns a `Loss`, False for a plain scalar.
     """
 
     jaxpr: Any
@@ -95,30 +96,30 @@ class LossTrace:
     is_sum: bool
 
     def reused(self, counted: tuple[bool, ...]) -> str | None:
-        """The first parameter, of those counted, that more than one operation takes; None: there is none."""
+        """Return the path of the first parameter marked in `counted` that several operations take, or None."""
         uses = zip(self.params, self.jaxpr.invars, counted, strict=False)
         return next((path for path, var, counts in uses if counts and count_uses(self.jaxpr, var) > 1), None)
 
     def global_only(self, axes: tuple[str, ...]) -> str | None:
-        """The line of the first sharding constraint or `shard_map` that names one of the mesh axes `axes`."""
+        """Return the source line of the first sharding constraint or `shard_map` that names one of `axes`, or None."""
         for eqn in every_eqn(self.jaxpr):
             named = set(eqn.params.get("manual_axes", ())) if eqn.primitive.name == "shard_map" else set()
             if eqn.primitive.name == "sharding_constraint":
                 spec = getattr(eqn.params["sharding"], "spec", ())
                 named = {axis for entry in spec for axis in axes_of(entry)}
             if named & set(axes):
-                return line_of(eqn)
+                return user_line(eqn)
         return None
 
     def widened(self) -> tuple[str, str] | None:
-        """A float32 leaf of the batch that makes a product with bfloat16 weights float32: its path, and the line."""
+        """Return (path, source line) of a float32 leaf of the batch that makes a product with bf16 weights float32."""
         wide = {value: path for path, value in self.batch.items() if value.aval.dtype == jnp.float32}
         narrow = {value for value in self.params.values() if value.aval.dtype == jnp.bfloat16}
         weights = set(narrow)  # and their float32 copies
         for op in self.operations:
             leaves = [wide[value] for value in op.operands if value in wide]
             if op.name in _PRODUCTS and leaves and not weights.isdisjoint(op.operands):
-                return leaves[0], line_of(op.eqn)
+                return leaves[0], user_line(op.eqn)
             copies = op.name == "convert_element_type" and op.operands[0] in narrow
             shaped = len(op.operands) == 1 and op.operands[0] in weights
             for result in op.results:
@@ -128,21 +129,21 @@ class LossTrace:
         return None
 
     def terms_without_batch(self) -> list[Term]:
-        """The summands of total that depend on parameters and on no leaf of the batch."""
+        """Return the summands of total that depend on parameters and on no leaf of the batch."""
         return list(self._terms(self.total, ()))
 
     @property
     def constant_weight(self) -> str | None:
-        """The weight's signature where no leaf of the batch reaches it; else None."""
+        """The weight's signature if it depends on no leaf of the batch; else None."""
         return None if self._needs_batch(self.weight) else self._signature(self.weight)
 
     def _terms(self, value: Value, factors: tuple[str, ...]) -> Iterator[Term]:
-        """Walk through sums and constant factors down to the terms."""
-        if _PARAMS not in self._reached_from(value) or self._is_zero(value):
+        """Yield the terms of a value, looking through sums and factors that do not depend on the batch."""
+        if _PARAMS not in self._kinds_of.get(value, ()) or self._is_zero(value):
             return
         op = self._makers.get(value)
         if not self._needs_batch(value):
-            yield Term(line_of(op.eqn) if op else "a parameter", _digest(*factors, self._signature(value)))
+            yield Term(user_line(op.eqn) if op else "a parameter", _digest(*factors, self._signature(value)))
         elif op is not None and (op.name in _SUMS or op.name in _KEEPS_TERMS):
             for operand in op.operands:
                 yield from self._terms(operand, factors)
@@ -154,10 +155,10 @@ class LossTrace:
                 yield from self._terms(second, (*factors, self._signature(first)))
 
     def _needs_batch(self, value: Value) -> bool:
-        return _BATCH in self._reached_from(value)
+        return _BATCH in self._kinds_of.get(value, ())
 
     def _is_zero(self, value: Value) -> bool:
-        """Whether it is 0 whatever the inputs are: a penalty whose coefficient was set to 0."""
+        """Return True for what is 0 whatever the inputs are: a penalty whose coefficient was set to 0."""
         op = self._makers.get(value)
         if op is None:
             return _is_number(value.constant) and not np.any(value.constant)
@@ -165,16 +166,13 @@ class LossTrace:
             return self._is_zero(op.operands[0]) or (op.name == "mul" and self._is_zero(op.operands[1]))
         return (op.name in _SUMS or op.name in _KEEPS_TERMS) and all(map(self._is_zero, op.operands))
 
-    def _reached_from(self, value: Value) -> frozenset[str]:
-        return self._kinds_of.get(value, frozenset())
-
     @cached_property
     def _makers(self) -> dict[Value, Operation]:
         return {result: op for op in self.operations for result in op.results}
 
     @cached_property
     def _kinds_of(self) -> dict[Value, frozenset[str]]:
-        """Whether each value depends on parameters, on the batch, or on both."""
+        """For each value, whether it depends on parameters, on the batch, or on both."""
         known = {value: frozenset[str]((_PARAMS,)) for value in self.params.values()}
         known |= {value: frozenset[str]((_BATCH,)) for value in self.batch.values()}
         for op in self.operations:
@@ -184,14 +182,14 @@ class LossTrace:
 
     @cached_property
     def _signatures(self) -> dict[Value, str]:
-        """A digest of what each value computes: the same in two traces where the computation is the same."""
+        """For each value a digest of its computation, equal in two traces where the computation is the same."""
         inputs = (*self.params.values(), *self.state, *self.batch.values())
         known = {value: f"input {i}" for i, value in enumerate(inputs)}
         for op in self.operations:
             operands = [known[v] if v in known else _constant(v) for v in op.operands]
             settings = sorted((name, str(setting)) for name, setting in op.eqn.params.items())
-            whole = _digest(op.name, settings, *operands)
-            known |= {result: _digest(whole, i) for i, result in enumerate(op.results)}
+            signature = _digest(op.name, settings, *operands)
+            known |= {result: _digest(signature, i) for i, result in enumerate(op.results)}
         return known
 
     def _signature(self, value: Value) -> str:
@@ -218,12 +216,12 @@ def trace_loss(
         sums = as_sums(value, batch)
         return sums.total, sums.weight
 
-    whole = batch_rows(batch)
+    batch_size = batch_rows(batch)
     plain = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)  # noqa: E731
 
     def fewer(leaf: Any) -> jax.ShapeDtypeStruct:
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)  # NumPy's int64 becomes int32
-        return jax.ShapeDtypeStruct((rows * leaf.shape[0] // whole, *leaf.shape[1:]), dtype)
+        return jax.ShapeDtypeStruct((rows * leaf.shape[0] // batch_size, *leaf.shape[1:]), dtype)
 
     params = precision.working_shapes(state.params)
     arguments = (
@@ -252,31 +250,25 @@ def trace_loss(
 
 
 def count_uses(jaxpr: Any, var: Any) -> int:
-    """How many primitive operations of `jaxpr`, and of those it calls, take `var` as an operand."""
+    """Count the primitive operations of `jaxpr`, and of those it calls, that take `var` as an operand."""
     count = 0
     for eqn in jaxpr.eqns:
+        called = next((inner for inner in inner_jaxprs(eqn) if len(inner.invars) == len(eqn.invars)), None)
         for position, operand in enumerate(eqn.invars):
             if operand is var:
-                count += _uses_inside(eqn, position)
+                count += 1 if called is None else count_uses(called, called.invars[position])
     return count
 
 
 def redraws(jaxpr: Any) -> bool:
-    """Whether a loop of `jaxpr` that ends when a condition is met draws random numbers."""
+    """Return True if a loop of `jaxpr` that ends when a condition is met draws random numbers."""
     return any(eqn.primitive.name == "while" and is_random(eqn) for eqn in every_eqn(jaxpr))
 
 
 def computes_in_float32(jaxpr: Any) -> bool:
-    """Whether no operation of `jaxpr` makes floating-point numbers of fewer than 32 bits."""
+    """Return True if no operation of `jaxpr` makes floating-point numbers of fewer than 32 bits."""
     dtypes = {getattr(var.aval, "dtype", None) for eqn in every_eqn(jaxpr) for var in eqn.outvars}
     return not any(dtype and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 for dtype in dtypes)
-
-
-def _uses_inside(eqn: Any, position: int) -> int:
-    for inner in inner_jaxprs(eqn):
-        if len(inner.invars) == len(eqn.invars):
-            return count_uses(inner, inner.invars[position])
-    return 1
 
 
 def _inlined(jaxpr: Any, consts: Any, inputs: list[Value], into: list[Operation]) -> list[Value]:
@@ -299,7 +291,7 @@ def _inlined(jaxpr: Any, consts: Any, inputs: list[Value], into: list[Operation]
 
 
 def _constant(value: Value) -> str:
-    """A scalar constant by its number, an array by its shape."""
+    """Digest a scalar constant by its number, an array by its shape and dtype."""
     return _digest(repr(value.constant) if np.ndim(value.constant) == 0 else str(value.aval))
 
 

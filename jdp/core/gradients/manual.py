@@ -3,8 +3,8 @@
 Each device sees its rows of the batch and differentiates its own sum. That is what lets it add microbatches locally and
 synchronise once, choose the dtype on the wire, and, later, compress or skip synchronisations.
 
-Axes of the model stay XLA's while the loss runs; but what is sent along the batch axes is the part of an array that a
-device holds along the model's (`parts`).
+The model's own axes stay XLA's while the loss runs; a collective along the batch axes sends the shard that a device
+holds along the model's (`model_axes`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from jax.sharding import PartitionSpec
 
 from jdp.core import batch_keys as keys
 from jdp.core.batch import interleave
-from jdp.core.gradients import model_axes as parts
+from jdp.core.gradients import model_axes
 from jdp.core.gradients.accumulate import Collectives, GradientSpec, evaluate, step_gradients
-from jdp.core.gradients.model_state import mean_over, moved
+from jdp.core.gradients.model_state import changed_leaves, mean_over
 from jdp.core.sharding.mesh import DATA, batch_axes
 from jdp.core.sharding.placement import Placement, axes_of
 from jdp.core.sharding.plan import Plan
@@ -29,42 +29,38 @@ from jdp.core.types import Batch, PyTree
 
 
 def gradients(spec: GradientSpec, plan: Plan) -> Callable[..., Any]:
-    """(params, model_state, batch, key) -> (Σ∇total at rest specs, sums, model_state)."""
-
+    """Return a function (params, model_state, batch, key) -> (Σ∇total at rest specs, sums, model_state), all global."""
     changed: list[bool] = []
 
     def local(params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array) -> Any:
         grads, sums, after = step_gradients(spec, make_collectives(spec, plan), params, model_state, batch, key)
-        changed[:] = moved(model_state, after)
+        changed[:] = changed_leaves(model_state, after)
         return grads, sums, trained_part(after, changed)
 
-    rest, whole = _rest_specs(plan, spec.placements), PartitionSpec()
+    rest, replicated = _rest_specs(plan, spec.placements), PartitionSpec()
     reduced = _rest_specs(plan, spec.trained_placements)
-    replicas = _shard_map(local, plan, (rest, whole, plan.batch_spec, whole), (reduced, whole, whole))
+    replicas = _shard_map(
+        local, plan, (rest, replicated, plan.batch_spec, replicated), (reduced, replicated, replicated)
+    )
 
     def run(params: PyTree, model_state: PyTree, *others: Any) -> Any:
-        grads, sums, after = replicas(_apart(plan, params, spec.placements), model_state, *others)
-        grads = jax.tree.map(
-            lambda g, placement: parts.together(g, placement, plan.mesh), grads, spec.trained_placements
-        )
+        params = model_axes.to_replica_view(params, spec.placements, plan.mesh)
+        grads, sums, after = replicas(params, model_state, *others)
+        grads = model_axes.from_replica_view(grads, spec.trained_placements, plan.mesh)
         return grads, sums, with_trained(model_state, after, changed)
 
     return run
 
 
 def evaluation(spec: GradientSpec, plan: Plan) -> Callable[..., Any]:
-    """(params, model_state, batch) -> sums."""
+    """Return a function (params, model_state, batch) -> sums, global."""
 
     def local(params: PyTree, model_state: PyTree, batch: Batch) -> Any:
         return evaluate(spec, make_collectives(spec, plan), params, model_state, batch)
 
-    rest, whole = _rest_specs(plan, spec.placements), PartitionSpec()
-    replicas = _shard_map(local, plan, (rest, whole, plan.batch_spec), whole)
-    return lambda params, *others: replicas(_apart(plan, params, spec.placements), *others)
-
-
-def _apart(plan: Plan, params: PyTree, placements: PyTree) -> PyTree:
-    return jax.tree.map(lambda leaf, placement: parts.apart(leaf, placement, plan.mesh), params, placements)
+    rest, replicated = _rest_specs(plan, spec.placements), PartitionSpec()
+    replicas = _shard_map(local, plan, (rest, replicated, plan.batch_spec), replicated)
+    return lambda params, *others: replicas(model_axes.to_replica_view(params, spec.placements, plan.mesh), *others)
 
 
 def _shard_map(local: Callable[..., Any], plan: Plan, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
@@ -80,48 +76,47 @@ def _shard_map(local: Callable[..., Any], plan: Plan, in_specs: Any, out_specs: 
 
 
 def _rest_specs(plan: Plan, placements: PyTree) -> PyTree:
-    """The part of each rest spec that concerns the batch axes; the model's axes stay automatic."""
+    """Return the rest specs in the replica view with the batch axes alone; the model's axes stay automatic."""
     manual = batch_axes(plan.mesh)
 
     def keep(entry: object) -> object:
         left = tuple(axis for axis in axes_of(entry) if axis in manual)
         return left[0] if len(left) == 1 else (left or None)
 
-    def spec(placement: Placement) -> PartitionSpec:
-        return PartitionSpec(*(keep(entry) for entry in parts.spec_apart(placement, plan.mesh)))
+    def rest_spec(placement: Placement) -> PartitionSpec:
+        return PartitionSpec(*(keep(entry) for entry in model_axes.replica_view_spec(placement, plan.mesh)))
 
-    return jax.tree.map(spec, placements)
+    return jax.tree.map(rest_spec, placements)
 
 
 def make_collectives(spec: GradientSpec, plan: Plan) -> Collectives:
-    mesh, axes = plan.mesh, batch_axes(plan.mesh)
+    """Return the collectives of the replica view: those of `jax.lax`, on a device's own arrays."""
+    mesh, axes, group = plan.mesh, batch_axes(plan.mesh), spec.group
     others = tuple(axis for axis in axes if axis != DATA)
     replicas = plan.batch_shards
 
     def finish(x: jax.Array, placement: Placement, leading: int) -> jax.Array:
-        return parts.psum(x, axes if placement.dim is None else others, placement, mesh)
+        return model_axes.psum(x, axes if placement.dim is None else others, placement, mesh)
 
     def average(before: Any, after: Any) -> Any:
         unchanged = before is after or not jnp.issubdtype(after.dtype, jnp.floating)
         return after if unchanged else mean_over(after, axes, replicas)
 
-    def key(key: jax.Array, rows: int, index: Any, count: int) -> jax.Array | keys.BatchKey:
+    def key_of(key: jax.Array, rows: int, index: Any, count: int) -> jax.Array | keys.BatchKey:
         if replicas == count == 1:
             return key
         first = jax.lax.axis_index(axes).astype(jnp.uint32) * jnp.uint32(rows * count)
-        first += jnp.uint32(index) * jnp.uint32(spec.group)
-        return keys.batch_key(
-            key, rows=rows, total=rows * count * replicas, offset=first, stride=count, group=spec.group
-        )
+        first += jnp.uint32(index) * jnp.uint32(group)
+        return keys.batch_key(key, rows=rows, total=rows * count * replicas, offset=first, stride=count, group=group)
 
     return Collectives(
-        gather=lambda x, placement, leading: parts.all_gather(x, placement, leading, mesh),
-        reduce=lambda x, placement, leading: parts.psum_scatter(x, placement, leading, mesh),
-        hold=lambda x, placement, leading: x,
+        gather=lambda x, placement, leading: model_axes.all_gather(x, placement, leading, mesh),
+        reduce=lambda x, placement, leading: model_axes.psum_scatter(x, placement, leading, mesh),
+        constrain=lambda x, placement, leading: x,
         finish=finish,
-        total=lambda x: jax.lax.psum(x, axes),
+        sum=lambda x: jax.lax.psum(x, axes),
         average=lambda before, after: jax.tree.map(average, before, after),
-        microbatches=lambda batch, count: jax.tree.map(lambda x: interleave(x, count, spec.group), batch),
-        key=key,
+        microbatches=lambda batch, count: jax.tree.map(lambda x: interleave(x, count, group), batch),
+        key_of=key_of,
         axes=axes,
     )

@@ -1,12 +1,14 @@
-"""Collectives along the batch axes, on the part of an array that a device holds along the model's own axes.
+"""Collectives along the batch axes on arrays that the model's own axes shard as well.
 
-Inside the replica view the model's axes are XLA's. A collective issued there would have XLA gather the array along
-those axes first, and then send all of it: `model` times the bytes, and no sharding constraint keeps it from that. So
-the collectives here run in a `shard_map` over the model's axes, inside the one over the batch axes.
+In the replica view (`manual`) XLA partitions along the model's axes. A collective issued there on the whole array would
+have XLA gather it along those axes first and then send all of it: `model` times the bytes, and no sharding constraint
+prevents that. So the collectives here run in a `shard_map` over the model's axes, inside the one over the batch axes:
+each device sends its shard only.
 
-Where the model's axes cut the dimension that `data` cuts too, the model's cut goes first, so that gathering along
-`data` gives a device its own part of the model's. The replica view would have it the other way round, since only `data`
-is its own. Such a leaf enters it with that dimension taken apart, [..., M, size / M, ...] at rest, and leaves it so.
+Where a model axis shards the dimension that `data` shards too, the model axis is the major one, so that gathering along
+`data` gives a device its own shard along the model axis. `shard_map` over `data` alone cannot express that order. Such
+a leaf enters the replica view with that dimension reshaped, [..., size, ...] -> [..., M, size / M, ...] at rest, where
+M is the number of shards along the model's axes, and leaves it in that form.
 """
 
 from __future__ import annotations
@@ -19,72 +21,84 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jdp.core.sharding.mesh import DATA, own_axes
 from jdp.core.sharding.placement import Placement, axes_of, shards, spec_entry
+from jdp.core.types import PyTree
 
 
-def apart(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
-    """A leaf as it enters the replica view: global, at rest."""
-    cuts, dim = _cuts(placement, mesh), placement.dim
-    if cuts == 1 or dim is None:
-        return x
-    return x.reshape(*x.shape[:dim], cuts, x.shape[dim] // cuts, *x.shape[dim + 1 :])
+def to_replica_view(params: PyTree, placements: PyTree, mesh: Mesh) -> PyTree:
+    """Reshape global leaves at rest for `shard_map`: [..., size, ...] -> [..., M, size / M, ...].
+
+    Only the dimension that both `data` and a model axis shard is reshaped; other leaves are returned unchanged.
+    """
+
+    def reshape(x: jax.Array, placement: Placement) -> jax.Array:
+        count, dim = _model_shards(placement, mesh), placement.dim
+        if count == 1 or dim is None:
+            return x
+        return x.reshape(*x.shape[:dim], count, x.shape[dim] // count, *x.shape[dim + 1 :])
+
+    return jax.tree.map(reshape, params, placements)
 
 
-def together(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
-    """The same leaf as it left the replica view, with its own shape."""
-    return x if _cuts(placement, mesh) == 1 else x.reshape(placement.shape)
+def from_replica_view(grads: PyTree, placements: PyTree, mesh: Mesh) -> PyTree:
+    """Reshape global leaves that left `shard_map` to their parameters' shapes, the inverse of `to_replica_view`."""
+
+    def reshape(x: jax.Array, placement: Placement) -> jax.Array:
+        return x if _model_shards(placement, mesh) == 1 else x.reshape(placement.shape)
+
+    return jax.tree.map(reshape, grads, placements)
 
 
-def spec_apart(placement: Placement, mesh: Mesh) -> PartitionSpec:
-    """The rest spec of what `apart` makes."""
+def replica_view_spec(placement: Placement, mesh: Mesh) -> PartitionSpec:
+    """Return the rest spec of the array that `to_replica_view` makes: model axes on M, `data` on size / M."""
     dim = placement.dim
-    if _cuts(placement, mesh) == 1 or dim is None:
+    if _model_shards(placement, mesh) == 1 or dim is None:
         return placement.rest
     own = tuple(axis for axis in axes_of(placement.rest[dim]) if axis != DATA)
     return PartitionSpec(*placement.rest[:dim], own, DATA, *placement.rest[dim + 1 :])
 
 
 def all_gather(x: jax.Array, placement: Placement, leading: int, mesh: Mesh) -> jax.Array:
-    """A shard at rest, its first `leading` dims sliced off -> at its compute spec."""
+    """Gather a shard along `data`: rest spec, its first `leading` dimensions sliced off -> compute spec."""
     if placement.dim is None:
         return x
-    dim, shared = placement.dim - leading, _cuts(placement, mesh) > 1
+    dim, reshaped = placement.dim - leading, _model_shards(placement, mesh) > 1
 
-    def gather(part: jax.Array) -> jax.Array:
-        part = part.squeeze(dim) if shared else part
-        return jax.lax.all_gather(part, DATA, axis=dim, tiled=True)
+    def gather(shard: jax.Array) -> jax.Array:
+        shard = shard.squeeze(dim) if reshaped else shard
+        return jax.lax.all_gather(shard, DATA, axis=dim, tiled=True)
 
-    return _on_parts(gather, x, spec_apart(placement, mesh), placement.compute, leading, mesh)
+    return _on_model_shards(gather, x, replica_view_spec(placement, mesh), placement.compute, leading, mesh)
 
 
 def psum_scatter(x: jax.Array, placement: Placement, leading: int, mesh: Mesh) -> jax.Array:
-    """A gradient at its compute spec -> at rest, summed over `data`."""
+    """Sum a gradient over `data` and scatter it: compute spec, first `leading` dimensions sliced off -> rest spec."""
     if placement.dim is None:
         return x
-    dim, shared = placement.dim - leading, _cuts(placement, mesh) > 1
+    dim, reshaped = placement.dim - leading, _model_shards(placement, mesh) > 1
 
-    def scatter(part: jax.Array) -> jax.Array:
-        part = jax.lax.psum_scatter(part, DATA, scatter_dimension=dim, tiled=True)
-        return part[(slice(None),) * dim + (None,)] if shared else part
+    def scatter(gradient: jax.Array) -> jax.Array:
+        gradient = jax.lax.psum_scatter(gradient, DATA, scatter_dimension=dim, tiled=True)
+        return gradient[(slice(None),) * dim + (None,)] if reshaped else gradient
 
-    return _on_parts(scatter, x, placement.compute, spec_apart(placement, mesh), leading, mesh)
+    return _on_model_shards(scatter, x, placement.compute, replica_view_spec(placement, mesh), leading, mesh)
 
 
 def psum(x: jax.Array, axes: tuple[str, ...], placement: Placement, mesh: Mesh) -> jax.Array:
-    """A gradient at rest -> the same, summed over the batch axes given."""
+    """Sum a gradient at its rest spec over the batch axes `axes`; its sharding stays."""
     if not axes:
         return x
-    spec = spec_apart(placement, mesh)
-    return _on_parts(lambda part: jax.lax.psum(part, axes), x, spec, spec, 0, mesh)
+    spec = replica_view_spec(placement, mesh)
+    return _on_model_shards(lambda shard: jax.lax.psum(shard, axes), x, spec, spec, 0, mesh)
 
 
-def _cuts(placement: Placement, mesh: Mesh) -> int:
-    """Into how many parts the model's own axes cut the dimension that `data` cuts too; 1 where they leave it alone."""
+def _model_shards(placement: Placement, mesh: Mesh) -> int:
+    """Return M, the number of shards along the model's axes of the dimension that `data` shards; 1 if they leave it."""
     if placement.dim is None:
         return 1
     return shards(PartitionSpec(spec_entry(placement.compute, placement.dim)), dict(mesh.shape))
 
 
-def _on_parts(
+def _on_model_shards(
     collective: Callable[[jax.Array], jax.Array],
     x: jax.Array,
     before: PartitionSpec,
@@ -92,13 +106,12 @@ def _on_parts(
     leading: int,
     mesh: Mesh,
 ) -> jax.Array:
-    """`collective(x)`, each device with its part along the model's own axes; the specs are those of whole leaves."""
+    """Apply `collective` to each device's shard of x along the model's axes; the specs are those of unsliced leaves."""
     own = set(own_axes(mesh))
     if math.prod(mesh.shape[axis] for axis in own) == 1:
         return collective(x)
-    specs = [PartitionSpec(*(_within(own, entry) for entry in spec[leading:])) for spec in (before, after)]
+    specs = [
+        PartitionSpec(*(tuple(axis for axis in axes_of(entry) if axis in own) for entry in spec[leading:]))
+        for spec in (before, after)
+    ]
     return jax.shard_map(collective, in_specs=specs[0], out_specs=specs[1], axis_names=own, check_vma=False)(x)
-
-
-def _within(axes: set[str], entry: object) -> tuple[str, ...]:
-    return tuple(axis for axis in axes_of(entry) if axis in axes)

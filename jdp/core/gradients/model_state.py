@@ -1,4 +1,4 @@
-"""Model state beside the parameters: what a call of the model changed of it, and what may become of that.
+"""Model state beside the parameters: what a call of the model changed of it, and how that reaches the next step.
 
 What a call did not change comes out as the very array that went in, and is neither averaged nor carried along: a table
 of `finfo.min` would overflow on the way.
@@ -18,14 +18,14 @@ from jdp.core.paths import path_of
 from jdp.core.types import Batch, PyTree
 
 
-def moved(before: PyTree, after: PyTree) -> tuple[bool, ...]:
-    """Of each leaf, in order, whether it is another array than before."""
+def changed_leaves(before: PyTree, after: PyTree) -> tuple[bool, ...]:
+    """Return for each leaf, in order, whether it is another array than before."""
     pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
     return tuple(old is not new for old, new in pairs)
 
 
 def stays_finite(before: PyTree, after: PyTree) -> jax.Array:
-    """Boolean scalar: whether no number turned into NaN or infinity.
+    """Return a boolean scalar: True if no number turned into NaN or infinity.
 
     What was infinite may stay so: a running maximum begins at -inf.
     """
@@ -43,11 +43,12 @@ def refuse_varying(
     *,
     carried: bool,
 ) -> None:
-    """Refuse model state that is no floating-point number and would be another one on each device.
+    """Refuse model state that is not floating point and would differ between devices.
 
     Args:
         call: (model state, batch, key) -> the model state afterwards, each device with its own rows.
-        carried: the state goes from one microbatch to the next before devices agree on it.
+        model_state, batch, key: what one call gets; only shapes and dtypes count.
+        carried: the state goes from one microbatch to the next before it is averaged over devices.
 
     Raises:
         ValueError: a leaf of integers, booleans or keys depends on the batch, or on noise for its rows.
@@ -71,7 +72,7 @@ def refuse_varying(
 
 
 def mean_over(x: jax.Array, axes: tuple[str, ...], devices: int) -> jax.Array:
-    """The mean of each device's own `x` along the mesh axes `axes`, in x's dtype, computed in float32 or wider.
+    """Return the mean of each device's own `x` along the mesh axes `axes`, in x's dtype, computed in float32 or wider.
 
     Values are first divided by a power of two above the number of devices, which rounds nothing, so that no sum of
     finite values overflows; and what the division by that number may round up is cut off at `finfo.max`.

@@ -1,4 +1,4 @@
-"""Two programs of one loss, for the rows at hand and for the whole batch: which draws correspond, how they differ."""
+"""Two programs of one loss, for the local rows and for the whole batch: which draws correspond, and how they differ."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax.core import Tracer
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from jdp.core.gradients.jaxprs import inner_jaxprs, line_of
+from jdp.core.gradients.jaxprs import inner_jaxprs, user_line
 
 DRAWS = frozenset(("random_bits", "random_split", "random_gamma"))
 NUMBERED = frozenset(("random_fold_in", "random_seed"))
@@ -26,53 +26,52 @@ class NoRows(Exception):
     """A shape that differs from the global one, but not in one dimension that counts the rows."""
 
 
-def row_dim(local: Sequence[int], whole: Sequence[int], rows: int, total: int) -> int | None:
-    """The dimension that counts `rows` × n in `local` and `total` × n in `whole`; None where the shapes are equal.
+def row_dim(local: Sequence[int], full: Sequence[int], rows: int, total: int) -> int | None:
+    """Return the dimension that counts `rows` × n in `local` and `total` × n in `full`; None if the shapes are equal.
 
     Raises:
         NoRows: they differ in another way.
     """
-    if tuple(local) == tuple(whole):
+    if tuple(local) == tuple(full):
         return None
-    if len(local) == len(whole):
-        dims = [dim for dim, (a, b) in enumerate(zip(local, whole, strict=True)) if a != b]
-        if len(dims) == 1 and local[dims[0]] % rows == 0 and local[dims[0]] // rows * total == whole[dims[0]]:
+    if len(local) == len(full):
+        dims = [dim for dim, (a, b) in enumerate(zip(local, full, strict=True)) if a != b]
+        if len(dims) == 1 and local[dims[0]] % rows == 0 and local[dims[0]] // rows * total == full[dims[0]]:
             return dims[0]
     raise NoRows
 
 
 def is_random(eqn: JaxprEqn) -> bool:
-    """Whether an operation draws, or holds one that does."""
+    """Return True if an operation draws, or runs one that does."""
     return eqn.primitive.name in RANDOM or any(any(map(is_random, inner.eqns)) for inner in inner_jaxprs(eqn))
 
 
-def paired(local: Jaxpr, whole: Jaxpr) -> tuple[list[JaxprEqn | None], list[JaxprEqn]]:
-    """For each random operation of `local` its counterpart in `whole`, if any; and one of each sort that has none.
+def paired(local: Jaxpr, full: Jaxpr) -> tuple[list[JaxprEqn | None], list[JaxprEqn]]:
+    """Return for each random operation of `local` its counterpart in `full`, or None; and one unmatched of each sort.
 
-    They correspond in order; if there are not as many, then those of each of the user's lines.
+    They correspond in order. If the programs differ in their random operations, then those of one sort (source line and
+    kind) correspond in order where both programs have equally many.
     """
-    mine, theirs = (list(filter(is_random, jaxpr.eqns)) for jaxpr in (local, whole))
-    if list(map(_kind, mine)) == list(map(_kind, theirs)):
-        return [*theirs], []
-    groups = [_by_line(mine), _by_line(theirs)]
-    odd = [
-        next(iter(groups[0].get(sort) or groups[1][sort]))
-        for sort in {**groups[0], **groups[1]}
-        if len(groups[0].get(sort, ())) != len(groups[1].get(sort, ()))
-    ]
+    mine, others = (list(filter(is_random, jaxpr.eqns)) for jaxpr in (local, full))
+    if list(map(_kind, mine)) == list(map(_kind, others)):
+        return [*others], []
+    mine_by_sort, others_by_sort = _by_sort(mine), _by_sort(others)
+    odd: list[JaxprEqn] = []
     matched: dict[int, JaxprEqn] = {}
-    for sort, eqns in groups[0].items():
-        others = groups[1].get(sort, [])
-        if len(eqns) == len(others):
-            matched |= {id(eqn): other for eqn, other in zip(eqns, others, strict=True)}
+    for sort in {**mine_by_sort, **others_by_sort}:
+        ours, theirs = mine_by_sort.get(sort, []), others_by_sort.get(sort, [])
+        if len(ours) == len(theirs):
+            matched |= {id(eqn): other for eqn, other in zip(ours, theirs, strict=True)}
+        else:
+            odd.append((ours or theirs)[0])
     return [matched.get(id(eqn)) for eqn in mine], odd
 
 
-def _by_line(eqns: Sequence[JaxprEqn]) -> dict[Any, list[JaxprEqn]]:
-    found: dict[Any, list[JaxprEqn]] = {}
+def _by_sort(eqns: Sequence[JaxprEqn]) -> dict[Any, list[JaxprEqn]]:
+    groups: dict[Any, list[JaxprEqn]] = {}
     for eqn in eqns:
-        found.setdefault((line_of(eqn), str(_kind(eqn))), []).append(eqn)
-    return found
+        groups.setdefault((user_line(eqn), str(_kind(eqn))), []).append(eqn)
+    return groups
 
 
 def _kind(eqn: JaxprEqn) -> tuple[Any, ...]:
@@ -80,14 +79,14 @@ def _kind(eqn: JaxprEqn) -> tuple[Any, ...]:
     return eqn.primitive.name, eqn.params.get("name"), len(eqn.invars), len(eqn.outvars), inner
 
 
-def differs(local: Jaxpr, whole: Jaxpr) -> bool:
-    """Whether anything random in `local` is not what it is in `whole`."""
-    others, odd = paired(local, whole)
+def differs(local: Jaxpr, full: Jaxpr) -> bool:
+    """Return True if a random operation of `local` has no counterpart in `full`, or one that differs."""
+    others, odd = paired(local, full)
     return bool(odd) or any(map(pair_differs, filter(is_random, local.eqns), others))
 
 
 def pair_differs(eqn: JaxprEqn, other: JaxprEqn | None) -> bool:
-    """The same of two corresponding operations."""
+    """Return True if a random operation and its counterpart differ in shapes, literals, lengths or what they run."""
     if other is None:
         return True
     if eqn.primitive.name in RANDOM:
@@ -108,21 +107,26 @@ def shape_of(atom: Any) -> tuple[int, ...]:
 
 
 def sorted_sizes(jaxpr: Any) -> list[int]:
-    """The sizes that a jaxpr sorts along."""
+    """Return the sizes of the dimensions along which a jaxpr sorts."""
     sorts = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "sort"]
     return [eqn.invars[0].aval.shape[eqn.params["dimension"]] for eqn in sorts]
 
 
 def bounds(eqn: JaxprEqn) -> list[Any]:
-    """The numbers that a while loop's condition compares with."""
+    """Return the numbers that a while loop's condition compares with; none for other operations."""
     if eqn.primitive.name != "while":
         return []
     atoms = [atom for inner in eqn.params["cond_jaxpr"].jaxpr.eqns for atom in inner.invars]
     return [atom.val for atom in atoms if isinstance(atom, Literal)]
 
 
-class Whole:
-    """The program for the whole batch, and those of its values that are known before it runs: those of no argument."""
+class GlobalProgram:
+    """The program for the whole batch, and those of its values that can be computed without any argument.
+
+    Args:
+        jaxpr, consts: the program.
+        args: for each input how to compute it, or None.
+    """
 
     def __init__(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Thunk | None]) -> None:
         self.jaxpr = jaxpr
@@ -140,14 +144,14 @@ class Whole:
                 self._known |= {var: functools.partial(_pick, values, n) for n, var in enumerate(eqn.outvars)}
 
     def known(self, atoms: Sequence[Any]) -> list[Thunk | None]:
-        """For each atom how to compute it, if that can be known."""
+        """Return for each atom a function that computes it; None where that takes an argument of the program."""
         return [
             functools.partial(_itself, atom.val) if isinstance(atom, Literal) else self._known.get(atom)
             for atom in atoms
         ]
 
     def counts(self, eqn: JaxprEqn) -> bool:
-        """Whether `eqn` of the local program numbers local rows: the whole program has no such iota."""
+        """Return True if `eqn` of the local program numbers local rows: this program has no such iota."""
         return eqn.primitive.name == "iota" and _iota(eqn) not in self.iotas
 
 
@@ -179,15 +183,15 @@ def _evaluate(eqn: JaxprEqn, inputs: Sequence[Thunk]) -> list[Any]:
 
 
 def bind(eqn: JaxprEqn, arrays: Sequence[Any]) -> list[Any]:
-    """Do what `eqn` does with other operands."""
-    with at(eqn):
+    """Apply the operation of `eqn` to other operands."""
+    with traced_at(eqn):
         out = eqn.primitive.bind(*arrays, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
 @contextmanager
-def at(eqn: JaxprEqn) -> Generator[None]:
-    """What is traced inside bears the source line and the name scope of `eqn`, and its settings."""
+def traced_at(eqn: JaxprEqn) -> Generator[None]:
+    """Give what is traced inside the source line, the name scope and the settings of `eqn`."""
     scope = source_info_util.current_name_stack() + eqn.source_info.name_stack
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=scope), eqn.ctx.manager:
         yield

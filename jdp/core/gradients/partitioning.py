@@ -1,4 +1,4 @@
-"""Which partitioning a step gets, and why; and whether the loss bears being called on parts of a batch.
+"""Which partitioning a step gets, and why; and whether its loss may be called on parts of a batch.
 
 Auto, unless auto cannot keep the communication contract and the loss returns a `Loss`, which promises that its total is
 a sum over examples: then manual. A loss that needs the whole batch gets auto with one microbatch, or an error.
@@ -25,19 +25,21 @@ REQUESTED = "asked for"
 
 @dataclass(frozen=True)
 class Choice:
+    """A step's partitioning, "auto" or "manual", and the reason for it."""
+
     partitioning: str
     why: str
 
 
 @dataclass(frozen=True)
 class PartitioningRequest:
-    """What there is to choose for.
+    """What a step's partitioning is chosen for.
 
     Attributes:
-        spec: what the gradient code is asked for.
+        spec: what the step's gradient is of.
         plan: mesh and strategy.
-        requested: the partitioning that was asked for; None leaves the choice to jdp.
-        train: a training step; else an evaluation step.
+        requested: the partitioning that the user asked for; None leaves the choice to jdp.
+        train: True for a training step, False for an evaluation step.
     """
 
     spec: GradientSpec
@@ -46,23 +48,23 @@ class PartitioningRequest:
     train: bool
 
     def choose(self, state: TrainState, batch: Batch) -> Choice:
-        """Settle the partitioning from shapes alone.
+        """Choose the partitioning from shapes alone.
 
         Raises:
-            ValueError: the loss cannot run under the partitioning that was asked for, or `Loss.total` has a term that
-                is no sum over examples and would be counted several times.
+            ValueError: the loss cannot run under the requested partitioning, or `Loss.total` has a term that is no sum
+                over examples and would be counted several times.
         """
         trace = self._trace(state, batch, batch_rows(batch) // self.spec.accumulate)
         choice = self._choose(state, trace)
         if trace is None:
             return choice
         if choice.partitioning == "manual" and (line := trace.global_only(self.plan.batch_axes)):
-            choice = self._global_instead(choice, line)
-        if (parts := self._parts(choice)) > 1:
-            rows = batch_rows(batch) // parts
+            choice = self._for_global_loss(line)
+        if (calls := self._calls(choice)) > 1:
+            rows = batch_rows(batch) // calls
             other = self._trace(state, batch, rows if choice.partitioning == "manual" else batch_rows(batch))
             if other is not None and (line := constant_term(trace, other)):
-                choice = self._whole_instead(choice, line)
+                choice = self._for_constant_term(choice, line)
         if self.spec.precision.compute == "bf16" and (wide := trace.widened()):
             notice(
                 f"batch[{wide[0]!r}] is float32 and meets bf16 weights at {wide[1]}: that product, and what follows "
@@ -71,56 +73,55 @@ class PartitioningRequest:
         return choice
 
     def check(self, choice: Choice, state: TrainState, batch: Batch) -> Choice:
-        """Compute the loss of a few rows together and apart; return the choice, or auto where only auto is right.
+        """Compare the loss of a few rows together and apart; return the choice, or auto where only auto is right.
 
         Raises:
-            ValueError: the loss mixes examples, and the settings call it on parts of the batch all the same.
+            ValueError: the loss mixes examples, and the user's settings call it on parts of the batch.
         """
-        if self._parts(choice) == 1:
+        calls, adapter = self._calls(choice), state.static.adapter
+        if calls == 1:
             return choice
         try:
-            rows = batch_rows(batch) // self._parts(choice)
-            found = mixing(self.spec, self.plan, state, batch, self.train, rows)
-        except Exception as error:  # the step's own trace says what is wrong with a loss, where something is
+            difference = mixing(self.spec, self.plan, state, batch, self.train, batch_rows(batch) // calls)
+        except Exception as error:  # a faulty loss raises in the step's own trace too, with its own message
             first_line = str(error).partition("\n")[0]
             pairs = "" if self.spec.group > 1 else "; if neighbouring rows belong together, say group=2 (or more)"
             notice(f"whether the loss mixes examples could not be tried on a few rows: {first_line}{pairs}")
             return choice
-        adapter = state.static.adapter
-        if found is None:
+        if difference is None:
             return choice
         if adapter is not None and adapter.batch_statistics:
-            notice(f"the loss may mix examples beyond its batch norms: {found}")
+            notice(f"the loss may mix examples beyond its batch norms: {difference}")
             return choice
         if self.requested is None and self.spec.accumulate == 1:
-            why = f"the loss mixes examples ({found}), and only auto sees the whole batch, although {choice.why}"
+            why = f"the loss mixes examples ({difference}), and only auto sees the whole batch, although {choice.why}"
             return Choice("auto", why)
         raise ValueError(
-            f"A loss must not mix examples where it is called on parts of the batch ({self._parts_in_words(choice)}): "
-            f"{found}. Take accumulate=1 and leave partitioning to jdp, which then shows it the whole "
-            "batch; if the weight is a constant, count rows instead; if neighbouring rows belong together, say "
-            "group=2 (or more). check_loss=False turns this check off."
+            f"A loss must not mix examples where it is called on parts of the batch "
+            f"({self._calls_as_product(choice)}): {difference}. Take accumulate=1 and leave partitioning to jdp, which "
+            "then shows it the whole batch; if the weight is a constant, count rows instead; if neighbouring rows "
+            "belong together, say group=2 (or more). check_loss=False turns this check off."
         )
 
     def announce(self, choice: Choice, state: TrainState) -> None:
-        """Report once what was chosen."""
+        """Report the choice and its reason, unless the user requested it and it has no drawback."""
         if self.plan.batch_shards == 1:
             return
         if self.requested is None or choice.why != REQUESTED:
-            what = "train" if self.train else "eval"
             local = "; the loss sees each device's rows alone, so examples must not mix"
+            name = "train" if self.train else "eval"
             notice(
-                f"{what} step under {self.plan.strategy}: partitioning={choice.partitioning!r}: {choice.why}"
+                f"{name} step under {self.plan.strategy}: partitioning={choice.partitioning!r}: {choice.why}"
                 f"{local if choice.partitioning == 'manual' else ''}"
             )
-        adapter, without = state.static.adapter, self.train and not self.spec.sync_batch_norm
-        if without and choice.partitioning == "auto" and adapter is not None and adapter.has_statistics:
+        adapter, unsynchronised = state.static.adapter, self.train and not self.spec.sync_batch_norm
+        if unsynchronised and choice.partitioning == "auto" and adapter is not None and adapter.has_statistics:
             notice("sync_batch_norm=False changes nothing under partitioning='auto', which sees the whole batch")
 
     def _choose(self, state: TrainState, trace: LossTrace | None) -> Choice:
         if self.requested is not None:
-            known = self._drawback(state) if self.train else None
-            return Choice(self.requested, f"{REQUESTED}, although {known}" if known else REQUESTED)
+            drawback = self._drawback(state) if self.train else None
+            return Choice(self.requested, f"{REQUESTED}, although {drawback}" if drawback else REQUESTED)
         if self.plan.batch_shards == 1:
             return Choice("auto", "one shard of the batch: nothing to communicate")
         if not self.train:
@@ -139,19 +140,19 @@ class PartitioningRequest:
             )
         return Choice("manual", breach)
 
-    def _whole_instead(self, choice: Choice, line: str) -> Choice:
-        """What becomes of a choice that would count a term of the total, made at `line`, once for every part."""
+    def _for_constant_term(self, choice: Choice, line: str) -> Choice:
+        """Return auto for a loss with the term at `line`, if auto counts that once; else raise ValueError."""
         if self.requested is None and self.spec.accumulate == 1:
             why = f"the term of Loss.total at {line} does not depend on the batch, and auto alone counts it once"
             return Choice("auto", f"{why}, although {choice.why}")
         raise ValueError(
             f"Loss.total is a sum over examples, but its term at {line} does not depend on the batch: it would be "
-            f"counted once for each of {self._parts_in_words(choice)} parts of a batch. Multiply it by the weight: "
+            f"counted once for each of {self._calls_as_product(choice)} parts of a batch. Multiply it by the weight: "
             "jdp.Loss(total + penalty * weight, weight)."
         )
 
-    def _global_instead(self, choice: Choice, line: str) -> Choice:
-        """What becomes of manual when the loss shards over the batch axes by itself."""
+    def _for_global_loss(self, line: str) -> Choice:
+        """Return auto for a loss that shards over the batch axes at `line`; raise ValueError if it is to be manual."""
         if self.requested is None:
             return Choice("auto", f"the loss names the axes of the batch at {line}, which it can under auto only")
         raise ValueError(
@@ -161,7 +162,7 @@ class PartitioningRequest:
         )
 
     def _trace(self, state: TrainState, batch: Batch, rows: int) -> LossTrace | None:
-        """The loss's trace on so many rows; None where it is needed for checks only, and the loss does not take them.
+        """Trace the loss on `rows` rows; None where only checks need the trace and the loss does not take so many rows.
 
         Raises:
             ValueError: the loss names a mesh axis that only manual binds.
@@ -185,17 +186,17 @@ class PartitioningRequest:
                 raise
             return None
 
-    def _parts(self, choice: Choice) -> int:
-        """On how many parts of a batch the loss is called."""
+    def _calls(self, choice: Choice) -> int:
+        """Return on how many parts of a batch the loss is called."""
         return self.spec.accumulate * (self.plan.batch_shards if choice.partitioning == "manual" else 1)
 
-    def _parts_in_words(self, choice: Choice) -> str:
+    def _calls_as_product(self, choice: Choice) -> str:
         sizes = [f"{axis}={self.plan.mesh.shape[axis]}" for axis in self.plan.batch_axes]
         sizes = sizes if choice.partitioning == "manual" else []
         return " × ".join([*sizes, *([f"accumulate={self.spec.accumulate}"] if self.spec.accumulate > 1 else [])])
 
     def _drawback(self, state: TrainState) -> str | None:
-        """What the user who asked for a partitioning may not expect of it."""
+        """Describe what the user may not expect of the requested partitioning; None if there is nothing."""
         if self.requested == "auto":
             return _dtype_breach(self.spec.precision)
         if names := _unsynchronised(state, floating=True):
@@ -204,7 +205,10 @@ class PartitioningRequest:
 
 
 def auto_breach(plan: Plan, accumulate: int, precision: Precision, reused: str | None) -> str | None:
-    """What auto would get wrong; None: nothing. Measured on compiled programs, experiments/benchmarks/traffic.py."""
+    """Describe how auto would break the communication contract; None if it keeps it.
+
+    Measured on compiled programs, experiments/benchmarks/traffic.py.
+    """
     row = plan.row
     if accumulate > 1 and not row.reduce_each_microbatch:
         return "auto may synchronise inside the accumulation loop"
@@ -218,7 +222,7 @@ def auto_breach(plan: Plan, accumulate: int, precision: Precision, reused: str |
 
 
 def _unsynchronised(state: TrainState, floating: bool = False) -> tuple[str, ...]:
-    """State of the model that its calls may change, apart from batch norms' statistics; only what can be averaged."""
+    """Return the paths of model state that calls may change, without batch norms' statistics; `floating`: floats."""
     adapter = state.static.adapter
     if adapter is None:
         return ()
