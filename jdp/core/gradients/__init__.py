@@ -1,1 +1,67 @@
-"""Gradients of a loss over devices and microbatches: one algorithm (`accumulate`), two views (`auto`, `manual`)."""
+"""Gradients of a loss over devices and microbatches: one algorithm (`accumulate`), two views (`auto`, `manual`).
+
+A training step, from `train_step(state, batch)` to the new state: each file, and what enters and leaves it.
+
+Letters: R rows of the global batch, D its shards (replica × data), K microbatches (`accumulate`). A parameter has the
+global shape S and two specs (`Placement`): at rest, and at compute. Under zero1-3 rest is compute with `data` on one
+more dimension; under ddp, and for leaves too small to shard, the two are equal. p, c, r: the dtypes `params`,
+`compute`, `reduce` of `Precision`.
+
+    train_step(state, batch)               params S at rest, p; model_state replicated; batch [R, ...]
+    │
+    ├─ core/step.py    choose_partitioning "auto" or "manual"?
+    │  ├─ partitioning.py  choose          for each shape of batch; the loss is traced, not run
+    │  │   ├─ loss_trace.py                its jaxpr (read by jaxprs.py): what only a global view can run
+    │  │   └─ loss_check.py  constant_term terms that would be counted once a call, such as a weight penalty
+    │  └─ partitioning.py  check           before the first step, on values: keeps the choice, takes auto, or raises
+    │      └─ loss_check.py  mixing        Σtotal / Σweight of a few rows in one call, and in several
+    │
+    └─ core/step.py    _train              traced by jit; key = fold_in(state.rng, state.consumed)
+       │
+       ├─ auto.py      gradients           either: global arrays
+       │     params                        S at rest, as they are
+       │     batch                         rows = R: [R, ...], constrained to P((replica, data))
+       │
+       ├─ manual.py    gradients           or: each device's own arrays, in a shard_map over replica and data
+       │     params                        its shard at rest (model_axes.to_replica_view reshapes what enters)
+       │     batch                         rows = R / D: [R / D, ...]
+       ▼
+       accumulate.py   step_gradients      from here on one code, with the `Collectives` of the view:
+       │
+       │     collective   auto.py: a constraint to    manual.py, by model_axes.py
+       │     gather       the compute spec            all_gather over data; none where rest = compute
+       │     reduce       the rest spec               psum_scatter over data; none where rest = compute
+       │     finish       the rest spec               psum over replica; where rest = compute, over data too
+       │     sum          none: sums are global       jax.lax.psum over replica and data
+       │
+       │  1. working_copy                  ddp            S at compute, cast to c
+       │                                   zero1, zero2   shard, p → cast to c → gather → S at compute, c
+       │                                   zero3          the shard at rest, p: gathered in 2
+       │
+       │  2. for each microbatch           K = 1: the batch. Else [rows, ...] → [K, rows / K, ...] and a lax.scan that
+       │     │                             carries gradients, sums and the model state that changes
+       │     ├─ draws.py  RowwiseLoss      takes a key, or a `BatchKey` where a call gets only some of the R rows:
+       │     │   ├─ pairs.py               then each draw is compared with the one for all R rows,
+       │     │   └─ replay.py              and the loss is run again so that it draws its rows of that one
+       │     ├─ loss_call.py  TracedLoss   zero3: shard → gather → S, c (`gather_with_reduced_grad`), at the top or, in
+       │     │   │                         scan_layers (core/layers.py), layer by layer
+       │     │   └─ loss_fn                (model, batch, rng) → Loss → Sums (float32 scalars), model state afterwards
+       │     ├─ jax.value_and_grad         ddp, zero1     S at compute, c → cast to r
+       │     │                             zero2          S at compute, c → cast to r → reduce → at rest, r
+       │     │                             zero3          the same, in the backward pass of the gather
+       │     └─ add                        to the accumulators of gradients and sums
+       │
+       │  3. reduce (ddp, zero1), finish   Σ∇total: S at rest, r, summed over the batch axes; of frozen parameters none
+       │
+       │  4. sum, average                  Sums of all R rows; under manual the mean of floating-point model state that
+       │                                   changed (model_state.py)
+       ▼
+       manual.py                           model_axes.from_replica_view: gradients in the shapes S again
+       │
+       └─ core/step.py  _train             gradients / Σweight in float32 → norm → clip → optimizer, at rest →
+                                           the old state where a value is not finite (model_state.stays_finite)
+    new state, metrics                     params S at rest, p; metrics: scalars
+
+`gathers.py` stands beside: of a step that is lowered it reads which collectives the trace issues, for `jdp.verify`.
+An evaluation step (`accumulate.evaluate`) is 1, the forward pass of 2, and the sums of 4.
+"""
