@@ -1,5 +1,7 @@
-"""Every test sees eight virtual CPU devices, whatever the machine has, and no GPU plugin is asked to start. What
-they compile for other targets is kept for the length of the run, in a folder of its own."""
+"""Every test sees eight virtual CPU devices, whatever the machine has, and no GPU plugin starts.
+
+What the tests compile for other targets is kept for the length of the run, in a folder of its own.
+"""
 
 import atexit
 import os
@@ -26,12 +28,14 @@ import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 
-ABOUT_TRIALS = {"test_loss_check", "test_training_properties", "test_readme", "test_batch_norm", "test_agreement"}
+TESTS_OF_TRIALS = {"test_loss_check", "test_training_properties", "test_readme", "test_batch_norm", "test_agreement"}
 
 
 @pytest.fixture(autouse=True)
-def losses_are_tried_where_it_matters(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before its first step a loss is tried on a few rows, which takes a compilation: one second in most tests here.
-    It runs in those that are about it, and in every run of the command line as a process of its own."""
-    if request.module.__name__ not in ABOUT_TRIALS:
+def no_trials_of_losses(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first step a loss is tried on a few rows, which takes a compilation: one second in most tests.
+
+    It stays on in the tests of that trial, and in every run of the command line as a process of its own.
+    """
+    if request.module.__name__ not in TESTS_OF_TRIALS:
         monkeypatch.setattr("jdp.core.gradients.partitioning.mixing", lambda *_: None)

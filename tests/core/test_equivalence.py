@@ -102,8 +102,8 @@ def test_equals_one_device(name, strategy, partitioning, accumulate):
 
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_masks_that_depend_on_the_shard_would_be_seen(accumulate, monkeypatch):
-    """The bound is tight enough: with plain keys instead of batch keys the losses part."""
-    monkeypatch.setattr("jdp.core.batch_keys.batch_key", lambda key, **place: key)
+    """The bound is tight enough: with plain keys instead of batch keys the losses differ."""
+    monkeypatch.setattr("jdp.core.batch_keys.batch_key", lambda key, **rows: key)
     losses, _ = train("gpt-scanned", "zero1", "manual", accumulate, devices=8)
     assert np.abs(losses - reference("gpt-scanned")[0]).max() > 100 * LOSS_BOUND
 

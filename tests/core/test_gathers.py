@@ -1,4 +1,6 @@
-"""What zero3 gathers and where: by the step's own trace, counted by hand, and in programs that XLA compiled for H100s.
+"""What zero3 gathers, at the top or by layer.
+
+By the step's own trace, counted by hand, and in programs that XLA compiled for H100s.
 
 x [rows, 128] -> 4 layers x + tanh(x w + b) v -> head [128, 16].
 """
@@ -75,7 +77,7 @@ def gathers_a_few_columns(layers, x):
     return x - everyone.mean()
 
 
-def gathers_what_looks_like_a_weight(layers, x):
+def gathers_an_array_in_the_shape_of_a_weight(layers, x):
     """A layer's matrix has the shape of what is gathered."""
     x = scanned(layers, x)
     square = jax.lax.stop_gradient(jnp.tile(x[:16], (8 * WIDTH // 128, 1)))
@@ -110,9 +112,9 @@ def traced(*args, **settings):
 @pytest.mark.parametrize("partitioning", ["auto", "manual"])
 @pytest.mark.parametrize("k", [1, 4])
 def test_layers_are_gathered_forward_and_backward_and_the_rest_once(partitioning, k):
-    found, sizes = traced(scanned, partitioning=partitioning, accumulate=k, precision="bf16")
+    gathered, sizes = traced(scanned, partitioning=partitioning, accumulate=k, precision="bf16")
     assert sizes == {2}
-    assert found == {
+    assert gathered == {
         "head": (True, k * WIDTH * HEAD),
         "layers/w": (False, 2 * k * LAYERS * MATRIX),
         "layers/v": (False, 2 * k * LAYERS * MATRIX),
@@ -120,30 +122,30 @@ def test_layers_are_gathered_forward_and_backward_and_the_rest_once(partitioning
     }
 
 
-def test_layers_in_a_list_are_told_one_by_one():
-    found, _ = traced(scanned, make=listed, partitioning="manual")
-    assert found["layers/0/w"] == found["layers/3/v"] == (False, 2 * MATRIX)
-    assert len(found) == 3 * LAYERS + 1
+def test_layers_in_a_list_are_reported_one_by_one():
+    gathered, _ = traced(scanned, make=listed, partitioning="manual")
+    assert gathered["layers/0/w"] == gathered["layers/3/v"] == (False, 2 * MATRIX)
+    assert len(gathered) == 3 * LAYERS + 1
 
 
 @pytest.mark.parametrize("loop", [one_by_one, cast_before])
 def test_what_scan_layers_is_not_given_as_it_stands_is_gathered_once_at_the_top(loop):
-    found, _ = traced(loop, partitioning="manual", accumulate=2)
-    assert found["layers/w"] == (True, 2 * LAYERS * MATRIX)
-    assert all(top for top, _ in found.values())
+    gathered, _ = traced(loop, partitioning="manual", accumulate=2)
+    assert gathered["layers/w"] == (True, 2 * LAYERS * MATRIX)
+    assert all(top for top, _ in gathered.values())
 
 
 def test_what_is_frozen_is_gathered_too_and_what_two_loops_use_four_times():
-    found, _ = traced(in_turns, wrt=["layers/w"], partitioning="manual")
-    assert found["layers/w"] == found["layers/v"] == (False, 4 * LAYERS * MATRIX)
+    gathered, _ = traced(in_turns, wrt=["layers/w"], partitioning="manual")
+    assert gathered["layers/w"] == gathered["layers/v"] == (False, 4 * LAYERS * MATRIX)
 
 
 @pytest.mark.parametrize("partitioning", ["auto", "manual"])
 def test_a_device_gathers_its_own_part_along_the_models_axes(partitioning):
     mesh, rules = jdp.make_mesh(data=4, model=2), [("layers/w", P(None, None, "model"))]
-    found, _ = traced(scanned, mesh=mesh, rules=rules, partitioning=partitioning)
-    assert found["layers/w"] == (False, LAYERS * MATRIX)  # twice, half of it
-    assert found["layers/v"] == (False, 2 * LAYERS * MATRIX)
+    gathered, _ = traced(scanned, mesh=mesh, rules=rules, partitioning=partitioning)
+    assert gathered["layers/w"] == (False, LAYERS * MATRIX)  # twice, half of it
+    assert gathered["layers/v"] == (False, 2 * LAYERS * MATRIX)
 
 
 def test_other_strategies_gather_nothing_where_it_is_used():
@@ -158,35 +160,35 @@ def test_a_path_may_hold_any_sign():
     step = jdp.make_train_step(loss_fn, plan, partitioning="manual")
     step.lower(state, batch)
     assert [each.path for each in step.sends.gathered] == [
-        place.path for place in jax.tree.leaves(plan.param_placements(state.params, state.static))
+        placement.path for placement in jax.tree.leaves(plan.param_placements(state.params, state.static))
     ]
 
 
-# The step says it
+# The step reports it
 
 
 @pytest.fixture
-def said(monkeypatch, caplog):
+def zero2_notices(monkeypatch, caplog):
     monkeypatch.setattr(notices, "_said", set())
     caplog.set_level("INFO", "jdp")
     return lambda: [line for line in caplog.messages if "as zero2 does" in line]
 
 
-def test_a_step_says_once_that_no_layer_is_gathered_by_itself(said):
+def test_a_step_reports_once_that_no_layer_is_gathered_by_itself(zero2_notices):
     for loop, strategy, count in (
         (scanned, "zero3", 0),
         (one_by_one, "zero2", 0),
-        (cast_before, "zero3", 0),  # scan_layers says it of each weight
+        (cast_before, "zero3", 0),  # scan_layers reports each weight
         (one_by_one, "zero3", 1),
         (one_by_one, "zero3", 1),
     ):
         step, state, batch = made(loop, strategy, partitioning="manual")
         jax.eval_shape(step, state, batch)
-        assert len(said()) == count
-    assert said()[0].startswith(
+        assert len(zero2_notices()) == count
+    assert zero2_notices()[0].startswith(
         "zero3 gathers its weights (head and 3 more) at the top of the step and holds them whole"
     )
-    assert "run the layers through jdp.scan_layers" in said()[0]
+    assert "run the layers through jdp.scan_layers" in zero2_notices()[0]
 
 
 # Compiled
@@ -199,14 +201,14 @@ def verified(loop, strategy="zero3", **settings):
     return verify(*made(loop, strategy, mesh=mesh, **chosen))
 
 
-def at(function, text):
-    """The place in this file of the line of `function` that holds `text`."""
+def source_line(function, text):
+    """ "this file:line" of the line of `function` that holds `text`."""
     lines, first = inspect.getsourcelines(function)
     return f"{__file__}:{first + next(i for i, line in enumerate(lines) if text in line)}"
 
 
 @pytest.mark.parametrize("partitioning", ["auto", "manual"])
-def test_the_compiled_program_gathers_what_the_trace_says(partitioning):
+def test_the_compiled_program_gathers_what_the_trace_has(partitioning):
     report = verified(scanned, partitioning=partitioning, accumulate=2)
     [row] = [row for row in report.rows if row.kind == "all-gather"]
     expected = 2 * 2 * (2 * LAYERS * (2 * MATRIX + WIDTH) + WIDTH * HEAD)
@@ -222,9 +224,9 @@ def test_a_stray_gather_breaks_what_was_below_the_upper_bound():
     assert not report.kept
     at_most = report.theory.most_gathered_bytes + report.theory.payload_bytes["reduce-scatter"]
     assert report.wire_bytes_per_device < 1.02 * 7 / 8 * at_most  # which was all that was asked before
-    line = at(gathers_activations, "all_gather")
+    expected = source_line(gathers_activations, "all_gather")
     [gather] = [breach for breach in report.breaches if breach.startswith("all-gather")]
-    assert gather.startswith("all-gather of 128 KiB bf16, at " + line)
+    assert gather.startswith("all-gather of 128 KiB bf16, at " + expected)
     assert "no parameter has this shape" in gather
     assert report.strays == ()
 
@@ -233,19 +235,21 @@ def test_a_small_stray_is_named_and_kept():
     report = verified(gathers_a_few_columns)
     assert report.kept, report
     [stray] = report.strays
-    assert stray.startswith(f"all-gather of 4 KiB bf16, at {at(gathers_a_few_columns, 'all_gather')}: no parameter")
+    assert stray.startswith(
+        f"all-gather of 4 KiB bf16, at {source_line(gathers_a_few_columns, 'all_gather')}: no parameter"
+    )
     assert report.breaches == ()
     assert f"Sent besides:\n- {stray}" in str(report)
     assert json.loads(json.dumps(report.to_json()))["strays"] == [stray]
 
 
 def test_a_stray_that_looks_like_a_weight_is_one_gather_too_many():
-    report = verified(gathers_what_looks_like_a_weight)
+    report = verified(gathers_an_array_in_the_shape_of_a_weight)
     assert not report.kept
     assert any("sent more often than promised" in breach for breach in report.breaches), report
 
 
-def test_a_zero3_that_is_a_zero2_is_said():
+def test_a_zero3_that_is_a_zero2_is_reported():
     report = verified(one_by_one)
     assert report.kept
     assert report.ratio == pytest.approx(1, abs=0.002)

@@ -1,4 +1,4 @@
-"""A loss that is no sum over examples: made right, or refused in words, wherever a step calls it on parts of the batch.
+"""A loss that is no sum over examples: made right, or refused, wherever a step calls it on parts of the batch.
 
 The reference is the same loss on the whole batch at once, by plain jax. Tolerance 1e-5: float32 sums in another order.
 """
@@ -54,7 +54,7 @@ def one_step(loss, settings, init=init, batch=None, strategy="zero1", mesh=MESH)
     return step, before, jax.device_get(state.params), metrics
 
 
-def check_equals_whole(loss, settings):
+def check_equals_whole_batch(loss, settings):
     """A step's loss and update are those of Σtotal / Σweight on the whole batch."""
     _, before, after, metrics = one_step(loss, settings)
 
@@ -68,7 +68,7 @@ def check_equals_whole(loss, settings):
         np.testing.assert_allclose(after[name], before[name] - RATE * gradient[name], rtol=1e-5, atol=1e-5)
 
 
-def line_with(mark):
+def source_line(mark):
     """ "this file:line" of the line that ends in `# mark`."""
     text = Path(__file__).read_text(encoding="utf-8").splitlines()
     lines = [number for number, line in enumerate(text, 1) if line.endswith(f"# {mark}")]
@@ -104,9 +104,8 @@ def test_a_weight_penalty_that_would_be_counted_several_times_is_refused(setting
     abstract = jdp.abstract_state(init, optax.sgd(RATE), plan, rng=jax.random.key(0))
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch_of())
     for loss, mark in ((with_penalty, "penalised"), (with_penalty_inside, "within")):
-        message = (
-            f"its term at {line_with(mark)} \\(\\w+\\) does not depend on the batch.*{parts} parts.*penalty \\* weight"
-        )
+        at = f"its term at {source_line(mark)} \\(\\w+\\)"
+        message = f"{at} does not depend on the batch.*{parts} parts.*penalty \\* weight"
         with pytest.raises(ValueError, match=message):
             jax.eval_shape(jdp.make_train_step(loss, plan, **settings), abstract, shapes)
 
@@ -131,11 +130,11 @@ def plain_mean(params, batch, rng):
 
 @pytest.mark.parametrize("loss", [weighed, by_rows, mean_with_weight_one, plain_mean], ids=lambda loss: loss.__name__)
 def test_the_right_forms_of_a_penalty_are_the_whole_batch_s(loss):
-    check_equals_whole(loss, {"accumulate": 2, "partitioning": "manual"})
+    check_equals_whole_batch(loss, {"accumulate": 2, "partitioning": "manual"})
 
 
 def test_a_penalty_is_right_where_the_loss_sees_the_whole_batch():
-    check_equals_whole(with_penalty, {})
+    check_equals_whole_batch(with_penalty, {})
     step, *_ = one_step(with_penalty, {})
     assert step.partitioning == "auto" and "auto alone counts it once, although w is used more than once" in step.why
 
@@ -161,7 +160,7 @@ def pairs(params, batch, rng):
 
 
 def reshaped_pairs(params, batch, rng):
-    """The same, of a form that one row alone does not take."""
+    """`pairs` in a form that one row alone does not take."""
     z = outputs(params, batch).reshape(-1, 2, WIDTH)
     return jdp.Loss(jnp.square(z[:, 0] - z[:, 1]).sum(), jnp.float32(2 * z.shape[0]))
 
@@ -182,13 +181,13 @@ def test_a_loss_that_mixes_examples_gets_auto_where_that_is_right(loss):
     precision = jdp.Precision(reduce="bf16")  # a reason for manual
     step, before, _, metrics = one_step(loss, {"precision": precision})
     assert step.partitioning == "auto" and "mixes examples" in step.why and "reduce gradients" in step.why
-    whole = loss(before, batch_of(), None)
-    np.testing.assert_allclose(metrics["loss"], whole.total / whole.weight, rtol=1e-5)
+    expected = loss(before, batch_of(), None)
+    np.testing.assert_allclose(metrics["loss"], expected.total / expected.weight, rtol=1e-5)
 
 
 @pytest.mark.parametrize("settings", [{"accumulate": 2}, {"partitioning": "manual"}], ids=str)
 @pytest.mark.parametrize("loss", [*MIXING, weight_is_a_constant], ids=lambda loss: loss.__name__)
-def test_else_it_is_refused(loss, settings):
+def test_a_loss_that_mixes_examples_is_refused_where_auto_is_not_allowed(loss, settings):
     with pytest.raises(
         ValueError, match=r"must not mix examples where it is called on parts .*=.*accumulate=1.*group=2"
     ):
@@ -198,18 +197,18 @@ def test_else_it_is_refused(loss, settings):
 def test_rows_that_cannot_stand_alone_are_tried_as_the_step_takes_them():
     with pytest.raises(ValueError, match="must not mix"):
         one_step(reshaped_pairs, {"accumulate": 2})
-    check_equals_whole(reshaped_pairs, {"partitioning": "manual"})  # neighbours are on one device
-    check_equals_whole(reshaped_pairs, {"accumulate": 2, "group": 2})
+    check_equals_whole_batch(reshaped_pairs, {"partitioning": "manual"})  # neighbours are on one device
+    check_equals_whole_batch(reshaped_pairs, {"accumulate": 2, "group": 2})
 
 
 def test_a_weighted_mean_over_microbatches_is_refused():
     """A plain scalar counts as the mean over the rows: with uneven weights that is another thing for each part."""
-    check_equals_whole(weighted_mean, {})
+    check_equals_whole_batch(weighted_mean, {})
     with pytest.raises(ValueError, match="must not mix"):
         one_step(weighted_mean, {"accumulate": 4})
 
 
-def test_an_evaluation_over_microbatches_is_held_to_the_same():
+def test_an_evaluation_over_microbatches_is_checked_too():
     plan = jdp.Plan(MESH)
     state = jdp.init_state(init, optax.sgd(RATE), plan, rng=jax.random.key(3))
     expected = contrastive(state.params, batch_of(), None)
@@ -221,8 +220,8 @@ def test_an_evaluation_over_microbatches_is_held_to_the_same():
 
 def test_the_check_can_be_turned_off():
     _, before, _, metrics = one_step(contrastive, {"accumulate": 2, "check_loss": False})
-    whole = contrastive(before, batch_of(), None)
-    assert abs(metrics["loss"] - whole.total / whole.weight) > 0.1
+    expected = contrastive(before, batch_of(), None)
+    assert abs(metrics["loss"] - expected.total / expected.weight) > 0.1
 
 
 # Rows that belong together.
@@ -232,7 +231,7 @@ def test_the_check_can_be_turned_off():
     "settings", [{"accumulate": 4}, {"partitioning": "manual"}, {"accumulate": 2, "partitioning": "auto"}], ids=str
 )
 def test_neighbours_stay_together_in_a_group(settings):
-    check_equals_whole(pairs, {"group": 2, **settings})
+    check_equals_whole_batch(pairs, {"group": 2, **settings})
 
 
 def test_a_group_is_never_split_over_devices_or_microbatches():
@@ -245,7 +244,7 @@ def test_a_group_is_never_split_over_devices_or_microbatches():
 # What is no reason for an error.
 
 
-def test_noise_and_padding_are_none():
+def test_noise_and_padding_are_no_mixing():
     """Random draws differ between rows and layouts, and a batch may begin with rows that do not count."""
 
     def noisy(params, batch, rng):
@@ -260,7 +259,7 @@ def test_noise_and_padding_are_none():
 
 
 @pytest.mark.parametrize("norm", [nnx.BatchNorm, BatchNorm], ids=["flax", "jdp"])
-def test_batch_norm_is_none(norm):
+def test_batch_norm_is_no_mixing(norm):
     """Its statistics are taken over all devices, and are known to be those of a microbatch."""
 
     def module(rng):
@@ -284,21 +283,21 @@ def test_what_was_found_holds_for_batches_of_other_shapes():
     state = jdp.init_state(init, optax.sgd(RATE), plan, rng=jax.random.key(3))
     for rows in (ROWS, ROWS // 2):
         _, metrics = step(state, batch_of(rows))
-        whole = contrasted(state.params, batch_of(rows), None)
+        expected = contrasted(state.params, batch_of(rows), None)
         assert step.partitioning == "auto"
-        np.testing.assert_allclose(metrics["loss"], whole.total / whole.weight, rtol=0.05)
+        np.testing.assert_allclose(metrics["loss"], expected.total / expected.weight, rtol=0.05)
     abstract = jax.eval_shape(lambda: (state, batch_of()))
     assert step.on(jdp.make_mesh()).choose_partitioning(*abstract) == "auto"
 
 
-def test_a_penalty_times_zero_is_none():
+def test_a_penalty_times_zero_is_no_penalty():
     def unpenalised(params, batch, rng):
         return jdp.Loss(squares(params, batch) + 0.0 * penalty(params), batch["weight"].sum())
 
-    check_equals_whole(unpenalised, {"accumulate": 2})
+    check_equals_whole_batch(unpenalised, {"accumulate": 2})
 
 
-def test_a_loss_of_rounding_errors_alone_is_none():
+def test_a_loss_of_rounding_errors_alone_is_no_mixing():
     teacher = jax.jit(outputs)(jax.device_get(init(jax.random.key(0))), batch_of())
 
     def distance(params, batch, rng):
@@ -310,7 +309,7 @@ def test_a_loss_of_rounding_errors_alone_is_none():
     assert abs(metrics["loss"]) < 1e-5
 
 
-def test_a_loss_that_draws_until_it_is_content_is_not_tried(monkeypatch, caplog):
+def test_a_loss_that_draws_until_a_draw_is_accepted_is_not_tried(monkeypatch, caplog):
     monkeypatch.setattr(notices, "_said", set())
     caplog.set_level("INFO", "jdp")
 
@@ -345,7 +344,7 @@ def test_every_step_is_checked_once():
 # Axes, constraints, dtypes.
 
 
-def test_a_loss_that_names_the_batch_axes_is_told_who_has_them():
+def test_a_loss_that_names_the_batch_axes_gets_an_error_that_says_where_they_exist():
     def summed(params, batch, rng):
         return jdp.Loss(jax.lax.psum(squares(params, batch), "data"), batch["weight"].sum())
 
@@ -361,10 +360,10 @@ def test_a_constraint_on_the_batch_axes_takes_auto():
         x = jax.lax.with_sharding_constraint(batch["x"], jax.NamedSharding(MESH, jax.P("data")))  # constrained
         return jdp.Loss(squares(params, {**batch, "x": x}), batch["weight"].sum())
 
-    check_equals_whole(constrained, {"accumulate": 2})
+    check_equals_whole_batch(constrained, {"accumulate": 2})
     step, *_ = one_step(constrained, {"accumulate": 2})
-    assert step.partitioning == "auto" and line_with("constrained") in step.why
-    with pytest.raises(ValueError, match=f"cannot shard over data; it does at {line_with('constrained')}"):
+    assert step.partitioning == "auto" and source_line("constrained") in step.why
+    with pytest.raises(ValueError, match=f"cannot shard over data; it does at {source_line('constrained')}"):
         one_step(constrained, {"partitioning": "manual"})
 
 
@@ -377,9 +376,9 @@ def test_a_float32_batch_that_widens_bf16_products_is_named(monkeypatch, caplog)
 
     for loss, named in ((narrow, False), (weighed, True)):
         one_step(loss, {"precision": "bf16"})
-        said = [r.getMessage() for r in caplog.records if "computed in float32" in r.getMessage()]
-        assert bool(said) == named
-    assert "batch['x'] is float32 and meets bf16 weights at" in said[0] and "astype" in said[0]
+        messages = [r.getMessage() for r in caplog.records if "computed in float32" in r.getMessage()]
+        assert bool(messages) == named
+    assert "batch['x'] is float32 and meets bf16 weights at" in messages[0] and "astype" in messages[0]
 
 
 @pytest.mark.parametrize("settings", [{}, {"accumulate": 2}], ids=str)
@@ -387,11 +386,11 @@ def test_a_mesh_with_explicit_axes_is_taken(settings):
     """The default of `jax.make_mesh`: as the plan's mesh, and set around a plan's step."""
     explicit = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
     expected = one_step(weighed, settings)[2]
-    for got in (one_step(weighed, settings, mesh=explicit)[2], _under(explicit, settings)):
+    for got in (one_step(weighed, settings, mesh=explicit)[2], step_under(explicit, settings)):
         jax.tree.map(np.testing.assert_array_equal, got, expected)
 
 
-def _under(mesh, settings):
+def step_under(mesh, settings):
     with jax.set_mesh(mesh):
         return one_step(weighed, settings)[2]
 

@@ -156,7 +156,7 @@ class Hidden:
 
 
 @pytest.mark.parametrize("layers", [[jnp.ones(2)], jnp.ones((1, 2))])
-def test_a_change_that_cannot_leave_the_block_is_refused_in_words(layers):
+def test_a_change_that_cannot_leave_the_block_is_refused_with_the_reason(layers):
     def run(x):
         hidden = Hidden()
         return jdp.scan_layers(lambda layer, x: hidden.inner.dropout(x * layer), layers, x, remat="full")
@@ -183,7 +183,7 @@ class Tables(nnx.Module):
 
     def __call__(self, x):
         y = self.linear(x)
-        first = jnp.arange(WIDTH) < WIDTH // 2  # the rest of a running maximum stays at -inf
+        first = jnp.arange(WIDTH) < WIDTH // 2  # the other half of a running maximum stays at -inf
         self.largest[...] = jnp.where(first, jnp.maximum(self.largest[...], 3.0), self.largest[...])
         self.sum[...] = self.sum[...] * jnp.where(first, 1.0, 0.5)
         self.narrow[...] = self.narrow[...] + jnp.float16(0)
@@ -255,7 +255,7 @@ class Counting(nnx.Module):
             self.other[...] += (x > 0).sum(dtype=jnp.int32)
         elif self.what == "flag":
             self.other[...] = jax.lax.cond(x[0, 0] > 0, lambda: True, lambda: False)
-        elif self.what == "by way of seen":
+        elif self.what == "through seen":
             self.other[...] = (self.seen[...] > 0).astype(jnp.int32)
         self.seen[...] += jax.lax.stop_gradient(x.mean())
         return y
@@ -272,7 +272,7 @@ def step_of(what, partitioning, accumulate, devices=4):
     return jdp.make_train_step(loss_fn, plan, partitioning=partitioning, accumulate=accumulate), state
 
 
-@pytest.mark.parametrize(("what", "accumulate"), [("count", 1), ("count", 2), ("flag", 1), ("by way of seen", 2)])
+@pytest.mark.parametrize(("what", "accumulate"), [("count", 1), ("count", 2), ("flag", 1), ("through seen", 2)])
 def test_manual_refuses_counts_of_the_batch(what, accumulate):
     step, state = step_of(what, "manual", accumulate)
     kind = "bool" if what == "flag" else "int32"
@@ -283,7 +283,7 @@ def test_manual_refuses_counts_of_the_batch(what, accumulate):
         jax.eval_shape(step, state, {"x": data()})
 
 
-@pytest.mark.parametrize(("what", "accumulate"), [("nothing", 2), ("by way of seen", 1)])
+@pytest.mark.parametrize(("what", "accumulate"), [("nothing", 2), ("through seen", 1)])
 def test_manual_counts_calls(what, accumulate):
     """Also those of a scanned layer; and what follows from state that all devices share."""
     step, state = step_of(what, "manual", accumulate)
@@ -292,6 +292,6 @@ def test_manual_counts_calls(what, accumulate):
     got = jax.device_get(state.model_state)
     assert got["calls"] == 2 * accumulate * LAYERS
     assert got["each"].tolist() == [2 * accumulate] * LAYERS
-    assert got["other"] == (what == "by way of seen")
+    assert got["other"] == (what == "through seen")
     values = [shard.data for shard in state.model_state["other"].addressable_shards]
     assert len({int(value) for value in values}) == 1

@@ -1,4 +1,4 @@
-"""Whatever is trained, and however it is laid out: the steps of one device and a hand-written loop.
+"""Whatever is trained, and however it is sharded: the steps of one device and a hand-written loop.
 
 Each draw is a small model with its loss, optimizer and batches (`drawn_models.Case`), trained for three steps under
 three settings (`drawn_cases.Setting`) by jdp, and once by `one_device`, which imports nothing of jdp. All together they
@@ -6,7 +6,7 @@ go through every strategy × partitioning × microbatches. Compared are every me
 the model keeps, the optimizer's state, and an evaluation; a third of the runs is saved and restored onto another plan.
 
 What can have no right answer on parts of a batch (`may_be_refused`) is right or refused, in the words of `REFUSALS`.
-A draw that fails prints its case and its setting, one line each, and belongs into `KEPT` when its cause is mended.
+A draw that fails prints its case and its setting, one line each, and belongs into `KEPT` when its cause is fixed.
 `pytest -m slow` draws many more: JDP_DRAWS says how many, JDP_FIRST_DRAW from where.
 
 Bounds. float32 sums over devices and microbatches run in another order, some 1e-7 of the largest term. Over 250 runs
@@ -44,7 +44,7 @@ import jdp
 
 BOUND = 5e-6
 REFUSALS = "must not mix examples|its term at .* does not depend on the batch|would be another one on each device"
-FIXED = (31, 40, 97, 124, 146, 171, 192, 198, 205, 218, 219, 265)  # found to take all there is
+FIXED = (31, 40, 97, 124, 146, 171, 192, 198, 205, 218, 219, 265)  # chosen so that they take every option
 KEPT = (
     # What a layer changes inside scan_layers, and what it reaches in its parent.
     (
@@ -123,7 +123,7 @@ def plan_of(case, strategy, mesh):
 
 
 def trained(case, setting, folder, precision="fp32"):
-    """The same by jdp. `folder`: where a checkpoint may go."""
+    """Train the case by jdp. `folder`: where a checkpoint may go."""
     start = functools.partial(drawn_models.init, case)
     wrt = "[!e]*" if case.frozen else None
     loss_fn, key = loss_of(case), jax.random.key(case.seed)
@@ -148,8 +148,8 @@ def trained(case, setting, folder, precision="fp32"):
             jdp.save(folder / "saved", state)
             plan, step, arguments = made(plan_of(case, *setting.then))
             state = jdp.restore(folder / "saved", jdp.abstract_state(*arguments, rng=key, wrt=wrt))
-        laid = batch if case.seed % 2 else jax.device_put(batch, plan.batch_sharding)  # either is taken
-        state, metrics = step(state, laid)
+        placed = batch if case.seed % 2 else jax.device_put(batch, plan.batch_sharding)  # either is taken
+        state, metrics = step(state, placed)
         rows.append({name: float(value) for name, value in metrics.items()})
     evaluate = jdp.make_eval_step(
         loss_fn,
@@ -159,13 +159,13 @@ def trained(case, setting, folder, precision="fp32"):
         partitioning=setting.partitioning,
         group=case.group,
     )
-    found = evaluate(state, laid if setting.then is None else batch)
-    parts = (one_device.by_path(tree) for tree in (state.params, state.model_state, state.opt_state))
-    return one_device.Run(rows, *map(jax.device_get, parts), {name: float(value) for name, value in found.items()})
+    evaluated = evaluate(state, placed if setting.then is None else batch)
+    trees = (one_device.by_path(tree) for tree in (state.params, state.model_state, state.opt_state))
+    return one_device.Run(rows, *map(jax.device_get, trees), {name: float(value) for name, value in evaluated.items()})
 
 
 def compared(got, want):
-    """[(what, how far apart, got, expected)]."""
+    """[(name, distance, got, expected)]."""
     assert len(got.metrics) == len(want.metrics)
     named = [
         (f"step {i}: {name}", row[name], other[name])
@@ -177,7 +177,7 @@ def compared(got, want):
         mine, others = getattr(got, part), getattr(want, part)
         assert mine.keys() == others.keys()
         named += [(f"{part}/{path}", mine[path], others[path]) for path in others]
-    return [(what, distance(a, b), a, b) for what, a, b in named]
+    return [(name, distance(a, b), a, b) for name, a, b in named]
 
 
 def distance(got, want):
@@ -198,7 +198,7 @@ def check(case, setting, folder):
             return
         raise
     apart = [entry for entry in compared(got, want) if not entry[1] <= BOUND]
-    listed = "\n".join(f"  {what}: got {got}, expected {want}" for what, _, got, want in apart[:12])
+    listed = "\n".join(f"  {name}: got {got}, expected {want}" for name, _, got, want in apart[:12])
     assert not apart, f"\n{case!r}\n{setting!r}\n{listed}"
 
 
@@ -216,12 +216,12 @@ def test_draws_equal_one_device(case, setting, tmp_path):
     check(case, setting, tmp_path)
 
 
-@pytest.mark.parametrize(("case", "setting"), KEPT, ids=lambda part: str(part))
+@pytest.mark.parametrize(("case", "setting"), KEPT, ids=str)
 def test_kept_cases_equal_one_device(case, setting, tmp_path):
     check(case, setting, tmp_path)
 
 
-def test_the_fixed_draws_take_all_there_is():
+def test_the_fixed_draws_take_every_option():
     """Every strategy × partitioning × microbatches, every mesh, and every option of every field."""
     runs = [(case, setting) for case, settings in (draw(number) for number in FIXED) for setting in settings]
     assert {(s.strategy, s.partitioning, s.accumulate) for _, s in runs} >= set(PLACES)
@@ -251,7 +251,7 @@ def test_bf16_stays_close(case, setting, tmp_path):
 
 @pytest.mark.slow
 def test_many_draws_equal_one_device(tmp_path):
-    """All that fail are told together."""
+    """All that fail are reported together."""
     first, count = int(os.environ.get("JDP_FIRST_DRAW", "1000")), int(os.environ.get("JDP_DRAWS", "300"))
     failed = []
     for number in range(first, first + count):
