@@ -137,7 +137,7 @@ def read_params(
 
 
 def read_record(folder: Path, fix: str) -> dict[str, Any]:
-    """Read the JSON object that was saved beside the arrays; `fix` says what to do if it is damaged."""
+    """Read the JSON object that was saved beside the arrays; `fix` is for the error if it is damaged."""
     return _require_object(_restore(folder, fix, record=ocp.args.JsonRestore())["record"], folder / "record", fix)
 
 
@@ -168,7 +168,11 @@ def to_json(value: Any, name: str) -> Any:
 
 
 def check_metrics(folder: Path) -> None:
-    """Raise CheckpointError if the metrics beside a checkpoint are damaged."""
+    """Check the metrics beside a checkpoint.
+
+    Raises:
+        CheckpointError: they are damaged.
+    """
     file = folder / "metrics" / "metrics"
     try:
         metrics = json.loads(file.read_bytes())
@@ -184,7 +188,11 @@ def check_metrics(folder: Path) -> None:
 
 
 def check_values(leaves: Mapping[str, Any]) -> None:
-    """Raise CheckpointError unless every leaf has values that can be written: it is neither abstract nor donated."""
+    """Check that every leaf has values that can be written.
+
+    Raises:
+        CheckpointError: a leaf is abstract, or was donated to a step.
+    """
     for path, leaf in leaves.items():
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise CheckpointError(
@@ -234,7 +242,11 @@ def needed_but_ignored(path: str) -> CheckpointError:
 
 
 def check_kept(kept: Mapping[str, Any], file: Path) -> None:
-    """Raise CheckpointError if a leaf that keeps the target's value, as `file` lacks it, is abstract."""
+    """Check the leaves that keep the target's values, as `file` lacks them.
+
+    Raises:
+        CheckpointError: one of them is abstract.
+    """
     for path, leaf in kept.items():
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise CheckpointError(
@@ -244,7 +256,11 @@ def check_kept(kept: Mapping[str, Any], file: Path) -> None:
 
 
 def check_sharding(leaf: Any, path: str) -> None:
-    """Raise ValueError if a leaf of a target has no sharding."""
+    """Check that a leaf of a target can be read onto.
+
+    Raises:
+        ValueError: it has no sharding.
+    """
     if getattr(leaf, "sharding", None) is None:
         raise ValueError(f"Every leaf of a target needs a sharding; {path} has none. Take jdp.abstract_state(...).")
 

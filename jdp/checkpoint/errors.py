@@ -1,7 +1,7 @@
 """Errors of checkpoints in one sentence: the disk is full, the folder cannot be written, a file is damaged.
 
 Orbax and TensorStore raise errors of many kinds (`OSError`, `ValueError`, plain `Exception`), long and with the
-system's error number inside, and log each with a traceback. Here they become a `CheckpointError` that says what failed,
+system's error number inside, and log each with a traceback. They become a `CheckpointError` that names what failed,
 why, and what to do; theirs stays as its cause.
 """
 
@@ -50,7 +50,7 @@ def write_error(what: str, error: BaseException, note: str = "") -> CheckpointEr
 
 @contextmanager
 def reading(what: str, fix: str) -> Generator[None]:
-    """Turn any exception of the code inside, which reads files, into a CheckpointError that says what is damaged.
+    """Turn any exception of the code inside, which reads files, into a CheckpointError that names what is damaged.
 
     Running out of memory is left alone.
 

@@ -39,7 +39,11 @@ def committed_steps(directory: Path) -> list[int]:
 
 
 def check_numbered_entries(directory: Path) -> None:
-    """Raise CheckpointError if there is an entry named by a number that jdp did not write."""
+    """Check that jdp wrote all entries of a directory that are named by numbers.
+
+    Raises:
+        CheckpointError: it did not write one of them.
+    """
     for path in directory.iterdir():
         if not (path.name.isascii() and path.name.isdecimal()):
             continue

@@ -9,7 +9,7 @@ this process' stdout as `[0] line`. With `clean_stdout` (for `--json`) that is p
 all else goes to stderr with its prefix.
 
 Death: the processes end with this one, even if it gets SIGKILL (Linux: PR_SET_PDEATHSIG). Each has its own process
-group, so Ctrl-C reaches it once, forwarded from here, and what it started itself ends with it.
+group, so Ctrl-C reaches it once, forwarded by this one, and what it started itself ends with it.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """Batch normalisation over the rows of nonzero weight.
 
-`flax.nnx.BatchNorm` takes a mask, but where it also averages over devices it takes the mean of the devices' means,
+`flax.nnx.BatchNorm` takes a mask, but if it also averages over devices it takes the mean of the devices' means,
 which is the mean over all rows only if every device masks equally many. Here the sums and the counts are reduced
 instead, so padding may be anywhere.
 """

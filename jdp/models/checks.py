@@ -7,7 +7,17 @@ import jax
 
 
 def require(holds: bool, rule: str, given: str, fix: str) -> None:
-    """Raise ValueError with the rule, the values given and the fix, unless the rule holds."""
+    """Check one rule.
+
+    Args:
+        holds: True if the values obey the rule.
+        rule: such as "heads must divide width".
+        given: the values, such as "width(6) % heads(4) = 2".
+        fix: a sentence without its full stop.
+
+    Raises:
+        ValueError: the rule does not hold; its text is "RULE; given GIVEN. FIX.".
+    """
     if not holds:
         raise ValueError(f"{rule}; given {given}. {fix}.")
 

@@ -9,7 +9,7 @@ def next_token_loss(logits: jax.Array, targets: jax.Array, weights: jax.Array) -
 
     Args:
         logits: [batch, length, vocab_size].
-        targets: [batch, length] integers. Where the weight is zero any integer will do.
+        targets: [batch, length] integers. Those of weight zero may be any integer.
         weights: [batch, length]; 0 for padding.
 
     Returns:
@@ -26,7 +26,7 @@ def classification_loss(
 
     Args:
         logits: [batch, classes].
-        labels: [batch] integers. Where the weight is zero any integer will do.
+        labels: [batch] integers. Those of weight zero may be any integer.
         weights: [batch]; 0 for padding.
 
     Returns:

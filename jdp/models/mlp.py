@@ -55,6 +55,10 @@ class MLP(nnx.Module):
 
     Kernels start normal with variance 2 / features_in (He et al. 2015, arXiv:1502.01852, eq. 10), the last one with
     1 / features_in because no rectifier follows; biases at zero.
+
+    Args:
+        config: shape and choices.
+        rngs: the `params` stream is used.
     """
 
     def __init__(self, config: MLPConfig, *, rngs: nnx.Rngs) -> None:

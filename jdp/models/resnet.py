@@ -204,7 +204,7 @@ class Bottleneck(nnx.Module):
 
 
 class Shortcut(nnx.Module):
-    """A 1 x 1 convolution and a norm (option B of the paper, section 3.3), where a block changes the shape."""
+    """A 1 x 1 convolution and a norm (option B of the paper, section 3.3), for a block that changes the shape."""
 
     def __init__(self, config: ResNetConfig, channels: int, after: int, stride: int, *, rngs: nnx.Rngs) -> None:
         self.conv = _conv(channels, after, 1, stride, rngs=rngs)

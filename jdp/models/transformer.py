@@ -145,7 +145,7 @@ class Attention(nnx.Module):
         if config.rope_theta is not None:
             position = None if segments is None else segments.position
             query, key = (rotate(x, config.rope_theta, position, config.rope_scaling) for x in (query, key))
-        # [batch, 1, length, length], made anew in every layer: a comparison that fuses into the softmax, where a mask
+        # [batch, 1, length, length], computed in every layer: a comparison that fuses into the softmax, where a mask
         # made once would be kept, and read, for all layers.
         mask = None if segments is None else (segments.run[:, :, None] == segments.run[:, None, :])[:, None]
         # Softmax is float32 inside, and query head h reads key and value head h // (heads / kv_heads).

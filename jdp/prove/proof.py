@@ -111,13 +111,13 @@ def difference_in_words(
     """
     when = f"at step {at.step}" if at.step else "before the first step"
     what = f"in the {at.leaf}" if at.leaf in HINTS else f"in {at.leaf}"
-    size = f"by {at.difference:.1e}, where rounding explains {at.bound:.1e}"
+    size = f"by {at.difference:.1e}, of which rounding explains {at.bound:.1e}"
     times = f" ({at.ratio:,.0f} times)" if math.isfinite(at.ratio) else ""
     hint = HINTS.get(at.leaf, LEAVES if at.step else START)
     if resumed_at is not None and at.step == resumed_at:
         hint = "that is the state as it was restored: what was saved or read back is not what it was"
     elif resumed_at is not None and at.step == resumed_at + 1:
-        hint = f"that is the first step after resuming: the data did not go on where it stopped, or {hint}"
+        hint = f"that is the first step after resuming: the data did not continue where it stopped, or {hint}"
     many = f"{at.beyond} of {leaves} compared values are beyond their bounds there"
     words = f"not equal: {run} differs from one device {when} {what} {size}{times}; {many}. Look at this first: {hint}."
     if differing[0] > 1:

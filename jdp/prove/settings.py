@@ -53,7 +53,12 @@ class Setting:
 
 @dataclass(frozen=True)
 class Skip:
-    """A run, or a group of runs, that is left out, and why."""
+    """A run, or a group of runs, that is left out.
+
+    Attributes:
+        name: a part of their names, such as "manual" or "8 devices K=2".
+        reason: why.
+    """
 
     name: str
     reason: str

@@ -111,7 +111,7 @@ INDEXES = {
     "down": ({"weight_map": {"a": "sub/m.safetensors"}}, "must list files"),
     "missing files": ({"weight_map": {"a": "gone.safetensors"}}, "gone.safetensors is listed in m.safetensors.index.j"),
     "a file that is a folder": ({"weight_map": {"a": "folder.safetensors"}}, "is listed in"),
-    "another tensor": ({"weight_map": {**WHOLE, "z": WHOLE["a"]}}, "says that m-00001-.* holds z, and it does not"),
+    "another tensor": ({"weight_map": {**WHOLE, "z": WHOLE["a"]}}, "lists z in m-00001-.*, which does not hold it"),
     "another file": ({"weight_map": {"a": WHOLE["b"], "b": WHOLE["a"]}}, "holds a, and it does not"),
 }
 

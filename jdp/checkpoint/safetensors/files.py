@@ -31,7 +31,7 @@ _MARK = "jdp"
 # package writes several in random order, and equal weights should be equal files.
 _METADATA = {"format": "pt"}
 _AGAIN = "Copy or download it again."
-# Eight-bit floats are left out: in files they are quantised weights, whose scales no layer here would apply.
+# Eight-bit floats are left out: in files they are quantised weights, whose scales no layer of jdp applies.
 _DTYPES: dict[str, np.dtype[Any]] = {
     name: np.dtype(kind)
     for name, kind in {
@@ -97,7 +97,7 @@ class Stored:
 def write(
     path: Path, specs: Mapping[str, Spec], value: Callable[[str], np.ndarray], limit: int, version: str
 ) -> list[Path]:
-    """Write tensors to `path`, or to shards and an index where they take more than `limit` bytes together.
+    """Write tensors to `path`, or to shards and an index if they take more than `limit` bytes together.
 
     Args:
         path: ends with ".safetensors".
@@ -173,7 +173,7 @@ def read(path: Path) -> dict[str, Stored]:
             tensors[tensor] = stored
     for tensor, name in listed.items():
         if tensor not in tensors:
-            raise CheckpointError(f"{index} says that {name} holds {tensor}, and it does not. {_AGAIN}")
+            raise CheckpointError(f"{index} lists {tensor} in {name}, which does not hold it. {_AGAIN}")
     return tensors
 
 
