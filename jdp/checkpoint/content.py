@@ -219,7 +219,7 @@ def ignored_names(names: Mapping[str, Sequence[str]], ignore: Sequence[str], fil
     """
     ignored: dict[str, None] = {}
     for pattern in (ignore,) if isinstance(ignore, str) else ignore:
-        matched = [path for path, known in names.items() if any(matches(name, (pattern,)) for name in known)]
+        matched = [path for path, known in names.items() if any(matches(name, pattern) for name in known)]
         if not matched:
             some = ", ".join(known[-1] for known in list(names.values())[:5]) + ", …" * (len(names) > 5)
             raise CheckpointError(

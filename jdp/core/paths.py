@@ -16,11 +16,12 @@ def path_of(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def matches(path: str, patterns: Iterable[str]) -> bool:
+def matches(path: str, patterns: str | Iterable[str]) -> bool:
     """Return True if one of the patterns matches the path; `*` matches any characters, slashes too.
 
     Args:
         path: as `path_of` gives it.
-        patterns: in the words of `fnmatch.fnmatchcase`.
+        patterns: in the words of `fnmatch.fnmatchcase`; a string is one pattern.
     """
+    patterns = (patterns,) if isinstance(patterns, str) else patterns
     return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)

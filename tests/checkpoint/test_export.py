@@ -287,6 +287,16 @@ def test_parameters_that_may_be_missing_keep_the_targets_values(tmp_path):
         import_safetensors(tmp_path / "base.safetensors", {**aim, "lora_a": shape}, missing=("lora_*",))
 
 
+def test_one_pattern_is_a_pattern_and_not_its_letters(tmp_path):
+    """Of "lora_*", the last letter alone would let every parameter be missing."""
+    export_safetensors(tmp_path / "base.safetensors", {"w": jnp.ones(4)})
+    aim = {"w": jnp.zeros(4), "lora_a": jnp.full(2, 5.0), "head": jnp.zeros(2)}
+    with pytest.raises(jdp.CheckpointError, match=r"base\.safetensors has no head"):
+        import_safetensors(tmp_path / "base.safetensors", aim, missing="lora_*")
+    del aim["head"]
+    assert import_safetensors(tmp_path / "base.safetensors", aim, missing="lora_*")["lora_a"].tolist() == [5, 5]
+
+
 @pytest.mark.parametrize(
     ("aim", "message"),
     [
