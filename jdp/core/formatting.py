@@ -1,4 +1,4 @@
-"""Bytes, seconds and shares as people read them: three digits; tables of them as text; numbers as JSON has them."""
+"""Numbers with units as text, three digits each; tables as text; long lists of names; numbers as JSON has them."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -6,22 +6,22 @@ from typing import Any
 
 
 def format_bytes(count: float) -> str:
-    """Bytes, in powers of 1024: "31.2 GiB", "640 KiB"."""
+    """Return bytes as text, in powers of 1024: "31.2 GiB", "640 KiB"."""
     return _scaled(count, ((2**40, " TiB"), (2**30, " GiB"), (2**20, " MiB"), (2**10, " KiB")), f"{count:.0f} B")
 
 
 def format_seconds(seconds: float) -> str:
-    """Seconds: "1.24 s", "87.3 ms", "40 µs"."""
+    """Return seconds as text: "1.24 s", "87.3 ms", "40 µs"."""
     return _scaled(seconds, ((1.0, " s"), (1e-3, " ms")), f"{seconds * 1e6:.3g} µs")
 
 
 def format_rate(per_second: float) -> str:
-    """12345 -> "12.3k"."""
+    """Return a number per second as text, in powers of 1000: 12345 -> "12.3k"."""
     return _scaled(per_second, ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")), f"{per_second:.3g}")
 
 
 def format_percent(fraction: float) -> str:
-    """A fraction as per cent: "87 %"; "0.4 %" and "99.6 %" near the ends, so that only nothing is 0 and all is 100."""
+    """Return a fraction as per cent: "87 %"; near the ends "0.4 %" and "99.6 %", so that only 0 is "0 %"."""
     near_an_end = 0 < fraction < 0.0995 or 0.9905 < fraction < 1
     return f"{100 * fraction:.1f} %" if near_an_end else f"{100 * fraction:.0f} %"
 
@@ -32,13 +32,20 @@ def finite_or_none(value: Any) -> Any:
 
 
 def align_columns(rows: Iterable[Sequence[str]]) -> list[str]:
-    """Rows of cells as lines of text, each column as wide as its widest cell."""
+    """Return rows of cells as lines of text, each column as wide as its widest cell."""
     rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
+def listed(names: Iterable[str], most: int = 3) -> str:
+    """Return names as a list that stays short: "a, b, c and 4 more"."""
+    names = list(names)
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def _scaled(value: float, units: tuple[tuple[float, str], ...], small: str) -> str:
+    """Return `value` in the largest of `units` (size, name) that it reaches, in three digits; else `small`."""
     for unit, name in units:
         scaled = value / unit
         if abs(scaled) >= 0.9995:

@@ -1,7 +1,7 @@
-"""Nothing is silent: a choice made, a leaf replicated, a fallback taken is said, once a process.
+"""Nothing is silent: a choice made, a leaf replicated, a fallback taken is reported once a process.
 
-Notices go to the logger "jdp" where the application lets it speak at level INFO. Where nobody configured logging (a
-library that we use may have added a handler, but no level) we print them ourselves, to standard error.
+Notices go to the logger "jdp" if the application has enabled it at level INFO. If nobody configured logging (a library
+that jdp uses may have added a handler, but no level), they are printed to standard error.
 """
 
 import logging
@@ -12,7 +12,7 @@ _said: set[str] = set()
 
 
 def notice(message: str) -> None:
-    """Say `message` at level INFO, the first time it is given in this process; process 0 speaks for all."""
+    """Report `message` at level INFO the first time it is given in this process; only process 0 reports."""
     import jax
 
     if message in _said or jax.process_index() != 0:

@@ -1,4 +1,4 @@
-"""Paths of leaves in a tree, patterns for them, and the folder that jdp's own source lies in."""
+"""Paths of leaves in a tree, patterns that match them, and the folder of jdp's own source."""
 
 import fnmatch
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parents[1]
 
 
 def path_of(path: Any) -> str:
-    """A key path as text: "params/layers/kernel"."""
+    """Return a key path of `jax.tree_util` as text: "params/layers/kernel"."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
@@ -20,8 +20,8 @@ def matches(path: str, patterns: str | Iterable[str]) -> bool:
     """Return True if one of the patterns matches the path; `*` matches any characters, slashes too.
 
     Args:
-        path: as `path_of` gives it.
-        patterns: in the words of `fnmatch.fnmatchcase`; a string is one pattern.
+        path: keys joined by slashes, as `path_of` returns it.
+        patterns: shell-style patterns (`fnmatch.fnmatchcase`); a string is one pattern.
     """
     patterns = (patterns,) if isinstance(patterns, str) else patterns
     return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)

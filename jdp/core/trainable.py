@@ -1,12 +1,11 @@
-"""With respect to what is differentiated: `wrt`, resolved once, when the state is made.
+"""Which parameters are trained: `wrt` (with respect to what the loss is differentiated), resolved with the state.
 
 Frozen parameters have no gradient and no optimizer state, and may be of any dtype; they are sharded and gathered as the
-others are. So fine-tuning a part of a model (LoRA: Hu et al. 2021, arXiv:2106.09685) costs what the part costs.
+others are. So fine-tuning a part of a model (LoRA: Hu et al. 2021, arXiv:2106.09685) costs what that part costs.
 """
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,17 +13,18 @@ import jax
 import jax.numpy as jnp
 
 from jdp.core import flax_nnx
-from jdp.core.paths import path_of
+from jdp.core.formatting import listed
+from jdp.core.paths import matches, path_of
 from jdp.core.types import PyTree
 
 
 def resolve(params: PyTree, adapter: Any, wrt: Any) -> tuple[bool, ...] | None:
-    """Of each leaf of `params`, in order, whether it is trained; None: all are.
+    """Return for each leaf of `params`, in order, whether it is trained; None if all are.
 
     Args:
         params: the parameters, real or abstract.
-        adapter: `Static.adapter`.
-        wrt: see `jdp.init_state`.
+        adapter: the model's `flax_nnx.Adapter`; None for a plain pytree.
+        wrt: None, path patterns, or a filter of NNX, as for `jdp.init_state`.
 
     Raises:
         ValueError: there are no parameters, a pattern matches none, nothing is trained, a trained one is not floating
@@ -34,45 +34,32 @@ def resolve(params: PyTree, adapter: Any, wrt: Any) -> tuple[bool, ...] | None:
     if not leaves:
         raise ValueError("`init` must return a module or pytree with parameters; it returned none.")
     paths = [path_of(path) for path, _ in leaves]
-    chosen = _chosen(paths, adapter, wrt)
-    for (_, leaf), path, trained in zip(leaves, paths, chosen, strict=True):
+    selected = _selected(paths, adapter, wrt)
+    for (_, leaf), path, trained in zip(leaves, paths, selected, strict=True):
         if trained and not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(
                 f"Every parameter that is trained must be floating point; {path} is {leaf.dtype}. Freeze it "
                 "(init_state(..., wrt=patterns of what is trained)), or keep counters and tables out of what `init` "
                 "returns (in NNX: a variable that is not an nnx.Param)."
             )
-    return None if all(chosen) else chosen
+    return None if all(selected) else selected
 
 
-def _chosen(paths: list[str], adapter: Any, wrt: Any) -> tuple[bool, ...]:
+def _selected(paths: list[str], adapter: Any, wrt: Any) -> tuple[bool, ...]:
     if wrt is None:
         return (True,) * len(paths)
-    patterns = _patterns(wrt)
-    if patterns is not None:
+    patterns = [wrt] if isinstance(wrt, str) else wrt
+    if isinstance(patterns, Sequence) and all(isinstance(pattern, str) for pattern in patterns):
         for pattern in patterns:
-            if not any(fnmatch.fnmatchcase(path, pattern) for path in paths):
+            if not any(matches(path, [pattern]) for path in paths):
                 raise ValueError(
-                    f"Every pattern of `wrt` must match a parameter; {pattern!r} matches none of {_some(paths)}."
+                    f"Every pattern of `wrt` must match a parameter; {pattern!r} matches none of {listed(paths, 5)}."
                 )
-        chosen = tuple(any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns) for path in paths)
+        selected = tuple(matches(path, patterns) for path in paths)
     elif adapter is None:
         raise ValueError(f"For a pytree, `wrt` is a path pattern or a sequence of them ('head/*'); got {wrt!r}.")
     else:
-        chosen = flax_nnx.matches(adapter, paths, wrt)
-    if not any(chosen):
-        raise ValueError(f"`wrt` must leave something to train; {wrt!r} matches none of {_some(paths)}.")
-    return chosen
-
-
-def _patterns(wrt: Any) -> tuple[str, ...] | None:
-    """`wrt` as path patterns; None where it is something else."""
-    if isinstance(wrt, str):
-        return (wrt,)
-    if isinstance(wrt, Sequence) and all(isinstance(pattern, str) for pattern in wrt):
-        return tuple(wrt)
-    return None
-
-
-def _some(paths: list[str]) -> str:
-    return ", ".join(paths[:5]) + (f" and {len(paths) - 5} more" if len(paths) > 5 else "")
+        selected = flax_nnx.matches(adapter, paths, wrt)
+    if not any(selected):
+        raise ValueError(f"`wrt` must leave something to train; {wrt!r} matches none of {listed(paths, 5)}.")
+    return selected

@@ -83,7 +83,7 @@ def test_devices_of_a_host_stay_together():
     ("axes", "advice"),
     [
         ({"data": 8, "model": 8}, None),
-        ({"model": 8, "data": 8}, "model=8 lies over 8 hosts of 8 devices and would fit on the fast links of one"),
+        ({"model": 8, "data": 8}, "model=8 spans 8 hosts of 8 devices and would fit on the fast links of one"),
         ({"model": 8, "data": 8}, "write it last, make_mesh(data=8, model=8)"),
         ({"data": 4, "model": 16}, None),  # fits on no host
         ({"model": 4, "data": 8, "expert": 2}, "make_mesh(data=8, expert=2, model=4)"),

@@ -1,6 +1,6 @@
-"""Device meshes with named axes: how many devices there must be, and which device lies where.
+"""Device meshes with named axes: how many devices there must be, and which device gets which place in the mesh.
 
-The arithmetic, the one place for it (`axis_sizes`):
+The arithmetic, which `axis_sizes` checks:
 
     devices = replica × data × the model's own axes                     512 = replica 8 × data 8 × model 8
     rows of a global batch = replica × data × accumulate × rows a device computes at once
@@ -8,13 +8,13 @@ The arithmetic, the one place for it (`axis_sizes`):
 - `data`: the batch is split over it, and ZeRO shards parameters, gradients and optimizer state over it.
 - `replica`: the batch is split over it too, the state is not: every replica holds all of it, sharded over its own
   `data` (HSDP). Only shards of gradients cross it, once a step; so it is the axis for the slow links between hosts.
-- Any other axis is the model's own, and carries no batch: `model` for tensor parallelism, `expert`, `pipe`. Which
-  parameters it shards, the plan's rules say or the model's metadata; XLA moves the activations. A pipeline is such an
-  axis too: its stages are a dimension of the parameters that a rule shards over `pipe`, and the model itself hands
+- Any other axis is the model's own, and the batch is not split over it: `model` for tensor parallelism, `expert`,
+  `pipe`. The plan's rules, or the model's own metadata, determine which parameters are sharded over it; XLA moves the
+  activations. Pipeline stages are a dimension of the parameters that a rule shards over `pipe`; the model itself passes
   activations from stage to stage. TP × PP × DP × replicas is model × pipe × data × replica: 512 = 8 × 2 × 8 × 4.
 
-Devices are taken host by host and the last axis varies fastest, so the last axes get neighbours and stay on a host's
-fast links where they fit. `replica` varies slowest, wherever it is written.
+Devices are taken host by host and the last axis varies fastest: neighbouring devices differ along the last axes, which
+therefore stay on a host's fast links if they fit. `replica` varies slowest, wherever it is written.
 """
 
 import contextlib
@@ -39,20 +39,31 @@ REPLICA = "replica"
 
 
 def make_mesh(*, devices: Sequence[Device] | None = None, **axes: int) -> Mesh:
-    """Arrange `devices` (all of them by default) into a mesh with the given axes, in the order they are written.
+    """Arrange devices into a mesh with named axes.
 
     Devices of a host stay together, otherwise in the order given; the last axis varies fastest and `replica` slowest:
     `make_mesh(replica=2, data=4)` and `make_mesh(data=4, replica=2)` both put devices 0-3 into one replica. On TPUs,
-    JAX lays the axes along the torus. One size may be -1: it takes what is left. With no axes at all, `data=-1`.
+    JAX arranges the axes along the torus.
+
+    Args:
+        devices: the devices to arrange; all devices of all processes by default. They may be described devices that
+            this machine does not have.
+        axes: axis=size in devices, in the order that the mesh has them. `data` is required; `replica` is optional; any
+            other name is an axis of the model's own. One size may be -1: it takes the devices that are left. No axes at
+            all means `data=-1`.
+
+    Returns:
+        A `jax.sharding.Mesh` whose axes have type Auto.
 
     Raises:
-        ValueError: there is no `data` axis, a size is not positive, or the sizes do not multiply to the device count.
+        ValueError: there are no devices or no `data` axis, a size is not positive, or the sizes do not multiply to the
+            number of devices.
     """
     if devices is None:
         choose_platform()
     chosen = _host_by_host(jax.devices() if devices is None else devices)
     if not chosen:
-        raise ValueError("A mesh needs at least one device, but there are 0 devices: `devices` is empty.")
+        raise ValueError("A mesh needs at least one device; there are 0 devices. Leave `devices` out for all.")
     sizes = axis_sizes(axes or {DATA: -1}, len(chosen))
     slowest_first = sorted(sizes, key=lambda name: name != REPLICA)
     shape = tuple(sizes[name] for name in slowest_first)
@@ -139,7 +150,7 @@ def equation(sizes: Mapping[str, int]) -> str:
 
 
 def mesh_of(tree: PyTree) -> Mesh | None:
-    """The mesh that a tree's leaves lie on, real or abstract; None where no leaf has a named sharding."""
+    """Return the mesh of the first leaf that has a `NamedSharding`, real or described; None if no leaf has one."""
     for leaf in jax.tree.leaves(tree):
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
@@ -148,76 +159,80 @@ def mesh_of(tree: PyTree) -> Mesh | None:
 
 
 def auto_axes(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
-    """A context for tracing what runs on `mesh`: in place of a mesh with Explicit axes that the caller has set."""
+    """Return a context in which `mesh` with Auto axes replaces a mesh with Explicit axes that the caller has set."""
     explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
     return jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if explicit else contextlib.nullcontext()
 
 
 def batch_axes(mesh: Mesh) -> tuple[str, ...]:
-    """The axes of `mesh` that the batch is split over, outermost first."""
+    """Return the axes of `mesh` that the batch is split over, outermost first: `replica`, if it has one, and `data`."""
     return tuple(name for name in (REPLICA, DATA) if name in mesh.shape)
 
 
 def own_axes(mesh: Mesh) -> tuple[str, ...]:
-    """The axes of `mesh` that belong to the model, in mesh order."""
+    """Return the axes of `mesh` that belong to the model (neither `replica` nor `data`), in mesh order."""
     return tuple(name for name in mesh.axis_names if name not in (REPLICA, DATA))
 
 
-# Hosts: what lies on slow links, and need not.
+# Hosts: which axes cross slow links, and need not.
 
 HostOf = Callable[[Device], Any]
 
 
 def host_of(device: Device) -> Any:
-    """What a device shares its fast links with: jax's partition (one NVLink domain, one TPU slice), else its process.
+    """Return what a device shares its fast links with: JAX's partition (NVLink domain, TPU slice), else its process.
 
-    CPU devices share a machine, or may as well: they have no links of their own.
+    CPU devices all count as one host: they have no links of their own.
     """
     if device.platform == "cpu":
         return 0
-    named = "partition_index" if hasattr(device, "partition_index") else "slice_index"  # its name in older jax
-    partition = getattr(device, named, None)
+    attribute = "partition_index" if hasattr(device, "partition_index") else "slice_index"  # its name in older jax
+    partition = getattr(device, attribute, None)
     return device.process_index if partition is None else partition
 
 
 def hosts_along(mesh: Mesh, axis: str, host: HostOf = host_of) -> int:
-    """On how many hosts the devices lie that differ along `axis` only; the most of any such line of devices."""
-    lines = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1).reshape(-1, mesh.shape[axis])
-    return max(len({host(device) for device in line}) for line in lines)
+    """Return on how many hosts the devices are that differ along `axis` only: the largest number of any such group."""
+    groups = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1).reshape(-1, mesh.shape[axis])
+    return max(len({host(device) for device in group}) for group in groups)
 
 
 def better_order(mesh: Mesh, host: HostOf = host_of) -> str | None:
-    """An axis of the model's own that lies over several hosts and would fit on one, and how to write it; else None."""
-    per_host, own = _per_host(mesh, host), [axis for axis in own_axes(mesh) if mesh.shape[axis] > 1]
-    far = [axis for axis in own if hosts_along(mesh, axis, host) > 1]
-    inside = math.prod(mesh.shape[axis] for axis in own if axis not in far)
-    for axis in far:
+    """Return a message if an axis of the model's own spans several hosts and would fit on one; else None."""
+    per_host, own = _devices_per_host(mesh, host), [axis for axis in own_axes(mesh) if mesh.shape[axis] > 1]
+    spanning = [axis for axis in own if hosts_along(mesh, axis, host) > 1]
+    inside = math.prod(mesh.shape[axis] for axis in own if axis not in spanning)
+    for axis in spanning:
         if per_host % (inside * mesh.shape[axis]) == 0:
             last = {**{name: size for name, size in mesh.shape.items() if name != axis}, axis: mesh.shape[axis]}
             written = ", ".join(f"{name}={size}" for name, size in last.items())
             return (
-                f"{axis}={mesh.shape[axis]} lies over {hosts_along(mesh, axis, host)} hosts of {per_host} devices and "
+                f"{axis}={mesh.shape[axis]} spans {hosts_along(mesh, axis, host)} hosts of {per_host} devices and "
                 f"would fit on the fast links of one: write it last, make_mesh({written})"
             )
     return None
 
 
 def replicas_for_hosts(mesh: Mesh, host: HostOf = host_of) -> int | None:
-    """Into how many replicas `data` must be cut to stay on a host's fast links; None where it does, or cannot."""
+    """Return how many replicas to split `data` into so that it stays on a host's fast links.
+
+    Returns:
+        The number of replicas; None if `data` stays on a host already, or cannot.
+    """
     if hosts_along(mesh, DATA, host) == 1:
         return None
-    room = _per_host(mesh, host) // math.prod(mesh.shape[axis] for axis in own_axes(mesh))
-    return mesh.shape[DATA] // room if room > 1 and mesh.shape[DATA] % room == 0 else None
+    per_host = _devices_per_host(mesh, host) // math.prod(mesh.shape[axis] for axis in own_axes(mesh))
+    return mesh.shape[DATA] // per_host if per_host > 1 and mesh.shape[DATA] % per_host == 0 else None
 
 
-def _per_host(mesh: Mesh, host: HostOf) -> int:
-    """Devices on a host: the fewest, where hosts differ."""
+def _devices_per_host(mesh: Mesh, host: HostOf) -> int:
+    """Return the number of devices of the host that has the fewest."""
     return min(Counter(host(device) for device in mesh.devices.flat).values())
 
 
 def _host_by_host(devices: Sequence[Device]) -> list[Device]:
-    """The devices of a host together, hosts and devices in the order given."""
-    together: dict[Any, list[Device]] = {}
+    """Group the devices by host; hosts, and the devices of each, keep the order given."""
+    groups: dict[Any, list[Device]] = {}
     for device in devices:
-        together.setdefault((host_of(device), device.process_index), []).append(device)
-    return [device for group in together.values() for device in group]
+        groups.setdefault((host_of(device), device.process_index), []).append(device)
+    return [device for group in groups.values() for device in group]

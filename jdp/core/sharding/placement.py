@@ -1,7 +1,7 @@
-"""Where one leaf lives: its compute spec, its rest spec, its bytes on a device, and the reason.
+"""How one leaf is sharded: its compute spec, its rest spec, its bytes on a device, and the reason.
 
-The compute spec is what the model's own axes ask. The rest spec is the compute spec plus `data` on one more dimension;
-choosing that dimension is `rest_spec`. ZeRO is the difference between the two.
+The compute spec shards over the model's own axes only. The rest spec is the compute spec plus `data` on one more
+dimension, which `rest_spec` chooses. ZeRO is the difference between the two.
 """
 
 import math
@@ -15,17 +15,17 @@ from jdp.core.sharding.mesh import DATA
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one leaf of the state lives.
+    """How one leaf of the state is sharded, and why.
 
     Attributes:
         path: slash-joined path in the state, such as "params/layers/attention/query/kernel".
-        shape: the global shape.
-        dtype: its dtype's name.
-        rest: how it is sharded between steps.
-        compute: how it is sharded while it is used.
-        bytes_per_device: bytes at rest on the device that holds most of it.
-        reason: why it lives there, in words.
-        trained: whether a step changes it; False for frozen parameters (`wrt`).
+        shape: global shape.
+        dtype: name of the dtype, such as "float32".
+        rest: spec between steps.
+        compute: spec while the leaf is used; `rest` without the `data` that ZeRO adds.
+        bytes_per_device: bytes at rest on one device.
+        reason: why it is sharded or replicated, in words.
+        trained: True if a step changes it; False for frozen parameters (`wrt`).
     """
 
     path: str
@@ -39,7 +39,7 @@ class Placement:
 
     @property
     def dim(self) -> int | None:
-        """The dimension sharded over `data` at rest and whole while computing; None when there is none."""
+        """The dimension that is sharded over `data` at rest and gathered for computing; None if there is none."""
         for i, axes in enumerate(self.rest):
             if DATA in axes_of(axes) and DATA not in axes_of(spec_entry(self.compute, i)):
                 return i
@@ -47,24 +47,24 @@ class Placement:
 
 
 def axes_of(entry: object) -> tuple[str, ...]:
-    """The mesh axes in one entry of a PartitionSpec: None, a name, or a tuple of names."""
+    """Return the mesh axes in one entry of a PartitionSpec, which is None, a name, or a tuple of names."""
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)  # pyright: ignore[reportArgumentType]
 
 
 def spec_entry(spec: PartitionSpec, dim: int) -> object:
-    """The entry of `spec` for `dim`; specs may be shorter than the array's rank."""
+    """Return the entry of `spec` for dimension `dim`; None past its end, as specs may be shorter than the rank."""
     return spec[dim] if dim < len(spec) else None
 
 
 def shards(spec: PartitionSpec, mesh_shape: dict[str, int]) -> int:
-    """Into how many pieces `spec` cuts an array."""
+    """Return into how many shards `spec` splits an array, on a mesh with these axes (axis -> size)."""
     return math.prod(mesh_shape[axis] for entry in spec for axis in axes_of(entry))
 
 
 def bytes_per_device(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, pieces: int) -> int:
-    """Bytes of one of `pieces` equal parts. Typed PRNG keys count the words they overlay."""
+    """Return the bytes of one of `pieces` equal shards. Typed PRNG keys count their underlying uint32 words."""
     size = math.prod(shape)
     if jax.numpy.issubdtype(dtype, jax.dtypes.prng_key):
         return size * jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype)).size * 4
@@ -74,11 +74,21 @@ def bytes_per_device(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, pieces
 def rest_spec(
     shape: tuple[int, ...], compute: PartitionSpec, mesh_shape: dict[str, int], min_shard_size: int
 ) -> tuple[PartitionSpec, str]:
-    """Add `data` to one dimension of `compute`; return the rest spec and the reason for it.
+    """Add `data` to one dimension of the compute spec.
 
-    The dimension is the largest that divides, among those the model's own axes leave alone if there is one; the first
-    of equals, because a gather along the major dimension needs no transpose. The leading dimension of an array of three
-    or more comes last: it may be the stacked layers of a scan, and a layer's slice must not live on one device.
+    The dimension is the largest that divides by the size of `data`; dimensions that no axis of the model's shards come
+    first, and of equals the first, because a gather along the major dimension needs no transpose. The leading dimension
+    of an array of rank 3 or more comes last: it may be the layers of a scan, and then each layer would be on few
+    devices instead of on all.
+
+    Args:
+        shape: global shape.
+        compute: the compute spec.
+        mesh_shape: mesh axis -> size.
+        min_shard_size: arrays with fewer elements keep the compute spec.
+
+    Returns:
+        The rest spec, and the reason for it in words.
     """
     count = mesh_shape[DATA]
     if count == 1:
@@ -87,7 +97,7 @@ def rest_spec(
         return compute, f"replicated: {math.prod(shape)} elements, fewer than min_shard_size={min_shard_size}"
 
     def divides(dim: int) -> bool:
-        taken = math.prod(mesh_shape[axis] for axis in axes_of(spec_entry(compute, dim)))
+        taken = shards(PartitionSpec(spec_entry(compute, dim)), mesh_shape)
         return shape[dim] % (taken * count) == 0 and shape[dim] > 0
 
     def preference(dim: int) -> tuple[bool, bool, int, int]:

@@ -12,21 +12,22 @@ stage keeps its fp32 master weights sharded at rest and gathers a working copy i
 SHARD_GRAD_OP (zero2) and FULL_SHARD (zero3) do, so one checkpoint layout serves all of them.
 """
 
-import difflib
 from dataclasses import dataclass
 from typing import Literal
+
+from jdp.core.hints import nearest
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """One row of the table.
+    """One row of the table of strategies.
 
     Attributes:
         name: the word the user writes.
-        shard_state: parameters and optimizer state rest sharded over `data`.
-        reduce_each_microbatch: gradients are reduce-scattered at every microbatch into a sharded accumulator; else they
-            are summed locally and reduced once per step.
-        gather: when the working copy of a sharded parameter is gathered.
+        shard_state: True if parameters and optimizer state are sharded over `data` between steps.
+        reduce_each_microbatch: True if gradients are reduce-scattered at every microbatch into a sharded accumulator;
+            False if they are summed locally and reduced once per step.
+        gather: when the working copy of a sharded parameter is gathered: "never", once per "step", or at each "use".
     """
 
     name: str
@@ -47,13 +48,12 @@ STRATEGIES = {
 
 
 def strategy(name: str) -> Strategy:
-    """Look up a row.
+    """Return the row of the strategy with this name.
 
     Raises:
         ValueError: no strategy has that name; the message offers the nearest.
     """
     if name in STRATEGIES:
         return STRATEGIES[name]
-    near = difflib.get_close_matches(str(name), STRATEGIES, n=1, cutoff=0.3)
-    hint = f"; did you mean {near[0]!r}?" if near else "."
+    hint = nearest(str(name), STRATEGIES, cutoff=0.3) or "."
     raise ValueError(f"The strategy is one of {', '.join(STRATEGIES)}; got {name!r}{hint}")
