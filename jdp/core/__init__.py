@@ -1,10 +1,13 @@
 """What a training loop of your own uses: mesh, plan, state, step.
 
-sharding/    the mesh, the strategies' table, and where every leaf of a state lives
-init.py      the state, born where the plan places it
-step.py      a training step, and an evaluation step, from top to bottom
-gradients/   the one algorithm behind every strategy, in XLA's vocabulary (`auto`) and in jdp's own (`manual`)
-layers.py    `scan_layers`: where zero3 gathers weights layer by layer
-flax_nnx/    everything that is known of Flax NNX
-optim/       weight averages, learning rates, and what optimizers may not do
+sharding/       the mesh, the table of strategies, and the plan: how every leaf of a state is sharded
+init.py         makes the state, sharded from the start
+step.py         a training step and an evaluation step, from top to bottom
+gradients/      the one algorithm behind every strategy, with XLA's collectives (`auto`) or with its own (`manual`)
+layers.py       `scan_layers`: where zero3 gathers weights layer by layer
+flax_nnx/       the only code here that knows Flax NNX
+optim/          weight averages, learning rates, checks of optimizers
+distributed.py  joins a cluster of processes; `agreement.py` compares what they are about to compute
+batch.py        checks a batch; `batch_keys.py` draws random numbers by global row
+types.py        `Loss`, and the types in signatures; `state.py` and `precision.py` have the other two that travel
 """

@@ -1,9 +1,9 @@
-"""The state is born sharded.
+"""Make the train state sharded from the start.
 
-1. `jax.eval_shape` runs `init` and `tx.init` without memory and learns the tree.
-2. The plan says where every leaf rests.
-3. One jitted program with those shardings as its `out_shardings` makes the values: every device computes the shard it
-   keeps. JAX's partitionable random numbers make an element's value a function of the key and its index alone, so the
+1. `jax.eval_shape` runs `init` and `tx.init` without memory and returns the tree of shapes.
+2. The plan gives the sharding of every leaf.
+3. One jitted program with those shardings as its `out_shardings` computes the values: every device computes the shard
+   it keeps. With JAX's partitionable random numbers an element's value depends on the key and its index alone, so the
    weights are bitwise the same on any mesh.
 """
 
@@ -32,30 +32,39 @@ LINEN_STATE = frozenset(("batch_stats", "cache", "intermediates", "perturbations
 def init_state(
     init: InitFn, tx: optax.GradientTransformation, plan: Plan, *, rng: jax.Array, wrt: Any = None
 ) -> TrainState:
-    """Make the train state, each leaf where `plan` wants it. No device ever holds what it will not keep.
+    """Make the train state with every leaf sharded as the plan says. No device ever holds more than its shards.
+
+    The weights depend on `init` and `rng` only: they are bitwise the same on any mesh and under any strategy.
 
     Args:
-        init: `init(rng)` -> an `nnx.Module`, or a pytree of arrays; those that are trained are floating point.
+        init: `init(rng)` -> an `nnx.Module`, or a pytree of arrays (flax.linen's `variables["params"]`, an equinox
+            module's arrays, dicts). Called under `jit`; its arrays are global.
         tx: any optax optimizer, `optax.MultiSteps` too.
-        plan: where things live.
-        rng: `jax.random.key(seed)`, the same on every process; everything random in training derives from it.
-        wrt: what is trained. None: every parameter; a pattern of paths ("head/*") or a sequence of them, as in
-            `Plan.rules`; for an NNX module also any filter of nnx (`nnx.LoRAParam`, a callable). The rest is frozen: no
-            gradient, no optimizer state, any dtype; but sharded and gathered as the strategy says. The optimizer
-            sees None in place of it.
+        plan: the mesh, the strategy and the rules by which leaves are sharded.
+        rng: one key, `jax.random.key(seed)`, the same on every process; everything random in training derives from it.
+        wrt: which parameters are trained (with respect to what the loss is differentiated). None: all. A path pattern
+            ("head/*", as in `Plan.rules`) or a sequence of them; for an NNX module also any filter of nnx
+            (`nnx.LoRAParam`, a callable). All others are frozen: no gradient, no optimizer state, any dtype; they are
+            sharded and gathered as the strategy says, and the optimizer sees None in their place.
+
+    Returns:
+        A `TrainState` at step 0 on the plan's devices.
 
     Raises:
-        ValueError: `tx` is no optimizer or `rng` no key, a trained parameter is not a floating-point array or one of
-            linen's other collections, `wrt` does not fit, the optimizer's state cannot be mapped or its update needs
-            what a step does not have, or a rule of the plan does not fit; with several processes, also that they differ
-            in the plan, the key or what `init` makes of it.
+        ValueError: `tx` is no optimizer or `rng` no key; `init` returns something that is no array, or a trained
+            parameter that is not floating point or belongs to another collection of linen; `wrt` matches nothing; the
+            optimizer's state holds something that is no array or changes shape, or its update needs arguments that a
+            step does not have; a rule of the plan matches nothing or does not divide; or processes differ in the plan,
+            the key or the program of `init`.
+        RuntimeError: another process did not come to this call.
     """
     make, abstract = _prepare(init, tx, rng, wrt)
     notice(str(plan))
-    _mention_multi_steps(abstract.opt_state)
+    _report_multi_steps(abstract.opt_state)
     plan.report_replicated(abstract)
     shardings = plan.shardings(abstract)
-    made, key = jax.jit(make, out_shardings=_fields(shardings)), _typed(rng)
+    out_shardings = {name: value for name, value in vars(shardings).items() if name != "static"}
+    made, key = jax.jit(make, out_shardings=out_shardings), _typed_key(rng)
     if len(processes_of(plan.mesh)) > 1:
         agree("init_state", [plan_fact(plan), key_fact(key, "The key")], plan.mesh)
         agree("init_state", [program_fact(made.lower(key))], plan.mesh)
@@ -65,9 +74,21 @@ def init_state(
 def abstract_state(
     init: InitFn, tx: optax.GradientTransformation, plan: Plan, *, rng: jax.Array, wrt: Any = None
 ) -> TrainState:
-    """The same state as `init_state` makes, of `jax.ShapeDtypeStruct` leaves with their shardings: no memory is used.
+    """Return the shapes, dtypes and shardings of the state that `init_state` would make, without using memory.
 
-    The plan's devices may be descriptions of devices that this machine does not have.
+    Args:
+        init: `init(rng)` -> an `nnx.Module`, or a pytree of arrays. It is traced, not run.
+        tx: any optax optimizer.
+        plan: the mesh, the strategy and the rules; its devices may be descriptions of devices that this machine does
+            not have.
+        rng: one key, `jax.random.key(seed)`.
+        wrt: which parameters are trained, as for `init_state`; None: all.
+
+    Returns:
+        A `TrainState` whose leaves are `jax.ShapeDtypeStruct` with global shapes and shardings.
+
+    Raises:
+        ValueError: an argument does not fit, for the reasons that `init_state` lists.
     """
     _, abstract = _prepare(init, tx, rng, wrt)
     return jax.tree.map(
@@ -79,7 +100,7 @@ def abstract_state(
 
 def _prepare(init: InitFn, tx: Any, rng: jax.Array, wrt: Any) -> tuple[Any, TrainState]:
     check_optimizer(tx)
-    found: list[Static] = []
+    statics: list[Static] = []  # one for each trace
 
     def make(rng: jax.Array) -> dict[str, PyTree]:
         model, specs = flax_nnx.built(init, jax.random.fold_in(rng, 0))
@@ -87,7 +108,7 @@ def _prepare(init: InitFn, tx: Any, rng: jax.Array, wrt: Any) -> tuple[Any, Trai
         _check_arrays(params)
         trained = resolve(params, adapter, wrt)
         _check_collections(trained_part(params, trained))
-        found.append(Static(tx, adapter, specs, trained))
+        statics.append(Static(tx, adapter, specs, trained))
         return {
             "step": jnp.zeros((), jnp.int32),
             "params": params,
@@ -97,16 +118,17 @@ def _prepare(init: InitFn, tx: Any, rng: jax.Array, wrt: Any) -> tuple[Any, Trai
             "skipped": jnp.zeros((), jnp.int32),
         }
 
-    shapes = jax.eval_shape(make, _typed(rng))
-    if found[0].adapter is not None and found[0].adapter.structure.may_differ:
-        jax.eval_shape(lambda rng: make(rng), _typed(rng))
-        _mention_recompiling(*found)
-    check_update(tx, trained_part(shapes["params"], found[0].trained), shapes["opt_state"])
-    return make, TrainState(**shapes, static=found[0])
+    shapes = jax.eval_shape(make, _typed_key(rng))
+    static = statics[0]
+    if static.adapter is not None and static.adapter.structure.may_differ:
+        jax.eval_shape(lambda rng: make(rng), _typed_key(rng))
+        _report_recompiling(*statics)
+    check_update(tx, trained_part(shapes["params"], static.trained), shapes["opt_state"])
+    return make, TrainState(**shapes, static=static)
 
 
-def _mention_recompiling(first: Static, second: Static) -> None:
-    """Do two calls of `init` make the same module?"""
+def _report_recompiling(first: Static, second: Static) -> None:
+    """Report once if two calls of `init` make modules that cannot be recognised as equal."""
     if first.adapter != second.adapter:
         name = first.adapter.structure.difference(second.adapter.structure)
         notice(
@@ -115,7 +137,7 @@ def _mention_recompiling(first: Static, second: Static) -> None:
         )
 
 
-def _mention_multi_steps(opt_state: PyTree) -> None:
+def _report_multi_steps(opt_state: PyTree) -> None:
     is_multi = lambda node: isinstance(node, optax.MultiStepsState)  # noqa: E731
     if any(map(is_multi, jax.tree.leaves(opt_state, is_leaf=is_multi))):
         notice(
@@ -125,8 +147,8 @@ def _mention_multi_steps(opt_state: PyTree) -> None:
         )
 
 
-def _typed(rng: Any) -> jax.Array:
-    """Accept a legacy uint32 key as well."""
+def _typed_key(rng: Any) -> jax.Array:
+    """Return `rng` as a typed key; a legacy uint32 key is accepted as well."""
     if not hasattr(rng, "dtype"):
         raise ValueError(f"rng is a key, such as jax.random.key(0); got {rng!r}.")
     if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
@@ -141,21 +163,16 @@ def _typed(rng: Any) -> jax.Array:
     return key
 
 
-def _fields(state: TrainState) -> dict[str, PyTree]:
-    names = ("step", "params", "opt_state", "model_state", "rng", "skipped")
-    return {name: getattr(state, name) for name in names}
-
-
 def _check_collections(trained: PyTree) -> None:
-    """What linen's `init` returns holds more than parameters."""
+    """Refuse linen's variables if they contain collections that are not parameters and would be trained."""
     if not isinstance(trained, Mapping) or "params" not in trained:
         return
     for name in LINEN_STATE & cast("Mapping[str, PyTree]", trained).keys():
         if jax.tree.leaves(trained[name]):
             raise ValueError(
                 f"`init` returns parameters; it gave linen's variables, whose {name!r} would be trained as parameters. "
-                'Return `variables["params"]` alone. If calls change the rest, have flax carry it: '
-                "`return nnx.bridge.ToNNX(module, rngs=nnx.Rngs(rng)).lazy_init(x)`; or freeze it, with "
+                'Return `variables["params"]` alone. If calls change the other collections, have flax carry them: '
+                "`return nnx.bridge.ToNNX(module, rngs=nnx.Rngs(rng)).lazy_init(x)`; or freeze them, with "
                 '`wrt="params/*"`.'
             )
 
@@ -164,6 +181,6 @@ def _check_arrays(params: PyTree) -> None:
     for path, leaf in jax.tree.leaves_with_path(params):
         if not isinstance(leaf, jax.Array | np.ndarray):
             raise ValueError(
-                f"`init` returns arrays only; {path_of(path) or 'the tree'} is {leaf!r}. Part the tree and close over "
-                "the rest (in equinox: params, static = eqx.partition(model, eqx.is_array))."
+                f"`init` returns arrays only; {path_of(path) or 'the tree'} is {leaf!r}. Split the tree and close over "
+                "what is no array (in equinox: params, static = eqx.partition(model, eqx.is_array))."
             )

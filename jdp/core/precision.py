@@ -1,4 +1,4 @@
-"""Which dtype the weights rest in, the model computes in, and the gradients are reduced in."""
+"""The dtypes of the master weights, of the model's computation, and of the gradients while they are reduced."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jdp.core.paths import path_of
 from jdp.core.types import PyTree
 
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
@@ -15,14 +16,17 @@ DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 
 @dataclass(frozen=True)
 class Precision:
-    """The three dtypes of mixed precision; "fp32" or "bf16" each.
+    """The three dtypes of mixed precision, each "fp32" (float32) or "bf16" (bfloat16).
 
     Attributes:
-        params: the master weights and the optimizer state, as `init` made them; they stay in it.
-        compute: the working copy of the weights: what is gathered, and what the model multiplies with. Batches are
-            handed over as they are; the loss and its weight are always summed in float32.
-        reduce: the gradients while they are summed over devices and microbatches. `partitioning="auto"` cannot choose
-            it: there XLA reduces in whatever dtype the backward pass produced.
+        params: of the master weights, and so of the optimizer state. `init` must return parameters of this dtype.
+        compute: of the working copy of the weights, which is gathered and which the model multiplies with. Batches are
+            not cast; the loss and its weight are always summed in float32.
+        reduce: of the gradients while they are summed over devices and microbatches. It has no effect under
+            `partitioning="auto"`, where XLA reduces in the dtype that the backward pass produced.
+
+    Raises:
+        ValueError: one of them is neither "fp32" nor "bf16".
     """
 
     params: str = "fp32"
@@ -36,7 +40,15 @@ class Precision:
 
     @staticmethod
     def of(precision: str | Precision) -> Precision:
-        """ "fp32", or "bf16" (fp32 master weights, bf16 compute and wire, fp32 reduction), or a `Precision`."""
+        """Return the `Precision` that a short name stands for.
+
+        Args:
+            precision: "fp32"; "bf16" (fp32 master weights, bf16 compute and gathers, fp32 reduction); or a `Precision`,
+                which is returned as it is.
+
+        Raises:
+            ValueError: it is neither.
+        """
         if isinstance(precision, Precision):
             return precision
         if precision not in DTYPES:
@@ -44,18 +56,30 @@ class Precision:
         return Precision(compute=precision)
 
     def check_params(self, params: PyTree) -> None:
-        """Raise ValueError if a weight does not rest in `params`: it would be trained in a dtype nobody asked for."""
-        wanted = DTYPES[self.params]
+        """Check that the master weights have the dtype `params`.
+
+        Args:
+            params: a pytree of parameters, real or abstract.
+
+        Raises:
+            ValueError: a parameter has another dtype.
+        """
         for path, leaf in jax.tree.leaves_with_path(params):
-            if leaf.dtype != wanted:
-                name = jax.tree_util.keystr(path, simple=True, separator="/")
+            if leaf.dtype != DTYPES[self.params]:
                 raise ValueError(
-                    f"Precision.params is {self.params}, but {name} rests in {leaf.dtype}. Initialise it in "
+                    f"Precision.params is {self.params}, but {path_of(path)} rests in {leaf.dtype}. Initialise it in "
                     f"{self.params}, or pass precision=jdp.Precision(params=..., compute=..., reduce=...)."
                 )
 
     def working_shapes(self, params: PyTree) -> PyTree:
-        """The shapes of the working copy: floating-point leaves in `compute`, others as they are."""
+        """Return the shapes and dtypes of the working copy: floating-point leaves in `compute`, others unchanged.
+
+        Args:
+            params: a pytree of parameters, real or abstract.
+
+        Returns:
+            A tree of `jax.ShapeDtypeStruct`.
+        """
 
         def shape(leaf: Any) -> jax.ShapeDtypeStruct:
             floating = jnp.issubdtype(leaf.dtype, jnp.floating)
@@ -65,8 +89,10 @@ class Precision:
 
     @property
     def compute_dtype(self) -> jnp.dtype:
+        """`compute` as a dtype."""
         return jnp.dtype(DTYPES[self.compute])
 
     @property
     def reduce_dtype(self) -> jnp.dtype:
+        """`reduce` as a dtype."""
         return jnp.dtype(DTYPES[self.reduce])

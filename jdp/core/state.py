@@ -13,15 +13,15 @@ from jdp.core.types import PyTree
 
 @dataclass(frozen=True)
 class Static:
-    """What a step needs to know of the state's making and never changes: part of the tree's structure, not a leaf.
+    """What a step needs besides arrays, fixed when the state is made: part of the tree's structure, not a leaf.
 
     Attributes:
-        tx: the optimizer, so that a step needs no other argument.
-        adapter: turns `params` and `model_state` into what the loss function takes (a `flax_nnx.Adapter` for an NNX
-            module); None when the parameters are handed over as they are.
-        specs: parameters' paths and the PartitionSpecs that the model's own metadata asks for; the plan's rules go
-            before them.
-        trained: of each leaf of the parameters, in order, whether it is trained; None: all are.
+        tx: the optimizer; therefore a step takes only a state and a batch.
+        adapter: turns `params` and `model_state` into the argument of the loss function (a `flax_nnx.Adapter` for an
+            NNX module); None if the loss function takes the parameters themselves.
+        specs: (path, PartitionSpec) for the parameters that the model's own metadata shards; the plan's rules override
+            them.
+        trained: for each leaf of the parameters, in order, whether it is trained; None if all are.
     """
 
     tx: optax.GradientTransformation
@@ -33,18 +33,21 @@ class Static:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """Everything a step changes. Frozen: a step returns a new one, and the old one's memory is donated to it.
+    """Everything a step changes, as a pytree of global arrays. Immutable: a step returns a new one.
+
+    By default a step donates the old state's memory to the new one: go on with the state that it returned.
 
     Attributes:
-        step: int32 scalar, optimizer steps taken. Schedules count these.
-        params: master weights, at their rest specs; trained ones and frozen ones. Nested dicts for an NNX module, else
-            the pytree `init` gave.
-        opt_state: the optimizer's state; leaves that mirror a parameter lie where it lies. Frozen ones have none.
-        model_state: NNX variables that are not parameters (BatchNorm statistics); `{}` if there are none.
-        rng: the typed PRNG key that every step's randomness is derived from; it never changes.
-        skipped: int32 scalar, steps that changed nothing because a gradient or new model state was not finite.
-            `consumed`, their sum with `step`, is how many batches the state has seen.
-        static: optimizer and adapter; see `Static`.
+        step: int32 scalar: optimizer steps taken. Schedules count these.
+        params: master weights, trained and frozen ones, sharded as the plan says between steps. Nested dicts for an NNX
+            module, else the pytree that `init` returned.
+        opt_state: the optimizer's state; leaves that mirror a parameter are sharded as it is. Frozen parameters have
+            none.
+        model_state: nested dict of NNX variables that are not parameters (BatchNorm statistics), replicated; `{}` if
+            there are none.
+        rng: scalar typed PRNG key from which every step's randomness is derived; it never changes.
+        skipped: int32 scalar: steps that changed nothing because a gradient or new model state was not finite.
+        static: the optimizer, and what else is no array; see `Static`.
     """
 
     step: jax.Array
@@ -57,19 +60,24 @@ class TrainState:
 
     @property
     def consumed(self) -> jax.Array:
-        """int32 scalar, batches consumed so far: where the data goes on, and what names a checkpoint."""
+        """int32 scalar, `step + skipped`: batches consumed so far. The data continues there; it names a checkpoint."""
         return self.step + self.skipped
 
     @property
     def model(self) -> Any:
-        """The model with these weights: an NNX module in evaluation mode, or `params` itself."""
+        """The model with these weights: an NNX module in evaluation mode, or `params` if `init` returned a pytree."""
         if self.static.adapter is None:
             return self.params
         return self.static.adapter.merge(self.params, self.model_state, rng=None)
 
 
 def trained_part(tree: PyTree, trained: Sequence[bool] | None) -> PyTree:
-    """`tree` with None in place of its frozen leaves: what is differentiated, and what the optimizer sees."""
+    """Return `tree`, like the parameters, with None for frozen leaves: what is differentiated and optimized.
+
+    Args:
+        tree: a tree of the parameters' structure.
+        trained: `Static.trained`.
+    """
     if trained is None:
         return tree
     leaves, treedef = jax.tree.flatten(tree)
@@ -77,7 +85,13 @@ def trained_part(tree: PyTree, trained: Sequence[bool] | None) -> PyTree:
 
 
 def with_trained(tree: PyTree, part: PyTree, trained: Sequence[bool] | None) -> PyTree:
-    """`tree` with its trained leaves taken from `part`, a tree as `trained_part` makes them."""
+    """Return `tree` with its trained leaves replaced by those of `part`, a tree as `trained_part` returns it.
+
+    Args:
+        tree: a tree of the parameters' structure.
+        part: the same with None for frozen leaves.
+        trained: `Static.trained`.
+    """
     if trained is None:
         return part
     leaves, treedef = jax.tree.flatten(tree)

@@ -1,13 +1,13 @@
 """The training step and the evaluation step, read top to bottom.
 
-A step, traced once and compiled:
-1. check the batch against mesh and accumulation, settle the partitioning, and, before the first step, check that the
-   loss bears being called on parts of the batch;
-2. gradients: Σ∇total and Σweight over all devices and microbatches (`jdp.core.gradients`), divided once;
+A step, traced once for each shape of batch and compiled:
+1. check the batch against mesh and accumulation, choose the partitioning, and, before the first step, check on a few
+   rows that the loss may be called on parts of the batch;
+2. compute the gradient: Σ∇total and Σweight over all devices and microbatches (`jdp.core.gradients`), divided once;
 3. clip by the global norm;
-4. the optimizer updates the master weights where they rest;
-5. the finite guard: if the gradient is not finite, or model state ceases to be, everything stays as it was and
-   `skipped` counts one more.
+4. update the sharded master weights;
+5. the finite guard: if the gradient or the new model state is not finite, keep everything as it was and increment
+   `skipped`.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from jdp.core.gradients.model_state import stays_finite
 from jdp.core.gradients.partitioning import REQUESTED, Choice, PartitioningRequest
 from jdp.core.optim.checks import update
 from jdp.core.precision import Precision
-from jdp.core.sharding.mesh import auto_axes, mesh_of
+from jdp.core.sharding.mesh import auto_axes, equation, mesh_of
 from jdp.core.sharding.plan import Plan
 from jdp.core.state import TrainState, trained_part, with_trained
-from jdp.core.types import Batch, LossFn, Metrics, PyTree, is_number, is_whole
+from jdp.core.types import Batch, LossFn, Metrics, PyTree, is_integer, is_number
 
 VIEWS = {"auto": auto, "manual": manual}
 
@@ -63,39 +63,45 @@ def make_train_step(
     check_loss: bool = True,
     donate: bool = True,
 ) -> Step:
-    """Make `train_step(state, batch) -> (state, metrics)`; `state` is donated: the new state takes its memory.
+    """Make `train_step(state, batch) -> (state, metrics)`. The state is donated: the new state takes its memory.
+
+    The batch is a pytree of arrays that share their leading dimension, the rows (examples) of the global batch: NumPy
+    arrays, or with several processes the global arrays that `jdp.shard_batches` makes.
 
     Args:
-        loss_fn: `loss_fn(model, batch, rng)` -> `Loss`, or a scalar taken as the mean over the batch. `model` is the
-            NNX module, when `init` gave one, else the parameters.
+        loss_fn: `loss_fn(model, batch, rng)` -> `Loss`, or a scalar, which is taken as the mean over the batch's rows.
+            `model` is the NNX module in training mode if `init` returned one, else the parameters, in the compute
+            dtype; `batch` is the whole batch or a part of its rows; `rng` is a key.
         plan: the mesh and the strategy.
-        accumulate: microbatches per step, K. The batch's rows must divide by K × the plan's batch shards.
-        precision: "fp32", "bf16" or a `Precision`.
-        partitioning: "auto", "manual", or None: the one that keeps the communication contract (`Step.partitioning` and
-            `Step.why` say which, after the first trace).
-        clip_norm: scale the gradient down to this global L2 norm (Pascanu et al. 2013, arXiv:1211.5063). Without it a
-            gradient whose squared norm overflows float32 is skipped: it would leave an optimizer's second moments
-            infinite for ever.
+        accumulate: number of microbatches per step, K. The rows of a batch must divide by K × the plan's batch shards.
+        precision: "fp32"; "bf16" (bfloat16 compute and gathers, float32 master weights and reduction); or a
+            `Precision`.
+        partitioning: "auto" (XLA places the collectives), "manual" (jdp does, under `jax.shard_map`), or None: the one
+            that keeps the communication contract. After the first trace `Step.partitioning` and `Step.why` report it.
+        clip_norm: scale the gradient down to this global L2 norm if it is larger (Pascanu et al. 2013,
+            arXiv:1211.5063). None: no clipping; then a gradient whose squared norm overflows float32 is skipped,
+            because it would make an optimizer's second moments infinite for ever.
         sync_batch_norm: under "manual", `nnx.BatchNorm` takes its statistics over the rows of all devices, as it does
-            under "auto"; False: each device over its own rows, and the running averages are averaged. Either way the
+            under "auto". False: each device over its own rows, and the running averages are averaged. In both cases the
             statistics are those of one microbatch.
-        group: so many neighbouring rows belong together (pairs: 2) and are never split over devices or microbatches.
-        check_loss: before the first step, where the loss is called on parts of the batch (manual, or microbatches),
-            compare its value on at most four groups of rows together with that on the same rows apart.
-        donate: False keeps the state that is given, in memory of its own. So does `jax_debug_nans` while it is on: it
-            runs a step whose result is not finite again, operation by operation.
+        group: number of neighbouring rows that belong together (2 for pairs) and are never split over devices or
+            microbatches.
+        check_loss: before the first step, if the loss will be called on parts of the batch ("manual", or K > 1),
+            compare its value on up to four groups of rows together with the sum of its values on each of them.
+        donate: False keeps the old state, in memory of its own. So does `jax_debug_nans`, which runs a step whose
+            result is not finite once more, operation by operation.
 
     Returns:
-        A `Step`. Metrics are float32 scalars, global: `loss` (Σtotal / Σweight), `grad_norm` (before clipping),
-        `weight`, the loss function's own, and `skipped` (int32, so far).
+        A `Step`. Its metrics are global float32 scalars: `loss` (Σtotal / Σweight), `grad_norm` (the global L2 norm
+        before clipping), `weight` (Σweight) and the loss function's own; and `skipped`, int32: skipped steps so far.
 
     Raises:
-        ValueError: a setting is out of range; and when called, a batch that does not divide, a loss that is no sum over
-            examples where it has to be, a state that was donated before; with several processes, a batch of this
-            process alone, or processes that differ in the shapes, the plan, the key or the program.
+        ValueError: a setting is out of range. The step itself raises it for a batch whose rows do not divide, a loss
+            that is no sum over examples but has to be, and a state that was donated before; with several processes,
+            also for a batch of this process alone, and if processes differ in the shapes, the plan, the key or the
+            program.
     """
-    _check_count("accumulate", "the number of microbatches", accumulate)
-    _check_count("group", "the number of neighbouring rows that belong together", group)
+    _check_settings(accumulate, group, partitioning)
     if donate not in (True, False):
         raise ValueError(f"donate is True, or False to keep the old state; got {donate!r}.")
     if clip_norm is not None and not (is_number(clip_norm) and clip_norm > 0):
@@ -104,7 +110,7 @@ def make_train_step(
         loss_fn,
         plan,
         Precision.of(precision),
-        _view(partitioning),
+        partitioning,
         accumulate,
         clip_norm,
         sync_batch_norm=sync_batch_norm,
@@ -124,18 +130,34 @@ def make_eval_step(
     group: int = 1,
     check_loss: bool = True,
 ) -> Step:
-    """Make `eval_step(state, batch) -> metrics`: forward only, `rng` is None, NNX modules are in evaluation mode.
+    """Make `eval_step(state, batch) -> metrics`: forward only, without gradients; the state is not donated.
 
-    Metrics hold `loss`, `weight` and the loss function's own; weight them by `weight` to average over batches. As in
-    training, `accumulate` microbatches take a batch's memory in turns; `group` and `check_loss` are as there.
+    Args:
+        loss_fn: `loss_fn(model, batch, rng)` -> `Loss`, or a scalar, which is taken as the mean over the batch's rows.
+            `rng` is None, and an NNX module is in evaluation mode.
+        plan: the mesh and the strategy.
+        accumulate: number of microbatches, computed one after another to save memory. The rows of a batch must divide
+            by `accumulate` × the plan's batch shards.
+        precision: "fp32", "bf16" or a `Precision`.
+        partitioning: "auto", "manual", or None: jdp chooses.
+        group: number of neighbouring rows that belong together and are never split over devices or microbatches.
+        check_loss: before the first batch, if the loss will be called on parts of it, compare its value on a few rows
+            together with the sum of its values on each of them.
+
+    Returns:
+        A `Step`. Its metrics are global float32 scalars: `loss` (Σtotal / Σweight), `weight` (Σweight) and the loss
+        function's own. To average over batches, weight each batch's metrics by its `weight`.
+
+    Raises:
+        ValueError: a setting is out of range. The step itself raises it for a batch whose rows do not divide, and for
+            what `make_train_step` lists about the loss and about several processes.
     """
-    _check_count("accumulate", "the number of microbatches", accumulate)
-    _check_count("group", "the number of neighbouring rows that belong together", group)
+    _check_settings(accumulate, group, partitioning)
     return Step(
         loss_fn,
         plan,
         Precision.of(precision),
-        _view(partitioning),
+        partitioning,
         accumulate,
         train=False,
         group=group,
@@ -145,14 +167,22 @@ def make_eval_step(
 
 @dataclass(frozen=True)
 class Step:
-    """A step: call it, or `lower` and `compile` it like a jitted function.
+    """A step: call it as `step(state, batch)`, or `lower` and `compile` it like a jitted function.
+
+    `make_train_step` and `make_eval_step` make one.
 
     Attributes:
-        loss_fn, plan, precision, accumulate, clip_norm, group, check_loss: what it was made of.
+        loss_fn: the loss function.
+        plan: the mesh and the strategy.
+        precision: dtypes of weights, computation and reduction.
         requested: the partitioning that was asked for; None leaves the choice to jdp.
-        train: a training step; else an evaluation step.
-        sync_batch_norm: batch statistics are global under "manual" too.
-        donate: the state's memory goes to the new state.
+        accumulate: number of microbatches, K.
+        clip_norm: largest global L2 norm of the gradient; None for no clipping.
+        train: True for a training step, False for an evaluation step.
+        sync_batch_norm: True if batch statistics are those of all devices' rows under "manual" too.
+        group: number of neighbouring rows that are never split.
+        check_loss: True if the loss is tried on a few rows before the first step.
+        donate: True if the new state takes the old one's memory.
     """
 
     loss_fn: LossFn
@@ -176,13 +206,13 @@ class Step:
         check_alive(state)
         batch = self._agreed_on(state, batch) if self._several else owned_batch(batch)
         if not self._checked:
-            self._before_the_first(state, batch)
+            self._check_first(state, batch)
         debugs: bool = jax.config.jax_debug_nans  # pyright: ignore[reportAttributeAccessIssue]
-        return (self._kept if debugs else self.jitted)(state, batch)
+        return (self._keeping if debugs else self.jitted)(state, batch)
 
     @property
     def partitioning(self) -> str | None:
-        """ "auto" or "manual"; None while it is not settled, which takes a first trace."""
+        """ "auto" or "manual"; None if jdp is to choose and has not traced the step yet."""
         return self._last.partitioning if self._last else self.requested
 
     @property
@@ -198,22 +228,22 @@ class Step:
 
     @property
     def sends(self) -> TracedCollectives | None:
-        """What the step asks to send, by its own trace, as it was last lowered; None while it was not."""
+        """The collectives that the step's trace asks for, when it was last lowered; None if it was not."""
         return self._collectives[-1] if self._collectives else None
 
     @cached_property
     def jitted(self) -> Any:
-        """The jitted function itself; `Step.__call__` adds checks of its arguments: 1 or 2 microseconds."""
+        """The jitted function itself; `Step.__call__` adds checks of its arguments, which take 1 or 2 microseconds."""
         return self._jit(donated=(0,) if self.donate and self.train else ())
 
     @cached_property
-    def _kept(self) -> Any:
-        """`jitted`, but the state stays: what debugs a result may run again."""
+    def _keeping(self) -> Any:
+        """`jitted` without donation: `jax_debug_nans` may run the step again on the same state."""
         return self._jit(donated=()) if self.donate and self.train else self.jitted
 
     @cached_property
     def _several(self) -> bool:
-        """Whether the mesh is of several processes."""
+        """Whether the mesh has devices of several processes."""
         return len(processes_of(self.plan.mesh)) > 1
 
     def _jit(self, donated: tuple[int, ...]) -> Any:
@@ -230,40 +260,68 @@ class Step:
         return jax.jit(train_step, donate_argnums=donated) if self.train else jax.jit(eval_step)
 
     def _agreed_on(self, state: TrainState, batch: Batch) -> Batch:
-        """The batch, after all processes agreed: once for each shape of batch, as each is a program of its own."""
+        """Return the batch after checking that all processes agree, once for each shape: each has its own program."""
         shapes = signature(batch)
         if shapes is not None and shapes not in self._agreed:
             check_global(batch)
             place = "the train step" if self.train else "the evaluation step"
             agree_on_inputs(place, state, batch, self.plan)
             if not self._checked:
-                self._before_the_first(state, batch)
+                self._check_first(state, batch)
             agree_on_program(place, self.jitted.lower(state, batch), self.plan)
             self._agreed.add(shapes)
         return batch
 
     def lower(self, state: TrainState, batch: Batch) -> jax.stages.Lowered:
-        """Trace and lower for real or abstract values; abstract ones may name devices this machine does not have.
+        """Trace and lower the step, for real or abstract values, on the mesh of `state`.
 
-        The step is lowered for the mesh that `state` lies on. Abstract batch leaves without a sharding get the plan's.
+        Args:
+            state: a train state, or what `jdp.abstract_state` returns; its devices may be described devices that this
+                machine does not have.
+            batch: arrays, or `jax.ShapeDtypeStruct` of global shapes; those without a sharding get the plan's.
+
+        Returns:
+            What `lower` of a jitted function returns.
+
+        Raises:
+            ValueError: the batch's rows do not divide, or a parameter has another dtype than `Precision.params`.
         """
         step = self.on(mesh_of(state) or self.plan.mesh)
 
-        def laid(leaf: Any) -> Any:
+        def sharded(leaf: Any) -> Any:
             if isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding is None:
                 return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=step.plan.batch_sharding)
             return leaf
 
-        traced = step.jitted.trace(state, jax.tree.map(laid, batch))
+        traced = step.jitted.trace(state, jax.tree.map(sharded, batch))
         step._collectives[:] = [read_collectives(traced)]
         return traced.lower()
 
     def compile(self, state: TrainState, batch: Batch, **compiler_options: Any) -> jax.stages.Compiled:
-        """`lower(state, batch)`, compiled; keyword arguments are XLA compiler options."""
+        """Lower the step for these values and compile it.
+
+        Args:
+            state: a train state, real or abstract, as for `lower`.
+            batch: a batch, real or abstract, as for `lower`.
+            compiler_options: options of XLA's compiler, by their names.
+
+        Returns:
+            What `compile` of a lowered function returns.
+
+        Raises:
+            ValueError: the batch's rows do not divide, or a parameter has another dtype than `Precision.params`.
+        """
         return self.lower(state, batch).compile(compiler_options=compiler_options or None)
 
     def on(self, mesh: Mesh) -> Step:
-        """The same step on another mesh."""
+        """Return this step for another mesh.
+
+        Args:
+            mesh: as for `Plan`, for example of devices that are only described.
+
+        Raises:
+            ValueError: the plan does not fit the mesh.
+        """
         if mesh == self.plan.mesh:
             return self
         step = replace(self, plan=self.plan.on(mesh))
@@ -271,9 +329,19 @@ class Step:
         return step
 
     def choose_partitioning(self, state: TrainState, batch: Batch, *, values: bool = False) -> str:
-        """Check the batch and choose the partitioning for these shapes; report it once.
+        """Check the batch, choose the partitioning for these shapes, and report it once.
 
-        With `values` the state and the batch are real, and the loss is tried on a few rows.
+        Args:
+            state: a train state, real or abstract.
+            batch: a batch, real or abstract.
+            values: True if both have values: then the loss is tried on a few rows (`check_loss`).
+
+        Returns:
+            "auto" or "manual".
+
+        Raises:
+            ValueError: the batch's rows do not divide, a parameter has another dtype than `Precision.params`, or the
+                loss is no sum over examples but has to be.
         """
         _check_rows(self, batch)
         self.precision.check_params(trained_part(state.params, state.static.trained))
@@ -281,27 +349,33 @@ class Step:
         if shapes not in self._choices or values:
             request = PartitioningRequest(self.gradient_spec(state), self.plan, self.requested, self.train)
             known = self._choices.pop(shapes, None) or request.choose(state, batch)
-            known = next(iter(self._corrected), known)  # what was found once holds for batches of other shapes too
+            known = next(iter(self._corrected), known)  # what the check found holds for batches of other shapes too
             chosen = request.check(known, state, batch) if values and self.check_loss else known
             if chosen != known:
                 self._corrected.append(chosen)
-                for name in ("jitted", "_kept"):
-                    self.__dict__.pop(name, None)  # it may have been lowered for what was known before
+                for name in ("jitted", "_keeping"):
+                    self.__dict__.pop(name, None)  # it may have been lowered for the choice before
             self._choices[shapes] = chosen
             request.announce(chosen, state)
         return self._choices[shapes].partitioning
 
-    def _before_the_first(self, state: TrainState, batch: Batch) -> None:
-        """Settle on real values, so that the loss is tried once; abstract ones are settled when they are traced."""
-        if all(isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves((state, batch))) and not any(
-            isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, batch))
-        ):
+    def _check_first(self, state: TrainState, batch: Batch) -> None:
+        """Choose the partitioning on real values, which tries the loss once; for abstract values the trace chooses."""
+        leaves = jax.tree.leaves((state, batch))
+        if all(isinstance(leaf, jax.Array | np.ndarray) and not isinstance(leaf, Tracer) for leaf in leaves):
             with auto_axes(self.plan.mesh):
                 self.choose_partitioning(state, batch, values=True)
             self._checked.append(True)
 
     def gradient_spec(self, state: TrainState) -> GradientSpec:
-        """What the gradient code needs to know."""
+        """Return what the gradient code needs: the loss, the placements and the settings.
+
+        Args:
+            state: a train state, real or abstract.
+
+        Raises:
+            ValueError: a rule of the plan matches nothing or does not divide.
+        """
         static = state.static
         return GradientSpec(
             self.loss_fn,
@@ -343,10 +417,10 @@ def _train(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState, Met
 
 
 def _norm(grads: PyTree, step: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The global L2 norm of float32 gradients, and its square; the square may overflow, the norm does not.
+    """Return the global L2 norm of float32 gradients, and its square; the square may overflow, the norm does not.
 
-    Beside Σg² it sums (g · 2⁻¹⁰⁰)² in the same pass over the gradients, which holds for all that overflows the first.
-    The factor depends on a value, or XLA would multiply the squares by its square, which is zero.
+    Beside Σg² it sums (g · 2⁻¹⁰⁰)² in the same pass over the gradients, which is finite if Σg² overflows. The factor
+    depends on a value: otherwise XLA would multiply the squares by its square, which is zero.
     """
     tiny = jnp.where(step >= 0, jnp.float32(2.0**-100), jnp.float32(1))
     square = optax.tree.norm(grads, squared=True)
@@ -368,20 +442,19 @@ def _check_rows(step: Step, batch: PyTree) -> None:
     rows, shards = batch_rows(batch), step.plan.batch_shards
     unit = shards * step.accumulate * step.group
     if rows % unit or not rows:
-        factors = [f"{axis}={step.plan.mesh.shape[axis]}" for axis in step.plan.batch_axes]
-        factors += [f"{name}={getattr(step, name)}" for name in ("accumulate", "group") if getattr(step, name) > 1]
-        equation = " × ".join(factors)
-        equation = f"{equation} = {unit}" if step.accumulate * step.group > 1 else equation
+        sizes = {axis: step.plan.mesh.shape[axis] for axis in step.plan.batch_axes}
+        sizes |= {name: getattr(step, name) for name in ("accumulate", "group") if getattr(step, name) > 1}
         near = nearest_sizes(rows, unit)
-        raise ValueError(f"A batch's rows must divide by {equation}; got {rows}. The nearest sizes are {near}.")
+        raise ValueError(f"A batch's rows must divide by {equation(sizes)}; got {rows}. The nearest sizes are {near}.")
 
 
-def _check_count(name: str, what: str, value: int) -> None:
-    if not is_whole(value) or value < 1:
-        raise ValueError(f"{name} is {what}, at least 1; got {value!r}. Give an integer.")
-
-
-def _view(partitioning: str | None) -> str | None:
+def _check_settings(accumulate: int, group: int, partitioning: str | None) -> None:
+    counts = (
+        ("accumulate", "the number of microbatches", accumulate),
+        ("group", "the number of neighbouring rows that belong together", group),
+    )
+    for name, what, value in counts:
+        if not is_integer(value) or value < 1:
+            raise ValueError(f"{name} is {what}, at least 1; got {value!r}. Give an integer.")
     if partitioning is not None and partitioning not in VIEWS:
         raise ValueError(f'partitioning is "auto", "manual" or None (jdp chooses); got {partitioning!r}.')
-    return partitioning

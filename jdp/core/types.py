@@ -1,4 +1,4 @@
-"""The types that travel: a loss as a sum and a weight, the aliases used in signatures, and what counts as a number."""
+"""Types that the whole package uses: `Loss`, the aliases in signatures, and two tests for numbers."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ import jax
 
 PyTree = Any
 Device = Any
-"""A `jax.Device`, real or only described; jaxlib ships no types for it."""
+"""A `jax.Device`, real or a description of one that this machine does not have; jaxlib ships no types for it."""
 Batch = PyTree
 """A pytree of arrays whose leading dimension is the example; global arrays inside a step."""
 Metrics = dict[str, jax.Array]
@@ -18,22 +18,23 @@ Metrics = dict[str, jax.Array]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Loss:
-    """The sum of a loss over examples, and the sum of their weights.
+    """What a loss function returns: the sum of the loss over examples, and the sum of their weights.
 
-    A step's objective is Σtotal / Σweight over all devices and all microbatches, and its gradient Σ∇total / Σweight.
-    So padding, uneven last batches, the number of microbatches and the number of devices never change the objective,
-    which an average of averages does.
+    A step minimises Σtotal / Σweight over all devices and all microbatches; its gradient is Σ∇total / Σweight.
+    Therefore padding, uneven last batches, the number of microbatches and the number of devices never change the
+    objective; an average of averages would.
 
-    Returning a `Loss` promises that `total` is a sum over examples: each example's part may depend on that example
-    only. That promise is what lets jdp sum gradients locally and synchronise once (`partitioning="manual"`).
+    Returning a `Loss` promises that `total` is a sum over examples: each example's term may depend on that example
+    only. That promise lets jdp sum gradients locally and synchronise once (`partitioning="manual"`).
 
     Args:
-        total: scalar, summed over the examples of the batch that was given.
-        weight: scalar, the sum of the examples' weights (tokens that count, rows that are not padding). No gradient
-            flows through it. Where it sums to 0 over the whole step there is nothing to learn: the step is skipped, its
-            `weight` metric is 0 and its `loss` not a number.
+        total: scalar, any floating-point dtype: the loss summed (not averaged) over the examples of the given batch.
+        weight: scalar, any dtype: the sum of the examples' weights (tokens that count, rows that are not padding). No
+            gradient flows through it. If it sums to 0 over the whole step, the step is skipped: its `weight` metric is
+            0 and its `loss` is NaN.
         metrics: name -> scalar summed over examples, reported divided by `weight`; or a pair (total, weight) with its
-            own weight, such as {"accuracy": (correct.sum(), rows)}.
+            own weight, such as {"accuracy": (correct.sum(), rows)}. The names loss, weight, grad_norm and skipped are
+            taken.
     """
 
     total: jax.Array
@@ -42,16 +43,16 @@ class Loss:
 
 
 LossFn = Callable[[Any, Batch, Any], Any]
-"""`loss_fn(model_or_params, batch, rng)` -> `Loss`, or a scalar taken as the mean over the batch."""
+"""`loss_fn(model_or_params, batch, rng)` -> `Loss`, or a scalar, which is taken as the mean over the batch's rows."""
 InitFn = Callable[[jax.Array], Any]
-"""`init(rng)` -> an `nnx.Module`, or any pytree of floating-point parameters."""
+"""`init(rng)` -> an `nnx.Module`, or any pytree of parameters."""
 
 
-def is_whole(value: Any) -> bool:
-    """Whether it is an integer, of Python or NumPy; True and 8.0 are none."""
+def is_integer(value: Any) -> bool:
+    """Return True if `value` is an integer of Python or NumPy; booleans and 8.0 are not."""
     return not isinstance(value, bool) and isinstance(value, Integral)
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a real number, of Python or NumPy; True is none."""
+    """Return True if `value` is a real number of Python or NumPy; booleans are not."""
     return not isinstance(value, bool) and isinstance(value, Real)

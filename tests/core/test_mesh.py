@@ -66,8 +66,8 @@ def test_replica_varies_slowest_wherever_it_is_written(axes):
 HOSTS = {"host": lambda device: device.process_index}
 
 
-def described(where, **axes):
-    return jdp.make_mesh(devices=target(where).devices, **axes)
+def described(name, **axes):
+    return jdp.make_mesh(devices=target(name).devices, **axes)
 
 
 def test_devices_of_a_host_stay_together():
@@ -87,13 +87,13 @@ def test_devices_of_a_host_stay_together():
         ({"model": 8, "data": 8}, "write it last, make_mesh(data=8, model=8)"),
         ({"data": 4, "model": 16}, None),  # fits on no host
         ({"model": 4, "data": 8, "expert": 2}, "make_mesh(data=8, expert=2, model=4)"),
-        ({"model": 4, "data": 4, "expert": 4}, None),  # there is room for one of them only
+        ({"model": 4, "data": 4, "expert": 4}, None),  # only one of them fits
         ({"replica": 8, "model": 4, "data": 2}, None),  # both lie on a host
     ],
 )
-def test_an_order_that_takes_the_models_axis_off_its_host_is_said(axes, advice):
-    found = better_order(described("h100:8x8", **axes), **HOSTS)
-    assert found is None if advice is None else advice in found
+def test_an_order_that_takes_the_models_axis_off_its_host_is_reported(axes, advice):
+    message = better_order(described("h100:8x8", **axes), **HOSTS)
+    assert message is None if advice is None else advice in message
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_devices_keep_the_order_given():
         ({"model": 2, "data": 4}, ("data",)),
     ],
 )
-def test_the_batch_lies_over_replica_and_data_only(axes, expected):
+def test_the_batch_is_sharded_over_replica_and_data_only(axes, expected):
     assert batch_axes(jdp.make_mesh(**axes)) == expected
 
 

@@ -305,7 +305,11 @@ def test_a_model_that_shards_itself_trains_as_on_one_device(how, partitioning):
     ("names", "sizes", "message"),
     [
         ((None, "model"), {"model": 5}, "The model's metadata must shard dimensions that divide: dimension 0 of down/"),
-        ((None, "model"), {"model": 5}, "splits it into 5. Change the size, or the mesh (data=1 × model=5), or the rule"),
+        (
+            (None, "model"),
+            {"model": 5},
+            "splits it into 5. Change the size, or the mesh (data=1 × model=5), or the rule",
+        ),
         (("model", "model"), SIZES, f"The model's metadata names an axis once; {P('model', 'model')} for"),
     ],
 )

@@ -18,8 +18,8 @@ from jdp.core.sharding.strategy import STRATEGIES
 
 
 @pytest.fixture
-def said(monkeypatch, caplog):
-    """What was said during the test, as a function: notices are said once a process, so forget the earlier ones."""
+def reported(monkeypatch, caplog):
+    """The notices of the test, as a function. Notices are reported once a process: earlier ones are forgotten."""
     monkeypatch.setattr(notices, "_said", set())
     caplog.set_level("INFO", "jdp")
     return lambda: [record.getMessage() for record in caplog.records if record.name == "jdp"]
@@ -209,7 +209,7 @@ def test_a_plan_reads_as_a_sentence(strategy, axes, text):
     assert str(jdp.Plan(jdp.make_mesh(**axes), strategy)) == text
 
 
-def test_the_batch_lies_over_replica_and_data():
+def test_the_batch_is_sharded_over_replica_and_data():
     plan = jdp.Plan(jdp.make_mesh(replica=2, data=2, model=2))
     assert plan.batch_shards == 4
     assert plan.batch_sharding == NamedSharding(plan.mesh, P(("replica", "data")))
@@ -320,28 +320,28 @@ def test_adam_costs_twelve_bytes_a_parameter_and_zero_divides_them(strategy, sha
     assert total == 12 * psi // share + 3 * 4 + 8  # step, skipped, Adam's count; the key's two words
 
 
-# What is said.
+# What is reported.
 
 
-def test_what_could_not_be_sharded_is_said_once_with_reason_and_bytes(said):
+def test_what_could_not_be_sharded_is_reported_once_with_reason_and_bytes(reported):
     plan = jdp.Plan(jdp.make_mesh(), "zero2")
     state = abstract(plan, {"w": (64, 64), "odd": (33, 101), "b1": (64,), "b2": (64,), "b3": (64,), "b4": (64,)})
     for _ in range(2):
         plan.report_replicated(state)
-    assert said() == [
+    assert reported() == [
         "odd [33, 101] is replicated: no dimension of [33, 101] divides by data=8 (13,332 bytes on every device)",
         "4 parameters of fewer than 1024 elements stay replicated (1,024 bytes on every device): b1, b2, b3 and 1 more",
     ]
 
 
 @pytest.mark.parametrize(("strategy", "devices"), [("ddp", 8), ("zero3", 1)])
-def test_where_nothing_is_sharded_nothing_is_said(strategy, devices, said):
+def test_where_nothing_is_sharded_nothing_is_reported(strategy, devices, reported):
     plan = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:devices]), strategy)
     plan.report_replicated(abstract(plan, {"odd": (33, 101)}))
-    assert said() == []
+    assert reported() == []
 
 
-def test_what_is_said_goes_to_standard_error_where_no_logging_is_set_up(monkeypatch, capsys):
+def test_what_is_reported_goes_to_standard_error_where_no_logging_is_set_up(monkeypatch, capsys):
     """Once a process; and as a library we keep quiet where the application has silenced us."""
     monkeypatch.setattr(notices, "_said", set())
     monkeypatch.setattr(notices.logger, "hasHandlers", lambda: False)

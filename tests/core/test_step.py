@@ -80,7 +80,7 @@ def trace(step, state, batch=None):
 
 
 @pytest.fixture
-def said(monkeypatch, caplog):
+def reported(monkeypatch, caplog):
     monkeypatch.setattr(notices, "_said", set())
     caplog.set_level("INFO", "jdp")
     return lambda: [record.getMessage() for record in caplog.records if record.name == "jdp"]
@@ -350,7 +350,7 @@ ALIKE_BF16 = jdp.Precision(compute="bf16", reduce="bf16")
         ("zero3", {"partitioning": "manual"}, weighted_sum, "manual", "asked for"),
     ],
 )
-def test_the_partitioning_chosen_and_why(strategy, settings, loss_fn, expected, why, said):
+def test_the_partitioning_chosen_and_why(strategy, settings, loss_fn, expected, why, reported):
     step = jdp.make_train_step(loss_fn, plan_of(strategy), **settings)
     asked = settings.get("partitioning")
     assert (step.partitioning, step.why) == (asked, "asked for" if asked else "settled when the step is first traced")
@@ -362,24 +362,24 @@ def test_the_partitioning_chosen_and_why(strategy, settings, loss_fn, expected, 
     notice = f"train step under {strategy}: partitioning={expected!r}: {step.why}"
     if expected == "manual":
         notice += "; the loss sees each device's rows alone, so examples must not mix"
-    assert [message for message in said() if " step under " in message] == ([] if asked else [notice])
+    assert [message for message in reported() if " step under " in message] == ([] if asked else [notice])
 
 
-def test_one_device_and_evaluation_are_auto(said):
+def test_one_device_and_evaluation_are_auto(reported):
     alone = jdp.make_train_step(weighted_sum, plan_of("ddp", devices=1), accumulate=4)
     trace(alone, abstract(plan_of("ddp", devices=1)))
     assert (alone.partitioning, alone.why) == ("auto", "one shard of the batch: nothing to communicate")
-    assert said() == []
+    assert reported() == []
     evaluation = jdp.make_eval_step(weighted_sum, plan_of("zero1"), precision="bf16")
     trace(evaluation, abstract(plan_of("zero1")))
     assert (evaluation.partitioning, evaluation.why) == ("auto", "an evaluation step has no gradients to reduce")
 
 
-def test_auto_says_what_it_reduces_in_where_it_was_asked_for(said):
+def test_auto_says_what_it_reduces_in_where_it_was_asked_for(reported):
     """Gradients were to be reduced in fp32; auto reduces in what the backward pass produced, and must say so."""
     step = jdp.make_train_step(weighted_sum, plan_of("ddp"), precision="bf16", partitioning="auto")
     trace(step, abstract(plan_of("ddp")))
-    assert any("reduce" in message and "bf16" in message for message in said())
+    assert any("reduce" in message and "bf16" in message for message in reported())
 
 
 # Errors.
@@ -389,7 +389,7 @@ def test_auto_says_what_it_reduces_in_where_it_was_asked_for(said):
     ("axes", "accumulate", "rows", "message"),
     [
         ({"data": 8}, 1, 60, "divide by data=8; got 60. The nearest sizes are 56 or 64."),
-        ({"replica": 2, "data": 4}, 1, 60, "divide by replica=2 × data=4; got 60. The nearest sizes are 56 or 64."),
+        ({"replica": 2, "data": 4}, 1, 60, "divide by replica=2 × data=4 = 8; got 60. The nearest sizes are 56 or 64."),
         ({"data": 8}, 4, 56, "divide by data=8 × accumulate=4 = 32; got 56. The nearest sizes are 32 or 64."),
         ({"data": 4, "model": 2}, 3, 7, "divide by data=4 × accumulate=3 = 12; got 7. The nearest sizes are 12."),
     ],
@@ -495,7 +495,7 @@ def test_evaluation_is_the_loss_without_randomness_or_donation():
 # Lowering elsewhere.
 
 
-def test_a_step_is_lowered_for_the_mesh_its_state_lies_on():
+def test_a_step_is_lowered_for_the_mesh_of_its_state():
     """The step was made for eight devices; an abstract state on four others compiles, and runs, on those."""
     tx = optax.sgd(1.0)
     step = jdp.make_train_step(weighted_sum, plan_of("zero3"), partitioning="manual")

@@ -13,20 +13,23 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import optax
 
-from jdp.core.types import is_number, is_whole
+from jdp.core.types import is_integer, is_number
 
 RULES = ("linear", "sqrt")
 
 
 def scaled_lr(base_lr: float, *, base_batch: int, batch: int, rule: Literal["linear", "sqrt"] = "linear") -> float:
-    """The learning rate for `batch` examples a step, given one that was tuned for `base_batch`.
+    """Return the learning rate for a batch size, given one that was tuned for another batch size.
+
+    "linear": base_lr · batch / base_batch, for SGD (Krizhevsky 2014, arXiv:1404.5997; Goyal et al. 2017,
+    arXiv:1706.02677). "sqrt": base_lr · √(batch / base_batch), for Adam and similar optimizers (Malladi et al. 2022,
+    arXiv:2205.10287).
 
     Args:
-        base_lr: the rate that was tuned.
-        base_batch: the global batch, in examples, that it was tuned for.
-        batch: the global batch at hand: rows a step over all devices and microbatches.
-        rule: "linear" for SGD: base_lr · batch / base_batch; "sqrt" for Adam and its kin: base_lr times the root of
-            that ratio.
+        base_lr: the learning rate that was tuned.
+        base_batch: the global batch size, in examples, that it was tuned for.
+        batch: the global batch size to use: examples a step over all devices and microbatches.
+        rule: "linear" or "sqrt".
 
     Raises:
         ValueError: a rate or a batch that is not a positive number; an unknown rule.
@@ -41,22 +44,27 @@ def scaled_lr(base_lr: float, *, base_batch: int, batch: int, rule: Literal["lin
 
 
 def warmup(rate: float | optax.Schedule, steps: int, *, start: float = 0.0) -> optax.Schedule:
-    """Gradual warm-up: from `start` up to `rate` in `steps` equal increments, then `rate` (Goyal et al. 2017, 2.2).
+    """Return a schedule with a gradual warm-up: from `start` to `rate` in equal increments, then `rate`.
 
-    The first step is one increment above `start`, so it moves already; the last of the warm-up has the full rate.
+    The first step is one increment above `start`; the last step of the warm-up has the full rate (Goyal et al. 2017,
+    arXiv:1706.02677, section 2.2).
 
     Args:
-        rate: the rate to reach, or a schedule that goes on from there; it counts its own steps from the end of the
-            warm-up, and the ramp ends at its first value.
-        steps: optimizer steps the ramp takes; 0: none.
-        start: where the ramp starts; the paper starts from the base rate of one worker's batch.
+        rate: the learning rate to reach, or an optax schedule that follows: its step 0 is the end of the warm-up, which
+            ends at its first value.
+        steps: number of optimizer steps of the warm-up; 0 for none.
+        start: the learning rate to start from; the paper starts from the base rate of one worker's batch.
+
+    Returns:
+        A function of the number of optimizer steps taken, as optax's optimizers accept for a learning rate.
 
     Raises:
-        ValueError: `rate` is neither, `steps` or `start` is negative, or `steps` not an integer.
+        ValueError: `rate` is neither a number nor a schedule, `steps` is not an integer, or `steps` or `start` is
+            negative.
     """
     if not callable(rate) and not is_number(rate):
         raise ValueError(f"A warm-up's rate is a number, or an optax schedule to go on with; got {rate!r}.")
-    if not is_whole(steps) or not is_number(start) or not (steps >= 0 and start >= 0):
+    if not is_integer(steps) or not is_number(start) or not (steps >= 0 and start >= 0):
         raise ValueError(f"A warm-up takes an integer steps >= 0 and start >= 0; got {steps=}, {start=}.")
 
     def schedule(count: Any) -> Any:

@@ -30,7 +30,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jdp.core.machine import choose_platform
 from jdp.core.notices import notice
 from jdp.core.toml import LONGEST, cut
-from jdp.core.types import Device, PyTree, is_whole
+from jdp.core.types import Device, PyTree, is_integer
 
 DATA = "data"
 """The axis that carries the batch, and that ZeRO shards over."""
@@ -125,7 +125,7 @@ def check_axes(axes: Mapping[str, int]) -> None:
             raise ValueError(
                 f"Mesh axes are named like variables, and not `devices`; got {cut(repr(name))}. Rename it."
             )
-        if not is_whole(size):
+        if not is_integer(size):
             raise ValueError(f"Mesh axes are integers, as in make_mesh(data=8); got {name}={size!r}.")
     if any(size < 1 and size != -1 for size in axes.values()) or list(axes.values()).count(-1) > 1:
         raise ValueError(

@@ -25,7 +25,7 @@ from jdp.core.sharding.optimizer_state import specs_for_leaf
 from jdp.core.sharding.placement import Placement, axes_of, bytes_per_device, rest_spec, shards, spec_entry
 from jdp.core.sharding.strategy import Strategy, strategy
 from jdp.core.state import Static, TrainState
-from jdp.core.types import PyTree, is_whole
+from jdp.core.types import PyTree, is_integer
 
 MIN_SHARD_SIZE = 1024
 """Parameters with fewer elements (4 KiB of fp32) stay replicated: gathering them takes latency, not bandwidth."""
@@ -61,7 +61,7 @@ class Plan:
     def __post_init__(self) -> None:
         strategy(self.strategy)
         object.__setattr__(self, "rules", _checked_rules(self.rules))
-        if not is_whole(self.min_shard_size) or self.min_shard_size < 0:
+        if not is_integer(self.min_shard_size) or self.min_shard_size < 0:
             raise ValueError(f"min_shard_size is a whole number of elements, 0 or more; got {self.min_shard_size!r}.")
         if DATA not in self.mesh.shape:
             raise ValueError(
