@@ -1,10 +1,11 @@
 """The layer loop of a deep model: the one place where ZeRO-3 gathers a layer, and where rematerialisation is chosen.
 
-Under ZeRO-3 a step hands the loss function whole parameters, gathered at the top, so that any code that uses them is
-right. Beside them it keeps a table: this gathered array came from that shard (`GatherTable`). `scan_layers` looks its
-leaves up in the table and loops over the *shards* instead, gathering one layer inside the loop, and again in the
-backward pass. The gather at the top is then dead code and the compiler drops it. A leaf that is not in the table (it
-was cast or reshaped on the way) is used as it is: right, but gathered for the whole step; that is said once.
+Under ZeRO-3 a step passes the loss function whole parameters, gathered at the top, so that any code that uses them is
+correct. It also keeps a table of which gathered array came from which shard (`GatherTable`). `scan_layers` looks its
+leaves up in the table and loops over the *shards* instead: it gathers one layer inside the loop, and again in the
+backward pass. The gather at the top is then dead code, which the compiler removes. A leaf that is not in the table
+(because it was cast or reshaped before) is used as it is: correct, but gathered for the whole step; that is reported
+once.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from jdp.core.sharding.placement import Placement
 from jdp.core.types import PyTree
 
 Gather = Callable[[jax.Array, Placement, int], jax.Array]
-"""`gather(shard, placement, leading)`: gather a shard whose first `leading` dims were sliced off."""
+"""`gather(shard, placement, leading)`: gather a shard of which a loop sliced off the first `leading` dimensions."""
 
 Remat = str | Callable[..., bool] | None
 Block = Callable[[Any, Any], Any]
@@ -31,9 +32,12 @@ Block = Callable[[Any, Any], Any]
 
 @dataclass(frozen=True)
 class GatherTable:
-    """The parameters of the loss being traced: id of the gathered array -> (that array, its shard, where it lives).
+    """The parameters of the loss that is being traced.
 
-    `used` takes the names of the weights that `scan_layers` was given, gathered by layer or not.
+    Attributes:
+        gather: how a shard is gathered.
+        table: id of a gathered array -> (that array, its shard, the parameter's placement).
+        used: names of the weights that `scan_layers` was called with, gathered by layer or not; it adds to them.
     """
 
     gather: Gather
@@ -41,44 +45,47 @@ class GatherTable:
     used: set[str] = field(default_factory=set[str])
 
 
-_AT_WORK: ContextVar[GatherTable | None] = ContextVar("jdp_gathers", default=None)
+_CURRENT: ContextVar[GatherTable | None] = ContextVar("jdp_gathers", default=None)
 
 
 @contextmanager
 def gathering(gathers: GatherTable) -> Generator[None]:
-    """While a loss is traced inside, `scan_layers` gathers by this table."""
-    token = _AT_WORK.set(gathers)
+    """Have `scan_layers` gather by this table while the context lasts, in which a loss is traced."""
+    token = _CURRENT.set(gathers)
     try:
         yield
     finally:
-        _AT_WORK.reset(token)
+        _CURRENT.reset(token)
 
 
 def scan_layers(block: Block, stacked: PyTree, x: PyTree, *, remat: Remat = None) -> PyTree:
     """Run `x = block(layer, x)` over all layers.
 
-    What a block changes in an NNX module (batch statistics, counters, the state of random streams) stays changed, as
-    in a Python loop over the layers: over the list itself, or over the slices of the stack, whose changes are stacked
-    again. Of what the layers share, or the block closes over, each layer finds what the one before left.
+    Under zero3 each layer's weights are gathered inside the loop, and again in the backward pass; otherwise, and
+    outside of a step, this is a plain scan (or loop) over the layers.
+
+    What a block changes in an NNX module (batch statistics, counters, the state of random streams) is kept, as in a
+    Python loop over the layers: in the elements of a list, or in the stacked variables. Variables that the layers share
+    or the block closes over are carried from each layer to the next.
 
     Args:
         block: `block(layer, x)` -> x of the same structure, shapes and dtypes. It may close over anything but
             parameters.
-        stacked: either a pytree (an NNX module is one; so is a tuple of a module and per-layer keys) whose leaves all
-            have a leading layer dimension: the loop is a `jax.lax.scan`, compiled once. Or a list (`nnx.List`) of
-            per-layer pytrees: the loop is unrolled.
-        x: the activations that enter the first layer.
-        remat: what the backward pass keeps. None: every activation; "dots": the results of matrix products; "full":
-            each layer's input only; or a policy of `jax.checkpoint_policies`. Gathered weights are never kept.
+        stacked: either a pytree (an NNX module, or for example a tuple of a module and per-layer keys) whose leaves all
+            have shape [layers, ...]: the loop is a `jax.lax.scan`, compiled once. Or a list (`nnx.List`) of per-layer
+            pytrees: the loop is unrolled.
+        x: the activations that enter the first layer: a pytree of arrays.
+        remat: what the backward pass keeps. None: every activation. "dots": the results of matrix products. "full":
+            each layer's input only. Or a policy of `jax.checkpoint_policies`. Gathered weights are never kept.
 
     Returns:
-        The activations that leave the last layer.
+        The activations that leave the last layer, like `x`.
 
     Raises:
-        ValueError: leaves of `stacked` disagree about the number of layers, `remat` is unknown, or the block changes a
-            module that is neither among the layers nor in its closure.
+        ValueError: a leaf of `stacked` has no leading dimension, or leaves have different numbers of layers; `remat` is
+            unknown; or the block changes a module that is neither among the layers nor in its closure.
     """
-    gathers = _AT_WORK.get()
+    gathers = _CURRENT.get()
     if isinstance(stacked, list | MutableSequence):
         for layer in stacked:
             x = _unrolled(block, layer, x, gathers, remat)
@@ -88,85 +95,88 @@ def scan_layers(block: Block, stacked: PyTree, x: PyTree, *, remat: Remat = None
 
 
 def _unrolled(block: Block, layer: PyTree, x: PyTree, gathers: GatherTable | None, remat: Remat) -> PyTree:
-    """One layer of a list. Where nothing asks for a trace of its own, the call is the plain one."""
-    body = _Body(block, changes.take_apart(layer), gathers, leading=0, remat=remat)
-    if not body.is_apart:
-        with changes.explaining():
+    """Run one layer of a list: a plain call, unless its weights are gathered or its activations rematerialised."""
+    body = _Body(block, changes.flatten(layer), gathers, leading=0, remat=remat)
+    if not body.is_traced:
+        with changes.explaining_trace_errors():
             return block(layer, x)
-    x, own, held = body.checkpointed(x, body.operands, changes.values(body.outside))
-    body.parts.write(body.own, own)
-    changes.assign([body.outside[i] for i in body.moved], [held[i] for i in body.moved])
+    x, own, outside = body.checkpointed(x, body.operands, changes.values(body.outside))
+    body.layer.write(body.record, own)
+    changes.assign([body.outside[i] for i in body.changed], [outside[i] for i in body.changed])
     return x
 
 
 def _scanned(block: Block, stacked: PyTree, x: PyTree, gathers: GatherTable | None, remat: Remat) -> PyTree:
-    """What a layer changes in itself leaves the scan stacked; what it changes elsewhere goes from layer to layer."""
-    body = _Body(block, changes.take_apart(stacked), gathers, leading=1, remat=remat)
-    if body.outside:  # of what is within its reach, only what it changes is carried
+    """Scan over stacked layers. Changes in a layer leave the scan stacked; changes outside are carried along."""
+    body = _Body(block, changes.flatten(stacked), gathers, leading=1, remat=remat)
+    if body.outside:  # of the variables within its reach, only those that it changes are carried
         first = jax.tree.map(lambda leaf: leaf[0], body.operands)
         jax.eval_shape(body, x, first, changes.values(body.outside))
-        body.outside = [body.outside[i] for i in body.moved]
+        body.outside = [body.outside[i] for i in body.changed]
 
     def layer(carry: Any, operands: list[Any]) -> tuple[Any, list[Any]]:
-        x, held = carry
-        x, own, held = body.checkpointed(x, operands, held)
-        return (x, held), own
+        x, outside = carry
+        x, own, outside = body.checkpointed(x, operands, outside)
+        return (x, outside), own
 
-    (x, held), own = jax.lax.scan(layer, (x, changes.values(body.outside)), body.operands)
-    body.parts.write(body.own, own)
-    changes.assign(body.outside, held)
+    (x, outside), own = jax.lax.scan(layer, (x, changes.values(body.outside)), body.operands)
+    body.layer.write(body.record, own)
+    changes.assign(body.outside, outside)
     return x
 
 
 class _Body:
-    """The call of one layer as a function of arrays alone, which is what JAX can loop over and trace apart.
+    """The call of one layer as a function of arrays alone, which JAX can scan and checkpoint.
 
     Attributes:
-        parts: the layer, or all of them stacked, taken apart.
-        outside: variables that the block can change without being given them.
-        operands: what the loop runs over, for each array of `parts`: its shard where we have one, else the array.
-        places: where the shard lives; None for what is whole.
-        own, moved: once traced, what the call changed in the layer, and which of `outside`.
+        layer: the layer, or all of them stacked, flattened.
+        outside: variables that the block can change although they are not in the layer.
+        operands: what the loop runs over, for each array of `layer`: its shard if it has one, else the array.
+        placements: of the parameters whose shards are operands; None for the other operands.
+        is_traced: True if the call gets a trace of its own (a scan or a checkpoint).
+        record, changed: set by a call: what it changed in the layer, and the indices of what it changed in `outside`.
     """
 
     def __init__(
-        self, block: Block, parts: changes.Parts, gathers: GatherTable | None, *, leading: int, remat: Remat
+        self, block: Block, layer: changes.Flattened, gathers: GatherTable | None, *, leading: int, remat: Remat
     ) -> None:
-        tables = [None if is_state else gathers for is_state in parts.are_state]
-        sources = [_source(*entry, known, leading) for entry, known in zip(parts.arrays, tables, strict=True)]
-        self.block, self.parts, self.gathers, self.leading, self.remat = block, parts, gathers, leading, remat
-        self.operands, self.places = [leaf for leaf, _ in sources], [place for _, place in sources]
-        self.rematerialised = remat is not None or any(place is not None for place in self.places)
-        self.is_apart = leading > 0 or self.rematerialised
-        self.outside = changes.closed_over(block, apart_from=parts.variables) if self.is_apart else []
-        self.own: changes.Record = []
-        self.moved: list[int] = []
+        tables = [None if is_state else gathers for is_state in layer.are_state]
+        sources = [_operand(*entry, table, leading) for entry, table in zip(layer.arrays, tables, strict=True)]
+        self.block, self.layer, self.gathers, self.leading, self.remat = block, layer, gathers, leading, remat
+        self.operands, self.placements = [leaf for leaf, _ in sources], [placement for _, placement in sources]
+        self.is_rematerialised = remat is not None or any(placement is not None for placement in self.placements)
+        self.is_traced = leading > 0 or self.is_rematerialised
+        self.outside = changes.closed_over(block, excluding=layer.variables) if self.is_traced else []
+        self.record: changes.Record = []
+        self.changed: list[int] = []
 
-    def __call__(self, x: Any, operands: list[Any], held: list[Any]) -> tuple[Any, list[Any], list[Any]]:
-        """Return the activations, what the call changed in the layer, and what `outside` then holds."""
+    def __call__(self, x: Any, operands: list[Any], outside: list[Any]) -> tuple[Any, list[Any], list[Any]]:
+        """Return the activations, what the call changed in the layer, and the values of `outside` after it."""
         gathers, leading = self.gathers, self.leading
-        whole = [
-            leaf if gathers is None or place is None else gathers.gather(leaf, place, leading)
-            for leaf, place in zip(operands, self.places, strict=True)
+        arrays = [
+            leaf if gathers is None or placement is None else gathers.gather(leaf, placement, leading)
+            for leaf, placement in zip(operands, self.placements, strict=True)
         ]
-        layer = self.parts.together(whole)
-        with changes.standing_in(self.outside, held), changes.explaining():
+        layer = self.layer.unflatten(arrays)
+        with changes.substituted(self.outside, outside), changes.explaining_trace_errors():
             x = self.block(layer, x)
             after = changes.values(self.outside)
-        self.own, own = self.parts.changes(layer, whole)
-        self.moved = [i for i, (old, new) in enumerate(zip(held, after, strict=True)) if not changes.same(old, new)]
+        self.record, own = self.layer.changes(layer, arrays)
+        pairs = zip(outside, after, strict=True)
+        self.changed = [i for i, (old, new) in enumerate(pairs) if not changes.is_unchanged(old, new)]
         return x, own, after
 
     @property
     def checkpointed(self) -> Callable[..., Any]:
-        if not self.rematerialised:
+        """The call, rematerialised if that was asked for or weights are gathered."""
+        if not self.is_rematerialised:
             return self
         # inside a scan nothing can be merged across iterations: no barriers needed
         return jax.checkpoint(self.__call__, policy=_policy(self.remat), prevent_cse=self.leading == 0)
 
 
-def _source(name: str, leaf: Any, gathers: GatherTable | None, leading: int) -> tuple[Any, Placement | None]:
-    """What the loop runs over for one leaf: its shard and where that lives, or the leaf itself and None."""
+def _operand(name: str, leaf: Any, gathers: GatherTable | None, leading: int) -> tuple[Any, Placement | None]:
+    """Return what the loop runs over for one leaf: its shard and placement, or the leaf itself and None."""
     if gathers is None:
         return leaf, None
     if id(leaf) not in gathers.table:
@@ -178,21 +188,22 @@ def _source(name: str, leaf: Any, gathers: GatherTable | None, leading: int) -> 
             "whole step; cast or reshape it inside the block"
         )
         return leaf, None
-    _, shard, place = gathers.table[id(leaf)]
+    _, shard, placement = gathers.table[id(leaf)]
     gathers.used.add(name)
-    if place.dim is None:
+    if placement.dim is None:
         return leaf, None
-    if place.dim < leading:
+    if placement.dim < leading:
         notice(
-            f"{place.path} {list(place.shape)} is sharded over its layer dimension, so it is gathered for the whole "
-            f"step; pin another one with a rule: Plan(..., rules=[({place.path!r}, PartitionSpec(None, 'data'))])"
+            f"{placement.path} {list(placement.shape)} is sharded over its layer dimension, so it is gathered for the "
+            f"whole step; pin another one with a rule: "
+            f"Plan(..., rules=[({placement.path!r}, PartitionSpec(None, 'data'))])"
         )
         return leaf, None
-    return shard, place
+    return shard, placement
 
 
 def _policy(remat: Remat) -> Callable[..., bool]:
-    """A checkpoint policy that never keeps gathered weights."""
+    """Return a checkpoint policy that never keeps gathered weights."""
     policies = {
         None: _save_activations,
         "full": jax.checkpoint_policies.nothing_saveable,
@@ -212,7 +223,7 @@ _SHAPE_ONLY = {"reshape", "transpose", "broadcast_in_dim", "squeeze", "slice", "
 def _save_activations(prim: Any, *operands: Any, **params: Any) -> bool:
     """Keep what the block computed, but neither a gathered weight nor a reshaped or widened copy of one.
 
-    A cast is kept where it narrows: then its result is what the backward pass needs, and its operand twice as large.
+    A narrowing cast is kept: the backward pass needs its result, and its operand is twice as large.
     """
     if prim.name == "convert_element_type":
         return params["new_dtype"].itemsize < operands[0].dtype.itemsize
@@ -220,6 +231,7 @@ def _save_activations(prim: Any, *operands: Any, **params: Any) -> bool:
 
 
 def _check_stacked(stacked: PyTree) -> None:
+    """Check that every leaf is [layers, ...] with one number of layers."""
     counts: dict[int, str] = {}
     for path, leaf in jax.tree.leaves_with_path(stacked):
         name = jax.tree_util.keystr(path)
@@ -227,5 +239,5 @@ def _check_stacked(stacked: PyTree) -> None:
             raise ValueError(f"scan_layers: every leaf needs a leading layer dimension; {name} is a scalar.")
         counts.setdefault(leaf.shape[0], name)
     if len(counts) != 1:
-        found = ", ".join(f"{name} has {count}" for count, name in counts.items()) or "there are no leaves"
-        raise ValueError(f"scan_layers: every leaf has one leading layer dimension, the same for all; {found}.")
+        given = ", ".join(f"{name} has {count}" for count, name in counts.items()) or "there are no leaves"
+        raise ValueError(f"scan_layers: every leaf has one leading layer dimension, the same for all; {given}.")

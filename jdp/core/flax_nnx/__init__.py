@@ -1,7 +1,9 @@
-"""Everything jdp knows of Flax NNX.
+"""The only code of jdp's core that knows Flax NNX.
 
-`adapter`: how a module becomes plain trees of arrays, and back. `changes`: what a call changes in modules that it gets
-as copies. `norms`: batch statistics over several devices. `structure`: when two modules are made alike.
+adapter.py    splits a module into plain trees of arrays, and merges them again
+changes.py    carries changes that a call makes in modules out of a scan or a checkpoint
+norms.py      batch statistics over several devices
+structure.py  compares the structure of two modules
 """
 
 from jdp.core.flax_nnx.adapter import Adapter as Adapter

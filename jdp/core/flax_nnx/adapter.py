@@ -1,17 +1,17 @@
-"""How an NNX module becomes plain trees of arrays, and back.
+"""Split an NNX module into plain trees of arrays, and merge them into a module again.
 
-A module is split once, at initialisation, and put together again only while a step is traced; no call of a compiled
-step walks a module. Its parameters become nested dicts with text keys, which JAX flattens natively.
+A module is split once, at initialisation, and merged only while a step is traced; no call of a compiled step walks a
+module. Its parameters become nested dicts with text keys, which JAX flattens natively.
 
 Three kinds of variables:
 - `nnx.Param`: parameters;
-- `nnx.RngState` (the keys and counters inside `nnx.Dropout(rngs=...)`): never carried along. Every merge seeds them
+- `nnx.RngState` (the keys and counters inside `nnx.Dropout(rngs=...)`): not part of the state. Every merge seeds them
   anew from the step's key, so the masks depend on that key alone;
-- all others (BatchNorm statistics), and arrays that are plain attributes (tables): model state, returned changed by the
-  step. What a call adds to the module (`sow`) is dropped, and that is said.
+- all others (BatchNorm statistics), and arrays that are plain attributes (tables): model state, which the step returns
+  changed. What a call adds to the module (`sow`) is dropped, and reported.
 
-Where a device sees only its part of the batch, `nnx.BatchNorm` (a subclass, too) can be given the mesh axes to take its
-statistics over. Of other state that a call changes, each device then has its own: floating-point values are averaged.
+If a device sees only its part of the batch, `nnx.BatchNorm` (or a subclass) can take its statistics over mesh axes. Of
+other state that a call changes, each device then has its own: floating-point values are averaged.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ Flat = dict[tuple[Any, ...], Any]
 
 @dataclass(frozen=True)
 class Adapter:
-    """What a module is besides its arrays.
+    """A module without its arrays. Adapters of modules of equal structure are equal.
 
     Attributes:
-        structure: what is compared; adapters of modules that are made alike are equal.
+        structure: what is compared.
         graphdef: the module's structure, as NNX has it.
-        variables: every variable by its path, holding shapes only; a merge fills in the arrays.
-        unsynchronised: paths of the variables that calls may change and that belong to no `nnx.BatchNorm`.
+        variables: path -> variable that holds shapes only; a merge fills in the arrays.
+        unsynchronised: slash-joined paths of the variables that calls may change and that belong to no `nnx.BatchNorm`.
     """
 
     structure: Structure
@@ -58,17 +58,23 @@ class Adapter:
         rng: jax.Array | None,
         sync_axes: tuple[str, ...] = (),
     ) -> nnx.Module:
-        """Put the module together: in training mode with `rng` to draw from, in evaluation mode without one.
+        """Build the module: in training mode with a key to draw from, in evaluation mode without one.
 
-        Batch statistics are taken over the mesh axes `sync_axes` (those of the `shard_map` it is called in), beside
-        the rows at hand.
+        Args:
+            params: nested dict of the parameters.
+            model_state: nested dict of the other variables, without random streams.
+            rng: the key that seeds the random streams; None for evaluation mode.
+            sync_axes: mesh axes (of the `shard_map` that it is called in) over which batch statistics are taken, in
+                addition to the local rows.
         """
         filled: Flat = {}
         for path, variable in self.variables.items():
-            if _is_rng(variable):
+            if isinstance(variable, nnx.RngState):
                 value = _seeded(variable, rng, len(filled))
             else:
-                value = _at(params if isinstance(variable, nnx.Param) else model_state, path)
+                value = params if isinstance(variable, nnx.Param) else model_state
+                for key in path:
+                    value = value[str(key)]
             filled[path] = variable.replace(value) if isinstance(variable, nnx.Variable) else value
         module = nnx.merge(self.graphdef, nnx.from_flat_state(filled))
         for _, norm in _batch_norms(module):
@@ -77,7 +83,7 @@ class Adapter:
         return module
 
     def changed(self, module: nnx.Module) -> dict[str, Any]:
-        """The model state after the module was called: of what it had before; what the call added is dropped."""
+        """Return the model state after the module was called; variables that the call added are dropped."""
         after = {path: _value(leaf) for path, leaf in _flat(module).items() if _is_model_state(leaf)}
         if added := [path for path in after if path not in self.variables]:
             notice(f"{'/'.join(map(str, added[0]))} was added to the model by its call, and is not kept between steps")
@@ -85,12 +91,12 @@ class Adapter:
 
     @property
     def has_statistics(self) -> bool:
-        """Whether calls may change state that depends on the batch, as BatchNorm's do."""
+        """Whether calls may change variables that are neither parameters nor random streams, as BatchNorm's do."""
         return any(_is_statistic(variable) for variable in self.variables.values())
 
     @property
     def unsynchronised_floats(self) -> tuple[str, ...]:
-        """Of `unsynchronised`, what is floating point."""
+        """Those of `unsynchronised` that hold floating-point arrays."""
         floats = {
             "/".join(map(str, path))
             for path, variable in self.variables.items()
@@ -101,17 +107,20 @@ class Adapter:
 
     @property
     def batch_statistics(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes of the running averages (`nnx.BatchStat`): a mean and a variance for each batch norm."""
+        """Shapes of the running averages (`nnx.BatchStat`): a mean and a variance for each batch norm."""
         statistics = [v.get_value() for v in self.variables.values() if isinstance(v, nnx.BatchStat)]
         return tuple(leaf.shape for leaf in jax.tree.leaves(statistics))
 
 
 def built(init: Callable[[jax.Array], Any], rng: jax.Array) -> tuple[Any, tuple[tuple[str, PartitionSpec], ...]]:
-    """What `init(rng)` makes, and its parameters' paths with the PartitionSpecs that its metadata asks for.
+    """Call `init` and read the sharding metadata of its parameters.
 
-    NNX variables keep their metadata (`nnx.with_partitioning`, `out_sharding`), but are not laid by it at once: where
-    things live is the plan's. Of linen's boxes (`nn.Partitioned`) the values remain. Logical names are translated by
-    the rules at hand (`sharding_rules`, flax's context).
+    NNX variables keep their metadata (`nnx.with_partitioning`, `out_sharding`), but are not sharded by it eagerly: the
+    plan shards them. linen's boxes (`nn.Partitioned`) are replaced by their values. Logical names are translated by the
+    rules in force (the variable's `sharding_rules`, or flax's context).
+
+    Returns:
+        What `init(rng)` returned, and (path, spec) for each parameter whose metadata shards it.
     """
     with nnx.use_eager_sharding(False):
         model = init(rng)
@@ -126,9 +135,9 @@ def built(init: Callable[[jax.Array], Any], rng: jax.Array) -> tuple[Any, tuple[
 
 
 def _spec(variable: nnx.Variable[Any]) -> PartitionSpec:
-    """A variable's spec, without the entries at its end that say nothing.
+    """Return the spec that a variable's metadata asks for; empty if there is none.
 
-    Layers that were stacked by a plain `vmap` still have one layer's metadata: it holds for the last dimensions.
+    Layers that were stacked by a plain `vmap` still have one layer's metadata, which is for the last dimensions.
     """
     spec = get_var_pspec(variable) or PartitionSpec()
     if not any(spec) or not hasattr(variable.get_value(), "ndim"):  # a tree of arrays has no one spec
@@ -148,7 +157,11 @@ def _box_spec(box: Partitioned[Any]) -> PartitionSpec:
 
 
 def split(model: Any) -> tuple[Any, Any, Adapter | None]:
-    """Return (params, model_state, adapter); a pytree that is not an NNX module comes back as it is, adapter None."""
+    """Split a module into (params, model_state, adapter); a pytree that is no NNX module gives (itself, {}, None).
+
+    Raises:
+        ValueError: a variable of the module holds something that is no array.
+    """
     if not isinstance(model, nnx.Module):
         return model, {}, None
     variables = _flat(model)
@@ -165,7 +178,12 @@ def split(model: Any) -> tuple[Any, Any, Adapter | None]:
 
 
 def matches(adapter: Adapter, paths: Sequence[str], wrt: Any) -> tuple[bool, ...]:
-    """Of the parameters at `paths`, which an NNX filter selects (a type of variable, a callable, `nnx.All(...)`).
+    """Return for each parameter whether an NNX filter selects it.
+
+    Args:
+        adapter: the module's.
+        paths: slash-joined paths of the parameters' leaves.
+        wrt: the filter: a type of variable, a callable, `nnx.All(...)`.
 
     Raises:
         ValueError: `wrt` is no filter.
@@ -177,9 +195,9 @@ def matches(adapter: Adapter, paths: Sequence[str], wrt: Any) -> tuple[bool, ...
             "`wrt` is None, a path pattern or a sequence of them ('head/*'), or a filter of nnx (nnx.LoRAParam); "
             f"got {wrt!r}."
         ) from error
-    found = {tuple(map(str, path)): bool(selects(path, leaf)) for path, leaf in adapter.variables.items()}
-    parts = [tuple(path.split("/")) for path in paths]  # a variable may hold a tree, whose leaves have longer paths
-    return tuple(next(found[p[:n]] for n in range(len(p), 0, -1) if p[:n] in found) for p in parts)
+    selected = {tuple(map(str, path)): bool(selects(path, leaf)) for path, leaf in adapter.variables.items()}
+    keys = [tuple(path.split("/")) for path in paths]  # a variable may hold a tree, whose leaves have longer paths
+    return tuple(next(selected[k[:n]] for n in range(len(k), 0, -1) if k[:n] in selected) for k in keys)
 
 
 def _flat(module: nnx.Module) -> Flat:
@@ -191,13 +209,9 @@ def _value(leaf: Any) -> Any:
 
 
 def _shape(leaf: Any) -> Any:
-    """The leaf with shapes in place of its arrays."""
+    """Return the leaf with shapes instead of its arrays."""
     shapes = jax.tree.map(lambda x: jax.typeof(x) if hasattr(x, "dtype") else x, _value(leaf))
     return leaf.replace(shapes) if isinstance(leaf, nnx.Variable) else shapes
-
-
-def _is_rng(variable: Any) -> bool:
-    return isinstance(variable, nnx.RngState)
 
 
 def _is_model_state(variable: Any) -> bool:
@@ -213,7 +227,7 @@ def _batch_norms(module: nnx.Module) -> list[tuple[tuple[Any, ...], nnx.BatchNor
 
 
 def _seeded(variable: Any, rng: jax.Array | None, index: int) -> jax.Array:
-    """A fresh key or a zero counter for one RNG variable; in evaluation mode a key that nothing draws from."""
+    """Return a new key or a zero counter for one RNG variable; in evaluation mode a key that nothing draws from."""
     aval = variable.get_value()
     if not jax.numpy.issubdtype(aval.dtype, jax.dtypes.prng_key):
         return jax.numpy.zeros(aval.shape, aval.dtype)
@@ -225,6 +239,7 @@ def _seeded(variable: Any, rng: jax.Array | None, index: int) -> jax.Array:
 
 
 def _nest(flat: Flat) -> dict[str, Any]:
+    """Return nested dicts with text keys."""
     nested: dict[str, Any] = {}
     for path, value in flat.items():
         *parents, last = map(str, path)
@@ -235,13 +250,8 @@ def _nest(flat: Flat) -> dict[str, Any]:
     return nested
 
 
-def _at(nested: Any, path: tuple[Any, ...]) -> Any:
-    for key in path:
-        nested = nested[str(key)]
-    return nested
-
-
 def _check_state(state: Flat) -> None:
+    """Check that the variables of the model state hold arrays."""
     for path, value in state.items():
         for leaf in jax.tree.leaves(value):
             if not hasattr(leaf, "dtype") and not isinstance(leaf, int | float | complex):

@@ -1,14 +1,13 @@
-"""What a call changes in the NNX modules that it works on, where JAX traces the call apart.
+"""Changes that a call makes in NNX modules, although JAX traces the call separately.
 
 Inside a `jax.lax.scan` or a `jax.checkpoint` NNX refuses to change a variable that was made outside: the new value
-would be a tracer that outlives its trace. So there
-1. the call gets a copy of its argument, put together from the arrays that the trace was given (`Parts.together`), and
-   the variables that it reaches by itself, through its closure, hold the trace's arrays for as long as it runs
-   (`standing_in`);
-2. what changed leaves the trace as arrays (`Parts.changes`, `values`);
-3. outside, those are written into the variables that were meant (`Parts.write`, `assign`).
+would be a tracer that outlives its trace. Therefore
+1. the call gets a copy of its argument, built from the arrays of the trace (`Flattened.unflatten`), and the variables
+   that it reaches through its closure hold the trace's arrays while it runs (`substituted`);
+2. what changed leaves the trace as arrays (`Flattened.changes`, `values`);
+3. outside, those arrays are written into the original variables (`Flattened.write`, `assign`).
 
-Of layers that hold no NNX variables, such as plain dicts, linen's or equinox's trees, the same steps find nothing.
+If the layers hold no NNX variables (plain dicts, linen's or equinox's trees), the same steps change nothing.
 """
 
 from __future__ import annotations
@@ -26,21 +25,23 @@ from flax import nnx
 from flax.errors import TraceContextError
 from flax.nnx.tracers import TraceState
 
+from jdp.core.flax_nnx.structure import is_filled
+
 Path = tuple[Any, ...]
 Record = list[tuple[Path, Any]]
 """What changed: its path, and the treedef that makes a variable (or array) of the arrays that left the trace."""
 
 
 @dataclass(frozen=True)
-class Parts:
-    """A pytree taken apart into arrays, each NNX variable once, in however many places it is used.
+class Flattened:
+    """A pytree flattened to variables and other leaves, each variable once even if it is used in several places.
 
     Attributes:
         tree: the pytree itself.
         treedef: its structure down to variables and other leaves.
-        paths: where each of those is.
+        paths: the key path of each of them.
         nodes: the distinct variables and leaves.
-        slots: for each path, which of `nodes` is there.
+        slots: for each path, the index in `nodes`.
     """
 
     tree: Any
@@ -53,108 +54,109 @@ class Parts:
     def arrays(self) -> list[tuple[str, Any]]:
         """(path as text, array) of everything in `nodes`, in order."""
         first = {slot: path for path, slot in reversed(list(zip(self.paths, self.slots, strict=True)))}
-        found: list[tuple[str, Any]] = []
-        for slot, node in enumerate(self.nodes):
-            for path, array in jax.tree.leaves_with_path(node):
-                found.append((jax.tree_util.keystr((*first[slot], *path)), array))
-        return found
+        return [
+            (jax.tree_util.keystr((*first[slot], *path)), array)
+            for slot, node in enumerate(self.nodes)
+            for path, array in jax.tree.leaves_with_path(node)
+        ]
 
     @property
     def are_state(self) -> list[bool]:
-        """Of each of `arrays`, whether it is of a variable that is no parameter."""
+        """For each of `arrays`, whether it belongs to a variable that is no parameter."""
         state = [isinstance(node, nnx.Variable) and not isinstance(node, nnx.Param) for node in self.nodes]
         return [is_state for node, is_state in zip(self.nodes, state, strict=True) for _ in jax.tree.leaves(node)]
 
     @property
     def variables(self) -> list[nnx.Variable[Any]]:
+        """The NNX variables among `nodes`."""
         return [node for node in self.nodes if isinstance(node, nnx.Variable)]
 
-    def together(self, arrays: Iterable[Any]) -> Any:
-        """A copy of the tree that holds `arrays` instead; what was shared in the tree is shared in the copy."""
-        left = iter(arrays)
+    def unflatten(self, arrays: Iterable[Any]) -> Any:
+        """Return a copy of the tree with `arrays` instead; a variable shared in the tree is shared in the copy."""
+        remaining = iter(arrays)
         structures = (jax.tree.structure(node) for node in self.nodes)
-        nodes = [jax.tree.unflatten(s, list(islice(left, s.num_leaves))) for s in structures]
+        nodes = [jax.tree.unflatten(s, list(islice(remaining, s.num_leaves))) for s in structures]
         return jax.tree.unflatten(self.treedef, [nodes[slot] for slot in self.slots])
 
     def changes(self, copy: Any, arrays: Iterable[Any]) -> tuple[Record, list[Any]]:
-        """What differs, by identity, in a `copy` made of `arrays` after the call: the record, and the new arrays."""
-        left = iter(arrays)
-        given = [list(islice(left, jax.tree.structure(node).num_leaves)) for node in self.nodes]
+        """Return what a call changed, by identity, in a `copy` made of `arrays`: the record, and the new arrays."""
+        remaining = iter(arrays)
+        given = [list(islice(remaining, jax.tree.structure(node).num_leaves)) for node in self.nodes]
         before = {path: given[slot] for path, slot in zip(self.paths, self.slots, strict=True)}
         record: Record = []
         new: list[Any] = []
         seen: set[int] = set()
         for path, node in jax.tree.flatten_with_path(copy, is_leaf=_is_variable)[0]:
             leaves, structure = jax.tree.flatten(node)
-            old = before.get(path, [])
-            if id(node) not in seen and not (path in before and same(old, leaves)):
+            if id(node) not in seen and not (path in before and is_unchanged(before[path], leaves)):
                 record.append((path, structure))
                 new += leaves
             seen.add(id(node))
         return record, new
 
     def write(self, record: Record, arrays: Iterable[Any]) -> None:
-        """Write into the tree itself what `changes` found in a copy; a variable that was added there is added here."""
-        own = {path: self.nodes[slot] for path, slot in zip(self.paths, self.slots, strict=True)}
-        left = iter(arrays)
+        """Write what `changes` returned into the tree itself; a variable that was added to the copy is added here."""
+        originals = {path: self.nodes[slot] for path, slot in zip(self.paths, self.slots, strict=True)}
+        remaining = iter(arrays)
         for path, structure in record:
-            value = jax.tree.unflatten(structure, list(islice(left, structure.num_leaves)))
-            if isinstance(own.get(path), nnx.Variable) and isinstance(value, nnx.Variable):
-                own[path].set_raw_value(value.get_raw_value())
+            value = jax.tree.unflatten(structure, list(islice(remaining, structure.num_leaves)))
+            if isinstance(originals.get(path), nnx.Variable) and isinstance(value, nnx.Variable):
+                originals[path].set_raw_value(value.get_raw_value())
             else:
                 _put(self.tree, path, value)
 
 
-def take_apart(tree: Any) -> Parts:
-    """The arrays of a pytree, NNX variables known for what they are."""
-    found, treedef = jax.tree.flatten_with_path(tree, is_leaf=_is_variable)
+def flatten(tree: Any) -> Flattened:
+    """Flatten a pytree down to NNX variables and other leaves."""
+    leaves, treedef = jax.tree.flatten_with_path(tree, is_leaf=_is_variable)
     slot_of: dict[int, int] = {}
     nodes: list[Any] = []
-    for _, node in found:
+    for _, node in leaves:
         if id(node) not in slot_of:
             slot_of[id(node)] = len(nodes)
             nodes.append(node)
-    return Parts(tree, treedef, [path for path, _ in found], nodes, [slot_of[id(node)] for _, node in found])
+    return Flattened(tree, treedef, [path for path, _ in leaves], nodes, [slot_of[id(node)] for _, node in leaves])
 
 
-def closed_over(call: Any, apart_from: Iterable[nnx.Variable[Any]]) -> list[nnx.Variable[Any]]:
-    """The variables, parameters left out, that `call` can reach and change by itself, apart from those of its layers.
+def closed_over(call: Any, excluding: Iterable[nnx.Variable[Any]]) -> list[nnx.Variable[Any]]:
+    """Return the variables, without parameters, that `call` can reach and change besides those of its arguments.
 
-    Looked through are closures, default arguments, globals that the code names, bound methods, partial functions,
-    containers, and the attributes of plain objects found there.
+    Searched are closures, default arguments, globals that the code names, bound methods, partial functions, containers,
+    and the attributes of plain objects found there.
     """
-    skipped = {id(variable) for variable in apart_from}
-    found = {id(variable): variable for variable in _reached(call, set(), 1)}
+    excluded = {id(variable) for variable in excluding}
+    reached = {id(variable): variable for variable in _reached(call, set(), 1)}
     return [
         variable
-        for key, variable in found.items()
-        if key not in skipped and not isinstance(variable, nnx.Param) and variable._can_update  # pyright: ignore[reportPrivateUsage]
+        for key, variable in reached.items()
+        if key not in excluded and not isinstance(variable, nnx.Param) and variable._can_update  # pyright: ignore[reportPrivateUsage]
     ]
 
 
-def same(one: Any, other: Any) -> bool:
-    """Whether two trees hold the very same arrays: nobody changed them."""
-    ours, theirs = jax.tree.leaves(one), jax.tree.leaves(other)
-    return len(ours) == len(theirs) and all(a is b for a, b in zip(ours, theirs, strict=True))
+def is_unchanged(before: Any, after: Any) -> bool:
+    """Return True if two trees hold the very same arrays."""
+    old, new = jax.tree.leaves(before), jax.tree.leaves(after)
+    return len(old) == len(new) and all(a is b for a, b in zip(old, new, strict=True))
 
 
 def values(variables: Sequence[nnx.Variable[Any]]) -> list[Any]:
-    """What the variables hold: arrays, or trees of them."""
+    """Return the values of the variables: arrays, or trees of them."""
     return [variable.get_raw_value() for variable in variables]
 
 
-def assign(variables: Sequence[nnx.Variable[Any]], held: Sequence[Any]) -> None:
-    for variable, value in zip(variables, held, strict=True):
+def assign(variables: Sequence[nnx.Variable[Any]], new: Sequence[Any]) -> None:
+    """Set the values of the variables."""
+    for variable, value in zip(variables, new, strict=True):
         variable.set_raw_value(value)
 
 
 @contextmanager
-def standing_in(variables: Sequence[nnx.Variable[Any]], held: Sequence[Any]) -> Generator[None]:
-    """While the context lasts, the variables hold `held` and belong to the trace at work; then they are as before."""
+def substituted(variables: Sequence[nnx.Variable[Any]], new: Sequence[Any]) -> Generator[None]:
+    """Give the variables the values `new`, and the current trace as their own, while the context lasts."""
     fields = ("_trace_state", "_raw_value")
     kept = [[getattr(variable, name) for name in fields] for variable in variables]
     try:
-        for variable, value in zip(variables, held, strict=True):
+        for variable, value in zip(variables, new, strict=True):
             _set(variable, fields, (TraceState(), value))
         yield
     finally:
@@ -163,8 +165,12 @@ def standing_in(variables: Sequence[nnx.Variable[Any]], held: Sequence[Any]) -> 
 
 
 @contextmanager
-def explaining() -> Generator[None]:
-    """Say in words which changes cannot leave a block."""
+def explaining_trace_errors() -> Generator[None]:
+    """Turn NNX's error about a change that cannot leave a trace into one that names the fix.
+
+    Raises:
+        ValueError: instead of flax's TraceContextError.
+    """
     try:
         yield
     except TraceContextError as error:
@@ -176,7 +182,7 @@ def explaining() -> Generator[None]:
 
 
 def _reached(thing: Any, seen: set[int], objects: int) -> Iterator[nnx.Variable[Any]]:
-    """Variables within reach of `thing`; `objects`: how many plain objects deep to look for more."""
+    """Yield the variables within reach of `thing`; look into plain objects `objects` levels deep."""
     if id(thing) in seen or thing is None:
         return
     seen.add(id(thing))
@@ -202,13 +208,13 @@ def _reached(thing: Any, seen: set[int], objects: int) -> Iterator[nnx.Variable[
             inside, objects = list(vars(thing).values()), objects - 1
         case _:
             pass
-    for part in inside:
-        yield from _reached(part, seen, objects)
+    for inner in inside:
+        yield from _reached(inner, seen, objects)
 
 
 def _of_function(function: types.FunctionType) -> list[Any]:
-    """What a function holds on to: cells that are filled, defaults, what its wrapper wraps, and globals of its own."""
-    cells = [cell.cell_contents for cell in function.__closure__ or () if _filled(cell)]
+    """Return what a function refers to: filled cells, defaults, the function it wraps, globals of its module."""
+    cells = [cell.cell_contents for cell in function.__closure__ or () if is_filled(cell)]
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
     named = (function.__globals__.get(name) for name in _names(function.__code__))
     own = [
@@ -220,14 +226,8 @@ def _of_function(function: types.FunctionType) -> list[Any]:
     return [*cells, *defaults, getattr(function, "__wrapped__", None), *own]
 
 
-def _filled(cell: types.CellType) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:  # a name that is bound later
-        return False
-
-
 def _names(code: types.CodeType) -> Iterator[str]:
+    """Yield the names that code and the code inside it use."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -238,14 +238,14 @@ def _is_variable(node: Any) -> bool:
     return isinstance(node, nnx.Variable)
 
 
-def _set(variable: nnx.Variable[Any], fields: Sequence[str], given: Sequence[Any]) -> None:
-    """Past the check of the trace level that NNX's own setters make."""
-    for name, value in zip(fields, given, strict=True):
+def _set(variable: nnx.Variable[Any], fields: Sequence[str], new: Sequence[Any]) -> None:
+    """Set attributes without the check of the trace level that NNX's own setters make."""
+    for name, value in zip(fields, new, strict=True):
         object.__setattr__(variable, name, value)
 
 
 def _put(tree: Any, path: Path, value: Any) -> None:
-    """Set what is at `path`, by attribute, key or position."""
+    """Set the value at `path` in a tree, by attribute, key or index."""
     *parents, last = path
     for key in parents:
         tree = getattr(tree, key.name) if isinstance(key, jax.tree_util.GetAttrKey) else tree[_index(key)]

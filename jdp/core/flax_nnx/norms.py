@@ -1,7 +1,7 @@
 """Batch statistics over several devices, each of which sees its own rows.
 
-`nnx.BatchNorm` with an axis name takes the mean of the devices' means. With a mask that is the mean over all rows only
-while every device masks as many, so here sums and counts travel instead.
+`nnx.BatchNorm` with an axis name averages the devices' means. With a mask, that equals the mean over all rows only if
+every device masks equally many, so here sums and counts are reduced instead.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jdp.core.notices import notice
 
 
 def synchronise(norm: nnx.BatchNorm, axes: tuple[str, ...]) -> None:
-    """Have a norm take its statistics over the mesh axes `axes` as well; over none: over the rows at hand alone."""
+    """Make a norm take its statistics over the mesh axes `axes` besides the local rows; `()`: local rows only."""
     if norm.axis_name is not None:
         notice("BatchNorm's own axis_name is not read: jdp gives it the axes of the batch (sync_batch_norm)")
     norm.axis_name = cast(Any, axes or None)
@@ -26,13 +26,13 @@ def synchronise(norm: nnx.BatchNorm, axes: tuple[str, ...]) -> None:
 
 
 class _Masked(nnx.BatchNorm):
-    """nnx.BatchNorm whose statistics of masked rows are those of all devices' rows together."""
+    """nnx.BatchNorm whose statistics with a mask are those of all devices' rows together."""
 
     def __call__(
         self, x: jax.Array, use_running_average: bool | None = None, *, mask: jax.Array | None = None
     ) -> jax.Array:
-        still = self.use_running_average if use_running_average is None else use_running_average
-        if mask is None or still or still is None:
+        running = self.use_running_average if use_running_average is None else use_running_average
+        if mask is None or running or running is None:
             return super().__call__(x, use_running_average, mask=mask)
         scale, bias = (None if v is None else v[...] for v in (self.scale, self.bias))
         x, mean, _, scale, bias = self.promote_dtype((x, self.mean[...], self.var[...], scale, bias), dtype=self.dtype)
@@ -46,7 +46,7 @@ class _Masked(nnx.BatchNorm):
         return (y if bias is None else y + bias.reshape(shape)).astype(x.dtype)
 
     def _statistics(self, x: jax.Array, dims: tuple[int, ...], mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Mean and variance over `dims` of what the mask counts, in float32 at least; NaN where it counts nothing."""
+        """Return mean and variance over `dims` of the unmasked elements, in float32 or wider; NaN if all are masked."""
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         mask = mask.reshape((1,) * (x.ndim - mask.ndim) + mask.shape)
         counted = jnp.broadcast_to(mask, [x.shape[i] if i in dims else size for i, size in enumerate(mask.shape)])
@@ -68,7 +68,7 @@ class _Masked(nnx.BatchNorm):
 
 @functools.cache
 def _masked(kind: type[nnx.BatchNorm]) -> type[nnx.BatchNorm]:
-    """`kind` with `_Masked` before nnx.BatchNorm, so that a subclass which calls `super()` has it too."""
+    """Return a class with `_Masked` between `kind` and nnx.BatchNorm, so that `super()` in a subclass finds it."""
     if issubclass(_Masked, kind):
         return _Masked
     return cast(Any, type(kind.__name__, (cast(Any, kind), _Masked), {}))

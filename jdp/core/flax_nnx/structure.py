@@ -1,8 +1,8 @@
-"""Whether two modules are made alike, so that a step compiled for the one serves the other.
+"""Compare the structure of two modules, so that a step compiled for one of them serves the other.
 
-NNX compares what a module's attributes hold. Functions are compared by identity: a lambda or a `functools.partial` that
-is written in a module's `__init__` is another one in every instance. Here they are alike when they run the same code on
-the same values.
+NNX compares the values of a module's attributes, and functions by identity: a lambda or a `functools.partial` that is
+written in a module's `__init__` is another object in every instance. Here two functions are equal if they run the same
+code on the same values.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from flax.nnx.graphlib import Static
 
 @dataclass(frozen=True)
 class Structure:
-    """A graphdef that can be compared: equal, and of equal hash, for modules that are made alike.
+    """A graphdef that can be compared: equal, and of equal hash, for modules of equal structure.
 
     Attributes:
-        nodes: NNX's own description of them.
-        attributes: of every node in turn: names, with what they hold, functions by what they do.
+        nodes: NNX's description of the nodes.
+        attributes: (name, value to compare) of every attribute of every node, in order.
     """
 
     nodes: tuple[Any, ...]
@@ -31,18 +31,18 @@ class Structure:
 
     @property
     def may_differ(self) -> bool:
-        """Whether something in it is compared by identity and has no name by which it were the same next time."""
-        return any(_is_nameless(held) for _, held in self.attributes)
+        """Whether an attribute is compared by identity and may be another object each time the module is made."""
+        return any(_is_nameless(value) for _, value in self.attributes)
 
     def difference(self, other: Structure) -> str | None:
-        """The name of the first attribute that differs; None if none does."""
+        """Return the name of the first attribute that differs; None if none does."""
         pairs = zip(self.attributes, other.attributes, strict=False)
-        return next((str(mine[0]) for mine, theirs in pairs if mine != theirs), None)
+        return next((str(own[0]) for own, theirs in pairs if own != theirs), None)
 
 
 @dataclass(frozen=True)
 class _Identity:
-    """What cannot be hashed is alike only if it is the very same."""
+    """Compares an object that cannot be hashed by its identity."""
 
     value: Any
 
@@ -54,48 +54,50 @@ class _Identity:
 
 
 def structure_of(graphdef: nnx.GraphDef[Any]) -> Structure:
-    """The structure of a module, by its graphdef."""
-    held = ((name, attr.value if isinstance(attr, Static) else attr) for name, attr in graphdef.attributes)
-    return Structure(tuple(graphdef.nodes), tuple((name, _alike(value)) for name, value in held))
+    """Return the structure of a module from its graphdef."""
+    pairs = ((name, attr.value if isinstance(attr, Static) else attr) for name, attr in graphdef.attributes)
+    return Structure(tuple(graphdef.nodes), tuple((name, _comparable(value)) for name, value in pairs))
 
 
-def _alike(value: Any) -> Hashable:
-    """Something to compare and hash in place of `value`."""
+def _comparable(value: Any) -> Hashable:
+    """Return something to compare and hash instead of `value`."""
     match value:
         case types.FunctionType():
             cells = value.__closure__ or ()
-            code, filled = value.__code__, all(map(_is_filled, cells))
             if not cells and "<locals>" not in value.__qualname__:
                 return value
-            if not filled:
+            if not all(map(is_filled, cells)):
                 return _Identity(value)
-            held = (value.__defaults__ or (), value.__kwdefaults__ or {}, [cell.cell_contents for cell in cells])
-            return (code, code.co_filename, id(value.__globals__), *map(_alike, held))
+            code, bound = value.__code__, [cell.cell_contents for cell in cells]
+            values = (value.__defaults__ or (), value.__kwdefaults__ or {}, bound)
+            return (code, code.co_filename, id(value.__globals__), *map(_comparable, values))
         case functools.partial():
             partial = cast("functools.partial[Any]", value)
-            return (functools.partial, *map(_alike, (partial.func, partial.args, partial.keywords)))
+            return (functools.partial, *map(_comparable, (partial.func, partial.args, partial.keywords)))
         case tuple() | list():
             items = cast("tuple[Any, ...]", value)
-            return (type(items), *map(_alike, items))
+            return (type(items), *map(_comparable, items))
         case dict():
             entries = cast("dict[Any, Any]", value)
-            return (dict, *((key, _alike(entries[key])) for key in sorted(entries, key=repr)))
+            return (dict, *((key, _comparable(entries[key])) for key in sorted(entries, key=repr)))
         case _:
             return value if _is_hashable(value) else _Identity(value)
 
 
-def _is_nameless(held: Any) -> bool:
-    if isinstance(held, tuple):
-        return any(map(_is_nameless, cast("tuple[Any, ...]", held)))
-    if held is None or isinstance(held, types.ModuleType) or type(held).__eq__ is not object.__eq__:
-        return isinstance(held, _Identity)
-    return "<locals>" in getattr(held, "__qualname__", "<locals>")
+def _is_nameless(value: Any) -> bool:
+    """Return True if `value` is compared by identity and has no name that leads to the same object the next time."""
+    if isinstance(value, tuple):
+        return any(map(_is_nameless, cast("tuple[Any, ...]", value)))
+    if value is None or isinstance(value, types.ModuleType) or type(value).__eq__ is not object.__eq__:
+        return isinstance(value, _Identity)
+    return "<locals>" in getattr(value, "__qualname__", "<locals>")
 
 
-def _is_filled(cell: types.CellType) -> bool:
+def is_filled(cell: types.CellType) -> bool:
+    """Return False for a variable of a closure that is not bound yet."""
     try:
         return cell.cell_contents is not cell
-    except ValueError:  # a name that is bound later
+    except ValueError:
         return False
 
 
