@@ -1,1 +1,1 @@
-"""Beside optax: weight averages (`ema.py`), learning rates (`schedules.py`), and what cannot work (`checks.py`)."""
+"""Additions to optax: weight averages (`ema.py`), learning rates (`schedules.py`), checks (`checks.py`)."""

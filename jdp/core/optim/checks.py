@@ -1,4 +1,4 @@
-"""Whether a step can carry an optimizer: its state is arrays that keep their shapes, and it asks for nothing more.
+"""Check that a step can use an optimizer: its state is arrays that keep their shapes, its update needs nothing more.
 
 Both are checked abstractly when the state is made, so that a mistake shows in a second and not after a compilation.
 """
@@ -16,20 +16,27 @@ from jdp.core.paths import path_of
 from jdp.core.types import PyTree
 
 GIVEN = "value"
-"""What a step hands to an optimizer beside gradients, state and parameters: its loss, under optax's name."""
+"""What a step passes to an optimizer besides gradients, state and parameters: its loss, under optax's name."""
 
 
 def check_optimizer(tx: Any) -> None:
-    """Raises ValueError where `tx` has no `init` and `update`."""
+    """Check that `tx` is an optax optimizer.
+
+    Raises:
+        ValueError: it has no functions `init` and `update`.
+    """
     if isinstance(tx, type) or not all(callable(getattr(tx, name, None)) for name in ("init", "update")):
         call = " Call it first, with its settings." if callable(tx) else ""
         raise ValueError(f"tx is an optax optimizer, e.g. optax.adamw(3e-4); got {tx!r}.{call}")
 
 
 def update(tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.Array) -> tuple[PyTree, PyTree]:
-    """`tx.update`, with the loss as `value` for those that take it. Returns (updates, the new state).
+    """Call `tx.update`, with the loss as `value` if it takes that.
 
     `optax.lookahead` keeps two copies of the parameters and takes the gradient of the fast one.
+
+    Returns:
+        The updates, and the new optimizer state.
     """
     if isinstance(params, optax.LookaheadParams):
         grads = grads.fast
@@ -43,7 +50,7 @@ def update(tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.
 
 
 def first_state(tx: Any, params: PyTree) -> PyTree:
-    """`tx.init(params)`.
+    """Return `tx.init(params)` with every leaf as a `jax.Array`.
 
     Raises:
         ValueError: the state holds something that is not an array.
@@ -59,7 +66,7 @@ def first_state(tx: Any, params: PyTree) -> PyTree:
 
 
 def check_update(tx: Any, params: PyTree, opt_state: PyTree) -> None:
-    """Try one update on shapes alone.
+    """Check one update, on shapes alone.
 
     Raises:
         ValueError: the update needs arguments that a step does not have, or changes the state's structure, a shape or a
@@ -76,15 +83,14 @@ def check_update(tx: Any, params: PyTree, opt_state: PyTree) -> None:
                 "an optimizer that does without."
             ) from error
         raise
-    old, new = ({path_of(p): leaf for p, leaf in jax.tree.leaves_with_path(tree)} for tree in (opt_state, after))
+    old, new = (
+        {path_of(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in jax.tree.leaves_with_path(tree)}
+        for tree in (opt_state, after)
+    )
     for path in dict.fromkeys((*old, *new)):
-        was, now = _words(old.get(path)), _words(new.get(path))
-        if was != now:
+        if old.get(path) != new.get(path):
             raise ValueError(
                 f"An optimizer's state keeps its structure, shapes and dtypes from step to step; opt_state/{path} is "
-                f"{was} before an update and {now} after it. Give it in init what update returns."
+                f"{old.get(path, 'nothing')} before an update and {new.get(path, 'nothing')} after it. Give it in init "
+                "what update returns."
             )
-
-
-def _words(leaf: Any) -> str:
-    return "nothing" if leaf is None else f"{leaf.dtype}{list(leaf.shape)}"

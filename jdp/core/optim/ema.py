@@ -2,8 +2,8 @@
 
 Averaged weights often evaluate better than the last ones (Polyak and Juditsky 1992, "Acceleration of stochastic
 approximation by averaging": a plain mean, as in Izmailov et al. 2018, arXiv:1803.05407; exponential in Tarvainen and
-Valpola 2017, arXiv:1703.01780). Being part of the optimizer's state, the average lies where its parameter lies, is
-saved with it, has no leaf for frozen parameters, and stays as it was when a step is skipped.
+Valpola 2017, arXiv:1703.01780). As part of the optimizer's state, the average is sharded as its parameter is, saved
+with it, has no leaf for frozen parameters, and does not change when a step is skipped.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class EmaState(NamedTuple):
     """State of `with_ema`.
 
     Attributes:
-        inner: the wrapped optimizer's.
+        inner: the wrapped optimizer's state.
         average: a tree like the trained parameters, float32 (or wider).
-        weight: float32 scalar, what the average's weights sum to; None where that is always 1.
+        weight: float32 scalar: the sum of the average's weights; None if it is always 1.
     """
 
     inner: Any
@@ -36,29 +36,33 @@ class EmaState(NamedTuple):
 
 
 def with_ema(tx: Any, decay: float, *, debias: bool = False) -> optax.GradientTransformationExtraArgs:
-    """`tx`, and beside it the moving average of the parameters it leads to; the updates stay those of `tx`.
+    """Wrap an optimizer so that it also keeps a moving average of the parameters; its updates do not change.
 
-    After each step average = decay · average + (1 - decay) · params, in float32 whatever the parameters rest in. Wrap
-    the whole optimizer: what stands outside would change the updates unseen. Evaluate with `ema_params(state)`.
+    After each step average = decay · average + (1 - decay) · params, in float32 even if the parameters are bfloat16.
+    Wrap the whole optimizer: a transformation outside of it would change the updates after they were averaged. Evaluate
+    with `ema_params(state)`.
 
     Args:
-        tx: any optax optimizer. Of `optax.MultiSteps` put the average inside, `MultiSteps(with_ema(tx, decay), k)`:
+        tx: any optax optimizer. With `optax.MultiSteps` put the average inside, `MultiSteps(with_ema(tx, decay), k)`:
             outside, each of the k calls would count as a step.
         decay: in [0, 1): about 1 / (1 - decay) steps are averaged; 0.999 to 0.9999 is usual.
-        debias: start from nothing and divide by 1 - decay^steps, as Adam does (Kingma and Ba 2014, arXiv:1412.6980,
-            section 3), instead of starting from the initial weights, which then weigh decay^steps.
+        debias: True starts from zero and divides by 1 - decay^steps, as Adam does (Kingma and Ba 2014,
+            arXiv:1412.6980, section 3). False starts from the initial weights, whose weight then is decay^steps.
+
+    Returns:
+        An optax optimizer whose state is an `EmaState`.
 
     Raises:
         ValueError: `tx` is no optimizer, or `decay` is out of range.
     """
     check_optimizer(tx)
     if not (is_number(decay) and 0 <= decay < 1):
-        raise ValueError(f"The decay of a moving average is a number in [0, 1); got {decay!r}.")
+        raise ValueError(f"The decay of a moving average is a number in [0, 1); got {decay!r}. Usual is 0.999.")
     wrapped = optax.with_extra_args_support(tx)
 
     def init(params: PyTree) -> Any:
         first = jnp.zeros_like if debias else jnp.asarray
-        average = jax.tree.map(lambda p: first(p, dtype=_wide(p)), params)
+        average = jax.tree.map(lambda p: first(p, dtype=jnp.promote_types(p.dtype, jnp.float32)), params)
         return EmaState(wrapped.init(params), average, jnp.zeros(()) if debias else None)
 
     def update(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
@@ -74,26 +78,32 @@ def with_ema(tx: Any, decay: float, *, debias: bool = False) -> optax.GradientTr
 
 
 def ema_params(state: TrainState) -> TrainState:
-    """The same state with the averaged parameters in place of the trained ones, for evaluation.
+    """Return the state with averaged parameters instead of the trained ones, for evaluation.
 
-    Averages inside `optax.masked` or `multi_transform` are found too; what they leave out stays as it is. So does the
-    model state: BatchNorm's statistics, which are moving averages of their own, are those of the weights in training.
-    The result shares memory with `state`: evaluate, then drop it; do not train on it, and make it anew after each step.
+    Averages inside `optax.masked` or `multi_transform` are used too; parameters that they leave out stay as they are.
+    So does the model state: BatchNorm's statistics, which are moving averages of their own, remain those of the weights
+    in training. The result shares memory with `state`: do not train on it, and make it anew after each step.
+
+    Args:
+        state: a train state, whose optimizer `with_ema` made.
+
+    Returns:
+        A `TrainState` like `state`; the averages have the parameters' dtypes and shardings.
 
     Raises:
         ValueError: the optimizer keeps no average.
     """
-    found = [node for node in jax.tree.leaves(state.opt_state, is_leaf=_is_ema) if _is_ema(node)]
-    if not found:
+    averages = [node for node in jax.tree.leaves(state.opt_state, is_leaf=_is_ema) if _is_ema(node)]
+    if not averages:
         raise ValueError("ema_params needs an optimizer that keeps an average: jdp.with_ema(tx, decay=0.999).")
     mean = trained_part(state.params, state.static.trained)
-    for ema in found:  # several where a `multi_transform` has one for each of its groups
+    for ema in averages:  # several if a `multi_transform` has one for each of its groups
         mean = jax.tree.map(partial(_averaged, ema.weight), ema.average, mean, is_leaf=_is_masked)
     return replace(state, params=with_trained(state.params, mean, state.static.trained))
 
 
 def _averaged(weight: jax.Array | None, average: Any, param: Any) -> Any:
-    """The average of one parameter in its dtype; the parameter itself where the average leaves it out."""
+    """Return the average of one parameter in its dtype; the parameter itself if the average leaves it out."""
     if _is_masked(average):
         return param
     if weight is None:
@@ -108,7 +118,3 @@ def _is_masked(node: Any) -> bool:
 
 def _is_ema(node: Any) -> bool:
     return isinstance(node, EmaState)
-
-
-def _wide(leaf: Any) -> Any:
-    return jnp.promote_types(leaf.dtype, jnp.float32)
