@@ -1,4 +1,4 @@
-"""What a step is called with: arrays that nobody else writes into, and a state that was not given away."""
+"""Check and copy what a step is called with: the batch's rows, arrays that nobody else writes into, a live state."""
 
 from typing import Any
 
@@ -11,63 +11,73 @@ from jdp.core.sharding.plan import Plan
 from jdp.core.state import TrainState
 from jdp.core.types import Batch
 
-ONE_PROCESS_RULE = (
-    "With several processes each reads its own rows, and a step takes global arrays; batch {path} is {kind} of this "
-    "process alone. Write `for batch in jdp.shard_batches(loader, plan)` around the loader."
-)
-
 
 def batch_rows(batch: Batch) -> int:
-    """The leading size that all arrays of a batch share."""
+    """Return the number of rows (examples): the leading size that all arrays of a batch share.
+
+    Args:
+        batch: a pytree of arrays, real or abstract.
+
+    Raises:
+        ValueError: the batch has no arrays, or a scalar among them, or their leading sizes differ.
+    """
     sizes = {path: leaf.shape[:1] for path, leaf in jax.tree.leaves_with_path(batch)}
     if not sizes or len(set(sizes.values())) != 1 or () in sizes.values():
         by_size = {size: path for path, size in reversed(sizes.items())}
-        found = [f"{jax.tree_util.keystr(p)}: {s[0] if s else 'a scalar'}" for s, p in reversed(by_size.items())]
-        more = f"; {len(sizes)} arrays in all" if len(sizes) > len(found) else ""
+        shown = [f"{jax.tree_util.keystr(p)}: {s[0] if s else 'a scalar'}" for s, p in reversed(by_size.items())]
+        more = f"; {len(sizes)} arrays in all" if len(sizes) > len(shown) else ""
         entries = " A list is taken entry by entry: np.asarray makes an array of it." if () in by_size else ""
         raise ValueError(
             "All arrays of a batch share their leading dimension, the examples; got "
-            f"{', '.join(found[:4]) or 'none'}{', …' if len(found) > 4 else ''}{more}.{entries}"
+            f"{', '.join(shown[:4]) or 'none'}{', …' if len(shown) > 4 else ''}{more}.{entries}"
         )
     return next(iter(sizes.values()))[0]
 
 
 def nearest_sizes(size: int, unit: int) -> str:
-    """The multiples of `unit` around `size`, for messages: "56 or 64"."""
+    """Return the multiples of `unit` below and above `size` as text for messages: "56 or 64"."""
     below = size // unit * unit
     return f"{below} or {below + unit}" if below else f"{unit}"
 
 
 def interleave(x: jax.Array, count: int, group: int = 1) -> jax.Array:
-    """[rows, ...] -> [count, rows / count, ...]: microbatch k gets rows k, k + count, ...; or groups of rows likewise.
+    """Split rows into microbatches: [rows, ...] -> [count, rows / count, ...], with rows k, k + count, ... in row k.
 
-    Every device then cuts its own rows and nothing moves; a contiguous split makes XLA gather the whole batch.
+    Every device then splits its own rows and nothing is sent; a contiguous split makes XLA gather the whole batch.
+
+    Args:
+        x: the rows; `count` × `group` must divide their number.
+        count: number of microbatches.
+        group: number of neighbouring rows that stay together: groups are dealt out in place of rows.
     """
-    rows, rest = x.shape[0], x.shape[1:]
-    return x.reshape(-1, count, group, *rest).swapaxes(0, 1).reshape(count, rows // count, *rest)
+    rows, dims = x.shape[0], x.shape[1:]
+    return x.reshape(-1, count, group, *dims).swapaxes(0, 1).reshape(count, rows // count, *dims)
 
 
 def owned(leaf: Any) -> Any:
-    """A copy of an array that its maker may write into again: JAX reads NumPy's memory later, or keeps it for its own.
+    """Copy an array that is no `jax.Array`, because its owner may write into its memory again.
 
     On the CPU an aligned NumPy array becomes a `jax.Array` without a copy (`may_alias=False` does not prevent it), and
     elsewhere it may be read while it is being transferred: a loader that fills one buffer again and again (NumPy,
-    torch, shared memory, a memory map) would change batches that were handed over before.
+    torch, shared memory, a memory map) would change batches that it returned before.
     """
     return leaf if isinstance(leaf, jax.Array) else np.array(np.asarray(leaf))
 
 
 def owned_batch(batch: Batch) -> Batch:
-    """The batch, with copies of the leaves that are NumPy's."""
+    """Return the batch with copies of its NumPy arrays."""
     if any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(batch)):
         return jax.tree.map(lambda leaf: np.array(leaf) if isinstance(leaf, np.ndarray) else leaf, batch)
     return batch
 
 
 def check_alive(state: Any) -> None:
-    """Refuse a state whose memory a train step took over: on several CPU devices, using it ends the process.
+    """Check that no train step has taken the state's memory: on several CPU devices, using it would end the process.
 
-    Looks at two leaves only, as every call does so: the count of steps and the first of the parameters.
+    Only two leaves are tested, because every call does it: the number of steps and the first of the parameters.
+
+    Raises:
+        ValueError: the state was donated.
     """
     first = getattr(state, "params", None)
     while isinstance(first, dict) and first:
@@ -83,34 +93,37 @@ def check_alive(state: Any) -> None:
 def _is_deleted(leaf: Any) -> bool:
     try:
         return leaf.is_deleted()
-    except (AttributeError, jax.errors.ConcretizationTypeError):  # no array of JAX's; a tracer, in a jit of the user's
+    except (AttributeError, jax.errors.ConcretizationTypeError):  # no JAX array; a tracer, in a user's jitted function
         return False
 
 
 def signature(batch: Batch) -> Any:
-    """What tells one program's batches from another's; hashable, and cheap enough for every call. None for tracers."""
+    """Return a hashable value that is equal for batches of the same program; None for tracers. Every call does it."""
     leaves, treedef = jax.tree.flatten(batch)
     try:
         return treedef, tuple((leaf.shape, leaf.dtype) if _is_global(leaf) else None for leaf in leaves)
-    except jax.errors.ConcretizationTypeError:  # in a jitted function of the user's nothing can be looked at
+    except jax.errors.ConcretizationTypeError:  # a tracer, in a user's jitted function
         return None
 
 
 def check_global(batch: Batch) -> None:
-    """With several processes: every leaf is an array over all of them. One process' rows would be taken for all rows.
+    """Check that every leaf is a global array over several processes; a step would take local rows for all rows.
 
     Raises:
-        ValueError: a leaf lies on this process alone.
+        ValueError: a leaf is on this process alone.
     """
     for path, leaf in jax.tree.leaves_with_path(batch):
         if not _is_global(leaf):
             kind = "an array" if isinstance(leaf, jax.Array) else f"a {type(leaf).__module__}.{type(leaf).__name__}"
-            where = jax.tree_util.keystr(path) or "itself"
-            raise ValueError(ONE_PROCESS_RULE.format(path=where, kind=kind))
+            raise ValueError(
+                "With several processes each reads its own rows, and a step takes global arrays; batch "
+                f"{jax.tree_util.keystr(path) or 'itself'} is {kind} of this process alone. Write `for batch in "
+                "jdp.shard_batches(loader, plan)` around the loader."
+            )
 
 
-def agree_on_inputs(place: str, state: TrainState, batch: Batch, plan: Plan) -> None:
-    """All processes hold the same shapes, dtypes and key."""
+def agree_on_inputs(caller: str, state: TrainState, batch: Batch, plan: Plan) -> None:
+    """Check that all processes have the same shapes, dtypes, plan and key; raise as `agree` does."""
     fix = "Each process feeds as many rows as it has shards of the batch (jdp.process_rows), and all the same dtypes."
     facts = [
         Fact("The batch's shapes and dtypes", _shapes(batch), fix),
@@ -118,16 +131,16 @@ def agree_on_inputs(place: str, state: TrainState, batch: Batch, plan: Plan) -> 
         plan_fact(plan),
         key_fact(state.rng, "The state's key"),
     ]
-    agree(place, facts, plan.mesh)
+    agree(caller, facts, plan.mesh)
 
 
-def agree_on_program(place: str, lowered: jax.stages.Lowered, plan: Plan) -> None:
-    """All processes lowered the same program."""
-    agree(place, [program_fact(lowered)], plan.mesh)
+def agree_on_program(caller: str, lowered: jax.stages.Lowered, plan: Plan) -> None:
+    """Check that all processes lowered the same program; raise as `agree` does."""
+    agree(caller, [program_fact(lowered)], plan.mesh)
 
 
 def plan_fact(plan: Plan) -> Fact:
-    """The plan: strategy, axes, devices in their order, rules."""
+    """Return the plan as a fact: strategy, axes, devices in their order, rules, smallest size to shard."""
     devices = [device.id for device in plan.mesh.devices.flat]
     rules = [f"{pattern}: {spec}" for pattern, spec in plan.rules]
     lines = [plan.strategy, f"{dict(plan.mesh.shape)}", f"devices {devices}", *rules, f"{plan.min_shard_size}"]

@@ -1,14 +1,14 @@
-"""Noise by global row: the rows of a global draw that the rows at hand stand for.
+"""Random numbers by global row: local rows draw what they would draw as rows of the whole batch.
 
 A loss that draws `jax.random.bernoulli(rng, 0.9, x.shape)` should get the same masks on one device and on a thousand,
 in one microbatch and in eight. Under jit with a global view JAX's partitionable threefry gives that for the whole
 batch. Inside `shard_map`, or over a microbatch, the loss sees some of the rows only, and a plain key would give every
 shard the same mask.
 
-So there the gradient code has a `BatchKey`: the key, and which rows these are, row = offset + stride × local row (or
-groups of rows likewise).
-`gradients/draws.py` finds out which dimension of a draw counts the rows, and makes of the draw's key a *row key* for
-that one draw: an ordinary typed key whose PRNG implementation is threefry of the elements' places in the global draw.
+There the gradient code uses a `BatchKey`: the key, and which global rows the local ones are: row = offset + stride ×
+local row (or the same for groups of rows). `gradients/draws.py` finds out which dimension of a draw counts the rows,
+and turns the draw's key into a *row key* for that one draw: an ordinary typed key whose PRNG implementation is threefry
+of the elements' indices in the global draw.
 
 Counter layout: jax's `threefry2x32` in its partitionable form hashes the 64-bit linear index of each element
 (Salmon et al. 2011, doi:10.1145/2063384.2063405; jax-ml/jax design note 3263).
@@ -32,17 +32,17 @@ THREEFRY = "threefry2x32"
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class BatchKey:
-    """The step's key, and which rows of the global batch the local rows are: row r is row `offset + stride * r`.
+    """The step's key, and which rows of the global batch the local rows are: local row r is `offset + stride * r`.
 
     With groups of rows that stay together, row b of group a is row `offset + stride * group * a + b`.
 
     Attributes:
-        key: a typed key, the same on every shard.
+        key: scalar typed key, the same on every shard.
         offset: uint32 scalar, may be traced.
-        rows: local rows.
-        total: rows of the global batch.
+        rows: number of local rows.
+        total: number of rows of the global batch.
         stride: distance in the global batch between two local rows, or groups.
-        group: rows of a group.
+        group: number of rows of a group.
     """
 
     key: jax.Array
@@ -53,16 +53,20 @@ class BatchKey:
     group: int = field(default=1, metadata={"static": True})
 
     def places(self, size: int) -> jax.Array:
-        """The global places, uint32 [size], along a dimension of `size` = rows × n, each row's n in a block."""
+        """Return the global indices, uint32 [size], along a dimension of `size` = rows × n, with n for each row."""
         rows = _rows(self.offset, jnp.uint32(self.stride), self.rows, self.group)
         each = size // self.rows
         return (rows[:, None] * jnp.uint32(each) + jnp.arange(each, dtype=jnp.uint32)).reshape(size)
 
     def row_key(self, key: jax.Array, before: int = 1) -> jax.Array:
-        """`key` for one draw, whose elements are [before, rows, ...] in row-major order: it gives the global rows.
+        """Return a key for one draw of shape [before, rows, ...], which then gives these rows of the global draw.
 
-        `split` with it gives plain streams of the rows' own, which carry its type. Implementations other than threefry
-        cannot be indexed by element: then the draw differs between meshes, and that is said once.
+        `split` with it gives plain streams of the rows' own, which have its type. PRNG implementations other than
+        threefry cannot be indexed by element: then the draw differs between meshes, which is reported once.
+
+        Args:
+            key: the draw's typed key.
+            before: product of the dimensions before the rows.
         """
         if str(jax.random.key_impl(key)) != THREEFRY:
             notice(
@@ -72,37 +76,37 @@ class BatchKey:
             return self.apart(key)
         assert before * self.total < 2**32, f"{before} × {self.total} rows cannot be indexed"
         words = jax.random.key_data(key)
-        place = jnp.stack([jnp.asarray(word, jnp.uint32) for word in (self.offset, self.stride, self.total)])
-        words = jnp.concatenate([words, jnp.broadcast_to(place, (*key.shape, 3))], axis=-1)
+        row_map = jnp.stack([jnp.asarray(word, jnp.uint32) for word in (self.offset, self.stride, self.total)])
+        words = jnp.concatenate([words, jnp.broadcast_to(row_map, (*key.shape, 3))], axis=-1)
         return jax.random.wrap_key_data(words, impl=_impl((self.rows, self.group, before)))
 
     def apart(self, key: jax.Array) -> jax.Array:
-        """`key`, another one for each shard and microbatch."""
+        """Return `key` made different for each shard and microbatch."""
         return jax.vmap(jax.random.fold_in, (0, None))(key.reshape(-1), self.offset).reshape(key.shape)
 
 
 def batch_key(key: jax.Array, *, rows: int, total: int, offset: Any, stride: int, group: int = 1) -> BatchKey:
-    """A `BatchKey` for `rows` local rows of `total`."""
+    """Return a `BatchKey` for `rows` local rows of `total`; see its attributes."""
     return BatchKey(key, jnp.asarray(offset, jnp.uint32), rows, total, stride, group)
 
 
 def plain(keys: jax.Array) -> jax.Array:
-    """The threefry keys in an array of row keys; what is not a row key comes back as it is."""
+    """Return the threefry keys in an array of row keys; other keys are returned unchanged."""
     words = jax.random.key_data(keys)
     return jax.random.wrap_key_data(words[..., :2], impl=THREEFRY) if words.shape[-1] == 5 else keys
 
 
 Layout = tuple[int, int, int]
-"""A draw is [before, rows, ...], the rows in groups: (rows, group, before)."""
+"""(rows, group, before) of a draw of shape [before, rows, ...] whose rows come in groups."""
 
 
 @functools.cache
 def _impl(layout: Layout) -> Any:
-    """The PRNG implementation for draws of this layout. Key words: [threefry × 2, offset, stride, total]."""
+    """Return the PRNG implementation for draws of this layout. Key words: [threefry × 2, offset, stride, total]."""
     rows, group, before = layout
     return jexr.define_prng_impl(
         key_shape=(5,),
-        seed=functools.partial(_seed, rows),
+        seed=lambda seed: _own_draw(rows, jax.random.key_data(jax.random.key(seed, impl=THREEFRY))),
         split=functools.partial(_split, layout),
         random_bits=functools.partial(_random_bits, layout),
         fold_in=_fold_in,
@@ -111,14 +115,10 @@ def _impl(layout: Layout) -> Any:
     )
 
 
-def _seed(rows: int, seed: jax.Array) -> jax.Array:
-    return _alone(rows, jax.random.key_data(jax.random.key(seed, impl=THREEFRY)))
-
-
-def _alone(rows: int, words: jax.Array) -> jax.Array:
-    """Keys of words [..., 2] that draw for themselves: their rows are the first ones of a batch no larger."""
-    place = jnp.array([0, 1, rows], jnp.uint32)
-    return jnp.concatenate([words, jnp.broadcast_to(place, (*words.shape[:-1], 3))], axis=-1)
+def _own_draw(rows: int, words: jax.Array) -> jax.Array:
+    """Return keys of words [..., 2] whose draws are their own: the local rows are all rows of the batch."""
+    row_map = jnp.array([0, 1, rows], jnp.uint32)
+    return jnp.concatenate([words, jnp.broadcast_to(row_map, (*words.shape[:-1], 3))], axis=-1)
 
 
 def _fold_in(words: jax.Array, data: Any) -> jax.Array:
@@ -128,7 +128,7 @@ def _fold_in(words: jax.Array, data: Any) -> jax.Array:
 
 def _split(layout: Layout, words: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     counts = _counts(layout, words, shape)
-    return _alone(layout[0], jnp.stack(_hash(words, *counts), axis=-1))
+    return _own_draw(layout[0], jnp.stack(_hash(words, *counts), axis=-1))
 
 
 def _random_bits(layout: Layout, words: jax.Array, bit_width: int, shape: tuple[int, ...]) -> jax.Array:
@@ -140,9 +140,9 @@ def _random_bits(layout: Layout, words: jax.Array, bit_width: int, shape: tuple[
 
 
 def _counts(layout: Layout, words: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """High and low words of the linear index, in the global draw, of every element of `shape`.
+    """Return the high and low words of the linear index, in the global draw, of every element of `shape`.
 
-    A shape that does not hold the rows belongs to a key that draws for itself: the index is the element's own.
+    If `shape` does not contain the rows, the key's draws are its own, and the index is that in `shape` itself.
     """
     rows, group, before = layout
     if math.prod(shape) % (rows * before) or not math.prod(shape):
@@ -160,7 +160,7 @@ def _counts(layout: Layout, words: jax.Array, shape: tuple[int, ...]) -> tuple[j
 
 
 def _rows(offset: jax.Array, stride: jax.Array, rows: int, group: int) -> jax.Array:
-    """The global rows, uint32 [rows]."""
+    """Return the global rows, uint32 [rows]."""
     local = jnp.arange(rows, dtype=jnp.uint32)
     if group == 1:
         return offset + stride * local
@@ -168,7 +168,7 @@ def _rows(offset: jax.Array, stride: jax.Array, rows: int, group: int) -> jax.Ar
 
 
 def _multiply(a: jax.Array, b: int) -> tuple[jax.Array, jax.Array]:
-    """High and low 32 bits of uint32 `a` times `b` < 2**32, by 16-bit halves."""
+    """Return the high and low 32 bits of uint32 `a` times `b` < 2**32, by 16-bit halves."""
     a_high, a_low = a >> 16, a & 0xFFFF
     b_high, b_low = jnp.uint32(b >> 16), jnp.uint32(b & 0xFFFF)
     low, cross = a_low * b_low, a_high * b_low
@@ -177,7 +177,7 @@ def _multiply(a: jax.Array, b: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _hash(words: jax.Array, high: jax.Array, low: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Threefry of 64-bit counts: both result words, shaped like the counts."""
+    """Return threefry of 64-bit counts: both result words, shaped like the counts."""
     counts = jnp.concatenate([high.ravel(), low.ravel()])
     first, second = jnp.split(jexr.threefry_2x32(words[:2], counts), 2)
     return first.reshape(high.shape), second.reshape(low.shape)

@@ -1,12 +1,13 @@
-"""Joining a cluster, and leaving it when something failed.
+"""Join a cluster of processes, and leave it if something failed.
 
-`initialize` looks for a cluster in a fixed order: its own arguments, `jdp launch`'s variables, Slurm, then the ones JAX
-itself finds (JAX_COORDINATOR_ADDRESS, Open MPI, Kubernetes jobs, TPU pods). Finding none is fine: one process. Finding
-one and failing to join is always an error: several processes that train apart look healthy and are all wrong.
+`initialize` looks for a cluster in a fixed order: its own arguments, `jdp launch`'s variables,
+JAX_COORDINATOR_ADDRESS, Slurm, then those that JAX itself detects (Open MPI, Kubernetes jobs, TPU pods). Finding none
+means one process. Finding one and failing to join is always an error: several processes that train separately look
+healthy and are all wrong.
 
-The coordinator is process 0's service where the others meet. It has no authentication: anyone who reaches its port can
-end the job. On one machine jdp binds it to the loopback interface; on a cluster set JAX_COORDINATOR_BIND_ADDRESS to an
-address of a private network (JAX's default is all interfaces).
+The coordinator is a service of process 0 at which the others register. It has no authentication: anyone who reaches its
+port can end the job. On one machine jdp binds it to the loopback interface; on a cluster set
+JAX_COORDINATOR_BIND_ADDRESS to an address of a private network (JAX's default is all interfaces).
 """
 
 import atexit
@@ -23,13 +24,13 @@ import jax
 from jax._src import cloud_tpu_init  # nothing public says whether this is a TPU VM ...
 from jax._src.distributed import global_state  # ... nor who we are without starting a backend
 
-HEARTBEAT_SECONDS = 30  # a host that says nothing for so long is lost, and everybody else is ended
-SHUTDOWN_SECONDS = 60  # how long a process that finished waits for the others to finish too
-LAST_WORDS_SECONDS = 1.0  # process 0 stays so long after a failure: when it goes, JAX aborts the others mid-sentence
-FAILED, LOST, INTERRUPTED = 1, 70, 130  # exit codes: an exception, the others did not come, Ctrl-C
+HEARTBEAT_SECONDS = 30  # a process without a heartbeat for so long is lost, and all others are ended
+SHUTDOWN_SECONDS = 60  # how long a process that has finished waits for the others
+LAST_WORDS_SECONDS = 1.0  # process 0 stays so long after a failure: when it ends, JAX aborts the others at once
+FAILED, LOST, INTERRUPTED = 1, 70, 130  # exit codes: an exception, the others did not arrive, Ctrl-C
 
 _NO_PROXY = "no_grpc_proxy"  # gRPC reads this name, in lower case
-_LOST_PEER = re.compile(  # Gloo's words, those of JAX's coordination service, and NCCL's
+_LOST_PEER = re.compile(  # messages of Gloo, of JAX's coordination service, and of NCCL
     r"connection (closed|reset) by peer|broken pipe|another task died|tasks are unhealthy|remote process exited",
     re.IGNORECASE,
 )
@@ -38,9 +39,20 @@ JDP_VARIABLES = ("JDP_COORDINATOR", "JDP_NUM_PROCESSES", "JDP_PROCESS_ID")
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster to join: which, and who this process is in it. Without a coordinator, JAX works out all of it."""
+    """A cluster to join, and which of its processes this is. Without a coordinator, JAX detects both.
 
-    found: str
+    Attributes:
+        source: what named the cluster, for messages: "arguments", "Slurm", ...
+        coordinator: "HOST:PORT" of process 0.
+        num_processes: number of processes in the cluster.
+        process_id: index of this process.
+        local_device_ids: which of the visible devices are this process'; None for all.
+
+    Raises:
+        ValueError: only some of coordinator, num_processes and process_id are given, or they contradict each other.
+    """
+
+    source: str
     coordinator: str | None = None
     num_processes: int | None = None
     process_id: int | None = None
@@ -50,7 +62,7 @@ class Cluster:
         given = (self.coordinator, self.num_processes, self.process_id)
         if given == (None, None, None):
             return
-        values = f"({self.found}); got coordinator={given[0]!r}, num_processes={given[1]}, process_id={given[2]}."
+        values = f"({self.source}); got coordinator={given[0]!r}, num_processes={given[1]}, process_id={given[2]}."
         if None in given:
             raise ValueError(f"Joining a cluster takes all of coordinator, num_processes and process_id {values}")
         assert self.num_processes is not None and self.process_id is not None
@@ -65,23 +77,25 @@ def initialize(
     *,
     timeout_seconds: int = 300,
 ) -> None:
-    """Join the cluster when there is one; do nothing otherwise, or when already joined.
+    """Join the cluster if there is one; do nothing otherwise, or if it is joined already.
 
-    Call it before anything asks JAX for its devices. Without arguments the environment says which cluster
-    (`find_cluster`); with `jdp launch`, `srun`, `mpirun` or on a TPU pod nothing need be given.
+    Call it before anything asks JAX for its devices. Without arguments the environment determines the cluster: under
+    `jdp launch`, `srun` or `mpirun`, in an indexed Kubernetes job or on a TPU pod no argument is needed. On a single
+    machine it returns at once.
 
-    From then on an exception that nobody catches ends this process at once, with code 1, after its traceback: the
-    others wait for it in their next collective, and would be blamed. `sys.excepthook` is chained to, not replaced. A
-    process that comes to its end waits a minute for the others to come to theirs, and then says who did not.
+    After joining, an uncaught exception ends this process at once, with exit code 1, after its traceback; otherwise the
+    other processes would wait for it in their next collective. `sys.excepthook` is chained, not replaced. A process
+    that ends normally waits up to a minute for the others to end, and reports if they do not.
 
     Args:
         coordinator: "HOST:PORT" of process 0, the same in all processes.
         num_processes: number of processes in the cluster.
-        process_id: which of them this is, from 0.
-        timeout_seconds: how long to wait for the others. JAX ends the process when it runs out.
+        process_id: index of this process, from 0.
+        timeout_seconds: how long to wait for the others, in seconds. After it JAX ends the process.
 
     Raises:
-        ValueError: only some of the arguments are given, or they contradict each other or the cluster already joined.
+        ValueError: only some of the first three arguments are given, or they contradict each other or the cluster that
+            is joined already; or a variable of `jdp launch` is not a whole number.
         RuntimeError: there is a cluster, but it could not be joined.
     """
     cluster = find_cluster(os.environ, coordinator, num_processes, process_id)
@@ -95,7 +109,7 @@ def initialize(
         jax.distributed.initialize(**_arguments(cluster), initialization_timeout=timeout_seconds)
     except Exception as error:
         raise RuntimeError(
-            f"This process is part of a cluster ({cluster.found}) and could not join it: {error} "
+            f"This process is part of a cluster ({cluster.source}) and could not join it: {error} "
             "(to train on its own all the same, set JDP_NUM_PROCESSES=1)"
         ) from error
     _leave_when_failed()
@@ -107,11 +121,17 @@ def find_cluster(
     num_processes: int | None = None,
     process_id: int | None = None,
 ) -> Cluster | None:
-    """The cluster that the arguments, or else the environment, speak of; None for a process on its own.
+    """Return the cluster that the arguments, or else the environment, describe; None for a single process.
 
-    JDP_NUM_PROCESSES=1 says so outright, whatever else the environment holds. A batch script's own shell under Slurm
-    (`sbatch`, `salloc`) is a process on its own: only the tasks of a step that `srun` started, when there are several,
-    are a cluster.
+    JDP_NUM_PROCESSES=1 means a single process, whatever else the environment holds. The shell of a batch script under
+    Slurm (`sbatch`, `salloc`) is a single process too: only several tasks of a step that `srun` started are a cluster.
+
+    Args:
+        environment: environment variables.
+        coordinator, num_processes, process_id: as for `initialize`.
+
+    Raises:
+        ValueError: they do not describe a cluster.
     """
     if (coordinator, num_processes, process_id) != (None, None, None):
         return Cluster("arguments", coordinator, num_processes, process_id)
@@ -119,7 +139,7 @@ def find_cluster(
         return None
     if any(name in environment for name in JDP_VARIABLES):
         address, count, index = (environment.get(name) for name in JDP_VARIABLES)
-        return Cluster("jdp launch", address, _whole(count), _whole(index))
+        return Cluster("jdp launch", address, _integer(count), _integer(index))
     if "JAX_COORDINATOR_ADDRESS" in environment:
         return Cluster("JAX_COORDINATOR_ADDRESS")
     if int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
@@ -130,23 +150,20 @@ def find_cluster(
 
 
 def joined_as() -> tuple[int, int] | None:
-    """(process id, number of processes) in the cluster this process has joined, else None.
+    """Return (process id, number of processes) in the cluster that this process has joined, else None.
 
     Unlike `jax.process_index()` it starts no backend, and so never waits for a peer.
     """
-    if not jax.distributed.is_initialized():
-        return None
-    state = global_state
-    return state.process_id, state.num_processes
+    return (global_state.process_id, global_state.num_processes) if jax.distributed.is_initialized() else None
 
 
 def coordination_client() -> Any:
-    """The client of JAX's coordination service: barriers with a timeout, and a key-value store; None outside of it."""
+    """Return the client of JAX's coordination service: barriers and a key-value store; None outside of a cluster."""
     return global_state.client
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether JAX, in a cluster, says that it was another process that ended: its reason is there, not here."""
+    """Return True if an error of JAX in a cluster means that another process has ended, which is then the cause."""
     if joined_as() is None:
         return False
     text = str(error)
@@ -155,11 +172,15 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def leave_after_failure(code: int, *, lost_peer: bool = False) -> None:
-    """End this process at once with `code` if it has joined a cluster; else return.
+    """End this process at once if it has joined a cluster; else return.
 
-    A failed process must not leave by the ordinary way out: JAX's exit barrier waits there for peers that are
-    themselves waiting for this one, five minutes by default. One that failed because it lost a peer waits a moment, so
-    that who watches the processes sees the cause end first.
+    A failed process must not end normally: JAX's exit barrier would wait for peers that are themselves waiting for this
+    one, five minutes by default. One that failed because it lost a peer waits a moment, so that whoever watches the
+    processes sees the cause end first.
+
+    Args:
+        code: the exit code.
+        lost_peer: True if the failure is that another process ended.
     """
     joined = joined_as()
     if joined is None:
@@ -173,7 +194,7 @@ def leave_after_failure(code: int, *, lost_peer: bool = False) -> None:
 
 @dataclass(frozen=True)
 class _LeavingHook:
-    """A `sys.excepthook`: says which process it is, lets the hook before it speak, and leaves."""
+    """A `sys.excepthook` that names the process, calls the hook before it, and ends the process."""
 
     before: Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
@@ -188,16 +209,16 @@ class _LeavingHook:
 
 
 def _leave_when_failed() -> None:
-    """From here on, an exception that nobody caught ends this process at once."""
+    """Install the hooks by which an uncaught exception ends this process at once."""
     if not isinstance(sys.excepthook, _LeavingHook):
         sys.excepthook = _LeavingHook(sys.excepthook)
         atexit.register(_at_exit)  # runs before JAX's own exit barrier, which was registered earlier
 
 
 def _at_exit() -> None:
-    """Leave at once after a failure, else when all have come to their ends."""
-    error = getattr(sys, "last_value", None)  # set by Python, also where another hook took the place of ours
-    if isinstance(error, Exception) and not hasattr(sys, "ps1"):  # in a session typed by hand, that means nothing
+    """End the process at once after a failure, else when all processes have arrived here."""
+    error = getattr(sys, "last_value", None)  # set by Python, even if another hook replaced ours
+    if isinstance(error, Exception) and not hasattr(sys, "ps1"):  # in an interactive session it means nothing
         leave_after_failure(FAILED, lost_peer=is_lost_peer(error))
     joined, client = joined_as(), coordination_client()
     if joined is None or client is None:
@@ -206,7 +227,7 @@ def _at_exit() -> None:
         client.wait_at_barrier("jdp/exit", SHUTDOWN_SECONDS * 1000)
     except jax.errors.JaxRuntimeError as late:
         if "DEADLINE_EXCEEDED" not in str(late):
-            return  # the service is gone: JAX says so
+            return  # the service is gone: JAX reports it
         print(
             f"process {joined[0]} of {joined[1]} came to its end, and {SHUTDOWN_SECONDS} seconds later others had not: "
             "they may wait for it in a step that it did not take. All processes take the same number of batches, and "
@@ -217,7 +238,7 @@ def _at_exit() -> None:
 
 
 def _arguments(cluster: Cluster) -> dict[str, Any]:
-    """What `jax.distributed.initialize` takes."""
+    """Return the arguments of `jax.distributed.initialize`."""
     timeouts = {"heartbeat_timeout_seconds": HEARTBEAT_SECONDS, "shutdown_timeout_seconds": SHUTDOWN_SECONDS}
     if cluster.coordinator is None:
         return timeouts
@@ -236,24 +257,24 @@ def _arguments(cluster: Cluster) -> dict[str, Any]:
 
 
 def _bypass_proxies(host: str) -> None:
-    """Reach a coordinator on this machine directly: gRPC would ask an http_proxy for it until the timeout and abort."""
+    """Make gRPC reach a coordinator on this machine directly: through an http_proxy it would time out and abort."""
     others = [name for name in os.environ.get(_NO_PROXY, "").split(",") if name]
     os.environ[_NO_PROXY] = ",".join([*others, host])
     jax.config.update("jax_check_proxy_envs", False)
 
 
 def _check_same(cluster: Cluster, joined: tuple[int, int]) -> None:
-    """A second call must not ask for another cluster than the one joined."""
-    asked = (cluster.process_id, cluster.num_processes)
-    if cluster.coordinator is not None and asked != joined:
+    """Check that a second call names the cluster that is joined already."""
+    given = (cluster.process_id, cluster.num_processes)
+    if cluster.coordinator is not None and given != joined:
         raise ValueError(
             f"This process has already joined a cluster as number {joined[0]} of {joined[1]}; "
-            f"it cannot join another ({cluster.found}) as number {asked[0]} of {asked[1]}."
+            f"it cannot join another ({cluster.source}) as number {given[0]} of {given[1]}. Call initialize once."
         )
 
 
 def _tpu_or_kubernetes(environment: Mapping[str, str]) -> Cluster | None:
-    """The clusters that only JAX can ask who is in them (over a metadata server or the Kubernetes API)."""
+    """Return a cluster whose processes only JAX can find out (from a metadata server or the Kubernetes API)."""
     if "JOB_COMPLETION_INDEX" in environment:
         return Cluster("Kubernetes, an indexed job")
     if "MEGASCALE_COORDINATOR_ADDRESS" in environment or "," in environment.get("TPU_WORKER_HOSTNAMES", ""):
@@ -264,10 +285,10 @@ def _tpu_or_kubernetes(environment: Mapping[str, str]) -> Cluster | None:
 
 
 def _slurm(environment: Mapping[str, str]) -> Cluster:
-    """A Slurm step of several tasks; the coordinator runs on the step's first node.
+    """Return the cluster of a Slurm step of several tasks; the coordinator runs on the step's first node.
 
-    The port is JAX's choice (`jax/_src/clusters/slurm_cluster.py`): the same for all tasks of a job, and likely to be
-    free. JAX_COORDINATOR_PORT overrides it: two steps of one job that share their first node need that.
+    The port is computed as JAX does (`jax/_src/clusters/slurm_cluster.py`): equal for all tasks of a job, and likely to
+    be free. JAX_COORDINATOR_PORT overrides it: two steps of one job that share their first node need that.
     """
     port = environment.get("JAX_COORDINATOR_PORT") or int(environment["SLURM_JOB_ID"]) % 2**12 + 2**16 - 2**12
     return Cluster(
@@ -280,17 +301,17 @@ def _slurm(environment: Mapping[str, str]) -> Cluster:
 
 
 def first_host(node_list: str) -> str:
-    """The first host of a Slurm node list: "gpu[007-012,020],login" -> "gpu007"."""
+    """Return the first host of a Slurm node list: "gpu[007-012,020],login" -> "gpu007"."""
     match = re.match(r"([^,\[]+)(?:\[([^,\]-]+)[^\]]*\]([^,\[]*))?", node_list)
     assert match, f"Slurm named no node: {node_list!r}"
-    return "".join(part or "" for part in match.groups())
+    return "".join(group or "" for group in match.groups())
 
 
 def _slurm_devices(environment: Mapping[str, str]) -> tuple[int, ...] | None:
-    """Which of the visible GPUs are this task's; None for all it sees.
+    """Return which of the visible GPUs are this task's; None for all.
 
-    All, when Slurm binds GPUs to tasks (`--gpus-per-task`), so each sees only its own, or when the node has one task.
-    Otherwise every task sees the node's GPUs, and takes its equal part of them.
+    A task uses all GPUs that it sees if Slurm binds GPUs to tasks (`--gpus-per-task`) or the node has one task.
+    Otherwise every task sees the node's GPUs, and uses an equal share of them.
     """
     bound = "SLURM_GPUS_PER_TASK" in environment or "gpu" in environment.get("SLURM_TRES_PER_TASK", "")
     tasks = _tasks_on_node(environment)
@@ -302,16 +323,18 @@ def _slurm_devices(environment: Mapping[str, str]) -> tuple[int, ...] | None:
 
 
 def _tasks_on_node(environment: Mapping[str, str]) -> int:
-    """Tasks of the step on this node, from a list such as "4(x2),3"."""
+    """Return the number of the step's tasks on this node, from a list such as "4(x2),3"."""
     counts: list[int] = []
-    for part in environment.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):
-        tasks, _, repeat = part.partition("(x")
+    for entry in environment.get("SLURM_STEP_TASKS_PER_NODE", "1").split(","):
+        tasks, _, repeat = entry.partition("(x")
         counts += [int(tasks)] * int(repeat.rstrip(")") or 1)
     return counts[min(int(environment.get("SLURM_NODEID", "0")), len(counts) - 1)]
 
 
-def _whole(text: str | None) -> int | None:
-    """`text` as a number; the variables of `jdp launch` are ours, so anything else is a mistake of the environment."""
+def _integer(text: str | None) -> int | None:
+    """Return the value of a variable that `jdp launch` sets."""
     if text is not None and not text.isdigit():
-        raise ValueError(f"{' and '.join(JDP_VARIABLES[1:])} must be whole numbers; got {text!r}.")
+        raise ValueError(
+            f"{' and '.join(JDP_VARIABLES[1:])} must be whole numbers; got {text!r}. Unset them, or use jdp launch."
+        )
     return None if text is None else int(text)

@@ -1,4 +1,4 @@
-"""What this machine has to compute on, and which of it JAX should start: found out without starting JAX."""
+"""Find out, without starting JAX, what this machine can compute on, and choose which of it JAX starts."""
 
 import os
 from collections.abc import Mapping
@@ -11,12 +11,12 @@ _OTHER_PLUGINS = ("libtpu", "jax_rocm7_plugin", "jax_rocm60_plugin", "jax_oneapi
 
 
 def choose_platform(devices: int | None = None) -> None:
-    """Decide what JAX will start on; call it before anything asks JAX for its devices.
+    """Choose the platform that JAX will start; call it before anything asks JAX for its devices.
 
     Args:
-        devices: number of virtual CPU devices to compute on instead of what the machine has; None leaves the choice to
-            JAX, except that an installed CUDA plugin is not started where there is no NVIDIA device (it would print a
-            start-up error) and nothing else to start. An explicit JAX_PLATFORMS is always left alone.
+        devices: number of virtual CPU devices to compute on instead of what the machine has. None leaves the choice to
+            JAX, except that an installed CUDA plugin is not started on a machine without NVIDIA devices and other
+            accelerators, where it would print an error. An explicit JAX_PLATFORMS is always respected.
     """
     import jax
 
@@ -28,9 +28,9 @@ def choose_platform(devices: int | None = None) -> None:
 
 
 def cpu_only(environment: Mapping[str, str]) -> bool:
-    """Whether a CUDA plugin is installed that would find no device, and there is no sign of another accelerator.
+    """Return True if a CUDA plugin is installed that would find no device, and nothing hints at other accelerators.
 
-    False where JAX_PLATFORMS says what to start.
+    False if the environment says by JAX_PLATFORMS what to start.
     """
     if "JAX_PLATFORMS" in environment or "TPU_LIBRARY_PATH" in environment or has_nvidia():
         return False
@@ -38,14 +38,14 @@ def cpu_only(environment: Mapping[str, str]) -> bool:
 
 
 def has_nvidia() -> bool:
-    """Whether an NVIDIA driver or device is there (WSL's /dev/dxg counts)."""
+    """Return True if this machine has an NVIDIA driver or device (WSL's /dev/dxg counts)."""
     return any(Path(path).exists() for path in _NVIDIA_PATHS)
 
 
 def visible_gpus(environment: Mapping[str, str]) -> list[str]:
-    """The NVIDIA GPUs that a process with this environment would use, as CUDA_VISIBLE_DEVICES names them.
+    """Return the NVIDIA GPUs that a process with this environment would use, as CUDA_VISIBLE_DEVICES names them.
 
-    Empty where JAX has no CUDA plugin, or JAX_PLATFORMS rules them out. CUDA counts from 0 what a container is given,
+    Empty if JAX has no CUDA plugin, or JAX_PLATFORMS excludes GPUs. In a container CUDA counts its GPUs from 0,
     whatever numbers the device files have.
     """
     if not any(map(find_spec, _CUDA_PLUGINS)):
@@ -60,15 +60,15 @@ def visible_gpus(environment: Mapping[str, str]) -> list[str]:
 
 
 def memory_bytes() -> int | None:
-    """All memory that this process could ever have: the machine's, or its control group's; None where Linux is not."""
+    """Return the bytes of memory of this machine, or of its control group if that is less; None without Linux."""
     try:
         table = Path("/proc/meminfo").read_text(encoding="ascii")
-        found = [int(line.split()[1]) * 1024 for line in table.splitlines() if line.startswith("MemTotal")]
+        limits = [int(line.split()[1]) * 1024 for line in table.splitlines() if line.startswith("MemTotal")]
     except (OSError, ValueError):
         return None
-    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
-            found.append(int(Path(limit).read_text(encoding="ascii")))  # "max" where there is none
+            limits.append(int(Path(file).read_text(encoding="ascii")))  # "max" if there is no limit
         except (OSError, ValueError):
             continue
-    return min(found, default=None)
+    return min(limits, default=None)

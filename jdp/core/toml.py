@@ -1,7 +1,7 @@
-"""TOML of an experiment file: read with limits, written exactly, and shown in messages, where it is cut.
+"""TOML of an experiment file: parse it within limits, write values exactly, and shorten values for messages.
 
-The limits keep a broken file from becoming a broken program: nesting that Python's parser has no stack for, integers
-that no device holds, and a message of ten megabytes because it repeats what was given.
+The limits keep a broken file from breaking the program: nesting that overflows Python's stack, integers that no device
+can hold, and messages of ten megabytes because they repeat what was given.
 """
 
 import json
@@ -11,19 +11,19 @@ from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 DEEPEST = 16
-"""Levels of tables and arrays; an experiment has four."""
+"""Levels of tables and arrays that may be nested; an experiment has four."""
 LONGEST = 100
 """Characters of a value that a message repeats."""
-_ENTRIES, _WHOLE = 3, 10
-"""Entries shown of a long array or table; one of up to `_WHOLE` is shown whole."""
+_ENTRIES, _UNCUT = 3, 10
+"""Entries shown of a long array or table; one of up to `_UNCUT` is shown in full."""
 
 
 def parse(text: str) -> dict[str, Any]:
-    """The table that `text` is.
+    """Parse TOML text.
 
     Raises:
         ValueError: it is not TOML, is nested deeper than `DEEPEST`, or has a whole number beyond 64 bits. The message
-            goes on where "FILE " ends.
+            continues a sentence that begins with the name of the file.
     """
     try:
         table = tomllib.loads(text)
@@ -38,23 +38,28 @@ def parse(text: str) -> dict[str, Any]:
 
 
 def check(table: Mapping[str, Any]) -> None:
-    """Raises ValueError, as `parse` does, where a table is nested too deeply or has a number beyond 64 bits."""
-    left: list[tuple[Any, tuple[str, ...]]] = [(table, ())]
-    while left:
-        value, path = left.pop()
+    """Check the limits of a table that did not come from `parse`.
+
+    Raises:
+        ValueError: it is nested deeper than `DEEPEST`, or has a whole number beyond 64 bits. The message continues a
+            sentence that begins with the name of the table.
+    """
+    remaining: list[tuple[Any, tuple[str, ...]]] = [(table, ())]
+    while remaining:
+        value, path = remaining.pop()
         if len(path) > DEEPEST:
             raise ValueError(_too_deep())
         if isinstance(value, Mapping):
-            left += [(inner, (*path, str(key))) for key, inner in cast("Mapping[Any, Any]", value).items()]
+            remaining += [(inner, (*path, str(key))) for key, inner in cast("Mapping[Any, Any]", value).items()]
         elif isinstance(value, list | tuple):
-            left += [(inner, (*path, "")) for inner in cast("list[Any]", value)]
+            remaining += [(inner, (*path, "")) for inner in cast("list[Any]", value)]
         elif isinstance(value, int) and not -(2**63) <= value < 2**63:
-            key = ".".join(shown_key(part) for part in path if part)
+            key = ".".join(shown_key(name) for name in path if name)
             raise ValueError(f"has a whole number beyond 64 bits, which TOML has not: {key} = {brief(value)}")
 
 
 def toml_value(value: Any) -> str:
-    """`value` as TOML writes it: text, a number, true or false, or an array or inline table of these."""
+    """Return a value as TOML writes it: text, a number, true or false, or an array or inline table of these."""
     match value:
         case bool():
             return "true" if value else "false"
@@ -69,20 +74,20 @@ def toml_value(value: Any) -> str:
 
 
 def toml_key(key: str) -> str:
-    """`key` as TOML writes it: bare, or in quotes where it has other characters, as path patterns have."""
+    """Return a key as TOML writes it: bare, or in quotes if it has characters that a bare key may not have."""
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else toml_value(key)
 
 
 def brief(value: Any) -> str:
-    """`value` as TOML writes it, for a message: long text cut, of a long array or table the first three entries."""
+    """Return a value as TOML writes it, shortened for a message: long text is cut, long arrays have three entries."""
     match value:
         case str():
             return toml_value(value) if len(value) <= LONGEST else f"{toml_value(value[:60])} … {_length(value)}"
         case list() | tuple():
-            return f"[{_listed(map(brief, _first(value)), len(value))}]"
+            return f"[{_joined(map(brief, _first(value)), len(value))}]"
         case Mapping():
             items = (f"{shown_key(str(key))} = {brief(value[key])}" for key in _first(list(value)))
-            return f"{{{_listed(items, len(value))}}}"
+            return f"{{{_joined(items, len(value))}}}"
         case int() if value.bit_length() > 64:
             return f"{'-' * (value < 0)}2**{value.bit_length() - 1} or more"
         case _:
@@ -90,21 +95,21 @@ def brief(value: Any) -> str:
 
 
 def shown_key(key: str) -> str:
-    """A key for a message: as it is where it is short and plain, else in quotes, and cut."""
+    """Return a key for a message: as it is if it is short and printable, else in quotes and cut."""
     return key if len(key) <= LONGEST and key.isprintable() and key.strip() else brief(key)
 
 
 def cut(text: str, most: int = LONGEST) -> str:
-    """Text, its middle left out where it is longer than about `most` characters."""
+    """Return text without its middle if it is longer than about `most` characters."""
     return text if len(text) <= most else f"{text[: most * 2 // 3]} … {_length(text)} … {text[-most // 3 :]}"
 
 
 def _first(entries: Any) -> Any:
-    return entries if len(entries) <= _WHOLE else entries[:_ENTRIES]
+    return entries if len(entries) <= _UNCUT else entries[:_ENTRIES]
 
 
-def _listed(shown: Iterable[str], count: int) -> str:
-    return ", ".join(shown) + (f", … and {count - _ENTRIES:,} more" if count > _WHOLE else "")
+def _joined(shown: Iterable[str], count: int) -> str:
+    return ", ".join(shown) + (f", … and {count - _ENTRIES:,} more" if count > _UNCUT else "")
 
 
 def _length(text: str) -> str:

@@ -1,7 +1,8 @@
-"""Paths as users write them, held against what a file system can have at all: before `pathlib` raises as it likes.
+"""Check paths that users write before they are used.
 
-To pathlib `gs://bucket/run` is a folder `gs:` below the working directory, and what is written there is on this
-machine's disk only. So every path that comes from a user goes through `user_path`.
+To pathlib `gs://bucket/run` is a folder `gs:` below the working directory, so what is written there would be on this
+machine's disk only; other paths make it raise errors without a rule or a fix. Therefore every path that comes from a
+user goes through `user_path`.
 """
 
 import errno
@@ -14,20 +15,20 @@ from jdp.core.toml import brief
 
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://|(gs|gcs|s3a?|az|abfss?|adl|hdfs|https?|ftp|file|memory):/")
-"""Of a known kind also with one slash: pathlib makes one of two."""
+"""Known kinds also with one slash: pathlib reduces two to one."""
 
 
 class PathError(ValueError):
-    """What is wrong with a path shows without looking for it."""
+    """A path that no file can have; the message gives the rule, the path and the fix."""
 
 
 def user_path(given: str | os.PathLike[str]) -> Path:
-    """The path, `~` and `~user` resolved; whether something is there is for the reader to say.
+    """Return the path with `~` and `~user` expanded. Nothing need exist there.
 
     Raises:
-        PathError: an address such as gs://bucket/run, a NUL character, bytes that are not UTF-8, a name or path longer
-            than the file system takes, a user who has no home folder, or a folder on the way that may not be entered.
-            The message begins with the rule.
+        PathError: it is an address such as gs://bucket/run, has a NUL character or bytes that are not UTF-8, is longer
+            than the file system allows, names a user without a home folder, or leads through a folder that may not be
+            entered. The message begins with the rule.
     """
     text = os.fspath(given)
     _check_text(text)
@@ -44,14 +45,18 @@ def user_path(given: str | os.PathLike[str]) -> Path:
     except OSError as error:
         if error.errno not in _ABSENT:
             raise PathError(
-                f"a path must be one that the system can look up, got {brief(text)}: {error.strerror}; mend it"
+                f"a path must be one that the system can look up, got {brief(text)}: {error.strerror}; fix it"
             ) from None
     return path
 
 
 def check_regular(path: str | os.PathLike[str]) -> None:
-    """Raises OSError for a pipe, a socket or a device, as reading one may wait for ever; and where nothing is there."""
-    mode = os.stat(path).st_mode  # noqa: PTH116 - of millions of pictures there are names, not paths
+    """Check that a path is a file or folder: reading a pipe, a socket or a device may wait for ever.
+
+    Raises:
+        OSError: it is none of them, or does not exist.
+    """
+    mode = os.stat(path).st_mode  # noqa: PTH116 - names of millions of images are text, not Path
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise OSError(errno.EINVAL, "it is a pipe or a device, not a file", os.fspath(path))
 

@@ -248,7 +248,7 @@ ADDRESSES = {
     "file:///tmp/x": "file:// is not read or written yet",
     "~nosuchuser/run": "~nosuchuser has none; write the folder",
     "a\0b": "must have no NUL character",
-    f"{'long' * 64}/run": "File name too long; mend it",
+    f"{'long' * 64}/run": "File name too long; fix it",
 }
 
 

@@ -25,7 +25,7 @@ import jdp
 from jdp.core import agreement
 
 jdp.initialize(timeout_seconds=60)
-rank, said = jax.process_index(), {}
+rank, reported = jax.process_index(), {}
 plan = jdp.Plan(jdp.make_mesh(data=-1), min_shard_size=0)
 fixed = np.random.default_rng(7).normal(size=(32, 32)).astype(np.float32)
 
@@ -45,9 +45,9 @@ def make(init=params, tx=optax.sgd(0.1), plan=plan, seed=0):
 def refused(name, call):
     try:
         call()
-        said[name] = "accepted"
+        reported[name] = "accepted"
     except (ValueError, RuntimeError) as error:
-        said[name] = f"{type(error).__name__}: {error}"
+        reported[name] = f"{type(error).__name__}: {error}"
 
 
 def fed(rows, dtype=np.float32):
@@ -89,13 +89,13 @@ own, metrics = jdp.make_train_step(loss, alone)(own, {"x": half})
 assert float(metrics["weight"]) == 4.0, "each process by itself, on a mesh of its own"
 if rank == 0:
     refused("alone at the barrier", lambda: agreement.agree("nowhere", [], plan.mesh, wait_seconds=1))
-print("SAID", json.dumps(said), flush=True)
+print("REPORTED", json.dumps(reported), flush=True)
 """
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory):
-    """What each of two processes was told, case by case."""
+def reported(tmp_path_factory):
+    """What each of two processes reported, case by case."""
     program = tmp_path_factory.mktemp("processes") / "program.py"
     program.write_text(PROGRAM)
     command = [sys.executable, "-m", "jdp", "launch", "-n", "2", "--devices-per-process", "2", "--", str(program)]
@@ -103,7 +103,7 @@ def said(tmp_path_factory):
         command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=120, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    found = re.findall(r"^\[(\d)\] SAID (.*)$", done.stdout, re.MULTILINE)
+    found = re.findall(r"^\[(\d)\] REPORTED (.*)$", done.stdout, re.MULTILINE)
     return {int(rank): json.loads(text) for rank, text in found}
 
 
@@ -124,24 +124,24 @@ WORDS = {
 
 
 @pytest.mark.parametrize("case", WORDS)
-def test_processes_that_differ_are_told_so_alike(said, case):
-    assert re.search(WORDS[case], said[0][case]), said[0][case]
-    assert said[1][case] == said[0][case]
-    assert "\n" not in said[0][case]
+def test_processes_that_differ_raise_the_same_error(reported, case):
+    assert re.search(WORDS[case], reported[0][case]), reported[0][case]
+    assert reported[1][case] == reported[0][case]
+    assert "\n" not in reported[0][case]
 
 
 @pytest.mark.parametrize(("case", "kind"), [("numpy batch", r"a numpy\.ndarray"), ("local jax batch", "an array")])
-def test_the_rows_of_one_process_are_not_taken_for_all_rows(said, case, kind):
+def test_the_rows_of_one_process_are_not_taken_for_all_rows(reported, case, kind):
     for rank in (0, 1):
         assert re.search(
             rf"batch \['x'\] is {kind} of this process alone\. Write `for batch in jdp\.shard_batches\(loader, plan\)`",
-            said[rank][case],
-        ), said[rank][case]
+            reported[rank][case],
+        ), reported[rank][case]
 
 
-def test_who_does_not_come_is_named(said):
+def test_who_does_not_come_is_named(reported):
     assert re.search(
-        "RuntimeError: .* nowhere together; in 1 seconds process 1 did not", said[0]["alone at the barrier"]
+        "RuntimeError: .* nowhere together; in 1 seconds process 1 did not", reported[0]["alone at the barrier"]
     )
 
 
@@ -194,7 +194,7 @@ def test_the_many_are_right_and_the_few_are_named(monkeypatch):
     assert found == {"fact": 1, "differ": [2, 3], "shown": [0, 2]}
 
 
-def test_without_a_coordination_service_it_is_said(monkeypatch, capsys):
+def test_without_a_coordination_service_it_is_reported(monkeypatch, capsys):
     monkeypatch.setattr(agreement, "processes_of", lambda mesh: (0, 1))
     monkeypatch.setattr("jdp.core.notices._said", set())
     agree("here", [], jdp.make_mesh(data=8))

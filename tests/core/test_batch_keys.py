@@ -1,4 +1,4 @@
-"""A loss that sees some rows of the batch draws exactly those rows of the global draw, or it is said what does not."""
+"""A loss that sees some rows of the batch draws exactly those rows of the global draw; other draws are reported."""
 
 import functools
 import math
@@ -179,8 +179,8 @@ def test_a_generator_without_indices_differs_by_shard_and_says_so_once(monkeypat
     shards = [keys.batch_key(key, rows=4, total=8, offset=offset, stride=1) for offset in (0, 4)]
     first, second = (jax.random.bits(shard.row_key(key), (4, 8)) for shard in shards)
     assert not np.array_equal(first, second)
-    [said] = [record.getMessage() for record in caplog.records if record.name == "jdp"]
-    assert "dropout masks depend on the mesh: the PRNG rbg cannot be indexed by row" in said
+    [reported] = [record.getMessage() for record in caplog.records if record.name == "jdp"]
+    assert "dropout masks depend on the mesh: the PRNG rbg cannot be indexed by row" in reported
 
 
 # The table: every kind of draw, by rows a device and by layout. Each function draws what becomes noise [rows, 2].
@@ -313,11 +313,11 @@ QUICK = [(1, 0), (1, 1), (1, 2), (2, 1), (3, 0), (8, 2)]  # every number of rows
         for rows in (1, 2, 3, 4, 8)
     ],
 )
-def test_every_draw_is_by_global_row_or_said(rows, partitioning, accumulate, devices, monkeypatch, caplog):
+def test_every_draw_is_by_global_row_or_reported(rows, partitioning, accumulate, devices, monkeypatch, caplog):
     monkeypatch.setattr(notices, "_said", set())
     caplog.set_level("INFO", "jdp")
-    said = {name: draw for name, (draw, _) in SAID.items()}
-    got, key = noise_of_a_step({**BY_ROW, **said}, rows, partitioning, accumulate, devices)
+    reported = {name: draw for name, (draw, _) in SAID.items()}
+    got, key = noise_of_a_step({**BY_ROW, **reported}, rows, partitioning, accumulate, devices)
     whole = global_noise_by_row(key, rows * accumulate * devices)
     for name, noise in whole.items():
         np.testing.assert_allclose(got[name], noise, rtol=1e-5, atol=1e-6, err_msg=name)  # divided and multiplied again
@@ -345,7 +345,7 @@ def test_rows_that_stay_together_keep_their_noise(partitioning, devices):
         np.testing.assert_allclose(got[name], noise, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
-def test_a_loss_that_does_not_take_the_whole_batch_is_read_by_shapes_and_that_is_said(monkeypatch, caplog):
+def test_a_loss_that_does_not_take_the_whole_batch_is_read_by_shapes_and_that_is_reported(monkeypatch, caplog):
     monkeypatch.setattr(notices, "_said", set())
     caplog.set_level("INFO", "jdp")
 
@@ -355,13 +355,13 @@ def test_a_loss_that_does_not_take_the_whole_batch_is_read_by_shapes_and_that_is
 
     drawn = on_batch_key(draw, 3, 1)(jnp.uint32(6))
     np.testing.assert_array_equal(drawn, jax.random.bits(KEY, (BATCH, 2))[6:9])
-    [said] = caplog.messages
-    assert "does not take the whole batch of 24 rows (AssertionError: three rows" in said
+    [reported] = caplog.messages
+    assert "does not take the whole batch of 24 rows (AssertionError: three rows" in reported
 
 
-def test_what_permutes_the_rows_is_said(monkeypatch, caplog):
+def test_what_permutes_the_rows_is_reported(monkeypatch, caplog):
     monkeypatch.setattr(notices, "_said", set())
     caplog.set_level("INFO", "jdp")
     jax.eval_shape(on_batch_key(jax.random.permutation, 3, 1), jnp.uint32(0))
-    [said] = caplog.messages
-    assert "this permutes the rows of the batch" in said
+    [reported] = caplog.messages
+    assert "this permutes the rows of the batch" in reported

@@ -105,13 +105,13 @@ def test_without_sync_each_device_norms_by_its_own_rows_and_averages_are_average
     assert abs(own["loss"] - whole["loss"]) > 1e-3
 
 
-def test_that_auto_is_always_in_sync_is_said(monkeypatch):
-    said = []
-    monkeypatch.setattr("jdp.core.gradients.partitioning.notice", said.append)
+def test_that_auto_is_always_in_sync_is_reported(monkeypatch):
+    reported = []
+    monkeypatch.setattr("jdp.core.gradients.partitioning.notice", reported.append)
     plan = jdp.Plan(jdp.make_mesh(), "zero1")
     state = jdp.abstract_state(init, TX, plan, rng=jax.random.key(0))
     jax.eval_shape(jdp.make_train_step(loss_fn, plan, sync_batch_norm=False), state, next(batches()))
-    assert "sync_batch_norm=False changes nothing under partitioning='auto', which sees the whole batch" in said
+    assert "sync_batch_norm=False changes nothing under partitioning='auto', which sees the whole batch" in reported
 
 
 def test_a_model_with_batch_norm_may_get_manual_by_choice():

@@ -1,4 +1,4 @@
-"""Joining a cluster: found where there is one, never by mistake, and never failing in silence."""
+"""Joining a cluster: detected if there is one, never by mistake, and never failing in silence."""
 
 import os
 import sys
@@ -48,7 +48,7 @@ FOUND: dict[str, tuple[dict[str, str], Cluster | None]] = {
     "Kubernetes": ({"JOB_COMPLETION_INDEX": "0"}, Cluster("Kubernetes, an indexed job")),
     "TPU pod": ({"TPU_WORKER_HOSTNAMES": "a,b"}, Cluster("TPU, several hosts")),
     "TPU host": ({"TPU_WORKER_HOSTNAMES": "localhost"}, None),
-    "told to stay alone": (SLURM_STEP | {"JDP_NUM_PROCESSES": "1"}, None),
+    "a single process on request": (SLURM_STEP | {"JDP_NUM_PROCESSES": "1"}, None),
 }
 
 

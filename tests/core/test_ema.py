@@ -41,7 +41,7 @@ def train(tx, steps=STEPS, wrt=None, strategy="zero1"):
 
 
 @pytest.mark.parametrize("debias", [False, True])
-def test_the_average_follows_the_recursion_and_lies_like_the_parameters(debias):
+def test_the_average_follows_the_recursion_and_is_sharded_like_the_parameters(debias):
     plan, seen, state = train(jdp.with_ema(optax.adam(1e-2), DECAY, debias=debias))
     average = jax.tree.map(np.zeros_like if debias else np.copy, seen[0])
     for params in seen[1:]:
@@ -132,7 +132,7 @@ def test_a_decay_out_of_range_is_refused(decay):
         jdp.with_ema(optax.sgd(0.1), decay)
 
 
-def test_a_state_without_an_average_is_told_what_to_do():
+def test_a_state_without_an_average_is_refused_with_the_fix():
     state = jdp.abstract_state(init, optax.sgd(0.1), plan_of(), rng=jax.random.key(0))
     with pytest.raises(ValueError, match=r"keeps an average: jdp\.with_ema\(tx, decay=0\.999\)"):
         jdp.ema_params(state)

@@ -6,7 +6,7 @@ from jdp.core.formatting import format_bytes, format_percent, format_rate, forma
 
 
 @pytest.mark.parametrize(
-    ("said", "wanted"),
+    ("text", "wanted"),
     [
         (format_bytes(0), "0 B"),
         (format_bytes(1000), "1000 B"),
@@ -28,5 +28,5 @@ from jdp.core.formatting import format_bytes, format_percent, format_rate, forma
         (format_percent(1), "100 %"),
     ],
 )
-def test_as_people_read_them(said, wanted):
-    assert said == wanted
+def test_as_people_read_them(text, wanted):
+    assert text == wanted

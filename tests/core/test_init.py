@@ -169,14 +169,14 @@ def test_a_number_is_not_a_key():
         initial(plan_of("ddp", data=1), 3)
 
 
-def test_the_plan_is_said_once(monkeypatch, caplog):
+def test_the_plan_is_reported_once(monkeypatch, caplog):
     monkeypatch.setattr(notices, "_said", set())
     caplog.set_level("INFO", "jdp")
     init = lambda rng: {"w": jnp.zeros((8, 16)), "b": jnp.zeros(8)}  # noqa: E731
     for _ in range(2):
         initial(plan_of("zero3", data=8), init=init)
-    said = [record.getMessage() for record in caplog.records if record.name == "jdp"]
-    assert said == [
+    reported = [record.getMessage() for record in caplog.records if record.name == "jdp"]
+    assert reported == [
         "zero3 on data=8 cpu devices: gathered at each use",
         "1 parameters of fewer than 64 elements stay replicated (32 bytes on every device): b",
     ]

@@ -242,14 +242,14 @@ def test_zero3_gathers_again_in_the_backward_pass_of_every_unrolled_layer():
 
 
 @pytest.fixture
-def said(monkeypatch, caplog):
+def reported(monkeypatch, caplog):
     monkeypatch.setattr(notices, "_said", set())
     caplog.set_level("INFO", "jdp")
     return lambda: [line for line in caplog.messages if "gathered for the whole step" in line]
 
 
 @pytest.mark.parametrize("partitioning", ["auto", "manual"])
-def test_a_weight_changed_outside_the_block_is_right_and_said_once(partitioning, said):
+def test_a_weight_changed_outside_the_block_is_right_and_reported_once(partitioning, reported):
     def loop(layers, x):
         return jdp.scan_layers(block, layers | {"w": layers["w"] * 2}, x)
 
@@ -261,14 +261,14 @@ def test_a_weight_changed_outside_the_block_is_right_and_said_once(partitioning,
     step.lower(state, {"x": x})
     expected = loop(jax.device_get(state.params)["layers"], x)
     np.testing.assert_allclose(metrics["loss"], (expected**2).sum() / ROWS, rtol=1e-5)
-    [notice] = said()
+    [notice] = reported()
     assert notice.startswith(
         f"scan_layers: ['w'] {(LAYERS, WIDTH, WIDTH)} is not a parameter as it stands in the model"
     )
     assert "cast or reshape it inside the block" in notice
 
 
-def test_a_block_s_statistics_are_no_weights_to_gather(said):
+def test_a_block_s_statistics_are_no_weights_to_gather(reported):
     def loss(model, batch, rng):
         y = jdp.scan_layers(lambda layer, x: layer(x), model, batch["x"])
         return jdp.Loss((y**2).sum(), len(y))
@@ -279,10 +279,10 @@ def test_a_block_s_statistics_are_no_weights_to_gather(said):
     plan = plan_of("zero3")
     state = jdp.abstract_state(stack, optax.sgd(0.1), plan, rng=jax.random.key(0))
     jdp.make_train_step(loss, plan).lower(state, {"x": jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)})
-    assert not said()
+    assert not reported()
 
 
-def test_a_weight_sharded_over_its_layers_is_said_with_the_rule_that_mends_it(said):
+def test_a_weight_sharded_over_its_layers_is_reported_with_the_rule_that_fixes_it(reported):
     layers = 8
 
     def wide(rng):
@@ -294,17 +294,17 @@ def test_a_weight_sharded_over_its_layers_is_said_with_the_rule_that_mends_it(sa
         jax.eval_shape(jdp.make_train_step(loss_fn, plan, partitioning="manual"), abstract(plan, wide), BATCH)
 
     trace([("layers/b", P(None, "data"))])
-    assert said() == []
+    assert reported() == []
     trace([("layers/b", P(None, "data")), ("layers/w", P("data"))])
-    [notice] = said()
+    [notice] = reported()
     assert notice.startswith("layers/w [8, 16, 16] is sharded over its layer dimension")
     assert "Plan(..., rules=[('layers/w', PartitionSpec(None, 'data'))])" in notice
     trace([("layers/b", P(None, "data")), ("layers/w", P(None, "data"))])
-    assert len(said()) == 1
+    assert len(reported()) == 1
 
 
-def test_without_zero3_nothing_is_said_of_weights_changed_outside(said):
+def test_without_zero3_nothing_is_reported_of_weights_changed_outside(reported):
     loss_fn = loss_with(lambda layers, x: jdp.scan_layers(block, layers | {"w": layers["w"] * 2}, x))
     for strategy in ("ddp", "zero2"):
         jax.eval_shape(jdp.make_train_step(loss_fn, plan_of(strategy)), abstract(plan_of(strategy)), BATCH)
-    assert said() == []
+    assert reported() == []

@@ -224,9 +224,9 @@ def test_names_that_the_mesh_lacks_are_dropped_with_one_notice(capfd, monkeypatc
     monkeypatch.setattr("jdp.core.notices._said", set())
     places = places_of(lambda rng: Feed(nnx.Rngs(rng), names=("embed", "mlp")))
     assert {place.compute for place in places.values()} == {P(None, None), P(None), P()}
-    said = [line for line in capfd.readouterr().err.splitlines() if "metadata" in line]
-    assert len(said) == 1
-    assert "names 'embed', 'mlp', no axes of the mesh (data, model)" in said[0]
+    reported = [line for line in capfd.readouterr().err.splitlines() if "metadata" in line]
+    assert len(reported) == 1
+    assert "names 'embed', 'mlp', no axes of the mesh (data, model)" in reported[0]
 
 
 def test_logical_names_are_translated_by_flaxs_rules():
@@ -250,7 +250,7 @@ def test_data_comes_last_in_a_dimension_that_it_shares():
 
 
 def test_linen_boxes_are_metadata_too():
-    """The loss gets plain arrays; what the boxes said is in the plan."""
+    """The loss gets plain arrays; what the boxes ask for is in the plan."""
 
     class Net(nn.Module):
         @nn.compact
@@ -359,8 +359,8 @@ def test_keeps_the_contract_on_a_real_target(strategy, accumulate, data, model, 
 
 
 def test_the_models_own_traffic_is_counted_apart():
-    """Megatron's all-reduces of activations along `model`, four a layer and one more of each that remat repeats: told,
-    marked, and not held against the contract, which they would break by far were they counted."""
+    """Megatron's all-reduces of activations along `model`, four a layer and one more of each that remat repeats: they
+    are reported and marked, and not counted towards the contract, which they would break by far."""
     report = verified("zero2", 4)
     assert [row.kind for row in report.own] == ["all-reduce"]
     apart = [s for s in report.collectives if not s.over_batch]
@@ -368,9 +368,9 @@ def test_the_models_own_traffic_is_counted_apart():
     assert sum(s.collective.wire_bytes for s in apart) == report.own[0].wire_bytes > 0
     assert report.own[0].wire_bytes > 0.1 * report.theory_wire_bytes_per_device
     assert "which the contract leaves to the model" in str(report)
-    told = report.to_json()
-    assert told["model_axes"][0]["wire_bytes"] == report.own[0].wire_bytes
-    marked = [c for c in told["collectives"] if not c["counted"]]
+    written = report.to_json()
+    assert written["model_axes"][0]["wire_bytes"] == report.own[0].wire_bytes
+    marked = [c for c in written["collectives"] if not c["counted"]]
     assert {tuple(c["axes"]) for c in marked} == {("model",)}
 
 

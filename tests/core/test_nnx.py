@@ -58,7 +58,7 @@ def state_of(plan, init=make):
 
 
 @pytest.fixture
-def said(monkeypatch, caplog):
+def reported(monkeypatch, caplog):
     monkeypatch.setattr(notices, "_said", set())
     caplog.set_level("INFO", "jdp")
     return lambda: caplog.messages
@@ -159,7 +159,7 @@ def make_odd(rng):
     return Odd(nnx.Rngs(rng))
 
 
-def test_tables_are_kept_and_what_a_call_adds_is_dropped_and_said(said):
+def test_tables_are_kept_and_what_a_call_adds_is_dropped_and_reported(reported):
     plan = plan_of()
     step = jdp.make_train_step(loss_fn, plan, accumulate=2)
     state = state_of(plan, make_odd)
@@ -167,7 +167,7 @@ def test_tables_are_kept_and_what_a_call_adds_is_dropped_and_said(said):
     state, _ = step(state, data())
     np.testing.assert_array_equal(state.model_state["table"], np.arange(FEATURES))
     assert step.partitioning == "manual"  # a table is no statistic of the batch
-    assert [m for m in said() if "not kept" in m] == [
+    assert [m for m in reported() if "not kept" in m] == [
         "seen was added to the model by its call, and is not kept between steps"
     ]
 
@@ -271,14 +271,14 @@ def test_a_statistic_that_jdp_does_not_know_keeps_auto_and_says_why():
     )
 
 
-def test_manual_says_what_becomes_of_such_a_statistic(said):
+def test_manual_says_what_becomes_of_such_a_statistic(reported):
     step = jdp.make_train_step(loss_fn, plan_of(), partitioning="manual")
     abstract = jdp.abstract_state(make_watching, TX, plan_of(), rng=jax.random.key(0))
     jax.eval_shape(step, abstract, data())
     assert step.why == (
         "asked for, although each device then computes seen over its own rows, and the values are averaged"
     )
-    assert any(step.why in message for message in said())
+    assert any(step.why in message for message in reported())
 
 
 def test_a_step_that_is_not_finite_leaves_the_statistics_alone():
@@ -426,11 +426,11 @@ def test_functions_that_do_the_same_are_the_same():
     assert step.jitted._cache_size() == 2
 
 
-def test_what_is_never_the_same_is_said_once(said):
+def test_what_is_never_the_same_is_reported_once(reported):
     init = lambda rng: Functional(nnx.Rngs(rng), held=object())  # noqa: E731
     for _ in range(2):
         state = jdp.init_state(init, TX, plan_of(devices=1), rng=jax.random.key(0))
-    [notice] = [message for message in said() if "another" in message]
+    [notice] = [message for message in reported() if "another" in message]
     assert "makes another act of the model" in notice and "outside of init" in notice
     step = jdp.make_train_step(loss_fn, plan_of(devices=1))
     for _ in range(3):

@@ -314,12 +314,12 @@ def test_wrappers_keep_their_state_sharded_and_train_as_on_one_device(name):
     assert_same(jax.device_get(state.params), jax.device_get(alone.params))
 
 
-def test_multi_steps_is_told_of_the_better_tool_once(monkeypatch):
-    said = []
-    monkeypatch.setattr("jdp.core.init.notice", said.append)
+def test_multi_steps_reports_the_better_tool_once(monkeypatch):
+    reported = []
+    monkeypatch.setattr("jdp.core.init.notice", reported.append)
     tx = optax.chain(optax.clip(1.0), optax.MultiSteps(optax.sgd(1e-3), 2))
     jdp.init_state(lambda rng: {"w": jnp.ones(8)}, tx, plan_of("one device"), rng=jax.random.key(0))
-    assert sum("make_train_step(accumulate=K)" in words for words in said) == 1
+    assert sum("make_train_step(accumulate=K)" in words for words in reported) == 1
 
 
 # What a step cannot carry.
