@@ -140,8 +140,9 @@ class _Body:
     def __init__(
         self, block: Block, layer: changes.Flattened, gathers: GatherTable | None, *, leading: int, remat: Remat
     ) -> None:
-        tables = [None if is_state else gathers for is_state in layer.are_state]
-        sources = [_operand(*entry, table, leading) for entry, table in zip(layer.arrays, tables, strict=True)]
+        sources = [
+            _operand(name, leaf, None if is_state else gathers, leading) for name, leaf, is_state in layer.arrays
+        ]
         self.block, self.layer, self.gathers, self.leading, self.remat = block, layer, gathers, leading, remat
         self.operands, self.placements = [leaf for leaf, _ in sources], [placement for _, placement in sources]
         self.is_rematerialised = remat is not None or any(placement is not None for placement in self.placements)

@@ -23,10 +23,9 @@ import optax
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from jdp.core.agreement import processes_of
+from jdp.core.agreement import agree, processes_of, program_fact
 from jdp.core.batch import (
     agree_on_inputs,
-    agree_on_program,
     batch_rows,
     check_alive,
     check_global,
@@ -264,11 +263,11 @@ class Step:
         shapes = signature(batch)
         if shapes is not None and shapes not in self._agreed:
             check_global(batch)
-            place = "the train step" if self.train else "the evaluation step"
-            agree_on_inputs(place, state, batch, self.plan)
+            caller = "the train step" if self.train else "the evaluation step"
+            agree_on_inputs(caller, state, batch, self.plan)
             if not self._checked:
                 self._check_first(state, batch)
-            agree_on_program(place, self.jitted.lower(state, batch), self.plan)
+            agree(caller, [program_fact(self.jitted.lower(state, batch))], self.plan.mesh)
             self._agreed.add(shapes)
         return batch
 

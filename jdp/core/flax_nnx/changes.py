@@ -51,20 +51,14 @@ class Flattened:
     slots: list[int]
 
     @property
-    def arrays(self) -> list[tuple[str, Any]]:
-        """(path as text, array) of everything in `nodes`, in order."""
+    def arrays(self) -> list[tuple[str, Any, bool]]:
+        """(path as text, array, whether its variable is no parameter) of everything in `nodes`, in order."""
         first = {slot: path for path, slot in reversed(list(zip(self.paths, self.slots, strict=True)))}
         return [
-            (jax.tree_util.keystr((*first[slot], *path)), array)
+            (jax.tree_util.keystr((*first[slot], *path)), array, _is_variable(node) and not isinstance(node, nnx.Param))
             for slot, node in enumerate(self.nodes)
             for path, array in jax.tree.leaves_with_path(node)
         ]
-
-    @property
-    def are_state(self) -> list[bool]:
-        """For each of `arrays`, whether it belongs to a variable that is no parameter."""
-        state = [isinstance(node, nnx.Variable) and not isinstance(node, nnx.Param) for node in self.nodes]
-        return [is_state for node, is_state in zip(self.nodes, state, strict=True) for _ in jax.tree.leaves(node)]
 
     @property
     def variables(self) -> list[nnx.Variable[Any]]:
