@@ -1,6 +1,5 @@
 """The models that experiments train, in plain Flax NNX."""
 
-from jdp.models.flops import flops_per_example, flops_per_token
 from jdp.models.gpt import GPT, GPTConfig
 from jdp.models.losses import classification_loss, next_token_loss
 from jdp.models.mlp import MLP, MLPConfig
@@ -22,8 +21,6 @@ __all__ = [
     "ViTConfig",
     "build",
     "classification_loss",
-    "flops_per_example",
-    "flops_per_token",
     "generate",
     "next_token_loss",
     "parameter_count",

@@ -4,17 +4,17 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from counted_flops import flops_per_token
 from flax import nnx
 
 import jdp
-from jdp.experiment.assembly import text_loss
-from jdp.foresight.timing.model_flops import count, model_flops
+from jdp.experiment.losses import text_loss
+from jdp.foresight.timing.model_flops import count_flops, model_flops
 from jdp.models import GPTConfig, build
-from jdp.models.flops import flops_per_token
 
 
 def counted(f, *shapes):
-    return count(jax.make_jaxpr(f)(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)).jaxpr)
+    return count_flops(jax.make_jaxpr(f)(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)).jaxpr)
 
 
 def test_products_and_convolutions():

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import jdp
-from jdp.experiment.assembly import text_loss
+from jdp.experiment.losses import text_loss
 from jdp.foresight.program.module import parse
 from jdp.foresight.targets.resolve import target
 from jdp.foresight.timing.chrome_trace import chrome_trace

@@ -5,17 +5,16 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
+from counted_flops import flops_per_example, flops_per_token
 from flax import nnx
 
-from jdp.foresight.timing.model_flops import count as count_flops
+from jdp.foresight.timing.model_flops import count_flops
 from jdp.models import (
     SIZES,
     GPTConfig,
     ResNetConfig,
     ViTConfig,
     build,
-    flops_per_example,
-    flops_per_token,
     parameter_count,
 )
 

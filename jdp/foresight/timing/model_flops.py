@@ -34,10 +34,10 @@ def model_flops(step: Step, state: TrainState, batch: Batch) -> int:
 
     working = step.precision.working_shapes(state.params)
     plain = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (state.model_state, batch))
-    return 3 * count(jax.make_jaxpr(loss)(working, *plain, jax.eval_shape(lambda: jax.random.key(0))).jaxpr)
+    return 3 * count_flops(jax.make_jaxpr(loss)(working, *plain, jax.eval_shape(lambda: jax.random.key(0))).jaxpr)
 
 
-def count(jaxpr: Any) -> int:
+def count_flops(jaxpr: Any) -> int:
     """FLOPs of the matrix products and convolutions in a jaxpr: 2 for each multiplication that is added up.
 
     A scan counts as often as it runs, a `while` loop of unknown length once, of branches the dearest.
@@ -54,12 +54,12 @@ def _flops(eqn: Any) -> int:
         kernel, numbers = eqn.invars[1].aval.shape, eqn.params["dimension_numbers"]
         return 2 * eqn.outvars[0].aval.size * math.prod(kernel) // kernel[numbers.rhs_spec[0]]
     if name == "cond":
-        return max(map(count, _jaxprs(eqn.params["branches"])))
+        return max(map(count_flops, _jaxprs(eqn.params["branches"])))
     times = eqn.params["length"] if name == "scan" else 1
     if name == "shard_map":  # its body is one device's part
         manual = eqn.params.get("newly_manual_axes") or eqn.params["manual_axes"]  # the name in jax 0.10; since
         times = math.prod(eqn.params["mesh"].shape[axis] for axis in manual)
-    return times * sum(map(count, _jaxprs(eqn.params.values())))
+    return times * sum(map(count_flops, _jaxprs(eqn.params.values())))
 
 
 def _jaxprs(values: Iterable[Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""What training a model costs: the floating point operations that it needs, the numerator of MFU.
+"""The floating point operations that training a model needs, from its sizes: the oracle for `model_flops`' trace.
 
 Two operations per multiply-add in the forward pass and four in the backward pass. Rematerialisation is not counted, nor
 is what a frozen parameter or the first layer's input saves. Sizes are read off the abstract model.
@@ -18,10 +18,7 @@ def flops_per_token(config: GPTConfig | MLPConfig, length: int) -> float:
 
     PaLM (arXiv:2204.02311), appendix B: 6 per parameter, and for attention L layers, H heads of size Q, T tokens of
     context, the causal half not deducted. N leaves out tables that are only looked up (positions, and the token table
-    unless it also makes the logits): a lookup multiplies nothing.
-
-    Args:
-        length: tokens in a sequence; of no consequence to an MLP.
+    unless it also makes the logits): a lookup multiplies nothing. `length`: tokens in a sequence; an MLP ignores it.
     """
     sizes = {path: math.prod(shape) for path, shape in parameter_shapes(config).items()}
     if isinstance(config, MLPConfig):
@@ -42,22 +39,22 @@ def flops_per_example(config: ModelConfig) -> float:
     if isinstance(config, MLPConfig):
         return flops_per_token(config, 1)
     kernels = {path: shape for path, shape in parameter_shapes(config).items() if path.endswith("kernel")}
-    total = sum(6.0 * math.prod(shape) * _places(config, path) for path, shape in kernels.items())
+    total = sum(6.0 * math.prod(shape) * _applications(config, path) for path, shape in kernels.items())
     if isinstance(config, ViTConfig):
         total += 12.0 * config.layers * config.width * config.length**2
     return total
 
 
-def _places(config: ResNetConfig | ViTConfig, path: str) -> int:
+def _applications(config: ResNetConfig | ViTConfig, path: str) -> int:
     """How often a kernel is applied to an image: at the positions of a convolution's output, to vectors of a ViT."""
     if isinstance(config, ViTConfig):
         return {"embed": config.patches, "layers": config.length, "head": 1}[path.partition("/")[0]]
-    part, *rest = path.split("/")
-    if part == "head":
+    module, *names = path.split("/")
+    if module == "head":
         return 1
     halvings = 1 if config.stem == "imagenet" else 0
-    if part == "stages":
-        stage, block, name = int(rest[0]), int(rest[2]), rest[3]
+    if module == "stages":
+        stage, block, name = int(names[0]), int(names[2]), names[3]
         before_stride = config.block == "bottleneck" and block == 0 and name == "conv1"
         halvings = 2 * halvings + stage - (stage > 0 and before_stride)
     return math.ceil(config.image_size / 2**halvings) ** 2  # a stride of two leaves ceil(side / 2)
