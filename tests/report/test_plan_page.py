@@ -110,7 +110,13 @@ def report_of(*, kept=True, breaches=(), collectives=60, source="/home/me/loss.p
     found = tuple(
         Sent(
             Collective(
-                "all-gather", "bf16", 1_000_000 * (i + 1), ((0, 1, 2, 3),), i % 2 == 0, f"ag.{i}", places=(source,)
+                "all-gather",
+                "bf16",
+                1_000_000 * (i + 1),
+                ((0, 1, 2, 3),),
+                i % 2 == 0,
+                f"ag.{i}",
+                source_lines=(source,),
             ),
             ("data",),
             i == 0,

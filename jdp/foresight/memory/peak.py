@@ -252,14 +252,14 @@ def _pass(op_name: str | None) -> str | None:
 
 def _place(program: Program, live: Liveness, time: int) -> str | None:
     step = live.schedule[time][1]
-    return next(iter(program.places(step)), step.op_name)
+    return next(iter(program.source_lines(step)), step.op_name)
 
 
 def _largest(live: Liveness, held: Iterable[Buffer], roles: dict[Buffer, str], time: int) -> tuple[Held, ...]:
     counted = Counter[Held]()
     for buffer in held:
         step = max((w for w in buffer.writes if w.time <= time), key=lambda w: w.time, default=buffer.writes[0]).step
-        source = next(iter(live.program.places(step)), None)
+        source = next(iter(live.program.source_lines(step)), None)
         counted[Held(roles[buffer], 1, buffer.bytes, buffer.dtype, buffer.dims, step.op_name, source)] += 1
     all_of = [
         Held(one.role, count, count * one.bytes, one.dtype, one.dims, one.op_name, one.source)

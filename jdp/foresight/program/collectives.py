@@ -39,8 +39,8 @@ class Collective:
     combined into one instruction are summed; `dtype` names their types, joined by "+" where they differ.
     `groups`: who talks to whom, as positions in the mesh's device order; for a permute its (source, target) pairs.
     `is_async`: other work may run between its start and its done. `name`: the instruction, of a pair the start.
-    `op_name`: jax's path to the operation, None where the text does not tell; `places`: "file:line" that wrote it and
-    the callers', innermost first. `shapes`: (element type, dimensions) of each tensor of the result, on one device.
+    `op_name`: jax's path to the operation, None where the text does not tell; `source_lines`: "file:line" that wrote it
+    and the callers', innermost first. `shapes`: (element type, dimensions) of each tensor of the result, on one device.
     `loops`: trip counts of the enclosing loops, outermost first; None where XLA does not know one.
     """
 
@@ -51,15 +51,15 @@ class Collective:
     is_async: bool
     name: str
     op_name: str | None = None
-    places: tuple[str, ...] = ()
+    source_lines: tuple[str, ...] = ()
     shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
     loops: tuple[int | None, ...] = ()
     in_conditional: bool = False
 
     @property
     def source(self) -> str | None:
-        """The innermost of `places`."""
-        return self.places[0] if self.places else None
+        """The innermost of `source_lines`."""
+        return self.source_lines[0] if self.source_lines else None
 
     @property
     def group_size(self) -> int:
@@ -168,7 +168,7 @@ def collective_of(step: Instruction, program: Program) -> Collective:
         is_async=overlaps(step),
         name=step.name,
         op_name=step.op_name,
-        places=program.places(step),
+        source_lines=program.source_lines(step),
         shapes=results,
     )
 

@@ -107,7 +107,7 @@ class Program:
         computations: name -> instructions; in schedule order, where the module is scheduled.
         devices: partitions × replicas.
         header: the module's first line: aliases of inputs and outputs, layouts.
-        frames: stack_frame_id -> its source places "file:line", innermost first.
+        frames: stack_frame_id -> its source lines "file:line", innermost first.
     """
 
     entry: str
@@ -126,7 +126,7 @@ class Program:
         """computation -> name -> instruction."""
         return {key: {step.name: step for step in steps} for key, steps in self.computations.items()}
 
-    def places(self, step: Instruction) -> tuple[str, ...]:
+    def source_lines(self, step: Instruction) -> tuple[str, ...]:
         """Where the operation was written, "file:line", innermost first; empty where the text does not tell.
 
         Newer texts have tables of stack frames; older ones the innermost place on the line itself.

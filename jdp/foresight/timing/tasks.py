@@ -128,7 +128,7 @@ class Schedule:
         return Task("loop", step, inner=(condition, body))
 
     def _say(self, text: str, step: Instruction) -> None:
-        place = next(iter(self.program.places(step)), None)
+        place = next(iter(self.program.source_lines(step)), None)
         self.caveats[f"{text} ({place})" if place else text] = None
 
     def total(self, computation: str) -> Total:

@@ -205,7 +205,7 @@ class _Walk:
                 self.events.append(Event(task.step.name, lane, start, busy, what, place, times))
 
     def _origin(self, task: Task) -> tuple[str, str | None]:
-        place = next(iter(self.schedule.program.places(task.step)), None)
+        place = next(iter(self.schedule.program.source_lines(task.step)), None)
         return task.step.op_name or task.step.kind, place
 
 

@@ -78,7 +78,7 @@ class Sites:
 
     def _is_scan(self, loop: Instruction) -> bool:
         """jdp's own scan, by the line that wrote it; where XLA dropped that, by its rounds and what is inside."""
-        if places := self.program.places(loop):
+        if places := self.program.source_lines(loop):
             return places[0].replace("\\", "/").startswith(_SCANNED_IN)
         inside = [step for name in loop.called.get("body", ()) for step in self.program[name]]
         peeled = loop.trip_count in (self.accumulate, self.accumulate - 1)
@@ -104,7 +104,7 @@ class Sites:
         operands = [names[name] for name in step.operands if name in names] if step is not None else []
         times = collective.group_size if collective.kind == "reduce-scatter" else 1
         if len(operands) != len(collective.shapes):
-            line = line_of(collective.places)
+            line = line_of(collective.source_lines)
             return [Piece(dtype, dims, times * array_bytes(dtype, dims), line) for dtype, dims in collective.shapes]
         found = list[Piece]()
         for index, ((dtype, dims), operand) in enumerate(zip(collective.shapes, operands, strict=True)):
@@ -117,9 +117,9 @@ class Sites:
     def _line(self, collective: Collective, index: int, made_by: Instruction, names: Names) -> str | None:
         """Where a tensor's sending was written. Of collectives that XLA joined, only the first kept its place."""
         alone = len(collective.shapes) == 1
-        above = (self.program.places(step) for step in _upwards(made_by, names))
-        below = (self.program.places(step) for step in _uses(collective.name, index, alone, names))
-        found = [*([collective.places] if alone else []), *above, *below, collective.places]
+        above = (self.program.source_lines(step) for step in _upwards(made_by, names))
+        below = (self.program.source_lines(step) for step in _uses(collective.name, index, alone, names))
+        found = [*([collective.source_lines] if alone else []), *above, *below, collective.source_lines]
         written = (line for places in found if (line := users_line(places)) is not None)
         return next(written, next((places[0] for places in found if places), None))
 

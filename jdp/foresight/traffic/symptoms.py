@@ -91,7 +91,7 @@ def _copied_at(dims: tuple[int, ...], op_name: str, compiled: Compiled) -> str |
     whole = [c for c in compiled.collectives if any(sorted(found) == sorted(dims) for _, found in c.shapes)]
     exact = [c for c in whole if c.op_name == op_name]
     beside = [c for c in whole if (c.op_name or "").rpartition("/")[0] == parent]
-    lines = (line_of(c.places) for c in (*exact, *beside, *whole))
+    lines = (line_of(c.source_lines) for c in (*exact, *beside, *whole))
     return next((line for line in lines if line), None)
 
 
@@ -130,7 +130,7 @@ _HOST_MEMORY = "S(5)"  # XLA's number of the host's memory space (xla/layout.h)
 
 def _host(program: Program) -> Iterator[str]:
     for step in (step for steps in program.computations.values() for step in steps):
-        line = _at(line_of(program.places(step)))
+        line = _at(line_of(program.source_lines(step)))
         if callback := _CALLBACK.search(step.line):
             yield (
                 f"The host: {_operation(step)} calls back into Python ({callback[1]}){line}, and the step waits. "
