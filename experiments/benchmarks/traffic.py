@@ -247,7 +247,7 @@ def sent(found: Report) -> dict[str, Any]:
         "ratio": found.ratio,
         "keeps_contract": found.kept,
         "payload_bytes": {row.kind: row.found_bytes for row in found.rows},
-        "model_axes_wire_bytes": sum(row.wire_bytes for row in found.own),
+        "model_axes_wire_bytes": sum(row.wire_bytes for row in found.model_axes),
         "statistics_wire_bytes": found.statistics.wire_bytes if found.statistics else 0.0,
         "breaches": list(found.breaches),
         "caveats": sorted({caveat for s in found.collectives for caveat in s.collective.caveats}),

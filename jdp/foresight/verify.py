@@ -1,10 +1,11 @@
-"""`jdp.verify`: compile a training step and hold it against the communication contract.
+"""`jdp.verify`: compile a training step and compare what it sends with the communication contract.
 
-1. The step and its operands as abstract values on the target's devices (`relocate`).
-2. Compiled; every collective read off the program, with the mesh axes and the loop it runs in (`contract.sent`).
-3. Held against theory (`contract.judge`), which for zero3 is what the step's own trace gathers (`gathering`).
-4. Where it breaks, the reasons (`breach`); what belongs to no parameter in any case.
-5. What else the program tells (`symptoms`).
+1. The step and its operands become abstract values on the target's devices (`targets/relocate.py`).
+2. The step is compiled, and every collective read from the program, with the mesh axes and the loop it runs in
+   (`contract.collectives_on`).
+3. They are compared with theory (`contract.compare`), which for zero3 is what the step's own trace gathers.
+4. Where the contract is broken, the reasons (`breaches`); in any case what belongs to no parameter (`strays`), and
+   other signs of something unmeant (`symptoms`).
 """
 
 from __future__ import annotations
@@ -18,27 +19,29 @@ from jdp.core.formatting import align_columns, format_bytes
 from jdp.core.state import TrainState
 from jdp.core.step import Step
 from jdp.core.types import Batch
+from jdp.foresight.program.collectives import Collective
 from jdp.foresight.program.compiled import Compiled, compile_step
 from jdp.foresight.targets.chips import XLA_TYPES
 from jdp.foresight.targets.relocate import Relocated, abstract_on
 from jdp.foresight.targets.resolve import Target
 from jdp.foresight.targets.this_machine import fingerprint, target_of
 from jdp.foresight.traffic.breaches import breaches, strays
-from jdp.foresight.traffic.contract import SLACK, TOLERANCE, Row, Sent, Theory, judge, sent, theory
+from jdp.foresight.traffic.contract import SLACK, TOLERANCE, MeshCollective, Row, collectives_on, compare
 from jdp.foresight.traffic.gathering import Gathering, gathering
 from jdp.foresight.traffic.origin import Sites
 from jdp.foresight.traffic.symptoms import symptoms
+from jdp.foresight.traffic.theory import Theory, theory
 
 
 def verify(
     step: Step, state: TrainState, batch: Batch, target: str | Target | None = None, *, cache: bool = True
 ) -> Report:
-    """Compile a training step, and hold what it sends against its strategy's contract. Nothing runs.
+    """Compile a training step, and compare what it sends with its strategy's contract. Nothing runs.
 
     Args:
         step: a training step (`jdp.make_train_step`).
         state, batch: real or abstract (`jdp.abstract_state`, `jax.ShapeDtypeStruct`); the batch is the global one.
-        target: devices to compile for, such as "h100:8x8"; None: those that `state` lies on.
+        target: devices to compile for, such as "h100:8x8"; None: those of `state`.
         cache: keep compiled results on disk ($JDP_CACHE_DIR, else ~/.cache/jdp) and use them.
 
     Returns:
@@ -46,7 +49,7 @@ def verify(
 
     Raises:
         ValueError: an evaluation step, a bad target, a step that does not compile; without a target, a batch that does
-            not divide (for a target its rows are raised, and the notes say so).
+            not divide (for a target its rows are rounded up, and the notes say so).
     """
     if not step.train:
         raise ValueError(
@@ -74,13 +77,13 @@ def verify_relocated(relocated: Relocated, target: Target, *, cache: bool = True
 
 
 def report(step: Step, state: TrainState, compiled: Compiled, target_name: str, *, notes: Sequence[str] = ()) -> Report:
-    """The report of a step that is compiled already.
+    """Compare a step that is compiled already with its strategy's contract.
 
     Args:
         step, state: as it was lowered: on the mesh it was compiled for, its partitioning settled.
         compiled: the result.
-        target_name: what the devices are called.
-        notes: more to tell.
+        target_name: the devices' name.
+        notes: of the report, before its own.
     """
     promised = theory(
         step.plan,
@@ -91,11 +94,11 @@ def report(step: Step, state: TrainState, compiled: Compiled, target_name: str, 
         sync_batch_norm=step.sync_batch_norm or step.partitioning == "auto",
         gathered=None if step.sends is None else step.sends.gathered,
     )
-    found = sent(compiled, step.plan.mesh, step.accumulate, promised.statistics)
     sites = Sites(compiled.program, step.accumulate)
-    beside = strays(found, promised, sites, step, state)
-    verdict = judge(found, promised, sum(stray.wire_bytes for stray in beside))
-    why = breaches(found, promised, verdict, sites, step, state, beside)
+    collectives = collectives_on(step.plan.mesh, compiled, sites, promised.statistics)
+    stray = strays(collectives, promised, sites, step, state)
+    verdict = compare(collectives, promised, sum(each.wire_bytes for each in stray))
+    reasons = breaches(collectives, promised, verdict, sites, step, state, stray)
     return Report(
         kept=verdict.kept,
         strategy=step.plan.strategy,
@@ -109,43 +112,37 @@ def report(step: Step, state: TrainState, compiled: Compiled, target_name: str, 
         theory_wire_bytes_per_device=verdict.theory_wire_bytes,
         ratio=verdict.ratio,
         rows=verdict.rows,
-        own=verdict.own,
+        model_axes=verdict.model_axes,
         statistics=verdict.statistics,
-        collectives=tuple(found),
-        breaches=why,
-        strays=tuple(stray.words for stray in beside if stray.words not in why),
+        collectives=tuple(collectives),
+        breaches=reasons,
+        strays=tuple(each.words for each in stray if each.words not in reasons),
         gathering=gathering(step, state),
         symptoms=symptoms(compiled, step.plan, state),
-        notes=tuple(dict.fromkeys((*notes, *_whole(promised, verdict.rows), *_notes(step, found)))),
+        notes=tuple(dict.fromkeys((*notes, *_notes(step, promised, verdict.rows, collectives)))),
     )
 
 
-def _whole(promised: Theory, rows: Iterable[Row]) -> Iterable[str]:
-    """What is all-reduced whole by plan, where an all-reduce carries more than the slack."""
-    whole, bound = promised.whole, promised.wire_bytes
-    if whole.paths and any(row.kind == "all-reduce" and row.wire_bytes > SLACK * bound for row in rows):
-        what = f"{len(whole.paths)} parameters" if len(whole.paths) > 1 else "1 parameter"
-        verb = "are" if len(whole.paths) > 1 else "is"
-        payload = format_bytes(whole.payload_bytes)
+def _notes(step: Step, promised: Theory, rows: Iterable[Row], collectives: Iterable[MeshCollective]) -> Iterable[str]:
+    """What the numbers rest on: gradients all-reduced by plan, loops of unknown length, dtypes, whose compiler."""
+    unsharded, count = promised.unsharded, len(promised.unsharded.paths)
+    if count and any(row.kind == "all-reduce" and row.wire_bytes > SLACK * promised.wire_bytes for row in rows):
         yield (
-            f"{what} of fewer than {whole.fewer_than} elements {verb} all-reduced whole: {payload} a step, as planned; "
-            "theory counts them as if they were sharded"
+            f"{count} parameter{'s' * (count > 1)} of fewer than {unsharded.fewer_than} elements "
+            f"{'are' if count > 1 else 'is'} all-reduced whole: {format_bytes(unsharded.payload_bytes)} a step, as "
+            "planned; theory counts them as if they were sharded"
         )
-
-
-def _notes(step: Step, found: Iterable[Sent]) -> Iterable[str]:
-    """What the numbers rest on: the dtype that gradients are reduced in, loops of unknown length, whose compiler."""
-    counted = [s for s in found if s.over_batch]
-    for caveat in dict.fromkeys(caveat for s in counted for caveat in s.collective.caveats):
-        names = dict.fromkeys(s.collective.kind for s in counted if caveat in s.collective.caveats)
-        yield f"{', '.join(names)} {caveat}, so it may send more than is told here"
-    reductions = [s.collective for s in counted if s.collective.kind in ("all-reduce", "reduce-scatter")]
-    total, asked = sum(c.wire_bytes for c in reductions), XLA_TYPES[step.precision.reduce]
-    other = [c for c in reductions if c.dtype != asked]
+    counted = [each.collective for each in collectives if each.over_batch]
+    for caveat in dict.fromkeys(caveat for c in counted for caveat in c.caveats):
+        kinds = dict.fromkeys(c.kind for c in counted if caveat in c.caveats)
+        yield f"{', '.join(kinds)} {caveat}, so it may send more than is reported here"
+    reductions = [c for c in counted if c.kind in ("all-reduce", "reduce-scatter")]
+    total, requested = sum(c.wire_bytes for c in reductions), XLA_TYPES[step.precision.reduce]
+    other = [c for c in reductions if c.dtype != requested]
     if sum(c.wire_bytes for c in other) > SLACK * total:
-        got = ", ".join(sorted({c.dtype for c in other}))
+        dtypes = ", ".join(sorted({c.dtype for c in other}))
         choose = "auto cannot choose it" if step.partitioning == "auto" else "the compiler chose otherwise"
-        yield f"gradients are reduced in {got}, and precision.reduce is {step.precision.reduce}: {choose}"
+        yield f"gradients are reduced in {dtypes}, and precision.reduce is {step.precision.reduce}: {choose}"
     if counted and step.plan.mesh.devices.flat[0].platform == "cpu":
         yield (
             "this is XLA:CPU's program, which makes no reduce-scatter of a sharding constraint and has its own dtypes; "
@@ -158,21 +155,22 @@ class Report:
     """What a compiled training step sends, against its contract.
 
     Attributes:
-        kept: it sends no more than `contract.TOLERANCE` times what its strategy promises, and nothing else of weight.
+        kept: it sends at most 1.02 times what its strategy promises, and hardly anything else (`contract.py`).
         strategy, accumulate, mesh, target: what was compiled (K; axis -> size; the devices' name).
-        partitioning, why: as the step settled it.
+        partitioning, why: what the step settled on, and the reason.
         theory: the promise.
         wire_bytes_per_device, theory_wire_bytes_per_device, ratio: a step, along the batch axes; the ratio is 0 where
             there is no other device.
         rows: one a kind of collective, found and promised.
-        own: the same for what runs along the model's own axes, which the contract says nothing about.
-        statistics: the same for the statistics of batch norms over all devices, which it leaves out too; None: none.
+        model_axes: one a kind of what runs along the model's own axes only, about which nothing is promised.
+        statistics: one for the statistics of batch norms over all devices, which the contract leaves out too; None:
+            there are none.
         collectives: each collective that sends something, in schedule order.
         breaches: why it is not kept, a sentence each, with parameter, source line and remedy; empty when it is kept.
         strays: what is sent besides and belongs to no parameter, a sentence each; those that break the contract are
-            among `breaches`.
+            in `breaches` instead.
         gathering: under zero3, what is gathered where, by the step's own trace; else None.
-        symptoms: signs of something unmeant, a sentence each (`foresight.symptoms`); they break no contract.
+        symptoms: signs of something unmeant, a sentence each (`traffic/symptoms.py`); they break no contract.
         notes: what the numbers rest on.
     """
 
@@ -188,8 +186,8 @@ class Report:
     theory_wire_bytes_per_device: float
     ratio: float
     rows: tuple[Row, ...]
-    own: tuple[Row, ...]
-    collectives: tuple[Sent, ...] = field(repr=False)
+    model_axes: tuple[Row, ...]
+    collectives: tuple[MeshCollective, ...] = field(repr=False)
     statistics: Row | None = None
     breaches: tuple[str, ...] = ()
     strays: tuple[str, ...] = ()
@@ -199,11 +197,11 @@ class Report:
 
     @property
     def like_zero2(self) -> str:
-        """Under zero3, a sentence where it holds most of its weights whole all the same; else empty."""
+        """Under zero3, a sentence if most of its weights are gathered at the top of the step; else empty."""
         return "" if self.gathering is None else self.gathering.like_zero2()
 
     def to_json(self) -> dict[str, Any]:
-        """The object that `jdp verify --json` prints."""
+        """Return the object that `jdp verify --json` prints."""
         return {
             "kept": self.kept,
             "strategy": self.strategy,
@@ -211,14 +209,14 @@ class Report:
             "wire_bytes_per_device": self.wire_bytes_per_device,
             "theory_wire_bytes_per_device": self.theory_wire_bytes_per_device,
             "ratio": self.ratio,
-            "collectives": [s.to_json() for s in self.collectives],
+            "collectives": [each.to_json() for each in self.collectives],
             "breaches": list(self.breaches),
             "accumulate": self.accumulate,
             "mesh": self.mesh,
             "partitioning": self.partitioning,
             "why": self.why,
             "rows": [row.to_json() for row in self.rows],
-            "model_axes": [row.to_json() for row in self.own],
+            "model_axes": [row.to_json() for row in self.model_axes],
             "batch_statistics": None if self.statistics is None else self.statistics.to_json(),
             "strays": list(self.strays),
             "gathers": None if self.gathering is None else self.gathering.to_json(),
@@ -231,61 +229,57 @@ class Report:
     def __str__(self) -> str:
         axes = " × ".join(f"{name}={count}" for name, count in self.mesh.items())
         head = f"{self.strategy} on {axes} for {self.target}, K={self.accumulate}, {self.partitioning}: {self.why}"
-        parts = [[head, self._verdict(), *filter(None, [self.like_zero2])]]
+        paragraphs = [[head, self._verdict(), *filter(None, [self.like_zero2])]]
         if self.rows:
-            parts.append(align_columns([_HEADERS, *map(_cells, self.rows)]))
+            paragraphs.append(_table(self.rows))
         if self.gathering is not None and self.gathering.gathered:
             most = format_bytes(self.theory.most_gathered_bytes)
             title = f"What the step itself gathers, which is what is expected; zero3 promises 2·K·c·Ψ = {most} at most:"
-            parts.append([title, *self.gathering.table()])
-        if self.own:
+            paragraphs.append([title, *self.gathering.table()])
+        if self.model_axes:
             title = "Along the model's own axes, which the contract leaves to the model:"
-            parts.append([title, *align_columns([_HEADERS, *map(_cells, self.own)])])
+            paragraphs.append([title, *_table(self.model_axes)])
         if self.statistics is not None:
             title = "Statistics of batch norms over all devices, which the contract leaves out:"
-            parts.append([title, *align_columns([_HEADERS, _cells(self.statistics)])])
+            paragraphs.append([title, *_table([self.statistics])])
         if self.collectives:
-            parts.append(align_columns([_LISTED, *_grouped(self.collectives)]))
+            paragraphs.append(align_columns([_LISTED, *_grouped(self.collectives)]))
         lists = {
             "Breaches": self.breaches,
             "Sent besides": self.strays,
             "Symptoms": self.symptoms,
             "Notes": self.notes,
         }
-        for title, lines in lists.items():
-            if lines:
-                parts.append([f"{title}:", *(f"- {line}" for line in lines)])
-        return "\n\n".join("\n".join(part) for part in parts)
+        for title, sentences in lists.items():
+            if sentences:
+                paragraphs.append([f"{title}:", *(f"- {sentence}" for sentence in sentences)])
+        return "\n\n".join("\n".join(lines) for lines in paragraphs)
 
     def _verdict(self) -> str:
+        """Whether the contract is kept, and which of its rules is broken."""
         if not self.theory_wire_bytes_per_device:
             return "Kept: one shard of the batch, so nothing is sent."
-        said = (
+        sends = (
             f"a device sends {format_bytes(self.wire_bytes_per_device)} a step, {self.ratio:.3f} of theory's "
             f"{format_bytes(self.theory_wire_bytes_per_device)}"
         )
         if self.kept:
-            return f"Kept: {said}."
-        return f"BROKEN: {said}, {self._rule()}."
-
-    def _rule(self) -> str:
-        """Which rule of the contract is broken."""
+            return f"Kept: {sends}."
         if self.ratio > TOLERANCE:
-            return f"over {TOLERANCE}"
-        over = [row for row in self.rows if not row.kept and not row.expected_bytes]
-        gathers = next((row for row in self.rows if row.kind == "all-gather"), None)
-        if gathers is not None and gathers.expected_bytes and not gathers.kept and self.gathering is not None:
-            return f"in all within {TOLERANCE}; but its gathers are over {TOLERANCE} of those that its own trace has"
-        if not over:
-            most = format_bytes(SLACK * self.theory_wire_bytes_per_device)
-            return f"in all within {TOLERANCE}; but what belongs to no parameter may take {SLACK:.0%} of it, {most}"
-        sent = ", ".join(f"{row.kind} {format_bytes(row.wire_bytes)}" for row in over)
-        planned = self.theory.whole.wire_bytes if any(row.kind == "all-reduce" for row in over) else 0
-        beside = f" beside the {format_bytes(planned)} of parameters that are whole by plan" if planned else ""
+            return f"BROKEN: {sends}, over {TOLERANCE}."
+        broken, within = [row for row in self.rows if not row.kept], f"BROKEN: {sends}, in all within {TOLERANCE}; but"
+        if self.gathering is not None and any(row.kind == "all-gather" and row.expected_bytes for row in broken):
+            return f"{within} its gathers are over {TOLERANCE} of those that its own trace has."
         most = format_bytes(SLACK * self.theory_wire_bytes_per_device)
+        unpromised = [row for row in broken if not row.expected_bytes]
+        if not unpromised:
+            return f"{within} what belongs to no parameter may take {SLACK:.0%} of it, {most}."
+        sizes = ", ".join(f"{row.kind} {format_bytes(row.wire_bytes)}" for row in unpromised)
+        planned = self.theory.unsharded.wire_bytes if any(row.kind == "all-reduce" for row in unpromised) else 0
+        beside = f" beside the {format_bytes(planned)} of parameters that are whole by plan" if planned else ""
         return (
-            f"in all within {TOLERANCE}; but a kind of collective that {self.strategy} does not promise may send at "
-            f"most {SLACK:.0%} of theory's, {most}{beside}: {sent}"
+            f"{within} a kind of collective that {self.strategy} does not promise may send at most {SLACK:.0%} of "
+            f"theory's, {most}{beside}: {sizes}."
         )
 
 
@@ -293,42 +287,20 @@ _HEADERS = ("kind", "expected", "found", "ratio", "in the microbatch loop", "wir
 _LISTED = ("collective", "dtype", "payload", "times", "axes", "loop", "wire a device", "")
 
 
-def _cells(row: Row) -> tuple[str, ...]:
-    looped = "no"
-    if row.in_loop_bytes:
-        looped = "yes" if row.in_loop_bytes == row.found_bytes else f"{format_bytes(row.in_loop_bytes)} of it"
-    expected, ratio = ("–", "–") if row.ratio is None else (format_bytes(row.expected_bytes), f"{row.ratio:.3f}")
-    return (
-        row.kind,
-        expected,
-        format_bytes(row.found_bytes),
-        ratio,
-        looped,
-        format_bytes(row.wire_bytes),
-        "" if row.kept else "<-",
-    )
+def _table(rows: Iterable[Row]) -> list[str]:
+    return align_columns([_HEADERS, *((*row.cells(), "" if row.kept else "<-") for row in rows)])
 
 
-def _grouped(collectives: Iterable[Sent]) -> Iterable[tuple[str, ...]]:
+def _grouped(collectives: Iterable[MeshCollective]) -> Iterable[tuple[str, ...]]:
     """A row for each set of collectives that differ in nothing shown."""
-    groups: dict[tuple[str, ...], list[Sent]] = {}
-    for s in collectives:
-        c = s.collective
-        key = (
-            c.kind,
-            c.dtype,
-            format_bytes(c.payload_bytes),
-            ", ".join(s.axes),
-            "in" if s.in_accumulation_loop else "out",
-        )
-        groups.setdefault((*key, _apart(s)), []).append(s)
-    for (kind, dtype, payload, axes, loop, apart), same in groups.items():
-        times = sum(s.collective.count for s in same)
-        wire = sum(s.collective.wire_bytes for s in same)
-        yield kind, dtype, payload, str(times), axes, loop, format_bytes(wire), apart
-
-
-def _apart(s: Sent) -> str:
-    if s.statistics_bytes:
-        return "batch statistics" + (" among others" if s.payload_bytes else "")
-    return "" if s.over_batch else "the model's own"
+    groups: dict[tuple[str, ...], list[Collective]] = {}
+    for each in collectives:
+        c, remark = each.collective, "" if each.over_batch else "the model's own"
+        if each.statistics_bytes:
+            remark = "batch statistics" + (" among others" if each.payload_bytes else "")
+        loop = "in" if each.in_accumulation_loop else "out"
+        key = (c.kind, c.dtype, format_bytes(c.payload_bytes), ", ".join(each.axes), loop, remark)
+        groups.setdefault(key, []).append(c)
+    for (kind, dtype, payload, axes, loop, remark), same in groups.items():
+        times, wire = sum(c.count for c in same), sum(c.wire_bytes for c in same)
+        yield kind, dtype, payload, str(times), axes, loop, format_bytes(wire), remark

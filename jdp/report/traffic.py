@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from jdp.core.formatting import format_bytes
-from jdp.foresight.traffic.contract import SLACK, TOLERANCE, Row, Sent
+from jdp.foresight.traffic.contract import SLACK, TOLERANCE, MeshCollective, Row
 from jdp.foresight.verify import Report
 from jdp.report.page import CHOSEN, Markup, details, element, joined, paragraphs, table, tagged
 
@@ -64,28 +64,13 @@ def _rows(report: Report) -> Iterator[tuple[Row, Markup]]:
     """Each kind, and what the contract says about it. One that is over is made up for where the whole is kept."""
     for row in report.rows:
         yield row, _KEPT if row.kept else Markup("more, but all kinds together less") if report.kept else _BROKEN
-    yield from ((row, Markup("the model’s own axes")) for row in report.own)
+    yield from ((row, Markup("the model’s own axes")) for row in report.model_axes)
     if report.statistics is not None:
         yield report.statistics, Markup("batch statistics")
 
 
 def _against_theory(name: str, row: Row, verdict: Markup) -> list[str]:
-    looped = "no"
-    if row.in_loop_bytes:
-        looped = "yes" if row.in_loop_bytes == row.found_bytes else f"{format_bytes(row.in_loop_bytes)} of it"
-    expected, ratio = ("–", "–") if row.ratio is None else (format_bytes(row.expected_bytes), f"{row.ratio:.3f}")
-    theirs = format_bytes(row.theory_wire_bytes) if row.expected_bytes else "–"
-    return [
-        name,
-        row.kind,
-        expected,
-        format_bytes(row.found_bytes),
-        ratio,
-        looped,
-        format_bytes(row.wire_bytes),
-        theirs,
-        verdict,
-    ]
+    return [name, *row.cells(), format_bytes(row.theory_wire_bytes) if row.expected_bytes else "–", verdict]
 
 
 def _way(name: str, report: Report, most: int, *, is_choice: bool) -> Markup:
@@ -123,7 +108,7 @@ _LISTED = (
 )
 
 
-def _collectives(found: Sequence[Sent], most: int, *, is_open: bool) -> Markup:
+def _collectives(found: Sequence[MeshCollective], most: int, *, is_open: bool) -> Markup:
     if not found:
         return element("p", "Nothing is sent.")
     groups = sorted(_alike(found), key=lambda same: -_wire(same))
@@ -135,9 +120,9 @@ def _collectives(found: Sequence[Sent], most: int, *, is_open: bool) -> Markup:
     return details(f"{len(found)} collectives in the program, those that send most first", listed, is_open=is_open)
 
 
-def _alike(found: Iterable[Sent]) -> Iterable[list[Sent]]:
+def _alike(found: Iterable[MeshCollective]) -> Iterable[list[MeshCollective]]:
     """Those that differ in nothing shown, together."""
-    groups: dict[tuple[object, ...], list[Sent]] = {}
+    groups: dict[tuple[object, ...], list[MeshCollective]] = {}
     for sent in found:
         c = sent.collective
         key = (c.kind, c.dtype, c.payload_bytes, sent.in_accumulation_loop, sent.axes, c.group_size, c.is_async)
@@ -145,11 +130,11 @@ def _alike(found: Iterable[Sent]) -> Iterable[list[Sent]]:
     return groups.values()
 
 
-def _wire(same: Iterable[Sent]) -> float:
+def _wire(same: Iterable[MeshCollective]) -> float:
     return sum(sent.collective.wire_bytes for sent in same)
 
 
-def _collective(same: Sequence[Sent]) -> list[str]:
+def _collective(same: Sequence[MeshCollective]) -> list[str]:
     sent = same[0]
     c = sent.collective
     times = f"{c.count:,}" if len(same) == 1 else f"{len(same)} × {c.count:,}"

@@ -136,7 +136,7 @@ def test_keeps_the_contract_on_a_real_target(strategy, accumulate):
     report = verified(strategy, accumulate)
     assert report.kept, str(report)
     assert 0.98 <= report.ratio <= 1.02 or (strategy == "zero3" and report.ratio <= 1.02)
-    assert report.own == ()
+    assert report.model_axes == ()
 
 
 def test_only_shards_of_gradients_cross_the_hosts():

@@ -362,14 +362,14 @@ def test_the_models_own_traffic_is_counted_apart():
     """Megatron's all-reduces of activations along `model`, four a layer and one more of each that remat repeats: they
     are reported and marked, and not counted towards the contract, which they would break by far."""
     report = verified("zero2", 4)
-    assert [row.kind for row in report.own] == ["all-reduce"]
+    assert [row.kind for row in report.model_axes] == ["all-reduce"]
     apart = [s for s in report.collectives if not s.over_batch]
     assert {s.axes for s in apart} == {("model",)}
-    assert sum(s.collective.wire_bytes for s in apart) == report.own[0].wire_bytes > 0
-    assert report.own[0].wire_bytes > 0.1 * report.theory_wire_bytes_per_device
+    assert sum(s.collective.wire_bytes for s in apart) == report.model_axes[0].wire_bytes > 0
+    assert report.model_axes[0].wire_bytes > 0.1 * report.theory_wire_bytes_per_device
     assert "which the contract leaves to the model" in str(report)
     written = report.to_json()
-    assert written["model_axes"][0]["wire_bytes"] == report.own[0].wire_bytes
+    assert written["model_axes"][0]["wire_bytes"] == report.model_axes[0].wire_bytes
     marked = [c for c in written["collectives"] if not c["counted"]]
     assert {tuple(c["axes"]) for c in marked} == {("model",)}
 

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import jdp
-from jdp.foresight.traffic.contract import theory
+from jdp.foresight.traffic.theory import theory
 
 ROWS, WIDTH, RANK, LAYERS = 16, 32, 2, 3
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")

@@ -11,7 +11,7 @@ import jdp
 from jdp.foresight.memory.peak import memory
 from jdp.foresight.program.compiled import compile_step
 from jdp.foresight.targets.resolve import target
-from jdp.foresight.traffic.contract import theory
+from jdp.foresight.traffic.theory import theory
 from jdp.foresight.verify import report as written
 
 # 12 kernels [24, 24] and as many biases, 7,200 parameters, beside one that shards.
@@ -45,7 +45,7 @@ def small_leaves(strategy, last=(24, 64), **settings):
 def test_leaves_below_min_shard_size_are_all_reduced_by_plan(strategy):
     report, held = small_leaves(strategy, partitioning="manual")
     payload = 4 * LAYERS * (SIDE * SIDE + SIDE)
-    assert report.theory.whole.payload_bytes == payload
+    assert report.theory.unsharded.payload_bytes == payload
     assert report.kept, report
     assert report.breaches == ()
     assert report.ratio == pytest.approx(1, abs=0.01)  # the rest are scalars
@@ -82,7 +82,7 @@ def test_planned_all_reduces_stay_within_the_total():
 def test_frozen_leaves_are_not_planned():
     plan = jdp.Plan(jdp.make_mesh(), "zero2")
     params = {"w": jax.ShapeDtypeStruct((64, 128), "float32"), "b": jax.ShapeDtypeStruct((8,), "float32")}
-    whole = theory(plan, params, accumulate=4, precision=jdp.Precision()).whole
+    whole = theory(plan, params, accumulate=4, precision=jdp.Precision()).unsharded
     assert (whole.paths, whole.payload_bytes, whole.devices) == (("b",), 4 * 4 * 8, 8)
     assert whole.wire_bytes == 2 * 7 / 8 * 128
     state = jdp.abstract_state(
@@ -92,7 +92,7 @@ def test_frozen_leaves_are_not_planned():
         rng=jax.random.key(0),
         wrt="w",
     )
-    frozen = theory(plan, state.params, accumulate=4, precision=jdp.Precision(), static=state.static).whole
+    frozen = theory(plan, state.params, accumulate=4, precision=jdp.Precision(), static=state.static).unsharded
     assert (frozen.paths, frozen.payload_bytes) == ((), 0)
-    ddp = theory(jdp.Plan(jdp.make_mesh(), "ddp"), params, accumulate=4, precision=jdp.Precision()).whole
+    ddp = theory(jdp.Plan(jdp.make_mesh(), "ddp"), params, accumulate=4, precision=jdp.Precision()).unsharded
     assert ddp.paths == ()

@@ -9,8 +9,8 @@ from jdp.foresight.advice import advise
 from jdp.foresight.forecast import Estimate, PlanReport
 from jdp.foresight.memory.peak import Memory, Room
 from jdp.foresight.timing.timeline import Timeline
-from jdp.foresight.traffic.contract import Theory
 from jdp.foresight.traffic.gathering import Gathering
+from jdp.foresight.traffic.theory import Theory
 from jdp.foresight.verify import Report
 
 GIB = 2**30
@@ -56,7 +56,7 @@ def estimate(
         theory_wire_bytes_per_device=1e9,
         ratio=1.0,
         rows=(),
-        own=(),
+        model_axes=(),
         collectives=(),
     )
     return Estimate(

@@ -16,8 +16,9 @@ import jdp
 from jdp.foresight.program.collectives import Collective, collectives
 from jdp.foresight.program.module import parse
 from jdp.foresight.targets.resolve import target
-from jdp.foresight.traffic.contract import Sent, axes_along, judge, theory
+from jdp.foresight.traffic.contract import MeshCollective, axes_along, compare
 from jdp.foresight.traffic.origin import Parameters, Sites, line_of
+from jdp.foresight.traffic.theory import theory
 from jdp.foresight.verify import verify
 
 # Theory. 64 x 128 + 128 x 8 + 8 = 9224 parameters, of which the last 8 are too few to shard: still promised.
@@ -94,7 +95,7 @@ PROMISED = theory(jdp.Plan(jdp.make_mesh(), "zero1"), PARAMS, accumulate=1, prec
 
 
 def found(kind, payload, over_batch=True):
-    return Sent(Collective(kind, "f32", payload, EVERYONE, False, "c"), ("data",), False, over_batch)
+    return MeshCollective(Collective(kind, "f32", payload, EVERYONE, False, "c"), ("data",), False, over_batch)
 
 
 @pytest.mark.parametrize(
@@ -111,15 +112,15 @@ def found(kind, payload, over_batch=True):
 )
 def test_the_verdicts_bounds(scattered, gathered, other, kept):
     sent = [found("reduce-scatter", scattered), found("all-gather", gathered), found("all-reduce", other)]
-    verdict = judge(sent, PROMISED)
+    verdict = compare(sent, PROMISED)
     assert verdict.kept is kept
     assert verdict.wire_bytes == pytest.approx(7 / 8 * (scattered + gathered + 2 * other))
 
 
 def test_what_runs_along_the_models_axes_is_counted_apart():
-    verdict = judge([found("reduce-scatter", 36896), found("all-reduce", 10**9, over_batch=False)], PROMISED)
+    verdict = compare([found("reduce-scatter", 36896), found("all-reduce", 10**9, over_batch=False)], PROMISED)
     assert verdict.kept
-    assert [(row.kind, row.found_bytes) for row in verdict.own] == [("all-reduce", 10**9)]
+    assert [(row.kind, row.found_bytes) for row in verdict.model_axes] == [("all-reduce", 10**9)]
     assert [row.kind for row in verdict.rows] == ["reduce-scatter", "all-gather"]
 
 
@@ -208,9 +209,9 @@ def test_parameters_are_found_by_the_shape_that_a_device_sees():
         "stack/b": jax.ShapeDtypeStruct((4, 512), "float32"),
         "table": jax.ShapeDtypeStruct((512, 40), "float32"),
     }
-    places = jax.tree.leaves(plan.param_placements(params))
-    parameters = Parameters(tuple(places), dict(plan.mesh.shape))
-    named = lambda *dims: [place.path for place in parameters.like(dims)]  # noqa: E731
+    placements = jax.tree.leaves(plan.param_placements(params))
+    parameters = Parameters(tuple(placements), dict(plan.mesh.shape))
+    named = lambda *dims: [placement.path for placement in parameters.like(dims)]  # noqa: E731
     assert named(4, 64, 256) == named(256, 64, 4) == ["stack/a"]  # gathered
     assert named(64, 256) == named(1, 256, 64) == ["stack/a"]  # one layer of it
     assert named(4, 64, 32) == named(64, 32) == ["stack/a"]  # a device's shard
@@ -307,8 +308,8 @@ def test_the_models_own_axes_are_left_to_the_model():
     report = verified(plain, "zero2", partitioning="auto", **SPLIT)
     assert report.kept, report
     assert report.theory.parameters == 256 * 160 + 160 * 64
-    [own] = report.own
-    assert (own.kind, own.found_bytes) == ("all-reduce", 24 * 64 * 4)  # a device's rows of the product with v
+    [row] = report.model_axes
+    assert (row.kind, row.found_bytes) == ("all-reduce", 24 * 64 * 4)  # a device's rows of the product with v
     assert {s.axes for s in report.collectives if not s.over_batch} == {("model",)}
     assert "the model's own axes" in str(report)
 

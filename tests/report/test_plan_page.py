@@ -12,7 +12,8 @@ from jdp.foresight.memory.peak import Held, Memory, Room
 from jdp.foresight.memory.zero_formula import zero_bytes
 from jdp.foresight.program.collectives import Collective
 from jdp.foresight.timing.timeline import COMMUNICATION, COMPUTE, Event, Timeline
-from jdp.foresight.traffic.contract import Promise, Row, Sent, Theory
+from jdp.foresight.traffic.contract import MeshCollective, Row
+from jdp.foresight.traffic.theory import Promise, Theory
 from jdp.foresight.verify import Report
 from jdp.report.bars import Bar, stacked_bars
 from jdp.report.page import CSS, Markup, Section, element, page, table
@@ -108,7 +109,7 @@ def memory_of(**changed):
 
 def report_of(*, kept=True, breaches=(), collectives=60, source="/home/me/loss.py:12"):
     found = tuple(
-        Sent(
+        MeshCollective(
             Collective(
                 "all-gather",
                 "bf16",
@@ -143,7 +144,7 @@ def report_of(*, kept=True, breaches=(), collectives=60, source="/home/me/loss.p
         theory_wire_bytes_per_device=12_345_678.0,
         ratio=wire / 12_345_678.0,
         rows=rows,
-        own=(dataclasses.replace(rows[1], kind="all-to-all"),),
+        model_axes=(dataclasses.replace(rows[1], kind="all-to-all"),),
         collectives=found,
         breaches=tuple(breaches),
         symptoms=("the batch was gathered whole (loss.py:3)",),

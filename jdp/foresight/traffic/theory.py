@@ -1,0 +1,203 @@
+"""The communication contract's row of a strategy: payload bytes a step by kind of collective, from a plan's placements.
+
+With Ψ parameters, c and r bytes an element of the working copy and of the reduced gradient, K microbatches, N devices
+along `data`, R along `replica`:
+
+    strategy  all-reduce           reduce-scatter  all-gather
+    ddp       r·Ψ, over all R·N    –               –
+    zero1     r·Ψ/N over replica   r·Ψ             c·Ψ
+    zero2     r·Ψ/N over replica   K·r·Ψ           c·Ψ
+    zero3     r·Ψ/N over replica   K·r·Ψ           2·K·c·Ψ at most
+
+Which gathers zero3 makes, its own trace knows (`core/gradients/gathers.py`). Two things are sent beside the row, by
+plan: statistics of batch norms (`batch_statistics.py`), and gradients of parameters too small to shard (`Unsharded`).
+
+Bytes on the wire are those of the ring algorithms (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms").
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+
+from jdp.core.gradients.gathers import Gathered
+from jdp.core.precision import Precision
+from jdp.core.sharding.mesh import DATA, REPLICA
+from jdp.core.sharding.placement import Placement, shards
+from jdp.core.sharding.plan import MIN_SHARD_SIZE, Plan
+from jdp.core.state import Static
+from jdp.core.types import PyTree
+from jdp.foresight.traffic.batch_statistics import BatchStatistics
+
+
+def ring_bytes(kind: str, payload: float, devices: int) -> float:
+    """Return the bytes that each of `devices` sends: 2(N-1)/N of the payload for an all-reduce, else (N-1)/N."""
+    return (2 if kind == "all-reduce" else 1) * payload * (devices - 1) / devices
+
+
+@dataclass(frozen=True)
+class Promise:
+    """One cell of the contract's row.
+
+    Attributes:
+        kind: of collective.
+        payload_bytes: a step, over all microbatches.
+        axes: the mesh axes it runs along.
+        devices: how many take part in one.
+        rounds: how often a step it runs: K where it runs for every microbatch, else 1.
+        itemsize: bytes an element.
+        parameters: elements it covers: of what is gathered all, of what is reduced those that are trained.
+    """
+
+    kind: str
+    payload_bytes: float
+    axes: tuple[str, ...]
+    devices: int
+    rounds: int
+    itemsize: int
+    parameters: int
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that each device sends a step."""
+        return ring_bytes(self.kind, self.payload_bytes, self.devices)
+
+
+@dataclass(frozen=True)
+class Unsharded:
+    """Trained parameters that a ZeRO strategy leaves unsharded by plan, so that their gradients are all-reduced.
+
+    Those of fewer than `Plan.min_shard_size` elements; where that was raised, of fewer than its default all the same: a
+    plan that hardly shards does not keep a ZeRO contract. A larger one that does not divide is not planned: a breach.
+
+    Attributes:
+        paths: of the parameters.
+        fewer_than: elements that each has less than.
+        payload_bytes: a step: r for each element, in every microbatch under zero2 and zero3.
+        devices: that sum them: all that share the batch.
+    """
+
+    paths: tuple[str, ...] = ()
+    fewer_than: int = 0
+    payload_bytes: int = 0
+    devices: int = 1
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that each device sends a step."""
+        return ring_bytes("all-reduce", self.payload_bytes, self.devices)
+
+
+@dataclass(frozen=True)
+class Theory:
+    """A row of the contract, in bytes.
+
+    Attributes:
+        parameters: Ψ, frozen ones among them; with axes of the model's own, the elements that each of their shards
+            computes with.
+        promises: the kinds of collective that the row names.
+        statistics: what batch norms send beside the row, as their part of the model asks.
+        unsharded: the parameters of Ψ whose gradients are all-reduced by plan, though the row has no all-reduce.
+        gathered: under zero3, what the step's own trace gathers; None: not known, and the row is its upper bound.
+        most_gathered_bytes: that upper bound, 2·K·c·Ψ; for another strategy what its row gathers.
+    """
+
+    parameters: int
+    promises: tuple[Promise, ...]
+    statistics: BatchStatistics = field(default_factory=BatchStatistics)
+    unsharded: Unsharded = field(default_factory=Unsharded)
+    gathered: tuple[Gathered, ...] | None = None
+    most_gathered_bytes: float = 0.0
+
+    @property
+    def payload_bytes(self) -> dict[str, float]:
+        """kind -> payload a step."""
+        return {promise.kind: promise.payload_bytes for promise in self.promises}
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that each device sends a step."""
+        return sum(promise.wire_bytes for promise in self.promises)
+
+    def promise(self, kind: str) -> Promise | None:
+        """Return what is promised of one kind of collective; None where the row does not name it."""
+        return next((promise for promise in self.promises if promise.kind == kind), None)
+
+
+def theory(
+    plan: Plan,
+    params: PyTree,
+    *,
+    accumulate: int,
+    precision: Precision,
+    static: Static | None = None,
+    sync_batch_norm: bool = True,
+    gathered: tuple[Gathered, ...] | None = None,
+) -> Theory:
+    """Return the row of the contract (the table above) that a training step promises.
+
+    Frozen parameters have no gradients: where there are some, the reductions' Ψ is that of the trained ones, and c of a
+    frozen one its own element's size where that is less.
+
+    Args:
+        plan: mesh and strategy.
+        params: the parameters, real or abstract.
+        accumulate: K.
+        precision: c is the size of its `compute` dtype, r of its `reduce`.
+        static: the state's: what is trained, what the model's metadata asks, which batch norms there are.
+        sync_batch_norm: batch norms normalise by the whole batch.
+        gathered: what the step's trace gathers (`Step.sends`). zero3 then promises those gathers, and those of
+            parameters too small to shard as if they were sharded.
+    """
+    sizes = dict(plan.mesh.shape)
+    placements: list[Placement] = jax.tree.leaves(plan.param_placements(params, static))
+    counts = [math.prod(placement.shape) // shards(placement.compute, sizes) for placement in placements]
+    psi = sum(counts)
+    trained = sum(count for count, placement in zip(counts, placements, strict=True) if placement.trained)
+    c, r = precision.compute_dtype.itemsize, precision.reduce_dtype.itemsize
+    working = [count * _working_itemsize(placement, c) for count, placement in zip(counts, placements, strict=True)]
+    n, replicas = sizes[DATA], sizes.get(REPLICA, 1)
+    rounds = accumulate if plan.row.reduce_each_microbatch else 1
+    gathers = {"never": 0, "step": 1, "use": 2 * accumulate}[plan.row.gather]
+    gather_rounds = accumulate if plan.row.gather == "use" else 1
+    most = exact = gathers * sum(working)
+    if plan.row.gather != "use":
+        gathered = None
+    elif gathered is not None:
+        small = gathers * sum(size for size, leaf in zip(working, placements, strict=True) if leaf.dim is None)
+        exact = min(most, small + sum(each.payload_bytes for each in gathered))
+    if plan.row.shard_state:
+        promises = (
+            Promise("reduce-scatter", rounds * r * trained, (DATA,), n, rounds, r, trained),
+            Promise("all-gather", exact, (DATA,), n, gather_rounds, c, psi),
+            Promise("all-reduce", r * trained / n, (REPLICA,), replicas, 1, r, trained),
+        )
+    else:
+        promises = (Promise("all-reduce", r * trained, plan.batch_axes, plan.batch_shards, 1, r, trained),)
+    adapter = static.adapter if static is not None and sync_batch_norm else None
+    statistics = BatchStatistics(() if adapter is None else adapter.batch_statistics, accumulate)
+    promises = tuple(promise for promise in promises if promise.devices > 1)
+    return Theory(psi, promises, statistics, _unsharded(plan, placements, counts, rounds * r), gathered, most)
+
+
+def _unsharded(plan: Plan, placements: Sequence[Placement], counts: Sequence[int], bytes_each: int) -> Unsharded:
+    """`counts` are the elements that a device computes with, `bytes_each` what is reduced of each in a step."""
+    limit = min(plan.min_shard_size, MIN_SHARD_SIZE)
+    if not plan.row.shard_state or plan.mesh.shape[DATA] == 1:
+        return Unsharded()
+    small = [
+        (placement.path, count)
+        for placement, count in zip(placements, counts, strict=True)
+        if placement.trained and placement.dim is None and math.prod(placement.shape) < limit
+    ]
+    payload = bytes_each * sum(count for _, count in small)
+    return Unsharded(tuple(path for path, _ in small), limit, payload, plan.batch_shards)
+
+
+def _working_itemsize(placement: Placement, itemsize: int) -> int:
+    """Bytes an element that a parameter is gathered in: frozen ones in their dtype at rest where that is narrower."""
+    at_rest = jnp.dtype(placement.dtype)
+    floating = jnp.issubdtype(at_rest, jnp.floating)
+    return itemsize if placement.trained and floating else min(itemsize, at_rest.itemsize)
