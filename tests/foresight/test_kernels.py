@@ -38,9 +38,9 @@ def test_a_product_with_an_epilogue_is_one_fusion_with_all_its_flops():
     assert flops(program) == 2 * 1024 * 512 * 2048
     [product] = [product for c in costs.values() for product in c.products]
     assert product.dtype == "bf16"
-    (holds,) = [c for c in costs.values() if c.products]
-    assert holds.special_functions == 1024 * 2048  # the tanh is inside
-    assert holds.bytes == 2 * (1024 * 512 + 512 * 2048 + 2048 + 1024 * 2048)
+    (fusion,) = [c for c in costs.values() if c.products]
+    assert fusion.special_functions == 1024 * 2048  # the tanh is inside
+    assert fusion.bytes == 2 * (1024 * 512 + 512 * 2048 + 2048 + 1024 * 2048)
 
 
 def test_a_batched_product():
@@ -96,8 +96,8 @@ def fused(lines, call, parameters):
     ],
 )
 def test_what_only_names_values_costs_nothing(line):
-    found = only(line, parameters=["f32[8]{0}"])
-    assert (found.bytes, found.launches, seconds(found, RATES, MODEL)) == (0, 0, 0)
+    work = only(line, parameters=["f32[8]{0}"])
+    assert (work.bytes, work.launches, seconds(work, RATES, MODEL)) == (0, 0, 0)
 
 
 @pytest.mark.parametrize(
@@ -119,12 +119,12 @@ def test_bytes_of_plain_instructions(line, expected):
 def test_a_change_of_layout_is_noticed():
     """It costs a GPU nothing extra; a processor, as measured, a good deal."""
     lines = ["transpose(%p0), dimensions={1,0}", "copy(%p0)", "negate(%p0)"]
-    found = [only(f"ROOT %x = f32[8,8]{{0,1}} {line}", parameters=["f32[8,8]{1,0}"]) for line in lines]
-    assert [cost.transposes for cost in found] == [True, True, False]
+    costs = [only(f"ROOT %x = f32[8,8]{{0,1}} {line}", parameters=["f32[8,8]{1,0}"]) for line in lines]
+    assert [cost.transposes for cost in costs] == [True, True, False]
     assert not only("ROOT %x = f32[8,8]{1,0} copy(%p0)", parameters=["f32[8,8]{1,0}"]).transposes
-    assert seconds(found[0], RATES, MODEL) == seconds(found[2], RATES, MODEL)
+    assert seconds(costs[0], RATES, MODEL) == seconds(costs[2], RATES, MODEL)
     slow = dataclasses.replace(MODEL, transposed_efficiency=0.1, kernel_seconds=0.0)
-    assert seconds(found[0], RATES, slow) == pytest.approx(10 * 2 * 256 / 0.8e12)
+    assert seconds(costs[0], RATES, slow) == pytest.approx(10 * 2 * 256 / 0.8e12)
 
 
 def test_a_fusion_that_only_makes_a_constant_reads_nothing():
@@ -139,8 +139,8 @@ def test_a_parameter_that_a_slice_is_taken_of_counts_as_the_slice():
   %s = f32[1,100,50]{2,1,0} dynamic-slice(%a, %i, %z, %z), dynamic_slice_sizes={1,100,50}
   %b = f32[100,50]{1,0} bitcast(%s)
   ROOT %c = bf16[100,50]{1,0} convert(%b)"""
-    found = fused(lines, "bf16[100,50]{1,0} fusion(%p0, %p1)", ["f32[12,100,50]{2,1,0}", "s32[]"])
-    assert found.bytes == 4 * 5000 + 4 + 2 * 5000
+    work = fused(lines, "bf16[100,50]{1,0} fusion(%p0, %p1)", ["f32[12,100,50]{2,1,0}", "s32[]"])
+    assert work.bytes == 4 * 5000 + 4 + 2 * 5000
 
 
 def test_what_is_also_read_in_full_counts_in_full():
@@ -149,8 +149,8 @@ def test_what_is_also_read_in_full_counts_in_full():
   %r = f32[100]{0} bitcast(%s)
   %w = f32[12,100]{1,0} broadcast(%r), dimensions={1}
   ROOT %c = f32[12,100]{1,0} multiply(%a, %w)"""
-    found = fused(lines, "f32[12,100]{1,0} fusion(%p0)", ["f32[12,100]{1,0}"])
-    assert (found.bytes, found.operations) == (2 * 4 * 1200, 1200)
+    work = fused(lines, "f32[12,100]{1,0} fusion(%p0)", ["f32[12,100]{1,0}"])
+    assert (work.bytes, work.operations) == (2 * 4 * 1200, 1200)
 
 
 def test_a_buffer_updated_in_place_counts_as_the_update():
@@ -161,8 +161,8 @@ def test_a_buffer_updated_in_place_counts_as_the_update():
   %c = f32[1000]{0} convert(%u)
   %b = f32[1,1000]{1,0} bitcast(%c)
   ROOT %d = f32[12,1000]{1,0} dynamic-update-slice(%a, %b, %i, %z)"""
-    found = fused(lines, "f32[12,1000]{1,0} fusion(%p0, %p1, %p2)", ["f32[12,1000]{1,0}", "bf16[1000]{0}", "s32[]"])
-    assert found.bytes == 2 * 1000 + 4 + 4 * 1000
+    work = fused(lines, "f32[12,1000]{1,0} fusion(%p0, %p1, %p2)", ["f32[12,1000]{1,0}", "bf16[1000]{0}", "s32[]"])
+    assert work.bytes == 2 * 1000 + 4 + 4 * 1000
 
 
 def test_a_buffer_that_is_made_in_the_same_kernel_is_written_in_full():
@@ -187,16 +187,16 @@ def test_every_result_of_a_fusion_is_written():
   %e = f32[1000]{0} exponential(%a)
   %h = bf16[1000]{0} convert(%e)
   ROOT %t = (f32[1000]{0}, bf16[1000]{0}) tuple(%e, %h)"""
-    found = fused(lines, "(f32[1000]{0}, bf16[1000]{0}) fusion(%p0)", ["f32[1000]{0}"])
-    assert (found.bytes, found.special_functions) == ((4 + 4 + 2) * 1000, 1000)
+    work = fused(lines, "(f32[1000]{0}, bf16[1000]{0}) fusion(%p0)", ["f32[1000]{0}"])
+    assert (work.bytes, work.special_functions) == ((4 + 4 + 2) * 1000, 1000)
 
 
 def test_a_reduction_works_on_what_it_reads():
     lines = """  %a = f32[100,50]{1,0} parameter(0)
   %z = f32[] constant(0)
   ROOT %r = f32[100]{0} reduce(%a, %z), dimensions={1}, to_apply=%add"""
-    found = fused(lines, "f32[100]{0} fusion(%p0)", ["f32[100,50]{1,0}"])
-    assert (found.bytes, found.operations) == (4 * 5100, 5000)
+    work = fused(lines, "f32[100]{0} fusion(%p0)", ["f32[100,50]{1,0}"])
+    assert (work.bytes, work.operations) == (4 * 5100, 5000)
 
 
 LIBRARY = [
@@ -224,10 +224,10 @@ LIBRARY = [
 @pytest.mark.parametrize(("result", "called", "operands", "expected"), LIBRARY, ids=[row[1] for row in LIBRARY])
 def test_library_products_follow_from_their_shapes(result, called, operands, expected):
     line = f'ROOT %c = {result} custom-call(%p0, %p1), custom_call_target="{called}"'
-    found = only(line, parameters=operands)
-    assert found.products == (expected,)
+    work = only(line, parameters=operands)
+    assert work.products == (expected,)
     sizes = [*operands, result.strip("(").split("}")[0] + "}"]
-    assert found.bytes == sum(parse(text("", parameters=sizes))["main"][i].result_bytes for i in range(3))
+    assert work.bytes == sum(parse(text("", parameters=sizes))["main"][i].result_bytes for i in range(3))
 
 
 @pytest.mark.parametrize(

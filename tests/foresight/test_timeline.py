@@ -102,25 +102,25 @@ def simulated(work):
 
 def written_out(work):
     """The same work without loops; names of collectives made unique."""
-    found = []
+    written = []
 
-    def go(part, place):
-        for kind, *rest in part:
+    def write(work, rounds):
+        for kind, *fields in work:
             if kind == "loop":
-                for i in range(rest[0]):
-                    go(rest[1], (*place, len(found), i))
+                for i in range(fields[0]):
+                    write(fields[1], (*rounds, len(written), i))
             elif kind == "compute":
-                found.append((kind, *rest))
+                written.append((kind, *fields))
             else:
-                found.append((kind, "_".join(map(str, (rest[0], *place))), *rest[1:]))
+                written.append((kind, "_".join(map(str, (fields[0], *rounds))), *fields[1:]))
 
-    go(work, ())
-    return found
+    write(work, ())
+    return written
 
 
 def by_hand(work):
     """(step, communication, compute) of work without loops: an event at a time."""
-    now = free = sent = busy = 0.0
+    now = free = communication = busy = 0.0
     ends = {}
     for kind, *rest in written_out(work):
         if kind == "compute":
@@ -129,18 +129,18 @@ def by_hand(work):
             now = max(now, ends[rest[0]])
         else:
             free = max(now, free) + gather_seconds(rest[1])
-            sent += gather_seconds(rest[1])
+            communication += gather_seconds(rest[1])
             ends[rest[0]] = free
             now = free if kind == "sync" else now
-    return max(now, free), sent, busy
+    return max(now, free), communication, busy
 
 
-def same(line, work):
-    step, sent, busy = by_hand(work)
-    assert line.step_seconds == pytest.approx(step, rel=1e-9)
-    assert line.communication_seconds == pytest.approx(sent, rel=1e-9)
-    assert line.compute_seconds == pytest.approx(busy, rel=1e-9)
-    assert line.compute_seconds + line.exposed_seconds == pytest.approx(line.step_seconds, rel=1e-12)
+def same(result, work):
+    step, communication, busy = by_hand(work)
+    assert result.step_seconds == pytest.approx(step, rel=1e-9)
+    assert result.communication_seconds == pytest.approx(communication, rel=1e-9)
+    assert result.compute_seconds == pytest.approx(busy, rel=1e-9)
+    assert result.compute_seconds + result.exposed_seconds == pytest.approx(result.step_seconds, rel=1e-12)
 
 
 START, DONE = ("start", "a", SHARD), ("done", "a")
@@ -151,24 +151,24 @@ def test_the_sizes_used_here_are_short_and_long():
 
 
 def test_communication_behind_enough_computation_is_hidden():
-    line = simulated([START, ("compute", LONG), DONE])
-    assert line.step_seconds == pytest.approx(copy_seconds(LONG))
-    assert (line.exposed_seconds, line.exposed_fraction) == (0, 0)
-    assert line.communication_seconds == pytest.approx(gather_seconds())
+    result = simulated([START, ("compute", LONG), DONE])
+    assert result.step_seconds == pytest.approx(copy_seconds(LONG))
+    assert (result.exposed_seconds, result.exposed_fraction) == (0, 0)
+    assert result.communication_seconds == pytest.approx(gather_seconds())
 
 
 def test_communication_behind_too_little_is_partly_exposed():
-    line = simulated([START, ("compute", SHORT), DONE])
-    assert line.step_seconds == pytest.approx(gather_seconds())
-    assert line.exposed_seconds == pytest.approx(gather_seconds() - copy_seconds(SHORT))
-    assert line.exposed_fraction == pytest.approx(1 - copy_seconds(SHORT) / gather_seconds())
+    result = simulated([START, ("compute", SHORT), DONE])
+    assert result.step_seconds == pytest.approx(gather_seconds())
+    assert result.exposed_seconds == pytest.approx(gather_seconds() - copy_seconds(SHORT))
+    assert result.exposed_fraction == pytest.approx(1 - copy_seconds(SHORT) / gather_seconds())
 
 
 @pytest.mark.parametrize("work", [[START, DONE], [("sync", "a", SHARD)]], ids=["start, done", "synchronous"])
 def test_communication_that_nothing_stands_beside_is_exposed(work):
-    line = simulated([("compute", LONG), *work, ("compute", LONG)])
-    assert line.step_seconds == pytest.approx(2 * copy_seconds(LONG) + gather_seconds())
-    assert line.exposed_fraction == pytest.approx(1)
+    result = simulated([("compute", LONG), *work, ("compute", LONG)])
+    assert result.step_seconds == pytest.approx(2 * copy_seconds(LONG) + gather_seconds())
+    assert result.exposed_fraction == pytest.approx(1)
 
 
 def test_a_pair_marked_synchronous_hides_nothing():
@@ -181,16 +181,16 @@ ENTRY %main (p: f32[262144], x: f32[134217728]) -> f32[] {
   ROOT %d = f32[2097152]{0} all-gather-done(%s)
 }
 """
-    line = timeline(parse(text), h100())
-    assert line.exposed_seconds == pytest.approx(gather_seconds())
+    result = timeline(parse(text), h100())
+    assert result.exposed_seconds == pytest.approx(gather_seconds())
 
 
 def test_two_collectives_share_the_lane():
     work = [START, ("start", "b", SHARD), ("compute", SHORT), DONE, ("compute", SHORT), ("done", "b")]
-    line = simulated(work)
-    assert line.step_seconds == pytest.approx(2 * gather_seconds())
-    assert line.exposed_seconds == pytest.approx(2 * gather_seconds() - 2 * copy_seconds(SHORT))
-    same(line, work)
+    result = simulated(work)
+    assert result.step_seconds == pytest.approx(2 * gather_seconds())
+    assert result.exposed_seconds == pytest.approx(2 * gather_seconds() - 2 * copy_seconds(SHORT))
+    same(result, work)
 
 
 def test_a_synchronous_one_waits_for_the_lane():
@@ -217,9 +217,9 @@ ENTRY %main (p: f32[1024], x: f32[134217728]) -> f32[1024] {
   ROOT %d = f32[1024]{0} fusion-done(%s)
 }
 """
-    line = timeline(parse(text), h100())
-    assert line.communication_seconds == pytest.approx(collective_seconds("all-reduce", 4096, EVERYONE, h100()))
-    assert (line.exposed_seconds, line.kernels) == (0, 1)
+    result = timeline(parse(text), h100())
+    assert result.communication_seconds == pytest.approx(collective_seconds("all-reduce", 4096, EVERYONE, h100()))
+    assert (result.exposed_seconds, result.kernels) == (0, 1)
 
 
 def test_of_branches_the_longest_counts():
@@ -239,19 +239,19 @@ ENTRY %main (i: s32[], p: f32[1024]) -> f32[1024] {
   ROOT %c = f32[1024]{0} conditional(%i, %p, %p), branch_computations={%short, %long}
 }
 """
-    line = timeline(parse(text), h100())
-    assert line.step_seconds == pytest.approx(2 * copy_seconds(1024))
-    assert any("conditional" in caveat for caveat in line.caveats)
+    result = timeline(parse(text), h100())
+    assert result.step_seconds == pytest.approx(2 * copy_seconds(1024))
+    assert any("conditional" in caveat for caveat in result.caveats)
 
 
-def test_a_loop_of_unknown_length_is_counted_once_and_said_so():
-    line = simulated([("loop", None, [("compute", LONG)])])
-    assert line.step_seconds == pytest.approx(copy_seconds(LONG))
-    assert any("unknown length" in caveat for caveat in line.caveats)
+def test_a_loop_of_unknown_length_is_counted_once_with_a_caveat():
+    result = simulated([("loop", None, [("compute", LONG)])])
+    assert result.step_seconds == pytest.approx(copy_seconds(LONG))
+    assert any("unknown length" in caveat for caveat in result.caveats)
     assert not any("unknown" in caveat for caveat in simulated([("loop", 3, [("compute", LONG)])]).caveats)
 
 
-def test_copies_to_the_host_are_said_to_be_timed_wrong():
+def test_copies_to_the_host_have_a_caveat():
     text = """HloModule m, is_scheduled=true
 ENTRY %main (p: f32[1024]) -> f32[1024] {
   %p = f32[1024]{0} parameter(0)
@@ -287,12 +287,12 @@ def random_work(rng, depth=0):
 @pytest.mark.parametrize("seed", range(60))
 def test_loops_take_as_long_as_the_same_work_written_out(seed):
     work = random_work(random.Random(seed))
-    line = simulated(work)
-    same(line, work)
+    result = simulated(work)
+    same(result, work)
     same(simulated(written_out(work)), work)
-    busy = {lane: sum(e.seconds for e in line.events if e.lane == lane) for lane in (COMPUTE, COMMUNICATION)}
-    assert busy[COMPUTE] == pytest.approx(line.compute_seconds, rel=1e-9)
-    assert busy[COMMUNICATION] == pytest.approx(line.communication_seconds, rel=1e-9)
+    busy = {lane: sum(e.seconds for e in result.events if e.lane == lane) for lane in (COMPUTE, COMMUNICATION)}
+    assert busy[COMPUTE] == pytest.approx(result.compute_seconds, rel=1e-9)
+    assert busy[COMMUNICATION] == pytest.approx(result.communication_seconds, rel=1e-9)
 
 
 def test_what_is_in_flight_when_a_loop_begins_delays_its_first_round_only():
@@ -301,11 +301,11 @@ def test_what_is_in_flight_when_a_loop_begins_delays_its_first_round_only():
 
 
 def test_a_long_loop_costs_no_more_to_simulate_and_shows_few_events():
-    line = simulated([("loop", 10**9, [START, ("compute", SHORT), DONE])])
-    assert line.step_seconds == pytest.approx(1e9 * gather_seconds(), rel=1e-6)
-    assert line.kernels == 10**9
-    assert len(line.events) == 6  # two rounds of two, and the rest of either lane
-    assert [event.times for event in line.events[-2:]] == [10**9 - 2] * 2
+    result = simulated([("loop", 10**9, [START, ("compute", SHORT), DONE])])
+    assert result.step_seconds == pytest.approx(1e9 * gather_seconds(), rel=1e-6)
+    assert result.kernels == 10**9
+    assert len(result.events) == 6  # two rounds of two, and the rest of either lane
+    assert [event.times for event in result.events[-2:]] == [10**9 - 2] * 2
 
 
 def test_events_of_a_lane_do_not_overlap():
@@ -319,15 +319,15 @@ def test_events_of_a_lane_do_not_overlap():
 
 
 def test_the_number_of_events_is_bounded():
-    line = simulated([("compute", SHORT)] * (MOST_EVENTS + 7))
-    assert len(line.events) == MOST_EVENTS
-    assert line.kernels == MOST_EVENTS + 7
-    assert any("longest events" in caveat for caveat in line.caveats)
+    result = simulated([("compute", SHORT)] * (MOST_EVENTS + 7))
+    assert len(result.events) == MOST_EVENTS
+    assert result.kernels == MOST_EVENTS + 7
+    assert any("longest events" in caveat for caveat in result.caveats)
 
 
 def test_a_trace_is_the_timeline_in_microseconds():
-    line = simulated([START, ("compute", LONG), DONE])
-    trace = json.loads(json.dumps(chrome_trace(line, "zero3")))
+    result = simulated([START, ("compute", LONG), DONE])
+    trace = json.loads(json.dumps(chrome_trace(result, "zero3")))
     spans = {e["name"]: e for e in trace["traceEvents"] if e["ph"] == "X"}
     names = {e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"}
     assert names == {"zero3", COMPUTE, COMMUNICATION}
@@ -349,10 +349,10 @@ def test_flops_in_loops_count_as_often_as_they_run():
     def layers(x, w):
         return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]
 
-    line = compiled(layers, (256, 512), (7, 512, 512))
-    assert line.flops == 7 * 2 * 256 * 512 * 512
-    assert 0 < line.matmul_seconds < line.compute_seconds
-    assert line.step_seconds == pytest.approx(line.compute_seconds)
+    result = compiled(layers, (256, 512), (7, 512, 512))
+    assert result.flops == 7 * 2 * 256 * 512 * 512
+    assert 0 < result.matmul_seconds < result.compute_seconds
+    assert result.step_seconds == pytest.approx(result.compute_seconds)
 
 
 def test_flops_in_nested_loops():
@@ -362,8 +362,8 @@ def test_flops_in_nested_loops():
 
         return jax.lax.scan(twice, x, w)[0]
 
-    line = compiled(layers, (256, 512), (3, 512, 512))
-    assert line.flops == 15 * 2 * 256 * 512 * 512
+    result = compiled(layers, (256, 512), (3, 512, 512))
+    assert result.flops == 15 * 2 * 256 * 512 * 512
 
 
 def test_a_training_step_does_three_times_the_forward_pass():
@@ -381,26 +381,26 @@ def test_a_training_step_does_three_times_the_forward_pass():
     shapes = dict.fromkeys(("tokens", "targets"), "int32") | {"weights": "float32"}
     batch = {name: jax.ShapeDtypeStruct((8 * rows, length), dtype) for name, dtype in shapes.items()}
     step = jdp.make_train_step(text_loss, plan, precision="bf16")
-    line = timeline(parse(step.compile(state, batch).as_text()), h100())
+    result = timeline(parse(step.compile(state, batch).as_text()), h100())
     tokens = rows * length
     block = tokens * layers * (2 * 12 * width**2 + 4 * length * width)
     logits = tokens * 2 * width * vocabulary
     # XLA does not recompute the last product of a recomputed layer: nothing in the backward pass reads it.
     least = 3 * (block + logits) + block - tokens * layers * 2 * 4 * width**2
-    assert 0.99 * least <= line.flops <= 1.01 * (3 * (block + logits) + block)
-    assert line.communication_seconds > 0
-    assert 0 < line.exposed_fraction <= 1
-    assert line.compute_seconds + line.exposed_seconds == pytest.approx(line.step_seconds)
-    assert any(event.source for event in line.events)
-    assert any("dot_general" in event.what for event in line.events)
+    assert 0.99 * least <= result.flops <= 1.01 * (3 * (block + logits) + block)
+    assert result.communication_seconds > 0
+    assert 0 < result.exposed_fraction <= 1
+    assert result.compute_seconds + result.exposed_seconds == pytest.approx(result.step_seconds)
+    assert any(event.source for event in result.events)
+    assert any("dot_general" in event.what for event in result.events)
 
 
 def test_a_target_without_published_rates_is_measured():
     sharding = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:2])).batch_sharding
     x = jax.ShapeDtypeStruct((256, 256), "float32", sharding=sharding)
     program = parse(jax.jit(lambda x: (x.T @ x).sum()).lower(x).compile().as_text())
-    line = timeline(program, target("cpu:2"))
-    assert line.flops == 2 * 128 * 256 * 256
-    assert 1e-6 < line.matmul_seconds <= line.step_seconds < 1
-    assert line.communication_seconds > 0
-    assert any("measured on this machine" in caveat for caveat in line.caveats)
+    result = timeline(program, target("cpu:2"))
+    assert result.flops == 2 * 128 * 256 * 256
+    assert 1e-6 < result.matmul_seconds <= result.step_seconds < 1
+    assert result.communication_seconds > 0
+    assert any("measured on this machine" in caveat for caveat in result.caveats)

@@ -1,4 +1,4 @@
-"""A timeline as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open."""
+"""A timeline as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing."""
 
 from typing import Any
 
@@ -8,13 +8,13 @@ _LANES = (COMPUTE, COMMUNICATION)
 
 
 def chrome_trace(timeline: Timeline, name: str) -> dict[str, Any]:
-    """The JSON object of Chrome's Trace Event Format: one process called `name`, a thread for each lane.
+    """Return the JSON object of Chrome's Trace Event Format: one process called `name`, a thread for each lane.
 
-    Every event is a complete one ("X"), its times in microseconds.
+    Events are complete ones ("X"), their times in microseconds.
     """
     named = [("process_name", 0, name), *(("thread_name", i, lane) for i, lane in enumerate(_LANES))]
     labels = [{"name": kind, "ph": "M", "pid": 0, "tid": i, "args": {"name": text}} for kind, i, text in named]
-    stretches = [
+    events = [
         {
             "name": event.name,
             "cat": event.lane,
@@ -27,4 +27,4 @@ def chrome_trace(timeline: Timeline, name: str) -> dict[str, Any]:
         }
         for event in timeline.events
     ]
-    return {"traceEvents": [*labels, *stretches], "displayTimeUnit": "ms"}
+    return {"traceEvents": [*labels, *events], "displayTimeUnit": "ms"}

@@ -1,6 +1,6 @@
 """How long a collective takes on a cluster's links, by the model that NCCL itself chooses its algorithms with.
 
-`collective_cost` asks who takes part (members of a group, on how many hosts), prices every algorithm and protocol that
+`collective_cost` counts who takes part (members of a group, on how many hosts), times every algorithm and protocol that
 NCCL has for the kind, and keeps the fastest; of several groups the slowest counts, since all start together:
 
     seconds = base latency + hops x latency a hop + wire bytes / (bus bandwidth x what the protocol leaves of it)
@@ -35,7 +35,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Cost:
-    """Where the time of one execution goes, in seconds; `algorithm` says what was found fastest ("ring LL128")."""
+    """Seconds of one execution: latency and transfer; `algorithm` is the one that is fastest, such as "ring LL128"."""
 
     latency_seconds: float
     wire_seconds: float
@@ -47,7 +47,7 @@ class Cost:
 
     @property
     def latency_bound(self) -> bool:
-        """Whether more bandwidth would help less than fewer or larger messages."""
+        """Whether fewer, larger messages would help more than bandwidth."""
         return self.latency_seconds > self.wire_seconds
 
 
@@ -108,22 +108,28 @@ _TORUS_HOP = 1e-6
 
 
 def collective_seconds(kind: str, payload_bytes: float, groups: Groups, target: Target) -> float:
-    """Seconds of one execution: `collective_cost(...).seconds`."""
+    """Return `collective_cost(...).seconds`: of one execution."""
     return collective_cost(kind, payload_bytes, groups, target).seconds
 
 
 def collective_cost(kind: str, payload_bytes: float, groups: Groups, target: Target) -> Cost:
-    """What one execution of a collective costs, as `jdp.foresight.program.collectives.Collective` describes it.
+    """Return the time of one execution of a collective; a group of one device takes none.
 
-    `payload_bytes`: the whole logical tensor (of an all-reduce, reduce-scatter or all-gather), or one device's operand
-    (all-to-all, permute, broadcast). `groups`: positions in the mesh's device order, which is that of `target.devices`;
-    of a permute the pairs. A group of one costs nothing. Raises ValueError for a kind of collective or a device that
-    is not known, and for a target without published rates (cpu).
+    Args:
+        kind: XLA's name, such as "all-reduce".
+        payload_bytes: of the whole logical tensor (all-reduce, reduce-scatter, all-gather), or of one device's operand
+            (all-to-all, permute, broadcast).
+        groups: positions in the mesh's device order, which is that of `target.devices`; of a permute the pairs.
+        target: the devices.
+
+    Raises:
+        ValueError: a kind that is not known, a group with a device that the target does not have, or a target whose
+            rates are not published (cpu).
     """
-    if kind not in (*_RINGS, *_DIRECT, "collective-broadcast"):
-        raise ValueError(f"no cost is known for the collective {kind!r}")
+    if kind not in (kinds := (*_RINGS, *_DIRECT, "collective-broadcast")):
+        raise ValueError(f"the cost of a collective is known for {', '.join(kinds)}; given {kind!r}")
     if target.chip is None:
-        raise ValueError(f"no link rates are known for target {target}: choose a GPU or TPU target")
+        raise ValueError(f"a collective is timed by published link rates; given {target}: choose a GPU or TPU target")
     chip, worst = target.chip, NOTHING
     for group in _grouped(groups, target.per_host, len(target.devices)):
         cost = _cost(kind, payload_bytes, group, chip, target)
@@ -134,31 +140,34 @@ def collective_cost(kind: str, payload_bytes: float, groups: Groups, target: Tar
 @functools.lru_cache(maxsize=256)
 def _grouped(groups: Groups, per_host: int, devices: int) -> tuple[_Group, ...]:
     """The groups that differ in members or hosts, smallest first; those of one device are left out."""
-    found = set[_Group]()
+    distinct = set[_Group]()
     for group in groups:
         if not all(0 <= member < devices for member in group):
-            raise ValueError(f"the program's groups name device {max(group)}, and the target has {devices} devices")
+            raise ValueError(
+                f"a program's groups must be among the target's {devices} devices; given device {max(group)}: time it "
+                "for the target that it was compiled for"
+            )
         shared = Counter(member // per_host for member in set(group))  # devices are ordered host by host
         if (members := shared.total()) > 1:
-            found.add(_Group(members, len(shared), min(shared.values()), max(shared.values())))
-    return tuple(sorted(found))
+            distinct.add(_Group(members, len(shared), min(shared.values()), max(shared.values())))
+    return tuple(sorted(distinct))
 
 
 def _cost(kind: str, payload: float, group: _Group, chip: Chip, target: Target) -> Cost:
-    """The fastest way for one group."""
+    """The fastest algorithm for one group."""
     if not isinstance(chip, Gpu):
         return _torus(kind, payload, group, chip, target)
     if kind in _DIRECT:
-        ways = _direct(kind, payload, group, chip)
+        costs = _direct(kind, payload, group, chip)
     elif kind == "all-reduce":
-        ways = (*_ring(kind, payload, group, chip), *_tree(payload, group, chip))
+        costs = (*_ring(kind, payload, group, chip), *_tree(payload, group, chip))
     else:
-        ways = _ring(kind, payload, group, chip)
-    return min(ways, key=lambda cost: cost.seconds)
+        costs = _ring(kind, payload, group, chip)
+    return min(costs, key=lambda cost: cost.seconds)
 
 
 def _bus(group: _Group, chip: Chip) -> float:
-    """B/s that every member can send at once along a ring or tree: what leaves a host leaves by its members' cards."""
+    """B/s that every member can send at once along a ring or tree; between hosts, over its members' network cards."""
     inside = chip.link_bandwidth * chip.link_efficiency
     outside = group.fewest * chip.network_bandwidth * chip.network_efficiency
     return inside if group.hosts == 1 else min(inside, outside)
@@ -208,8 +217,7 @@ def _tree(payload: float, group: _Group, chip: Gpu) -> Iterator[Cost]:
 
 
 def _tree_reaches(protocol: str, payload: float) -> float:
-    """The correction for a tree, between two sizes of NCCL's table in a straight line: with its steps, a message one
-    byte larger could be faster."""
+    """The correction for a tree: NCCL's table, interpolated between sizes, so that no larger message is faster."""
     table = _TREE_REACHES[protocol]
     position = min(max(math.log2(max(payload, 1) / 64), 0.0), len(table) - 1.0)
     below = min(int(position), len(table) - 2)
@@ -217,7 +225,7 @@ def _tree_reaches(protocol: str, payload: float) -> float:
 
 
 def _direct(kind: str, payload: float, group: _Group, chip: Gpu) -> Iterator[Cost]:
-    """Sends straight to every peer. Those inside a host and those outside go different ways at the same time."""
+    """Sends straight to every peer: inside a host over its links and outside over the network, at the same time."""
     n, local = group.members, group.fewest
     inside, outside = (1.0, 0.0) if group.hosts == 1 else (0.0, 1.0)  # a permute's pair
     if kind != "collective-permute":
@@ -226,9 +234,9 @@ def _direct(kind: str, payload: float, group: _Group, chip: Gpu) -> Iterator[Cos
         if protocol.name == "LL128":
             continue  # NCCL's sends have LL and Simple
         start, inside_hop, outside_hop = _hops(protocol, group, chip)
-        part = 0.5 if protocol.name == "LL" else 1.0
-        over_links = inside * payload / (part * chip.link_bandwidth * chip.link_efficiency)
-        over_network = outside * payload / (part * chip.network_bandwidth * chip.network_efficiency)
+        share = 0.5 if protocol.name == "LL" else 1.0
+        over_links = inside * payload / (share * chip.link_bandwidth * chip.link_efficiency)
+        over_network = outside * payload / (share * chip.network_bandwidth * chip.network_efficiency)
         hop = inside_hop if group.hosts == 1 else outside_hop
         yield Cost(start + hop, max(over_links, over_network), f"direct {protocol.name}")
 
@@ -236,7 +244,7 @@ def _direct(kind: str, payload: float, group: _Group, chip: Gpu) -> Iterator[Cos
 def _torus(kind: str, payload: float, group: _Group, chip: Chip, target: Target) -> Cost:
     """On a TPU slice: rings along all axes of the torus in both directions, over the chip's whole interconnect.
 
-    Optimistic for a group that lies along one axis, and for slices so small that their axes do not close to rings.
+    Optimistic for a group along one axis, and for slices so small that their axes do not close to rings.
     """
     n = group.members
     rounds = _RINGS.get(kind, 1)

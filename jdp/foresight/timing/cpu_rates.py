@@ -1,9 +1,9 @@
-"""What this machine's processor can do, measured on the spot: CPUs have no published rates that would fit.
+"""Rates of this machine's processor, measured: CPUs have no published rates that would fit.
 
 `measure(devices)` runs small programs on all of a target's devices at once, in float32, each for a fifth of a second,
 once in a process: matrix products, additions, exponentials, copies; loops of kernels that do next to nothing, and of
-collectives that carry next to nothing. Virtual devices share the machine's cores and memory, so that each one gets
-about the N-th part. A collective is a copy in memory, after everyone has arrived.
+collectives that carry next to nothing. Virtual devices share the machine's cores and memory, so that each of N gets
+about an N-th. A collective is a copy in memory, after every device has arrived.
 """
 
 import functools
@@ -32,7 +32,7 @@ class Machine:
     Attributes:
         rates: measured, so that the model's efficiencies are 1.
         model: the constants that fit.
-        meeting_seconds: what a collective takes that carries next to nothing.
+        meeting_seconds: time of a collective that carries next to nothing.
     """
 
     rates: Rates
@@ -40,15 +40,15 @@ class Machine:
     meeting_seconds: float
 
     def collective_seconds(self, kind: str, payload_bytes: float, groups: tuple[tuple[int, ...], ...]) -> float:
-        """One execution: a device reads what it sends and writes what it gets, in the memory that all share."""
-        part = payload_bytes / max(map(len, groups))
-        moved = payload_bytes + part if kind in ("all-gather", "reduce-scatter") else 2 * payload_bytes
+        """Return the seconds of one execution: a device reads its operand and writes its result in shared memory."""
+        shard = payload_bytes / max(map(len, groups))
+        moved = payload_bytes + shard if kind in ("all-gather", "reduce-scatter") else 2 * payload_bytes
         return self.meeting_seconds + moved / self.rates.memory_bandwidth
 
 
 @functools.cache
 def measure(devices: tuple[Device, ...]) -> Machine:
-    """Time this machine's processor, as each of `devices` sees it while all of them work. Takes about two seconds."""
+    """Measure this machine's rates for each of `devices`, while all of them work. Takes about two seconds."""
     mesh = Mesh(np.array(devices), (_AXIS,))
     tiny, square = np.zeros(16, np.float32), np.full((384, 384), 1e-3, np.float32)
     cached, long = np.full(2**16, 0.5, np.float32), np.zeros((2048, 2048), np.float32)
@@ -88,8 +88,8 @@ def _repeated(function: Callable[[jax.Array], jax.Array], times: int, x: jax.Arr
 def _seconds_a_round(mesh: Mesh, body: Callable[[jax.Array], jax.Array], argument: np.ndarray, *, rounds: int) -> float:
     """Seconds of one round of a loop around `body`, on every device at once with an `argument` of its own.
 
-    The fastest call within the time allowed counts: what others do on the machine only adds. Where there are devices
-    enough to keep all cores busy, processor time counts, which others hardly touch.
+    The fastest call within the time allowed counts: other processes on the machine only add to it. With as many devices
+    as cores, processor time counts, which other processes hardly change.
     """
     spec = PartitionSpec(_AXIS)
 
@@ -101,10 +101,10 @@ def _seconds_a_round(mesh: Mesh, body: Callable[[jax.Array], jax.Array], argumen
     run = jax.jit(jax.shard_map(loop, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
     jax.block_until_ready(run(given))
     cores = os.cpu_count() or 1
-    end, found = time.perf_counter() + _SECONDS, float("inf")
+    end, fastest = time.perf_counter() + _SECONDS, float("inf")
     while (begin := time.perf_counter()) < end:
         worked = time.process_time()
         jax.block_until_ready(run(given))
         wall, worked = time.perf_counter() - begin, time.process_time() - worked
-        found = min(found, wall if mesh.size < cores else min(wall, worked / cores))
-    return found / rounds
+        fastest = min(fastest, wall if mesh.size < cores else min(wall, worked / cores))
+    return fastest / rounds

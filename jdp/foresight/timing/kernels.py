@@ -1,10 +1,10 @@
 """What one instruction of a compiled program costs: FLOPs, memory traffic, seconds.
 
-`cost(step, computation, program)` counts: matrix products and convolutions (`foresight.products`), element-wise work,
-and the bytes that a kernel reads and writes. A fusion reads what its result needs: starting from the result, each
-operation asks its operands for elements, so that a parameter that only a slice is taken of counts as that slice, and a
-buffer updated in place as the update. `seconds(cost, rates, model)` turns that into time: the slowest of tensor cores,
-vector units and memory, each at the share of its published peak that `CostModel` states, plus the launch.
+`cost(step, computation, program)` counts: matrix products and convolutions (`matmuls.py`), element-wise work, and the
+bytes that a kernel reads and writes. A fusion reads what its result needs: starting from the result, each operation
+needs elements of its operands, so that a parameter of which only a slice is taken counts as that slice, and a buffer
+updated in place as the update. `seconds(cost, rates, model)` turns that into time: the slowest of tensor cores, vector
+units and memory, each at the share of its published peak that `CostModel` states, plus the launch.
 """
 
 import math
@@ -34,7 +34,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class CostModel:
-    """The model's constants, for NVIDIA GPUs. Rates are published peaks: these say how much of them a kernel gets.
+    """The model's constants, for NVIDIA GPUs: the share of the published peaks (`Rates`) that a kernel reaches.
 
     Left out: what stays in a cache from one kernel to the next, and clocks that fall under load.
 
@@ -54,9 +54,9 @@ class CostModel:
         special_function_cost: lane-cycles of exp, log, sqrt and the like, against one of an addition: 16 results a
             clock and core against 128 (CUDA C++ Programming Guide, "Throughput of Native Arithmetic Instructions",
             compute capability 9.0).
-        integer_cost: the same of integer arithmetic: 64 against 128.
-        transposed_efficiency: share of the bandwidth of a plain copy that one into another layout gets: all, through
-            shared memory (Ruetsch and Micikevicius, "Optimizing Matrix Transpose in CUDA", NVIDIA 2009).
+        integer_cost: lane-cycles of integer arithmetic, against one of a float addition: 64 results against 128.
+        transposed_efficiency: bandwidth of a copy into another layout over that of a plain copy: 1, through shared
+            memory (Ruetsch and Micikevicius, "Optimizing Matrix Transpose in CUDA", NVIDIA 2009).
     """
 
     matmul_efficiency: float = 0.8
@@ -72,7 +72,7 @@ class CostModel:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one execution of an instruction does on one device.
+    """Work of one execution of an instruction on one device.
 
     Attributes:
         products: its matrix products and convolutions.
@@ -100,7 +100,7 @@ class Cost:
 
 
 def seconds(cost: Cost, rates: Rates, model: CostModel) -> float:
-    """How long an instruction runs: tensor cores, vector units and memory work at the same time."""
+    """Return how long an instruction runs: tensor cores, vector units and memory work at the same time."""
     if not cost.launches:
         return 0.0
     lanes = rates.vector_flops / 2  # one operation a cycle and lane, where the peak counts multiply-adds as two
@@ -113,7 +113,7 @@ def seconds(cost: Cost, rates: Rates, model: CostModel) -> float:
 
 
 def product_seconds(product: Product, rates: Rates, model: CostModel) -> float:
-    """How long the tensor cores take for a matrix product, operands at hand."""
+    """Return how many seconds the tensor cores take for a matrix product, without reading its operands."""
     flops = product.flops * product.passes * (4 if product.dtype.startswith("c") else 1)  # complex: four real products
     rate = _matmul_rate(product.dtype, rates)
     return flops / (rate * model.matmul_efficiency * utilisation(product, rates.cores, model))
@@ -124,29 +124,29 @@ _NEAREST = {"f16": "bf16", "c64": "f32", "c128": "f64", "u8": "s8", "s4": "s8", 
 
 def _matmul_rate(dtype: str, rates: Rates) -> float:
     """FLOP/s for operands of a type; that of the vector units for one that tensor cores do not multiply."""
-    nearest = "f8e4m3fn" if dtype.startswith("f8") else _NEAREST.get(dtype, "vector")
-    return rates.matmul_flops.get(dtype) or rates.matmul_flops.get(nearest) or rates.vector_flops
+    similar = "f8e4m3fn" if dtype.startswith("f8") else _NEAREST.get(dtype, "vector")
+    return rates.matmul_flops.get(dtype) or rates.matmul_flops.get(similar) or rates.vector_flops
 
 
 def utilisation(product: Product, cores: int, model: CostModel) -> float:
-    """Share of the cores' work that is part of the result, at the best split of the contracted dimension.
+    """Return the share of the cores' work that contributes to the result, at the best split of the contraction.
 
-    1 for tiles that fill the cores evenly; below that for results that are no whole number of tiles, and for tiles that
-    are no whole number of waves. As XLA's CalculateComputeTimeWithTileAndWaveQuantization, but split.
+    1 for tiles that fill the cores evenly; less for results that are no whole number of tiles, and for tiles that are
+    no whole number of waves. As in XLA's CalculateComputeTimeWithTileAndWaveQuantization, with splits besides.
     """
     if not model.tile:
         return 1.0
     tiles, padded = product.batch, 1
     for size in (product.m, product.n):
-        tile = min(model.tile, _up(size, model.smallest_tile))
+        tile = min(model.tile, _round_up(size, model.smallest_tile))
         tiles *= -(-size // tile)
         padded *= tile
     useful = product.batch * product.m * product.n
     splits = (2**i for i in range(model.split.bit_length()) if i == 0 or product.k >= 2**i * model.tile)
-    return max(useful / (padded * _up(tiles * split, cores) / split) for split in splits) if useful else 1.0
+    return max(useful / (padded * _round_up(tiles * split, cores) / split) for split in splits) if useful else 1.0
 
 
-def _up(size: int, multiple: int) -> int:
+def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
@@ -154,7 +154,7 @@ def _up(size: int, multiple: int) -> int:
 
 _NAMES = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast")
 _FREE = (*_NAMES, "after-all", "add-dependency", "opt-barrier", "domain", "partition-id", "replica-id")
-_MOVES = (  # inside a kernel: no arithmetic
+_NO_ARITHMETIC = (  # inside a kernel
     *(*_NAMES, "broadcast", "reshape", "transpose", "slice", "dynamic-slice", "dynamic-update-slice", "concatenate"),
     *("gather", "copy", "iota", "pad", "reverse", "dot", "scaled-dot", "convolution", "fusion", "custom-call"),
 )
@@ -165,7 +165,7 @@ _SPECIAL = (
 
 
 def cost(step: Instruction, computation: str, program: Program) -> Cost:
-    """What one execution of an instruction of `computation` costs. Loops, calls and collectives are the caller's."""
+    """Return the work of one execution of an instruction of `computation`, no loop, call or collective."""
     if step.opcode in _FREE or step.opcode.endswith("-done"):
         return Cost()
     inside = computation
@@ -185,20 +185,20 @@ def cost(step: Instruction, computation: str, program: Program) -> Cost:
 
 
 def unknown_work(step: Instruction) -> str | None:
-    """The name of a custom call whose FLOPs the text does not tell; None for everything else."""
+    """Return the name of a custom call whose FLOPs do not follow from the text; None for everything else."""
     if step.kind != "custom-call" or (target := custom_call_target(step)).startswith(LIBRARY_PRODUCTS):
         return None
     return target or "custom-call"
 
 
 class _Demand:
-    """How many elements of each value a kernel needs, walked from its results to what it is given.
+    """How many elements of each value a kernel needs, from its results backwards to its inputs.
 
     Attributes:
-        elements: name -> elements asked for, by all users together.
-        read, written: bytes of what it is given, as far as it is asked for, and of the results.
-        operations, integer_operations, special_functions: element-wise work to make what is asked for.
-        transposes: whether a part of it changes the order in memory.
+        elements: name -> elements needed, by all users together.
+        read, written: bytes of the inputs, as far as they are needed, and of the results.
+        operations, integer_operations, special_functions: element-wise work to compute what is needed.
+        transposes: whether an operation in it changes the order in memory.
     """
 
     def __init__(self, steps: tuple[Instruction, ...], by_name: dict[str, Instruction]) -> None:
@@ -212,17 +212,17 @@ class _Demand:
         for name in root.operands if root.opcode == "tuple" else (root.name,):
             self.written += self._write(by_name[name])
         for step in reversed(steps):  # users before what they use: texts are in the other order
-            if step.name in self.made and (asked := self.elements.get(step.name, 0.0)) > 0:
-                self._ask(step, min(asked, _size(step)))
+            if step.name in self.made and (needed := self.elements.get(step.name, 0.0)) > 0:
+                self._need(step, min(needed, _size(step)))
         self.read = sum(self._bytes(by_name[name]) for name in self.elements if name not in self.made)
 
     def _bytes(self, given: Instruction) -> float:
-        """What of a value is read: what is asked for twice is read once."""
-        whole = _size(given)
-        return given.result_bytes * min(1.0, self.elements[given.name] / whole) if whole else 0.0
+        """Bytes of an input that are read: elements that are needed twice are read once."""
+        size = _size(given)
+        return given.result_bytes * min(1.0, self.elements[given.name] / size) if size else 0.0
 
     def _write(self, root: Instruction) -> float:
-        """Ask for a result; the bytes that writing it takes: of a buffer updated in place, the updated part."""
+        """Need a result; return the bytes that writing it takes: of a buffer updated in place, the update's."""
         step = self._behind_bitcasts(root)
         self.elements[root.name] = max(1, _size(root))
         if step.opcode in ("dynamic-update-slice", "scatter") and step.name in self.made:
@@ -231,7 +231,7 @@ class _Demand:
                 self.in_place.add(step.name)
                 update = self.by_name[step.operands[1 if step.opcode == "dynamic-update-slice" else -1]].result_bytes
                 return update if step.opcode == "dynamic-update-slice" else 2 * update  # read, added to, written
-        if root.opcode == "custom-call":  # what stands behind the result is its workspace
+        if root.opcode == "custom-call":  # after the result comes its workspace
             return array_bytes(*root.shapes[0])
         return root.result_bytes / (2 if root.is_start else 1)  # a copy-start's type holds source and result
 
@@ -240,34 +240,34 @@ class _Demand:
             step = self.by_name[step.operands[0]]
         return step
 
-    def _ask(self, step: Instruction, asked: float) -> None:
-        """Count the work of making `asked` elements of a value, and ask its operands for what that needs."""
-        whole = _size(step)
+    def _need(self, step: Instruction, needed: float) -> None:
+        """Count the work of computing `needed` elements of a value, and the elements of its operands for that."""
+        size = _size(step)
         operands = [self.by_name[name] for name in step.operands if name in self.by_name]
         for i, operand in enumerate(operands):
-            need = self._need(step, i, _size(operand), asked, asked / whole if whole else 0.0)
-            self.elements[operand.name] = self.elements.get(operand.name, 0.0) + need
+            elements = self._operand_elements(step, i, _size(operand), needed, needed / size if size else 0.0)
+            self.elements[operand.name] = self.elements.get(operand.name, 0.0) + elements
         self.transposes |= step.opcode == "transpose" or (step.opcode == "copy" and step.type != operands[0].type)
-        if step.opcode in _MOVES:
+        if step.opcode in _NO_ARITHMETIC:
             return
         if step.opcode in ("reduce", "reduce-window") and operands:
-            asked = max(asked, _size(operands[0]))
+            needed = max(needed, _size(operands[0]))
         if step.opcode in _SPECIAL:
-            self.special_functions += asked
+            self.special_functions += needed
         elif step.type.startswith(("s", "u")):
-            self.integer_operations += asked
+            self.integer_operations += needed
         else:
-            self.operations += asked
+            self.operations += needed
 
-    def _need(self, step: Instruction, i: int, size: int, asked: float, share: float) -> float:
-        """How many elements of its operand `i`, of `size`, an operation needs to make `asked`, a `share` of its own."""
+    def _operand_elements(self, step: Instruction, i: int, size: int, needed: float, share: float) -> float:
+        """Elements of operand `i`, of `size`, that `needed` elements, a `share` of the result, are computed from."""
         match step.opcode:
             case "slice" | "dynamic-slice" | "gather":
-                return min(asked, size) if i == 0 else size
+                return min(needed, size) if i == 0 else size
             case "dynamic-update-slice" | "scatter" if step.name in self.in_place:
                 return 0 if i == 0 else size
             case "broadcast" | "pad":
-                return min(asked, size)
+                return min(needed, size)
             case "dot" | "convolution" | "sort" | "custom-call" | "fusion" | "scatter":
                 return size
             case _:

@@ -1,8 +1,8 @@
 """The matrix products and convolutions of a compiled program: how large each is, and in which element type.
 
-`products(step, computation, program)` looks through an instruction: at the dot or convolution it is, at those inside a
-fusion or what else it calls, and at the library calls that XLA puts in their place (cuBLAS, cuDNN, oneDNN), whose
-sizes follow from their operands' shapes.
+`products(step, computation, program)` returns those of an instruction: the dot or convolution it is, those inside a
+fusion or another computation that it calls, and the library calls that XLA puts in their place (cuBLAS, cuDNN, oneDNN),
+whose sizes follow from their operands' shapes.
 """
 
 import math
@@ -22,7 +22,7 @@ class Product:
     Attributes:
         dtype: XLA's name of the type that the operands are multiplied in; "vector" where that is full float32, which
             tensor cores do not have.
-        passes: how often the product is done, where the algorithm splits operands into several of a smaller type.
+        passes: how often it is multiplied, where the algorithm splits operands into several of a narrower type.
     """
 
     batch: int
@@ -34,12 +34,12 @@ class Product:
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions of its mathematics, passes not counted."""
+        """Multiplications and additions, each pass but the first not counted."""
         return 2 * self.batch * self.m * self.n * self.k
 
 
 def products(step: Instruction, computation: str, program: Program) -> tuple[Product, ...]:
-    """Every product that one execution of an instruction of `computation` does; loops it calls are not multiplied."""
+    """Return every product that one execution of an instruction of `computation` does; none of a loop's body."""
     return tuple(_products(step, computation, program))
 
 
@@ -60,7 +60,7 @@ def _products(step: Instruction, computation: str, program: Program) -> Iterator
 
 
 def custom_call_target(step: Instruction) -> str:
-    """What a custom call calls: "__cublas$gemm"."""
+    """Return what a custom call calls, such as "__cublas$gemm"; empty where the text does not have it."""
     match = re.search(r'custom_call_target="([^"]*)"', step.line)
     return match[1] if match else ""
 
@@ -80,10 +80,10 @@ _ALGORITHM_TYPES = {"any_f8": "f8e4m3fn", "tf32": "f32"}
 
 
 def _arithmetic(step: Instruction, *operands: str) -> tuple[str, int]:
-    """The type that a product is done in, and its passes: by the algorithm asked for, else by the wider operand.
+    """Return the type that a product is multiplied in, and its passes: the algorithm's, else the wider operand's.
 
     Float32 operands are rounded to TF32 for the tensor cores, which is XLA:GPU's default; not if the highest precision
-    was asked for.
+    was requested.
     """
     if (match := _ALGORITHM.search(step.bare)) is not None:
         dtype = "vector" if match[1] == "f32" else _ALGORITHM_TYPES.get(match[1], match[1])
@@ -95,7 +95,7 @@ def _arithmetic(step: Instruction, *operands: str) -> tuple[str, int]:
 
 
 def _convolution(step: Instruction, kernel: Shape, output: Shape) -> Product:
-    """As the product it is: output positions × (kernel size × input features) × output features, group by group.
+    """A convolution as a product: output positions × (kernel size × input features) × output features, by group.
 
     Multiplications with padding count; those with the zeros of a dilated input do not.
     """
@@ -109,7 +109,7 @@ def _convolution(step: Instruction, kernel: Shape, output: Shape) -> Product:
 
 
 def _library(step: Instruction, target: str, operands: list[Shape]) -> Iterator[Product]:
-    """A library call in the place of a product; `step` writes its result first, a workspace behind it."""
+    """A library call that replaces a product; `step` writes its result first, a workspace after it."""
     result = step.shapes[0]
     if target == "__cudnn$convBackwardFilter":  # (input, gradient of the output) -> gradient of the kernel
         yield _convolution(step, result, operands[1])

@@ -1,4 +1,4 @@
-"""Model FLOPs utilisation (MFU): the part of the devices' published peak that a step's mathematics makes use of.
+"""Model FLOPs utilisation (MFU): the share of the devices' published peak that a step's mathematics makes use of.
 
 MFU = FLOPs of a step / (seconds × devices × peak FLOP/s of one), Chowdhery et al. 2022 (PaLM, arXiv:2204.02311),
 appendix B. The FLOPs are those of the model (`model_flops.py`): work done again, by rematerialisation or for
@@ -32,10 +32,10 @@ _ELEMENT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
-    """Dense peak of one device's matrix units in FLOP/s; None where it is not known.
+    """Return the dense peak of one device's matrix units in FLOP/s; None where it is not known.
 
     Args:
-        device_kind: as `jax.Device.device_kind` says it.
+        device_kind: `jax.Device.device_kind`.
         dtype: of the operands, such as "bfloat16". For "float32" it is the peak of jax's default precision (TF32).
     """
     named = {chip.name: chip for chip in CHIPS.values()} | {kind: CHIPS[name] for kind, name in _SAME_PEAK.items()}
@@ -44,17 +44,17 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
 
 
 def seconds_at_peak(step: Step, state: TrainState, batch: Batch) -> float | None:
-    """Seconds that a training step would take if every device worked at its peak; divided by its time, this is the MFU.
+    """Return the seconds that a training step would take at every device's peak; divided by its time, that is the MFU.
+
+    Frozen parameters have no gradient, one of the three products that each takes part in: their share of the parameters
+    is left out of that third.
 
     Args:
         step: a training step; its plan has the devices.
         state, batch: real or abstract; `batch` is the global one, of all microbatches.
 
     Returns:
-        None where the peak is not known, as on a CPU.
-
-    Frozen parameters have no gradient, one of the three products that
-    each takes part in: their share of the parameters is left out of that third.
+        Seconds; None where the peak is not known, as on a CPU.
     """
     devices = step.plan.mesh.devices
     peak = peak_flops(devices.flat[0].device_kind, jnp.dtype(step.precision.compute_dtype).name)

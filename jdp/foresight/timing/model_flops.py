@@ -19,7 +19,7 @@ from jdp.core.types import Batch, Loss
 
 
 def model_flops(step: Step, state: TrainState, batch: Batch) -> int:
-    """FLOPs of one training step over the global batch, all devices together.
+    """Return the FLOPs of one training step over the global batch, all devices together.
 
     Args:
         step: a training step.
@@ -38,14 +38,14 @@ def model_flops(step: Step, state: TrainState, batch: Batch) -> int:
 
 
 def count_flops(jaxpr: Any) -> int:
-    """FLOPs of the matrix products and convolutions in a jaxpr: 2 for each multiplication that is added up.
+    """Return the FLOPs of the matrix products and convolutions in a jaxpr: 2 for each multiplication and addition.
 
-    A scan counts as often as it runs, a `while` loop of unknown length once, of branches the dearest.
+    A scan counts as often as it runs, a `while` loop of unknown length once, of branches the one with most FLOPs.
     """
-    return sum(map(_flops, jaxpr.eqns))
+    return sum(map(_operation_flops, jaxpr.eqns))
 
 
-def _flops(eqn: Any) -> int:
+def _operation_flops(eqn: Any) -> int:
     name = eqn.primitive.name
     if name == "dot_general":
         (contracting, _), _ = eqn.params["dimension_numbers"]
@@ -56,13 +56,13 @@ def _flops(eqn: Any) -> int:
     if name == "cond":
         return max(map(count_flops, _jaxprs(eqn.params["branches"])))
     times = eqn.params["length"] if name == "scan" else 1
-    if name == "shard_map":  # its body is one device's part
+    if name == "shard_map":  # its body is one device's share
         manual = eqn.params.get("newly_manual_axes") or eqn.params["manual_axes"]  # the name in jax 0.10; since
         times = math.prod(eqn.params["mesh"].shape[axis] for axis in manual)
     return times * sum(map(count_flops, _jaxprs(eqn.params.values())))
 
 
 def _jaxprs(values: Iterable[Any]) -> list[Any]:
-    """The jaxprs among a primitive's parameters; of a custom derivative only the function itself."""
-    found = [getattr(value, "jaxpr", value) for value in values]
-    return [inner for inner in found if hasattr(inner, "eqns")]
+    """Return the jaxprs among a primitive's parameters; of a custom derivative only the function itself."""
+    jaxprs = [getattr(value, "jaxpr", value) for value in values]
+    return [jaxpr for jaxpr in jaxprs if hasattr(jaxpr, "eqns")]

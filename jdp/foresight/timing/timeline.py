@@ -1,12 +1,12 @@
 """When a compiled step computes and when it waits: its schedule, simulated on two lanes.
 
-`timeline(program, target)` takes the step's tasks and their times (`foresight.schedule`) and walks the entry in the
-order of launch: a kernel advances the compute lane; an asynchronous start queues its collective on the communication
-lane, and its done makes compute wait for it; a synchronous collective holds both. A loop's rounds are walked until two
-take equally long: the others do too.
+`timeline(program, target)` takes the step's timed operations (`operations.py`) and walks the entry in the order of
+launch: a kernel advances the compute lane; an asynchronous start queues its collective on the communication lane, and
+its done makes compute wait for it; a synchronous collective holds both. A loop's rounds are walked until two take
+equally long: the others do too.
 
-What compute waits is exposed communication: compute + exposed = step. The lanes are taken not to slow each other, the
-host to launch in time, and no kernel to find in the cache what the one before it wrote.
+The time that compute waits is exposed communication: compute + exposed = step. Assumed is that the lanes do not slow
+each other, that the host launches in time, and that no kernel finds in the cache what the one before it wrote.
 """
 
 from collections import Counter
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from jdp.foresight.program.module import Program
 from jdp.foresight.targets.resolve import Target
 from jdp.foresight.timing.kernels import CostModel
-from jdp.foresight.timing.tasks import Schedule, Task, Total
+from jdp.foresight.timing.operations import Schedule, TimedOp, Total
 
 COMPUTE, COMMUNICATION = "compute", "communication"
 MOST_EVENTS = 5000
@@ -25,13 +25,13 @@ _STEADY = 1e-9  # relative difference below which two rounds take equally long
 
 @dataclass(frozen=True)
 class Event:
-    """A stretch of one lane.
+    """Time that one operation keeps one lane busy.
 
     Attributes:
         name: the instruction.
         lane: "compute" or "communication".
         start, seconds: since the step began; how long the lane is busy.
-        what: jax's path to the operation, or the kind of instruction where the text does not tell.
+        what: jax's path to the operation, or the kind of instruction where the text does not have it.
         source: "file:line" that wrote it.
         times: how many rounds of a loop it stands for.
         bytes: memory traffic of a kernel, payload of a collective.
@@ -54,10 +54,10 @@ class Timeline:
     Attributes:
         step_seconds: from its first kernel to the end of its last.
         compute_seconds, communication_seconds: how long either lane is busy.
-        exposed_seconds: communication that nothing hides: compute waits.
+        exposed_seconds: communication that overlaps with no computation: compute waits.
         flops: executed, of matrix products and convolutions; recomputation included.
         bytes: memory traffic of all kernels.
-        matmul_seconds: of all kernels that hold a matrix product.
+        matmul_seconds: of all kernels that contain a matrix product.
         median_matmul_seconds: half of `matmul_seconds` is spent in kernels that take at most this long.
         kernels: launches.
         events: both lanes, by start; loops by their first rounds and one event for the others, at most `MOST_EVENTS`.
@@ -78,7 +78,7 @@ class Timeline:
 
     @property
     def exposed_fraction(self) -> float:
-        """Share of the communication that nothing hides; 0 when nothing is sent."""
+        """Share of the communication that overlaps with no computation; 0 when nothing is sent."""
         return min(self.exposed_seconds / self.communication_seconds, 1.0) if self.communication_seconds else 0.0
 
 
@@ -88,11 +88,11 @@ def timeline(program: Program, target: Target, model: CostModel | None = None) -
     Args:
         program: scheduled, as `.compile().as_text()` gives it.
         target: the devices that it was compiled for. A chip with published rates is timed by them; for CPUs the rates
-            are measured here, once in a process.
+            are measured, once in a process.
         model: other constants than `CostModel`'s.
 
     Raises:
-        ValueError: the target's rates are not known, or the text has something that `foresight.hlo` cannot read.
+        ValueError: the target's rates are not known, or the text has something that `foresight/program` cannot read.
     """
     schedule = Schedule(program, target, model)
     total = schedule.total(program.entry)
@@ -118,12 +118,12 @@ def timeline(program: Program, target: Target, model: CostModel | None = None) -
 
 
 class _Walk:
-    """Where the walk is.
+    """The state of the simulation.
 
     Attributes:
-        compute, lane: when compute and communication are free again.
-        events: what happened.
-        recording: whether it is written down.
+        compute, lane: seconds at which the compute and the communication lane are free again.
+        events: of both lanes.
+        recording: whether operations become events.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -133,84 +133,80 @@ class _Walk:
         self.recording = True
 
     def computation(self, name: str) -> None:
-        """Execute it once."""
+        """Execute a computation once."""
         pending: dict[str, float] = {}
-        for task in self.schedule.tasks(name):
-            match task.kind:
+        for op in self.schedule.operations(name):
+            match op.kind:
                 case "kernel":
-                    self._record(task, COMPUTE, self.compute)
-                    self.compute += task.seconds
+                    self._record(op, COMPUTE, self.compute)
+                    self.compute += op.seconds
                 case "start" | "sync":
                     begin = max(self.compute, self.lane)
-                    self._record(task, COMMUNICATION, begin)
-                    self.lane = begin + task.seconds
-                    if task.kind == "start":
-                        pending[task.step.name] = self.lane
+                    self._record(op, COMMUNICATION, begin)
+                    self.lane = begin + op.seconds
+                    if op.kind == "start":
+                        pending[op.step.name] = self.lane
                     else:
                         self.compute = self.lane
                 case "done":
-                    self.compute = max(self.compute, pending.pop(task.step.operands[0], 0.0))
+                    self.compute = max(self.compute, pending.pop(op.step.operands[0], 0.0))
                 case "loop":
-                    self._loop(task)
+                    self._loop(op)
                 case "branch":
-                    self.computation(self.schedule.dearest(task))
+                    self.computation(self.schedule.longest_branch(op))
                 case _:
-                    for inner in task.inner:
+                    for inner in op.inner:
                         self.computation(inner)
 
-    def _loop(self, task: Task) -> None:
-        before, outer = None, self.recording
-        for i in range(task.trips):
+    def _loop(self, op: TimedOp) -> None:
+        previous, outer = None, self.recording
+        for i in range(op.trips):
             if i == _ROUNDS_SHOWN:
-                self._record_rest(task)
+                self._record_remaining_rounds(op)
                 self.recording = False
-            compute, lag = self.compute, self._lag
-            for inner in task.inner:
+            compute, lag = self.compute, max(0.0, self.lane - self.compute)
+            for inner in op.inner:
                 self.computation(inner)
             advance = self.compute - compute
             equal = _STEADY * advance
-            if before is not None and abs(advance - before) <= equal and abs(self._lag - lag) <= equal:
-                rest = task.trips - 1 - i
-                if i == _ROUNDS_SHOWN - 1 and rest:
-                    self._record_rest(task)
-                self.compute, self.lane = self.compute + rest * advance, self.lane + rest * advance
+            lag_change = abs(max(0.0, self.lane - self.compute) - lag)  # of how far communication is behind
+            if previous is not None and abs(advance - previous) <= equal and lag_change <= equal:
+                remaining = op.trips - 1 - i
+                if i == _ROUNDS_SHOWN - 1 and remaining:
+                    self._record_remaining_rounds(op)
+                self.compute, self.lane = self.compute + remaining * advance, self.lane + remaining * advance
                 break
-            before = advance
+            previous = advance
         self.recording = outer
 
-    @property
-    def _lag(self) -> float:
-        """How far communication is behind."""
-        return max(0.0, self.lane - self.compute)
+    def _record(self, op: TimedOp, lane: str, start: float) -> None:
+        if self.recording and op.seconds:
+            what, source = self._origin(op)
+            self.events.append(Event(op.step.name, lane, start, op.seconds, what, source, bytes=op.bytes))
 
-    def _record(self, task: Task, lane: str, start: float) -> None:
-        if self.recording and task.seconds:
-            what, place = self._origin(task)
-            self.events.append(Event(task.step.name, lane, start, task.seconds, what, place, bytes=task.bytes))
-
-    def _record_rest(self, task: Task) -> None:
+    def _record_remaining_rounds(self, op: TimedOp) -> None:
         """One event a lane for the rounds not shown: as long as the lane is busy in them."""
         if not self.recording:
             return
-        times, rest = task.trips - _ROUNDS_SHOWN, Total()
-        for name in task.inner:
-            rest.add(self.schedule.total(name), times)
-        what, place = self._origin(task)
+        times, total = op.trips - _ROUNDS_SHOWN, Total()
+        for name in op.inner:
+            total.add(self.schedule.total(name), times)
+        what, source = self._origin(op)
         what = f"{what}: {times} more rounds"
         for lane, start, busy in (
-            (COMPUTE, self.compute, rest.compute),
-            (COMMUNICATION, max(self.compute, self.lane), rest.communication),
+            (COMPUTE, self.compute, total.compute),
+            (COMMUNICATION, max(self.compute, self.lane), total.communication),
         ):
             if busy:
-                self.events.append(Event(task.step.name, lane, start, busy, what, place, times))
+                self.events.append(Event(op.step.name, lane, start, busy, what, source, times))
 
-    def _origin(self, task: Task) -> tuple[str, str | None]:
-        place = next(iter(self.schedule.program.source_lines(task.step)), None)
-        return task.step.op_name or task.step.kind, place
+    def _origin(self, op: TimedOp) -> tuple[str, str | None]:
+        source = next(iter(self.schedule.program.source_lines(op.step)), None)
+        return op.step.op_name or op.step.kind, source
 
 
 def _median(durations: Counter[float]) -> float:
-    """The duration that half of the time is spent at or below."""
+    """Return the duration that half of the time is spent at or below."""
     half, passed = sum(each * count for each, count in durations.items()) / 2, 0.0
     for each in sorted(durations):
         passed += each * durations[each]

@@ -1,0 +1,193 @@
+"""A compiled step as timed operations: each kernel, collective, loop and call of every computation, with its seconds.
+
+`Schedule(program, target)` reads a computation once, when it is needed: `operations(name)` in schedule order, which is
+the order of launch, and `total(name)`, the sums over one execution, loops included. Kernels are timed by `kernels.py`
+with the chip's published rates, collectives by `collectives.py`; on CPUs both by rates measured here (`cpu_rates.py`).
+What the text does not have, or the model leaves out, is listed in `caveats`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from jdp.foresight.program.collectives import KINDS, collective_of, overlaps
+from jdp.foresight.program.module import Instruction, Program
+from jdp.foresight.targets.resolve import Target
+from jdp.foresight.timing import cpu_rates
+from jdp.foresight.timing.collectives import collective_seconds
+from jdp.foresight.timing.kernels import Cost, CostModel, Rates, cost, seconds, unknown_work
+
+
+@dataclass(frozen=True)
+class TimedOp:
+    """One instruction, timed.
+
+    Attributes:
+        kind: "kernel", "start", "done", "sync" (a collective that overlaps with nothing), "loop", "call" or "branch".
+        step: the instruction.
+        seconds: on its lane.
+        bytes: memory traffic of a kernel, payload of a collective.
+        cost: of a kernel.
+        inner: the computations that it runs.
+        trips: rounds of a loop.
+    """
+
+    kind: str
+    step: Instruction
+    seconds: float = 0.0
+    bytes: float = 0.0
+    cost: Cost = field(default_factory=Cost)
+    inner: tuple[str, ...] = ()
+    trips: int = 1
+
+
+@dataclass
+class Total:
+    """Sums over operations, as if none overlapped.
+
+    Attributes:
+        compute, communication: seconds of kernels and of collectives.
+        flops, bytes, kernels: of kernels: FLOPs of products, memory traffic, launches.
+        matmuls: seconds of a kernel with products -> how many take that long.
+    """
+
+    compute: float = 0.0
+    communication: float = 0.0
+    flops: float = 0.0
+    bytes: float = 0.0
+    kernels: int = 0
+    matmuls: Counter[float] = field(default_factory=Counter[float])
+
+    def add(self, other: Total, times: int = 1) -> None:
+        """Add `times` times another total."""
+        self.compute += times * other.compute
+        self.communication += times * other.communication
+        self.flops += times * other.flops
+        self.bytes += times * other.bytes
+        self.kernels += times * other.kernels
+        for each, count in other.matmuls.items():
+            self.matmuls[each] += times * count
+
+
+class Schedule:
+    """The operations of `program`, timed for `target`.
+
+    Attributes:
+        program: as scheduled.
+        caveats: where the times may be wrong; grows as computations are read.
+
+    Raises:
+        ValueError: the target's rates are not known.
+    """
+
+    def __init__(self, program: Program, target: Target, model: CostModel | None = None) -> None:
+        self.program = program
+        self._devices = _devices(target, model)
+        self.caveats = dict.fromkeys(self._devices.caveats)  # in order, each once
+        self._operations: dict[str, tuple[TimedOp, ...]] = {}
+        self._totals: dict[str, Total] = {}
+
+    def operations(self, computation: str) -> tuple[TimedOp, ...]:
+        """Return a computation's operations in schedule order, without those that take no time."""
+        if computation not in self._operations:
+            timed = (self._timed(step, computation) for step in self.program[computation])
+            self._operations[computation] = tuple(op for op in timed if op is not None)
+        return self._operations[computation]
+
+    def _timed(self, step: Instruction, computation: str) -> TimedOp | None:
+        called = tuple(name for names in step.called.values() for name in names)
+        if step.opcode.endswith("-done"):
+            return TimedOp("done", step)
+        if collectives := tuple(self._collectives(step)):
+            duration, payload = (sum(column) for column in zip(*collectives, strict=True))
+            return TimedOp("start" if overlaps(step) else "sync", step, duration, payload)
+        if step.kind == "while":
+            return self._loop(step)
+        if step.kind == "conditional":
+            self._warn("of a conditional's branches the one that takes longest is counted", step)
+            return TimedOp("branch", step, inner=called)
+        if step.kind == "call":
+            return TimedOp("call", step, inner=called)
+        # S(5) is the host's memory: openxla/xla, xla/layout.h, Layout::kHostMemorySpace.
+        if step.kind in ("send", "recv", "infeed", "outfeed") or (step.kind == "copy" and "S(5)" in step.type):
+            self._warn("transfers to or from the host are timed as if they stayed on the device", step)
+        if (target := unknown_work(step)) is not None:
+            self._warn(f"the work inside {target} is not known: timed by its bytes alone", step)
+        work = cost(step, computation, self.program)
+        duration = seconds(work, self._devices.rates, self._devices.model)
+        return TimedOp("kernel", step, duration, work.bytes, work) if work.launches else None
+
+    def _collectives(self, step: Instruction) -> Iterator[tuple[float, float]]:
+        """(seconds, payload bytes) of what an instruction sends, itself or inside a wrapper."""
+        if step.kind in KINDS:
+            c = collective_of(step, self.program)
+            payload = c.payload_bytes if c.group_size > 1 else 0
+            yield self._devices.collective(c.kind, payload, c.groups) if payload else 0.0, payload
+        elif step.kind in ("fusion", "async", "custom-call"):
+            for name in (name for names in step.called.values() for name in names):
+                for inner in self.program[name]:
+                    yield from self._collectives(inner)
+
+    def _loop(self, step: Instruction) -> TimedOp:
+        """A loop's body; its condition too where its trip count is not known before it runs."""
+        (body,), (condition,) = step.called["body"], step.called["condition"]
+        if step.trip_count is not None:
+            return TimedOp("loop", step, inner=(body,), trips=step.trip_count)
+        self._warn("a loop of unknown length is counted once", step)
+        return TimedOp("loop", step, inner=(condition, body))
+
+    def _warn(self, caveat: str, step: Instruction) -> None:
+        line = next(iter(self.program.source_lines(step)), None)
+        self.caveats[f"{caveat} ({line})" if line else caveat] = None
+
+    def total(self, computation: str) -> Total:
+        """Return the sums over one execution of a computation; of a conditional, those of its longest branch."""
+        if computation not in self._totals:
+            total = Total()
+            for op in self.operations(computation):
+                if op.kind == "kernel":
+                    matmul = Counter([op.seconds] if op.cost.products else [])
+                    total.add(Total(op.seconds, 0.0, op.cost.flops, op.cost.bytes, op.cost.launches, matmul))
+                elif op.kind in ("start", "sync"):
+                    total.communication += op.seconds
+                elif op.kind == "branch":
+                    total.add(self.total(self.longest_branch(op)))
+                else:
+                    for name in op.inner:
+                        total.add(self.total(name), op.trips)
+            self._totals[computation] = total
+        return self._totals[computation]
+
+    def longest_branch(self, op: TimedOp) -> str:
+        """Return the branch of a conditional that keeps the lanes busy longest."""
+        return max(op.inner, key=lambda name: self.total(name).compute + self.total(name).communication)
+
+
+# The devices.
+
+
+@dataclass(frozen=True)
+class _Devices:
+    rates: Rates
+    model: CostModel
+    collective: Callable[[str, float, tuple[tuple[int, ...], ...]], float]  # kind, payload, groups -> seconds
+    caveats: tuple[str, ...]
+
+
+def _devices(target: Target, model: CostModel | None) -> _Devices:
+    if target.kind == "cpu":
+        measured = cpu_rates.measure(target.devices)
+        return _Devices(measured.rates, model or measured.model, measured.collective_seconds, (cpu_rates.CAVEAT,))
+    if (chip := target.chip) is None:
+        raise ValueError(
+            f"a timeline needs a device whose rates are published; given {target}: choose a GPU or TPU target, or cpu:N"
+        )
+    rates = Rates(chip.matmul_flops, chip.vector_flops, chip.memory_bandwidth, getattr(chip, "cores", 1))
+    return _Devices(
+        rates,
+        model or CostModel(),
+        lambda kind, payload, groups: collective_seconds(kind, payload, groups, target),
+        ("times are simulated from published peaks, with matrix products as fast as autotuned library kernels",),
+    )
