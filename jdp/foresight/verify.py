@@ -62,7 +62,7 @@ def verify(
 def verify_relocated(relocated: Relocated, target: Target, *, cache: bool = True) -> Report:
     """Compile a step that is on its target already, and compare what it sends with its strategy's contract.
 
-    `jdp.verify` and `jdp verify` both end here; they differ in who makes the step and lays it on the target.
+    `jdp.verify` and `jdp verify` both end here; they differ in who makes the step and moves it to the target.
 
     Args:
         relocated: a training step and its abstract operands on the mesh of the target's devices.
@@ -70,7 +70,8 @@ def verify_relocated(relocated: Relocated, target: Target, *, cache: bool = True
         cache: keep compiled results on disk ($JDP_CACHE_DIR, else ~/.cache/jdp) and use them.
 
     Raises:
-        ValueError: the step does not compile (`CompileError`), or does what these devices have no place for.
+        ValueError: the step does not compile (`CompileError`), or does something that cannot be compiled for devices
+            that are only described.
     """
     compiled = compile_step(relocated.lower(), cache=Cache.usual(cache), described=fingerprint(target))
     return report(relocated.step, relocated.state, compiled, str(target), notes=relocated.notes)

@@ -94,7 +94,7 @@ EVERYONE = (tuple(range(8)),)
 PROMISED = theory(jdp.Plan(jdp.make_mesh(), "zero1"), PARAMS, accumulate=1, precision=jdp.Precision())
 
 
-def found(kind, payload, over_batch=True):
+def collective(kind, payload, over_batch=True):
     return MeshCollective(Collective(kind, "f32", payload, EVERYONE, False, "c"), ("data",), False, over_batch)
 
 
@@ -111,14 +111,20 @@ def found(kind, payload, over_batch=True):
     ],
 )
 def test_the_verdicts_bounds(scattered, gathered, other, kept):
-    sent = [found("reduce-scatter", scattered), found("all-gather", gathered), found("all-reduce", other)]
-    verdict = compare(sent, PROMISED)
+    sends = [
+        collective("reduce-scatter", scattered),
+        collective("all-gather", gathered),
+        collective("all-reduce", other),
+    ]
+    verdict = compare(sends, PROMISED)
     assert verdict.kept is kept
     assert verdict.wire_bytes == pytest.approx(7 / 8 * (scattered + gathered + 2 * other))
 
 
 def test_what_runs_along_the_models_axes_is_counted_apart():
-    verdict = compare([found("reduce-scatter", 36896), found("all-reduce", 10**9, over_batch=False)], PROMISED)
+    verdict = compare(
+        [collective("reduce-scatter", 36896), collective("all-reduce", 10**9, over_batch=False)], PROMISED
+    )
     assert verdict.kept
     assert [(row.kind, row.found_bytes) for row in verdict.model_axes] == [("all-reduce", 10**9)]
     assert [row.kind for row in verdict.rows] == ["reduce-scatter", "all-gather"]
@@ -165,7 +171,7 @@ SCAN = "jit(train_step)/shard_map/while"
 IN_LAYERS = f"{SCAN}/body/closed_call/jvp()/while"
 
 
-def test_the_scan_over_microbatches_is_told_by_the_line_that_wrote_it():
+def test_the_scan_over_microbatches_is_recognised_by_its_source_line():
     assert looped(4, scan_name=SCAN) == {"inside": True, "outside": False}
 
 
@@ -178,7 +184,7 @@ def test_a_round_that_xla_took_off_the_loop_is_still_in_it():
     assert looped(3, scan_name=SCAN, copy_name="jit(train_step)/reduce_sum")["outside"] is False
 
 
-def test_a_loop_without_a_place_is_told_by_its_rounds_and_what_is_inside():
+def test_a_loop_without_a_source_line_is_recognised_by_its_rounds_and_what_is_inside():
     assert looped(3, scan_name=SCAN, frames=False)["inside"] is True
     other = looped(4, scan_name="jit(train_step)/jvp()/while", frames=False)  # K layers, no loop over microbatches
     assert other == {"inside": False, "outside": False}
@@ -284,7 +290,7 @@ def verified(
 
 
 def at(function, text):
-    """The place in this file of the line of `function` that holds `text`."""
+    """The source line of the line of `function` that contains `text`."""
     lines, first = inspect.getsourcelines(function)
     return f"{__file__}:{first + next(i for i, line in enumerate(lines) if text in line)}"
 
@@ -294,11 +300,11 @@ def test_with_replicas_the_contract_is_kept(strategy):
     report = verified(plain, strategy, mesh=(("replica", 2), ("data", 4)), accumulate=2, partitioning="manual")
     assert report.kept, report
     assert report.ratio == pytest.approx(1, abs=0.001)  # the rest are scalars
-    sent = {(s.collective.kind, s.axes) for s in report.collectives if s.collective.payload_bytes > 1000}
+    kinds = {(s.collective.kind, s.axes) for s in report.collectives if s.collective.payload_bytes > 1000}
     expected = {
         "ddp": {("all-reduce", ("replica", "data"))},
     }.get(strategy, {("reduce-scatter", ("data",)), ("all-gather", ("data",)), ("all-reduce", ("replica",))})
-    assert sent == expected
+    assert kinds == expected
 
 
 SPLIT = {"mesh": (("data", 4), ("model", 2)), "rules": (("w", P(None, "model")), ("v", P("model")))}
@@ -336,7 +342,7 @@ def test_auto_synchronises_in_the_loop():
     assert {s.collective.kind for s in looped} == {"reduce-scatter"}
 
 
-def test_a_mean_is_told_to_return_a_loss():
+def test_the_remedy_of_a_mean_is_to_return_a_loss():
     report = verified(plain, "zero1", outputs=lambda y: jnp.mean(y**2), accumulate=4, rows=64)
     assert report.partitioning == "auto"
     assert not report.kept
@@ -382,7 +388,7 @@ def test_a_large_leaf_that_does_not_divide_is_named():
     assert "Lower Plan(min_shard_size=...)" in small.breaches[0]
 
 
-def test_one_symptom_of_a_breach_is_not_told_as_another():
+def test_a_breach_blames_no_other_parameter():
     """A parameter that is sent as promised is not blamed for one that is not."""
     report = verified(plain, "zero1", precision="bf16", partitioning="manual", whole=True)
     assert all("bf16" not in breach.partition(",")[0] for breach in report.breaches)

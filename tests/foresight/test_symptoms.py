@@ -50,8 +50,8 @@ def prints(params, x, rng, mesh):
 
 
 @functools.cache
-def verified(hidden_of, *, where="h100:1x8", strategy="ddp", replicated=False, **axes):
-    mesh = jdp.make_mesh(devices=target(where).devices, **axes)
+def verified(hidden_of, *, on="h100:1x8", strategy="ddp", replicated=False, **axes):
+    mesh = jdp.make_mesh(devices=target(on).devices, **axes)
     plan = jdp.Plan(mesh, strategy)
 
     def init(rng):
@@ -62,12 +62,12 @@ def verified(hidden_of, *, where="h100:1x8", strategy="ddp", replicated=False, *
 
     state = jdp.abstract_state(init, optax.adamw(1e-3), plan, rng=jax.random.key(0))
     if replicated:
-        state = dataclasses.replace(state, params=jax.tree.map(functools.partial(laid, mesh), state.params))
+        state = dataclasses.replace(state, params=jax.tree.map(functools.partial(replicate, mesh), state.params))
     batch = {"x": jax.ShapeDtypeStruct((96, 256), "float32")}
     return verify(jdp.make_train_step(loss, plan, partitioning="auto"), state, batch)
 
 
-def laid(mesh, leaf):
+def replicate(mesh, leaf):
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, P()))
 
 
@@ -76,13 +76,13 @@ def lines(function):
     return [f"{__file__}:{number}" for number in range(first, first + len(text))]
 
 
-@pytest.mark.parametrize("where", ["h100:1x8", "cpu:8"])
+@pytest.mark.parametrize("on", ["h100:1x8", "cpu:8"])
 @pytest.mark.parametrize("model", [good, draws_its_own_bits])
-def test_a_good_step_has_none(where, model):
-    assert verified(model, where=where).symptoms == ()
+def test_a_good_step_has_none(on, model):
+    assert verified(model, on=on).symptoms == ()
 
 
-def test_resharding_is_told_by_tensor_and_line():
+def test_resharding_names_the_tensor_and_the_line():
     report = verified(reshards, data=4, model=2)
     forward, backward = report.symptoms
     for symptom in (forward, backward):
@@ -110,7 +110,7 @@ def test_random_numbers_that_travel(model):
 
 
 def test_a_callback_to_the_host():
-    [symptom] = verified(prints, where="cpu:8").symptoms
+    [symptom] = verified(prints, on="cpu:8").symptoms
     assert symptom.startswith("The host: debug_print calls back into Python (xla_ffi_python_cpu_callback)")
     assert any(line in symptom for line in lines(prints))
 
@@ -120,9 +120,9 @@ def test_a_callback_for_a_host_that_is_only_described_is_refused():
         verified(prints)
 
 
-@pytest.mark.parametrize("where", ["h100:1x8", "cpu:8"])
-def test_state_that_cannot_be_updated_in_place(where):
-    [symptom] = verified(good, where=where, strategy="zero1", replicated=True).symptoms
+@pytest.mark.parametrize("on", ["h100:1x8", "cpu:8"])
+def test_state_that_cannot_be_updated_in_place(on):
+    [symptom] = verified(good, on=on, strategy="zero1", replicated=True).symptoms
     held = "400 KiB"  # w and v, whole, in fp32
     assert symptom.startswith(f"Donation: params/w, params/v ({held} a device) cannot be updated in place")
 

@@ -55,7 +55,7 @@ class Program:
         return self.report.theory.parameters
 
     @property
-    def found(self):
+    def collectives(self):
         return [s.collective for s in self.report.collectives]
 
 
@@ -77,16 +77,16 @@ def abstract_batch(config, rows):
 
 
 @functools.cache
-def compiled(config, strategy, partitioning, accumulate, precision="bf16", where="h100:1x8", wrt=None):
-    """The train step of `config`, compiled for `where`."""
-    devices = target(where).devices
+def compiled(config, strategy, partitioning, accumulate, precision="bf16", on="h100:1x8", wrt=None):
+    """The train step of `config`, compiled for the target `on`."""
+    devices = target(on).devices
     plan = jdp.Plan(jdp.make_mesh(devices=devices), strategy)
     init = lambda rng: build(config, rngs=nnx.Rngs(rng))  # noqa: E731
     state = jdp.abstract_state(init, optax.adamw(1e-3), plan, rng=jax.random.key(0), wrt=wrt)
     batch, loss = abstract_batch(config, len(devices) * accumulate * 2), LOSSES[type(config)]
     step = jdp.make_train_step(loss, plan, accumulate=accumulate, precision=precision, partitioning=partitioning)
     program = compile_step(step.lower(state, batch))
-    return Program(step, program, report(step, state, program, where))
+    return Program(step, program, report(step, state, program, on))
 
 
 CASES = [
@@ -116,17 +116,17 @@ def keeps(report):
 
 
 def test_across_hosts_too():
-    keeps(compiled(WIDE["gpt"], "zero2", None, 4, where="h100:8x8").report)
+    keeps(compiled(WIDE["gpt"], "zero2", None, 4, on="h100:8x8").report)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["h100:1x8", "h100:8x8", "h100:64x8"])
+@pytest.mark.parametrize("on", ["h100:1x8", "h100:8x8", "h100:64x8"])
 @pytest.mark.parametrize("name", WIDE)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("accumulate", [1, 4])
-def test_every_model_on_every_target(name, strategy, accumulate, where):
+def test_every_model_on_every_target(name, strategy, accumulate, on):
     """All of the matrix: experiments/benchmarks/traffic.py keeps the measured table."""
-    keeps(compiled(WIDE[name], strategy, None, accumulate, where=where).report)
+    keeps(compiled(WIDE[name], strategy, None, accumulate, on=on).report)
 
 
 # Images: convolutions and attention over patches, for 64 devices on 8 hosts.
@@ -141,20 +141,20 @@ IMAGES_QUICK = [(RESNET, "zero1", 4), (RESNET, "zero3", 1), (VIT, "zero2", 4)]
     ids=lambda value: {RESNET: "resnet", VIT: "vit"}.get(value, str(value)),
 )
 def test_resnet_and_vit_keep_the_contract(config, strategy, accumulate):
-    keeps(compiled(config, strategy, None, accumulate, where="h100:8x8").report)
+    keeps(compiled(config, strategy, None, accumulate, on="h100:8x8").report)
 
 
-def test_batch_statistics_are_named_apart():
+def test_batch_statistics_are_counted_apart():
     """Each microbatch, for a norm of C channels: 2 C + 1 sums forward, as many backward. Were they counted as anything
     else that nobody promised, they would break the contract of a ResNet with several microbatches."""
-    report = compiled(RESNET, "zero1", None, 4, where="h100:8x8").report
+    report = compiled(RESNET, "zero1", None, 4, on="h100:8x8").report
     channels = (192, 192, 192, 384, 384, 384)  # the stem; two in each block; the second block's shortcut
     assert report.statistics.expected_bytes == 4 * 2 * 4 * sum(2 * c + 1 for c in channels)
     assert report.statistics.ratio == 1
     assert report.statistics.in_loop_bytes == report.statistics.found_bytes
     assert "Statistics of batch norms" in str(report)
     assert report.to_json()["batch_statistics"]["found_bytes"] == report.statistics.found_bytes
-    assert compiled(VIT, "zero2", None, 4, where="h100:8x8").report.statistics is None
+    assert compiled(VIT, "zero2", None, 4, on="h100:8x8").report.statistics is None
 
 
 # Partial training
@@ -181,7 +181,7 @@ def test_zero3_gathers_layers_again_in_the_backward_pass(config):
     """Each layer's weights are gathered twice and never all at once: no collective carries more than one layer or the
     embedding, and the gathers add up to more than one copy of the model."""
     program = compiled(config, "zero3", None, 4)
-    gathers = [c for c in program.found if c.kind == "all-gather"]
+    gathers = [c for c in program.collectives if c.kind == "all-gather"]
     assert sum(c.payload_bytes * c.count for c in gathers) > 4 * 1.6 * 2 * program.params
     if config is GPT:
         embedding = 2 * 512 * 256  # XLA may combine its gather with a layer's
@@ -198,12 +198,12 @@ def test_one_synchronisation_however_many_microbatches():
 @pytest.mark.parametrize("config", [GPT, UNROLLED], ids=["scanned", "unrolled"])
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
 def test_what_runs_in_the_loop_over_the_microbatches(config, strategy):
-    """Told from the loop over the layers, which runs four times as well in the scanned model."""
+    """Distinguished from the loop over the layers, which runs four times as well in the scanned model."""
     looped = {"ddp": set(), "zero1": set(), "zero2": {"reduce-scatter"}, "zero3": {"reduce-scatter", "all-gather"}}
     k = 1 if (config, strategy) == (UNROLLED, "zero1") else 4
-    found = [s for s in compiled(config, strategy, None, k).report.collectives if s.collective.payload_bytes > 8192]
-    assert {s.collective.kind for s in found if s.in_accumulation_loop} == looped[strategy]
-    assert not {s.collective.kind for s in found if not s.in_accumulation_loop} & looped[strategy]
+    placed = [s for s in compiled(config, strategy, None, k).report.collectives if s.collective.payload_bytes > 8192]
+    assert {s.collective.kind for s in placed if s.in_accumulation_loop} == looped[strategy]
+    assert not {s.collective.kind for s in placed if not s.in_accumulation_loop} & looped[strategy]
 
 
 def test_the_loop_over_the_layers_is_not_one_over_microbatches():
@@ -226,7 +226,7 @@ def test_auto_breaks_the_contract_where_the_choice_says_so():
     assert "embed/tokens" in breach
     assert "sent more often than promised" in breach
     lower = compiled(MLP, "ddp", "auto", 1)  # reduces in bf16, although fp32 is asked for
-    assert sum(c.payload_bytes for c in lower.found if c.dtype == "bf16") > 0.9 * 2 * lower.params
+    assert sum(c.payload_bytes for c in lower.collectives if c.dtype == "bf16") > 0.9 * 2 * lower.params
     assert "gradients are reduced in bf16, and precision.reduce is fp32: auto cannot choose it" in lower.report.notes
 
 
@@ -237,7 +237,7 @@ def test_auto_is_picked_where_it_keeps_the_contract():
 
 
 def test_gathering_by_layer_saves_memory():
-    """zero3 holds one layer's working copy where zero2 holds them all: of 4 layers at least one and a half less."""
+    """zero3 keeps one layer's working copy, zero2 all of them: of 4 layers at least one and a half less."""
     layers = 2 * (compiled(GPT, "zero3", None, 1).params - 512 * 256)
     zero2, zero3 = (compiled(GPT, strategy, None, 1).compiled.temp_bytes for strategy in ("zero2", "zero3"))
     assert zero2 - zero3 > 1.5 * layers / 4
@@ -248,5 +248,5 @@ def test_a_length_that_xla_finds_no_tiles_for_compiles_all_the_same(capfd, monke
     """A ViT's 197 tokens, whose gradient products XLA's own kernels have no tiles for where no GPU is there to try."""
     monkeypatch.setattr("jdp.core.notices._said", set())
     deit = dataclasses.replace(SIZES["vit-s16"], layers=2)
-    keeps(compiled(deit, "zero3", None, 1, where="h100:8x8").report)
+    keeps(compiled(deit, "zero3", None, 1, on="h100:8x8").report)
     assert "no tiles for a matrix product" in capfd.readouterr().err

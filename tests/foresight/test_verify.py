@@ -57,7 +57,7 @@ def test_devices_that_do_not_divide():
         abstract_on(*made(mesh={"replica": 2, "data": 2, "model": 2}), "h100:1x6")
 
 
-def test_rows_are_raised_to_what_divides_and_that_is_said():
+def test_rows_are_rounded_up_with_a_note():
     moved = abstract_on(*made(rows=24, accumulate=3), "h100:8x8")
     assert moved.batch["x"].shape == (192, 64)
     assert moved.batch["x"].sharding == moved.step.plan.batch_sharding
@@ -66,7 +66,7 @@ def test_rows_are_raised_to_what_divides_and_that_is_said():
     assert abstract_on(*made(rows=128), "h100:8x8").notes == ()
 
 
-def test_without_a_target_everything_stays_where_it_lies():
+def test_without_a_target_everything_keeps_its_placement():
     step, state, batch = made(devices=jax.devices()[:4], abstract=False)
     moved = abstract_on(step, state, batch)
     assert moved.step is step
@@ -122,7 +122,7 @@ def test_on_this_machines_devices(strategy):
     assert "XLA:CPU" in report.notes[-1]
 
 
-def test_what_only_xla_cpu_does_is_said_to_be_that():
+def test_what_only_xla_cpu_does_is_reported_as_that():
     """In auto it sums whole gradients on every device instead of scattering them."""
     report = verify(*made("zero1", partitioning="auto"))
     assert not report.kept
@@ -138,7 +138,7 @@ def test_one_device_sends_nothing():
     assert "nothing is sent" in str(report)
 
 
-def test_a_loop_of_unknown_length_is_said():
+def test_a_loop_of_unknown_length_has_a_note():
     def until(params, batch, rng):
         def body(x):
             return jax.lax.psum(x, "data") * 0.5

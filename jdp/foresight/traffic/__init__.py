@@ -1,5 +1,5 @@
 """What a step sends, compared with what its strategy promises.
 
-`contract.py` is the promise and the comparison, `origin.py` finds the line and the parameter behind a collective,
-`breaches.py` and `symptoms.py` put into words what is wrong.
+`theory.py` is the promise and `contract.py` the comparison; `origin.py` finds the source line and the parameter of a
+collective's tensors; `breaches.py` and `symptoms.py` report what is wrong, `gathering.py` what zero3 gathers where.
 """

@@ -1,7 +1,7 @@
 """The communication contract's row of a strategy: payload bytes a step by kind of collective, from a plan's placements.
 
 With Ψ parameters, c and r bytes an element of the working copy and of the reduced gradient, K microbatches, N devices
-along `data`, R along `replica`:
+along `data`, R along `replica` (over which nothing is sent where R is 1):
 
     strategy  all-reduce           reduce-scatter  all-gather
     ddp       r·Ψ, over all R·N    –               –
@@ -9,8 +9,9 @@ along `data`, R along `replica`:
     zero2     r·Ψ/N over replica   K·r·Ψ           c·Ψ
     zero3     r·Ψ/N over replica   K·r·Ψ           2·K·c·Ψ at most
 
-Which gathers zero3 makes, its own trace knows (`core/gradients/gathers.py`). Two things are sent beside the row, by
-plan: statistics of batch norms (`batch_statistics.py`), and gradients of parameters too small to shard (`Unsharded`).
+Which gathers zero3 makes is read from its own trace (`core/gradients/gathers.py`). Two things are sent beside the row,
+by plan: statistics of batch norms (`batch_statistics.py`), and gradients of parameters too small to shard
+(`Unsharded`).
 
 Bytes on the wire are those of the ring algorithms (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms").
 """
