@@ -23,47 +23,47 @@ from jdp.models.lower_bounds import parameter_lower_bound
 _WEIGHT_BYTES = 4  # master weights are float32
 
 
-def check_weights_and_batch(parts: Assembly) -> None:
+def check_weights_and_batch(assembly: Assembly) -> None:
     """Before the model is traced and the data read: weights over all devices, and the batch in this machine's memory.
 
     Raises:
         ExperimentError: they cannot fit.
     """
-    count = parameter_lower_bound(parts.config)
-    shares = 1 if parts.experiment.strategy == "ddp" and not parts.experiment.rules else parts.mesh.size
-    _refuse("its weights", _WEIGHT_BYTES * count / shares, f"a model of {count:,} parameters or more", parts)
-    batch = sum(map(_bytes, parts.abstract_batch().values())) // jax.process_count()
+    count = parameter_lower_bound(assembly.config)
+    shares = 1 if assembly.experiment.strategy == "ddp" and not assembly.experiment.rules else assembly.mesh.size
+    _refuse("its weights", _WEIGHT_BYTES * count / shares, f"a model of {count:,} parameters or more", assembly)
+    batch = sum(map(_bytes, assembly.abstract_batch().values())) // jax.process_count()
     memory = memory_bytes()
     if memory is not None and batch > memory:
         raise ExperimentError(
-            f"a batch must fit into memory; train.batch_size = {parts.experiment.train.batch_size} makes "
+            f"a batch must fit into memory; train.batch_size = {assembly.experiment.train.batch_size} makes "
             f"{format_bytes(batch)} of samples a step in a process, and this machine has {format_bytes(memory)}: lower "
             "it, or the size of a sample"
         )
 
 
-def check_state(parts: Assembly) -> None:
+def check_state(assembly: Assembly) -> None:
     """Before a run's folder is made: the state (weights, optimizer's, the model's own) as it lies on each device.
 
     Raises:
         ExperimentError: it cannot fit.
     """
-    leaves = jax.tree.leaves(parts.abstract_state())
+    leaves = jax.tree.leaves(assembly.abstract_state())
     held = sum(_shard_bytes(leaf) for leaf in leaves)
-    total = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(parts.abstract_state().params))
-    _refuse("its weights and the optimizer's state", held, f"a model of {total:,} parameters", parts)
+    total = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(assembly.abstract_state().params))
+    _refuse("its weights and the optimizer's state", held, f"a model of {total:,} parameters", assembly)
 
 
-def _refuse(what: str, each: float, model: str, parts: Assembly) -> None:
+def _refuse(what: str, each: float, model: str, assembly: Assembly) -> None:
     """Raise if `each` bytes a device are more than the devices of this process have."""
-    devices = [device for device in parts.mesh.devices.flat if device.process_index == jax.process_index()]
+    devices = [device for device in assembly.mesh.devices.flat if device.process_index == jax.process_index()]
     found = _memory(devices)
     if found is None or each <= found[0]:
         return
     raise ExperimentError(
         f"{what} must fit into the devices' memory; {model} needs {format_bytes(each)} for them on each of "
-        f"{parts.mesh.size} devices under {parts.experiment.strategy}, and {found[1]}: make the model smaller"
-        f"{'' if parts.experiment.strategy == 'zero3' else ', or shard more (strategy)'}; `jdp plan` counts the rest"
+        f"{assembly.mesh.size} devices under {assembly.experiment.strategy}, and {found[1]}: make the model smaller"
+        f"{'' if assembly.experiment.strategy == 'zero3' else ', or shard more (strategy)'}; `jdp plan` counts the rest"
     )
 
 

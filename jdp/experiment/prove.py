@@ -54,8 +54,8 @@ def prove_experiment(
     def make(setting: Setting) -> Made:
         train = experiment.train.model_copy(update={"accumulate": setting.accumulate})
         changed = {"strategy": setting.strategy, "partitioning": setting.partitioning, "train": train}
-        parts = Assembly(experiment.model_copy(update=changed), space.mesh(setting.devices))
-        return Made(parts.train_step, parts.state, parts.abstract_state)
+        assembly = Assembly(experiment.model_copy(update=changed), space.mesh(setting.devices))
+        return Made(assembly.train_step, assembly.state, assembly.abstract_state)
 
     check_for_devices(experiment, len(space.devices))
     train_step = whole.train_step
@@ -73,7 +73,7 @@ def prove_experiment(
 class _Reader:
     """Batches by index, read as training reads them: in one go from where a run starts or resumes."""
 
-    parts: Assembly
+    assembly: Assembly
     _next: int = -1
     _batches: Iterator[NumpyBatch] = field(default_factory=lambda: iter(()))
 
@@ -84,9 +84,9 @@ class _Reader:
         return next(self._batches)
 
     def _from(self, index: int) -> Any:
-        chosen = self.parts.experiment
+        chosen = self.assembly.experiment
         return global_batches(
-            self.parts.data.train,
+            self.assembly.data.train,
             batch_size=chosen.train.batch_size,
             seed=chosen.seed,
             start=index,

@@ -25,46 +25,46 @@ from jdp.experiment.schema.fields import ALL
 Row = dict[str, float]
 
 
-def evaluate(parts: Assembly, state: TrainState) -> Row:
+def evaluate(assembly: Assembly, state: TrainState) -> Row:
     """The metrics of every data set: "eval_loss" in nats, "eval_accuracy" or "eval_bits_per_token", "eval_NAME_loss", …
 
     With `optimizer.ema_decay` the averaged parameters are evaluated.
     """
-    if parts.experiment.optimizer.ema_decay is not None:
+    if assembly.experiment.optimizer.ema_decay is not None:
         state = ema_params(state)
     row: Row = {}
-    for name, source in parts.eval_sets.items():
-        row |= {f"{name}_{metric}": value for metric, value in _means(parts, state, source).items()}
+    for name, source in assembly.eval_sets.items():
+        row |= {f"{name}_{metric}": value for metric, value in _means(assembly, state, source).items()}
     return row
 
 
-def coverage(parts: Assembly) -> str | None:
+def coverage(assembly: Assembly) -> str | None:
     """Which evaluations read a part of their data only, in words; None: all of them read everything."""
-    most, size = parts.experiment.train.eval_batches, parts.experiment.train.batch_size
-    counts = {name: batch_count(source, batch_size=size) for name, source in parts.eval_sets.items()}
+    most, size = assembly.experiment.train.eval_batches, assembly.experiment.train.batch_size
+    counts = {name: batch_count(source, batch_size=size) for name, source in assembly.eval_sets.items()}
     partial = [f"{name} {most} of {count} batches" for name, count in counts.items() if most != ALL and count > most]
     return f'evaluations read {", ".join(partial)} (train.eval_batches = "{ALL}" reads all)' if partial else None
 
 
-def _means(parts: Assembly, state: TrainState, source: Source) -> Row:
+def _means(assembly: Assembly, state: TrainState, source: Source) -> Row:
     """Σ mean · weight / Σ weight of each metric over the batches of one data set."""
     totals: Row = {}
     weight = 0.0
-    with _feed(parts, source) as feed:
+    with _feed(assembly, source) as feed:
         for batch in feed:
-            values = {name: float(value) for name, value in jax.device_get(parts.eval_step(state, batch)).items()}
+            values = {name: float(value) for name, value in jax.device_get(assembly.eval_step(state, batch)).items()}
             share = values.pop("weight")
             weight += share
             if share:
                 totals = {name: totals.get(name, 0.0) + value * share for name, value in values.items()}
     means = {name: total / weight for name, total in sorted(totals.items(), reverse=True)}  # the loss first
-    return means | ({"bits_per_token": means["loss"] / math.log(2)} if parts.experiment.kind == "text" else {})
+    return means | ({"bits_per_token": means["loss"] / math.log(2)} if assembly.experiment.kind == "text" else {})
 
 
-def _feed(parts: Assembly, source: Source) -> Feed:
+def _feed(assembly: Assembly, source: Source) -> Feed:
     """All examples in their order, or a number of batches drawn from all of them."""
-    most = parts.experiment.train.eval_batches
-    return parts.feed(source, seed=0, shuffle=most != ALL, epochs=1, most=None if isinstance(most, str) else most)
+    most = assembly.experiment.train.eval_batches
+    return assembly.feed(source, seed=0, shuffle=most != ALL, epochs=1, most=None if isinstance(most, str) else most)
 
 
 @dataclass

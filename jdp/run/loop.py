@@ -58,20 +58,20 @@ def run(experiment: Experiment, *, root: Path, quiet: bool = False, profile: ran
         Stopped: by a signal, after saving: exit code 130 for SIGINT, 75 (try again) for SIGTERM.
     """
     trackers.check_installed(**experiment.track.model_dump())
-    parts = Assembly.on_devices(experiment)
-    check_weights_and_batch(parts)
-    config, _ = parts.config, parts.eval_sets  # whatever is wrong with them is said before anything is written
+    assembly = Assembly.on_devices(experiment)
+    check_weights_and_batch(assembly)
+    config, _ = assembly.config, assembly.eval_sets  # whatever is wrong with them is said before anything is written
     check_init_from(experiment)
-    check_state(parts)
+    check_state(assembly)
     with (
         claimed(experiment, root) as folder,
         StopRequest() as stop,
         writing(folder),
         open_checkpoints(experiment, folder) as saved,
     ):
-        state, progress, read = start(parts, saved)
+        state, progress, read = start(assembly, saved)
         display = Display(experiment.train.steps, done=progress.done, to_stderr=quiet)
-        for line in (*_introduction(parts, config), read, _resumed(progress, experiment, folder)):
+        for line in (*_introduction(assembly, config), read, _resumed(progress, experiment, folder)):
             if line:
                 display.say(line)
         if progress.done and not progress.finished(experiment):
@@ -82,14 +82,14 @@ def run(experiment: Experiment, *, root: Path, quiet: bool = False, profile: ran
             display,
             Profile(profile, folder, display, done=progress.done) as profiled,
         ):
-            state = _loop(parts, state, progress, Outputs(display, metrics, saved, stop, profiled))
+            state = _loop(assembly, state, progress, Outputs(display, metrics, saved, stop, profiled))
             if stop.signal:
                 display.say(f"stopped by {stop.signal.name} after step {progress.done}, saved; run again to resume")
-                raise Stopped(stop.exit_code, summary(parts, progress, folder) | {"stopped": stop.signal.name})
-        text = sample(parts, state)
+                raise Stopped(stop.exit_code, summary(assembly, progress, folder) | {"stopped": stop.signal.name})
+        text = sample(assembly, state)
         if text is not None:
             display.say(f"sample:\n{text}")
-        made = summary(parts, progress, folder)
+        made = summary(assembly, progress, folder)
         if progress.done > progress.resumed_from or not (folder / SUMMARY).exists():
             record_summary(json_safe(made), folder)
     return made
@@ -101,13 +101,13 @@ def _trackers(experiment: Experiment, folder: Path, progress: Progress) -> list[
     return trackers.start(folder, tomllib.loads(to_toml(experiment)), resumed_step=progress.done, **wanted)
 
 
-def _introduction(parts: Assembly, config: ModelConfig) -> list[str | None]:
+def _introduction(assembly: Assembly, config: ModelConfig) -> list[str | None]:
     """What a visit starts with, a line each."""
-    experiment = parts.experiment
-    first = f"{experiment.name}: {parameter_count(config):,} parameters, {parts.plan}"
-    if parts.wrt is not None:
-        first += f"; {parts.trained_count:,} are trained, the others frozen"
-    return [first, str(parts.data), coverage(parts), _scaled_rate(experiment)]
+    experiment = assembly.experiment
+    first = f"{experiment.name}: {parameter_count(config):,} parameters, {assembly.plan}"
+    if assembly.wrt is not None:
+        first += f"; {assembly.trained_count:,} are trained, the others frozen"
+    return [first, str(assembly.data), coverage(assembly), _scaled_rate(experiment)]
 
 
 def _resumed(progress: Progress, experiment: Experiment, folder: Path) -> str | None:
@@ -141,20 +141,22 @@ class Outputs:
     started: float = field(default_factory=time.perf_counter)
 
 
-def _loop(parts: Assembly, state: TrainState, progress: Progress, out: Outputs) -> TrainState:
+def _loop(assembly: Assembly, state: TrainState, progress: Progress, out: Outputs) -> TrainState:
     """Steps until the end, an early stop or a signal; the state returned is saved."""
-    experiment, settings, clock = parts.experiment, parts.experiment.train, Clock(parts)
+    experiment, settings, clock = assembly.experiment, assembly.experiment.train, Clock(assembly)
     skips = Skips(progress, settings.max_skips_in_a_row)
-    _evaluate_if_due(parts, state, progress, out)  # a signal may have come between a step and its evaluation
+    _evaluate_if_due(assembly, state, progress, out)  # a signal may have come between a step and its evaluation
     if progress.finished(experiment):
         return state
-    batches = parts.feed(parts.data.train, seed=experiment.seed, shuffle=experiment.data.shuffle, start=progress.done)
+    batches = assembly.feed(
+        assembly.data.train, seed=experiment.seed, shuffle=experiment.data.shuffle, start=progress.done
+    )
     with batches as feed:
         clock.restart(progress.done, feed)
         for done in range(progress.done + 1, settings.steps + 1):
             if out.profile.begin(done, state):
                 clock.restart(done - 1, feed)
-            state, values = parts.train_step(state, next(feed))
+            state, values = assembly.train_step(state, next(feed))
             skips.after(values)
             progress.done = done
             out.display.step(done)
@@ -165,7 +167,7 @@ def _loop(parts: Assembly, state: TrainState, progress: Progress, out: Outputs) 
             if row_due:
                 clock.log(done, values, feed, progress, out)
             profiled = out.profile.end(done, state)
-            evaluated = not stopping and _evaluate_if_due(parts, state, progress, out)
+            evaluated = not stopping and _evaluate_if_due(assembly, state, progress, out)
             if profiled or evaluated:
                 clock.restart(done, feed)
             last = last or progress.stops_early(experiment)
@@ -187,19 +189,19 @@ def _save(state: TrainState, progress: Progress, out: Outputs) -> None:
     out.checkpoints.save(state, progress.record(), metrics)
 
 
-def _evaluate_if_due(parts: Assembly, state: TrainState, progress: Progress, out: Outputs) -> bool:
+def _evaluate_if_due(assembly: Assembly, state: TrainState, progress: Progress, out: Outputs) -> bool:
     """Evaluate after this step, if the experiment asks for it and it was not done; whether it did."""
-    settings, done = parts.experiment.train, progress.done
+    settings, done = assembly.experiment.train, progress.done
     if not _evaluation_due(done, settings) or progress.evaluated == done:
         return False
-    row = evaluate(parts, state)
+    row = evaluate(assembly, state)
     progress.evals, progress.evaluated = row, done
     progress.watched.seen(done, row, min_delta=settings.min_delta)
     if progress.kept is not None and done not in out.checkpoints.steps:  # what is saved already cannot become the best
         progress.kept.seen(done, row)
     out.metrics.write(done, row)
     out.display.log(done, row)
-    if progress.stops_early(parts.experiment):
+    if progress.stops_early(assembly.experiment):
         out.display.say(_stopped_early(progress.watched, settings))
     return True
 
@@ -231,10 +233,10 @@ class Clock:
     includes it, and such a row is left out of the summary's speed.
     """
 
-    def __init__(self, parts: Assembly) -> None:
-        self._rate = learning_rate(parts.experiment)
-        self._speed, self._units_per_step = f"{unit(parts)}_per_second", units_per_step(parts)
-        self._at_peak = parts.seconds_at_peak
+    def __init__(self, assembly: Assembly) -> None:
+        self._rate = learning_rate(assembly.experiment)
+        self._speed, self._units_per_step = f"{unit(assembly)}_per_second", units_per_step(assembly)
+        self._at_peak = assembly.seconds_at_peak
         self._from: tuple[int, float, float] = (0, 0.0, 0.0)
         self._first, self._compiled = True, False
 

@@ -100,7 +100,7 @@ def open_checkpoints(experiment: Experiment, folder: Path) -> Checkpoints:
     return Checkpoints(folder / CHECKPOINTS, keep=settings.keep_checkpoints, keep_every=settings.keep_every, **more)
 
 
-def start(parts: Assembly, saved: Checkpoints) -> tuple[TrainState, Progress, str | None]:
+def start(assembly: Assembly, saved: Checkpoints) -> tuple[TrainState, Progress, str | None]:
     """A fresh state, with the weights of `train.init_from` if that is given, or the newest checkpoint's on this plan.
 
     Returns:
@@ -110,15 +110,15 @@ def start(parts: Assembly, saved: Checkpoints) -> tuple[TrainState, Progress, st
         ExperimentError: the data is not that of the checkpoint.
         ValueError: a checkpoint or file that does not fit the model; CheckpointError, a damaged one.
     """
-    experiment, fingerprint = parts.experiment, parts.data.fingerprint
+    experiment, fingerprint = assembly.experiment, assembly.data.fingerprint
     if saved.latest is None:
         progress = Progress.of(experiment, {"fingerprint": fingerprint})
         if experiment.train.init_from is None:
-            return parts.state(), progress, None
-        state, words = load_parameters(parts.state(), experiment, parts.plan)
+            return assembly.state(), progress, None
+        state, words = load_parameters(assembly.state(), experiment, assembly.plan)
         return state, progress, words
     newest = saved.directory / str(saved.latest)
-    state, record = saved.restore(parts.abstract_state())
+    state, record = saved.restore(assembly.abstract_state())
     _check_record(record, newest)
     if record["fingerprint"] != fingerprint:
         raise ExperimentError(

@@ -17,32 +17,32 @@ from jdp.models import generate, parameter_count
 from jdp.run.resume import Progress
 
 
-def sample(parts: Assembly, state: TrainState) -> str | None:
+def sample(assembly: Assembly, state: TrainState) -> str | None:
     """Text that the model writes, prompt included; None if the experiment asks for none.
 
     With `optimizer.ema_decay` the averaged parameters write it. Tokens that the tokenizer does not have, which a model
     of a larger vocabulary may draw, are left out.
     """
-    wanted = parts.experiment.sample
+    wanted = assembly.experiment.sample
     if wanted is None:
         return None
-    if parts.experiment.optimizer.ema_decay is not None:
+    if assembly.experiment.optimizer.ema_decay is not None:
         state = ema_params(state)
 
     def write(state: TrainState, prompt: jax.Array) -> jax.Array:
-        rng = jax.random.fold_in(parts.rng, 2)  # 0 and 1 are the weights' and the steps'
+        rng = jax.random.fold_in(assembly.rng, 2)  # 0 and 1 are the weights' and the steps'
         return generate(
             state.model, prompt, length=wanted.length, temperature=wanted.temperature, top_k=wanted.top_k, rng=rng
         )
 
-    prompt = parts.data.encode(wanted.prompt)[None]
-    tokens = np.asarray(jax.device_get(jax.jit(write, out_shardings=parts.plan.replicated)(state, prompt)))[0]
-    return parts.data.decode(tokens[tokens < parts.data.vocab_size])
+    prompt = assembly.data.encode(wanted.prompt)[None]
+    tokens = np.asarray(jax.device_get(jax.jit(write, out_shardings=assembly.plan.replicated)(state, prompt)))[0]
+    return assembly.data.decode(tokens[tokens < assembly.data.vocab_size])
 
 
-def summary(parts: Assembly, progress: Progress, folder: Path) -> dict[str, Any]:
+def summary(assembly: Assembly, progress: Progress, folder: Path) -> dict[str, Any]:
     """The run in one JSON object; `final_…` are of the last row of metrics and of the last evaluation."""
-    chosen, evals = parts.experiment, progress.evals
+    chosen, evals = assembly.experiment, progress.evals
     speed = progress.steady_units / progress.steady_seconds if progress.steady_seconds else None
     waited = progress.waited / progress.steady_seconds if progress.steady_seconds else None
     own = {
@@ -61,32 +61,32 @@ def summary(parts: Assembly, progress: Progress, folder: Path) -> dict[str, Any]
         "best_checkpoint": progress.kept.step if progress.kept and progress.kept.step else None,
         "lr": peak_rate(chosen),
         "seconds": progress.seconds,
-        f"{unit(parts)}_per_second": speed,
-        **_utilisation(parts, speed),
+        f"{unit(assembly)}_per_second": speed,
+        **_utilisation(assembly, speed),
         "data_wait_fraction": waited,
-        "devices": parts.mesh.devices.size,
+        "devices": assembly.mesh.devices.size,
         "processes": jax.process_count(),
         "strategy": chosen.strategy,
-        "partitioning": parts.train_step.partitioning,
-        "parameters": parameter_count(parts.config),
-        "trained_parameters": parts.trained_count,
+        "partitioning": assembly.train_step.partitioning,
+        "parameters": parameter_count(assembly.config),
+        "trained_parameters": assembly.trained_count,
         "skipped": progress.skipped,
         "resumed_from": progress.resumed_from,
         "folder": str(folder),
     }
 
 
-def _utilisation(parts: Assembly, speed: float | None) -> dict[str, float]:
+def _utilisation(assembly: Assembly, speed: float | None) -> dict[str, float]:
     """MFU over this visit's steps; nothing where the devices' peak is not known."""
-    at_peak = parts.seconds_at_peak
-    return {} if at_peak is None or speed is None else {"mfu": at_peak * speed / units_per_step(parts)}
+    at_peak = assembly.seconds_at_peak
+    return {} if at_peak is None or speed is None else {"mfu": at_peak * speed / units_per_step(assembly)}
 
 
-def unit(parts: Assembly) -> str:
+def unit(assembly: Assembly) -> str:
     """What speed counts: "tokens" or "examples"."""
-    return "tokens" if parts.experiment.kind == "text" else "examples"
+    return "tokens" if assembly.experiment.kind == "text" else "examples"
 
 
-def units_per_step(parts: Assembly) -> int:
-    chosen = parts.experiment
+def units_per_step(assembly: Assembly) -> int:
+    chosen = assembly.experiment
     return chosen.train.batch_size * (chosen.data.length if chosen.kind == "text" else 1)

@@ -22,13 +22,13 @@ def test_compiles_for_its_gpus_and_fits(name):
     chip = target(CASES[name])
     experiment = load(EXPERIMENTS / f"{name}.toml")
     check_for_devices(experiment, len(chip.devices))
-    parts = Assembly(experiment, make_mesh(devices=chip.devices, **experiment.mesh))
-    state = parts.abstract_state()
-    compiled = parts.train_step.compile(state, parts.abstract_batch())
+    assembly = Assembly(experiment, make_mesh(devices=chip.devices, **experiment.mesh))
+    state = assembly.abstract_state()
+    compiled = assembly.train_step.compile(state, assembly.abstract_batch())
     memory = compiled.memory_analysis()
     held = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     assert held < 0.9 * chip.memory_bytes
-    at_rest = sum(placement.bytes_per_device for placement in parts.plan.placements(state))
+    at_rest = sum(placement.bytes_per_device for placement in assembly.plan.placements(state))
     batch = 64 * 8192 * 12 / 64 if name == "llama_8b_zero3" else 128 * 1024 * 12 / 8
     assert memory.argument_size_in_bytes == pytest.approx(at_rest + batch, rel=0.01)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
@@ -49,14 +49,16 @@ def test_fits_its_devices(name):
     chip = target(TARGETS[name])
     experiment = load(EXPERIMENTS / f"{name}.toml")
     check_for_devices(experiment, len(chip.devices))
-    parts = Assembly(experiment, make_mesh(devices=chip.devices, **experiment.mesh))
-    state = parts.abstract_state()
-    after, metrics = jax.eval_shape(parts.train_step, state, parts.abstract_batch())
+    assembly = Assembly(experiment, make_mesh(devices=chip.devices, **experiment.mesh))
+    state = assembly.abstract_state()
+    after, metrics = jax.eval_shape(assembly.train_step, state, assembly.abstract_batch())
     assert {"loss", "grad_norm", "weight"} <= metrics.keys()
     assert jax.tree.structure(after) == jax.tree.structure(state)
     size = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-    at_rest = sum(place.bytes_per_device for place in parts.plan.placements(state) if "opt_state" not in place.path)
-    shards = math.prod(size for axis, size in parts.mesh.shape.items() if axis != "replica")
+    at_rest = sum(
+        placement.bytes_per_device for placement in assembly.plan.placements(state) if "opt_state" not in placement.path
+    )
+    shards = math.prod(size for axis, size in assembly.mesh.shape.items() if axis != "replica")
     assert at_rest < 1.1 * 4 * size / shards + 50_000, "small leaves and norms stay whole"
 
 
@@ -64,11 +66,13 @@ def test_what_is_tensor_parallel_is_split_in_pairs():
     """A matrix that is split by columns is followed by one split by rows: one all-reduce a pair (arXiv:1909.08053)."""
     chip = target("h100:8x8")
     experiment = load(EXPERIMENTS / "tensor_parallel.toml")
-    parts = Assembly(experiment, make_mesh(devices=chip.devices, **experiment.mesh))
-    places = {place.path: place.compute for place in parts.plan.placements(parts.abstract_state())}
+    assembly = Assembly(experiment, make_mesh(devices=chip.devices, **experiment.mesh))
+    compute_specs = {
+        placement.path: placement.compute for placement in assembly.plan.placements(assembly.abstract_state())
+    }
     for first, second in (("attention/query", "attention/output"), ("mlp/up", "mlp/down")):
-        assert places[f"params/layers/{first}/kernel"][2] == "model"
-        assert places[f"params/layers/{second}/kernel"][1] == "model"
+        assert compute_specs[f"params/layers/{first}/kernel"][2] == "model"
+        assert compute_specs[f"params/layers/{second}/kernel"][1] == "model"
 
 
 def test_every_experiment_opens_with_its_lab_note():

@@ -409,19 +409,19 @@ def test_what_a_model_has_at_least_is_counted_without_tracing_it(size: str):
 def test_memory_that_is_too_small_is_said_with_what_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """820,352 parameters in fp32, and AdamW's two moments; on 8 devices that share the memory."""
     experiment = from_table({**tomllib.loads(SMALL), "name": "x"})
-    parts = Assembly.on_devices(experiment)
+    assembly = Assembly.on_devices(experiment)
     weights, state = 4 * 820_352 * 8, 12 * 820_352 * 8
     for memory, fits in ((weights * 0.9, False), (weights * 1.1, True)):
         monkeypatch.setattr(memory_fit, "memory_bytes", lambda memory=memory: memory)
         with contextlib.nullcontext() if fits else pytest.raises(ExperimentError, match="its weights must fit into"):
-            memory_fit.check_weights_and_batch(parts)
+            memory_fit.check_weights_and_batch(assembly)
     for memory, fits in ((state * 0.99, False), (state * 1.01, True)):
         monkeypatch.setattr(memory_fit, "memory_bytes", lambda memory=memory: memory)
         with (
             contextlib.nullcontext() if fits else pytest.raises(ExperimentError, match="the optimizer's state must fit")
         ):
-            memory_fit.check_state(parts)
+            memory_fit.check_state(assembly)
     monkeypatch.setattr(memory_fit, "memory_bytes", lambda: 16 * 32 * 4 * 3 - 1)  # tokens, targets, weights
     monkeypatch.setattr(memory_fit, "parameter_lower_bound", lambda config: 0)
     with pytest.raises(ExperimentError, match=r"a batch must fit into memory; train\.batch_size = 16 makes 6 KiB"):
-        memory_fit.check_weights_and_batch(parts)
+        memory_fit.check_weights_and_batch(assembly)

@@ -59,17 +59,17 @@ def by_hand(params, source):
 @pytest.mark.parametrize("devices", [1, 8])
 def test_an_evaluation_is_the_mean_over_examples(table, devices):
     """Bound: float32 sums of some ten terms of about 1."""
-    parts = assembled(table, devices)
-    state = parts.state()
-    sets = {"eval": parts.data.heldout, "eval_others": whole(parts.eval_sets["eval_others"])}
+    assembly = assembled(table, devices)
+    state = assembly.state()
+    sets = {"eval": assembly.data.heldout, "eval_others": whole(assembly.eval_sets["eval_others"])}
     assert all(len(source) % BATCH for source in sets.values()), "uneven"
-    row = evaluate(parts, state)
+    row = evaluate(assembly, state)
     assert list(row) == ["eval_loss", "eval_accuracy", "eval_others_loss", "eval_others_accuracy"]
     for name, source in sets.items():
         loss, accuracy = by_hand(jax.device_get(state.params), source)
         assert row[f"{name}_loss"] == pytest.approx(loss, rel=1e-6)
         assert row[f"{name}_accuracy"] == pytest.approx(accuracy, abs=1e-7)
-    assert coverage(parts) is None
+    assert coverage(assembly) is None
 
 
 def whole(source):
@@ -79,25 +79,25 @@ def whole(source):
 
 
 def test_a_number_of_batches_reads_so_many_and_says_so(table):
-    parts = assembled(table, 8, eval_batches=2)
-    state = parts.state()
-    row = evaluate(parts, state)
-    assert row == evaluate(parts, state), "always the same samples"
+    assembly = assembled(table, 8, eval_batches=2)
+    state = assembly.state()
+    row = evaluate(assembly, state)
+    assert row == evaluate(assembly, state), "always the same samples"
     assert row["eval_loss"] != evaluate(assembled(table, 8), state)["eval_loss"]
-    assert "eval 2 of " in coverage(parts) and "eval_others 2 of 5 batches" in coverage(parts)
+    assert "eval 2 of " in coverage(assembly) and "eval_others 2 of 5 batches" in coverage(assembly)
 
 
 def test_evaluations_use_the_averaged_parameters(table):
-    parts = assembled(table, 8)
-    state = parts.state()
-    rows = [parts.data.train[index] for index in range(BATCH)]
+    assembly = assembled(table, 8)
+    state = assembly.state()
+    rows = [assembly.data.train[index] for index in range(BATCH)]
     batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
-    with shard_batches([batch] * 3, parts.plan) as feed:
+    with shard_batches([batch] * 3, assembly.plan) as feed:
         for one in feed:
-            state, _ = parts.train_step(state, one)
-    row, averaged = evaluate(parts, state), jax.device_get(ema_params(state).params)
-    assert row["eval_loss"] == pytest.approx(by_hand(averaged, parts.data.heldout)[0], rel=1e-6)
-    assert row["eval_loss"] != pytest.approx(by_hand(jax.device_get(state.params), parts.data.heldout)[0], rel=1e-4)
+            state, _ = assembly.train_step(state, one)
+    row, averaged = evaluate(assembly, state), jax.device_get(ema_params(state).params)
+    assert row["eval_loss"] == pytest.approx(by_hand(averaged, assembly.data.heldout)[0], rel=1e-6)
+    assert row["eval_loss"] != pytest.approx(by_hand(jax.device_get(state.params), assembly.data.heldout)[0], rel=1e-4)
 
 
 def test_the_best_of_a_loss_is_the_smallest_and_of_an_accuracy_the_largest():

@@ -126,9 +126,9 @@ def known_cpu(monkeypatch):
 
 
 def test_seconds_at_the_peak_are_the_models_flops_over_all_devices(file, known_cpu):
-    parts = assembled(file)
-    flops = model_flops(parts.train_step, parts.abstract_state(), parts.abstract_batch())
-    assert at_peak(parts) == pytest.approx(flops / (8 * 1e9))
+    assembly = assembled(file)
+    flops = model_flops(assembly.train_step, assembly.abstract_state(), assembly.abstract_batch())
+    assert at_peak(assembly) == pytest.approx(flops / (8 * 1e9))
     assert at_peak(assembled(file, precision="bf16")) == pytest.approx(flops / (8 * 4e9))
     half = assembled(file, **{"train.wrt": "*mlp*"})
     assert flops / 8e9 * 2 / 3 < at_peak(half) < flops / 8e9, "frozen weights have no gradient"

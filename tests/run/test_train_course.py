@@ -162,10 +162,10 @@ def test_weights_start_from_another_run_and_the_optimizer_anew(file, capsys):
 def test_only_what_wrt_names_is_trained(file):
     _, folder = train(file, "--train.wrt", '"layers/1/*"', "--optimizer.name", "adamw")
     experiment = load(file, {"train.wrt": '"layers/1/*"', "optimizer.name": "adamw"})
-    parts = Assembly.on_devices(experiment)
-    begun = jax.device_get(parts.state().params)
+    assembly = Assembly.on_devices(experiment)
+    begun = jax.device_get(assembly.state().params)
     with Checkpoints(folder / "checkpoints") as saved:
-        state, _ = saved.restore(parts.abstract_state())
+        state, _ = saved.restore(assembly.abstract_state())
     trained = jax.device_get(state.params)
     np.testing.assert_array_equal(trained["layers"]["0"]["kernel"], begun["layers"]["0"]["kernel"])
     assert np.abs(trained["layers"]["1"]["kernel"] - begun["layers"]["1"]["kernel"]).max() > 0.1

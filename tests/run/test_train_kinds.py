@@ -75,12 +75,12 @@ def toml(value):
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_compiled_for_is_what_is_read(folder, kind):
     """`jdp plan` and `jdp verify` see shapes only, `jdp train` the data: keys, shapes and dtypes of a batch agree."""
-    parts = Assembly.on_devices(load(written(folder, kind)))
-    batch = next(iter(global_batches(parts.data.train, batch_size=16, seed=0)))
+    assembly = Assembly.on_devices(load(written(folder, kind)))
+    batch = next(iter(global_batches(assembly.data.train, batch_size=16, seed=0)))
     read_as = {name: (array.shape, str(array.dtype)) for name, array in batch.items()}
-    planned = {name: (leaf.shape, str(leaf.dtype)) for name, leaf in parts.abstract_batch().items()}
+    planned = {name: (leaf.shape, str(leaf.dtype)) for name, leaf in assembly.abstract_batch().items()}
     assert planned == read_as
-    loss = jax.eval_shape(parts.train_step, parts.abstract_state(), parts.abstract_batch())[1]["loss"]
+    loss = jax.eval_shape(assembly.train_step, assembly.abstract_state(), assembly.abstract_batch())[1]["loss"]
     assert loss.shape == ()
 
 
@@ -89,10 +89,10 @@ def test_a_resnet_trains_on_digits_with_its_statistics(folder, tmp_path, capsys)
     assert main(["train", str(file), "--run-dir", str(tmp_path), "--eval.same.source", "digits", "--json"]) == 0
     summary = json.loads(capsys.readouterr().out)
     assert summary["eval_sets"].keys() == {"eval_same_loss", "eval_same_accuracy"}
-    parts = Assembly.on_devices(load(file))
+    assembly = Assembly.on_devices(load(file))
     with Checkpoints(tmp_path / "kind" / "checkpoints") as saved:
-        state, _ = saved.restore(parts.abstract_state())
-    begun = jax.device_get(parts.state().model_state)
+        state, _ = saved.restore(assembly.abstract_state())
+    begun = jax.device_get(assembly.state().model_state)
     moved = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), begun, jax.device_get(state.model_state))
     assert min(jax.tree.leaves(moved)) > 0, "running averages of BatchNorm are part of the state"
 
@@ -121,9 +121,9 @@ def test_lora_fine_tunes_a_run_and_leaves_its_weights_alone(folder, tmp_path, ca
 
 def weights(folder):
     """The parameters of the newest checkpoint by path."""
-    parts = Assembly.on_devices(load(folder / "experiment.toml"))
+    assembly = Assembly.on_devices(load(folder / "experiment.toml"))
     with Checkpoints(folder / "checkpoints") as saved:
-        params = saved.restore_params(parts.abstract_state()).params
+        params = saved.restore_params(assembly.abstract_state()).params
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(x)
         for path, x in jax.tree.leaves_with_path(params)
@@ -153,8 +153,8 @@ def test_rules_and_mesh_of_the_file_shard_the_model():
             "train": {"steps": 1, "batch_size": 8},
         }
     )
-    parts = Assembly.on_devices(experiment)
-    specs = {place.path: place for place in parts.plan.placements(parts.abstract_state())}
+    assembly = Assembly.on_devices(experiment)
+    specs = {place.path: place for place in assembly.plan.placements(assembly.abstract_state())}
     query, embed = specs["params/layers/attention/query/kernel"], specs["params/embed/tokens"]
     assert query.compute == jax.sharding.PartitionSpec(None, None, "model")
     assert embed.compute[0] == "model" and embed.bytes_per_device == 256 * 64 * 4 // 4
