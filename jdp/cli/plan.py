@@ -1,4 +1,4 @@
-"""`jdp plan`: compile an experiment's step every way it could run, for devices this machine need not have."""
+"""`jdp plan`: compile an experiment's step under every strategy, for devices that this machine need not have."""
 
 import contextlib
 import json as as_json
@@ -10,12 +10,12 @@ import tyro
 
 from jdp.cli.options import (
     UsageError,
+    check_writable,
     choose_target_platform,
     counts,
     parse_with_overrides,
     stdout_to_stderr,
     words,
-    writable,
 )
 
 if TYPE_CHECKING:
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options:
-    """Says what every device will hold, send and wait for, under every strategy, before anything is launched.
+    """Reports what every device will hold, send and wait for, under every strategy, before anything is launched.
 
-    The experiment's real step is compiled by the real compiler for the devices of --target, which need not be here:
-    jdp plan FILE --target h100:8x8. Reported are memory by class against the device's, bytes sent against theory,
-    step time and how much communication is hidden (simulated), what fits, what to take, and why.
+    The experiment's real step is compiled by the real compiler for the devices of --target, which this machine need not
+    have: jdp plan FILE --target h100:8x8. The report has memory by class compared with the device's, bytes sent
+    compared with theory, step time and how much communication is hidden (simulated), what fits, what to take, and why.
 
     Any key of the experiment can be changed: --train.batch_size 512 --model.layers 2. The keys are listed below.
     """
@@ -45,11 +45,11 @@ class Options:
     remat: Annotated[str | None, tyro.conf.arg(metavar="POLICIES")] = None
     """Rematerialisation policies to compile, such as none,dots,full. Default: the experiment's."""
     max_batch: bool = False
-    """Find the largest batch that fits, for the way chosen, by compiling."""
+    """Find the largest batch that fits under the chosen strategy, by compiling."""
     html: Annotated[Path | None, tyro.conf.arg(metavar="PAGE")] = None
     """Write a self-contained page: memory, timelines, collectives."""
     trace: Annotated[Path | None, tyro.conf.arg(metavar="TRACE")] = None
-    """Write the chosen way's simulated timeline for chrome://tracing or ui.perfetto.dev."""
+    """Write the simulated timeline of the chosen strategy for chrome://tracing or ui.perfetto.dev."""
     no_cache: bool = False
     """Compile again what was compiled before ($JDP_CACHE_DIR, else ~/.cache/jdp)."""
     json: bool = False
@@ -59,19 +59,19 @@ class Options:
 def run(arguments: list[str]) -> int:
     options, overrides = parse_with_overrides(Options, "plan", arguments)
     for path in (options.html, options.trace):
-        writable(path)
+        check_writable(path)
     with stdout_to_stderr() if options.json else contextlib.nullcontext():
         forecast, largest, described = _plan(options, overrides)
     if options.json:
-        found = {} if largest is None else {"max_batch": largest}
-        print(as_json.dumps(forecast.to_json() | found, allow_nan=False), flush=True)
+        more = {} if largest is None else {"max_batch": largest}
+        print(as_json.dumps(forecast.to_json() | more, allow_nan=False), flush=True)
     with stdout_to_stderr() if options.json else contextlib.nullcontext():
         _write(options, forecast, described)
     return 0
 
 
 def _plan(options: Options, overrides: dict[str, str]) -> tuple["PlanReport", dict[str, Any] | None, str]:
-    """The forecast, the largest batch where it was asked for, and the experiment in a sentence."""
+    """Return the report, the largest batch if it was asked for, and the experiment in a sentence."""
     from jdp.experiment.file import load
 
     strategies = words(options.strategy, "--strategy")
@@ -82,63 +82,44 @@ def _plan(options: Options, overrides: dict[str, str]) -> tuple["PlanReport", di
     accumulate = counts(options.accumulate, "--accumulate") or [first.train.accumulate]
     choose_target_platform(options.target, first.devices)
 
-    from jdp.cli.terminal import show_forecast
-    from jdp.core.sharding.strategy import strategy
-    from jdp.experiment.plan import candidates_of, described_batch
+    from jdp.cli.terminal import Progress, show_forecast
+    from jdp.experiment.plan import batch_size_of, candidates_of, largest_batch
+    from jdp.foresight.foresee import forecast
     from jdp.foresight.targets.this_machine import target_of
 
-    for name in strategies:
-        strategy(name)
     target = target_of(options.target)
     if options.max_batch and target.memory_bytes is None:
-        raise UsageError(f"--max-batch needs a target whose memory is known; the devices of {target} share a machine's")
-    ways = [
-        way
-        for remat, experiment in experiments.items()
-        for way in candidates_of(experiment, target, strategies=strategies, accumulate=accumulate, remat=remat)
-    ]
-    batch = described_batch(ways[0].moved.batch)
-    described = f"{first.model.name}, {first.precision}, batches of {batch.words}"
-    found = _forecast(options, ways, target, batch)
-    if not options.json:
-        show_forecast(found, first.name, described)
-    if not options.max_batch or found.choice is None:
-        return found, None, described
-    return found, _largest(options, experiments[found.choice.remat], target, found.choice), described
-
-
-def _forecast(options: Options, ways: list[Any], target: Any, batch: Any) -> "PlanReport":
-    """Compile every way. Raises UsageError if none of them compiles."""
-    from jdp.cli.terminal import Progress
-    from jdp.foresight.foresee import forecast
-
-    with Progress() as progress:
-        found = forecast(
-            ways,
-            target,
-            tokens=batch.count,
-            unit=batch.unit,
-            cache=not options.no_cache,
-            progress=progress.compiling,
+        raise UsageError(
+            f"--max-batch needs a target whose memory is known; given {target}, whose devices share a machine's: name "
+            "a --target such as h100:1x8"
         )
-    if all(estimate.error is not None for estimate in found.estimates):
-        raise UsageError("\n".join(found.notes))
-    return found
-
-
-def _largest(options: Options, experiment: Any, target: Any, choice: Any) -> dict[str, Any]:
-    """The largest batch that fits, for the way that was chosen."""
-    from jdp.cli.terminal import Progress
-    from jdp.experiment.plan import largest_batch
-
+    candidates = [
+        candidate
+        for remat, experiment in experiments.items()
+        for candidate in candidates_of(experiment, target, strategies=strategies, accumulate=accumulate, remat=remat)
+    ]
+    batch, cache = batch_size_of(candidates[0].moved.batch), not options.no_cache
+    described = f"{first.model.name}, {first.precision}, batches of {batch.text}"
     with Progress() as progress:
-        largest = largest_batch(experiment, target, choice, cache=not options.no_cache, progress=progress.rows)
+        report = forecast(
+            candidates, target, tokens=batch.count, unit=batch.unit, cache=cache, progress=progress.compiling
+        )
+    if all(estimate.error is not None for estimate in report.estimates):
+        raise UsageError("\n".join(report.notes))
+    if not options.json:
+        show_forecast(report, first.name, described)
+    choice = report.choice
+    if not options.max_batch or choice is None:
+        return report, None, described
+    with Progress() as progress:
+        largest = largest_batch(experiments[choice.remat], target, choice, cache=cache, progress=progress.rows)
     if not options.json:
         print(largest)
-    return largest.to_json()
+    return report, largest.to_json(), described
 
 
 def _write(options: Options, forecast: "PlanReport", described: str) -> None:
+    """Write the files of --html and --trace. Raises UsageError."""
     if options.html is not None:
         from jdp.report.plan_page import plan_page
 
@@ -149,7 +130,9 @@ def _write(options: Options, forecast: "PlanReport", described: str) -> None:
 
         shown = forecast.choice or next((o for o in forecast.estimates if o.timeline is not None), None)
         if shown is None or shown.timeline is None:
-            raise UsageError(f"--trace: no timeline was simulated for {forecast.target}")
+            raise UsageError(
+                f"--trace needs a simulated timeline; {forecast.target} has none: remove it, or name another --target"
+            )
         _put(options.trace, as_json.dumps(chrome_trace(shown.timeline, shown.name)))
 
 
@@ -157,5 +140,5 @@ def _put(path: Path, text: str) -> None:
     try:
         path.write_text(text, "utf-8")
     except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}") from None
+        raise UsageError(f"{path} cannot be written: {error.strerror}; choose another file") from None
     print(f"wrote {path}")

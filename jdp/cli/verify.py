@@ -1,4 +1,4 @@
-"""`jdp verify`: hold an experiment's compiled step to the communication contract."""
+"""`jdp verify`: compare what an experiment's compiled step sends with the communication contract."""
 
 import contextlib
 import json as as_json
@@ -18,11 +18,12 @@ BROKEN = 1
 
 @dataclass(frozen=True)
 class Options:
-    """Compiles an experiment's step and counts what it sends: exit 0 when it keeps its strategy's contract, else 1.
+    """Compiles an experiment's step and counts what it sends: exit 0 if it keeps its strategy's contract, else 1.
 
-    Counted in the compiled program, loops included, against theory: the README's table of strategies; under zero3, what
-    the step's own trace gathers. A breach names the collective, the parameter, the source line, and the remedy. What is
-    sent besides is named where the contract is kept, too, and so is a zero3 that holds its weights whole, like zero2.
+    Collectives are counted in the compiled program, loops included, and compared with theory: the README's table of
+    strategies; under zero3, what the step's own trace gathers. A breach names the collective, the parameter, the source
+    line, and the fix. What is sent besides is listed even if the contract is kept, and so is a zero3 that keeps its
+    weights gathered, like zero2.
 
     Any key of the experiment can be changed: --strategy zero3 --train.accumulate 4. The keys are listed below.
     """
@@ -47,22 +48,20 @@ def run(arguments: list[str]) -> int:
 
 
 def _verify(options: Options, overrides: dict[str, str]) -> "Report":
+    """Put the experiment on the target's devices; from there on it is `jdp.verify`."""
     from jdp.experiment.file import load
 
     experiment = load(options.file, overrides)
     choose_target_platform(options.target, experiment.devices)
 
     from jdp.cli.terminal import Progress
-    from jdp.core.disk_cache import Cache
-    from jdp.experiment.plan import candidates_of
-    from jdp.foresight.foresee import compile_candidate
+    from jdp.experiment.assembly import Assembly
     from jdp.foresight.targets.this_machine import target_of
-    from jdp.foresight.verify import report
+    from jdp.foresight.verify import verify
 
     target = target_of(options.target)
-    count = experiment.train.accumulate
-    (way,) = candidates_of(experiment, target, strategies=[experiment.strategy], accumulate=[count], remat=None)
+    assembly = Assembly.on_devices(experiment, list(target.devices))
+    step, state, batch = assembly.train_step, assembly.abstract_state(), assembly.abstract_batch()
     with Progress() as progress:
-        progress.compiling(0, 1, way.name)
-        compiled = compile_candidate(way, target, Cache.usual(not options.no_cache))
-    return report(way.moved.step, way.moved.state, compiled, str(target), notes=way.moved.notes)
+        progress.compiling(0, 1, f"{experiment.strategy} for {target}")
+        return verify(step, state, batch, target, cache=not options.no_cache)

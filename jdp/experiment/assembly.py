@@ -1,8 +1,10 @@
-"""From a validated experiment to the objects of a run: data, mesh, plan, state, steps. Nothing below sees the file."""
+"""From a validated experiment to the objects of a run: data, mesh, plan, state, steps. Nothing below sees the file.
+
+`jdp.run` reaches models and their FLOPs through an `Assembly` only.
+"""
 
 from __future__ import annotations
 
-import fnmatch
 import itertools
 import math
 import os
@@ -12,11 +14,14 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
 from jdp.core.init import abstract_state, init_state
+from jdp.core.optim.ema import ema_params
+from jdp.core.paths import matches
 from jdp.core.sharding.mesh import make_mesh
 from jdp.core.sharding.plan import Plan
 from jdp.core.state import TrainState
@@ -26,22 +31,22 @@ from jdp.core.types import Batch, Device, LossFn
 from jdp.data import VOCAB_SIZE, Source, global_batches
 from jdp.data.feed import Feed, process_rows, shard_batches
 from jdp.experiment.data import open_data, open_eval_sets
-from jdp.experiment.file import ExperimentError
+from jdp.experiment.file import ExperimentError, mesh_sizes
 from jdp.experiment.losses import features_loss, image_loss, text_loss
 from jdp.experiment.optimizer import optimizer
 from jdp.experiment.schema.experiment import Experiment
 from jdp.foresight.timing.mfu import seconds_at_peak
-from jdp.models import GPTConfig, ModelConfig, build
+from jdp.models import GPTConfig, ModelConfig, build, generate, parameter_count
 from jdp.models.sizes import parameter_shapes
 
 
 @dataclass(frozen=True)
 class Assembly:
-    """Everything a run is made of; parts that cost something are made when first asked for.
+    """The objects of a run. What costs time or memory is made when it is first asked for, and kept.
 
     Attributes:
         experiment: the validated file.
-        mesh: of real devices, or of described ones to compile for.
+        mesh: real devices, or described ones to compile for.
     """
 
     experiment: Experiment
@@ -49,51 +54,57 @@ class Assembly:
 
     @staticmethod
     def on_devices(experiment: Experiment, devices: list[Device] | None = None) -> Assembly:
-        """On all devices of this machine or cluster, or on those given."""
+        """Return an assembly on the given devices, by default on all of this machine or cluster.
+
+        Raises:
+            ExperimentError: [mesh] does not multiply to the number of the given devices.
+            ValueError: likewise for all devices, whose number `check_for_devices` compares before a run.
+        """
+        if devices is not None:
+            mesh_sizes(experiment.mesh, len(devices))  # its error names [mesh]
         return Assembly(experiment, make_mesh(devices=devices, **experiment.mesh))
 
     @cached_property
     def plan(self) -> Plan:
-        """Raises ExperimentError for a rule that matches no parameter, or does not divide one."""
-        _check_rules(self.experiment, dict(self.mesh.shape), parameter_shapes(self.config))
-        return Plan(self.mesh, self.experiment.strategy, rules=self.rules)
+        """The plan of mesh, strategy and [rules], where "" is a dimension that is not sharded.
 
-    @property
-    def rules(self) -> tuple[tuple[str, PartitionSpec], ...]:
-        """[rules] as `Plan` takes them: "" is a dimension that is not sharded."""
-        return tuple(
-            (pattern, PartitionSpec(*(entry or None for entry in entries)))
-            for pattern, entries in self.experiment.rules.items()
-        )
+        Raises ExperimentError for a rule that matches no parameter, or does not divide one.
+        """
+        rules = self.experiment.rules
+        _check_rules(self.experiment, dict(self.mesh.shape), parameter_shapes(self.config))
+        specs = [(pattern, PartitionSpec(*(entry or None for entry in entries))) for pattern, entries in rules.items()]
+        return Plan(self.mesh, self.experiment.strategy, rules=tuple(specs))
 
     @cached_property
     def tx(self) -> optax.GradientTransformation:
+        """The optimizer of [optimizer]."""
         return optimizer(self.experiment)
 
     @cached_property
     def config(self) -> ModelConfig:
-        """The model's configuration. Raises ExperimentError for a GPT that has fewer tokens than there are bytes."""
+        """The model's configuration. Raises ExperimentError for a GPT of bytes whose vocabulary is below 256."""
         config, data = self.experiment.model.config, self.experiment.data
         bytes_are_read = data.tokenizer == "bytes" and not any(word.endswith(".npz") for word in data.sources)
         if isinstance(config, GPTConfig) and bytes_are_read and config.vocab_size < VOCAB_SIZE:
             raise ExperimentError(
-                f"model.vocab_size must be at least {VOCAB_SIZE}, as tokens are bytes; given {config.vocab_size}"
+                f"model.vocab_size must be at least {VOCAB_SIZE}, as tokens are bytes; given {config.vocab_size}: "
+                "raise it, or name a data.tokenizer"
             )
         return config
 
     @cached_property
     def loss(self) -> LossFn:
-        """The loss function of the model's kind."""
+        """The loss function for the model's kind of data."""
         return {"text": text_loss, "images": image_loss, "features": features_loss}[self.experiment.kind]
 
     @cached_property
     def data(self) -> Any:
-        """The data set of [data]; see `jdp.experiment.data`."""
+        """The data set of [data]: what `jdp.experiment.data.open_data` returns."""
         return open_data(self.experiment)
 
     @cached_property
     def eval_sets(self) -> dict[str, Source]:
-        """What evaluations read, by the beginning of their metrics' names."""
+        """The data sets that are evaluated, by the prefix of their metrics: "eval", "eval_NAME"."""
         return open_eval_sets(self.experiment, self.data)
 
     def feed(
@@ -106,7 +117,16 @@ class Assembly:
         epochs: int | None = None,
         most: int | None = None,
     ) -> Feed:
-        """Global batches of `source` on the devices, read ahead; the first `most` of them. Else as `global_batches`."""
+        """Return global batches of `source` on the devices, read ahead.
+
+        Args:
+            source: samples of the model's kind.
+            seed: seed of the order.
+            shuffle: whether samples are shuffled anew each epoch.
+            start: index of the first batch.
+            epochs: how often the source is read; None: without end.
+            most: how many batches are read at most; None: all.
+        """
         size = self.experiment.train.batch_size
         decodes = self.experiment.kind == "images"  # a millisecond each, where other samples take microseconds
         batches = global_batches(
@@ -123,37 +143,57 @@ class Assembly:
 
     @cached_property
     def init(self) -> Callable[[jax.Array], nnx.Module]:
+        """The function that makes the model from a key."""
         config = self.config
         return lambda rng: build(config, rngs=nnx.Rngs(rng))
 
     @property
     def rng(self) -> jax.Array:
+        """The run's key, made of `seed`."""
         return jax.random.key(self.experiment.seed)
 
     @property
-    def wrt(self) -> str | tuple[str, ...] | None:
-        return self.experiment.train.wrt
+    def parameter_count(self) -> int:
+        """Number of the model's parameters."""
+        return parameter_count(self.config)
 
     @property
     def trained_count(self) -> int:
-        """How many parameters are trained."""
-        patterns = (self.wrt,) if isinstance(self.wrt, str) else self.wrt or ("*",)
+        """Number of the parameters that are trained (`train.wrt`)."""
+        wrt = self.experiment.train.wrt
+        patterns = (wrt,) if isinstance(wrt, str) else wrt or ("*",)
         shapes = parameter_shapes(self.config).items()
-        return sum(math.prod(shape) for path, shape in shapes if any(fnmatch.fnmatchcase(path, p) for p in patterns))
+        return sum(math.prod(shape) for path, shape in shapes if matches(path, patterns))
+
+    @property
+    def unit(self) -> str:
+        """What speed is counted in: "tokens" or "examples"."""
+        return "tokens" if self.experiment.kind == "text" else "examples"
+
+    @property
+    def units_per_step(self) -> int:
+        """Tokens, or examples, of a global batch."""
+        length = self.experiment.data.length if self.experiment.kind == "text" else 1
+        return self.experiment.train.batch_size * length
 
     def state(self) -> TrainState:
-        return init_state(self.init, self.tx, self.plan, rng=self.rng, wrt=self.wrt)
+        """Make a fresh state, sharded as the plan says."""
+        return init_state(self.init, self.tx, self.plan, rng=self.rng, wrt=self.experiment.train.wrt)
 
     def abstract_state(self) -> TrainState:
-        """The state's shapes and where they lie; traced once."""
+        """Return the state's shapes, dtypes and shardings; traced once."""
         return self._abstract_state
 
     @cached_property
     def _abstract_state(self) -> TrainState:
-        return abstract_state(self.init, self.tx, self.plan, rng=self.rng, wrt=self.wrt)
+        return abstract_state(self.init, self.tx, self.plan, rng=self.rng, wrt=self.experiment.train.wrt)
+
+    def averaged(self, state: TrainState) -> TrainState:
+        """Return the state with its averaged parameters (`optimizer.ema_decay`), or as it is where none are kept."""
+        return state if self.experiment.optimizer.ema_decay is None else ema_params(state)
 
     def abstract_batch(self) -> Batch:
-        """The shapes of a global batch."""
+        """Return the shapes, dtypes and shardings of a global batch."""
         rows, config = self.experiment.train.batch_size, self.config
         if isinstance(config, GPTConfig):
             names = ["tokens", "targets", *(["segments"] if self.experiment.data.packing == "documents" else [])]
@@ -164,60 +204,79 @@ class Assembly:
             inputs = (size, size, getattr(config, "channels", 0)) if size else (getattr(config, "features_in", 0),)
             name = "images" if size else "features"
             shapes = {name: ((rows, *inputs), "float32"), "labels": ((rows,), "int32"), "weights": ((rows,), "float32")}
-        lies = self.plan.batch_sharding
-        return {name: jax.ShapeDtypeStruct(shape, kind, sharding=lies) for name, (shape, kind) in shapes.items()}
+        sharding = self.plan.batch_sharding
+        return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, (shape, dtype) in shapes.items()}
 
     @cached_property
     def train_step(self) -> Step:
-        chosen = self.experiment
+        """The training step: loss, gradients, update."""
+        clip_norm, sync_batch_norm = self.experiment.optimizer.clip_norm, self.experiment.sync_batch_norm
         return make_train_step(
-            self.loss,
-            self.plan,
-            clip_norm=chosen.optimizer.clip_norm,
-            sync_batch_norm=chosen.sync_batch_norm,
-            **self._of_both_steps,
+            self.loss, self.plan, clip_norm=clip_norm, sync_batch_norm=sync_batch_norm, **self._step_options
         )
 
     @cached_property
     def seconds_at_peak(self) -> float | None:
-        """What a training step would take at the devices' peak; None where that is not known."""
+        """Seconds that a training step would take at the devices' peak; None where that is not known."""
         return seconds_at_peak(self.train_step, self.abstract_state(), self.abstract_batch())
 
     @cached_property
     def eval_step(self) -> Step:
-        return make_eval_step(self.loss, self.plan, **self._of_both_steps)
+        """The evaluation step: means of the metrics over a batch, and their weight."""
+        return make_eval_step(self.loss, self.plan, **self._step_options)
 
     @property
-    def _of_both_steps(self) -> dict[str, Any]:
-        chosen = self.experiment
-        return {
-            "accumulate": chosen.train.accumulate,
-            "precision": chosen.precision,
-            "partitioning": chosen.partitioning,
-        }
+    def _step_options(self) -> dict[str, Any]:
+        """What both steps are made with."""
+        given = self.experiment
+        return {"accumulate": given.train.accumulate, "precision": given.precision, "partitioning": given.partitioning}
+
+    def sample(self, state: TrainState) -> str | None:
+        """Return text that the model writes, its prompt included; None if the experiment asks for none ([sample]).
+
+        The averaged parameters write it where there are any. Tokens that the tokenizer does not have, which a model of
+        a larger vocabulary may draw, are left out.
+        """
+        table = self.experiment.sample
+        if table is None:
+            return None
+
+        def write(state: TrainState, prompt: jax.Array) -> jax.Array:
+            rng = jax.random.fold_in(self.rng, 2)  # 0 and 1 are the weights' and the steps'
+            return generate(
+                state.model, prompt, length=table.length, temperature=table.temperature, top_k=table.top_k, rng=rng
+            )
+
+        prompt = self.data.encode(table.prompt)[None]
+        drawn = jax.jit(write, out_shardings=self.plan.replicated)(self.averaged(state), prompt)
+        tokens = np.asarray(jax.device_get(drawn))[0]
+        return self.data.decode(tokens[tokens < self.data.vocab_size])
 
 
 def _check_rules(experiment: Experiment, sizes: dict[str, int], shapes: dict[str, tuple[int, ...]]) -> None:
-    """Say what is wrong with [rules] by the key of the file; the plan would say it of `Plan(rules=...)`."""
-    left = dict(shapes)
+    """Check [rules] before the plan does, so that the error names the key of the file.
+
+    Raises ExperimentError.
+    """
+    unmatched = dict(shapes)
     for pattern, entries in experiment.rules.items():
         key, given = f"rules.{toml_value(pattern)}", toml_value(entries)
-        if not any(fnmatch.fnmatchcase(path, pattern) for path in shapes):
+        if not any(matches(path, [pattern]) for path in shapes):
             raise ExperimentError(
                 f"{key} must match a parameter, and matches none of the {len(shapes)}, such as "
-                f"{', '.join(list(shapes)[:3])}: mend the pattern, or remove it"
+                f"{', '.join(list(shapes)[:3])}: fix the pattern, or remove it"
             )
-        for path in [path for path in left if fnmatch.fnmatchcase(path, pattern)]:
-            shape = left.pop(path)  # the first rule that matches counts
+        for path in [path for path in unmatched if matches(path, [pattern])]:
+            shape = unmatched.pop(path)  # the first rule that matches counts
             axes = [(entry,) if isinstance(entry, str) else entry for entry in entries]
             if len(axes) > len(shape):
                 raise ExperimentError(
                     f"{key} must have an entry for each dimension at most; given {given}, which has {len(axes)} "
-                    f"entries; {path} {list(shape)} has {len(shape)} dimensions: remove entries, or mend the pattern"
+                    f"entries; {path} {list(shape)} has {len(shape)} dimensions: remove entries, or fix the pattern"
                 )
-            pieces = [math.prod(sizes[axis] for axis in each if axis) for each in axes]
-            if any(size % count for size, count in zip(shape, pieces, strict=False)):
+            shards = [math.prod(sizes[axis] for axis in each if axis) for each in axes]
+            if any(size % count for size, count in zip(shape, shards, strict=False)):
                 raise ExperimentError(
                     f"{key} must divide the dimensions of what it matches; given {given}, which cuts {path} "
-                    f"{list(shape)} into {' × '.join(map(str, pieces))}: change the rule, the size, or [mesh]"
+                    f"{list(shape)} into {' × '.join(map(str, shards))}: change the rule, the size, or [mesh]"
                 )

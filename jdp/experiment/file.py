@@ -1,12 +1,11 @@
-"""The validated experiment file: read it, change it from the command line, write it back, hold it against the devices.
+"""The validated experiment file: read it, change it from the command line, write it back, compare it with the devices.
 
-`load` goes from a TOML file to an `Experiment` (its keys are in `schema.py`): parse, lay the `--a.b value` overrides on
-top, validate; all problems are said at once, as one `ExperimentError`. `to_toml` writes it as resolved. What needs the
-number of devices waits for `check_for_devices`. Nothing below the training loop ever sees an experiment.
+`load` makes an `Experiment` of a TOML file (its keys are in `schema/`): parse, merge the `--a.b value` overrides,
+validate; all problems are reported at once, as one `ExperimentError`. `to_toml` writes it as resolved. What needs the
+number of devices waits for `check_for_devices`. Nothing below the training loop sees an experiment.
 """
 
 import copy
-import difflib
 import math
 import tomllib
 from collections.abc import Mapping
@@ -18,7 +17,8 @@ from pydantic import BaseModel, ValidationError
 
 from jdp.core.batch import nearest_sizes
 from jdp.core.formatting import format_bytes
-from jdp.core.sharding.mesh import DATA, REPLICA, axis_sizes
+from jdp.core.hints import nearest
+from jdp.core.sharding.mesh import DATA, REPLICA, axis_sizes, equation
 from jdp.core.toml import check, cut, parse, toml_key, toml_value
 from jdp.core.user_path import PathError, check_regular, user_path
 from jdp.experiment.keys import Key, Schemas, config_keys, table_keys
@@ -35,14 +35,14 @@ NO_PATHS = ("stdlib", "digits", NONE)
 
 
 class ExperimentError(ValueError):
-    """Something is wrong with an experiment file; the message lists every problem, one a line."""
+    """A user's mistake in an experiment, its file, its data or its folder. The message has a line for each problem."""
 
 
 def load(path: str | Path, overrides: Mapping[str, str] | None = None) -> Experiment:
     """Read and check an experiment file.
 
     Args:
-        path: a TOML file. Relative paths in `data.source` start at the file's own folder.
+        path: a TOML file, up to 64 MiB. Relative paths in `data.source` start at the file's own folder.
         overrides: dotted key -> text as on a command line, such as {"train.steps": "50"}: read as a TOML value where
             that fits the key, else as text. Relative paths in an overriding `data.source` start at the working
             directory.
@@ -66,27 +66,48 @@ def load(path: str | Path, overrides: Mapping[str, str] | None = None) -> Experi
 
 
 def from_table(table: Mapping[str, Any], *, where: str = "experiment") -> Experiment:
-    """Check a table that did not come from a file. Raises ExperimentError as `load` does; paths stay as they are."""
+    """Check a table that did not come from a file. Relative paths in it stay as they are.
+
+    Args:
+        table: the keys of an experiment file, nested as in TOML.
+        where: what a message begins with, in place of the file's name.
+
+    Raises:
+        ExperimentError: the table does not make an experiment.
+    """
     _check_limits(table, where)
     return _validated(copy.deepcopy(dict(table)), {}, where=where)
 
 
 def to_toml(experiment: Experiment) -> str:
-    """The experiment as resolved, every key written; `load` reads it back as an equal one."""
+    """Return the experiment as TOML, as resolved: every key is written, and `load` reads it back as an equal one.
+
+    Args:
+        experiment: validated.
+    """
     return "\n".join(_written(experiment, ())) + "\n"
 
 
 def _written(table: Mapping[str, Any] | BaseModel, path: KeyPath) -> list[str]:
-    """The lines of a table: its keys, then the tables in it, each below its heading."""
+    """Return the lines of a table: its keys, then the tables in it, each below its heading."""
     items = {name: getattr(table, name) for name in type(table).model_fields} if isinstance(table, BaseModel) else table
     inner = {key: value for key, value in items.items() if isinstance(value, BaseModel | Mapping)}
-    lines = [_line(key, value) for key, value in items.items() if key not in inner and not (_is_table((*path, key)))]
+    schemas = Schemas(Experiment, None)
+    lines = [
+        f"{toml_key(key)} = {toml_value(NONE if value is None else value)}"
+        for key, value in items.items()
+        if key not in inner and schemas.at((*path, key)) is None  # a table that is left out is not "none"
+    ]
     heading = [f"\n[{'.'.join(map(toml_key, path))}]"] if path and (lines or not inner) and items else []
     return [*heading, *lines, *(line for key, value in inner.items() for line in _written(value, (*path, key)))]
 
 
 def check_for_devices(experiment: Experiment, device_count: int) -> dict[str, int]:
-    """Hold the mesh and the batch size against a number of devices (of all processes together).
+    """Check that the mesh and the batch size fit a number of devices.
+
+    Args:
+        experiment: validated.
+        device_count: devices of all processes together.
 
     Returns:
         The mesh with its -1 filled in: axis -> size.
@@ -100,60 +121,54 @@ def check_for_devices(experiment: Experiment, device_count: int) -> dict[str, in
     share, batch = math.prod(split.values()), experiment.train.batch_size
     if batch % share:
         raise ExperimentError(
-            f"train.batch_size must divide by {_equation(split)} (every device gets as many samples in every "
+            f"train.batch_size must divide by {equation(split)} (every device gets as many samples in every "
             f"microbatch); given {batch}: the nearest that fit: {nearest_sizes(batch, share)}"
         )
     return sizes
 
 
 def describe() -> list[tuple[str, list[Key]]]:
-    """Every key of an experiment file, in groups with a heading, for `jdp train --help`."""
+    """Return every key of an experiment file, in groups with a heading, as `jdp train --help` shows them."""
     groups = [("top level", table_keys(Experiment))]
     for path, table in Schemas(Experiment, Model).tables():
-        name = ".".join(path)
-        groups.append((" ".join((table.__doc__ or "").split()), _below(name, table_keys(table))))
+        groups.append((" ".join((table.__doc__ or "").split()), _prefixed(".".join(path), table_keys(table))))
         if table is Model:
             for kind in {type(size): None for size in SIZES.values()}:
                 sizes = ", ".join(name for name, size in SIZES.items() if isinstance(size, kind))
-                groups.append((f"[model] fields of {sizes}", _below(name, config_keys(kind))))
+                groups.append((f"[model] fields of {sizes}", _prefixed("model", config_keys(kind))))
     return groups
 
 
-def _below(table: str, keys: list[Key]) -> list[Key]:
+def _prefixed(table: str, keys: list[Key]) -> list[Key]:
     return [replace(key, name=f"{table}.{key.name}") for key in keys]
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """The file's table, or what is wrong with the file."""
+    """Return the file's table. Raises ExperimentError."""
     try:
-        content = _bytes(file)
+        check_regular(file)  # a pipe could be read once only: runs of a sweep, and processes, each read the file anew
+        if (size := file.stat().st_size) > MOST_BYTES:
+            raise ExperimentError(
+                f"an experiment file has at most {format_bytes(MOST_BYTES)}; {file} has {format_bytes(size)}: name the "
+                "TOML file"
+            )
+        content = file.read_bytes()
     except FileNotFoundError:
         raise ExperimentError(f"{file}: there is no such file{_files_nearby(file)}") from None
     except IsADirectoryError:
         raise ExperimentError(f"{file} is a folder, not an experiment file{_files_nearby(file / 'x')}") from None
     except OSError as error:
-        raise ExperimentError(f"{file} cannot be read: {error.strerror}") from None
+        raise ExperimentError(f"{file} cannot be read: {error.strerror}; name a TOML file that you may read") from None
     try:
         return parse(content.decode("utf-8-sig"))  # editors of Windows put a mark before the text
     except UnicodeDecodeError:
-        raise ExperimentError(f"{file} is not text in UTF-8; an experiment file is TOML") from None
+        raise ExperimentError(f"an experiment file is TOML; {file} is not text in UTF-8: name another") from None
     except ValueError as error:
         raise ExperimentError(f"{file} {error}") from None
 
 
-def _bytes(file: Path) -> bytes:
-    """All of a file. A pipe or a device is refused: runs of a sweep, and processes, each read the file anew."""
-    check_regular(file)
-    if (size := file.stat().st_size) > MOST_BYTES:
-        raise ExperimentError(
-            f"{file} is no experiment file: it has {format_bytes(size)}, at most {format_bytes(MOST_BYTES)} "
-            "are read: name the TOML file"
-        )
-    return file.read_bytes()
-
-
 def _check_limits(table: Mapping[str, Any], where: str) -> None:
-    """Raises ExperimentError for what `parse` would not have read, in a table that came from elsewhere."""
+    """Raise ExperimentError for what `parse` would not have read, in a table that came from elsewhere."""
     try:
         check(table)
     except ValueError as error:
@@ -161,19 +176,23 @@ def _check_limits(table: Mapping[str, Any], where: str) -> None:
 
 
 def _files_nearby(file: Path) -> str:
-    """The experiment files in the same folder, those with a similar name first."""
+    """Return a hint: the file with the nearest name in the same folder, else those that are there."""
     names = sorted(path.name for path in file.parent.glob("*.toml"))
     if not names:
         return "" if file.parent.is_dir() else f", nor a folder {file.parent}"
-    alike = difflib.get_close_matches(file.name, names, n=3, cutoff=0.4)
-    return f"; near it: {', '.join(str(file.parent / name) for name in alike or names[:5])}"
+    return (
+        nearest(file.name, names, f"; did you mean {file.parent}/", cutoff=0.4)
+        or f"; near it: {', '.join(str(file.parent / name) for name in names[:5])}"
+    )
 
 
 def _anchor_paths(table: dict[str, Any], folder: Path) -> None:
-    """Make the relative paths in the table start at `folder`: of data, the tokenizer, the model and its weights."""
+    """Make relative paths in the table start at `folder`: those of data, tokenizer, model and weights."""
     data = _table(table, "data")
-    for one in (data, *_tables(data, "mixture"), *_tables(table, "eval")):
-        _anchor(one, "source", folder, but=NO_PATHS)
+    texts, sets = _table(data, "mixture"), _table(table, "eval")
+    for named in (data, *texts.values(), *sets.values()):
+        if isinstance(named, dict):
+            _anchor(named, "source", folder, but=NO_PATHS)
     _anchor(data, "tokenizer", folder, but=("bytes", NONE))
     _anchor(data, "heldout", folder, but=NO_PATHS)
     _anchor(_table(table, "train"), "init_from", folder, but=(NONE,))
@@ -190,11 +209,11 @@ def _anchor(table: dict[str, Any], key: str, folder: Path, *, but: tuple[str, ..
         if not isinstance(path, str) or path in ("", *but):
             return path
         if path.startswith(HUB):  # a name on the hub, unless it is plainly a path
-            rest = path.removeprefix(HUB)
-            return HUB + anchored(rest) if rest.startswith((".", "~")) else path
+            name = path.removeprefix(HUB)
+            return HUB + anchored(name) if name.startswith((".", "~")) else path
         try:
             return str((folder / user_path(path)).absolute())
-        except PathError:  # the schema says the same of it, with its key
+        except PathError:  # the schema reports it, with its key
             return path
 
     if key in table:
@@ -203,18 +222,13 @@ def _anchor(table: dict[str, Any], key: str, folder: Path, *, but: tuple[str, ..
 
 
 def _table(table: dict[str, Any], key: str) -> dict[str, Any]:
-    """The table at `key`; an empty one if something else, or nothing, stands there."""
+    """Return the table at `key`, or an empty one if there is none."""
     inner = table.get(key)
     return inner if isinstance(inner, dict) else {}
 
 
-def _tables(table: dict[str, Any], key: str) -> list[dict[str, Any]]:
-    """The tables in the table at `key`, such as [eval.NAME]."""
-    return [inner for inner in _table(table, key).values() if isinstance(inner, dict)]
-
-
 def _value(text: str) -> Any:
-    """What `text` means as a TOML value; the text itself where it means nothing."""
+    """Return what `text` means as a TOML value, or the text itself if it is none."""
     try:
         table = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
@@ -223,29 +237,33 @@ def _value(text: str) -> Any:
 
 
 def _put(table: dict[str, Any], key: KeyPath, value: Any, *, where: str) -> None:
-    """Set a dotted key, making tables on the way."""
+    """Set a dotted key, making the tables that it needs. Raises ExperimentError."""
     *outer, last = key
     for depth, part in enumerate(outer):
         inner = table.setdefault(part, {})
         if not isinstance(inner, dict):
             raise ExperimentError(
-                f"{where}: --{cut('.'.join(key))} is not possible: {cut('.'.join(key[: depth + 1]))} is no table"
+                f"{where}: --{cut('.'.join(key))} must be in a table; {cut('.'.join(key[: depth + 1]))} is none: fix "
+                "the key"
             )
         table = inner
     table[last] = value
 
 
 def _merged(table: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
-    """`table` with `changed` on top, table by table."""
-    both = dict(table)
+    """Return `table` with the values of `changed`, table by table."""
+    merged = dict(table)
     for key, value in changed.items():
-        old = both.get(key)
-        both[key] = _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-    return both
+        old = merged.get(key)
+        merged[key] = _merged(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
 
 
 def _validated(table: dict[str, Any], texts: Mapping[KeyPath, str], *, where: str) -> Experiment:
-    """Validate, or raise all problems. An override that fits only as text (`--name 2024`) is taken as text."""
+    """Validate, or raise all problems as an ExperimentError.
+
+    An override that fits only as text (`--name 2024`) is read as text.
+    """
     error = _error(table)
     for key, text in texts.items():
         if isinstance(error, ValidationError) and _blamed(error, key):
@@ -262,8 +280,8 @@ def _validated(table: dict[str, Any], texts: Mapping[KeyPath, str], *, where: st
     count, lines = problems(error, schemas, frozenset(texts))
     if count == 1:
         raise ExperimentError(f"{where}: {lines[0]}")
-    rest = [f"… and {count - len(lines):,} more"] if count > len(lines) else []
-    raise ExperimentError("\n  ".join([f"{where}: {count:,} problems", *lines, *rest]))
+    more = [f"… and {count - len(lines):,} more"] if count > len(lines) else []
+    raise ExperimentError("\n  ".join([f"{where}: {count:,} problems", *lines, *more]))
 
 
 def _error(table: dict[str, Any]) -> ValidationError | None:
@@ -278,24 +296,17 @@ def _blamed(error: ValidationError, key: KeyPath) -> bool:
     return any(detail["loc"][: len(key)] == key for detail in error.errors())
 
 
-def _line(key: str, value: Any) -> str:
-    return f"{toml_key(key)} = {toml_value(NONE if value is None else value)}"
-
-
-def _is_table(path: KeyPath) -> bool:
-    """Whether a table stands at `path`, or may be left out there."""
-    return Schemas(Experiment, None).at(path) is not None
-
-
 def mesh_sizes(mesh: Mapping[str, int], device_count: int) -> dict[str, int]:
-    """A mesh with its -1 filled in, axis -> size. Raises ExperimentError if it does not multiply to `device_count`."""
+    """Return [mesh] with its -1 filled in.
+
+    Args:
+        mesh: axis -> size; one may be -1.
+        device_count: devices of all processes together.
+
+    Raises:
+        ExperimentError: the sizes do not multiply to `device_count`.
+    """
     try:
         return axis_sizes(mesh, device_count)
     except ValueError as error:
         raise ExperimentError(f"[mesh]: {error}") from None
-
-
-def _equation(sizes: Mapping[str, int]) -> str:
-    """`data=4 × model=2 = 8`"""
-    factors = " × ".join(f"{axis}={size}" for axis, size in sizes.items())
-    return f"{factors} = {math.prod(sizes.values())}" if len(sizes) > 1 else factors

@@ -15,17 +15,24 @@ from pydantic.fields import FieldInfo
 from jdp.core.toml import toml_value
 
 Path = tuple[int | str, ...]
+_FREE_KEYS = {"mesh": "AXIS", "rules": "PATTERN"}
+"""A table of free keys is shown as one key: mesh.AXIS, rules.PATTERN."""
 
 
 @dataclass(frozen=True)
 class Schemas:
-    """The model of the whole file, and the one its [model] table was held against (which depends on the size)."""
+    """The schema of each table.
+
+    Attributes:
+        root: of the whole file.
+        model: of the [model] table, which depends on the size that it names; None: not known.
+    """
 
     root: type[BaseModel]
     model: type[BaseModel] | None
 
     def at(self, path: Path) -> type[BaseModel] | None:
-        """The model of the table at `path`; None where keys are free, as in [mesh]."""
+        """Return the schema of the table at `path`; None where there is no table, or its keys are free as in [mesh]."""
         if not path:
             return self.root
         if path == ("model",):
@@ -39,7 +46,7 @@ class Schemas:
         return named_table(field) if field else None
 
     def tables(self) -> list[tuple[tuple[str, ...], type[BaseModel]]]:
-        """The tables below the root, with their paths, in file order; a table of tables as ("eval", "NAME")."""
+        """Return the tables below the root with their paths, in file order; [eval.NAME] is ("eval", "NAME")."""
         return list(self._below((), self.root))
 
     def _below(
@@ -47,10 +54,10 @@ class Schemas:
     ) -> Iterator[tuple[tuple[str, ...], type[BaseModel]]]:
         for name, field in table.model_fields.items():
             inner, named = table_class(field), named_table(field)
-            found = ((*path, name), inner) if inner else ((*path, name, "NAME"), named) if named else None
-            if found:
-                yield found
-                yield from self._below(*found)
+            below = ((*path, name), inner) if inner else ((*path, name, "NAME"), named) if named else None
+            if below:
+                yield below
+                yield from self._below(*below)
 
 
 @dataclass(frozen=True)
@@ -64,16 +71,21 @@ class Key:
 
 
 def table_keys(schema: type[BaseModel]) -> list[Key]:
-    """The keys of one table that are not tables themselves, in file order, with their ranges."""
+    """Return the keys of one table that are not tables themselves, in file order, with their ranges."""
     return [
-        Key(_shown_name(name, field), _type_of(field), _default(field), " ".join((field.description or "").split()))
+        Key(
+            f"{name}.{_FREE_KEYS[name]}" if typing.get_origin(field.annotation) is dict else name,
+            _type_text(field.annotation) + _range(field.metadata),
+            _default(field),
+            " ".join((field.description or "").split()),
+        )
         for name, field in schema.model_fields.items()
         if not table_class(field) and not named_table(field)
     ]
 
 
 def config_keys(kind: type) -> list[Key]:
-    """The fields of a model's configuration; descriptions from its docstring's `Fields:`, defaults by size."""
+    """Return the fields of a model's configuration; descriptions are those of its docstring's `Fields:`."""
     hints, described = typing.get_type_hints(kind), _described_fields(kind)
     return [
         Key(field.name, _type_text(hints[field.name]), "by size", described.get(field.name, ""))
@@ -82,25 +94,16 @@ def config_keys(kind: type) -> list[Key]:
 
 
 def _described_fields(kind: type) -> dict[str, str]:
-    """name -> description, from lines `a, b: text` and their deeper indented continuations."""
+    """Return name -> description, from lines `a, b: text` and their deeper indented continuations."""
     _, _, text = inspect.cleandoc(kind.__doc__ or "").partition("\nFields:\n")
-    found: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     for entry in re.split(r"\n {4}(?=\w)", "\n" + text.split("\n\n")[0]):
         names, _, description = entry.partition(": ")
         names, description = names.strip().split(", "), " ".join(description.split())
         each = description.split("; ")  # "a, b: what a is; what b is"
-        found |= dict(zip(names, each, strict=True)) if len(each) == len(names) else dict.fromkeys(names, description)
-    return found
-
-
-def _shown_name(name: str, field: FieldInfo) -> str:
-    """A table of free keys is shown as one key: mesh.AXIS, rules.PATTERN."""
-    free = {"mesh": "AXIS", "rules": "PATTERN"}
-    return f"{name}.{free[name]}" if typing.get_origin(field.annotation) is dict else name
-
-
-def _type_of(field: FieldInfo) -> str:
-    return _type_text(field.annotation) + _range(field.metadata)
+        apart = len(each) == len(names)
+        descriptions |= dict(zip(names, each, strict=True)) if apart else dict.fromkeys(names, description)
+    return descriptions
 
 
 def _default(field: FieldInfo) -> str:
@@ -110,8 +113,8 @@ def _default(field: FieldInfo) -> str:
 
 
 def _range(rules: Iterable[Any]) -> str:
-    """The limits a number must keep, such as " >= 1"."""
-    flat = [part for rule in rules for part in (rule.metadata if isinstance(rule, FieldInfo) else [rule])]
+    """Return the limits of a number, such as " >= 1"."""
+    flat = [inner for rule in rules for inner in (rule.metadata if isinstance(rule, FieldInfo) else [rule])]
     limits = [
         f" {sign} {getattr(rule, name)}"
         for rule in flat
@@ -122,24 +125,24 @@ def _range(rules: Iterable[Any]) -> str:
 
 
 def table_class(field: FieldInfo) -> type[BaseModel] | None:
-    """The model of a field that is a table (or may be left out), else None."""
+    """Return the schema of a field that is a table, or may be left out; else None."""
     if typing.get_origin(field.annotation) is dict:
         return None
-    for part in (field.annotation, *typing.get_args(field.annotation)):
-        if isinstance(part, type) and issubclass(part, BaseModel):
-            return part
+    for kind in (field.annotation, *typing.get_args(field.annotation)):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return kind
     return None
 
 
 def named_table(field: FieldInfo) -> type[BaseModel] | None:
-    """The model of the tables in a field that is a table of tables, such as [eval.NAME], else None."""
+    """Return the schema of the tables in a field that is a table of tables, such as [eval.NAME]; else None."""
     arguments = typing.get_args(field.annotation)
     inner = arguments[1] if typing.get_origin(field.annotation) is dict else None
     return inner if isinstance(inner, type) and issubclass(inner, BaseModel) else None
 
 
 def _type_text(annotation: Any) -> str:
-    """int | float | text | true|false | the words that may stand there, and "none" where that is allowed."""
+    """Return a type in the words of `--help`: int, float, text, true|false, the words allowed, "none"."""
     names = {int: "int", float: "float", str: "text", bool: "true|false", type(None): "none"}
     arguments, origin = typing.get_args(annotation), typing.get_origin(annotation)
     if origin is typing.Annotated:

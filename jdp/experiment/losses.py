@@ -1,4 +1,4 @@
-"""The losses of the models that an experiment file can name: sums over examples, with the weight to divide by."""
+"""The losses of the models that an experiment file can name: sums over examples, with the weights to divide by."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jdp.models import classification_loss, next_token_loss
 
 
 def text_loss(model: Any, batch: Batch, rng: jax.Array | None) -> Loss:
-    """Next-token cross-entropy in nats, summed over the tokens that count.
+    """Compute the next-token cross-entropy in nats, summed over the tokens whose weight is not 0.
 
     Args:
         model: a GPT.
@@ -25,20 +25,25 @@ def text_loss(model: Any, batch: Batch, rng: jax.Array | None) -> Loss:
 
 
 def image_loss(model: Any, batch: Batch, rng: jax.Array | None) -> Loss:
-    """Cross-entropy in nats of the class of an image, summed over the images; the accuracy beside it.
+    """Compute the cross-entropy in nats of the class of an image, summed over the images, and the accuracy.
 
     Args:
         model: a ResNet or ViT.
         batch: "images" float32 [rows, height, width, channels], "labels" int32 [rows], "weights" float32 [rows], 0 for
-            rows that only fill the batch up: they are left out of BatchNorm's statistics as well.
+            padding rows, which are left out of BatchNorm's statistics as well.
         rng: for dropout; None turns it off.
     """
-    logits = model(batch["images"], rng=rng, weights=batch["weights"])
-    return _classified(logits, batch)
+    return _classified(model(batch["images"], rng=rng, weights=batch["weights"]), batch)
 
 
 def features_loss(model: Any, batch: Batch, rng: jax.Array | None) -> Loss:
-    """As `image_loss`, of an MLP: "features" float32 [rows, features]."""
+    """Compute the cross-entropy in nats of the class of a vector, summed over the vectors, and the accuracy.
+
+    Args:
+        model: an MLP.
+        batch: "features" float32 [rows, features], "labels" int32 [rows], "weights" float32 [rows], 0 for padding rows.
+        rng: for dropout; None turns it off.
+    """
     return _classified(model(batch["features"], rng=rng), batch)
 
 

@@ -1,14 +1,13 @@
-"""Whether a run can fit at all, said before anything is built: its weights, its state, a batch.
+"""Refuse a run that cannot fit into memory before anything is built: its weights, its state, a batch.
 
-What is counted is certain: the state as it lies on the devices, and the batch; activations, gradients and working
-copies are not (`jdp plan` compiles the step and counts them). What is compared with is all the memory there is, not
-what is free now: a run that is refused here could not have started.
+Only what is certain is counted: the state as it is sharded, and the batch, but no activations, gradients or working
+copies (`jdp plan` compiles the step and counts them). It is compared with all the memory there is, not with what is
+free now: a run that is refused here could not have started.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,12 @@ _WEIGHT_BYTES = 4  # master weights are float32
 
 
 def check_weights_and_batch(assembly: Assembly) -> None:
-    """Before the model is traced and the data read: weights over all devices, and the batch in this machine's memory.
+    """Check the weights over all devices, and the batch in this machine's memory.
+
+    To be called before the model is traced and the data read.
+
+    Args:
+        assembly: the run's.
 
     Raises:
         ExperimentError: they cannot fit.
@@ -32,7 +36,8 @@ def check_weights_and_batch(assembly: Assembly) -> None:
     count = parameter_lower_bound(assembly.config)
     shares = 1 if assembly.experiment.strategy == "ddp" and not assembly.experiment.rules else assembly.mesh.size
     _refuse("its weights", _WEIGHT_BYTES * count / shares, f"a model of {count:,} parameters or more", assembly)
-    batch = sum(map(_bytes, assembly.abstract_batch().values())) // jax.process_count()
+    leaves = assembly.abstract_batch().values()
+    batch = sum(math.prod(leaf.shape) * _item_bytes(leaf) for leaf in leaves) // jax.process_count()
     memory = memory_bytes()
     if memory is not None and batch > memory:
         raise ExperimentError(
@@ -43,56 +48,46 @@ def check_weights_and_batch(assembly: Assembly) -> None:
 
 
 def check_state(assembly: Assembly) -> None:
-    """Before a run's folder is made: the state (weights, optimizer's, the model's own) as it lies on each device.
+    """Check the state (weights, the optimizer's, the model's own) as it is sharded over the devices.
+
+    To be called before a run's folder is made.
+
+    Args:
+        assembly: the run's.
 
     Raises:
         ExperimentError: it cannot fit.
     """
-    leaves = jax.tree.leaves(assembly.abstract_state())
-    held = sum(_shard_bytes(leaf) for leaf in leaves)
-    total = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(assembly.abstract_state().params))
+    state = assembly.abstract_state()
+    held = sum(
+        math.prod(leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)) * _item_bytes(leaf)
+        for leaf in jax.tree.leaves(state)
+    )
+    total = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params))
     _refuse("its weights and the optimizer's state", held, f"a model of {total:,} parameters", assembly)
 
 
 def _refuse(what: str, each: float, model: str, assembly: Assembly) -> None:
-    """Raise if `each` bytes a device are more than the devices of this process have."""
+    """Raise ExperimentError if `each` bytes a device are more than the devices of this process have."""
     devices = [device for device in assembly.mesh.devices.flat if device.process_index == jax.process_index()]
-    found = _memory(devices)
-    if found is None or each <= found[0]:
+    available, described = _memory(devices)
+    if each <= available:
         return
     raise ExperimentError(
         f"{what} must fit into the devices' memory; {model} needs {format_bytes(each)} for them on each of "
-        f"{assembly.mesh.size} devices under {assembly.experiment.strategy}, and {found[1]}: make the model smaller"
+        f"{assembly.mesh.size} devices under {assembly.experiment.strategy}, and {described}: make the model smaller"
         f"{'' if assembly.experiment.strategy == 'zero3' else ', or shard more (strategy)'}; `jdp plan` counts the rest"
     )
 
 
-def _memory(devices: list[Device]) -> tuple[float, str] | None:
-    """Bytes that one of these devices can have, and that in words; None where it is not known."""
-    if not devices:
-        return None
-    if devices[0].platform == "cpu":
-        memory = memory_bytes()
+def _memory(devices: list[Device]) -> tuple[float, str]:
+    """Return the bytes that one of these devices can have, and that in words; infinity where it is not known."""
+    if devices and devices[0].platform == "cpu" and (memory := memory_bytes()) is not None:
         share = f", which {len(devices)} devices share" if len(devices) > 1 else ""
-        return None if memory is None else (memory / len(devices), f"this machine has {format_bytes(memory)}{share}")
-    limits = list(_limits(devices))
-    return (min(limits), f"a device has {format_bytes(min(limits))}") if limits else None
-
-
-def _limits(devices: Iterable[Device]) -> Iterable[int]:
-    for device in devices:
-        limit = (device.memory_stats() or {}).get("bytes_limit")
-        if limit:
-            yield limit
-
-
-def _shard_bytes(leaf: jax.ShapeDtypeStruct) -> int:
-    shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
-    return math.prod(shape) * _item_bytes(leaf)
-
-
-def _bytes(leaf: jax.ShapeDtypeStruct) -> int:
-    return math.prod(leaf.shape) * _item_bytes(leaf)
+        return memory / len(devices), f"this machine has {format_bytes(memory)}{share}"
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices if device.platform != "cpu"]
+    least = min(filter(None, limits), default=math.inf)
+    return least, "" if math.isinf(least) else f"a device has {format_bytes(least)}"
 
 
 def _item_bytes(leaf: jax.ShapeDtypeStruct) -> int:

@@ -1,7 +1,7 @@
 """From [optimizer] to optax: the learning rate over the run, and the update rule.
 
-The rate's peak is `lr`, or with `lr_scaling` what `lr` becomes at the run's own batch size; warm-up and schedule go
-over global steps, so microbatches and devices do not change them. Nothing below the training loop sees the file.
+The rate's peak is `lr`, scaled to the run's batch size if `lr_scaling` asks for it. Warm-up and schedule count global
+steps, so microbatches and devices do not change them. Nothing below the training loop sees the file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NOT_DECAYED = ("bias", "scale")
 
 
 def peak_rate(experiment: Experiment) -> float:
-    """The learning rate that the warm-up ends at: `lr`, scaled to the batch size if the file asks for that."""
+    """Return the learning rate at the end of the warm-up: `lr`, scaled to the batch size if the file asks for that."""
     chosen = experiment.optimizer
     if chosen.lr_scaling == "none" or chosen.base_batch_size is None:
         return chosen.lr
@@ -29,36 +29,38 @@ def peak_rate(experiment: Experiment) -> float:
 
 
 def learning_rate(experiment: Experiment) -> optax.Schedule:
-    """Learning rate as a function of the optimizer steps done before (0 at the first step).
+    """Return the learning rate as a function of the optimizer steps done before (0 at the first step).
 
-    Warm-up: see `jdp.warmup`; its last step has the peak. Then constant, or down to `final_lr_fraction` at the end
-    of the run: along a line, or half a cosine (arXiv:1608.03983, eq. 5, without restarts). Steps are global:
-    accumulation and device count do not change them.
+    It rises over the warm-up (`jdp.warmup`), whose last step has the peak. Then it is constant, or falls to
+    `final_lr_fraction` of the peak at the end of the run: linearly, or as half a cosine (arXiv:1608.03983, eq. 5,
+    without restarts). Steps are global: accumulation and device count do not change them.
     """
     settings, peak = experiment.optimizer, peak_rate(experiment)
-    rest = max(experiment.train.steps - settings.warmup_steps, 1)
+    steps = max(experiment.train.steps - settings.warmup_steps, 1)
     if settings.schedule == "cosine":
-        after = optax.cosine_decay_schedule(peak, rest, alpha=settings.final_lr_fraction)
+        after = optax.cosine_decay_schedule(peak, steps, alpha=settings.final_lr_fraction)
     elif settings.schedule == "linear":
-        after = optax.linear_schedule(peak, peak * settings.final_lr_fraction, rest)
+        after = optax.linear_schedule(peak, peak * settings.final_lr_fraction, steps)
     else:
         after = optax.constant_schedule(peak)
     return warmup(after, settings.warmup_steps)
 
 
 def optimizer(experiment: Experiment) -> optax.GradientTransformation:
-    """The optimizer the file asks for; its state counts steps for the learning rate.
+    """Return the optimizer of [optimizer]; its state counts steps for the learning rate.
 
-    Clipping is not in it: the step clips, as it knows the norm over all devices. With `ema_decay` its state holds an
-    average of the parameters too.
+    It does not clip: the train step does, which knows the norm over all devices. With `ema_decay` its state also has
+    an average of the parameters.
     """
     rule, decay = _rule(experiment), experiment.optimizer.ema_decay
     return rule if decay is None else with_ema(rule, decay)
 
 
 def _rule(experiment: Experiment) -> optax.GradientTransformation:
-    """The update rule. Weight decay leaves out biases and norm scales by name: by number of dims one cannot tell, as
-    the scales of stacked layers have two.
+    """Return the update rule.
+
+    Weight decay leaves out biases and norm scales by name, not by number of dimensions: the scales of stacked layers
+    have two.
     """
     chosen, rate = experiment.optimizer, learning_rate(experiment)
     decay: dict[str, Any] = {"weight_decay": chosen.weight_decay, "mask": decay_mask}
@@ -93,7 +95,7 @@ def _rule(experiment: Experiment) -> optax.GradientTransformation:
 
 
 def decay_mask(params: Any) -> Any:
-    """Which parameters weight decay applies to: a tree of bools, False where the last key is `bias` or `scale`."""
+    """Return a tree of bools: True for parameters that decay, False where the last key is `bias` or `scale`."""
 
     def decays(path: Any, _: Any) -> bool:
         return jax.tree_util.keystr(path[-1:], simple=True) not in NOT_DECAYED

@@ -1,132 +1,117 @@
-"""From an experiment file to what foresight compiles: its step on a target's devices, in every way asked for."""
+"""From an experiment file to what foresight compiles: its step on a target's devices, every way that is asked for.
+
+An assembly on the target's devices gives the step and its abstract operands; from there `jdp plan` and `jdp verify` go
+through the same functions as `jdp.foresee` and `jdp.verify`.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from jax.sharding import Mesh
-
 from jdp.core.disk_cache import Cache
-from jdp.core.sharding.mesh import DATA, REPLICA, make_mesh
 from jdp.core.types import Batch
 from jdp.experiment.assembly import Assembly
-from jdp.experiment.file import ExperimentError, mesh_sizes
 from jdp.experiment.schema.experiment import Experiment
 from jdp.foresight.forecast import Estimate
-from jdp.foresight.foresee import Candidate, compile_candidate
+from jdp.foresight.foresee import Candidate, compile_candidate, ways
 from jdp.foresight.max_batch import MaxBatch, max_batch
 from jdp.foresight.memory.peak import Memory, memory
 from jdp.foresight.program.compiled import CompileError
-from jdp.foresight.targets.relocate import Relocated
 from jdp.foresight.targets.resolve import Target
 
 
 def candidates_of(
-    experiment: Experiment, target: Target, *, strategies: Sequence[str], accumulate: Sequence[int], remat: str | None
+    experiment: Experiment,
+    target: Target,
+    *,
+    strategies: Sequence[str],
+    accumulate: Sequence[int],
+    remat: str | None = None,
 ) -> list[Candidate]:
-    """The experiment's step under each strategy and number of microbatches, on the target's devices.
+    """Return the experiment's step under each strategy and number of microbatches, on the target's devices.
 
-    A batch size that does not divide over the target's devices and microbatches is raised to the next that does, and
-    the ways' notes say so: the plan of a file should not depend on the number of devices it was written for.
+    Args:
+        experiment: validated. A batch size that does not divide over the target's devices and microbatches is rounded
+            up, which the candidates' notes report.
+        target: the devices.
+        strategies: names of strategies.
+        accumulate: numbers of microbatches a step.
+        remat: the rematerialisation policy that the experiment was loaded with, to name the candidates; None: its own.
 
     Raises:
-        ExperimentError: the experiment's mesh cannot be laid over the target's devices.
+        ExperimentError: the experiment's mesh does not fit the number of the target's devices.
+        ValueError: an unknown strategy, or a batch that is rounded up to 2^31 rows or more.
     """
-    fitted, notes = with_whole_rows(experiment, target, accumulate)
-    mesh = make_mesh(devices=list(target.devices), **fitted.mesh)
-    found = list[Candidate]()
-    for count in accumulate:
-        for name in strategies:
-            found.append(Candidate(_laid(changed(fitted, strategy=name, accumulate=count), mesh, notes), remat))
-    return found
-
-
-def _laid(experiment: Experiment, mesh: Mesh, notes: Sequence[str] = ()) -> Relocated:
-    assembly = Assembly(experiment, mesh)
-    return Relocated(assembly.train_step, assembly.abstract_state(), assembly.abstract_batch(), tuple(notes))
-
-
-def with_whole_rows(experiment: Experiment, target: Target, accumulate: Sequence[int]) -> tuple[Experiment, list[str]]:
-    """The experiment with a batch size that divides over the target's devices, and what was changed."""
-    unit = batch_shards(experiment, target) * math.lcm(*accumulate)
-    given = experiment.train.batch_size
-    size = -(-given // unit) * unit
-    if size == given:
-        return experiment, []
-    if size >= 2**31:
-        raise ExperimentError(
-            f"a batch has fewer than 2^31 rows; {given} does not divide by {unit} (devices that share it × "
-            f"microbatches), and {size} would be taken: give fewer microbatches (--accumulate)"
-        )
-    shared = f"{unit} (devices that share it × microbatches)"
-    return changed(experiment, batch_size=size), [
-        f"train.batch_size={given} does not divide by {shared}: {size} is taken"
-    ]
-
-
-def batch_shards(experiment: Experiment, target: Target) -> int:
-    """Into how many parts the target's devices cut a batch."""
-    sizes = mesh_sizes(experiment.mesh, len(target.devices))
-    return math.prod(sizes.get(axis, 1) for axis in (REPLICA, DATA))
-
-
-def changed(experiment: Experiment, *, strategy: str | None = None, **train: int) -> Experiment:
-    """The experiment with another strategy, or other values in [train]."""
-    update = {"train": experiment.train.model_copy(update=train)} | ({"strategy": strategy} if strategy else {})
-    return experiment.model_copy(update=update)
+    assembly = Assembly.on_devices(experiment, list(target.devices))
+    state, batch = assembly.abstract_state(), assembly.abstract_batch()
+    found = ways(assembly.train_step, state, batch, target, strategies=strategies, accumulate=accumulate)
+    return [replace(candidate, remat=remat) for candidate in found]
 
 
 @dataclass(frozen=True)
-class Counted:
-    """A global batch in words, and what its speed is counted in."""
+class BatchSize:
+    """The size of a global batch.
 
-    words: str
+    Attributes:
+        text: such as "64 × 2048 tokens", "64 images of 224×224×3" or "64 × 20 features".
+        count: how many units it has.
+        unit: what speed is counted in: "tokens" or "examples".
+    """
+
+    text: str
     count: int
     unit: str
 
 
-def described_batch(batch: Batch) -> Counted:
-    """ "64 × 2048 tokens", "64 images of 224×224×3" or "64 × 20 features"; speed counts tokens, or examples."""
+def batch_size_of(batch: Batch) -> BatchSize:
+    """Return the size of a global batch of one of an experiment's three kinds of data."""
     if "tokens" in batch:
         rows, length = batch["tokens"].shape
-        return Counted(f"{rows} × {length} tokens", rows * length, "tokens")
+        return BatchSize(f"{rows} × {length} tokens", rows * length, "tokens")
     if "images" in batch:
         rows, *shape = batch["images"].shape
-        return Counted(f"{rows} images of {'×'.join(map(str, shape))}", rows, "examples")
+        return BatchSize(f"{rows} images of {'×'.join(map(str, shape))}", rows, "examples")
     rows, features = batch["features"].shape
-    return Counted(f"{rows} × {features} features", rows, "examples")
+    return BatchSize(f"{rows} × {features} features", rows, "examples")
 
 
 def largest_batch(
     experiment: Experiment, target: Target, chosen: Estimate, *, cache: bool, progress: Callable[[int], None]
 ) -> MaxBatch:
-    """The largest batch that fits the target in the way `chosen`.
+    """Find the largest batch that fits the target under the strategy and microbatches of an estimate, by compiling.
 
     Args:
-        chosen: one of the target's, whose memory is known.
-        progress: called with the rows a device that are compiled next.
+        experiment: validated.
+        target: devices whose memory is known.
+        chosen: an estimate for them.
+        cache: whether to keep compiled results on disk and use them.
+        progress: called with the number of rows a device that is compiled next.
+
+    Raises:
+        ValueError: memory does not grow with the rows.
     """
-    assert chosen.available_bytes is not None, "the target's memory is known"
-    available, store = chosen.available_bytes, Cache.usual(cache)
-    shards, count = batch_shards(experiment, target), chosen.accumulate
-    mesh = make_mesh(devices=list(target.devices), **experiment.mesh)
+    available, count = chosen.available_bytes, chosen.accumulate
+    assert available is not None, "the target's memory is known"
+    store, measured = Cache.usual(cache), dict[int, Memory]()
+    (candidate,) = candidates_of(experiment, target, strategies=[chosen.strategy], accumulate=[count])
+    per_row = candidate.moved.step.plan.batch_shards * count
 
-    held: dict[int, Memory] = {}
-
-    def needs(rows: int) -> int:
+    def needed(rows: int) -> int:
         progress(rows)
-        settings = changed(experiment, strategy=chosen.strategy, accumulate=count, batch_size=rows * shards * count)
-        moved = _laid(settings, mesh)
+        train = experiment.train.model_copy(update={"batch_size": rows * per_row})
+        sized = experiment.model_copy(update={"train": train})
+        (candidate,) = candidates_of(sized, target, strategies=[chosen.strategy], accumulate=[count])
         try:
-            compiled = compile_candidate(Candidate(moved), target, store)
+            compiled = compile_candidate(candidate, target, store)
         except CompileError:  # XLA gives up on what is far too large
             return available + 1
-        held[rows] = memory(compiled, moved.step, moved.state)
-        return held[rows].total
+        measured[rows] = memory(compiled, candidate.moved.step, candidate.moved.state)
+        return measured[rows].total
 
-    start = max(experiment.train.batch_size // (shards * count), 1)
-    found = max_batch(needs, available, per_row=shards * count, start=start)
-    room = held[found.rows].fits(target.memory_bytes) if found.rows and target.memory_bytes else None
-    return found if room is None or room.fraction is None else replace(found, advice=room.words)
+    start = max(experiment.train.batch_size // per_row, 1)
+    largest = max_batch(needed, available, per_row=per_row, start=start)
+    if not largest.rows or not target.memory_bytes:
+        return largest
+    fit = measured[largest.rows].fits(target.memory_bytes)
+    return largest if fit.fraction is None else replace(largest, advice=fit.words)

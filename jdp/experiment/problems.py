@@ -1,7 +1,7 @@
-"""An experiment file's problems and keys in plain words.
+"""An experiment file's problems in plain words.
 
-`problems` turns what pydantic found into one line for each: the key, the rule, the value given, the fix; of many alike
-it shows three, of many `MOST`.
+`problems` turns each error of pydantic into one line: the key, the rule, the value given, the fix. It shows `ALIKE` of
+a kind in one place, and `MOST` in all.
 """
 
 import tomllib
@@ -17,9 +17,9 @@ from jdp.core.user_path import PathError
 from jdp.experiment.keys import Path, Schemas
 
 MOST, ALIKE = 8, 3
-"""Lines for all problems of a file, and for problems of one kind in one table or array."""
+"""Most lines for all problems of a file, and for problems of one kind in one table or array."""
 _WIDTH = 300
-"""Characters of a line that somebody else worded."""
+"""Most characters of a message that does not come from here."""
 
 _KINDS = {
     "int_type": "a whole number",
@@ -30,6 +30,8 @@ _KINDS = {
     "dict_type": "a table",
     "model_type": "a table",
 }
+_PLAIN = {"int_type": (int,), "float_type": (int, float), "bool_type": (bool,)}
+"""Kinds of value that are written without quotes, and their Python types."""
 _LIMITS = {
     "greater_than": ("gt", "must be more than {}"),
     "greater_than_equal": ("ge", "must be {} or more"),
@@ -39,19 +41,22 @@ _LIMITS = {
 
 
 def problems(error: ValidationError, schemas: Schemas, from_command_line: frozenset[Path]) -> tuple[int, list[str]]:
-    """How many things are wrong, and a line for each of the first: `ALIKE` of a kind in one place, `MOST` in all.
+    """Describe what is wrong with an experiment.
 
     Args:
-        error: what validation found.
-        schemas: which model describes which table.
+        error: of the validation.
+        schemas: the schema of each table.
         from_command_line: the keys given as `--a.b value`, which are shown that way.
+
+    Returns:
+        The number of problems, and a line for each of the first.
     """
     lines: list[str] = []
     count = 0
     alike: dict[tuple[Path, str], int] = {}
     for detail in error.errors(include_url=False):
         path = detail["loc"]
-        if not path:  # rules between keys: one line each, naming the keys themselves
+        if not path:  # rules between keys: one line each, which names the keys
             broken = str(detail["ctx"]["error"] if "ctx" in detail else detail["msg"]).split("\n")
             lines += [cut(line, 2 * _WIDTH) for line in broken[:MOST]]
             count += len(broken)
@@ -65,7 +70,7 @@ def problems(error: ValidationError, schemas: Schemas, from_command_line: frozen
 
 
 def _problem(dashes: str, path: Path, detail: ErrorDetails, schemas: Schemas) -> str:
-    """The key, the rule, the value given, the fix."""
+    """Return the line of one problem: the key, the rule, the value given, the fix."""
     kind, limits = detail["type"], detail.get("ctx", {})
     key, given = f"{dashes}{_dotted(path)}", f"given {brief(detail['input'])}"
     if kind == "missing":
@@ -73,9 +78,10 @@ def _problem(dashes: str, path: Path, detail: ErrorDetails, schemas: Schemas) ->
     if kind == "extra_forbidden":
         return _unknown_key(dashes, path, schemas)
     if kind == "value_error":
-        said = cut(str(limits["error"]), _WIDTH)
-        whole = schemas.at(path) or isinstance(limits["error"], PathError)  # it says itself what was given
-        return f"{key}: {said}" if whole else f"{key} {said}; {given}"
+        message = cut(str(limits["error"]), _WIDTH)
+        # A sentence, and a rule about a table or a path, has the value given in it already.
+        complete = schemas.at(path) or isinstance(limits["error"], PathError) or message[:1].isupper()
+        return f"{key}: {message}" if complete else f"{key} {message}; {given}"
     if kind == "literal_error":
         words = [word for position, word in enumerate(limits["expected"].split("'")) if position % 2]
         hint = nearest(detail["input"], words) if isinstance(detail["input"], str) else ""
@@ -89,7 +95,7 @@ def _problem(dashes: str, path: Path, detail: ErrorDetails, schemas: Schemas) ->
 
 
 def _how_to_add(path: Path, schemas: Schemas) -> str:
-    """What to write for a key that is required and not there."""
+    """Return what to write for a key that is required and missing."""
     table = schemas.at(path)
     if table:
         needed = [f"{name} = …" for name, field in table.model_fields.items() if field.is_required()]
@@ -98,31 +104,28 @@ def _how_to_add(path: Path, schemas: Schemas) -> str:
 
 
 def _unknown_key(dashes: str, path: Path, schemas: Schemas) -> str:
-    """Name the nearest key of the same table, else the same key in another one."""
+    """Return the line of an unknown key: with the nearest key of its table, else the same key in another table."""
     table, last = path[:-1], str(path[-1])
     schema = schemas.at(table)
-    here = list(schema.model_fields) if schema else []
+    keys = list(schema.model_fields) if schema else []
     prefix = f"{dashes}{_dotted(table)}." if table else dashes
     elsewhere = [
         f"{dashes}{name}.{last}"
         for name in schemas.root.model_fields
         if (other := schemas.at((name,))) and last in other.model_fields
     ]
-    hint = nearest(last, here, f"; did you mean {prefix}")
+    hint = nearest(last, keys, f"; did you mean {prefix}")
     if not hint:
-        hint = f"; did you mean {elsewhere[0]}?" if elsewhere else f"; its keys are {', '.join(here)}"
-    place = f"[{_dotted(table)}]" if table else "the top level"
-    return f"{dashes}{_dotted(path)} is not a key of {place}{hint}"
+        hint = f"; did you mean {elsewhere[0]}?" if elsewhere else f"; its keys are {', '.join(keys)}"
+    return f"{dashes}{_dotted(path)} is not a key of {f'[{_dotted(table)}]' if table else 'the top level'}{hint}"
 
 
 def _fix(kind: str, last: str, given: Any) -> str:
-    """What to write instead, when the value given makes it plain."""
+    """Return what to write instead, if the value given makes it plain; else nothing."""
     if isinstance(given, str):
-        said = ", which is text"
-        if kind in ("int_type", "float_type", "bool_type") and len(given) <= LONGEST:
-            plain = given.lower() if kind == "bool_type" else given
-            return f"{said}: write {last} = {plain}, without quotes" if _is(kind, plain) else said
-        return said
+        plain = given.lower() if kind == "bool_type" else given
+        unquoted = kind in _PLAIN and len(given) <= LONGEST and _is(kind, plain)
+        return ", which is text" + (f": write {last} = {plain}, without quotes" if unquoted else "")
     if kind == "int_type" and isinstance(given, float) and given.is_integer():
         return f": write {last} = {int(given)}"
     if kind == "string_type" and not isinstance(given, Mapping | list | tuple):
@@ -135,16 +138,15 @@ def _fix(kind: str, last: str, given: Any) -> str:
 
 
 def _is(kind: str, text: str) -> bool:
-    """Whether `text`, without quotes, is a value of this kind."""
+    """Return True if `text`, without quotes, is a value of this kind."""
     try:
         table = tomllib.loads(f"x = {text}")
     except (ValueError, RecursionError):
         return False
-    wanted = {"int_type": (int,), "float_type": (int, float), "bool_type": (bool,)}[kind]
-    return len(table) == 1 and type(table["x"]) in wanted
+    return len(table) == 1 and type(table["x"]) in _PLAIN[kind]
 
 
 def _dotted(path: Path) -> str:
-    """("model", "hidden", 1) -> model.hidden[1]"""
-    parts = (f"[{part}]" if isinstance(part, int) else f".{shown_key(part)}" for part in path)
-    return "".join(parts).removeprefix(".")
+    """Return a path as text: ("model", "hidden", 1) is model.hidden[1]."""
+    steps = (f"[{step}]" if isinstance(step, int) else f".{shown_key(step)}" for step in path)
+    return "".join(steps).removeprefix(".")

@@ -1,13 +1,13 @@
 """`jdp prove` on an experiment file: the same model, data order, optimizer and dtypes as `jdp train`.
 
-Each run is an `Assembly` of the file with only `strategy`, `partitioning`, `train.accumulate` and the devices changed.
+Each run is an `Assembly` of the file in which only `strategy`, `partitioning`, `train.accumulate` and the devices
+differ.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 
@@ -29,25 +29,36 @@ def prove_experiment(
     only: str | Sequence[str] = (),
     progress: Progress | None = None,
 ) -> Proof:
-    """Prove an experiment; see `jdp.prove.prove` for the arguments.
+    """Prove that an experiment learns the same on one device and on many, whatever is sharded.
 
-    The learning rate's schedule stays that of the whole run: `steps` only says where to stop. Weights are the initial
-    ones, whatever `train.init_from` says.
+    The learning rate's schedule stays that of the whole run. Weights are the initial ones, whatever `train.init_from`
+    is.
+
+    Args:
+        experiment: validated.
+        steps: optimizer steps of each run.
+        devices: devices to compare, or how many; None: all.
+        full: every combination of choices, instead of every pair.
+        only: make only the runs whose names contain one of these.
+        progress: called with (runs done, runs in all, the name of the next).
+
+    Returns:
+        The proof: `.equal`; `print(proof)` is a table.
 
     Raises:
-        ExperimentError: the file's model cannot read its data.
-        ValueError: what `jdp.prove.prove` raises.
+        ExperimentError: the file's model cannot read its data, or its batch does not divide over the devices.
+        ValueError: `only` matches no run, or there are too few devices.
     """
     space = space_of(devices, (1, 2, experiment.train.accumulate), experiment.mesh)
-    whole = Assembly.on_devices(experiment, list(space.devices))
+    own = Assembly.on_devices(experiment, list(space.devices))
     training = Training(
-        whole.init,
-        whole.tx,
-        whole.loss,
-        whole.rng,
+        own.init,
+        own.tx,
+        own.loss,
+        own.rng,
         Precision.of(experiment.precision),
         experiment.optimizer.clip_norm,
-        whole.wrt,
+        experiment.train.wrt,
         experiment.sync_batch_norm,
     )
 
@@ -58,20 +69,18 @@ def prove_experiment(
         return Made(assembly.train_step, assembly.state, assembly.abstract_state)
 
     check_for_devices(experiment, len(space.devices))
-    train_step = whole.train_step
-    if train_step.requested is None:  # as training settles it
-        jax.eval_shape(train_step, whole.abstract_state(), whole.abstract_batch())
-    own = Setting(
-        experiment.strategy, train_step.partitioning or "auto", len(space.devices), experiment.train.accumulate
-    )
+    step, count = own.train_step, experiment.train.accumulate
+    if step.requested is None:  # tracing settles the partitioning, as in training
+        jax.eval_shape(step, own.abstract_state(), own.abstract_batch())
+    setting = Setting(experiment.strategy, step.partitioning or "auto", len(space.devices), count)
     return prove_training(
-        training, make, _Reader(whole), space, own=own, steps=steps, full=full, only=only, progress=progress
+        training, make, _Reader(own), space, own=setting, steps=steps, full=full, only=only, progress=progress
     )
 
 
 @dataclass
 class _Reader:
-    """Batches by index, read as training reads them: in one go from where a run starts or resumes."""
+    """Reads batches by index, as training does: in one pass from the step at which a run starts or resumes."""
 
     assembly: Assembly
     _next: int = -1
@@ -79,16 +88,9 @@ class _Reader:
 
     def __call__(self, index: int) -> NumpyBatch:
         if index != self._next:
-            self._batches = iter(self._from(index))
+            experiment, train = self.assembly.experiment, self.assembly.data.train
+            size, shuffle = experiment.train.batch_size, experiment.data.shuffle
+            batches = global_batches(train, batch_size=size, seed=experiment.seed, start=index, shuffle=shuffle)
+            self._batches = iter(batches)
         self._next = index + 1
         return next(self._batches)
-
-    def _from(self, index: int) -> Any:
-        chosen = self.assembly.experiment
-        return global_batches(
-            self.assembly.data.train,
-            batch_size=chosen.train.batch_size,
-            seed=chosen.seed,
-            start=index,
-            shuffle=chosen.data.shuffle,
-        )

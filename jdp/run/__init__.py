@@ -1,1 +1,1 @@
-"""One run of an experiment: `loop.py` from top to bottom, its folder, its outputs, how it resumes; sweeps of runs."""
+"""One run of an experiment: the loop, its folder, its outputs, how it resumes; sweeps of runs. Begin in `loop.py`."""

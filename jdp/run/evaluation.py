@@ -1,24 +1,22 @@
 """Evaluation during a run: every data set in turn, each example counted once, and the best so far.
 
 1. The held-out part of the data is "eval"; each [eval.NAME] is "eval_NAME". Batches are always the same: all examples
-   once, or with a number of `eval_batches` those drawn from all of them with a fixed seed.
-2. A step gives means and their weight; Σ mean · weight over Σ weight is the mean over examples, however uneven the
-   batches: what fills the last one up has weight 0.
-3. `Best` remembers the best value of a metric, and how many evaluations have passed since.
+   once, or, if `eval_batches` is a number, as many batches drawn from all of them with a fixed seed.
+2. A step returns means and their weight; Σ mean · weight / Σ weight is the mean over examples, however uneven the
+   batches: padding has weight 0.
+3. `Best` holds the best value of a metric, and how many evaluations have passed since.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from jdp.core.optim.ema import ema_params
 from jdp.core.state import TrainState
 from jdp.data import Source, batch_count
-from jdp.data.feed import Feed
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.schema.fields import ALL
 
@@ -26,20 +24,21 @@ Row = dict[str, float]
 
 
 def evaluate(assembly: Assembly, state: TrainState) -> Row:
-    """The metrics of every data set: "eval_loss" in nats, "eval_accuracy" or "eval_bits_per_token", "eval_NAME_loss", …
+    """Evaluate every data set, with the averaged parameters where there are any (`optimizer.ema_decay`).
 
-    With `optimizer.ema_decay` the averaged parameters are evaluated.
+    Returns:
+        "eval_loss" in nats, "eval_accuracy" or "eval_bits_per_token", "eval_NAME_loss", …
     """
-    if assembly.experiment.optimizer.ema_decay is not None:
-        state = ema_params(state)
-    row: Row = {}
-    for name, source in assembly.eval_sets.items():
-        row |= {f"{name}_{metric}": value for metric, value in _means(assembly, state, source).items()}
-    return row
+    state = assembly.averaged(state)
+    return {
+        f"{name}_{metric}": value
+        for name, source in assembly.eval_sets.items()
+        for metric, value in _means(assembly, state, source).items()
+    }
 
 
 def coverage(assembly: Assembly) -> str | None:
-    """Which evaluations read a part of their data only, in words; None: all of them read everything."""
+    """Describe which evaluations read a part of their data only; None if all of them read everything."""
     most, size = assembly.experiment.train.eval_batches, assembly.experiment.train.batch_size
     counts = {name: batch_count(source, batch_size=size) for name, source in assembly.eval_sets.items()}
     partial = [f"{name} {most} of {count} batches" for name, count in counts.items() if most != ALL and count > most]
@@ -47,11 +46,13 @@ def coverage(assembly: Assembly) -> str | None:
 
 
 def _means(assembly: Assembly, state: TrainState, source: Source) -> Row:
-    """Σ mean · weight / Σ weight of each metric over the batches of one data set."""
+    """Return Σ mean · weight / Σ weight of each metric over the batches of one data set."""
     totals: Row = {}
     weight = 0.0
-    with _feed(assembly, source) as feed:
-        for batch in feed:
+    most = assembly.experiment.train.eval_batches
+    limit = None if isinstance(most, str) else most
+    with assembly.feed(source, seed=0, shuffle=most != ALL, epochs=1, most=limit) as batches:
+        for batch in batches:
             values = {name: float(value) for name, value in jax.device_get(assembly.eval_step(state, batch)).items()}
             share = values.pop("weight")
             weight += share
@@ -61,21 +62,15 @@ def _means(assembly: Assembly, state: TrainState, source: Source) -> Row:
     return means | ({"bits_per_token": means["loss"] / math.log(2)} if assembly.experiment.kind == "text" else {})
 
 
-def _feed(assembly: Assembly, source: Source) -> Feed:
-    """All examples in their order, or a number of batches drawn from all of them."""
-    most = assembly.experiment.train.eval_batches
-    return assembly.feed(source, seed=0, shuffle=most != ALL, epochs=1, most=None if isinstance(most, str) else most)
-
-
 @dataclass
 class Best:
     """The best evaluation so far by one metric.
 
     Attributes:
         metric: its name; an accuracy is better when it is larger, anything else when it is smaller.
-        value, step: the best, and when that was; None and 0 before the first.
-        waiting: evaluations since the last that was better by more than a `min_delta`.
-        to_beat: the value of that one.
+        value, step: the best value and its step; None and 0 before the first evaluation.
+        waiting: evaluations since the last that was better by more than `min_delta`.
+        to_beat: the value of that evaluation.
     """
 
     metric: str
@@ -86,10 +81,11 @@ class Best:
 
     @property
     def mode(self) -> str:
+        """Which value is better: "max" or "min"."""
         return "max" if self.metric.endswith("accuracy") else "min"
 
     def seen(self, step: int, row: Row, *, min_delta: float = 0.0) -> bool:
-        """Take in an evaluation; whether it is better by more than `min_delta` than the last that was so."""
+        """Record an evaluation, and return True if it improves on `to_beat` by more than `min_delta`."""
         value = row[self.metric]
         if self._gain(value, self.value) > 0:
             self.value, self.step = value, step
@@ -100,17 +96,14 @@ class Best:
         return False
 
     def _gain(self, value: float, before: float | None) -> float:
-        """By how much `value` is better than `before`; one that is not finite never is."""
+        """Return by how much `value` is better than `before`; a value that is not finite never is."""
         if not math.isfinite(value):
             return -math.inf
         return math.inf if before is None else (value - before) * (1 if self.mode == "max" else -1)
 
-    def record(self) -> dict[str, Any]:
-        return asdict(self)
-
     @staticmethod
     def resumed(metric: str, record: dict[str, Any] | None) -> Best:
-        """As it was when `record` was made; from the start if that was about another metric."""
+        """Return what `dataclasses.asdict` recorded; a new one if the record is of another metric."""
         if not record or record["metric"] != metric:
             return Best(metric)
         return Best(**{"to_beat": record["value"], **record})

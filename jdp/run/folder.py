@@ -1,15 +1,15 @@
 """The folder of a run: RUNS/NAME, which belongs to one experiment.
 
-`claimed` makes it, or finds that it holds the same experiment and may be resumed, and keeps other runs out of it;
-`record` writes the experiment down when a visit goes on with it. What may change between visits is how the work is
-done: devices, mesh, rules, strategy, precision, microbatches, what to evaluate, how often to log and save, when to stop
-early, and, where the learning rate does not depend on it, how many steps. What is learnt may not: the model, the data,
-the optimizer, what is trained and where it started. `writing` is around everything a run writes: a disk that is full or
-read-only is one error.
+A visit is one process, or cluster, that works on the run. `claimed` makes the folder, or checks that it has the same
+experiment and may be resumed, and locks it; `record` writes the experiment into it. Between visits may change how the
+work is done: devices, mesh, rules, strategy, precision, microbatches, what to evaluate, how often to log and save, when
+to stop early, and, if the learning rate does not depend on it, how many steps. What is learnt may not: the model, the
+data, the optimizer, what is trained and from which weights. `writing` turns a full or read-only disk into one error.
 """
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import tomllib
@@ -30,7 +30,7 @@ FILE = "experiment.toml"
 NEW = f"{FILE}.new"
 CHECKPOINTS = "checkpoints"
 SUMMARY = "summary.json"
-"""What `jdp train` says at the end, of a run that came to its end."""
+"""The summary of a run that came to its end."""
 MAY_CHANGE = frozenset(
     ("strategy", "partitioning", "precision", "devices", "mesh", "rules", "eval", "sample", "track", "train")
 )
@@ -38,21 +38,29 @@ MAY_CHANGE = frozenset(
 schedule runs over them."""
 FIXED = frozenset(("train.batch_size", "train.wrt", "train.init_from", "train.init_names"))
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENOTDIR)
-"""What a disk says that takes no more; other errors of the system are not about writing."""
+"""Errors of a disk that cannot be written; other errors of the system are not about writing."""
 
 
 @contextlib.contextmanager
 def claimed(experiment: Experiment, runs: Path) -> Generator[Path]:
-    """The run's folder, for a visit: made and marked as this experiment's if it is new, and no other run's meanwhile.
-    Only process 0 writes, and the others wait for it: whoever comes later may make folders of its own in there.
+    """Make the run's folder, or check that it may be resumed, and keep other runs out of it while in `with`.
 
-    A folder in which no step was logged or saved belongs to nobody: a visit that fails before (weights that do not fit,
-    memory that does not suffice) removes it, and one that was killed before leaves it to the next, of whatever
-    experiment, or the corrected command would find a run of another experiment.
+    Only process 0 writes; the others wait for it.
+
+    A folder in which no step was logged or saved is nobody's. A visit that fails before that (weights that do not fit,
+    too little memory) removes it; if the visit is killed before that, the next one takes the folder over, even for
+    another experiment, as the corrected command would otherwise be refused.
+
+    Args:
+        experiment: validated.
+        runs: the folder that holds the runs.
+
+    Yields:
+        The run's folder.
 
     Raises:
-        ExperimentError: the folder holds something else, or a run of another experiment, or one that goes on; nothing
-            was changed.
+        ExperimentError: the folder has something else in it, or a run of another experiment, or one that goes on;
+            nothing was changed.
     """
     folder = runs / experiment.name
     with contextlib.ExitStack() as held:
@@ -68,8 +76,8 @@ def claimed(experiment: Experiment, runs: Path) -> Generator[Path]:
 
 
 def _claim(experiment: Experiment, folder: Path, held: contextlib.ExitStack) -> bool:
-    """Lock the folder and mark it as this experiment's; whether nothing was in it before."""
-    missing = _missing(folder)
+    """Lock the folder and write the experiment into it; return True if it was new. Raises ExperimentError."""
+    missing = list(itertools.takewhile(lambda path: not os.path.lexists(path), (folder, *folder.parents)))
     try:
         _check_free(experiment, folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -77,12 +85,17 @@ def _claim(experiment: Experiment, folder: Path, held: contextlib.ExitStack) -> 
         _check_free(experiment, folder)  # again: now nobody else changes it
         if not _is_unused(folder):
             return False
-        if (folder / FILE).exists():
-            _take_over(experiment, folder, alone=alone)
+        if (folder / FILE).exists() and (differing := _differences(experiment, folder)):
+            if not alone:  # nothing is locked: the visit that left it may still go on
+                raise _other_experiment(folder, differing)
+            notice(
+                f"{folder} was left before its first step was logged or saved, by a run of another experiment "
+                f"({'; '.join(differing)}): it is taken over"
+            )
         record(experiment, folder)
     except OSError as error:
         with contextlib.suppress(OSError):
-            (folder / NEW).unlink(missing_ok=True)  # what is half written would make it somebody's folder
+            (folder / NEW).unlink(missing_ok=True)  # a half-written file would be taken for a user's
             if folder in missing:
                 (folder / LOCK).unlink(missing_ok=True)
         for made in missing:
@@ -96,55 +109,33 @@ def _claim(experiment: Experiment, folder: Path, held: contextlib.ExitStack) -> 
 
 
 def _check_free(experiment: Experiment, folder: Path) -> None:
+    """Raise ExperimentError if the folder is not this experiment's, unused or missing."""
     if (folder / FILE).exists():
         return check_same(experiment, folder)
     if folder.exists() and not folder.is_dir():
-        raise ExperimentError(
-            f"{folder} is a file, where the run's folder should be: choose another `name` or --run-dir"
-        )
+        raise ExperimentError(f"a run needs a folder; {folder} is a file: choose another `name` or --run-dir")
     if folder.exists() and not _is_unused(folder):
         raise ExperimentError(
-            f"{folder} is not empty and has no {FILE}, so it is not a run of jdp's: choose another `name` or --run-dir"
+            f"a run needs a folder of its own; {folder} is not empty and has no {FILE}: choose another `name` or "
+            "--run-dir"
         )
     return None
 
 
-def _take_over(experiment: Experiment, folder: Path, *, alone: bool) -> None:
-    """A folder that another visit left before its first step. Where nothing is locked, that one may still be alive."""
-    differing = _differences(experiment, folder)
-    if differing and not alone:
-        raise _other_experiment(folder, differing)
-    if differing:
-        notice(
-            f"{folder} was left before its first step was logged or saved, by a run of another experiment "
-            f"({'; '.join(differing)}): it is taken over"
-        )
-
-
-def _missing(folder: Path) -> list[Path]:
-    """The folder and those above it that are still to be made, innermost first."""
-    missing: list[Path] = []
-    for path in (folder, *folder.parents):
-        if os.path.lexists(path):
-            break
-        missing.append(path)
-    return missing
-
-
 def _is_unused(folder: Path) -> bool:
-    """Whether there is nothing in it but what a visit begins with: no row of metrics, no checkpoint, nothing else."""
+    """Return True if it has only what a visit begins with: no row of metrics, no checkpoint, no other file."""
     empty = {folder / JSONL, folder / CHECKPOINTS}
     return not set(folder.iterdir()) - empty - set(_files(folder)) and not any(map(_holds_something, empty))
 
 
 def _files(folder: Path) -> list[Path]:
-    """What a visit begins with, its lock and its mark last: what is left after a crash is still a run's."""
+    """Return the files that a visit begins with, in the order of removal: those that mark a run's folder are last."""
     events = folder.glob(f"{EVENTS}.out.tfevents.*")
     return [folder / NEW, *events, folder / FILE, folder / LOCK]
 
 
 def _discard_unused(folder: Path) -> None:
-    """Remove a run's folder that holds nothing but what a visit begins with."""
+    """Remove a run's folder if it is unused."""
     with contextlib.suppress(OSError):
         if not _is_unused(folder):
             return
@@ -157,7 +148,7 @@ def _discard_unused(folder: Path) -> None:
 
 
 def _holds_something(path: Path) -> bool:
-    """Whether it is a file or a folder with something in it."""
+    """Return True if it is a file or folder that is not empty."""
     if path.is_dir():
         return any(path.iterdir())
     return os.path.lexists(path) and path.lstat().st_size > 0
@@ -165,7 +156,10 @@ def _holds_something(path: Path) -> bool:
 
 @contextlib.contextmanager
 def writing(folder: Path) -> Generator[None]:
-    """Turns a failure to write below `folder` into one error that says so. (Checkpoints have their own.)
+    """Turn a failure to write below `folder` into one error. (Checkpoints have their own.)
+
+    Args:
+        folder: the run's.
 
     Raises:
         ExperimentError: the disk is full, read-only or failing.
@@ -177,33 +171,37 @@ def writing(folder: Path) -> Generator[None]:
         if error.errno not in _DISK or elsewhere:
             raise
         raise ExperimentError(
-            f"{folder} cannot be written: {error.strerror}; the checkpoints in it are whole: make room, or choose "
+            f"{folder} cannot be written: {error.strerror}; the checkpoints in it are complete: make room, or choose "
             "another --run-dir, and run again to resume"
         ) from error
 
 
 def record(experiment: Experiment, folder: Path) -> None:
-    """Write the experiment, as resolved, into its folder. The new file replaces an old one in one move."""
-    if jax.process_index() == 0:
-        fresh = folder / NEW
-        fresh.write_text(to_toml(experiment), encoding="utf-8")
-        fresh.replace(folder / FILE)
+    """Write the experiment, as resolved, into its folder, in one move."""
+    _replace(folder / FILE, to_toml(experiment))
 
 
 def record_summary(summary: Mapping[str, Any], folder: Path) -> None:
     """Write the summary of a finished run into its folder, in one move."""
+    _replace(folder / SUMMARY, json.dumps(summary, indent=2, allow_nan=False) + "\n")
+
+
+def _replace(file: Path, text: str) -> None:
     if jax.process_index() == 0:
-        fresh = folder / f"{SUMMARY}.new"
-        fresh.write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        fresh.replace(folder / SUMMARY)
+        fresh = file.with_name(f"{file.name}.new")
+        fresh.write_text(text, encoding="utf-8")
+        fresh.replace(file)
 
 
 def check_same(experiment: Experiment, folder: Path) -> None:
-    """Compare with what the folder was made for, key by key. A folder in which no run took a step is nothing to compare
-    with.
+    """Compare an experiment with the one in a folder, key by key, unless the folder is unused.
+
+    Args:
+        experiment: validated.
+        folder: the run's; may be missing.
 
     Raises:
-        ExperimentError: it holds a run of another experiment.
+        ExperimentError: it has a run of another experiment.
     """
     begun = (folder / FILE).exists()
     if not begun or ((folder / LOCK).exists() and _is_unused(folder)):  # without, a run that locks nothing may be alive
@@ -213,13 +211,13 @@ def check_same(experiment: Experiment, folder: Path) -> None:
 
 
 def _differences(experiment: Experiment, folder: Path) -> list[str]:
-    """What may not differ between the visits of a run and does."""
+    """Return what differs and must not, between the visits of a run. Raises ExperimentError."""
     file = folder / FILE
     try:
         before = _flat(tomllib.loads(file.read_text(encoding="utf-8")))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise ExperimentError(
-            f"{file} cannot be read, so it is unknown whose run this is ({error}): choose another `name` or --run-dir"
+            f"{file} must name the run's experiment, and cannot be read ({error}): choose another `name` or --run-dir"
         ) from None
     now = _flat(tomllib.loads(to_toml(experiment)))
     kept = FIXED | ({"train.steps"} if experiment.optimizer.schedule != "constant" else set[str]())
@@ -232,8 +230,8 @@ def _differences(experiment: Experiment, folder: Path) -> list[str]:
 
 def _other_experiment(folder: Path, differing: Sequence[str]) -> ExperimentError:
     return ExperimentError(
-        f"{folder} holds a run of another experiment ({'; '.join(differing)}): choose another `name` "
-        "(--name NEW) or --run-dir, or remove that folder"
+        f"{folder} holds a run of another experiment ({'; '.join(differing)}): choose another `name` (--name NEW) or "
+        "--run-dir, or remove that folder"
     )
 
 

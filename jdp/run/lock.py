@@ -1,7 +1,7 @@
-"""One run in one folder: a lock that its process holds, and that dies with it.
+"""One run in one folder: a lock that its process holds.
 
-`flock` is the system's: whatever ends the process, the lock is gone, and nothing is left to clear away by hand. Who
-holds it stands in the file, for the message that another run gets.
+The operating system releases an `flock` however the process ends, so there is never a stale lock to remove. The file
+names its holder, for the message that another run gets.
 """
 
 import contextlib
@@ -18,12 +18,18 @@ from jdp.experiment.file import ExperimentError
 
 LOCK = ".lock"
 _HAS_NONE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
-"""What a file system without locks says."""
+"""Errors of a file system without locks."""
 
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Generator[bool]:
-    """Hold the lock of a run's folder, which must exist; yields False where the file system has none, which is said.
+    """Hold the lock of a run's folder.
+
+    Args:
+        folder: must exist.
+
+    Yields:
+        True; False, after a notice, if the file system has no locks.
 
     Raises:
         ExperimentError: another run holds it.
@@ -44,7 +50,7 @@ def locked(folder: Path) -> Generator[bool]:
 
 
 def _take(file: Path) -> int | None:
-    """The open file, locked; None where locks are not to be had."""
+    """Open and lock the file; None if the file system has no locks. Raises ExperimentError."""
     while True:
         handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -57,14 +63,15 @@ def _take(file: Path) -> int | None:
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 raise
             raise ExperimentError(
-                f"{file.parent} has a run that goes on{f', {holder}' if holder else ''}: two in one folder would mix "
-                "their checkpoints and metrics. Wait for its end, or choose another `name` (--name NEW) or --run-dir"
+                f"a folder is for one run at a time; {file.parent} has a run that goes on"
+                f"{f', {holder}' if holder else ''}: wait for its end, or choose another `name` (--name NEW) or "
+                "--run-dir"
             ) from None
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(handle), file.stat()):
                 break
         os.close(handle)  # its folder was removed between the two, and perhaps made anew
-    with contextlib.suppress(OSError):  # a full disk: whose it is, is not said
+    with contextlib.suppress(OSError):  # on a full disk the file does not name its holder
         os.ftruncate(handle, 0)
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         os.write(handle, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode())

@@ -1,4 +1,4 @@
-"""The wish to stop, polled by the loop at every step; all processes agree on the step.
+"""Requests to stop a run, which the loop polls at every step; all processes stop after the same step.
 
 One process: SIGINT and SIGTERM set a flag; a second SIGINT interrupts at once, without saving. Several processes: JAX's
 preemption service has its own SIGTERM handler (a Python one would disable it) and makes all of them stop at the same
@@ -18,7 +18,12 @@ EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 75}
 
 
 class Stopped(SystemExit):
-    """A run has saved and leaves because of a signal, with what there is to say of it until here."""
+    """Exit of a run that was stopped by a signal, after saving.
+
+    Attributes:
+        code: the exit code.
+        summary: of the run so far.
+    """
 
     def __init__(self, code: int, summary: dict[str, Any]) -> None:
         super().__init__(code)
@@ -26,7 +31,7 @@ class Stopped(SystemExit):
 
 
 class StopRequest:
-    """Listens while in `with`; `at_step` says whether to stop after this step."""
+    """Listens for signals while in `with`; `at_step` returns True if the run stops after this step."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
@@ -44,7 +49,7 @@ class StopRequest:
             signal.signal(number, handler)
 
     def at_step(self, step: int) -> bool:
-        """Whether to save and leave after `step`. Every process must call it at every step."""
+        """Return True if the run saves and leaves after `step`. Every process must call it at every step."""
         if self._several:
             from jax.experimental import multihost_utils
 
@@ -56,7 +61,7 @@ class StopRequest:
 
     @property
     def exit_code(self) -> int:
-        """130 for SIGINT; 75, try again, for SIGTERM."""
+        """130 for SIGINT; 75, run again, for SIGTERM."""
         assert self.signal is not None
         return EXIT_CODES[self.signal]
 

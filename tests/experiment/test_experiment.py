@@ -95,9 +95,15 @@ WRONG_FILES = {
     "missing table": (SMALL.split("[train]")[0], "add the table [train] with steps = … and batch_size = …"),
     "missing model name": (SMALL.replace('name = "gpt-nano"', "widht = 3"), "model.name is missing: add name = …"),
     "table expected": ("train = 3\n" + SMALL.split("[train]")[0], "train must be a table; given 3"),
-    "axis of no size": (SMALL + "[mesh]\ndata = 0", "mesh.data must be 1 or more, or -1 for what the other axes leave"),
-    "two open axes": (SMALL + "[mesh]\ndata = -1\nmodel = -1", "mesh can have only one axis of size -1"),
-    "axis without a name": (SMALL + "[mesh]\n'a b' = 2", "an axis is named like a variable"),
+    "axis of no size": (
+        SMALL + "[mesh]\ndata = 0",
+        "mesh: Mesh axes are positive sizes, at most one of them -1 (what is left); got data=0",
+    ),
+    "two open axes": (
+        SMALL + "[mesh]\ndata = -1\nmodel = -1",
+        "mesh: Mesh axes are positive sizes, at most one of them -1 (what is left); got data=-1 × model=-1",
+    ),
+    "axis without a name": (SMALL + "[mesh]\n'a b' = 2", "mesh: Mesh axes are named like variables"),
     "a config's own rule": (SMALL.replace("[data]", "width = 63\n[data]"), "model: heads must divide width; given"),
     "array item": (
         SMALL.replace('"gpt-nano"', '"mlp"\nhidden = [4, "5"]'),
@@ -200,7 +206,7 @@ def test_all_problems_are_listed_at_once_one_a_line(tmp_path: Path):
 def test_a_file_that_cannot_be_read_is_refused_with_the_files_nearby(file: Path):
     folder = file.parent
     missing = refusal(folder / "smal.toml")
-    assert missing == f"{folder / 'smal.toml'}: there is no such file; near it: {file}"
+    assert missing == f"{folder / 'smal.toml'}: there is no such file; did you mean {file}?"
     assert "is a folder" in refusal(folder) and str(file) in refusal(folder)
     assert f"nor a folder {folder / 'none'}" in refusal(folder / "none" / "a.toml")
     (folder / "binary.toml").write_bytes(b"\xff\xfe")

@@ -1,6 +1,7 @@
 """An evaluation is the mean over examples, exact to the example, on any number of devices; and remembers its best."""
 
 import math
+from dataclasses import asdict
 
 import jax
 import numpy as np
@@ -122,13 +123,13 @@ def test_what_is_best_and_what_ends_the_waiting_are_kept_apart_also_over_a_resum
     best = Best("eval_loss")
     for step, value in enumerate([1.0, 0.95, 0.92, 0.94], 1):
         best.seen(step, {"eval_loss": value}, min_delta=0.1)
-        best = Best.resumed("eval_loss", best.record())
+        best = Best.resumed("eval_loss", asdict(best))
     assert (best.value, best.step, best.waiting, best.to_beat) == (0.92, 3, 3, 1.0)
     assert best.seen(5, {"eval_loss": 0.89}, min_delta=0.1) and (best.waiting, best.to_beat) == (0, 0.89)
 
 
 def test_what_was_seen_survives_a_resume_unless_the_metric_changed():
     best = Best("eval_loss", 1.0, 3, 2)
-    assert Best.resumed("eval_loss", best.record()) == best
-    assert Best.resumed("eval_accuracy", best.record()) == Best("eval_accuracy")
+    assert Best.resumed("eval_loss", asdict(best)) == best
+    assert Best.resumed("eval_accuracy", asdict(best)) == Best("eval_accuracy")
     assert Best.resumed("eval_loss", None) == Best("eval_loss")

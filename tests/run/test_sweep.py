@@ -13,6 +13,7 @@ import pytest
 from tiny_experiment import write_tiny
 
 from jdp.cli.main import main
+from jdp.core.distributed import Cluster
 from jdp.experiment.file import ExperimentError, to_toml
 from jdp.run.sweep.children import Children
 from jdp.run.sweep.grid import LONGEST_NAME, check, member_name, members
@@ -104,7 +105,7 @@ MISTAKES = {
     "the name": ("--sweep name=a,b", "the sweep names its runs itself"),
     "an override too": ("--sweep seed=1,2 --seed 3", "--sweep seed and --seed 3 exclude each other"),
     "devices": ("--sweep train.batch_size=8,9", "tiny-train.batch_size=9: train.batch_size must divide by data=2"),
-    "steps to profile": ("--sweep train.steps=2,4 --profile 3:4", "LAST <= train.steps = 2; got '3:4'"),
+    "steps to profile": ("--sweep train.steps=2,4 --profile 3:4", "LAST <= train.steps = 2; given '3:4'"),
     "another run's folder": ("--sweep seed=1,2 --optimizer.lr 0.5", "optimizer.lr was 0.1, is 0.5"),
 }
 
@@ -121,6 +122,14 @@ def test_a_mistake_is_one_error_before_anything_runs(file, capsys, case):
     shown = capsys.readouterr()
     assert said in shown.err and shown.err.startswith("error: ") and shown.err.count("\n") == 1
     assert not shown.out and sorted(runs.rglob("*")) == before
+
+
+def test_a_process_of_a_cluster_starts_no_sweep(file, capsys, monkeypatch):
+    monkeypatch.setattr("jdp.core.distributed.find_cluster", lambda _: Cluster("Slurm", "host:1234", 4, 1))
+    assert main(["train", str(file), "--sweep", "seed=1,2"]) == 2
+    shown = capsys.readouterr()
+    assert "--sweep starts a process for each run" in shown.err and "given one of 4 processes" in shown.err
+    assert not shown.out and shown.err.count("\n") == 1
 
 
 def test_every_process_of_a_launched_run_brings_its_devices(file, tmp_path):

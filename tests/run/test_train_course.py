@@ -285,7 +285,7 @@ def test_the_lock_dies_with_its_process(file, capsys):
     command = [sys.executable, "-c", f"{hold}; input()", str(folder / LOCK)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout.readline() == b"held\n"
-        assert train(file)[0] == 2 and "has a run that goes on: two in one folder" in capsys.readouterr().err
+        assert train(file)[0] == 2 and "has a run that goes on: wait for its end" in capsys.readouterr().err
         assert [path.name for path in folder.iterdir()] == [LOCK]
         holder.kill()
     assert train(file, "--train.steps", "1")[0] == 0

@@ -110,7 +110,7 @@ def test_lora_fine_tunes_a_run_and_leaves_its_weights_alone(folder, tmp_path, ca
     capsys.readouterr()
     assert main(["train", str(file), *runs, *tune]) == 0
     said = capsys.readouterr().out
-    assert f"parameters from {tmp_path / 'kind'}, but for" in said and "start fresh" in said and "lora_a" in said
+    assert f"parameters from {tmp_path / 'kind'}, except" in said and "start fresh" in said and "lora_a" in said
     base, tuned = (weights(tmp_path / name) for name in ("kind", "tuned"))
     for path, value in base.items():
         np.testing.assert_array_equal(tuned[path], value, err_msg=path)

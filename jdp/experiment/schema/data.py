@@ -9,8 +9,8 @@ from jdp.experiment.schema.fields import Count, MaybeSource, Part, PathText, Sec
 
 
 class Ingredient(Section):
-    """[data.mixture.NAME]: one of several texts that training draws from; its held-out part is evaluated on its own
-    too, as eval_NAME."""
+    """[data.mixture.NAME]: one of several texts that training draws from; its held-out side is also evaluated on its
+    own, as eval_NAME."""
 
     source: Source
     """As data.source."""
@@ -56,7 +56,7 @@ class Data(Section):
     @model_validator(mode="before")
     @classmethod
     def _mixed_or_one(cls, table: Any) -> Any:
-        """A mixture takes the place of the source, so the source's default must not stand beside it."""
+        """Leave out the default source where there is a mixture, which replaces it."""
         if isinstance(table, Mapping) and table.get("mixture") and "source" not in table:
             return {**table, "source": None}
         return table
@@ -69,13 +69,13 @@ class Data(Section):
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Every source named, of the mixture too."""
-        given = [self.source, *(part.source for part in self.mixture.values())]
-        return tuple(word for one in given if one for word in ((one,) if isinstance(one, str) else one))
+        """Every source that is named, those of the mixture too."""
+        given = [self.source, *(text.source for text in self.mixture.values())]
+        return tuple(word for source in given if source for word in ((source,) if isinstance(source, str) else source))
 
 
 class EvalSet(Section):
-    """[eval.NAME]: a further data set to evaluate on, whole, beside the held-out part of [data]; its metrics are
+    """[eval.NAME]: a further data set to evaluate on, all of it, beside the held-out side of [data]; its metrics are
     eval_NAME_loss and so on."""
 
     source: Source

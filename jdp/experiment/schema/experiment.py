@@ -6,10 +6,10 @@ data.py       [data], [data.mixture.NAME], [eval.NAME]
 optimizer.py  [optimizer]
 train.py      [train], [sample]
 track.py      [track]
-here          the whole file, and the rules between its tables: each that is broken is one line (keys, rule, fix)
+this file     the whole file, and the rules between its tables: each that is broken is one line (keys, rule, fix)
 
-A constructor that returns has checked everything that can be checked without counting devices or reading data; what
-needs the count is in `jdp.experiment`, what needs the data in `jdp.experiment.data`.
+A constructor that returns has checked everything that can be checked without the number of devices or the data;
+`jdp.experiment.file` checks what needs the number, `jdp.experiment.data` what needs the data.
 """
 
 import math
@@ -19,10 +19,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
 
 from jdp.core.hints import nearest
-from jdp.core.sharding.mesh import DATA, REPLICA
-from jdp.core.toml import LONGEST, cut
+from jdp.core.sharding.mesh import DATA, REPLICA, check_axes
+from jdp.core.toml import cut
 from jdp.experiment.schema.data import Data, EvalSet, Ingredient
-from jdp.experiment.schema.fields import NONE, AxisSize, Rule, RunName, Section, named
+from jdp.experiment.schema.fields import NONE, Rule, RunName, Section, named
 from jdp.experiment.schema.model import AnyModel, Model, model_table
 from jdp.experiment.schema.optimizer import USED_BY, Optimizer, unused
 from jdp.experiment.schema.track import Track
@@ -53,7 +53,7 @@ OTHERS_KEYS = {
     "images": ("mixture", "tokenizer", "packing", "length", "size"),
     "features": ("mixture", "tokenizer", "packing", "length"),
 }
-"""kind -> the keys of [data] that only other kinds read."""
+"""Kind -> the keys of [data] that only other kinds read."""
 MOST_PARAMETERS = 2**50
 MOST_TRACED = 10_000
 ARRAYS = ".npz"
@@ -89,12 +89,12 @@ class Experiment(Section):
     """BatchNorm over the rows of all devices; false: each device's own, under manual partitioning."""
     devices: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Virtual CPU devices in this process, instead of what the machine has."""
-    mesh: dict[str, AxisSize] = Field(default={DATA: -1})
+    mesh: dict[str, int] = Field(default={DATA: -1})
     """Devices along an axis: data, replica (slow links, outermost), any others for the model, the last on the fastest
-    links. One may be -1, what the others leave; data is, when left out."""
+    links. One may be -1: what the others leave. Left out, data is -1."""
     rules: dict[str, Rule] = Field(default={})
-    """For the model's own axes: which dimension of the parameters of this path (`*` matches slashes too) lies over
-    which mesh axis, "" for none: ["", "model"]. The first pattern that matches counts."""
+    """For the model's own axes: the mesh axis that each dimension of the parameters of this path is sharded over (`*`
+    matches slashes too), "" for none: ["", "model"]. The first pattern that matches counts."""
     model: SerializeAsAny[Model]
     data: Annotated[Data, Field(validate_default=True)] = Data()
     eval: dict[str, EvalSet] = Field(default={})
@@ -107,16 +107,11 @@ class Experiment(Section):
     @field_validator("mesh")
     @classmethod
     def _complete_mesh(cls, mesh: dict[str, int]) -> dict[str, int]:
-        for axis in mesh:
-            if not axis.isidentifier() or axis == "devices" or len(axis) > LONGEST:
-                raise ValueError(f"has an axis {cut(repr(axis))}: an axis is named like a variable, and not `devices`")
-        if list(mesh.values()).count(-1) > 1:
-            raise ValueError("can have only one axis of size -1 (what the others leave)")
-        if DATA in mesh:
-            return mesh
-        added = {DATA: 1 if -1 in mesh.values() else -1}
-        outer = {REPLICA: mesh[REPLICA]} if REPLICA in mesh else {}
-        return {**outer, **added, **mesh}
+        if DATA not in mesh:
+            outer = {REPLICA: mesh[REPLICA]} if REPLICA in mesh else {}
+            mesh = {**outer, DATA: 1 if -1 in mesh.values() else -1, **mesh}
+        check_axes(mesh)
+        return mesh
 
     @field_validator("model", mode="before")
     @classmethod
@@ -139,13 +134,17 @@ class Experiment(Section):
 
     @property
     def eval_metrics(self) -> tuple[str, ...]:
-        """The metrics that an evaluation gives, such as "eval_loss"."""
-        return eval_metrics(self)
+        """Names of an evaluation's metrics: "eval_…" of the held-out data, "eval_NAME_…" of the held-out side of
+        [data.mixture.NAME] and of [eval.NAME]."""
+        names = ("loss", "bits_per_token") if self.kind == "text" else ("loss", "accuracy")
+        sets = ("eval", *(f"eval_{name}" for name in (*self.data.mixture, *self.eval)))
+        return tuple(f"{prefix}_{name}" for prefix in sets for name in names)
 
     @property
     def kind(self) -> Kind:
         """What the model learns from: "text", "images" or "features"."""
-        return kind_of(self)
+        config = self.model.config
+        return "text" if isinstance(config, GPTConfig) else "features" if isinstance(config, MLPConfig) else "images"
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -155,35 +154,22 @@ class Experiment(Section):
         return self
 
 
-def kind_of(experiment: "Experiment") -> Kind:
-    """What the model learns from."""
-    config = experiment.model.config
-    return "text" if isinstance(config, GPTConfig) else "features" if isinstance(config, MLPConfig) else "images"
-
-
-def eval_metrics(experiment: "Experiment") -> tuple[str, ...]:
-    """The metrics an evaluation gives: of the held-out data, of that of each text of a mixture, of each [eval.NAME]."""
-    own = ("loss", "bits_per_token") if kind_of(experiment) == "text" else ("loss", "accuracy")
-    sets = ("eval", *(f"eval_{name}" for name in (*experiment.data.mixture, *experiment.eval)))
-    return tuple(f"{prefix}_{name}" for prefix in sets for name in own)
-
-
-def disagreements(experiment: "Experiment") -> Iterator[str]:
-    """Every rule between keys that is broken."""
+def disagreements(experiment: Experiment) -> Iterator[str]:
+    """Yield a line for every rule between keys that is broken."""
     yield from _size(experiment)
     yield from _lengths(experiment)
     yield from unused(experiment.optimizer)
     yield from _data(experiment)
     yield from _metrics(experiment)
     yield from _rules(experiment)
-    if experiment.train.init_names != "jdp" and (experiment.train.init_from is None or kind_of(experiment) != "text"):
+    if experiment.train.init_names != "jdp" and (experiment.train.init_from is None or experiment.kind != "text"):
         yield "train.init_names is for a GPT's weights from a safetensors file, train.init_from: give one, or remove it"
-    if experiment.sample and kind_of(experiment) != "text":
+    if experiment.sample and experiment.kind != "text":
         yield f"[sample] is text written by a GPT; model.name = {experiment.model.name!r} writes none: remove the table"
 
 
-def _size(experiment: "Experiment") -> Iterator[str]:
-    """Models that no machine holds, or whose tracing does not end: tracing one would be the end of the process."""
+def _size(experiment: Experiment) -> Iterator[str]:
+    """Yield what is wrong with a model that no machine holds, or whose tracing would not end."""
     config, name = experiment.model.config, experiment.model.name
     if (count := parameter_lower_bound(config)) > MOST_PARAMETERS:
         power = int((count.bit_length() - 1) * math.log10(2))
@@ -194,8 +180,8 @@ def _size(experiment: "Experiment") -> Iterator[str]:
         yield f"{rule}; given {layers:,}{scanned}"
 
 
-def _lengths(experiment: "Experiment") -> Iterator[str]:
-    """Problems between the lengths that several tables state."""
+def _lengths(experiment: Experiment) -> Iterator[str]:
+    """Yield what is wrong between the lengths in several tables."""
     context = getattr(experiment.model, "context", math.inf)
     length, warmup, steps = experiment.data.length, experiment.optimizer.warmup_steps, experiment.train.steps
     if length > context:
@@ -204,11 +190,11 @@ def _lengths(experiment: "Experiment") -> Iterator[str]:
         yield f"optimizer.warmup_steps must be at most train.steps = {steps}; given {warmup}: lower it, or train longer"
 
 
-def _data(experiment: "Experiment") -> Iterator[str]:
-    """Problems between the model and its data that show without reading it."""
-    data, kind, name = experiment.data, kind_of(experiment), experiment.model.name
+def _data(experiment: Experiment) -> Iterator[str]:
+    """Yield what is wrong between the model and its data, as far as it shows without reading it."""
+    data, kind, name = experiment.data, experiment.kind, experiment.model.name
     for twice in sorted(data.mixture.keys() & experiment.eval.keys()):
-        yield f"eval.{twice} has the name of data.mixture.{twice}, whose held-out text is evaluated as that: rename one"
+        yield f"eval.{twice} and data.mixture.{twice} are both evaluated as eval_{twice}: rename one"
     if data.tokenizer == NONE and experiment.sample:
         yield '[sample] needs a tokenizer, and data.tokenizer is "none" (token ids): name the one that made them'
     tokens = any(source.endswith(ARRAYS) for source in data.sources)
@@ -219,9 +205,15 @@ def _data(experiment: "Experiment") -> Iterator[str]:
     if kind == "text" and tokens and (experiment.sample or len(data.sources) > 1):
         yield f"data.source is an {ARRAYS} of tokens: it stands alone, and [sample] needs text; remove one of them"
     fix, why = _TAKES[kind]
-    for key, sources in _sources(experiment):
-        for source in sources:
-            if _other_kind(source, kind):
+    tables = {
+        "data.source": data.source,
+        **{f"eval.{one}.source": table.source for one, table in experiment.eval.items()},
+    }
+    tables |= {f"data.mixture.{one}.source": text.source for one, text in data.mixture.items()}
+    other_words = {word for words in _WORDS.values() for word in words} - {*_WORDS[kind]}
+    for key, given in tables.items():
+        for source in (given,) if isinstance(given, str) else given or ():
+            if source in other_words:
                 yield f"{key} must fit model.name = {name!r}: {why}; given {cut(repr(source))}, which is not {fix}"
     for key in OTHERS_KEYS[kind]:
         default = Data.model_fields[key].default
@@ -230,21 +222,9 @@ def _data(experiment: "Experiment") -> Iterator[str]:
             yield f"data.{key} is not used by model.name = {name!r}, as {why}; given {given}: remove it"
 
 
-def _sources(experiment: "Experiment") -> Iterator[tuple[str, tuple[str, ...]]]:
-    yield "data.source", experiment.data.sources
-    for name, one in experiment.eval.items():
-        yield f"eval.{name}.source", (one.source,) if isinstance(one.source, str) else one.source
-
-
-def _other_kind(source: str, kind: Kind) -> bool:
-    """Whether a source says by its name that it is another kind of data."""
-    words = {word for one in _WORDS.values() for word in one} - {*_WORDS[kind]}
-    return source in words
-
-
-def _metrics(experiment: "Experiment") -> Iterator[str]:
-    """Metrics that are asked for and no evaluation gives."""
-    train, known = experiment.train, eval_metrics(experiment)
+def _metrics(experiment: Experiment) -> Iterator[str]:
+    """Yield what is wrong with metrics that are asked for and that no evaluation has."""
+    train, known = experiment.train, experiment.eval_metrics
     asked = {"stop_metric": train.stop_metric, "keep_best": train.keep_best if train.keep_best is not True else None}
     for key, metric in asked.items():
         if metric and metric not in known:
@@ -257,12 +237,15 @@ def _metrics(experiment: "Experiment") -> Iterator[str]:
         )
 
 
-def _rules(experiment: "Experiment") -> Iterator[str]:
-    """Rules that name an axis the mesh has not, or the one that only carries the batch."""
+def _rules(experiment: Experiment) -> Iterator[str]:
+    """Yield what is wrong with rules that name an axis that the mesh does not have, or `replica`."""
     for pattern, entries in experiment.rules.items():
         flat = {axis for entry in entries for axis in (entry if isinstance(entry, tuple) else (entry,)) if axis}
         for axis in sorted(flat - set(experiment.mesh)):
             axes = ", ".join(experiment.mesh)
             yield f'rules."{pattern}" must name axes of [mesh], which are {axes}; given {axis!r}: add it to [mesh]'
         if REPLICA in flat & set(experiment.mesh):
-            yield f'rules."{pattern}" names `replica`, which carries the batch only: use data, or an axis of the model'
+            yield (
+                f'rules."{pattern}" must name data or the model\'s own axes; given `replica`, which carries the batch '
+                "only: name another"
+            )

@@ -13,19 +13,19 @@ from jdp.core.toml import cut
 from jdp.core.user_path import user_path
 
 NONE = "none"
-"""How a file says None, which TOML cannot: `clip_norm = "none"`."""
+"""What stands for None, which TOML does not have: `clip_norm = "none"`."""
 
 ALL = "all"
-"""How a file says that nothing is left out: `eval_batches = "all"`."""
+"""What stands for no limit: `eval_batches = "all"`."""
 
 HUB = "hf:"
 _MOST_SINGLE, _LEAST_SINGLE = (2 - 2**-23) * 2.0**127, 2.0**-126
 _MOST_INT = 2**31 - 1
-"""What counters and sizes on devices hold: int32."""
+"""Largest int32: counters and sizes on devices are int32."""
 
 
 LONGEST_NAME = 200
-"""Characters of a run's name: file systems take 255 bytes, and a sweep puts its values behind it."""
+"""Most characters of a run's name: file systems take 255 bytes, and a sweep appends its values."""
 
 
 def _run_name(name: str) -> str:
@@ -41,7 +41,7 @@ def _run_name(name: str) -> str:
 
 
 def _path(path: str) -> str:
-    """Text that names a file or folder: one that there can be. A word, such as "stdlib", is a path too."""
+    """Return the path if a file or folder can have it; a word such as "stdlib" is a path too. Raises PathError."""
     user_path(path)
     return path
 
@@ -53,7 +53,7 @@ def _whole(value: int) -> int:
 
 
 def _single(value: float) -> float:
-    """A number that is still the same kind of number in the 32 bits that devices compute in."""
+    """Return the number if it is finite, non-zero and below 1 in float32 as it is in float64. Raises ValueError."""
     kept = struct.unpack("f", struct.pack("f", value))[0] if abs(value) <= _MOST_SINGLE else math.inf
     if math.isinf(kept) and math.isfinite(value):
         raise ValueError(f"must be a number of 32 bits, as devices compute, at most {_MOST_SINGLE:.4g}")
@@ -64,28 +64,23 @@ def _single(value: float) -> float:
     return value
 
 
-def _axis_size(size: int) -> int:
-    if size < 1 and size != -1:
-        raise ValueError("must be 1 or more, or -1 for what the other axes leave")
-    return size
+def _words(value: Any, rule: str) -> Any:
+    """Return text, a tuple of texts, or None. Raises ValueError with the rule for anything else."""
+    words = value if isinstance(value, list | tuple) else (value,)
+    if value is not None and not (words and all(isinstance(word, str) and word for word in words)):
+        raise ValueError(f"{rule}, or an array of them, as text in quotes")
+    return tuple(words) if isinstance(value, list | tuple) else value
 
 
 def _source(source: Any) -> Any:
-    words = source if isinstance(source, list | tuple) else (source,)
-    if source is not None and not (words and all(isinstance(word, str) and word for word in words)):
-        raise ValueError(
-            'must be "stdlib", a path or glob, "hf:NAME", for images "digits", or an array of them, as text in quotes'
-        )
-    for word in () if source is None else words:
+    source = _words(source, 'must be "stdlib", a path or glob, "hf:NAME", for images "digits"')
+    for word in (source,) if isinstance(source, str) else source or ():
         user_path(word.removeprefix(HUB))
-    return tuple(words) if isinstance(source, list | tuple) else source
+    return source
 
 
 def _patterns(patterns: Any) -> Any:
-    words = patterns if isinstance(patterns, list | tuple) else (patterns,)
-    if patterns is not None and not (words and all(isinstance(word, str) and word for word in words)):
-        raise ValueError('must be a path pattern, such as "*/lora_*", or an array of them, as text in quotes')
-    return tuple(words) if isinstance(patterns, list | tuple) else patterns
+    return _words(patterns, 'must be a path pattern, such as "*/lora_*"')
 
 
 def _batches(batches: Any) -> Any:
@@ -101,16 +96,16 @@ def _best(best: Any) -> Any:
 
 
 def _rule(entries: Any) -> Any:
-    """["", "model", ["data", "model"]] -> ("", "model", ("data", "model"))."""
+    """Return a rule as tuples: ["", "model", ["data", "model"]] is ("", "model", ("data", "model"))."""
     given = list(entries) if isinstance(entries, list | tuple) else [None]
-    made = tuple(tuple(entry) if isinstance(entry, list | tuple) else entry for entry in given)
-    for entry in made:
+    rule = tuple(tuple(entry) if isinstance(entry, list | tuple) else entry for entry in given)
+    for entry in rule:
         if not all(isinstance(axis, str) for axis in (entry if isinstance(entry, tuple) else (entry,))):
             raise ValueError(
                 'must be an array with a mesh axis for each dimension of the parameter, "" where it is not sharded, or '
                 'an array of axes, such as ["", "model"]'
             )
-    return made
+    return rule
 
 
 Whole = AfterValidator(_whole)
@@ -122,7 +117,6 @@ Part = Annotated[float, Field(gt=0, lt=1), Single]
 Decay = Annotated[float, Field(ge=0, lt=1), Single]
 PathText = Annotated[str, AfterValidator(_path)]
 RunName = Annotated[str, AfterValidator(_run_name)]
-AxisSize = Annotated[int, AfterValidator(_axis_size)]
 Source = Annotated[str | tuple[str, ...], PlainValidator(_source)]
 MaybeSource = Annotated[str | tuple[str, ...] | None, PlainValidator(_source)]
 Patterns = Annotated[str | tuple[str, ...] | None, PlainValidator(_patterns)]
@@ -141,7 +135,7 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _from_toml(cls, table: Any) -> Any:
-        """TOML has no null, and arrays where Python has tuples: read `"none"` as None where None may stand."""
+        """Read `"none"` as None where that is allowed, as TOML has no null; and arrays as tuples."""
         if not isinstance(table, Mapping):
             return table
         return {key: cls._value(key, value) for key, value in table.items()}
@@ -154,7 +148,15 @@ class Section(BaseModel):
 
 
 def named(kind: str, table: Mapping[str, Any]) -> None:
-    """Check the names of the tables in a table, such as [eval.NAME]. Raises ValueError."""
+    """Check the names of the tables in a table, such as [eval.NAME].
+
+    Args:
+        kind: what such a table is called in the message.
+        table: name -> table.
+
+    Raises:
+        ValueError: a name does not fit the name of a metric or folder.
+    """
     for name in table:
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", name):
             raise ValueError(

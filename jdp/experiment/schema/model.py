@@ -1,4 +1,4 @@
-"""The table [model]: a size by name, or what a folder of Hugging Face's says, with any field of it changed."""
+"""The table [model]: a size by name, or the config.json in a folder of Hugging Face's, with any field of it changed."""
 
 import dataclasses
 import functools
@@ -15,14 +15,22 @@ from jdp.models.gpt import GPTConfig
 from jdp.models.sizes import SIZES, ModelConfig
 
 HF = "hf:"
-"""Before a folder with the config.json of a GPT-2 or Llama, where the name of a size may stand."""
+"""Prefix of a folder with the config.json of a GPT-2 or Llama, in place of the name of a size."""
 
 
 def size_named(name: str) -> ModelConfig:
-    """What a model's fields are unless they are given. Raises ValueError: no such size, or no such folder."""
+    """Return the configuration that a name stands for.
+
+    Args:
+        name: of a size, or "hf:FOLDER".
+
+    Raises:
+        KeyError: there is no such size.
+        ValueError: there is no such folder, or no config.json of a GPT-2 or Llama in it.
+    """
     if not name.startswith(HF):
         return SIZES[name]
-    from jdp.checkpoint.safetensors import gpt_config_from_hf  # here: it brings Orbax, which takes a second
+    from jdp.checkpoint.safetensors import gpt_config_from_hf  # late: it imports Orbax, which takes a second
 
     return gpt_config_from_hf(name.removeprefix(HF))
 
@@ -53,20 +61,24 @@ class Model(Section):
 
     @model_validator(mode="after")
     def _obeys_its_own_rules(self) -> Self:
-        assert self.config  # the constructor checks, and its ValueError is the message
+        assert self.config  # the constructor checks; its ValueError is the message
         return self
 
 
 class AnyModel(Model):
-    """Stands in for a [model] whose name is missing or unknown, so that this is the only thing said about it."""
+    """A [model] whose name is missing or unknown: nothing else about it is reported."""
 
     model_config = ConfigDict(extra="allow")
 
 
 def model_table(name: object) -> type[Model] | None:
-    """The [model] table for the size `name`: its configuration's fields, with the size's values as the defaults.
+    """Return the schema of [model] for a size: its configuration's fields, with the size's values as the defaults.
 
-    None: there is no such size.
+    Args:
+        name: what stands at model.name.
+
+    Returns:
+        The schema; None if there is no such size.
     """
     try:
         size = size_named(name) if isinstance(name, str) else None
@@ -85,7 +97,7 @@ def _table(size: ModelConfig) -> type[Model]:
 
 
 def _limited(hint: Any) -> Any:
-    """A field's type, its numbers held to the 32 bits of devices."""
+    """Return a field's type with its numbers limited to the 32 bits of devices."""
     if hint in (int, float):
         return Annotated[hint, Whole if hint is int else Single]
     inner = typing.get_args(hint)

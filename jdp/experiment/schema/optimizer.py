@@ -18,7 +18,7 @@ USED_BY: dict[str, tuple[str, ...]] = {
     "rmsprop": ("b2", "eps", "momentum"),
     "adagrad": ("eps",),
 }
-"""optimizer -> the keys it reads; a key set for nothing would make the file say what the run does not do."""
+"""Optimizer -> the keys that it reads. Others are refused: the file would not describe the run."""
 
 
 class Optimizer(Section):
@@ -59,7 +59,7 @@ class Optimizer(Section):
 
 
 def unused(optimizer: Optimizer) -> Iterator[str]:
-    """Problems: keys set to something although this optimizer, schedule or scaling does not read them."""
+    """Yield a line for each key that is set although this optimizer, schedule or scaling does not read it."""
     for key in sorted({key for keys in USED_BY.values() for key in keys} - set(USED_BY[optimizer.name])):
         value, default = getattr(optimizer, key), Optimizer.model_fields[key].default
         if value != default:

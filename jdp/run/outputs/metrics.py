@@ -1,12 +1,12 @@
-"""Metrics of a run on disk: `metrics.jsonl` for programs, TensorBoard events for eyes; written by process 0 only.
+"""Metrics of a run on disk: `metrics.jsonl` for programs, TensorBoard events for people; written by process 0 only.
 
 `metrics.jsonl` has one JSON object a line: {"step": 10, "time": 1718000000.1, "loss": 2.3, ...}, flushed as written.
-JSON has no NaN and no infinity: such a value is null, and named beside: {"loss": null, "nonfinite": {"loss": "nan"}};
-`read` puts it back.
+JSON has no NaN and no infinity: such a value is null, and its text under "nonfinite", as in
+{"loss": null, "nonfinite": {"loss": "nan"}}; `read` restores it.
 
-A run that resumes from step s writes the steps after s again: `Metrics(folder, resumed_step=s)` first cuts off what
-an earlier, aborted process wrote for them, so no step is there twice. A last row half written is dropped, and said. A
-file that is damaged elsewhere is set aside, `metrics.jsonl.damaged`, and its good rows go on in a new one.
+A run that resumes from step s writes the steps after s again: `Metrics(folder, resumed_step=s)` first removes what an
+earlier, aborted process wrote for them, so no step is there twice. A half-written last row is dropped with a notice. A
+file that is damaged elsewhere is copied to `metrics.jsonl.damaged`, and its good rows stay.
 """
 
 import contextlib
@@ -38,9 +38,9 @@ class Metrics:
 
     Args:
         folder: the run's folder; must exist.
-        resumed_step: the step this process starts after (0: a fresh run); everything on disk for later ones is cut off.
-        trackers: get every row too, and are closed with the rest; where an exception leaves `with`, as failed, or with
-            the exit code it carries.
+        resumed_step: the step this process starts after (0: a new run); rows of later steps are removed.
+        trackers: also get every row, and are closed with the files; with exit code 1 if an exception leaves `with`, or
+            with the exit code of a SystemExit.
     """
 
     def __init__(self, folder: Path, *, resumed_step: int = 0, trackers: Sequence[BackgroundTracker] = ()) -> None:
@@ -84,8 +84,12 @@ class Metrics:
             tracker.write(step, scalars)
 
     def close(self, exit_code: int = 0) -> None:
-        """Close the files, and the trackers, which are told how the visit ended."""
-        with contextlib.ExitStack() as closing:  # all of them, also where the disk is full and each says so
+        """Close the files and the trackers.
+
+        Args:
+            exit_code: how the visit ended, for the trackers.
+        """
+        with contextlib.ExitStack() as closing:  # all of them, even if the disk is full and each raises
             for tracker in self._trackers:
                 closing.callback(tracker.close, exit_code)
             if self._speaks:
@@ -106,50 +110,52 @@ class Metrics:
         self._events.flush()
 
     def _hide_older_events_after(self, step: int) -> None:
-        """Tell a TensorBoard that is already open, and has read what we cut off, to forget it."""
+        """Make a TensorBoard that is open already forget the rows that were removed."""
         start = {"status": _message_types().SessionLog.START}
         self._events.write_event(self._event(wall_time=time.time(), step=step + 1, session_log=start))
         self._events.flush()
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl, non-finite values restored; what cannot be read is left out, and said unless it is a
-    last line half written."""
-    found = _Rows.of(file)
-    if found.damaged:
-        notice(f"{file}: {found.damaged} of {found.damaged + len(found.rows)} rows are damaged and left out")
+    """Return the rows of a metrics.jsonl, non-finite values restored.
+
+    Damaged rows are left out, with a notice unless it is a half-written last one.
+    """
+    stored = _Rows.of(file)
+    if stored.damaged:
+        notice(f"{file}: {stored.damaged} of {stored.damaged + len(stored.rows)} rows are damaged and left out")
     return [
         row | {name: float(word) for name, word in row.pop("nonfinite", {}).items()}
-        for row in map(json.loads, found.rows)
+        for row in map(json.loads, stored.rows)
     ]
 
 
 def json_safe(row: Mapping[str, Any]) -> dict[str, Any]:
-    """`row` without NaN and infinities: null instead, and their names and values under "nonfinite"."""
+    """Return a row with null for NaN and infinities, and their names and texts under "nonfinite"."""
     bad = {name: str(value) for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
     return {name: None if name in bad else value for name, value in row.items()} | ({"nonfinite": bad} if bad else {})
 
 
 def _message_types() -> Any:
-    """The module of tensorboardX's messages; protobuf makes its classes at import, so no checker knows them."""
+    """Return the module of tensorboardX's messages; protobuf makes its classes at import, so no checker knows them."""
     return importlib.import_module("tensorboardX.proto.event_pb2")
 
 
 def _scalar(name: str, value: Any) -> int | float:
     array = np.asarray(value)
     if array.ndim or (array.dtype.kind not in "biuf" and array.dtype.name != "bfloat16"):
-        raise ValueError(f"A metric is one number; {name} is {array.dtype}{list(array.shape)}.")
+        raise ValueError(f"A metric is one number; given {name}, {array.dtype}{list(array.shape)}: reduce it.")
     return float(array) if array.dtype.kind not in "biu" else int(array)
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """What a metrics.jsonl holds.
+    """The rows of a metrics.jsonl.
 
     Attributes:
-        rows: the good ones as they were written, each a line of JSON with a step, in their order.
-        damaged: how many others there are.
-        torn: whether it ends in a part of a row, as when its writer was killed.
+        rows: the good rows as they were written, each a line of JSON with a step, in their order.
+        damaged: number of the other lines.
+        torn: whether the file ends with a part of a row, as after its writer was killed.
     """
 
     rows: list[bytes]
@@ -159,14 +165,14 @@ class _Rows:
     @staticmethod
     def of(file: Path) -> "_Rows":
         *lines, last = file.read_bytes().split(b"\n")
-        found = [row for line in lines if line for row in _rows_in(line)]
-        end = last if last and _is_row(last) else None
-        rows = [row for row in found if row is not None] + ([] if end is None else [end])
-        return _Rows(rows, found.count(None), bool(last) and end is None)
+        rows = [row for line in lines if line for row in _rows_in(line)]
+        complete = _is_row(last)
+        good = [row for row in rows if row is not None] + ([last] if complete else [])
+        return _Rows(good, rows.count(None), bool(last) and not complete)
 
 
 def _rows_in(line: bytes) -> Iterator[bytes | None]:
-    """The row that a line is; None for what is none. A row torn by a killed writer may have the next one behind it."""
+    """Yield the rows in a line, None for what is no row: the row of a killed writer may be followed by the next."""
     if _is_row(line):
         yield line
         return
@@ -186,25 +192,25 @@ def _is_row(line: bytes) -> bool:
 
 
 def _cut_jsonl(file: Path, step: int) -> None:
-    """Keep the rows up to `step`. The new file replaces the old in one move: a crash here loses nothing."""
+    """Keep the rows up to `step`. The new file replaces the old one in one move: a crash here loses nothing."""
     if not file.exists():
         return
-    found = _Rows.of(file)
-    if found.damaged:
+    stored = _Rows.of(file)
+    if stored.damaged:
         aside = _set_aside(file, file.name)
         notice(
-            f"{file}: {found.damaged} of {found.damaged + len(found.rows)} rows are damaged; that file is now {aside}, "
-            "and the others go on in a new one"
+            f"{file}: {stored.damaged} of {stored.damaged + len(stored.rows)} rows are damaged; that file is now "
+            f"{aside}, and the others go on in a new one"
         )
-    elif found.torn:
+    elif stored.torn:
         notice(f"{file}: the last row was only half written, and is dropped")
     shorter = file.with_suffix(".jsonl.new")
-    shorter.write_bytes(b"".join(row + b"\n" for row in found.rows if json.loads(row)["step"] <= step))
+    shorter.write_bytes(b"".join(row + b"\n" for row in stored.rows if json.loads(row)["step"] <= step))
     shorter.replace(file)
 
 
 def _cut_events(file: Path, step: int) -> None:
-    """Keep an event file's records before its first one of a later step, or its incomplete last one."""
+    """Keep the records of an event file before the first one of a later step, or before an incomplete last one."""
     data, event = file.read_bytes(), _message_types().Event
     kept: list[bytes] = []
     whole, damaged = 0, False
@@ -233,7 +239,7 @@ def _cut_events(file: Path, step: int) -> None:
 
 
 def _set_aside(file: Path, name: str) -> str:
-    """Copy a damaged file to NAME.damaged, or the first such name that is free, and return that."""
+    """Copy a damaged file to NAME.damaged, or NAME.damaged-2 and so on, and return the copy's name."""
     number, aside = 1, file.with_name(f"{name}.damaged")
     while aside.exists():
         number += 1
@@ -247,8 +253,10 @@ _FRAME = 8 + 4 + 4  # length, its checksum, and after the data the data's checks
 
 
 def _records(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Where each complete record of a TFRecord file begins, and its data: u64 length, u32 checksum, data, u32 checksum,
-    little-endian. What is damaged between two is passed over."""
+    """Yield the offset and data of each complete record of a TFRecord file; damage between two is skipped.
+
+    A record is u64 length, u32 checksum of it, data, u32 checksum of it, little-endian.
+    """
     at = 0
     while at + _FRAME <= len(data):
         (length,) = struct.unpack_from("<Q", data, at)
@@ -262,7 +270,7 @@ def _records(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _is_header(header: bytes) -> bool:
-    """Whether these 12 bytes are a record's length and the right checksum of it."""
+    """Return True if these 12 bytes are a record's length and its checksum."""
     from tensorboardX.crc32c import crc32c
 
     if len(header) < 12 or not any(header):
@@ -271,6 +279,6 @@ def _is_header(header: bytes) -> bool:
     return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF) == header[8:]
 
 
-def _is_torn(rest: bytes) -> bool:
-    """Whether it is nothing, or the beginning of one record."""
-    return len(rest) < 12 or _is_header(rest[:12])
+def _is_torn(data: bytes) -> bool:
+    """Return True if the data is empty, or the beginning of one record."""
+    return len(data) < 12 or _is_header(data[:12])

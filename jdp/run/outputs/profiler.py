@@ -1,8 +1,8 @@
 """A trace of some of a run's steps, for TensorBoard's profiler (XProf) and Perfetto: `jdp train FILE --profile 10:13`.
 
-Of process 0, whose devices do what all others do. Tracing starts when everything before the first step is done and
-stops when the last step's state is there, so the trace holds these steps and nothing else. `with` around the loop stops
-it also when the run ends earlier, by a signal or an error.
+Only process 0 traces; its devices do what all others do. Tracing starts when everything before the first step is done
+and stops when the last step's state is ready, so the trace has these steps and nothing else. `with` around the loop
+also stops it when the run ends earlier, by a signal or an error.
 """
 
 import re
@@ -13,29 +13,34 @@ from typing import Any, Self
 import jax
 
 from jdp.core.formatting import format_bytes
+from jdp.core.toml import cut
 from jdp.run.outputs.terminal import Display
 
 FOLDER = "profile"
 
 
 def profiled_steps(text: str | None, of: int) -> range | None:
-    """What `--profile` says: "10:13" is the steps 10, 11, 12 and 13, "10" is step 10; None is none.
+    """Parse `--profile`.
 
     Args:
+        text: "10:13" for the steps 10, 11, 12 and 13, "10" for step 10; None for none.
         of: steps of the run.
 
     Raises:
-        ValueError: it says something else, or the run does not have these steps.
+        ValueError: the text is something else, or the run does not have these steps.
     """
     if text is None:
         return None
-    found = re.fullmatch(r"\s*(\d{1,18})\s*(?::\s*(\d{1,18})\s*)?", text)
-    if found is None:
-        raise ValueError(f"--profile takes FIRST:LAST, such as 10:13, or one step; got {text!r}")
-    first = int(found[1])
-    last = int(found[2] or first)
+    match = re.fullmatch(r"\s*(\d{1,18})\s*(?::\s*(\d{1,18})\s*)?", text)
+    if match is None:
+        raise ValueError(f"--profile takes FIRST:LAST, or one step; given {cut(repr(text))}: write it like 10:13")
+    first = int(match[1])
+    last = int(match[2] or first)
     if not 1 <= first <= last <= of:
-        raise ValueError(f"--profile takes FIRST:LAST with 1 <= FIRST <= LAST <= train.steps = {of}; got {text!r}")
+        raise ValueError(
+            f"--profile takes FIRST:LAST with 1 <= FIRST <= LAST <= train.steps = {of}; given {text!r}: name steps of "
+            "the run"
+        )
     return range(first, last + 1)
 
 
@@ -43,9 +48,9 @@ class Profile:
     """Traces `steps` of a visit into RUN/profile; the loop calls `begin` before and `end` after every step.
 
     Args:
-        steps: both ends included; None traces nothing. Steps that an earlier visit did are left out, and that is said.
+        steps: the steps to trace; None: none. Steps of earlier visits are left out; if none is left, that is displayed.
         folder: the run's folder.
-        display: says where the trace is.
+        display: shows where the trace is.
         done: steps done before this visit.
     """
 
@@ -61,7 +66,7 @@ class Profile:
             self._left = range(0)
 
     def begin(self, step: int, state: Any) -> bool:
-        """Before `step` is queued; whether tracing starts here, so that the time until now was lost to the step."""
+        """Call before `step` is queued. Returns True if tracing starts here, which waited for the steps before."""
         starts = step in self._left and not self._running
         if starts:
             jax.block_until_ready(state)
@@ -73,7 +78,7 @@ class Profile:
         return starts
 
     def end(self, step: int, state: Any) -> bool:
-        """After `step` is queued; whether tracing ended here, which took time too."""
+        """Call after `step` is queued. Returns True if tracing ended here, which waited for the step."""
         if not self._running:
             return False
         self._close_annotation()

@@ -14,12 +14,12 @@ from jdp.core.formatting import format_rate
 
 
 class Display:
-    """Shows the steps of a run.
+    """Shows the progress of a run.
 
     Args:
         steps: optimizer steps in the whole run.
-        done: steps done before, when the run resumes.
-        to_stderr: leave stdout alone (`--json`).
+        done: steps done before this visit.
+        to_stderr: print on stderr, as stdout is for one JSON object (`--json`).
     """
 
     def __init__(self, steps: int, *, done: int = 0, to_stderr: bool = False) -> None:
@@ -45,14 +45,14 @@ class Display:
             self._bar.stop()
 
     def step(self, step: int) -> None:
-        """A step is done (or under way on the device): move the bar. Reads nothing from the device."""
+        """Move the bar to a step that is done, or queued on the devices. Reads nothing from them."""
         if self._started is None:  # the first step of a process compiles; the pace is measured after it
             self._started = (step, time.monotonic())
         if self._bar:
             self._bar.update(self._task, completed=step)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Show metrics: loss, lr, tokens_per_second, and any others, in the order given."""
+        """Show metrics, such as loss, lr and tokens_per_second, in the order given."""
         shown = "  ".join([*(_shown(name, value) for name, value in values.items()), *self._time_to_go(step)])
         if self._bar:
             self._bar.update(self._task, completed=step, shown=shown)
@@ -60,7 +60,7 @@ class Display:
             self.say(f"step {step:>{len(str(self._steps))}}/{self._steps}  {shown}")
 
     def say(self, text: str) -> None:
-        """A line of its own, above the bar."""
+        """Print a line, above the bar."""
         if self._speaks:
             self._console.print(text, markup=False)
 
@@ -73,10 +73,10 @@ class Display:
 
 
 def clock(seconds: float) -> str:
-    """75 -> "1:15"; 3700 -> "1:01:40"."""
-    minutes, rest = divmod(round(seconds), 60)
+    """Return seconds as a clock shows them: 75 is "1:15", 3700 is "1:01:40"."""
+    minutes, whole_seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{hours}:{minutes:02}:{whole_seconds:02}" if hours else f"{minutes}:{whole_seconds:02}"
 
 
 def _shown(name: str, value: float) -> str:

@@ -1,9 +1,9 @@
 """Weights & Biases and MLflow, for those who use them: a copy of what `metrics.py` writes into the run's own folder.
 
-Which run over there is this one stands in the folder's trackers.json, so a run that resumes goes on in the same curves.
-A tracker is asked to start before the first step, and what goes wrong then is an error; later it only gets rows, on a
-thread of its own: a slow network holds up no step, and a tracker that fails is said once, while the run goes on with
-its local files. Both packages are imported only when asked for.
+The folder's trackers.json has the tracker's name for this run, so a run that resumes continues the same curves. A
+tracker starts before the first step, and a failure then is an error. Later it only gets rows, on a thread of its own: a
+slow network delays no step, and a failure is reported once, while the run goes on with its local files. Both packages
+are imported only if they are asked for.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from jdp.core.notices import notice
 
 FILE = "trackers.json"
 WAITING_ROWS = 10_000
-"""Rows that may wait for a slow tracker; one that is further behind has failed."""
+"""Rows that may wait for a slow tracker; with more it has failed."""
 CLOSE_SECONDS = 60.0
-"""How long the end of a run waits for what is still to be sent."""
+"""How long the end of a run waits for rows that are still to be sent."""
 _MLFLOW_STATUS = {0: "FINISHED", 75: "KILLED", 130: "KILLED"}  # 75 and 130: stopped by a signal, to be resumed
 _MLFLOW_BATCH, _MLFLOW_LENGTH = 100, 6000  # parameters a request, characters a value: limits of MLflow's servers
 
@@ -37,20 +37,24 @@ class Tracker(Protocol):
     id: str
 
     def write(self, step: int, now: float, values: Mapping[str, float]) -> None:
-        """One row: steps done, Unix time in seconds, name -> value."""
+        """Take one row: steps done, Unix time in seconds, name -> value."""
         ...
 
     def close(self, exit_code: int) -> None:
-        """The end of this visit; `exit_code` is 0 when all went well."""
+        """End this visit; `exit_code` is 0 if it succeeded."""
         ...
 
 
 def check_installed(**wanted: str | None) -> None:
-    """Say before anything is computed that a package is missing: wandb=..., mlflow=..., None for one not asked for.
+    """Check that the trackers' packages are installed; only process 0 needs them.
 
-    Only process 0 needs them. Raises ValueError.
+    Args:
+        wanted: wandb="PROJECT", mlflow="EXPERIMENT"; None for one that is not asked for.
+
+    Raises:
+        ValueError: a package is missing.
     """
-    for name in [name for name, where in wanted.items() if where is not None and jax.process_index() == 0]:
+    for name in [name for name, project in wanted.items() if project is not None and jax.process_index() == 0]:
         spec = find_spec(name)
         if spec is None or spec.origin is None:  # W&B's own folder `wandb` beside the program is no package
             raise ValueError(
@@ -61,28 +65,30 @@ def check_installed(**wanted: str | None) -> None:
 def start(
     folder: Path, config: Mapping[str, Any], *, resumed_step: int = 0, **wanted: str | None
 ) -> list[BackgroundTracker]:
-    """Start the trackers asked for, or go on in their runs. On processes other than 0 there are none.
+    """Start the trackers, or continue their runs. On processes other than 0 there are none.
 
     Args:
         folder: the run's folder; its name is the run's.
         config: the resolved experiment, nested tables of plain values.
         resumed_step: the step this visit starts after.
-        wanted: wandb="PROJECT" or "ENTITY/PROJECT", mlflow="EXPERIMENT"; None for one not asked for.
+        wanted: wandb="PROJECT" or "ENTITY/PROJECT", mlflow="EXPERIMENT"; None for one that is not asked for.
 
     Raises:
-        ValueError: a tracker did not start. One that knows the run from an earlier visit is done without, and said.
+        ValueError: a tracker did not start. If it has the run from an earlier visit, this is a notice instead.
     """
     started: list[BackgroundTracker] = []
     if jax.process_index() != 0:
         return started
     known = _read_ids(folder)
-    for name, where in wanted.items():
-        key = f"{name}:{where}"
+    for name, project in wanted.items():
+        key = f"{name}:{project}"
         try:
-            if where is not None:
-                tracker = _KINDS[name](folder, where, config, known.get(key))
+            if project is not None:
+                tracker = _KINDS[name](folder, project, config, known.get(key))
                 known[key] = tracker.id
-                _write_ids(folder, known)
+                fresh = folder / f"{FILE}.new"
+                fresh.write_text(json.dumps(known) + "\n", encoding="utf-8")
+                fresh.replace(folder / FILE)
                 started.append(BackgroundTracker(name, tracker, folder))
         except Exception as error:
             if key in known and resumed_step:
@@ -90,12 +96,20 @@ def start(
                 continue
             for tracker in started:
                 tracker.close(1)
-            raise ValueError(f"track.{name} = {where!r} did not start: {_first_line(error)} ({_HELP[name]})") from error
+            raise ValueError(
+                f"track.{name} = {project!r} did not start: {_first_line(error)} ({_HELP[name]})"
+            ) from error
     return started
 
 
 class BackgroundTracker:
-    """A tracker on a thread of its own; whatever it raises ends the tracking, not the run."""
+    """A tracker on a thread of its own; an exception of its ends the tracking, not the run.
+
+    Args:
+        name: "wandb" or "mlflow".
+        tracker: one that has started.
+        folder: the run's.
+    """
 
     def __init__(self, name: str, tracker: Tracker, folder: Path) -> None:
         self._name, self._tracker, self._folder = name, tracker, folder
@@ -105,7 +119,7 @@ class BackgroundTracker:
         self._thread.start()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Hand a row over; returns at once."""
+        """Queue a row; returns at once."""
         try:
             if not self._failed:
                 self._rows.put_nowait((step, time.time(), dict(values)))
@@ -113,7 +127,7 @@ class BackgroundTracker:
             self._fail(f"{WAITING_ROWS} rows behind")
 
     def close(self, exit_code: int = 0) -> None:
-        """Send the rest, for `CLOSE_SECONDS` at most, and end this visit over there."""
+        """Send the queued rows, for `CLOSE_SECONDS` at most, and end this visit in the tracker."""
         self._exit_code = exit_code
         if self._failed:
             return
@@ -144,7 +158,7 @@ class BackgroundTracker:
 class WandB:
     """A run of Weights & Biases, its files in the run's folder.
 
-    W&B takes steps in rising order only: after a resume it ignores the steps that it has seen, as they are the same.
+    W&B takes steps in rising order only: after a resume it ignores the steps that it has, whose rows are the same.
     """
 
     def __init__(self, folder: Path, project: str, config: Mapping[str, Any], known: str | None) -> None:
@@ -174,7 +188,7 @@ class WandB:
 class MLflow:
     """A run of MLflow, in the store that MLFLOW_TRACKING_URI names.
 
-    MLflow keeps a step that comes twice twice, so after a resume each metric goes on after the last step it has.
+    MLflow keeps both rows of a step that comes twice, so after a resume each metric continues after its last step.
     """
 
     def __init__(self, folder: Path, experiment: str, config: Mapping[str, Any], known: str | None) -> None:
@@ -188,8 +202,8 @@ class MLflow:
             for name in self._client.get_run(known).data.metrics:
                 self._last[name] = max(point.step for point in self._client.get_metric_history(known, name))
             return
-        found = self._client.get_experiment_by_name(experiment)
-        group = found.experiment_id if found else self._client.create_experiment(experiment)
+        existing = self._client.get_experiment_by_name(experiment)
+        group = existing.experiment_id if existing else self._client.create_experiment(experiment)
         self.id = self._client.create_run(group, run_name=folder.name).info.run_id
         self._log_config(config)
 
@@ -218,7 +232,7 @@ _HELP = {
 
 
 def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted key -> value. MLflow's names take letters, digits and _-./: only; a pattern's `*` becomes `_`."""
+    """Yield dotted keys and values. MLflow's names take letters, digits and _-./: only; a pattern's `*` becomes `_`."""
     for key, value in table.items():
         name = prefix + "".join(c if c.isalnum() or c in "_-. /:" else "_" for c in str(key))
         if isinstance(value, Mapping):
@@ -237,12 +251,6 @@ def _read_ids(folder: Path) -> dict[str, str]:
         return ids
     notice(f"{file} cannot be read: the trackers start new runs")
     return {}
-
-
-def _write_ids(folder: Path, ids: Mapping[str, str]) -> None:
-    fresh = folder / f"{FILE}.new"
-    fresh.write_text(json.dumps(ids) + "\n", encoding="utf-8")
-    fresh.replace(folder / FILE)
 
 
 def _first_line(error: Exception) -> str:

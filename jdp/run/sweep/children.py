@@ -1,7 +1,7 @@
-"""A run as a process of its own: what it leaves in memory, on devices or in caches, and how it dies, is its own affair.
+"""A run of a sweep as a process of its own: memory, devices and crashes of one run do not affect the next.
 
-It gets a process group of its own, so that Ctrl-C reaches it once, through us: a second one means "at once, without
-saving". What it says on stderr is passed on, and its last line kept: it says why a run failed.
+It gets a process group of its own, so that Ctrl-C reaches it once, through the sweep: a second one means "at once,
+without saving". Its stderr is passed on, and the last line kept as the reason why it failed.
 """
 
 import os
@@ -25,8 +25,8 @@ class Children:
     """Starts runs, one at a time; in `with`, SIGINT and SIGTERM are passed on to the one that runs, and end the sweep.
 
     Args:
-        command: what to start for a run.
-        quiet: the runs' stdout goes to stderr, as ours is kept for one JSON object.
+        command: returns the command line of a run.
+        quiet: send the runs' stdout to stderr, as the sweep's own is for one JSON object.
     """
 
     def __init__(self, command: Callable[[Member], Sequence[str]], *, quiet: bool) -> None:
@@ -45,7 +45,7 @@ class Children:
             signal.signal(number, handler)
 
     def start(self, member: Member) -> Ended:
-        """Run one to its end."""
+        """Run a member to its end."""
         if self._heard is not None:  # between two runs
             return Ended(EXIT_CODES[self._heard])
         self._process = subprocess.Popen(
@@ -73,7 +73,7 @@ class Children:
 
 
 class _Tail:
-    """Passes a stream on to our stderr, on a thread: a grandchild may hold it open after its writer has ended."""
+    """Passes a stream on to stderr, on a thread: a grandchild may keep it open after its writer has ended."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream, self._kept = stream, b""

@@ -1,8 +1,8 @@
 """The runs of a sweep: `optimizer.lr=1e-4,3e-4` and `seed=1:3` make six.
 
-A list has commas between; one that stands in quotes or brackets belongs to its value. `a:b` and `a:b:step` are whole
+Values are separated by commas; a comma in quotes or brackets belongs to its value. `a:b` and `a:b:step` are whole
 numbers, both ends included, as in `--profile 10:13`. Several sweeps make a grid, the last key changing fastest. A run
-is NAME-KEY=VALUE-KEY=VALUE: its name says what is special about it, and finds its folder again.
+is called NAME-KEY=VALUE-KEY=VALUE, and so is its folder.
 """
 
 import hashlib
@@ -17,11 +17,10 @@ from jdp.experiment.schema.experiment import Experiment
 from jdp.run.folder import check_same
 
 LONGEST_NAME = 160
-"""Characters of a run's name; file systems take 255 bytes, and others put something behind it."""
+"""Most characters of a run's name: file systems take 255 bytes, and names of files in it begin with it."""
 MOST = 1000
-"""Runs in all; more are a slip of the pen, as in seed=1:1000000000."""
+"""Most runs in all: more are a typing mistake, as in seed=1:1000000000."""
 _RANGE = re.compile(r"(-?\d{1,300}):(-?\d{1,300})(?::(-?\d{1,300}))?")
-_NAMED_BY_FLAGS = {"name": "the sweep names its runs itself"}
 
 
 @dataclass(frozen=True)
@@ -42,43 +41,43 @@ class Member:
 
 
 def members(file: Path, sweeps: Sequence[str], overrides: Mapping[str, str]) -> list[Member]:
-    """The runs, in order, each validated.
+    """Return the runs in order, each validated.
 
     Args:
-        file: the experiment.
+        file: the experiment's.
         sweeps: "KEY=VALUES" each.
         overrides: dotted key -> text, the same for all runs.
 
     Raises:
-        ExperimentError: a sweep is not understood, a key is unknown, a value does not fit its key, two runs would
-            be the same, or there are more than `MOST`.
+        ExperimentError: a sweep cannot be parsed, a key is unknown, a value does not fit its key, two runs would be
+            the same, or there are more than `MOST`.
     """
     axes = dict(_axes(sweeps))
     for key in axes.keys() & overrides.keys():
         raise ExperimentError(f"--sweep {key} and --{key} {overrides[key]} exclude each other: remove one")
-    found: list[Member] = []
+    runs: list[Member] = []
     for combination in itertools.product(*axes.values()):
         values = dict(zip(axes, combination, strict=True))
         experiment = load(file, {**overrides, **values})
         name = member_name(experiment.name, values)
-        found.append(Member(experiment.name, name, values, experiment.model_copy(update={"name": name})))
-    _check_different(found)
-    return found
+        runs.append(Member(experiment.name, name, values, experiment.model_copy(update={"name": name})))
+    _check_different(runs)
+    return runs
 
 
-def check(found: Sequence[Member], runs: Path, *, processes: int = 1, devices: int | None = None) -> None:
-    """Hold every run against the devices, and against the folder it will have.
+def check(sweep: Sequence[Member], runs: Path, *, processes: int = 1, devices: int | None = None) -> None:
+    """Compare every run with the devices, and with what is in its folder.
 
     Args:
-        found: the runs.
+        sweep: the runs.
         runs: the folder that holds them.
-        processes: how many a run is made of.
-        devices: how many all of them have, for a run that does not ask for `devices`; None: not known.
+        processes: processes of a run.
+        devices: devices of all of them, for a run that does not set `devices`; None: not known.
 
     Raises:
-        ExperimentError: the first thing wrong, before anything runs.
+        ExperimentError: the first problem.
     """
-    for member in found:
+    for member in sweep:
         asked = member.experiment.devices
         count = asked * processes if asked is not None else devices
         try:
@@ -90,50 +89,60 @@ def check(found: Sequence[Member], runs: Path, *, processes: int = 1, devices: i
 
 
 def member_name(name: str, values: Mapping[str, str]) -> str:
-    """ "quick", {"seed": "1"} -> "quick-seed=1". What a folder's name cannot hold is replaced, and a short hash of the
-    value keeps the names of different values different."""
-    whole = "-".join([name, *(f"{key}={_word(value)}" for key, value in values.items())])
-    return whole if len(whole) <= LONGEST_NAME else f"{whole[: LONGEST_NAME - 9]}-{_hash(whole)}"
+    """Return the name of a run and of its folder: "quick", {"seed": "1"} is "quick-seed=1".
 
+    Characters that a folder's name cannot have are replaced, and a short hash keeps the names of different values
+    different.
 
-def _word(value: str) -> str:
-    word = re.sub(r"[^A-Za-z0-9._-]+", "_", value)
-    return word if word == value else f"{word.strip('_')}.{_hash(value)}"
+    Args:
+        name: the experiment's.
+        values: swept key -> value, as text.
+    """
 
+    def short_hash(text: str) -> str:
+        return hashlib.sha256(text.encode()).hexdigest()[:8]
 
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:8]
+    def word(value: str) -> str:
+        safe = re.sub(r"[^A-Za-z0-9._-]+", "_", value)
+        return safe if safe == value else f"{safe.strip('_')}.{short_hash(value)}"
+
+    full = "-".join([name, *(f"{key}={word(value)}" for key, value in values.items())])
+    return full if len(full) <= LONGEST_NAME else f"{full[: LONGEST_NAME - 9]}-{short_hash(full)}"
 
 
 def _axes(sweeps: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Key and values of each sweep. Raises ExperimentError."""
+    """Yield the key and values of each sweep. Raises ExperimentError."""
     seen: set[str] = set()
     runs = 1
     for text in sweeps:
-        key, equals, listed = (part.strip() for part in text.partition("="))
+        key, equals, listed = (word.strip() for word in text.partition("="))
         key = key.removeprefix("--")
         items = _split(listed)
-        runs *= sum(_count(key, item) for item in items)  # before a range becomes a list that no memory holds
+        ranges = [_range(key, item) for item in items]
+        # Counted before a range becomes a list that does not fit into memory; `len` takes no range of 2**63 and more.
+        runs *= sum(1 if r is None else (r.stop - r.start + r.step - 1) // r.step for r in ranges)
         if runs > MOST:
             raise ExperimentError(
                 f"--sweep makes at most {MOST:,} runs in all; with {text} they are {runs:,}: give fewer"
             )
-        values = [value for item in items for value in _expanded(key, item)]
+        values = [
+            value for item, r in zip(items, ranges, strict=True) for value in ([item] if r is None else map(str, r))
+        ]
         if not equals or not key or "" in values:
-            raise ExperimentError(f"--sweep takes KEY=VALUE,VALUE,… or KEY=FIRST:LAST; got {text!r}")
-        if key in _NAMED_BY_FLAGS:
-            raise ExperimentError(f"--sweep {key} is not possible: {_NAMED_BY_FLAGS[key]}")
+            raise ExperimentError(f"--sweep takes KEY=VALUE,VALUE,… or KEY=FIRST:LAST; given {text!r}: fix it")
+        if key == "name":
+            raise ExperimentError("--sweep takes any key but name: the sweep names its runs itself; sweep another")
         if key in seen:
             raise ExperimentError(f"--sweep {key} is given twice: write all of its values in one, with commas between")
         twice = next((value for value in values if values.count(value) > 1), None)
         if twice is not None:
-            raise ExperimentError(f"--sweep {key} has the value {twice} twice")
+            raise ExperimentError(f"--sweep {key} has the value {twice} twice: remove one")
         seen.add(key)
         yield key, values
 
 
 def _split(text: str) -> list[str]:
-    """Part at the commas that stand outside of quotes and brackets."""
+    """Split at the commas outside of quotes and brackets."""
     items, depth, quote = [""], 0, ""
     for letter in text:
         if quote:
@@ -149,45 +158,30 @@ def _split(text: str) -> list[str]:
     return [item.strip() for item in items]
 
 
-def _expanded(key: str, item: str) -> list[str]:
-    """ "1:4" -> 1, 2, 3, 4; "0:10:5" -> 0, 5, 10; anything else is itself."""
-    bounds = _bounds(key, item)
-    if bounds is None:
-        return [item]
-    first, last, step = bounds
-    return [str(number) for number in range(first, last + 1, step)]
-
-
-def _count(key: str, item: str) -> int:
-    """How many values `_expanded` gives. (Python's `len` takes no range of 2**63 and more.)"""
-    bounds = _bounds(key, item)
-    return 1 if bounds is None else (bounds[1] - bounds[0]) // bounds[2] + 1
-
-
-def _bounds(key: str, item: str) -> tuple[int, int, int] | None:
-    """First, last and step of a range; None for anything else."""
-    found = _RANGE.fullmatch(item)
-    if found is None:
+def _range(key: str, item: str) -> range | None:
+    """Return the numbers of "1:4" or "0:10:5", both ends included; None for anything else. Raises ExperimentError."""
+    match = _RANGE.fullmatch(item)
+    if match is None:
         return None
-    first, last, step = int(found[1]), int(found[2]), int(found[3] or 1)
+    first, last, step = int(match[1]), int(match[2]), int(match[3] or 1)
     if step < 1 or last < first:
         raise ExperimentError(
             f"--sweep {key}: a range is FIRST:LAST or FIRST:LAST:STEP, from the smaller to the larger number, "
-            f"both included; got {item}"
+            f"both included; given {item}: swap its ends, or make the step 1 or more"
         )
-    return first, last, step
+    return range(first, last + 1, step)
 
 
-def _check_different(found: Sequence[Member]) -> None:
-    """Values that are written differently may mean the same: 1e-4 and 0.0001."""
+def _check_different(runs: Sequence[Member]) -> None:
+    """Raise ExperimentError for runs that are the same, as values written differently may be: 1e-4 and 0.0001."""
     names: set[str] = set()
     meanings: dict[str, Mapping[str, str]] = {}
-    for member in found:
+    for member in runs:
         meaning = to_toml(member.experiment.model_copy(update={"name": "any"}))
         first = meanings.setdefault(meaning, member.values)
         if first is not member.values:
-            parts = [f"{key}={first[key]} and {key}={now}" for key, now in member.values.items() if first[key] != now]
-            raise ExperimentError(f"--sweep gives the same run twice: {', '.join(parts)}")
+            equal = [f"{key}={first[key]} and {key}={now}" for key, now in member.values.items() if first[key] != now]
+            raise ExperimentError(f"--sweep gives the same run twice: {', '.join(equal)}; remove one")
         if member.name in names:
             raise ExperimentError(f"--sweep gives two runs the name {member.name}: choose another `name`")
         names.add(member.name)

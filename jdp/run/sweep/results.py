@@ -1,4 +1,4 @@
-"""What came of a sweep: the runs with the best first, as a table for people and as one object for programs.
+"""The results of a sweep, the best run first, as a table for people and as one object for programs.
 
 Best is by the experiment's own `train.stop_metric`, the loss on held-out data unless it says otherwise: an accuracy is
 better when it is higher, anything else when it is lower. Runs that have no such number come after those that do.
@@ -16,18 +16,21 @@ from jdp.run.sweep.walk import DONE, FAILED, Result
 
 
 def ranked(results: Sequence[Result]) -> list[Result]:
-    """The results, best first; what has no score keeps its order: done, failed, stopped, not run."""
-    scored = [result for result in results if score(result) is not None]
-    rest = [result for result in results if score(result) is None]
+    """Return the results, best first; those without a score are last: done, failed, stopped and not run."""
     order = {DONE: 0, FAILED: 1}
-    return [
-        *sorted(scored, key=lambda result: -(score(result) or 0.0)),
-        *sorted(rest, key=lambda r: order.get(r.status, 2)),
-    ]
+
+    def key(result: Result) -> tuple[bool, float]:
+        value = score(result)
+        return (True, order.get(result.status, 2)) if value is None else (False, -value)
+
+    return sorted(results, key=key)
 
 
 def score(result: Result) -> float | None:
-    """How good: higher is better. None for a run that is not done, or whose number is missing or not finite."""
+    """Return a number that is higher for better runs.
+
+    None for a run that is not done, or whose metric is missing or not finite.
+    """
     metric = result.member.experiment.train.stop_metric
     summary = result.summary or {}
     value = summary.get(f"final_{metric}", summary.get("eval_sets", {}).get(metric))
@@ -37,18 +40,36 @@ def score(result: Result) -> float | None:
 
 
 def as_json(name: str, results: Sequence[Result]) -> dict[str, Any]:
-    """One object: the runs, best first, and the name of the best, null where no run has a score."""
+    """Return one object: the runs, best first, and the name of the best, null if no run has a score."""
     order = ranked(results)
     return {
         "name": name,
         "metric": order[0].member.experiment.train.stop_metric,
         "best": order[0].member.name if score(order[0]) is not None else None,
-        "runs": [_run(result) for result in order],
+        "runs": [
+            {
+                "name": result.member.name,
+                "values": dict(result.member.values),
+                "status": result.status,
+                **({"error": result.error, "exit_code": result.exit_code} if result.status == FAILED else {}),
+                "summary": result.summary,
+            }
+            for result in order
+        ],
     }
 
 
 def record(name: str, results: Sequence[Result], runs: Path) -> Path:
-    """Write the object to RUN_DIR/NAME.sweep.json, in one move. Raises ExperimentError where that cannot be."""
+    """Write the object to RUN_DIR/NAME.sweep.json, in one move.
+
+    Args:
+        name: of the sweep.
+        results: of all its runs.
+        runs: the folder that holds the runs.
+
+    Raises:
+        ExperimentError: the file cannot be written.
+    """
     file = runs / f"{name}.sweep.json"
     fresh = file.with_name(f"{file.name}.new")
     try:
@@ -60,23 +81,19 @@ def record(name: str, results: Sequence[Result], runs: Path) -> Path:
 
 
 def failures(results: Sequence[Result]) -> list[str]:
-    """A line for each run that failed, and why."""
+    """Return a line for each run that failed, with its error."""
     return [f"{result.member.name}: {result.error}" for result in results if result.status == FAILED]
 
 
 def table(results: Sequence[Result]) -> tuple[list[str], list[list[str]]]:
-    """Headers, and a row for each run, best first."""
+    """Return the headers, and a row for each run, best first."""
     order = ranked(results)
     keys = list(order[0].member.values)
-    metrics = [metric for metric in _metrics(order) if any(metric in (result.summary or {}) for result in order)]
+    by = f"final_{order[0].member.experiment.train.stop_metric}"  # first what the runs are ranked by
+    columns = dict.fromkeys((by, "final_eval_loss", "final_eval_accuracy", "final_loss"))
+    metrics = [metric for metric in columns if any(metric in (result.summary or {}) for result in order)]
     headers = ["run", *keys, *(metric.removeprefix("final_") for metric in metrics), "steps", "speed", "status"]
     return headers, [_row(result, keys, metrics) for result in order]
-
-
-def _metrics(results: Sequence[Result]) -> list[str]:
-    """Columns: what the runs are ranked by, then the other numbers of the end that all evaluations have."""
-    by = f"final_{results[0].member.experiment.train.stop_metric}"
-    return list(dict.fromkeys((by, "final_eval_loss", "final_eval_accuracy", "final_loss")))
 
 
 def _row(result: Result, keys: Sequence[str], metrics: Sequence[str]) -> list[str]:
@@ -95,9 +112,3 @@ def _row(result: Result, keys: Sequence[str], metrics: Sequence[str]) -> list[st
 
 def _number(value: Any, form: str) -> str:
     return form.format(value) if isinstance(value, int | float) else "-"
-
-
-def _run(result: Result) -> dict[str, Any]:
-    said = {"error": result.error, "exit_code": result.exit_code} if result.status == FAILED else {}
-    values = {"name": result.member.name, "values": dict(result.member.values), "status": result.status}
-    return values | said | {"summary": result.summary}

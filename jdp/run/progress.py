@@ -1,0 +1,127 @@
+"""How far a run is, and the record of it that each checkpoint keeps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from jdp.checkpoint import CheckpointError
+from jdp.experiment.schema.experiment import Experiment
+from jdp.run.evaluation import Best, Row
+
+_SAVED = ("done", "skipped", "loss", "evals", "evaluated", "fingerprint")
+
+
+@dataclass
+class Progress:
+    """How far a run is. The first eight are saved with each checkpoint.
+
+    Attributes:
+        done: batches consumed.
+        skipped: of these, steps skipped because of gradients that were not finite.
+        loss: at the last row of metrics, in nats.
+        evals: the metrics of the last evaluation.
+        evaluated: the step of that evaluation.
+        fingerprint: of the data.
+        watched: the best evaluation by `train.stop_metric`, for early stopping.
+        kept: the best one with a checkpoint, by `train.keep_best`; None: none is kept.
+        resumed_from: batches consumed before this visit.
+        seconds: duration of this visit's loop.
+        waited, steady_seconds, steady_units: seconds that this visit's steps waited for data, their duration, and their
+            tokens or examples; compilation and evaluation are left out.
+        skips_in_a_row, skips_seen: skipped steps up to the last one whose metrics were read.
+    """
+
+    done: int = 0
+    skipped: int = 0
+    loss: float | None = None
+    evals: Row = field(default_factory=dict[str, float])
+    evaluated: int = 0
+    fingerprint: str = ""
+    watched: Best = field(default_factory=lambda: Best("eval_loss"))
+    kept: Best | None = None
+    resumed_from: int = 0
+    seconds: float = 0.0
+    waited: float = 0.0
+    steady_seconds: float = 0.0
+    steady_units: int = 0
+    skips_in_a_row: int = 0
+    skips_seen: int = 0
+
+    def stops_early(self, experiment: Experiment) -> bool:
+        """Return True if `train.stop_after` evaluations have passed without improvement."""
+        return 0 < experiment.train.stop_after <= self.watched.waiting
+
+    def finished(self, experiment: Experiment) -> bool:
+        """Return True if all steps are done, or the run stops early."""
+        return self.done >= experiment.train.steps or self.stops_early(experiment)
+
+    def record(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps, null in place of NaN and infinities."""
+        kept = {name: getattr(self, name) for name in _SAVED}
+        kept["loss"], kept["evals"] = finite(self.loss), {name: finite(value) for name, value in self.evals.items()}
+        return {**kept, "watched": asdict(self.watched), "kept": asdict(self.kept) if self.kept else None}
+
+    @staticmethod
+    def of(experiment: Experiment, record: dict[str, Any]) -> Progress:
+        """Return the progress that `record` was made of; `{}` is a run that has not begun."""
+        settings = experiment.train
+        known = {name.name for name in fields(Progress)}
+        progress = Progress(**{name: value for name, value in record.items() if name in known})
+        progress.watched = Best.resumed(settings.stop_metric, record.get("watched"))
+        progress.kept = Best.resumed(settings.best_metric, record.get("kept")) if settings.best_metric else None
+        evals: dict[str, float | None] = record.get("evals", {})
+        progress.evals = {name: math.nan if value is None else value for name, value in evals.items()}
+        progress.resumed_from = progress.done
+        return progress
+
+
+_NUMBER, _COUNT = (int, float), (int,)
+_KINDS = {"done": _COUNT, "skipped": _COUNT, "evaluated": _COUNT, "loss": (*_NUMBER, type(None)), "fingerprint": (str,)}
+_BEST = {"metric": (str,), "value": (*_NUMBER, type(None)), "step": _COUNT, "waiting": _COUNT}
+
+
+def check_record(record: dict[str, Any], folder: Path) -> None:
+    """Check that a checkpoint's record is what `Progress.record` makes of a run at this step.
+
+    Args:
+        record: the JSON object of a checkpoint.
+        folder: the checkpoint's, named by its step.
+
+    Raises:
+        CheckpointError: the record has other keys, types, or another step.
+    """
+    evals, bests = record.get("evals"), {name: record.get(name) for name in ("watched", "kept")}
+    problem = _first_problem(record, _KINDS, "")
+    numbers = isinstance(evals, dict) and not _first_problem(evals, dict.fromkeys(evals, (*_NUMBER, type(None))), "")
+    if not problem and not numbers:
+        problem = f"evals is {evals!r}"
+    for name, best in bests.items():
+        known = {**_BEST, "to_beat": _BEST["value"]} if isinstance(best, dict) and "to_beat" in best else _BEST
+        if not problem and best is not None:
+            fits = isinstance(best, dict) and best.keys() <= known.keys()
+            problem = _first_problem(best, known, f"{name}.") if fits else f"{name} is {best!r}"
+    if not problem and record["done"] != int(folder.name):
+        problem = f"done is {record['done']}"
+    if problem:
+        raise CheckpointError(
+            f"{folder / 'record'} is damaged, or not that of a run of jdp train: {problem}. Move {folder} away: the "
+            "run then resumes from the checkpoint before, or starts afresh where there is none."
+        )
+
+
+def _first_problem(table: dict[str, Any], kinds: dict[str, tuple[type, ...]], prefix: str) -> str:
+    """Return the first of these keys that is missing or of another type, in words; "" if there is none."""
+    for name, kind in kinds.items():
+        if name not in table:
+            return f"{prefix}{name} is missing"
+        if not isinstance(table[name], kind) or isinstance(table[name], bool):
+            return f"{prefix}{name} is {table[name]!r}"
+    return ""
+
+
+def finite(value: float | None) -> float | None:
+    """Return the value, or None (JSON's null) if it is not finite."""
+    return None if value is None or not math.isfinite(value) else value

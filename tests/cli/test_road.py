@@ -1,0 +1,25 @@
+"""`jdp train FILE` reads through six packages, one way down: who follows it from `cli/train.py` enters no other."""
+
+import ast
+from pathlib import Path
+
+import jdp
+
+PACKAGE = Path(jdp.__file__).parent
+ROAD = ["cli/main.py", "cli/train.py", "cli/train_options.py", "cli/options.py"]
+PACKAGES = {"cli", "run", "experiment", "checkpoint", "data", "core"}
+"""Models and their FLOPs are behind `jdp.experiment.assembly.Assembly`."""
+
+
+def entered(file):
+    """The packages of jdp that a file imports from, at the top or inside a function."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        yield from (name.split(".")[1] for name in names if name.startswith("jdp."))
+
+
+def test_the_training_of_a_file_enters_six_packages():
+    files = [PACKAGE / name for name in ROAD]
+    files += [file for folder in ("run", "run/outputs") for file in (PACKAGE / folder).glob("*.py")]
+    assert {name for file in files for name in entered(file)} == PACKAGES
