@@ -12,23 +12,23 @@ from typing import Annotated
 import tyro
 
 from jdp.cli import sweep, train_options
-from jdp.cli.options import UsageError, cut, parse, parse_with_overrides
+from jdp.cli.options import UsageError, parse, parse_with_overrides
 
 
 @dataclass(frozen=True)
 class Options:
     """Runs an experiment, or a Python program that calls jdp.initialize(), as several processes on this machine.
 
-    What stands after -- is one of
+    After -- comes one of
 
     FILE.toml [options and overrides of `jdp train`];
     PROGRAM.py [its arguments], run by the Python that runs jdp;
     -m MODULE [its arguments], likewise;
     COMMAND [its arguments], such as python PROGRAM.py: anything on the PATH.
 
-    Each line of output bears the number of its process: [0] ... When a process fails, the others are ended, and which
-    one failed first, and how, is said last; the exit code is that process's. Ctrl-C and SIGTERM are passed on. With
-    --sweep among the options of `jdp train`, each of its runs is launched so, one after another.
+    Each line of output begins with the number of its process: [0] ... When a process fails, the others are ended, and
+    the last line says which one failed first, and how; the exit code is that process's. Ctrl-C and SIGTERM are passed
+    on. With --sweep among the options of `jdp train`, its runs are launched one after another.
     """
 
     processes: Annotated[int, tyro.conf.arg(aliases=("-n",), metavar="N")]
@@ -43,39 +43,44 @@ class Options:
 
 
 def run(arguments: list[str]) -> int:
-    own, dashes, command = cut(arguments, "--")
+    """Split the command's own options from what to launch, and launch it. Raises UsageError."""
+    dashes = arguments.index("--") if "--" in arguments else len(arguments)
+    own, command = arguments[:dashes], arguments[dashes + 1 :]
     if not command and not {"-h", "--help"} & set(own):
-        given = "nothing comes after --" if dashes else "there is no --"
-        raise UsageError(f"what to launch stands after --, but {given}: write jdp launch -n 2 -- FILE …")
+        given = "nothing after --" if "--" in arguments else "no --"
+        raise UsageError(f"what to launch comes after --; given {given}: write jdp launch -n 2 -- FILE …")
     return _launch(parse(Options, "launch", own), command)
 
 
 def _launch(options: Options, command: list[str]) -> int:
-    """`jdp launch`: check what can be checked once, here, then start the processes."""
+    """Check what can be checked once, in this process, then start the processes. Raises UsageError."""
     from jdp.core.machine import visible_gpus
     from jdp.launch.local import launch as start
 
     if options.processes < 1:
-        raise UsageError(f"jdp launch starts 1 or more processes; got -n {options.processes}")
+        raise UsageError(f"-n must be 1 or more processes; given {options.processes}: raise it")
     environment = dict(os.environ)
-    command = [_at_home(command[0]), *command[1:]]
-    if (whole := _program(command)) is not None:
+    command = [_expand_home(command[0]), *command[1:]]
+    if (started := _program(command)) is not None:
         if options.run_dir is not None:
-            raise UsageError("--run-dir is for experiments: give a program its options after it")
-        _check_there(whole)
+            raise UsageError("--run-dir is for experiments; given a program: give it its options after its name")
+        _check_exists(started)
     else:
         added = ["--json"] if options.json else []
-        added += [f"--run-dir={_at_home(str(options.run_dir))}"] if options.run_dir is not None else []
+        added += [f"--run-dir={_expand_home(str(options.run_dir))}"] if options.run_dir is not None else []
         given, overrides = parse_with_overrides(train_options.Options, "train", [*command, *added])
         if given.sweep:
-            return sweep.run(given, overrides, _again(options), processes=options.processes)
+            count = options.devices_per_process
+            more = [] if count is None else [f"--devices-per-process={count}"]
+            each = [sys.executable, "-m", "jdp", "launch", f"-n={options.processes}", *more, "--"]  # a cluster a run
+            return sweep.run(given, overrides, each, processes=options.processes)
         if options.devices_per_process is not None and not visible_gpus(environment):
             added += [f"--devices={options.devices_per_process}"]
         if _check_before_launch([*command, *added], options.processes):
             environment["JAX_PLATFORMS"] = "cpu"
-        whole = [sys.executable, "-m", "jdp", "train", *command, *added]
+        started = [sys.executable, "-m", "jdp", "train", *command, *added]
     return start(
-        whole,
+        started,
         options.processes,
         devices_per_process=options.devices_per_process,
         clean_stdout=options.json or "--json" in command,
@@ -84,7 +89,7 @@ def _launch(options: Options, command: list[str]) -> int:
 
 
 def _program(command: list[str]) -> list[str] | None:
-    """The whole command of a program; None for an experiment, whose options may come before its file."""
+    """Return the command line of a program; None for an experiment, whose options may come before its file."""
     word = command[0]
     if word == "-m":
         return [sys.executable, *command]
@@ -97,42 +102,39 @@ def _program(command: list[str]) -> list[str] | None:
     return command
 
 
-def _check_there(whole: list[str]) -> None:
-    """Say once, instead of in every process, that there is no such program. Raises UsageError."""
-    program, *rest = whole
+def _check_exists(command: list[str]) -> None:
+    """Raise UsageError once, instead of in every process, if there is no such program."""
+    program, *arguments = command
     if program != sys.executable:
         if shutil.which(program) is None:
             kinds = "an experiment FILE.toml, a PROGRAM.py, -m MODULE, or a command on the PATH"
-            raise UsageError(f"there is no file and no command {program!r}; after -- stands {kinds}")
-    elif rest[:1] == ["-m"]:
-        if not rest[1:] or rest[1].startswith("-"):
-            raise UsageError("-m needs a module: jdp launch -n 2 -- -m PACKAGE [its arguments]")
-        top = rest[1].partition(".")[0]
+            raise UsageError(f"after -- comes {kinds}; there is no file and no command {program!r}: fix its name")
+    elif arguments[:1] == ["-m"]:
+        if not arguments[1:] or arguments[1].startswith("-"):
+            raise UsageError("-m needs a module; given none: write jdp launch -n 2 -- -m PACKAGE [its arguments]")
+        module = arguments[1]
+        top = module.partition(".")[0]
         if not top.isidentifier() or not (
             PathFinder.find_spec(top, [str(Path.cwd())]) or importlib.util.find_spec(top)
         ):
-            raise UsageError(f"there is no module {rest[1]!r}, neither in {Path.cwd()} nor installed for {program}")
-    elif rest and rest[0].endswith(".py") and not Path(rest[0]).is_file():
-        raise UsageError(f"there is no program {rest[0]}, seen from {Path.cwd()}")
+            raise UsageError(
+                f"there is no module {module!r}, neither in {Path.cwd()} nor installed for {program}: fix its name, or "
+                "install it"
+            )
+    elif arguments and arguments[0].endswith(".py") and not Path(arguments[0]).is_file():
+        raise UsageError(f"there is no program {arguments[0]}, seen from {Path.cwd()}: fix its path")
 
 
-def _at_home(word: str) -> str:
-    """A path that starts with ~, as a shell would have it."""
+def _expand_home(word: str) -> str:
+    """Return a path with ~ resolved, as by a shell. Raises UsageError."""
     try:
         return str(Path(word).expanduser()) if word.startswith("~") else word
     except RuntimeError:
-        raise UsageError(f"there is no home folder {Path(word).parts[0]}, in {word}") from None
-
-
-def _again(options: Options) -> list[str]:
-    """The command that launches one run of a sweep, up to its FILE: each is a cluster of its own."""
-    devices = options.devices_per_process
-    more = [] if devices is None else [f"--devices-per-process={devices}"]
-    return [sys.executable, "-m", "jdp", "launch", f"-n={options.processes}", *more, "--"]
+        raise UsageError(f"there is no home folder {Path(word).parts[0]}, in {word}: write the folder") from None
 
 
 def _check_before_launch(arguments: list[str], processes: int) -> bool:
-    """Say a mistake in the experiment once, instead of in every process; whether it asks for virtual CPU devices."""
+    """Report a mistake in the experiment once, instead of in every process; return True if it sets `devices`."""
     from jdp.experiment.file import check_for_devices, load
     from jdp.run.outputs.profiler import profiled_steps
 

@@ -1,11 +1,17 @@
-"""The command line: finds the command and runs it; what a command does is in `jdp.commands`.
+"""The command line: find the command, run it, and turn what goes wrong into a message and an exit code.
 
-tyro reads a command's typed options; `--a.b value`, anything else that starts with two dashes, is an override of the
-experiment file. Exit codes: 0 done; 1 the answer is no (`verify`, `prove`); 2 a user's mistake, with `error: ...` on
-stderr; 70 a fault of the program, with its traceback, or of another process, with a line; 130 stopped by Ctrl-C; what
-else a command exits with by itself (75: preempted, try again).
+| exit code | meaning                                                                                             |
+|-----------|-----------------------------------------------------------------------------------------------------|
+| 0         | done                                                                                                |
+| 1         | the answer is no: `verify`, `prove`; or a run of a sweep failed                                     |
+| 2         | a user's mistake: `error: …` on stderr                                                              |
+| 70        | a fault of the program: its traceback on stderr; or another process of the run left: a line there   |
+| 75        | preempted (SIGTERM), after saving: run again                                                        |
+| 130       | stopped by Ctrl-C, after saving                                                                     |
+| 141       | whoever read stdout has left, as `head` does                                                        |
 
-JAX is imported late, inside the commands, so that help and mistakes in options answer at once.
+tyro parses a command's typed options; anything else that starts with two dashes, `--a.b value`, is an override of the
+experiment file. JAX is imported late, inside the commands, so that help and mistakes in options answer at once.
 """
 
 import contextlib
@@ -25,44 +31,53 @@ from jdp.core.hints import nearest
 from jdp.core.toml import cut
 
 USER_ERROR, SOFTWARE_ERROR, INTERRUPTED, READER_LEFT = 2, 70, 130, 141
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _MOST_LINES, _LONGEST_LINE = 20, 1000
 COMMANDS = {"train": train, "plan": plan, "verify": verify, "prove": prove, "launch": launch}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code. In a cluster, a failure ends the process here instead (see `_leave`)."""
+    """Run one command and return the exit code (see the table above).
+
+    In a cluster, a failure ends this process at once instead: others may wait for it.
+
+    Args:
+        arguments: without the program's name; None: those of the process.
+    """
     _open_closed_streams()
     try:
         code = _run(list(sys.argv[1:] if arguments is None else arguments))
-        sys.stdout.flush()  # here, where what goes wrong can be said
+        sys.stdout.flush()  # now, while an error can still be reported
         return _leave(code)
-    except SystemExit as left:  # tyro after --help or an error; a run that chose its exit code
-        if isinstance(left.code, str):
-            print(left.code, file=sys.stderr)
-        return _leave(1 if isinstance(left.code, str) else left.code or 0)
+    except SystemExit as exiting:  # tyro after --help or an error; a run that chose its exit code
+        if isinstance(exiting.code, str):
+            print(exiting.code, file=sys.stderr)
+        return _leave(1 if isinstance(exiting.code, str) else exiting.code or 0)
     except KeyboardInterrupt:
         return _leave(INTERRUPTED)
-    except BrokenPipeError:  # whoever read our output has left, as `head` does
+    except BrokenPipeError:
         _drop_stdout()
         return _leave(READER_LEFT)
     except Exception as error:
         if _is_lost_peer(error):
-            print(f"{_who()}another process of this run left; its message is above, or in its log", file=sys.stderr)
+            print(f"{_prefix()}another process of this run left; its message is above, or in its log", file=sys.stderr)
             return _leave(SOFTWARE_ERROR, lost_peer=True)
-        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+        if isinstance(error, OSError) and error.errno in _DISK_FULL:
             _drop_stdout()
-            what = f"{error.filename} cannot be written" if error.filename else "the output cannot be written"
-            print(f"{_who()}error: {what}: {error.strerror}", file=sys.stderr)
+            file = error.filename or "the output"
+            print(f"{_prefix()}error: {file} cannot be written: {error.strerror}", file=sys.stderr)
             return _leave(USER_ERROR)
-        mistake = _is_users_mistake(error)
-        print(f"{_who()}error: {_said(error)}" if mistake else f"{_who()}{traceback.format_exc()}", file=sys.stderr)
-        return _leave(USER_ERROR if mistake else SOFTWARE_ERROR)
+        is_mistake = _is_users_mistake(error)
+        message = f"error: {_printable(error)}" if is_mistake else traceback.format_exc()
+        print(f"{_prefix()}{message}", file=sys.stderr)
+        return _leave(USER_ERROR if is_mistake else SOFTWARE_ERROR)
 
 
 def _open_closed_streams() -> None:
-    """Where the caller closed stdout or stderr (`>&-`), write to nothing: Python has None there, and the next file that
-    is opened would take its number."""
+    """Open stdout and stderr on /dev/null where the caller closed them (`>&-`).
+
+    Python has None there, and the next file that is opened would get the stream's number.
+    """
     for number, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:
             opened = os.open(os.devnull, os.O_WRONLY)
@@ -71,8 +86,8 @@ def _open_closed_streams() -> None:
 
 
 def _drop_stdout() -> None:
-    """What is still to be written to stdout cannot be: Python must not try again when it exits."""
-    with contextlib.suppress(OSError, ValueError):  # a stream in memory has no number
+    """Discard what is still to be written to stdout, so that Python does not try again when it exits."""
+    with contextlib.suppress(OSError, ValueError):  # a stream in memory has no file descriptor
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -91,22 +106,26 @@ def _run(arguments: list[str]) -> int:
     return COMMANDS[name].run(arguments[1:])
 
 
-def _said(error: Exception) -> str:
-    """An error's message as a terminal may show it: what it repeats of a file or a name can hold anything."""
+def _printable(error: Exception) -> str:
+    """Return an error's message for a terminal: control characters escaped, long lines and long lists cut.
+
+    A message may repeat text of a file or a name, which can have any characters.
+    """
+
+    def escaped(letter: str) -> str:
+        return letter if letter.isprintable() or letter == "\t" else repr(letter)[1:-1]
+
     lines = str(error).split("\n")
-    shown = ["".join(map(_shown, cut(line, _LONGEST_LINE))) for line in lines[:_MOST_LINES]]
-    rest = [f"  … and {len(lines) - _MOST_LINES:,} more lines"] if len(lines) > _MOST_LINES else []
-    return "\n".join([*shown, *rest])
-
-
-def _shown(letter: str) -> str:
-    return letter if letter.isprintable() or letter == "\t" else repr(letter)[1:-1]
+    shown = ["".join(map(escaped, cut(line, _LONGEST_LINE))) for line in lines[:_MOST_LINES]]
+    more = [f"  … and {len(lines) - _MOST_LINES:,} more lines"] if len(lines) > _MOST_LINES else []
+    return "\n".join([*shown, *more])
 
 
 def _is_users_mistake(error: Exception) -> bool:
-    """Whether jdp itself raised this ValueError: its house rule is `ValueError` for users, `assert` for its own faults.
+    """Return True for a ValueError that jdp's own code raised: by jdp's convention, those are users' mistakes.
 
-    One that Python or another library raised, even below jdp, is a fault of the program and keeps its traceback.
+    A ValueError from Python or another library, even if jdp called it, is a fault of the program, which keeps its
+    traceback; so is an AssertionError.
     """
     if not isinstance(error, ValueError):
         return False
@@ -116,20 +135,20 @@ def _is_users_mistake(error: Exception) -> bool:
 
 
 def _is_lost_peer(error: Exception) -> bool:
-    """Whether JAX, in a cluster, says that it was another process that ended: its reason is there, not here."""
+    """Return True if this error is JAX's, in a cluster, about another process that ended."""
     distributed = sys.modules.get("jdp.core.distributed")
     return distributed is not None and distributed.is_lost_peer(error)
 
 
 def _leave(code: int, *, lost_peer: bool = False) -> int:
-    """After a failure in a cluster, end the process at once; else hand the code on."""
+    """Return the code; after a failure in a cluster, end the process with it at once."""
     if code and (distributed := sys.modules.get("jdp.core.distributed")):
         distributed.leave_after_failure(code, lost_peer=lost_peer)
     return code
 
 
-def _who() -> str:
-    """Which process of the cluster speaks; empty outside of one."""
+def _prefix() -> str:
+    """Return what a message of this process begins with in a cluster: "process 0 of 2: "; "" outside of one."""
     distributed = sys.modules.get("jdp.core.distributed")
     joined = distributed.joined_as() if distributed else None
     return f"process {joined[0]} of {joined[1]}: " if joined else ""

@@ -6,7 +6,7 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,56 +18,74 @@ from jdp.core.user_path import user_path
 
 
 class UsageError(ValueError):
-    """The command line itself is wrong."""
+    """A mistake on the command line itself."""
 
 
 def parse(options: type[Any], name: str, arguments: list[str]) -> Any:
-    """Read typed options; tyro says what is wrong and exits with 2."""
-    found = tyro.cli(options, prog=f"jdp {name}", args=arguments, config=(tyro.conf.FlagCreatePairsOff,))
-    return dataclasses.replace(found, **dict(_paths(found)))
+    """Parse a command's options; `~` in paths is resolved. tyro reports a mistake and exits with 2.
 
+    Args:
+        options: the command's dataclass.
+        name: the command's.
+        arguments: without the command's name.
 
-def _paths(found: Any) -> Iterator[tuple[str, Path]]:
-    """The options that are paths, `~` filled in. Raises UsageError."""
-    for field in dataclasses.fields(found):
-        value = getattr(found, field.name)
+    Raises:
+        UsageError: a path that the file system cannot have.
+    """
+    parsed = tyro.cli(options, prog=f"jdp {name}", args=arguments, config=(tyro.conf.FlagCreatePairsOff,))
+    paths: dict[str, Path] = {}
+    for field in dataclasses.fields(parsed):
+        value = getattr(parsed, field.name)
         if isinstance(value, Path):
             try:
-                yield field.name, user_path(value)
+                paths[field.name] = user_path(value)
             except ValueError as error:
                 flag = "FILE" if field.name == "file" else f"--{field.name.replace('_', '-')}"
                 raise UsageError(f"{flag}: {error}") from None
+    return dataclasses.replace(parsed, **paths)
 
 
 def parse_with_overrides(options: type[Any], name: str, arguments: list[str]) -> tuple[Any, dict[str, str]]:
-    """The options of a command that takes an experiment, and the overrides of the experiment's keys."""
+    """Parse the options of a command that takes an experiment, and the overrides of the experiment's keys.
+
+    Args:
+        options, name, arguments: as for `parse`.
+
+    Returns:
+        The options, and dotted key -> text.
+
+    Raises:
+        UsageError: a mistake in an override, or a path that the file system cannot have.
+    """
     if {"-h", "--help"} & set(arguments):
         _help_with_keys(options, name)
         raise SystemExit(0)
-    own, overrides = split_overrides(arguments, flags(options))
+    flags = ["--help", *(f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(options))]
+    own, overrides = split_overrides(arguments, flags)
     return parse(options, name, own), overrides
 
 
 def split_overrides(arguments: Sequence[str], own: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Part `--a.b value` and `--a.b=value` from a command's own arguments.
+    """Split `--a.b value` and `--a.b=value` from a command's own arguments.
 
     Args:
         arguments: as on the command line.
         own: the command's own flags, such as "--run-dir".
 
     Returns:
-        The own arguments in their order, and dotted key -> text. A value may start with a dash (`--mesh.data -1`).
+        The command's own arguments in their order, and dotted key -> text. A value may start with a dash
+        (`--mesh.data -1`).
 
     Raises:
         UsageError: an override has no value or is given twice, or a flag looks like one of `own` misspelt.
     """
-    rest: list[str] = []
+    kept: list[str] = []
     overrides: dict[str, str] = {}
     words = iter(arguments)
     for word in words:
         flag, equals, value = word.partition("=")
         if not flag.startswith("--") or flag.replace("_", "-") in own:
-            rest.append(word)
+            kept.append(word)
             continue
         key = flag.removeprefix("--")
         if "." not in key and (hint := nearest(flag, own, cutoff=0.8)):
@@ -76,24 +94,14 @@ def split_overrides(arguments: Sequence[str], own: Sequence[str]) -> tuple[list[
         if value is None or (not equals and value.startswith("--")):
             raise UsageError(f"{flag} needs a value: {flag} VALUE, or {flag}=VALUE")
         if key in overrides:
-            raise UsageError(f"{flag} is given twice: {overrides[key]} and {value}")
+            raise UsageError(f"{flag} is given twice: {overrides[key]} and {value}; remove one")
         overrides[key] = value
-    return rest, overrides
-
-
-def flags(options: type[Any]) -> list[str]:
-    return ["--help", *(f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(options))]
-
-
-def cut(words: list[str], at: str) -> tuple[list[str], bool, list[str]]:
-    """The words before the first `at`, whether there is one, and the words after it."""
-    where = words.index(at) if at in words else len(words)
-    return words[:where], at in words, words[where + 1 :]
+    return kept, overrides
 
 
 @contextlib.contextmanager
 def stdout_to_stderr() -> Generator[None]:
-    """Send to stderr what anyone writes to stdout: also what C++ writes there, as Gloo does when it connects."""
+    """Send to stderr what is written to stdout, by C++ too, as by Gloo when it connects."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -106,7 +114,7 @@ def stdout_to_stderr() -> Generator[None]:
 
 
 def _help_with_keys(options: type[Any], name: str) -> None:
-    """tyro's help of the options, then every key of an experiment."""
+    """Print tyro's help of the options, then every key of an experiment."""
     from jdp.experiment.file import describe
 
     with contextlib.suppress(SystemExit):
@@ -121,40 +129,66 @@ def _help_with_keys(options: type[Any], name: str) -> None:
 
 
 def words(text: str, flag: str) -> list[str]:
-    """ "zero1, zero3" -> ["zero1", "zero3"]. Raises UsageError when nothing or something twice is given."""
-    found = [word.strip() for word in text.split(",") if word.strip()]
-    if not found or len(set(found)) != len(found):
-        raise UsageError(f"{flag} takes different words with commas between; got {text!r}")
-    return found
+    """Split an option's text at its commas: "zero1, zero3" is ["zero1", "zero3"].
+
+    Args:
+        text: the option's.
+        flag: the option, for the message.
+
+    Raises:
+        UsageError: there is no word, or one twice.
+    """
+    listed = [word.strip() for word in text.split(",") if word.strip()]
+    if not listed or len(set(listed)) != len(listed):
+        raise UsageError(f"{flag} takes different words with commas between; given {brief(text)}: name each once")
+    return listed
 
 
 def counts(text: str | None, flag: str) -> list[int] | None:
-    """ "1,4" -> [1, 4]; None stays None. Raises UsageError for anything but positive whole numbers."""
+    """Return an option's numbers: "1,4" is [1, 4]; None stays None.
+
+    Args:
+        text: the option's.
+        flag: the option, for the message.
+
+    Raises:
+        UsageError: something else than positive whole numbers.
+    """
     if text is None:
         return None
-    found = words(text, flag)
-    if not all(word.isdecimal() and len(word) < 10 and int(word) > 0 for word in found):
-        raise UsageError(f"{flag} takes positive whole numbers below 10^9 with commas between; got {brief(text)}")
-    return [int(word) for word in found]
+    listed = words(text, flag)
+    if not all(word.isdecimal() and len(word) < 10 and int(word) > 0 for word in listed):
+        raise UsageError(
+            f"{flag} takes positive whole numbers below 10^9 with commas between; given {brief(text)}: write 1,4"
+        )
+    return [int(word) for word in listed]
 
 
-def writable(path: Path | None) -> None:
-    """Say before the work, not after it, that a file cannot be written. Raises UsageError."""
+def check_writable(path: Path | None) -> None:
+    """Check before the work, not after it, that a file can be written.
+
+    Args:
+        path: the file's; None: there is none.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
     if path is None:
         return
     folder = path.parent
     if not folder.is_dir():
-        raise UsageError(f"{path} cannot be written: there is no folder {folder}")
+        raise UsageError(f"{path} cannot be written: there is no folder {folder}; make it, or choose another file")
     if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise UsageError(f"{path} cannot be written: {'it is a folder' if path.is_dir() else 'permission denied'}")
+        why = "it is a folder" if path.is_dir() else "permission denied"
+        raise UsageError(f"{path} cannot be written: {why}; choose another file")
 
 
 def choose_target_platform(target: str | None, devices: int | None) -> None:
-    """What JAX starts on, to compile for `target`: virtual CPU devices for "cpu:8", else nothing but the CPU.
+    """Choose the platform that JAX starts to compile for a target: virtual CPU devices for "cpu:8", else the CPU.
 
     Args:
-        target: as on the command line; None means this machine's own devices.
-        devices: virtual CPU devices that the experiment asks for.
+        target: as on the command line; None: this machine's own devices.
+        devices: virtual CPU devices that the experiment asks for; None: what the machine has.
     """
     from jdp.core.machine import choose_platform
 

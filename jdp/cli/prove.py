@@ -1,4 +1,4 @@
-"""`jdp prove`: does an experiment learn the same on one device and on many, whatever is sharded and how?"""
+"""`jdp prove`: check that an experiment learns the same on one device and on many, whatever is sharded."""
 
 import contextlib
 import json as as_json
@@ -20,12 +20,12 @@ DEVICES = 8
 
 @dataclass(frozen=True)
 class Options:
-    """Runs a few real steps every way there is, and compares: exit 0 when all agree within rounding, else 1.
+    """Runs a few real steps under every strategy, and compares: exit 0 if all agree within rounding, else 1.
 
     The experiment as it is - its model, batches, precision, optimizer - runs on one device, then under every strategy,
     both partitionings, other numbers of devices and microbatches, and saved and resumed in the middle, on virtual CPU
     devices (--devices N; default the experiment's, else 8). Losses, parameters and optimizer state are compared leaf by
-    leaf and step by step with what rounding can explain. A difference is named: run, step, leaf, size.
+    leaf and step by step; a difference that rounding cannot explain is named: run, step, leaf, size.
 
     Nothing is made smaller by itself. For a large experiment: --model.layers 2 --train.batch_size 16. The keys are
     listed below.
@@ -36,7 +36,7 @@ class Options:
     steps: Annotated[int, tyro.conf.arg(metavar="N")] = 10
     """Optimizer steps of each run."""
     only: Annotated[str | None, tyro.conf.arg(metavar="TEXTS")] = None
-    """Make only the runs whose names hold one of these, such as zero3 or "8 devices", with commas between."""
+    """Make only the runs whose names contain one of these, such as zero3 or "8 devices", with commas between."""
     full: bool = False
     """Every combination, not only every pair of choices."""
     json: bool = False
@@ -46,7 +46,7 @@ class Options:
 def run(arguments: list[str]) -> int:
     options, overrides = parse_with_overrides(Options, "prove", arguments)
     if options.steps < 1:
-        raise UsageError(f"--steps is how many optimizer steps each run takes, at least 1; got {options.steps}")
+        raise UsageError(f"--steps must be 1 or more optimizer steps of each run; given {options.steps}: raise it")
     with stdout_to_stderr() if options.json else contextlib.nullcontext():
         proof = _prove(options, overrides)
     print(as_json.dumps(proof.to_json(), allow_nan=False) if options.json else proof)
@@ -63,7 +63,7 @@ def _prove(options: Options, overrides: dict[str, str]) -> "Proof":
     from jdp.cli.terminal import Progress
     from jdp.experiment.prove import prove_experiment
 
-    logging.getLogger("jdp").setLevel(logging.ERROR)  # dozens of plans: what each would say is not about the proof
+    logging.getLogger("jdp").setLevel(logging.ERROR)  # dozens of plans, whose notices are not about the proof
     only = () if options.only is None else tuple(words(options.only, "--only"))
     with Progress() as progress:
         return prove_experiment(

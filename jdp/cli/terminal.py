@@ -1,4 +1,4 @@
-"""How results look to people: tables and progress, on a terminal with colour, elsewhere plain."""
+"""Tables and progress for people: with colour on a terminal, plain elsewhere."""
 
 import sys
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from jdp.foresight.forecast import MEMORY, PlanReport
 
 
 class Progress:
-    """What is being compiled: a bar on a terminal, else a line each; on stderr, so that stdout holds the answer."""
+    """Shows what is being compiled: a bar on a terminal, else lines; on stderr, as stdout is for the answer."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
@@ -34,21 +34,22 @@ class Progress:
             self._bar.stop()
 
     def compiling(self, done: int, total: int, name: str) -> None:
-        """`done` of `total` are compiled, and `name` is next."""
+        """Show that `done` of `total` steps are compiled, and that `name` is next."""
         self._show(done, total, f"compiling {name}, or finding it in the cache" if done < total else "")
 
     def running(self, done: int, total: int, name: str) -> None:
+        """Show that `done` of `total` runs are done, and that `name` is next."""
         self._show(done, total, f"running {name}" if done < total else "")
 
     def rows(self, rows: int) -> None:
-        """One more step of a search is compiled: the one with `rows` rows a device."""
+        """Show that a search compiles a step with `rows` rows a device."""
         self._show(0, None, f"compiling with {rows} rows a device")
 
     def _show(self, done: int, total: int | None, text: str) -> None:
         if self._bar is None:
             if text:
-                place = f"[{done + 1}/{total}] " if total is not None and total > 1 else ""
-                print(f"{place}{text}", file=sys.stderr, flush=True)
+                number = f"[{done + 1}/{total}] " if total is not None and total > 1 else ""
+                print(f"{number}{text}", file=sys.stderr, flush=True)
         elif self._task is None:
             self._task = self._bar.add_task(text, total=total, completed=done)
         else:
@@ -56,14 +57,14 @@ class Progress:
 
 
 def show_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]], *, marked: int | None = None) -> None:
-    """A table on stdout; the row `marked` stands out. On a narrow terminal it is turned: a column for each row."""
+    """Print a table, with the row `marked` in bold. On a narrow terminal it is transposed: a column for each row."""
     console = Console(highlight=False, emoji=False)
     if not console.is_terminal:
         console = Console(highlight=False, emoji=False, width=250)
     table = _table(title, headers, rows)
     if console.measure(table, options=console.options.update(width=1000)).maximum > console.width:
-        turned = list(zip(headers, *rows, strict=True))
-        table = _table(title, turned[0], turned[1:])
+        transposed = list(zip(headers, *rows, strict=True))
+        table = _table(title, transposed[0], transposed[1:])
         if marked is not None:
             table.columns[marked + 1].style = "bold green"
     elif marked is not None:
@@ -81,7 +82,7 @@ def _table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) ->
 
 
 def show_forecast(forecast: PlanReport, name: str, described: str) -> None:
-    """The tables, then the sentences."""
+    """Print the tables of a report, then its sentences."""
     marked = None if forecast.choice is None else forecast.estimates.index(forecast.choice)
     print(f"{name} on {forecast.devices} devices ({forecast.target}): {described}; per device and step\n")
     show_table("Memory at the peak", MEMORY, forecast.memory_table(), marked=marked)

@@ -15,7 +15,7 @@ class Options:
     summary.json. Run again, it resumes from the last checkpoint. Ctrl-C saves before it leaves.
 
     Any key of the experiment can be changed: --train.steps 50 --strategy zero3 --mesh.data 4. So --devices 8 computes
-    on eight virtual CPU devices. The value "none" clears a key that may be empty. The keys are listed below.
+    on eight virtual CPU devices. The value "none" clears a key that may be none. The keys are listed below.
     """
 
     file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE")]
@@ -26,8 +26,8 @@ class Options:
     """Trace the steps from FIRST to LAST, both included, into RUN_DIR/NAME/profile (process 0's)."""
     sweep: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="KEY=VALUES")] = ()
     """Run once for each value, one after another: KEY=A,B,C, or whole numbers FIRST:LAST or FIRST:LAST:STEP, both ends
-    included. Given several times: for every combination. Each run is called NAME-KEY=VALUE; finished ones are skipped
-    when the sweep is run again, one that failed is tried again, and the best is shown at the end (exit code 1 if any
+    included. Given several times: for every combination. Each run is called NAME-KEY=VALUE; if the sweep is run
+    again, finished runs are skipped and failed ones are tried again. The best is shown at the end (exit code 1 if any
     failed)."""
     json: bool = False
     """Print one JSON object on stdout at the end, and everything else on stderr."""
