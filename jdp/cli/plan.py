@@ -57,6 +57,7 @@ class Options:
 
 
 def run(arguments: list[str]) -> int:
+    """Plan an experiment, print the report and write the files that are asked for."""
     options, overrides = parse_with_overrides(Options, "plan", arguments)
     for path in (options.html, options.trace):
         check_writable(path)

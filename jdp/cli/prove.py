@@ -44,6 +44,7 @@ class Options:
 
 
 def run(arguments: list[str]) -> int:
+    """Prove an experiment and print the proof. Raises UsageError."""
     options, overrides = parse_with_overrides(Options, "prove", arguments)
     if options.steps < 1:
         raise UsageError(f"--steps must be 1 or more optimizer steps of each run; given {options.steps}: raise it")

@@ -40,6 +40,7 @@ class Options:
 
 
 def run(arguments: list[str]) -> int:
+    """Verify an experiment and print the report."""
     options, overrides = parse_with_overrides(Options, "verify", arguments)
     with stdout_to_stderr() if options.json else contextlib.nullcontext():
         report = _verify(options, overrides)

@@ -87,7 +87,7 @@ def _claim(experiment: Experiment, folder: Path, held: contextlib.ExitStack) -> 
             return False
         if (folder / FILE).exists() and (differing := _differences(experiment, folder)):
             if not alone:  # nothing is locked: the visit that left it may still go on
-                raise _other_experiment(folder, differing)
+                raise ExperimentError(_other_experiment(folder, differing))
             notice(
                 f"{folder} was left before its first step was logged or saved, by a run of another experiment "
                 f"({'; '.join(differing)}): it is taken over"
@@ -207,7 +207,7 @@ def check_same(experiment: Experiment, folder: Path) -> None:
     if not begun or ((folder / LOCK).exists() and _is_unused(folder)):  # without, a run that locks nothing may be alive
         return
     if differing := _differences(experiment, folder):
-        raise _other_experiment(folder, differing)
+        raise ExperimentError(_other_experiment(folder, differing))
 
 
 def _differences(experiment: Experiment, folder: Path) -> list[str]:
@@ -228,8 +228,8 @@ def _differences(experiment: Experiment, folder: Path) -> list[str]:
     ]
 
 
-def _other_experiment(folder: Path, differing: Sequence[str]) -> ExperimentError:
-    return ExperimentError(
+def _other_experiment(folder: Path, differing: Sequence[str]) -> str:
+    return (
         f"{folder} holds a run of another experiment ({'; '.join(differing)}): choose another `name` (--name NEW) or "
         "--run-dir, or remove that folder"
     )

@@ -69,7 +69,7 @@ def test_non_finite_values_are_valid_json_and_read_back(tmp_path: Path):
 
 @pytest.mark.parametrize("value", [np.zeros(2), "text", None])
 def test_a_metric_is_one_number(tmp_path: Path, value: object):
-    with Metrics(tmp_path) as rows, pytest.raises(ValueError, match="A metric is one number; loss is"):
+    with Metrics(tmp_path) as rows, pytest.raises(ValueError, match="A metric is one number; given loss, "):
         rows.write(1, {"loss": value})
 
 
