@@ -4,7 +4,7 @@ import contextlib
 import json as as_json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
@@ -62,17 +62,16 @@ def run(arguments: list[str]) -> int:
     for path in (options.html, options.trace):
         check_writable(path)
     with stdout_to_stderr() if options.json else contextlib.nullcontext():
-        forecast, largest, described = _plan(options, overrides)
+        report, described = _plan(options, overrides)
     if options.json:
-        more = {} if largest is None else {"max_batch": largest}
-        print(as_json.dumps(forecast.to_json() | more, allow_nan=False), flush=True)
+        print(as_json.dumps(report.to_json(), allow_nan=False), flush=True)
     with stdout_to_stderr() if options.json else contextlib.nullcontext():
-        _write(options, forecast, described)
+        _write(options, report, described)
     return 0
 
 
-def _plan(options: Options, overrides: dict[str, str]) -> tuple["PlanReport", dict[str, Any] | None, str]:
-    """Return the report, the largest batch if it was asked for, and the experiment in a sentence."""
+def _plan(options: Options, overrides: dict[str, str]) -> tuple["PlanReport", str]:
+    """Return the report, and the experiment in a sentence. Raises UsageError if no candidate compiles."""
     from jdp.experiment.file import load
 
     strategies = words(options.strategy, "--strategy")
@@ -83,40 +82,31 @@ def _plan(options: Options, overrides: dict[str, str]) -> tuple["PlanReport", di
     accumulate = counts(options.accumulate, "--accumulate") or [first.train.accumulate]
     choose_target_platform(options.target, first.devices)
 
-    from jdp.cli.terminal import Progress, show_forecast
-    from jdp.experiment.plan import batch_size_of, candidates_of, largest_batch
-    from jdp.foresight.foresee import forecast
+    from jdp.cli.terminal import Progress, show_plan
+    from jdp.experiment.plan import candidates_of, described_batch
+    from jdp.foresight.foresee import make_plan_report
     from jdp.foresight.targets.this_machine import target_of
 
     target = target_of(options.target)
-    if options.max_batch and target.memory_bytes is None:
-        raise UsageError(
-            f"--max-batch needs a target whose memory is known; given {target}, whose devices share a machine's: name "
-            "a --target such as h100:1x8"
-        )
     candidates = [
         candidate
         for remat, experiment in experiments.items()
         for candidate in candidates_of(experiment, target, strategies=strategies, accumulate=accumulate, remat=remat)
     ]
-    batch, cache = batch_size_of(candidates[0].moved.batch), not options.no_cache
-    described = f"{first.model.name}, {first.precision}, batches of {batch.text}"
+    described = f"{first.model.name}, {first.precision}, batches of {described_batch(candidates[0].batch)}"
     with Progress() as progress:
-        report = forecast(
-            candidates, target, tokens=batch.count, unit=batch.unit, cache=cache, progress=progress.compiling
+        report = make_plan_report(
+            candidates,
+            target,
+            max_batch=options.max_batch,
+            cache=not options.no_cache,
+            progress=progress.compiling,
         )
     if all(estimate.error is not None for estimate in report.estimates):
         raise UsageError("\n".join(report.notes))
     if not options.json:
-        show_forecast(report, first.name, described)
-    choice = report.choice
-    if not options.max_batch or choice is None:
-        return report, None, described
-    with Progress() as progress:
-        largest = largest_batch(experiments[choice.remat], target, choice, cache=cache, progress=progress.rows)
-    if not options.json:
-        print(largest)
-    return report, largest.to_json(), described
+        show_plan(report, first.name, described)
+    return report, described
 
 
 def _write(options: Options, forecast: "PlanReport", described: str) -> None:

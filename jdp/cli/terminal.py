@@ -33,17 +33,14 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
 
-    def compiling(self, done: int, total: int, name: str) -> None:
-        """Show that `done` of `total` steps are compiled, and that `name` is next."""
-        self._show(done, total, f"compiling {name}, or finding it in the cache" if done < total else "")
+    def compiling(self, done: int, total: int | None, name: str) -> None:
+        """Show that `done` of `total` steps are compiled (None: the total is not known), and that `name` is next."""
+        is_last = total is not None and done >= total
+        self._show(done, total, "" if is_last else f"compiling {name}, or finding it in the cache")
 
     def running(self, done: int, total: int, name: str) -> None:
         """Show that `done` of `total` runs are done, and that `name` is next."""
         self._show(done, total, f"running {name}" if done < total else "")
-
-    def rows(self, rows: int) -> None:
-        """Show that a search compiles a step with `rows` rows a device."""
-        self._show(0, None, f"compiling with {rows} rows a device")
 
     def _show(self, done: int, total: int | None, text: str) -> None:
         if self._bar is None:
@@ -81,15 +78,17 @@ def _table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) ->
     return table
 
 
-def show_forecast(forecast: PlanReport, name: str, described: str) -> None:
+def show_plan(report: PlanReport, name: str, described: str) -> None:
     """Print the tables of a report, then its sentences."""
-    marked = None if forecast.choice is None else forecast.estimates.index(forecast.choice)
-    print(f"{name} on {forecast.devices} devices ({forecast.target}): {described}; per device and step\n")
-    show_table("Memory at the peak", MEMORY, forecast.memory_table(), marked=marked)
+    marked = None if report.choice is None else report.estimates.index(report.choice)
+    print(f"{name} on {report.devices} devices ({report.target}): {described}; per device and step\n")
+    show_table("Memory at the peak", MEMORY, report.memory_table(), marked=marked)
     print()
-    show_table("Traffic and time (simulated)", forecast.speed_headings, forecast.speed_table(), marked=marked)
+    show_table("Traffic and time (simulated)", report.speed_headings, report.speed_table(), marked=marked)
     print()
-    for sentence in forecast.why:
+    for sentence in report.why:
         print(sentence)
-    for note in forecast.notes:
+    for note in report.notes:
         print(f"Note: {note}")
+    if report.max_batch is not None:
+        print(report.max_batch)

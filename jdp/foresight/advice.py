@@ -27,7 +27,7 @@ def advise(estimates: Sequence[Estimate]) -> tuple[Estimate | None, tuple[str, .
     if not fitting:
         return None, (*said, *_nothing_fits(compiled))
     choice = _fastest(fitting)
-    said += [*_why_fastest(choice, fitting), *_room(choice), *_communication(choice), *_to_change(choice)]
+    said += [*_why_fastest(choice, fitting), *_headroom(choice), *_communication(choice), *_to_change(choice)]
     return choice, tuple(said)
 
 
@@ -118,10 +118,10 @@ def _reason(choice: Estimate, other: Estimate) -> str:
     return f": it computes {format_seconds(computes)} longer"
 
 
-def _room(choice: Estimate) -> list[str]:
+def _headroom(choice: Estimate) -> list[str]:
     """What has to be set for it to fit."""
-    room = choice.room
-    return [f"{choice.name} {room.words}."] if room is not None and room.fraction is not None else []
+    headroom = choice.headroom
+    return [f"{choice.name} {headroom.words}."] if headroom is not None and headroom.fraction is not None else []
 
 
 def _communication(choice: Estimate) -> list[str]:

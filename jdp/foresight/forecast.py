@@ -1,4 +1,4 @@
-"""What a plan tells: one estimate for each way to run a step, which of them to take, and why.
+"""What a plan reports: an estimate for each candidate (a way to run the step), which of them to take, and why.
 
 An `Estimate` holds what was read off one compiled program: memory by class, traffic against theory, the timeline. A
 `PlanReport` holds all of them, in words (`str`), as a table, and as JSON.
@@ -10,31 +10,27 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jdp.core.formatting import align_columns, format_bytes, format_percent, format_rate, format_seconds
-from jdp.foresight.memory.peak import Memory, Room
+from jdp.foresight.max_batch import MaxBatch
+from jdp.foresight.memory.peak import Headroom, Memory
 from jdp.foresight.memory.zero_formula import zero_bytes
+from jdp.foresight.targets.relocate import candidate_name
 from jdp.foresight.timing.timeline import Timeline
 from jdp.foresight.verify import Report
 
 
-def way_name(strategy: str, accumulate: int, remat: str | None) -> str:
-    """ "zero1", "zero1 K=4 remat=full"."""
-    parts = [strategy, *([f"K={accumulate}"] if accumulate > 1 else []), *([f"remat={remat}"] if remat else [])]
-    return " ".join(parts)
-
-
 @dataclass(frozen=True)
 class Estimate:
-    """One way to run the step, compiled.
+    """What was read off one candidate's compiled program.
 
     Attributes:
-        strategy, accumulate, remat: the way; `remat` is None where the model's own policy was left as it is.
+        strategy, accumulate, remat: the candidate; `remat` is None where the model's own policy was left as it is.
         partitioning, partitioning_why: as the step settled them.
         memory: bytes per device by class; None when the step did not compile.
-        room: whether a device can hold it; None where the device's memory is not known.
+        headroom: whether a device can hold it; None where the device's memory is not known.
         parameters, shards: how many parameters the model has, and how many devices share them (the `data` axis).
         report: traffic against the communication contract.
         timeline: the simulated schedule; None where the device's rates are not known.
-        model_flops: FLOPs of the step's mathematics over the global batch (`foresight.flops`).
+        model_flops: FLOPs of the step's mathematics over the global batch (`timing.model_flops`).
         peak_flops: of one device, in the step's compute dtype; None where it is not known.
         tokens: tokens (or examples) of a global batch.
         devices: how many share the work.
@@ -48,7 +44,7 @@ class Estimate:
     partitioning: str | None = None
     partitioning_why: str = ""
     memory: Memory | None = None
-    room: Room | None = None
+    headroom: Headroom | None = None
     parameters: int = 0
     shards: int = 1
     report: Report | None = None
@@ -63,36 +59,39 @@ class Estimate:
 
     @property
     def name(self) -> str:
-        return way_name(self.strategy, self.accumulate, self.remat)
+        """Strategy, microbatches and rematerialisation policy, such as "zero1 K=4 remat=full"."""
+        return candidate_name(self.strategy, self.accumulate, self.remat)
 
     @property
     def fits(self) -> bool | None:
         """Whether it compiled and a device can hold it; None where the device's memory is not known."""
         if self.error is not None:
             return False
-        return None if self.room is None else self.room.fits
+        return None if self.headroom is None else self.headroom.fits
 
     @property
     def available_bytes(self) -> int | None:
-        """What a device has for it; None where that is not known."""
-        return None if self.room is None else self.room.available
+        """Bytes of a device's memory that the step can have; None where that is not known."""
+        return None if self.headroom is None else self.headroom.available
 
     @property
     def closed_form_bytes(self) -> int | None:
-        """Model state by ZeRO's closed form: 2 + 2 + 12 bytes a parameter (`foresight.zero_table`)."""
+        """Bytes of model state by ZeRO's closed form, 2 + 2 + 12 a parameter (`zero_bytes`); None if not compiled."""
         return zero_bytes(self.parameters, self.shards, self.strategy).total if self.parameters else None
 
     @property
     def bytes_per_device(self) -> int | None:
+        """What a device holds at the step's peak; None when the step did not compile."""
         return None if self.memory is None else self.memory.total
 
     @property
     def step_seconds(self) -> float | None:
+        """Simulated seconds of a step; None where they are not known."""
         return None if self.timeline is None else self.timeline.step_seconds
 
     @property
     def exposed_fraction(self) -> float | None:
-        """Share of the communication's time that nothing hides; 0 when nothing is sent."""
+        """Share of the communication's time that no computation hides; 0 when nothing is sent."""
         return None if self.timeline is None else self.timeline.exposed_fraction
 
     @property
@@ -104,7 +103,7 @@ class Estimate:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of all devices together."""
+        """Tokens (or examples) a second of all devices together; None where times are not known."""
         return self.tokens / self.step_seconds if self.step_seconds else None
 
     @property
@@ -118,6 +117,7 @@ class Estimate:
         return self.timeline.compute_seconds / self.timeline.step_seconds
 
     def to_json(self) -> dict[str, Any]:
+        """One of the `strategies` that `jdp plan --json` prints."""
         report, memory = self.report, self.memory
         return {
             "strategy": self.strategy,
@@ -129,7 +129,7 @@ class Estimate:
             "available_bytes": self.available_bytes,
             "memory": None if memory is None else memory.by_class(),
             "memory_most": None if memory is None else dict(memory.most),
-            "memory_advice": None if self.room is None else self.room.words,
+            "memory_advice": None if self.headroom is None else self.headroom.words,
             "closed_form_bytes": self.closed_form_bytes,
             "wire_bytes_per_device": None if report is None else report.wire_bytes_per_device,
             "theory_wire_bytes_per_device": None if report is None else report.theory_wire_bytes_per_device,
@@ -167,16 +167,17 @@ SPEED = ("way", "partitioning", "sends", "of theory", "hidden", "waits", "step",
 
 @dataclass(frozen=True)
 class PlanReport:
-    """Every way that was compiled, and which to take.
+    """Every candidate that was compiled, and which to take.
 
     Attributes:
         target: the devices' name, such as "h100:8x8".
         devices: how many there are.
-        estimates: one a way, in the order asked for.
+        estimates: one a candidate, in the order asked for.
         choice: the one to take; None when none fits.
         why: sentences: what fits, what is fastest and why, what to change.
         notes: assumptions and changes that the reader must know of.
         unit: what `Estimate.tokens` counts: "tokens", or "examples".
+        max_batch: the largest batch that fits the choice, where it was asked for.
     """
 
     target: str
@@ -186,9 +187,10 @@ class PlanReport:
     why: tuple[str, ...]
     notes: tuple[str, ...] = ()
     unit: str = "tokens"
+    max_batch: MaxBatch | None = None
 
     def memory_table(self) -> list[tuple[str, ...]]:
-        """A row for each estimate, under `MEMORY`: bytes per device."""
+        """Return a row for each estimate, under `MEMORY`: bytes per device."""
         return [_memory_row(estimate) for estimate in self.estimates]
 
     @property
@@ -197,7 +199,7 @@ class PlanReport:
         return tuple(heading.replace("tokens", self.unit) for heading in SPEED)
 
     def speed_table(self) -> list[tuple[str, ...]]:
-        """A row for each estimate, under `speed_headings`: traffic and time of a step, per device."""
+        """Return a row for each estimate, under `speed_headings`: traffic and time of a step, per device."""
         return [_speed_row(estimate) for estimate in self.estimates]
 
     def __str__(self) -> str:
@@ -207,10 +209,12 @@ class PlanReport:
             *align_columns([self.speed_headings, *self.speed_table()]),
         ]
         notes = [f"Note: {note}" for note in self.notes]
-        return "\n".join([f"{self.devices} devices, {self.target}", *tables, "", *self.why, *notes])
+        largest = [] if self.max_batch is None else [str(self.max_batch)]
+        return "\n".join([f"{self.devices} devices, {self.target}", *tables, "", *self.why, *notes, *largest])
 
     def to_json(self) -> dict[str, Any]:
-        """The object that `jdp plan --json` prints."""
+        """Return the object that `jdp plan --json` prints; `max_batch` is in it where it was asked for."""
+        largest = {} if self.max_batch is None else {"max_batch": self.max_batch.to_json()}
         return {
             "target": self.target,
             "devices": self.devices,
@@ -220,6 +224,7 @@ class PlanReport:
             "choice_remat": None if self.choice is None else self.choice.remat,
             "why": " ".join(self.why),
             "notes": list(self.notes),
+            **largest,
         }
 
 
@@ -234,23 +239,23 @@ def _memory_row(estimate: Estimate) -> tuple[str, ...]:
 
 
 def _speed_row(estimate: Estimate) -> tuple[str, ...]:
-    report, line = estimate.report, estimate.timeline
+    report, timeline = estimate.report, estimate.timeline
     if report is None:
         return (estimate.name, *([""] * (len(SPEED) - 1)))
     ratio = f"{report.ratio:.3f}" if report.theory_wire_bytes_per_device else "–"
-    sent = (
+    traffic = (
         estimate.partitioning or "",
         format_bytes(report.wire_bytes_per_device),
         ratio if report.kept else f"{ratio} BREAKS",
     )
-    if line is None:
-        return (estimate.name, *sent, *(["?"] * (len(SPEED) - 4)))
-    hidden = format_percent(1 - line.exposed_fraction) if line.communication_seconds else "–"
+    if timeline is None:
+        return (estimate.name, *traffic, *(["?"] * (len(SPEED) - 4)))
+    hidden = format_percent(1 - timeline.exposed_fraction) if timeline.communication_seconds else "–"
     mfu = "?" if estimate.mfu is None else format_percent(estimate.mfu)
     times = (
-        format_seconds(line.exposed_seconds),
-        format_seconds(line.step_seconds),
+        format_seconds(timeline.exposed_seconds),
+        format_seconds(timeline.step_seconds),
         mfu,
         format_rate(estimate.tokens_per_second or 0),
     )
-    return (estimate.name, *sent, hidden, *times, f"{estimate.efficiency or 0:.3f}")
+    return (estimate.name, *traffic, hidden, *times, f"{estimate.efficiency or 0:.3f}")

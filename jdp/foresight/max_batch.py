@@ -6,13 +6,22 @@ time should memory not be a line. It ends at neighbouring numbers of rows, above
 """
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from jdp.core.batch import batch_rows
+from jdp.core.disk_cache import Cache
 from jdp.core.formatting import format_bytes
+from jdp.foresight.memory.peak import Memory, available_bytes, memory
+from jdp.foresight.program.compiled import CompileError
+from jdp.foresight.targets.relocate import Candidate
+from jdp.foresight.targets.resolve import Target
 
 PROBES = 30
 """More than a search takes whose memory grows with the rows."""
+
+Progress = Callable[[int, int | None, str], None]
+"""Called with (compilations done, compilations in all or None where that is not known, what is compiled next)."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +32,8 @@ class MaxBatch:
         rows: a device's rows of one microbatch; 0 when not even one fits.
         batch_size: the global batch, all devices and microbatches.
         needed: bytes a device holds with it.
-        too_many: the least number of rows that was seen not to fit; `too_many_needed` its bytes.
-        available: bytes that a device has.
+        too_many: the least number of rows that was tried and does not fit; `too_many_needed` its bytes.
+        available: bytes of a device's memory that a step can have.
         compilations: how many steps were compiled.
         advice: what has to be set for it, in words.
     """
@@ -39,6 +48,7 @@ class MaxBatch:
     advice: str = ""
 
     def to_json(self) -> dict[str, Any]:
+        """Return the `max_batch` that `jdp plan --json` prints."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -52,12 +62,48 @@ class MaxBatch:
         )
 
 
+def largest_batch(
+    candidate: Candidate, target: Target, *, cache: Cache | None = None, progress: Progress | None = None
+) -> MaxBatch:
+    """Find the largest batch of a step that fits the target's devices, by compiling.
+
+    Args:
+        candidate: the step on the target's devices; the search begins with its batch.
+        target: those devices, whose memory is known.
+        cache: where compiled results are kept; None compiles always.
+        progress: called before each compilation.
+
+    Raises:
+        ValueError: memory does not grow with the rows.
+    """
+    assert target.memory_bytes is not None, target
+    available = available_bytes(target.memory_bytes)
+    per_row = candidate.step.plan.batch_shards * candidate.step.accumulate
+    held: dict[int, Memory] = {}
+
+    def needs(rows: int) -> int:
+        if progress is not None:
+            progress(0, None, f"{candidate.name} with {rows} rows a device")
+        try:
+            compiled = candidate.with_rows(rows * per_row).compile(target, cache)
+        except CompileError:  # XLA gives up on what is far too large
+            return available + 1
+        held[rows] = memory(compiled, candidate.step, candidate.state)
+        return held[rows].total
+
+    largest = max_batch(needs, available, per_row=per_row, start=batch_rows(candidate.batch) // per_row)
+    if not largest.rows:
+        return largest
+    headroom = held[largest.rows].fits(target.memory_bytes)
+    return largest if headroom.fraction is None else replace(largest, advice=headroom.words)
+
+
 def max_batch(needs: Callable[[int], int], available: int, *, per_row: int, start: int = 1) -> MaxBatch:
-    """Search.
+    """Search for the most rows a device whose bytes are at most `available`.
 
     Args:
         needs: rows a device -> bytes it holds; compiles.
-        available: bytes a device has.
+        available: bytes of a device's memory that a step can have.
         per_row: rows of the global batch for each row of a device: batch shards × microbatches.
         start: the number of rows to begin with.
 
@@ -83,7 +129,7 @@ def max_batch(needs: Callable[[int], int], available: int, *, per_row: int, star
 
 
 def _above(seen: dict[int, int], low: int, available: int) -> int:
-    """Everything so far fits: follow the line through the last two probes, at most to 16 times as many rows."""
+    """Return the next probe where all so far fit: on the line through the last two, at most 16 times as many rows."""
     below = max((rows for rows in seen if rows < low), default=0)
     if not below or seen[low] <= seen[below]:
         return low * 2
@@ -92,9 +138,10 @@ def _above(seen: dict[int, int], low: int, available: int) -> int:
 
 
 def _inside(seen: dict[int, int], low: int, high: int, available: int) -> int:
-    """Between one that fits and one that does not: where their line meets `available`, every other time the middle.
+    """Return the next probe between one that fits and one that does not.
 
-    When the line lands where the last probe was, its neighbour is next: on a line it is the other side of the border.
+    It is where the line through both meets `available`, and every other time the middle. Where the line meets it at the
+    last probe, the neighbour is next: were memory a line, that would be the other side of the border.
     """
     if low not in seen or len(seen) % 2:
         return (low + high) // 2

@@ -20,11 +20,11 @@ from jdp.core.state import TrainState
 from jdp.core.step import Step
 from jdp.core.types import Batch
 from jdp.foresight.program.collectives import Collective
-from jdp.foresight.program.compiled import Compiled, compile_step
+from jdp.foresight.program.compiled import Compiled
 from jdp.foresight.targets.chips import XLA_TYPES
-from jdp.foresight.targets.relocate import Relocated, abstract_on
+from jdp.foresight.targets.relocate import Candidate, abstract_on
 from jdp.foresight.targets.resolve import Target
-from jdp.foresight.targets.this_machine import fingerprint, target_of
+from jdp.foresight.targets.this_machine import target_of
 from jdp.foresight.traffic.breaches import breaches, strays
 from jdp.foresight.traffic.contract import SLACK, TOLERANCE, MeshCollective, Row, collectives_on, compare
 from jdp.foresight.traffic.gathering import Gathering, gathering
@@ -55,17 +55,17 @@ def verify(
         raise ValueError(
             "The contract is about training: jdp.verify takes a step of jdp.make_train_step; got an evaluation step."
         )
-    relocated = abstract_on(step, state, batch, target)
-    return verify_relocated(relocated, target_of(target, relocated.state), cache=cache)
+    candidate = abstract_on(step, state, batch, target)
+    return verify_candidate(candidate, target_of(target, candidate.state), cache=cache)
 
 
-def verify_relocated(relocated: Relocated, target: Target, *, cache: bool = True) -> Report:
+def verify_candidate(candidate: Candidate, target: Target, *, cache: bool = True) -> Report:
     """Compile a step that is on its target already, and compare what it sends with its strategy's contract.
 
     `jdp.verify` and `jdp verify` both end here; they differ in who makes the step and moves it to the target.
 
     Args:
-        relocated: a training step and its abstract operands on the mesh of the target's devices.
+        candidate: a training step and its abstract operands on the mesh of the target's devices.
         target: those devices.
         cache: keep compiled results on disk ($JDP_CACHE_DIR, else ~/.cache/jdp) and use them.
 
@@ -73,8 +73,8 @@ def verify_relocated(relocated: Relocated, target: Target, *, cache: bool = True
         ValueError: the step does not compile (`CompileError`), or does something that cannot be compiled for devices
             that are only described.
     """
-    compiled = compile_step(relocated.lower(), cache=Cache.usual(cache), described=fingerprint(target))
-    return report(relocated.step, relocated.state, compiled, str(target), notes=relocated.notes)
+    compiled = candidate.compile(target, Cache.usual(cache))
+    return report(candidate.step, candidate.state, compiled, str(target), notes=candidate.notes)
 
 
 def report(step: Step, state: TrainState, compiled: Compiled, target_name: str, *, notes: Sequence[str] = ()) -> Report:

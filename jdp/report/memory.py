@@ -41,9 +41,9 @@ def memory_bars(ways: Sequence[tuple[str, Estimate]], chosen: str | None) -> Mar
         *_unit(max(max(memory.total, estimate.available_bytes or 0) for _, estimate, memory in held)),
         described="Bytes of a device’s memory by class, for each way; the table below has the same numbers.",
     )
-    room = held[0][1].available_bytes
-    line = "" if room is None else f"; dashed: what a device has for it, {format_bytes(room)} ({room:,} bytes)"
-    caption = f"A device’s memory at the step’s peak{line}."
+    limit = held[0][1].available_bytes
+    dashed = "" if limit is None else f"; dashed: what a device has for it, {format_bytes(limit)} ({limit:,} bytes)"
+    caption = f"A device’s memory at the step’s peak{dashed}."
     figure = element("figure", picture, element("figcaption", *keys), element("figcaption", caption), class_="picture")
     peaks = [_peak(name, memory, is_open=name == chosen) for name, _, memory in held]
     return joined([figure, paragraphs(_tight(held)), _exact_bytes(held), *peaks, _closed_form(held)])
@@ -56,8 +56,8 @@ def _verdict(estimate: Estimate, memory: Memory) -> str:
 
 def _tight(held: Sequence[tuple[str, Estimate, Memory]]) -> list[str]:
     """What does not fit, or only with a setting."""
-    rooms = [(name, estimate.room) for name, estimate, _ in held]
-    return [f"{name} {room.words}." for name, room in rooms if room is not None and (room.fraction or not room.fits)]
+    known = ((name, estimate.headroom) for name, estimate, _ in held)
+    return [f"{name} {each.words}." for name, each in known if each is not None and (each.fraction or not each.fits)]
 
 
 def _unit(most: float) -> tuple[float, str]:

@@ -7,7 +7,7 @@ import pytest
 from jdp.core.gradients.gathers import Gathered
 from jdp.foresight.advice import advise
 from jdp.foresight.forecast import Estimate, PlanReport
-from jdp.foresight.memory.peak import Memory, Room
+from jdp.foresight.memory.peak import Headroom, Memory
 from jdp.foresight.timing.timeline import Timeline
 from jdp.foresight.traffic.gathering import Gathering
 from jdp.foresight.traffic.theory import Theory
@@ -65,7 +65,7 @@ def estimate(
         None,
         partitioning="manual",
         memory=memory,
-        room=Room(gib <= 70, int(gib * GIB), 70 * GIB, 0.9 if 60 < gib <= 70 else None, "needs much"),
+        headroom=Headroom(gib <= 70, int(gib * GIB), 70 * GIB, 0.9 if 60 < gib <= 70 else None, "needs much"),
         report=report,
         timeline=line,
         model_flops=8e13,
@@ -155,7 +155,7 @@ def test_a_broken_contract_is_said():
 
 
 def test_no_times_no_memory():
-    bare = replace(estimate("zero1", gib=60), timeline=None, room=None)
+    bare = replace(estimate("zero1", gib=60), timeline=None, headroom=None)
     choice, why = words(bare, replace(bare, strategy="ddp"))
     assert choice is not None and "not known" in why
 

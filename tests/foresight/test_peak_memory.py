@@ -185,15 +185,15 @@ def a_memory(total):
 
 def test_fits_as_jax_allocates():
     gib = 2**30
-    room = a_memory(60 * gib).fits(80 * gib)  # three quarters: jax's default
-    assert (room.fits, room.needed, room.available, room.fraction) == (True, 60 * gib, 78 * gib, None)
-    room = a_memory(70 * gib).fits(80 * gib)
-    assert room.fits and room.fraction == 0.875
-    assert "XLA_CLIENT_MEM_FRACTION=0.875" in room.words
-    room = a_memory(79 * gib).fits(80 * gib)
-    assert not room.fits and room.fraction is None
-    assert "does not fit" in room.words
-    assert room.available == 80 * gib - RESERVED_BYTES
+    headroom = a_memory(60 * gib).fits(80 * gib)  # three quarters: jax's default
+    assert (headroom.fits, headroom.needed, headroom.available, headroom.fraction) == (True, 60 * gib, 78 * gib, None)
+    headroom = a_memory(70 * gib).fits(80 * gib)
+    assert headroom.fits and headroom.fraction == 0.875
+    assert "XLA_CLIENT_MEM_FRACTION=0.875" in headroom.words
+    headroom = a_memory(79 * gib).fits(80 * gib)
+    assert not headroom.fits and headroom.fraction is None
+    assert "does not fit" in headroom.words
+    assert headroom.available == 80 * gib - RESERVED_BYTES
 
 
 def test_text():

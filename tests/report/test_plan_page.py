@@ -8,7 +8,7 @@ import pytest
 
 from jdp.core.formatting import format_bytes
 from jdp.foresight.forecast import Estimate, PlanReport
-from jdp.foresight.memory.peak import Held, Memory, Room
+from jdp.foresight.memory.peak import Headroom, Held, Memory
 from jdp.foresight.memory.zero_formula import zero_bytes
 from jdp.foresight.program.collectives import Collective
 from jdp.foresight.timing.timeline import COMMUNICATION, COMPUTE, Event, Timeline
@@ -152,8 +152,8 @@ def report_of(*, kept=True, breaches=(), collectives=60, source="/home/me/loss.p
     )
 
 
-ROOM = Room(True, 60_000_000_000, 77_777_777_777, 0.9, "fits, but set XLA_CLIENT_MEM_FRACTION=0.9")
-NO_ROOM = Room(False, 90_000_000_000, 77_777_777_777, None, "does not fit: the rest goes to NCCL")
+ROOM = Headroom(True, 60_000_000_000, 77_777_777_777, 0.9, "fits, but set XLA_CLIENT_MEM_FRACTION=0.9")
+NO_ROOM = Headroom(False, 90_000_000_000, 77_777_777_777, None, "does not fit: the rest goes to NCCL")
 
 
 def outlook_of(strategy="zero1", **changed):
@@ -163,7 +163,7 @@ def outlook_of(strategy="zero1", **changed):
         None,
         partitioning="manual",
         memory=memory_of(),
-        room=ROOM,
+        headroom=ROOM,
         parameters=124_000_000,
         shards=4,
         report=report_of(),
@@ -187,7 +187,7 @@ def read(forecast, **named):
 
 
 def test_the_page_holds_the_answer_and_the_numbers():
-    zero3 = outlook_of("zero3", room=NO_ROOM, memory=memory_of(activations=88_888_888_888))
+    zero3 = outlook_of("zero3", headroom=NO_ROOM, memory=memory_of(activations=88_888_888_888))
     found = read(forecast_of(outlook_of(), zero3, notes=("a note on rows",)), described="GPT, 128 rows.")
     for expected in (
         "gpt on h100:1x4",
@@ -245,12 +245,12 @@ def test_hostile_names_stay_text():
     estimate = outlook_of(
         HOSTILE,
         parameters=0,  # no closed form for a strategy of that name
-        room=Room(True, 1, 2, 0.9, HOSTILE),
+        headroom=Headroom(True, 1, 2, 0.9, HOSTILE),
         timeline=timeline_of(events),
         report=report_of(kept=False, breaches=[HOSTILE], source=HOSTILE),
         memory=memory_of(at=HOSTILE, largest=(Held(HOSTILE, 1, 8, HOSTILE, (1,), HOSTILE, HOSTILE),)),
     )
-    broken = outlook_of("ddp", memory=None, report=None, timeline=None, room=None, error=HOSTILE)
+    broken = outlook_of("ddp", memory=None, report=None, timeline=None, headroom=None, error=HOSTILE)
     forecast = dataclasses.replace(forecast_of(estimate, broken, notes=(HOSTILE,)), why=(HOSTILE,), target=HOSTILE)
     found = read(forecast, title=HOSTILE, described=HOSTILE)
     assert found.tags.count("script") == 1 and "img" not in found.tags
@@ -281,7 +281,7 @@ def test_the_chosen_row_is_marked_and_no_other():
     assert "zero1 chosen" in found.text and "ddp chosen" not in found.text
 
 
-FAILED = {"memory": None, "report": None, "timeline": None, "room": None, "error": "RESOURCE_EXHAUSTED: no room"}
+FAILED = {"memory": None, "report": None, "timeline": None, "headroom": None, "error": "RESOURCE_EXHAUSTED: no room"}
 
 
 @pytest.mark.parametrize(
@@ -290,11 +290,11 @@ FAILED = {"memory": None, "report": None, "timeline": None, "room": None, "error
         ((outlook_of(), outlook_of("zero3", **FAILED)), "did not compile"),
         ((outlook_of("zero3", **FAILED),), "No way compiled."),
         ((outlook_of(timeline=None),), "Step times are not known"),
-        ((outlook_of(room=None, parameters=0),), "What a device holds"),
-        ((outlook_of(room=NO_ROOM),), "No way fits."),
+        ((outlook_of(headroom=None, parameters=0),), "What a device holds"),
+        ((outlook_of(headroom=NO_ROOM),), "No way fits."),
         ((outlook_of(report=report_of(collectives=0)),), "Nothing is sent."),
         ((outlook_of(timeline=timeline_of(events_of(5, every=1000)[1:])),), "waiting"),
-        ((outlook_of(memory=Memory(0, 0, 0, 0, 0, 0, 0, 0), room=None),), "What a device holds"),
+        ((outlook_of(memory=Memory(0, 0, 0, 0, 0, 0, 0, 0), headroom=None),), "What a device holds"),
     ],
 )
 def test_what_is_not_known_is_said(estimates, expected):
@@ -438,7 +438,7 @@ def test_sections_can_be_linked_to():
 def test_every_class_in_the_page_has_a_style():
     used = {
         name
-        for value in read(forecast_of(outlook_of(), outlook_of("ddp", room=NO_ROOM))).values("class")
+        for value in read(forecast_of(outlook_of(), outlook_of("ddp", headroom=NO_ROOM))).values("class")
         for name in value.split()
     }
     assert [name for name in sorted(used) if f".{name}" not in CSS] == []

@@ -73,15 +73,15 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Room:
-    """Whether a device can hold a step.
+class Headroom:
+    """Whether a device's memory holds a step, and what has to be set for it.
 
     Attributes:
         fits: `needed` is at most `available`.
         needed: bytes that jax's pool must hold.
-        available: bytes that it can have: the device's memory without `RESERVED_BYTES`.
+        available: bytes that it can have (`available_bytes`).
         fraction: what XLA_CLIENT_MEM_FRACTION has to be for it; None where jax's default is enough, or nothing is.
-        words: all that as a sentence.
+        words: all that as a sentence without its subject: "needs …: fits".
     """
 
     fits: bool
@@ -148,29 +148,33 @@ class Memory:
         ]
         return "\n".join([*lines, f"{'total per device':{width}}  {format_bytes(self.total):>9}"])
 
-    def fits(self, memory_bytes: int) -> Room:
-        """Whether a device of `memory_bytes` can hold the step, and what has to be set for it.
+    def fits(self, memory_bytes: int) -> Headroom:
+        """Compare with a device of `memory_bytes`.
 
-        jax allocates from one pool, by default `DEFAULT_FRACTION` of the memory; outside of it the CUDA context and
-        NCCL need theirs (`RESERVED_BYTES`). More than one program at a time, and checkpoints on their way to the host,
-        are not counted.
+        jax allocates from one pool, by default `DEFAULT_FRACTION` of the memory. More than one program at a time, and
+        checkpoints on their way to the host, are not counted.
         """
-        needed, available = self.total + self.outside, max(memory_bytes - RESERVED_BYTES, 0)
-        said = f"needs {format_bytes(needed)} of the {format_bytes(memory_bytes)} that a device has"
+        needed, available = self.total + self.outside, available_bytes(memory_bytes)
+        words = f"needs {format_bytes(needed)} of the {format_bytes(memory_bytes)} that a device has"
         if needed > available:
             beside = f"{format_bytes(RESERVED_BYTES)} of it go to the CUDA context and NCCL"
-            return Room(False, needed, available, None, f"{said}: does not fit; {beside}")
+            return Headroom(False, needed, available, None, f"{words}: does not fit; {beside}")
         if needed <= DEFAULT_FRACTION * memory_bytes:
-            return Room(True, needed, available, None, f"{said}: fits")
+            return Headroom(True, needed, available, None, f"{words}: fits")
         fraction = min(math.ceil(1000 * needed / memory_bytes) / 1000, 1.0)
         advice = (
             f"jax takes {format_percent(DEFAULT_FRACTION)} of it by default: set XLA_CLIENT_MEM_FRACTION={fraction:g}"
         )
-        return Room(True, needed, available, fraction, f"{said}: fits, but {advice}")
+        return Headroom(True, needed, available, fraction, f"{words}: fits, but {advice}")
+
+
+def available_bytes(memory_bytes: int) -> int:
+    """Return what jax's pool can have of a device's memory: all but `RESERVED_BYTES` for the CUDA context and NCCL."""
+    return max(memory_bytes - RESERVED_BYTES, 0)
 
 
 def memory(compiled: Compiled, step: Step, state: TrainState) -> Memory:
-    """Tell apart what a compiled step holds.
+    """Divide what a compiled step holds at its peak into classes.
 
     Args:
         compiled: the step, compiled for `state`.

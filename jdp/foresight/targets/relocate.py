@@ -1,4 +1,4 @@
-"""The same step on other devices: what was written for this machine, as the abstract values of a target's mesh.
+"""A step on other devices: what was written for this machine, as abstract values on a target's mesh.
 
 1. The mesh keeps its axes; `data` takes the devices that are left.
 2. The state's leaves become shapes, dtypes and the shardings that the plan gives them there.
@@ -7,37 +7,59 @@
 
 import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 
 from jdp.core.batch import batch_rows
+from jdp.core.disk_cache import Cache
 from jdp.core.sharding.mesh import DATA, make_mesh, mesh_of
 from jdp.core.state import TrainState
 from jdp.core.step import Step
 from jdp.core.types import Batch
+from jdp.foresight.program.compiled import Compiled, compile_step
 from jdp.foresight.targets.resolve import Target, target
 
 
+def candidate_name(strategy: str, accumulate: int, remat: str | None) -> str:
+    """Return "zero1", or "zero1 K=4 remat=full": what is not the default is named."""
+    return f"{strategy}{f' K={accumulate}' * (accumulate > 1)}{f' remat={remat}' if remat else ''}"
+
+
 @dataclass(frozen=True)
-class Relocated:
-    """A step and its abstract operands on one mesh.
+class Candidate:
+    """One way to run a step: the step and its abstract operands on one mesh.
 
     Attributes:
         step: on the mesh; its partitioning is settled when it is lowered.
         state, batch: `jax.ShapeDtypeStruct` leaves with their shardings.
-        notes: what differs from what was given, in words.
+        notes: what differs from what was given, a sentence each.
+        remat: the rematerialisation policy that distinguishes it from other candidates; None: the model's own.
     """
 
     step: Step
     state: TrainState
     batch: Batch
     notes: tuple[str, ...] = ()
+    remat: str | None = None
+
+    @property
+    def name(self) -> str:
+        """Strategy, microbatches and rematerialisation policy: `candidate_name`."""
+        return candidate_name(self.step.plan.strategy, self.step.accumulate, self.remat)
+
+    def with_rows(self, rows: int) -> "Candidate":
+        """Return the same step on a global batch of `rows` rows."""
+
+        def resize(leaf: Any) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype, sharding=leaf.sharding)
+
+        return replace(self, batch=jax.tree.map(resize, self.batch))
 
     def lower(self) -> jax.stages.Lowered:
-        """`step.lower(state, batch)`, for devices that are only described.
+        """Return `step.lower(state, batch)` for devices that are only described.
 
         The mesh is the context's too, so that a loss written under `jax.set_mesh` finds its axes.
 
@@ -46,7 +68,7 @@ class Relocated:
         """
         try:
             with warnings.catch_warnings(), jax.set_mesh(self.step.plan.mesh):
-                # Which leaves were not donated is read off the program, with their names (`foresight.symptoms`).
+                # Which leaves were not donated is read off the program, with their names (`traffic.symptoms`).
                 warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
                 return self.step.lower(self.state, self.batch)
         except (RuntimeError, ValueError) as error:
@@ -54,6 +76,15 @@ class Relocated:
             if explained is None:
                 raise
             raise ValueError(explained) from None
+
+    def compile(self, target: Target, cache: Cache | None = None) -> Compiled:
+        """Compile the step for `target`, whose devices its mesh is made of, or find the result in `cache`.
+
+        Raises:
+            CompileError: XLA refuses the program, or runs out of memory while compiling.
+            ValueError: as `lower` does.
+        """
+        return compile_step(self.lower(), cache=cache, described=target.fingerprint)
 
 
 _OTHER_MESH = (
@@ -81,14 +112,14 @@ def abstract_on(
     target: str | Target | None = None,
     *,
     microbatches: int | None = None,
-) -> Relocated:
-    """The same step on a target's devices.
+) -> Candidate:
+    """Put a step, a state and a batch on a target's devices, as abstract values.
 
     Args:
         step: a training or evaluation step.
         state, batch: real or abstract; the batch is the global one.
-        target: "h100:8x8" and the like, or a `Target`; None: the mesh that `state` lies on, where its leaves stay as
-            they lie, and the batch as it is.
+        target: "h100:8x8" and the like, or a `Target`; None: the mesh that `state` is placed on, where its leaves keep
+            their shardings, and the batch its rows.
         microbatches: what rows must divide by besides the shards, where several numbers are compared; None: the step's.
 
     Raises:
@@ -99,10 +130,12 @@ def abstract_on(
     rows, notes = batch_rows(batch), tuple[str, ...]()
     if target is not None:
         rows, notes = round_up_rows(rows, plan.batch_shards, microbatches or step.accumulate)
-    here = target is None
-    moved = jax.tree.map(lambda leaf, s: _abstract(leaf, leaf.shape, s, keep=here), state, plan.shardings(state))
-    laid = jax.tree.map(lambda leaf: _abstract(leaf, (rows, *leaf.shape[1:]), plan.batch_sharding), batch)
-    return Relocated(step.on(plan.mesh), moved, laid, notes)
+    keep = target is None
+    abstract_state = jax.tree.map(
+        lambda leaf, sharding: _abstract(leaf, leaf.shape, sharding, keep=keep), state, plan.shardings(state)
+    )
+    abstract_batch = jax.tree.map(lambda leaf: _abstract(leaf, (rows, *leaf.shape[1:]), plan.batch_sharding), batch)
+    return Candidate(step.on(plan.mesh), abstract_state, abstract_batch, notes)
 
 
 def round_up_rows(rows: int, shards: int, accumulate: int) -> tuple[int, tuple[str, ...]]:
@@ -131,11 +164,11 @@ def round_up_rows(rows: int, shards: int, accumulate: int) -> tuple[int, tuple[s
     return raised, (f"{rule}: {raised} are taken",)
 
 
-def _mesh(step: Step, state: TrainState, where: str | Target | None) -> Mesh:
-    """The target's mesh: the plan's axes, `data` as long as the devices reach."""
-    if where is None:
+def _mesh(step: Step, state: TrainState, named: str | Target | None) -> Mesh:
+    """Return the target's mesh: the plan's axes, of which `data` takes all devices that the others leave."""
+    if named is None:
         return mesh_of(state) or step.plan.mesh
-    on = target(where) if isinstance(where, str) else where
+    on = target(named) if isinstance(named, str) else named
     sizes, count = dict(step.plan.mesh.shape), len(on.devices)
     others = {axis: size for axis, size in sizes.items() if axis != DATA}
     taken = math.prod(others.values())
@@ -149,10 +182,7 @@ def _mesh(step: Step, state: TrainState, where: str | Target | None) -> Mesh:
 
 
 def _abstract(leaf: Any, shape: tuple[int, ...], sharding: NamedSharding, keep: bool = False) -> jax.ShapeDtypeStruct:
-    own = getattr(leaf, "sharding", None)
-    dtype = (
-        leaf.dtype
-        if jax.numpy.issubdtype(leaf.dtype, jax.dtypes.extended)
-        else jax.dtypes.canonicalize_dtype(leaf.dtype)
-    )
+    own, dtype = getattr(leaf, "sharding", None), leaf.dtype
+    if not jax.numpy.issubdtype(dtype, jax.dtypes.extended):  # a key's
+        dtype = jax.dtypes.canonicalize_dtype(dtype)
     return jax.ShapeDtypeStruct(shape, dtype, sharding=own if keep and isinstance(own, NamedSharding) else sharding)

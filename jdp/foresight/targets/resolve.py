@@ -64,6 +64,12 @@ class Target:
     def __str__(self) -> str:
         return f"{self.kind}:{self.shape or f'{self.hosts}x{self.per_host}'}"
 
+    @property
+    def fingerprint(self) -> str:
+        """Everything about the target that decides what the compiler makes for it, as text."""
+        named = (self.kind, f"{self.hosts}x{self.per_host}", self.shape, self.description, self.config or "")
+        return "\n".join(named)
+
 
 def target(name: str) -> Target:
     """The devices that `name` stands for: `h100:8x8`, `a100:64x8`, `my/cluster.toml:8x8`, `tpu-v5e:4x4`, `cpu:8`.
