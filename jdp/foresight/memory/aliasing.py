@@ -126,7 +126,7 @@ class Aliases:
 
     def _parameter(self, computation: str, number: int) -> Array:
         steps = self.program[computation]
-        return computation, next(step.name for step in steps if parameter_number(step) == number), ()
+        return computation, next(step.name for step in steps if step.parameter_number == number), ()
 
 
 def inside(step: Instruction) -> tuple[str, ...]:
@@ -135,11 +135,6 @@ def inside(step: Instruction) -> tuple[str, ...]:
     if step.opcode == "while":
         return (*called["condition"], *called["body"])
     return tuple(name for names in called.values() for name in names)
-
-
-def parameter_number(step: Instruction) -> int | None:
-    """Of a parameter: which one it is."""
-    return int(step.line.partition(" parameter(")[2].partition(")")[0]) if step.opcode == "parameter" else None
 
 
 def is_fusion(step: Instruction) -> bool:
@@ -174,7 +169,7 @@ def _fused_updates(program: Program, fused: str) -> Iterator[tuple[int, Path]]:
     for result, path in results:
         step = _behind(result, steps)
         if step.opcode in ("dynamic-update-slice", "scatter"):
-            number = parameter_number(_behind(steps[step.operands[0]], steps))
+            number = _behind(steps[step.operands[0]], steps).parameter_number
             if number is not None:
                 yield number, path
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 
-from jdp.foresight.memory.aliasing import Aliases, Array, Path, inside, is_fusion, is_handed_on, parameter_number
+from jdp.foresight.memory.aliasing import Aliases, Array, Path, inside, is_fusion, is_handed_on
 from jdp.foresight.program.module import Instruction, Program, array_bytes
 
 
@@ -205,5 +205,5 @@ def _elementwise(program: Program, step: Instruction) -> set[int]:
     for other in reversed(fused):
         if other.name in mixed or other.opcode not in (*ELEMENTWISE, "tuple", "bitcast", "parameter"):
             mixed.update(other.operands)
-    numbers = {step.name: parameter_number(step) for step in fused}
+    numbers = {step.name: step.parameter_number for step in fused}
     return {number for name, number in numbers.items() if number is not None and name not in mixed}

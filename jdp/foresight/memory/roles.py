@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from jdp.foresight.memory.aliasing import is_fusion, parameter_number
+from jdp.foresight.memory.aliasing import is_fusion
 from jdp.foresight.memory.liveness import ELEMENTWISE, Buffer, Liveness, Write
 from jdp.foresight.program.module import Program
 
@@ -87,7 +87,7 @@ def _fused(program: Program, fused: str, path: tuple[int, ...], follow: Mapping[
     seen, numbers = set[str](), set[int]()
     while todo:
         step = todo.pop()
-        number = parameter_number(step)
+        number = step.parameter_number
         if number is not None:
             numbers.add(number)
         elif step.opcode in follow and step.name not in seen:

@@ -78,6 +78,11 @@ class Instruction:
         return match[1].replace("\\'", "'") if match else None
 
     @property
+    def parameter_number(self) -> int | None:
+        """Of a parameter: which of its computation's it is; None of another instruction."""
+        return int(self._arguments) if self.opcode == "parameter" else None
+
+    @property
     def trip_count(self) -> int | None:
         """Of a while: how often its body runs; None where XLA does not know."""
         match = _TRIPS.search(self.line)

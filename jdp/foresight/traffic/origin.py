@@ -138,7 +138,7 @@ class Sites:
             inner = self.program.by_name[called]
             root = next((step for step in inner.values() if step.is_root), None)
             if root is not None and root.opcode == "concatenate":
-                numbers = [parameter_number(inner[name]) for name in root.operands]
+                numbers = [inner[name].parameter_number for name in root.operands]
                 if None not in numbers:
                     return [names[operand.operands[number]] for number in numbers if number is not None]
         return [operand]
@@ -151,12 +151,6 @@ _SCAN_PATH = re.compile(r"jit\([^)]*\)/(?:shard_map/)?while/body")
 
 def _in_scan(op_name: str | None) -> bool:
     return op_name is not None and _SCAN_PATH.match(op_name) is not None
-
-
-def parameter_number(step: Instruction) -> int | None:
-    """Return which of its computation's parameters an instruction is; None for another instruction."""
-    match = re.search(r" parameter\((\d+)\)", step.line)
-    return int(match[1]) if match else None
 
 
 def _upwards(step: Instruction, names: Names, steps: int = 8) -> Iterator[Instruction]:

@@ -17,7 +17,7 @@ from jdp.core.sharding.plan import Plan
 from jdp.core.state import TrainState
 from jdp.foresight.program.compiled import Compiled
 from jdp.foresight.program.module import Program, array_bytes, shapes
-from jdp.foresight.traffic.origin import Parameters, Sites, line_of, list_paths, parameter_number
+from jdp.foresight.traffic.origin import Parameters, Sites, line_of, list_paths
 
 
 def symptoms(compiled: Compiled, plan: Plan, state: TrainState) -> tuple[str, ...]:
@@ -163,7 +163,7 @@ def _held_twice(program: Program) -> Iterator[str]:
     for step in program[program.entry]:
         name = step.op_name or ""
         donated = step.opcode == "parameter" and name.startswith("state.")
-        if donated and parameter_number(step) not in kept and step.result_bytes >= _MENTIONED_BYTES:
+        if donated and step.parameter_number not in kept and step.result_bytes >= _MENTIONED_BYTES:
             large[path_of_name(name)] = step.result_bytes
     if large:
         first = sorted(large, key=lambda path: -large[path])
