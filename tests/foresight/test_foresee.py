@@ -168,7 +168,7 @@ def test_verify_keeps_or_breaks(jdp_command, planned):
 
 
 MISTAKES = [
-    (("plan", "--target", "h1000:8x8"), "did you mean 'h100'"),
+    (("plan", "--target", "h1000:8x8"), "did you mean h100?"),
     (("plan", "--target", "h100"), "h100:8x8"),
     (("plan", "--target", "h100:99999x8"), "at most 16384 devices"),
     (("plan", "--target", "h100:1x8", "--model.attention", "cudnn", "--strategy", "ddp"), "cuDNN"),

@@ -1,4 +1,4 @@
-"""Targets: devices this machine does not have, good enough for XLA's compiler; and what is said when that cannot be."""
+"""Targets: devices this machine does not have, good enough for XLA's compiler; and the errors when that cannot be."""
 
 import importlib.metadata
 import os
@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 from jdp.foresight.targets import resolve as targets
 from jdp.foresight.targets.chips import CHIPS, GPUS, TPUS
-from jdp.foresight.targets.resolve import Target, differences, target
+from jdp.foresight.targets.gpu_config import device_fields, with_config, written
+from jdp.foresight.targets.resolve import Target, target
 
 GIB = 2**30
 ROOT = Path(__file__).parents[2]
@@ -88,7 +89,7 @@ def test_cpu_is_the_virtual_devices_of_this_process():
     assert found.chip is None  # nobody publishes rates of whatever processor this is
 
 
-# What is said when a name does not do
+# A name that is no target
 
 
 BAD = ["", "h100", "h100:8", "h100:8x", "h100:0x8", "h100:8x8x8", "cpu:0", "cpu:1x8", "cpu", "cluster.toml", ":1x8"]
@@ -109,13 +110,13 @@ def test_bad_grammar_shows_the_grammar_and_what_was_given(name):
     [("h10:8x8", "h100"), ("h20:1x8", "h200"), ("a100-80gb:1x8", "a100"), ("v5e:4x4", "tpu-v5e")],
 )
 def test_an_unknown_kind_names_the_nearest(name, nearest):
-    with pytest.raises(ValueError, match=rf"unknown device kind .* did you mean '{nearest}'\? Known are a100, h100"):
+    with pytest.raises(ValueError, match=rf"must be one of a100, h100, .*; given .*; did you mean {nearest}\?$"):
         target(name)
 
 
 def test_an_unknown_kind_like_none_gets_the_list_only():
     with pytest.raises(
-        ValueError, match=r"'mi300x:1x8': Known are a100, .* tpu-v6e, cpu, and files that end in \.toml$"
+        ValueError, match=r"a100, .* cpu, or a file that ends in \.toml; given 'mi300x' in 'mi300x:1x8'$"
     ):
         target("mi300x:1x8")
 
@@ -130,7 +131,7 @@ def test_the_advice_for_cpu_devices_works():
     assert python(code, JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="3").stdout.strip() == "3"
 
 
-# What is said when the compiler is missing or wrong
+# A compiler that is missing or wrong
 
 
 def packages(monkeypatch, **versions: str | None) -> None:
@@ -247,10 +248,11 @@ def test_a_cluster_is_a_known_gpu_with_other_numbers(tmp_path):
 
 
 REFUSED = {
-    "network_bandwith_gb_s = 5": r"unknown key 'network_bandwith_gb_s': did you mean 'network_bandwidth_gb_s'\?",
-    "matmul_tflops = { bf15 = 5 }": r"unknown element type in matmul_tflops 'bf15': did you mean 'bf16'\?",
+    "network_bandwith_gb_s = 5": r"given 'network_bandwith_gb_s'; did you mean network_bandwidth_gb_s\?",
+    "matmul_tflops = { bf15 = 5 }": r"type of matmul_tflops must be .*; given 'bf15'; did you mean bf16\?",
     "matmul_tflops = 5": r"matmul_tflops must be a table such as \{ bf16 = 990 \}; got 5",
     "memory_gib = 0": "memory_gib must be a positive number; got 0",
+    f"memory_gib = 1{'0' * 400}": "memory_gib must be a positive number; got 10*",
     "memory_gib = nan": "memory_gib must be a positive number; got nan",
     "memory_gib = '80'": "memory_gib must be a positive number; got '80'",
     "links = true": "links must be a positive number; got True",
@@ -274,7 +276,7 @@ def test_a_mistake_in_a_cluster_file_is_named(tmp_path, line, message):
 def test_a_cluster_file_says_what_gpu_it_is_like(tmp_path):
     for text, got in (
         ("", "None"),
-        ('like = "h10"', r"'h10': did you mean 'h100'\?"),
+        ('like = "h10"', r"'h10'; did you mean h100\?"),
         ('like = "tpu-v5e"', "'tpu-v5e'"),
     ):
         with pytest.raises(ValueError, match=f"like must name the GPU it starts from, one of a100, .* got {got}"):
@@ -298,18 +300,32 @@ def dumped(tmp_path_factory) -> str:
     return text.read_text()
 
 
+def differences(kind: str, dumped: str) -> list[str]:
+    """A line for each field that our description of a GPU states and that the device of a dump has otherwise.
+
+    Newer XLAs dump more of a device (rates of its units, its PCIe, ECC), which is not compared; nor are versions.
+    """
+    device = device_fields(dumped)
+    return [
+        f"{name}: shipped {value}, device {device.get(name, 'nothing')}"
+        for name, value in device_fields(written(GPUS[kind])).items()
+        if device.get(name) != value
+        and not (name == "clock_rate_ghz" and float(device[name]) == pytest.approx(float(value)))
+    ]
+
+
 def test_xla_understands_our_description_as_it_is_meant(dumped):
-    assert differences(target("h100:1x8"), dumped) == []
+    assert differences("h100", dumped) == []
 
 
 def test_a_device_that_is_another_is_told_field_by_field(dumped):
     changed = dumped.replace("memory_bandwidth: 3352320000000", "memory_bandwidth: 3352320000001")
     changed = changed.replace("active_links: 18", "")
-    assert differences(target("h100:1x8"), changed) == [
+    assert differences("h100", changed) == [
         "memory_bandwidth: shipped 3352320000000, device 3352320000001",
         "device_interconnect_info.active_links: shipped 18, device nothing",
     ]
-    assert [line.partition(":")[0] for line in differences(target("h200:1x8"), dumped)] == [
+    assert [line.partition(":")[0] for line in differences("h200", dumped)] == [
         "memory_bandwidth",
         "device_memory_size",
         "name",
@@ -318,12 +334,10 @@ def test_a_device_that_is_another_is_told_field_by_field(dumped):
 
 def test_versions_and_what_we_do_not_state_are_no_difference(dumped):
     more = 'gpu_device_info {\n  ecc_enabled: true dnn_version: "9.99" units { rates { key: 4 } rates { key: 8 } }\n'
-    assert differences(target("h100:1x8"), dumped.replace("gpu_device_info {", more, 1)) == []
+    assert differences("h100", dumped.replace("gpu_device_info {", more, 1)) == []
 
 
 def test_what_cannot_be_compared_is_refused():
-    with pytest.raises(ValueError, match=r"only GPU targets are described .* got target cpu:4"):
-        differences(target("cpu:4"), "")
     other = {
         "": "describes no GPU",
         'device_description_str: "x"': "describes no GPU",
@@ -333,7 +347,7 @@ def test_what_cannot_be_compared_is_refused():
     }
     for text, message in other.items():
         with pytest.raises(ValueError, match=message):
-            differences(target("h100:1x8"), text)
+            with_config(GPUS["h100"], text)
 
 
 def test_a_dump_in_a_cluster_file_is_given_to_xla_as_it_stands(tmp_path, dumped):
@@ -366,7 +380,7 @@ def test_the_shipped_description_is_the_device_at_hand(tmp_path):
     kinds = [kind for kind, gpu in GPUS.items() if gpu.name in done.stdout]
     if not kinds:
         pytest.skip(f"no target describes this GPU: {done.stdout}")
-    assert differences(target(f"{kinds[0]}:1x1"), text) == []
+    assert differences(kinds[0], text) == []
 
 
 # TPUs

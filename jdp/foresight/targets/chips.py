@@ -17,13 +17,18 @@ _KIB, _MIB, _GIB = 2**10, 2**20, 2**30
 class Chip:
     """Rates of one device, in bytes and floating-point operations a second.
 
-    `matmul_flops`: dense peak of the matrix units by the XLA element type of the operands ("bf16", "f16", "f32", "f64",
-    "f8e4m3fn", "f8e5m2", "s8"); a type that is missing has no matrix unit of its own. "f32" is what jax's default
-    precision uses: TF32 on these GPUs, one bfloat16 pass on TPUs (`jax.lax.Precision`); "highest" is slower.
-    `vector_flops`: fp32, outside the matrix units. `link_bandwidth`: inside a host (a TPU: inside a slice), in one
-    direction. `network_bandwidth`: between hosts (a TPU: between slices), in one direction, each device having its own
-    share of the host's network cards. The efficiencies are the part of these two that arrives as payload;
-    `link_latency` and `network_latency` are seconds a hop on top of the tables in `jdp.foresight.timing.collectives`.
+    Attributes:
+        name: as jax gives it (`device_kind`).
+        memory_bytes, memory_bandwidth: of the device's own memory.
+        matmul_flops: dense peak of the matrix units by the XLA element type of the operands ("bf16", "f16", "f32",
+            "f64", "f8e4m3fn", "f8e5m2", "s8"); a type that is missing has no matrix unit of its own. "f32" is what
+            jax's default precision uses: TF32 on these GPUs, one bfloat16 pass on TPUs (`jax.lax.Precision`).
+        vector_flops: fp32, outside the matrix units.
+        link_bandwidth: inside a host (a TPU: inside a slice), in one direction.
+        network_bandwidth: between hosts (a TPU: between slices), in one direction, for each device: its own share of
+            the host's network cards.
+        link_efficiency, network_efficiency: the part of these two that arrives as payload.
+        link_latency, network_latency: seconds a hop, added to the tables in `jdp.foresight.timing.collectives`.
     """
 
     name: str
@@ -55,7 +60,7 @@ class Gpu(Chip):
 
 
 def _peaks(tera: Mapping[str, float]) -> dict[str, float]:
-    """Peaks in units of 10^12 as peaks; the two 8-bit floating-point formats are equally fast."""
+    """Return peaks given in units of 10^12 in units of 1; the two 8-bit floating-point formats are equally fast."""
     peaks = {dtype: 1e12 * rate for dtype, rate in tera.items()}
     return peaks | ({"f8e5m2": peaks["f8e4m3fn"]} if "f8e4m3fn" in peaks else {})
 
@@ -163,7 +168,7 @@ GPUS = {
 # GHz for v5p and one at 1.5 GHz for v5e; v6e has the same lanes, and its clock, which is not published, is taken to be
 # v5p's. A float32 product is one bfloat16 pass by default.
 def _tpu(name: str, memory: int, bandwidth: float, bf16: float, s8: float, vector: float, ici: float, dcn: float):
-    """A TPU's row: memory in GiB, its bandwidth, the interconnect's and the network's in GB/s, rates in tera."""
+    """Return a TPU's row: memory in GiB; bandwidths of memory, interconnect and network in GB/s; rates in 10^12."""
     return Chip(
         name=name,
         memory_bytes=memory * _GIB,

@@ -1,4 +1,4 @@
-"""One's own cluster as a file: a known GPU, and where this one differs.
+"""A user's own cluster as a file: a known GPU, and the numbers in which this one differs.
 
     # cluster.toml, used as --target cluster.toml:64x8
     like = "h100"
@@ -6,15 +6,15 @@
     memory_gib = 79.1
     gpu_target_config = "dump.pbtxt"   # what XLA dumped on the machine; its path starts at this file
 
-`read(path)` parses the file, refuses what it does not know, reads the dump (whose numbers then stand in for the known
-GPU's), and lets the numbers given in the file have the last word.
+`read(path)` parses the file, refuses unknown keys, takes the known GPU's numbers, replaces those that the dump has, and
+then those that the file itself gives.
 """
 
-import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from jdp.core.hints import nearest
 from jdp.core.toml import parse
 from jdp.core.user_path import check_regular, user_path
 from jdp.foresight.targets.chips import GPUS, Gpu
@@ -57,59 +57,47 @@ _AT_MOST_ONE = ("link_efficiency", "network_efficiency")
 
 
 def read(path: Path) -> tuple[Gpu, str]:
-    """The GPU that the file describes, and the text of XLA's GpuTargetConfigProto for it.
+    """Return the GPU that a file describes, and the text of XLA's GpuTargetConfigProto for it.
 
-    Raises ValueError naming the file and the key: no such file, no TOML, an unknown key (with the nearest known one), a
-    value of the wrong kind or range, a number of the compiler given beside a dump, a dump that does not parse.
+    Raises:
+        ValueError: no such file, no TOML, an unknown key, a value of the wrong kind or range, a number of the compiler
+            given beside a dump, a dump that does not parse. The message names the file and the key.
     """
     path = user_path(path)
-    given = _parsed(path)
-    _check_names(given, (*_OTHER, *_RATES, *_COMPILER), path, "key")
-    like = given.get("like")
-    if not isinstance(like, str) or like not in GPUS:
-        near = _nearest(like, GPUS) if isinstance(like, str) else ""
-        raise ValueError(f"{path}: like must name the GPU it starts from, one of {', '.join(GPUS)}; got {like!r}{near}")
-    gpu, dump = GPUS[like], given.get("gpu_target_config")
-    if dump is not None:
-        if clash := [key for key in given if key in _COMPILER]:
-            raise ValueError(f"{path}: XLA is given gpu_target_config as it stands: remove {', '.join(clash)}")
-        text = _dumped(path, dump)
-        gpu = _checked(lambda: with_config(gpu, text), f"{path}: gpu_target_config")
-        return _changed(gpu, given, path), text
-    gpu = _changed(gpu, given, path)
-    return gpu, written(gpu)
-
-
-def _parsed(path: Path) -> dict[str, object]:
     try:
         check_regular(path)
-        text = path.read_text(encoding="utf-8")
+        content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: cannot be read: {error}") from error
     try:
-        return parse(text)
+        given = parse(content)
     except ValueError as error:
         raise ValueError(f"{path}: no TOML: it {error}") from error
-
-
-def _dumped(path: Path, dump: object) -> str:
+    _check_names(given, (*_OTHER, *_RATES, *_COMPILER), path, "a key")
+    like, dump = given.get("like"), given.get("gpu_target_config")
+    if not isinstance(like, str) or like not in GPUS:
+        hint = nearest(like, GPUS) if isinstance(like, str) else ""
+        raise ValueError(f"{path}: like must name the GPU it starts from, one of {', '.join(GPUS)}; got {like!r}{hint}")
+    if dump is None:
+        gpu = _changed(GPUS[like], given, path)
+        return gpu, written(gpu)
+    if clash := [key for key in given if key in _COMPILER]:
+        raise ValueError(f"{path}: XLA is given gpu_target_config as it stands: remove {', '.join(clash)}")
     if not isinstance(dump, str) or not dump:
         raise ValueError(f"{path}: gpu_target_config must be the path of a text XLA dumped; got {dump!r}")
     try:
-        return (path.parent / dump).read_text(encoding="utf-8")
+        text = (path.parent / dump).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: gpu_target_config cannot be read: {error}") from error
-
-
-def _checked(made: Callable[[], Gpu], where: str) -> Gpu:
     try:
-        return made()
+        gpu = with_config(GPUS[like], text)
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+        raise ValueError(f"{path}: gpu_target_config: {error}") from error
+    return _changed(gpu, given, path), text
 
 
 def _changed(gpu: Gpu, given: Mapping[str, object], path: Path) -> Gpu:
-    """`gpu` with the name, the rates and the compiler's numbers that the file gives."""
+    """Return `gpu` with the name, the rates and the compiler's numbers that the file gives."""
     changes = dict[str, object]()
     for key, value in given.items():
         known = _RATES.get(key) or _COMPILER.get(key)
@@ -124,31 +112,22 @@ def _changed(gpu: Gpu, given: Mapping[str, object], path: Path) -> Gpu:
     peaks = given.get("matmul_tflops", {})
     if not isinstance(peaks, dict):
         raise ValueError(f"{path}: matmul_tflops must be a table such as {{ bf16 = 990 }}; got {peaks!r}")
-    _check_names(peaks, _DTYPES, path, "element type in matmul_tflops")
+    _check_names(peaks, _DTYPES, path, "an element type of matmul_tflops")
     faster = {str(dtype): 1e12 * _number(peak, f"matmul_tflops.{dtype}", path) for dtype, peak in peaks.items()}
     return replace(gpu, **changes, name=name, matmul_flops={**gpu.matmul_flops, **faster})
 
 
 def _number(value: object, key: str, path: Path) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not _in_range(value, key):
-        most = " of at most 1" if key in _AT_MOST_ONE else ""
-        raise ValueError(f"{path}: {key} must be a positive number{most}; got {value!r}")
-    return float(value)
+    """Return a value of the file as a number. Raises ValueError if it is none, or out of its key's range."""
+    most = 1 if key in _AT_MOST_ONE else 1e9
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else -1
+    if not 0 <= number <= most or (number == 0 and key not in _MAY_BE_ZERO):  # nan is in no range
+        raise ValueError(f"{path}: {key} must be a positive number{' of at most 1' * (most == 1)}; got {value!r}")
+    return float(number)
 
 
-def _in_range(value: float, key: str) -> bool:
-    top = 1 if key in _AT_MOST_ONE else 1e9
-    return (value == 0 and key in _MAY_BE_ZERO) or 0 < value <= top  # neither holds for nan
-
-
-def _check_names(given: Iterable[object], known: Iterable[str], path: Path, what: str) -> None:
-    known = tuple(known)
+def _check_names(given: Iterable[object], known: Sequence[str], path: Path, what: str) -> None:
     for name in given:
         if name not in known:
-            near = _nearest(str(name), known)
-            raise ValueError(f"{path}: unknown {what} {name!r}{near or '.'} Known are {', '.join(known)}")
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f": did you mean {near[0]!r}?" if near else ""
+            hint = nearest(str(name), known)
+            raise ValueError(f"{path}: {what} must be one of {', '.join(known)}; given {name!r}{hint}")

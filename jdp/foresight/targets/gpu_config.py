@@ -1,8 +1,8 @@
-"""How XLA:GPU is told which GPU to compile for: the text of its GpuTargetConfigProto, written, read and compared.
+"""The text by which XLA:GPU knows which GPU to compile for: its GpuTargetConfigProto, written and read.
 
 `written(gpu)` makes it from published numbers (openxla/xla, xla/stream_executor/device_description.proto). On a machine
-with the GPU, XLA dumps its own (`--xla_dump_to=DIR`, file `*gpu_target_config.pbtxt`): `differing` says field by
-field where the two part, `with_config` takes a chip's numbers from the dump.
+with the GPU, XLA dumps its own (`--xla_dump_to=DIR`, file `*gpu_target_config.pbtxt`), from which `with_config` takes
+the chip's numbers.
 """
 
 import re
@@ -15,7 +15,7 @@ _TOKEN = re.compile(r'\s*(?:#[^\n]*|([A-Za-z_]\w*)\s*:?\s*\{|([A-Za-z_]\w*)\s*:\
 
 
 def written(gpu: Gpu) -> str:
-    """`gpu` as the text of XLA's GpuTargetConfigProto."""
+    """Return `gpu` as the text of XLA's GpuTargetConfigProto."""
     return f"""
 gpu_device_info {{
   threads_per_block_limit: 1024
@@ -50,11 +50,14 @@ device_description_str: "{gpu.name}"
 
 
 def fields(text: str) -> dict[str, str]:
-    """Every scalar of a text proto by its path, `"gpu_device_info.core_count": "132"`, strings without their quotes.
+    """Return every scalar of a text proto by its path, `"gpu_device_info.core_count": "132"`, strings without quotes.
 
-    Of a repeated field the last is kept: nothing read here is one. Raises ValueError where it does not parse.
+    Of a repeated field the last is kept: none of those that jdp reads is repeated.
+
+    Raises:
+        ValueError: the text does not parse.
     """
-    path, found, at = list[str](), dict[str, str](), 0
+    path, scalars, at = list[str](), dict[str, str](), 0
     end = len(text.rstrip())
     while at < end:
         token = _TOKEN.match(text, at)
@@ -64,7 +67,7 @@ def fields(text: str) -> dict[str, str]:
         if opened:
             path.append(opened)
         elif name:
-            found[".".join((*path, name))] = value.strip('"')
+            scalars[".".join((*path, name))] = value.strip('"')
         elif closed:
             if not path:
                 raise ValueError("no text proto: one } too many")
@@ -72,69 +75,47 @@ def fields(text: str) -> dict[str, str]:
         at = token.end()
     if path:
         raise ValueError(f"no text proto: {path[-1]} is not closed")
-    return found
+    return scalars
 
 
 # Not of the device but of an installation, or another form of what other fields say.
 _SOFTWARE = ("dnn_version", "driver_version", "runtime_version", "compile_time_toolkit_version", "name")
 
 
-def _device(text: str) -> dict[str, str]:
-    """Fields of the device without zeros, which XLA does not write; `name` is what jax calls the device."""
-    inside = "gpu_device_info."
-    found = fields(text)
-    device = {k.removeprefix(inside): v for k, v in found.items() if k.startswith(inside) and v not in ("0", "NONE")}
-    name = found.get("device_description_str") or device.get("name", "")
+def device_fields(text: str) -> dict[str, str]:
+    """Return the fields of the device without zeros, which XLA does not write; `name` is what jax calls the device.
+
+    Raises:
+        ValueError: the text does not parse, or describes no GPU.
+    """
+    prefix, scalars = "gpu_device_info.", fields(text)
+    device = {k.removeprefix(prefix): v for k, v in scalars.items() if k.startswith(prefix) and v not in ("0", "NONE")}
+    if "core_count" not in device:
+        raise ValueError("the text describes no GPU: it is XLA's *gpu_target_config.pbtxt that is needed")
+    name = scalars.get("device_description_str") or device.get("name", "")
     return {k: v for k, v in device.items() if k not in _SOFTWARE} | {"name": name}
 
 
-def differing(shipped: str, dumped: str) -> list[str]:
-    """One line a field that `shipped` states and that the device of `dumped` has otherwise; empty when all hold.
-
-    Dumps of newer XLAs tell more of a device (rates of its units, its PCIe, ECC): what `shipped` does not state is not
-    compared. Raises ValueError when `dumped` describes no device.
-    """
-    ours, theirs = _device(shipped), _device(dumped)
-    if "core_count" not in theirs:
-        raise ValueError("the text describes no GPU: it is XLA's *gpu_target_config.pbtxt that is needed")
-    return [
-        f"{name}: shipped {value}, device {theirs.get(name, 'nothing')}"
-        for name, value in ours.items()
-        if not _same(value, theirs.get(name))
-    ]
-
-
-def _same(a: str, b: str | None) -> bool:
-    """Equal as text, or as numbers with a point: the clock, which XLA keeps in 32 bits."""
-    if b is None or a == b or (a.isdigit() and b.isdigit()):
-        return a == b
-    try:
-        return abs(float(a) - float(b)) <= 1e-6 * abs(float(a))
-    except ValueError:
-        return False
-
-
 def with_config(gpu: Gpu, text: str) -> Gpu:
-    """`gpu` with the compiler's numbers, memory and its bandwidth from a dumped text.
+    """Return `gpu` with the compiler's numbers, memory and its bandwidth from a dumped text.
 
-    Raises ValueError when the text describes no GPU, or with something else than numbers.
+    Raises:
+        ValueError: the text describes no GPU, or has something else where a number belongs.
     """
-    found = _device(text)
-    if "core_count" not in found:
-        raise ValueError("the text describes no GPU: it is XLA's *gpu_target_config.pbtxt that is needed")
+    given = device_fields(text)
     names = {
         "cores": "core_count", "lanes": "fpus_per_core", "shared_per_core": "shared_memory_per_core",
         "shared_per_block": "shared_memory_per_block_optin", "l2": "l2_cache_size",
         "memory_bandwidth": "memory_bandwidth", "memory_bytes": "device_memory_size",
         "links": "device_interconnect_info.active_links",
     }  # fmt: skip
-    numbers: Mapping[str, int] = {ours: int(found[theirs]) for ours, theirs in names.items() if theirs in found}
-    major, minor = (int(found.get(f"cuda_compute_capability.{part}", "0")) for part in ("major", "minor"))
+    numbers: Mapping[str, int] = {ours: int(given[theirs]) for ours, theirs in names.items() if theirs in given}
+    major, minor = (int(given.get(f"cuda_compute_capability.{part}", "0")) for part in ("major", "minor"))
     return replace(
         gpu,
         **numbers,
-        name=found["name"] or gpu.name,
+        name=given["name"] or gpu.name,
         capability=(major, minor),
-        extension=found.get("cuda_compute_capability.feature_extension", "NONE"),
-        clock_ghz=float(found.get("clock_rate_ghz", gpu.clock_ghz)),
+        extension=given.get("cuda_compute_capability.feature_extension", "NONE"),
+        clock_ghz=float(given.get("clock_rate_ghz", gpu.clock_ghz)),
     )

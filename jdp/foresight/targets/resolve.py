@@ -1,17 +1,16 @@
 """Devices to compile for that this machine need not have.
 
-`target("h100:8x8")` reads the name, makes sure that XLA's compiler for that kind is there, describes the chip to it (a
-text proto, made from a table of published numbers) and returns stand-ins for 64 devices on 8 hosts. They go into a mesh
-like real ones: a step lowered on `jax.ShapeDtypeStruct`s sharded over that mesh compiles to the program that those
+`target("h100:8x8")` reads the name, makes sure that XLA's compiler for that kind is installed, describes the chip to it
+(a text proto, made from a table of published numbers) and returns stand-ins for 64 devices on 8 hosts. They go into a
+mesh like real ones: a step lowered on `jax.ShapeDtypeStruct`s sharded over that mesh compiles to the program that those
 devices would run. No GPU, driver or CUDA library is needed, only the compiler: `pip install 'jdp[aot]'`; for TPUs
 (`tpu-v5e:4x4`) `pip install 'jdp[tpu]'`. `target("cpu:8")` is the virtual CPU devices of this process, and
-`target("cluster.toml:64x8")` GPUs that a file describes (`foresight.cluster`).
+`target("cluster.toml:64x8")` GPUs that a file describes (`cluster_file.py`).
 
 Nothing happens on import: jax's plugins are looked for when a target that needs one is first asked for.
 """
 
 import ctypes
-import difflib
 import importlib.metadata
 import math
 import os
@@ -23,11 +22,12 @@ from pathlib import Path
 
 import jax
 
+from jdp.core.hints import nearest
 from jdp.core.types import Device
 from jdp.core.user_path import user_path
 from jdp.foresight.targets.chips import CHIPS, GPUS, TPUS, Chip
 from jdp.foresight.targets.cluster_file import read
-from jdp.foresight.targets.gpu_config import differing, written
+from jdp.foresight.targets.gpu_config import written
 
 _GRAMMAR = (
     "a target is KIND:HOSTSxPER_HOST, such as h100:8x8 (8 hosts with 8 GPUs each) or cluster.toml:8x8 (GPUs that a "
@@ -38,17 +38,22 @@ _INSTALL_TPU = "pip install 'jdp[tpu]'"
 
 KINDS = (*CHIPS, "cpu")
 MOST_DEVICES = 16384
-"""Four times what jdp is made for: beyond it lies a typing mistake, and a very long compilation."""
+"""Four times what jdp is made for: a larger number is a typing mistake, or a very long compilation."""
 
 
 @dataclass(frozen=True)
 class Target:
     """Devices of one kind: `hosts` machines with `per_host` devices each, ordered host by host.
 
-    `devices[i].process_index` is the host of device i. `memory_bytes` is what one device has to allocate from (None on
-    CPU, whose virtual devices share the machine's). `description` is the name that jax gives as `device_kind`. `chip`
-    has the published rates (None on CPU, where none are known); `config` is the text that described a GPU to XLA, and
-    `shape` what stood behind the colon.
+    Attributes:
+        kind: the name before the colon, such as "h100".
+        hosts, per_host: how many machines, and how many devices each has.
+        devices: of all hosts; `devices[i].process_index` is the host of device i.
+        memory_bytes: memory of one device; None on CPU, whose virtual devices share the machine's.
+        description: the name that jax gives as `device_kind`.
+        chip: the published rates; None where none are known, as on CPU.
+        config: the text that described a GPU to XLA; None for other devices.
+        shape: the text after the colon, such as "8x8"; empty for the devices of this machine, except CPUs.
     """
 
     kind: str
@@ -72,11 +77,15 @@ class Target:
 
 
 def target(name: str) -> Target:
-    """The devices that `name` stands for: `h100:8x8`, `a100:64x8`, `my/cluster.toml:8x8`, `tpu-v5e:4x4`, `cpu:8`.
+    """Return the devices that a name stands for.
 
-    Raises ValueError, with what to type, when the name does not parse, when the file of a cluster is not right, when
-    the compiler is missing or of another version than jaxlib, when jax could not start it, and when this process has
-    too few CPU devices.
+    Args:
+        name: KIND:HOSTSxPER_HOST, such as `h100:8x8` or `my/cluster.toml:8x8`; `tpu-v5e:4x4`; `cpu:8`.
+
+    Raises:
+        ValueError: the name does not parse; the file of a cluster is not right; the compiler is missing or of another
+            version than jaxlib; jax could not start it; this process has too few CPU devices. The message has the
+            command that helps.
     """
     kind, shape = _parse(name)
     sizes = [int(size) for size in shape.split("x")]
@@ -91,34 +100,20 @@ def target(name: str) -> Target:
     return Target(kind, hosts, per_host, devices, chip.memory_bytes, chip.name, chip, config, shape)
 
 
-def differences(target: Target, dump_text: str) -> list[str]:
-    """Where the description that `target` gives XLA and one that XLA dumped on a machine with the device disagree.
-
-    `dump_text` is the `*gpu_target_config.pbtxt` that XLA writes with `--xla_dump_to=DIR`. One line a field, such as
-    "memory_bandwidth: shipped 3352320000000, device 3350000000000"; versions of drivers and libraries are left out.
-    Raises ValueError for a target that is no GPU, and for a text that is no such dump.
-    """
-    if target.config is None:
-        raise ValueError(f"only GPU targets are described to XLA by a text to compare; got target {target}")
-    return differing(target.config, dump_text)
-
-
 def _parse(name: str) -> tuple[str, str]:
-    """`name` as kind and what stands behind its last colon."""
+    """Return the kind and the text after the last colon."""
     kind, _, shape = name.rpartition(":")
     kind = kind if kind.endswith(".toml") else kind.lower()
     size = "[1-9][0-9]{0,17}"  # Python reads no number of more than 4300 digits
-    known = {"cpu": size, **dict.fromkeys(TPUS, f"{size}(x{size}){{1,2}}")}
+    shapes = {"cpu": size, **dict.fromkeys(TPUS, f"{size}(x{size}){{1,2}}")}
     if not kind or not re.fullmatch(f"{size}(x{size}){{0,2}}", shape):
         raise ValueError(f"{_GRAMMAR}; got {name!r}")
     if kind not in KINDS and not kind.endswith(".toml"):
-        near = difflib.get_close_matches(kind.lower(), KINDS, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(
-            f"unknown device kind {kind!r} in target {name!r}: {hint}Known are {', '.join(KINDS)}, and files that end "
-            "in .toml"
+            f"the kind of a target must be one of {', '.join(KINDS)}, or a file that ends in .toml; given {kind!r} in "
+            f"{name!r}{nearest(kind, KINDS)}"
         )
-    if not re.fullmatch(known.get(kind, f"{size}x{size}"), shape):
+    if not re.fullmatch(shapes.get(kind, f"{size}x{size}"), shape):
         raise ValueError(f"{_GRAMMAR}; got {name!r}")
     if math.prod(map(int, shape.split("x"))) > MOST_DEVICES:
         raise ValueError(f"a target has at most {MOST_DEVICES} devices; got {name!r}")
@@ -126,7 +121,7 @@ def _parse(name: str) -> tuple[str, str]:
 
 
 def _cpu_devices(name: str, wanted: int) -> tuple[Device, ...]:
-    """The first `wanted` CPU devices of this process."""
+    """Return the first `wanted` CPU devices of this process."""
     try:
         present = jax.local_devices(backend="cpu")
     except RuntimeError:  # JAX_PLATFORMS names other platforms only
@@ -148,7 +143,10 @@ def _installed(package: str) -> str | None:
 
 
 def _check_compiler(name: str) -> None:
-    """Say what to install before jax or XLA fail less clearly: a plugin missing or of another version, no libdevice."""
+    """Raise ValueError with what to install, before jax or XLA fail less clearly.
+
+    Checked are XLA's GPU plugin, its version, which must be jaxlib's, and ptxas with libdevice.
+    """
     families = [(f"jax-cuda{n}-plugin", f"jax-cuda{n}-pjrt") for n in (13, 12)]
     family = next((f for f in families if all(map(_installed, f))), None)
     if family is None:
@@ -166,7 +164,7 @@ def _check_compiler(name: str) -> None:
 
 
 def _has_toolkit() -> bool:
-    """Whether XLA finds ptxas and libdevice.10.bc: in Python packages, or where a CUDA toolkit is or is said to be."""
+    """Whether XLA finds ptxas and libdevice.10.bc: in Python packages, or in a CUDA toolkit."""
     packages = [("nvidia-cuda-nvcc", "nvidia-nvvm"), ("nvidia-cuda-nvcc-cu12",)]
     return (
         any(all(map(_installed, family)) for family in packages)
@@ -177,6 +175,7 @@ def _has_toolkit() -> bool:
 
 
 def _gpu_devices(name: str, config: str, hosts: int, per_host: int) -> tuple[Device, ...]:
+    """Return XLA's stand-ins for GPUs that `config` describes (`gpu_config.written`)."""
     from jax.experimental import topologies
 
     # XLA reads "NVLINK_DOMAINSxHOSTS_PER_DOMAINxDEVICES_PER_HOST" (xla/pjrt/gpu/gpu_topology.proto). Hosts of the kinds
@@ -201,10 +200,10 @@ def _gpu_devices(name: str, config: str, hosts: int, per_host: int) -> tuple[Dev
 
 @contextmanager
 def _unchecked_without_driver() -> Generator[None]:
-    """Where there is no NVIDIA driver, keep the CUDA plugin from looking for cuDNN and devices before it registers.
+    """Without an NVIDIA driver, keep the CUDA plugin from looking for cuDNN and devices before it registers.
 
-    With JAX_PLATFORMS=cpu it does not look; without it, it fails on what a machine that only compiles does not have.
-    On a machine with a driver its checks stay on: they protect real runs.
+    With JAX_PLATFORMS=cpu it does not look; otherwise it fails on a machine that can only compile. With a driver its
+    checks stay on: they protect real runs.
     """
     switch = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
     if switch in os.environ or _has_driver():
@@ -226,7 +225,7 @@ def _has_driver() -> bool:
 
 
 def _tpu_target(name: str, kind: str, shape: str) -> Target:
-    """TPUs of one slice, through libtpu. Hosts are those that it puts the slice on."""
+    """Return the TPUs of one slice, from libtpu, which also decides how many hosts the slice has."""
     if _installed("libtpu") is None:
         raise ValueError(f"target {name!r} needs XLA's TPU compiler, libtpu, which is not installed: {_INSTALL_TPU}")
     from jax.experimental import topologies
