@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdp.core.agreement import Fact, agree, key_fact
+from jdp.core.agreement import Fact, agree, key_fact, program_fact
 from jdp.core.paths import path_of
 from jdp.core.sharding.plan import Plan
 from jdp.core.state import TrainState
@@ -132,6 +132,11 @@ def agree_on_inputs(caller: str, state: TrainState, batch: Batch, plan: Plan) ->
         key_fact(state.rng, "The state's key"),
     ]
     agree(caller, facts, plan.mesh)
+
+
+def agree_on_program(caller: str, lowered: jax.stages.Lowered, plan: Plan) -> None:
+    """Check that all processes lowered the same program; raise as `agree` does."""
+    agree(caller, [program_fact(lowered)], plan.mesh)
 
 
 def plan_fact(plan: Plan) -> Fact:

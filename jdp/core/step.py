@@ -23,9 +23,10 @@ import optax
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from jdp.core.agreement import agree, processes_of, program_fact
+from jdp.core.agreement import processes_of
 from jdp.core.batch import (
     agree_on_inputs,
+    agree_on_program,
     batch_rows,
     check_alive,
     check_global,
@@ -267,7 +268,7 @@ class Step:
             agree_on_inputs(caller, state, batch, self.plan)
             if not self._checked:
                 self._check_first(state, batch)
-            agree(caller, [program_fact(self.jitted.lower(state, batch))], self.plan.mesh)
+            agree_on_program(caller, self.jitted.lower(state, batch), self.plan)
             self._agreed.add(shapes)
         return batch
 
