@@ -52,7 +52,7 @@ class BatchKey:
     stride: int = field(metadata={"static": True})
     group: int = field(default=1, metadata={"static": True})
 
-    def places(self, size: int) -> jax.Array:
+    def global_indices(self, size: int) -> jax.Array:
         """Return the global indices, uint32 [size], along a dimension of `size` = rows × n, with n for each row."""
         rows = _rows(self.offset, jnp.uint32(self.stride), self.rows, self.group)
         each = size // self.rows

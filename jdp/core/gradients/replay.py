@@ -169,7 +169,7 @@ class Replay:
                 arrays[:-1], counts = map(self.key.apart, arrays[:-1]), False
             else:
                 if dim is not None:
-                    arrays[-1] = jnp.asarray(thunk()).take(self.key.places(shape[dim]), axis=dim)
+                    arrays[-1] = jnp.asarray(thunk()).take(self.key.global_indices(shape[dim]), axis=dim)
                 elif isinstance(other.invars[-1], Literal):
                     arrays[-1] = jnp.asarray(thunk(), number.array.dtype)
                 counts = any(_counts(operands[:-1]))
