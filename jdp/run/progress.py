@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jdp.checkpoint import CheckpointError
+from jdp.core.formatting import finite_or_none
 from jdp.experiment.schema.experiment import Experiment
 from jdp.run.evaluation import Best, Row
 
@@ -61,7 +62,10 @@ class Progress:
     def record(self) -> dict[str, Any]:
         """Return what a checkpoint keeps, null in place of NaN and infinities."""
         kept = {name: getattr(self, name) for name in _SAVED}
-        kept["loss"], kept["evals"] = finite(self.loss), {name: finite(value) for name, value in self.evals.items()}
+        kept["loss"], kept["evals"] = (
+            finite_or_none(self.loss),
+            {name: finite_or_none(value) for name, value in self.evals.items()},
+        )
         return {**kept, "watched": asdict(self.watched), "kept": asdict(self.kept) if self.kept else None}
 
     @staticmethod
@@ -120,8 +124,3 @@ def _first_problem(table: dict[str, Any], kinds: dict[str, tuple[type, ...]], pr
         if not isinstance(table[name], kind) or isinstance(table[name], bool):
             return f"{prefix}{name} is {table[name]!r}"
     return ""
-
-
-def finite(value: float | None) -> float | None:
-    """Return the value, or None (JSON's null) if it is not finite."""
-    return None if value is None or not math.isfinite(value) else value

@@ -7,9 +7,10 @@ from typing import Any
 
 import jax
 
+from jdp.core.formatting import finite_or_none
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.optimizer import peak_rate
-from jdp.run.progress import Progress, finite
+from jdp.run.progress import Progress
 
 
 def summary(assembly: Assembly, progress: Progress, folder: Path) -> dict[str, Any]:
@@ -30,8 +31,8 @@ def summary(assembly: Assembly, progress: Progress, folder: Path) -> dict[str, A
         "of_steps": chosen.train.steps,
         "stopped_early": progress.stops_early(chosen),
         "final_loss": progress.loss,
-        **{f"final_{name}": finite(value) for name, value in own.items()},
-        "eval_sets": {name: finite(value) for name, value in evals.items() if name not in own},
+        **{f"final_{name}": finite_or_none(value) for name, value in own.items()},
+        "eval_sets": {name: finite_or_none(value) for name, value in evals.items() if name not in own},
         "best": {"metric": best.metric, "value": best.value, "step": best.step} if best.step else None,
         "best_checkpoint": progress.kept.step if progress.kept and progress.kept.step else None,
         "lr": peak_rate(chosen),
