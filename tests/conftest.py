@@ -39,3 +39,7 @@ def no_trials_of_losses(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     """
     if request.module.__name__ not in TESTS_OF_TRIALS:
         monkeypatch.setattr("jdp.core.gradients.partitioning.mixing", lambda *_: None)
+
+
+# Hooks with a file each: the markers `fast` and `aot`.
+pytest_plugins = ("markers",)
