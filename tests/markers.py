@@ -21,6 +21,7 @@ FAST = (
     "test_markers.py",
     "test_packages.py",
     "test_public.py",
+    "test_skips.py",
     "core/test_bad_calls.py",
     "core/test_formatting.py",
     "core/test_mesh.py",
