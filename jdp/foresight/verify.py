@@ -22,7 +22,7 @@ from jdp.core.types import Batch
 from jdp.foresight.program.collectives import Collective
 from jdp.foresight.program.compiled import Compiled
 from jdp.foresight.targets.chips import XLA_TYPES
-from jdp.foresight.targets.relocate import Candidate, abstract_on
+from jdp.foresight.targets.relocate import abstract_on
 from jdp.foresight.targets.resolve import Target
 from jdp.foresight.targets.this_machine import target_of
 from jdp.foresight.traffic.breaches import breaches, strays
@@ -56,25 +56,9 @@ def verify(
             "The contract is about training: jdp.verify takes a step of jdp.make_train_step; got an evaluation step."
         )
     candidate = abstract_on(step, state, batch, target)
-    return verify_candidate(candidate, target_of(target, candidate.state), cache=cache)
-
-
-def verify_candidate(candidate: Candidate, target: Target, *, cache: bool = True) -> Report:
-    """Compile a step that is on its target already, and compare what it sends with its strategy's contract.
-
-    `jdp.verify` and `jdp verify` both end here; they differ in who makes the step and moves it to the target.
-
-    Args:
-        candidate: a training step and its abstract operands on the mesh of the target's devices.
-        target: those devices.
-        cache: keep compiled results on disk ($JDP_CACHE_DIR, else ~/.cache/jdp) and use them.
-
-    Raises:
-        ValueError: the step does not compile (`CompileError`), or does something that cannot be compiled for devices
-            that are only described.
-    """
-    compiled = candidate.compile(target, Cache.usual(cache))
-    return report(candidate.step, candidate.state, compiled, str(target), notes=candidate.notes)
+    devices = target_of(target, candidate.state)
+    compiled = candidate.compile(devices, Cache.usual(cache))
+    return report(candidate.step, candidate.state, compiled, str(devices), notes=candidate.notes)
 
 
 def report(step: Step, state: TrainState, compiled: Compiled, target_name: str, *, notes: Sequence[str] = ()) -> Report:
