@@ -1,4 +1,4 @@
-"""Which way to take, in words: what fits, what is fastest, why, and what to change."""
+"""Which candidate to take, in words: what fits, what is fastest, why, and what to change."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ EXPOSED = 0.05
 
 
 def advise(estimates: Sequence[Estimate]) -> tuple[Estimate | None, tuple[str, ...]]:
-    """The fastest way that fits, and why; None when none fits."""
+    """Return the fastest estimate that fits, or None if none fits, and the reasons as sentences."""
     compiled = [o for o in estimates if o.memory is not None]
     fitting = [o for o in compiled if o.fits is not False]
-    said = [_what_fits(compiled)] if compiled else ["No way compiled."]
-    said += _like_zero2(compiled)
+    sentences = [_what_fits(compiled)] if compiled else ["No way compiled."]
+    sentences += _like_zero2(compiled)
     if not fitting:
-        return None, (*said, *_nothing_fits(compiled))
+        return None, (*sentences, *_nothing_fits(compiled))
     choice = _fastest(fitting)
-    said += [*_why_fastest(choice, fitting), *_headroom(choice), *_communication(choice), *_to_change(choice)]
-    return choice, tuple(said)
+    sentences += [*_why_fastest(choice, fitting), *_headroom(choice), *_communication(choice), *_to_change(choice)]
+    return choice, tuple(sentences)
 
 
 def _fastest(fitting: Sequence[Estimate]) -> Estimate:
@@ -55,7 +55,7 @@ def _what_fits(compiled: Sequence[Estimate]) -> str:
 
 
 def _like_zero2(compiled: Sequence[Estimate]) -> list[str]:
-    """A zero3 that does not save what zero3 is taken for: said once, whatever is chosen."""
+    """A zero3 that does not save what zero3 is taken for: reported once, whatever is chosen."""
     return next(([o.report.like_zero2] for o in compiled if o.report is not None and o.report.like_zero2), [])
 
 
@@ -88,15 +88,15 @@ def _why_fastest(choice: Estimate, fitting: Sequence[Estimate]) -> list[str]:
     """What it takes; what takes as long; the next that takes longer, and where its time goes."""
     if choice.step_seconds is None:
         return [f"{choice.name} holds least; how long a step takes is not known for this target."]
-    said = f"{choice.name} is the one to take: a step takes {format_seconds(choice.step_seconds)}"
+    verdict = f"{choice.name} is the one to take: a step takes {format_seconds(choice.step_seconds)}"
     gains = [(o, (o.step_seconds or 0.0) / choice.step_seconds - 1) for o in fitting if o is not choice]
     slower = min(((gain, i) for i, (_, gain) in enumerate(gains) if gain >= CLOSE), default=None)
-    parts = [said, *(f"{o.name} takes as long{_more(choice, o)}" for o, gain in gains if gain < CLOSE)]
+    clauses = [verdict, *(f"{o.name} takes as long{_more(choice, o)}" for o, gain in gains if gain < CLOSE)]
     if slower is not None:
         gain, index = slower
         other = gains[index][0]
-        parts.append(f"{other.name} takes {format_percent(gain)} longer{_reason(choice, other)}")
-    return [f"{'; '.join(parts)}."]
+        clauses.append(f"{other.name} takes {format_percent(gain)} longer{_reason(choice, other)}")
+    return [f"{'; '.join(clauses)}."]
 
 
 def _more(choice: Estimate, other: Estimate) -> str:
@@ -125,40 +125,40 @@ def _headroom(choice: Estimate) -> list[str]:
 
 
 def _communication(choice: Estimate) -> list[str]:
-    line = choice.timeline
-    if line is None or choice.report is None:
+    timeline = choice.timeline
+    if timeline is None or choice.report is None:
         return []
-    if not line.communication_seconds:
+    if not timeline.communication_seconds:
         return ["Nothing is sent."]
-    sent, seconds = format_bytes(choice.report.wire_bytes_per_device), format_seconds(line.communication_seconds)
-    hidden = format_percent(1 - line.exposed_fraction)
-    said = [f"It sends {sent} a device in {seconds}; {hidden} of that time is hidden behind computation."]
+    sent, seconds = format_bytes(choice.report.wire_bytes_per_device), format_seconds(timeline.communication_seconds)
+    hidden = format_percent(1 - timeline.exposed_fraction)
+    sentences = [f"It sends {sent} a device in {seconds}; {hidden} of that time is hidden behind computation."]
     if not choice.report.kept:
-        said.append("It breaks its strategy's contract: `jdp verify` names collective, parameter and remedy.")
-    return said
+        sentences.append("It breaks its strategy's contract: `jdp verify` names collective, parameter and remedy.")
+    return sentences
 
 
 def _to_change(choice: Estimate) -> list[str]:
-    line, said = choice.timeline, list[str]()
-    if line is None:
-        return said
-    if not line.step_seconds or not line.compute_seconds:
-        return said
-    waiting = line.exposed_seconds / line.step_seconds
-    products = line.matmul_seconds / line.compute_seconds
+    timeline, sentences = choice.timeline, list[str]()
+    if timeline is None:
+        return sentences
+    if not timeline.step_seconds or not timeline.compute_seconds:
+        return sentences
+    waiting = timeline.exposed_seconds / timeline.step_seconds
+    products = timeline.matmul_seconds / timeline.compute_seconds
     if 0 < products < FEW_PRODUCTS:
-        said.append(
+        sentences.append(
             f"Matrix products are {format_percent(products)} of its computing time; the rest reads and writes memory: "
             "fused attention, less rematerialisation or wider layers are where time can be won."
         )
-    elif 0 < line.median_matmul_seconds < SHORT_MATMUL_SECONDS:
-        said.append(
+    elif 0 < timeline.median_matmul_seconds < SHORT_MATMUL_SECONDS:
+        sentences.append(
             "The batch per device is too small: half of the time in matrix products goes to ones that run for "
-            f"{format_seconds(line.median_matmul_seconds)} or less."
+            f"{format_seconds(timeline.median_matmul_seconds)} or less."
         )
     if waiting > EXPOSED:
-        said.append(
+        sentences.append(
             f"A device waits for others in {format_percent(waiting)} of a step: more rows a device (--max-batch finds "
             "how many fit) give it more to compute for the same bytes."
         )
-    return said
+    return sentences

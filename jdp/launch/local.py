@@ -186,7 +186,7 @@ def _start(
 def _watch(children: list[Child], selector: selectors.BaseSelector, signals: list[int], grace_seconds: float) -> None:
     """Forward output and signals until all processes have ended; when one fails, end the others."""
     forwarded = 0
-    kill_at = math.inf  # set once all have been told to end
+    kill_at = math.inf  # set once all have been asked to end
     while running := _running(children):
         _forward_output(selector, POLL_SECONDS)
         now = time.monotonic()

@@ -36,11 +36,11 @@ _SETTINGS: dict[Any, Any] = {
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar: what its row is called, class -> amount, a word at its end, and the limit it is held against."""
+    """One bar: what its row is called, class -> amount, a label at its end, and the limit it is compared with."""
 
     name: str
     parts: Mapping[str, float]
-    said: str = ""
+    label: str = ""
     limit: float | None = None
     total: float = field(init=False)
 
@@ -98,7 +98,7 @@ def _draw_bars(axes: Axes, bars: Sequence[Bar], colours: Mapping[str, str], unit
         behind = (
             limit if begin <= limit < begin + (1 - 1 / _ROOM) * axes.get_xlim()[1] else begin
         )  # not across the line
-        axes.annotate(bar.said, (behind, row), (6, 0), textcoords="offset points", va="center", color=_INK)
+        axes.annotate(bar.label, (behind, row), (6, 0), textcoords="offset points", va="center", color=_INK)
 
 
 def _draw_further(axes: Axes, further: Axes, limits: Sequence[float]) -> None:

@@ -65,7 +65,7 @@ def table(
     Args:
         headers: of the columns; the first column names the row.
         rows: cells, text or `Markup`, as many as headers.
-        caption: said above.
+        caption: text above the table.
         words: headers of columns that hold words (aligned left) and no numbers (right); the first always does.
         classes: a CSS class for each row, such as "chosen" or "bad"; none given: none.
     """
@@ -77,8 +77,8 @@ def table(
         cells = [element("th", first, scope="row")]
         cells += [element("td", text, class_=_side(side)) for text, side in zip(others, left[1:], strict=True)]
         body.append(element("tr", *cells, class_=kind))
-    said = [element("caption", caption)] if caption else []
-    whole = element("table", *said, element("thead", element("tr", *head)), element("tbody", *body))
+    head_caption = [element("caption", caption)] if caption else []
+    whole = element("table", *head_caption, element("thead", element("tr", *head)), element("tbody", *body))
     return element("div", whole, class_="wide", tabindex=0)
 
 
@@ -146,7 +146,7 @@ def _policy() -> str:
     return f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
 
 
-# Colours: Okabe and Ito, "Color Universal Design" (2008), told apart with every common colour blindness.
+# Colours: Okabe and Ito, "Color Universal Design" (2008), distinguishable with every common colour blindness.
 BLUE, VERMILION, GREEN, SKY = "#0072b2", "#d55e00", "#009e73", "#56b4e9"
 ORANGE, PURPLE, GREY, PALE, YELLOW = "#e69f00", "#cc79a7", "#7f7f7f", "#c0c0c0", "#f0e442"
 

@@ -22,7 +22,7 @@ def plan_page(forecast: PlanReport, *, title: str, described: str = "") -> str:
     of many collectives those that send most are listed.
 
     Args:
-        forecast: what `jdp.foresight.foresee` told.
+        forecast: what `jdp.foresee` returned.
         title: of the page, such as "gpt2_124m on h100:8x8".
         described: what was planned, in a sentence.
     """
@@ -44,15 +44,15 @@ def plan_page(forecast: PlanReport, *, title: str, described: str = "") -> str:
 
 
 def _answer(forecast: PlanReport, chosen: str | None) -> Markup:
-    said = f"Take {chosen}." if chosen is not None else "No way fits." if _compiled(forecast) else "No way compiled."
+    verdict = f"Take {chosen}." if chosen is not None else "No way fits." if _compiled(forecast) else "No way compiled."
     box = element(
         "div",
-        element("p", element("strong", said)),
+        element("p", element("strong", verdict)),
         paragraphs(forecast.why),
         class_="answer" if chosen is not None else "answer none",
     )
-    told_below = [estimate.error for estimate in forecast.estimates if estimate.error is not None]
-    notes = [f"Note: {note}" for note in forecast.notes if not any(error in note for error in told_below)]
+    shown_below = [estimate.error for estimate in forecast.estimates if estimate.error is not None]
+    notes = [f"Note: {note}" for note in forecast.notes if not any(error in note for error in shown_below)]
     return joined([box, paragraphs(notes, "note")])
 
 

@@ -1,6 +1,6 @@
 """A timeline as two lanes of rectangles, few enough for a page.
 
-1. `blocks` makes a lane's events into blocks: neighbours too short to be told apart become one, and rounds of a loop
+1. `blocks` makes a lane's events into blocks: neighbours too short to be distinguished become one, and rounds of a loop
    that one event stands for stay one block.
 2. `waits` finds where the compute lane stands still: in the model of `foresight.timeline`, what is not computing there
    is exposed communication.
@@ -22,7 +22,7 @@ KIND_CLASSES = {"all-gather": "all-gather", "reduce-scatter": "reduce-scatter", 
 """Kind of collective -> CSS class; the others share "other"."""
 
 _WIDTH = 10_000  # units of the drawing across the axis
-_FINEST = 4000  # stretches of the axis that are told apart where there are rectangles enough
+_FINEST = 4000  # stretches of the axis that are distinguished where there are rectangles enough
 _TOP = {COMPUTE: 2, COMMUNICATION: 28}
 _HEIGHT = 22
 _LABELLED = 0.03  # share of the axis from which a block has room for "× n"
@@ -118,13 +118,13 @@ def _few_enough(
 
 
 def _block(event: Event) -> Block:
-    said = [_tail(event.what.removeprefix("jit(train_step)/"), 90)]
-    said[:0] = [] if event.name in said[0] else [_tail(event.name, 60)]
-    said.append(format_seconds(event.seconds))
+    title = [_tail(event.what.removeprefix("jit(train_step)/"), 90)]
+    title[:0] = [] if event.name in title[0] else [_tail(event.name, 60)]
+    title.append(format_seconds(event.seconds))
     if event.lane == COMMUNICATION and event.bytes and event.times == 1:
-        said.append(format_bytes(event.bytes))
-    said += [_tail(event.source, 60)] if event.source else []
-    return Block(event.lane, event.start, event.seconds, _class_of(event), ", ".join(said), event.times)
+        title.append(format_bytes(event.bytes))
+    title += [_tail(event.source, 60)] if event.source else []
+    return Block(event.lane, event.start, event.seconds, _class_of(event), ", ".join(title), event.times)
 
 
 def _merged(run: Sequence[Event]) -> Block:
@@ -221,14 +221,14 @@ def _ticks(axis_seconds: float) -> Iterator[Markup]:
     """Times below the lanes; finer ones for those who zoom in."""
     step = round_step(axis_seconds)
     finer = round_step(axis_seconds / 8)
-    times = {round(number * finer, 12): "fine tick" for number in range(_whole(axis_seconds / finer) + 1)}
-    times |= {round(number * step, 12): "tick" for number in range(_whole(axis_seconds / step) + 1)}
+    times = {round(number * finer, 12): "fine tick" for number in range(_steps_within(axis_seconds / finer) + 1)}
+    times |= {round(number * step, 12): "tick" for number in range(_steps_within(axis_seconds / step) + 1)}
     for at, kind in times.items():
         place = f"left:{_percent(at / axis_seconds)}"
         yield element("span", format_seconds(at) if at else "0", class_=kind, style=place)
 
 
-def _whole(times: float) -> int:
+def _steps_within(times: float) -> int:
     """How many steps end before the axis does: a time at its very end would be cut off."""
     return math.ceil(times * (1 - 1e-9)) - 1
 

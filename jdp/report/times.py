@@ -56,32 +56,32 @@ def _lane_keys() -> list[Markup]:
 
 
 def _in_words(timeline: Timeline, estimate: Estimate) -> str:
-    said = f"{format_seconds(timeline.step_seconds)} a step: {format_seconds(timeline.compute_seconds)} computing"
-    said += f" and {format_seconds(timeline.exposed_seconds)} waiting"
+    text = f"{format_seconds(timeline.step_seconds)} a step: {format_seconds(timeline.compute_seconds)} computing"
+    text += f" and {format_seconds(timeline.exposed_seconds)} waiting"
     if timeline.communication_seconds:
-        said += (
+        text += (
             f", with {format_seconds(timeline.communication_seconds)} of communication, "
             f"{format_percent(1 - timeline.exposed_fraction)} of it hidden"
         )
-    return f"{said}." if estimate.mfu is None else f"{said}. MFU {format_percent(estimate.mfu)}."
+    return f"{text}." if estimate.mfu is None else f"{text}. MFU {format_percent(estimate.mfu)}."
 
 
 def _seconds_table(timed: Sequence[tuple[str, Estimate, Timeline]], chosen: str | None) -> Markup:
     rows = [
         [
             name,
-            f"{line.step_seconds:.6g}",
-            f"{line.compute_seconds:.6g}",
-            f"{line.communication_seconds:.6g}",
-            f"{line.exposed_seconds:.6g}",
+            f"{timeline.step_seconds:.6g}",
+            f"{timeline.compute_seconds:.6g}",
+            f"{timeline.communication_seconds:.6g}",
+            f"{timeline.exposed_seconds:.6g}",
             "–" if estimate.efficiency is None else format_percent(estimate.efficiency),
-            f"{line.kernels:,}",
-            f"{line.matmul_seconds:.6g}",
-            format_seconds(line.median_matmul_seconds),
-            f"{line.flops / 1e12:,.3g} TFLOP",
-            format_bytes(line.bytes),
+            f"{timeline.kernels:,}",
+            f"{timeline.matmul_seconds:.6g}",
+            format_seconds(timeline.median_matmul_seconds),
+            f"{timeline.flops / 1e12:,.3g} TFLOP",
+            format_bytes(timeline.bytes),
         ]
-        for name, estimate, line in timed
+        for name, estimate, timeline in timed
     ]
     marked = ["chosen" if name == chosen else None for name, _, _ in timed]
     return table(_SECONDS, rows, classes=marked)

@@ -2,8 +2,8 @@
 
 `memory(compiled, step, state)`:
 1. arguments are exact: parameters, optimizer state, batch, as the program takes them;
-2. of the temporaries, those held at the program's peak (`foresight.liveness`) are told apart by what they come from and
-   lead to (`foresight.roles`): working copies, gradients, and the rest: activations and temporaries;
+2. of the temporaries, those held at the program's peak (`foresight.liveness`) are distinguished by what they come from
+   and lead to (`foresight.roles`): working copies, gradients, and the rest: activations and temporaries;
 3. what XLA allocates beyond that - gaps in its heap - is `unattributed`, so that the classes add up to XLA's number.
 
 `Memory.fits(memory_bytes)` sets against it what a device leaves to a program.
@@ -188,7 +188,7 @@ def memory(compiled: Compiled, step: Step, state: TrainState) -> Memory:
     sizes = {role: sum(b.bytes for b in held if roles[b] == role) for role in _ROLES}
     results = compiled.output_bytes - compiled.alias_bytes
     named = taken["parameters"] + taken["optimizer"] + taken["batch"]
-    # Nothing is lost where an argument is not told: whatever the program takes beside these is "other".
+    # Nothing is lost where an argument is not known: whatever the program takes beside these is "other".
     other = max(compiled.argument_bytes - named, 0) + results
     beyond = compiled.total_bytes - named - other - sum(sizes.values())
     _take(sizes, max(-beyond, 0))

@@ -34,7 +34,7 @@ class CompileError(ValueError):
 
 @dataclass(frozen=True)
 class Compiled:
-    """What one compiled step told. Sizes are bytes per device, from XLA's memory analysis.
+    """What was read off one compiled step. Sizes are bytes per device, from XLA's memory analysis.
 
     Attributes:
         text: the scheduled program.
