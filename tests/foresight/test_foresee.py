@@ -137,6 +137,7 @@ def test_a_batch_that_does_not_divide_is_raised_and_said(jdp_command):
     assert code == 0 and "given 9 rows: 16 are taken" in json.loads(out)["notes"][0]
 
 
+@pytest.mark.aot
 def test_the_largest_batch_is_found(jdp_command, folder):
     """On cards with little memory beyond the 2 GiB that are kept for CUDA and NCCL, so that the search ends soon."""
     (folder / "tiny.toml").write_text('like = "h100"\nmemory_gib = 2.02\n')

@@ -296,11 +296,11 @@ def test_what_can_be_launched(kind: str, tmp_path: Path, monkeypatch: pytest.Mon
 
 NOT_THERE = {
     "no program": (["nothing.py"], "there is no program nothing.py, seen from "),
-    "no command": (["pyhton", "train.py"], "there is no file and no command 'pyhton'; after -- stands an experiment"),
+    "no command": (["pyhton", "train.py"], "there is no file and no command 'pyhton': fix its name"),
     "no experiment": (["nothing.toml"], "nothing.toml"),
     "no module": (["-m", "no_such_package.train"], "there is no module 'no_such_package.train', neither in "),
     "a path for a module": (["-m", "./train.py"], "there is no module './train.py'"),
-    "nothing after -m": (["-m"], "-m needs a module: jdp launch -n 2 -- -m PACKAGE"),
+    "nothing after -m": (["-m"], "-m needs a module; given none: write jdp launch -n 2 -- -m PACKAGE"),
     "no such user": (["~nosuchuser/train.py"], "there is no home folder ~nosuchuser, in ~nosuchuser/train.py"),
 }
 
