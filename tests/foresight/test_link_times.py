@@ -230,6 +230,7 @@ def cluster_file(folder, text: str, shape: str) -> Target:
     return target(f"{path}:{shape}")
 
 
+@pytest.mark.aot
 def test_a_cluster_with_slower_cards_and_longer_hops(tmp_path):
     slower = cluster_file(tmp_path, 'like = "h100"\nnetwork_bandwidth_gb_s = 25\nnetwork_latency_us = 10\n', "2x1")
     cost = collective_cost("all-gather", GIB, ((0, 1),), slower)
@@ -238,6 +239,7 @@ def test_a_cluster_with_slower_cards_and_longer_hops(tmp_path):
     assert cost.wire_seconds == pytest.approx(GIB / 2 / (0.96 * 25e9))
 
 
+@pytest.mark.aot
 def test_a_cluster_with_slower_links(tmp_path):
     slower = cluster_file(tmp_path, 'like = "h100"\nlink_bandwidth_gb_s = 200\nlink_latency_us = 5\n', "1x2")
     cost = collective_cost("all-gather", GIB, ((0, 1),), slower)
