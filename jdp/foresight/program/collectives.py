@@ -1,12 +1,14 @@
 """What a compiled program sends: every collective of an XLA module, counted as often as it runs.
 
-`collectives(compiled.as_text())` works in three phases. The text is cut into computations (`foresight.program`). The
-call graph is walked from the entry: a loop multiplies what its body holds by its trip count, a conditional counts the
-branch that sends most, an asynchronous wrapper stands for the instruction inside. Each collective is read off its own
-line: bytes from its shapes, groups from any of XLA's notations for them, the source line from its metadata.
+`collectives(compiled.as_text())` works in three phases:
+1. the text is parsed (`module.py`);
+2. the call graph is walked from the entry: a loop multiplies what its body holds by its trip count, a conditional
+   counts the branch that sends most, an asynchronous wrapper stands for the instruction inside;
+3. each collective is read off its own line: bytes from its shapes, groups from any of XLA's notations for them, source
+   lines from its metadata.
 
 Known are the forms that XLA:GPU and XLA:CPU print in jax 0.10 to 0.12. An asynchronous pair counts once, at its start.
-Transfers that are no collectives (`send` and `recv`, or inside custom calls) are not seen.
+Transfers that are no collectives (`send` and `recv`, or inside custom calls) are not counted.
 """
 
 import functools
@@ -34,14 +36,21 @@ KINDS = (
 class Collective:
     """One collective instruction, at one place in the call graph.
 
-    `payload_bytes`: the whole logical tensor, once: the operand of an all-reduce or reduce-scatter, the result of an
-    all-gather, one device's operand for the other kinds (of a ragged-all-to-all: the most that it can receive). Tensors
-    combined into one instruction are summed; `dtype` names their types, joined by "+" where they differ.
-    `groups`: who talks to whom, as positions in the mesh's device order; for a permute its (source, target) pairs.
-    `is_async`: other work may run between its start and its done. `name`: the instruction, of a pair the start.
-    `op_name`: jax's path to the operation, None where the text does not tell; `source_lines`: "file:line" that wrote it
-    and the callers', innermost first. `shapes`: (element type, dimensions) of each tensor of the result, on one device.
-    `loops`: trip counts of the enclosing loops, outermost first; None where XLA does not know one.
+    Attributes:
+        kind: one of `KINDS`.
+        dtype: XLA's element type; of tensors combined into one instruction all that differ, joined by "+".
+        payload_bytes: the whole logical tensor, once: the operand of an all-reduce or reduce-scatter, the result of an
+            all-gather, one device's operand for the other kinds (of a ragged-all-to-all: the most that it can
+            receive). Combined tensors are summed.
+        groups: the devices that exchange data, as positions in the mesh's device order; of a permute its (source,
+            target) pairs.
+        is_async: other work may run between its start and its done.
+        name: the instruction's; of an asynchronous pair the start's.
+        op_name: jax's path to the operation; None where the text does not have it.
+        source_lines: "file:line" of the operation and of its callers, innermost first.
+        shapes: (element type, dimensions) of each tensor of the result, on one device.
+        loops: trip counts of the enclosing loops, outermost first; None where XLA does not know one.
+        in_conditional: it is in a branch, which may not be taken.
     """
 
     kind: str
@@ -73,7 +82,7 @@ class Collective:
 
     @property
     def caveats(self) -> tuple[str, ...]:
-        """Why `count` may not be what happens; empty when it is exact."""
+        """Why `count` may differ from what runs, a sentence each; empty when it is exact."""
         unknown = ("inside a loop of unknown trip count: counted once",) if None in self.loops else ()
         branch = ("inside a conditional: the branch that sends most is counted",) if self.in_conditional else ()
         return unknown + branch
@@ -94,30 +103,32 @@ class Collective:
 
 
 def collectives(text: str | Program) -> list[Collective]:
-    """Every collective that a compiled program runs, in schedule order, callers' loops counted in.
+    """Return every collective that a compiled program runs, in schedule order, with the loops around it.
 
-    `text` is `.compile().as_text()` of a jitted function, or that parsed. Raises ValueError when it is not such a text,
-    or has an element type or device groups in a notation not known here.
+    Args:
+        text: `.compile().as_text()` of a jitted function, or that parsed.
+
+    Raises:
+        ValueError: it is not such a text, or has an element type or device groups in an unknown notation.
     """
     program = text if isinstance(text, Program) else parse(text)
 
     @functools.cache  # computations may be shared
-    def run(name: str) -> tuple[Collective, ...]:
-        """What one execution of a computation sends."""
-        return tuple(c for step in program[name] for c in _sent(step, program, run))
+    def of_computation(name: str) -> tuple[Collective, ...]:
+        return tuple(c for step in program[name] for c in _of_instruction(step, program, of_computation))
 
-    return list(run(program.entry))
-
-
-def total_wire_bytes(found: Iterable[Collective]) -> float:
-    """Bytes that each device sends a step."""
-    return sum((c.wire_bytes for c in found), 0.0)
+    return list(of_computation(program.entry))
 
 
-def traffic(found: Iterable[Collective]) -> dict[str, int]:
-    """Payload bytes a step by kind, as the communication contract states them. A group of one sends nothing."""
+def total_wire_bytes(counted: Iterable[Collective]) -> float:
+    """Return the bytes that each device sends a step."""
+    return sum((c.wire_bytes for c in counted), 0.0)
+
+
+def traffic(counted: Iterable[Collective]) -> dict[str, int]:
+    """Return payload bytes a step by kind, as the communication contract states them. A group of one sends nothing."""
     totals: dict[str, int] = {}
-    for c in found:
+    for c in counted:
         if c.group_size > 1:
             totals[c.kind] = totals.get(c.kind, 0) + c.payload_bytes * c.count
     return totals
@@ -128,37 +139,47 @@ def traffic(found: Iterable[Collective]) -> dict[str, int]:
 _CALLERS = ("while", "conditional", "call", "fusion", "custom-call", "async")
 
 
-def _sent(step: Instruction, program: Program, run: Callable[[str], tuple[Collective, ...]]) -> Iterable[Collective]:
-    """What one execution of an instruction sends, given what its computations do. A done repeats its start."""
+def _of_instruction(
+    step: Instruction, program: Program, of_computation: Callable[[str], tuple[Collective, ...]]
+) -> Iterable[Collective]:
+    """Return the collectives of one execution of an instruction, those of computations that it calls included.
+
+    A done has none: it repeats its start.
+    """
     if step.opcode.endswith("-done") or (step.kind not in KINDS and step.kind not in _CALLERS):
         return []
     if step.kind in KINDS:
         return [collective_of(step, program)]
-    called = {attribute: [run(name) for name in names] for attribute, names in step.called.items()}
+    called = {attribute: [of_computation(name) for name in names] for attribute, names in step.called.items()}
     if step.kind == "while":
         trips = step.trip_count
         tests = trips if trips is None else trips + 1  # the condition is evaluated once more than the body
         rounds = {"condition": tests, "body": trips}
-        return [replace(c, loops=(rounds[a], *c.loops)) for a in rounds for found in called[a] for c in found]
-    inside = [found for computations in called.values() for found in computations]
+        return [replace(c, loops=(rounds[a], *c.loops)) for a in rounds for each in called[a] for c in each]
+    inside = [each for computations in called.values() for each in computations]
     if step.kind == "conditional":
         return [replace(c, in_conditional=True) for c in max(inside, key=total_wire_bytes)]
     if step.is_start:
-        return [replace(c, name=step.name, is_async=overlaps(step)) for found in inside for c in found]
-    return [c for found in inside for c in found]
+        return [replace(c, name=step.name, is_async=overlaps(step)) for each in inside for c in each]
+    return [c for each in inside for c in each]
 
 
 # One instruction, read.
 
 
 def collective_of(step: Instruction, program: Program) -> Collective:
-    """The collective that an instruction is: one of `KINDS`, of an asynchronous pair the start; its own loops only.
+    """Return an instruction of one of `KINDS` as a `Collective`, without the loops around it.
 
-    Raises ValueError as `collectives` does.
+    Args:
+        step: the instruction; of an asynchronous pair the start.
+        program: it is part of.
+
+    Raises:
+        ValueError: an element type or device groups in an unknown notation.
     """
     groups = _groups(step.bare, program.devices)
     results = shapes(_result_type(step))
-    # The result of a reduce-scatter is one device's part: the operand is that for every device of the group.
+    # The result of a reduce-scatter is one device's shard: the operand has one for every device of the group.
     times = max(map(len, groups)) if step.kind == "reduce-scatter" else 1
     return Collective(
         kind=step.kind,
@@ -174,15 +195,15 @@ def collective_of(step: Instruction, program: Program) -> Collective:
 
 
 def overlaps(step: Instruction) -> bool:
-    """Whether other work may run meanwhile: jax 0.10 also writes the synchronous ones as pairs, marked as such."""
+    """Whether other work may run between start and done: jax 0.10 writes synchronous ones as pairs too, marked so."""
     return step.is_start and '"is_sync":true' not in step.line
 
 
 def _result_type(step: Instruction) -> str:
-    """The part of an instruction's type that is its result.
+    """Return the result in an instruction's type.
 
-    A start has the type (operand, result) or ((operands), (results)), perhaps with more behind; but an all-reduce-start
-    of jax 0.10 has the type of its result alone, a flat tuple when there are several.
+    A start has the type (operand, result) or ((operands), (results)), perhaps with more elements; but an
+    all-reduce-start of jax 0.10 has the type of its result alone, a flat tuple when there are several.
     """
     if not step.is_start or not step.type.startswith("("):
         return step.type
@@ -202,6 +223,7 @@ _GROUPS = re.compile(rf"\b(?:replica_groups|source_target_pairs)=({_LISTED}|{_IO
 
 
 def _groups(bare: str, devices: int) -> tuple[tuple[int, ...], ...]:
+    """Return the device groups of a line without strings. Raises ValueError for an unknown notation."""
     if "source_target_pairs={}" in bare:  # of a permute: nobody sends; of groups, `{}` is everyone
         return ((0,),)
     match = _GROUPS.search(bare)
@@ -212,7 +234,7 @@ def _groups(bare: str, devices: int) -> tuple[tuple[int, ...], ...]:
 
 @functools.lru_cache(maxsize=256)
 def _expanded(notation: str, devices: int) -> tuple[tuple[int, ...], ...]:
-    """`{{0,1},{2,3}}`, `[2,4]<=[4,2]T(1,0)`, `mesh['a'=2,'b'=4] {'b'}`, or `{}`, which is everyone."""
+    """Return the groups of `{{0,1},{2,3}}`, `[2,4]<=[4,2]T(1,0)`, `mesh['a'=2,'b'=4] {'b'}`; of `{}`, one of all."""
     if notation.startswith("{"):
         listed = tuple(tuple(_ints(group)) for group in re.findall(r"\{([\d,]+)\}", notation))
         return listed or (tuple(range(devices)),)
@@ -225,28 +247,28 @@ def _expanded(notation: str, devices: int) -> tuple[tuple[int, ...], ...]:
 
 
 def _mesh_groups(notation: str) -> np.ndarray:
-    """[groups, size] ids of `mesh['a'=2,'b'=4] {'b'}`: devices that differ along the named axes only are a group.
+    """Return the [groups, size] ids of `mesh['a'=2,'b'=4] {'b'}`: a group differs along the named axes only.
 
-    An axis may be named in part: `'b':(2)2` of size 4 is cut into 2 x 2, and the second factor is meant. Devices may
-    stand in another order than 0, 1, …: `, device_ids=([2,4]T(1,0))` (openxla/xla, xla/hlo/ir/mesh_and_axis.cc).
+    An axis may be named in part: `'b':(2)2` of size 4 is split into 2 x 2, and the second factor is meant. Devices may
+    be in another order than 0, 1, …: `, device_ids=([2,4]T(1,0))` (openxla/xla, xla/hlo/ir/mesh_and_axis.cc).
     """
     mesh, _, named = notation.rpartition(" {")
     axes, _, order = mesh.partition("]")
     sizes = {axis: int(size) for axis, size in re.findall(r"('[^']*'|[^\[,=]+)=(\d+)", axes)}
     total, group = math.prod(sizes.values()), 1
-    rest = dict(zip(sizes, np.unravel_index(np.arange(total), tuple(sizes.values())), strict=True))
+    fixed = dict(zip(sizes, np.unravel_index(np.arange(total), tuple(sizes.values())), strict=True))
     for axis, before, size in re.findall(r"('[^']*'|[^,:}]+)(?::\((\d+)\)(\d+))?", named):
-        part = int(size or sizes[axis])
-        after = sizes[axis] // (int(before or 1) * part)
-        rest[axis] = rest[axis] - rest[axis] // after % part * after  # the coordinate without the named digit
-        group *= part
-    key = np.ravel_multi_index(tuple(rest.values()), tuple(sizes.values()))
+        factor = int(size or sizes[axis])
+        after = sizes[axis] // (int(before or 1) * factor)
+        fixed[axis] = fixed[axis] - fixed[axis] // after % factor * after  # the coordinate without the named digit
+        group *= factor
+    key = np.ravel_multi_index(tuple(fixed.values()), tuple(sizes.values()))
     ids = _iota(order.partition("(")[2]) if order else np.arange(total)
     return ids[np.argsort(key, kind="stable")].reshape(-1, group)
 
 
 def _iota(order: str) -> np.ndarray:
-    """Device order: `[4,2]T(1,0)` is 0, 1, … in shape [4, 2], transposed, flattened; `0,4,1,5` the ids themselves."""
+    """Return the ids of a device order: `[4,2]T(1,0)` is 0, 1, … in shape [4, 2], transposed; `0,4,1,5` is itself."""
     if not order.startswith("["):
         return np.array(_ints(order))
     shape, _, axes = order.partition("T")

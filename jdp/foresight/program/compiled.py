@@ -1,4 +1,4 @@
-"""A step, compiled, and what was read off it: the scheduled program, its memory, XLA's warnings.
+"""A compiled step: the scheduled program as text, its memory, XLA's warnings; from the compiler, or from the cache.
 
 `compile_step(lowered)` compiles one program at a time, because XLA writes its warnings to the process' standard error:
 what arrives there meanwhile is this program's. Lines that are no warnings about sharding or memory are passed on.
@@ -43,8 +43,8 @@ class Compiled:
         temp_bytes: what else it allocates while it runs.
         peak_bytes: XLA's own estimate of the most that is live at once.
         warnings: lines about resharding and memory that XLA wrote while it compiled.
-        seconds: what compiling took.
-        cached: whether it was found on disk.
+        seconds: how long compiling took.
+        cached: whether it was read from the cache.
     """
 
     text: str = field(repr=False)
@@ -59,20 +59,22 @@ class Compiled:
 
     @cached_property
     def program(self) -> Program:
+        """The text, parsed."""
         return parse(self.text)
 
     @cached_property
     def collectives(self) -> list[Collective]:
+        """Every collective that the program runs."""
         return collectives(self.program)
 
     @property
     def total_bytes(self) -> int:
-        """What a device must be able to hold: arguments, temporaries, and results that have no argument's place."""
+        """What a device must hold: arguments, temporaries, and results that are not written into an argument."""
         return self.argument_bytes + self.temp_bytes + self.output_bytes - self.alias_bytes
 
 
 def compile_step(lowered: jax.stages.Lowered, *, cache: Cache | None = None, described: str = "") -> Compiled:
-    """Compile a lowered step, or find it in `cache`.
+    """Compile a lowered step, or find the result in `cache`.
 
     Args:
         lowered: `Step.lower(state, batch)`.
@@ -85,8 +87,8 @@ def compile_step(lowered: jax.stages.Lowered, *, cache: Cache | None = None, des
     if cache is None:
         return _compile(lowered)
     name = f"{_key(lowered, described)}.json.z"
-    if (found := cache.load(name, _read_entry)) is not None:
-        return found
+    if (stored := cache.load(name, _read_entry)) is not None:
+        return stored
     compiled = _compile(lowered)
     content = zlib.compress(json.dumps(asdict(compiled)).encode(), level=1)
     cache.store(name, lambda file: file.write(content))
@@ -97,13 +99,13 @@ _VERSION = "1"  # of an entry's fields
 
 
 def _key(lowered: jax.stages.Lowered, described: str) -> str:
-    """The content: program, devices, versions, and the sources that the program's places point into.
+    """Return the cache's key: a hash of the program, devices, versions, and the sources that the program refers to.
 
-    The places themselves are no part of it: they hold the line that the step was called from. Nor are the sources of
+    The source lines themselves are left out: they have the line that the step was called from. So are the sources of
     installed packages: who calls through them varies, and what they put into the program is in its text.
     """
-    places = lowered.as_text(debug_info=True)
-    files = [Path(name) for name in sorted(set(re.findall(r'"([^"]+\.py)":\d', places)))]
+    located = lowered.as_text(debug_info=True)
+    files = [Path(name) for name in sorted(set(re.findall(r'"([^"]+\.py)":\d', located)))]
     own = [file for file in files if file.is_file() and "site-packages" not in file.parts]
     sources = [Cache.key(file.read_text("utf-8", errors="replace")) for file in own]
     settings = (version("jax"), version("jaxlib"), _VERSION, os.environ.get("XLA_FLAGS", ""), described)
@@ -125,7 +127,7 @@ def _compile(lowered: jax.stages.Lowered) -> Compiled:
         try:
             compiled = _with_or_without_triton(lowered)
         except jax.errors.JaxRuntimeError as error:
-            raise CompileError(_refusal(error)) from error
+            raise CompileError(_explained(error)) from error
     sizes: Any = compiled.memory_analysis()  # jaxlib's CompiledMemoryStats
     return Compiled(
         text=compiled.as_text() or "",
@@ -140,8 +142,11 @@ def _compile(lowered: jax.stages.Lowered) -> Compiled:
 
 
 def _with_or_without_triton(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """Where no device is there to try kernels on, XLA may choose tiles for a matrix product that its sizes do not have
-    (lengths such as a ViT's 197), and give up. cuBLAS' kernels then stand in; what is sent stays the same."""
+    """Compile, and once more with cuBLAS' kernels where XLA finds no tiles for a matrix product.
+
+    Without a device to try kernels on, XLA may choose tiles that the product's sizes do not have (lengths such as a
+    ViT's 197), and give up. What is sent stays the same.
+    """
     try:
         return lowered.compile()
     except jax.errors.JaxRuntimeError as error:
@@ -151,7 +156,8 @@ def _with_or_without_triton(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         return lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
 
 
-def _refusal(error: Exception) -> str:
+def _explained(error: Exception) -> str:
+    """Return the first line of XLA's error, with what to do where memory ran out."""
     first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if "RESOURCE_EXHAUSTED" in first or "out of memory" in first.lower():
         return (
@@ -169,11 +175,11 @@ _KEPT = re.compile(r"rematerializ|[Rr]esharding|spmd|SPMD|memory use below|excee
 
 @contextmanager
 def _standard_error() -> Generator[list[str]]:
-    """Collect what is written to file descriptor 2, C++ included; hand on what is no warning of ours."""
+    """Collect the lines about sharding and memory that are written to file descriptor 2, by C++ too; pass on others."""
     lines = list[str]()
     try:
         sys.stderr.flush()
-        kept = os.dup(2)
+        original = os.dup(2)
     except (OSError, ValueError):  # there is no standard error
         yield lines
         return
@@ -182,11 +188,11 @@ def _standard_error() -> Generator[list[str]]:
         try:
             yield lines
         finally:
-            os.dup2(kept, 2)
-            os.close(kept)
+            os.dup2(original, 2)
+            os.close(original)
             file.seek(0)
-            written = file.read().decode(errors="replace")
-            lines += [line for line in written.splitlines() if _KEPT.search(line)]
-            for line in written.splitlines():
-                if not _KEPT.search(line):
+            for line in file.read().decode(errors="replace").splitlines():
+                if _KEPT.search(line):
+                    lines.append(line)
+                else:
                     print(line, file=sys.stderr)

@@ -1,8 +1,8 @@
 """A compiled XLA module as objects: computations in schedule order, instructions with operands, types and callees.
 
-`parse(compiled.as_text())` takes one pass over the text and keeps each line; what costs to find (called computations,
-operands, bytes) is read off a line when it is asked for. Known are the forms that XLA:GPU and XLA:CPU print in jax 0.10
-to 0.12.
+`parse(compiled.as_text())` takes one pass over the text and keeps each line; what takes time to find (called
+computations, operands, bytes) is read off a line when it is asked for. Known are the forms that XLA:GPU and XLA:CPU
+print in jax 0.10 to 0.12.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Instruction:
 
     @property
     def _arguments(self) -> str:
-        """What stands between the parentheses after the opcode."""
+        """The text between the parentheses after the opcode."""
         line = self.line
         begin = line.index(f" {self.opcode}(") + len(self.opcode) + 2
         depth = 1
@@ -57,10 +57,10 @@ class Instruction:
     @cached_property
     def called(self) -> dict[str, tuple[str, ...]]:
         """Computations it calls, by attribute: {"body": (...,), "condition": (...,)}, {"calls": (...,)}, …"""
-        found: dict[str, tuple[str, ...]] = {}
+        names: dict[str, tuple[str, ...]] = {}
         for attribute, many, one in _CALLED.findall(self.bare):
-            found[attribute] = (*found.get(attribute, ()), *_NAME.findall(many or one))
-        return found
+            names[attribute] = (*names.get(attribute, ()), *_NAME.findall(many or one))
+        return names
 
     @property
     def kind(self) -> str:
@@ -69,6 +69,7 @@ class Instruction:
 
     @property
     def is_start(self) -> bool:
+        """Whether it begins an asynchronous operation."""
         return self.opcode.endswith("-start")
 
     @property
@@ -89,7 +90,7 @@ class Instruction:
         return int(match[1]) if match else None
 
     def attribute(self, name: str) -> str | None:
-        """A plain attribute's text: "{0}" for `lhs_contracting_dims={0}`, "kLoop" for `kind=kLoop`."""
+        """Return a plain attribute's text: "{0}" for `lhs_contracting_dims={0}`, "kLoop" for `kind=kLoop`."""
         match = re.search(rf"\b{name}=(\{{[^}}]*\}}|[^,\s]+)", self.bare)
         return match[1] if match else None
 
@@ -100,12 +101,13 @@ class Instruction:
 
     @property
     def result_bytes(self) -> int:
+        """Bytes of all arrays in the result, on one device."""
         return sum(array_bytes(dtype, dims) for dtype, dims in self.shapes)
 
 
 @dataclass(frozen=True)
 class Program:
-    """A module.
+    """An XLA module.
 
     Attributes:
         entry: name of the computation that runs.
@@ -143,7 +145,10 @@ class Program:
 
 
 def parse(text: str) -> Program:
-    """Read `.compile().as_text()` of a jitted function.
+    """Parse the text of a compiled program.
+
+    Args:
+        text: `.compile().as_text()` of a jitted function.
 
     Raises:
         ValueError: it is not such a text.
@@ -178,19 +183,23 @@ def parse(text: str) -> Program:
 
 
 def shapes(type_text: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """(element type, dimensions) of every array in a type as XLA prints it."""
+    """Return (element type, dimensions) of every array in a type as XLA prints it."""
     return tuple(
         (dtype, tuple(int(d.strip("<=")) for d in dims.split(",") if d)) for dtype, dims in _SHAPE.findall(type_text)
     )
 
 
 def array_bytes(dtype: str, dims: tuple[int, ...]) -> int:
-    """Bytes of an array. The digits of `bf16`, `f8e4m3fn`, `s4`, `c64` are bits an element; below 8 they are packed."""
+    """Return the bytes of an array; elements of less than 8 bits are packed."""
     return -(-math.prod(dims) * bits(dtype) // 8)
 
 
 def bits(dtype: str) -> int:
-    """Bits an element of an XLA type; "token" has none. Raises ValueError for a type not known."""
+    """Return the bits of an element, which are the digits in `bf16`, `f8e4m3fn`, `s4`, `c64`; "token" has none.
+
+    Raises:
+        ValueError: an unknown type.
+    """
     named = _BITS.match(dtype)
     if named is not None:
         return int(named[1])
@@ -219,7 +228,7 @@ _BITS = re.compile(r"(?:bf|f|s|u|c)(\d+)")
 
 
 def _frames(tables: dict[str, dict[str, str]]) -> dict[str, tuple[str, ...]]:
-    """The tables at the head of a module, joined: frame -> the places of it and its callers, innermost first."""
+    """Join the tables at the head of a module: frame -> source lines of it and its callers, innermost first."""
     files = {index: row.strip('"') for index, row in tables["FileNames"].items()}
     places = {
         index: f"{files.get(_number(row, 'file_name_id'), '')}:{_number(row, 'line')}"
