@@ -1,4 +1,5 @@
-"""Memory of a device at its peak, by class.
+"""Memory of a device at a step's peak, by class.
 
-`peak.py` sums `aliasing.py`, `liveness.py` and `roles.py`; `zero_formula.py` is the closed form of the ZeRO paper.
+`peak.py` adds up what `aliasing.py` (which arrays share memory), `liveness.py` (when each buffer is held) and
+`roles.py` (which are weights, which gradients) find; `zero_formula.py` is the closed form of the ZeRO paper.
 """

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from jdp.foresight.program.module import Instruction, Program, shapes
 
 Path = tuple[int, ...]
-"""Where an array stands in a result: () for a plain array, (1, 0) for the first of the second tuple."""
+"""The position of an array in a result: () for a plain array, (1, 0) for the first of the second tuple."""
 
 Array = tuple[str, str, Path]
 """(computation, instruction, path)."""
@@ -30,8 +30,8 @@ class Aliases:
     """The arrays of a scheduled program, and which share memory.
 
     Attributes:
-        schedule: (computation, instruction) in the order of execution. A loop's condition and body stand once, before
-            the loop; so do called computations and every branch of a conditional.
+        schedule: (computation, instruction) in the order of execution. A loop's condition and body are in it once,
+            before the loop; so are called computations and every branch of a conditional.
     """
 
     def __init__(self, program: Program) -> None:
@@ -47,7 +47,7 @@ class Aliases:
         self._join_donated()
 
     def of(self, array: Array) -> Array:
-        """The array that stands for all that share memory with this one."""
+        """Return the array that represents all that share memory with this one."""
         above = self._above
         while (parent := above.get(array, array)) != array:
             above[array] = above.get(parent, parent)
@@ -55,38 +55,38 @@ class Aliases:
         return array
 
     def arrays(self, computation: str, name: str) -> dict[Path, tuple[str, tuple[int, ...]]]:
-        """What an instruction results in: path -> (element type, dimensions)."""
+        """Return the arrays of an instruction's result: path -> (element type, dimensions)."""
         key = (computation, name)
         if key not in self._arrays:
             self._arrays[key] = dict(_arrays(self.program.by_name[computation][name].type))
         return self._arrays[key]
 
     def taken(self, computation: str, step: Instruction) -> Iterator[tuple[int, Array]]:
-        """(operand number, array) of everything that an instruction takes."""
+        """Yield (operand number, array) of everything that an instruction takes."""
         for number, name in enumerate(step.operands):
             for path in self.arrays(computation, name):
                 yield number, (computation, name, path)
 
     def result(self, computation: str) -> Array:
-        """What a computation results in."""
+        """Return the result of a computation."""
         return computation, next(step.name for step in self.program[computation] if step.is_root), ()
 
     def _join(self, a: Array, b: Array) -> None:
         self._above[self.of(b)] = self.of(a)
 
     def _same(self, a: Array, b: Array) -> None:
-        """All arrays at and under `b` are those at and under `a`."""
+        """Join all arrays at and under `b` with those at and under `a`."""
         depth = len(b[2])
         for path in self.arrays(*b[:2]):
             if path[:depth] == b[2]:
                 self._join((*a[:2], a[2] + path[depth:]), (*b[:2], path))
 
     def _join_views(self, computation: str, step: Instruction) -> None:
-        here: Array = (computation, step.name, ())
+        result: Array = (computation, step.name, ())
         if step.opcode in ("bitcast", "optimization-barrier"):
-            self._same(here, (computation, step.operands[0], ()))
+            self._same(result, (computation, step.operands[0], ()))
         elif step.opcode == "get-tuple-element":
-            self._same(here, (computation, step.operands[0], (int(step.attribute("index") or 0),)))
+            self._same(result, (computation, step.operands[0], (int(step.attribute("index") or 0),)))
         elif step.opcode == "tuple":
             for i, name in enumerate(step.operands):
                 self._same((computation, step.name, (i,)), (computation, name, ()))
@@ -97,20 +97,20 @@ class Aliases:
         elif step.opcode.endswith(("-done", "-update")):
             start = self.program.by_name[computation][step.operands[0]]
             whole = step.opcode.endswith("-update") or _is_flat_all_reduce(start)
-            self._same(here, (computation, start.name, () if whole else (int(step.kind != "copy"),)))
+            self._same(result, (computation, start.name, () if whole else (int(step.kind != "copy"),)))
 
     def _join_calls(self, computation: str, step: Instruction) -> None:
-        here: Array = (computation, step.name, ())
+        result: Array = (computation, step.name, ())
         operands: list[Array] = [(computation, name, ()) for name in step.operands]
         if step.opcode == "while":
-            self._same(here, operands[0])
+            self._same(result, operands[0])
             for called in inside(step):
-                self._same(here, self._parameter(called, 0))
-            self._same(here, self.result(step.called["body"][0]))
+                self._same(result, self._parameter(called, 0))
+            self._same(result, self.result(step.called["body"][0]))
         elif step.opcode == "conditional":
             for operand, branch in zip(operands[1:], inside(step), strict=True):
                 self._same(operand, self._parameter(branch, 0))
-                self._same(here, self.result(branch))
+                self._same(result, self.result(branch))
         elif step.opcode in CALLS:
             (called,) = inside(step)
             for number, operand in enumerate(operands):
@@ -130,7 +130,7 @@ class Aliases:
 
 
 def inside(step: Instruction) -> tuple[str, ...]:
-    """The computations an instruction runs, in the order in which they are scheduled."""
+    """Return the computations that an instruction runs, in the order in which they are scheduled."""
     called = step.called
     if step.opcode == "while":
         return (*called["condition"], *called["body"])
@@ -138,23 +138,23 @@ def inside(step: Instruction) -> tuple[str, ...]:
 
 
 def is_fusion(step: Instruction) -> bool:
-    """A fusion, or the start of one that runs beside other work."""
+    """Whether an instruction is a fusion, or the start of one that runs beside other work."""
     return step.opcode in ("fusion", "fusion-start")
 
 
 def is_handed_on(step: Instruction, path: Path) -> bool:
-    """Whether this array in a start's tuple is one of its operands, on its way to the done."""
+    """Whether an array in a start's tuple is one of its operands, passed on to the done."""
     return step.is_start and not _is_flat_all_reduce(step) and path[:1] == (int(step.kind == "copy"),)
 
 
 def updates(program: Program, step: Instruction) -> list[tuple[int, Path]]:
-    """(operand number, path in the result) of arrays that are updated where they stand."""
+    """Return (operand number, path in the result) of arrays that an instruction updates in place."""
     if step.opcode in ("dynamic-update-slice", "scatter"):
         return [(0, ())]
     pairs = list[tuple[int, Path]]()
     if "output_to_operand_aliasing=" in step.line:
-        found = re.findall(r"\{([\d, ]*)\}: \((\d+), \{\}", step.bare)
-        pairs += [(int(number), _ints(path)) for path, number in found]
+        declared = re.findall(r"\{([\d, ]*)\}: \((\d+), \{\}", step.bare)
+        pairs += [(int(number), _ints(path)) for path, number in declared]
     if is_fusion(step):
         within = (1,) if step.is_start else ()
         pairs += [(number, within + path) for number, path in _fused_updates(program, step.called["calls"][0])]
@@ -162,7 +162,7 @@ def updates(program: Program, step: Instruction) -> list[tuple[int, Path]]:
 
 
 def _fused_updates(program: Program, fused: str) -> Iterator[tuple[int, Path]]:
-    """The same of a fused computation, whose results may be updates of its parameters."""
+    """Yield (parameter number, path in the result) of a fused computation's results that update its parameters."""
     steps = program.by_name[fused]
     root = next(step for step in program[fused] if step.is_root)
     results = [(steps[name], (i,)) for i, name in enumerate(root.operands)] if root.opcode == "tuple" else [(root, ())]
@@ -175,13 +175,14 @@ def _fused_updates(program: Program, fused: str) -> Iterator[tuple[int, Path]]:
 
 
 def _behind(step: Instruction, steps: dict[str, Instruction]) -> Instruction:
+    """Follow first operands through casts and copies, to what they are made from."""
     while step.opcode in ("bitcast", "copy", "convert", "reshape"):
         step = steps[step.operands[0]]
     return step
 
 
 def _is_flat_all_reduce(step: Instruction) -> bool:
-    """In jax 0.10 the type of an all-reduce-start is that of its results alone; later it is ((operands), results)."""
+    """Whether a start is an all-reduce's as in jax 0.10, whose type has its results alone, without the operands."""
     if step.opcode != "all-reduce-start":
         return False
     return not step.type.startswith("((") and (len(step.operands) > 1 or not step.type.startswith("("))
@@ -196,7 +197,7 @@ def _schedule(program: Program, computation: str) -> Iterator[tuple[str, Instruc
 
 
 def _arrays(type_text: str, at: Path = ()) -> Iterator[tuple[Path, tuple[str, tuple[int, ...]]]]:
-    """(path, (element type, dimensions)) of every array in a type."""
+    """Yield (path, (element type, dimensions)) of every array in a type."""
     if not type_text.startswith("("):
         for array in shapes(type_text):
             yield at, array

@@ -1,9 +1,9 @@
 """Which buffers a scheduled program holds at each moment, and where they peak.
 
 `Liveness(program)` repeats what XLA's buffer assignment does before it packs a heap:
-1. arrays that share memory are one `Buffer` (`foresight.aliasing`);
+1. arrays that share memory are one `Buffer` (`aliasing.py`);
 2. a buffer's writes and reads, loop bodies once, give the spans of time in which it is held;
-3. a result takes the place of an operand that dies there, where element i depends on element i only.
+3. a result is written into an operand that dies there, where element i depends on element i only.
 
 The rules are those of openxla/xla: hlo/utils/hlo_live_range.cc (2) and service/heap_simulator/heap_simulator.cc (3).
 What this leaves out is fragmentation: the heap may need more than the most that is live.
@@ -22,7 +22,7 @@ from jdp.foresight.program.module import Instruction, Program, array_bytes
 
 @dataclass(frozen=True)
 class Write:
-    """An instruction writes an array, at `time`; `path` says which of its results."""
+    """An instruction writes an array, at `time`; `path` is the array's in its result."""
 
     time: int
     computation: str
@@ -39,8 +39,8 @@ class Buffer:
         bytes, dtype, dims: of its largest array.
         writes: what writes it, in time order.
         reads: (time, instruction), in time order.
-        spans: (first, last) times of holding it, both ends included.
-        argument: jax's name of the entry's parameter it is, such as "state.params['w']".
+        spans: (first, last) times in which it is held, both ends included.
+        argument: jax's name of the entry's parameter, such as "state.params['w']"; None where it is none.
     """
 
     home: str = "temporary"
@@ -53,6 +53,7 @@ class Buffer:
     argument: str | None = None
 
     def is_held(self, time: int) -> bool:
+        """Whether the buffer is held at a time."""
         return any(first <= time <= last for first, last in self.spans)
 
 
@@ -85,12 +86,12 @@ class Liveness:
             buffer.spans = _spans(buffer)
 
     def held(self, array: Array) -> Buffer:
-        """The buffer of an array."""
+        """Return the buffer of an array."""
         return self._buffers[self.aliases.of(array)]
 
     @cached_property
     def temporaries(self) -> list[Buffer]:
-        """What the program holds beside arguments, results and constants."""
+        """The buffers that are no arguments, results or constants, without those written into an operand."""
         vanished = self._reuse()
         return [b for b in self.buffers if b.home == "temporary" and b not in vanished]
 
@@ -101,7 +102,7 @@ class Liveness:
         return time, [buffer for buffer in self.temporaries if buffer.is_held(time)]
 
     def most(self, buffers: Iterable[Buffer]) -> tuple[int, int]:
-        """(time, bytes): when these buffers hold most, and how much."""
+        """Return (time, bytes): when these buffers hold most, and how much."""
         change = [0] * (len(self.schedule) + 1)
         for buffer in buffers:
             for first, last in buffer.spans:
@@ -125,36 +126,39 @@ class Liveness:
                 buffer.writes.append(Write(time, computation, step, path))
 
     def _read(self, time: int, computation: str, step: Instruction) -> None:
-        """A view reads nothing; nor does a loop: what its body reads is read there."""
+        """Record the reads of an instruction.
+
+        Views and loops are skipped: a view reads nothing, and a loop's reads are recorded in its body.
+        """
         if step.opcode not in _VIEWS or step.opcode == "conditional":
             for _, array in self.aliases.taken(computation, step):
                 self.held(array).reads.append((time, step))
 
     def _leave(self, computation: str, time: int) -> list[Buffer]:
-        """The results of a computation are read where it ends."""
+        """Record that the results of a computation are read where it ends; return their buffers."""
         _, name, _ = self.aliases.result(computation)
-        found = [self.held((computation, name, path)) for path in self.aliases.arrays(computation, name)]
-        for buffer in found:
+        results = [self.held((computation, name, path)) for path in self.aliases.arrays(computation, name)]
+        for buffer in results:
             buffer.reads.append((time, self.program.by_name[computation][name]))
-        return found
+        return results
 
     def _reuse(self) -> set[Buffer]:
-        """Extend the spans of operands whose place a result takes; return the buffers that thereby vanish."""
-        places: dict[Buffer, Buffer] = {}
+        """Extend the spans of operands that a result is written into; return the results' buffers, which vanish."""
+        written_into: dict[Buffer, Buffer] = {}
         for time, (computation, step) in enumerate(self.schedule):
             numbers = _elementwise(self.program, step)
             for path in self.aliases.arrays(computation, step.name) if numbers else ():
                 result = self.held((computation, step.name, path))
                 for operand in self._dying(time, computation, step, numbers) if _is_plain(result) else ():
-                    place = places.get(operand, operand)
-                    if operand.bytes == result.bytes and place.spans[-1][1] == time:
-                        place.spans = [(place.spans[0][0], result.spans[-1][1])]
-                        places[result] = place
+                    buffer = written_into.get(operand, operand)
+                    if operand.bytes == result.bytes and buffer.spans[-1][1] == time:
+                        buffer.spans = [(buffer.spans[0][0], result.spans[-1][1])]
+                        written_into[result] = buffer
                         break
-        return set(places)
+        return set(written_into)
 
     def _dying(self, time: int, computation: str, step: Instruction, numbers: set[int]) -> Iterator[Buffer]:
-        """Buffers whose last use is this instruction, among the operands of these numbers."""
+        """Yield the buffers whose last use is this instruction, among the operands of these numbers."""
         for number, array in self.aliases.taken(computation, step):
             buffer = self.held(array)
             if number not in numbers or not _is_plain(buffer) or buffer.spans[-1][1] != time:
@@ -163,8 +167,11 @@ class Liveness:
                 yield buffer
 
 
-_HANDING_ON = ("parameter", "constant", "bitcast", "optimization-barrier", "get-tuple-element", "tuple")
-_VIEWS = frozenset((*_HANDING_ON, "while", "conditional", "call"))
+_VIEWS = frozenset(
+    """
+    parameter constant bitcast optimization-barrier get-tuple-element tuple while conditional call
+    """.split()  # noqa: SIM905
+)
 
 ELEMENTWISE = frozenset(
     """
@@ -177,7 +184,7 @@ ELEMENTWISE = frozenset(
 
 
 def _spans(buffer: Buffer) -> list[tuple[int, int]]:
-    """From each write until the last read before the next one."""
+    """Return (first, last) times of each write until the last read before the next write."""
     if not buffer.writes:
         return []
     events = sorted([(write.time, True) for write in buffer.writes] + [(time, False) for time, _ in buffer.reads])
@@ -191,11 +198,12 @@ def _spans(buffer: Buffer) -> list[tuple[int, int]]:
 
 
 def _is_plain(buffer: Buffer) -> bool:
+    """Whether a buffer is a temporary that is written once."""
     return buffer.home == "temporary" and len(buffer.writes) == 1
 
 
 def _elementwise(program: Program, step: Instruction) -> set[int]:
-    """Numbers of the operands of which element i of the result takes element i only."""
+    """Return the numbers of the operands of which element i of the result takes element i only."""
     if step.opcode in ELEMENTWISE:
         return set(range(len(step.operands)))
     if not is_fusion(step) or "kind=kLoop" not in step.line:

@@ -2,11 +2,11 @@
 
 `memory(compiled, step, state)`:
 1. arguments are exact: parameters, optimizer state, batch, as the program takes them;
-2. of the temporaries, those held at the program's peak (`foresight.liveness`) are distinguished by what they come from
-   and lead to (`foresight.roles`): working copies, gradients, and the rest: activations and temporaries;
-3. what XLA allocates beyond that - gaps in its heap - is `unattributed`, so that the classes add up to XLA's number.
+2. of the temporaries, those held at the program's peak (`liveness.py`) are classified by what they come from and lead
+   to (`roles.py`): working copies, gradients, and all others: activations and temporaries;
+3. what XLA allocates beyond that, gaps in its heap, is `unattributed`, so that the classes add up to XLA's number.
 
-`Memory.fits(memory_bytes)` sets against it what a device leaves to a program.
+`Memory.fits(memory_bytes)` compares it with what a device leaves to a program.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from jdp.core.step import Step
 from jdp.foresight.memory.liveness import Buffer, Liveness
 from jdp.foresight.memory.roles import OPTIMIZER, WEIGHTS, gradients, working_copies
 from jdp.foresight.program.compiled import Compiled
-from jdp.foresight.program.module import Program
 
 CLASSES = {
     "parameters": "parameters (master weights, at rest)",
@@ -55,7 +54,7 @@ class Held:
         role: "working", "gradients" or "activations".
         count, bytes: how many there are; bytes of all of them.
         dtype, dims: of each.
-        op_name, source: the operation that wrote them last, and "file:line"; None where the program does not tell.
+        op_name, source: the operation that wrote them last, and "file:line"; None where the program does not have it.
     """
 
     role: str
@@ -68,8 +67,8 @@ class Held:
 
     def __str__(self) -> str:
         times = f"{self.count} × " if self.count > 1 else ""
-        where = f" from {self.source}" if self.source else ""
-        return f"{format_bytes(self.bytes)}: {times}{self.dtype}{list(self.dims)} ({self.role}){where}"
+        source = f" from {self.source}" if self.source else ""
+        return f"{format_bytes(self.bytes)}: {times}{self.dtype}{list(self.dims)} ({self.role}){source}"
 
 
 @dataclass(frozen=True)
@@ -96,18 +95,18 @@ class Memory:
     """Bytes per device at a step's peak, by class (`CLASSES` has them in words); they add up to `total`.
 
     Attributes:
-        parameters, optimizer, batch: as they rest; exact.
+        parameters, optimizer, batch: as the program takes them; exact.
         gradients: gradients, their accumulators and reduced sums, whole or sharded, and the optimizer's updates.
         working: weights in compute dtype, gathered or cast.
         activations: everything else that is held: what the forward pass saves, and temporaries.
-        other: counters, keys, model state; results that have no argument's place.
-        unattributed: what XLA allocates and the walk could not name: gaps in its heap (fragmentation) and alignment.
+        other: counters, keys, model state; results that are not written into an argument.
+        unattributed: what XLA allocates beyond the named buffers: gaps in its heap (fragmentation) and alignment.
         saved: of `activations`, what the forward pass keeps for the backward pass.
         most: of "working", "gradients" and "activations", the most that each holds at any time of the step, which need
             not be that of the peak.
         outside: leaves of the state that the program does not take (an evaluation step needs no optimizer state) and
-            that rest on the device all the same; not in `total`.
-        at: "file:line" of what runs at the peak, or its jax name; None where the program does not tell.
+            that are on the device all the same; not in `total`.
+        at: "file:line" of what runs at the peak, or its jax name; None where the program has neither.
         largest: temporaries held at the peak, largest first, equal ones together.
     """
 
@@ -127,16 +126,16 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """What XLA allocates: arguments, temporaries, and results that have no argument's place."""
+        """What XLA allocates: arguments, temporaries, and results that are not written into an argument."""
         return sum(self.by_class().values())
 
     @property
     def gap(self) -> float:
-        """The part of `total` that is unattributed."""
+        """Fraction of `total` that is unattributed."""
         return self.unattributed / self.total if self.total else 0.0
 
     def by_class(self) -> dict[str, int]:
-        """Class -> bytes per device, in the order of `CLASSES`."""
+        """Return class -> bytes per device, in the order of `CLASSES`."""
         return {name: getattr(self, name) for name in CLASSES}
 
     def __str__(self) -> str:
@@ -182,68 +181,55 @@ def memory(compiled: Compiled, step: Step, state: TrainState) -> Memory:
         state: the state that it was lowered for, real or abstract.
     """
     live = Liveness(compiled.program)
-    taken = _arguments(live)
+
+    def argument_bytes(prefix: str) -> int:
+        return sum(b.bytes for b in live.buffers if b.home == "argument" and (b.argument or "").startswith(prefix))
+
+    arguments = {"parameters": WEIGHTS, "optimizer": OPTIMIZER, "batch": "batch"}
+    arguments = {name: argument_bytes(prefix) for name, prefix in arguments.items()}
     time, held = live.peak
-    roles = _roles(live)
+    working, graded = working_copies(live), gradients(live)
+    roles = {b: "working" if b in working else "gradients" if b in graded else "activations" for b in live.temporaries}
     sizes = {role: sum(b.bytes for b in held if roles[b] == role) for role in _ROLES}
-    results = compiled.output_bytes - compiled.alias_bytes
-    named = taken["parameters"] + taken["optimizer"] + taken["batch"]
-    # Nothing is lost where an argument is not known: whatever the program takes beside these is "other".
+    named, results = sum(arguments.values()), compiled.output_bytes - compiled.alias_bytes
+    # Nothing is lost where an argument has no name: whatever the program takes beside these is "other".
     other = max(compiled.argument_bytes - named, 0) + results
     beyond = compiled.total_bytes - named - other - sum(sizes.values())
-    _take(sizes, max(-beyond, 0))
+    _subtract(sizes, max(-beyond, 0))
+    plan = step.plan.on(mesh_of(state) or step.plan.mesh)
+    at_rest = sum(placement.bytes_per_device for placement in plan.placements(state))
+    at_peak = live.schedule[time][1]
     return Memory(
-        **{name: taken[name] for name in ("parameters", "optimizer", "batch")},
+        **arguments,
         **sizes,
         other=other,
         unattributed=max(beyond, 0),
         saved=min(sum(b.bytes for b in held if roles[b] == "activations" and _is_saved(b)), sizes["activations"]),
         most={role: live.most(b for b in live.temporaries if roles[b] == role)[1] for role in _ROLES},
-        outside=max(_at_rest(step, state) - taken["state"], 0),
-        at=_place(compiled.program, live, time),
+        outside=max(at_rest - argument_bytes("state"), 0),
+        at=next(iter(compiled.program.source_lines(at_peak)), at_peak.op_name),
         largest=_largest(live, held, roles, time),
     )
-
-
-def _take(sizes: dict[str, int], shared: int) -> None:
-    """Take from the classes what the walk sees and XLA does not allocate: results in an operand's place.
-
-    Seen where an optimizer's update of convolution kernels is fused with transposes: XLA's own peak is less by just the
-    operands that die there, which `Liveness` has no rule to reuse. The class that holds most at the peak gives first,
-    none more than it has.
-    """
-    for role in sorted(sizes, key=lambda role: -sizes[role]):
-        taken = min(shared, sizes[role])
-        sizes[role] -= taken
-        shared -= taken
-
-
-def _arguments(live: Liveness) -> dict[str, int]:
-    """Bytes of what the program takes: parameters, optimizer, batch, and "state", which has the first two in it."""
-
-    def of(prefix: str) -> int:
-        return sum(b.bytes for b in live.buffers if b.home == "argument" and (b.argument or "").startswith(prefix))
-
-    return {"parameters": of(WEIGHTS), "optimizer": of(OPTIMIZER), "batch": of("batch"), "state": of("state")}
-
-
-def _at_rest(step: Step, state: TrainState) -> int:
-    """Bytes of the whole state on a device, where the plan has it rest."""
-    plan = step.plan.on(mesh_of(state) or step.plan.mesh)
-    return sum(place.bytes_per_device for place in plan.placements(state))
 
 
 _ROLES = ("working", "gradients", "activations")
 
 
-def _roles(live: Liveness) -> dict[Buffer, str]:
-    working, graded = working_copies(live), gradients(live)
-    named = ((buffer, buffer in working, buffer in graded) for buffer in live.temporaries)
-    return {buffer: _ROLES[0] if copied else _ROLES[1] if graded else _ROLES[2] for buffer, copied, graded in named}
+def _subtract(sizes: dict[str, int], shared: int) -> None:
+    """Subtract from the classes what `Liveness` holds and XLA does not allocate: results written into an operand.
+
+    It happens where an optimizer's update of convolution kernels is fused with transposes: XLA's own peak is less by
+    just the operands that die there, which `Liveness` has no rule to reuse. It is taken from the class that holds most
+    at the peak, then from the next, from none more than it has.
+    """
+    for role in sorted(sizes, key=lambda role: -sizes[role]):
+        less = min(shared, sizes[role])
+        sizes[role] -= less
+        shared -= less
 
 
 def _is_saved(buffer: Buffer) -> bool:
-    """Written by the forward pass and read by the backward pass, whose operations jax names transpose(jvp(...))."""
+    """Whether the forward pass writes it and the backward pass reads it, whose operations jax names transpose(jvp(."""
     written = any(_pass(write.step.op_name) == "forward" for write in buffer.writes)
     return written and any(_pass(step.op_name) == "backward" for _, step in buffer.reads)
 
@@ -254,12 +240,8 @@ def _pass(op_name: str | None) -> str | None:
     return "backward" if "transpose(jvp" in op_name else "forward" if "jvp(" in op_name else None
 
 
-def _place(program: Program, live: Liveness, time: int) -> str | None:
-    step = live.schedule[time][1]
-    return next(iter(program.source_lines(step)), step.op_name)
-
-
 def _largest(live: Liveness, held: Iterable[Buffer], roles: dict[Buffer, str], time: int) -> tuple[Held, ...]:
+    """Return the largest of the buffers held at a time, equal ones together."""
     counted = Counter[Held]()
     for buffer in held:
         step = max((w for w in buffer.writes if w.time <= time), key=lambda w: w.time, default=buffer.writes[0]).step

@@ -2,8 +2,8 @@
 
 `working_copies` follows the weights forward: what only moves, casts or gathers them is a copy of them. `gradients`
 follows the new weights and moments backward: what reaches them by sums, scaling and collectives is a gradient or an
-update; the walk stops at what it was computed from (matrix products, reductions, scatters). Both walk over buffers
-(`foresight.liveness`), so loops and views need no rules of their own.
+update; the walk stops at the operations that made it (matrix products, reductions, scatters). Both walk over buffers
+(`liveness.py`), so loops and views need no rules of their own.
 """
 
 from __future__ import annotations
@@ -37,42 +37,42 @@ _COLLECTIVES = _GATHERS | {"all-reduce", "reduce-scatter"}
 
 
 def working_copies(live: Liveness) -> set[Buffer]:
-    """Buffers that hold weights in another dtype, layout or sharding than at rest, whole or in part."""
+    """Return the buffers that hold weights in another dtype, layout or sharding than at rest, whole or in part."""
     weights = {b for b in live.buffers if (b.argument or "").startswith(WEIGHTS)}
-    found = set[Buffer]()
+    copies = set[Buffer]()
     writes = sorted((w.time, i, b) for i, b in enumerate(live.buffers) for w in b.writes if b.home == "temporary")
     for time, _, buffer in writes:
         for write in (w for w in buffer.writes if w.time == time):
             taken = _taken(live, write, _MOVES, _GATHERS, strict=True) - {buffer}
-            if taken and taken <= found | weights:
-                found.add(buffer)
-    return found
+            if taken and taken <= copies | weights:
+                copies.add(buffer)
+    return copies
 
 
 def gradients(live: Liveness) -> set[Buffer]:
-    """Buffers that hold gradients of the weights, sums of them, or the optimizer's updates, whole or in part."""
-    found = set[Buffer]()
+    """Return the buffers that hold gradients, sums of them, or the optimizer's updates, whole or in part."""
+    summed = set[Buffer]()
     todo = [b for b in live.buffers if (b.argument or "").startswith((WEIGHTS, OPTIMIZER))]
     while todo:
         for write in todo.pop().writes:
             taken = _taken(live, write, _SUMS, _COLLECTIVES, strict=False)
-            new = {b for b in taken if b.home == "temporary" and b.dims} - found
-            found |= new
+            new = {b for b in taken if b.home == "temporary" and b.dims} - summed
+            summed |= new
             todo += new
-    return found
+    return summed
 
 
 def _taken(
-    live: Liveness, write: Write, follow: Mapping[str, slice], sent: frozenset[str], *, strict: bool
+    live: Liveness, write: Write, follow: Mapping[str, slice], collectives: frozenset[str], *, strict: bool
 ) -> set[Buffer]:
-    """The buffers that one array is made from by opcodes in `follow` and collectives in `sent` alone.
+    """Return the buffers that one array is made from by opcodes in `follow` and `collectives` alone.
 
-    Strict: none if anything else takes part; else what else takes part is left out.
+    With `strict` none, if the array is made from anything else too; without it that is left out.
     """
     step, path = write.step, write.path
     if is_fusion(step):
         numbers = _fused(live.program, step.called["calls"][0], path[1:] if step.is_start else path, follow, strict)
-    elif step.kind in sent:
+    elif step.kind in collectives:
         numbers = {path[-1] if len(step.operands) > 1 else 0}
     else:
         numbers = set(range(len(step.operands))[follow.get(step.kind, slice(0))])
@@ -80,7 +80,10 @@ def _taken(
 
 
 def _fused(program: Program, fused: str, path: tuple[int, ...], follow: Mapping[str, slice], strict: bool) -> set[int]:
-    """The same inside a fusion: numbers of its operands."""
+    """Return the numbers of a fusion's operands that its array at `path` is made from by opcodes in `follow` alone.
+
+    With `strict` none, if the array is made from anything else too.
+    """
     steps = program.by_name[fused]
     root = next(step for step in program[fused] if step.is_root)
     todo = [steps[root.operands[path[0]]] if root.opcode == "tuple" and path else root]
