@@ -100,7 +100,7 @@ def _why_fastest(choice: Estimate, fitting: Sequence[Estimate]) -> list[str]:
 
 
 def _more(choice: Estimate, other: Estimate) -> str:
-    """How much more memory an equally fast way takes."""
+    """How much more memory an equally fast candidate takes."""
     more = (other.bytes_per_device or 0) - (choice.bytes_per_device or 0)
     if not more:
         return " in as much memory"

@@ -1,6 +1,6 @@
-"""Compile a step in every way it could run, and report what each would hold, send and wait for.
+"""Compile a step under every strategy, and report what each would hold, send and wait for.
 
-1. `candidates` makes the ways: strategies × microbatches, each a step with abstract values on the target's devices.
+1. `candidates` returns strategies × microbatches, each a step with abstract values on the target's devices.
 2. `make_plan_report` has each lowered and compiled for the target, or found in the cache, and makes an `Estimate` of
    it: memory by class, traffic against the contract, the schedule simulated. One that does not compile has the reason.
 3. It chooses (`advise`), and where that is asked for, finds the largest batch that fits the choice (`largest_batch`).

@@ -39,26 +39,26 @@ class Bar:
     """One bar: what its row is called, class -> amount, a label at its end, and the limit it is compared with."""
 
     name: str
-    parts: Mapping[str, float]
+    amounts: Mapping[str, float]
     label: str = ""
     limit: float | None = None
     total: float = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "total", sum(self.parts.values()))
+        object.__setattr__(self, "total", sum(self.amounts.values()))
 
 
 def stacked_bars(
     bars: Sequence[Bar], colours: Mapping[str, str], unit: float, axis_label: str, described: str
 ) -> Markup:
-    """Horizontal bars from the top down, parts in the order of `colours`, each with its limit as a line.
+    """Draw horizontal bars from the top down, classes in the order of `colours`, each with its limit as a line.
 
-    Limits far beyond every bar stand behind a break of the axis.
+    Limits far beyond every bar are drawn behind a break of the axis.
 
     Args:
         bars: one or more.
-        colours: class -> colour; the order of the parts.
-        unit: what one on the axis stands for, such as 2**30 for GiB.
+        colours: class -> colour; the order of the classes.
+        unit: what one on the axis means, such as 2**30 for GiB.
         axis_label: of that axis.
         described: the picture in words, for readers who cannot see it.
     """
@@ -83,14 +83,14 @@ def stacked_bars(
 
 
 _ROOM = 1.18  # for words, behind the longest bar
-_FAR = 3.0  # times the longest bar: a limit beyond that stands behind a break of the axis, so that parts can be seen
+_FAR = 3.0  # times the longest bar: a limit beyond that is behind a break of the axis, so that bars can be seen
 
 
 def _draw_bars(axes: Axes, bars: Sequence[Bar], colours: Mapping[str, str], unit: float) -> None:
     for row, bar in enumerate(bars):
         begin = 0.0
         for name, colour in colours.items():
-            width = bar.parts.get(name, 0) / unit
+            width = bar.amounts.get(name, 0) / unit
             if width:
                 axes.barh(row, width, 0.66, begin, color=colour, edgecolor=_PAPER, linewidth=0.6)
             begin += width
@@ -102,7 +102,7 @@ def _draw_bars(axes: Axes, bars: Sequence[Bar], colours: Mapping[str, str], unit
 
 
 def _draw_further(axes: Axes, further: Axes, limits: Sequence[float]) -> None:
-    """The part of the axis behind the break: where the limits lie."""
+    """Draw the limits, on the part of the axis behind the break."""
     further.set_xlim(0.97 * min(limits), 1.03 * max(limits))
     further.set_xticks(sorted(set(limits)), [f"{limit:.3g}" for limit in sorted(set(limits))])
     further.tick_params(axis="x", colors=_FAINT)

@@ -1,4 +1,4 @@
-"""What a device holds under each way, as a section of a page: bars by class against its memory, and exact bytes."""
+"""What a device holds under each candidate, as a section of a page: bars by class with its memory, and exact bytes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _COLOURS = dict(
 )
 
 
-def memory_bars(ways: Sequence[tuple[str, Estimate]], chosen: str | None) -> Markup:
-    """The section's body.
+def memory_bars(estimates: Sequence[tuple[str, Estimate]], chosen: str | None) -> Markup:
+    """Return the section's body.
 
     Args:
-        ways: (name, estimate).
-        chosen: the way to take, whose largest temporaries are open when the page is.
+        estimates: (name, estimate) of each candidate.
+        chosen: name of the one to take, whose largest temporaries are open when the page is.
     """
-    held = [(name, estimate, estimate.memory) for name, estimate in ways if estimate.memory is not None]
+    held = [(name, estimate, estimate.memory) for name, estimate in estimates if estimate.memory is not None]
     if not held:
         return element("p", "No way compiled, so nothing is known.")
     keys = [_key(CLASSES[name], _COLOURS[name]) for name in CLASSES if any(m.by_class()[name] for _, _, m in held)]
@@ -55,13 +55,13 @@ def _verdict(estimate: Estimate, memory: Memory) -> str:
 
 
 def _tight(held: Sequence[tuple[str, Estimate, Memory]]) -> list[str]:
-    """What does not fit, or only with a setting."""
+    """Return a sentence for each candidate that does not fit, or fits only with a setting."""
     known = ((name, estimate.headroom) for name, estimate, _ in held)
     return [f"{name} {each.words}." for name, each in known if each is not None and (each.fraction or not each.fits)]
 
 
 def _unit(most: float) -> tuple[float, str]:
-    """What the axis counts in, and its name."""
+    """Return the unit of the axis, in bytes, and its name."""
     return next(((unit, name) for unit, name in ((2**30, "GiB"), (2**20, "MiB")) if most >= unit), (2**10, "KiB"))
 
 
@@ -70,14 +70,14 @@ def _key(text: str, colour: str) -> Markup:
 
 
 def _exact_bytes(held: Sequence[tuple[str, Estimate, Memory]]) -> Markup:
-    """Exact bytes: a row a class, a column a way. Rows of nothing are left out."""
+    """Return a table of exact bytes: a row for each class, a column for each candidate. Rows of zeros are left out."""
     memories = [memory for _, _, memory in held]
-    rooms = [estimate.available_bytes for _, estimate, _ in held]
+    limits = [estimate.available_bytes for _, estimate, _ in held]
     counts: list[tuple[str, list[int | None], str | None]] = [
         *((words, [memory.by_class()[name] for memory in memories], None) for name, words in CLASSES.items()),
         ("total", [memory.total for memory in memories], "total"),
         ("at rest beside it", [memory.outside for memory in memories], None),
-        ("what a device has for it", [*rooms], None),
+        ("what a device has for it", [*limits], None),
         *((f"most {name} at any time", [m.most.get(name) for m in memories], None) for name in _NOT_AT_THE_PEAK),
     ]
     shown = [(words, row, kind) for words, row, kind in counts if any(row)]
@@ -93,7 +93,7 @@ _NOT_AT_THE_PEAK = ("gradients", "working", "activations")
 
 
 def _peak(name: str, memory: Memory, *, is_open: bool) -> Markup:
-    """What is held when most is."""
+    """Return the list of the largest temporaries at the peak."""
     at = f" at {memory.at}" if memory.at else ""
     saved = f"; {format_bytes(memory.saved)} of the activations are kept for the backward pass" if memory.saved else ""
     rows = [
@@ -114,13 +114,13 @@ def _peak(name: str, memory: Memory, *, is_open: bool) -> Markup:
 
 
 def _closed_form(held: Sequence[tuple[str, Estimate, Memory]]) -> Markup:
-    """The paper's accounting for the same model, devices and strategies."""
+    """Return a table of the paper's accounting for the same model, devices and strategies."""
     rows = dict[str, list[str]]()
     for _, estimate, memory in held:
         if estimate.parameters:
             row = zero_bytes(estimate.parameters, estimate.shards, estimate.strategy)
-            found = memory.parameters + memory.gradients + memory.optimizer + memory.working
-            cells = (row.parameters, row.gradients, row.optimizer, row.total, found)
+            at_peak = memory.parameters + memory.gradients + memory.optimizer + memory.working
+            cells = (row.parameters, row.gradients, row.optimizer, row.total, at_peak)
             rows.setdefault(estimate.strategy, [estimate.strategy, *map(format_bytes, cells)])
     if not rows:
         return Markup()

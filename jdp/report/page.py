@@ -92,7 +92,7 @@ def details(summary: str, *children: str, is_open: bool = False) -> Markup:
 
 
 CHOSEN = "chosen"
-"""The word behind the name of the way to take."""
+"""The word behind the name of the candidate to take."""
 
 
 def tagged(text: str, tag: str | None) -> Markup:

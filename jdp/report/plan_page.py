@@ -1,7 +1,7 @@
-"""What `jdp plan` found as one self-contained page, for those who decide what to launch.
+"""The report of `jdp plan` as one self-contained page, for those who decide what to launch.
 
-The answer stands first, with the reasons; then the ways in a table, and what each of them holds (`jdp.report.memory`),
-waits for (`jdp.report.times`) and sends (`jdp.report.traffic`). Every picture has its numbers beside it as text.
+The answer comes first, with the reasons; then the candidates in a table, and what each of them holds (`memory.py`),
+waits for (`times.py`) and sends (`traffic.py`). Every picture has its numbers beside it as text.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ def plan_page(forecast: PlanReport, *, title: str, described: str = "") -> str:
         title: of the page, such as "gpt2_124m on h100:8x8".
         described: what was planned, in a sentence.
     """
-    ways = [(estimate.name, estimate) for estimate in forecast.estimates]
+    estimates = [(estimate.name, estimate) for estimate in forecast.estimates]
     chosen = None if forecast.choice is None else forecast.choice.name
-    reports = [(name, estimate.report) for name, estimate in ways if estimate.report is not None]
+    reports = [(name, estimate.report) for name, estimate in estimates if estimate.report is not None]
     lead = f"{forecast.devices} devices, {forecast.target}. Compiled, not run; numbers are for one device and one step."
     sections = [
         Section("answer", "What to launch", _answer(forecast, chosen)),
-        Section("ways", "The ways compared", _ways(forecast)),
-        Section("memory", "What a device holds", memory_bars(ways, chosen)),
-        Section("time", "Where a step’s time goes", times(ways, chosen)),
+        Section("ways", "The ways compared", _tables(forecast)),
+        Section("memory", "What a device holds", memory_bars(estimates, chosen)),
+        Section("time", "Where a step’s time goes", times(estimates, chosen)),
         Section("sent", "What a device sends", traffic(reports, chosen)),
     ]
     return page(title, sections, lead=f"{described} {lead}".strip())
@@ -63,7 +63,7 @@ def _compiled(forecast: PlanReport) -> bool:
 # The table.
 
 
-def _ways(forecast: PlanReport) -> Markup:
+def _tables(forecast: PlanReport) -> Markup:
     unkept = [o.report is not None and not o.report.kept for o in forecast.estimates]
     failed = [o.error is not None for o in forecast.estimates]
     errors = [
@@ -73,23 +73,23 @@ def _ways(forecast: PlanReport) -> Markup:
     ]
     return joined(
         [
-            _of_ways(
+            _marked_table(
                 forecast,
                 forecast.speed_headings,
                 forecast.speed_table(),
                 failed=[*map(any, zip(unkept, failed, strict=True))],
             ),
-            _of_ways(forecast, MEMORY, forecast.memory_table(), failed=failed),
+            _marked_table(forecast, MEMORY, forecast.memory_table(), failed=failed),
             element("p", _GLOSSARY, class_="note"),
             *errors,
         ]
     )
 
 
-def _of_ways(
+def _marked_table(
     forecast: PlanReport, headers: Sequence[str], rows: Sequence[Sequence[str]], *, failed: Sequence[bool]
 ) -> Markup:
-    """A table with a row for each way, the chosen one marked, and those that failed."""
+    """Return a table with a row for each candidate, in which the chosen one and those that failed are marked."""
     chosen = [estimate is forecast.choice for estimate in forecast.estimates]
     named = [[tagged(row[0], CHOSEN if marked else None), *row[1:]] for row, marked in zip(rows, chosen, strict=True)]
     kinds = ["chosen" if is_choice else "bad" if bad else None for is_choice, bad in zip(chosen, failed, strict=True)]

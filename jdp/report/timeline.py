@@ -1,8 +1,8 @@
 """A timeline as two lanes of rectangles, few enough for a page.
 
 1. `blocks` makes a lane's events into blocks: neighbours too short to be distinguished become one, and rounds of a loop
-   that one event stands for stay one block.
-2. `waits` finds where the compute lane stands still: in the model of `foresight.timeline`, what is not computing there
+   that one event represents stay one block.
+2. `waits` finds when the compute lane is idle: in the model of `timing.timeline`, what is not computing there
    is exposed communication.
 3. `lanes` draws them: an SVG that is stretched to whatever width there is, and words laid over it, which are not.
 """
@@ -33,11 +33,11 @@ class Block:
     """One rectangle.
 
     Attributes:
-        lane: the one it lies on.
+        lane: the one it is drawn on.
         start, seconds: when; how wide it is drawn.
         kind: CSS class.
         title: what the reader sees who points at it.
-        times: rounds of a loop that it stands for.
+        times: rounds of a loop that it represents.
         busy: the share of `seconds` in which the lane is busy: how high it is filled.
     """
 
@@ -59,7 +59,7 @@ def lanes(timeline: Timeline, axis_seconds: float, most: int) -> Markup:
 
     Args:
         timeline: the step.
-        axis_seconds: what the whole width stands for; the same for steps that are compared.
+        axis_seconds: seconds across the whole width; the same for steps that are compared.
         most: about how many rectangles to draw.
     """
     waiting = waits(timeline)
@@ -91,15 +91,15 @@ def _start(event: Event) -> float:
 
 
 def _runs(ordered: Iterable[Event], finest: float) -> list[list[Event]]:
-    found, shared = list[list[Event]](), None
+    runs, shared = list[list[Event]](), None
     for event in ordered:
         cell = math.floor(event.start / finest) if event.seconds < finest and event.times == 1 else None
         if cell is not None and cell == shared:
-            found[-1].append(event)
+            runs[-1].append(event)
         else:
-            found.append([event])
+            runs.append([event])
         shared = cell
-    return found
+    return runs
 
 
 def _few_enough(
@@ -112,8 +112,8 @@ def _few_enough(
     while True:
         runs = [run for events in lanes_of for run in _runs(events, axis_seconds / cells)]
         if len(runs) <= most or cells <= 10:
-            found = [_merged(run) for run in runs]
-            return [_spread(block, found, waiting) for block in found]
+            merged = [_merged(run) for run in runs]
+            return [_spread(block, merged, waiting) for block in merged]
         cells //= 2
 
 
@@ -151,7 +151,7 @@ def _tail(text: str, most: int) -> str:
     return text if len(text) <= most else f"…{text[1 - most :]}"
 
 
-def _spread(block: Block, found: Sequence[Block], waiting: Sequence[tuple[float, float]]) -> Block:
+def _spread(block: Block, others: Sequence[Block], waiting: Sequence[tuple[float, float]]) -> Block:
     """A loop's communication lasts as long as its rounds and is busy for a part: drawn as wide, filled so high.
 
     `foresight.timeline` gives the rounds it does not show as one event a lane, as long as that lane is busy.
@@ -159,7 +159,7 @@ def _spread(block: Block, found: Sequence[Block], waiting: Sequence[tuple[float,
     if block.lane == COMPUTE or block.times == 1:
         return block
     partner = next(
-        (b for b in found if b.lane == COMPUTE and b.times == block.times and b.start <= block.start < b.end), None
+        (b for b in others if b.lane == COMPUTE and b.times == block.times and b.start <= block.start < b.end), None
     )
     if partner is None:
         return block
@@ -183,13 +183,13 @@ def waits(timeline: Timeline) -> list[tuple[float, float]]:
         if start > free:
             gaps.append((free, start))
         free = max(free, end)
-    left, found = 1.001 * timeline.exposed_seconds, list[tuple[float, float]]()
+    left, waiting = 1.001 * timeline.exposed_seconds, list[tuple[float, float]]()
     rounding = 1e-9 * timeline.step_seconds
     for start, end in sorted(gaps, key=lambda gap: gap[0] - gap[1]):
         if rounding < end - start <= left:
-            found.append((start, end))
+            waiting.append((start, end))
             left -= end - start
-    return sorted(found)
+    return sorted(waiting)
 
 
 def _waiting_blocks(waiting: Iterable[tuple[float, float]], most: int) -> list[Block]:
@@ -240,7 +240,7 @@ def round_step(span: float) -> float:
 
 
 def _labels(drawn: Iterable[Block], axis_seconds: float) -> Iterator[Markup]:
-    """ "× n" over the blocks that stand for n rounds, where there is room."""
+    """ "× n" over the blocks that represent n rounds, if wide enough."""
     for block in drawn:
         if block.times > 1 and block.seconds >= _LABELLED * axis_seconds:
             place = f"left:{_percent(block.start / axis_seconds)};top:{_TOP[block.lane]}px"

@@ -1,4 +1,4 @@
-"""Where a step's time goes under each way, as a section of a page: seconds, timelines to one scale, what is longest."""
+"""Where a step's time goes under each candidate, as a section of a page: seconds, timelines, longest operations."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ MOST_RECTANGLES = 2400
 _LONGEST = 12  # stretches of a timeline that are listed
 
 
-def times(ways: Sequence[tuple[str, Estimate]], chosen: str | None) -> Markup:
-    """The section's body.
+def times(estimates: Sequence[tuple[str, Estimate]], chosen: str | None) -> Markup:
+    """Return the section's body.
 
     Args:
-        ways: (name, estimate).
-        chosen: the way to take.
+        estimates: (name, estimate) of each candidate.
+        chosen: name of the one to take.
     """
-    timed = [(name, estimate, estimate.timeline) for name, estimate in ways if estimate.timeline is not None]
+    timed = [(name, estimate, estimate.timeline) for name, estimate in estimates if estimate.timeline is not None]
     if not timed:
         return element("p", "Step times are not known: these devices’ rates are not, or no way compiled.")
     longest = max(timeline.step_seconds for _, _, timeline in timed) or 1e-9

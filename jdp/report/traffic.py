@@ -1,4 +1,4 @@
-"""What each way sends, as a section of a page: theory beside found, breaches with their remedy, every collective."""
+"""What each candidate sends, as a section of a page: compared with theory, breaches with remedies, all collectives."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from jdp.foresight.verify import Report
 from jdp.report.page import CHOSEN, Markup, details, element, joined, paragraphs, table, tagged
 
 MOST_ROWS = 600
-"""Rows of collectives on a page; of a way with more than its part, those that send most."""
+"""Rows of collectives on a page; of a candidate with more than its share, those that send most."""
 
 
 def traffic(reports: Sequence[tuple[str, Report]], chosen: str | None) -> Markup:
-    """The section's body.
+    """Return the section's body.
 
     Args:
-        reports: (name of the way, its report).
-        chosen: the way to take, whose collectives are open when the page is.
+        reports: (name, report) of each candidate that compiled.
+        chosen: name of the one to take, whose collectives are open when the page is.
     """
     if not reports:
         return element("p", "No way compiled, so nothing was counted.")
@@ -33,7 +33,7 @@ def traffic(reports: Sequence[tuple[str, Report]], chosen: str | None) -> Markup
                 words=("kind", "contract"),
                 classes=["bad" if verdict == _BROKEN else None for _, _, verdict in rows],
             ),
-            *(_way(name, report, most, is_choice=name == chosen) for name, report in reports),
+            *(_candidate(name, report, most, is_choice=name == chosen) for name, report in reports),
         ]
     )
 
@@ -73,7 +73,7 @@ def _against_theory(name: str, row: Row, verdict: Markup) -> list[str]:
     return [name, *row.cells(), format_bytes(row.theory_wire_bytes) if row.expected_bytes else "–", verdict]
 
 
-def _way(name: str, report: Report, most: int, *, is_choice: bool) -> Markup:
+def _candidate(name: str, report: Report, most: int, *, is_choice: bool) -> Markup:
     mesh = " × ".join(f"{axis}={count}" for axis, count in report.mesh.items())
     wire, promised = report.wire_bytes_per_device, report.theory_wire_bytes_per_device
     sends = f"a device sends {format_bytes(wire)} a step ({wire:,.0f} bytes)"
