@@ -1,37 +1,17 @@
-"""Pictures that stand inside a page as SVG: text stays text, and ink and paper are the page's own, light or dark.
-
-`stacked_bars` draws one bar a row, cut into classes, against a limit. `inline` turns a matplotlib figure into markup:
-the same figure gives the same text, with nothing in it that refers to anything outside.
-"""
+"""Horizontal bars for a page: one bar a row, cut into classes, against a limit."""
 
 from __future__ import annotations
 
-import io
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from jdp.report.page import Markup, element
-
-# Stand-ins that matplotlib knows as colours, for what only the page knows.
-_INK, _FAINT, _PAPER = "#010203", "#040506", "#070809"
-_PAGE_COLOURS = {_INK: "var(--ink)", _FAINT: "var(--faint)", _PAPER: "var(--paper)"}
-
-_SETTINGS: dict[Any, Any] = {
-    "svg.fonttype": "none",  # text stays text: it can be searched, copied and read aloud
-    "svg.hashsalt": "jdp",  # the same ids every time
-    "text.parse_math": False,  # names may hold dollar signs
-    "text.usetex": False,
-    "font.family": "sans-serif",
-    "font.size": 10,
-}
+from jdp.report.charts import FAINT, INK, PAPER, SETTINGS, inline
+from jdp.report.page import Markup
 
 
 @dataclass(frozen=True)
@@ -65,7 +45,7 @@ def stacked_bars(
     limits = [bar.limit / unit for bar in bars if bar.limit is not None]
     longest = max(bar.total for bar in bars) / unit
     is_far = bool(limits) and min(limits) > _FAR * longest > 0
-    with mpl.rc_context(_SETTINGS):
+    with mpl.rc_context(SETTINGS):
         figure = Figure(figsize=(10.5, 0.75 + 0.42 * len(bars)), layout="constrained")
         figure.patch.set_visible(False)  # the page shows through
         if is_far:
@@ -76,7 +56,7 @@ def stacked_bars(
         _dress(axes, bars, axis_label)
         for row, bar in enumerate(bars):
             if bar.limit is not None:
-                further.vlines(bar.limit / unit, row - 0.5, row + 0.5, color=_INK, linewidth=1.6, linestyle=(0, (4, 2)))
+                further.vlines(bar.limit / unit, row - 0.5, row + 0.5, color=INK, linewidth=1.6, linestyle=(0, (4, 2)))
         axes.set_xlim(0, _ROOM * (longest if is_far else max(longest, *limits, 0.0)) or 1.0)
         _draw_bars(axes, bars, colours, unit)
         return inline(figure, described)
@@ -92,33 +72,33 @@ def _draw_bars(axes: Axes, bars: Sequence[Bar], colours: Mapping[str, str], unit
         for name, colour in colours.items():
             width = bar.amounts.get(name, 0) / unit
             if width:
-                axes.barh(row, width, 0.66, begin, color=colour, edgecolor=_PAPER, linewidth=0.6)
+                axes.barh(row, width, 0.66, begin, color=colour, edgecolor=PAPER, linewidth=0.6)
             begin += width
         limit = math.inf if bar.limit is None else bar.limit / unit
         behind = (
             limit if begin <= limit < begin + (1 - 1 / _ROOM) * axes.get_xlim()[1] else begin
         )  # not across the line
-        axes.annotate(bar.label, (behind, row), (6, 0), textcoords="offset points", va="center", color=_INK)
+        axes.annotate(bar.label, (behind, row), (6, 0), textcoords="offset points", va="center", color=INK)
 
 
 def _draw_further(axes: Axes, further: Axes, limits: Sequence[float]) -> None:
     """Draw the limits, on the part of the axis behind the break."""
     further.set_xlim(0.97 * min(limits), 1.03 * max(limits))
     further.set_xticks(sorted(set(limits)), [f"{limit:.3g}" for limit in sorted(set(limits))])
-    further.tick_params(axis="x", colors=_FAINT)
+    further.tick_params(axis="x", colors=FAINT)
     further.tick_params(axis="y", left=False, labelleft=False)
     _only_bottom(further)
     for side, at in ((axes, 1), (further, 0)):
-        (mark,) = side.plot([at], [0], transform=side.transAxes, color=_FAINT, linestyle="none", clip_on=False)
+        (mark,) = side.plot([at], [0], transform=side.transAxes, color=FAINT, linestyle="none", clip_on=False)
         mark.set(marker=[(-1, -2), (1, 2)], markersize=9)
 
 
 def _dress(axes: Axes, bars: Sequence[Bar], axis_label: str) -> None:
     axes.set_ylim(len(bars) - 0.5, -0.5)
     axes.set_yticks(range(len(bars)), [bar.name for bar in bars])
-    axes.set_xlabel(axis_label, color=_FAINT)
-    axes.tick_params(axis="x", colors=_FAINT)
-    axes.tick_params(axis="y", colors=_INK, length=0)
+    axes.set_xlabel(axis_label, color=FAINT)
+    axes.tick_params(axis="x", colors=FAINT)
+    axes.tick_params(axis="y", colors=INK, length=0)
     _only_bottom(axes)
 
 
@@ -126,27 +106,4 @@ def _only_bottom(axes: Axes) -> None:
     axes.patch.set_visible(False)
     for side, spine in axes.spines.items():
         spine.set_visible(side == "bottom")
-        spine.set_color(_FAINT)
-
-
-def inline(figure: Figure, described: str) -> Markup:
-    """A figure as an `<svg>` element.
-
-    What matplotlib writes around it is taken off: the XML head, ids of groups (which would not be the only ones of that
-    name on a page), a style sheet that would hold for the whole page, and its list of fonts.
-    """
-    buffer = io.StringIO()
-    nothing: dict[str, Any] = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    FigureCanvasSVG(figure).print_svg(buffer, metadata=nothing)
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<g id=\"[^\"]*\"", "<g", text)
-    text = re.sub(r"\s*<style type=\"text/css\">.*?</style>", "", text, flags=re.DOTALL)
-    text = re.sub(r"(font: [\d.]+px) [^;\"]*", r"\1 system-ui, sans-serif", text)
-    text = re.sub(r" (xmlns:xlink|version)=\"[^\"]*\"", "", text)
-    text = re.sub(r"<!--.*?-->\s*", "", text, flags=re.DOTALL)
-    for colour, variable in _PAGE_COLOURS.items():
-        text = text.replace(colour, variable)
-    text = re.sub(r"\s*\n\s*", " ", text)
-    title = element("title", described)
-    return Markup(re.sub(r"<svg [^>]*>", lambda head: f'{head[0][:-1]} role="img">{title}', text, count=1).strip())
+        spine.set_color(FAINT)

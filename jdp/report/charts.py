@@ -1,0 +1,115 @@
+"""The look of every picture: those inside a page, and those that a program writes to a file of its own.
+
+`chart` makes a matplotlib figure in that look. `inline` turns a figure into markup for a page, where text stays text,
+and ink and paper are the page's own, light or dark. `write` makes a file of it, which follows the reader's setting too.
+The same figure gives the same text, with nothing in it that refers to anything outside.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from cycler import cycler
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+
+from jdp.report.page import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, Markup, element
+
+# Stand-ins that matplotlib knows as colours, for what only the page knows.
+INK, FAINT, PAPER = "#010203", "#040506", "#070809"
+_PAGE_COLOURS = {INK: "var(--ink)", FAINT: "var(--faint)", PAPER: "var(--paper)"}
+_FILE_STYLE = (
+    "svg { --ink: #1b1f24; --faint: #59636e; --paper: #fff; background: var(--paper); } "
+    "@media (prefers-color-scheme: dark) { svg { --ink: #e4e8ec; --faint: #9aa5b1; --paper: #14171b; } }"
+)
+
+SERIES = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY, GREY)
+"""The colours of a chart's series, in order."""
+
+SETTINGS: dict[Any, Any] = {
+    "svg.fonttype": "none",  # text stays text: it can be searched, copied and read aloud
+    "svg.hashsalt": "jdp",  # the same ids every time
+    "text.parse_math": False,  # names may hold dollar signs
+    "text.usetex": False,
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "axes.prop_cycle": cycler(color=SERIES),
+    "text.color": INK,
+    "axes.labelcolor": FAINT,
+    "axes.titlecolor": INK,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "axes.edgecolor": FAINT,
+    "axes.facecolor": "none",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.color": FAINT,
+    "ytick.color": FAINT,
+    "figure.facecolor": "none",
+    "legend.frameon": False,
+}
+
+
+def chart(columns: int = 1, rows: int = 1, *, height: float = 3.6, width: float = 10.5) -> tuple[Figure, list[Axes]]:
+    """Make a figure in the look of jdp's pages.
+
+    Args:
+        columns: panels side by side.
+        rows: panels one above the other.
+        height: of one row, in inches.
+        width: of the figure, in inches; a page scales it to its own.
+
+    Returns:
+        The figure, and its `rows * columns` axes, row by row.
+    """
+    with mpl.rc_context(SETTINGS):
+        figure = Figure(figsize=(width, rows * height), layout="constrained")
+        panels = figure.subplots(rows, columns, squeeze=False)
+    return figure, list(panels.flat)
+
+
+def inline(figure: Figure, described: str) -> Markup:
+    """Return a figure as an `<svg>` element for a page.
+
+    What matplotlib writes around it is taken off: the XML head, ids of groups (which would not be the only ones of that
+    name on a page), a style sheet that would hold for the whole page, and its list of fonts.
+
+    Args:
+        figure: of `chart`, or any other.
+        described: the picture in words, for readers who cannot see it.
+    """
+    buffer = io.StringIO()
+    nothing: dict[str, Any] = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    with mpl.rc_context(SETTINGS):
+        FigureCanvasSVG(figure).print_svg(buffer, metadata=nothing)
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<g id=\"[^\"]*\"", "<g", text)
+    text = re.sub(r"\s*<style type=\"text/css\">.*?</style>", "", text, flags=re.DOTALL)
+    text = re.sub(r"(font: [\d.]+px) [^;\"]*", r"\1 system-ui, sans-serif", text)
+    text = re.sub(r" (xmlns:xlink|version)=\"[^\"]*\"", "", text)
+    text = re.sub(r"<!--.*?-->\s*", "", text, flags=re.DOTALL)
+    for colour, variable in _PAGE_COLOURS.items():
+        text = text.replace(colour, variable)
+    text = re.sub(r"\s*\n\s*", " ", text)
+    title = element("title", described)
+    return Markup(re.sub(r"<svg [^>]*>", lambda head: f'{head[0][:-1]} role="img">{title}', text, count=1).strip())
+
+
+def write(figure: Figure, path: Path, described: str) -> None:
+    """Write a figure as an SVG file, which needs nothing beside it.
+
+    Args:
+        figure: of `chart`, or any other.
+        path: of the file; its folder is made.
+        described: the picture in words, for readers who cannot see it.
+    """
+    text = inline(figure, described).replace("</title>", f"</title><style>{_FILE_STYLE}</style>", 1)
+    text = text.replace("xlink:href", "href")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
