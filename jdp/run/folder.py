@@ -21,7 +21,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from jdp.core.notices import notice
-from jdp.experiment.file import ExperimentError, to_toml
+from jdp.experiment.file import ExperimentError, from_table, to_toml
 from jdp.experiment.schema.experiment import Experiment
 from jdp.run.lock import LOCK, locked
 from jdp.run.outputs.metrics import EVENTS, JSONL
@@ -214,12 +214,14 @@ def _differences(experiment: Experiment, folder: Path) -> list[str]:
     """Return what differs and must not, between the visits of a run. Raises ExperimentError."""
     file = folder / FILE
     try:
-        before = _flat(tomllib.loads(file.read_text(encoding="utf-8")))
+        before = tomllib.loads(file.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         raise ExperimentError(
             f"{file} must name the run's experiment, and cannot be read ({error}): choose another `name` or --run-dir"
         ) from None
-    now = _flat(tomllib.loads(to_toml(experiment)))
+    with contextlib.suppress(ExperimentError):  # keys that came after it have their defaults; else it is compared as is
+        before = tomllib.loads(to_toml(from_table(before)))
+    before, now = _flat(before), _flat(tomllib.loads(to_toml(experiment)))
     kept = FIXED | ({"train.steps"} if experiment.optimizer.schedule != "constant" else set[str]())
     return [
         f"{key} was {before.get(key)!r}, is {now.get(key)!r}"
