@@ -28,9 +28,9 @@ from jdp.core.batch import (
     agree_on_inputs,
     agree_on_program,
     batch_rows,
+    batch_unit,
     check_alive,
     check_global,
-    nearest_sizes,
     owned_batch,
     signature,
 )
@@ -42,7 +42,7 @@ from jdp.core.gradients.model_state import stays_finite
 from jdp.core.gradients.partitioning import REQUESTED, Choice, PartitioningRequest
 from jdp.core.optim.checks import update
 from jdp.core.precision import Precision
-from jdp.core.sharding.mesh import auto_axes, equation, mesh_of
+from jdp.core.sharding.mesh import auto_axes, mesh_of
 from jdp.core.sharding.plan import Plan
 from jdp.core.state import TrainState, trained_part, with_trained
 from jdp.core.types import Batch, LossFn, Metrics, PyTree, is_integer, is_number
@@ -343,7 +343,7 @@ class Step:
             ValueError: the batch's rows do not divide, a parameter has another dtype than `Precision.params`, or the
                 loss is no sum over examples but has to be.
         """
-        _check_rows(self, batch)
+        batch_unit(self.plan.mesh.shape, self.accumulate, self.group).check(batch_rows(batch))
         self.precision.check_params(trained_part(state.params, state.static.trained))
         shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves((state.params, batch)))
         if shapes not in self._choices or values:
@@ -436,16 +436,6 @@ def _evaluate(step: Step, state: TrainState, batch: Batch) -> Metrics:
 def _means(sums: Sums) -> Metrics:
     own = {name: total / weight for name, (total, weight) in sums.metrics.items()}
     return {**own, "loss": sums.total / sums.weight, "weight": sums.weight}
-
-
-def _check_rows(step: Step, batch: PyTree) -> None:
-    rows, shards = batch_rows(batch), step.plan.batch_shards
-    unit = shards * step.accumulate * step.group
-    if rows % unit or not rows:
-        sizes = {axis: step.plan.mesh.shape[axis] for axis in step.plan.batch_axes}
-        sizes |= {name: getattr(step, name) for name in ("accumulate", "group") if getattr(step, name) > 1}
-        near = nearest_sizes(rows, unit)
-        raise ValueError(f"A batch's rows must divide by {equation(sizes)}; got {rows}. The nearest sizes are {near}.")
 
 
 def _check_settings(accumulate: int, group: int, partitioning: str | None) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdp.core.batch import batch_rows, nearest_sizes, owned
+from jdp.core.batch import BatchUnit, batch_rows, batch_unit, owned
 from jdp.core.sharding.plan import Plan
 from jdp.core.types import Batch
 
@@ -33,12 +33,7 @@ def process_rows(plan: Plan, batch_size: int) -> list[int]:
     Raises:
         ValueError: `batch_size` does not divide by the plan's batch shards.
     """
-    if batch_size < 1 or batch_size % plan.batch_shards:
-        near = nearest_sizes(batch_size, plan.batch_shards)
-        raise ValueError(
-            f"a batch's rows must divide by the plan's {plan.batch_shards} batch shards; given {batch_size}: the "
-            f"nearest that fit: {near}"
-        )
+    batch_unit(plan.mesh.shape).check(batch_size)
     rows = batch_size // plan.batch_shards
     return [row for block in _local_blocks(plan) for row in range(block * rows, (block + 1) * rows)]
 
@@ -149,11 +144,7 @@ def _local_blocks(plan: Plan) -> list[int]:
 
 
 def _global_array(local: np.ndarray[Any, Any], plan: Plan, blocks: list[int]) -> jax.Array:
-    if local.shape[0] == 0 or local.shape[0] % len(blocks):
-        raise ValueError(
-            f"the rows that a process feeds must divide by its batch shards, {len(blocks)} of {plan.batch_shards}; "
-            f"given {local.shape[0]}: the nearest that fit: {nearest_sizes(local.shape[0], len(blocks))}"
-        )
+    BatchUnit({"its batch shards": len(blocks)}).check(local.shape[0], "the rows that a process feeds")
     rows = local.shape[0] // len(blocks)
     shape = (rows * plan.batch_shards, *local.shape[1:])
     position = {block: i for i, block in enumerate(blocks)}

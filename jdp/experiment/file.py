@@ -6,7 +6,6 @@ number of devices waits for `check_for_devices`. Nothing below the training loop
 """
 
 import copy
-import math
 import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,10 +14,10 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from jdp.core.batch import nearest_sizes
+from jdp.core.batch import BatchUnit, batch_unit
 from jdp.core.formatting import format_bytes
 from jdp.core.hints import nearest
-from jdp.core.sharding.mesh import DATA, REPLICA, axis_sizes, equation
+from jdp.core.sharding.mesh import axis_sizes
 from jdp.core.toml import check, cut, parse, toml_key, toml_value
 from jdp.core.user_path import PathError, check_regular, user_path
 from jdp.experiment.keys import Key, Schemas, config_keys, table_keys
@@ -116,14 +115,11 @@ def check_for_devices(experiment: Experiment, device_count: int) -> dict[str, in
         ExperimentError: the mesh does not multiply to `device_count`, or the batch does not divide over it.
     """
     sizes = mesh_sizes(experiment.mesh, device_count)
-    split = {axis: sizes[axis] for axis in (REPLICA, DATA) if axis in sizes}
-    split["train.accumulate"] = experiment.train.accumulate
-    share, batch = math.prod(split.values()), experiment.train.batch_size
-    if batch % share:
-        raise ExperimentError(
-            f"train.batch_size must divide by {equation(split)} (every device gets as many samples in every "
-            f"microbatch); given {batch}: the nearest that fit: {nearest_sizes(batch, share)}"
-        )
+    unit = BatchUnit({**batch_unit(sizes).factors, "train.accumulate": experiment.train.accumulate})
+    try:
+        unit.check(experiment.train.batch_size, "train.batch_size")
+    except ValueError as error:
+        raise ExperimentError(str(error)) from None
     return sizes
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from jdp.core.batch import batch_rows
+from jdp.core.batch import batch_rows, batch_unit
 from jdp.core.disk_cache import Cache
 from jdp.core.formatting import format_bytes
 from jdp.foresight.memory.peak import Memory, available_bytes, memory
@@ -78,23 +78,25 @@ def largest_batch(
     """
     assert target.memory_bytes is not None, target
     available = available_bytes(target.memory_bytes)
-    per_row = candidate.step.plan.batch_shards * candidate.step.accumulate
+    step, group = candidate.step, candidate.step.group
+    per_group = batch_unit(step.plan.mesh.shape, step.accumulate, group).rows
     held: dict[int, Memory] = {}
 
-    def needs(rows: int) -> int:
+    def needs(groups: int) -> int:
         if progress is not None:
-            progress(0, None, f"{candidate.name} with {rows} rows a device")
+            progress(0, None, f"{candidate.name} with {groups * group} rows a device")
         try:
-            compiled = candidate.with_rows(rows * per_row).compile(target, cache)
+            compiled = candidate.with_rows(groups * per_group).compile(target, cache)
         except CompileError:  # XLA gives up on what is far too large
             return available + 1
-        held[rows] = memory(compiled, candidate.step, candidate.state)
-        return held[rows].total
+        held[groups] = memory(compiled, step, candidate.state)
+        return held[groups].total
 
-    largest = max_batch(needs, available, per_row=per_row, start=batch_rows(candidate.batch) // per_row)
-    if not largest.rows:
+    found = max_batch(needs, available, per_row=per_group, start=batch_rows(candidate.batch) // per_group)
+    largest = replace(found, rows=found.rows * group, too_many=found.too_many * group)
+    if not found.rows:
         return largest
-    headroom = held[largest.rows].fits(target.memory_bytes)
+    headroom = held[found.rows].fits(target.memory_bytes)
     return largest if headroom.fraction is None else replace(largest, advice=headroom.words)
 
 
@@ -104,7 +106,7 @@ def max_batch(needs: Callable[[int], int], available: int, *, per_row: int, star
     Args:
         needs: rows a device -> bytes it holds; compiles.
         available: bytes of a device's memory that a step can have.
-        per_row: rows of the global batch for each row of a device: batch shards × microbatches.
+        per_row: rows of the global batch for each row of a device and microbatch (`batch_unit`).
         start: the number of rows to begin with.
 
     Raises:

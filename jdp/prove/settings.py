@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from jax.sharding import Mesh
 
-from jdp.core.batch import nearest_sizes
+from jdp.core.batch import batch_unit
 from jdp.core.sharding.mesh import DATA, make_mesh
 from jdp.core.sharding.plan import Plan
 from jdp.core.sharding.strategy import STRATEGIES
@@ -108,15 +108,13 @@ class Space:
         if setting.accumulate > 1 and self.no_microbatches:
             return Skip(f"K={setting.accumulate}", self.no_microbatches)
         try:
-            shards = Plan(self.mesh(setting.devices)).batch_shards
+            mesh = Plan(self.mesh(setting.devices)).mesh
         except ValueError as error:
             return Skip(format_devices(setting.devices), str(error))
-        unit = shards * setting.accumulate
-        if self.rows % unit:
-            near = nearest_sizes(self.rows, unit)
-            reason = f"{self.rows} rows do not divide by {shards} batch shards × K={setting.accumulate} = {unit}"
-            name = f"{format_devices(setting.devices)} K={setting.accumulate}"
-            return Skip(name, f"{reason}; the nearest sizes are {near}")
+        try:
+            batch_unit(mesh.shape, setting.accumulate).check(self.rows)
+        except ValueError as error:
+            return Skip(f"{format_devices(setting.devices)} K={setting.accumulate}", str(error))
         return None
 
 

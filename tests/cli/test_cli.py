@@ -126,7 +126,7 @@ MISTAKES = {
     "microbatches beyond reason": (["plan", "FILE", "--accumulate", "9" * 20], "--accumulate takes positive whole"),
     "microbatches beyond a batch": (
         ["plan", "FILE", "--accumulate", "900000000"],
-        "must divide by 8 shards × accumulate=900000000 = 7200000000; given 16 rows: 7200000000 would be taken",
+        "must divide by data=8 × accumulate=900000000 = 7200000000; given 16: 7200000000 would be taken",
     ),
     "steps of 5000 digits": (
         ["train", "FILE", "--profile", "9" * 5000],

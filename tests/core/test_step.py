@@ -388,10 +388,15 @@ def test_auto_says_what_it_reduces_in_where_it_was_asked_for(reported):
 @pytest.mark.parametrize(
     ("axes", "accumulate", "rows", "message"),
     [
-        ({"data": 8}, 1, 60, "divide by data=8; got 60. The nearest sizes are 56 or 64."),
-        ({"replica": 2, "data": 4}, 1, 60, "divide by replica=2 × data=4 = 8; got 60. The nearest sizes are 56 or 64."),
-        ({"data": 8}, 4, 56, "divide by data=8 × accumulate=4 = 32; got 56. The nearest sizes are 32 or 64."),
-        ({"data": 4, "model": 2}, 3, 7, "divide by data=4 × accumulate=3 = 12; got 7. The nearest sizes are 12."),
+        ({"data": 8}, 1, 60, "divide by data=8; given 60: the nearest that fit: 56 or 64"),
+        (
+            {"replica": 2, "data": 4},
+            1,
+            60,
+            "divide by replica=2 × data=4 = 8; given 60: the nearest that fit: 56 or 64",
+        ),
+        ({"data": 8}, 4, 56, "divide by data=8 × accumulate=4 = 32; given 56: the nearest that fit: 32 or 64"),
+        ({"data": 4, "model": 2}, 3, 7, "divide by data=4 × accumulate=3 = 12; given 7: the nearest that fit: 12"),
     ],
 )
 def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_sizes(axes, accumulate, rows, message):

@@ -102,7 +102,7 @@ def test_a_batch_that_is_filled_again_while_the_step_runs_is_read_as_it_was(plan
 
 
 def test_a_batch_without_rows_is_refused(plan, train_step):
-    with pytest.raises(ValueError, match=r"rows must divide by data=8; got 0\. The nearest sizes are 8"):
+    with pytest.raises(ValueError, match=r"rows must divide by data=8; given 0: the nearest that fit: 8"):
         train_step(fresh(plan), batch(rows=0))
 
 

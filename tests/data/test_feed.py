@@ -91,18 +91,19 @@ def test_a_single_process_reads_whole_batches():
 def test_a_process_reads_the_rows_of_its_own_devices(blocks, expected):
     """Four shards of twelve rows; a process may hold any of them, some on several devices (a model's axis)."""
     indices = {f"device {i}": (slice(block, block + 1),) for i, block in enumerate(blocks)}
+    mesh = SimpleNamespace(shape={"data": 4})
     sharding = SimpleNamespace(addressable_devices_indices_map=lambda shape: indices if shape == (4,) else None)
-    assert jdp.process_rows(SimpleNamespace(batch_shards=4, batch_sharding=sharding), 12) == expected
+    assert jdp.process_rows(SimpleNamespace(mesh=mesh, batch_shards=4, batch_sharding=sharding), 12) == expected
 
 
 def test_rows_that_do_not_divide_are_refused():
-    with pytest.raises(ValueError, match=r"plan's 8 batch shards; given 12: the nearest that fit: 8 or 16"):
+    with pytest.raises(ValueError, match=r"by data=8; given 12: the nearest that fit: 8 or 16"):
         jdp.process_rows(plan_of(), 12)
-    with pytest.raises(ValueError, match=r"plan's 8 batch shards; given 0: the nearest that fit: 8"):
+    with pytest.raises(ValueError, match=r"by data=8; given 0: the nearest that fit: 8"):
         jdp.process_rows(plan_of(), 0)
-    with pytest.raises(ValueError, match=r"8 of 8; given 12: the nearest that fit: 8 or 16"):
+    with pytest.raises(ValueError, match=r"its batch shards=8; given 12: the nearest that fit: 8 or 16"):
         next(jdp.shard_batches(batches(1, rows=12), plan_of()))
-    with pytest.raises(ValueError, match=r"8 of 8; given 0: the nearest that fit: 8"):
+    with pytest.raises(ValueError, match=r"its batch shards=8; given 0: the nearest that fit: 8"):
         next(jdp.shard_batches(batches(1, rows=0), plan_of()))
     with pytest.raises(ValueError, match=r"share their leading dimension, the examples; got .*a scalar"):
         next(jdp.shard_batches([{"x": np.float32(1)}], plan_of()))

@@ -353,7 +353,7 @@ def test_check_for_devices_fills_in_the_mesh():
         ),
         ({"mesh": {"data": 4, "model": 4}}, 6, "data=4 × model=4 = 16, but there are 6 devices. Change an axis"),
         ({"mesh": {"model": 3}}, 8, "data=-1 × model=3 (the others make 3), but there are 8 devices"),
-        ({"train": {"batch_size": 15}}, 8, "train.batch_size must divide by data=8 × train.accumulate=1 = 8 (every"),
+        ({"train": {"batch_size": 15}}, 8, "train.batch_size must divide by data=8 × train.accumulate=1 = 8; given 15"),
         ({"train": {"batch_size": 15}}, 8, "given 15: the nearest that fit: 8 or 16"),
         ({"train": {"batch_size": 3, "accumulate": 2}}, 4, "data=4 × train.accumulate=2 = 8"),
         ({"train": {"batch_size": 3, "accumulate": 2}}, 4, "given 3: the nearest that fit: 8"),

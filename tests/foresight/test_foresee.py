@@ -134,7 +134,7 @@ def test_the_page_and_the_trace(planned, jdp_command, tmp_path):
 def test_a_batch_that_does_not_divide_is_raised_and_said(jdp_command):
     arguments = ("--target", "h100:1x8", "--json", "--strategy", "ddp", "--train.batch_size", "9")
     code, out, _ = jdp_command("plan", *arguments)
-    assert code == 0 and "given 9 rows: 16 are taken" in json.loads(out)["notes"][0]
+    assert code == 0 and "given 9: 16 are taken" in json.loads(out)["notes"][0]
 
 
 @pytest.mark.aot

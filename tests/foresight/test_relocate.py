@@ -1,25 +1,123 @@
-"""A batch on a target's devices: rows that do not divide are rounded up once, with one message."""
+"""A step, its state and its batch on a target's devices; rows that do not divide are rounded up, with one message."""
 
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
-from jdp.foresight.targets.relocate import round_up_rows
+import jdp
+from jdp.core.batch import batch_unit
+from jdp.foresight.max_batch import largest_batch
+from jdp.foresight.targets.relocate import Candidate, abstract_on, round_up_rows
+from jdp.foresight.targets.resolve import target
+
+
+def loss_fn(params, batch, rng):
+    return jdp.Loss(jnp.sum((jnp.tanh(batch["x"] @ params["w"]) @ params["v"]) ** 2), jnp.float32(batch["x"].shape[0]))
+
+
+def init(rng):
+    return {"w": jax.random.normal(rng, (64, 128)), "v": jax.random.normal(rng, (128, 64))}
+
+
+def made(strategy="zero1", *, devices=None, rows=16, abstract=True, mesh=None, **settings):
+    mesh = jdp.make_mesh(devices=devices or jax.devices(), **(mesh or {}))
+    plan = jdp.Plan(mesh, strategy)
+    state_of = jdp.abstract_state if abstract else jdp.init_state
+    state = state_of(init, optax.adamw(1e-3), plan, rng=jax.random.key(0))
+    return jdp.make_train_step(loss_fn, plan, **settings), state, {"x": np.ones((rows, 64), np.float32)}
 
 
 @pytest.mark.parametrize(
-    ("rows", "shards", "accumulate", "expected"),
-    [(16, 8, 2, 16), (9, 8, 1, 16), (17, 8, 2, 32), (1, 1, 1, 1), (0, 8, 1, 0)],
+    ("rows", "shards", "accumulate", "group", "expected"),
+    [(16, 8, 2, 1, 16), (9, 8, 1, 1, 16), (17, 8, 2, 1, 32), (8, 8, 1, 2, 16), (1, 1, 1, 1, 1), (0, 8, 1, 1, 0)],
 )
-def test_rows_are_rounded_up_to_what_divides(rows, shards, accumulate, expected):
-    found, notes = round_up_rows(rows, shards, accumulate)
+def test_rows_are_rounded_up_to_what_divides(rows, shards, accumulate, group, expected):
+    found, notes = round_up_rows(rows, batch_unit({"data": shards}, accumulate, group))
     assert found == expected
     assert len(notes) == (found != rows)
 
 
 def test_what_was_rounded_is_in_the_note():
-    (note,) = round_up_rows(9, 4, 3)[1]
-    assert note == "a batch must divide by 4 shards × accumulate=3 = 12; given 9 rows: 12 are taken"
+    (note,) = round_up_rows(9, batch_unit({"data": 4}, 3))[1]
+    assert note == "a batch's rows must divide by data=4 × accumulate=3 = 12; given 9: 12 are taken"
 
 
 def test_more_rows_than_a_batch_can_have():
-    with pytest.raises(ValueError, match=r"= 7200000000; given 16 rows: .* fewer than 2\^31 rows: lower accumulate"):
-        round_up_rows(16, 8, 900_000_000)
+    with pytest.raises(ValueError, match=r"= 7200000000; given 16: .* fewer than 2\^31 rows: lower accumulate"):
+        round_up_rows(16, batch_unit({"data": 8}, 900_000_000))
+
+
+def test_a_step_moves_to_a_targets_devices():
+    step, state, batch = made("zero3", abstract=False, accumulate=2)
+    moved = abstract_on(step, state, batch, "h100:2x8")
+    mesh = moved.step.plan.mesh
+    assert dict(mesh.shape) == {"data": 16}
+    assert mesh.devices.flat[0].platform == "gpu"
+    assert moved.state.params["w"].sharding == jax.NamedSharding(mesh, jax.P(None, "data"))
+    assert moved.state.opt_state[0].mu["w"].sharding == moved.state.params["w"].sharding
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), moved.state) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
+    assert moved.step.accumulate == 2
+    assert step.plan.mesh.devices.flat[0].platform == "cpu"
+
+
+def test_other_axes_keep_their_sizes():
+    moved = abstract_on(*made(mesh={"replica": 2, "data": 2, "model": 2}), target("h100:4x8"))
+    assert dict(moved.step.plan.mesh.shape) == {"replica": 2, "data": 8, "model": 2}
+
+
+def test_devices_that_do_not_divide():
+    with pytest.raises(ValueError, match=r"replica=2 × model=2 = 4, and h100:1x6 has 6 devices\. Choose"):
+        abstract_on(*made(mesh={"replica": 2, "data": 2, "model": 2}), "h100:1x6")
+
+
+def test_rows_are_rounded_up_with_a_note():
+    moved = abstract_on(*made(rows=24, accumulate=3), "h100:8x8")
+    assert moved.batch["x"].shape == (192, 64)
+    assert moved.batch["x"].sharding == moved.step.plan.batch_sharding
+    [note] = moved.notes
+    assert note == "a batch's rows must divide by data=64 × accumulate=3 = 192; given 24: 192 are taken"
+    assert abstract_on(*made(rows=128), "h100:8x8").notes == ()
+
+
+def test_without_a_target_everything_keeps_its_placement():
+    step, state, batch = made(devices=jax.devices()[:4], abstract=False)
+    moved = abstract_on(step, state, batch)
+    assert moved.step is step
+    assert jax.tree.map(lambda x: x.sharding, moved.state.params) == jax.tree.map(lambda x: x.sharding, state.params)
+    assert (moved.batch["x"].shape, moved.notes) == ((16, 64), ())
+
+
+def test_dtypes_are_those_that_jit_would_see():
+    step, state, _ = made()
+    moved = abstract_on(step, state, {"x": np.ones((16, 64)), "y": np.ones(16, np.int64)}, "h100:1x8")
+    assert (moved.batch["x"].dtype, moved.batch["y"].dtype) == (jnp.float32, jnp.int32)
+
+
+def test_rows_that_belong_together_are_rounded_up_together():
+    moved = abstract_on(*made(rows=8, group=2), "cpu:8")
+    assert moved.notes == ("a batch's rows must divide by data=8 × group=2 = 16; given 8: 16 are taken",)
+    assert jdp.verify(*made(rows=8, group=2), "cpu:8").notes[:1] == moved.notes
+
+
+@pytest.mark.aot
+def test_the_largest_batch_counts_rows_that_belong_together(monkeypatch):
+    """A device that holds 1 GiB for each of its rows."""
+    moved, tried = abstract_on(*made(rows=8, group=2, accumulate=2), "h100:1x8"), []
+    monkeypatch.setattr(Candidate, "compile", lambda candidate, *_: tried.append(candidate) or candidate)
+    monkeypatch.setattr("jdp.foresight.max_batch.memory", lambda compiled, *_: Held(len(compiled.batch["x"]) // 16))
+    found = largest_batch(moved, target("h100:1x8"))
+    assert found.rows % 2 == 0 and found.batch_size == 16 * found.rows and found.too_many == found.rows + 2
+    for candidate in tried:
+        candidate.lower()  # which refuses rows that do not divide
+
+
+class Held:
+    def __init__(self, rows):
+        self.total = rows * 2**30
+
+    def fits(self, memory_bytes):
+        return SimpleNamespace(fraction=None)

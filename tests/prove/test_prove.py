@@ -329,7 +329,7 @@ def test_rows_that_do_not_divide_are_listed_not_changed():
     runs, skips = chosen(space(rows=8, accumulate=(1, 2, 3)))
     assert not [run for run in runs if isinstance(run, Setting) and 8 % (run.devices * run.accumulate)]
     reasons = {skip.name: skip.reason for skip in skips}
-    assert reasons["8 devices K=2"].startswith("8 rows do not divide by 8 batch shards × K=2 = 16")
+    assert reasons["8 devices K=2"].startswith("a batch's rows must divide by data=8 × accumulate=2 = 16; given 8")
     assert {f"{n} devices K=3" for n in (2, 4, 8)} <= reasons.keys()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from jdp.core.batch import batch_rows
+from jdp.core.batch import BatchUnit, batch_rows, batch_unit
 from jdp.core.disk_cache import Cache
 from jdp.core.sharding.mesh import DATA, make_mesh, mesh_of
 from jdp.core.state import TrainState
@@ -129,7 +129,7 @@ def abstract_on(
     plan = step.plan.on(_mesh(step, state, target))
     rows, notes = batch_rows(batch), tuple[str, ...]()
     if target is not None:
-        rows, notes = round_up_rows(rows, plan.batch_shards, microbatches or step.accumulate)
+        rows, notes = round_up_rows(rows, batch_unit(plan.mesh.shape, microbatches or step.accumulate, step.group))
     keep = target is None
     abstract_state = jax.tree.map(
         lambda leaf, sharding: _abstract(leaf, leaf.shape, sharding, keep=keep), state, plan.shardings(state)
@@ -138,15 +138,14 @@ def abstract_on(
     return Candidate(step.on(plan.mesh), abstract_state, abstract_batch, notes)
 
 
-def round_up_rows(rows: int, shards: int, accumulate: int) -> tuple[int, tuple[str, ...]]:
-    """Return the next number of rows that divides over shards and microbatches, and a note if that is another one.
+def round_up_rows(rows: int, unit: BatchUnit) -> tuple[int, tuple[str, ...]]:
+    """Return the next number of rows that divides by the unit, and a note if that is another one.
 
     What is planned for a target should not depend on the number of devices that the batch was written for.
 
     Args:
         rows: the global batch's leading size.
-        shards: `Plan.batch_shards`, the devices that share a batch.
-        accumulate: microbatches a step; of several numbers that are compared, their least common multiple.
+        unit: what they must divide by (`batch_unit`).
 
     Returns:
         (rows, notes); `notes` is empty where `rows` divides already.
@@ -154,11 +153,10 @@ def round_up_rows(rows: int, shards: int, accumulate: int) -> tuple[int, tuple[s
     Raises:
         ValueError: the next number is 2^31 or more, which no array's dimension is planned for.
     """
-    unit = shards * accumulate
-    raised = -(-rows // unit) * unit
+    raised = unit.round_up(rows)
     if raised == rows:
         return rows, ()
-    rule = f"a batch must divide by {shards} shards × accumulate={accumulate} = {unit}; given {rows} rows"
+    rule = unit.rule(rows)
     if raised >= 2**31:
         raise ValueError(f"{rule}: {raised} would be taken, and a batch has fewer than 2^31 rows: lower accumulate")
     return raised, (f"{rule}: {raised} are taken",)
