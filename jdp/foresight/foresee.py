@@ -187,7 +187,7 @@ def estimate(candidate: Candidate, target: Target, *, tokens: int, cache: Cache 
         shards=step.plan.mesh.shape[DATA],
         report=traffic,
         timeline=timeline(compiled.program, target) if chip is not None or target.kind == "cpu" else None,
-        model_flops=float(model_flops(step, state, batch)),
+        model_flops=model_flops(step, state, batch),
         peak_flops=None if chip is None else chip.matmul_flops.get(XLA_TYPES[step.precision.compute]),
         tokens=tokens,
         compile_seconds=0.0 if compiled.cached else compiled.seconds,

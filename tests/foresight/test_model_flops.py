@@ -56,3 +56,15 @@ def test_a_gpt_agrees_with_the_textbook_formula(scan, remat):
     batch |= {"weights": jax.ShapeDtypeStruct((16, 64), jnp.float32)}
     step = jdp.make_train_step(text_loss, plan, accumulate=2)
     assert model_flops(step, state, batch) == pytest.approx(16 * 64 * flops_per_token(config, 64), rel=0.01)
+
+
+@pytest.mark.parametrize(("wrt", "share"), [(None, 1), ("a", 0.25), ("b", 0.75)])
+def test_frozen_parameters_have_no_gradient(wrt, share):
+    """One count for all: what `jdp plan` foresees and `jdp train` reports are ratios of the same number."""
+    init = lambda rng: {"a": jnp.ones((8, 8)), "b": jnp.ones((8, 24))}  # noqa: E731
+    loss = lambda params, batch, rng: jnp.mean(batch["x"] @ params["a"] @ params["b"])  # noqa: E731
+    plan = jdp.Plan(jdp.make_mesh(data=8))
+    state = jdp.abstract_state(init, optax.sgd(1e-3), plan, rng=jax.random.key(0), wrt=wrt)
+    batch = {"x": jax.ShapeDtypeStruct((16, 8), jnp.float32)}
+    forward = 2 * 16 * 8 * (8 + 24)
+    assert model_flops(jdp.make_train_step(loss, plan), state, batch) == forward * (2 + share)

@@ -7,7 +7,6 @@ padding that the compiler adds, earns nothing. Where the peak is not known there
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 
 from jdp.core.state import TrainState
@@ -46,9 +45,6 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
 def seconds_at_peak(step: Step, state: TrainState, batch: Batch) -> float | None:
     """Return the seconds that a training step would take at every device's peak; divided by its time, that is the MFU.
 
-    Frozen parameters have no gradient, one of the three products that each takes part in: their share of the parameters
-    is left out of that third.
-
     Args:
         step: a training step; its plan has the devices.
         state, batch: real or abstract; `batch` is the global one, of all microbatches.
@@ -60,7 +56,4 @@ def seconds_at_peak(step: Step, state: TrainState, batch: Batch) -> float | None
     peak = peak_flops(devices.flat[0].device_kind, jnp.dtype(step.precision.compute_dtype).name)
     if peak is None:
         return None
-    flops = model_flops(step, state, batch)
-    sizes, trained = [leaf.size for leaf in jax.tree.leaves(state.params)], state.static.trained
-    share = 1.0 if trained is None else sum(s for s, t in zip(sizes, trained, strict=True) if t) / sum(sizes)
-    return flops * (2 + share) / 3 / (peak * devices.size)
+    return model_flops(step, state, batch) / (peak * devices.size)

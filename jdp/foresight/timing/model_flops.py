@@ -3,8 +3,8 @@
 The loss is traced forward, abstractly, and the multiplications and additions of its matrix products and convolutions
 are counted, loops included; the backward pass costs twice the forward pass (one product for each operand's gradient),
 so a step is three times that. Recomputation is not counted: it is what model FLOPs utilisation (MFU, Chowdhery et al.
-2022, arXiv:2204.02311, appendix B) leaves out by definition. Frozen parameters are counted as if they were trained:
-their products have no gradient of the weight, so partial training does at least two thirds of the number.
+2022, arXiv:2204.02311, appendix B) leaves out by definition. Frozen parameters have no gradient, one of the three
+products that each takes part in: their share of the parameters is left out of that third.
 """
 
 import math
@@ -18,7 +18,7 @@ from jdp.core.step import Step
 from jdp.core.types import Batch, Loss
 
 
-def model_flops(step: Step, state: TrainState, batch: Batch) -> int:
+def model_flops(step: Step, state: TrainState, batch: Batch) -> float:
     """Return the FLOPs of one training step over the global batch, all devices together.
 
     Args:
@@ -34,7 +34,12 @@ def model_flops(step: Step, state: TrainState, batch: Batch) -> int:
 
     working = step.precision.working_shapes(state.params)
     plain = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (state.model_state, batch))
-    return 3 * count_flops(jax.make_jaxpr(loss)(working, *plain, jax.eval_shape(lambda: jax.random.key(0))).jaxpr)
+    forward = count_flops(jax.make_jaxpr(loss)(working, *plain, jax.eval_shape(lambda: jax.random.key(0))).jaxpr)
+    if (trained := state.static.trained) is None:
+        return 3.0 * forward
+    sizes = [leaf.size for leaf in jax.tree.leaves(state.params)]
+    share = sum(size for size, is_trained in zip(sizes, trained, strict=True) if is_trained) / sum(sizes)
+    return (2 + share) * forward
 
 
 def count_flops(jaxpr: Any) -> int:
