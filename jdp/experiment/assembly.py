@@ -26,7 +26,6 @@ from jdp.core.sharding.mesh import make_mesh
 from jdp.core.sharding.plan import Plan
 from jdp.core.state import TrainState
 from jdp.core.step import Step, make_eval_step, make_train_step
-from jdp.core.toml import toml_value
 from jdp.core.types import Batch, Device, LossFn
 from jdp.data import VOCAB_SIZE, Source, global_batches
 from jdp.data.feed import Feed, process_rows, shard_batches
@@ -71,9 +70,14 @@ class Assembly:
         Raises ExperimentError for a rule that matches no parameter, or does not divide one.
         """
         rules = self.experiment.rules
-        _check_rules(self.experiment, dict(self.mesh.shape), parameter_shapes(self.config))
         specs = [(pattern, PartitionSpec(*(entry or None for entry in entries))) for pattern, entries in rules.items()]
-        return Plan(self.mesh, self.experiment.strategy, rules=tuple(specs))
+        shapes = parameter_shapes(self.config)
+        try:
+            plan = Plan(self.mesh, self.experiment.strategy, rules=tuple(specs))
+            plan.param_placements({p: jax.ShapeDtypeStruct(shape, np.float32) for p, shape in shapes.items()})
+        except ValueError as error:
+            raise ExperimentError(f"[rules]: {error}") from None
+        return plan
 
     @cached_property
     def tx(self) -> optax.GradientTransformation:
@@ -251,32 +255,3 @@ class Assembly:
         drawn = jax.jit(write, out_shardings=self.plan.replicated)(self.averaged(state), prompt)
         tokens = np.asarray(jax.device_get(drawn))[0]
         return self.data.decode(tokens[tokens < self.data.vocab_size])
-
-
-def _check_rules(experiment: Experiment, sizes: dict[str, int], shapes: dict[str, tuple[int, ...]]) -> None:
-    """Check [rules] before the plan does, so that the error names the key of the file.
-
-    Raises ExperimentError.
-    """
-    unmatched = dict(shapes)
-    for pattern, entries in experiment.rules.items():
-        key, given = f"rules.{toml_value(pattern)}", toml_value(entries)
-        if not any(matches(path, [pattern]) for path in shapes):
-            raise ExperimentError(
-                f"{key} must match a parameter, and matches none of the {len(shapes)}, such as "
-                f"{', '.join(list(shapes)[:3])}: fix the pattern, or remove it"
-            )
-        for path in [path for path in unmatched if matches(path, [pattern])]:
-            shape = unmatched.pop(path)  # the first rule that matches counts
-            axes = [(entry,) if isinstance(entry, str) else entry for entry in entries]
-            if len(axes) > len(shape):
-                raise ExperimentError(
-                    f"{key} must have an entry for each dimension at most; given {given}, which has {len(axes)} "
-                    f"entries; {path} {list(shape)} has {len(shape)} dimensions: remove entries, or fix the pattern"
-                )
-            shards = [math.prod(sizes[axis] for axis in each if axis) for each in axes]
-            if any(size % count for size, count in zip(shape, shards, strict=False)):
-                raise ExperimentError(
-                    f"{key} must divide the dimensions of what it matches; given {given}, which cuts {path} "
-                    f"{list(shape)} into {' × '.join(map(str, shards))}: change the rule, the size, or [mesh]"
-                )

@@ -160,7 +160,7 @@ def test_a_rule_may_shard_what_is_too_small_to_shard_by_itself():
         ([("*", P("tensor"))], r"axes of the mesh only, ('data', 'model'); the rule for '*' names 'tensor'."),
         ([("*", P(("data", "tensor")))], "names 'tensor'"),
         ([("*bias", P("model"))], "Every rule must match a parameter; '*bias' matches none of a/w."),
-        ([("*", P(None, None, "model"))], "of a rule has 3, and a/w has shape [63, 12]."),
+        ([("*", P(None, None, "model"))], "of the rule for '*' has 3, and a/w has shape [63, 12]."),
         ([("*", P("model"))], f"dimension 0 of a/w [63, 12] is 63, and {P('model')} splits it into 2."),
         ([("*", P(None, ("model", "data")))], "dimension 1 of a/w [63, 12] is 12, and"),
     ],

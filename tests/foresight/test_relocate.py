@@ -70,7 +70,9 @@ def test_other_axes_keep_their_sizes():
 
 
 def test_devices_that_do_not_divide():
-    with pytest.raises(ValueError, match=r"replica=2 × model=2 = 4, and h100:1x6 has 6 devices\. Choose"):
+    with pytest.raises(
+        ValueError, match=r"h100:1x6: .* model=2 \(the others make 4\), but there are 6 devices\. Change"
+    ):
         abstract_on(*made(mesh={"replica": 2, "data": 2, "model": 2}), "h100:1x6")
 
 

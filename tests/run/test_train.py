@@ -237,11 +237,11 @@ REFUSED = {
     "model": ([], "data.source must fit model.name = 'mlp': an MLP learns vectors; given 'stdlib'"),
     "rule that matches nothing": (
         ["--mesh.data", "4", "--mesh.model", "2", "--rules.*/quary", '["", "model"]'],
-        'rules."*/quary" must match a parameter, and matches none of the',
+        "[rules]: Every rule must match a parameter; '*/quary' matches none of ",
     ),
     "rule that does not divide": (
         ["--mesh.data", "4", "--mesh.model", "2", "--rules.*/value/*", '["model"]'],
-        'rules."*/value/*" must divide the dimensions of what it matches; given ["model"], which cuts layers/',
+        "[rules]: The rule for '*/value/*' must shard dimensions that divide: dimension 0 of layers/",
     ),
     "nothing to train": (["--train.wrt", "*/lora_*"], "*/lora_*"),
     "no weights to start from": (["--train.init_from", "runs/none"], "there is no"),

@@ -231,7 +231,7 @@ def test_a_rule_with_more_entries_than_dimensions_says_so(file, capsys):
     (file.parent / "ruled.toml").write_text(POINTS + '[rules]\n"layers/0/kernel" = ["", "", "data"]\n')
     assert main(["train", str(file.parent / "ruled.toml"), "--run-dir", str(file.parent / "runs")]) == 2
     error = capsys.readouterr().err
-    assert "has 3 entries; layers/0/kernel [6, 8] has 2 dimensions" in error
+    assert "the rule for 'layers/0/kernel' has 3, and layers/0/kernel has shape [6, 8]" in error
 
 
 def test_a_rule_that_shards_over_data_under_ddp_is_not_silent(file, capsys):

@@ -140,7 +140,9 @@ class Plan:
         paths = [path_of(path) for path, _ in jax.tree.leaves_with_path(params)]
         for pattern, _ in self.rules:
             if not any(matches(path, [pattern]) for path in paths):
-                raise ValueError(f"Every rule must match a parameter; {pattern!r} matches none of {listed(paths, 5)}.")
+                raise ValueError(
+                    f"Every rule must match a parameter; {pattern!r} matches none of {listed(paths, 5)}. Fix it."
+                )
         metadata = {} if static is None else self._on_this_mesh(static.specs)
         placements = jax.tree.map_with_path(lambda path, leaf: self._place_param(path_of(path), leaf, metadata), params)
         if static is None or static.trained is None:
@@ -238,15 +240,15 @@ class Plan:
         return {path: PartitionSpec(*(_keep_axes(known, entry) for entry in spec)) for path, spec in specs}
 
     def _place_param(self, path: str, leaf: Any, metadata: dict[str, PartitionSpec]) -> Placement:
-        rule = next((spec for pattern, spec in self.rules if matches(path, [pattern])), None)
-        source = "the model's metadata" if rule is None else "a rule"
+        pattern, rule = next((rule for rule in self.rules if matches(path, [rule[0]])), ("", None))
+        source = "the model's metadata" if rule is None else f"the rule for {pattern!r}"
         spec = PartitionSpec(*map(_data_last, metadata.get(path, PartitionSpec()) if rule is None else rule))
         compute = PartitionSpec(*(_keep_axes(set(self.mesh.shape) - {DATA}, entry) for entry in spec))
         self._check_fits(path, leaf.shape, spec, source)
         if not self.row.shard_state:
             return self._placement(path, leaf, compute, compute, f"{self.strategy} replicates it over data")
         if compute != spec:
-            reason = f"sharded as {source.replace('a rule', 'its rule')} says: {spec}"
+            reason = f"sharded as {source if rule is None else 'its rule'} says: {spec}"
             return self._placement(path, leaf, spec, compute, reason)
         rest, reason = rest_spec(leaf.shape, compute, dict(self.mesh.shape), self.min_shard_size)
         return self._placement(path, leaf, rest, compute, reason)
@@ -263,20 +265,20 @@ class Plan:
         return Placement(path, tuple(leaf.shape), str(leaf.dtype), rest, compute, size, reason)
 
     def _check_fits(self, path: str, shape: tuple[int, ...], spec: PartitionSpec, source: str) -> None:
-        """Check a parameter's spec against its shape; `source` is what gave the spec."""
+        """Check a parameter's spec against its shape; `source` ("the …") is what gave the spec."""
         if len(spec) > len(shape):
             raise ValueError(
                 f"A spec has at most one entry for each dimension; {spec} of {source} has {len(spec)}, and {path} has "
                 f"shape {list(shape)}. Leave out entries."
             )
-        named = [axis for entry in spec for axis in axes_of(entry)]
+        named, subject = [axis for entry in spec for axis in axes_of(entry)], f"T{source[1:]}"
         if len(set(named)) < len(named):
-            raise ValueError(f"{source.capitalize()} names an axis once; {spec} for {path} does not. Remove one.")
+            raise ValueError(f"{subject} names an axis once; {spec} for {path} does not. Remove one.")
         for dim, size in enumerate(shape):
             pieces = shards(PartitionSpec(spec_entry(spec, dim)), dict(self.mesh.shape))
             if size % pieces:
                 raise ValueError(
-                    f"{source.capitalize()} must shard dimensions that divide: dimension {dim} of {path} {list(shape)} "
+                    f"{subject} must shard dimensions that divide: dimension {dim} of {path} {list(shape)} "
                     f"is {size}, and {spec} splits it into {pieces}. Change the size, or the mesh "
                     f"({factors(self.mesh.shape)}), or the rule: Plan(rules=...) goes before metadata."
                 )

@@ -5,7 +5,6 @@
 3. The batch's leaves likewise; rows that the new mesh cannot split are rounded up (`round_up_rows`).
 """
 
-import math
 import warnings
 from dataclasses import dataclass, replace
 from typing import Any
@@ -167,16 +166,10 @@ def _mesh(step: Step, state: TrainState, named: str | Target | None) -> Mesh:
     if named is None:
         return mesh_of(state) or step.plan.mesh
     on = target(named) if isinstance(named, str) else named
-    sizes, count = dict(step.plan.mesh.shape), len(on.devices)
-    others = {axis: size for axis, size in sizes.items() if axis != DATA}
-    taken = math.prod(others.values())
-    if count % taken:
-        axes = " × ".join(f"{axis}={size}" for axis, size in others.items())
-        raise ValueError(
-            f"A target's devices must divide by the mesh's axes other than data: {axes} = {taken}, and {on} "
-            f"has {count} devices. Choose another number of devices, or other axes."
-        )
-    return make_mesh(devices=on.devices, **{**sizes, DATA: count // taken})
+    try:
+        return make_mesh(devices=on.devices, **{**step.plan.mesh.shape, DATA: -1})
+    except ValueError as error:
+        raise ValueError(f"{on}: {error}") from None
 
 
 def _abstract(leaf: Any, shape: tuple[int, ...], sharding: NamedSharding, keep: bool = False) -> jax.ShapeDtypeStruct:
