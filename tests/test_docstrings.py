@@ -107,6 +107,23 @@ def test_a_function_names_what_it_raises(node, errors):
     assert [error for error in errors if error not in text] == []
 
 
+def wrong_words(tree):
+    """What a message says of the value that it was given: "given X", and never "got X"."""
+    texts = (
+        node.value
+        for each in ast.walk(tree)
+        if isinstance(each, ast.Raise)
+        for node in ast.walk(each)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    )
+    return [text for text in texts if re.search(r"\bgot\b", text)]
+
+
+def test_messages_have_one_form():
+    assert wrong_words(ast.parse("raise ValueError(f'x is a number; got {x}')")) == ["x is a number; got "]
+    assert {name: found for name, module in MODULES.items() if (found := wrong_words(module.tree))} == {}
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

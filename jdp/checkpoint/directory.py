@@ -159,7 +159,9 @@ class Checkpoints:
         content.check_values(content.leaves_of(state, ("step", "params")))  # before the step's number is taken
         numbers = {name: _metric(name, value) for name, value in (metrics or {}).items()}
         if numbers and self._best is not None and self._best not in numbers:
-            raise ValueError(f"The best checkpoint is chosen by {self._best!r}; the metrics given are {list(numbers)}.")
+            raise ValueError(
+                f"The best checkpoint is chosen by {self._best!r}; given the metrics {list(numbers)}. Pass it too."
+            )
         self.wait()
         step = int(state.consumed)
         if step == self._lineage.last:

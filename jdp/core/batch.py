@@ -32,7 +32,7 @@ def batch_rows(batch: Batch) -> int:
         more = f"; {len(sizes)} arrays in all" if len(sizes) > len(shown) else ""
         entries = " A list is taken entry by entry: np.asarray makes an array of it." if () in by_size else ""
         raise ValueError(
-            "All arrays of a batch share their leading dimension, the examples; got "
+            "All arrays of a batch share their leading dimension, the examples; given "
             f"{', '.join(shown[:4]) or 'none'}{', …' if len(shown) > 4 else ''}{more}.{entries}"
         )
     return next(iter(sizes.values()))[0]

@@ -62,7 +62,7 @@ class Cluster:
         given = (self.coordinator, self.num_processes, self.process_id)
         if given == (None, None, None):
             return
-        values = f"({self.source}); got coordinator={given[0]!r}, num_processes={given[1]}, process_id={given[2]}."
+        values = f"({self.source}); given coordinator={given[0]!r}, num_processes={given[1]}, process_id={given[2]}."
         if None in given:
             raise ValueError(f"Joining a cluster takes all of coordinator, num_processes and process_id {values}")
         assert self.num_processes is not None and self.process_id is not None
@@ -335,6 +335,6 @@ def _integer(text: str | None) -> int | None:
     """Return the value of a variable that `jdp launch` sets."""
     if text is not None and not text.isdigit():
         raise ValueError(
-            f"{' and '.join(JDP_VARIABLES[1:])} must be whole numbers; got {text!r}. Unset them, or use jdp launch."
+            f"{' and '.join(JDP_VARIABLES[1:])} must be whole numbers; given {text!r}. Unset them, or use jdp launch."
         )
     return None if text is None else int(text)

@@ -213,7 +213,7 @@ def _policy(remat: Remat) -> Callable[..., bool]:
     if callable(remat):
         return lambda prim, *args, **params: prim.name not in _GATHERS and bool(remat(prim, *args, **params))
     if remat not in policies:
-        raise ValueError(f'remat is None, "full", "dots" or a checkpoint policy; got {remat!r}.')
+        raise ValueError(f'remat is None, "full", "dots" or a checkpoint policy; given {remat!r}. Name one.')
     return policies[remat]
 
 

@@ -36,7 +36,9 @@ class Precision:
     def __post_init__(self) -> None:
         for field in ("params", "compute", "reduce"):
             if getattr(self, field) not in DTYPES:
-                raise ValueError(f"Precision.{field} is one of {', '.join(DTYPES)}; got {getattr(self, field)!r}.")
+                raise ValueError(
+                    f"Precision.{field} is one of {', '.join(DTYPES)}; given {getattr(self, field)!r}. Name one."
+                )
 
     @staticmethod
     def of(precision: str | Precision) -> Precision:
@@ -52,7 +54,7 @@ class Precision:
         if isinstance(precision, Precision):
             return precision
         if precision not in DTYPES:
-            raise ValueError(f"precision is {', '.join(DTYPES)} or a jdp.Precision; got {precision!r}.")
+            raise ValueError(f"precision is {', '.join(DTYPES)} or a jdp.Precision; given {precision!r}. Name one.")
         return Precision(compute=precision)
 
     def check_params(self, params: PyTree) -> None:

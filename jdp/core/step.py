@@ -103,9 +103,9 @@ def make_train_step(
     """
     _check_settings(accumulate, group, partitioning)
     if donate not in (True, False):
-        raise ValueError(f"donate is True, or False to keep the old state; got {donate!r}.")
+        raise ValueError(f"donate is True, or False to keep the old state; given {donate!r}. Give a bool.")
     if clip_norm is not None and not (is_number(clip_norm) and clip_norm > 0):
-        raise ValueError(f"clip_norm is a positive norm, or None; got {clip_norm!r}. Give a number, such as 1.0.")
+        raise ValueError(f"clip_norm is a positive norm, or None; given {clip_norm!r}. Give a number, such as 1.0.")
     return Step(
         loss_fn,
         plan,
@@ -445,6 +445,8 @@ def _check_settings(accumulate: int, group: int, partitioning: str | None) -> No
     )
     for name, what, value in counts:
         if not is_integer(value) or value < 1:
-            raise ValueError(f"{name} is {what}, at least 1; got {value!r}. Give an integer.")
+            raise ValueError(f"{name} is {what}, at least 1; given {value!r}. Give an integer.")
     if partitioning is not None and partitioning not in VIEWS:
-        raise ValueError(f'partitioning is "auto", "manual" or None (jdp chooses); got {partitioning!r}.')
+        raise ValueError(
+            f'partitioning is "auto", "manual" or None (jdp chooses); given {partitioning!r}. Leave it out.'
+        )

@@ -57,7 +57,9 @@ def _selected(paths: list[str], adapter: Any, wrt: Any) -> tuple[bool, ...]:
                 )
         selected = tuple(matches(path, patterns) for path in paths)
     elif adapter is None:
-        raise ValueError(f"For a pytree, `wrt` is a path pattern or a sequence of them ('head/*'); got {wrt!r}.")
+        raise ValueError(
+            f"For a pytree, `wrt` is a path pattern or a sequence of them ('head/*'); given {wrt!r}. Write patterns."
+        )
     else:
         selected = flax_nnx.matches(adapter, paths, wrt)
     if not any(selected):

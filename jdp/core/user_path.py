@@ -37,7 +37,7 @@ def user_path(given: str | os.PathLike[str]) -> Path:
     except RuntimeError:
         user = Path(text).parts[0]
         raise PathError(
-            f"a path must begin with a user who has a home folder, got {brief(text)}: {user} has none; write the "
+            f"a path must begin with a user who has a home folder, given {brief(text)}: {user} has none; write the "
             "folder, or ./ before a name that begins with ~"
         ) from None
     try:
@@ -45,7 +45,7 @@ def user_path(given: str | os.PathLike[str]) -> Path:
     except OSError as error:
         if error.errno not in _ABSENT:
             raise PathError(
-                f"a path must be one that the system can look up, got {brief(text)}: {error.strerror}; fix it"
+                f"a path must be one that the system can look up, given {brief(text)}: {error.strerror}; fix it"
             ) from None
     return path
 
@@ -63,13 +63,13 @@ def check_regular(path: str | os.PathLike[str]) -> None:
 
 def _check_text(text: str) -> None:
     if "\0" in text:
-        raise PathError(f"a path must have no NUL character, got {brief(text)}: remove it")
+        raise PathError(f"a path must have no NUL character, given {brief(text)}: remove it")
     if address := _ADDRESS.match(text):
         raise PathError(
-            f"a path must be on a disk of this machine, got {brief(text)}: {address[1] or address[2]}:// is not read "
+            f"a path must be on a disk of this machine, given {brief(text)}: {address[1] or address[2]}:// is not read "
             "or written yet; mount it (gcsfuse, mountpoint-s3, rclone) or copy it, and give that folder"
         )
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise PathError(f"a path must be text in UTF-8, got {text[:60]!r}: rename the file or folder") from None
+        raise PathError(f"a path must be text in UTF-8, given {text[:60]!r}: rename the file or folder") from None

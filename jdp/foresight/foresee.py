@@ -102,7 +102,9 @@ def candidates(
         ValueError: an evaluation step; an unknown strategy; what `abstract_on` raises.
     """
     if not step.train:
-        raise ValueError("jdp.foresee takes a training step (jdp.make_train_step); got an evaluation step.")
+        raise ValueError(
+            "jdp.foresee takes a training step (jdp.make_train_step); given an evaluation step. Pass the training step."
+        )
     counts = tuple(accumulate or (step.accumulate,))
     return [
         replace(

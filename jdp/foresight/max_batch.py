@@ -125,8 +125,8 @@ def max_batch(needs: Callable[[int], int], available: int, *, per_row: int, star
             return MaxBatch(low, low * per_row, seen.get(low, 0), high, seen[high], available, len(seen))
         probe = _inside(seen, low, high, available) if high else _above(seen, low, available)
     raise ValueError(
-        f"No end of the batch was found: {low} rows a device need {format_bytes(seen[low])} of "
-        f"{format_bytes(available)}."
+        f"The largest batch needs memory that grows with the rows; given a step of which {low} rows a device need "
+        f"{format_bytes(seen[low])} of {format_bytes(available)}. Choose the batch size without --max-batch."
     )
 
 

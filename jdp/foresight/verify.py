@@ -53,7 +53,8 @@ def verify(
     """
     if not step.train:
         raise ValueError(
-            "The contract is about training: jdp.verify takes a step of jdp.make_train_step; got an evaluation step."
+            "The contract is about training: jdp.verify takes a step of jdp.make_train_step; given an evaluation "
+            "step. Pass the training step."
         )
     candidate = abstract_on(step, state, batch, target)
     devices = target_of(target, candidate.state)

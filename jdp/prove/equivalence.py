@@ -251,7 +251,9 @@ def space_of(devices: Sequence[Device] | int | None, accumulate: Sequence[int], 
             f"A proof compares one device with several, so it takes at least 2; given {len(chosen)}. {MORE_DEVICES}"
         )
     if any(k < 1 for k in accumulate):
-        raise ValueError(f"accumulate lists numbers of microbatches, at least 1 each; given {list(accumulate)}.")
+        raise ValueError(
+            f"accumulate lists numbers of microbatches, at least 1 each; given {list(accumulate)}. Give 1 or more."
+        )
     counts = tuple(sorted({1, *(n for n in (2, 4, 8) if n < len(chosen)), len(chosen)}))
     return Space(chosen, counts, tuple(sorted({1, *accumulate})), mesh)
 

@@ -186,7 +186,10 @@ def choose_runs(
     unknown = [text for text in wanted if not _named(text, [*every, *obstacles])]
     if unknown:
         names = "; ".join(map(str, listed))
-        raise ValueError(f"`only` keeps runs by a part of their names; {', '.join(unknown)} is in none of: {names}.")
+        raise ValueError(
+            f"`only` keeps runs by a part of their names; given {', '.join(unknown)}, in none of: {names}. Name a "
+            "part of one of these."
+        )
     runs = [run for run in listed if not only or any(text in str(run) for text in only)]
     runs += [run for text in wanted for run in _named(text, every) if run not in runs]
     named = (skip for setting, skip in obstacles.items() if not only or any(text in str(setting) for text in only))

@@ -337,7 +337,7 @@ def test_the_newest_of_equals_is_the_best_and_what_is_not_finite_never_is(tmp_pa
 
 def test_a_metric_that_is_not_measured_or_not_asked_for_is_said(tmp_path):
     with jdp.Checkpoints(tmp_path / "a", best="eval_loss") as checkpoints:
-        with pytest.raises(ValueError, match=r"chosen by 'eval_loss'; the metrics given are \['loss'\]"):
+        with pytest.raises(ValueError, match=r"chosen by 'eval_loss'; given the metrics \['loss'\]"):
             checkpoints.save(tiny(1), metrics={"loss": 1.0})
         assert checkpoints.steps == []
     with jdp.Checkpoints(tmp_path / "b") as checkpoints:

@@ -243,7 +243,7 @@ def test_a_single_save_deletes_nothing_that_is_not_its_own(tmp_path, base):
 
 
 ADDRESSES = {
-    "gs://bucket/run": r'on a disk of this machine, got "gs:/.*: gs:// is not read or written yet; mount it',
+    "gs://bucket/run": r'on a disk of this machine, given "gs:/.*: gs:// is not read or written yet; mount it',
     "s3://bucket/run": "s3:// is not read or written yet",
     "file:///tmp/x": "file:// is not read or written yet",
     "~nosuchuser/run": "~nosuchuser has none; write the folder",

@@ -79,7 +79,7 @@ def test_arguments_that_do_not_make_a_cluster_are_refused(arguments: tuple[Any, 
 def test_half_a_cluster_in_the_environment_is_an_error_and_not_a_run_alone(missing: str):
     with pytest.raises(ValueError, match="takes all of coordinator, num_processes and process_id"):
         find_cluster({name: value for name, value in LAUNCHED.items() if name != missing})
-    with pytest.raises(ValueError, match=r"must be whole numbers; got 'x'"):
+    with pytest.raises(ValueError, match=r"must be whole numbers; given 'x'"):
         find_cluster(LAUNCHED | {"JDP_PROCESS_ID": "x"})
 
 

@@ -128,7 +128,7 @@ def test_inside_multi_steps_only_whole_steps_are_averaged():
 
 @pytest.mark.parametrize("decay", [1.0, -0.1, 2, float("nan")])
 def test_a_decay_out_of_range_is_refused(decay):
-    with pytest.raises(ValueError, match=r"in \[0, 1\); got"):
+    with pytest.raises(ValueError, match=r"in \[0, 1\); given"):
         jdp.with_ema(optax.sgd(0.1), decay)
 
 

@@ -165,7 +165,7 @@ def test_what_cannot_be_trained_is_refused(init, message, function):
 
 
 def test_a_number_is_not_a_key():
-    with pytest.raises(ValueError, match=r"rng is a key, such as jax.random.key\(0\); got 3"):
+    with pytest.raises(ValueError, match=r"rng is a key, such as jax.random.key\(0\); given 3"):
         initial(plan_of("ddp", data=1), 3)
 
 

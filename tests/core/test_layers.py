@@ -154,7 +154,7 @@ def test_layers_that_cannot_be_scanned_are_refused(layers, message):
 
 @pytest.mark.parametrize("layers", [stacked(), unstacked(stacked())])
 def test_an_unknown_remat_is_refused(layers):
-    with pytest.raises(ValueError, match='remat is None, "full", "dots" or a checkpoint policy; got \'all\''):
+    with pytest.raises(ValueError, match='remat is None, "full", "dots" or a checkpoint policy; given \'all\''):
         jdp.scan_layers(block, layers, jnp.ones((4, WIDTH)), remat="all")
 
 

@@ -237,7 +237,7 @@ def test_neighbours_stay_together_in_a_group(settings):
 def test_a_group_is_never_split_over_devices_or_microbatches():
     with pytest.raises(ValueError, match=re.escape("must divide by data=4 × accumulate=2 × group=3 = 24; given 32")):
         one_step(pairs, {"accumulate": 2, "group": 3})
-    with pytest.raises(ValueError, match=r"group is the number of neighbouring rows .* got 0"):
+    with pytest.raises(ValueError, match=r"group is the number of neighbouring rows .* given 0"):
         one_step(pairs, {"group": 0})
 
 

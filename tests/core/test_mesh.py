@@ -141,13 +141,13 @@ def test_the_batch_is_sharded_over_replica_and_data_only(axes, expected):
 @pytest.mark.parametrize(
     ("axes", "message"),
     [
-        ({"model": 8}, "A mesh needs a `data` axis; got model=8. Add data=-1 to take the devices that are left."),
-        ({"data": 8, "la la": 1}, "named like variables, and not `devices`; got 'la la'. Rename it."),
-        ({"data": 8, "m" * 101: 1}, "named like variables, and not `devices`; got 'mmm"),
-        ({"data": 8.0}, "Mesh axes are integers, as in make_mesh(data=8); got data=8.0."),
-        ({"data": 0}, "positive sizes, at most one of them -1 (what is left); got data=0. Write 1 or more"),
-        ({"data": 4, "model": -2}, "positive sizes, at most one of them -1 (what is left); got data=4 × model=-2."),
-        ({"data": -1, "model": -1}, "at most one of them -1 (what is left); got data=-1 × model=-1."),
+        ({"model": 8}, "A mesh needs a `data` axis; given model=8. Add data=-1 to take the devices that are left."),
+        ({"data": 8, "la la": 1}, "named like variables, and not `devices`; given 'la la'. Rename it."),
+        ({"data": 8, "m" * 101: 1}, "named like variables, and not `devices`; given 'mmm"),
+        ({"data": 8.0}, "Mesh axes are integers, as in make_mesh(data=8); given data=8.0."),
+        ({"data": 0}, "positive sizes, at most one of them -1 (what is left); given data=0. Write 1 or more"),
+        ({"data": 4, "model": -2}, "positive sizes, at most one of them -1 (what is left); given data=4 × model=-2."),
+        ({"data": -1, "model": -1}, "at most one of them -1 (what is left); given data=-1 × model=-1."),
         (
             {"replica": 2, "data": 3},
             "multiply to the number of devices: replica=2 × data=3 = 6, but there are 8 devices. "

@@ -183,16 +183,16 @@ def test_replica_carries_the_batch_only(spec):
 
 
 @pytest.mark.parametrize(
-    ("word", "hint"), [("zro3", "did you mean zero3?"), ("dpp", "did you mean ddp?"), ("quux", "got 'quux'.")]
+    ("word", "hint"), [("zro3", "did you mean zero3?"), ("dpp", "did you mean ddp?"), ("quux", "given 'quux'.")]
 )
 def test_a_misspelt_strategy_is_offered_the_nearest(word, hint):
-    with pytest.raises(ValueError, match=re.escape("one of ddp, zero1, zero2, zero3; got")) as error:
+    with pytest.raises(ValueError, match=re.escape("one of ddp, zero1, zero2, zero3; given")) as error:
         jdp.Plan(jdp.make_mesh(), word)
     assert str(error.value).endswith(hint)
 
 
 def test_a_plan_needs_a_data_axis():
-    with pytest.raises(ValueError, match=r"a mesh with a `data` axis; got axes \('model',\)"):
+    with pytest.raises(ValueError, match=r"a mesh with a `data` axis; given axes \('model',\)"):
         jdp.Plan(jax.make_mesh((8,), ("model",), axis_types=(jax.sharding.AxisType.Auto,)))
 
 

@@ -52,13 +52,13 @@ def test_dtypes_of_a_precision():
 
 @pytest.mark.parametrize("field", ["params", "compute", "reduce"])
 def test_a_dtype_that_is_not_known_is_refused(field):
-    with pytest.raises(ValueError, match=re.escape(f"Precision.{field} is one of fp32, bf16; got 'fp16'.")):
+    with pytest.raises(ValueError, match=re.escape(f"Precision.{field} is one of fp32, bf16; given 'fp16'.")):
         jdp.Precision(**{field: "fp16"})
 
 
 @pytest.mark.parametrize("word", ["fp16", "float32", None, jnp.float32])
 def test_a_word_that_is_not_known_is_refused(word):
-    with pytest.raises(ValueError, match=r"precision is fp32, bf16 or a jdp.Precision; got"):
+    with pytest.raises(ValueError, match=r"precision is fp32, bf16 or a jdp.Precision; given"):
         jdp.Precision.of(word)
 
 

@@ -55,11 +55,11 @@ def test_it_is_a_schedule_that_optax_takes():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: jdp.scaled_lr(0.1, base_batch=0, batch=8), "takes positive numbers; got base_batch=0"),
-        (lambda: jdp.scaled_lr(-0.1, base_batch=8, batch=8), r"takes positive numbers; got base_lr=-0\.1"),
-        (lambda: jdp.scaled_lr(0.1, base_batch=8, batch=8, rule="cubic"), "one of linear, sqrt; got 'cubic'"),
-        (lambda: jdp.warmup(0.1, -1), "steps >= 0 and start >= 0; got steps=-1"),
-        (lambda: jdp.warmup(0.1, 1, start=-1), "got steps=1, start=-1"),
+        (lambda: jdp.scaled_lr(0.1, base_batch=0, batch=8), "takes positive numbers; given base_batch=0"),
+        (lambda: jdp.scaled_lr(-0.1, base_batch=8, batch=8), r"takes positive numbers; given base_lr=-0\.1"),
+        (lambda: jdp.scaled_lr(0.1, base_batch=8, batch=8, rule="cubic"), "one of linear, sqrt; given 'cubic'"),
+        (lambda: jdp.warmup(0.1, -1), "steps >= 0 and start >= 0; given steps=-1"),
+        (lambda: jdp.warmup(0.1, 1, start=-1), "given steps=1, start=-1"),
     ],
 )
 def test_bad_input_is_one_clear_error(call, words):

@@ -414,7 +414,7 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_sizes(axes, ac
     [
         (shapes() | {"weight": jax.ShapeDtypeStruct((32,), jnp.float32)}, "share their leading dimension.*: 32.*: 64"),
         (shapes() | {"weight": jax.ShapeDtypeStruct((), jnp.float32)}, "share their leading dimension.*: a scalar"),
-        ({}, "share their leading dimension.*got none"),
+        ({}, "share their leading dimension.*given none"),
     ],
 )
 def test_a_ragged_batch_is_refused(batch, message):
@@ -425,11 +425,11 @@ def test_a_ragged_batch_is_refused(batch, message):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"partitioning": "automatic"}, 'partitioning is "auto", "manual" or None.*got \'automatic\''),
-        ({"accumulate": 0}, "accumulate is the number of microbatches, at least 1; got 0"),
-        ({"clip_norm": 0.0}, "clip_norm is a positive norm, or None; got 0.0"),
-        ({"clip_norm": float("nan")}, "clip_norm is a positive norm, or None; got nan"),
-        ({"precision": "fp16"}, "precision is fp32, bf16 or a jdp.Precision; got 'fp16'"),
+        ({"partitioning": "automatic"}, 'partitioning is "auto", "manual" or None.*given \'automatic\''),
+        ({"accumulate": 0}, "accumulate is the number of microbatches, at least 1; given 0"),
+        ({"clip_norm": 0.0}, "clip_norm is a positive norm, or None; given 0.0"),
+        ({"clip_norm": float("nan")}, "clip_norm is a positive norm, or None; given nan"),
+        ({"precision": "fp16"}, "precision is fp32, bf16 or a jdp.Precision; given 'fp16'"),
     ],
 )
 def test_a_setting_out_of_range_is_refused_at_once(settings, message):
@@ -440,7 +440,7 @@ def test_a_setting_out_of_range_is_refused_at_once(settings, message):
 def test_an_eval_steps_settings_are_checked_too():
     with pytest.raises(ValueError, match="partitioning is"):
         jdp.make_eval_step(weighted_sum, plan_of(), partitioning="")
-    with pytest.raises(ValueError, match="accumulate is the number of microbatches, at least 1; got 0"):
+    with pytest.raises(ValueError, match="accumulate is the number of microbatches, at least 1; given 0"):
         jdp.make_eval_step(weighted_sum, plan_of(), accumulate=0)
 
 
@@ -452,7 +452,7 @@ ONES = jnp.ones(8)
     ("value", "message"),
     [
         (lambda y: y, r"a loss function's plain return value must be a scalar; its shape is \(\d+,\)"),
-        (lambda y: (y.sum(), {"aux": y}), r"returns jdp.Loss\(total, weight, metrics\) or a scalar; got tuple"),
+        (lambda y: (y.sum(), {"aux": y}), r"returns jdp.Loss\(total, weight, metrics\) or a scalar; given tuple"),
         (lambda y: jdp.Loss(y, y.sum()), r"Loss.total must be a scalar"),
         (lambda y: jdp.Loss(y.sum(), y), r"Loss.weight must be a scalar"),
         (lambda y: jdp.Loss(y.sum(), y.sum(), {"hits": y}), r"metric 'hits' must be a scalar"),

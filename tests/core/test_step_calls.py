@@ -71,7 +71,7 @@ def test_a_step_that_donates_nothing_keeps_the_old_state(plan):
     first, again = step(old, batch())[0], step(old, batch())[0]
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(old))
     np.testing.assert_array_equal(first.params["w"], again.params["w"])
-    with pytest.raises(ValueError, match="donate is True, or False to keep the old state; got 'no'"):
+    with pytest.raises(ValueError, match="donate is True, or False to keep the old state; given 'no'"):
         jdp.make_train_step(loss, plan, donate="no")
 
 

@@ -105,13 +105,13 @@ def test_rows_that_do_not_divide_are_refused():
         next(jdp.shard_batches(batches(1, rows=12), plan_of()))
     with pytest.raises(ValueError, match=r"its batch shards=8; given 0: the nearest that fit: 8"):
         next(jdp.shard_batches(batches(1, rows=0), plan_of()))
-    with pytest.raises(ValueError, match=r"share their leading dimension, the examples; got .*a scalar"):
+    with pytest.raises(ValueError, match=r"share their leading dimension, the examples; given .*a scalar"):
         next(jdp.shard_batches([{"x": np.float32(1)}], plan_of()))
 
 
 def test_arrays_of_different_rows_are_refused():
     loader = [{"x": np.zeros((8, 2)), "y": np.zeros(6)}]
-    with pytest.raises(ValueError, match=r"share their leading dimension, the examples; got \['x'\]: 8, \['y'\]: 6"):
+    with pytest.raises(ValueError, match=r"share their leading dimension, the examples; given \['x'\]: 8, \['y'\]: 6"):
         next(jdp.shard_batches(loader, plan_of()))
 
 

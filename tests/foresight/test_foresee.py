@@ -173,7 +173,7 @@ MISTAKES = [
     (("plan", "--target", "h100"), "h100:8x8"),
     (("plan", "--target", "h100:99999x8"), "at most 16384 devices"),
     (("plan", "--target", "h100:1x8", "--model.attention", "cudnn", "--strategy", "ddp"), "cuDNN"),
-    (("plan", "--target", "h100:1x8", "--strategy", "zero4"), "got 'zero4'"),
+    (("plan", "--target", "h100:1x8", "--strategy", "zero4"), "given 'zero4'"),
     (("plan", "--target", "h100:1x8", "--strategy", "ddp,ddp"), "different words"),
     (("plan", "--target", "h100:1x8", "--accumulate", "0"), "positive whole numbers"),
     (("plan", "--target", "h100:1x8", "--remat", "some"), "model.remat must be one of"),

@@ -250,16 +250,16 @@ def test_a_cluster_is_a_known_gpu_with_other_numbers(tmp_path):
 REFUSED = {
     "network_bandwith_gb_s = 5": r"given 'network_bandwith_gb_s'; did you mean network_bandwidth_gb_s\?",
     "matmul_tflops = { bf15 = 5 }": r"type of matmul_tflops must be .*; given 'bf15'; did you mean bf16\?",
-    "matmul_tflops = 5": r"matmul_tflops must be a table such as \{ bf16 = 990 \}; got 5",
-    "memory_gib = 0": "memory_gib must be a positive number; got 0",
-    "memory_gib = nan": "memory_gib must be a positive number; got nan",
-    "memory_gib = '80'": "memory_gib must be a positive number; got '80'",
-    "links = true": "links must be a positive number; got True",
-    "cores = 1.5": "cores must be a whole number; got 1.5",
-    "link_efficiency = 1.2": "link_efficiency must be a positive number of at most 1; got 1.2",
-    "network_latency_us = -1": "network_latency_us must be a positive number; got -1",
-    "name = ''": "name must be a line of text without quotes or backslashes; got ''",
-    "gpu_target_config = 3": "gpu_target_config must be the path of a text XLA dumped; got 3",
+    "matmul_tflops = 5": r"matmul_tflops must be a table such as \{ bf16 = 990 \}; given 5",
+    "memory_gib = 0": "memory_gib must be a positive number; given 0",
+    "memory_gib = nan": "memory_gib must be a positive number; given nan",
+    "memory_gib = '80'": "memory_gib must be a positive number; given '80'",
+    "links = true": "links must be a positive number; given True",
+    "cores = 1.5": "cores must be a whole number; given 1.5",
+    "link_efficiency = 1.2": "link_efficiency must be a positive number of at most 1; given 1.2",
+    "network_latency_us = -1": "network_latency_us must be a positive number; given -1",
+    "name = ''": "name must be a line of text without quotes or backslashes; given ''",
+    "gpu_target_config = 3": "gpu_target_config must be the path of a text XLA dumped; given 3",
     "gpu_target_config = 'missing.pbtxt'": "gpu_target_config cannot be read: .*missing.pbtxt",
     "cores =": "no TOML",
 }
@@ -278,7 +278,7 @@ def test_a_cluster_file_says_what_gpu_it_is_like(tmp_path):
         ('like = "h10"', r"'h10'; did you mean h100\?"),
         ('like = "tpu-v5e"', "'tpu-v5e'"),
     ):
-        with pytest.raises(ValueError, match=f"like must name the GPU it starts from, one of a100, .* got {got}"):
+        with pytest.raises(ValueError, match=f"like must name the GPU it starts from, one of a100, .* given {got}"):
             cluster(tmp_path, text)
 
 

@@ -102,7 +102,7 @@ def test_a_loop_of_unknown_length_has_a_note():
 
 def test_an_evaluation_step_has_no_contract():
     step, state, batch = made()
-    with pytest.raises(ValueError, match=r"jdp\.verify takes a step of jdp\.make_train_step; got an evaluation step"):
+    with pytest.raises(ValueError, match=r"jdp\.verify takes a step of jdp\.make_train_step; given an evaluation step"):
         verify(jdp.make_eval_step(loss_fn, step.plan), state, batch)
 
 

@@ -345,7 +345,7 @@ def test_only_keeps_what_is_named():
     assert all("zero3" in str(run) for run in chosen(space(), only=["zero3"])[0])
     outside = [str(run) for run in chosen(space(), only=["zero3 manual 2 devices K=1", "ddp auto 1 device K=1"])[0]]
     assert {"zero3 manual 2 devices K=1", "ddp auto 1 device K=1"} <= {*outside}
-    with pytest.raises(ValueError, match="zero4 is in none of: ddp auto 1 device"):
+    with pytest.raises(ValueError, match="given zero4, in none of: ddp auto 1 device"):
         chosen(space(), only=["zero4"])
 
 

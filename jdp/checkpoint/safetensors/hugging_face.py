@@ -123,7 +123,7 @@ def _require(config: Any, name: str, **fields: object) -> None:
     """Raise ValueError unless each field of the configuration has the value, or one of the tuple of values, given."""
     if not isinstance(config, GPTConfig):
         raise ValueError(
-            f"{name}'s names are for the parameters of a GPT: give its jdp.models.GPTConfig; got {config!r}. Other "
+            f"{name}'s names are for the parameters of a GPT: give its jdp.models.GPTConfig; given {config!r}. Other "
             "models need names of their own."
         )
     for field, wanted in fields.items():

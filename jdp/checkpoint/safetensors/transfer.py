@@ -138,7 +138,10 @@ def import_safetensors(
     for name, tensor in expected.tensors.items():
         for part in tensor.parts:  # a parameter may be missing, but not some of its layers
             if name not in tensors and part.path in sources:
-                raise CheckpointError(f"{path} has no {name}, but other layers of {part.path}: it is incomplete.")
+                raise CheckpointError(
+                    f"A file has all layers of a parameter or none; {path} has no {name}, but other layers of "
+                    f"{part.path}. It is incomplete: copy it again."
+                )
     check_kept({leaf_path: leaf for leaf_path, leaf in leaves.items() if leaf_path not in sources}, path)
     read = {leaf_path: _read_leaf(leaves[leaf_path], stored_in, leaves) for leaf_path, stored_in in sources.items()}
     return _with_leaves(target, {**leaves, **read})
@@ -306,6 +309,9 @@ def _check_cast(path: str, stored: np.dtype[Any], wanted: np.dtype[Any]) -> None
     if stored == wanted:
         return
     if not (jnp.issubdtype(stored, jnp.floating) and jnp.issubdtype(wanted, jnp.floating)):
-        raise CheckpointError(f"Only floating-point weights are cast; {path} is {stored} in the file, {wanted} wanted.")
+        raise CheckpointError(
+            f"Only floating-point weights are cast; {path} is {stored} in the file, {wanted} in the target. Make them "
+            "one dtype."
+        )
     if jnp.promote_types(stored, wanted) != wanted:
         notice(f"weights of {stored} are rounded to {wanted} on import, the first of them {path}")

@@ -193,7 +193,7 @@ def matches(adapter: Adapter, paths: Sequence[str], wrt: Any) -> tuple[bool, ...
     except (TypeError, ValueError) as error:
         raise ValueError(
             "`wrt` is None, a path pattern or a sequence of them ('head/*'), or a filter of nnx (nnx.LoRAParam); "
-            f"got {wrt!r}."
+            f"given {wrt!r}. Give None to train everything."
         ) from error
     selected = {tuple(map(str, path)): bool(selects(path, leaf)) for path, leaf in adapter.variables.items()}
     keys = [tuple(path.split("/")) for path in paths]  # a variable may hold a tree, whose leaves have longer paths

@@ -90,7 +90,7 @@ def as_sums(value: Any, batch: Batch) -> Sums:
     if not isinstance(value, Loss):
         if not hasattr(value, "dtype") and not isinstance(value, int | float):
             raise ValueError(
-                f"A loss function returns jdp.Loss(total, weight, metrics) or a scalar; got {type(value).__name__}. "
+                f"A loss function returns jdp.Loss(total, weight, metrics) or a scalar; given {type(value).__name__}. "
                 "What goes along with a loss belongs into its metrics."
             )
         value = _scalar("a loss function's plain return value", value)

@@ -177,7 +177,7 @@ class PartitioningRequest:
             if not (named := re.search(r"unbound axis name:? (\w+)", str(error))):
                 raise
             raise ValueError(
-                f"The loss names the mesh axis {named[1]!r}, which exists under partitioning='manual' only; got "
+                f"The loss names the mesh axis {named[1]!r}, which exists under partitioning='manual' only; given "
                 f"partitioning={self.requested!r}. jdp itself sums over devices what a loss returns: leave that out of "
                 "the loss, or ask for partitioning='manual'."
             ) from error

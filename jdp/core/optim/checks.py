@@ -27,7 +27,7 @@ def check_optimizer(tx: Any) -> None:
     """
     if isinstance(tx, type) or not all(callable(getattr(tx, name, None)) for name in ("init", "update")):
         call = " Call it first, with its settings." if callable(tx) else ""
-        raise ValueError(f"tx is an optax optimizer, e.g. optax.adamw(3e-4); got {tx!r}.{call}")
+        raise ValueError(f"tx is an optax optimizer, e.g. optax.adamw(3e-4); given {tx!r}.{call}")
 
 
 def update(tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.Array) -> tuple[PyTree, PyTree]:

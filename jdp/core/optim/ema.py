@@ -57,7 +57,7 @@ def with_ema(tx: Any, decay: float, *, debias: bool = False) -> optax.GradientTr
     """
     check_optimizer(tx)
     if not (is_number(decay) and 0 <= decay < 1):
-        raise ValueError(f"The decay of a moving average is a number in [0, 1); got {decay!r}. Usual is 0.999.")
+        raise ValueError(f"The decay of a moving average is a number in [0, 1); given {decay!r}. Usual is 0.999.")
     wrapped = optax.with_extra_args_support(tx)
 
     def init(params: PyTree) -> Any:

@@ -35,10 +35,14 @@ def scaled_lr(base_lr: float, *, base_batch: int, batch: int, rule: Literal["lin
         ValueError: a rate or a batch that is not a positive number; an unknown rule.
     """
     if rule not in RULES:
-        raise ValueError(f"The rule to scale a learning rate by is one of {', '.join(RULES)}; got {rule!r}.")
+        raise ValueError(
+            f"The rule to scale a learning rate by is one of {', '.join(RULES)}; given {rule!r}. Name one."
+        )
     for name, value in (("base_lr", base_lr), ("base_batch", base_batch), ("batch", batch)):
         if not (is_number(value) and 0 < value < math.inf):
-            raise ValueError(f"Scaling a learning rate takes positive numbers; got {name}={value!r}. Give finite ones.")
+            raise ValueError(
+                f"Scaling a learning rate takes positive numbers; given {name}={value!r}. Give finite ones."
+            )
     ratio = batch / base_batch
     return base_lr * (ratio if rule == "linear" else math.sqrt(ratio))
 
@@ -63,9 +67,13 @@ def warmup(rate: float | optax.Schedule, steps: int, *, start: float = 0.0) -> o
             negative.
     """
     if not callable(rate) and not is_number(rate):
-        raise ValueError(f"A warm-up's rate is a number, or an optax schedule to go on with; got {rate!r}.")
+        raise ValueError(
+            f"A warm-up's rate is a number, or an optax schedule to go on with; given {rate!r}. Give one of them."
+        )
     if not is_integer(steps) or not is_number(start) or not (steps >= 0 and start >= 0):
-        raise ValueError(f"A warm-up takes an integer steps >= 0 and start >= 0; got {steps=}, {start=}.")
+        raise ValueError(
+            f"A warm-up takes an integer steps >= 0 and start >= 0; given {steps=}, {start=}. Give 0 or more."
+        )
 
     def schedule(count: Any) -> Any:
         after = jnp.maximum(jnp.asarray(count) - steps, 0)

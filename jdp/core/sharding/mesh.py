@@ -123,18 +123,20 @@ def check_axes(axes: Mapping[str, int]) -> None:
     for name, size in axes.items():
         if not name.isidentifier() or name == "devices" or len(name) > LONGEST:
             raise ValueError(
-                f"Mesh axes are named like variables, and not `devices`; got {cut(repr(name))}. Rename it."
+                f"Mesh axes are named like variables, and not `devices`; given {cut(repr(name))}. Rename it."
             )
         if not is_integer(size):
-            raise ValueError(f"Mesh axes are integers, as in make_mesh(data=8); got {name}={size!r}.")
+            raise ValueError(
+                f"Mesh axes are integers, as in make_mesh(data=8); given {name}={size!r}. Give an integer."
+            )
     if any(size < 1 and size != -1 for size in axes.values()) or list(axes.values()).count(-1) > 1:
         raise ValueError(
-            f"Mesh axes are positive sizes, at most one of them -1 (what is left); got {factors(axes)}. "
+            f"Mesh axes are positive sizes, at most one of them -1 (what is left); given {factors(axes)}. "
             "Write 1 or more, or -1 for one axis."
         )
     if DATA not in axes:
         raise ValueError(
-            f"A mesh needs a `data` axis; got {factors(axes)}. Add data=-1 to take the devices that are left."
+            f"A mesh needs a `data` axis; given {factors(axes)}. Add data=-1 to take the devices that are left."
         )
 
 

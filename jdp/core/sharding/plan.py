@@ -62,10 +62,11 @@ class Plan:
         strategy(self.strategy)
         object.__setattr__(self, "rules", _checked_rules(self.rules))
         if not is_integer(self.min_shard_size) or self.min_shard_size < 0:
-            raise ValueError(f"min_shard_size is a whole number of elements, 0 or more; got {self.min_shard_size!r}.")
+            given = repr(self.min_shard_size)
+            raise ValueError(f"min_shard_size is a whole number of elements, 0 or more; given {given}. Give 0 or 1024.")
         if DATA not in self.mesh.shape:
             raise ValueError(
-                f"A plan needs a mesh with a `data` axis; got axes {tuple(self.mesh.shape)}. Use jdp.make_mesh."
+                f"A plan needs a mesh with a `data` axis; given axes {tuple(self.mesh.shape)}. Use jdp.make_mesh."
             )
         object.__setattr__(self, "mesh", _with_auto_axes(self.mesh))
         for pattern, spec in self.rules:
@@ -290,7 +291,7 @@ def _with_auto_axes(mesh: Mesh) -> Mesh:
     if AxisType.Manual in types:
         axes = factors(mesh.shape).replace(" × ", ", ")
         raise ValueError(
-            f"A plan's mesh has axes of type Auto; got {types}. Write jdp.make_mesh({axes}), and leave "
+            f"A plan's mesh has axes of type Auto; given {types}. Write jdp.make_mesh({axes}), and leave "
             "partitioning='manual' to make_train_step."
         )
     if AxisType.Explicit not in types:
@@ -305,7 +306,9 @@ def _checked_rules(rules: Any) -> tuple[tuple[str, PartitionSpec], ...]:
     """Return the rules as a tuple of pairs, after checking their types."""
     example = 'rules=[("*/kernel", PartitionSpec(None, "model"))]'
     if isinstance(rules, Mapping | str) or not isinstance(rules, Iterable):
-        raise ValueError(f"A plan's rules are a sequence of pairs, as in {example}; got {rules!r}.")
+        raise ValueError(
+            f"A plan's rules are a sequence of pairs, as in {example}; given {rules!r}. Give a list of pairs."
+        )
     pairs: list[tuple[str, PartitionSpec]] = []
     for rule in rules:  # pyright: ignore[reportUnknownVariableType]
         match rule:
@@ -313,7 +316,8 @@ def _checked_rules(rules: Any) -> tuple[tuple[str, PartitionSpec], ...]:
                 pass
             case _:
                 raise ValueError(
-                    f"A rule is a pair of a path pattern and a PartitionSpec, as in {example}; got {rule!r}."
+                    f"A rule is a pair of a path pattern and a PartitionSpec, as in {example}; given {rule!r}. Give "
+                    "a PartitionSpec."
                 )
         for entry in spec:
             axes: Any = entry if isinstance(entry, tuple | list) else () if entry is None else (entry,)

@@ -55,5 +55,5 @@ def strategy(name: str) -> Strategy:
     """
     if name in STRATEGIES:
         return STRATEGIES[name]
-    hint = nearest(str(name), STRATEGIES, cutoff=0.3) or "."
-    raise ValueError(f"The strategy is one of {', '.join(STRATEGIES)}; got {name!r}{hint}")
+    hint = nearest(str(name), STRATEGIES, cutoff=0.3) or ". Choose one of these."
+    raise ValueError(f"The strategy is one of {', '.join(STRATEGIES)}; given {name!r}{hint}")

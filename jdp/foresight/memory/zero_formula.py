@@ -47,7 +47,10 @@ def zero_bytes(
         ValueError: unknown strategy; parameters or devices not positive.
     """
     if parameters < 1 or devices < 1:
-        raise ValueError(f"ZeRO's formula needs at least one parameter and one device; got {parameters} on {devices}.")
+        raise ValueError(
+            f"ZeRO's formula needs at least one parameter and one device; given {parameters} on {devices}. Give "
+            "1 or more."
+        )
     stage = list(STRATEGIES).index(strategy(name).name)
 
     def per_device(size: int, shared_from: int) -> int:

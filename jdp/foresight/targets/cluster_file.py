@@ -77,14 +77,18 @@ def read(path: Path) -> tuple[Gpu, str]:
     like, dump = given.get("like"), given.get("gpu_target_config")
     if not isinstance(like, str) or like not in GPUS:
         hint = nearest(like, GPUS) if isinstance(like, str) else ""
-        raise ValueError(f"{path}: like must name the GPU it starts from, one of {', '.join(GPUS)}; got {like!r}{hint}")
+        raise ValueError(
+            f"{path}: like must name the GPU it starts from, one of {', '.join(GPUS)}; given {like!r}{hint}"
+        )
     if dump is None:
         gpu = _changed(GPUS[like], given, path)
         return gpu, written(gpu)
     if clash := [key for key in given if key in _COMPILER]:
         raise ValueError(f"{path}: XLA is given gpu_target_config as it stands: remove {', '.join(clash)}")
     if not isinstance(dump, str) or not dump:
-        raise ValueError(f"{path}: gpu_target_config must be the path of a text XLA dumped; got {dump!r}")
+        raise ValueError(
+            f"{path}: gpu_target_config must be the path of a text XLA dumped; given {dump!r}: name that file"
+        )
     try:
         text = (path.parent / dump).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -103,15 +107,17 @@ def _changed(gpu: Gpu, given: Mapping[str, object], path: Path) -> Gpu:
         known = _RATES.get(key) or _COMPILER.get(key)
         if known is not None:
             if known.whole and known.scale == 1 and isinstance(value, float):
-                raise ValueError(f"{path}: {key} must be a whole number; got {value!r}")
+                raise ValueError(f"{path}: {key} must be a whole number; given {value!r}: round it")
             number = _number(value, key, path) * known.scale
             changes[known.field] = round(number) if known.whole else number
     name = given.get("name", gpu.name)
     if not isinstance(name, str) or not name or not name.isprintable() or set(name) & set('"\\'):
-        raise ValueError(f"{path}: name must be a line of text without quotes or backslashes; got {name!r}")
+        raise ValueError(
+            f"{path}: name must be a line of text without quotes or backslashes; given {name!r}: rename it"
+        )
     peaks = given.get("matmul_tflops", {})
     if not isinstance(peaks, dict):
-        raise ValueError(f"{path}: matmul_tflops must be a table such as {{ bf16 = 990 }}; got {peaks!r}")
+        raise ValueError(f"{path}: matmul_tflops must be a table such as {{ bf16 = 990 }}; given {peaks!r}: write one")
     _check_names(peaks, _DTYPES, path, "an element type of matmul_tflops")
     faster = {str(dtype): 1e12 * _number(peak, f"matmul_tflops.{dtype}", path) for dtype, peak in peaks.items()}
     return replace(gpu, **changes, name=name, matmul_flops={**gpu.matmul_flops, **faster})
@@ -122,7 +128,9 @@ def _number(value: object, key: str, path: Path) -> float:
     most = 1 if key in _AT_MOST_ONE else 1e9
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else -1
     if not 0 <= number <= most or (number == 0 and key not in _MAY_BE_ZERO):  # nan is in no range
-        raise ValueError(f"{path}: {key} must be a positive number{' of at most 1' * (most == 1)}; got {value!r}")
+        raise ValueError(
+            f"{path}: {key} must be a positive number{' of at most 1' * (most == 1)}; given {value!r}: correct it"
+        )
     return float(number)
 
 

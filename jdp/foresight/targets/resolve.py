@@ -107,16 +107,16 @@ def _parse(name: str) -> tuple[str, str]:
     size = "[1-9][0-9]{0,17}"  # Python reads no number of more than 4300 digits
     shapes = {"cpu": size, **dict.fromkeys(TPUS, f"{size}(x{size}){{1,2}}")}
     if not kind or not re.fullmatch(f"{size}(x{size}){{0,2}}", shape):
-        raise ValueError(f"{_GRAMMAR}; got {name!r}")
+        raise ValueError(f"{_GRAMMAR}; given {name!r}: write one of these")
     if kind not in KINDS and not kind.endswith(".toml"):
         raise ValueError(
             f"the kind of a target must be one of {', '.join(KINDS)}, or a file that ends in .toml; given {kind!r} in "
             f"{name!r}{nearest(kind, KINDS)}"
         )
     if not re.fullmatch(shapes.get(kind, f"{size}x{size}"), shape):
-        raise ValueError(f"{_GRAMMAR}; got {name!r}")
+        raise ValueError(f"{_GRAMMAR}; given {name!r}: write one of these")
     if math.prod(map(int, shape.split("x"))) > MOST_DEVICES:
-        raise ValueError(f"a target has at most {MOST_DEVICES} devices; got {name!r}")
+        raise ValueError(f"a target has at most {MOST_DEVICES} devices; given {name!r}: name fewer")
     return kind, shape
 
 

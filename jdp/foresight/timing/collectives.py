@@ -127,7 +127,7 @@ def collective_cost(kind: str, payload_bytes: float, groups: Groups, target: Tar
             rates are not published (cpu).
     """
     if kind not in (kinds := (*_RINGS, *_DIRECT, "collective-broadcast")):
-        raise ValueError(f"the cost of a collective is known for {', '.join(kinds)}; given {kind!r}")
+        raise ValueError(f"the cost of a collective is known for {', '.join(kinds)}; given {kind!r}: name one")
     if target.chip is None:
         raise ValueError(f"a collective is timed by published link rates; given {target}: choose a GPU or TPU target")
     chip, worst = target.chip, NOTHING
