@@ -152,19 +152,25 @@ def test_a_buffer_that_the_loader_fills_again_is_read_once(kind, axes, tmp_path)
 
 
 @pytest.mark.parametrize("prefetch", [1, 2, 5])
-def test_the_loader_runs_so_far_ahead_and_no_further(prefetch):
-    read = []
+def test_the_loader_runs_so_far_ahead_and_no_further(prefetch, monkeypatch):
+    read, asked = [], []
+
+    class Slots(threading.Semaphore):
+        def acquire(self, *given, **named):
+            asked.append(len(read))
+            return super().acquire(*given, **named)
 
     def loader():
         for i, batch in enumerate(batches(50)):
             read.append(i)
             yield batch
 
+    monkeypatch.setattr(threading, "Semaphore", Slots)
     with jdp.shard_batches(loader(), plan_of(), prefetch=prefetch) as feed:
         for taken in range(4):
-            assert until(lambda taken=taken: len(read) >= taken + prefetch)
-            time.sleep(0.05)
-            assert len(read) == taken + prefetch
+            # Before each batch it asks for a slot; when it asks for one more than there are, it has read what it may.
+            assert until(lambda taken=taken: len(asked) > taken + prefetch)
+            assert len(read) == asked[-1] == taken + prefetch
             next(feed)
 
 

@@ -222,20 +222,14 @@ def test_an_accuracy_is_better_when_it_is_higher(tmp_path):
     assert as_json("m", results)["best"] == "m-seed=2"
 
 
-SLEEPS = "import signal, sys, time; print('ready', file=sys.stderr, flush=True); time.sleep(60)"
-
-
 def test_a_signal_is_passed_on_once_and_a_child_that_could_not_listen_is_stopped_too(file, tmp_path, capfd):
     (member,) = members(file, ["seed=1"], {})
-    main_thread = os.getpid()
-    watcher = [
-        sys.executable,
-        "-S",
-        "-c",
-        f"import os, time; time.sleep(1); os.kill({main_thread}, {int(signal.SIGTERM)})",
-    ]
+    ready = str(tmp_path / "ready")
+    sleeps = f"import sys, time; print('ready', file=sys.stderr, flush=True); open({ready!r}, 'w'); time.sleep(60)"
+    waits = f"import os, time\nwhile not os.path.exists({ready!r}): time.sleep(0.02)\n"
+    watcher = [sys.executable, "-S", "-c", waits + f"os.kill({os.getpid()}, {int(signal.SIGTERM)})"]
     before = signal.getsignal(signal.SIGTERM)
-    with Children(lambda _: [sys.executable, "-S", "-c", SLEEPS], quiet=True) as children:
+    with Children(lambda _: [sys.executable, "-S", "-c", sleeps], quiet=True) as children:
         with subprocess.Popen(watcher):
             assert children.start(member) == Ended(75)
         assert children.start(member) == Ended(75), "what comes after a signal is not started"
