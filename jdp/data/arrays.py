@@ -28,8 +28,8 @@ class ArraySamples:
     """Rows of arrays, as a sequence of samples.
 
     Attributes:
-      arrays: name -> array [samples, ...].
-      rows: int64 [len], the rows that are on this side.
+        arrays: name -> array [samples, ...].
+        rows: int64 [len], the rows that are on this side.
 
     Sample i is a dict of row rows[i] of each array: floats wider than 32 bits as float32, integers that int32 may not
     hold as int32. "features", "images" and "weights" are always float32, "labels" int32. Without "weights",
@@ -63,12 +63,12 @@ class ArrayData:
     """Arrays split in two: `train` and `heldout` are sources for `global_batches`; `str()` is one line of text.
 
     Attributes:
-      name: of the source.
-      train: the samples to train on.
-      heldout: the samples kept from training.
-      classes: the names of the classes, if there are "labels"; else empty.
-      fingerprint: 16 hex digits: alike on two machines, or before and after a resume, only if every sample is.
-      by_content: whether the held-out rows were chosen by a hash of their content; else they were given.
+        name: of the source.
+        train: the samples to train on.
+        heldout: the samples kept from training.
+        classes: the names of the classes, if there are "labels"; else empty.
+        fingerprint: 16 hex digits: alike on two machines, or before and after a resume, only if every sample is.
+        by_content: whether the held-out rows were chosen by a hash of their content; else they were given.
     """
 
     name: str
@@ -115,23 +115,24 @@ def array_data(
     """Make samples of NumPy arrays with the same leading dimension.
 
     Args:
-      source: a dict of arrays [samples, ...], an .npz file, an .npy file, or a directory of .npy files; see
-        `read_arrays`. Names are kept, and become those of a batch's arrays.
-      heldout_fraction: in (0, 1), about the share of the samples kept from training; by content ("labels", "targets"
-        and "weights" aside). This and the fingerprint take one look at all bytes when the data is opened.
-      heldout: a held-out set of its own, with arrays of the same names and shapes; then `heldout_fraction` is unused.
-      features: the array that a sample is to hold as "features", float32.
-      labels: the array that a sample is to hold as "labels", int32: integers from 0, or names [samples].
-      length: targets in a sample, if "tokens" are [tokens] and the only array: cut, without a copy, into samples that
-        share one token with their neighbours. Tokens at the end that do not fill one are left out, which is reported.
+        source: a dict of arrays [samples, ...], an .npz file, an .npy file, or a directory of .npy files; see
+            `read_arrays`. Names are kept, and become those of a batch's arrays.
+        heldout_fraction: in (0, 1), about the share of the samples kept from training; by content ("labels", "targets"
+            and "weights" aside). This and the fingerprint take one look at all bytes when the data is opened.
+        heldout: a held-out set of its own, with arrays of the same names and shapes; then `heldout_fraction` is unused.
+        features: the array that a sample is to hold as "features", float32.
+        labels: the array that a sample is to hold as "labels", int32: integers from 0, or names [samples].
+        length: targets in a sample, if "tokens" are [tokens] and the only array: cut, without a copy, into samples that
+            share one token with their neighbours. Tokens at the end that do not fill one are left out, which is
+            reported.
 
     Returns:
-      The data, with `train`, `heldout`, `classes`, `shape`, `fingerprint`.
+        The data, with `train`, `heldout`, `classes`, `shape`, `fingerprint`.
 
     Raises:
-      ValueError: a source that cannot be read, or holds what cannot be trained on; labels that are no classes; a name
-        that no array has; tokens that are not integers from 0 of shape [samples, length + 1]; a held-out set of other
-        names or shapes.
+        ValueError: a source that cannot be read, or holds what cannot be trained on; labels that are no classes; a name
+            that no array has; tokens that are not integers from 0 of shape [samples, length + 1]; a held-out set of
+            other names or shapes.
     """
     names = {"features": features, "labels": labels}
     arrays, name = _named(source, names, length)

@@ -40,8 +40,8 @@ class OrderedSource(Source, Protocol):
         """Return the sample at a position of an endless run: a pure function of position, seed and the samples.
 
         Args:
-          position: not negative.
-          seed: of the order.
+            position: not negative.
+            seed: of the order.
         """
         ...
 
@@ -50,9 +50,9 @@ def sample_at(source: Source, position: int, seed: int) -> Mapping[str, NDArray[
     """Return the sample at a position of an endless, reshuffled run: dict of arrays.
 
     Args:
-      source: shuffled by its own order if it is an `OrderedSource`, else by `sample_index`.
-      position: not negative, over all epochs.
-      seed: of the order, not negative.
+        source: shuffled by its own order if it is an `OrderedSource`, else by `sample_index`.
+        position: not negative, over all epochs.
+        seed: of the order, not negative.
     """
     if own := getattr(source, "sample_at", None):  # `isinstance` of a protocol takes longer than reading a sample
         return own(position, seed)
@@ -63,9 +63,9 @@ def batch_count(source: Source, *, batch_size: int, epochs: int = 1) -> int:
     """Return the number of global batches in a run, the padded last one included: ⌈epochs · samples / batch_size⌉.
 
     Args:
-      source: the samples.
-      batch_size: rows of a global batch.
-      epochs: of the run.
+        source: the samples.
+        batch_size: rows of a global batch.
+        epochs: of the run.
     """
     return -(-epochs * len(source) // batch_size)
 
@@ -89,25 +89,26 @@ def global_batches(
     own (an `OrderedSource`, such as `jdp.data.mixture`) is shuffled by that one.
 
     Args:
-      source: the samples; read at the indices of this process' rows only.
-      batch_size: rows of a global batch, over all processes.
-      seed: of the order, not negative; unused without `shuffle`.
-      rows: which rows of each global batch to read, in this order; all of them by default.
-      start: the first global batch: to resume, the number of batches consumed so far. Costs nothing: no replay.
-      shuffle: False reads samples in their own order, every epoch.
-      epochs: their number; None runs on for ever. A finite run ends with a batch padded to `batch_size` rows: with the
-        samples that would follow, their "weights" set to 0.
-      threads: that read, a batch each. The default is enough for samples that take microseconds; for images, which take
-        about a millisecond each, give the cores that can be spared. As many batches are held in memory, four at least.
+        source: the samples; read at the indices of this process' rows only.
+        batch_size: rows of a global batch, over all processes.
+        seed: of the order, not negative; unused without `shuffle`.
+        rows: which rows of each global batch to read, in this order; all of them by default.
+        start: the first global batch: to resume, the number of batches consumed so far. Costs nothing: no replay.
+        shuffle: False reads samples in their own order, every epoch.
+        epochs: their number; None runs on for ever. A finite run ends with a batch padded to `batch_size` rows: with
+            the samples that would follow, their "weights" set to 0.
+        threads: that read, a batch each. The default is enough for samples that take microseconds; for images, which
+            take about a millisecond each, give the cores that can be spared. As many batches are held in memory, four
+            at least.
 
     Returns:
-      An iterable of dicts of NumPy arrays, the samples' arrays with a leading dimension of len(rows). Every `iter` of
-      it begins at `start` and reads ahead in threads, which end with the iterator (at its `close()`, or when it
-      is collected).
+        An iterable of dicts of NumPy arrays, the samples' arrays with a leading dimension of len(rows). Every `iter` of
+        it begins at `start` and reads ahead in threads, which end with the iterator (at its `close()`, or when it is
+        collected).
 
     Raises:
-      ValueError: a number out of its range (at once), or a batch to be padded whose samples have no "weights" (when
-        it is read).
+        ValueError: a number out of its range (at once), or a batch to be padded whose samples have no "weights" (when
+            it is read).
     """
     _check_run(len(source), batch_size=batch_size, epochs=epochs)
     if threads < 1:

@@ -24,9 +24,9 @@ class Spans:
     """Both sides of a text whose documents stand end to end, as ranges of it.
 
     Attributes:
-      train: int64 [ranges, 2], from and up to; none is empty.
-      heldout: likewise.
-      whole: whether each document is on one side; else the tail of each is held out.
+        train: int64 [ranges, 2], from and up to; none is empty.
+        heldout: likewise.
+        whole: whether each document is on one side; else the tail of each is held out.
     """
 
     train: NDArray[np.int64]
@@ -45,8 +45,8 @@ def ends_score(size: int, read: Callable[[int, int], bytes]) -> float:
     Pictures are compressed, so any two differ there, and a set larger than memory is split without reading all of it.
 
     Args:
-      size: in bytes.
-      read: returns the bytes from one position up to another.
+        size: in bytes.
+        read: returns the bytes from one position up to another.
     """
     if size <= 2 * _END:
         return content_score(read(0, size))
@@ -59,13 +59,13 @@ def split_samples(
     """Return the indices of the samples to train on and of those held out, each in their own order: int64 [n].
 
     Args:
-      scores: float64 [samples], in [0, 1).
-      heldout_fraction: in (0, 1), the expected share of the samples that is held out. A side that would be empty gets
-        the sample nearest to it, with its copies, which is reported.
-      name: of the data, for messages.
+        scores: float64 [samples], in [0, 1).
+        heldout_fraction: in (0, 1), the expected share of the samples that is held out. A side that would be empty gets
+            the sample nearest to it, with its copies, which is reported.
+        name: of the data, for messages.
 
     Raises:
-      ValueError: a fraction outside (0, 1), or fewer than two different samples.
+        ValueError: a fraction outside (0, 1), or fewer than two different samples.
     """
     _check_fraction(heldout_fraction)
     if len(np.unique(scores)) < 2:
@@ -87,12 +87,12 @@ def split_documents(scores: NDArray[np.float64], bounds: NDArray[np.int64], held
     """Split documents that stand end to end: whole ones if both sides get some, else each at its tail.
 
     Args:
-      scores: float64 [documents], the `content_score` of each.
-      bounds: int64 [documents + 1], the start of each document, and the end of the last; in bytes or tokens.
-      heldout_fraction: in (0, 1), the expected share of the documents, or the share of each one's length, rounded up.
+        scores: float64 [documents], the `content_score` of each.
+        bounds: int64 [documents + 1], the start of each document, and the end of the last; in bytes or tokens.
+        heldout_fraction: in (0, 1), the expected share of the documents, or the share of each one's length, rounded up.
 
     Raises:
-      ValueError: a fraction outside (0, 1).
+        ValueError: a fraction outside (0, 1).
     """
     _check_fraction(heldout_fraction)
     starts, ends = bounds[:-1], bounds[1:]

@@ -15,8 +15,8 @@ class Labels:
     """The class of each sample.
 
     Attributes:
-      classes: the names; a class' number is its index here.
-      numbers: int32 [samples], each in [0, len(classes)).
+        classes: the names; a class' number is its index here.
+        numbers: int32 [samples], each in [0, len(classes)).
     """
 
     classes: tuple[str, ...]
@@ -27,13 +27,13 @@ def labels_of(values: Sequence[Any] | NDArray[Any], source: str, *, names: Seque
     """Number the classes of labels given as names or as integers.
 
     Args:
-      values: [samples], text or integers. Text is numbered by its sorted names. Integers stay what they are; without
-        `names` the classes are called by their numbers, 0 to the largest, those that do not occur included.
-      source: what the labels were read from, for errors.
-      names: of the classes, if the source has them.
+        values: [samples], text or integers. Text is numbered by its sorted names. Integers stay what they are; without
+            `names` the classes are called by their numbers, 0 to the largest, those that do not occur included.
+        source: what the labels were read from, for errors.
+        names: of the classes, if the source has them.
 
     Raises:
-      ValueError: labels that are neither, negative, or beyond `names`.
+        ValueError: labels that are neither, negative, or beyond `names`.
     """
     array = np.asarray(values)
     if array.ndim != 1 or array.dtype.kind not in "iubUO":

@@ -47,9 +47,9 @@ class MixedSamples:
     epoch, by `sample_at`; plain indices are the first epoch.
 
     Attributes:
-      sources: the samples, of the same keys, shapes and dtypes.
-      weights: positive, relative to each other.
-      seed: of the order, not negative.
+        sources: the samples, of the same keys, shapes and dtypes.
+        weights: positive, relative to each other.
+        seed: of the order, not negative.
     """
 
     sources: tuple[Source, ...]
@@ -108,9 +108,9 @@ class Mixture:
     """Data sets as one: `train` draws from them by weight, `heldout` is all their held-out samples, one after another.
 
     Attributes:
-      parts: the data sets; each has its own `heldout`, to evaluate them one by one.
-      weights: as they were given.
-      seed: of the order.
+        parts: the data sets; each has its own `heldout`, to evaluate them one by one.
+        weights: as they were given.
+        seed: of the order.
     """
 
     parts: tuple[Any, ...]
@@ -147,10 +147,10 @@ class Mixture:
         """Return text as tokens of the first part with a tokenizer: int32 [n].
 
         Args:
-          text: of any length.
+            text: of any length.
 
         Raises:
-          ValueError: no part has a tokenizer.
+            ValueError: no part has a tokenizer.
         """
         return self._tokenizing.encode(text)
 
@@ -158,10 +158,10 @@ class Mixture:
         """Return tokens as text, by the first part with a tokenizer.
 
         Args:
-          tokens: integers [n].
+            tokens: integers [n].
 
         Raises:
-          ValueError: no part has a tokenizer; a token outside the vocabulary.
+            ValueError: no part has a tokenizer; a token outside the vocabulary.
         """
         return self._tokenizing.decode(tokens)
 
@@ -174,15 +174,15 @@ def mixture(parts: Sequence[tuple[DataSet, float]], *, seed: int = 0) -> Mixture
     """Mix data sets, which are drawn from by weight.
 
     Args:
-      parts: data sets and their weights, positive, relative to each other: 3 and 1 are three samples in four.
-      seed: of the order, in addition to the one that `global_batches` gets; not negative.
+        parts: data sets and their weights, positive, relative to each other: 3 and 1 are three samples in four.
+        seed: of the order, in addition to the one that `global_batches` gets; not negative.
 
     Returns:
-      The mixture, with `train`, `heldout`, `parts`, `fingerprint`.
+        The mixture, with `train`, `heldout`, `parts`, `fingerprint`.
 
     Raises:
-      ValueError: no parts, a weight that is not positive (or less than 2⁻³¹ of all), samples that differ in keys,
-        shapes or dtypes, parts whose tokens come from different tokenizers, a negative seed.
+        ValueError: no parts, a weight that is not positive (or less than 2⁻³¹ of all), samples that differ in keys,
+            shapes or dtypes, parts whose tokens come from different tokenizers, a negative seed.
     """
     if not parts:
         raise ValueError("a mixture must have at least one data set; given none: give some, with weights")

@@ -28,15 +28,15 @@ def sample_index(seed: int, epoch_length: int, position: int) -> int:
     """Return the sample at a position of an endless run, each epoch of which is a permutation of its samples.
 
     Args:
-      seed: not negative; the same seed gives the same order, on any machine and any version of NumPy.
-      epoch_length: samples in an epoch, 1 to 2³².
-      position: not negative, over all epochs: epoch `position // epoch_length`.
+        seed: not negative; the same seed gives the same order, on any machine and any version of NumPy.
+        epoch_length: samples in an epoch, 1 to 2³².
+        position: not negative, over all epochs: epoch `position // epoch_length`.
 
     Returns:
-      The sample's index, in [0, epoch_length).
+        The sample's index, in [0, epoch_length).
 
     Raises:
-      ValueError: an argument outside the ranges above.
+        ValueError: an argument outside the ranges above.
     """
     if seed < 0:
         raise ValueError(f"seed must not be negative; given {seed}: give 0 or any larger integer")

@@ -23,10 +23,10 @@ class Pictures(Protocol):
     """Encoded pictures with their classes, by random access; safe to read in threads.
 
     Attributes:
-      name: of what they were read from.
-      labels: the class of each.
-      scores: float64 [pictures], the content score of each, in [0, 1).
-      most: the largest value that a pixel can have, as black is 0.
+        name: of what they were read from.
+        labels: the class of each.
+        scores: float64 [pictures], the content score of each, in [0, 1).
+        most: the largest value that a pixel can have, as black is 0.
     """
 
     @property
@@ -52,8 +52,8 @@ class Frame:
     """The size and channels that every picture is brought to.
 
     Attributes:
-      size: (height, width) in pixels; None leaves pictures as they are, which must then all be of one size.
-      channels: 1 (grey), 3 (red, green, blue) or 4 (and opacity).
+        size: (height, width) in pixels; None leaves pictures as they are, which must then all be of one size.
+        channels: 1 (grey), 3 (red, green, blue) or 4 (and opacity).
     """
 
     size: tuple[int, int] | None

@@ -47,7 +47,7 @@ def array_pictures(
     """Return pictures from uint8 [pictures, height, width] or [pictures, height, width, channels].
 
     Raises:
-      ValueError: images of another dtype or rank, or labels that are no classes.
+        ValueError: images of another dtype or rank, or labels that are no classes.
     """
     if images.dtype != np.uint8 or images.ndim not in (3, 4):
         raise ValueError(

@@ -34,9 +34,9 @@ class TablePictures:
     """Pictures in columns of tables; the methods are those of `jdp.data.images.decode.Pictures`.
 
     Attributes:
-      pictures: a column of bytes.
-      paths: a column of the files of pictures whose bytes are not in the table; or None.
-      starts: the first row of each of `files`.
+        pictures: a column of bytes.
+        paths: a column of the files of pictures whose bytes are not in the table; or None.
+        starts: the first row of each of `files`.
     """
 
     name: str
@@ -115,15 +115,15 @@ def table_pictures(
     """Return the pictures of pyarrow tables.
 
     Args:
-      tables: with the same columns.
-      files: what to call each in errors.
-      name: of all of them.
-      columns: which to read.
-      classes: the names there may be, as numbered elsewhere; by default those of the note, or of the labels.
+        tables: with the same columns.
+        files: what to call each in errors.
+        name: of all of them.
+        columns: which to read.
+        classes: the names there may be, as numbered elsewhere; by default those of the note, or of the labels.
 
     Raises:
-      ValueError: columns that are missing or ambiguous, tables without rows, a row without a label, labels that are no
-        classes, pictures without their bytes.
+        ValueError: columns that are missing or ambiguous, tables without rows, a row without a label, labels that are
+            no classes, pictures without their bytes.
     """
     pa, pc = optional("pyarrow", name), optional("pyarrow.compute", name)
     chosen = [_columns(table.schema, file, columns) for table, file in zip(tables, files, strict=True)]

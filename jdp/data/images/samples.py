@@ -30,8 +30,8 @@ class Normalised:
     """Normalisation of values v in [0, most]: (v / most - mean) / std; zero mean and unit variance for the data's own.
 
     Attributes:
-      mean: of each channel, of values in [0, 1].
-      std: likewise, more than 0.
+        mean: of each channel, of values in [0, 1].
+        std: likewise, more than 0.
     """
 
     mean: tuple[float, ...]
@@ -50,11 +50,11 @@ class ImageSamples:
     """One side of the pictures, as a sequence of samples.
 
     Attributes:
-      pictures: encoded, with labels.
-      rows: int64 [len], the pictures on this side.
-      frame: the size and channels that each is brought to.
-      shape: (height, width, channels) of a sample.
-      normalised: the normalisation.
+        pictures: encoded, with labels.
+        rows: int64 [len], the pictures on this side.
+        frame: the size and channels that each is brought to.
+        shape: (height, width, channels) of a sample.
+        normalised: the normalisation.
 
     Sample i is a dict of "images" float32 [height, width, channels], "labels" int32 and "weights" float32 (1). Reading
     one that is corrupt, or of another shape, raises ValueError with its file (or row).
@@ -101,11 +101,12 @@ class ImageData:
     """Pictures split in two: `train` and `heldout` are sources for `global_batches`; `str()` is one line of text.
 
     Attributes:
-      name: of the source.
-      train: the samples to train on.
-      heldout: the samples kept from training.
-      classes: their names; a label is an index into this.
-      by_content: whether pictures were held out by a hash of their bytes; else the source had a set of its own for it.
+        name: of the source.
+        train: the samples to train on.
+        heldout: the samples kept from training.
+        classes: their names; a label is an index into this.
+        by_content: whether pictures were held out by a hash of their bytes; else the source had a set of its own for
+            it.
     """
 
     name: str
@@ -156,29 +157,29 @@ def image_data(
     """Open pictures with classes, as samples for a classifier.
 
     Args:
-      source: "digits" (scikit-learn's 1,797 of 8x8x1, values up to 16); a directory with a folder for each class, or
-        with the folders train and val (or test) of such; .parquet, .arrow or .feather files (one, a glob, a directory);
-        "hf:NAME", "hf:OWNER/NAME", "hf:OWNER/NAME/CONFIG" on the Hugging Face hub, or "hf:/local/path"; an .npz of
-        "images" uint8 and "labels".
-      size: what every image is fitted to, in pixels: the largest centred part of its proportions, resized (bilinear,
-        antialiased). One number is a square, two are (height, width). None leaves images as they are: all must be of
-        one size. A file's EXIF rotation is not applied.
-      channels: 1, 3 or 4; None is 1 for digits and 3 for files. Grey becomes colour and colour grey where needed; what
-        is transparent shows its colour.
-      heldout_fraction: in (0, 1), about the share of the images kept from training, by a hash of their encoded bytes;
-        unused where the source has a held-out set of its own (folders, or splits of a Hugging Face data set).
-      heldout: a held-out set of its own, of the same classes.
-      mean: of values in [0, 1], for each channel or for all; a value v becomes (v / 255 - mean) / std.
-      std: likewise. The default brings values to [-1, 1].
-      image: the column of images in a table, if several may be it.
-      label: the column of labels, if several may be it.
+        source: "digits" (scikit-learn's 1,797 of 8x8x1, values up to 16); a directory with a folder for each class, or
+            with the folders train and val (or test) of such; .parquet, .arrow or .feather files (one, a glob, a
+            directory); "hf:NAME", "hf:OWNER/NAME", "hf:OWNER/NAME/CONFIG" on the Hugging Face hub, or "hf:/local/path";
+            an .npz of "images" uint8 and "labels".
+        size: what every image is fitted to, in pixels: the largest centred part of its proportions, resized (bilinear,
+            antialiased). One number is a square, two are (height, width). None leaves images as they are: all must be
+            of one size. A file's EXIF rotation is not applied.
+        channels: 1, 3 or 4; None is 1 for digits and 3 for files. Grey becomes colour and colour grey where needed;
+            what is transparent shows its colour.
+        heldout_fraction: in (0, 1), about the share of the images kept from training, by a hash of their encoded bytes;
+            unused where the source has a held-out set of its own (folders, or splits of a Hugging Face data set).
+        heldout: a held-out set of its own, of the same classes.
+        mean: of values in [0, 1], for each channel or for all; a value v becomes (v / 255 - mean) / std.
+        std: likewise. The default brings values to [-1, 1].
+        image: the column of images in a table, if several may be it.
+        label: the column of labels, if several may be it.
 
     Returns:
-      The data, with `train`, `heldout`, `classes`, `shape`, `fingerprint`.
+        The data, with `train`, `heldout`, `classes`, `shape`, `fingerprint`.
 
     Raises:
-      ValueError: a source that does not exist or is not as described, a package missing, fewer than two different
-        images, a number out of its range. An image that is corrupt raises ValueError when its sample is read.
+        ValueError: a source that does not exist or is not as described, a package missing, fewer than two different
+            images, a number out of its range. An image that is corrupt raises ValueError when its sample is read.
     """
     sets = open_pictures(source, Columns(image, label), heldout)
     channels = channels if channels is not None else sets.channels

@@ -33,7 +33,7 @@ def open_pictures(source: PathLike, columns: Columns, heldout: PathLike | None =
     """Return the pictures of a source, and those of `heldout`, which then must have the same classes.
 
     Raises:
-      ValueError: a source that does not exist, or is none of those that `jdp.data.image_data` names.
+        ValueError: a source that does not exist, or is none of those that `jdp.data.image_data` names.
     """
     sets = _open(source, columns, None)
     if heldout is None:

@@ -23,12 +23,12 @@ class Kinds:
     """The files of a directory that are wanted, by how their names end, with or without .gz or .zst after it.
 
     Attributes:
-      name: what such files are called, for messages.
-      suffixes: of the files wanted.
-      others: suffixes of files that are data too: a directory that holds both is ambiguous, and refused.
+        name: what such files are called, for messages.
+        suffixes: of the files wanted.
+        others: suffixes of files that are data too: a directory that holds both is ambiguous, and refused.
 
     Raises:
-      ValueError: no suffixes, or one that does not begin with a dot.
+        ValueError: no suffixes, or one that does not begin with a dot.
     """
 
     name: str

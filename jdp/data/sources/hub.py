@@ -23,13 +23,13 @@ def hub_splits(source: str) -> dict[str, Any]:
     """Return split -> `pyarrow.Table`, mapped into memory.
 
     Args:
-      source: "hf:NAME", "hf:OWNER/NAME" or "hf:OWNER/NAME/CONFIG" on the hub; or "hf:PATH" of a directory that
-        `save_to_disk` wrote, or of any files that `datasets.load_dataset` takes, or of one such file. With ":SPLIT"
-        after it ("hf:OWNER/NAME:train[:10%]") that split alone, else every one there is.
+        source: "hf:NAME", "hf:OWNER/NAME" or "hf:OWNER/NAME/CONFIG" on the hub; or "hf:PATH" of a directory that
+            `save_to_disk` wrote, or of any files that `datasets.load_dataset` takes, or of one such file. With ":SPLIT"
+            after it ("hf:OWNER/NAME:train[:10%]") that split alone, else every one there is.
 
     Raises:
-      ValueError: `datasets` is not installed; a data set or a split that does not exist or cannot be read; one whose
-        own card names files outside of its folder.
+        ValueError: `datasets` is not installed; a data set or a split that does not exist or cannot be read; one whose
+            own card names files outside of its folder.
     """
     datasets = optional("datasets", source)
     name, split = _name_and_split(source)
@@ -106,11 +106,11 @@ def _check_files(files: Iterable[str], folder: Path | None) -> None:
     """Check that the files which a data set names are in its folder.
 
     Args:
-      files: paths, or URLs; of a member of an archive ("zip://a.txt::b.zip") the archive counts.
-      folder: of the data set on this disk; None: it is on the hub, and no file of this disk belongs to it.
+        files: paths, or URLs; of a member of an archive ("zip://a.txt::b.zip") the archive counts.
+        folder: of the data set on this disk; None: it is on the hub, and no file of this disk belongs to it.
 
     Raises:
-      OutsideError: one is not.
+        OutsideError: one is not.
     """
     roots = () if folder is None else (folder.absolute(), folder.resolve())
     for file in (file.rpartition("::")[2] for file in files):

@@ -8,12 +8,12 @@ def optional(package: str, needed_by: str, *, extra: str = "hf") -> Any:
     """Import the module `package` and return it.
 
     Args:
-      package: the module's dotted name.
-      needed_by: what needs it, for the message.
-      extra: the extra of jdp that installs it.
+        package: the module's dotted name.
+        needed_by: what needs it, for the message.
+        extra: the extra of jdp that installs it.
 
     Raises:
-      ValueError: it is not installed; the message has the command that installs it.
+        ValueError: it is not installed; the message has the command that installs it.
     """
     try:
         return importlib.import_module(package)

@@ -30,10 +30,10 @@ class Table:
     """Some columns of a file, in memory.
 
     Attributes:
-      name: the file, or what else they are from.
-      unit: what a row is called there: "row", counted from 0, or "line", counted from 1.
-      numbers: the number of each row in the file.
-      columns: name -> a list of Python values, or a `pyarrow.ChunkedArray`.
+        name: the file, or what else they are from.
+        unit: what a row is called there: "row", counted from 0, or "line", counted from 1.
+        numbers: the number of each row in the file.
+        columns: name -> a list of Python values, or a `pyarrow.ChunkedArray`.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Table:
         """Return a column of text, in UTF-8 (an Arrow column of bytes is returned as it is).
 
         Raises:
-          ValueError: a row that is not text.
+            ValueError: a row that is not text.
         """
         column = self.columns[field]
         if isinstance(column, list):
@@ -68,7 +68,7 @@ class Table:
         """Return a column of lists of integers: [n] of some integer dtype each.
 
         Raises:
-          ValueError: a row that is something else.
+            ValueError: a row that is something else.
         """
         column = self.columns[field]
         if isinstance(column, list):
@@ -146,12 +146,12 @@ def read_arrow(path: Path, choose: Callable[[Any], Sequence[str]]) -> Any:
     """Return columns of a parquet or Arrow file as a `pyarrow.Table`; of an Arrow file that is not compressed, mapped.
 
     Args:
-      path: of the file.
-      choose: returns the names of the columns to read, from the file's schema.
+        path: of the file.
+        choose: returns the names of the columns to read, from the file's schema.
 
     Raises:
-      ValueError: pyarrow is not installed; a file that cannot be read or is not whole; a chosen column that occurs
-        twice; what `choose` raises.
+        ValueError: pyarrow is not installed; a file that cannot be read or is not whole; a chosen column that occurs
+            twice; what `choose` raises.
     """
     source = _open(path)
     is_parquet = plain_name(path).endswith(".parquet")

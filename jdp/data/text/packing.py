@@ -26,15 +26,15 @@ class PackedSamples:
     """One side of the text, as a sequence of packed rows.
 
     Attributes:
-      tokens: unsigned integers [tokens], the documents of this side end to end.
-      bounds: int64 [documents + 1], the start of each document, and the end of the last.
-      length: positions in a row.
+        tokens: unsigned integers [tokens], the documents of this side end to end.
+        bounds: int64 [documents + 1], the start of each document, and the end of the last.
+        length: positions in a row.
 
     Sample i is a dict of "tokens" and "targets" int32 [length], "segments" int32 [length] (1, 2, … for the pieces in
     the row, 0 at empty positions) and "weights" float32 [length] (1, and 0 at empty positions).
 
     Raises:
-      ValueError: a length below 1, or no document of two tokens.
+        ValueError: a length below 1, or no document of two tokens.
     """
 
     tokens: NDArray[Any]
@@ -86,12 +86,12 @@ def pack(bounds: NDArray[np.int64], length: int) -> tuple[NDArray[np.int64], NDA
     """Cut documents into pieces, and place these in rows.
 
     Args:
-      bounds: int64 [documents + 1], the start of each document, and the end of the last.
-      length: pairs of a token and its target in a row.
+        bounds: int64 [documents + 1], the start of each document, and the end of the last.
+        length: pairs of a token and its target in a row.
 
     Returns:
-      int64 [pieces] each: a piece's first token, its number of pairs (1 to `length`), its row. Rows count from 0, and
-      none is empty.
+        int64 [pieces] each: a piece's first token, its number of pairs (1 to `length`), its row. Rows count from 0, and
+        none is empty.
     """
     starts, pairs = bounds[:-1], np.diff(bounds) - 1
     full, remainder = np.divmod(np.maximum(pairs, 0), length)

@@ -37,14 +37,14 @@ class TextSamples:
     """One side of the text, as a sequence of samples.
 
     Attributes:
-      tokens: unsigned integers [tokens], all text of this side.
-      length: targets in a sample.
+        tokens: unsigned integers [tokens], all text of this side.
+        length: targets in a sample.
 
     Sample i is a dict of "tokens" int32 [length], "targets" int32 [length] (the tokens one further on) and "weights"
     float32 [length] (1). The last sample may be short of text: it is filled with zeros of weight 0.
 
     Raises:
-      ValueError: a length below 1, or fewer than two tokens.
+        ValueError: a length below 1, or fewer than two tokens.
     """
 
     tokens: NDArray[Any]
@@ -76,13 +76,13 @@ class TextData:
     """A text split in two: `train` and `heldout` are sources for `global_batches`; `str()` is one line of text.
 
     Attributes:
-      name: of the source.
-      documents: the number of files or rows that hold text.
-      train: the samples to train on.
-      heldout: the samples kept from training.
-      whole: whether documents were held out whole; else the tail of each.
-      vocab_size: every token is below it.
-      tokenizer: what made the tokens; None if the source held token ids.
+        name: of the source.
+        documents: the number of files or rows that hold text.
+        train: the samples to train on.
+        heldout: the samples kept from training.
+        whole: whether documents were held out whole; else the tail of each.
+        vocab_size: every token is below it.
+        tokenizer: what made the tokens; None if the source held token ids.
     """
 
     name: str
@@ -120,10 +120,10 @@ class TextData:
         """Return text as tokens: int32 [n].
 
         Args:
-          text: of any length.
+            text: of any length.
 
         Raises:
-          ValueError: the source held token ids, so the tokenizer is not known.
+            ValueError: the source held token ids, so the tokenizer is not known.
         """
         return self._tokenizer().encode(text)
 
@@ -131,10 +131,10 @@ class TextData:
         """Return tokens as text.
 
         Args:
-          tokens: integers [n].
+            tokens: integers [n].
 
         Raises:
-          ValueError: a token outside the vocabulary; the source held token ids, so the tokenizer is not known.
+            ValueError: a token outside the vocabulary; the source held token ids, so the tokenizer is not known.
         """
         return self._tokenizer().decode(tokens)
 
@@ -161,25 +161,25 @@ def text_data(
     """Read text and make samples of it.
 
     Args:
-      source: "stdlib" (the source text of Python's own standard library, about 12 MB, different from one version of
-        Python to the next), or files, globs, directories, data sets ("hf:…"): see `read_corpus`. All of it is held in
-        memory: while it is read as bytes, afterwards as tokens of 1, 2 or 4 bytes.
-      length: targets in a sample.
-      heldout_fraction: in (0, 1), about the share of the text kept from training, by a hash of the content.
-      suffixes: which files of a directory are data.
-      field: the column that is read of rows; "text" by default, "input_ids" where the tokenizer is "none".
-      tokenizer: "bytes"; a tokenizer.json of Hugging Face tokenizers, or the folder that holds it; "none" for a source
-        that holds lists of token ids, which are joined end to end as they are, without a separator.
-      packing: "stream" joins documents end to end and cuts anywhere; "documents" keeps them whole and separate, with
-        "segments" in each sample.
-      vocab_size: of the model: token ids are below it. By default that of the tokenizer, or of the source.
+        source: "stdlib" (the source text of Python's own standard library, about 12 MB, different from one version of
+            Python to the next), or files, globs, directories, data sets ("hf:…"): see `read_corpus`. All of it is held
+            in memory: while it is read as bytes, afterwards as tokens of 1, 2 or 4 bytes.
+        length: targets in a sample.
+        heldout_fraction: in (0, 1), about the share of the text kept from training, by a hash of the content.
+        suffixes: which files of a directory are data.
+        field: the column that is read of rows; "text" by default, "input_ids" where the tokenizer is "none".
+        tokenizer: "bytes"; a tokenizer.json of Hugging Face tokenizers, or the folder that holds it; "none" for a
+            source that holds lists of token ids, which are joined end to end as they are, without a separator.
+        packing: "stream" joins documents end to end and cuts anywhere; "documents" keeps them whole and separate, with
+            "segments" in each sample.
+        vocab_size: of the model: token ids are below it. By default that of the tokenizer, or of the source.
 
     Returns:
-      The data, with `train`, `heldout`, `vocab_size`, `tokenizer`, `fingerprint`.
+        The data, with `train`, `heldout`, `vocab_size`, `tokenizer`, `fingerprint`.
 
     Raises:
-      ValueError: text that does not exist, cannot be read, is empty or shorter than one training sample; a token that
-        is not below vocab_size (the message names the file and row); a number out of its range.
+        ValueError: text that does not exist, cannot be read, is empty or shorter than one training sample; a token that
+            is not below vocab_size (the message names the file and row); a number out of its range.
     """
     if length < 1:
         raise ValueError(f"length must be at least 1; given {length}: give the targets in a sample")
@@ -219,10 +219,10 @@ def encode(text: str) -> NDArray[np.int32]:
     """Return text as bytes.
 
     Args:
-      text: of any length.
+        text: of any length.
 
     Returns:
-      int32 [bytes of its UTF-8].
+        int32 [bytes of its UTF-8].
     """
     return _BYTES.encode(text)
 
@@ -231,10 +231,10 @@ def decode(tokens: ArrayLike) -> str:
     """Return bytes as text; what is not UTF-8 (a character cut in two) becomes �.
 
     Args:
-      tokens: integers [n] below 256.
+        tokens: integers [n] below 256.
 
     Raises:
-      ValueError: a token that is not a byte.
+        ValueError: a token that is not a byte.
     """
     return _BYTES.decode(tokens)
 

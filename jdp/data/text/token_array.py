@@ -14,8 +14,8 @@ class TokenArray:
     """Documents as tokens, end to end.
 
     Attributes:
-      ids: integers [tokens]; once they are checked, the smallest unsigned ones that hold them.
-      bounds: int64 [documents + 1], the start of each document, and the end of the last.
+        ids: integers [tokens]; once they are checked, the smallest unsigned ones that hold them.
+        bounds: int64 [documents + 1], the start of each document, and the end of the last.
     """
 
     ids: NDArray[Any]

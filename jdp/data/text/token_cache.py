@@ -16,8 +16,8 @@ def entry_name(identity: str, documents: Sequence[bytes]) -> str | None:
     """Return the file name of an entry; None for a text too small to be kept.
 
     Args:
-      identity: distinguishes the tokenizer from others.
-      documents: hashed too, which takes about 1 s a GB.
+        identity: distinguishes the tokenizer from others.
+        documents: hashed too, which takes about 1 s a GB.
     """
     if sum(map(len, documents)) < WORTHWHILE_BYTES:
         return None

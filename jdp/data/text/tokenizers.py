@@ -33,10 +33,10 @@ class Tokenizer(Protocol):
     """Text to ids and back.
 
     Attributes:
-      name: for people.
-      identity: distinguishes it from other tokenizers, for caches.
-      vocab_size: ids are below it.
-      separator: the id that closes a document.
+        name: for people.
+        identity: distinguishes it from other tokenizers, for caches.
+        vocab_size: ids are below it.
+        separator: the id that closes a document.
     """
 
     @property
@@ -61,10 +61,10 @@ def open_tokenizer(name: str) -> Tokenizer:
     """Return a tokenizer.
 
     Args:
-      name: "bytes", or the path of a tokenizer.json of Hugging Face tokenizers, or of the folder that holds one.
+        name: "bytes", or the path of a tokenizer.json of Hugging Face tokenizers, or of the folder that holds one.
 
     Raises:
-      ValueError: a file that does not exist or is no tokenizer, or one without a token that closes documents.
+        ValueError: a file that does not exist or is no tokenizer, or one without a token that closes documents.
     """
     return Bytes() if name == BYTES else _open_file(user_path(name))
 
@@ -86,7 +86,7 @@ class Bytes:
         """Return tokens [n], integers below 256, as text; bytes that are not UTF-8 (a character cut in two) become �.
 
         Raises:
-          ValueError: a token that is not a byte.
+            ValueError: a token that is not a byte.
         """
         values = np.asarray(tokens)
         if values.size and not 0 <= values.min() <= values.max() < VOCAB_SIZE:
@@ -120,7 +120,7 @@ class FileTokenizer:
         """Return tokens [n] as text, special ones too.
 
         Raises:
-          ValueError: a token outside the vocabulary.
+            ValueError: a token outside the vocabulary.
         """
         values = np.asarray(tokens)
         if values.size and not 0 <= values.min() <= values.max() < self.vocab_size:
@@ -134,7 +134,7 @@ class FileTokenizer:
         """Return documents as the smallest unsigned integers that hold the vocabulary; large texts are cached on disk.
 
         Raises:
-          ValueError: a document that is not UTF-8.
+            ValueError: a document that is not UTF-8.
         """
         entry = entry_name(self.identity, documents)
         if cached := load(entry):

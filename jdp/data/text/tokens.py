@@ -20,10 +20,10 @@ class TokenCorpus:
     """A source, read and tokenised.
 
     Attributes:
-      name: of the source.
-      tokens: its documents, without separators.
-      scores: float64 [documents], the `content_score` of each: of its text, or of its ids if it holds no text.
-      vocab_size: every id is below it.
+        name: of the source.
+        tokens: its documents, without separators.
+        scores: float64 [documents], the `content_score` of each: of its text, or of its ids if it holds no text.
+        vocab_size: every id is below it.
     """
 
     name: str
@@ -43,11 +43,11 @@ def read_tokens(
     """Read and tokenise a source.
 
     Args:
-      source: see `read_corpus`.
-      tokenizer: None for a source that holds token ids.
-      suffixes: which files of a directory are data.
-      field: the column that is read of rows; None: "text", or "input_ids" without a tokenizer.
-      vocab_size: token ids must be below it; None: they may be anything in [0, 2³¹).
+        source: see `read_corpus`.
+        tokenizer: None for a source that holds token ids.
+        suffixes: which files of a directory are data.
+        field: the column that is read of rows; None: "text", or "input_ids" without a tokenizer.
+        vocab_size: token ids must be below it; None: they may be anything in [0, 2³¹).
 
     Raises ValueError: see `read_corpus` and `read_token_ids`; an id out of range, with the file and the row.
     """
@@ -71,9 +71,9 @@ def join_spans(tokens: TokenArray, spans: NDArray[np.int64], separator: int | No
     """Return spans of tokens as documents, end to end, each closed by the separator.
 
     Args:
-      tokens: to take them from.
-      spans: int64 [spans, 2], from and up to.
-      separator: a token; None: nothing closes a document.
+        tokens: to take them from.
+        spans: int64 [spans, 2], from and up to.
+        separator: a token; None: nothing closes a document.
     """
     pieces = [tokens.ids[start:end] for start, end in spans.tolist()]
     sizes = spans[:, 1] - spans[:, 0]
