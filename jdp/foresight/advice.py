@@ -55,7 +55,7 @@ def _what_fits(compiled: Sequence[Estimate]) -> str:
 
 
 def _like_zero2(compiled: Sequence[Estimate]) -> list[str]:
-    """A zero3 that does not save what zero3 is taken for: reported once, whatever is chosen."""
+    """Report once that a zero3 gathers most weights at the top of the step, whatever is chosen."""
     return next(([o.report.like_zero2] for o in compiled if o.report is not None and o.report.like_zero2), [])
 
 
@@ -85,7 +85,7 @@ def _nothing_fits(compiled: Sequence[Estimate]) -> list[str]:
 
 
 def _why_fastest(choice: Estimate, fitting: Sequence[Estimate]) -> list[str]:
-    """What it takes; what takes as long; the next that takes longer, and where its time goes."""
+    """Say what the choice takes, which take as long, which is the next slower, and where the time goes."""
     if choice.step_seconds is None:
         return [f"{choice.name} holds least; how long a step takes is not known for this target."]
     verdict = f"{choice.name} is the one to take: a step takes {format_seconds(choice.step_seconds)}"
@@ -100,7 +100,7 @@ def _why_fastest(choice: Estimate, fitting: Sequence[Estimate]) -> list[str]:
 
 
 def _more(choice: Estimate, other: Estimate) -> str:
-    """How much more memory an equally fast candidate takes."""
+    """Return how much more memory an equally fast candidate takes, in words."""
     more = (other.bytes_per_device or 0) - (choice.bytes_per_device or 0)
     if not more:
         return " in as much memory"
@@ -119,7 +119,7 @@ def _reason(choice: Estimate, other: Estimate) -> str:
 
 
 def _headroom(choice: Estimate) -> list[str]:
-    """What has to be set for it to fit."""
+    """Return what has to be set for the choice to fit."""
     headroom = choice.headroom
     return [f"{choice.name} {headroom.words}."] if headroom is not None and headroom.fraction is not None else []
 

@@ -117,7 +117,7 @@ class Estimate:
         return self.timeline.compute_seconds / self.timeline.step_seconds
 
     def to_json(self) -> dict[str, Any]:
-        """One of the `strategies` that `jdp plan --json` prints."""
+        """Return one of the `strategies` that `jdp plan --json` prints."""
         report, memory = self.report, self.memory
         return {
             "strategy": self.strategy,

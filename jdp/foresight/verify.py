@@ -110,7 +110,7 @@ def report(step: Step, state: TrainState, compiled: Compiled, target_name: str, 
 
 
 def _notes(step: Step, promised: Theory, rows: Iterable[Row], collectives: Iterable[MeshCollective]) -> Iterable[str]:
-    """What the numbers rest on: gradients all-reduced by plan, loops of unknown length, dtypes, whose compiler."""
+    """Yield what the numbers rest on: gradients all-reduced by plan, loops of unknown length, dtypes, compiler."""
     unsharded, count = promised.unsharded, len(promised.unsharded.paths)
     if count and any(row.kind == "all-reduce" and row.wire_bytes > SLACK * promised.wire_bytes for row in rows):
         yield (
@@ -242,7 +242,7 @@ class Report:
         return "\n\n".join("\n".join(lines) for lines in paragraphs)
 
     def _verdict(self) -> str:
-        """Whether the contract is kept, and which of its rules is broken."""
+        """Say whether the contract is kept, and which of its rules is broken."""
         if not self.theory_wire_bytes_per_device:
             return "Kept: one shard of the batch, so nothing is sent."
         sends = (
@@ -278,7 +278,7 @@ def _table(rows: Iterable[Row]) -> list[str]:
 
 
 def _grouped(collectives: Iterable[MeshCollective]) -> Iterable[tuple[str, ...]]:
-    """A row for each set of collectives that differ in nothing shown."""
+    """Yield a row for each set of collectives that are equal in everything shown."""
     groups: dict[tuple[str, ...], list[Collective]] = {}
     for each in collectives:
         c, remark = each.collective, "" if each.over_batch else "the model's own"

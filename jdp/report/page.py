@@ -44,7 +44,7 @@ def element(tag: str, *children: str, **attributes: str | int | bool | None) -> 
 
 
 def joined(parts: Sequence[str], between: str = "") -> Markup:
-    """The parts one after the other, each escaped unless it is `Markup`."""
+    """Join the parts, each escaped unless it is `Markup`."""
     return Markup(between.join(part if isinstance(part, Markup) else escape(part, quote=False) for part in parts))
 
 
@@ -60,7 +60,7 @@ def table(
     words: Collection[str] = (),
     classes: Sequence[str | None] = (),
 ) -> Markup:
-    """A table that scrolls sideways when it is wider than the page.
+    """Return a table that scrolls sideways when it is wider than the page.
 
     Args:
         headers: of the columns; the first column names the row.
@@ -87,7 +87,7 @@ def _side(left: bool) -> str | None:
 
 
 def details(summary: str, *children: str, is_open: bool = False) -> Markup:
-    """A part that the reader opens."""
+    """Return a part that the reader opens."""
     return element("details", element("summary", summary), *children, open=is_open)
 
 
@@ -114,7 +114,7 @@ class Section:
 
 
 def page(title: str, sections: Sequence[Section], *, lead: str = "") -> str:
-    """A whole page.
+    """Return a whole page as HTML text.
 
     Args:
         title: of the page and its window.
@@ -141,7 +141,7 @@ def page(title: str, sections: Sequence[Section], *, lead: str = "") -> str:
 
 
 def _policy() -> str:
-    """Nothing but this page's own style and its one script."""
+    """Return the content policy: nothing but this page's own style and its one script."""
     digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
     return f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
 

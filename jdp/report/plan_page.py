@@ -16,7 +16,7 @@ from jdp.report.traffic import traffic
 
 
 def plan_page(forecast: PlanReport, *, title: str, described: str = "") -> str:
-    """The page as HTML text, which needs nothing else: no network, no fonts, no files beside it.
+    """Return the page as HTML text, which needs nothing else: no network, no fonts, no files beside it.
 
     The same forecast gives the same text. It stays below 1.5 MB: neighbours in long timelines are drawn together, and
     of many collectives those that send most are listed.

@@ -55,7 +55,7 @@ class Block:
 
 
 def lanes(timeline: Timeline, axis_seconds: float, most: int) -> Markup:
-    """The two lanes of a step.
+    """Draw the two lanes of a step.
 
     Args:
         timeline: the step.
@@ -82,7 +82,7 @@ def lanes(timeline: Timeline, axis_seconds: float, most: int) -> Markup:
 
 
 def blocks(events: Iterable[Event], finest: float) -> list[Block]:
-    """One lane's events as blocks; those shorter than `finest` seconds that begin in the same `finest` are one."""
+    """Return a lane's events as blocks; those shorter than `finest` seconds that begin in the same `finest` are one."""
     return [_merged(run) for run in _runs(sorted(events, key=_start), finest)]
 
 
@@ -105,7 +105,7 @@ def _runs(ordered: Iterable[Event], finest: float) -> list[list[Event]]:
 def _few_enough(
     timeline: Timeline, axis_seconds: float, most: int, waiting: Sequence[tuple[float, float]]
 ) -> list[Block]:
-    """The blocks of both lanes, coarser until there are at most `most` (or a few of each lane)."""
+    """Return the blocks of both lanes, coarser until there are at most `most` (or a few of each lane)."""
     ordered = sorted(timeline.events, key=_start)
     lanes_of = [[e for e in ordered if e.lane == lane] for lane in (COMPUTE, COMMUNICATION)]
     cells = _FINEST
@@ -147,12 +147,12 @@ def _class_of(event: Event) -> str:
 
 
 def _tail(text: str, most: int) -> str:
-    """The end of a long name: that of a path is what tells."""
+    """Return the end of a long name: paths differ there."""
     return text if len(text) <= most else f"…{text[1 - most :]}"
 
 
 def _spread(block: Block, others: Sequence[Block], waiting: Sequence[tuple[float, float]]) -> Block:
-    """A loop's communication lasts as long as its rounds and is busy for a part: drawn as wide, filled so high.
+    """Widen a loop's communication to its rounds, and fill it as high as the part in which it is busy.
 
     `foresight.timeline` gives the rounds it does not show as one event a lane, as long as that lane is busy.
     """
@@ -193,7 +193,7 @@ def waits(timeline: Timeline) -> list[tuple[float, float]]:
 
 
 def _waiting_blocks(waiting: Iterable[tuple[float, float]], most: int) -> list[Block]:
-    """The longest of the waiting, in order."""
+    """Return the longest waits as blocks, in order."""
     longest = sorted(waiting, key=lambda gap: gap[0] - gap[1])[:most]
     return [
         Block(COMPUTE, start, end - start, "waiting", f"waiting for communication, {format_seconds(end - start)}")
@@ -229,12 +229,12 @@ def _ticks(axis_seconds: float) -> Iterator[Markup]:
 
 
 def _steps_within(times: float) -> int:
-    """How many steps end before the axis does: a time at its very end would be cut off."""
+    """Return how many steps end before the axis does: a time at its very end would be cut off."""
     return math.ceil(times * (1 - 1e-9)) - 1
 
 
 def round_step(span: float) -> float:
-    """1, 2 or 5 times a power of ten, five to twelve of which make up `span`."""
+    """Return 1, 2 or 5 times a power of ten, five to twelve of which make up `span`."""
     power = 10.0 ** math.floor(math.log10(span / 5))
     return max(power * factor for factor in (1, 2, 5) if power * factor <= span / 5 * (1 + 1e-9))
 

@@ -103,7 +103,7 @@ _SECONDS = (
 
 
 def _stretches(timeline: Timeline) -> Markup:
-    """The longest events, those of the same name and line together."""
+    """List the longest events, those of the same name and line together."""
     groups: dict[tuple[str, str, str | None], list[Event]] = {}
     for event in timeline.events:
         groups.setdefault((event.lane, event.what, event.source), []).append(event)

@@ -61,7 +61,7 @@ _KEPT, _BROKEN = element("span", "kept", class_="tag good"), element("span", "br
 
 
 def _rows(report: Report) -> Iterator[tuple[Row, Markup]]:
-    """Each kind, and what the contract says about it. One that is over is made up for where the whole is kept."""
+    """Yield each kind with the verdict on it. One kind may send more than promised where others send less."""
     for row in report.rows:
         yield row, _KEPT if row.kept else Markup("more, but all kinds together less") if report.kept else _BROKEN
     yield from ((row, Markup("the model’s own axes")) for row in report.model_axes)
@@ -121,7 +121,7 @@ def _collectives(found: Sequence[MeshCollective], most: int, *, is_open: bool) -
 
 
 def _alike(found: Iterable[MeshCollective]) -> Iterable[list[MeshCollective]]:
-    """Those that differ in nothing shown, together."""
+    """Group the collectives that are equal in everything shown."""
     groups: dict[tuple[object, ...], list[MeshCollective]] = {}
     for sent in found:
         c = sent.collective

@@ -159,7 +159,7 @@ def _difference(
 
 @functools.cache
 def _constant_bits() -> Any:
-    """A PRNG whose every word is the same: uniform 0.45, normal -0.13, permutations that permute nothing."""
+    """Return a PRNG whose words are all the same: uniform 0.45, normal -0.13, permutations that permute nothing."""
 
     def bits(_: jax.Array, width: int, shape: tuple[int, ...]) -> jax.Array:
         return jnp.full(shape, 0x7333333333333333 >> (64 - width), jnp.dtype(f"uint{width}"))

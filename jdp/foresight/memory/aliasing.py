@@ -138,12 +138,12 @@ def inside(step: Instruction) -> tuple[str, ...]:
 
 
 def is_fusion(step: Instruction) -> bool:
-    """Whether an instruction is a fusion, or the start of one that runs beside other work."""
+    """Return True if an instruction is a fusion, or the start of one that runs beside other work."""
     return step.opcode in ("fusion", "fusion-start")
 
 
 def is_handed_on(step: Instruction, path: Path) -> bool:
-    """Whether an array in a start's tuple is one of its operands, passed on to the done."""
+    """Return True if an array in a start's tuple is one of its operands, passed on to the done."""
     return step.is_start and not _is_flat_all_reduce(step) and path[:1] == (int(step.kind == "copy"),)
 
 
@@ -182,7 +182,7 @@ def _behind(step: Instruction, steps: dict[str, Instruction]) -> Instruction:
 
 
 def _is_flat_all_reduce(step: Instruction) -> bool:
-    """Whether a start is an all-reduce's as in jax 0.10, whose type has its results alone, without the operands."""
+    """Return True for an all-reduce's start as in jax 0.10, whose type has its results without the operands."""
     if step.opcode != "all-reduce-start":
         return False
     return not step.type.startswith("((") and (len(step.operands) > 1 or not step.type.startswith("("))

@@ -53,7 +53,7 @@ class Buffer:
     argument: str | None = None
 
     def is_held(self, time: int) -> bool:
-        """Whether the buffer is held at a time."""
+        """Return True if the buffer is held at a time."""
         return any(first <= time <= last for first, last in self.spans)
 
 
@@ -198,7 +198,7 @@ def _spans(buffer: Buffer) -> list[tuple[int, int]]:
 
 
 def _is_plain(buffer: Buffer) -> bool:
-    """Whether a buffer is a temporary that is written once."""
+    """Return True if a buffer is a temporary that is written once."""
     return buffer.home == "temporary" and len(buffer.writes) == 1
 
 

@@ -229,7 +229,7 @@ def _subtract(sizes: dict[str, int], shared: int) -> None:
 
 
 def _is_saved(buffer: Buffer) -> bool:
-    """Whether the forward pass writes it and the backward pass reads it, whose operations jax names transpose(jvp(."""
+    """Return True if the forward pass writes it and the backward pass ("transpose(jvp(" to jax) reads it."""
     written = any(_pass(write.step.op_name) == "forward" for write in buffer.writes)
     return written and any(_pass(step.op_name) == "backward" for _, step in buffer.reads)
 

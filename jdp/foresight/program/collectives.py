@@ -195,7 +195,7 @@ def collective_of(step: Instruction, program: Program) -> Collective:
 
 
 def overlaps(step: Instruction) -> bool:
-    """Whether other work may run between start and done: jax 0.10 writes synchronous ones as pairs too, marked so."""
+    """Return True if other work may run between start and done; jax 0.10 marks synchronous pairs."""
     return step.is_start and '"is_sync":true' not in step.line
 
 

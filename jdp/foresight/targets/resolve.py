@@ -164,7 +164,7 @@ def _check_compiler(name: str) -> None:
 
 
 def _has_toolkit() -> bool:
-    """Whether XLA finds ptxas and libdevice.10.bc: in Python packages, or in a CUDA toolkit."""
+    """Return True if XLA finds ptxas and libdevice.10.bc: in Python packages, or in a CUDA toolkit."""
     packages = [("nvidia-cuda-nvcc", "nvidia-nvvm"), ("nvidia-cuda-nvcc-cu12",)]
     return (
         any(all(map(_installed, family)) for family in packages)

@@ -139,7 +139,7 @@ def collective_cost(kind: str, payload_bytes: float, groups: Groups, target: Tar
 
 @functools.lru_cache(maxsize=256)
 def _grouped(groups: Groups, per_host: int, devices: int) -> tuple[_Group, ...]:
-    """The groups that differ in members or hosts, smallest first; those of one device are left out."""
+    """Return the groups that differ in members or hosts, smallest first, without those of one device."""
     distinct = set[_Group]()
     for group in groups:
         if not all(0 <= member < devices for member in group):
@@ -154,7 +154,7 @@ def _grouped(groups: Groups, per_host: int, devices: int) -> tuple[_Group, ...]:
 
 
 def _cost(kind: str, payload: float, group: _Group, chip: Chip, target: Target) -> Cost:
-    """The fastest algorithm for one group."""
+    """Return the cost of the fastest algorithm for one group."""
     if not isinstance(chip, Gpu):
         return _torus(kind, payload, group, chip, target)
     if kind in _DIRECT:
@@ -217,7 +217,7 @@ def _tree(payload: float, group: _Group, chip: Gpu) -> Iterator[Cost]:
 
 
 def _tree_reaches(protocol: str, payload: float) -> float:
-    """The correction for a tree: NCCL's table, interpolated between sizes, so that no larger message is faster."""
+    """Return a tree's correction: NCCL's table, interpolated, so that no larger message is faster."""
     table = _TREE_REACHES[protocol]
     position = min(max(math.log2(max(payload, 1) / 64), 0.0), len(table) - 1.0)
     below = min(int(position), len(table) - 2)

@@ -95,7 +95,7 @@ def _arithmetic(step: Instruction, *operands: str) -> tuple[str, int]:
 
 
 def _convolution(step: Instruction, kernel: Shape, output: Shape) -> Product:
-    """A convolution as a product: output positions × (kernel size × input features) × output features, by group.
+    """Return a convolution as a product, by group: output positions × (kernel size × features) × features.
 
     Multiplications with padding count; those with the zeros of a dilated input do not.
     """
@@ -109,7 +109,7 @@ def _convolution(step: Instruction, kernel: Shape, output: Shape) -> Product:
 
 
 def _library(step: Instruction, target: str, operands: list[Shape]) -> Iterator[Product]:
-    """A library call that replaces a product; `step` writes its result first, a workspace after it."""
+    """Yield the product that a library call replaces; `step` writes its result first, then a workspace."""
     result = step.shapes[0]
     if target == "__cudnn$convBackwardFilter":  # (input, gradient of the output) -> gradient of the kernel
         yield _convolution(step, result, operands[1])

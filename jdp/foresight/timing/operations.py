@@ -131,7 +131,7 @@ class Schedule:
                     yield from self._collectives(inner)
 
     def _loop(self, step: Instruction) -> TimedOp:
-        """A loop's body; its condition too where its trip count is not known before it runs."""
+        """Return a loop: its body, and its condition too if its trip count is not known before it runs."""
         (body,), (condition,) = step.called["body"], step.called["condition"]
         if step.trip_count is not None:
             return TimedOp("loop", step, inner=(body,), trips=step.trip_count)

@@ -185,7 +185,7 @@ class _Walk:
             self.events.append(Event(op.step.name, lane, start, op.seconds, what, source, bytes=op.bytes))
 
     def _record_remaining_rounds(self, op: TimedOp) -> None:
-        """One event a lane for the rounds not shown: as long as the lane is busy in them."""
+        """Record one event a lane for the rounds not shown, as long as the lane is busy in them."""
         if not self.recording:
             return
         times, total = op.trips - _ROUNDS_SHOWN, Total()

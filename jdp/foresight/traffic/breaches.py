@@ -100,7 +100,7 @@ def breaches(
 def _tensors(
     collectives: Iterable[MeshCollective], promised: Theory, sites: Sites
 ) -> Iterator[tuple[MeshCollective, Piece]]:
-    """The tensors of collectives, without batch statistics."""
+    """Yield each collective with each tensor that it sends, without batch statistics."""
     for each in collectives:
         for piece in sites.pieces(each.collective):
             if not (each.statistics_bytes and promised.statistics.fits(piece)):
@@ -186,7 +186,7 @@ class _Judge:
         return sorted(faults.values(), key=lambda fault: -fault.excess_bytes)
 
     def _reason(self, sent_by: MeshCollective, piece: Piece, parameters: tuple[Placement, ...]) -> Reason | None:
-        """What is wrong with a tensor of these parameters' shape; None where the promise covers it."""
+        """Return what is wrong with a tensor of these parameters' shape; None where the promise covers it."""
         c, step, row = sent_by.collective, self.step, self.step.plan.row
         promise, size = self.promised.promise(c.kind), piece.payload_bytes * c.count
         if not parameters:
@@ -227,7 +227,7 @@ class _Judge:
         return Reason("sent more often than promised", remedy, excess)
 
     def _unpromised(self, kind: str, parameters: tuple[Placement, ...]) -> Reason:
-        """What is wrong with a kind that the strategy's row does not name."""
+        """Return what is wrong with a kind that the strategy's row does not name."""
         plan = self.step.plan
         if kind != "all-reduce" or not plan.row.shard_state:
             return Reason(f"{plan.row.name} promises no {kind}", self._keep_local())
@@ -267,7 +267,7 @@ class _Judge:
         return left
 
     def _manual(self) -> str:
-        """The remedy: have each device sum its own gradients first."""
+        """Return the remedy: have each device sum its own gradients first."""
         if self.step.partitioning == "manual":
             return "The step is partitioned by hand already, so the loss itself asks for it: look at that line."
         if self.step.requested is None and "jdp.Loss" in self.step.why:
@@ -275,7 +275,7 @@ class _Judge:
         return "Use partitioning='manual': each device sums its own first, and they synchronise once."
 
     def _keep_local(self) -> str:
-        """The remedy: keep a tensor on its device."""
+        """Return the remedy: keep a tensor on its device."""
         if self.step.partitioning == "manual":
             return "The loss asks for it: leave that collective out, or take its traffic as the loss' own."
         return (

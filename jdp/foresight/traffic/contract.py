@@ -214,7 +214,7 @@ def compare(collectives: Iterable[MeshCollective], promised: Theory, stray_bytes
 
 
 def _statistics_row(counted: Iterable[MeshCollective], promised: Theory) -> Row | None:
-    """What batch norms send, and what they take; never more, as what is beyond counts as any other all-reduce."""
+    """Return the row of batch statistics: sent, and expected; what exceeds it counts as other all-reduces."""
     expected, sums = promised.statistics.payload_bytes, [each for each in counted if each.statistics_bytes]
     if not sums:
         return None
@@ -225,7 +225,7 @@ def _statistics_row(counted: Iterable[MeshCollective], promised: Theory) -> Row 
 
 
 def _row(kind: str, collectives: Iterable[MeshCollective], promised: Theory | None) -> Row:
-    """One kind's row; of what nothing is promised about (None), always kept."""
+    """Return one kind's row; it is always kept if nothing is promised about it (None)."""
     same = [each for each in collectives if each.collective.kind == kind]
     payload, wire = sum(each.payload_bytes for each in same), sum(each.wire_bytes for each in same)
     looped = sum(each.payload_bytes for each in same if each.in_accumulation_loop)

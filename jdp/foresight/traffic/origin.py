@@ -154,7 +154,7 @@ def _in_scan(op_name: str | None) -> bool:
 
 
 def _upwards(step: Instruction, names: Names, steps: int = 8) -> Iterator[Instruction]:
-    """An instruction, its first operand, that one's first operand, …"""
+    """Yield an instruction, its first operand, that one's first operand, and so on."""
     for _ in range(steps):
         yield step
         above = next((names[name] for name in step.operands if name in names), None)
@@ -164,7 +164,7 @@ def _upwards(step: Instruction, names: Names, steps: int = 8) -> Iterator[Instru
 
 
 def _uses(name: str, index: int, alone: bool, names: Names, steps: int = 8) -> Iterator[Instruction]:
-    """What reads a collective's tensor number `index`, and what reads that, …, in the same computation."""
+    """Yield what reads a collective's tensor number `index`, what reads that, and so on, in its computation."""
     reached = {name}
     for step in names.values():
         if not steps or reached.isdisjoint(step.operands):
@@ -264,7 +264,7 @@ class Parameters:
         return tables
 
     def _may_be_stacked(self, placement: Placement) -> bool:
-        """Whether the leading dimension may be layers: of matrices, or others have it too; and it is not sharded."""
+        """Return True if the leading dimension may be layers: not sharded, and of matrices or shared by others."""
         alike = sum(other.shape[:1] == placement.shape[:1] for other in self.placements)
         rank = len(placement.shape)
         return rank > 1 and placement.dim != 0 and (alike > 1 or rank > 2)

@@ -84,7 +84,7 @@ def _global_dims(local: tuple[int, ...], sharding: str) -> tuple[int, ...]:
 
 
 def _copied_at(dims: tuple[int, ...], op_name: str, compiled: Compiled) -> str | None:
-    """The source line of a copy: that of a collective that makes the whole tensor, of the same operation or a sibling.
+    """Return a copy's source line: of a collective that makes the whole tensor, of the same operation or a sibling.
 
     The warning's own does not hold in the compiled program, whose stack frames XLA numbers anew.
     """
