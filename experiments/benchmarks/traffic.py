@@ -33,7 +33,7 @@ Measured 2026-11 for 8, 64 and 512 H100 (jax 0.10.2, Python 3.11.7), bf16, the c
     zero3  K=1    0.831 (431)   0.831 (485)   0.831 (492)  0.750 (50)    0.750 (57)    0.750 (57)
            K=4    0.831 (1725)  0.831 (1941)  0.831 (1968) 0.750 (201)   0.750 (226)   0.750 (229)
 
-zero3 is held against 2 K c psi in these tables, and below 1 because what lies outside the layer loop is gathered once a
+zero3 is compared with 2 K c psi in these tables; it is below 1 as what lies outside the layer loop is gathered once a
 microbatch and kept for the backward pass. Since then its row is exact, what the step's own trace gathers: for 1x8, gpt,
 unrolled and mlp, K = 1 and 4, the same bytes are 1.000 of it (431, 1725; 50, 201 MiB), 0 of 6 break it.
 The width is 1024 because 768, gpt2-124m's own, does not divide by 512: there zero1 K=1 sends 1.270 of the contract and
@@ -170,8 +170,8 @@ class Shape:
         into, out = PartitionSpec(*stacked, None, "model"), PartitionSpec(*stacked, "model", None)
         columns = [f"*/attention/{name}/kernel" for name in ("query", "key", "value")]
         rows = ["*/attention/output/kernel", "*/mlp/down/kernel"]
-        told = [(path, into) for path in (*columns, "*/mlp/up/kernel")] + [(path, out) for path in rows]
-        return [*told, ("embed/tokens", PartitionSpec("model", None))]
+        ruled = [(path, into) for path in (*columns, "*/mlp/up/kernel")] + [(path, out) for path in rows]
+        return [*ruled, ("embed/tokens", PartitionSpec("model", None))]
 
 
 def configuration(name: str, shape: Shape) -> ModelConfig:
@@ -255,7 +255,7 @@ def sent(found: Report) -> dict[str, Any]:
 
 
 def show(case: Case, rows: list[dict[str, Any]], *, with_header: bool) -> None:
-    """Sizes in MiB; the columns by kind are payload; "apart": on the wire, but not held against the contract."""
+    """Print sizes in MiB; the columns by kind are payload; "apart": on the wire, but not compared with the contract."""
     if with_header:
         kinds = " ".join(f"{kind:>14}" for kind in COLUMNS)
         print(f"MiB{'':40}    wire contract  ratio        {kinds}  other  temp    apart")
