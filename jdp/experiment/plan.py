@@ -1,4 +1,4 @@
-"""From an experiment file to what foresight compiles: its step on a target's devices, every way that is asked for.
+"""From an experiment file to what foresight compiles: its step on a target's devices, in every variant asked for.
 
 An assembly on the target's devices gives the step and its abstract operands; from there `jdp plan` and `jdp verify` go
 through the same functions as `jdp.foresee` and `jdp.verify`.

@@ -22,7 +22,7 @@ def advise(estimates: Sequence[Estimate]) -> tuple[Estimate | None, tuple[str, .
     """Return the fastest estimate that fits, or None if none fits, and the reasons as sentences."""
     compiled = [o for o in estimates if o.memory is not None]
     fitting = [o for o in compiled if o.fits is not False]
-    sentences = [_what_fits(compiled)] if compiled else ["No way compiled."]
+    sentences = [_what_fits(compiled)] if compiled else ["No candidate compiled."]
     sentences += _like_zero2(compiled)
     if not fitting:
         return None, (*sentences, *_nothing_fits(compiled))

@@ -1,4 +1,4 @@
-"""What a plan reports: an estimate for each candidate (a way to run the step), which of them to take, and why.
+"""What a plan reports: an estimate for each candidate, which of them to take, and why.
 
 An `Estimate` holds what was read off one compiled program: memory by class, traffic against theory, the timeline. A
 `PlanReport` holds all of them, in words (`str`), as a table, and as JSON.
@@ -151,7 +151,7 @@ class Estimate:
 
 
 MEMORY = (
-    "way",
+    "candidate",
     "fits",
     "holds",
     "parameters",
@@ -162,7 +162,7 @@ MEMORY = (
     "other",
     "ZeRO's formula",
 )
-SPEED = ("way", "partitioning", "sends", "of theory", "hidden", "waits", "step", "MFU", "tokens/s", "T(1)/T(N)")
+SPEED = ("candidate", "partitioning", "sends", "of theory", "hidden", "waits", "step", "MFU", "tokens/s", "T(1)/T(N)")
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ def memory_bars(estimates: Sequence[tuple[str, Estimate]], chosen: str | None) -
     """
     held = [(name, estimate, estimate.memory) for name, estimate in estimates if estimate.memory is not None]
     if not held:
-        return element("p", "No way compiled, so nothing is known.")
+        return element("p", "No candidate compiled, so nothing is known.")
     keys = [_key(CLASSES[name], _COLOURS[name]) for name in CLASSES if any(m.by_class()[name] for _, _, m in held)]
     picture = stacked_bars(
         [
@@ -39,7 +39,7 @@ def memory_bars(estimates: Sequence[tuple[str, Estimate]], chosen: str | None) -
         ],
         _COLOURS,
         *_unit(max(max(memory.total, estimate.available_bytes or 0) for _, estimate, memory in held)),
-        described="Bytes of a device’s memory by class, for each way; the table below has the same numbers.",
+        described="Bytes of a device’s memory by class, for each candidate; the table below has the same numbers.",
     )
     limit = held[0][1].available_bytes
     dashed = "" if limit is None else f"; dashed: what a device has for it, {format_bytes(limit)} ({limit:,} bytes)"

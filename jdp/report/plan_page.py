@@ -32,7 +32,7 @@ def plan_page(forecast: PlanReport, *, title: str, described: str = "") -> str:
     lead = f"{forecast.devices} devices, {forecast.target}. Compiled, not run; numbers are for one device and one step."
     sections = [
         Section("answer", "What to launch", _answer(forecast, chosen)),
-        Section("ways", "The ways compared", _tables(forecast)),
+        Section("candidates", "The candidates compared", _tables(forecast)),
         Section("memory", "What a device holds", memory_bars(estimates, chosen)),
         Section("time", "Where a step’s time goes", times(estimates, chosen)),
         Section("sent", "What a device sends", traffic(reports, chosen)),
@@ -44,7 +44,8 @@ def plan_page(forecast: PlanReport, *, title: str, described: str = "") -> str:
 
 
 def _answer(forecast: PlanReport, chosen: str | None) -> Markup:
-    verdict = f"Take {chosen}." if chosen is not None else "No way fits." if _compiled(forecast) else "No way compiled."
+    none = "No candidate fits." if _compiled(forecast) else "No candidate compiled."
+    verdict = none if chosen is None else f"Take {chosen}."
     box = element(
         "div",
         element("p", element("strong", verdict)),

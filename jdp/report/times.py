@@ -25,7 +25,7 @@ def times(estimates: Sequence[tuple[str, Estimate]], chosen: str | None) -> Mark
     """
     timed = [(name, estimate, estimate.timeline) for name, estimate in estimates if estimate.timeline is not None]
     if not timed:
-        return element("p", "Step times are not known: these devices’ rates are not, or no way compiled.")
+        return element("p", "Step times are not known: these devices’ rates are not, or no candidate compiled.")
     longest = max(timeline.step_seconds for _, _, timeline in timed) or 1e-9
     most = max(60, MOST_RECTANGLES // len(timed))
     parts = [_zoom(), element("p", *_lane_keys(), class_="note"), element("p", _HOW_TO_READ, class_="note")]

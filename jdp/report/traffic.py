@@ -21,7 +21,7 @@ def traffic(reports: Sequence[tuple[str, Report]], chosen: str | None) -> Markup
         chosen: name of the one to take, whose collectives are open when the page is.
     """
     if not reports:
-        return element("p", "No way compiled, so nothing was counted.")
+        return element("p", "No candidate compiled, so nothing was counted.")
     rows = [(name, row, verdict) for name, report in reports for row, verdict in _rows(report)]
     most = max(10, MOST_ROWS // len(reports))
     return joined(
@@ -40,12 +40,12 @@ def traffic(reports: Sequence[tuple[str, Report]], chosen: str | None) -> Markup
 
 _INTRODUCTION = (
     "Payloads are whole tensors, a step, loops counted as often as they run. Bytes on the wire are what one device "
-    "sends by the ring algorithms: 2(N−1)/N of an all-reduce's payload, (N−1)/N of the others'. A way "
+    "sends by the ring algorithms: 2(N−1)/N of an all-reduce's payload, (N−1)/N of the others'. A candidate "
     f"keeps the contract when it sends at most {TOLERANCE:g} times what its strategy promises, and nothing else above "
     f"{SLACK:.0%} of that, beside the all-reduce of parameters too small to shard."
 )
 _HEADERS = (
-    "way",
+    "candidate",
     "kind",
     "expected",
     "found",

@@ -19,7 +19,7 @@ GIB = 2**30
 def estimate(
     strategy, *, gib, step=0.1, exposed=0.01, sent=0.02, matmul=1e-3, activations=1.0, kept=True, products=None
 ):
-    """A way that holds `gib`, of which `activations`, on a device that has 70 GiB; seconds a step."""
+    """A candidate that holds `gib`, of which `activations`, on a device that has 70 GiB; seconds a step."""
     line = Timeline(
         step_seconds=step,
         compute_seconds=step - exposed,
@@ -164,7 +164,7 @@ def test_what_did_not_compile_is_no_choice():
     failed = Estimate("ddp", 1, None, error="XLA did not compile this step: x")
     assert advise([failed])[0] is None
     assert words(failed, estimate("zero1", gib=60))[0].strategy == "zero1"
-    forecast = PlanReport("h100:1x8", 8, (failed,), None, ("No way compiled.",))
+    forecast = PlanReport("h100:1x8", 8, (failed,), None, ("No candidate compiled.",))
     assert "did not compile" in str(forecast)
     assert forecast.to_json()["strategies"][0]["fits"] is False
 

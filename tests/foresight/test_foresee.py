@@ -218,7 +218,7 @@ def test_from_python_around_ones_own_model(folder, monkeypatch):
     )
     assert [(o.strategy, o.accumulate, o.devices) for o in forecast.estimates] == [("zero3", 1, 16), ("zero3", 2, 16)]
     assert seen == [(0, 2, "zero3"), (1, 2, "zero3 K=2"), (2, 2, "")]
-    assert [o.tokens for o in forecast.estimates] == [32 * 64] * 2, "the same batch for every way"
+    assert [o.tokens for o in forecast.estimates] == [32 * 64] * 2, "the same batch for every candidate"
     assert any("given 16 rows: 32 are taken" in note for note in forecast.notes)
     assert step.plan.strategy == "zero3" and step.partitioning is None, "the step itself is left alone"
     with pytest.raises(ValueError, match="training step"):

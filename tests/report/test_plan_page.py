@@ -277,7 +277,7 @@ def test_a_kind_that_others_make_up_for_is_no_breach():
 
 def test_the_chosen_row_is_marked_and_no_other():
     found = read(forecast_of(outlook_of("ddp"), outlook_of("zero1"), outlook_of("zero3"), choice=1))
-    assert found.values("class").count("chosen") == 3  # in the two tables of ways and in that of seconds
+    assert found.values("class").count("chosen") == 3  # in the two tables of candidates and in that of seconds
     assert "zero1 chosen" in found.text and "ddp chosen" not in found.text
 
 
@@ -288,10 +288,10 @@ FAILED = {"memory": None, "report": None, "timeline": None, "headroom": None, "e
     ("estimates", "expected"),
     [
         ((outlook_of(), outlook_of("zero3", **FAILED)), "did not compile"),
-        ((outlook_of("zero3", **FAILED),), "No way compiled."),
+        ((outlook_of("zero3", **FAILED),), "No candidate compiled."),
         ((outlook_of(timeline=None),), "Step times are not known"),
         ((outlook_of(headroom=None, parameters=0),), "What a device holds"),
-        ((outlook_of(headroom=NO_ROOM),), "No way fits."),
+        ((outlook_of(headroom=NO_ROOM),), "No candidate fits."),
         ((outlook_of(report=report_of(collectives=0)),), "Nothing is sent."),
         ((outlook_of(timeline=timeline_of(events_of(5, every=1000)[1:])),), "waiting"),
         ((outlook_of(memory=Memory(0, 0, 0, 0, 0, 0, 0, 0), headroom=None),), "What a device holds"),
