@@ -1,10 +1,11 @@
 """The README tells the truth: its Python runs as it stands, its commands and files exist."""
 
+import ast
 import re
 import tomllib
 from pathlib import Path
 
-from test_packages import ORDER
+from test_packages import MODULES, ORDER
 
 from jdp.cli.main import COMMANDS
 from jdp.experiment.file import load
@@ -53,3 +54,9 @@ def test_every_file_it_names_exists():
     for path in re.findall(r"`((?:tests|experiments|jdp)/[\w/.]+)`", README):
         assert (ROOT / path).exists(), path
     assert "TABLE" not in README
+
+
+def test_packages_are_described_as_they_describe_themselves():
+    """The README's table and the first line of each package's docstring are the same sentence."""
+    table = dict(re.findall(r"^\| `(\w+)/` \| (.+) \|$", README, flags=re.M))
+    assert table == {name: ast.get_docstring(MODULES[f"jdp.{name}"].tree).partition("\n")[0] for name in ORDER}

@@ -1,4 +1,6 @@
-"""Checkpoints: written in the background, always restored onto the plan at hand.
+"""Weights on disk: checkpoints, and safetensors under other libraries' names.
+
+Checkpoints are written in the background, and always restored onto the plan at hand.
 
 `errors` reports what went wrong in one sentence; `content` is what one checkpoint holds and how it is read onto a
 target; `ownership` decides what in a directory may be moved or deleted; `directory` keeps several checkpoints, one a

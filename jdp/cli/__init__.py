@@ -1,1 +1,4 @@
-"""The commands of the command line, one module each: its options, which `--help` shows, and what runs it."""
+"""The command line, one module a command.
+
+A module has the command's options, which `--help` shows, and what runs it.
+"""

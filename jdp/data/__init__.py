@@ -1,4 +1,6 @@
-"""Data: what people have (files, rows, images, arrays) becomes the same global batches on any number of processes.
+"""What people have (files, rows, images, arrays) becomes global batches.
+
+They are the same on any number of processes.
 
 A source is found and read:
   sources/       files, directories, data sets of Hugging Face; tables (parquet, Arrow, JSON), arrays, .gz and .zst

@@ -1,5 +1,6 @@
-"""What a compiled step will send and hold, read before it is launched.
+"""What a compiled step will hold, send and wait for.
 
-`targets` describes devices this machine need not have, so that XLA compiles the real step for them;
-`hlo` reads every collective out of the program that comes back.
+`targets/` describes devices that this machine need not have, so that XLA compiles the real step for them; `program/`
+reads the result, and `memory/`, `traffic/` and `timing/` read from it what is asked.
+Begin in `foresee.py` or `verify.py`.
 """

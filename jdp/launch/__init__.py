@@ -1,4 +1,4 @@
-"""Start processes: `local` starts several on this machine."""
+"""Processes: several started on this machine."""
 
 from jdp.launch.local import launch
 

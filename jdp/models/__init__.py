@@ -1,4 +1,4 @@
-"""The models that experiments train, in plain Flax NNX."""
+"""GPT, ResNet, ViT and MLP in plain NNX; of jdp they know `scan_layers` only."""
 
 from jdp.models.gpt import GPT, GPTConfig
 from jdp.models.losses import classification_loss, next_token_loss

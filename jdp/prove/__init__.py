@@ -1,4 +1,7 @@
-"""Equivalence with one device: does a step learn the same on one device and on many, whatever is sharded and how?"""
+"""Equivalence with one device.
+
+Does a step learn the same on one device and on many, whatever is sharded and how?
+"""
 
 from jdp.prove.equivalence import Difference as Difference
 from jdp.prove.equivalence import Made as Made

@@ -1,1 +1,4 @@
-"""Self-contained pages and pictures for people who decide what to launch, and for those who look at what ran."""
+"""Self-contained pages.
+
+They are, with their pictures, for people who decide what to launch and for those who look at what ran.
+"""

@@ -1,1 +1,4 @@
-"""One run of an experiment: the loop, its folder, its outputs, how it resumes; sweeps of runs. Begin in `loop.py`."""
+"""One run of an experiment: the loop, its folder, metrics, resume, sweeps.
+
+Begin in `loop.py`.
+"""
