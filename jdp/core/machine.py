@@ -61,14 +61,30 @@ def visible_gpus(environment: Mapping[str, str]) -> list[str]:
 
 def memory_bytes() -> int | None:
     """Return the bytes of memory of this machine, or of its control group if that is less; None without Linux."""
+    total = _meminfo("MemTotal")
+    groups = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+    limits = [limit for group in groups if (limit := _number(group)) is not None]
+    return None if total is None else min([total, *limits])
+
+
+def available_memory() -> int | None:
+    """Return the bytes that this process may still take, of the machine and its control group; None without Linux."""
+    free = _meminfo("MemAvailable")
+    limit, used = _number("/sys/fs/cgroup/memory.max"), _number("/sys/fs/cgroup/memory.current")
+    return free if free is None or limit is None or used is None else min(free, limit - used)
+
+
+def _meminfo(entry: str) -> int | None:
     try:
         table = Path("/proc/meminfo").read_text(encoding="ascii")
-        limits = [int(line.split()[1]) * 1024 for line in table.splitlines() if line.startswith("MemTotal")]
+        return next((int(row.split()[1]) * 1024 for row in table.splitlines() if row.startswith(f"{entry}:")), None)
     except (OSError, ValueError):
         return None
-    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            limits.append(int(Path(file).read_text(encoding="ascii")))  # "max" if there is no limit
-        except (OSError, ValueError):
-            continue
-    return min(limits, default=None)
+
+
+def _number(file: str) -> int | None:
+    """Return the number in a file of a control group; None if there is no file, or it says "max": there is no limit."""
+    try:
+        return int(Path(file).read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None

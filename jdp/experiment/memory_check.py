@@ -10,10 +10,10 @@ from __future__ import annotations
 import math
 
 import jax
-import jax.numpy as jnp
 
 from jdp.core.formatting import format_bytes
 from jdp.core.machine import memory_bytes
+from jdp.core.sharding.placement import bytes_per_device
 from jdp.core.types import Device
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError
@@ -37,7 +37,7 @@ def check_weights_and_batch(assembly: Assembly) -> None:
     shares = 1 if assembly.experiment.strategy == "ddp" and not assembly.experiment.rules else assembly.mesh.size
     _refuse("its weights", _WEIGHT_BYTES * count / shares, f"a model of {count:,} parameters or more", assembly)
     leaves = assembly.abstract_batch().values()
-    batch = sum(math.prod(leaf.shape) * _item_bytes(leaf) for leaf in leaves) // jax.process_count()
+    batch = sum(bytes_per_device(leaf.shape, leaf.dtype, 1) for leaf in leaves) // jax.process_count()
     memory = memory_bytes()
     if memory is not None and batch > memory:
         raise ExperimentError(
@@ -60,7 +60,7 @@ def check_state(assembly: Assembly) -> None:
     """
     state = assembly.abstract_state()
     held = sum(
-        math.prod(leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)) * _item_bytes(leaf)
+        bytes_per_device(leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape), leaf.dtype, 1)
         for leaf in jax.tree.leaves(state)
     )
     total = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params))
@@ -88,7 +88,3 @@ def _memory(devices: list[Device]) -> tuple[float, str]:
     limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices if device.platform != "cpu"]
     least = min(filter(None, limits), default=math.inf)
     return least, "" if math.isinf(least) else f"a device has {format_bytes(least)}"
-
-
-def _item_bytes(leaf: jax.ShapeDtypeStruct) -> int:
-    return 8 if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else jnp.dtype(leaf.dtype).itemsize

@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec
 from jdp.core.batch import batch_rows
 from jdp.core.batch_keys import THREEFRY
 from jdp.core.init import abstract_state, init_state
+from jdp.core.machine import available_memory
 from jdp.core.precision import Precision
 from jdp.core.sharding.mesh import DATA
 from jdp.core.sharding.plan import MIN_SHARD_SIZE, Plan
@@ -32,7 +33,7 @@ from jdp.core.state import TrainState
 from jdp.core.step import make_train_step
 from jdp.core.types import Device, InitFn, LossFn
 from jdp.prove.bounds import PAIRS, Closest, Record
-from jdp.prove.memory_check import available_memory, check_memory
+from jdp.prove.memory_check import check_memory
 from jdp.prove.proof import Difference, Proof, Run, difference_in_words
 from jdp.prove.reference import Reference, Training
 from jdp.prove.settings import Resume, RunSpec, Setting, Skip, Space, causal_order, choose_runs, common_choice

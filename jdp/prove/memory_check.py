@@ -8,13 +8,12 @@ lower bound.
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 
 from jdp.core.formatting import format_bytes
 from jdp.core.precision import Precision
+from jdp.core.sharding.placement import bytes_per_device
 from jdp.core.state import TrainState
 
 
@@ -32,7 +31,7 @@ def check_memory(state: TrainState, *, devices: int, steps: int, precision: Prec
         ValueError: the proof needs more.
     """
     parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params))
-    state_bytes = sum(_bytes(leaf) for leaf in jax.tree.leaves(state))
+    state_bytes = sum(bytes_per_device(leaf.shape, leaf.dtype, 1) for leaf in jax.tree.leaves(state))
     copies = parameters * (precision.compute_dtype.itemsize + precision.reduce_dtype.itemsize)
     record, live = 2 * (steps + 1) * state_bytes, devices * (state_bytes + copies)
     if available is not None and record + live > available:
@@ -44,24 +43,3 @@ def check_memory(state: TrainState, *, devices: int, steps: int, precision: Prec
             "Prove a smaller model, fewer steps or fewer devices (such as --model.layers 2, "
             "--model.width 128, --steps 3, --devices 2)."
         )
-
-
-def available_memory() -> int | None:
-    """Return the bytes that this process may still take, of the machine and of its control group; None if not Linux."""
-    try:
-        table = Path("/proc/meminfo").read_text(encoding="ascii")
-        free = next(int(row.split()[1]) * 1024 for row in table.splitlines() if row.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return None
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = (group / "memory.max").read_text(encoding="ascii").strip()
-        used = int((group / "memory.current").read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return free
-    return free if limit == "max" else min(free, int(limit) - used)
-
-
-def _bytes(leaf: jax.ShapeDtypeStruct) -> int:
-    key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return math.prod(leaf.shape) * (8 if key else jnp.dtype(leaf.dtype).itemsize)

@@ -36,7 +36,6 @@ def test_a_large_all_gather_inside_a_host():
     assert cost.latency_seconds == pytest.approx((8.4 + 7 * 3.4) * US)
     assert cost.wire_seconds == pytest.approx(7 / 8 * 64 * MIB / H100_LINK)
     assert cost.seconds == pytest.approx(190.56 * US, abs=0.005 * US)
-    assert not cost.latency_bound
 
 
 def test_a_reduce_scatter_takes_what_the_all_gather_takes():
@@ -51,7 +50,7 @@ def test_a_small_all_reduce_inside_a_host_is_latency():
     assert cost.algorithm == "ring LL"
     assert cost.latency_seconds == pytest.approx((6.6 + 14 * 0.6) * US)
     assert cost.wire_seconds == pytest.approx(2 * 7 / 8 * 8 * KIB / 141e9)  # what LL carries at most on one Hopper host
-    assert cost.latency_bound
+    assert cost.latency_seconds > cost.wire_seconds
 
 
 def test_a_middling_all_gather_uses_the_protocol_in_between():

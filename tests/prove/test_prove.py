@@ -19,13 +19,14 @@ from flax import nnx
 
 import jdp
 from jdp.core.gradients import accumulate, manual
+from jdp.core.machine import available_memory
 from jdp.core.state import TrainState
 from jdp.experiment.file import from_table
 from jdp.experiment.prove import prove_experiment
 from jdp.models import MLPConfig, build
 from jdp.prove.bounds import Record
 from jdp.prove.equivalence import Setting, prove, space_of
-from jdp.prove.memory_check import available_memory, check_memory
+from jdp.prove.memory_check import check_memory
 from jdp.prove.proof import Proof
 from jdp.prove.reference import Noise, _with_noise
 from jdp.prove.settings import Resume, causal_order, choose_runs, common_choice

@@ -6,7 +6,6 @@
 """
 
 import os
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from jdp.core.user_path import check_regular
 from jdp.data.held_out import ends_score
 from jdp.data.labels import Labels, labels_of
 from jdp.data.sources.compressed import unreadable
+from jdp.data.sources.files import walk
 
 PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm")
 HELD_OUT_FOLDERS = ("val", "valid", "validation", "heldout", "test")
@@ -63,7 +63,7 @@ def picture_files(directory: Path, *, classes: tuple[str, ...] | None = None) ->
             f"a directory of pictures must have a folder for each class, two or more; given {directory} with "
             f"{len(folders)} and {_pictures_in(directory)} pictures beside: put each class' pictures in its own folder"
         )
-    files_by_class = {folder.name: sorted(_walk(folder)) for folder in folders}
+    files_by_class = {folder.name: _visible_files(folder) for folder in folders}
     if empty := [name for name, files in files_by_class.items() if not any(map(_is_picture, files))]:
         raise ValueError(
             f"every class folder must hold pictures ({', '.join(PICTURE_SUFFIXES)}); given none in "
@@ -100,11 +100,8 @@ def visible_folders(directory: Path) -> list[Path]:
         raise ValueError(unreadable(error)) from error
 
 
-def _walk(folder: Path) -> Iterator[str]:
-    """Yield names of files, not `Path`s, which take ten times the memory; there may be millions."""
-    for inside, folders, names in os.walk(folder, onerror=_refuse):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (inside + os.sep + name for name in names if not name.startswith("."))
+def _visible_files(folder: Path) -> list[str]:
+    return sorted(inside + os.sep + name for inside, name in walk(folder) if not name.startswith("."))
 
 
 def _report_oddities(directory: Path, files_by_class: dict[str, list[str]]) -> None:
@@ -140,7 +137,3 @@ def _score(file: str) -> float:
 def _read(opened: BinaryIO, start: int, stop: int) -> bytes:
     opened.seek(start)
     return opened.read(stop - start)
-
-
-def _refuse(error: OSError) -> None:
-    raise ValueError(unreadable(error)) from error

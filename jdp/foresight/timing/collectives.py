@@ -45,11 +45,6 @@ class Cost:
     def seconds(self) -> float:
         return self.latency_seconds + self.wire_seconds
 
-    @property
-    def latency_bound(self) -> bool:
-        """Whether fewer, larger messages would help more than bandwidth."""
-        return self.latency_seconds > self.wire_seconds
-
 
 NOTHING = Cost(0.0, 0.0, "none")
 
