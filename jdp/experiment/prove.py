@@ -17,7 +17,7 @@ from jdp.data import NumpyBatch, global_batches
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import check_for_devices
 from jdp.experiment.schema.experiment import Experiment
-from jdp.prove.equivalence import Made, Progress, Proof, Setting, Training, prove_training, space_of
+from jdp.prove.equivalence import Made, OnProgress, Proof, Setting, Training, prove_training, space_of
 
 
 def prove_experiment(
@@ -27,7 +27,7 @@ def prove_experiment(
     devices: Sequence[Device] | int | None = None,
     full: bool = False,
     only: str | Sequence[str] = (),
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
 ) -> Proof:
     """Prove that an experiment learns the same on one device and on many, whatever is sharded.
 

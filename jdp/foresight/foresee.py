@@ -25,7 +25,7 @@ from jdp.core.step import Step
 from jdp.core.types import Batch
 from jdp.foresight.advice import advise
 from jdp.foresight.forecast import Estimate, PlanReport
-from jdp.foresight.max_batch import Progress, largest_batch
+from jdp.foresight.max_batch import OnProgress, largest_batch
 from jdp.foresight.memory.peak import memory
 from jdp.foresight.program.compiled import CompileError
 from jdp.foresight.targets.chips import XLA_TYPES
@@ -48,7 +48,7 @@ def foresee(
     tokens: int | None = None,
     max_batch: bool = False,
     cache: bool = True,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
 ) -> PlanReport:
     """Compile `step` for `target` under every strategy, and report what each would hold, send and wait for.
 
@@ -129,7 +129,7 @@ def make_plan_report(
     tokens: int | None = None,
     max_batch: bool = False,
     cache: bool = True,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
 ) -> PlanReport:
     """Compile every candidate for `target`, choose one, and say why.
 

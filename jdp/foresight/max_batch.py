@@ -20,7 +20,7 @@ from jdp.foresight.targets.resolve import Target
 PROBES = 30
 """More than a search takes whose memory grows with the rows."""
 
-Progress = Callable[[int, int | None, str], None]
+OnProgress = Callable[[int, int | None, str], None]
 """Called with (compilations done, compilations in all or None where that is not known, what is compiled next)."""
 
 
@@ -63,7 +63,7 @@ class MaxBatch:
 
 
 def largest_batch(
-    candidate: Candidate, target: Target, *, cache: Cache | None = None, progress: Progress | None = None
+    candidate: Candidate, target: Target, *, cache: Cache | None = None, progress: OnProgress | None = None
 ) -> MaxBatch:
     """Find the largest batch of a step that fits the target's devices, by compiling.
 

@@ -41,7 +41,7 @@ from jdp.prove.trials import Batches, Made, Make, Trials, record_reference
 
 __all__ = ["Difference", "Made", "Proof", "Run", "Setting", "Skip", "Training", "prove", "prove_training", "space_of"]
 
-Progress = Callable[[int, int, str], None]
+OnProgress = Callable[[int, int, str], None]
 """`progress(done, total, name)`: `done` of `total` runs, shadows included, are done; `name` is next, "" at the end."""
 
 
@@ -64,7 +64,7 @@ def prove(
     min_shard_size: int = MIN_SHARD_SIZE,
     full: bool = False,
     only: str | Sequence[str] = (),
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
 ) -> Proof:
     """Compare a training on one device with itself under other strategies, partitionings and device counts.
 
@@ -138,7 +138,7 @@ def prove_training(
     steps: int = 10,
     full: bool = False,
     only: str | Sequence[str] = (),
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
 ) -> Proof:
     """Prove a training whose plans and steps the caller builds; `prove` builds them itself.
 
@@ -220,7 +220,7 @@ def _first_difference(results: Mapping[RunSpec, Closest], record: Record) -> Dif
 class _ProgressCounter:
     """Counts runs as they begin, and calls `progress`."""
 
-    progress: Progress | None
+    progress: OnProgress | None
     total: int
     done: int = -1
 

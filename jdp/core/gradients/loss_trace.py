@@ -52,7 +52,7 @@ class Term:
 
 
 @dataclass(frozen=True, eq=False)
-class Value:
+class TracedValue:
     """A result of one operation and operand of others; compared by identity.
 
     Attributes:
@@ -69,8 +69,8 @@ class Operation:
     """An equation of the trace: the primitive's name, operands, results, and the equation itself."""
 
     name: str
-    operands: list[Value]
-    results: list[Value]
+    operands: list[TracedValue]
+    results: list[TracedValue]
     eqn: Any
 
 
@@ -88,11 +88,11 @@ class LossTrace:
 
     jaxpr: Any
     operations: list[Operation]
-    params: dict[str, Value]
-    state: list[Value]
-    batch: dict[str, Value]
-    total: Value
-    weight: Value
+    params: dict[str, TracedValue]
+    state: list[TracedValue]
+    batch: dict[str, TracedValue]
+    total: TracedValue
+    weight: TracedValue
     is_sum: bool
 
     def reused(self, counted: tuple[bool, ...]) -> str | None:
@@ -137,7 +137,7 @@ class LossTrace:
         """The weight's signature if it depends on no leaf of the batch; else None."""
         return None if self._needs_batch(self.weight) else self._signature(self.weight)
 
-    def _terms(self, value: Value, factors: tuple[str, ...]) -> Iterator[Term]:
+    def _terms(self, value: TracedValue, factors: tuple[str, ...]) -> Iterator[Term]:
         """Yield the terms of a value, looking through sums and factors that do not depend on the batch."""
         if _PARAMS not in self._kinds_of.get(value, ()) or self._is_zero(value):
             return
@@ -154,10 +154,10 @@ class LossTrace:
             elif op.name == "mul" and not self._needs_batch(first):
                 yield from self._terms(second, (*factors, self._signature(first)))
 
-    def _needs_batch(self, value: Value) -> bool:
+    def _needs_batch(self, value: TracedValue) -> bool:
         return _BATCH in self._kinds_of.get(value, ())
 
-    def _is_zero(self, value: Value) -> bool:
+    def _is_zero(self, value: TracedValue) -> bool:
         """Return True for what is 0 whatever the inputs are: a penalty whose coefficient was set to 0."""
         op = self._makers.get(value)
         if op is None:
@@ -167,11 +167,11 @@ class LossTrace:
         return (op.name in _SUMS or op.name in _KEEPS_TERMS) and all(map(self._is_zero, op.operands))
 
     @cached_property
-    def _makers(self) -> dict[Value, Operation]:
+    def _makers(self) -> dict[TracedValue, Operation]:
         return {result: op for op in self.operations for result in op.results}
 
     @cached_property
-    def _kinds_of(self) -> dict[Value, frozenset[str]]:
+    def _kinds_of(self) -> dict[TracedValue, frozenset[str]]:
         """For each value, whether it depends on parameters, on the batch, or on both."""
         known = {value: frozenset[str]((_PARAMS,)) for value in self.params.values()}
         known |= {value: frozenset[str]((_BATCH,)) for value in self.batch.values()}
@@ -181,7 +181,7 @@ class LossTrace:
         return known
 
     @cached_property
-    def _signatures(self) -> dict[Value, str]:
+    def _signatures(self) -> dict[TracedValue, str]:
         """For each value a digest of its computation, equal in two traces where the computation is the same."""
         inputs = (*self.params.values(), *self.state, *self.batch.values())
         known = {value: f"input {i}" for i, value in enumerate(inputs)}
@@ -192,7 +192,7 @@ class LossTrace:
             known |= {result: _digest(signature, i) for i, result in enumerate(op.results)}
         return known
 
-    def _signature(self, value: Value) -> str:
+    def _signature(self, value: TracedValue) -> str:
         return self._signatures.get(value) or _constant(value)
 
 
@@ -231,7 +231,7 @@ def trace_loss(
         plain(state.rng) if train else None,
     )
     closed = jax.make_jaxpr(probe)(*arguments)
-    inputs = [Value(aval) for aval in closed.in_avals]
+    inputs = [TracedValue(aval) for aval in closed.in_avals]
     operations = list[Operation]()
     total, weight = _inlined(closed.jaxpr, closed.consts, inputs, operations)
     names = [[path_of(path) for path, _ in jax.tree.leaves_with_path(tree)] for tree in (params, batch)]
@@ -271,26 +271,26 @@ def computes_in_float32(jaxpr: Any) -> bool:
     return not any(dtype and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 for dtype in dtypes)
 
 
-def _inlined(jaxpr: Any, consts: Any, inputs: list[Value], into: list[Operation]) -> list[Value]:
+def _inlined(jaxpr: Any, consts: Any, inputs: list[TracedValue], into: list[Operation]) -> list[TracedValue]:
     """Append the operations of `jaxpr` to `into`, calls replaced by what they call; return the outputs' values."""
     known = dict(zip(jaxpr.invars, inputs, strict=True))
-    known |= {var: Value(var.aval, constant=const) for var, const in zip(jaxpr.constvars, consts, strict=True)}
+    known |= {var: TracedValue(var.aval, constant=const) for var, const in zip(jaxpr.constvars, consts, strict=True)}
 
-    def value(var: Any) -> Value:
-        return Value(var.aval, constant=var.val) if hasattr(var, "val") else known[var]
+    def value(var: Any) -> TracedValue:
+        return TracedValue(var.aval, constant=var.val) if hasattr(var, "val") else known[var]
 
     for eqn in jaxpr.eqns:
         operands, inner = [value(var) for var in eqn.invars], eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
         if eqn.primitive.name in _INLINED and inner is not None:
             results = _inlined(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), operands, into)
         else:
-            results = [Value(var.aval) for var in eqn.outvars]
+            results = [TracedValue(var.aval) for var in eqn.outvars]
             into.append(Operation(eqn.primitive.name, operands, results, eqn))
         known |= dict(zip(eqn.outvars, results, strict=True))
     return [value(var) for var in jaxpr.outvars]
 
 
-def _constant(value: Value) -> str:
+def _constant(value: TracedValue) -> str:
     """Digest a scalar constant by its number, an array by its shape and dtype."""
     return _digest(repr(value.constant) if np.ndim(value.constant) == 0 else str(value.aval))
 

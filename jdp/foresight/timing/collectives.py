@@ -34,7 +34,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
-class Cost:
+class CollectiveCost:
     """Seconds of one execution: latency and transfer; `algorithm` is the one that is fastest, such as "ring LL128"."""
 
     latency_seconds: float
@@ -46,7 +46,7 @@ class Cost:
         return self.latency_seconds + self.wire_seconds
 
 
-NOTHING = Cost(0.0, 0.0, "none")
+NOTHING = CollectiveCost(0.0, 0.0, "none")
 
 
 class _Group(NamedTuple):
@@ -107,7 +107,7 @@ def collective_seconds(kind: str, payload_bytes: float, groups: Groups, target: 
     return collective_cost(kind, payload_bytes, groups, target).seconds
 
 
-def collective_cost(kind: str, payload_bytes: float, groups: Groups, target: Target) -> Cost:
+def collective_cost(kind: str, payload_bytes: float, groups: Groups, target: Target) -> CollectiveCost:
     """Return the time of one execution of a collective; a group of one device takes none.
 
     Args:
@@ -148,7 +148,7 @@ def _grouped(groups: Groups, per_host: int, devices: int) -> tuple[_Group, ...]:
     return tuple(sorted(distinct))
 
 
-def _cost(kind: str, payload: float, group: _Group, chip: Chip, target: Target) -> Cost:
+def _cost(kind: str, payload: float, group: _Group, chip: Chip, target: Target) -> CollectiveCost:
     """Return the cost of the fastest algorithm for one group."""
     if not isinstance(chip, Gpu):
         return _torus(kind, payload, group, chip, target)
@@ -174,7 +174,7 @@ def _ll_limit(group: _Group, chip: Gpu) -> float:
     return _LL_TWO_HOSTS if group.hosts == 2 else _LL_MORE_HOSTS
 
 
-def _ring(kind: str, payload: float, group: _Group, chip: Gpu) -> Iterator[Cost]:
+def _ring(kind: str, payload: float, group: _Group, chip: Gpu) -> Iterator[CollectiveCost]:
     n, hosts, bus = group.members, group.hosts, _bus(group, chip)
     rounds = _RINGS.get(kind, 1)
     wire = payload if kind == "collective-broadcast" else rounds * payload * (n - 1) / n
@@ -185,7 +185,7 @@ def _ring(kind: str, payload: float, group: _Group, chip: Gpu) -> Iterator[Cost]
         if kind == "all-reduce" and hosts > 1 and protocol.name == "Simple":
             latency *= _PLATEAU
         left = {"LL": min(0.5 * bus, _ll_limit(group, chip)), "LL128": 0.92 * bus, "Simple": bus}[protocol.name]
-        yield Cost(latency, wire / left, f"ring {protocol.name}")
+        yield CollectiveCost(latency, wire / left, f"ring {protocol.name}")
 
 
 def _hops(protocol: _Protocol, group: _Group, chip: Gpu) -> tuple[float, float, float]:
@@ -199,7 +199,7 @@ def _hops(protocol: _Protocol, group: _Group, chip: Gpu) -> tuple[float, float, 
     return 1e-6 * start, 1e-6 * inside + chip.link_latency, outside_hop
 
 
-def _tree(payload: float, group: _Group, chip: Gpu) -> Iterator[Cost]:
+def _tree(payload: float, group: _Group, chip: Gpu) -> Iterator[CollectiveCost]:
     bus, deep = 0.92 * _bus(group, chip), int(math.log2(group.hosts))
     for protocol in _PROTOCOLS:
         start, inside, outside = (1e-6 * number for number in protocol.tree)
@@ -208,7 +208,7 @@ def _tree(payload: float, group: _Group, chip: Gpu) -> Iterator[Cost]:
         packed = 7 / 9 if group.hosts == 1 else 120 / 128
         left = {"LL": min(bus / 3.8, _ll_limit(group, chip)), "LL128": packed * bus, "Simple": bus}[protocol.name]
         reached = _tree_reaches(protocol.name, payload)
-        yield Cost(latency, 2 * payload / (left * reached), f"tree {protocol.name}")
+        yield CollectiveCost(latency, 2 * payload / (left * reached), f"tree {protocol.name}")
 
 
 def _tree_reaches(protocol: str, payload: float) -> float:
@@ -219,7 +219,7 @@ def _tree_reaches(protocol: str, payload: float) -> float:
     return table[below] + (position - below) * (table[below + 1] - table[below])
 
 
-def _direct(kind: str, payload: float, group: _Group, chip: Gpu) -> Iterator[Cost]:
+def _direct(kind: str, payload: float, group: _Group, chip: Gpu) -> Iterator[CollectiveCost]:
     """Sends straight to every peer: inside a host over its links and outside over the network, at the same time."""
     n, local = group.members, group.fewest
     inside, outside = (1.0, 0.0) if group.hosts == 1 else (0.0, 1.0)  # a permute's pair
@@ -233,10 +233,10 @@ def _direct(kind: str, payload: float, group: _Group, chip: Gpu) -> Iterator[Cos
         over_links = inside * payload / (share * chip.link_bandwidth * chip.link_efficiency)
         over_network = outside * payload / (share * chip.network_bandwidth * chip.network_efficiency)
         hop = inside_hop if group.hosts == 1 else outside_hop
-        yield Cost(start + hop, max(over_links, over_network), f"direct {protocol.name}")
+        yield CollectiveCost(start + hop, max(over_links, over_network), f"direct {protocol.name}")
 
 
-def _torus(kind: str, payload: float, group: _Group, chip: Chip, target: Target) -> Cost:
+def _torus(kind: str, payload: float, group: _Group, chip: Chip, target: Target) -> CollectiveCost:
     """On a TPU slice: rings along all axes of the torus in both directions, over the chip's whole interconnect.
 
     Optimistic for a group along one axis, and for slices so small that their axes do not close to rings.
@@ -245,4 +245,4 @@ def _torus(kind: str, payload: float, group: _Group, chip: Chip, target: Target)
     rounds = _RINGS.get(kind, 1)
     wire = payload if kind in ("collective-permute", "collective-broadcast") else rounds * payload * (n - 1) / n
     hops = rounds * sum(max(int(axis) // 2, 1) for axis in target.shape.split("x") if axis != "1")
-    return Cost(hops * _TORUS_HOP, wire / (chip.link_bandwidth * chip.link_efficiency), "torus")
+    return CollectiveCost(hops * _TORUS_HOP, wire / (chip.link_bandwidth * chip.link_efficiency), "torus")

@@ -71,7 +71,7 @@ class CostModel:
 
 
 @dataclass(frozen=True)
-class Cost:
+class KernelCost:
     """Work of one execution of an instruction on one device.
 
     Attributes:
@@ -99,7 +99,7 @@ class Cost:
 # Time.
 
 
-def seconds(cost: Cost, rates: Rates, model: CostModel) -> float:
+def seconds(cost: KernelCost, rates: Rates, model: CostModel) -> float:
     """Return how long an instruction runs: tensor cores, vector units and memory work at the same time."""
     if not cost.launches:
         return 0.0
@@ -164,16 +164,16 @@ _SPECIAL = (
 )
 
 
-def cost(step: Instruction, computation: str, program: Program) -> Cost:
+def cost(step: Instruction, computation: str, program: Program) -> KernelCost:
     """Return the work of one execution of an instruction of `computation`, no loop, call or collective."""
     if step.opcode in _FREE or step.opcode.endswith("-done"):
-        return Cost()
+        return KernelCost()
     inside = computation
     if step.kind in ("fusion", "async"):
         (inside,) = step.called["calls"]
     steps = (step,) if inside == computation else program[inside]
     demand = _Demand(steps, program.by_name[inside])
-    return Cost(
+    return KernelCost(
         products=products(step, computation, program),
         bytes=demand.read + demand.written,
         operations=demand.operations,

@@ -17,7 +17,7 @@ from jdp.foresight.program.module import Instruction, Program
 from jdp.foresight.targets.resolve import Target
 from jdp.foresight.timing import cpu_rates
 from jdp.foresight.timing.collectives import collective_seconds
-from jdp.foresight.timing.kernels import Cost, CostModel, Rates, cost, seconds, unknown_work
+from jdp.foresight.timing.kernels import CostModel, KernelCost, Rates, cost, seconds, unknown_work
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class TimedOp:
     step: Instruction
     seconds: float = 0.0
     bytes: float = 0.0
-    cost: Cost = field(default_factory=Cost)
+    cost: KernelCost = field(default_factory=KernelCost)
     inner: tuple[str, ...] = ()
     trips: int = 1
 
