@@ -13,11 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import jax
 
+from jdp.core.batch import batch_rows
 from jdp.core.disk_cache import Cache
+from jdp.core.paths import path_of
 from jdp.core.sharding.mesh import DATA
 from jdp.core.sharding.strategy import STRATEGIES, strategy
 from jdp.core.state import TrainState
@@ -61,8 +62,8 @@ def foresee(
         target: "h100:8x8" and the like (`jdp.foresight.targets`); None: the devices that `state` is placed on.
         strategies: which to try.
         accumulate: microbatches a step, each to try; None: the step's own.
-        tokens: what one global batch counts for in `tokens_per_second`; None: the elements of its first integer leaf
-            of two dimensions or more, else its rows, which are then called examples.
+        tokens: what one global batch counts for in `tokens_per_second`; None: the elements of its leaf named
+            "tokens", else its rows, which are then called examples.
         max_batch: also find the largest batch that fits the choice, by compiling.
         cache: keep compiled results on disk ($JDP_CACHE_DIR, else ~/.cache/jdp) and use them.
         progress: called before each compilation and at the end.
@@ -200,11 +201,11 @@ def estimate(candidate: Candidate, target: Target, *, tokens: int, cache: Cache 
 def count_batch(batch: Batch) -> tuple[int, str]:
     """Return what a global batch counts for in a speed, and the unit.
 
-    (elements, "tokens") of the first integer leaf of two dimensions or more; else (rows, "examples").
+    (elements, "tokens") of the leaf that is named so, as in {"tokens": int32 [rows, length]}; else (rows, "examples"):
+    other integers of several dimensions may be images, boxes or masks.
     """
-    leaves: list[Any] = jax.tree.leaves(batch)
-    sequences = (leaf for leaf in leaves if leaf.ndim >= 2 and jax.numpy.issubdtype(leaf.dtype, jax.numpy.integer))
-    return next(((leaf.size, "tokens") for leaf in sequences), (leaves[0].shape[0], "examples"))
+    named = (leaf for path, leaf in jax.tree.leaves_with_path(batch) if path_of(path).rpartition("/")[2] == "tokens")
+    return next(((leaf.size, "tokens") for leaf in named), (batch_rows(batch), "examples"))
 
 
 def _notes(candidates: Sequence[Candidate], estimates: Sequence[Estimate]) -> tuple[str, ...]:

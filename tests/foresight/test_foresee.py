@@ -14,7 +14,8 @@ from flax import nnx
 
 import jdp
 from jdp.cli import main as cli
-from jdp.experiment.assembly import text_loss
+from jdp.experiment.losses import text_loss
+from jdp.foresight.foresee import count_batch
 from jdp.models import GPTConfig, build
 
 EXPERIMENT = """
@@ -105,10 +106,23 @@ def test_memory_and_traffic_are_each_strategys(planned):
 def test_the_second_plan_comes_from_the_cache(planned, jdp_command):
     _, out, _ = jdp_command("plan", "--target", "h100:1x8", "--json")
     again = json.loads(out)
-    assert all(row.pop("compile_seconds") == 0 for row in again["strategies"])
-    for row in planned["strategies"]:
-        row.pop("compile_seconds")
+    assert all(row.pop("compile_seconds") == 0 and row.pop("cached") for row in again["strategies"])
+    for row in planned["strategies"]:  # the first of these tests compiles, the others find its results
+        del row["compile_seconds"], row["cached"]
     assert again == planned
+
+
+@pytest.mark.parametrize(
+    ("shapes", "expected"),
+    [
+        ({"tokens": (16, 64), "segments": (16, 64)}, (1024, "tokens")),
+        ({"segments": (16, 64), "tokens_seen": (16,)}, (16, "examples")),
+        ({"images": (16, 8, 8, 3), "labels": (16,)}, (16, "examples")),
+    ],
+)
+def test_what_a_batch_counts_for(shapes, expected):
+    """Images of integers are no tokens, however many dimensions they have."""
+    assert count_batch({name: jax.ShapeDtypeStruct(shape, jnp.int32) for name, shape in shapes.items()}) == expected
 
 
 def test_people_get_tables_and_sentences(planned, jdp_command):
@@ -219,7 +233,7 @@ def test_from_python_around_ones_own_model(folder, monkeypatch):
     assert [(o.strategy, o.accumulate, o.devices) for o in forecast.estimates] == [("zero3", 1, 16), ("zero3", 2, 16)]
     assert seen == [(0, 2, "zero3"), (1, 2, "zero3 K=2"), (2, 2, "")]
     assert [o.tokens for o in forecast.estimates] == [32 * 64] * 2, "the same batch for every candidate"
-    assert any("given 16 rows: 32 are taken" in note for note in forecast.notes)
+    assert any("given 16: 32 are taken" in note for note in forecast.notes)
     assert step.plan.strategy == "zero3" and step.partitioning is None, "the step itself is left alone"
     with pytest.raises(ValueError, match="training step"):
         jdp.foresee(jdp.make_eval_step(text_loss, plan), state, batch, "h100:1x8")
