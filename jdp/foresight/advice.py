@@ -23,16 +23,20 @@ def advise(estimates: Sequence[Estimate]) -> tuple[Estimate | None, tuple[str, .
     compiled = [o for o in estimates if o.memory is not None]
     fitting = [o for o in compiled if o.fits is not False]
     sentences = [_what_fits(compiled)] if compiled else ["No candidate compiled."]
-    sentences += _like_zero2(compiled)
+    reports = [o.report for o in compiled if o.report is not None]
+    sentences += [report.like_zero2 for report in reports if report.like_zero2][:1]  # once, whatever is chosen
     if not fitting:
         return None, (*sentences, *_nothing_fits(compiled))
     choice = _fastest(fitting)
-    sentences += [*_why_fastest(choice, fitting), *_headroom(choice), *_communication(choice), *_to_change(choice)]
+    sentences += _why_fastest(choice, fitting)
+    if choice.headroom is not None and choice.headroom.fraction is not None:
+        sentences.append(f"{choice.name} {choice.headroom.words}.")
+    sentences += [*_communication(choice), *_to_change(choice)]
     return choice, tuple(sentences)
 
 
 def _fastest(fitting: Sequence[Estimate]) -> Estimate:
-    """Least time; among those within `CLOSE` of it, one that keeps its contract, then least memory."""
+    """Return the fastest; of those within `CLOSE` of it, one that keeps its contract, then the one that holds least."""
     timed = [o for o in fitting if o.step_seconds is not None]
     least = min((o.step_seconds or 0.0 for o in timed), default=0.0)
     close = [o for o in timed if (o.step_seconds or 0.0) <= (1 + CLOSE) * least]
@@ -52,11 +56,6 @@ def _what_fits(compiled: Sequence[Estimate]) -> str:
     verdict = "all fit" if len(kept) == len(compiled) else f"{', '.join(kept)} fit" if kept else "none fits"
     beside = f"beside {format_bytes(RESERVED_BYTES)} for CUDA and NCCL"
     return f"Of {format_bytes(available)} that a device has for it ({beside}), they need: {needs}; {verdict}."
-
-
-def _like_zero2(compiled: Sequence[Estimate]) -> list[str]:
-    """Report once that a zero3 gathers most weights at the top of the step, whatever is chosen."""
-    return next(([o.report.like_zero2] for o in compiled if o.report is not None and o.report.like_zero2), [])
 
 
 def _nothing_fits(compiled: Sequence[Estimate]) -> list[str]:
@@ -116,12 +115,6 @@ def _reason(choice: Estimate, other: Estimate) -> str:
     if waits >= computes:
         return f": it waits {format_seconds(waits)} longer for other devices"
     return f": it computes {format_seconds(computes)} longer"
-
-
-def _headroom(choice: Estimate) -> list[str]:
-    """Return what has to be set for the choice to fit."""
-    headroom = choice.headroom
-    return [f"{choice.name} {headroom.words}."] if headroom is not None and headroom.fraction is not None else []
 
 
 def _communication(choice: Estimate) -> list[str]:

@@ -32,13 +32,16 @@ def memory_bars(estimates: Sequence[tuple[str, Estimate]], chosen: str | None) -
     if not held:
         return element("p", "No candidate compiled, so nothing is known.")
     keys = [_key(CLASSES[name], _COLOURS[name]) for name in CLASSES if any(m.by_class()[name] for _, _, m in held)]
+    most = max(max(memory.total, estimate.available_bytes or 0) for _, estimate, memory in held)
+    unit, symbol = next((each for each in ((2**30, "GiB"), (2**20, "MiB")) if most >= each[0]), (2**10, "KiB"))
     picture = stacked_bars(
         [
             Bar(name, memory.by_class(), _verdict(estimate, memory), estimate.available_bytes)
             for name, estimate, memory in held
         ],
         _COLOURS,
-        *_unit(max(max(memory.total, estimate.available_bytes or 0) for _, estimate, memory in held)),
+        unit,
+        symbol,
         described="Bytes of a device’s memory by class, for each candidate; the table below has the same numbers.",
     )
     limit = held[0][1].available_bytes
@@ -58,11 +61,6 @@ def _tight(held: Sequence[tuple[str, Estimate, Memory]]) -> list[str]:
     """Return a sentence for each candidate that does not fit, or fits only with a setting."""
     known = ((name, estimate.headroom) for name, estimate, _ in held)
     return [f"{name} {each.words}." for name, each in known if each is not None and (each.fraction or not each.fits)]
-
-
-def _unit(most: float) -> tuple[float, str]:
-    """Return the unit of the axis, in bytes, and its name."""
-    return next(((unit, name) for unit, name in ((2**30, "GiB"), (2**20, "MiB")) if most >= unit), (2**10, "KiB"))
 
 
 def _key(text: str, colour: str) -> Markup:

@@ -28,7 +28,9 @@ def times(estimates: Sequence[tuple[str, Estimate]], chosen: str | None) -> Mark
         return element("p", "Step times are not known: these devices’ rates are not, or no candidate compiled.")
     longest = max(timeline.step_seconds for _, _, timeline in timed) or 1e-9
     most = max(60, MOST_RECTANGLES // len(timed))
-    parts = [_zoom(), element("p", *_lane_keys(), class_="note"), element("p", _HOW_TO_READ, class_="note")]
+    slider = element("input", type="range", min=0, max=5, step="0.1", value=0)
+    zoom = element("label", "Zoom ", slider, class_="zoom note", hidden=True)
+    parts = [zoom, element("p", *_lane_keys(), class_="note"), element("p", _HOW_TO_READ, class_="note")]
     for name, estimate, timeline in timed:
         parts += [
             element("h3", tagged(name, CHOSEN if name == chosen else None)),
@@ -43,11 +45,6 @@ _HOW_TO_READ = (
     "All timelines have the same scale. Pale blocks are neighbours too short to be drawn apart. “× n” is n more "
     "rounds of a loop, filled as high as the lane is busy in them. Point at a block for its name, seconds and source."
 )
-
-
-def _zoom() -> Markup:
-    slider = element("input", type="range", min=0, max=5, step="0.1", value=0)
-    return element("label", "Zoom ", slider, class_="zoom note", hidden=True)
 
 
 def _lane_keys() -> list[Markup]:

@@ -29,7 +29,10 @@ def traffic(reports: Sequence[tuple[str, Report]], chosen: str | None) -> Markup
             element("p", _INTRODUCTION, class_="note"),
             table(
                 _HEADERS,
-                [_against_theory(name, row, verdict) for name, row, verdict in rows],
+                [
+                    [name, *row.cells(), format_bytes(row.theory_wire_bytes) if row.expected_bytes else "–", verdict]
+                    for name, row, verdict in rows
+                ],
                 words=("kind", "contract"),
                 classes=["bad" if verdict == _BROKEN else None for _, _, verdict in rows],
             ),
@@ -67,10 +70,6 @@ def _rows(report: Report) -> Iterator[tuple[Row, Markup]]:
     yield from ((row, Markup("the model’s own axes")) for row in report.model_axes)
     if report.statistics is not None:
         yield report.statistics, Markup("batch statistics")
-
-
-def _against_theory(name: str, row: Row, verdict: Markup) -> list[str]:
-    return [name, *row.cells(), format_bytes(row.theory_wire_bytes) if row.expected_bytes else "–", verdict]
 
 
 def _candidate(name: str, report: Report, most: int, *, is_choice: bool) -> Markup:

@@ -137,23 +137,19 @@ def _check_values(key: str, array: NDArray[Any], name: str) -> None:
             "whole numbers, or leave it out"
         )
     if array.dtype.kind == "f":
-        _check_each(key, array, name, _is_finite, "must be finite numbers of 32 bits", "fix or leave out that sample")
+        limits, rule, fix = np.finfo(np.float32), "must be finite numbers of 32 bits", "fix or leave out that sample"
     elif array.dtype.kind in "iu" and not np.can_cast(array.dtype, np.int32):
-        _check_each(key, array, name, _fits, "must fit in 32 bits, as on devices", "give smaller numbers, or floats")
+        limits, rule, fix = np.iinfo(np.int32), "must fit in 32 bits, as on devices", "give smaller numbers, or floats"
+    else:
+        return
+    _check_each(key, array, name, (limits.min, limits.max), rule, fix)
 
 
-def _is_finite(values: NDArray[Any]) -> NDArray[np.bool_]:
-    return np.abs(values) <= np.finfo(np.float32).max  # also false for NaN
-
-
-def _fits(values: NDArray[Any]) -> NDArray[np.bool_]:
-    return (values <= 2**31 - 1) & (values >= -(2**31))
-
-
-def _check_each(key: str, array: NDArray[Any], name: str, is_good: Any, rule: str, fix: str) -> None:
+def _check_each(key: str, array: NDArray[Any], name: str, limits: tuple[Any, Any], rule: str, fix: str) -> None:
     step = max(1, _CHUNK // (array.nbytes // len(array)))
     for start in range(0, len(array), step):
-        good = is_good(array[start : start + step])
+        values = array[start : start + step]
+        good = (values >= limits[0]) & (values <= limits[1])  # false for NaN
         if not good.all():
             wrong = np.argwhere(~good)[0]
             value, row = array[start + wrong[0]][tuple(wrong[1:])], start + int(wrong[0])
