@@ -49,6 +49,15 @@ def test_a_state_that_was_given_away_is_refused(plan, train_step):
     train_step(new, batch())
 
 
+def test_a_compiled_step_transfers_nothing_by_itself(plan, train_step):
+    """Loops and feeds place a state and its batches; a step that moved anything more would wait for the host."""
+    with jdp.shard_batches([batch(), batch()], plan) as feed:
+        state, _ = train_step(fresh(plan), next(feed))
+        second = next(feed)
+    with jax.transfer_guard("disallow"):
+        train_step(state, second)
+
+
 def test_a_state_of_numbers_and_numpy_is_no_mistake(plan, train_step):
     host = jax.tree.map(
         lambda leaf: leaf if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else np.asarray(leaf), fresh(plan)
