@@ -1,0 +1,38 @@
+"""What the lessons share beside their devices: their options, and how they print a table and keep a picture."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from jdp.core.formatting import align_columns
+from jdp.report.charts import write
+
+
+def parser(program: str, documentation: str | None) -> argparse.ArgumentParser:
+    """Return an argument parser with `--picture`, whose help is the lesson's docstring.
+
+    Args:
+        program: the lesson's `__file__`.
+        documentation: its `__doc__`.
+    """
+    name = Path(program)
+    made = argparse.ArgumentParser(
+        name.name, description=documentation, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    picture = Path("runs", "lessons", f"{name.stem}.svg")
+    made.add_argument("--picture", type=Path, default=picture, metavar="FILE", help=f"SVG; default: {picture}")
+    return made
+
+
+def show(title: str, headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """Print a table under its title; floats with four digits."""
+    cells = [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
+    print(f"\n{title}", *align_columns([headers, *cells]), sep="\n  ")
+
+
+def keep(figure: Figure, path: Path, described: str) -> None:
+    """Write a picture and say where."""
+    write(figure, path, described)
+    print(f"\nwrote {path}")

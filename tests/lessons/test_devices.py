@@ -1,0 +1,31 @@
+"""What every lesson runs on, and that each keeps the bounds that it is read within."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from load import LESSONS, load
+
+PROGRAM = "from devices import use_eight_devices; use_eight_devices(); import jax; print(jax.device_count())"
+
+
+def test_a_lesson_has_eight_devices_without_any_environment_variable():
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
+    if load("devices").visible_gpus(clean):
+        pytest.skip("about machines without an NVIDIA driver")
+    found = subprocess.run([sys.executable, "-c", PROGRAM], cwd=LESSONS, env=clean, capture_output=True, text=True)
+    assert found.stdout.strip() == "8", found.stderr
+
+
+def test_devices_that_have_started_stay():
+    import jax
+
+    before = jax.devices()
+    load("devices").use_eight_devices()
+    assert jax.devices() == before
+
+
+@pytest.mark.parametrize("lesson", sorted(LESSONS.glob("*.py")), ids=lambda path: path.stem)
+def test_a_lesson_can_be_read_in_one_sitting(lesson):
+    assert len(lesson.read_text("utf-8").splitlines()) <= 150
