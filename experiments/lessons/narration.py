@@ -1,13 +1,13 @@
 """What the lessons share beside their devices: their options, and how they print a table and keep a picture."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
 from jdp.core.formatting import align_columns
-from jdp.report.charts import write
+from jdp.report.charts import chart, write
 
 
 def parser(program: str, documentation: str | None) -> argparse.ArgumentParser:
@@ -18,9 +18,8 @@ def parser(program: str, documentation: str | None) -> argparse.ArgumentParser:
         documentation: its `__doc__`.
     """
     name = Path(program)
-    made = argparse.ArgumentParser(
-        name.name, description=documentation, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    formatter = argparse.RawDescriptionHelpFormatter
+    made = argparse.ArgumentParser(name.name, description=documentation, formatter_class=formatter)
     picture = Path("runs", "lessons", f"{name.stem}.svg")
     made.add_argument("--picture", type=Path, default=picture, metavar="FILE", help=f"SVG; default: {picture}")
     return made
@@ -30,6 +29,16 @@ def show(title: str, headers: Sequence[str], rows: Sequence[Sequence[object]]) -
     """Print a table under its title; floats with four digits."""
     cells = [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
     print(f"\n{title}", *align_columns([headers, *cells]), sep="\n  ")
+
+
+def curves(title: str, x: tuple[str, Sequence[float]], y: str, series: Mapping[str, Sequence[float]]) -> Figure:
+    """Return a chart of one panel with a line for each of `series`, over x: (what it is, its values)."""
+    figure, (panel,) = chart()
+    for name, values in series.items():
+        panel.plot(x[1], values, label=name, marker="o" if len(values) < 12 else None)
+    panel.set(title=title, xlabel=x[0], ylabel=y)
+    panel.legend()
+    return figure
 
 
 def keep(figure: Figure, path: Path, described: str) -> None:
