@@ -25,6 +25,14 @@ def parser(program: str, documentation: str | None) -> argparse.ArgumentParser:
     return made
 
 
+def positive(text: str) -> float:
+    """Return an option's number; argparse turns the error into a message and exit code 2. Raises ValueError."""
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"takes a number above 0; given {text}")
+    return number
+
+
 def show(title: str, headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     """Print a table under its title; floats with four digits."""
     cells = [[f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]

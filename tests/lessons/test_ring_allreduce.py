@@ -1,0 +1,51 @@
+"""A ring of sends: the sum, the number of steps, the bytes of the compiled program; the time model."""
+
+import pytest
+from load import load
+
+from jdp.foresight.traffic.theory import ring_bytes
+
+lesson = load("ring_allreduce")
+ELEMENTS = 840  # divides by 2 to 8
+
+
+@pytest.mark.parametrize("devices", [2, 3, 4, 8])
+def test_a_ring_sends_what_the_formula_says(devices):
+    found, size = lesson.count("ring", devices, ELEMENTS), 4 * ELEMENTS
+    assert found.steps == 2 * (devices - 1)
+    assert found.sent == 2 * (devices - 1) * size / devices == lesson.formula("ring", devices, size)
+    assert found.sent == ring_bytes("all-reduce", size, devices)
+    assert found.error < 1e-5  # float32 sums of eight in another order
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_a_naive_exchange_sends_everything_to_everyone(devices):
+    found, size = lesson.count("naive", devices, ELEMENTS), 4 * ELEMENTS
+    assert (found.steps, found.sent) == (devices - 1, (devices - 1) * size)
+    assert found.sent == lesson.formula("naive", devices, size)
+    assert found.error < 1e-5
+
+
+def test_the_library_is_counted_as_a_ring():
+    found = lesson.count("psum", 8, ELEMENTS)
+    assert (found.steps, found.sent) == (1, lesson.formula("ring", 8, 4 * ELEMENTS))
+
+
+def test_an_array_that_does_not_divide_is_filled_up():
+    found = lesson.count("ring", 8, 10)  # eight chunks of two
+    assert found.sent == 2 * 7 * 2 * 4
+    assert found.error < 1e-5
+
+
+def test_the_model_of_time():
+    assert lesson.seconds("ring", 8, 4e6, 5e-6, 1e11) == pytest.approx(14 * 5e-6 + 1.75 * 4e6 / 1e11)
+    assert lesson.seconds("naive", 8, 4e6, 5e-6, 1e11) == pytest.approx(7 * 5e-6 + 7 * 4e6 / 1e11)
+    equal = lesson.size_where_equal(8, 5e-6, 1e11)
+    assert lesson.seconds("ring", 8, equal, 5e-6, 1e11) == pytest.approx(lesson.seconds("naive", 8, equal, 5e-6, 1e11))
+
+
+def test_a_bad_option_is_one_error(capsys):
+    with pytest.raises(SystemExit) as exiting:
+        lesson.main(["--gb-s", "0"])
+    assert exiting.value.code == 2
+    assert "takes a number above 0; given 0" in capsys.readouterr().err
