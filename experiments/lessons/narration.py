@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from jdp.core.formatting import align_columns
@@ -47,6 +48,16 @@ def curves(title: str, x: tuple[str, Sequence[float]], y: str, series: Mapping[s
     panel.set(title=title, xlabel=x[0], ylabel=y)
     panel.legend()
     return figure
+
+
+def stacked(panel: Axes, title: str, names: Sequence[str], parts: Mapping[str, Sequence[float]]) -> None:
+    """Draw a bar for each of `names`, made of `parts`: what the part is -> its height in each bar."""
+    below = [0.0] * len(names)
+    for part, heights in parts.items():
+        panel.bar(names, heights, bottom=below, label=part)
+        below = [low + height for low, height in zip(below, heights, strict=True)]
+    panel.set(title=title)
+    panel.legend()
 
 
 def keep(figure: Figure, path: Path, described: str) -> None:
