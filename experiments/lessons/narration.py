@@ -4,11 +4,12 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from jdp.core.formatting import align_columns
-from jdp.report.charts import chart, write
+from jdp.report.charts import SETTINGS, chart, write
 
 
 def parser(program: str, documentation: str | None) -> argparse.ArgumentParser:
@@ -18,6 +19,7 @@ def parser(program: str, documentation: str | None) -> argparse.ArgumentParser:
         program: the lesson's `__file__`.
         documentation: its `__doc__`.
     """
+    mpl.rcParams.update(SETTINGS)  # titles and legends take their look when they are added, after `chart`
     name = Path(program)
     formatter = argparse.RawDescriptionHelpFormatter
     made = argparse.ArgumentParser(name.name, description=documentation, formatter_class=formatter)

@@ -138,6 +138,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         time.loglog(many, each, label=way)
     sent.set(title="Bytes that a device sends", xlabel="devices", ylabel="MB")
     time.set(title="Time by the model α, β", xlabel="devices", ylabel="ms")
+    time.xaxis.set_major_formatter("{x:g}"), time.yaxis.set_major_formatter("{x:g}")
     sent.legend(), time.legend()
     keep(figure, options.picture, "Bytes a device sends and modelled time of a ring and of a naive exchange, over N")
 
