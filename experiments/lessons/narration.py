@@ -9,7 +9,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from jdp.core.formatting import align_columns
-from jdp.report.charts import SETTINGS, chart, write
+from jdp.report.charts import SETTINGS, chart, inline, write
+from jdp.report.page import Section, element, joined, page, table
+
+Table = tuple[str, Sequence[str], Sequence[Sequence[str]]]
 
 
 def parser(program: str, documentation: str | None) -> argparse.ArgumentParser:
@@ -65,4 +68,13 @@ def stacked(panel: Axes, title: str, names: Sequence[str], parts: Mapping[str, S
 def keep(figure: Figure, path: Path, described: str) -> None:
     """Write a picture and say where."""
     write(figure, path, described)
+    print(f"\nwrote {path}")
+
+
+def write_page(path: Path, title: str, figure: Figure, described: str, tables: Sequence[Table]) -> None:
+    """Write a self-contained page of a picture and tables: (title, headers, rows), all text."""
+    blocks = [element("figure", inline(figure, described), class_="picture")]
+    blocks += [table(headers, rows, caption=caption) for caption, headers, rows in tables]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page(title, [Section("lesson", "Counted", joined(blocks))], lead=described), "utf-8")
     print(f"\nwrote {path}")
