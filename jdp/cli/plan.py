@@ -1,7 +1,9 @@
 """`jdp plan`: compile an experiment's step under every strategy, for devices that this machine need not have."""
 
 import contextlib
+import dataclasses
 import json as as_json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,6 +19,7 @@ from jdp.cli.options import (
     stdout_to_stderr,
     words,
 )
+from jdp.core.toml import brief
 
 if TYPE_CHECKING:
     from jdp.foresight.forecast import PlanReport
@@ -31,10 +34,15 @@ class Options:
     compared with theory, step time and how much communication is hidden (simulated), what fits, what to take, and why.
 
     Any key of the experiment can be changed: --train.batch_size 512 --model.layers 2. The keys are listed below.
+
+    Without an experiment, jdp plan --table 70e9:8 prints ZeRO's closed form for a size.
     """
 
-    file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE")]
+    file: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="FILE")] = None
     """The experiment (TOML)."""
+    table: Annotated[str | None, tyro.conf.arg(metavar="PARAMETERS:DEVICES")] = None
+    """Print what each device keeps and sends by ZeRO's closed form, such as 70e9:8, and compile nothing. It takes
+    --strategy, --accumulate (one number) and --json."""
     target: Annotated[str | None, tyro.conf.arg(metavar="KIND:HOSTSxPER_HOST")] = None
     """Devices to plan for: h100:8x8, h200:1x8, a100:64x8, b200:2x8, cpu:8, or mycluster.toml:8x8. Default: this
     machine's."""
@@ -57,8 +65,16 @@ class Options:
 
 
 def run(arguments: list[str]) -> int:
-    """Plan an experiment, print the report and write the files that are asked for."""
+    """Plan an experiment, print the report and write the files that are asked for; or print the table of a size.
+
+    Raises:
+        UsageError: neither FILE nor --table, or both; a file that cannot be written; no candidate compiles.
+    """
     options, overrides = parse_with_overrides(Options, "plan", arguments)
+    if options.table is not None:
+        return _closed_form(options, overrides)
+    if options.file is None:
+        raise UsageError("jdp plan needs an experiment; given no FILE: jdp plan FILE, or jdp plan --table 70e9:8")
     for path in (options.html, options.trace):
         check_writable(path)
     with stdout_to_stderr() if options.json else contextlib.nullcontext():
@@ -74,6 +90,7 @@ def _plan(options: Options, overrides: dict[str, str]) -> tuple["PlanReport", st
     """Return the report, and the experiment in a sentence. Raises UsageError if no candidate compiles."""
     from jdp.experiment.file import load
 
+    assert options.file is not None
     strategies = words(options.strategy, "--strategy")
     remats: list[str | None] = [None] if options.remat is None else [*words(options.remat, "--remat")]
     settings = [overrides | ({} if remat is None else {"model.remat": remat}) for remat in remats]
@@ -114,6 +131,7 @@ def _write(options: Options, forecast: "PlanReport", described: str) -> None:
     if options.html is not None:
         from jdp.report.plan_page import plan_page
 
+        assert options.file is not None
         page = plan_page(forecast, title=f"{options.file.stem} on {forecast.target}", described=described)
         _put(options.html, page)
     if options.trace is not None:
@@ -133,3 +151,93 @@ def _put(path: Path, text: str) -> None:
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}; choose another file") from None
     print(f"wrote {path}")
+
+
+# --table: ZeRO's closed form, without an experiment.
+
+
+def _closed_form(options: Options, overrides: dict[str, str]) -> int:
+    """Print what each device keeps and sends by the closed form. Raises UsageError."""
+    _check_alone(options, overrides)
+    parameters, devices = _size(options.table or "")
+    names, accumulate = words(options.strategy, "--strategy"), counts(options.accumulate, "--accumulate") or [1]
+    if len(accumulate) > 1:
+        raise UsageError(f"--table takes one --accumulate; given {options.accumulate}: --accumulate {accumulate[0]}")
+    from jdp.foresight.memory.zero_formula import jdp_bytes, sent_bytes, zero_bytes
+
+    k = accumulate[0]
+    rows: dict[str, dict[str, dict[str, int]]] = {"paper": {}, "jdp": {}}
+    for name in names:
+        theirs, ours = zero_bytes(parameters, devices, name), jdp_bytes(parameters, devices, name)
+        sent = [sent_bytes(parameters, devices, name, grads=grads, accumulate=k) for grads in (2, 4)]
+        rows["paper"][name] = {**dataclasses.asdict(theirs), "total": theirs.total, "sent": sent[0]}
+        rows["jdp"][name] = {**dataclasses.asdict(ours), "total": ours.total, "sent": sent[1]}
+    if options.json:
+        print(as_json.dumps({"parameters": parameters, "devices": devices, "accumulate": k, **rows}), flush=True)
+        return 0
+    unit, size = next(((name, size) for name, size in _UNITS if 16 * parameters >= size), ("bytes", 1))
+    print(
+        f"{parameters:,} parameters on {devices:,} devices, accumulate = {k}; {unit} that a device keeps, and sends\n"
+    )
+    _show_closed_form(rows, size)
+    totals = {name: zero_bytes(parameters, devices, name, optimizer=8).total / size for name in names}
+    short = ", ".join(f"{name} {_number(total)}" for name, total in totals.items())
+    print(f"Tables of 2 + 2 + 8 bytes a parameter leave out the fp32 master weights; their totals: {short} {unit}.")
+    print("Model state only: activations, temporaries and the batch come on top; jdp plan FILE has them.")
+    return 0
+
+
+_UNITS = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3))  # decimal, as in the paper
+_ZERO_TABLES = {
+    "paper": (
+        "Rajbhandari et al. 2019, 2 + 2 + 12 bytes a parameter: 16-bit weights and gradients; fp32 master weights and "
+        "Adam's two moments",
+        ("strategy", "weights", "gradients", "optimizer", "total", "sent"),
+    ),
+    "jdp": (
+        'jdp with precision = "bf16": at rest fp32 master weights and Adam\'s two moments; within a step gradients '
+        "summed in fp32,\nand a bf16 working copy, of which zero3 has one layer's at a time, not counted here",
+        ("strategy", "master weights", "moments", "gradients", "working copy", "total", "sent"),
+    ),
+}
+"""key in the JSON -> title and headers."""
+
+
+def _show_closed_form(rows: dict[str, dict[str, dict[str, int]]], unit: int) -> None:
+    from jdp.cli.terminal import show_table
+
+    for key, (title, headers) in _ZERO_TABLES.items():
+        print(title)
+        cells = [[name, *(_number(count / unit) for count in row.values())] for name, row in rows[key].items()]
+        show_table("", headers, cells)
+        print()
+
+
+def _check_alone(options: Options, overrides: dict[str, str]) -> None:
+    """Check that nothing is given beside --table that it does not use. Raises UsageError."""
+    used = ("table", "strategy", "accumulate", "json")
+    given = [
+        "FILE" if field.name == "file" else f"--{field.name.replace('_', '-')}"
+        for field in dataclasses.fields(options)
+        if field.name not in used and getattr(options, field.name) != field.default
+    ]
+    if given := [*given, *(f"--{key}" for key in overrides)]:
+        raise UsageError(f"--table needs no experiment and compiles nothing; given {given[0]} too: remove it")
+
+
+def _size(text: str) -> tuple[int, int]:
+    """Return the parameters and devices of "70e9:8". Raises UsageError."""
+    number = r"(\d{1,15}(?:\.\d{1,15})?(?:[eE]\+?\d{1,2})?)"
+    match = re.fullmatch(rf"{number}:(\d{{1,7}})", text)
+    size = float(match[1]) if match else 0.0
+    if match is None or not 1 <= size <= 1e18 or not size.is_integer() or int(match[2]) < 1:
+        raise UsageError(
+            "--table takes PARAMETERS:DEVICES, whole numbers of 1 or more (at most 10^18 parameters, 10^7 devices); "
+            f"given {brief(text)}: write 70e9:8"
+        )
+    return int(size), int(match[2])
+
+
+def _number(value: float) -> str:
+    """Return a number in three digits, or with all digits before the point."""
+    return f"{value:,.1f}" if value >= 100 else f"{value:.3g}"

@@ -6,7 +6,8 @@ import pytest
 from flax import nnx
 
 import jdp
-from jdp.foresight.memory.zero_formula import zero_bytes
+from jdp.foresight.memory.zero_formula import jdp_bytes, sent_bytes, zero_bytes
+from jdp.foresight.traffic.theory import theory
 from jdp.models import MLPConfig, build
 
 # Rajbhandari et al. 2019, Table 1: GB per device of models of 7.5B, 128B and 1T parameters.
@@ -92,3 +93,28 @@ def test_what_jdp_keeps_at_rest_is_that_of_the_placements(name):
 def test_refusals(arguments, message):
     with pytest.raises(ValueError, match=message):
         zero_bytes(*arguments)
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_bytes_sent_are_those_of_the_contract(name, accumulate):
+    plan = jdp.Plan(jdp.make_mesh(data=8), name, min_shard_size=1)
+    precision = jdp.Precision(compute="bf16")
+    row = theory(plan, {"w": jax.ShapeDtypeStruct((64, 32), "float32")}, accumulate=accumulate, precision=precision)
+    assert sent_bytes(2048, 8, name, grads=4, accumulate=accumulate) == row.wire_bytes
+
+
+def test_stage_3_sends_half_as_much_again_as_ddp():
+    sent = {name: sent_bytes(SIZES[0], 64, name) for name in ("ddp", "zero1", "zero2", "zero3")}
+    assert sent["ddp"] == sent["zero1"] == sent["zero2"] == 2 * 2 * SIZES[0] * 63 // 64
+    assert sent["zero3"] == 1.5 * sent["ddp"]
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3"])
+def test_jdp_s_rows_by_hand(name):
+    """fp32 master weights and moments rest; gradients in fp32 and the working copy in bf16 live within a step."""
+    row = jdp_bytes(800, 8, name)
+    whole = {"ddp": (1, 1, 1), "zero1": (8, 1, 1), "zero2": (8, 8, 1), "zero3": (8, 8, 0)}[name]
+    expected = (3200 // whole[0], 6400 // whole[0], 3200 // whole[1], 1600 * whole[2])
+    assert (row.master, row.moments, row.gradients, row.working) == expected
+    assert (row.at_rest, row.total) == (sum(expected[:2]), sum(expected))
