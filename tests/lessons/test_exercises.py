@@ -1,0 +1,105 @@
+"""Answers to the exercises of experiments/lessons/README.md, and its worked numbers; its table names every lesson."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from load import LESSONS, load
+
+import jdp
+from jdp.foresight.memory.zero_formula import sent_bytes, zero_bytes
+from jdp.foresight.traffic.theory import ring_bytes
+
+B7, B70, B175 = 7 * 10**9, 70 * 10**9, 175 * 10**9
+README = (LESSONS / "README.md").read_text("utf-8")
+
+
+def test_worked_numbers():
+    assert 2 * B7 / 1e9 == 14
+    assert ring_bytes("all-reduce", 2 * B7, 8) / 1e9 == 24.5
+    assert 256 // 8 == 32 == 4 * 8
+    totals = {name: zero_bytes(B175, 64, name).total / 1e9 for name in ("ddp", "zero1", "zero2", "zero3")}
+    assert totals == pytest.approx({"ddp": 2800, "zero1": 732.8, "zero2": 388.3, "zero3": 43.75}, abs=0.05)
+
+
+def test_1_seconds_of_an_all_reduce():
+    assert ring_bytes("all-reduce", 2 * B7, 8) / 450e9 == pytest.approx(0.0544, abs=1e-4)
+
+
+def test_2_uneven_shards():
+    rows, means = np.array([3, 1]), np.array([1.0, 5.0])
+    assert (rows * means).sum() / rows.sum() == 2
+    assert means.mean() == 3
+
+
+def test_3_three_kinds_of_parallelism():
+    mesh = {"model": 8, "pipeline": 8, "data": 8}
+    assert np.prod(list(mesh.values())) == 512
+    held = B175 / (mesh["model"] * mesh["pipeline"])
+    assert held / 1e9 == pytest.approx(2.73, abs=0.01)
+    assert 2 * held / 1e9 == pytest.approx(5.47, abs=0.01)
+    assert ring_bytes("all-reduce", 2 * held, mesh["data"]) / 1e9 == pytest.approx(9.57, abs=0.01)
+
+
+def test_4_devices_for_70b():
+    def fits(name: str, devices: int) -> bool:
+        return zero_bytes(B70, devices, name).total <= 80e9
+
+    assert fits("zero3", 14)
+    assert not fits("zero3", 13)
+    assert not fits("zero2", 10**6)  # the whole weights are 140 GB
+
+
+def test_5_where_a_naive_exchange_is_faster():
+    size = load("ring_allreduce").size_where_equal(8, 10e-6, 50e9)
+    assert size == pytest.approx(666_667, abs=1)
+
+
+def test_6_a_speed_up():
+    exposed = 3 * 0.1
+    assert exposed / 82 == pytest.approx(0.004, abs=5e-4)
+    assert 64 * (82 - exposed) / 82 == pytest.approx(63.8, abs=0.05)
+    claimed = 64 * 0.95
+    assert round(claimed, 1) == 60.8
+
+
+def test_7_zero3_with_microbatches():
+    sent = {k: sent_bytes(B7, 8, "zero3", accumulate=k) / sent_bytes(B7, 8, "ddp", accumulate=k) for k in (1, 4)}
+    assert sent == {1: 1.5, 4: 6.0}
+
+
+def test_8_rows_that_hide_an_all_reduce():
+    """6 FLOPs a row and parameter against 2 · 7/8 · 4 bytes a parameter: rows = bytes · FLOPs a byte / 6."""
+    flops_a_byte = 0.4 * 989e12 / 450e9
+    assert ring_bytes("all-reduce", 4, 8) * flops_a_byte / 6 == pytest.approx(1026, abs=1)
+
+
+def test_9_one_key_for_every_row():
+    def loss_fn(params, batch, rng):
+        kept = jax.random.bernoulli(rng, 0.5, batch["x"].shape)
+        return jdp.Loss(jnp.square(jnp.where(kept, batch["x"], 0) @ params["w"]).sum(), jnp.float32(len(batch["x"])))
+
+    batch, learnt = {"x": np.random.default_rng(0).normal(size=(16, 32)).astype(np.float32)}, []
+    for devices in (1, 8):
+        plan = jdp.Plan(jdp.make_mesh(data=devices, devices=jax.devices()[:devices]))
+        state = jdp.init_state(lambda rng: {"w": jnp.ones((32, 4))}, optax.sgd(0.1), plan, rng=jax.random.key(0))
+        state, _ = jdp.make_train_step(loss_fn, plan)(state, jax.device_put(batch, plan.batch_sharding))
+        learnt.append(np.asarray(state.params["w"]))
+    assert np.ptp(learnt[0]) > 0.1  # it did learn
+    np.testing.assert_allclose(*learnt, atol=1e-5)  # float32 sums of 16 rows in another order
+
+
+def test_10_weights_kept_between_the_passes():
+    """One gather instead of two: D + D, and the whole working copy is there: what jdp calls zero2."""
+    assert sent_bytes(B7, 8, "zero2") == 2 / 3 * sent_bytes(B7, 8, "zero3") == sent_bytes(B7, 8, "ddp")
+    assert zero_bytes(B7, 8, "zero2").parameters == 2 * B7
+
+
+def test_every_lesson_is_in_the_order():
+    rows = re.findall(r"^\| \d+ \| \[(\w+\.py)\]", README, flags=re.MULTILINE)
+    assert len(rows) == len(set(rows)) == 12
+    programs = {path.name for path in LESSONS.glob("*.py") if "def main(" in path.read_text("utf-8")}
+    assert programs <= set(rows)
