@@ -24,6 +24,7 @@ from jdp.core.notices import notice
 from jdp.experiment.file import ExperimentError, from_table, to_toml
 from jdp.experiment.schema.experiment import Experiment
 from jdp.run.lock import LOCK, locked
+from jdp.run.outputs.history import HISTORY
 from jdp.run.outputs.metrics import EVENTS, JSONL
 
 FILE = "experiment.toml"
@@ -92,6 +93,7 @@ def _claim(experiment: Experiment, folder: Path, held: contextlib.ExitStack) -> 
                 f"{folder} was left before its first step was logged or saved, by a run of another experiment "
                 f"({'; '.join(differing)}): it is taken over"
             )
+            (folder / HISTORY).unlink(missing_ok=True)
         record(experiment, folder)
     except OSError as error:
         with contextlib.suppress(OSError):
@@ -131,7 +133,7 @@ def _is_unused(folder: Path) -> bool:
 def _files(folder: Path) -> list[Path]:
     """Return the files that a visit begins with, in the order of removal: those that mark a run's folder are last."""
     events = folder.glob(f"{EVENTS}.out.tfevents.*")
-    return [folder / NEW, *events, folder / FILE, folder / LOCK]
+    return [folder / NEW, folder / HISTORY, *events, folder / FILE, folder / LOCK]
 
 
 def _discard_unused(folder: Path) -> None:

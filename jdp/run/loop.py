@@ -30,6 +30,7 @@ from jdp.run.evaluation import Best, coverage, evaluate
 from jdp.run.folder import SUMMARY, claimed, record, record_summary, writing
 from jdp.run.initial_weights import check_init_from
 from jdp.run.outputs import trackers
+from jdp.run.outputs.history import recorded
 from jdp.run.outputs.metrics import Metrics, json_safe
 from jdp.run.outputs.profiler import Profile
 from jdp.run.outputs.terminal import Display
@@ -82,6 +83,7 @@ def run(experiment: Experiment, *, root: Path, quiet: bool = False, profile: ran
             Metrics(folder, resumed_step=progress.done, trackers=tracked) as metrics,
             display,
             Profile(profile, folder, display, done=progress.done) as profiled,
+            recorded(folder, experiment, progress, assembly.mesh),
         ):
             state = _loop(assembly, state, progress, Outputs(display, metrics, saved, stop, profiled))
             if stop.signal:

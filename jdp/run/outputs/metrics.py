@@ -121,13 +121,20 @@ def read(file: Path) -> list[dict[str, Any]]:
 
     Damaged rows are left out, with a notice unless it is a half-written last one.
     """
+    rows, damaged, _ = read_counted(file)
+    if damaged:
+        notice(f"{file}: {damaged} of {damaged + len(rows)} rows are damaged and left out")
+    return rows
+
+
+def read_counted(file: Path) -> tuple[list[dict[str, Any]], int, bool]:
+    """Return what `read` returns, the number of damaged rows, and whether the last row is half-written."""
     stored = _Rows.of(file)
-    if stored.damaged:
-        notice(f"{file}: {stored.damaged} of {stored.damaged + len(stored.rows)} rows are damaged and left out")
-    return [
+    rows = [
         row | {name: float(word) for name, word in row.pop("nonfinite", {}).items()}
         for row in map(json.loads, stored.rows)
     ]
+    return rows, stored.damaged, stored.torn
 
 
 def json_safe(row: Mapping[str, Any]) -> dict[str, Any]:
