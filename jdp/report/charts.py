@@ -7,6 +7,7 @@ The same figure gives the same text, with nothing in it that refers to anything 
 
 from __future__ import annotations
 
+import hashlib
 import io
 import re
 from pathlib import Path
@@ -76,8 +77,9 @@ def chart(columns: int = 1, rows: int = 1, *, height: float = 3.6, width: float 
 def inline(figure: Figure, described: str) -> Markup:
     """Return a figure as an `<svg>` element for a page.
 
-    What matplotlib writes around it is taken off: the XML head, ids of groups (which would not be the only ones of that
-    name on a page), a style sheet that would hold for the whole page, and its list of fonts.
+    What matplotlib writes around it is taken off: the XML head, ids of groups, a style sheet that would hold for the
+    whole page, and its list of fonts. The ids that are left get an ending of the picture's own: of several elements
+    with one id a browser uses the first of the page, and nothing where that one is in a part that is closed.
 
     Args:
         figure: of `chart`, or any other.
@@ -97,8 +99,13 @@ def inline(figure: Figure, described: str) -> Markup:
     for colour, variable in _PAGE_COLOURS.items():
         text = text.replace(colour, variable)
     text = re.sub(r"\s*\n\s*", " ", text)
+    text = re.sub(r'(?<=id=")\w+|(?<=url\(#)\w+|(?<=href="#)\w+', rf"\g<0>-{_digest(text)}", text)
     title = element("title", described)
     return Markup(re.sub(r"<svg [^>]*>", lambda head: f'{head[0][:-1]} role="img">{title}', text, count=1).strip())
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:6]
 
 
 def write(figure: Figure, path: Path, described: str) -> None:

@@ -186,11 +186,18 @@ td.words {{ white-space: normal; overflow-wrap: break-word; max-width: 28rem; }}
 tr.chosen {{ background: var(--good); }}
 tr.bad td, tr.bad th {{ color: var(--bad-ink); }}
 tr.total td, tr.total th {{ font-weight: 600; border-top: 2px solid var(--line); }}
-summary {{ cursor: pointer; margin: .35rem 0; }}
+summary {{ cursor: pointer; margin: .35rem 0; overflow-wrap: anywhere; }}
+pre {{ overflow-x: auto; background: var(--raised); padding: .75rem 1rem; font-size: .83rem; line-height: 1.45; }}
 figure {{ margin: .75rem 0; }}
 figure svg {{ display: block; }}
-figure.picture svg {{ width: 100%; height: auto; }}
+figure.picture svg, .charts figure > svg {{ width: 100%; height: auto; }}
+.charts {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 22rem), 1fr)); gap: 0 1.5rem; }}
+.charts figure {{ min-width: 0; }}
+.charts strong {{ color: var(--ink); }}
 .key {{ display: inline-flex; align-items: center; gap: .4em; margin-right: 1.1em; white-space: nowrap; }}
+.key.run {{ white-space: normal; overflow-wrap: anywhere; }}
+.key svg {{ width: 28px; height: 10px; flex: none; }}
+.legend {{ font-size: .87rem; }}
 .key i {{ width: .9em; height: .9em; border-radius: 2px; display: inline-block; }}
 .lanes {{ display: grid; grid-template-columns: 8.5rem minmax(0, 1fr); font-size: .8rem; color: var(--faint); }}
 .lanes .names {{ display: grid; grid-template-rows: 26px 26px 1.4rem; align-items: center; }}
@@ -209,6 +216,12 @@ figure.picture svg {{ width: 100%; height: auto; }}
 .waiting {{ fill: {VERMILION}; background: {VERMILION}; }} .rest {{ fill: var(--line); background: var(--line); }}
 .zoomed rect {{ stroke: var(--raised); stroke-width: .5px; vector-effect: non-scaling-stroke; }}
 .lanes rect:hover {{ fill: {YELLOW}; fill-opacity: 1; }}
+@media (min-width: 52rem) {{ .charts .large {{ grid-column: span 2; grid-row: span 2; }}
+  .charts .large text {{ font-size: 6px !important; }} }}
+@media (max-width: 40rem) {{ main {{ padding: 1rem .8rem 3rem; }}
+  figure.picture {{ overflow-x: auto; }} figure.picture svg {{ min-width: 44rem; }}
+  .lanes {{ grid-template-columns: 6.3rem minmax(0, 1fr); }}
+  .lanes .odd {{ display: none; }} .zoomed .lanes .odd {{ display: block; }} }}
 """
 
 # Timelines widen together about their middle, and scroll together.

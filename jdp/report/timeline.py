@@ -218,11 +218,12 @@ def _rectangles(block: Block, axis_seconds: float) -> Markup:
 
 
 def _ticks(axis_seconds: float) -> Iterator[Markup]:
-    """Times below the lanes; finer ones for those who zoom in."""
+    """Times below the lanes; finer ones for those who zoom in, and every second is left out on a phone."""
     step = round_step(axis_seconds)
     finer = round_step(axis_seconds / 8)
     times = {round(number * finer, 12): "fine tick" for number in range(_steps_within(axis_seconds / finer) + 1)}
-    times |= {round(number * step, 12): "tick" for number in range(_steps_within(axis_seconds / step) + 1)}
+    coarse = range(_steps_within(axis_seconds / step) + 1)
+    times |= {round(number * step, 12): "tick odd" if number % 2 else "tick" for number in coarse}
     for at, kind in times.items():
         place = f"left:{_percent(at / axis_seconds)}"
         yield element("span", format_seconds(at) if at else "0", class_=kind, style=place)

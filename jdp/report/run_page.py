@@ -1,0 +1,356 @@
+"""The report of one or several runs as one self-contained page: learning, speed, memory, timeline, what happened.
+
+The page takes plain values; `jdp report` reads them from the folders of runs, and compiles the step again for memory
+and timeline. What is not known is said, and the rest is there.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jdp.core.formatting import format_bytes, format_percent, format_rate, format_seconds
+from jdp.core.sharding.placement import Placement
+from jdp.foresight.forecast import Estimate
+from jdp.report.curves import swatch
+from jdp.report.happened import happened, state
+from jdp.report.memory import memory_bars
+from jdp.report.page import Markup, Section, details, element, joined, page, paragraphs, table
+from jdp.report.run_charts import Series, learning, noise, others, per_second, speed
+from jdp.report.times import times
+
+_LONGEST_NAME = 40
+_MOST_PLACEMENTS, _MOST_NUMBERS = 200, 25
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """What was read off a run's step, compiled again: for which target, the estimate, leaves at rest, and notes."""
+
+    target: str
+    estimate: Estimate
+    placements: Sequence[Placement] = ()
+    notes: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run as the page takes it.
+
+    Attributes:
+        name: of the run, different from the others'.
+        rows: of metrics, each with "step" and numbers.
+        history: the events of its visits.
+        summary: of its last visit that came to the end.
+        toml: the experiment as run.
+        settings: its dotted keys, and their values as text.
+        checkpoints: steps of those that are there.
+        notes: what was damaged or missing, a sentence each.
+        step: the compiled step; None with the reason in `no_step`.
+        no_step: why there is none, as a sentence.
+    """
+
+    name: str
+    rows: Sequence[Mapping[str, float]]
+    history: Sequence[Mapping[str, Any]] = ()
+    summary: Mapping[str, Any] | None = None
+    toml: str = ""
+    settings: Mapping[str, str] = field(default_factory=dict[str, str])
+    checkpoints: Sequence[int] = ()
+    notes: Sequence[str] = ()
+    step: CompiledStep | None = None
+    no_step: str = "The step was not compiled."
+
+
+def run_page(runs: Sequence[Run], *, title: str = "") -> str:
+    """Return the page as HTML text, which needs nothing else: no network, no fonts, no files beside it.
+
+    The same runs give the same text.
+
+    Args:
+        runs: one or more.
+        title: of the page; "": the runs' names.
+    """
+    names = [run.name for run in runs]
+    several = len(runs) > 1
+    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    charted = [Series(run.rows, run.history, run.settings) for run in runs]
+    legend = element("p", *(swatch(i, name) for i, name in enumerate(names)), class_="legend") if several else Markup()
+    sections = [
+        Section("overview", "The runs" if several else "The run", _overview(runs)),
+        *([Section("differences", "What differs", _differences(runs))] if several else []),
+        Section("learning", "Loss and learning rate", joined([learning(charted, legend), _numbers(runs)])),
+        Section("speed", "Throughput and data wait", joined([_speeds(runs), speed(charted, legend)])),
+        *([Section("noise", "Noise scale", measured)] if (measured := noise(charted, legend)) else []),
+        *([Section("others", "Other metrics", more)] if (more := others(charted, legend)) else []),
+        Section("memory", "Where every byte lives", _memory(runs)),
+        Section("time", "Timeline of the compiled step", _times(runs)),
+        Section("happened", "What happened", joined([_happened(run, titled=several) for run in runs])),
+        Section("experiment", "The experiment as run", joined([_experiment(run, is_open=not several) for run in runs])),
+    ]
+    return page(title or f"Run{'s' * several} {shown}", sections)
+
+
+# What was done.
+
+
+def _overview(runs: Sequence[Run]) -> Markup:
+    rows = [
+        [
+            run.name,
+            _state(run),
+            f"{_last(run, 'step', 0):,.0f}{_of_steps(run)}",
+            _number(_last(run, "loss")),
+            _evaluation(run),
+            _rate(run),
+            _share(_median(run, "mfu")),
+            _setting(run, "strategy"),
+            _devices(run),
+            f"{_last(run, 'skipped', 0):,.0f}",
+            "… " * (len(run.checkpoints) > 3) + ", ".join(map(str, run.checkpoints[-3:])) or "–",
+        ]
+        for run in runs
+    ]
+    notes = [f"{run.name}: {note}" if len(runs) > 1 else note for run in runs for note in run.notes]
+    return joined([table(_OVERVIEW, rows, words=("state", "last evaluation", "strategy")), paragraphs(notes, "note")])
+
+
+_OVERVIEW = (
+    "run",
+    "state",
+    "steps",
+    "loss",
+    "last evaluation",
+    "speed",
+    "MFU",
+    "strategy",
+    "devices",
+    "skipped",
+    "checkpoints",
+)
+
+
+def _state(run: Run) -> Markup:
+    words = state(run.history, run.summary)
+    return element("span", words, class_={"finished": "tag good", "failed": "tag bad"}.get(words))
+
+
+def _of_steps(run: Run) -> str:
+    steps = run.settings.get("train.steps", "")
+    return f" of {int(steps):,}" if steps.isdecimal() and len(steps) < 16 else ""
+
+
+def _evaluation(run: Run) -> str:
+    """Return the newest value of the metrics that an evaluation is known by."""
+    shown = [
+        f"{_number(value)} {name.removeprefix('eval_').replace('_', ' ')}"
+        for name in ("eval_loss", "eval_accuracy", "eval_bits_per_token")
+        if (value := _last(run, name)) is not None
+    ]
+    return ", ".join(shown) or "–"
+
+
+def _devices(run: Run) -> str:
+    known = [event for event in run.history if "devices" in event]
+    if known:
+        return f"{known[-1]['devices']} × {known[-1].get('device', '?')}"
+    return str((run.summary or {}).get("devices", "–"))
+
+
+def _setting(run: Run, key: str) -> str:
+    return run.settings.get(key, "–").strip('"')
+
+
+def _differences(runs: Sequence[Run]) -> Markup:
+    """Return a table of the keys that have not the same value in every experiment."""
+    keys = dict.fromkeys(key for run in runs for key in run.settings if key != "name")
+    rows = [
+        [key, *(run.settings.get(key, "–") for run in runs)]
+        for key in sorted(keys)
+        if len({run.settings.get(key) for run in runs}) > 1
+    ]
+    if not rows:
+        return element("p", "The experiments are the same, apart from their names.")
+    names = [run.name for run in runs]
+    return table(("key", *names), rows, words=names)
+
+
+# Numbers.
+
+
+def _last(run: Run, name: str, default: Any = None) -> Any:
+    return next((row[name] for row in reversed(run.rows) if name in row), default)
+
+
+def _values(run: Run, name: str) -> list[float]:
+    return [row[name] for row in run.rows if name in row]
+
+
+def _median(run: Run, name: str) -> float | None:
+    values = _values(run, name)
+    return statistics.median(values) if values else None
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4g}"
+
+
+def _share(value: float | None) -> str:
+    return "–" if value is None else format_percent(value)
+
+
+def _rate(run: Run) -> str:
+    name = per_second(run.rows)
+    return "–" if name is None else f"{format_rate(_median(run, name) or 0.0)} {name.removesuffix('_per_second')}/s"
+
+
+def _speeds(runs: Sequence[Run]) -> Markup:
+    """Return a table of the speed of each run; a row with compilation in it hardly moves a median."""
+    rows: list[list[str]] = []
+    for run in runs:
+        seconds = sorted(_values(run, "step_seconds"))
+        if not seconds:
+            continue
+        middle, slow = statistics.median(seconds), seconds[min(len(seconds) - 1, len(seconds) * 95 // 100)]
+        waited = _median(run, "data_wait_seconds")
+        share = None if waited is None or not middle else waited / middle
+        rows.append(
+            [
+                run.name,
+                format_seconds(middle),
+                format_seconds(slow),
+                _rate(run),
+                _share(share),
+                _share(_median(run, "mfu")),
+            ]
+        )
+    if not rows:
+        return element("p", "No speed was logged.")
+    return table(("run", "median step", "95th percentile", "median speed", "waiting for data", "MFU"), rows)
+
+
+def _numbers(runs: Sequence[Run]) -> Markup:
+    return joined([_numbers_of(run, f"Numbers of {run.name}" if len(runs) > 1 else "Numbers") for run in runs])
+
+
+def _numbers_of(run: Run, summary: str) -> Markup:
+    """Return some rows of a run's metrics as a table: about as many as one reads."""
+    by_step: dict[float, dict[str, float]] = {}
+    for row in run.rows:
+        by_step.setdefault(row["step"], {}).update(row)
+    names = [*dict.fromkeys(name for row in by_step.values() for name in row if name not in ("step", "time"))]
+    if not by_step or not names:
+        return Markup()
+    rows = list(by_step.values())
+    evaluated = [i for i, row in enumerate(rows) if any(name.startswith("eval_") for name in row)]
+    step = max(1, -(-len(rows) // _MOST_NUMBERS))
+    chosen = sorted(
+        {*range(0, len(rows), step), len(rows) - 1, *evaluated[:: max(1, -(-len(evaluated) // _MOST_NUMBERS))]}
+    )
+    cells = [[f"{rows[i]['step']:,.0f}", *(_number(rows[i].get(name)) for name in names)] for i in chosen]
+    return details(f"{summary}: {len(chosen)} of {len(rows):,} steps with metrics", table(("step", *names), cells))
+
+
+# The compiled step.
+
+
+def _compiled(runs: Sequence[Run]) -> list[tuple[str, Run, CompiledStep]]:
+    return [(_short(run.name), run, run.step) for run in runs if run.step is not None]
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= _LONGEST_NAME else f"…{name[1 - _LONGEST_NAME :]}"
+
+
+def _memory(runs: Sequence[Run]) -> Markup:
+    compiled = _compiled(runs)
+    held = [(name, step.estimate) for name, _, step in compiled if step.estimate.memory is not None]
+    several = len(runs) > 1
+    parts = [_why_not(runs)]
+    if held:
+        parts.append(memory_bars(held, None))
+        parts += [
+            element("p", _compiled_for(name if several else "", step), class_="note") for name, _, step in compiled
+        ]
+    parts += [_placements(f"{name}: leaves" if several else "Leaves", s.placements) for name, _, s in compiled]
+    return joined(parts)
+
+
+def _why_not(runs: Sequence[Run]) -> Markup:
+    """Return why steps are missing: a sentence for each run, or one for all."""
+    missing = [(run.name, run.no_step) for run in runs if run.step is None]
+    missing += [
+        (run.name, f"The step did not compile: {run.step.estimate.error}")
+        for run in runs
+        if run.step is not None and run.step.estimate.error is not None
+    ]
+    if len(missing) == len(runs) and len({why for _, why in missing}) == 1:
+        return element("p", missing[0][1])
+    return paragraphs([f"{name}: {why}" for name, why in missing])
+
+
+def _compiled_for(name: str, step: CompiledStep) -> str:
+    text = f"{name}: compiled again" if name else "Compiled again"
+    notes = [f"{note[:1].upper()}{note[1:].rstrip('.')}." for note in step.notes]
+    return " ".join([f"{text} for {step.target}, not run; numbers are for one device.", *notes])
+
+
+def _placements(summary: str, placements: Sequence[Placement]) -> Markup:
+    """Return the table of the state's leaves between steps, the largest first."""
+    if not placements:
+        return Markup()
+    ordered = sorted(placements, key=lambda leaf: -leaf.bytes_per_device)
+    rows = [
+        [
+            leaf.path,
+            f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]",
+            _spec(leaf.rest),
+            _spec(leaf.compute),
+            f"{leaf.bytes_per_device:,}",
+            leaf.reason,
+        ]
+        for leaf in ordered[:_MOST_PLACEMENTS]
+    ]
+    total = sum(leaf.bytes_per_device for leaf in ordered)
+    if left := ordered[_MOST_PLACEMENTS:]:
+        rows.append([f"{len(left):,} more", "", "", "", f"{sum(leaf.bytes_per_device for leaf in left):,}", ""])
+    headers = ("leaf", "array", "between steps", "while computing", "bytes of a device", "why")
+    listed = table(headers, rows, words=("array", "between steps", "while computing", "why"))
+    return details(f"{summary} of the state at rest, {format_bytes(total)} of a device", listed)
+
+
+def _spec(spec: object) -> str:
+    return str(spec).removeprefix("PartitionSpec")
+
+
+def _times(runs: Sequence[Run]) -> Markup:
+    timed = [(name, run, step) for name, run, step in _compiled(runs) if step.estimate.timeline is not None]
+    if not timed:
+        compiled = any(step.estimate.memory is not None for _, _, step in _compiled(runs))
+        return element("p", "The rates of these devices are not known.") if compiled else _why_not(runs)
+    measured = [
+        f"{name}: the simulated step takes {format_seconds(step.estimate.step_seconds or 0.0)} on {step.target}; the "
+        f"run’s median step took {format_seconds(median)}."
+        for name, run, step in timed
+        if (median := _median(run, "step_seconds")) is not None
+    ]
+    return joined([paragraphs(measured), times([(name, step.estimate) for name, _, step in timed], None)])
+
+
+# What happened, and what was asked for.
+
+
+def _happened(run: Run, *, titled: bool) -> Markup:
+    events = happened(run.rows, run.history)
+    heading = [element("h3", run.name)] if titled else []
+    if not events:
+        return joined([*heading, element("p", "Nothing is recorded.")])
+    rows = [[event.clock, f"{event.step:,.0f}", event.words] for event in events]
+    kinds = ["bad" if event.is_bad else None for event in events]
+    return joined([*heading, table(("time (UTC)", "step", "what"), rows, words=("what",), classes=kinds)])
+
+
+def _experiment(run: Run, *, is_open: bool) -> Markup:
+    return details(f"{run.name}: experiment.toml", element("pre", run.toml, tabindex=0), is_open=is_open)
