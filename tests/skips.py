@@ -17,6 +17,7 @@ ALLOWED = (
     "about machines without an NVIDIA driver",
     "no target describes this GPU: .*",
     "TPU targets need libtpu",  # 300 MB, for TPU hosts
+    "no Chromium on PATH: apt-get install chromium",  # a program of the system: pip cannot install it
     "PR_SET_PDEATHSIG is Linux's",
     "could not import 'torch'.*",  # 200 MB for one test: other libraries' arrays are copied as NumPy's
     "the numbers that transformers gave are kept, .*",  # with torch, too large for `test`

@@ -1,0 +1,198 @@
+"""`jdp report`: one page of one or several runs."""
+
+import contextlib
+import json as as_json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from jdp.cli.options import UsageError, check_writable, choose_target_platform, parse, stdout_to_stderr
+from jdp.core.toml import cut
+from jdp.core.user_path import PathError, user_path
+
+if TYPE_CHECKING:
+    from jdp.foresight.targets.resolve import Target
+    from jdp.report.run_page import CompiledStep, Run
+    from jdp.run.recorded import Recorded
+
+PAGE = "report.html"
+
+
+@dataclass(frozen=True)
+class Options:
+    """Writes one self-contained page of runs: curves, speed, where every byte lives, what happened.
+
+    The page needs no network and no other file. It has the loss, the learning rate and whatever else a run logged,
+    throughput and the share of time it waited for data, the noise scale if it was measured, resumes, stops and skipped
+    steps, and the experiment as run. Several runs are drawn over each other, with a table of what differs.
+
+    For memory and timeline the step is compiled again, not run, for the devices that the run had; neither these devices
+    nor the run's data need be there. A run that goes on, failed or was killed has a page too, and what is not known is
+    reported there.
+    """
+
+    runs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN…")] = ()
+    """Folders of runs, or names of runs in --run-dir."""
+    output: Annotated[Path | None, tyro.conf.arg(metavar="PAGE", aliases=["-o"])] = None
+    """The page. Default: report.html in the run's folder; for several runs, in the current one."""
+    run_dir: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs")
+    """Folder that holds the runs that are named without a folder."""
+    target: Annotated[str | None, tyro.conf.arg(metavar="KIND:HOSTSxPER_HOST")] = None
+    """Devices to compile the step for, such as h100:1x8 or cpu:8. Default: those that each run had."""
+    no_compile: bool = False
+    """Leave out memory and timeline, which takes seconds."""
+    no_cache: bool = False
+    """Compile again what was compiled before ($JDP_CACHE_DIR, else ~/.cache/jdp)."""
+    json: bool = False
+    """Print one JSON object on stdout, {"path": …, "runs": […]}, and everything else on stderr."""
+
+
+def run(arguments: list[str]) -> int:
+    """Read the runs, compile their steps, write the page, and print where it is."""
+    options = parse(Options, "report", arguments)
+    with stdout_to_stderr() if options.json else contextlib.nullcontext():
+        from jdp.run.recorded import read_run
+
+        folders = _folders(options.runs, options.run_dir)
+        path = options.output or (folders[0] / PAGE if len(folders) == 1 else Path(PAGE))
+        check_writable(path)
+        names = _names(folders)
+        recorded = dict(zip(names, map(read_run, folders), strict=True))
+        runs = _with_steps(recorded, options)
+        _write(path, runs)
+    if options.json:
+        print(as_json.dumps({"path": str(path), "runs": [*names]}))
+    else:
+        print(f"wrote {path}: {', '.join(names)}")
+    return 0
+
+
+def _folders(given: Sequence[str], runs: Path) -> list[Path]:
+    """Return the folders of the runs. Raises UsageError for none, one twice, or a path that cannot be."""
+    from jdp.run.recorded import find_run
+
+    if not given:
+        raise UsageError("jdp report takes one or more runs; given none: name their folders, such as runs/quickstart")
+    try:
+        folders = [find_run(user_path(each), runs) for each in given]
+    except PathError as error:
+        raise UsageError(f"RUN: {error}") from None
+    seen: dict[Path, Path] = {}
+    for folder in folders:
+        if (first := seen.setdefault(folder.resolve(), folder)) is not folder:
+            raise UsageError(f"jdp report takes different runs; given one twice, {first} and {folder}: name it once")
+    return folders
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """Return the folders' names; where two are the same, their paths."""
+    names = [folder.resolve().name for folder in folders]
+    return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
+
+
+def _write(path: Path, runs: Sequence["Run"]) -> None:
+    from jdp.report.run_page import run_page
+
+    fresh = path.with_name(f"{path.name}.new")
+    try:
+        fresh.write_text(run_page(runs), "utf-8", errors="replace")
+        fresh.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            fresh.unlink(missing_ok=True)
+        raise UsageError(f"{path} cannot be written: {error.strerror}; choose another file with -o") from None
+
+
+# The steps.
+
+
+def _with_steps(recorded: dict[str, "Recorded"], options: Options) -> list["Run"]:
+    """Return what the page takes: each run as recorded, with its compiled step or the reason why there is none."""
+    from jdp.cli.terminal import Progress
+    from jdp.report.run_page import Run
+
+    targets = {name: options.target or _devices_of(each) for name, each in recorded.items()}
+    steps: dict[str, CompiledStep] = {}
+    missing = dict.fromkeys(recorded, "The step was not compiled (--no-compile): memory and timeline are left out.")
+    if not options.no_compile:
+        _start_jax([name for name in targets.values() if name])
+        if options.target is not None:
+            _target_of_run(options.target)  # a mistake of the command line ends it here
+        with Progress() as progress:
+            for done, (name, each) in enumerate(recorded.items()):
+                progress.compiling(done, len(recorded), f"the step of {name}")
+                try:
+                    steps[name] = _compiled(each.folder, _target_of_run(targets[name]), cache=not options.no_cache)
+                except Exception as error:  # whatever it is, the page has all the rest
+                    missing[name] = f"The step was not compiled: {_in_short(error)}"
+    return [
+        Run(
+            name,
+            each.rows,
+            each.history,
+            each.summary,
+            each.toml,
+            each.settings,
+            each.checkpoints,
+            each.notes,
+            steps.get(name),
+            missing[name],
+        )
+        for name, each in recorded.items()
+    ]
+
+
+def _devices_of(recorded: "Recorded") -> str | None:
+    """Return the target that stands for the devices of a run's last visit, such as "cpu:8"; None if not known."""
+    from jdp.foresight.targets.chips import GPUS
+
+    begun = [event for event in recorded.history if "devices" in event]
+    last: dict[str, Any] = begun[-1] if begun else {}
+    devices = last.get("devices") or recorded.settings.get("devices")
+    if last.get("platform", "cpu") == "cpu":
+        return f"cpu:{devices}" if str(devices).isdecimal() else None
+    kind = next((kind for kind, chip in GPUS.items() if chip.name == last.get("device")), None)
+    hosts = last.get("hosts", 1)
+    return None if kind is None or not isinstance(devices, int) else f"{kind}:{hosts}x{devices // hosts}"
+
+
+def _start_jax(targets: Sequence[str]) -> None:
+    """Have JAX start as many virtual CPU devices as the largest target of such needs, and no accelerator."""
+    counts = [name.removeprefix("cpu:") for name in targets]
+    largest = max((int(count) for count in counts if count.isdecimal() and len(count) < 6), default=0)
+    choose_target_platform(f"cpu:{largest}", None)
+
+
+def _compiled(folder: Path, target: "Target", *, cache: bool) -> "CompiledStep":
+    """Compile the step of a run's experiment for a target, as `jdp plan` does. Raises what that raises."""
+    from jdp.experiment.file import load
+    from jdp.experiment.plan import candidates_of
+    from jdp.foresight.foresee import make_plan_report
+    from jdp.report.run_page import CompiledStep
+    from jdp.run.folder import FILE
+
+    experiment = load(folder / FILE)
+    candidates = candidates_of(
+        experiment, target, strategies=[experiment.strategy], accumulate=[experiment.train.accumulate]
+    )
+    report = make_plan_report(candidates, target, cache=cache)
+    placements = candidates[0].step.plan.placements(candidates[0].state)
+    return CompiledStep(str(target), report.estimates[0], placements, report.notes)
+
+
+def _target_of_run(name: str | None) -> "Target":
+    """Return the target of the devices that a run had. Raises UsageError if they are not known."""
+    from jdp.foresight.targets.resolve import target
+
+    if name is None:
+        raise UsageError("which devices the run had is not recorded, or they have no description; name some (--target)")
+    return target(name)
+
+
+def _in_short(error: Exception) -> str:
+    """Return an error as a sentence of the page: a fault's with its type."""
+    text = cut(" ".join(str(error).split()), 600)
+    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"

@@ -1,0 +1,185 @@
+"""`jdp report`: a run becomes a page, whatever became of the run; a folder that is no run is one error."""
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from tiny_experiment import write_tiny
+
+from jdp.cli.main import main
+
+TABLES = """
+[optimizer]
+name = "sgd"
+lr = 0.1
+
+[train]
+steps = 4
+batch_size = 8
+log_every = 1
+eval_every = 2
+eval_batches = 1
+checkpoint_every = 0
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Path:
+    """The folder of a run that was made by `jdp train` on eight devices, and whose data are gone."""
+    folder = tmp_path_factory.mktemp("tiny")
+    assert main(["train", str(write_tiny(folder, TABLES)), "--run-dir", str(folder / "runs")]) == 0
+    (folder / "text.txt").unlink()
+    return folder / "runs" / "tiny"
+
+
+@pytest.fixture
+def runs(trained, tmp_path, monkeypatch) -> Path:
+    """A folder RUNS with a copy of that run, in the current one."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(trained, tmp_path / "runs" / "tiny", ignore=shutil.ignore_patterns("checkpoints"))
+    return Path("runs")
+
+
+def text_of(page: Path) -> str:
+    return " ".join(re.sub(r"<(style|script)>.*?</\1>|<[^>]*>", " ", page.read_text(), flags=re.DOTALL).split())
+
+
+def test_a_run_becomes_a_page(runs, capsys):
+    assert main(["report", "runs/tiny"]) == 0
+    page = runs / "tiny" / "report.html"
+    assert capsys.readouterr().out == f"wrote {page}: tiny\n"
+    text = text_of(page)
+    for expected in (
+        "Run tiny",
+        "finished",
+        "4 of 4",
+        "8 × cpu",
+        "tokens/s",
+        "Compiled again for cpu:8, not run",
+        "parameters (master weights, at rest)",
+        "params/",  # leaves at rest
+        "the simulated step takes",
+        "started on 8 × cpu (jax",
+        "checkpoint_every = 0",
+    ):
+        assert expected in text, expected
+    assert "not compiled" not in text and "is damaged" not in text
+
+
+def test_runs_are_named_and_compared_and_json_is_all_there_is_on_stdout(runs, capfd):
+    shutil.copytree(runs / "tiny", runs / "other")
+    experiment = runs / "other" / "experiment.toml"
+    experiment.write_text(experiment.read_text().replace("lr = 0.1", "lr = 0.7"))
+    assert main(["report", "tiny", "runs/other", "--no-compile", "--json"]) == 0
+    shown = capfd.readouterr()
+    assert json.loads(shown.out) == {"path": "report.html", "runs": ["tiny", "other"]} and shown.out.count("\n") == 1
+    assert "optimizer.lr 0.1 0.7" in text_of(Path("report.html"))
+
+
+def test_runs_of_one_name_go_by_their_paths(runs, capsys):
+    shutil.copytree(runs, "elsewhere")
+    assert main(["report", "tiny", "elsewhere/tiny", "--no-compile", "-o", "p.html"]) == 0
+    assert capsys.readouterr().out == "wrote p.html: runs/tiny, elsewhere/tiny\n"
+
+
+def damage_metrics(run):
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "loss": 9}x\n{"step": 5, "lo')
+
+
+DAMAGED = {
+    "a half-written row": (damage_metrics, "1 of 7 rows of metrics.jsonl are damaged"),
+    "no metrics": (lambda run: (run / "metrics.jsonl").unlink(), "There is no metrics.jsonl: no step was logged."),
+    "empty metrics": (lambda run: (run / "metrics.jsonl").write_text(""), "No step was logged."),
+    "words for numbers": (
+        lambda run: (run / "metrics.jsonl").write_text(
+            '{"step": 1, "loss": "low", "lr": 1e999, "x": 9' + "9" * 400 + "}\n"
+        ),
+        "of 4",
+    ),
+    "a huge step": (lambda run: (run / "metrics.jsonl").write_text('{"step": 1' + "0" * 200 + "}\n"), "0 of 4"),
+    "no history": (lambda run: (run / "history.jsonl").unlink(), "There is no history.jsonl"),
+    "history of anything": (lambda run: (run / "history.jsonl").write_text("[]\n{}\nx\n\x00\n"), "There is no"),
+    "a damaged summary": (lambda run: (run / "summary.json").write_text("{"), "summary.json is damaged"),
+    "an experiment of another version": (
+        lambda run: (run / "experiment.toml").write_text('name = "x"\nnew_key = 1\n'),
+        "new_key",
+    ),
+    "an experiment that is no TOML": (
+        lambda run: (run / "experiment.toml").write_bytes(b"\xff[["),
+        "is not valid TOML",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "expected"), DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_run_has_a_page_that_says_so(runs, damage, expected, capsys):
+    damage(runs / "tiny")
+    assert main(["report", "tiny", "--no-compile"]) == 0
+    text = text_of(runs / "tiny" / "report.html")
+    assert expected in text and "What happened" in text
+
+
+@pytest.mark.parametrize("experiment", ['name = "x"\nnew_key = 1\n', "[[", '[model]\nname = "hf:/nowhere"\n'])
+def test_an_experiment_that_cannot_be_compiled_again_is_a_reason_on_the_page(runs, experiment):
+    (runs / "tiny" / "experiment.toml").write_text(experiment)
+    assert main(["report", "tiny"]) == 0
+    assert "The step was not compiled: runs/tiny/experiment.toml" in text_of(runs / "tiny" / "report.html")
+
+
+def test_devices_that_no_target_describes_are_a_reason_on_the_page(runs):
+    history = runs / "tiny" / "history.jsonl"
+    history.write_text(
+        history.read_text().replace('"platform": "cpu", "device": "cpu"', '"platform": "x", "device": "y"')
+    )
+    assert main(["report", "tiny"]) == 0
+    assert "which devices the run had is not recorded, or they have no description; name some (--target)" in text_of(
+        runs / "tiny" / "report.html"
+    )
+
+
+def test_a_run_whose_folder_may_not_be_written_is_reported_elsewhere(runs, tmp_path):
+    if os.geteuid() == 0:
+        pytest.skip("root may write anywhere")
+    (runs / "tiny").chmod(0o500)
+    assert main(["report", "tiny", "--no-compile"]) == 2
+    assert main(["report", "tiny", "--no-compile", "-o", "p.html"]) == 0
+
+
+MISTAKES = {
+    "none": ([], "jdp report takes one or more runs; given none"),
+    "nowhere": (
+        ["nowhere"],
+        "a run is a folder with an experiment.toml, or its name in runs; given nowhere: there is no such",
+    ),
+    "misspelt": (["tny"], "did you mean runs/tiny?"),
+    "a folder that is no run": (["runs"], "given runs: it has no experiment.toml; runs has tiny"),
+    "a file": (["runs/tiny/metrics.jsonl"], "it is a file"),
+    "other runs": (["tiny", "--run-dir", "x"], "there is no such folder; x has no runs"),
+    "twice": (["tiny", "runs/tiny"], "given one twice, runs/tiny and runs/tiny"),
+    "an address": (["gs://bucket/run"], "RUN: a path must be on a disk of this machine"),
+    "a name of NUL": (["a\0b"], "RUN: a path must have no NUL character"),
+    "a page nowhere": (["tiny", "-o", "no/p.html"], "no/p.html cannot be written: there is no folder no"),
+    "a page that is a folder": (["tiny", "--output", "runs"], "runs cannot be written: it is a folder"),
+    "a target of nothing": (["tiny", "--target", "h100"], "a target is KIND:HOSTSxPER_HOST"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "expected"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_one_error_and_exit_2(runs, arguments, expected, capfd):
+    before = sorted(Path().rglob("*"))
+    assert main(["report", *arguments]) == 2
+    shown = capfd.readouterr()
+    assert shown.err.startswith("error: ") and shown.err.count("\n") == 1 and not shown.out
+    assert expected in shown.err and "Traceback" not in shown.err
+    assert sorted(Path().rglob("*")) == before
+
+
+def test_the_help_names_what_it_takes(capsys):
+    assert main(["report", "--help"]) == 0
+    text = capsys.readouterr().out
+    for option in ("RUN…", "--output", "-o", "--run-dir", "--target", "--no-compile", "--json"):
+        assert option in text

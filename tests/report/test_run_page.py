@@ -1,0 +1,262 @@
+"""The page of runs: self-contained, escaped, thinned without losing what stands out, and with the runs' numbers."""
+
+import dataclasses
+import functools
+import math
+import re
+
+import numpy as np
+import pytest
+from test_plan_page import FAILED, HOSTILE, Reader, outlook_of
+
+from jdp.core.sharding.placement import Placement
+from jdp.report.curves import MOST_POINTS, smoothed, thinned
+from jdp.report.happened import happened, state
+from jdp.report.page import CSS
+from jdp.report.run_page import CompiledStep, Run, run_page
+
+DEVICES = {
+    "platform": "cpu",
+    "device": "cpu",
+    "devices": 4,
+    "hosts": 1,
+    "processes": 1,
+    "jax": "0.10",
+    "python": "3.11",
+}
+HISTORY = (
+    {"event": "started", "step": 0, "time": 1000.0, **DEVICES},
+    {"event": "stopped", "step": 20, "time": 1100.0, "signal": "SIGTERM"},
+    {"event": "resumed", "step": 20, "time": 1200.0, **DEVICES},
+    {"event": "resumed", "step": 40, "time": 1300.0, **DEVICES},  # the visit before was killed
+    {"event": "finished", "step": 60, "time": 1400.0, "stopped_early": False},
+)
+SETTINGS = {"name": '"a"', "strategy": '"zero1"', "train.steps": "60", "train.batch_size": "16"}
+LEAF = Placement("params/head/kernel", (64, 256), "float32", "P('data',)", "P()", 16_384, "dimension 0 over data")
+
+
+def rows_of(count=60, **more):
+    rows = [
+        {
+            "step": step,
+            "time": 1000.0 + step,
+            "loss": 5 / step**0.1,
+            "lr": 1e-3,
+            "grad_norm": 1.5,
+            "step_seconds": 0.25,
+            "data_wait_seconds": 0.025,
+            "tokens_per_second": 4096.0,
+            **more,
+        }
+        for step in range(1, count + 1)
+    ]
+    return [*rows, {"step": count, "time": 1070.0, "eval_loss": 3.125, "eval_bits_per_token": 4.5}]
+
+
+def run_of(name="a", **changed):
+    plain = Run(name, rows_of(), HISTORY, None, 'name = "a"\n', SETTINGS, (20, 40, 60))
+    return dataclasses.replace(plain, **changed)
+
+
+def compiled(**changed):
+    return CompiledStep("cpu:4", outlook_of(**changed), [LEAF], ["times are simulated"])
+
+
+def read(*runs, **named):
+    return Reader(run_page(runs, **named))
+
+
+@functools.cache
+def text_of_two():
+    """A page of two runs that differ, one with its compiled step: several tests read it."""
+    other = run_of("b", settings=SETTINGS | {"optimizer.lr": "0.1", "strategy": '"ddp"'})
+    return run_page([run_of(step=compiled(), rows=rows_of(noise_scale=20.0)), other])
+
+
+def test_the_page_has_the_numbers_of_the_run():
+    found = read(run_of(rows=rows_of(mfu=0.421, noise_scale=77.0), step=compiled()))
+    for expected in (
+        "Run a",
+        "60 of 60",
+        "finished",
+        "3.125 loss, 4.5 bits per token",
+        "4.1k tokens/s",
+        "42 %",  # MFU
+        "10 %",  # of a step waiting for data
+        "250 ms",
+        "4 × cpu",
+        "stopped by SIGTERM, after saving",
+        "resumed on 4 × cpu",
+        "it was killed, or its machine was lost",
+        "Dashed: the batch size",
+        "1,234,567,890",  # bytes of parameters
+        "params/head/kernel",
+        "16,384",
+        "Times are simulated.",
+        "the run’s median step took 250 ms",
+        'name = "a"',
+        "Dotted: resumed.",
+    ):
+        assert expected in found.text, expected
+
+
+def test_it_loads_nothing_from_outside():
+    text = text_of_two()
+    found = Reader(text)
+    references = found.values("src", "href", "xlink:href", "srcset", "action", "data")
+    assert references and all(reference.startswith("#") for reference in references)
+    assert not {"link", "img", "iframe", "object", "embed", "base"} & set(found.tags)
+    assert re.findall(r"url\((?!#)|@import", text) == []
+    assert "default-src 'none'" in found.values("content")[0]
+    assert set(re.findall(r"https?://[^\s\"'<]+", text)) <= {"http://www.w3.org/2000/svg"}
+    ids = found.values("id")
+    assert len(set(ids)) == len(ids), "pictures have no ids of the same name"
+
+
+def test_the_same_runs_give_the_same_text():
+    few = run_of(rows=[{"step": 1, "loss": 1.0}, {"step": 2, "loss": 2.0}], step=compiled())
+    assert run_page([few]) == run_page([few])
+
+
+def test_hostile_names_stay_text():
+    """What a folder, an experiment, a metric or an error may be called."""
+    history = ({"event": "failed", "step": 3, "time": 1.0, "error": HOSTILE}, {"event": HOSTILE, "step": 4})
+    hostile = run_of(
+        HOSTILE,
+        rows=rows_of(**{HOSTILE: 2.0}),
+        history=history,
+        toml=HOSTILE,
+        settings={HOSTILE: HOSTILE},
+        notes=[HOSTILE],
+        no_step=HOSTILE,
+    )
+    found = read(hostile, run_of("b", step=compiled()))
+    assert found.tags.count("script") == 1 and "img" not in found.tags
+    assert {"onerror", "onload"}.isdisjoint(name for _, name, _ in found.attributes)
+    assert found.text.count('<script>alert("x")</script>') >= 10
+
+
+def test_several_runs_are_compared():
+    found = Reader(text_of_two())
+    assert "What differs" in found.text
+    assert 'strategy "zero1" "ddp"' in found.text and "optimizer.lr – 0.1" in found.text
+    assert "train.batch_size" not in found.text.partition("What differs")[2].partition("Loss and learning")[0]
+    assert found.values("class").count("key run") == 6, "a legend of two at the losses, the speeds and the noise scale"
+    assert "apart from their names" in read(run_of(rows=[]), run_of("b", rows=[])).text
+
+
+def test_runs_whose_steps_differ_have_their_losses_over_tokens_too():
+    assert "Loss over tokens" not in Reader(text_of_two()).text
+    other = [{"step": 1, "loss": 2.0, "step_seconds": 0.5, "tokens_per_second": 4096.0}]
+    assert "Loss over tokens" in read(run_of(rows=[*other, {"step": 2, "step_seconds": 9.0}]), run_of("b")).text
+
+
+@pytest.mark.parametrize(
+    ("run", "expected"),
+    [
+        (run_of(rows=[], history=(), notes=["No step was logged."]), "No loss was logged."),
+        (run_of(rows=[{"step": 1, "loss": math.nan}], history=()), "loss was nan"),
+        (run_of(rows=[{"step": 7, "eval_loss": math.inf}]), "eval_loss was inf"),
+        (run_of(rows=[], no_step="The data are gone."), "The data are gone."),
+        (run_of(rows=[], step=compiled(**FAILED)), "The step did not compile: RESOURCE_EXHAUSTED: no room"),
+        (run_of(rows=[], step=compiled(timeline=None)), "The rates of these devices are not known."),
+        (run_of(rows=[], settings={}, toml="[["), "[["),
+        (run_of(rows=[], history=(), summary={"stopped_early": True}), "stopped early"),
+        (run_of(rows=[{"step": 1, "loss": 1e99, "lr": 0.0, "grad_norm": -1.0}]), "1e+99"),
+    ],
+)
+def test_what_is_not_known_is_said_and_the_rest_is_there(run, expected):
+    found = read(run)
+    assert expected in found.text and "What happened" in found.text
+
+
+def test_many_long_runs_make_a_page_of_bounded_size():
+    rows = [{"step": i, "loss": math.sin(i * i)} for i in range(20_000)]
+    text = run_page([run_of(f"run-{i}", rows=rows) for i in range(12)])
+    assert len(text.encode()) < 1_500_000
+    assert Reader(text).values("stroke-dasharray"), "the eighth run has the first's colour, dashed"
+
+
+def test_every_class_in_the_page_has_a_style():
+    used = {name for value in Reader(text_of_two()).values("class") for name in value.split()}
+    assert [name for name in sorted(used) if f".{name}" not in CSS] == []
+
+
+# Curves.
+
+
+@pytest.mark.parametrize("count", [1, 100, MOST_POINTS, 10_001, 123_456])
+def test_thinning_keeps_the_ends_and_every_extreme(count):
+    """The least and the greatest value of any long stretch are still there."""
+    values = np.random.default_rng(count).normal(size=count)
+    values[count // 3] = 99.0
+    x, y = thinned(range(count), values)
+    assert len(x) == len(y) <= MOST_POINTS
+    assert (x[0], x[-1]) == (0, count - 1) and np.all(np.diff(x) > 0)
+    assert np.array_equal(values[x.astype(int)], y), "points of the curve, not means of them"
+    assert (y.max(), y.min()) == (values.max(), values.min())
+    for stretch in np.array_split(np.arange(count), 100) if count > 1000 else []:
+        kept = y[(x >= stretch[0]) & (x <= stretch[-1])]
+        assert kept.max() >= np.sort(values[stretch])[-max(2, len(stretch) // 10)]
+
+
+def test_gaps_stay_gaps_when_a_curve_is_thinned():
+    values = np.ones(50_000)
+    values[20_000:30_000] = np.nan
+    x, y = thinned(range(50_000), values)
+    inside = (x > 20_100) & (x < 29_900)
+    assert inside.any() and np.isnan(y[inside]).all() and np.isfinite(y[~((x >= 20_000) & (x < 30_000))]).all()
+
+
+def test_smoothing_is_an_unbiased_mean_that_passes_over_gaps():
+    assert smoothed([3.0] * 5, 4).tolist() == pytest.approx([3.0] * 5)
+    assert smoothed([1.0, 2.0], 1).tolist() == [1.0, 2.0], "over one value: as it is"
+    assert smoothed([1.0, 2.0], 2).tolist() == pytest.approx([1.0, 5 / 3])  # (0.5 · 1 + 2) / 1.5
+    assert smoothed([math.nan, 2.0, math.inf, 4.0], 2).tolist() == pytest.approx([math.nan, 2, 2, 10 / 3], nan_ok=True)
+
+
+# What happened.
+
+
+def test_skipped_steps_in_a_row_are_one_line():
+    skipped = [0, 1, 2, 3, 3, 3, 5, 5]
+    rows = [{"step": 10 * (i + 1), "skipped": count} for i, count in enumerate(skipped)]
+    assert [(each.step, each.words.partition(":")[0]) for each in happened(rows, ())] == [
+        (40, "3 of the steps 11 to 40 were skipped"),
+        (70, "2 of the steps 61 to 70 were skipped"),
+    ]
+    one = happened([{"step": 1, "skipped": 0}, {"step": 2, "skipped": 1}], ())
+    assert one[0].words.startswith("step 2 was skipped") and one[0].is_bad
+    assert happened([{"step": 1, "skipped": 1}], ())[0].words.startswith("step 1 was skipped")
+
+
+def test_losses_that_are_not_finite_are_one_line_a_streak():
+    rows = [{"step": step, "loss": math.nan if 3 <= step <= 6 or step == 9 else 1.0} for step in range(1, 10)]
+    assert [each.words for each in happened(rows, ())] == ["loss was nan up to step 6", "loss was nan"]
+
+
+def test_very_many_incidents_are_cut():
+    rows = [{"step": i, "loss": math.nan if i % 2 else 1.0} for i in range(1000)]
+    found = happened(rows, ())
+    assert len(found) == 61 and found[-1].words == "and 440 more like these"
+
+
+@pytest.mark.parametrize(
+    ("history", "summary", "expected"),
+    [
+        (HISTORY, None, "finished"),
+        (HISTORY[:2], None, "stopped by SIGTERM"),
+        (HISTORY[:3], {"steps": 60}, "goes on, or was killed"),
+        ([{"event": "failed", "step": 1}], None, "failed"),
+        ([{"event": "finished", "step": 1, "stopped_early": True}], None, "stopped early"),
+        ((), {"stopped_early": False}, "finished"),
+        ((), None, "not known"),
+    ],
+)
+def test_how_a_run_stands(history, summary, expected):
+    assert state(history, summary) == expected
+
+
+@pytest.mark.parametrize("time", [1e30, -1e30, math.nan, None])
+def test_a_time_that_is_none_has_no_clock(time):
+    assert [each.clock for each in happened([], [{"event": "finished", "step": 1, "time": time}])] == ["–"]
