@@ -34,15 +34,14 @@ class Chromium:
         self._folder = tempfile.mkdtemp(prefix="jdp-chromium-")
         to_browser, self._write = os.pipe()
         self._read, from_browser = os.pipe()
-
-        def on_3_and_4():  # 3 and 4 may be ends of these pipes themselves: first both are moved out of the way
-            reads, writes = (fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in (to_browser, from_browser))
-            os.dup2(reads, 3)
-            os.dup2(writes, 4)
-
+        ends = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (to_browser, from_browser)]  # neither is 3 or 4
         self._log = (Path(self._folder) / "stderr").open("w+b")
         self._process = subprocess.Popen(
             [
+                "bash",
+                "-c",
+                f'exec "$@" 3<&{ends[0]} 4>&{ends[1]}',
+                "chromium",
                 find_chromium(),
                 "--headless=new",
                 "--remote-debugging-pipe",
@@ -57,12 +56,11 @@ class Chromium:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=self._log,
-            close_fds=False,
-            preexec_fn=on_3_and_4,
+            pass_fds=ends,
             start_new_session=True,
         )
-        os.close(to_browser)
-        os.close(from_browser)
+        for end in (to_browser, from_browser, *ends):
+            os.close(end)
         self._left, self._number, self._session = b"", 0, None
         self.errors, self.requests, self._loaded = [], [], False
         try:

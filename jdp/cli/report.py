@@ -114,18 +114,18 @@ def _with_steps(recorded: dict[str, "Recorded"], options: Options) -> list["Run"
     from jdp.cli.terminal import Progress
     from jdp.report.run_page import Run
 
-    targets = {name: options.target or _devices_of(each) for name, each in recorded.items()}
+    targets = {name: options.target or target_of_run(each) for name, each in recorded.items()}
     steps: dict[str, CompiledStep] = {}
     missing = dict.fromkeys(recorded, "The step was not compiled (--no-compile): memory and timeline are left out.")
     if not options.no_compile:
         _start_jax([name for name in targets.values() if name])
         if options.target is not None:
-            _target_of_run(options.target)  # a mistake of the command line ends it here
+            _resolved(options.target)  # a mistake of the command line ends it here
         with Progress() as progress:
             for done, (name, each) in enumerate(recorded.items()):
                 progress.compiling(done, len(recorded), f"the step of {name}")
                 try:
-                    steps[name] = _compiled(each.folder, _target_of_run(targets[name]), cache=not options.no_cache)
+                    steps[name] = _compiled(each.folder, _resolved(targets[name]), cache=not options.no_cache)
                 except Exception as error:  # whatever it is, the page has all the rest
                     missing[name] = f"The step was not compiled: {_in_short(error)}"
     return [
@@ -145,7 +145,7 @@ def _with_steps(recorded: dict[str, "Recorded"], options: Options) -> list["Run"
     ]
 
 
-def _devices_of(recorded: "Recorded") -> str | None:
+def target_of_run(recorded: "Recorded") -> str | None:
     """Return the target that stands for the devices of a run's last visit, such as "cpu:8"; None if not known."""
     from jdp.foresight.targets.chips import GPUS
 
@@ -183,7 +183,7 @@ def _compiled(folder: Path, target: "Target", *, cache: bool) -> "CompiledStep":
     return CompiledStep(str(target), report.estimates[0], placements, report.notes)
 
 
-def _target_of_run(name: str | None) -> "Target":
+def _resolved(name: str | None) -> "Target":
     """Return the target of the devices that a run had. Raises UsageError if they are not known."""
     from jdp.foresight.targets.resolve import target
 

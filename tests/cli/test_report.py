@@ -1,5 +1,6 @@
 """`jdp report`: a run becomes a page, whatever became of the run; a folder that is no run is one error."""
 
+import dataclasses
 import json
 import os
 import re
@@ -10,6 +11,9 @@ import pytest
 from tiny_experiment import write_tiny
 
 from jdp.cli.main import main
+from jdp.cli.report import target_of_run
+from jdp.foresight.targets.chips import GPUS
+from jdp.run.recorded import read_run
 
 TABLES = """
 [optimizer]
@@ -141,6 +145,18 @@ def test_devices_that_no_target_describes_are_a_reason_on_the_page(runs):
     )
 
 
+def test_the_devices_of_the_last_visit_are_those_that_are_compiled_for(runs):
+    recorded = read_run(runs / "tiny")
+    gpus = {"event": "resumed", "platform": "gpu", "devices": 16, "hosts": 2}
+    for kind, chip in GPUS.items():
+        later = dataclasses.replace(recorded, history=[*recorded.history, {**gpus, "device": chip.name}])
+        assert target_of_run(later) == f"{kind}:2x8"
+    assert target_of_run(recorded) == "cpu:8"
+    assert target_of_run(dataclasses.replace(recorded, history=[])) is None
+    of_file = dataclasses.replace(recorded, history=[], settings={"devices": "4"})
+    assert target_of_run(of_file) == "cpu:4", "virtual devices that the experiment names"
+
+
 def test_a_run_whose_folder_may_not_be_written_is_reported_elsewhere(runs, tmp_path):
     if os.geteuid() == 0:
         pytest.skip("root may write anywhere")
@@ -164,7 +180,7 @@ MISTAKES = {
     "a name of NUL": (["a\0b"], "RUN: a path must have no NUL character"),
     "a page nowhere": (["tiny", "-o", "no/p.html"], "no/p.html cannot be written: there is no folder no"),
     "a page that is a folder": (["tiny", "--output", "runs"], "runs cannot be written: it is a folder"),
-    "a target of nothing": (["tiny", "--target", "h100"], "a target is KIND:HOSTSxPER_HOST"),
+    "a target of nothing": (["tiny", "--target", "cpu:"], "a target is KIND:HOSTSxPER_HOST"),
 }
 
 
