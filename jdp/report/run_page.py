@@ -332,7 +332,7 @@ def _times(runs: Sequence[Run]) -> Markup:
         return element("p", "The rates of these devices are not known.") if compiled else _why_not(runs)
     measured = [
         f"{name}: the simulated step takes {format_seconds(step.estimate.step_seconds or 0.0)} on {step.target}; the "
-        f"run’s median step took {format_seconds(median)}."
+        f"run’s median step took {format_seconds(median)} on {_devices(run)}."
         for name, run, step in timed
         if (median := _median(run, "step_seconds")) is not None
     ]

@@ -93,7 +93,7 @@ def test_the_page_has_the_numbers_of_the_run():
         "params/head/kernel",
         "16,384",
         "Times are simulated.",
-        "the run’s median step took 250 ms",
+        "the run’s median step took 250 ms on 4 × cpu.",
         'name = "a"',
         "Dotted: resumed.",
     ):
