@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from jdp.checkpoint.single import restore_params as restore_params
     from jdp.checkpoint.single import save as save
     from jdp.core.distributed import initialize as initialize
+    from jdp.core.gradients.wire import Wire as Wire
     from jdp.core.init import abstract_state as abstract_state
     from jdp.core.init import init_state as init_state
     from jdp.core.layers import scan_layers as scan_layers
@@ -48,6 +49,7 @@ _HOMES = {
     "Precision": "core.precision",
     "Step": "core.step",
     "TrainState": "core.state",
+    "Wire": "core.gradients.wire",
     "abstract_state": "core.init",
     "ema_params": "core.optim.ema",
     "foresee": "foresight.foresee",

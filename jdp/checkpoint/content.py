@@ -23,6 +23,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jdp.checkpoint.errors import CheckpointError, reading
+from jdp.checkpoint.sync_state import PREFIX, read_sync
 from jdp.core.notices import notice
 from jdp.core.paths import matches, path_of
 from jdp.core.state import TrainState
@@ -31,7 +32,7 @@ from jdp.core.types import PyTree
 FORMAT = 1
 COMMITTED = "commit_success.txt"
 """Orbax writes this file last: a folder without it is not a checkpoint."""
-_FIELDS = ("step", "params", "opt_state", "model_state", "rng", "skipped")
+_FIELDS = ("step", "params", "opt_state", "model_state", "rng", "skipped", "sync")
 _FOR_INFERENCE = ("params", "model_state")
 
 
@@ -98,9 +99,18 @@ def read_state(folder: Path, target: TrainState, fix: str) -> TrainState:
         CheckpointError: the checkpoint does not fit `target`, or is damaged.
         ValueError: a leaf of `target` has no sharding.
     """
-    wanted = leaves_of(target, _FIELDS)
-    _check_match(_read_table(folder, fix), _describe(wanted), folder)
-    return replace(target, **_fill(target, _FIELDS, _read_arrays(folder, wanted, fix)))
+    wanted, saved = leaves_of(target, _FIELDS), _read_table(folder, fix)
+    (sync, own), (saved_sync, saved) = _split_sync(wanted), _split_sync(saved)
+    _check_match(saved, _describe(own), folder)
+    arrays = _read_arrays(folder, own, fix)
+    arrays |= read_sync(saved_sync, sync, lambda leaves: _read_arrays(folder, leaves, fix), str(folder))
+    return replace(target, **_fill(target, _FIELDS, arrays))
+
+
+def _split_sync(leaves: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the leaves of `TrainState.sync`, and the others."""
+    sync = {path: leaf for path, leaf in leaves.items() if path.startswith(PREFIX)}
+    return sync, {path: leaf for path, leaf in leaves.items() if path not in sync}
 
 
 def read_params(

@@ -116,6 +116,7 @@ def _prepare(init: InitFn, tx: Any, rng: jax.Array, wrt: Any) -> tuple[Any, Trai
             "model_state": model_state,
             "rng": jax.random.fold_in(rng, 1),
             "skipped": jnp.zeros((), jnp.int32),
+            "sync": {},
         }
 
     shapes = jax.eval_shape(make, _typed_key(rng))

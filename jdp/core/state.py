@@ -47,6 +47,9 @@ class TrainState:
             there are none.
         rng: scalar typed PRNG key from which every step's randomness is derived; it never changes.
         skipped: int32 scalar: steps that changed nothing because a gradient or new model state was not finite.
+        sync: what the synchronisation of gradients keeps between steps, by name; {} if it keeps nothing. "error": what
+            encoding lost, [D, ...] for the D shards of the batch, sharded over them; "factor": PowerSGD's, replicated.
+            A step that needs it adds it (`Step.complete`).
         static: the optimizer, and what else is no array; see `Static`.
     """
 
@@ -56,6 +59,7 @@ class TrainState:
     model_state: PyTree
     rng: jax.Array
     skipped: jax.Array
+    sync: dict[str, PyTree]
     static: Static = field(metadata={"static": True})
 
     @property

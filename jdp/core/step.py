@@ -40,6 +40,8 @@ from jdp.core.gradients.gathers import TracedCollectives, read_collectives
 from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.model_state import stays_finite
 from jdp.core.gradients.partitioning import REQUESTED, Choice, PartitioningRequest
+from jdp.core.gradients.wire import WIDE, Wire
+from jdp.core.notices import notice
 from jdp.core.optim.checks import update
 from jdp.core.precision import Precision
 from jdp.core.sharding.mesh import auto_axes, mesh_of
@@ -60,6 +62,8 @@ def make_train_step(
     clip_norm: float | None = None,
     sync_batch_norm: bool = True,
     group: int = 1,
+    wire: str | Wire | None = None,
+    buckets: int | str | None = None,
     check_loss: bool = True,
     donate: bool = True,
 ) -> Step:
@@ -86,6 +90,13 @@ def make_train_step(
             statistics are those of one microbatch.
         group: number of neighbouring rows that belong together (2 for pairs) and are never split over devices or
             microbatches.
+        wire: how gradients are encoded while they are sent: None (as `precision` says), "bf16", "int8", "fp8", "topk",
+            "powersgd", or a `Wire`, which can have ZeRO's weights sent in int8 too. Sums are made in float32. What
+            encoding loses is kept in the state and added to the next gradient, except under zero3. Takes
+            partitioning="manual".
+        buckets: bytes of gradients that one collective carries at most, in the order in which the backward pass
+            finishes them; "auto": jdp chooses; None: one collective a parameter, which XLA may combine, and "auto" if
+            gradients are encoded. zero3 reduces layer by layer instead. Takes partitioning="manual".
         check_loss: before the first step, if the loss will be called on parts of the batch ("manual", or K > 1),
             compare its value on up to four groups of rows together with the sum of its values on each of them.
         donate: False keeps the old state, in memory of its own. So does `jax_debug_nans`, which runs a step whose
@@ -102,6 +113,10 @@ def make_train_step(
             program.
     """
     _check_settings(accumulate, group, partitioning)
+    wire = Wire.of(wire)
+    if wire != WIDE or buckets is not None:
+        _check_synchronisation(wire, buckets, partitioning, plan)
+        partitioning = "manual"
     if donate not in (True, False):
         raise ValueError(f"donate is True, or False to keep the old state; given {donate!r}. Give a bool.")
     if clip_norm is not None and not (is_number(clip_norm) and clip_norm > 0):
@@ -115,6 +130,8 @@ def make_train_step(
         clip_norm,
         sync_batch_norm=sync_batch_norm,
         group=group,
+        wire=wire,
+        buckets=buckets,
         check_loss=check_loss,
         donate=donate,
     )
@@ -181,6 +198,8 @@ class Step:
         train: True for a training step, False for an evaluation step.
         sync_batch_norm: True if batch statistics are those of all devices' rows under "manual" too.
         group: number of neighbouring rows that are never split.
+        wire: how gradients and weights are encoded while they are sent.
+        buckets: bytes of gradients that one collective carries at most, "auto", or None.
         check_loss: True if the loss is tried on a few rows before the first step.
         donate: True if the new state takes the old one's memory.
     """
@@ -194,16 +213,20 @@ class Step:
     train: bool = True
     sync_batch_norm: bool = True
     group: int = 1
+    wire: Wire = WIDE
+    buckets: int | str | None = None
     check_loss: bool = True
     donate: bool = True
     _choices: dict[Any, Choice] = field(init=False, default_factory=dict[Any, Choice], repr=False, compare=False)
     _checked: list[bool] = field(init=False, default_factory=list[bool], repr=False, compare=False)
     _corrected: list[Choice] = field(init=False, default_factory=list[Choice], repr=False, compare=False)
     _agreed: set[Any] = field(init=False, default_factory=set[Any], repr=False, compare=False)
+    _kept: list[Any] = field(init=False, default_factory=list[Any], repr=False, compare=False)
     _collectives: list[TracedCollectives] = field(init=False, default_factory=list[Any], repr=False, compare=False)
 
     def __call__(self, state: TrainState, batch: Batch) -> Any:
         check_alive(state)
+        state = self.complete(state)
         batch = self._agreed_on(state, batch) if self._several else owned_batch(batch)
         if not self._checked:
             self._check_first(state, batch)
@@ -293,6 +316,7 @@ class Step:
                 return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=step.plan.batch_sharding)
             return leaf
 
+        state = step.complete(state)
         traced = step.jitted.trace(state, jax.tree.map(sharded, batch))
         step._collectives[:] = [read_collectives(traced)]
         return traced.lower()
@@ -312,6 +336,38 @@ class Step:
             ValueError: the batch's rows do not divide, or a parameter has another dtype than `Precision.params`.
         """
         return self.lower(state, batch).compile(compiler_options=compiler_options or None)
+
+    def complete(self, state: TrainState) -> TrainState:
+        """Return the state with what the synchronisation keeps between steps (`TrainState.sync`), zeros at first.
+
+        A step completes the state that it gets; this is for restoring a checkpoint onto the complete state. A state of
+        another step, which keeps something else, is completed anew; that is reported.
+
+        Args:
+            state: a train state, real or abstract.
+
+        Raises:
+            ValueError: a rule of the plan matches nothing or does not divide.
+        """
+        if not self.train or (self.wire.gradients is None and not state.sync):
+            return state
+        if not self._kept:
+            self._kept.append(manual.kept_shapes(self.gradient_spec(state), self.plan))
+        shapes = self._kept[0]
+        if jax.tree.map(jnp.shape, state.sync) == jax.tree.map(jnp.shape, shapes):
+            return state
+        if state.sync:
+            notice(
+                f"the state kept {' and '.join(state.sync)} for another way to send gradients, which this step does "
+                f"not take over: it has wire={self.wire.gradients!r} on {self.plan.batch_shards} shards of the batch"
+            )
+        shardings = self.plan.shardings(replace(state, sync=shapes)).sync
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state.params)):
+            sync = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+        else:
+            zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)  # noqa: E731
+            sync = jax.jit(zeros, out_shardings=shardings)()
+        return replace(state, sync=sync)
 
     def on(self, mesh: Mesh) -> Step:
         """Return this step for another mesh.
@@ -387,6 +443,8 @@ class Step:
             static.trained,
             self.sync_batch_norm,
             self.group,
+            self.wire,
+            self.buckets,
         )
 
 
@@ -396,7 +454,7 @@ def _train(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState, Met
     gradients = VIEWS[step.choose_partitioning(state, batch)].gradients(step.gradient_spec(state), step.plan)
     key = jax.random.fold_in(state.rng, state.consumed)
     sums: Sums
-    grads, sums, model_state = gradients(state.params, state.model_state, batch, key)
+    grads, sums, model_state, sync = gradients(state.params, state.model_state, batch, key, state.sync)
 
     grads = jax.tree.map(lambda g: g.astype(jnp.float32) / sums.weight, grads)
     norm, square = _norm(grads, state.step)
@@ -409,7 +467,9 @@ def _train(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState, Met
 
     updates, opt_state = update(state.static.tx, grads, state.opt_state, params, sums.total / sums.weight)
     params = with_trained(state.params, optax.apply_updates(params, updates), trained)
-    updated = replace(state, step=state.step + 1, params=params, opt_state=opt_state, model_state=model_state)
+    updated = replace(
+        state, step=state.step + 1, params=params, opt_state=opt_state, model_state=model_state, sync=sync
+    )
     kept = replace(state, skipped=state.skipped + 1)
     new = jax.tree.map(lambda a, b: a if a is b else jnp.where(finite, a, b), updated, kept)
     new = jax.lax.with_sharding_constraint(new, step.plan.shardings(state))
@@ -450,3 +510,30 @@ def _check_settings(accumulate: int, group: int, partitioning: str | None) -> No
         raise ValueError(
             f'partitioning is "auto", "manual" or None (jdp chooses); given {partitioning!r}. Leave it out.'
         )
+
+
+def _check_synchronisation(wire: Wire, buckets: Any, partitioning: str | None, plan: Plan) -> None:
+    """Check wire and buckets against the partitioning and the strategy; report what a strategy leaves out of them."""
+    whole = is_integer(buckets) and buckets > 0
+    if buckets is not None and buckets != "auto" and not whole:
+        raise ValueError(
+            f'buckets is a number of bytes, at least 1, "auto" or None; given {buckets!r}: give an integer, such as '
+            "25_000_000."
+        )
+    name = "buckets" if wire == WIDE else "wire"
+    if partitioning == "auto":
+        raise ValueError(
+            f'{name} takes partitioning="manual", where jdp issues the collectives; given partitioning="auto", where '
+            "XLA does: leave partitioning out."
+        )
+    if plan.row.gather != "use":
+        return
+    if wire.gradients in ("topk", "powersgd"):
+        raise ValueError(
+            f"{wire.gradients} needs error feedback, which {plan.strategy} does not have, as it reduces inside the "
+            f"backward pass; given wire={wire.gradients!r}: take zero2, or int8, which rounds right on average."
+        )
+    if wire.gradients is not None and wire.error_feedback:
+        notice(f"{plan.strategy} reduces inside the backward pass: wire={wire.gradients!r} has no error feedback there")
+    if buckets is not None:
+        notice(f"{plan.strategy} reduces each layer where it is computed: buckets={buckets!r} holds for small leaves")

@@ -19,9 +19,11 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
+from jdp.core.gradients.wire import Wire
 from jdp.core.init import abstract_state, init_state
 from jdp.core.optim.ema import ema_params
 from jdp.core.paths import matches
+from jdp.core.precision import Precision
 from jdp.core.sharding.mesh import make_mesh
 from jdp.core.sharding.plan import Plan
 from jdp.core.state import TrainState
@@ -182,7 +184,8 @@ class Assembly:
 
     def state(self) -> TrainState:
         """Make a fresh state, sharded as the plan says."""
-        return init_state(self.init, self.tx, self.plan, rng=self.rng, wrt=self.experiment.train.wrt)
+        state = init_state(self.init, self.tx, self.plan, rng=self.rng, wrt=self.experiment.train.wrt)
+        return self.train_step.complete(state)
 
     def abstract_state(self) -> TrainState:
         """Return the state's shapes, dtypes and shardings; traced once."""
@@ -190,7 +193,8 @@ class Assembly:
 
     @cached_property
     def _abstract_state(self) -> TrainState:
-        return abstract_state(self.init, self.tx, self.plan, rng=self.rng, wrt=self.experiment.train.wrt)
+        state = abstract_state(self.init, self.tx, self.plan, rng=self.rng, wrt=self.experiment.train.wrt)
+        return self.train_step.complete(state)
 
     def averaged(self, state: TrainState) -> TrainState:
         """Return the state with its averaged parameters (`optimizer.ema_decay`), or as it is where none are kept."""
@@ -216,7 +220,13 @@ class Assembly:
         """The training step: loss, gradients, update."""
         clip_norm, sync_batch_norm = self.experiment.optimizer.clip_norm, self.experiment.sync_batch_norm
         return make_train_step(
-            self.loss, self.plan, clip_norm=clip_norm, sync_batch_norm=sync_batch_norm, **self._step_options
+            self.loss,
+            self.plan,
+            clip_norm=clip_norm,
+            sync_batch_norm=sync_batch_norm,
+            wire=Wire(**self.experiment.wire.model_dump(exclude={"buckets"})),
+            buckets=self.experiment.wire.buckets,
+            **self._step_options,
         )
 
     @cached_property
@@ -233,7 +243,8 @@ class Assembly:
     def _step_options(self) -> dict[str, Any]:
         """What both steps are made with."""
         given = self.experiment
-        return {"accumulate": given.train.accumulate, "precision": given.precision, "partitioning": given.partitioning}
+        precision = Precision(compute=given.precision, reduce=given.reduce)
+        return {"accumulate": given.train.accumulate, "precision": precision, "partitioning": given.partitioning}
 
     def sample(self, state: TrainState) -> str | None:
         """Return text that the model writes, its prompt included; None if the experiment asks for none ([sample]).

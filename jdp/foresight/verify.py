@@ -79,6 +79,8 @@ def report(step: Step, state: TrainState, compiled: Compiled, target_name: str, 
         static=state.static,
         sync_batch_norm=step.sync_batch_norm or step.partitioning == "auto",
         gathered=None if step.sends is None else step.sends.gathered,
+        wire=step.wire,
+        buckets=step.buckets,
     )
     sites = Sites(compiled.program, step.accumulate)
     collectives = collectives_on(step.plan.mesh, compiled, sites, promised.statistics)

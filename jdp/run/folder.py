@@ -33,7 +33,20 @@ CHECKPOINTS = "checkpoints"
 SUMMARY = "summary.json"
 """The summary of a run that came to its end."""
 MAY_CHANGE = frozenset(
-    ("strategy", "partitioning", "precision", "devices", "mesh", "rules", "eval", "sample", "track", "train")
+    (
+        "strategy",
+        "partitioning",
+        "precision",
+        "devices",
+        "mesh",
+        "rules",
+        "eval",
+        "sample",
+        "track",
+        "train",
+        "wire",
+        "reduce",
+    )
 )
 """Keys and tables that may differ when a run is resumed, except `FIXED`, and `train.steps` if the learning rate's
 schedule runs over them."""

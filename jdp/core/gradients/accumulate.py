@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Literal
 
 from jdp.core.batch import batch_rows
 from jdp.core.batch_keys import BatchKey
@@ -26,6 +27,8 @@ from jdp.core.gradients.draws import RowwiseLoss
 from jdp.core.gradients.gathers import parameter_scope
 from jdp.core.gradients.loss_call import Sums, TracedLoss
 from jdp.core.gradients.model_state import changed_leaves, refuse_varying
+from jdp.core.gradients.synchronise import Synchroniser
+from jdp.core.gradients.wire import WIDE, Wire
 from jdp.core.layers import Gather
 from jdp.core.precision import Precision
 from jdp.core.sharding.placement import Placement
@@ -35,6 +38,8 @@ from jdp.core.types import Batch, LossFn, PyTree
 
 Collective = Callable[[jax.Array, Placement, int], jax.Array]
 """(array, placement of its parameter, leading) -> array; `leading` counts dimensions that a layer loop sliced off."""
+Kept = dict[str, PyTree]
+"""What a synchroniser keeps between steps, by name; {} for nothing."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,8 @@ class Collectives:
         key_of: (step key, rows of a microbatch, its index, K) -> the key that the loss gets; a `BatchKey` where the
             loss is called on some of the rows only.
         axes: the mesh axes along which a call of the loss gets only its device's rows; empty where it gets all rows.
+        synchroniser: takes the place of `reduce` and `finish` for whole gradients, in buckets or encoded; None where
+            every leaf has a collective of its own.
     """
 
     gather: Collective
@@ -64,6 +71,19 @@ class Collectives:
     microbatches: Callable[[Batch, int], Batch]
     key_of: Callable[[jax.Array, int, Any, int], jax.Array | BatchKey]
     axes: tuple[str, ...] = ()
+    synchroniser: Synchroniser | None = None
+
+    def reduce_all(self, grads: PyTree, placements: PyTree, kept: Kept) -> tuple[PyTree, Kept]:
+        """Reduce every leaf, compute spec -> rest spec; return `kept` as it is afterwards."""
+        if self.synchroniser is not None:
+            return self.synchroniser.reduce(grads, kept)
+        return _map(self.reduce, grads, placements), kept
+
+    def finish_all(self, grads: PyTree, placements: PyTree, kept: Kept) -> tuple[PyTree, Kept]:
+        """Sum every leaf over the batch axes that `reduce_all` left out; return `kept` as it is afterwards."""
+        if self.synchroniser is not None:
+            return self.synchroniser.finish(grads, kept)
+        return _map(self.finish, grads, placements), kept
 
 
 @dataclass(frozen=True)
@@ -71,7 +91,7 @@ class GradientSpec:
     """What a step's gradient is of, in either partitioning.
 
     Attributes:
-        loss_fn, precision, accumulate, sync_batch_norm, group: as in `jdp.make_train_step`.
+        loss_fn, precision, accumulate, sync_batch_norm, group, wire, buckets: as in `jdp.make_train_step`.
         adapter, trained: as in `jdp.core.state.Static`.
         placements: a tree like the parameters, of `Placement`.
         strategy: the strategy's row of the table.
@@ -86,6 +106,8 @@ class GradientSpec:
     trained: tuple[bool, ...] | None = None
     sync_batch_norm: bool = True
     group: int = 1
+    wire: Wire = WIDE
+    buckets: int | str | None = None
 
     @property
     def trained_placements(self) -> PyTree:
@@ -94,11 +116,18 @@ class GradientSpec:
 
 
 def step_gradients(
-    spec: GradientSpec, collectives: Collectives, params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array
-) -> tuple[PyTree, Sums, PyTree]:
-    """Return (Σ∇total at rest specs, the sums, the model state), all summed over devices, nothing divided.
+    spec: GradientSpec,
+    collectives: Collectives,
+    params: PyTree,
+    model_state: PyTree,
+    batch: Batch,
+    key: jax.Array,
+    kept: Kept,
+) -> tuple[PyTree, Sums, PyTree, Kept]:
+    """Return (Σ∇total at rest specs, the sums, the model state, `kept`), summed over devices, nothing divided.
 
-    The gradients are a tree like `trained_part(params)`: frozen parameters have none.
+    The gradients are a tree like `trained_part(params)`: frozen parameters have none. `kept` is what a synchroniser
+    keeps from step to step.
 
     Raises:
         ValueError: model state that is not floating point would differ between devices.
@@ -106,41 +135,58 @@ def step_gradients(
     count = spec.accumulate
     rows = batch_rows(batch) // count
     loss, operands = RowwiseLoss(traced_loss(spec, collectives)), working_copy(spec, collectives, params)
-    differentiate = partial(_microbatch_gradients, spec, collectives, loss, operands)
     micro = batch if count == 1 else collectives.microbatches(batch, count)
     first = (micro if count == 1 else jax.tree.map(lambda x: x[0], micro), collectives.key_of(key, rows, 0, count))
     if math.prod(map(jax.lax.axis_size, collectives.axes)) > 1:
         refuse_varying(lambda *given: loss(operands, *given)[1], model_state, *first, carried=count > 1)
 
+    collectives = _ready_first(spec, collectives, loss, operands, model_state, *first)
+    differentiate = partial(_microbatch_gradients, spec, collectives, loss, operands)
     if count == 1:
-        grads, sums, after = differentiate(model_state, *first)
+        grads, sums, after, kept = differentiate(model_state, *first, kept)
     else:
         changed: list[bool] = []  # the leaves of the model state that the model's calls change: only those are carried
 
         def probe(microbatch: Batch, key: jax.Array | BatchKey) -> Any:
-            grads, sums, after = differentiate(model_state, microbatch, key)
+            grads, sums, after, _ = differentiate(model_state, microbatch, key, kept)
             changed[:] = changed_leaves(model_state, after)
             return grads, sums
 
         def body(carry: Any, xs: Any) -> tuple[Any, None]:
-            grads, sums, state = carry
+            grads, sums, state, kept = carry
             index, microbatch = xs
-            before = with_trained(model_state, state, changed)
-            more, more_sums, after = differentiate(before, microbatch, collectives.key_of(key, rows, index, count))
-            return (*jax.tree.map(jnp.add, (grads, sums), (more, more_sums)), trained_part(after, changed)), None
+            before, its_key = with_trained(model_state, state, changed), collectives.key_of(key, rows, index, count)
+            more, more_sums, after, kept = differentiate(before, microbatch, its_key, kept)
+            added = jax.tree.map(jnp.add, (grads, sums), (more, more_sums))
+            return (*added, trained_part(after, changed), kept), None
 
         zero_grads, zero_sums = jax.tree.map(
             lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(probe, *first)
         )
         zero_grads = _map(collectives.constrain, zero_grads, spec.trained_placements)
-        start = (zero_grads, zero_sums, trained_part(model_state, changed))
-        (grads, sums, state), _ = jax.lax.scan(body, start, (jnp.arange(count, dtype=jnp.uint32), micro))
+        start = (zero_grads, zero_sums, trained_part(model_state, changed), kept)
+        (grads, sums, state, kept), _ = jax.lax.scan(body, start, (jnp.arange(count, dtype=jnp.uint32), micro))
         after = with_trained(model_state, state, changed)
 
     if not spec.strategy.reduce_each_microbatch:
-        grads = _map(collectives.reduce, grads, spec.trained_placements)
-    grads = _map(collectives.finish, grads, spec.trained_placements)
-    return grads, jax.tree.map(collectives.sum, sums), collectives.average(model_state, after)
+        grads, kept = collectives.reduce_all(grads, spec.trained_placements, kept)
+    grads, kept = collectives.finish_all(grads, spec.trained_placements, kept)
+    return grads, jax.tree.map(collectives.sum, sums), collectives.average(model_state, after), kept
+
+
+def _ready_first(
+    spec: GradientSpec, collectives: Collectives, loss: RowwiseLoss, operands: PyTree, *given: Any
+) -> Collectives:
+    """Have the synchroniser fill its buckets in the order in which the backward pass finishes the gradients."""
+    if collectives.synchroniser is None:
+        return collectives
+    backward = partial(_microbatch_gradients, spec, replace(collectives, synchroniser=None), loss)
+    jaxpr, shapes = jax.make_jaxpr(backward, return_shape=True)(operands, *given, {})
+    count = len(jax.tree.leaves(shapes[0]))
+    made = {var: place for place, eqn in enumerate(jaxpr.jaxpr.eqns) for var in eqn.outvars}
+    places = [-1 if isinstance(var, Literal) else made.get(var, -1) for var in jaxpr.jaxpr.outvars[:count]]
+    order = tuple(sorted(range(count), key=lambda i: (places[i], -i)))
+    return replace(collectives, synchroniser=replace(collectives.synchroniser, order=order))
 
 
 def evaluate(spec: GradientSpec, collectives: Collectives, params: PyTree, model_state: PyTree, batch: Batch) -> Sums:
@@ -181,7 +227,8 @@ def _microbatch_gradients(
     model_state: PyTree,
     batch: Batch,
     key: Any,
-) -> tuple[PyTree, Sums, PyTree]:
+    kept: Kept,
+) -> tuple[PyTree, Sums, PyTree, Kept]:
     def total(trained: PyTree) -> tuple[jax.Array, tuple[Sums, PyTree]]:
         sums, after = loss(with_trained(operands, trained, spec.trained), model_state, batch, key)
         return sums.total, (sums, after)
@@ -189,8 +236,8 @@ def _microbatch_gradients(
     (_, (sums, after)), grads = jax.value_and_grad(total, has_aux=True)(trained_part(operands, spec.trained))
     grads = jax.tree.map(lambda g: g.astype(spec.precision.reduce_dtype), grads)
     if spec.strategy.gather == "step" and spec.strategy.reduce_each_microbatch:
-        grads = _map(collectives.reduce, grads, spec.trained_placements)
-    return grads, sums, after
+        grads, kept = collectives.reduce_all(grads, spec.trained_placements, kept)
+    return grads, sums, after, kept
 
 
 def gather_with_reduced_grad(collectives: Collectives, precision: Precision) -> Gather:

@@ -14,18 +14,21 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jdp.core import batch_keys as keys
 from jdp.core.batch import interleave
-from jdp.core.gradients.accumulate import Collectives, GradientSpec, evaluate, step_gradients
+from jdp.core.gradients.accumulate import Collectives, GradientSpec, Kept, evaluate, step_gradients
 from jdp.core.sharding.placement import Placement
 from jdp.core.sharding.plan import Plan
 from jdp.core.types import Batch, PyTree
 
 
 def gradients(spec: GradientSpec, plan: Plan) -> Callable[..., Any]:
-    """Return a function (params, model_state, batch, key) -> (Σ∇total at rest specs, sums, model_state), all global."""
+    """Return a function (params, model_state, batch, key, kept) -> (Σ∇total at rest specs, sums, model_state, kept).
+
+    All arrays are global.
+    """
     collectives = make_collectives(spec, plan)
 
-    def run(params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array) -> Any:
-        return step_gradients(spec, collectives, params, model_state, _constrained(plan, batch), key)
+    def run(params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array, kept: Kept) -> Any:
+        return step_gradients(spec, collectives, params, model_state, _constrained(plan, batch), key, kept)
 
     return run
 

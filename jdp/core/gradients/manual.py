@@ -19,8 +19,9 @@ from jax.sharding import PartitionSpec
 from jdp.core import batch_keys as keys
 from jdp.core.batch import interleave
 from jdp.core.gradients import model_axes
-from jdp.core.gradients.accumulate import Collectives, GradientSpec, evaluate, step_gradients
+from jdp.core.gradients.accumulate import Collectives, GradientSpec, Kept, evaluate, step_gradients
 from jdp.core.gradients.model_state import changed_leaves, mean_over
+from jdp.core.gradients.synchronise import Synchroniser
 from jdp.core.sharding.mesh import DATA, batch_axes
 from jdp.core.sharding.placement import Placement, axes_of
 from jdp.core.sharding.plan import Plan
@@ -29,25 +30,32 @@ from jdp.core.types import Batch, PyTree
 
 
 def gradients(spec: GradientSpec, plan: Plan) -> Callable[..., Any]:
-    """Return a function (params, model_state, batch, key) -> (Σ∇total at rest specs, sums, model_state), all global."""
+    """Return a function (params, model_state, batch, key, kept) -> (Σ∇total at rest specs, sums, model_state, kept).
+
+    All arrays are global.
+    """
     changed: list[bool] = []
 
-    def local(params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array) -> Any:
-        grads, sums, after = step_gradients(spec, make_collectives(spec, plan), params, model_state, batch, key)
+    def local(params: PyTree, model_state: PyTree, *others: Any) -> Any:
+        grads, sums, after, kept = step_gradients(spec, make_collectives(spec, plan), params, model_state, *others)
         changed[:] = changed_leaves(model_state, after)
-        return grads, sums, trained_part(after, changed)
+        return grads, sums, trained_part(after, changed), kept
 
     rest, replicated = _rest_specs(plan, spec.placements), PartitionSpec()
     reduced = _rest_specs(plan, spec.trained_placements)
-    replicas = _shard_map(
-        local, plan, (rest, replicated, plan.batch_spec, replicated), (reduced, replicated, replicated)
-    )
 
-    def run(params: PyTree, model_state: PyTree, *others: Any) -> Any:
+    def run(params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array, kept: Kept) -> Any:
         params = model_axes.to_replica_view(params, spec.placements, plan.mesh)
-        grads, sums, after = replicas(params, model_state, *others)
+        kept_specs = {name: plan.batch_spec if name == "error" else replicated for name in kept}
+        replicas = _shard_map(
+            local,
+            plan,
+            (rest, replicated, plan.batch_spec, replicated, kept_specs),
+            (reduced, replicated, replicated, kept_specs),
+        )
+        grads, sums, after, kept = replicas(params, model_state, batch, key, kept)
         grads = model_axes.from_replica_view(grads, spec.trained_placements, plan.mesh)
-        return grads, sums, with_trained(model_state, after, changed)
+        return grads, sums, with_trained(model_state, after, changed), kept
 
     return run
 
@@ -110,8 +118,8 @@ def make_collectives(spec: GradientSpec, plan: Plan) -> Collectives:
         return keys.batch_key(key, rows=rows, total=rows * count * replicas, offset=first, stride=count, group=group)
 
     return Collectives(
-        gather=lambda x, placement, leading: model_axes.all_gather(x, placement, leading, mesh),
-        reduce=lambda x, placement, leading: model_axes.psum_scatter(x, placement, leading, mesh),
+        gather=lambda x, placement, leading: model_axes.all_gather(x, placement, leading, mesh, spec.wire),
+        reduce=lambda x, placement, leading: model_axes.psum_scatter(x, placement, leading, mesh, spec.wire),
         constrain=lambda x, placement, leading: x,
         finish=finish,
         sum=lambda x: jax.lax.psum(x, axes),
@@ -119,4 +127,21 @@ def make_collectives(spec: GradientSpec, plan: Plan) -> Collectives:
         microbatches=lambda batch, count: jax.tree.map(lambda x: interleave(x, count, group), batch),
         key_of=key_of,
         axes=axes,
+        synchroniser=make_synchroniser(spec, plan),
     )
+
+
+def kept_shapes(spec: GradientSpec, plan: Plan) -> Kept:
+    """Return the global shapes and dtypes of what a step's synchroniser keeps between steps; {} for nothing."""
+    sync, treedef = make_synchroniser(spec, plan), jax.tree.structure(spec.trained_placements)
+    return {} if sync is None else {name: treedef.unflatten(x) for name, x in sync.kept_shapes().items()}
+
+
+def make_synchroniser(spec: GradientSpec, plan: Plan) -> Synchroniser | None:
+    """Return what reduces whole gradients in buckets or encoded; None if each leaf has a collective of its own."""
+    if (spec.buckets is None and spec.wire.gradients is None) or plan.batch_shards == 1:
+        return None
+    placements = tuple(jax.tree.leaves(spec.trained_placements))
+    buckets = "auto" if spec.buckets is None else spec.buckets
+    in_backward = spec.strategy.gather == "use"
+    return Synchroniser(plan.mesh, placements, spec.precision, spec.wire, buckets, in_backward=in_backward)

@@ -15,10 +15,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from jdp.core.gradients.codes import encoded_gather, encoded_scatter
+from jdp.core.gradients.wire import WIDE, Wire
 from jdp.core.sharding.mesh import DATA, own_axes
 from jdp.core.sharding.placement import Placement, axes_of, shards, spec_entry
 from jdp.core.types import PyTree
@@ -57,27 +61,36 @@ def replica_view_spec(placement: Placement, mesh: Mesh) -> PartitionSpec:
     return PartitionSpec(*placement.rest[:dim], own, DATA, *placement.rest[dim + 1 :])
 
 
-def all_gather(x: jax.Array, placement: Placement, leading: int, mesh: Mesh) -> jax.Array:
-    """Gather a shard along `data`: rest spec, its first `leading` dimensions sliced off -> compute spec."""
+def all_gather(x: jax.Array, placement: Placement, leading: int, mesh: Mesh, wire: Wire = WIDE) -> jax.Array:
+    """Gather a shard along `data`: rest spec, its first `leading` dimensions sliced off -> compute spec.
+
+    If `wire.weights` says so, its codes are sent; not of a leaf of which a device holds less than a block.
+    """
     if placement.dim is None:
         return x
     dim, reshaped = placement.dim - leading, _model_shards(placement, mesh) > 1
 
     def gather(shard: jax.Array) -> jax.Array:
         shard = shard.squeeze(dim) if reshaped else shard
+        floating = jnp.issubdtype(shard.dtype, jnp.floating)
+        if wire.weights is not None and floating and shard.size >= wire.block:
+            return encoded_gather(wire, shard, dim, mesh.shape[DATA])
         return jax.lax.all_gather(shard, DATA, axis=dim, tiled=True)
 
     return _on_model_shards(gather, x, replica_view_spec(placement, mesh), placement.compute, leading, mesh)
 
 
-def psum_scatter(x: jax.Array, placement: Placement, leading: int, mesh: Mesh) -> jax.Array:
+def psum_scatter(x: jax.Array, placement: Placement, leading: int, mesh: Mesh, wire: Wire = WIDE) -> jax.Array:
     """Sum a gradient over `data` and scatter it: compute spec, first `leading` dimensions sliced off -> rest spec."""
     if placement.dim is None:
         return x
     dim, reshaped = placement.dim - leading, _model_shards(placement, mesh) > 1
 
     def scatter(gradient: jax.Array) -> jax.Array:
-        gradient = jax.lax.psum_scatter(gradient, DATA, scatter_dimension=dim, tiled=True)
+        if wire.encodes(gradient.size, mesh.shape[DATA]):
+            gradient = encoded_scatter(wire, gradient, dim, mesh.shape[DATA]).astype(gradient.dtype)
+        else:
+            gradient = jax.lax.psum_scatter(gradient, DATA, scatter_dimension=dim, tiled=True)
         return gradient[(slice(None),) * dim + (None,)] if reshaped else gradient
 
     return _on_model_shards(scatter, x, placement.compute, replica_view_spec(placement, mesh), leading, mesh)
@@ -89,6 +102,11 @@ def psum(x: jax.Array, axes: tuple[str, ...], placement: Placement, mesh: Mesh) 
         return x
     spec = replica_view_spec(placement, mesh)
     return _on_model_shards(lambda shard: jax.lax.psum(shard, axes), x, spec, spec, 0, mesh)
+
+
+def is_reshaped(placement: Placement, mesh: Mesh) -> bool:
+    """Return True if `to_replica_view` reshapes this leaf."""
+    return _model_shards(placement, mesh) > 1
 
 
 def _model_shards(placement: Placement, mesh: Mesh) -> int:
@@ -107,11 +125,26 @@ def _on_model_shards(
     mesh: Mesh,
 ) -> jax.Array:
     """Apply `collective` to each device's shard of x along the model's axes; the specs are those of unsliced leaves."""
+    return on_model_shards(collective, x, PartitionSpec(*before[leading:]), PartitionSpec(*after[leading:]), mesh)
+
+
+def on_model_shards(function: Callable[[Any], Any], tree: PyTree, before: PyTree, after: PyTree, mesh: Mesh) -> Any:
+    """Apply `function` to each device's shards along the model's axes of a tree of arrays; it returns such a tree.
+
+    Args:
+        function: a function of one argument, which may issue collectives along the batch axes.
+        tree: its argument.
+        before, after: specs of what it takes and returns: a tree with one for each array, or for None.
+        mesh: of the plan.
+    """
     own = set(own_axes(mesh))
     if math.prod(mesh.shape[axis] for axis in own) == 1:
-        return collective(x)
-    specs = [
-        PartitionSpec(*(tuple(axis for axis in axes_of(entry) if axis in own) for entry in spec[leading:]))
-        for spec in (before, after)
-    ]
-    return jax.shard_map(collective, in_specs=specs[0], out_specs=specs[1], axis_names=own, check_vma=False)(x)
+        return function(tree)
+
+    def own_part(array: Any, spec: PartitionSpec) -> PartitionSpec | None:
+        if array is None:
+            return None
+        return PartitionSpec(*(tuple(axis for axis in axes_of(entry) if axis in own) for entry in spec))
+
+    specs = [jax.tree.map(own_part, tree, each, is_leaf=lambda x: x is None) for each in (before, after)]
+    return jax.shard_map(function, in_specs=(specs[0],), out_specs=specs[1], axis_names=own, check_vma=False)(tree)

@@ -169,6 +169,9 @@ class Plan:
                 return replace(params[tail], path=path)
             if head == "opt_state":
                 return self._place_optimizer_leaf(path, leaf, params)
+            if path.startswith("sync/error/"):
+                spec = PartitionSpec(self.batch_axes, *params[tail.partition("/")[2]].compute)
+                return self._placement(path, leaf, spec, spec, "each shard of the batch has its own")
             return self._placement(path, leaf, PartitionSpec(), PartitionSpec(), f"replicated: {head}")
 
         return jax.tree.map_with_path(place, state)

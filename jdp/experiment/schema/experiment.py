@@ -27,6 +27,7 @@ from jdp.experiment.schema.model import AnyModel, Model, model_table
 from jdp.experiment.schema.optimizer import USED_BY, Optimizer, unused
 from jdp.experiment.schema.track import Track
 from jdp.experiment.schema.train import Sample, Train
+from jdp.experiment.schema.wire import WireTable
 from jdp.models.gpt import GPTConfig
 from jdp.models.lower_bounds import parameter_lower_bound, traced_layers
 from jdp.models.mlp import MLPConfig
@@ -85,6 +86,8 @@ class Experiment(Section):
     """Who places the collectives: XLA, or jdp; "none" = jdp picks and says why."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Type of the working copy of the weights; master weights are fp32."""
+    reduce: Literal["fp32", "bf16"] = "fp32"
+    """Type in which gradients are summed over devices and microbatches, under manual partitioning."""
     sync_batch_norm: bool = True
     """BatchNorm over the rows of all devices; false: each device's own, under manual partitioning."""
     devices: Annotated[int, Field(ge=1, le=4096)] | None = None
@@ -101,6 +104,7 @@ class Experiment(Section):
     """Further data sets to evaluate on."""
     optimizer: Optimizer = Optimizer()
     train: Train
+    wire: WireTable = WireTable()
     track: Track = Track()
     sample: Sample | None = None
 
@@ -162,6 +166,7 @@ def disagreements(experiment: Experiment) -> Iterator[str]:
     yield from _data(experiment)
     yield from _metrics(experiment)
     yield from _rules(experiment)
+    yield from _wire(experiment)
     if experiment.train.init_names != "jdp" and (experiment.train.init_from is None or experiment.kind != "text"):
         yield "train.init_names is for a GPT's weights from a safetensors file, train.init_from: give one, or remove it"
     if experiment.sample and experiment.kind != "text":
@@ -178,6 +183,18 @@ def _size(experiment: Experiment) -> Iterator[str]:
         scanned = " (scan = true has no such limit)" if hasattr(config, "scan") else ""
         rule = f"model.name = {name!r} takes at most {MOST_TRACED:,} layers, as they are compiled one by one"
         yield f"{rule}; given {layers:,}{scanned}"
+
+
+def _wire(experiment: Experiment) -> Iterator[str]:
+    """Yield what is wrong between [wire] and what places the collectives."""
+    wire, lossy = experiment.wire, experiment.wire.gradients in ("topk", "powersgd")
+    used = wire.gradients or wire.weights or wire.buckets
+    if used and experiment.partitioning == "auto":
+        yield '[wire] is for partitioning = "manual", where jdp issues the collectives; given "auto": remove that key'
+    if lossy and experiment.strategy == "zero3":
+        yield f'wire.gradients = "{wire.gradients}" needs error feedback, and zero3 has none: take zero2, or "int8"'
+    if lossy and not wire.error_feedback:
+        yield f'wire.gradients = "{wire.gradients}" needs wire.error_feedback = true; given false: remove that key'
 
 
 def _lengths(experiment: Experiment) -> Iterator[str]:

@@ -20,12 +20,11 @@ from jdp.core.sharding.placement import Placement
 from jdp.core.state import TrainState
 from jdp.core.step import Step
 from jdp.foresight.program.module import bits
-from jdp.foresight.traffic.contract import SLACK, TOLERANCE, MeshCollective, Verdict
+from jdp.foresight.traffic.contract import SLACK, TINY, TOLERANCE, MeshCollective, Verdict
 from jdp.foresight.traffic.origin import Parameters, Piece, Sites, list_paths, users_line
 from jdp.foresight.traffic.theory import Promise, Theory
 
 _MENTIONED = 0.002  # of theory: what explains less is not worth a sentence, unless nothing explains more
-_TINY = 256  # bytes: sums of no parameter's shape up to this size are counts and metrics, and not worth one either
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ def strays(
     return tuple(
         Stray(fault.sent_by.collective.kind, fault.excess_bytes, str(fault))
         for fault in faults
-        if fault.payload_bytes > _TINY
+        if fault.payload_bytes > TINY
     )
 
 
@@ -80,7 +79,7 @@ def breaches(
     counted = [each for each in collectives if each.over_batch and each.collective.kind in blamed]
     tensors = sorted(_tensors(counted, promised, sites), key=lambda pair: bits(pair[1].dtype))
     faults, unsharded = _Judge(promised, step, state).faults(tensors), promised.unsharded
-    of_weight = [fault for fault in faults if fault.paths or fault.payload_bytes > _TINY]
+    of_weight = [fault for fault in faults if fault.paths or fault.payload_bytes > TINY]
     of_weight = of_weight or ([] if unsharded.paths else faults)
     if of_weight:
         mentioned = [fault for fault in of_weight if fault.excess_bytes >= _MENTIONED * promised.wire_bytes]
@@ -190,6 +189,10 @@ class _Judge:
         c, step, row = sent_by.collective, self.step, self.step.plan.row
         promise, size = self.promised.promise(c.kind), piece.payload_bytes * c.count
         if not parameters:
+            if (packed := self.promised.packed.get(c.kind)) and size <= TOLERANCE * self._use_up(
+                ("packed", (c.kind,)), packed, size
+            ):
+                return None
             words = "no parameter has this shape, so it is activations or a part of the batch"
             return Reason(words, self._keep_local())
         paths = tuple(placement.path for placement in parameters)

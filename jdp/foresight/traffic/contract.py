@@ -29,6 +29,8 @@ TOLERANCE = 1.02
 """Wire bytes over theory that still keep the contract."""
 SLACK = 0.01
 """Share of theory that any other kind of collective may carry beside `Unsharded`: scalars, indivisible leaves."""
+TINY = 256
+"""Bytes: sums of no parameter's shape up to this size are counts and metrics."""
 
 
 # What the program sends.
@@ -135,7 +137,9 @@ class Row:
         in_loop_bytes: the part of `found_bytes` that is sent in the loop over the microbatches.
         wire_bytes, theory_wire_bytes: what each device sends a step, found and promised.
         kept: whether this kind alone stays in bounds: promised kinds within the tolerance, others within the slack, an
-            all-reduce with the gradients that are all-reduced by plan.
+            all-reduce with the gradients that are all-reduced by plan; and not more of them than promised.
+        count: how many collectives of more than a few bytes a step has.
+        most: how many it may have; None: any number.
     """
 
     kind: str
@@ -145,6 +149,8 @@ class Row:
     wire_bytes: float
     theory_wire_bytes: float
     kept: bool
+    count: int = 0
+    most: int | None = None
 
     @property
     def ratio(self) -> float | None:
@@ -205,6 +211,7 @@ def compare(collectives: Iterable[MeshCollective], promised: Theory, stray_bytes
     rows = tuple(_row(kind, counted, promised) for kind in kinds)
     # Exact rows need no look at each kind: the total covers them. But reductions in a narrower dtype leave it a margin.
     checked = {"all-gather"} if promised.gathered is not None else set[str]()
+    checked |= promised.packed.keys()
     each_kept = all(row.kept for row in rows if promised.promise(row.kind) is None or row.kind in checked)
     kept = total <= TOLERANCE * bound and each_kept and stray_bytes <= SLACK * bound
     model_axes = tuple(
@@ -231,8 +238,12 @@ def _row(kind: str, collectives: Iterable[MeshCollective], promised: Theory | No
     looped = sum(each.payload_bytes for each in same if each.in_accumulation_loop)
     if promised is None:
         return Row(kind, 0.0, payload, looped, wire, 0.0, kept=True)
-    promise, planned = promised.promise(kind), promised.unsharded.wire_bytes if kind == "all-reduce" else 0.0
-    if promise is None:
-        return Row(kind, 0.0, payload, looped, wire, 0.0, wire <= SLACK * promised.wire_bytes + planned)
-    kept = wire <= TOLERANCE * (promise.wire_bytes + planned)
-    return Row(kind, promise.payload_bytes, payload, looped, wire, promise.wire_bytes, kept)
+    promises, planned = promised.of_kind(kind), promised.unsharded.wire_bytes if kind == "all-reduce" else 0.0
+    count = sum(each.collective.count for each in same if each.collective.payload_bytes > TINY)
+    if not promises:
+        return Row(kind, 0.0, payload, looped, wire, 0.0, wire <= SLACK * promised.wire_bytes + planned, count)
+    limits = [promise.most for promise in promises]
+    most = None if None in limits else sum(filter(None, limits)) + (planned > 0)
+    expected = sum(promise.wire_bytes for promise in promises)
+    kept = wire <= TOLERANCE * (expected + planned) and (most is None or count <= most)
+    return Row(kind, promised.payload_bytes[kind], payload, looped, wire, expected, kept, count, most)

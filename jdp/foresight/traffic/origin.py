@@ -115,10 +115,13 @@ class Sites:
             return [Piece(dtype, dims, times * array_bytes(dtype, dims), line) for dtype, dims in collective.shapes]
         pieces = list[Piece]()
         for index, ((dtype, dims), operand) in enumerate(zip(collective.shapes, operands, strict=True)):
-            for source in self._concatenated(operand, names):
-                shape = dims if source is operand else _unflattened(source, names)
+            sources = self._concatenated(operand, names)
+            shapes = [dims if source is operand else _unflattened(source, names) for source in sources]
+            sizes = [array_bytes(dtype, shape) for shape in shapes]
+            whole = times * array_bytes(dtype, dims)
+            for source, shape, size in zip(sources, shapes, sizes, strict=True):
                 line = self._source_line(collective, index, source, names)
-                pieces.append(Piece(dtype, shape, times * array_bytes(dtype, shape), line))
+                pieces.append(Piece(dtype, shape, whole * size // max(sum(sizes), 1), line))
         return pieces
 
     def _source_line(self, collective: Collective, index: int, made_by: Instruction, names: Names) -> str | None:

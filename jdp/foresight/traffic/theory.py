@@ -13,6 +13,15 @@ Which gathers zero3 makes is read from its own trace (`core/gradients/gathers.py
 by plan: statistics of batch norms (`batch_statistics.py`), and gradients of parameters too small to shard
 (`Unsharded`).
 
+Encoded gradients (`Wire`) have rows of their own, with b bytes of codes and scales for an element (int8: 1 + 4/256):
+
+    ddp        b·Ψ all-to-all and b·Ψ all-gather; leaves of fewer elements than devices × block as above
+    zero1-3    (K·)b·Ψ all-to-all over data; over replica b·Ψ/N all-to-all and b·Ψ/N all-gather
+    powersgd   all-reduce of (rows + columns) · rank · 4 bytes for each matrix; other leaves as above
+    weights    all-gathers of b bytes an element
+
+In buckets, and encoded, several parameters share a collective, of which the row then names the most that there may be.
+
 Bytes on the wire are those of the ring algorithms (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms").
 """
 
@@ -24,6 +33,7 @@ import jax
 import jax.numpy as jnp
 
 from jdp.core.gradients.gathers import Gathered
+from jdp.core.gradients.wire import WIDE, Wire
 from jdp.core.precision import Precision
 from jdp.core.sharding.mesh import DATA, REPLICA
 from jdp.core.sharding.placement import Placement, shards
@@ -31,39 +41,7 @@ from jdp.core.sharding.plan import MIN_SHARD_SIZE, Plan
 from jdp.core.state import Static
 from jdp.core.types import PyTree
 from jdp.foresight.traffic.batch_statistics import BatchStatistics
-
-
-def ring_bytes(kind: str, payload: float, devices: int) -> float:
-    """Return the bytes that each of `devices` sends: 2(N-1)/N of the payload for an all-reduce, else (N-1)/N."""
-    return (2 if kind == "all-reduce" else 1) * payload * (devices - 1) / devices
-
-
-@dataclass(frozen=True)
-class Promise:
-    """One cell of the contract's row.
-
-    Attributes:
-        kind: of collective.
-        payload_bytes: a step, over all microbatches.
-        axes: the mesh axes it runs along.
-        devices: how many take part in one.
-        rounds: how often a step it runs: K where it runs for every microbatch, else 1.
-        itemsize: bytes an element.
-        parameters: elements it covers: of what is gathered all, of what is reduced those that are trained.
-    """
-
-    kind: str
-    payload_bytes: float
-    axes: tuple[str, ...]
-    devices: int
-    rounds: int
-    itemsize: int
-    parameters: int
-
-    @property
-    def wire_bytes(self) -> float:
-        """Bytes that each device sends a step."""
-        return ring_bytes(self.kind, self.payload_bytes, self.devices)
+from jdp.foresight.traffic.reductions import Promise, Reductions, ring_bytes
 
 
 @dataclass(frozen=True)
@@ -103,6 +81,7 @@ class Theory:
         unsharded: the parameters of Ψ whose gradients are all-reduced by plan, though the row has no all-reduce.
         gathered: under zero3, what the step's own trace gathers; None: not known, and the row is its upper bound.
         most_gathered_bytes: that upper bound, 2·K·c·Ψ; for another strategy what its row gathers.
+        packed: kind -> payload a step of collectives that carry several parameters, or codes: of no parameter's shape.
     """
 
     parameters: int
@@ -111,11 +90,17 @@ class Theory:
     unsharded: Unsharded = field(default_factory=Unsharded)
     gathered: tuple[Gathered, ...] | None = None
     most_gathered_bytes: float = 0.0
+    packed: dict[str, float] = field(default_factory=dict[str, float])
 
     @property
     def payload_bytes(self) -> dict[str, float]:
         """kind -> payload a step."""
-        return {promise.kind: promise.payload_bytes for promise in self.promises}
+        kinds = dict.fromkeys(promise.kind for promise in self.promises)
+        return {kind: sum(promise.payload_bytes for promise in self.of_kind(kind)) for kind in kinds}
+
+    def of_kind(self, kind: str) -> list[Promise]:
+        """Return the promises of one kind of collective; more than one where it runs along several sets of axes."""
+        return [promise for promise in self.promises if promise.kind == kind]
 
     @property
     def wire_bytes(self) -> float:
@@ -136,6 +121,8 @@ def theory(
     static: Static | None = None,
     sync_batch_norm: bool = True,
     gathered: tuple[Gathered, ...] | None = None,
+    wire: Wire = WIDE,
+    buckets: int | str | None = None,
 ) -> Theory:
     """Return the row of the contract (the table above) that a training step promises.
 
@@ -151,6 +138,7 @@ def theory(
         sync_batch_norm: batch norms normalise by the whole batch.
         gathered: what the step's trace gathers (`Step.sends`). zero3 then promises those gathers, and those of
             parameters too small to shard as if they were sharded.
+        wire, buckets: as in `jdp.make_train_step`.
     """
     sizes = dict(plan.mesh.shape)
     placements: list[Placement] = jax.tree.leaves(plan.param_placements(params, static))
@@ -158,8 +146,10 @@ def theory(
     psi = sum(counts)
     trained = sum(count for count, placement in zip(counts, placements, strict=True) if placement.trained)
     c, r = precision.compute_dtype.itemsize, precision.reduce_dtype.itemsize
-    working = [count * _working_itemsize(placement, c) for count, placement in zip(counts, placements, strict=True)]
     n, replicas = sizes[DATA], sizes.get(REPLICA, 1)
+    working = [
+        _gathered_bytes(count, placement, c, n, wire) for count, placement in zip(counts, placements, strict=True)
+    ]
     rounds = accumulate if plan.row.reduce_each_microbatch else 1
     gathers = {"never": 0, "step": 1, "use": 2 * accumulate}[plan.row.gather]
     gather_rounds = accumulate if plan.row.gather == "use" else 1
@@ -170,17 +160,30 @@ def theory(
         small = gathers * sum(size for size, leaf in zip(working, placements, strict=True) if leaf.dim is None)
         exact = min(most, small + sum(each.payload_bytes for each in gathered))
     if plan.row.shard_state:
+        gathers = Promise("all-gather", exact, (DATA,), n, gather_rounds, 1 if wire.weights else c, psi)
         promises = (
             Promise("reduce-scatter", rounds * r * trained, (DATA,), n, rounds, r, trained),
-            Promise("all-gather", exact, (DATA,), n, gather_rounds, c, psi),
+            gathers,
             Promise("all-reduce", r * trained / n, (REPLICA,), replicas, 1, r, trained),
         )
     else:
+        gathers = None
         promises = (Promise("all-reduce", r * trained, plan.batch_axes, plan.batch_shards, 1, r, trained),)
+    packed = dict[str, float]()
+    if (wire.gradients is not None or buckets is not None) and plan.batch_shards > 1:
+        leaves = [(count, leaf) for count, leaf in zip(counts, placements, strict=True) if leaf.trained]
+        reductions = Reductions(plan, precision, wire, buckets, leaves).promises(rounds)
+        packed = {each.kind: 0.0 for each in reductions}
+        for each in reductions:
+            packed[each.kind] += each.payload_bytes
+        promises = (*reductions, *([gathers] if gathers is not None else []))
+    if wire.weights is not None and gathers is not None:
+        packed["all-gather"] = packed.get("all-gather", 0.0) + exact
     adapter = static.adapter if static is not None and sync_batch_norm else None
     statistics = BatchStatistics(() if adapter is None else adapter.batch_statistics, accumulate)
     promises = tuple(promise for promise in promises if promise.devices > 1)
-    return Theory(psi, promises, statistics, _unsharded(plan, placements, counts, rounds * r), gathered, most)
+    unsharded = _unsharded(plan, placements, counts, rounds * r)
+    return Theory(psi, promises, statistics, unsharded, gathered, most, packed)
 
 
 def _unsharded(plan: Plan, placements: Sequence[Placement], counts: Sequence[int], bytes_each: int) -> Unsharded:
@@ -195,6 +198,15 @@ def _unsharded(plan: Plan, placements: Sequence[Placement], counts: Sequence[int
     ]
     payload = bytes_each * sum(count for _, count in small)
     return Unsharded(tuple(path for path, _ in small), limit, payload, plan.batch_shards)
+
+
+def _gathered_bytes(elements: int, placement: Placement, itemsize: int, devices: int, wire: Wire) -> int:
+    """Bytes that one gather of a parameter's `elements` has as its result."""
+    narrow = wire.weights is not None and placement.dim is not None and elements >= devices * wire.block
+    if narrow and jnp.issubdtype(jnp.dtype(placement.dtype), jnp.floating):
+        padded = -(-elements // devices // wire.block) * wire.block
+        return devices * (padded + padded // wire.block * 4)
+    return elements * _working_itemsize(placement, itemsize)
 
 
 def _working_itemsize(placement: Placement, itemsize: int) -> int:

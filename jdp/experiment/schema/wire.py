@@ -1,0 +1,29 @@
+"""The table [wire]: how gradients and weights are sent between devices."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from jdp.experiment.schema.fields import Positive, Section, Single
+
+Buckets = Annotated[int, Field(ge=1, le=2**40)] | Literal["auto"]
+
+
+class WireTable(Section):
+    """[wire]: fewer bytes between devices, and fewer, larger messages. jdp then places the collectives (manual)."""
+
+    gradients: Literal["bf16", "int8", "fp8", "topk", "powersgd"] | None = None
+    """How gradients are encoded; they are added up in fp32, and what encoding loses is added to the next. none = as
+    `reduce` says."""
+    weights: Literal["int8"] | None = None
+    """How weights are encoded where zero1, zero2 and zero3 gather them; none = as `precision` says."""
+    block: Annotated[int, Field(ge=8, le=2**20)] = 256
+    """Elements that share a scale, for int8 and fp8."""
+    fraction: Annotated[float, Field(gt=0, le=1), Single] = 0.01
+    """Share of the elements that topk sends."""
+    rank: Positive = 4
+    """Rank of the factors of powersgd."""
+    error_feedback: bool = True
+    """Keep what encoding lost, in fp32 on every device, and add it to the next gradient."""
+    buckets: Buckets | None = None
+    """Bytes of gradients in one collective, "auto" = jdp chooses; none = one for each parameter."""

@@ -1,0 +1,335 @@
+"""Encoded gradients and buckets: what is sent adds up to what was computed, whatever the encoding loses on the way.
+
+The loss is linear in the parameters, so that a step's gradient does not depend on them: after any number of steps of
+SGD the weights differ from those of plain training by exactly what error feedback still keeps.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jdp
+from jdp.core import notices
+from jdp.core.gradients.codes import decode, decode_weights, encode, encode_weights, from_rows, to_rows
+from jdp.core.gradients.synchronise import matrices
+
+ROWS, RATE = 16, 0.5
+SHAPES = {"a": (24, 48), "b": (3, 16, 40), "c": (48,), "d": (7, 5)}
+MESHES = {"8": {"data": 8}, "2x4": {"replica": 2, "data": 4}, "4x2": {"data": 4, "model": 2}}
+SMALL = {"block": 8}
+SCHEMES = {
+    "bf16": jdp.Wire("bf16", **SMALL),
+    "int8": jdp.Wire("int8", **SMALL),
+    "fp8": jdp.Wire("fp8", **SMALL),
+    "topk": jdp.Wire("topk", **SMALL, fraction=0.3),
+    "powersgd": jdp.Wire("powersgd", rank=2),
+}
+
+
+def init(rng):
+    keys = jax.random.split(rng, len(SHAPES))
+    return {name: jax.random.normal(key, shape) for key, (name, shape) in zip(keys, SHAPES.items(), strict=True)}
+
+
+def linear(params, batch, rng):
+    """Each parameter times a matrix that the rows of the batch add up to; so the gradient has full rank."""
+    total = sum((params[name] * jnp.tensordot(batch["x"], batch[name], 1)).sum() for name in SHAPES)
+    return jdp.Loss(total, jnp.float32(batch["x"].shape[0]))
+
+
+def squared(params, batch, rng):
+    hidden = jnp.tanh(batch["x"] @ params["a"][:ROWS]) @ params["a"].T + params["c"][:24]
+    return jdp.Loss((hidden**2).sum(), jnp.float32(batch["x"].shape[0]))
+
+
+@functools.cache
+def batch(step, scale=1.0):
+    random = np.random.default_rng(step)
+    rows = {name: random.normal(size=(ROWS, *shape)).astype(np.float32) for name, shape in SHAPES.items()}
+    return {"x": (scale * random.normal(size=ROWS)).astype(np.float32), **rows}
+
+
+def plan_of(strategy, mesh="8", **settings):
+    axes = MESHES[mesh]
+    rules = [("a", P(None, "model")), ("b", P(None, None, "model"))] if "model" in axes else []
+    return jdp.Plan(jdp.make_mesh(**axes), strategy, rules=rules, min_shard_size=8, **settings)
+
+
+def trained(plan, wire=None, steps=3, loss=linear, **settings):
+    state = jdp.init_state(init, optax.sgd(RATE), plan, rng=jax.random.key(0))
+    step = jdp.make_train_step(loss, plan, wire=wire, partitioning="manual", check_loss=False, **settings)
+    for i in range(steps):
+        state, _ = step(state, batch(i))
+    return state
+
+
+@functools.cache
+def plain(strategy, mesh, accumulate=1):
+    return jax.device_get(trained(plan_of(strategy, mesh), accumulate=accumulate).params)
+
+
+ALONE = [(scheme, strategy, "8") for scheme in SCHEMES for strategy in ("ddp", "zero1", "zero2")]
+ACROSS = [(scheme, "zero1", mesh) for scheme in ("int8", "topk", "powersgd") for mesh in ("2x4", "4x2")]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "strategy", "mesh"), [*ALONE, *ACROSS, ("int8", "ddp", "4x2"), ("int8", "zero2", "2x4")]
+)
+def test_what_is_sent_and_what_is_kept_are_the_whole_gradient(scheme, strategy, mesh):
+    accumulate = 2 if strategy == "zero2" else 1
+    state = trained(plan_of(strategy, mesh), SCHEMES[scheme], accumulate=accumulate)
+    exact = plain(strategy, mesh, accumulate)
+    kept = jax.device_get(state.sync["error"])
+    for name, weights in jax.device_get(state.params).items():
+        missing = 0.0 if kept[name] is None else RATE / ROWS * kept[name].sum(axis=0)
+        # float32 sums of 16 rows and 3 steps, of numbers of size 10, in another order
+        np.testing.assert_allclose(weights - missing, exact[name], atol=3e-4, rtol=0, err_msg=name)
+    lost = {name: float(np.abs(error).max()) for name, error in kept.items() if error is not None}
+    assert lost, "something must have been encoded"
+    assert all(value > 0 for value in lost.values()), lost
+
+
+@pytest.mark.parametrize(("strategy", "mesh"), [("ddp", "2x4"), ("zero1", "8"), ("zero2", "4x2"), ("zero3", "8")])
+@pytest.mark.parametrize("buckets", ["auto", 1, 6000])
+def test_buckets_change_nothing_but_the_number_of_collectives(strategy, mesh, buckets):
+    state = trained(plan_of(strategy, mesh), buckets=buckets)
+    for name, weights in jax.device_get(state.params).items():
+        np.testing.assert_allclose(weights, plain(strategy, mesh)[name], atol=3e-5, rtol=0, err_msg=name)
+    assert state.sync == {}
+
+
+def test_zero3_rounds_without_bias():
+    """No error feedback there: the mean over many steps of the same gradient comes close to it."""
+    plan, steps = plan_of("zero3"), 40
+    start = jax.device_get(jdp.init_state(init, optax.sgd(RATE), plan, rng=jax.random.key(0)).params)
+    state = jdp.init_state(init, optax.sgd(RATE), plan, rng=jax.random.key(0))
+    step = jdp.make_train_step(linear, plan, wire=SCHEMES["int8"], check_loss=False)
+    for i in range(steps):
+        state, _ = step(state, batch(0, scale=1 + i / 100))  # other bits each time, so other noise
+    assert state.sync == {}
+    whole = sum(1 + i / 100 for i in range(steps))
+    once = jax.device_get(trained(plan_of("zero3"), steps=1).params)
+    for name in ("a", "b"):
+        moved, gradient = jax.device_get(state.params)[name] - start[name], once[name] - start[name]
+        # one rounding is off by up to a code, 1/127 of the block's largest on each of 8 devices; 40 of them average out
+        np.testing.assert_allclose(moved / whole, gradient, atol=0.01 * np.abs(gradient).max(), rtol=0)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3"])
+def test_int8_weights_are_what_the_model_computes_with(strategy):
+    plan, wire = plan_of(strategy), jdp.Wire(weights="int8", **SMALL)
+    state = jdp.init_state(init, optax.sgd(RATE), plan, rng=jax.random.key(0))
+    step = jdp.make_train_step(squared, plan, wire=wire, check_loss=False, donate=False)
+    inputs = {"x": np.random.default_rng(0).normal(size=(ROWS, ROWS)).astype(np.float32)}
+    _, metrics = step(state, inputs)
+
+    def rounded(placement, weights):
+        rows = to_rows(weights, placement.dim, 8)
+        padded = jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % 8)))
+        return from_rows(decode_weights(encode_weights(padded, 8), 8)[:, : rows.shape[1]], weights.shape, placement.dim)
+
+    placements = plan.param_placements(state.params)
+    weights = jax.device_get(state.params)
+    used = {name: rounded(placements[name], weights[name]) for name in ("a",)} | {"c": weights["c"]}
+    expected = squared(used, inputs, None).total / ROWS
+    exact = squared(weights, inputs, None).total / ROWS
+    np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)  # float32
+    assert abs(expected / exact - 1) > 1e-5, "rounding must show"
+    assert jax.tree.all(jax.tree.map(lambda x: x.dtype == jnp.float32, state.params))
+
+
+def test_a_step_that_is_skipped_keeps_what_was_kept():
+    plan = plan_of("zero1")
+    state = trained(plan, SCHEMES["int8"])
+    step = jdp.make_train_step(linear, plan, wire=SCHEMES["int8"], check_loss=False, donate=False)
+    for bad in (np.nan, np.inf, -np.inf):
+        broken = {**batch(0), "a": np.full_like(batch(0)["a"], bad)}
+        after, _ = step(state, broken)
+        assert int(after.skipped) == 1, bad
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(after.sync), jax.device_get(state.sync))
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "int8", "fp8"])
+def test_rounding_is_right_on_average_and_off_by_a_code_at_most(scheme):
+    wire = jdp.Wire(scheme)
+    rows = jax.random.normal(jax.random.key(1), (512, 256)) * 2.0 ** jnp.arange(512)[:, None].clip(0, 40)
+    codes = encode(wire, rows)
+    assert codes.nbytes == 512 * wire.row_bytes(256)
+    largest = jnp.abs(rows).max(axis=1, keepdims=True)
+    fp8 = jnp.maximum(jnp.abs(rows) / 8, largest / 448 / 512)
+    step = {"bf16": jnp.abs(rows) * 2.0**-7, "int8": largest / 127, "fp8": fp8}
+    error = decode(wire, codes, 256) - rows
+    assert bool((jnp.abs(error) <= 1.001 * step[scheme]).all())
+    assert abs(float((error / step[scheme]).mean())) < 5 / np.sqrt(rows.size)  # a mean of numbers within 1, 5 sigma
+
+
+@pytest.mark.parametrize("scheme", ["bf16", "int8", "fp8", "topk"])
+def test_what_is_not_finite_stays_so_and_zeros_stay_zeros(scheme):
+    wire = jdp.Wire(scheme)
+    assert not decode(wire, encode(wire, jnp.zeros((2, 256))), 256).any()
+    for value in (jnp.nan, jnp.inf, -jnp.inf):
+        rows = jnp.ones((2, 256)).at[1, 7].set(value)
+        assert not bool(jnp.isfinite(decode(wire, encode(wire, rows), 256)[1]).all()), value
+
+
+def test_topk_of_everything_is_everything():
+    rows = jax.random.normal(jax.random.key(1), (4, 64))
+    wire = jdp.Wire("topk", fraction=1.0)
+    np.testing.assert_array_equal(decode(wire, encode(wire, rows), 64), rows)
+
+
+def test_rows_and_matrices_of_a_leaf():
+    x = jnp.arange(4 * 6 * 10.0).reshape(4, 6, 10)
+    for dim, count in ((0, 2), (1, 3), (2, 5), (None, 7)):
+        rows = to_rows(x, dim, count)
+        assert rows.shape == (count, -(-x.size // count))
+        np.testing.assert_array_equal(from_rows(rows, x.shape, dim), x)
+    np.testing.assert_array_equal(to_rows(x, 1, 3)[2].reshape(4, 2, 10), x[:, 4:])
+    assert [matrices(s) for s in ((8, 4), (12, 8, 4), (12, 8, 2, 4))] == [(1, 8, 4), (12, 8, 4), (12, 8, 8)]
+
+
+# What is kept between steps.
+
+
+def test_what_is_kept_is_each_devices_own_and_planned_as_such():
+    plan = plan_of("zero1", "2x4")
+    step = jdp.make_train_step(linear, plan, wire="powersgd")
+    state = step.complete(jdp.abstract_state(init, optax.sgd(RATE), plan, rng=jax.random.key(0)))
+    assert state.sync["error"]["a"].shape == (8, 24, 48)
+    assert state.sync["error"]["a"].sharding.shard_shape((8, 24, 48)) == (1, 24, 48)
+    assert state.sync["error"]["c"] is None and state.sync["factor"]["b"].shape == (3, 40, 4)
+    placed = {p.path: p for p in plan.placements(state)}
+    assert placed["sync/error/a"].bytes_per_device == 4 * 24 * 48
+    assert "own" in placed["sync/error/a"].reason
+    assert step.complete(state) is state
+
+
+def test_a_checkpoint_carries_it_to_other_devices_other_settings_and_plain_steps(tmp_path):
+    state = trained(plan_of("zero1"), SCHEMES["int8"])
+    kept = jax.device_get(state.sync["error"])
+    jdp.save(tmp_path / "8", state)
+
+    def target(mesh, wire):
+        plan = jdp.Plan(mesh, "zero1", min_shard_size=8)
+        step = jdp.make_train_step(linear, plan, wire=wire, check_loss=False)
+        return step, step.complete(jdp.abstract_state(init, optax.sgd(RATE), plan, rng=jax.random.key(0)))
+
+    same = jdp.restore(tmp_path / "8", target(jdp.make_mesh(), SCHEMES["int8"])[1])
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(same.sync["error"]), kept)
+
+    notices._said.clear()
+    step, four = target(jdp.make_mesh(devices=jax.devices()[:4], data=4), SCHEMES["int8"])
+    fewer = jdp.restore(tmp_path / "8", four)
+    for name, error in jax.device_get(fewer.sync["error"]).items():
+        if error is not None:
+            assert error.shape[0] == 4
+            before = 0 if kept[name] is None else kept[name].sum(axis=0)  # too small to be encoded on 8
+            np.testing.assert_allclose(error.sum(axis=0), before, atol=1e-5)  # sums of 8 and of 4
+    assert any("shared out" in said for said in notices._said)
+    assert int(step(fewer, batch(3))[0].step) == 4
+
+    plain_again = jdp.restore(tmp_path / "8", target(jdp.make_mesh(), None)[1])
+    assert plain_again.sync == {} and any("left unread" in said for said in notices._said)
+    jdp.save(tmp_path / "plain", plain_again)
+    started = jdp.restore(tmp_path / "plain", target(jdp.make_mesh(), SCHEMES["topk"])[1])
+    assert not started.sync["error"]["a"].any() and any("start at zero" in said for said in notices._said)
+
+
+# The contract.
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize(("wire", "most"), [("int8", 0.27), ("fp8", 0.27), ("bf16", 0.51)])
+def test_gradients_take_a_share_of_the_bytes_and_the_contract_knows_them(strategy, wire, most):
+    def reduced(report):
+        return sum(row.wire_bytes for row in report.rows if row.kind != "all-gather" or strategy == "ddp")
+
+    report = report_of(strategy, wire)
+    assert reduced(report) <= most * reduced(report_of(strategy, None))
+    assert report.kept and report.ratio <= 1.001, str(report)
+
+
+@functools.cache
+def report_of(strategy, wire, target=None, **settings):
+    plan = jdp.Plan(jdp.make_mesh(), strategy)
+    shapes = {"up": (128, 512), "down": (512, 128)}
+
+    def loss(params, batch, rng):
+        x = jnp.tanh(batch["x"] @ params["up"]) @ params["down"]
+        return jdp.Loss((x**2).sum(), jnp.float32(x.shape[0]))
+
+    state = jdp.abstract_state(
+        lambda rng: {name: jnp.zeros(shape) for name, shape in shapes.items()},
+        optax.sgd(RATE),
+        plan,
+        rng=jax.random.key(0),
+    )
+    step = jdp.make_train_step(loss, plan, wire=wire, partitioning="manual", **settings)
+    return jdp.verify(step, state, {"x": jax.ShapeDtypeStruct((64, 128), jnp.float32)}, target, cache=False)
+
+
+@pytest.mark.parametrize("wire", ["topk", "powersgd", jdp.Wire("int8", weights="int8")])
+def test_every_encoding_keeps_its_row(wire):
+    report = report_of("zero1", wire)
+    assert report.kept and report.ratio <= 1.001, str(report)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_buckets_are_counted(strategy):
+    kind = "all-reduce" if strategy == "ddp" else "reduce-scatter"
+    (row,) = [row for row in report_of(strategy, None, buckets="auto").rows if row.kind == kind]
+    assert 1 <= row.count <= row.most <= 2
+    assert report_of(strategy, None, buckets="auto").kept
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
+def test_int8_on_the_wire_of_real_gpus(strategy):
+    report, plain = (report_of(strategy, wire, "h100:1x8") for wire in (jdp.Wire("int8", weights="int8"), None))
+    assert report.kept, str(report)
+    assert report.wire_bytes_per_device <= 0.27 * plain.wire_bytes_per_device
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"buckets": 0}, "at least 1"),
+        ({"buckets": "big"}, "at least 1"),
+        ({"wire": "int7"}, "did you mean int8"),
+        ({"wire": "int8", "partitioning": "auto"}, "leave partitioning out"),
+        ({"buckets": "auto", "partitioning": "auto"}, "leave partitioning out"),
+    ],
+)
+def test_settings_out_of_range(given, words):
+    with pytest.raises(ValueError, match=words):
+        jdp.make_train_step(linear, plan_of("ddp"), **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"rank": 0}, "1 or more"),
+        ({"fraction": 1.5}, "up to 1"),
+        ({"fraction": 0}, "above 0"),
+        ({"block": 4}, "8 or more"),
+        ({"gradients": "topk", "error_feedback": False}, "error feedback"),
+        ({"weights": "fp8"}, "int8"),
+    ],
+)
+def test_a_wire_out_of_range(given, words):
+    with pytest.raises(ValueError, match=words):
+        jdp.Wire(**given)
+
+
+@pytest.mark.parametrize("wire", ["topk", "powersgd"])
+def test_zero3_refuses_what_needs_error_feedback(wire):
+    with pytest.raises(ValueError, match="take zero2"):
+        jdp.make_train_step(linear, plan_of("zero3"), wire=wire)
