@@ -6,7 +6,7 @@ A source is found and read:
   sources/       files, directories, data sets of Hugging Face; tables (parquet, Arrow, JSON), arrays, .gz and .zst
 It becomes a data set, by its kind:
   text/          documents -> tokens -> samples of fixed length, cut anywhere or packed document by document
-  images/        pictures with classes, decoded when a sample is read
+  images/        pictures with classes, decoded when a sample is read; cropped and flipped anew in every epoch
   arrays.py      rows of NumPy arrays; labels.py numbers the classes of arrays and images
   held_out.py    each sample is trained on or held out, by a hash of its content
   mixtures.py    several data sets as one, drawn from by weight
@@ -21,7 +21,8 @@ sources, `train` and `heldout`, and a `fingerprint`; another kind of data needs 
 """
 
 from jdp.data.arrays import ArrayData, array_data
-from jdp.data.batches import NumpyBatch, OrderedSource, Source, batch_count, global_batches, sample_at
+from jdp.data.batches import EpochSource, NumpyBatch, OrderedSource, Source, batch_count, global_batches, sample_at
+from jdp.data.images.augment import AugmentedImages, augmented
 from jdp.data.images.samples import ImageData, image_data
 from jdp.data.mixtures import Mixture, mixture
 from jdp.data.order import sample_index
@@ -32,6 +33,8 @@ from jdp.data.text.tokenizers import VOCAB_SIZE, open_tokenizer
 __all__ = [
     "VOCAB_SIZE",
     "ArrayData",
+    "AugmentedImages",
+    "EpochSource",
     "ImageData",
     "Mixture",
     "NumpyBatch",
@@ -41,6 +44,7 @@ __all__ = [
     "TextData",
     "TextSamples",
     "array_data",
+    "augmented",
     "batch_count",
     "decode",
     "encode",

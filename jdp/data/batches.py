@@ -46,17 +46,36 @@ class OrderedSource(Source, Protocol):
         ...
 
 
+class EpochSource(Source, Protocol):
+    """Samples that are drawn anew in every epoch, such as augmented images."""
+
+    def sample_in_epoch(self, index: int, epoch: int) -> Mapping[str, NDArray[Any]]:
+        """Return a sample as it is in an epoch: a pure function of index and epoch.
+
+        Args:
+            index: of the sample, 0 to len - 1.
+            epoch: not negative.
+        """
+        ...
+
+
 def sample_at(source: Source, position: int, seed: int) -> Mapping[str, NDArray[Any]]:
     """Return the sample at a position of an endless, reshuffled run: dict of arrays.
 
     Args:
-        source: shuffled by its own order if it is an `OrderedSource`, else by `sample_index`.
+        source: shuffled by its own order if it is an `OrderedSource`, else by `sample_index`; an `EpochSource` draws
+            the sample for the position's epoch.
         position: not negative, over all epochs.
         seed: of the order, not negative.
     """
     if own := getattr(source, "sample_at", None):  # `isinstance` of a protocol takes longer than reading a sample
         return own(position, seed)
-    return source[sample_index(seed, len(source), position)]
+    return _in_epoch(source, sample_index(seed, len(source), position), position // len(source))
+
+
+def _in_epoch(source: Source, index: int, epoch: int) -> Mapping[str, NDArray[Any]]:
+    own = getattr(source, "sample_in_epoch", None)
+    return own(index, epoch) if own else source[index]
 
 
 def batch_count(source: Source, *, batch_size: int, epochs: int = 1) -> int:
@@ -86,7 +105,8 @@ def global_batches(
     Row r of global batch b is the sample at position b · batch_size + r of a sequence of epochs, each shuffled anew by
     (seed, epoch). Epochs follow one another without a break, so each sample occurs exactly once in each; a batch
     larger than the data set is allowed, holds samples of several epochs, and is reported. A source with an order of its
-    own (an `OrderedSource`, such as `jdp.data.mixture`) is shuffled by that one.
+    own (an `OrderedSource`, such as `jdp.data.mixture`) is shuffled by that one; one that draws its samples anew in
+    every epoch (an `EpochSource`, such as `jdp.data.augmented`) is told the epoch, shuffled or not.
 
     Args:
         source: the samples; read at the indices of this process' rows only.
@@ -124,7 +144,10 @@ def global_batches(
     samples_in_run = None if epochs is None else epochs * len(source)
 
     def take(position: int) -> Mapping[str, NDArray[Any]]:
-        sample = sample_at(source, position, seed) if shuffle else source[position % len(source)]
+        if shuffle:
+            sample = sample_at(source, position, seed)
+        else:
+            sample = _in_epoch(source, position % len(source), position // len(source))
         is_padding = samples_in_run is not None and position >= samples_in_run
         return _weightless(sample) if is_padding else sample
 

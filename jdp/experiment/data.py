@@ -5,18 +5,23 @@
    with the value to set.
 3. Open the evaluation sets likewise. All of a set is evaluated: its training and held-out sides are joined again. The
    held-out side of each text of a mixture is an evaluation set too.
+
+Only the training side of [data] is augmented.
 """
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from jdp.data import NumpyBatch, Source, mixture, text_data
 from jdp.data.arrays import ArrayData, array_data, check_tokens
-from jdp.data.images.samples import image_data
+from jdp.data.images.augment import AugmentedImages, augmented
+from jdp.data.images.samples import ImageData, image_data
 from jdp.data.mixtures import Concatenated
 from jdp.experiment.file import ExperimentError
 from jdp.experiment.schema.experiment import ARRAYS, Experiment
@@ -59,6 +64,38 @@ class FlatData:
         return f"{self.images}; each as a vector"
 
 
+@dataclass(frozen=True)
+class AugmentedData:
+    """A data set of images whose training side is cropped and flipped anew in every epoch."""
+
+    images: ImageData
+    crop_padding: int
+    flip: bool
+    seed: int
+
+    @cached_property
+    def train(self) -> AugmentedImages:
+        return augmented(self.images.train, crop_padding=self.crop_padding, flip=self.flip, seed=self.seed)
+
+    @property
+    def heldout(self) -> Source:
+        return self.images.heldout
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return self.images.classes
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hex digits, of the data set and of what is drawn for it."""
+        described = f"{self.images.fingerprint} {self.crop_padding} {self.flip} {self.seed}"
+        return hashlib.blake2b(described.encode(), digest_size=8).hexdigest()
+
+    def __str__(self) -> str:
+        cropped = [f"cropped after padding by {self.crop_padding}"] if self.crop_padding else []
+        return f"{self.images}; to train on, {', '.join([*cropped, *['flipped half the time'] * self.flip])}"
+
+
 def open_data(experiment: Experiment) -> Any:
     """Open the data set of [data].
 
@@ -71,7 +108,9 @@ def open_data(experiment: Experiment) -> Any:
     """
     given = experiment.data
     if not given.mixture:
-        return _fitting(experiment, "data", _opened(experiment, given.source, given.field))
+        data = _fitting(experiment, "data", _opened(experiment, given.source, given.field))
+        augments = bool(given.crop_padding) or given.flip
+        return AugmentedData(data, given.crop_padding, given.flip, experiment.seed) if augments else data
     texts: list[tuple[Any, float]] = []
     for name, text in given.mixture.items():  # each opened as if it were alone, then drawn from by weight
         opened = _opened(experiment, text.source, given.field if text.field is None else text.field)

@@ -69,6 +69,11 @@ class ImageSamples:
     def __len__(self) -> int:
         return len(self.rows)
 
+    @property
+    def black(self) -> NDArray[np.float32]:
+        """Black, as a sample's images have it: float32 [channels]."""
+        return self.normalised(np.zeros(self.shape[2]), self.pictures.most)
+
     def __getitem__(self, index: int, /) -> NumpyBatch:
         row = int(self.rows[index])
         values = decoded(self.pictures, row, self.frame)

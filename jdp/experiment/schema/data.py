@@ -52,6 +52,11 @@ class Data(Section):
     """Share of the data kept for evaluation, by content."""
     shuffle: bool = True
     """Shuffle the training samples anew each epoch."""
+    crop_padding: Count = 0
+    """Black pixels added on each side of a training image, of which a window of its own size is cropped at random, anew
+    each epoch; 0 = none. Evaluations are on the images as they are."""
+    flip: bool = False
+    """Flip half of the training images from left to right, drawn anew each epoch."""
 
     @model_validator(mode="before")
     @classmethod

@@ -50,9 +50,9 @@ __all__ = [
 
 Kind = Literal["text", "images", "features"]
 OTHERS_KEYS = {
-    "text": ("label", "heldout", "size"),
+    "text": ("label", "heldout", "size", "crop_padding", "flip"),
     "images": ("mixture", "tokenizer", "packing", "length", "size"),
-    "features": ("mixture", "tokenizer", "packing", "length"),
+    "features": ("mixture", "tokenizer", "packing", "length", "crop_padding", "flip"),
 }
 """Kind -> the keys of [data] that only other kinds read."""
 MOST_PARAMETERS = 2**50
@@ -200,9 +200,12 @@ def _wire(experiment: Experiment) -> Iterator[str]:
 def _lengths(experiment: Experiment) -> Iterator[str]:
     """Yield what is wrong between the lengths in several tables."""
     context = getattr(experiment.model, "context", math.inf)
+    size, padding = getattr(experiment.model.config, "image_size", math.inf), experiment.data.crop_padding
     length, warmup, steps = experiment.data.length, experiment.optimizer.warmup_steps, experiment.train.steps
     if length > context:
         yield f"data.length must be at most model.context = {context}; given {length}: lower it, or raise model.context"
+    if padding >= size:
+        yield f"data.crop_padding must be less than model.image_size = {size}; given {padding}: lower it"
     if warmup > steps:
         yield f"optimizer.warmup_steps must be at most train.steps = {steps}; given {warmup}: lower it, or train longer"
 

@@ -1,0 +1,136 @@
+"""Images drawn anew in every epoch: a crop after padding, and a flip from left to right.
+
+1. What is drawn for a sample is a pure function of (seed, epoch, the sample's index): the first words of a Philox
+   stream whose key is the seed and whose counter holds epoch and index (Salmon et al. 2011, "Parallel random numbers:
+   as easy as 1, 2, 3"). So the pixels do not depend on processes, devices, batch size or threads, nor on where a run
+   was resumed: `global_batches` says which sample of which epoch stands where, and nothing else is kept.
+2. The crop is a window of the image's own size out of the image with `crop_padding` pixels of `fill` on each side
+   (He et al. 2016, section 4.2): a shift by up to that many pixels each way.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jdp.core.types import is_integer
+from jdp.data.batches import Source
+
+_WORDS = 3  # drawn for a sample: the crop's row and column, the flip
+_STREAM = 0x6A64702E696D6167  # second half of the key: apart from other streams of the same seed
+
+
+@dataclass(frozen=True, eq=False)
+class AugmentedImages:
+    """Samples whose "images" are cropped and flipped, otherwise as they are; made by `augmented`.
+
+    Attributes:
+        samples: the source.
+        crop_padding: pixels on each side.
+        flip: whether half of the images are flipped.
+        fill: of the padding, a number for each channel or one for all.
+        seed: of the draws.
+
+    A plain index is the sample in the first epoch.
+    """
+
+    samples: Source
+    crop_padding: int
+    flip: bool
+    fill: NDArray[Any]
+    seed: int
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int, /) -> Mapping[str, NDArray[Any]]:
+        return self.sample_in_epoch(range(len(self))[index], 0)
+
+    def sample_in_epoch(self, index: int, epoch: int) -> Mapping[str, NDArray[Any]]:
+        """Return a sample with the crop and flip of an epoch.
+
+        Args:
+            index: of the sample, 0 to len - 1.
+            epoch: not negative.
+        """
+        sample = self.samples[index]
+        top, left, coin = _draw(self.seed, epoch, index)
+        images, positions = sample["images"], 2 * self.crop_padding + 1
+        if self.crop_padding:
+            down, right = top * positions >> 64, left * positions >> 64
+            images = _window(images, down - self.crop_padding, right - self.crop_padding, self.fill)
+        if self.flip and coin >> 63:
+            images = images[:, ::-1]
+        return {**sample, "images": images}
+
+
+def augmented(
+    samples: Source,
+    *,
+    crop_padding: int = 0,
+    flip: bool = False,
+    fill: float | Sequence[float] | None = None,
+    seed: int = 0,
+) -> AugmentedImages:
+    """Crop and flip the images of a source, anew in every epoch, to train on; evaluate on the source itself.
+
+    `global_batches` passes the epoch on: the same pixels on any number of processes, with any batch size, and after
+    a resume. Of several sources that are mixed, wrap each: an augmented mixture is refused.
+
+    Args:
+        samples: with "images" [height, width, …], of one shape and any dtype, such as `image_data(…).train`.
+        crop_padding: pixels added on each side, of which a window of the image's own size is cropped, each of the
+            (2 · crop_padding + 1)² equally likely; 0 is no crop. Less than height and width.
+        flip: whether each image is flipped from left to right with probability 1/2.
+        fill: of the padding, one number or one a channel, in the dtype of the images; None is black for images of
+            `image_data`, and 0 otherwise.
+        seed: of the draws, 0 to 2⁶⁴ - 1; the order's seed may be the same.
+
+    Returns:
+        The source to give to `global_batches`.
+
+    Raises:
+        ValueError: a number outside the ranges above, samples without images of two dimensions or more, a fill of other
+            channels, a mixture.
+    """
+    if hasattr(samples, "sample_at"):
+        raise ValueError(
+            "augmented samples must have no order of their own; given a mixture: augment the sources, then mix them"
+        )
+    if not (is_integer(seed) and 0 <= seed < 2**64):
+        raise ValueError(f"seed must be 0 to 2**64 - 1; given {seed}: give for example 0")
+    images = samples[0].get("images")
+    if images is None or images.ndim < 2:
+        given = f"{sorted(samples[0])}" if images is None else f"{images.ndim} dimensions"
+        raise ValueError(f'samples must have "images" [height, width, …]; given {given}: augment sources of images')
+    height, width = images.shape[:2]
+    if not (is_integer(crop_padding) and 0 <= crop_padding < min(height, width)):
+        raise ValueError(
+            f"crop_padding must be 0 or more and less than the image's height and width, {height} and {width}, so that "
+            f"each crop shows some of it; given {crop_padding}: give for example {max(min(height, width) // 8, 1)}"
+        )
+    filling = np.asarray(getattr(samples, "black", 0) if fill is None else fill).astype(images.dtype)
+    if filling.shape not in ((), images.shape[2:]):
+        raise ValueError(
+            f"fill must be one number, or one a channel of {'x'.join(map(str, images.shape))}; given {fill}: give one"
+        )
+    return AugmentedImages(samples, crop_padding, flip, filling, seed)
+
+
+def _draw(seed: int, epoch: int, index: int) -> list[int]:
+    """Return the words of a sample in an epoch: raw bits, as NumPy may change a Generator's methods (NEP 19), never
+    the stream of a bit generator. The counter's lowest word counts the words drawn."""
+    key, counter = np.array([seed, _STREAM], np.uint64), np.array([0, index, epoch, 0], np.uint64)
+    return np.random.Philox(key=key, counter=counter).random_raw(_WORDS).tolist()
+
+
+def _window(image: NDArray[Any], down: int, right: int, fill: NDArray[Any]) -> NDArray[Any]:
+    """Return the window that begins `down` rows and `right` columns into the image, filled where it has no image."""
+    height, width = image.shape[:2]
+    top, bottom, left, end = max(0, -down), height - max(0, down), max(0, -right), width - max(0, right)
+    window = np.empty_like(image)
+    window[top:bottom, left:end] = image[top + down : bottom + down, left + right : end + right]
+    window[:top], window[bottom:], window[top:bottom, :left], window[top:bottom, end:] = fill, fill, fill, fill
+    return window
