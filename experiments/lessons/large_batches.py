@@ -10,7 +10,7 @@ devices, Python 3.11.7, jax 0.10.2; medians of three seeds; 51 s of processor ti
   101, 51, and with 256 rows it diverges, or takes 50 with warm-up.
 - With each batch's best rate, steps are S_min (1 + B_crit / B), B_crit = 43 rows for SGD, 81 for Adam. At 4 rows a
   device, 64 devices of SGD take a 10th of the steps of one, not a 64th: a row does 15 % of the work.
-- The noise scale, from two norms that data parallelism has at hand, is 27 rows at a loss of 2 and 154 at 0.1: B_crit to
+- The noise scale, from two norms that data parallelism has at hand, is 26 rows at a loss of 2 and 158 at 0.1: B_crit to
   an order of magnitude, as McCandlish et al. 2018 (arXiv:1812.06162) claim, without training twice.
 
     python experiments/lessons/large_batches.py [--picture FILE.svg]
