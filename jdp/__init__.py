@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jdp.core.init import abstract_state as abstract_state
     from jdp.core.init import init_state as init_state
     from jdp.core.layers import scan_layers as scan_layers
+    from jdp.core.local_steps import LocalSteps as LocalSteps
     from jdp.core.optim.ema import ema_params as ema_params
     from jdp.core.optim.ema import with_ema as with_ema
     from jdp.core.optim.schedules import scaled_lr as scaled_lr
@@ -43,6 +44,7 @@ _HOMES = {
     "CheckpointError": "checkpoint.errors",
     "Checkpoints": "checkpoint.directory",
     "Feed": "data.feed",
+    "LocalSteps": "core.local_steps",
     "Loss": "core.types",
     "Placement": "core.sharding.placement",
     "Plan": "core.sharding.plan",

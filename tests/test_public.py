@@ -23,7 +23,7 @@ SIGNATURES = {
     "abstract_state": "(init, tx, plan, *, rng, wrt=None)",
     "make_train_step": (
         "(loss_fn, plan, *, accumulate=1, precision='fp32', partitioning=None, clip_norm=None, sync_batch_norm=True, "
-        "group=1, check_loss=True, donate=True)"
+        "group=1, wire=None, buckets=None, local_steps=None, check_loss=True, donate=True)"
     ),
     "make_eval_step": "(loss_fn, plan, *, accumulate=1, precision='fp32', partitioning=None, group=1, check_loss=True)",
     "verify": "(step, state, batch, target=None, *, cache=True)",
@@ -38,6 +38,8 @@ SIGNATURES = {
     "save": "(path, state, *, overwrite=False)",
     "restore": "(path, target)",
     "restore_params": "(path, target, *, missing=(), ignore=())",
+    "Wire": "(gradients=None, weights=None, block=256, fraction=0.01, rank=4, error_feedback=True)",
+    "LocalSteps": "(steps, lr=1.0, momentum=0.0)",
     "Precision": "(params='fp32', compute='fp32', reduce='fp32')",
 }
 

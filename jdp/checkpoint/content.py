@@ -23,7 +23,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from jdp.checkpoint.errors import CheckpointError, reading
-from jdp.checkpoint.sync_state import PREFIX, read_sync
+from jdp.checkpoint.sync_state import PREFIX, Read, read_optimizer_state, read_sync
 from jdp.core.notices import notice
 from jdp.core.paths import matches, path_of
 from jdp.core.state import TrainState
@@ -100,10 +100,13 @@ def read_state(folder: Path, target: TrainState, fix: str) -> TrainState:
         ValueError: a leaf of `target` has no sharding.
     """
     wanted, saved = leaves_of(target, _FIELDS), _read_table(folder, fix)
+    read: Read = lambda leaves: _read_arrays(folder, leaves, fix)  # noqa: E731
+    converted = read_optimizer_state(saved, wanted, read, str(folder))
     (sync, own), (saved_sync, saved) = _split_sync(wanted), _split_sync(saved)
-    _check_match(saved, _describe(own), folder)
-    arrays = _read_arrays(folder, own, fix)
-    arrays |= read_sync(saved_sync, sync, lambda leaves: _read_arrays(folder, leaves, fix), str(folder))
+    described = _describe(own)
+    _check_match({**saved, **{path: described[path] for path in converted}}, described, folder)
+    arrays = read({path: leaf for path, leaf in own.items() if path not in converted}) | converted
+    arrays |= read_sync(saved_sync, sync, read, str(folder))
     return replace(target, **_fill(target, _FIELDS, arrays))
 
 

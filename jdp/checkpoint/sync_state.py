@@ -14,10 +14,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jdp.core.local_steps import stack, unstack
 from jdp.core.notices import notice
 from jdp.core.sharding.placement import rest_spec
+from jdp.core.state import STACKED
 
 PREFIX = "sync/"
+ROUNDS = f"sync/{STACKED}"
 _ERROR = "sync/error/"
 Read = Callable[[Mapping[str, Any]], dict[str, Any]]
 
@@ -53,14 +56,63 @@ def read_sync(saved: Mapping[str, str], wanted: Mapping[str, Any], read: Read, f
     return arrays | {path: _zeros(wanted[path]) for path in fresh}
 
 
+def read_optimizer_state(
+    saved: Mapping[str, str], wanted: Mapping[str, Any], read: Read, folder: str
+) -> dict[str, Any]:
+    """Return the optimizer's state where only one of checkpoint and target has local steps, or for other replicas.
+
+    Replicas of the checkpoint become one state, the mean of what is floating point, and that every replica's of the
+    target.
+
+    Args:
+        saved: path -> dtype and shape as text of everything that the checkpoint holds.
+        wanted: path -> a leaf of the target, of all of it.
+        read: as for `read_sync`.
+        folder: of the checkpoint, for messages.
+
+    Returns:
+        The leaves by path; {} where none has to be converted.
+    """
+    was, stacks = ROUNDS in saved, ROUNDS in wanted
+    sources: dict[str, Any] = {}
+    for path, leaf in wanted.items():
+        known = saved.get(path, "")
+        if not path.startswith("opt_state/") or known == _text(leaf.dtype, leaf.shape):
+            continue
+        shape, spec = (leaf.shape[1:], leaf.sharding.spec[1:]) if stacks else (leaf.shape, leaf.sharding.spec)
+        if was:
+            shape, spec = (_leading(known), *shape), (None, *spec)
+        if known == _text(leaf.dtype, shape):
+            sharding = NamedSharding(leaf.sharding.mesh, PartitionSpec(*spec))
+            sources[path] = jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+    if not sources:
+        return {}
+    if was:
+        notice(f"{folder}: the replicas' optimizer states become one, their mean ({len(sources)} arrays)")
+
+    def convert(array: jax.Array, leaf: Any) -> jax.Array:
+        one = unstack(array) if was else array
+        return stack(one, leaf.shape[0]) if stacks else one
+
+    arrays = read(sources)
+    return {
+        path: jax.jit(lambda x, leaf=wanted[path]: convert(x, leaf), out_shardings=wanted[path].sharding)(arrays[path])
+        for path in sources
+    }
+
+
+def _leading(saved: str) -> int:
+    """Return the first size in a text such as "float32[8, 4]"; 0 for a scalar."""
+    return int(saved.partition("[")[2].partition(",")[0].rstrip("]") or 0)
+
+
 def _text(dtype: Any, shape: tuple[int, ...]) -> str:
     return f"{dtype}{list(shape)}"
 
 
 def _as_saved(saved: str, leaf: Any) -> jax.ShapeDtypeStruct | None:
     """Return the saved array, sharded over the parameter's dimensions; None if it differs in more than its devices."""
-    count = saved.partition("[")[2].partition(",")[0].rstrip("]")
-    shape = (int(count or 0), *leaf.shape[1:])
+    shape = (_leading(saved), *leaf.shape[1:])
     if saved != _text(leaf.dtype, shape):
         return None
     mesh, own = leaf.sharding.mesh, PartitionSpec(*leaf.sharding.spec[1:])

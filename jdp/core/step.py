@@ -25,6 +25,7 @@ from jax.sharding import Mesh
 
 from jdp.core.agreement import processes_of
 from jdp.core.batch import (
+    BatchUnit,
     agree_on_inputs,
     agree_on_program,
     batch_rows,
@@ -41,12 +42,13 @@ from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.model_state import stays_finite
 from jdp.core.gradients.partitioning import REQUESTED, Choice, PartitioningRequest
 from jdp.core.gradients.wire import WIDE, Wire
+from jdp.core.local_steps import LocalSteps, stack, train_round, unstack
 from jdp.core.notices import notice
 from jdp.core.optim.checks import update
 from jdp.core.precision import Precision
-from jdp.core.sharding.mesh import auto_axes, mesh_of
+from jdp.core.sharding.mesh import REPLICA, auto_axes, mesh_of
 from jdp.core.sharding.plan import Plan
-from jdp.core.state import TrainState, trained_part, with_trained
+from jdp.core.state import STACKED, TrainState, trained_part, with_trained
 from jdp.core.types import Batch, LossFn, Metrics, PyTree, is_integer, is_number
 
 VIEWS = {"auto": auto, "manual": manual}
@@ -64,6 +66,7 @@ def make_train_step(
     group: int = 1,
     wire: str | Wire | None = None,
     buckets: int | str | None = None,
+    local_steps: int | LocalSteps | None = None,
     check_loss: bool = True,
     donate: bool = True,
 ) -> Step:
@@ -97,6 +100,10 @@ def make_train_step(
         buckets: bytes of gradients that one collective carries at most, in the order in which the backward pass
             finishes them; "auto": jdp chooses; None: one collective a parameter, which XLA may combine, and "auto" if
             gradients are encoded. zero3 reduces layer by layer instead. Takes partitioning="manual".
+        local_steps: H: every replica of the mesh (`replica`, 2 or more) takes H steps of the optimizer by itself, each
+            with 1/H of its rows, and only then the replicas' weights are averaged; or a `LocalSteps`, with an outer
+            optimizer (DiLoCo). A batch is then the rows of H steps, and metrics are means over them. Takes
+            partitioning="manual", and no `wire` or `buckets`.
         check_loss: before the first step, if the loss will be called on parts of the batch ("manual", or K > 1),
             compare its value on up to four groups of rows together with the sum of its values on each of them.
         donate: False keeps the old state, in memory of its own. So does `jax_debug_nans`, which runs a step whose
@@ -117,6 +124,14 @@ def make_train_step(
     if wire != WIDE or buckets is not None:
         _check_synchronisation(wire, buckets, partitioning, plan)
         partitioning = "manual"
+    local = LocalSteps.of(local_steps, plan)
+    if local is not None:
+        if wire != WIDE or buckets is not None or partitioning == "auto":
+            raise ValueError(
+                "local_steps takes neither wire nor buckets nor partitioning='auto'; given "
+                f"wire={wire.gradients!r}, buckets={buckets!r}, partitioning={partitioning!r}: leave them out."
+            )
+        partitioning = "manual"
     if donate not in (True, False):
         raise ValueError(f"donate is True, or False to keep the old state; given {donate!r}. Give a bool.")
     if clip_norm is not None and not (is_number(clip_norm) and clip_norm > 0):
@@ -132,6 +147,7 @@ def make_train_step(
         group=group,
         wire=wire,
         buckets=buckets,
+        local_steps=local,
         check_loss=check_loss,
         donate=donate,
     )
@@ -200,6 +216,7 @@ class Step:
         group: number of neighbouring rows that are never split.
         wire: how gradients and weights are encoded while they are sent.
         buckets: bytes of gradients that one collective carries at most, "auto", or None.
+        local_steps: the steps that a replica takes by itself; None: it takes none.
         check_loss: True if the loss is tried on a few rows before the first step.
         donate: True if the new state takes the old one's memory.
     """
@@ -215,6 +232,7 @@ class Step:
     group: int = 1
     wire: Wire = WIDE
     buckets: int | str | None = None
+    local_steps: LocalSteps | None = None
     check_loss: bool = True
     donate: bool = True
     _choices: dict[Any, Choice] = field(init=False, default_factory=dict[Any, Choice], repr=False, compare=False)
@@ -237,6 +255,12 @@ class Step:
     def partitioning(self) -> str | None:
         """ "auto" or "manual"; None if jdp is to choose and has not traced the step yet."""
         return self._last.partitioning if self._last else self.requested
+
+    @property
+    def batch_unit(self) -> BatchUnit:
+        """What a global batch's rows must divide by."""
+        steps = self.local_steps.steps if self.local_steps else 1
+        return batch_unit(self.plan.mesh.shape, self.accumulate, self.group, steps)
 
     @property
     def why(self) -> str:
@@ -349,25 +373,48 @@ class Step:
         Raises:
             ValueError: a rule of the plan matches nothing or does not divide.
         """
-        if not self.train or (self.wire.gradients is None and not state.sync):
+        if not self.train or not (self.wire.gradients or self.local_steps or state.sync):
             return state
         if not self._kept:
-            self._kept.append(manual.kept_shapes(self.gradient_spec(state), self.plan))
-        shapes = self._kept[0]
-        if jax.tree.map(jnp.shape, state.sync) == jax.tree.map(jnp.shape, shapes):
+            trained = trained_part(state.params, state.static.trained)
+            local, plan = self.local_steps, self.plan
+            kept = local.kept_shapes(trained) if local else manual.kept_shapes(self.gradient_spec(state), plan)
+            self._kept.append(kept)
+        shapes, replicas = self._kept[0], self.plan.mesh.shape.get(REPLICA, 1)
+        fits = not self.local_steps or all(x.shape[:1] == (replicas,) for x in jax.tree.leaves(state.opt_state))
+        if fits and jax.tree.map(jnp.shape, state.sync) == jax.tree.map(jnp.shape, shapes):
             return state
         if state.sync:
             notice(
-                f"the state kept {' and '.join(state.sync)} for another way to send gradients, which this step does "
-                f"not take over: it has wire={self.wire.gradients!r} on {self.plan.batch_shards} shards of the batch"
+                f"the state kept {' and '.join(state.sync)} for another way to synchronise, which this step does not "
+                f"take over: wire={self.wire.gradients!r}, local_steps={self.local_steps} on "
+                f"{self.plan.batch_shards} shards of the batch"
             )
-        shardings = self.plan.shardings(replace(state, sync=shapes)).sync
+        was_stacked = STACKED in state.sync
+
+        def converted(opt_state: PyTree) -> dict[str, PyTree]:
+            one = unstack(opt_state) if was_stacked else opt_state
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+            return {"opt_state": stack(one, replicas) if self.local_steps else one, "sync": zeros}
+
+        changed = jax.eval_shape(converted, state.opt_state)
+        shardings = self.plan.shardings(replace(state, **changed))
+        placed = {name: getattr(shardings, name) for name in changed}
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state.params)):
-            sync = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
-        else:
-            zeros = lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)  # noqa: E731
-            sync = jax.jit(zeros, out_shardings=shardings)()
-        return replace(state, sync=sync)
+            describe = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
+            return replace(state, **jax.tree.map(describe, changed, placed))
+        return replace(state, **jax.jit(converted, out_shardings=placed)(state.opt_state))
+
+    def bare(self, state: TrainState) -> TrainState:
+        """Return an abstract state without what `complete` adds, whose shapes belong to a mesh; without shardings.
+
+        Args:
+            state: a train state, real or abstract.
+        """
+        shapes = jax.eval_shape(lambda state: state, replace(state, sync={}))
+        if STACKED not in state.sync:
+            return shapes
+        return replace(shapes, opt_state=jax.eval_shape(unstack, shapes.opt_state))
 
     def on(self, mesh: Mesh) -> Step:
         """Return this step for another mesh.
@@ -399,7 +446,7 @@ class Step:
             ValueError: the batch's rows do not divide, a parameter has another dtype than `Precision.params`, or the
                 loss is no sum over examples but has to be.
         """
-        batch_unit(self.plan.mesh.shape, self.accumulate, self.group).check(batch_rows(batch))
+        self.batch_unit.check(batch_rows(batch))
         self.precision.check_params(trained_part(state.params, state.static.trained))
         shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves((state.params, batch)))
         if shapes not in self._choices or values:
@@ -439,7 +486,7 @@ class Step:
             self.plan.param_placements(state.params, static),
             self.plan.row,
             self.precision,
-            self.accumulate,
+            self.accumulate * (self.local_steps.steps if self.local_steps else 1),
             static.trained,
             self.sync_batch_norm,
             self.group,
@@ -449,6 +496,21 @@ class Step:
 
 
 def _train(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    if step.local_steps is None:
+        new, sums, norm = _update(step, state, batch)
+    else:
+        step.choose_partitioning(state, batch)
+
+        def once(plan: Plan, state: TrainState, batch: Batch) -> tuple[TrainState, Sums, jax.Array]:
+            return _update(replace(step, plan=plan, local_steps=None), state, batch)
+
+        new, sums, norm = train_round(step.local_steps, step.plan, step.group, once, state, batch)
+    new = jax.lax.with_sharding_constraint(new, step.plan.shardings(state))
+    return new, {**_means(sums), "grad_norm": norm, "skipped": new.skipped}
+
+
+def _update(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState, Sums, jax.Array]:
+    """Return the state after one update of the optimizer, the sums of its batch, and the gradient's norm."""
     trained = state.static.trained
     params = trained_part(state.params, trained)
     gradients = VIEWS[step.choose_partitioning(state, batch)].gradients(step.gradient_spec(state), step.plan)
@@ -471,9 +533,7 @@ def _train(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState, Met
         state, step=state.step + 1, params=params, opt_state=opt_state, model_state=model_state, sync=sync
     )
     kept = replace(state, skipped=state.skipped + 1)
-    new = jax.tree.map(lambda a, b: a if a is b else jnp.where(finite, a, b), updated, kept)
-    new = jax.lax.with_sharding_constraint(new, step.plan.shardings(state))
-    return new, {**_means(sums), "grad_norm": norm, "skipped": new.skipped}
+    return jax.tree.map(lambda a, b: a if a is b else jnp.where(finite, a, b), updated, kept), sums, norm
 
 
 def _norm(grads: PyTree, step: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -21,6 +21,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jdp.core.gradients.wire import Wire
 from jdp.core.init import abstract_state, init_state
+from jdp.core.local_steps import LocalSteps
 from jdp.core.optim.ema import ema_params
 from jdp.core.paths import matches
 from jdp.core.precision import Precision
@@ -218,6 +219,8 @@ class Assembly:
     @cached_property
     def train_step(self) -> Step:
         """The training step: loss, gradients, update."""
+        local = self.experiment.local_steps
+        local_steps = None if local.steps is None else LocalSteps(local.steps, local.lr, local.momentum)
         clip_norm, sync_batch_norm = self.experiment.optimizer.clip_norm, self.experiment.sync_batch_norm
         return make_train_step(
             self.loss,
@@ -226,6 +229,7 @@ class Assembly:
             sync_batch_norm=sync_batch_norm,
             wire=Wire(**self.experiment.wire.model_dump(exclude={"buckets"})),
             buckets=self.experiment.wire.buckets,
+            local_steps=local_steps,
             **self._step_options,
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jdp.core.optim.ema import with_ema
@@ -56,13 +57,19 @@ def optimizer(experiment: Experiment) -> optax.GradientTransformation:
     return rule if decay is None else with_ema(rule, decay)
 
 
+def _rate_of_a_count(experiment: Experiment) -> optax.Schedule:
+    """Return the learning rate as a function of the optimizer's own count, which grows by H in a round of H steps."""
+    rate, steps = learning_rate(experiment), experiment.local_steps.steps or 1
+    return rate if steps == 1 else lambda count: rate(jnp.asarray(count) // steps)
+
+
 def _rule(experiment: Experiment) -> optax.GradientTransformation:
     """Return the update rule.
 
     Weight decay leaves out biases and norm scales by name, not by number of dimensions: the scales of stacked layers
     have two.
     """
-    chosen, rate = experiment.optimizer, learning_rate(experiment)
+    chosen, rate = experiment.optimizer, _rate_of_a_count(experiment)
     decay: dict[str, Any] = {"weight_decay": chosen.weight_decay, "mask": decay_mask}
     match chosen.name:
         case "adamw":

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from jdp.core.batch import batch_rows, batch_unit
+from jdp.core.batch import batch_rows
 from jdp.core.disk_cache import Cache
 from jdp.core.formatting import format_bytes
 from jdp.foresight.memory.peak import Memory, available_bytes, memory
@@ -79,7 +79,7 @@ def largest_batch(
     assert target.memory_bytes is not None, target
     available = available_bytes(target.memory_bytes)
     step, group = candidate.step, candidate.step.group
-    per_group = batch_unit(step.plan.mesh.shape, step.accumulate, group).rows
+    per_group = replace(step, group=group).batch_unit.rows
     held: dict[int, Memory] = {}
 
     def needs(groups: int) -> int:

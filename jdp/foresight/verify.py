@@ -81,6 +81,7 @@ def report(step: Step, state: TrainState, compiled: Compiled, target_name: str, 
         gathered=None if step.sends is None else step.sends.gathered,
         wire=step.wire,
         buckets=step.buckets,
+        local_steps=step.local_steps.steps if step.local_steps else None,
     )
     sites = Sites(compiled.program, step.accumulate)
     collectives = collectives_on(step.plan.mesh, compiled, sites, promised.statistics)

@@ -22,6 +22,7 @@ from jdp.core.gradients import model_axes
 from jdp.core.gradients.accumulate import Collectives, GradientSpec, Kept, evaluate, step_gradients
 from jdp.core.gradients.model_state import changed_leaves, mean_over
 from jdp.core.gradients.synchronise import Synchroniser
+from jdp.core.local_steps import is_inside_a_replica
 from jdp.core.sharding.mesh import DATA, batch_axes
 from jdp.core.sharding.placement import Placement, axes_of
 from jdp.core.sharding.plan import Plan
@@ -75,7 +76,7 @@ def _shard_map(local: Callable[..., Any], plan: Plan, in_specs: Any, out_specs: 
     # check_vma off: the gather boundary is a custom_vjp whose two sides vary over different axes.
     return jax.shard_map(
         local,
-        mesh=plan.mesh,
+        mesh=None if is_inside_a_replica() else plan.mesh,
         in_specs=in_specs,
         out_specs=out_specs,
         axis_names=set(batch_axes(plan.mesh)),

@@ -24,7 +24,7 @@ from jdp.core.sharding.mesh import DATA, REPLICA, batch_axes, factors, hosts_alo
 from jdp.core.sharding.optimizer_state import specs_for_leaf
 from jdp.core.sharding.placement import Placement, axes_of, bytes_per_device, rest_spec, shards, spec_entry
 from jdp.core.sharding.strategy import Strategy, strategy
-from jdp.core.state import Static, TrainState
+from jdp.core.state import STACKED, Static, TrainState
 from jdp.core.types import PyTree, is_integer
 
 MIN_SHARD_SIZE = 1024
@@ -167,6 +167,12 @@ class Plan:
             head, _, tail = path.partition("/")
             if head == "params":
                 return replace(params[tail], path=path)
+            if head == "opt_state" and STACKED in state.sync:
+                one = self._place_optimizer_leaf(path, jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params)
+                rest, compute = (PartitionSpec(REPLICA, *spec) for spec in (one.rest, one.compute))
+                return self._placement(path, leaf, rest, compute, f"each replica's own; {one.reason}")
+            if path.startswith("sync/momentum/"):
+                return replace(params[tail.partition("/")[2]], path=path)
             if head == "opt_state":
                 return self._place_optimizer_leaf(path, leaf, params)
             if path.startswith("sync/error/"):

@@ -23,6 +23,7 @@ from jdp.core.sharding.mesh import DATA, REPLICA, check_axes
 from jdp.core.toml import cut
 from jdp.experiment.schema.data import Data, EvalSet, Ingredient
 from jdp.experiment.schema.fields import NONE, Rule, RunName, Section, named
+from jdp.experiment.schema.local_steps import LocalStepsTable
 from jdp.experiment.schema.model import AnyModel, Model, model_table
 from jdp.experiment.schema.optimizer import USED_BY, Optimizer, unused
 from jdp.experiment.schema.track import Track
@@ -105,6 +106,7 @@ class Experiment(Section):
     optimizer: Optimizer = Optimizer()
     train: Train
     wire: WireTable = WireTable()
+    local_steps: LocalStepsTable = LocalStepsTable()
     track: Track = Track()
     sample: Sample | None = None
 
@@ -167,6 +169,7 @@ def disagreements(experiment: Experiment) -> Iterator[str]:
     yield from _metrics(experiment)
     yield from _rules(experiment)
     yield from _wire(experiment)
+    yield from _local_steps(experiment)
     if experiment.train.init_names != "jdp" and (experiment.train.init_from is None or experiment.kind != "text"):
         yield "train.init_names is for a GPT's weights from a safetensors file, train.init_from: give one, or remove it"
     if experiment.sample and experiment.kind != "text":
@@ -195,6 +198,23 @@ def _wire(experiment: Experiment) -> Iterator[str]:
         yield f'wire.gradients = "{wire.gradients}" needs error feedback, and zero3 has none: take zero2, or "int8"'
     if lossy and not wire.error_feedback:
         yield f'wire.gradients = "{wire.gradients}" needs wire.error_feedback = true; given false: remove that key'
+
+
+def _local_steps(experiment: Experiment) -> Iterator[str]:
+    """Yield what is wrong between [local_steps] and the mesh, the partitioning, [wire] and the optimizer."""
+    wire, given = experiment.wire, experiment.local_steps
+    if given.steps is None:
+        if (given.lr, given.momentum) != (1.0, 0.0):
+            yield "local_steps.lr and .momentum are of rounds, and local_steps.steps is none: give it, or remove them"
+        return
+    if experiment.mesh.get(REPLICA, 1) == 1:
+        yield "[local_steps] needs replicas, each taking steps by itself: give mesh.replica, 2 or more, or -1"
+    if wire.gradients or wire.weights or wire.buckets:
+        yield "[local_steps] and [wire] do not go together: remove one of the tables"
+    if experiment.partitioning == "auto":
+        yield '[local_steps] is for partitioning = "manual"; given "auto": remove that key'
+    if experiment.optimizer.ema_decay is not None:
+        yield "optimizer.ema_decay averages weights at every step, which differ between replicas: remove it"
 
 
 def _lengths(experiment: Experiment) -> Iterator[str]:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from jdp.core.batch import BatchUnit, batch_rows, batch_unit
+from jdp.core.batch import BatchUnit, batch_rows
 from jdp.core.disk_cache import Cache
 from jdp.core.sharding.mesh import DATA, make_mesh, mesh_of
 from jdp.core.state import TrainState
@@ -128,13 +128,17 @@ def abstract_on(
     plan = step.plan.on(_mesh(step, state, target))
     rows, notes = batch_rows(batch), tuple[str, ...]()
     if target is not None:
-        rows, notes = round_up_rows(rows, batch_unit(plan.mesh.shape, microbatches or step.accumulate, step.group))
+        relocated = replace(step, plan=plan, accumulate=microbatches or step.accumulate)
+        rows, notes = round_up_rows(rows, relocated.batch_unit)
     keep = target is None
+    if target is not None:
+        state = step.bare(state)
     abstract_state = jax.tree.map(
         lambda leaf, sharding: _abstract(leaf, leaf.shape, sharding, keep=keep), state, plan.shardings(state)
     )
     abstract_batch = jax.tree.map(lambda leaf: _abstract(leaf, (rows, *leaf.shape[1:]), plan.batch_sharding), batch)
-    return Candidate(step.on(plan.mesh), abstract_state, abstract_batch, notes)
+    step = step.on(plan.mesh)
+    return Candidate(step, step.complete(abstract_state), abstract_batch, notes)
 
 
 def round_up_rows(rows: int, unit: BatchUnit) -> tuple[int, tuple[str, ...]]:

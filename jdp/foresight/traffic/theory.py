@@ -20,6 +20,9 @@ Encoded gradients (`Wire`) have rows of their own, with b bytes of codes and sca
     powersgd   all-reduce of (rows + columns) · rank · 4 bytes for each matrix; other leaves as above
     weights    all-gathers of b bytes an element
 
+Local steps: a call is a round of H steps, each of which sends the data part of the row inside its replica; over
+replica, Δ in float32 once: all-reduce of 4·Ψ (ddp) or 4·Ψ/N (zero1-3); H plain steps send H gradients there.
+
 In buckets, and encoded, several parameters share a collective, of which the row then names the most that there may be.
 
 Bytes on the wire are those of the ring algorithms (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms").
@@ -27,7 +30,7 @@ Bytes on the wire are those of the ring algorithms (Patarasuk and Yuan 2009, "Ba
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -123,6 +126,7 @@ def theory(
     gathered: tuple[Gathered, ...] | None = None,
     wire: Wire = WIDE,
     buckets: int | str | None = None,
+    local_steps: int | None = None,
 ) -> Theory:
     """Return the row of the contract (the table above) that a training step promises.
 
@@ -139,6 +143,7 @@ def theory(
         gathered: what the step's trace gathers (`Step.sends`). zero3 then promises those gathers, and those of
             parameters too small to shard as if they were sharded.
         wire, buckets: as in `jdp.make_train_step`.
+        local_steps: H; None: every step is synchronised over `replica`.
     """
     sizes = dict(plan.mesh.shape)
     placements: list[Placement] = jax.tree.leaves(plan.param_placements(params, static))
@@ -150,9 +155,10 @@ def theory(
     working = [
         _gathered_bytes(count, placement, c, n, wire) for count, placement in zip(counts, placements, strict=True)
     ]
-    rounds = accumulate if plan.row.reduce_each_microbatch else 1
-    gathers = {"never": 0, "step": 1, "use": 2 * accumulate}[plan.row.gather]
-    gather_rounds = accumulate if plan.row.gather == "use" else 1
+    inner = local_steps or 1
+    rounds = inner * (accumulate if plan.row.reduce_each_microbatch else 1)
+    gathers = inner * {"never": 0, "step": 1, "use": 2 * accumulate}[plan.row.gather]
+    gather_rounds = inner * (accumulate if plan.row.gather == "use" else 1)
     most = exact = gathers * sum(working)
     if plan.row.gather != "use":
         gathered = None
@@ -169,6 +175,8 @@ def theory(
     else:
         gathers = None
         promises = (Promise("all-reduce", r * trained, plan.batch_axes, plan.batch_shards, 1, r, trained),)
+    if local_steps is not None:
+        promises = _of_a_round(promises, plan, rounds, trained)
     packed = dict[str, float]()
     if (wire.gradients is not None or buckets is not None) and plan.batch_shards > 1:
         leaves = [(count, leaf) for count, leaf in zip(counts, placements, strict=True) if leaf.trained]
@@ -184,6 +192,17 @@ def theory(
     promises = tuple(promise for promise in promises if promise.devices > 1)
     unsharded = _unsharded(plan, placements, counts, rounds * r)
     return Theory(psi, promises, statistics, unsharded, gathered, most, packed)
+
+
+def _of_a_round(promises: Sequence[Promise], plan: Plan, rounds: int, trained: int) -> tuple[Promise, ...]:
+    """Replace what is sent over `replica` in each step by what a round of local steps sends once."""
+    n, replicas = plan.mesh.shape[DATA], plan.mesh.shape[REPLICA]
+    inside = [promise for promise in promises if REPLICA not in promise.axes]
+    if not plan.row.shard_state:
+        (whole,) = promises
+        inside = [replace(whole, payload_bytes=rounds * whole.payload_bytes, axes=(DATA,), devices=n, rounds=rounds)]
+    held = trained / n if plan.row.shard_state else trained
+    return (*inside, Promise("all-reduce", 4 * held, (REPLICA,), replicas, 1, 4, trained))
 
 
 def _unsharded(plan: Plan, placements: Sequence[Placement], counts: Sequence[int], bytes_each: int) -> Unsharded:
