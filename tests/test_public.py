@@ -23,7 +23,8 @@ SIGNATURES = {
     "abstract_state": "(init, tx, plan, *, rng, wrt=None)",
     "make_train_step": (
         "(loss_fn, plan, *, accumulate=1, precision='fp32', partitioning=None, clip_norm=None, sync_batch_norm=True, "
-        "group=1, wire=None, buckets=None, local_steps=None, check_loss=True, donate=True)"
+        "group=1, wire=None, buckets=None, local_steps=None, noise_scale=False, "
+        "check_loss=True, donate=True)"
     ),
     "make_eval_step": "(loss_fn, plan, *, accumulate=1, precision='fp32', partitioning=None, group=1, check_loss=True)",
     "verify": "(step, state, batch, target=None, *, cache=True)",

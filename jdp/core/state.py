@@ -53,9 +53,9 @@ class TrainState:
         skipped: int32 scalar: steps that changed nothing because a gradient or new model state was not finite.
         sync: what the synchronisation of gradients keeps between steps, by name; {} if it keeps nothing. "error": what
             encoding lost, [D, ...] for the D shards of the batch, sharded over them; "factor": PowerSGD's, replicated;
-            "rounds" of local steps, int32 scalar, and their "momentum", sharded as the parameters are: with these each
-            leaf of `opt_state` is [R, ...] for the R replicas.
-            A step that needs it adds it (`Step.complete`).
+            "noise": averages of the noise scale, float32 [3]; "rounds" of local steps, int32 scalar, and their
+            "momentum", sharded as the parameters are: with these each leaf of `opt_state` is [R, ...] for the R
+            replicas. A step that needs it adds it (`Step.complete`).
         static: the optimizer, and what else is no array; see `Static`.
     """
 

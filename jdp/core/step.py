@@ -23,6 +23,7 @@ import optax
 from jax.core import Tracer
 from jax.sharding import Mesh
 
+from jdp.core import noise_scale
 from jdp.core.agreement import processes_of
 from jdp.core.batch import (
     BatchUnit,
@@ -36,7 +37,7 @@ from jdp.core.batch import (
     signature,
 )
 from jdp.core.gradients import auto, manual
-from jdp.core.gradients.accumulate import GradientSpec
+from jdp.core.gradients.accumulate import SQUARES, GradientSpec
 from jdp.core.gradients.gathers import TracedCollectives, read_collectives
 from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.model_state import stays_finite
@@ -67,6 +68,7 @@ def make_train_step(
     wire: str | Wire | None = None,
     buckets: int | str | None = None,
     local_steps: int | LocalSteps | None = None,
+    noise_scale: bool = False,
     check_loss: bool = True,
     donate: bool = True,
 ) -> Step:
@@ -104,6 +106,9 @@ def make_train_step(
             with 1/H of its rows, and only then the replicas' weights are averaged; or a `LocalSteps`, with an outer
             optimizer (DiLoCo). A batch is then the rows of H steps, and metrics are means over them. Takes
             partitioning="manual", and no `wire` or `buckets`.
+        noise_scale: add the gradient noise scale (McCandlish et al. 2018, arXiv:1812.06162) to the metrics, in rows,
+            averaged over some 20 steps: the batch size up to which more rows a step pay. Takes partitioning="manual",
+            and a strategy other than zero3, which never has a device's whole gradient.
         check_loss: before the first step, if the loss will be called on parts of the batch ("manual", or K > 1),
             compare its value on up to four groups of rows together with the sum of its values on each of them.
         donate: False keeps the old state, in memory of its own. So does `jax_debug_nans`, which runs a step whose
@@ -132,6 +137,9 @@ def make_train_step(
                 f"wire={wire.gradients!r}, buckets={buckets!r}, partitioning={partitioning!r}: leave them out."
             )
         partitioning = "manual"
+    if noise_scale:
+        _check_noise_scale(plan, partitioning, local)
+        partitioning = "manual"
     if donate not in (True, False):
         raise ValueError(f"donate is True, or False to keep the old state; given {donate!r}. Give a bool.")
     if clip_norm is not None and not (is_number(clip_norm) and clip_norm > 0):
@@ -148,6 +156,7 @@ def make_train_step(
         wire=wire,
         buckets=buckets,
         local_steps=local,
+        noise_scale=noise_scale,
         check_loss=check_loss,
         donate=donate,
     )
@@ -217,6 +226,7 @@ class Step:
         wire: how gradients and weights are encoded while they are sent.
         buckets: bytes of gradients that one collective carries at most, "auto", or None.
         local_steps: the steps that a replica takes by itself; None: it takes none.
+        noise_scale: True if the gradient noise scale is measured.
         check_loss: True if the loss is tried on a few rows before the first step.
         donate: True if the new state takes the old one's memory.
     """
@@ -233,6 +243,7 @@ class Step:
     wire: Wire = WIDE
     buckets: int | str | None = None
     local_steps: LocalSteps | None = None
+    noise_scale: bool = False
     check_loss: bool = True
     donate: bool = True
     _choices: dict[Any, Choice] = field(init=False, default_factory=dict[Any, Choice], repr=False, compare=False)
@@ -261,6 +272,11 @@ class Step:
         """What a global batch's rows must divide by."""
         steps = self.local_steps.steps if self.local_steps else 1
         return batch_unit(self.plan.mesh.shape, self.accumulate, self.group, steps)
+
+    @property
+    def batch_parts(self) -> int:
+        """Of how many parts of a batch a device has the gradient before it is reduced, over all devices."""
+        return self.plan.batch_shards * (self.accumulate if self.plan.row.reduce_each_microbatch else 1)
 
     @property
     def why(self) -> str:
@@ -373,12 +389,14 @@ class Step:
         Raises:
             ValueError: a rule of the plan matches nothing or does not divide.
         """
-        if not self.train or not (self.wire.gradients or self.local_steps or state.sync):
+        if not self.train or not (self.wire.gradients or self.local_steps or self.noise_scale or state.sync):
             return state
         if not self._kept:
             trained = trained_part(state.params, state.static.trained)
             local, plan = self.local_steps, self.plan
             kept = local.kept_shapes(trained) if local else manual.kept_shapes(self.gradient_spec(state), plan)
+            if self.noise_scale:
+                kept["noise"] = jax.ShapeDtypeStruct((3,), jnp.float32)
             self._kept.append(kept)
         shapes, replicas = self._kept[0], self.plan.mesh.shape.get(REPLICA, 1)
         fits = not self.local_steps or all(x.shape[:1] == (replicas,) for x in jax.tree.leaves(state.opt_state))
@@ -506,7 +524,8 @@ def _train(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState, Met
 
         new, sums, norm = train_round(step.local_steps, step.plan, step.group, once, state, batch)
     new = jax.lax.with_sharding_constraint(new, step.plan.shardings(state))
-    return new, {**_means(sums), "grad_norm": norm, "skipped": new.skipped}
+    measured = {"noise_scale": noise_scale.ratio(new.sync["noise"])} if step.noise_scale else {}
+    return new, {**_means(sums), "grad_norm": norm, "skipped": new.skipped, **measured}
 
 
 def _update(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState, Sums, jax.Array]:
@@ -516,10 +535,17 @@ def _update(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState, Su
     gradients = VIEWS[step.choose_partitioning(state, batch)].gradients(step.gradient_spec(state), step.plan)
     key = jax.random.fold_in(state.rng, state.consumed)
     sums: Sums
-    grads, sums, model_state, sync = gradients(state.params, state.model_state, batch, key, state.sync)
+    kept = {name: tree for name, tree in state.sync.items() if name != "noise"}
+    if step.noise_scale:
+        kept[SQUARES] = jnp.zeros((), jnp.float32)
+    grads, sums, model_state, sync = gradients(state.params, state.model_state, batch, key, kept)
 
     grads = jax.tree.map(lambda g: g.astype(jnp.float32) / sums.weight, grads)
     norm, square = _norm(grads, state.step)
+    if step.noise_scale:
+        rows, parts = batch_rows(batch), step.batch_parts
+        small = parts * sync.pop(SQUARES) / sums.weight**2
+        sync["noise"] = noise_scale.updated(state.sync["noise"], small, norm**2, rows, parts)
     finite = jnp.isfinite(norm if step.clip_norm is not None else square) & jnp.isfinite(sums.total)
     finite &= stays_finite(state.model_state, model_state)
     if step.clip_norm is not None:
@@ -597,3 +623,19 @@ def _check_synchronisation(wire: Wire, buckets: Any, partitioning: str | None, p
         notice(f"{plan.strategy} reduces inside the backward pass: wire={wire.gradients!r} has no error feedback there")
     if buckets is not None:
         notice(f"{plan.strategy} reduces each layer where it is computed: buckets={buckets!r} holds for small leaves")
+
+
+def _check_noise_scale(plan: Plan, partitioning: str | None, local: LocalSteps | None) -> None:
+    fix = "leave noise_scale out"
+    if partitioning == "auto" or local is not None:
+        given = 'partitioning="auto"' if partitioning == "auto" else "local_steps"
+        raise ValueError(f"noise_scale needs each device's own gradient of a step; given {given}: {fix}, or that.")
+    if plan.row.gather == "use":
+        raise ValueError(
+            f"noise_scale needs each device's own gradient, and {plan.strategy} reduces it layer by layer; given "
+            f"{plan.strategy}: {fix}, or take zero2."
+        )
+    if plan.batch_shards == 1:
+        raise ValueError(
+            f"noise_scale compares gradients of 2 shards of the batch or more; given {dict(plan.mesh.shape)}: {fix}."
+        )

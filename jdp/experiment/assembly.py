@@ -230,6 +230,7 @@ class Assembly:
             wire=Wire(**self.experiment.wire.model_dump(exclude={"buckets"})),
             buckets=self.experiment.wire.buckets,
             local_steps=local_steps,
+            noise_scale=self.experiment.train.noise_scale,
             **self._step_options,
         )
 

@@ -19,6 +19,8 @@ from typing import Any
 import jax
 
 from jdp.checkpoint import Checkpoints
+from jdp.core.formatting import finite_or_none
+from jdp.core.noise_scale import hint, ratio
 from jdp.core.state import TrainState
 from jdp.data.feed import Feed
 from jdp.experiment.assembly import Assembly
@@ -93,6 +95,10 @@ def run(experiment: Experiment, *, root: Path, quiet: bool = False, profile: ran
         if text is not None:
             display.say(f"sample:\n{text}")
         results = summary(assembly, progress, folder)
+        if assembly.experiment.train.noise_scale:
+            measured = float(jax.device_get(ratio(state.sync["noise"])))
+            results["noise_scale"] = finite_or_none(measured)
+            display.say(hint(measured, experiment.train.batch_size))
         if progress.done > progress.resumed_from or not (folder / SUMMARY).exists():
             record_summary(json_safe(results), folder)
     return results

@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.extend.core import Literal
 
 from jdp.core.batch import batch_rows
@@ -40,6 +41,8 @@ Collective = Callable[[jax.Array, Placement, int], jax.Array]
 """(array, placement of its parameter, leading) -> array; `leading` counts dimensions that a layer loop sliced off."""
 Kept = dict[str, PyTree]
 """What a synchroniser keeps between steps, by name; {} for nothing."""
+SQUARES = "squares"
+"""The entry of `Kept` to which squared norms are added, of every device's gradient before it is reduced."""
 
 
 @dataclass(frozen=True)
@@ -75,14 +78,17 @@ class Collectives:
 
     def reduce_all(self, grads: PyTree, placements: PyTree, kept: Kept) -> tuple[PyTree, Kept]:
         """Reduce every leaf, compute spec -> rest spec; return `kept` as it is afterwards."""
+        kept = _with_squares(kept, grads)
         if self.synchroniser is not None:
-            return self.synchroniser.reduce(grads, kept)
+            grads, own = self.synchroniser.reduce(grads, {name: kept[name] for name in kept if name != SQUARES})
+            return grads, {**kept, **own}
         return _map(self.reduce, grads, placements), kept
 
     def finish_all(self, grads: PyTree, placements: PyTree, kept: Kept) -> tuple[PyTree, Kept]:
         """Sum every leaf over the batch axes that `reduce_all` left out; return `kept` as it is afterwards."""
         if self.synchroniser is not None:
-            return self.synchroniser.finish(grads, kept)
+            grads, own = self.synchroniser.finish(grads, {name: kept[name] for name in kept if name != SQUARES})
+            return grads, {**kept, **own}
         return _map(self.finish, grads, placements), kept
 
 
@@ -171,7 +177,16 @@ def step_gradients(
     if not spec.strategy.reduce_each_microbatch:
         grads, kept = collectives.reduce_all(grads, spec.trained_placements, kept)
     grads, kept = collectives.finish_all(grads, spec.trained_placements, kept)
+    if SQUARES in kept:
+        kept = {**kept, SQUARES: collectives.sum(kept[SQUARES])}
     return grads, jax.tree.map(collectives.sum, sums), collectives.average(model_state, after), kept
+
+
+def _with_squares(kept: Kept, grads: PyTree) -> Kept:
+    """Add the squared norm of these gradients, where it is asked for."""
+    if SQUARES not in kept:
+        return kept
+    return {**kept, SQUARES: kept[SQUARES] + optax.tree.norm(grads, squared=True).astype(jnp.float32)}
 
 
 def _ready_first(

@@ -19,7 +19,7 @@ from jdp.core.layers import Gather, GatherTable, gathering
 from jdp.core.notices import notice
 from jdp.core.types import Batch, Loss, LossFn, PyTree
 
-RESERVED = frozenset(("loss", "weight", "grad_norm", "skipped"))
+RESERVED = frozenset(("loss", "weight", "grad_norm", "noise_scale", "skipped"))
 
 
 @jax.tree_util.register_dataclass

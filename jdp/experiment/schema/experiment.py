@@ -170,6 +170,7 @@ def disagreements(experiment: Experiment) -> Iterator[str]:
     yield from _rules(experiment)
     yield from _wire(experiment)
     yield from _local_steps(experiment)
+    yield from _noise_scale(experiment)
     if experiment.train.init_names != "jdp" and (experiment.train.init_from is None or experiment.kind != "text"):
         yield "train.init_names is for a GPT's weights from a safetensors file, train.init_from: give one, or remove it"
     if experiment.sample and experiment.kind != "text":
@@ -215,6 +216,18 @@ def _local_steps(experiment: Experiment) -> Iterator[str]:
         yield '[local_steps] is for partitioning = "manual"; given "auto": remove that key'
     if experiment.optimizer.ema_decay is not None:
         yield "optimizer.ema_decay averages weights at every step, which differ between replicas: remove it"
+
+
+def _noise_scale(experiment: Experiment) -> Iterator[str]:
+    """Yield what is wrong between train.noise_scale and what it measures."""
+    if not experiment.train.noise_scale:
+        return
+    if experiment.strategy == "zero3":
+        yield "train.noise_scale needs each device's own gradient, which zero3 never has: take zero2, or remove it"
+    if experiment.partitioning == "auto":
+        yield 'train.noise_scale is for partitioning = "manual"; given "auto": remove one of the keys'
+    if experiment.local_steps.steps is not None:
+        yield "train.noise_scale and [local_steps] do not go together: remove one of them"
 
 
 def _lengths(experiment: Experiment) -> Iterator[str]:
