@@ -295,6 +295,21 @@ def test_int8_on_the_wire_of_real_gpus(strategy):
     assert report.wire_bytes_per_device <= 0.27 * plain.wire_bytes_per_device
 
 
+@pytest.mark.parametrize("settings", [{"wire": "int8"}, {"wire": "powersgd"}, {"buckets": "auto"}])
+def test_parameters_too_small_to_shard_share_a_bucket_by_plan(settings):
+    def loss(params, batch, rng):
+        x = jnp.tanh(batch["x"] @ params["up"] + params["bias"]) @ params["down"] + params["shift"]
+        return jdp.Loss((x**2).sum(), jnp.float32(x.shape[0]))
+
+    shapes = {"up": (64, 256), "bias": (256,), "down": (256, 16), "shift": (16,)}
+    plan = jdp.Plan(jdp.make_mesh(), "zero1")
+    start = lambda rng: {name: jnp.zeros(shape) for name, shape in shapes.items()}  # noqa: E731
+    state = jdp.abstract_state(start, optax.sgd(RATE), plan, rng=jax.random.key(0))
+    step = jdp.make_train_step(loss, plan, partitioning="manual", **settings)
+    report = jdp.verify(step, state, {"x": jax.ShapeDtypeStruct((64, 64), jnp.float32)}, cache=False)
+    assert report.kept and not report.strays, str(report)
+
+
 # What is refused.
 
 

@@ -177,20 +177,21 @@ def theory(
         promises = (Promise("all-reduce", r * trained, plan.batch_axes, plan.batch_shards, 1, r, trained),)
     if local_steps is not None:
         promises = _of_a_round(promises, plan, rounds, trained)
-    packed = dict[str, float]()
+    packed, unsharded = dict[str, float](), _unsharded(plan, placements, counts, rounds * r)
     if (wire.gradients is not None or buckets is not None) and plan.batch_shards > 1:
         leaves = [(count, leaf) for count, leaf in zip(counts, placements, strict=True) if leaf.trained]
         reductions = Reductions(plan, precision, wire, buckets, leaves).promises(rounds)
         packed = {each.kind: 0.0 for each in reductions}
         for each in reductions:
             packed[each.kind] += each.payload_bytes
+        if unsharded.payload_bytes:
+            packed["all-reduce"] = packed.get("all-reduce", 0.0) + unsharded.payload_bytes
         promises = (*reductions, *([gathers] if gathers is not None else []))
     if wire.weights is not None and gathers is not None:
         packed["all-gather"] = packed.get("all-gather", 0.0) + exact
     adapter = static.adapter if static is not None and sync_batch_norm else None
     statistics = BatchStatistics(() if adapter is None else adapter.batch_statistics, accumulate)
     promises = tuple(promise for promise in promises if promise.devices > 1)
-    unsharded = _unsharded(plan, placements, counts, rounds * r)
     return Theory(psi, promises, statistics, unsharded, gathered, most, packed)
 
 
