@@ -348,3 +348,12 @@ def test_a_wire_out_of_range(given, words):
 def test_zero3_refuses_what_needs_error_feedback(wire):
     with pytest.raises(ValueError, match="take zero2"):
         jdp.make_train_step(linear, plan_of("zero3"), wire=wire)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+def test_real_gpus_keep_the_buckets_apart(strategy):
+    """XLA joins collectives that do not depend on each other into one, which then waits for the last gradient."""
+    kind = "all-reduce" if strategy == "ddp" else "reduce-scatter"
+    (row,) = [row for row in report_of(strategy, None, "h100:1x8", buckets=200_000).rows if row.kind == kind]
+    assert row.count == row.most == 2

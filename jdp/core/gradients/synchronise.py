@@ -54,6 +54,11 @@ class _Work:
     grads: list[Any]
     errors: list[Any]
     factors: list[Any]
+    sent: Any = None  # what the last collective gave
+
+    def after_the_last(self, packed: jax.Array) -> jax.Array:
+        """Have a bucket wait for the one before it; XLA would join collectives that do not depend on each other."""
+        return packed if self.sent is None else jax.lax.optimization_barrier((packed, self.sent))[0]
 
 
 @dataclass(frozen=True)
@@ -227,7 +232,9 @@ class Synchroniser:
         dims = [self._dim(i) for i in bucket.leaves]
         grads = [work.grads[i] for i in bucket.leaves]
         if not bucket.encoded and len(bucket.leaves) == 1:
-            shards_of = [jax.lax.psum_scatter(grads[0], DATA, scatter_dimension=dims[0], tiled=True)]
+            waiting = work.after_the_last(grads[0])
+            shards_of = [jax.lax.psum_scatter(waiting, DATA, scatter_dimension=dims[0], tiled=True)]
+            work.sent = shards_of[0]
         else:
             packed = [to_rows(x, dim, count) for x, dim in zip(self._corrected(bucket, work), dims, strict=True)]
             sizes = [rows.shape[1] for rows in packed]
@@ -239,7 +246,8 @@ class Synchroniser:
                 self._keep(bucket, work, split(lost, sizes, self.wire), count)
                 pieces = split(own[None], sizes, self.wire)
             else:
-                own = jax.lax.psum_scatter(jnp.concatenate(packed, axis=1), DATA, scatter_dimension=0, tiled=False)
+                rows = work.after_the_last(jnp.concatenate(packed, axis=1))
+                work.sent = own = jax.lax.psum_scatter(rows, DATA, scatter_dimension=0, tiled=False)
                 pieces = split(own[None], sizes)
             shapes = [(*x.shape[:d], x.shape[d] // count, *x.shape[d + 1 :]) for x, d in zip(grads, dims, strict=True)]
             shards_of = [piece.reshape(shape) for piece, shape in zip(pieces, shapes, strict=True)]
@@ -253,7 +261,8 @@ class Synchroniser:
         whole = axes == batch_axes(self.mesh)
         if not bucket.encoded:
             flat = [x.reshape(-1) for x in grads]
-            total = jax.lax.psum(jnp.concatenate(flat) if len(flat) > 1 else flat[0], axes)
+            together = work.after_the_last(jnp.concatenate(flat) if len(flat) > 1 else flat[0])
+            work.sent = total = jax.lax.psum(together, axes)
             pieces = split(total[None], [x.size for x in flat])
         else:
             packed = [to_rows(x, None, count) for x in (self._corrected(bucket, work) if whole else grads)]
