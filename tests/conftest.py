@@ -41,5 +41,6 @@ def no_trials_of_losses(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
         monkeypatch.setattr("jdp.core.gradients.partitioning.mixing", lambda *_: None)
 
 
-# Hooks with a file each: the markers `fast` and `aot`; in CI, a skip for a missing package is an error.
-pytest_plugins = ("markers", "skips")
+# Hooks with a file each: the markers `fast` and `aot`; in CI, a skip for a missing package is an error; files of tests
+# are handed to workers whole.
+pytest_plugins = ("markers", "skips", "workers")
