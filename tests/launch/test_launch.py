@@ -187,8 +187,10 @@ except ProcessLookupError:  # the launcher has seen its end
 def test_an_abort_alone_is_reported_as_what_it_is(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
+    """The other one is up and waits: were it still starting, what ends it could be its own error."""
     monkeypatch.setattr(local, "SETTLE_SECONDS", 0.2)
-    assert launch(program(tmp_path, "if rank == 0: os.abort()\ntime.sleep(60)"), 2) == 128 + signal.SIGABRT
+    text = WAIT + WRITE_PID + "if rank == 0: wait_for('pid.1'); os.abort()\ntime.sleep(60)"
+    assert launch([*program(tmp_path, text), str(tmp_path)], 2) == 128 + signal.SIGABRT
     assert "process 0 of 2 ended with signal 6 (SIGABRT) (JAX aborts a process when a peer" in capfd.readouterr().err
 
 
