@@ -92,8 +92,9 @@ def test_wandb_offline_has_every_row_and_the_config_and_a_resumed_run_is_the_sam
     assert len(runs) == 1, "one run over there, in two visits"
     ((known, records),) = runs.items()
     assert json.loads((folder / trackers.FILE).read_text()) == {"wandb:team/project": known}
-    configs = [record for record in records if "optimizer" in record]
-    assert len(configs) == 2 and configs[0]["optimizer"] == {"lr": 0.1}
+    # W&B's writer need not repeat a config that it has: there is the first visit's, and all that there are agree.
+    configs = [record["optimizer"] for record in records if "optimizer" in record]
+    assert configs and all(config == {"lr": 0.1} for config in configs)
     rows = [record for record in records if "_step" in record]
     assert [(row["_step"], row.get("loss"), row.get("eval_loss")) for row in rows] == [
         (step, 1.0 + step, 2.0 * step if step % 2 == 0 else None) for step in range(1, 7)
