@@ -8,9 +8,10 @@ is the same as on one"; 175B on 64 devices, 2M tokens and 82 s a step, 3 s of sy
    a core a device, without waiting and network: Amdahl's s + p/N is fitted to it (s: what all repeat), and Gustafson's
    N - s(N-1) to the weak speed-up. Efficiency is Throughput(N) / (N * Throughput(1)).
 2. One and two processes, each held to one core: a speed-up by the clock, synchronisation through a socket included.
-3. `jdp plan`'s curve: the step compiled for H100s, schedule and network simulated, efficiency T(1)/T(N).
+3. With --plan, for minutes: `jdp plan`'s curve. The step is compiled for H100s, schedule and network are simulated, and
+   efficiency is T(1)/T(N).
 
-    python experiments/lessons/scaling.py [--all] [--picture FILE.svg]          (--all: the whole table below)
+    python experiments/lessons/scaling.py [--plan] [--picture FILE.svg]
 
 Measured on 2 x86 cores, load 12 (Python 3.11.7, jax 0.10.2). Strong, 512 rows: 1.4, 1.9, 2.3 on 2, 4, 8 devices (s 35
 %: AdamW on all weights); weak, 128 rows each: 1.7, 3.3, 6.4 (s 23 %). Two processes: strong 1.3, weak 1.7. Efficiency:
@@ -113,10 +114,10 @@ def show_scaling(kind: str, found: list[tuple[float, float]], axes) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     options = parser(__file__, __doc__)
-    options.add_argument("--all", action="store_true", help="plan every model on every number of hosts: minutes")
+    options.add_argument("--plan", action="store_true", help="plan every model on every number of hosts: minutes")
     given = options.parse_args(argv)
     use_eight_devices()
-    figure, (left, right) = chart(columns=2)
+    figure, (left, *right) = chart(columns=1 + given.plan)
     for kind, rows in (("strong", 512), ("weak", 128)):
         show_scaling(kind, measure(rows, rounds=5, weak=kind == "weak"), left)
     (alone,), (strong, weak) = (in_processes(__file__, 1 + len(r) // 2, rows=r, rounds=10) for r in ([512], [256, 512]))
@@ -124,18 +125,20 @@ def main(argv: list[str] | None = None) -> None:
     show("Two processes against one, by the clock", ("scaling", "speed-up", "efficiency"), rows)
     print("\n175B on 64:", *(f"{name} {value:.4g};" for name, value in claimed_175b().items()))
     try:
-        asked = [(*model, n) for model in MODELS for n in HOSTS if given.all or (model[1] == 2 and n in (1, 64))]
-        planned = {each: foreseen(*each) for each in asked}
-        show("H100s", ("model", "sequences", "hosts", *FORESEEN), [(*k, *v) for k, v in planned.items()])
-        for file, sequences in dict.fromkeys(each[:2] for each in asked):
+        planned = {(*model, n): foreseen(*model, n) for model in MODELS for n in HOSTS if given.plan}
+        if planned:
+            show("H100s", ("model", "sequences", "hosts", *FORESEEN), [(*k, *v) for k, v in planned.items()])
+        for file, sequences in dict.fromkeys(each[:2] for each in planned):
             curve = {8 * n: v[0] for (f, s, n), v in planned.items() if (f, s) == (file, sequences)}
-            right.semilogx(*zip(*curve.items(), strict=True), "o-", label=f"{file}, {sequences} sequences a GPU")
+            right[0].semilogx(*zip(*curve.items(), strict=True), "o-", label=f"{file}, {sequences} sequences a GPU")
     except ValueError as error:  # where XLA's GPU compiler is not installed, with the command that installs it
         print(error)
     left.set(title="Speed-up on this machine", xlabel="virtual devices")
-    right.set(title="Efficiency, planned", xlabel="H100s")
-    left.legend(), right.legend()
-    keep(figure, given.picture, "Left: speed-up by devices. Right: planned efficiency by H100s, for several models.")
+    for panel in right:
+        panel.set(title="Efficiency, planned", xlabel="H100s")
+    for panel in (left, *right):
+        panel.legend()
+    keep(figure, given.picture, "Speed-up by devices, and with --plan efficiency by H100s, for several models.")
 
 
 if __name__ == "__main__" and not is_one_of_several(measure_here):
