@@ -42,5 +42,5 @@ def no_trials_of_losses(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
 
 
 # Hooks with a file each: the markers `fast` and `aot`; in CI, a skip for a missing package is an error; files of tests
-# are handed to workers whole.
-pytest_plugins = ("markers", "skips", "workers")
+# are handed to workers whole; programs are kept for other tests where they run whole commands.
+pytest_plugins = ("markers", "skips", "workers", "kept_programs")
