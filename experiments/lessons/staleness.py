@@ -132,9 +132,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     show(f"{UPDATES} updates with old gradients", ("updates old", *headers), rows)
     paces = [(name, n, *(pace(name, n, local) for local in (1, 16, 0))) for name in TIMES for n in (2, 8, 64, 512)]
     show("Time of a step", ("one device's", "devices", "waiting every step", "every 16", "never"), paces)
-    sent = [slow_bytes("SGD, mean", steps) for steps in LOCAL]
     found = {method: [train(method, steps) for steps in LOCAL] for method in METHODS}
-    rows = [*zip(LOCAL, sent, *found.values(), strict=True)]
+    rows = [*zip(LOCAL, sent := [slow_bytes("SGD, mean", steps) for steps in LOCAL], *found.values(), strict=True)]
     show(f"Loss after {SAMPLES} samples, 4 replicas", ("H", "slow bytes a sample", *found), rows)
     figure, (left, right) = chart(2)
     for age, each in zip(AGES, losses, strict=True):
