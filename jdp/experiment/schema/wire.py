@@ -1,12 +1,21 @@
 """The table [wire]: how gradients and weights are sent between devices."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, PlainValidator
 
 from jdp.experiment.schema.fields import Positive, Section, Single
 
-Buckets = Annotated[int, Field(ge=1, le=2**40)] | Literal["auto"]
+_MOST_BYTES = 2**40
+
+
+def _buckets(given: Any) -> Any:
+    if given != "auto" and (type(given) is not int or not 1 <= given <= _MOST_BYTES):
+        raise ValueError(f'must be a number of bytes, 1 to {_MOST_BYTES}, or "auto"')
+    return given
+
+
+Buckets = Annotated[int | Literal["auto"], PlainValidator(_buckets)]
 
 
 class WireTable(Section):
