@@ -20,18 +20,20 @@ _FP8 = jnp.float8_e4m3fn
 _LARGEST = {"int8": 127.0, "fp8": 448.0}
 
 
-def encode(wire: Wire, rows: jax.Array) -> jax.Array:
+def encode(wire: Wire, rows: jax.Array, *, stochastic: bool = True) -> jax.Array:
     """Return the codes of float32 rows: [n, m] -> [n, codes], where m is a whole number of blocks.
 
-    Rounding is stochastic: right on average. Its noise is drawn from the bits of the rows themselves, so it needs no
-    key and is another one in each step and on each device.
+    Stochastic rounding is right on average; its noise is drawn from the bits of the rows themselves, so it needs no key
+    and is another one in each step and on each device. Where error feedback makes up for what is lost, rounding to the
+    nearest has half the variance.
     """
     if wire.gradients == "topk":
         return _largest(wire, rows)
     if wire.gradients == "bf16":
-        rounded = _round_bits(rows, 16, _noise(rows, rows.shape)).astype(jnp.bfloat16)
+        rounded = _round_bits(rows, 16, _noise(rows, rows.shape)) if stochastic else rows
+        rounded = rounded.astype(jnp.bfloat16)
         return jax.lax.bitcast_convert_type(rounded, jnp.uint16)  # XLA:CPU sends bfloat16 as float32
-    return _quantised(rows, wire.block, wire.gradients or "", stochastic=True)
+    return _quantised(rows, wire.block, wire.gradients or "", stochastic=stochastic)
 
 
 def decode(wire: Wire, codes: jax.Array, elements: int) -> jax.Array:
@@ -65,7 +67,8 @@ def _quantised(rows: jax.Array, block: int, scheme: str, *, stochastic: bool) ->
         rounded = jnp.floor(scaled + _noise(rows, blocks.shape)) if stochastic else jnp.round(scaled)
         codes = jnp.clip(rounded, -127, 127).astype(jnp.int8)
     else:
-        codes = jax.lax.bitcast_convert_type(_rounded_to_fp8(scaled, _noise(rows, blocks.shape)), jnp.int8)
+        rounded = _rounded_to_fp8(scaled, _noise(rows, blocks.shape)) if stochastic else scaled.astype(_FP8)
+        codes = jax.lax.bitcast_convert_type(rounded, jnp.int8)
     scales = jax.lax.bitcast_convert_type(scale[:, :, 0], jnp.int8)
     return jnp.concatenate([x.reshape(rows.shape[0], -1) for x in (codes, scales)], axis=1)
 

@@ -240,7 +240,7 @@ class Synchroniser:
             sizes = [rows.shape[1] for rows in packed]
             if bucket.encoded:
                 rows = side_by_side(packed, self.wire)
-                codes = encode(self.wire, rows)
+                codes = self._encode(rows)
                 own = decode(self.wire, exchange(codes, (DATA,)), rows.shape[1]).sum(axis=0)
                 lost = rows - decode(self.wire, codes, rows.shape[1])
                 self._keep(bucket, work, split(lost, sizes, self.wire), count)
@@ -268,9 +268,9 @@ class Synchroniser:
             packed = [to_rows(x, None, count) for x in (self._corrected(bucket, work) if whole else grads)]
             sizes = [rows.shape[1] for rows in packed]
             rows = side_by_side(packed, self.wire)
-            codes, width = encode(self.wire, rows), rows.shape[1]
+            codes, width = self._encode(rows), rows.shape[1]
             own = decode(self.wire, exchange(codes, axes), width).sum(axis=0, keepdims=True)
-            second = encode(self.wire, own)
+            second = self._encode(own)
             total = decode(self.wire, jax.lax.all_gather(second, axes, axis=0, tiled=True), width)
             lost = rows - decode(self.wire, codes, width)
             lost = lost.at[jax.lax.axis_index(axes)].add((own - decode(self.wire, second, width))[0])
@@ -297,6 +297,9 @@ class Synchroniser:
                 size = x.shape[dim] // self.mesh.shape[DATA]
                 total = jax.lax.dynamic_slice_in_dim(total, jax.lax.axis_index(DATA) * size, size, dim)
             work.grads[i] = total
+
+    def _encode(self, rows: jax.Array) -> jax.Array:
+        return encode(self.wire, rows, stochastic=self.in_backward or not self.wire.error_feedback)
 
     def _corrected(self, bucket: Bucket, work: _Work) -> list[jax.Array]:
         """Return the gradients of a bucket, with what encoding lost of the one before; in float32 if to be encoded."""

@@ -34,7 +34,7 @@ class Wire:
         rank: of PowerSGD's factors.
         error_feedback: add to the next step's gradient what encoding this one's lost. It takes memory for a float32
             gradient on every device, in the train state. zero3 has none: it reduces inside the backward pass. Without
-            it, rounding is still right on average ("topk" and "powersgd" need it).
+            it, rounding is stochastic, and so right on average ("topk" and "powersgd" need it).
 
     Raises:
         ValueError: a setting is unknown or out of range.
