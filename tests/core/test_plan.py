@@ -183,7 +183,7 @@ def test_replica_carries_the_batch_only(spec):
 
 
 @pytest.mark.parametrize(
-    ("word", "hint"), [("zro3", "did you mean zero3?"), ("dpp", "did you mean ddp?"), ("quux", "given 'quux'.")]
+    ("word", "hint"), [("zro3", "did you mean zero3?"), ("dpp", "did you mean ddp?"), ("quux", "Choose one of these.")]
 )
 def test_a_misspelt_strategy_is_offered_the_nearest(word, hint):
     with pytest.raises(ValueError, match=re.escape("one of ddp, zero1, zero2, zero3; given")) as error:
