@@ -89,10 +89,12 @@ def compiled(config, strategy, partitioning, accumulate, precision="bf16", on="h
     return Program(step, program, report(step, state, program, on))
 
 
+# The scanned GPT under every strategy; of the others what differs for them: reductions and gathers of unrolled layers
+# in the loop over the microbatches, the two ends of the strategies without layers. `slow` has all of the matrix.
 CASES = [
     *((GPT, strategy, k) for strategy in STRATEGIES for k in (1, 4)),
-    *((UNROLLED, strategy, k) for strategy, k in (("ddp", 4), ("zero1", 1), ("zero2", 4), ("zero3", 4))),
-    *((MLP, strategy, 1) for strategy in ("ddp", "zero1", "zero3")),
+    *((UNROLLED, strategy, 4) for strategy in ("zero2", "zero3")),
+    *((MLP, strategy, 1) for strategy in ("ddp", "zero3")),
 ]
 
 
@@ -116,7 +118,8 @@ def keeps(report):
 
 
 def test_across_hosts_too():
-    keeps(compiled(WIDE["gpt"], "zero2", None, 4, on="h100:8x8").report)
+    """The cheapest model; ResNet and ViT go across hosts below, a GPT in test_hsdp."""
+    keeps(compiled(WIDE["mlp"], "zero2", None, 4, on="h100:8x8").report)
 
 
 @pytest.mark.slow
@@ -132,7 +135,7 @@ def test_every_model_on_every_target(name, strategy, accumulate, on):
 # Images: convolutions and attention over patches, for 64 devices on 8 hosts.
 
 IMAGES = [(config, s, k) for config in (RESNET, VIT) for s in STRATEGIES for k in (1, 4)]
-IMAGES_QUICK = [(RESNET, "zero1", 4), (RESNET, "zero3", 1), (VIT, "zero2", 4)]
+IMAGES_QUICK = [(RESNET, "zero1", 4), (VIT, "zero3", 1)]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +157,7 @@ def test_batch_statistics_are_counted_apart():
     assert report.statistics.in_loop_bytes == report.statistics.found_bytes
     assert "Statistics of batch norms" in str(report)
     assert report.to_json()["batch_statistics"]["found_bytes"] == report.statistics.found_bytes
-    assert compiled(VIT, "zero2", None, 4, on="h100:8x8").report.statistics is None
+    assert compiled(VIT, "zero3", None, 1, on="h100:8x8").report.statistics is None
 
 
 # Partial training
@@ -195,13 +198,15 @@ def test_one_synchronisation_however_many_microbatches():
         assert abs(four - one) < 0.01 * one
 
 
-@pytest.mark.parametrize("config", [GPT, UNROLLED], ids=["scanned", "unrolled"])
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize(
+    ("config", "strategy"),
+    [case[:2] for case in CASES if case[2] == 4],
+    ids=lambda value: {GPT: "scanned", UNROLLED: "unrolled"}.get(value, value),
+)
 def test_what_runs_in_the_loop_over_the_microbatches(config, strategy):
     """Distinguished from the loop over the layers, which runs four times as well in the scanned model."""
     looped = {"ddp": set(), "zero1": set(), "zero2": {"reduce-scatter"}, "zero3": {"reduce-scatter", "all-gather"}}
-    k = 1 if (config, strategy) == (UNROLLED, "zero1") else 4
-    placed = [s for s in compiled(config, strategy, None, k).report.collectives if s.collective.payload_bytes > 8192]
+    placed = [s for s in compiled(config, strategy, None, 4).report.collectives if s.collective.payload_bytes > 8192]
     assert {s.collective.kind for s in placed if s.in_accumulation_loop} == looped[strategy]
     assert not {s.collective.kind for s in placed if not s.in_accumulation_loop} & looped[strategy]
 
