@@ -93,7 +93,7 @@ def compiled(config, strategy, partitioning, accumulate, precision="bf16", on="h
 # in the loop over the microbatches, the two ends of the strategies without layers. `slow` has all of the matrix.
 CASES = [
     *((GPT, strategy, k) for strategy in STRATEGIES for k in (1, 4)),
-    *((UNROLLED, strategy, 4) for strategy in ("zero2", "zero3")),
+    *((UNROLLED, strategy, 4) for strategy in ("ddp", "zero2", "zero3")),
     *((MLP, strategy, 1) for strategy in ("ddp", "zero3")),
 ]
 
