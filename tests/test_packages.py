@@ -19,6 +19,7 @@ ORDER = (
     "launch",
     "foresight",
     "checkpoint",
+    "guard",
     "report",
     "prove",
     "experiment",
