@@ -612,6 +612,8 @@ def _check_synchronisation(wire: Wire, buckets: Any, partitioning: str | None, p
             f'{name} takes partitioning="manual", where jdp issues the collectives; given partitioning="auto", where '
             "XLA does: leave partitioning out."
         )
+    if wire.weights is not None and plan.row.gather == "never":
+        notice(f"{plan.strategy} gathers no weights: what Wire.weights={wire.weights!r} asks changes nothing there")
     if plan.row.gather != "use":
         return
     if wire.gradients in ("topk", "powersgd"):

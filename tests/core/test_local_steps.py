@@ -132,6 +132,19 @@ def test_the_slow_links_carry_one_shard_of_the_weights_a_round(strategy):
     assert not [c for c in report.collectives if set(c.axes) == {"replica", "data"} and c.payload_bytes > 256]
 
 
+@pytest.mark.parametrize("strategy", ["zero1", "zero2"])
+def test_parameters_too_small_to_shard_are_sent_whole_by_plan(strategy):
+    """Inside a replica in every step, as the row says of them, and over the slow links once a round."""
+    mesh = jdp.make_mesh(replica=2, data=4)
+    plan = jdp.Plan(mesh, strategy, min_shard_size=200)  # "a" has 384 elements, "b" 192, "c" 8
+    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch(0).items()}
+    state = jdp.abstract_state(init, optax.adamw(1e-2), plan, rng=jax.random.key(0))
+    report = jdp.verify(step_of(plan, STEPS), state, shapes, cache=False)
+    assert report.kept and not report.strays, str(report)
+    promised = {p.axes: p.payload_bytes for p in report.theory.promises if p.kind == "all-reduce"}
+    assert promised == {("replica",): 4 * (384 / 4 + 192 + 8)}
+
+
 def test_momentum_is_sharded_and_the_optimizer_state_is_each_replicas_own():
     plan = plan_of("zero1")
     state = step_of(plan, DILOCO).complete(start(plan))

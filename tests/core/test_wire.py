@@ -337,11 +337,19 @@ def test_settings_out_of_range(given, words):
         ({"block": 4}, "8 or more"),
         ({"gradients": "topk", "error_feedback": False}, "error feedback"),
         ({"weights": "fp8"}, "int8"),
+        ({"gradients": "int8", "rank": 8}, 'a setting of "powersgd"'),
+        ({"fraction": 0.1}, 'a setting of "topk"'),
     ],
 )
 def test_a_wire_out_of_range(given, words):
     with pytest.raises(ValueError, match=words):
         jdp.Wire(**given)
+
+
+def test_weights_that_nobody_gathers_are_said_to_stay_as_they_are(monkeypatch):
+    monkeypatch.setattr(notices, "_said", set())
+    jdp.make_train_step(linear, plan_of("ddp"), wire=jdp.Wire(weights="int8"))
+    assert any("ddp gathers no weights" in message for message in notices._said)
 
 
 @pytest.mark.parametrize("wire", ["topk", "powersgd"])

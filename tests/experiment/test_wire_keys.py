@@ -59,6 +59,8 @@ WRONG = {
         ["--wire.gradients", "topk", "--wire.error_feedback", "false"],
         'wire.gradients = "topk" needs wire.error_feedback = true; given false: remove that key',
     ),
+    "rank of int8": ([*INT8, "--wire.rank", "2"], 'wire.rank is a setting of wire.gradients = "powersgd"'),
+    "fraction of nothing": (["--wire.fraction", "0.1"], 'wire.fraction is a setting of wire.gradients = "topk"'),
     "nothing to feed back": (["--wire.error_feedback", "maybe"], "--wire.error_feedback must be true or false"),
 }
 

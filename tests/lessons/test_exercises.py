@@ -102,4 +102,4 @@ def test_every_lesson_is_in_the_order():
     rows = re.findall(r"^\| \d+ \| \[(\w+\.py)\]", README, flags=re.MULTILINE)
     assert len(rows) == len(set(rows)) == 12
     programs = {path.name for path in LESSONS.glob("*.py") if "def main(" in path.read_text("utf-8")}
-    assert programs <= set(rows)
+    assert programs == set(rows)

@@ -67,6 +67,12 @@ class Wire:
             raise ValueError(
                 f"Wire.rank is PowerSGD's rank, 1 or more; given {self.rank!r}: give an integer, such as 4."
             )
+        for name, default, scheme in (("fraction", Wire.fraction, "topk"), ("rank", Wire.rank, "powersgd")):
+            if (given := getattr(self, name)) != default and self.gradients != scheme:
+                raise ValueError(
+                    f'Wire.{name} is a setting of "{scheme}"; given {name}={given} with gradients={self.gradients!r}: '
+                    f'leave it out, or give gradients="{scheme}".'
+                )
         if self.error_feedback not in (True, False):
             raise ValueError(f"Wire.error_feedback is True or False; given {self.error_feedback!r}: give one of them.")
         if not self.error_feedback and self.gradients in ("topk", "powersgd"):

@@ -195,6 +195,9 @@ def _wire(experiment: Experiment) -> Iterator[str]:
     used = wire.gradients or wire.weights or wire.buckets
     if used and experiment.partitioning == "auto":
         yield '[wire] is for partitioning = "manual", where jdp issues the collectives; given "auto": remove that key'
+    for name, scheme in (("fraction", "topk"), ("rank", "powersgd")):
+        if name in wire.model_fields_set and wire.gradients != scheme:
+            yield f'wire.{name} is a setting of wire.gradients = "{scheme}": give that, or remove wire.{name}'
     if lossy and experiment.strategy == "zero3":
         yield f'wire.gradients = "{wire.gradients}" needs error feedback, and zero3 has none: take zero2, or "int8"'
     if lossy and not wire.error_feedback:

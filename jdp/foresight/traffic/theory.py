@@ -175,9 +175,10 @@ def theory(
     else:
         gathers = None
         promises = (Promise("all-reduce", r * trained, plan.batch_axes, plan.batch_shards, 1, r, trained),)
-    if local_steps is not None:
-        promises = _of_a_round(promises, plan, rounds, trained)
     packed, unsharded = dict[str, float](), _unsharded(plan, placements, counts, rounds * r)
+    if local_steps is not None:
+        unsharded = replace(unsharded, devices=n)
+        promises = _of_a_round(promises, plan, rounds, trained, unsharded.payload_bytes / (rounds * r))
     if (wire.gradients is not None or buckets is not None) and plan.batch_shards > 1:
         leaves = [(count, leaf) for count, leaf in zip(counts, placements, strict=True) if leaf.trained]
         reductions = Reductions(plan, precision, wire, buckets, leaves).promises(rounds)
@@ -195,14 +196,19 @@ def theory(
     return Theory(psi, promises, statistics, unsharded, gathered, most, packed)
 
 
-def _of_a_round(promises: Sequence[Promise], plan: Plan, rounds: int, trained: int) -> tuple[Promise, ...]:
-    """Replace what is sent over `replica` in each step by what a round of local steps sends once."""
+def _of_a_round(
+    promises: Sequence[Promise], plan: Plan, rounds: int, trained: int, whole_by_plan: float
+) -> tuple[Promise, ...]:
+    """Replace what is sent over `replica` in each step by what a round of local steps sends once.
+
+    Of the `trained` elements a device sends its shard, and all of those that are `whole_by_plan`.
+    """
     n, replicas = plan.mesh.shape[DATA], plan.mesh.shape[REPLICA]
     inside = [promise for promise in promises if REPLICA not in promise.axes]
     if not plan.row.shard_state:
         (whole,) = promises
         inside = [replace(whole, payload_bytes=rounds * whole.payload_bytes, axes=(DATA,), devices=n, rounds=rounds)]
-    held = trained / n if plan.row.shard_state else trained
+    held = whole_by_plan + (trained - whole_by_plan) / n if plan.row.shard_state else trained
     return (*inside, Promise("all-reduce", 4 * held, (REPLICA,), replicas, 1, 4, trained))
 
 
