@@ -132,6 +132,22 @@ def test_the_slow_links_carry_one_shard_of_the_weights_a_round(strategy):
     assert not [c for c in report.collectives if set(c.axes) == {"replica", "data"} and c.payload_bytes > 256]
 
 
+@pytest.mark.aot
+def test_a_round_waits_for_a_slow_network_about_as_long_as_one_step(tmp_path):
+    """Described H100s, 0.01 GB/s a GPU between two hosts: the same gradient or change of the weights goes over it."""
+    (tmp_path / "slow.toml").write_text('like = "h100"\nnetwork_bandwidth_gb_s = 0.01\n')
+    plan, waits = plan_of("zero1"), []
+    state = jdp.abstract_state(init, optax.adamw(1e-2), plan, rng=jax.random.key(0))
+    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch(0).items()}
+    for steps in (None, STEPS):
+        target = f"{tmp_path / 'slow.toml'}:2x4"
+        report = jdp.foresee(step_of(plan, steps), state, shapes, target, strategies=["zero1"], cache=False)
+        (estimate,) = report.estimates
+        waits.append(estimate.timeline.exposed_seconds)
+    assert any(f"a round of {STEPS}" in note for note in report.notes)
+    assert waits[1] < 2 * waits[0]  # four plain steps wait four times; inside a host a round sends four times as much
+
+
 @pytest.mark.parametrize("strategy", ["zero1", "zero2"])
 def test_parameters_too_small_to_shard_are_sent_whole_by_plan(strategy):
     """Inside a replica in every step, as the row says of them, and over the slow links once a round."""
