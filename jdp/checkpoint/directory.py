@@ -16,15 +16,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers
 
 from jdp.checkpoint import content, ownership
 from jdp.checkpoint.errors import CheckpointError, hush, write_error
 from jdp.checkpoint.ownership import Lineage
 from jdp.core.formatting import finite_or_none
+from jdp.core.meeting import from_first_process, meet
 from jdp.core.notices import notice
 from jdp.core.state import TrainState
 from jdp.core.types import PyTree
@@ -322,10 +321,10 @@ class Checkpoints:
             if step not in abandoned and os.path.lexists(self.directory / str(step)):  # neither whole nor marked
                 abandoned.append(step)
         self._cleaned = True
-        if _from_process_0(bool(abandoned)):
+        if from_first_process("whether checkpoints are set aside", bool(abandoned)):
             if abandoned:
                 self._set_aside(abandoned, step)
-            _from_process_0(True)  # the others wait
+            meet("Checkpoints.save, where process 0 sets checkpoints aside")
         if jax.process_index() == 0:
             ownership.mark(self.directory, step)
         self._reload_if_changed()
@@ -401,11 +400,6 @@ def _metric(name: str, value: Any) -> float | None:
         raise ValueError(
             f"A metric is one number; {name!r} is {value!r}. Leave it out where it was not measured."
         ) from None
-
-
-def _from_process_0(value: bool) -> bool:
-    """Return process 0's value on every process; they wait for it."""
-    return value if jax.process_count() == 1 else bool(multihost_utils.broadcast_one_to_all(np.int32(value)))
 
 
 def _listed(steps: Sequence[int]) -> str:

@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
-from jax.experimental import multihost_utils
 
 from jdp.checkpoint import content, ownership
 from jdp.checkpoint.directory import Checkpoints
 from jdp.checkpoint.errors import CheckpointError, write_error
+from jdp.core.meeting import meet
 from jdp.core.state import TrainState
 from jdp.core.types import PyTree
 from jdp.core.user_path import user_path
@@ -135,8 +135,7 @@ def _on_first_process(action: Callable[[], None]) -> None:
     """Run `action` on process 0; all processes continue when it is done."""
     if jax.process_index() == 0:
         action()
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("jdp.save")
+    meet("jdp.save")
 
 
 def _find(path: Path) -> tuple[Path, str]:

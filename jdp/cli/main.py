@@ -60,7 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _leave(READER_LEFT)
     except Exception as error:
         if _is_lost_peer(error):
-            print(f"{_prefix()}another process of this run left; its message is above, or in its log", file=sys.stderr)
+            named = type(error).__name__ == "LostPeer"  # an error of JAX does not say who it was
+            said = error if named else "another process of this run left; its message is above, or in its log"
+            print(f"{_prefix()}{said}", file=sys.stderr)
             return _leave(SOFTWARE_ERROR, lost_peer=True)
         if isinstance(error, OSError) and error.errno in _DISK_FULL:
             _drop_stdout()
@@ -135,7 +137,7 @@ def _is_users_mistake(error: Exception) -> bool:
 
 
 def _is_lost_peer(error: Exception) -> bool:
-    """Return True if this error is JAX's, in a cluster, about another process that ended."""
+    """Return True if this error, in a cluster, is about another process that ended or did not come."""
     distributed = sys.modules.get("jdp.core.distributed")
     return distributed is not None and distributed.is_lost_peer(error)
 

@@ -24,9 +24,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jdp.core import distributed
+from jdp.core.meeting import WAIT_SECONDS, Store, named
 from jdp.core.notices import notice
 
-WAIT_SECONDS = 600  # one process may prepare data, or load weights, while the others wait for it
 ANSWER_SECONDS = 60  # once all have arrived, each has an answer ready
 TEXT_LIMIT = 1_000_000  # characters of a fact that are compared line by line once its digest differs
 SHOWN = 160  # characters of a line that an error shows
@@ -71,7 +71,7 @@ def agree(caller: str, facts: Sequence[Fact], mesh: Mesh, *, wait_seconds: float
 
     Raises:
         ValueError: a fact differs; raised on every process, with the same text.
-        RuntimeError: a process did not come; raised on those that did.
+        LostPeer: a process did not come; raised on those that did.
     """
     members = processes_of(mesh)
     if len(members) == 1:
@@ -82,69 +82,38 @@ def agree(caller: str, facts: Sequence[Fact], mesh: Mesh, *, wait_seconds: float
         return
     facts = [Fact("The place in the program", caller, "Every process makes the same calls, in the same order."), *facts]
     _rounds[members] += 1
-    store = _Store(client, f"jdp/agree/{_digest(repr(members).encode())}/{_rounds[members]}", members)
+    store = Store(client, f"jdp/agree/{_digest(repr(members).encode())}/{_rounds[members]}", members)
     store.put("facts", json.dumps([fact.digest for fact in facts]))
-    store.meet("come", wait_seconds, caller)
+    _meet(store, "come", wait_seconds, caller)
     first = store.me == members[0]
     if first:
         store.put("verdict", json.dumps(_first_difference(store.all("facts"), facts)))
-    differing = json.loads(store.get("verdict", members[0]))
+    differing = json.loads(store.get("verdict", members[0], ANSWER_SECONDS))
     if differing is None:
         return
     fact = facts[differing["fact"]]
     if store.me in differing["shown"]:
         store.put("text", fact.text[:TEXT_LIMIT])
     if first:
-        texts = [store.get("text", rank) for rank in differing["shown"]]
+        texts = [store.get("text", rank, ANSWER_SECONDS) for rank in differing["shown"]]
         store.put("message", _message(caller, fact, differing, texts))
-    message = store.get("message", members[0])
+    message = store.get("message", members[0], ANSWER_SECONDS)
     with contextlib.suppress(RuntimeError):  # the store is the first process': it stays until all have read
-        store.meet("read", ANSWER_SECONDS, caller)
+        _meet(store, "read", ANSWER_SECONDS, caller)
     raise ValueError(message)
 
 
-@dataclass(frozen=True)
-class _Store:
-    """Keys of the coordination service's store that begin with one prefix."""
-
-    client: Any
-    prefix: str
-    members: tuple[int, ...]
-
-    @property
-    def me(self) -> int:
-        """Index of this process."""
-        return jax.process_index()
-
-    def put(self, kind: str, text: str) -> None:
-        """Publish a text of this process."""
-        self.client.key_value_set(f"{self.prefix}/{kind}/{self.me}", text)
-
-    def get(self, kind: str, process: int) -> str:
-        """Return what a process published, after waiting for it."""
-        return self.client.blocking_key_value_get(f"{self.prefix}/{kind}/{process}", ANSWER_SECONDS * 1000)
-
-    def all(self, kind: str) -> dict[int, str]:
-        """Return what each process has published: process -> text."""
-        entries = self.client.key_value_dir_get(f"{self.prefix}/{kind}")
-        return {int(key.rpartition("/")[2]): text for key, text in entries}
-
-    def meet(self, name: str, seconds: float, caller: str) -> None:
-        """Wait until all processes have arrived.
-
-        Raises:
-            RuntimeError: some did not in `seconds`; the message names them.
-        """
-        try:
-            self.client.wait_at_barrier(f"{self.prefix}/{name}", int(seconds * 1000), list(self.members))
-        except jax.errors.JaxRuntimeError as error:
-            missing = sorted({*self.members} - self.all("facts").keys())
-            if not missing:
-                raise
-            raise RuntimeError(
-                f"All processes come to {caller} together; in {seconds:g} seconds {_named(missing)} did not. Each "
-                "makes the same calls with batches of the same shapes: see the last output of those that did not come."
-            ) from error
+def _meet(store: Store, name: str, seconds: float, caller: str) -> None:
+    """Wait until all members of an agreement have arrived. Raises LostPeer."""
+    store.wait(
+        name,
+        seconds,
+        lambda missing: (
+            f"All processes come to {caller} together; in {seconds:g} seconds {missing} did not. Each "
+            "makes the same calls with batches of the same shapes: see the last output of those that did not come."
+        ),
+        arrived="facts",
+    )
 
 
 def _first_difference(published: dict[int, str], facts: Sequence[Fact]) -> dict[str, Any] | None:
@@ -176,7 +145,7 @@ def _message(caller: str, fact: Fact, differing: dict[str, Any], texts: Sequence
         line = f" (line {number + 1})" if number else ""
         excerpts = zip(shown, _around(*pair), strict=True)
         difference = ", ".join(f"process {rank} has {excerpt}" for rank, excerpt in excerpts) + line
-    who = _named(differing["differ"])
+    who = named(differing["differ"])
     verb = "differs" if len(differing["differ"]) == 1 else "differ"
     at = "" if fact.text == caller else f", at {caller}"
     return f"{fact.name} must be the same on every process{at}; {who} {verb}: {difference}. {fact.fix}"
@@ -195,15 +164,6 @@ def _around(one: str, other: str) -> tuple[str, str]:
         return ("…" if start else "") + text[start : start + SHOWN] + ("…" if len(text) > start + SHOWN else "")
 
     return excerpt(one), excerpt(other)
-
-
-def _named(processes: Sequence[int]) -> str:
-    """Return "process 1", "processes 1 and 2" or "processes 0, 1, 2 and 5 more"."""
-    if len(processes) == 1:
-        return f"process {processes[0]}"
-    first, more = [str(process) for process in processes[:3]], len(processes) - 3
-    last = f"{more} more" if more > 0 else first.pop()
-    return f"processes {', '.join(first)} and {last}"
 
 
 # The facts.

@@ -37,6 +37,10 @@ _LOST_PEER = re.compile(  # messages of Gloo, of JAX's coordination service, and
 JDP_VARIABLES = ("JDP_COORDINATOR", "JDP_NUM_PROCESSES", "JDP_PROCESS_ID")
 
 
+class LostPeer(RuntimeError):
+    """A process did not come to where all meet, or did not say what the others wait for; the message names it."""
+
+
 @dataclass(frozen=True)
 class Cluster:
     """A cluster to join, and which of its processes this is. Without a coordinator, JAX detects both.
@@ -163,9 +167,11 @@ def coordination_client() -> Any:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Return True if an error of JAX in a cluster means that another process has ended, which is then the cause."""
+    """Return True if an error in a cluster means that another process ended or is stuck, which is then the cause."""
     if joined_as() is None:
         return False
+    if isinstance(error, LostPeer):
+        return True
     text = str(error)
     of_jax = type(error).__name__ == "JaxRuntimeError" or (isinstance(error, ValueError) and "gloo" in text.lower())
     return of_jax and _LOST_PEER.search(text) is not None

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.experimental import multihost_utils
 
+from jdp.core.meeting import meet
 from jdp.core.notices import notice
 from jdp.experiment.file import ExperimentError, from_table, to_toml
 from jdp.experiment.schema.experiment import Experiment
@@ -79,8 +79,7 @@ def claimed(experiment: Experiment, runs: Path) -> Generator[Path]:
     folder = runs / experiment.name
     with contextlib.ExitStack() as held:
         fresh = jax.process_index() == 0 and _claim(experiment, folder, held)
-        if jax.process_count() > 1:
-            multihost_utils.sync_global_devices(f"{experiment.name} is claimed")
+        meet(f"the folder of {experiment.name}, which process 0 claims")
         try:
             yield folder
         except BaseException:

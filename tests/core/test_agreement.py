@@ -141,7 +141,7 @@ def test_the_rows_of_one_process_are_not_taken_for_all_rows(reported, case, kind
 
 def test_who_does_not_come_is_named(reported):
     assert re.search(
-        "RuntimeError: .* nowhere together; in 1 seconds process 1 did not", reported[0]["alone at the barrier"]
+        "LostPeer: .* nowhere together; in 1 seconds process 1 did not", reported[0]["alone at the barrier"]
     )
 
 

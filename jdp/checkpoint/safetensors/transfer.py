@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jdp.checkpoint.content import check_kept, check_sharding, check_values, ignored_names, needed_but_ignored
@@ -27,6 +26,7 @@ from jdp.checkpoint.safetensors.hugging_face_config import NAME as CONFIG
 from jdp.checkpoint.safetensors.hugging_face_config import differences
 from jdp.checkpoint.safetensors.names import Names, Part, Tensor, check_cover, file_shape, part_shape, resolve
 from jdp.core.hints import nearest
+from jdp.core.meeting import meet
 from jdp.core.notices import notice
 from jdp.core.paths import matches, path_of
 from jdp.core.state import TrainState
@@ -77,8 +77,7 @@ def export_safetensors(
     else:
         for name in specs:  # a gather needs every process
             value(name)
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices("jdp.export_safetensors")
+    meet("the end of jdp.export_safetensors")
 
 
 def import_safetensors(
