@@ -6,6 +6,7 @@ data.py       [data], [data.mixture.NAME], [eval.NAME]
 optimizer.py  [optimizer]
 train.py      [train], [sample]
 track.py      [track]
+guard.py      [guard]
 this file     the whole file, and the rules between its tables: each that is broken is one line (keys, rule, fix)
 
 A constructor that returns has checked everything that can be checked without the number of devices or the data;
@@ -23,6 +24,7 @@ from jdp.core.sharding.mesh import DATA, REPLICA, check_axes
 from jdp.core.toml import cut
 from jdp.experiment.schema.data import Data, EvalSet, Ingredient
 from jdp.experiment.schema.fields import NONE, Rule, RunName, Section, named
+from jdp.experiment.schema.guard import Guard
 from jdp.experiment.schema.local_steps import LocalStepsTable
 from jdp.experiment.schema.model import AnyModel, Model, model_table
 from jdp.experiment.schema.optimizer import USED_BY, Optimizer, unused
@@ -108,6 +110,7 @@ class Experiment(Section):
     wire: WireTable = WireTable()
     local_steps: LocalStepsTable = LocalStepsTable()
     track: Track = Track()
+    guard: Guard = Guard()
     sample: Sample | None = None
 
     @field_validator("mesh")
