@@ -324,8 +324,8 @@ def test_ctrl_c_saves_and_leaves_cleanly(experiment):
         assert saved.latest == last
 
 
-def test_two_processes_train_the_quickstart_as_one(tmp_path, capsys):
-    """2 processes × 2 devices over Gloo: the losses of this process with four devices, the sample included.
+def test_two_processes_train_the_quickstart_as_one(tmp_path):
+    """2 processes × 2 devices over Gloo: the losses of one process with four devices, the sample included.
 
     Bound: Gloo adds in another order than XLA's in-process all-reduce; see test_equivalence.
     """
@@ -333,8 +333,7 @@ def test_two_processes_train_the_quickstart_as_one(tmp_path, capsys):
     short = ["--train.steps", "5", "--train.log_every", "1", "--train.batch_size", "8", "--optimizer.warmup_steps", "2"]
     short += ["--train.eval_batches", "2", "--sample.length", "5", "--json"]
     short += ["--data.length", "32", "--model.layers", "2"]  # a step of this size is quick without optimised code
-    assert main(["train", str(quickstart), "--run-dir", str(tmp_path / "one"), *short]) == 0
-    one = json.loads(capsys.readouterr().out)
+    one = json.loads(finish(command(tmp_path, "train", str(quickstart), "--run-dir", "one", *short)))
     launched = ["launch", "-n", "2", "--devices-per-process", "2", "--", str(quickstart), "--run-dir", "two", *short]
     two = json.loads(finish(command(tmp_path, *launched)))
     assert (one["devices"], one["processes"]) == (4, 1)
