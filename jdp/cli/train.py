@@ -2,6 +2,7 @@
 
 import contextlib
 import json as as_json
+import os
 from typing import Any
 
 from jdp.cli import sweep
@@ -47,10 +48,13 @@ def _train(options: Options, overrides: dict[str, str]) -> dict[str, Any]:
     import jax
 
     from jdp.core import distributed
+    from jdp.core.notices import notice
+    from jdp.guard.deadline import set_xla_timeout
+    from jdp.run import loop  # takes a second, in which JAX would hear a signal and tell nobody
 
+    limit = set_xla_timeout(os.environ, 2 * experiment.guard.first_deadline_seconds)
     distributed.initialize()
     check_for_devices(experiment, jax.device_count())
-
-    from jdp.run import loop
-
+    if limit is not None:
+        notice(limit)
     return loop.run(experiment, root=options.run_dir, quiet=options.json, profile=steps)

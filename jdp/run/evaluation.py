@@ -19,22 +19,32 @@ from jdp.core.state import TrainState
 from jdp.data import Source, batch_count
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.schema.fields import ALL
+from jdp.guard.watch import Watch
+from jdp.run.signals import StopRequest
 
 Row = dict[str, float]
 
 
-def evaluate(assembly: Assembly, state: TrainState) -> Row:
+def evaluate(assembly: Assembly, state: TrainState, stop: StopRequest, watch: Watch) -> Row | None:
     """Evaluate every data set, with the averaged parameters where there are any (`optimizer.ema_decay`).
 
+    Args:
+        assembly: the run's.
+        state: the whole state.
+        stop: asked at each batch; then the evaluation is left out, on all processes.
+        watch: told of each batch.
+
     Returns:
-        "eval_loss" in nats, "eval_accuracy" or "eval_bits_per_token", "eval_NAME_loss", …
+        "eval_loss" in nats, "eval_accuracy" or "eval_bits_per_token", "eval_NAME_loss", …; None if the run stops.
     """
     state = assembly.averaged(state)
-    return {
-        f"{name}_{metric}": value
-        for name, source in assembly.eval_sets.items()
-        for metric, value in _means(assembly, state, source).items()
-    }
+    row: Row = {}
+    for name, source in assembly.eval_sets.items():
+        means = _means(assembly, state, source, stop, watch)
+        if means is None:
+            return None
+        row |= {f"{name}_{metric}": value for metric, value in means.items()}
+    return row
 
 
 def coverage(assembly: Assembly) -> str | None:
@@ -45,19 +55,22 @@ def coverage(assembly: Assembly) -> str | None:
     return f'evaluations read {", ".join(partial)} (train.eval_batches = "{ALL}" reads all)' if partial else None
 
 
-def _means(assembly: Assembly, state: TrainState, source: Source) -> Row:
-    """Return Σ mean · weight / Σ weight of each metric over the batches of one data set."""
+def _means(assembly: Assembly, state: TrainState, source: Source, stop: StopRequest, watch: Watch) -> Row | None:
+    """Return Σ mean · weight / Σ weight of each metric over the batches of one data set; None if the run stops."""
     totals: Row = {}
     weight = 0.0
     most = assembly.experiment.train.eval_batches
     limit = None if isinstance(most, str) else most
     with assembly.feed(source, seed=0, shuffle=most != ALL, epochs=1, most=limit) as batches:
         for batch in batches:
+            if stop.poll():
+                return None
             values = {name: float(value) for name, value in jax.device_get(assembly.eval_step(state, batch)).items()}
             share = values.pop("weight")
             weight += share
             if share:
                 totals = {name: totals.get(name, 0.0) + value * share for name, value in values.items()}
+            watch.batch()
     means = {name: total / weight for name, total in sorted(totals.items(), reverse=True)}  # the loss first
     return means | ({"bits_per_token": means["loss"] / math.log(2)} if assembly.experiment.kind == "text" else {})
 

@@ -24,6 +24,7 @@ from jdp.core.meeting import meet
 from jdp.core.notices import notice
 from jdp.experiment.file import ExperimentError, from_table, to_toml
 from jdp.experiment.schema.experiment import Experiment
+from jdp.guard.flight import FLIGHT
 from jdp.run.lock import LOCK, locked
 from jdp.run.outputs.history import HISTORY
 from jdp.run.outputs.metrics import EVENTS, JSONL
@@ -141,7 +142,8 @@ def _check_free(experiment: Experiment, folder: Path) -> None:
 def _is_unused(folder: Path) -> bool:
     """Return True if it has only what a visit begins with: no row of metrics, no checkpoint, no other file."""
     empty = {folder / JSONL, folder / CHECKPOINTS}
-    return not set(folder.iterdir()) - empty - set(_files(folder)) and not any(map(_holds_something, empty))
+    known = {*empty, *_files(folder), folder / FLIGHT}
+    return not set(folder.iterdir()) - known and not any(map(_holds_something, empty))
 
 
 def _files(folder: Path) -> list[Path]:
@@ -158,8 +160,10 @@ def _discard_unused(folder: Path) -> None:
         (folder / JSONL).unlink(missing_ok=True)
         if (folder / CHECKPOINTS).exists():
             (folder / CHECKPOINTS).rmdir()
-        for file in _files(folder):
+        for file in [*(folder / FLIGHT).glob("rank-*.jsonl"), *_files(folder)]:
             file.unlink(missing_ok=True)
+        if (folder / FLIGHT).exists():
+            (folder / FLIGHT).rmdir()
         folder.rmdir()
 
 

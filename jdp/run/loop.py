@@ -28,11 +28,13 @@ from jdp.experiment.file import ExperimentError, to_toml
 from jdp.experiment.memory_check import check_state, check_weights_and_batch
 from jdp.experiment.optimizer import learning_rate, peak_rate
 from jdp.experiment.schema.experiment import Experiment, Train
+from jdp.guard.deadline import Deadline
+from jdp.guard.watch import Watch, watching
 from jdp.run.evaluation import Best, coverage, evaluate
 from jdp.run.folder import SUMMARY, claimed, record, record_summary, writing
 from jdp.run.initial_weights import check_init_from
 from jdp.run.outputs import trackers
-from jdp.run.outputs.history import recorded
+from jdp.run.outputs.history import devices_of, recorded
 from jdp.run.outputs.metrics import Metrics, json_safe
 from jdp.run.outputs.profiler import Profile
 from jdp.run.outputs.terminal import Display
@@ -61,18 +63,28 @@ def run(experiment: Experiment, *, root: Path, quiet: bool = False, profile: ran
         Stopped: a signal stopped the run, which has saved: exit code 130 for SIGINT, 75 (run again) for SIGTERM.
     """
     trackers.check_installed(**experiment.track.model_dump())
-    assembly = Assembly.on_devices(experiment)
-    check_weights_and_batch(assembly)
-    _ = assembly.config, assembly.eval_sets  # errors of model and data come before anything is written
-    check_init_from(experiment)
-    check_state(assembly)
+    with StopRequest() as stop:  # from here on a signal is never lost; until the first step it leaves at once
+        assembly = Assembly.on_devices(experiment)
+        check_weights_and_batch(assembly)
+        _ = assembly.config, assembly.eval_sets  # errors of model and data come before anything is written
+        check_init_from(experiment)
+        check_state(assembly)
+        return _visit(assembly, stop, root=root, quiet=quiet, profile=profile)
+
+
+def _visit(assembly: Assembly, stop: StopRequest, *, root: Path, quiet: bool, profile: range | None) -> dict[str, Any]:
+    """Claim the run's folder, train in it until the end or a stop, and return the summary. Raises as `run` does."""
+    experiment, progress = assembly.experiment, Progress()
+    limits = Deadline(experiment.guard.deadline_seconds, experiment.guard.first_deadline_seconds)
     with (
         claimed(experiment, root) as folder,
-        StopRequest() as stop,
         writing(folder),
+        watching(folder, limits, devices_of(assembly.mesh), done=lambda: progress.done) as watch,
         open_checkpoints(experiment, folder) as saved,
     ):
-        state, progress, weights_read = start(assembly, saved)
+        stop.on_signal = lambda number: watch.flight.event("signal", signal=number.name)
+        with watch.during("restore"):
+            state, progress, weights_read = start(assembly, saved)
         display = Display(experiment.train.steps, done=progress.done, to_stderr=quiet)
         for line in filter(None, (*_introduction(assembly), weights_read, _resumed(progress, experiment, folder))):
             display.say(line)
@@ -87,11 +99,12 @@ def run(experiment: Experiment, *, root: Path, quiet: bool = False, profile: ran
             Profile(profile, folder, display, done=progress.done) as profiled,
             recorded(folder, experiment, progress, assembly.mesh),
         ):
-            state = _loop(assembly, state, progress, Outputs(display, metrics, saved, stop, profiled))
+            state = _loop(assembly, state, progress, Outputs(display, metrics, saved, stop, profiled, watch))
             if stop.signal:
                 display.say(f"stopped by {stop.signal.name} after step {progress.done}, saved; run again to resume")
                 raise Stopped(stop.exit_code, summary(assembly, progress, folder) | {"stopped": stop.signal.name})
-        text = assembly.sample(state)
+        with watch.during("sample"):
+            text = assembly.sample(state)
         if text is not None:
             display.say(f"sample:\n{text}")
         results = summary(assembly, progress, folder)
@@ -141,12 +154,14 @@ class Outputs:
     checkpoints: Checkpoints
     stop: StopRequest
     profile: Profile
+    watch: Watch
     started: float = field(default_factory=time.perf_counter)
 
 
 def _loop(assembly: Assembly, state: TrainState, progress: Progress, out: Outputs) -> TrainState:
     """Step until the end, an early stop or a signal; return the state of the last step, which is saved."""
     experiment, settings, clock = assembly.experiment, assembly.experiment.train, Clock(assembly)
+    watch = out.watch
     skips = Skips(progress, settings.max_skips_in_a_row)
     _evaluate_if_due(assembly, state, progress, out)  # a signal may have come between a step and its evaluation
     if progress.finished(experiment):
@@ -155,12 +170,18 @@ def _loop(assembly: Assembly, state: TrainState, progress: Progress, out: Output
         assembly.data.train, seed=experiment.seed, shuffle=experiment.data.shuffle, start=progress.done
     )
     with batches as feed:
+        watch.resumed(progress.done)
         clock.restart(progress.done, feed)
         for done in range(progress.done + 1, settings.steps + 1):
             if out.profile.begin(done, state):
                 clock.restart(done - 1, feed)
-            state, values = assembly.train_step(state, next(feed))
+            batch = next(feed)
+            watch.mark("data")
+            state, values = assembly.train_step(state, batch)
+            out.stop.under_way()
+            watch.mark("dispatch")
             skips.after(values)
+            watch.mark("wait")
             progress.done = done
             out.display.step(done)
             stopping = out.stop.at_step(done)
@@ -170,19 +191,23 @@ def _loop(assembly: Assembly, state: TrainState, progress: Progress, out: Output
             if row_due:
                 clock.log(done, values, feed, progress, out)
             profiled = out.profile.end(done, state)
+            watch.step(done)
             evaluated = not stopping and _evaluate_if_due(assembly, state, progress, out)
             if profiled or evaluated:
                 clock.restart(done, feed)
-            last = last or progress.stops_early(experiment)
+            stopping = out.stop.signal is not None
+            last = last or stopping or progress.stops_early(experiment)
             best = progress.kept is not None and progress.kept.step == done
             if last:
                 skips.check_all(ended=not stopping)
             if last or best or (settings.checkpoint_every and done % settings.checkpoint_every == 0):
                 has_metrics = progress.evaluated == done and progress.kept is not None
-                out.checkpoints.save(state, progress.record(), progress.evals if has_metrics else None)
+                with watch.during("save"):
+                    out.checkpoints.save(state, progress.record(), progress.evals if has_metrics else None)
             if last:
                 break
-        out.checkpoints.wait()
+        with watch.during("wait"):
+            out.checkpoints.wait()
     progress.seconds = time.perf_counter() - out.started
     return state
 
@@ -192,7 +217,10 @@ def _evaluate_if_due(assembly: Assembly, state: TrainState, progress: Progress, 
     settings, done = assembly.experiment.train, progress.done
     if not _evaluation_due(done, settings) or progress.evaluated == done:
         return False
-    row = evaluate(assembly, state)
+    with out.watch.during("eval"):
+        row = evaluate(assembly, state, out.stop, out.watch)
+    if row is None:
+        return False
     progress.evals, progress.evaluated = row, done
     progress.watched.seen(done, row, min_delta=settings.min_delta)
     if progress.kept is not None and done not in out.checkpoints.steps:  # what is saved already cannot become the best

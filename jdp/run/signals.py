@@ -1,20 +1,41 @@
-"""Requests to stop a run, which the loop polls at every step; all processes stop after the same step.
+"""Requests to stop a run: all processes stop at the same place, save, and leave.
 
-One process: SIGINT and SIGTERM set a flag; a second SIGINT interrupts at once, without saving. Several processes: JAX's
-preemption service has its own SIGTERM handler (a Python one would disable it) and makes all of them stop at the same
-step, so a SIGINT is turned into a SIGTERM.
+Ctrl-C (SIGINT), SIGTERM, SIGHUP and SIGUSR1, which Slurm sends, ask for it. A thread hears them at once, even while the
+main thread compiles or waits inside of JAX.
+
+1. Until the first step of a visit is on its way there is nothing to save: all processes leave at once.
+2. After that the loop polls, at each step and at each batch of an evaluation. Several processes agree in the
+   coordination service: each says how often it has polled, and all stop at the first poll that none has come to.
+3. A second signal leaves at once. What is on the disk is whole at any moment.
+
+JAX's own notice of SIGTERM is polled once a step by all processes or by none, and knows nothing of compilation,
+evaluation and other signals: the handlers here take its place.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import threading
+import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, Self
 
 import jax
 
-EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 75}
+from jdp.core import distributed
+
+EXIT_CODES = {signal.SIGINT: 130}
+TRY_AGAIN = 75
+"""The exit code of a run that was stopped by any other signal: run again."""
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_SAME_SECONDS = 0.5  # a launcher and a scheduler may both pass on the same signal
+_POLL_SECONDS = 0.5  # how often a process looks for a request that another one heard
+_ANSWER_SECONDS = 60.0
+_UNWIND_SECONDS = 2.0  # how long the main thread may take to leave at once by itself
+_SHOW_CURSOR = b"\x1b[?25h"
 
 
 class Stopped(SystemExit):
@@ -22,7 +43,7 @@ class Stopped(SystemExit):
 
     Attributes:
         code: the exit code.
-        summary: of the run so far.
+        summary: of the run so far; before its first step only "stopped", the name of the signal.
     """
 
     def __init__(self, code: int, summary: dict[str, Any]) -> None:
@@ -31,43 +52,173 @@ class Stopped(SystemExit):
 
 
 class StopRequest:
-    """Listens for signals while in `with`; `at_step` returns True if the run stops after this step."""
+    """Listens for signals while in `with`; `at_step` returns True if the run stops after this step.
+
+    Attributes:
+        signal: why the run stops; None while it goes on.
+        on_signal: called with a signal, in another thread, when it comes.
+    """
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
-        self._several = jax.process_count() > 1
+        self.on_signal: Callable[[signal.Signals], None] = lambda number: None
         self._heard: signal.Signals | None = None
+        self._leaving = self._under_way = False
         self._before: dict[signal.Signals, Any] = {}
+        self._wakeup = -1
+        self._done = threading.Event()
+        several = jax.process_count() > 1
+        self._agreement = _Agreement(distributed.coordination_client()) if several else None
 
     def __enter__(self) -> Self:
-        for number in [signal.SIGINT] if self._several else [signal.SIGINT, signal.SIGTERM]:
-            self._before[number] = signal.signal(number, self._hear)
+        """Listen for the signals that the process is not to ignore, as `nohup` has it ignore SIGHUP."""
+        self._pipe = os.pipe()
+        os.set_blocking(self._pipe[1], False)
+        self._wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
+        for number in _SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN or number == signal.SIGINT:
+                self._before[number] = signal.signal(number, self._handle)
+        threading.Thread(target=self._listen, args=[self._pipe[0]], name="jdp signals", daemon=True).start()
+        if self._agreement:
+            threading.Thread(target=self._look, args=[self._agreement], name="jdp stop", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._done.set()
+        signal.set_wakeup_fd(self._wakeup)
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_IGN if handler is None else handler)  # None: JAX's own, which is C++
+        os.write(self._pipe[1], b"\0")  # the thread closes the pipe
+
+    def under_way(self) -> None:
+        """Say that the first step is on its way: from here on a stop is agreed on, and saved."""
+        if self._agreement:
+            with self._agreement.lock:
+                self._under_way = True
+        self._under_way = True
 
     def at_step(self, step: int) -> bool:
         """Return True if the run saves and leaves after `step`. Every process must call it at every step."""
-        if self._several:
-            from jax.experimental import multihost_utils
+        return self.poll()
 
-            if multihost_utils.reached_preemption_sync_point(step):
-                self.signal = self._heard or signal.SIGTERM
+    def poll(self) -> bool:
+        """Return True if the run stops here. Every process must call it at the same places."""
+        if self._agreement:
+            if self._agreement.poll():
+                self.signal = self._agreement.signal
         else:
             self.signal = self._heard
         return self.signal is not None
 
     @property
     def exit_code(self) -> int:
-        """130 for SIGINT; 75, run again, for SIGTERM."""
+        """130 for SIGINT; 75, run again, for any other signal."""
         assert self.signal is not None
-        return EXIT_CODES[self.signal]
+        return EXIT_CODES.get(self.signal, TRY_AGAIN)
 
-    def _hear(self, number: int, _: FrameType | None) -> None:
-        if self._heard is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self._heard = self._heard or signal.Signals(number)
-        if self._several:
-            os.kill(os.getpid(), signal.SIGTERM)
+    def _handle(self, number: int, _: FrameType | None) -> None:
+        """Leave, in the main thread, if that was decided; `_listen` gets the signal itself."""
+        if self._leaving and self.signal is not None:
+            raise Stopped(self.exit_code, {"stopped": self.signal.name})
+
+    def _listen(self, pipe: int) -> None:
+        """Hear signals, in a thread: Python writes their numbers into the pipe as they come."""
+        first = 0.0
+        while not self._done.is_set() and (numbers := os.read(pipe, 1)):
+            number = numbers[0]
+            if number not in self._before or self._leaving:
+                continue
+            now = time.monotonic()
+            if self._heard is not None and now - first > _SAME_SECONDS:
+                self._leave(self._heard)
+            elif self._heard is None:
+                self._heard, first = signal.Signals(number), now
+                self.on_signal(self._heard)
+                if self._agreement:
+                    self._agreement.ask(self._heard)
+                elif not self._under_way:
+                    self._leave(self._heard)
+        for end in self._pipe:
+            os.close(end)
+
+    def _look(self, agreement: _Agreement) -> None:
+        """Look, in a thread, for a request of any process, and agree on where to stop."""
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # the service is gone: JAX ends this process
+            while not self._done.wait(_POLL_SECONDS):
+                if (heard := agreement.asked()) is not None:
+                    if not agreement.agree(lambda: self._under_way):
+                        self._leave(heard)
+                    return
+
+    def _leave(self, why: signal.Signals) -> None:
+        """End this process at once: by the main thread if it runs Python, else, or if that takes long, without it."""
+        self.signal, self._leaving = why, True
+        main = threading.main_thread().ident
+        assert main is not None
+        signal.pthread_kill(main, next(iter(self._before)))  # has Python call `_handle`
+        if self._done.wait(_UNWIND_SECONDS):
+            return
+        with contextlib.suppress(OSError):
+            if os.isatty(2):
+                os.write(2, _SHOW_CURSOR)  # a progress bar hides it
+            os.write(2, f"stopped by {why.name}; nothing was being saved, or it was not finished\n".encode())
+        distributed.leave_after_failure(self.exit_code)
+        os._exit(self.exit_code)
+
+
+class _Agreement:
+    """Where the processes of a cluster stop, in polls since the beginning.
+
+    Attributes:
+        lock: held while the place is agreed on: no process goes on meanwhile.
+        signal: what was asked for.
+    """
+
+    _rounds = 0
+
+    def __init__(self, client: Any) -> None:
+        _Agreement._rounds += 1
+        self._client, self._prefix = client, f"jdp/stop/{_Agreement._rounds}"
+        self.lock = threading.Lock()
+        self.signal: signal.Signals | None = None
+        self._polls, self._stop_at = 0, -1
+
+    def ask(self, number: signal.Signals) -> None:
+        """Ask all processes to stop; the first request counts."""
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process has asked
+            self._client.key_value_set(f"{self._prefix}/asked", str(int(number)))
+
+    def asked(self) -> signal.Signals | None:
+        """Return the signal with which any process asked to stop; None if none did."""
+        found = self._client.key_value_dir_get(self._prefix)
+        return next((signal.Signals(int(text)) for key, text in found if key.endswith("/asked")), None)
+
+    def poll(self) -> bool:
+        """Count a poll; return True if it is the one to stop at, or one after it."""
+        with self.lock:
+            self._polls += 1
+            return 0 <= self._stop_at <= self._polls
+
+    def agree(self, under_way: Callable[[], bool]) -> bool:
+        """Agree on the poll to stop at. All processes call it, in a thread, once one of them has asked.
+
+        Args:
+            under_way: whether this process has a step to save.
+
+        Returns:
+            True if the processes stop at a poll; False if one of them has nothing to save, or does not answer, so that
+            all leave at once.
+        """
+        with self.lock:
+            self.signal = self.asked()
+            answer = self._polls if under_way() else -1
+            self._client.key_value_set(f"{self._prefix}/polls/{jax.process_index()}", str(answer))
+            try:
+                self._client.wait_at_barrier(f"{self._prefix}/answered", int(_ANSWER_SECONDS * 1000))
+            except jax.errors.JaxRuntimeError:
+                return False
+            answers = [int(text) for _, text in self._client.key_value_dir_get(f"{self._prefix}/polls")]
+            if min(answers) < 0:
+                return False
+            self._stop_at = max(answers) + 1
+            return True

@@ -52,7 +52,7 @@ def recorded(folder: Path, experiment: Experiment, progress: Progress, mesh: Mes
     if progress.finished(experiment) or jax.process_index() != 0:
         yield
         return
-    _append(folder, "resumed" if progress.done else "started", progress.done, **_devices(mesh))
+    _append(folder, "resumed" if progress.done else "started", progress.done, **devices_of(mesh))
     try:
         yield
     except Stopped as request:
@@ -86,7 +86,7 @@ def _append(folder: Path, event: str, step: int, **values: Any) -> None:
         file.write(line.encode())
 
 
-def _devices(mesh: Mesh) -> dict[str, Any]:
+def devices_of(mesh: Mesh) -> dict[str, Any]:
     """Return what the visit computes on."""
     devices = list(mesh.devices.flat)
     return {

@@ -1,0 +1,262 @@
+"""A deadline for each step: nothing in JAX ends a hang, so a thread beside the loop does.
+
+1. The loop says what it begins, and that a step ended. If the next end does not come in time, the deadline has passed:
+   in the time of ten median steps, but not less than `seconds`; for what happens once and compiles, reads or writes,
+   `first_seconds`.
+2. In a cluster each process publishes its step once a second in the coordination service, which answers while the
+   devices hang. Where a deadline passes, the process says so there; the others see it and stop too.
+3. Each prints the stacks of its threads, who is behind or does not answer, and leaves with 75: a supervisor starts the
+   job again, from its last checkpoint.
+
+A process that was stopped (Ctrl-Z) and goes on has its time again. On GPUs XLA has a timeout of its own, below this
+one (`set_xla_timeout`): it ends a process whose Python cannot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import itertools
+import json
+import os
+import statistics
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, MutableMapping
+from pathlib import Path
+from typing import Any, Self
+
+from jdp.core import distributed
+from jdp.core.machine import visible_gpus
+from jdp.guard.whereabouts import Position, whereabouts
+
+TRY_AGAIN = 75
+MEDIANS = 10
+"""How many median steps a step may take."""
+_TICK_SECONDS, _LATE_SECONDS = 1.0, 5.0
+_ANSWER_SECONDS = 4.0  # how long the others have to say where they are
+_LAST_RESORT_SECONDS = 20.0  # after that the process ends, whatever hangs
+_numbers = itertools.count(1)  # all processes make their deadlines in the same order
+
+
+class Deadline:
+    """Ends this process, and in a cluster all of them, when a step does not end in time. Use it in `with`.
+
+    `step` says that a step ended, `during` that something else goes on:
+
+        with jdp.Deadline() as deadline:
+            for number, batch in enumerate(batches):
+                state, metrics = train_step(state, batch)
+                deadline.step(number)
+
+    When the time is up, each process prints the stacks of all its threads and which process is behind, and ends with
+    exit code 75, "run again". JAX runs ahead of the devices, so a hang shows a few steps after it began.
+
+    Args:
+        seconds: within which a step ends, or ten times the median step, if that is longer; 0: no deadline.
+        first_seconds: the same for the first step, which compiles, and for `during`; 0: no deadline.
+
+    Raises:
+        ValueError: a number is negative.
+    """
+
+    def __init__(self, seconds: float = 300.0, first_seconds: float = 3600.0) -> None:
+        if seconds < 0 or first_seconds < 0:
+            raise ValueError(
+                f"A deadline is a number of seconds, 0 for none; given seconds={seconds}, "
+                f"first_seconds={first_seconds}. Give 300 and 3600, or more."
+            )
+        self._seconds, self._first_seconds = seconds, first_seconds
+        self._durations: deque[float] = deque(maxlen=101)
+        self._once, self._doing, self._step = True, "starting", 0
+        self._since = time.monotonic()
+        self._done = threading.Event()
+        self._peers: _Peers | None = None
+        self.on_tick: Callable[[], None] = lambda: None
+        self.on_expired: Callable[[Mapping[str, Any]], None] = lambda event: None
+
+    def __enter__(self) -> Self:
+        self._since = time.monotonic()
+        joined, client = distributed.joined_as(), distributed.coordination_client()
+        if joined is not None and client is not None:
+            self._peers = _Peers(client, *joined, next(_numbers))
+            threading.Thread(target=self._publish, args=[self._peers], name="jdp whereabouts", daemon=True).start()
+        threading.Thread(target=self._watch, name="jdp deadline", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+
+    def step(self, step: int, doing: str = "its next step") -> None:
+        """Say that a step ended; the next thing must end in time.
+
+        Args:
+            step: its number.
+            doing: what begins now, for messages.
+        """
+        now = time.monotonic()
+        if not self._once:
+            self._durations.append(now - self._since)
+        self._once, self._step, self._doing, self._since = False, step, doing, now
+
+    def beat(self, doing: str) -> None:
+        """Say that a part ended, and what begins now, such as the next batch of an evaluation; it is not a step."""
+        self._doing, self._since, self._once = doing, time.monotonic(), False
+
+    def says(self, doing: str) -> None:
+        """Say what goes on, for messages; the time runs on."""
+        self._doing = doing
+
+    @contextlib.contextmanager
+    def during(self, doing: str) -> Generator[None]:
+        """Have `first_seconds` for what is done inside `with`: an evaluation, a save, a restore; it is not a step.
+
+        Args:
+            doing: what it is, for messages: "saving".
+        """
+        once, before = self._once, self._doing
+        self._once, self._doing, self._since = True, doing, time.monotonic()
+        try:
+            yield
+        finally:
+            self._once, self._doing, self._since = once, before, time.monotonic()
+
+    @property
+    def limit(self) -> float | None:
+        """Seconds within which what goes on must end; None: there is no deadline."""
+        if self._once:
+            return self._first_seconds or None
+        median = statistics.median(self._durations) if self._durations else 0.0
+        return max(self._seconds, MEDIANS * median) if self._seconds else None
+
+    @property
+    def position(self) -> Position:
+        """Where this process is."""
+        return Position(self._step, self._doing, time.monotonic() - self._since)
+
+    def _watch(self) -> None:
+        """Wait, in a thread, until the time is up here or on another process; then end this one."""
+        before = time.monotonic()
+        while not self._done.wait(_TICK_SECONDS):
+            now = time.monotonic()
+            if now - before > _TICK_SECONDS + _LATE_SECONDS:  # this process was stopped, and has its time again
+                self._since = now
+            before = now
+            self.on_tick()
+            limit = self.limit
+            late = limit is not None and now - self._since > limit
+            if (late or (self._peers is not None and self._peers.expired)) and not self._done.is_set():
+                self._leave(limit if late else None)
+
+    def _publish(self, peers: _Peers) -> None:
+        """Publish, in a thread, where this process is, and look for others whose time is up."""
+        with contextlib.suppress(Exception):  # the service is gone: JAX ends this process
+            while not self._done.wait(_TICK_SECONDS):
+                peers.publish(self.position)
+
+    def _leave(self, limit: float | None) -> None:
+        """Say where the processes are, print the stacks, and end this one."""
+        threading.Thread(target=_end_at_last, daemon=True).start()
+        position = self.position
+        text = f"{position.doing} did not end in {limit:.0f} seconds" if limit else "another process' time was up"
+        words = f"After step {position.step}, {text}."
+        if self._peers is not None:
+            words += f" {self._peers.ask(position)}"
+        stack = main_stack()
+        with contextlib.suppress(Exception):
+            self.on_expired({"doing": position.doing, "step": position.step, "words": words, "stack": stack})
+        with contextlib.suppress(Exception):
+            faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
+        joined = distributed.joined_as()
+        who = f"process {joined[0]} of {joined[1]}: " if joined else ""
+        says = f"{who}deadline: {words} Stacks of all threads are above; exit code {TRY_AGAIN}: run again to resume\n"
+        os.write(2, says.encode())
+        distributed.leave_after_failure(TRY_AGAIN)
+        os._exit(TRY_AGAIN)
+
+
+class _Peers:
+    """Where the processes of a cluster are, in the coordination service."""
+
+    def __init__(self, client: Any, me: int, count: int, number: int) -> None:
+        self._client, self._me, self._count = client, me, count
+        self._prefix = f"jdp/deadline/{number}"
+        self._published = Position(-1, "", 0.0)
+        self.expired = False
+
+    def publish(self, position: Position) -> None:
+        """Publish where this process is, if that changed, and look whether another's time is up."""
+        same = (self._published.step, self._published.doing) == (position.step, position.doing)
+        if not same:
+            self._published = position
+            self._put("at", position)
+        self.expired = bool(self._all("expired"))
+
+    def ask(self, position: Position) -> str:
+        """Say that the time is up here, wait a moment for the others to do so, and return who is where in words."""
+        answers: list[str] = []
+
+        def run() -> None:
+            self._put("expired", position)
+            end = time.monotonic() + _ANSWER_SECONDS
+            while len(self._all("expired")) < self._count and time.monotonic() < end:
+                time.sleep(0.1)
+            answers.append(whereabouts(self._count, self._all("expired"), self._all("at"), now=time.time()))
+
+        asking = threading.Thread(target=run, daemon=True)
+        asking.start()
+        asking.join(2 * _ANSWER_SECONDS)
+        if answers:
+            return answers[0]
+        return (
+            "The coordination service, which is process 0's, does not answer: process 0 is stopped or gone, or the "
+            "network to it."
+        )
+
+    def _put(self, kind: str, position: Position) -> None:
+        text = json.dumps([position.step, position.doing, position.seconds, time.time()])
+        self._client.key_value_set(f"{self._prefix}/{kind}/{self._me}", text, allow_overwrite=True)
+
+    def _all(self, kind: str) -> dict[int, tuple[Position, float]]:
+        """Return process -> where it was, and when it said so (Unix seconds)."""
+        found: dict[int, tuple[Position, float]] = {}
+        for key, text in self._client.key_value_dir_get(f"{self._prefix}/{kind}"):
+            step, doing, seconds, at = json.loads(text)
+            found[int(key.rpartition("/")[2])] = Position(step, doing, seconds), at
+        return found
+
+
+def main_stack() -> list[str]:
+    """Return where the main thread is, innermost first: "jdp/run/loop.py:120 in _loop"."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)  # pyright: ignore[reportPrivateUsage]
+    stack: list[str] = []
+    while frame is not None and len(stack) < 40:
+        file = "/".join(Path(frame.f_code.co_filename).parts[-3:])
+        stack.append(f"{file}:{frame.f_lineno} in {frame.f_code.co_name}")
+        frame = frame.f_back
+    return stack
+
+
+def set_xla_timeout(environment: MutableMapping[str, str], seconds: float) -> str | None:
+    """Set XLA's own timeout of one execution on GPUs, below the deadline; before JAX starts its devices.
+
+    Args:
+        environment: environment variables; XLA_FLAGS gets a flag, unless it has it already.
+        seconds: longer than compilation and the first step; 0: no timeout.
+
+    Returns:
+        A line that says so; None where nothing was set.
+    """
+    flag = "--xla_gpu_execution_terminate_timeout"
+    given = environment.get("XLA_FLAGS", "")
+    if not seconds or flag in given or not visible_gpus(environment):
+        return None
+    environment["XLA_FLAGS"] = f"{given} {flag}={seconds:.0f}s".strip()
+    return f"XLA ends an execution on a GPU after {seconds:.0f} seconds ({flag} in XLA_FLAGS)"
+
+
+def _end_at_last() -> None:
+    time.sleep(_LAST_RESORT_SECONDS)
+    os._exit(TRY_AGAIN)

@@ -1,0 +1,187 @@
+"""Goodput: the useful share of all the time that a run has taken, over all its visits, and where the rest went.
+
+1. All time is from the birth of the first process to the last event, the time between visits included.
+2. Useful are steps, without their wait for data, and evaluations. A step that a crash lost, and that a later visit did
+   again, is not.
+3. What the events do not explain is `other`: a visit's last moments, and what a loop does between its steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from jdp.core.formatting import format_percent, format_seconds
+
+_OF = {"eval": "eval", "save": "save", "wait": "save", "restore": "restore", "compile": "compile"}
+"""What a process is doing -> the kind of time."""
+
+
+@dataclass
+class Account:
+    """Where the time of a run went, in seconds.
+
+    Attributes:
+        steps: steps that count, without their wait for data.
+        eval: evaluations.
+        compile: each visit's first step.
+        data: steps waiting for data.
+        save: the loop waiting for a checkpoint.
+        restore: reading one.
+        start: a visit's time before its loop, without restoring.
+        lost: steps that were done again.
+        idle: between visits.
+        first, last: Unix seconds of the first process' birth and of the last event; 0: nothing happened.
+        visits: number of them.
+        step_count: the steps in `steps`.
+        began: Unix seconds of the birth of the last visit's process.
+        aside: of `start`, seconds that are counted elsewhere.
+        at: the last step.
+        compiled: whether the last visit's first step is behind it.
+    """
+
+    steps: float = 0.0
+    eval: float = 0.0
+    compile: float = 0.0
+    data: float = 0.0
+    save: float = 0.0
+    restore: float = 0.0
+    start: float = 0.0
+    lost: float = 0.0
+    idle: float = 0.0
+    first: float = 0.0
+    last: float = 0.0
+    visits: int = 0
+    step_count: int = 0
+    began: float = 0.0
+    aside: float = 0.0
+    at: int = 0
+    compiled: bool = False
+
+    @property
+    def total(self) -> float:
+        """All time, in seconds."""
+        return max(self.last - self.first, 0.0)
+
+    @property
+    def goodput(self) -> float | None:
+        """The useful share of all time; None before anything happened."""
+        return min((self.steps + self.eval) / self.total, 1.0) if self.total > 0 else None
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Kind of time -> seconds, `other` included; they add up to `total`."""
+        known = {name: getattr(self, name) for name in KINDS}
+        return {**known, "other": max(self.total - sum(known.values()), 0.0)}
+
+    def words(self) -> str:
+        """Return goodput and the larger of the other parts: "goodput 91.2 % of 1.2 h; compile 5.1 %, …"."""
+        if self.goodput is None:
+            return "goodput is not known"
+        left = {name: seconds for name, seconds in self.parts.items() if name not in ("steps", "eval")}
+        shown = sorted(((s, name) for name, s in left.items() if s >= 0.005 * self.total), reverse=True)
+        where = ", ".join(f"{_WORDS[name]} {format_percent(seconds / self.total)}" for seconds, name in shown)
+        share = f"goodput {format_percent(self.goodput)} of {format_seconds(self.total)}"
+        return f"{share}; {where}" if where else share
+
+    def as_record(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        return asdict(self)
+
+    def as_summary(self) -> dict[str, Any]:
+        """Return what a run's summary has of it."""
+        return {"share": self.goodput, "seconds": self.total, "visits": self.visits, **self.parts}
+
+
+KINDS = ("steps", "eval", "compile", "data", "save", "restore", "start", "lost", "idle")
+_WORDS = {
+    "compile": "compiling",
+    "data": "waiting for data",
+    "save": "saving",
+    "restore": "restoring",
+    "start": "starting",
+    "lost": "steps done again",
+    "idle": "between visits",
+    "other": "other",
+}
+
+
+def account(events: Sequence[Mapping[str, Any]]) -> Account:
+    """Return where the time of a process' events went.
+
+    Args:
+        events: of one process, as `flight.read` returns them; a first "before" has the account of those before.
+    """
+    own = Account()
+    durations: dict[int, float] = {}
+    before = replace(own)
+    for event in events:
+        time, seconds, step = event["time"], _seconds(event), event.get("step")
+        match event["event"]:
+            case "before":
+                known = {each.name: each.type for each in fields(Account)}
+                own = Account(
+                    **{name: value for name, value in event.items() if type(value).__name__ == known.get(name)}
+                )
+                continue
+            case "left" if event.get("how") == "nothing to do":
+                own = before
+                continue
+            case "start":
+                before = replace(own)
+                _begin_visit(own, time, event)
+            case "resumed" if isinstance(step, int):
+                own.start += max(time - own.began - own.aside, 0.0)
+                _give_up(own, step, durations)
+            case "step" if isinstance(step, int):
+                _count_step(own, step, seconds, min(_seconds(event, "data"), seconds), durations)
+            case "end" if (kind := _OF.get(str(event.get("doing")))) is not None:
+                setattr(own, kind, getattr(own, kind) + seconds)
+                own.aside += seconds
+            case _:
+                pass
+        own.last = max(own.last, time)
+    return own
+
+
+def _begin_visit(own: Account, time: float, event: Mapping[str, Any]) -> None:
+    """Begin a visit: its process was born before it joined the run."""
+    began = event.get("began", time)
+    own.began = began if own.last <= began <= time else time
+    if own.visits:
+        own.idle += max(own.began - own.last, 0.0)
+    else:
+        own.first = own.began
+    own.visits += 1
+    own.aside, own.compiled = 0.0, False
+
+
+def _give_up(own: Account, step: int, durations: dict[int, float]) -> None:
+    """Move the steps after the one that a visit resumes from to those that were lost."""
+    gone = max(own.at - step, 0)
+    if gone and own.step_count:
+        gone = min(gone, own.step_count)
+        mean = own.steps / own.step_count
+        seconds = min(sum(durations.pop(own.at - i, mean) for i in range(gone)), own.steps)
+        own.steps, own.lost, own.step_count = own.steps - seconds, own.lost + seconds, own.step_count - gone
+    own.at = step
+
+
+def _count_step(own: Account, step: int, seconds: float, data: float, durations: dict[int, float]) -> None:
+    """Count a step: a visit's first one compiles."""
+    own.at = step
+    own.data += data
+    if not own.compiled:
+        own.compiled = True
+        own.compile += seconds - data
+        return
+    own.steps += seconds - data
+    own.step_count += 1
+    durations[step] = seconds - data
+
+
+def _seconds(event: Mapping[str, Any], name: str = "seconds") -> float:
+    value = event.get(name, 0.0)
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) and value > 0 else 0.0

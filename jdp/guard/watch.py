@@ -1,0 +1,159 @@
+"""What a loop tells of itself, for its recorder and its deadline: one line at each place."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable, Generator, Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from jdp.core import distributed
+from jdp.core.toml import cut
+from jdp.guard.deadline import Deadline
+from jdp.guard.flight import FLIGHT, Flight
+
+ALIVE_SECONDS = 5.0
+"""After so long without an event the recorder says that the process is alive."""
+_LONGEST_ERROR, _MOST_FRAMES = 1000, 8
+_NEXT = {
+    "data": "in its step",  # dispatched, or compiled
+    "dispatch": "waiting for the devices",
+    "wait": "between two steps",
+}
+"""A part of a step -> what follows it."""
+
+
+class Watch:
+    """Tells a flight recorder and a deadline what the loop does. Use it in `with`.
+
+    Args:
+        flight: the recorder of this process.
+        deadline: of its steps.
+
+    Attributes:
+        stepped: whether a step ended.
+    """
+
+    def __init__(self, flight: Flight, deadline: Deadline) -> None:
+        self.flight, self.deadline = flight, deadline
+        self._step = 0
+        self._first = True
+        self.stepped = False
+        self._start = self._mark = time.perf_counter()
+        self._parts: dict[str, float] = {}
+        self._aside = 0.0
+        deadline.on_tick = self._alive
+        deadline.on_expired = lambda event: flight.event("deadline", **event)
+
+    def __enter__(self) -> Self:
+        self.deadline.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.deadline.__exit__(*error)
+
+    def resumed(self, step: int) -> None:
+        """Say that the loop begins after this step."""
+        self._step = step
+        self._restart()
+        self.flight.event("resumed", step=step)
+        self.deadline.says("waiting for data")
+
+    def mark(self, part: str) -> None:
+        """Say that a part of the step ended: "data", "dispatch" or "wait"."""
+        now = time.perf_counter()
+        self._parts[part] = self._parts.get(part, 0.0) + now - self._mark
+        self._mark = now
+        if self._first and part == "data":
+            self.flight.event("begin", doing="compile", step=self._step + 1)
+            self.deadline.says("compiling its first step")
+        else:
+            self.deadline.says(_NEXT[part])
+
+    def step(self, step: int) -> dict[str, float]:
+        """Say that a step ended; return its seconds and their parts: data, dispatch, wait, host."""
+        seconds = time.perf_counter() - self._start - self._aside
+        parts = {"seconds": seconds, **self._parts, "host": max(seconds - sum(self._parts.values()), 0.0)}
+        self.flight.event("step", step=step, **{name: round(value, 6) for name, value in parts.items()})
+        self.deadline.step(step, "waiting for data")
+        self._step, self._first, self.stepped = step, False, True
+        self._restart()
+        return parts
+
+    @contextlib.contextmanager
+    def during(self, doing: str, **values: Any) -> Generator[None]:
+        """Tell that the code inside `with` goes on: "eval", "save", "restore"; its time is not the step's."""
+        start = time.perf_counter()
+        self.flight.event("begin", doing=doing, step=self._step, **values)
+        with self.deadline.during(_DOING.get(doing, doing)):
+            yield
+        now = time.perf_counter()
+        self.flight.event("end", doing=doing, step=self._step, seconds=round(now - start, 6), **values)
+        self._aside += now - start
+        self._mark = now
+
+    def batch(self) -> None:
+        """Say that a batch of an evaluation ended."""
+        self.deadline.beat("evaluating")
+
+    def _restart(self) -> None:
+        self._start = self._mark = time.perf_counter()
+        self._parts, self._aside = {}, 0.0
+
+    def _alive(self) -> None:
+        if time.monotonic() - self.flight.last > ALIVE_SECONDS:
+            position = self.deadline.position
+            self.flight.event("alive", doing=position.doing, step=position.step)
+
+
+_DOING = {"eval": "evaluating", "save": "saving", "restore": "restoring", "wait": "waiting for a save"}
+
+
+@contextlib.contextmanager
+def watching(
+    folder: Path, deadline: Deadline, facts: Mapping[str, Any], *, done: Callable[[], int]
+) -> Generator[Watch]:
+    """Record a visit of a run while in `with`, and how it ends; the deadline is on.
+
+    Args:
+        folder: the run's.
+        deadline: of its steps.
+        facts: what the first event has about the visit.
+        done: returns the steps done, for the last event.
+
+    Yields:
+        What the loop tells what it does.
+    """
+    rank, count = distributed.joined_as() or (0, 1)
+    flight = Flight(folder / FLIGHT, rank)
+    own = {"rank": rank, "of": count, "pid": os.getpid(), "host": socket.gethostname(), "began": born()}
+    flight.event("start", **own, **facts)
+    try:
+        with Watch(flight, deadline) as watch:
+            yield watch
+        flight.event("left", how="finished" if watch.stepped else "nothing to do", step=done())
+    except SystemExit as leaving:
+        flight.event("left", how="stopped", code=leaving.code, step=done())
+        raise
+    except BaseException as error:
+        lost = distributed.is_lost_peer(error)
+        at = [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in traceback.extract_tb(error.__traceback__)]
+        text = cut(f"{type(error).__name__}: {error}", _LONGEST_ERROR)
+        flight.event("left", how="error", error=text, at=at[-_MOST_FRAMES:], lost_peer=lost, step=done())
+        raise
+    finally:
+        flight.close()
+
+
+def born() -> float:
+    """Return when this process was born, in Unix seconds; now, where that is not known."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()[19])
+        up = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
+        return time.time() - up + ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError):
+        return time.time()

@@ -1,0 +1,213 @@
+"""Signals and hangs in a run of two real processes, injected by (rank, step)."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tiny_experiment import write_tiny
+
+from jdp.guard.flight import read_ranks
+from jdp.run.outputs.metrics import read
+
+ROOT = Path(__file__).parents[2]
+TRAIN = """
+[train]
+steps = 12
+batch_size = 8
+log_every = 1
+eval_every = 6
+eval_batches = 6
+checkpoint_every = 5
+"""
+pytestmark = pytest.mark.faults
+
+PROGRAM = """
+import json, os, signal, sys, threading
+from pathlib import Path
+import jax
+import jdp
+from jdp.experiment.file import load
+from jdp.guard.watch import Watch
+from jdp.run import loop
+from jdp.run.signals import Stopped, _Agreement
+
+jdp.initialize(timeout_seconds=60)
+rank, folder = jax.process_index(), Path(sys.argv[1])
+agreed, fault, started = threading.Event(), [], loop.start
+
+
+def run(name):
+    agreed.clear()
+    try:
+        summary = loop.run(load(folder / "tiny.toml", {"name": name}), root=folder, quiet=True)
+        return ["finished", summary["steps"]]
+    except Stopped as stopped:
+        return [stopped.code, stopped.summary["stopped"], stopped.summary.get("steps")]
+
+
+def inject(place, number):
+    '''Process 1 gets the signal here; all wait until they have agreed on what to do.'''
+    if fault and (fault[0], fault[1]) == (place, number):
+        _, _, name = fault.copy()
+        fault.clear()
+        if rank == 1:
+            os.kill(os.getpid(), signal.Signals[name])
+        agreed.wait(30)
+
+
+def hooked(kind, name, place, number):
+    real = getattr(kind, name)
+
+    def method(self, *arguments):
+        result = real(self, *arguments)
+        inject(place, number(self, *arguments))
+        return result
+
+    setattr(kind, name, method)
+
+
+hooked(Watch, "step", "step", lambda self, step: step)
+hooked(Watch, "batch", "batch", lambda self: self._step)
+hooked(Watch, "mark", "compile", lambda self, part: self._step if self._first and part == "data" else None)
+hooked(_Agreement, "agree", "", lambda *_: agreed.set())
+
+
+def start(*arguments):
+    result = started(*arguments)
+    inject("restore", 0)
+    return result
+
+
+loop.start = start
+reported = {}
+fault[:] = ["compile", 0, "SIGHUP"]
+reported["compile"] = run("storm")
+jdp.core.meeting.meet("after the first")
+reported["left behind"] = (folder / "storm").exists()
+for fault[:] in (["step", 3, "SIGTERM"], ["restore", 0, "SIGTERM"], ["batch", 6, "SIGUSR1"], ["compile", 6, "SIGINT"]):
+    case = f"{fault[0]} {fault[2]}"
+    reported[case] = run("storm")
+reported["last"] = run("storm")
+reported["calm"] = run("calm")
+print("REPORTED", json.dumps(reported), flush=True)
+"""
+
+
+def rows(folder, *, evaluated=False):
+    kept = ("eval_loss",) if evaluated else ("loss", "grad_norm")
+    return {row["step"]: [row[name] for name in kept] for row in read(folder / "metrics.jsonl") if kept[0] in row}
+
+
+@pytest.fixture(scope="module")
+def storm(tmp_path_factory):
+    """What each process reported of a run that was stopped in every phase; and the folder of the runs."""
+    folder = tmp_path_factory.mktemp("storm")
+    write_tiny(folder, TRAIN)
+    (folder / "program.py").write_text(PROGRAM)
+    command = [sys.executable, "-m", "jdp", "launch", "-n", "2", "--", str(folder / "program.py"), str(folder)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.findall(r"^\[(\d)\] REPORTED (.*)$", done.stdout, re.MULTILINE)
+    return {int(rank): json.loads(text) for rank, text in found}, folder
+
+
+def test_a_signal_to_one_process_stops_all_at_the_same_place(storm):
+    """In training after step 3, in an evaluation at its second batch; while restoring or compiling, at once."""
+    reported, _ = storm
+    assert reported[0] == reported[1]
+    assert reported[0] == {
+        "compile": [75, "SIGHUP", None],
+        "left behind": False,
+        "step SIGTERM": [75, "SIGTERM", 4],
+        "restore SIGTERM": [75, "SIGTERM", None],
+        "batch SIGUSR1": [75, "SIGUSR1", 6],
+        "compile SIGINT": [130, "SIGINT", None],
+        "last": ["finished", 12],
+        "calm": ["finished", 12],
+    }
+
+
+def test_the_stopped_run_is_bit_for_bit_the_calm_one(storm):
+    _, folder = storm
+    assert rows(folder / "storm") == rows(folder / "calm")
+    assert rows(folder / "storm", evaluated=True) == rows(folder / "calm", evaluated=True)
+    assert sorted(rows(folder / "calm", evaluated=True)) == [6, 12]
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """A run whose process 1 gets SIGSTOP after a few steps: the launched command as it ended, and the run's folder."""
+    folder = tmp_path_factory.mktemp("stopped")
+    write_tiny(folder, TRAIN.replace("steps = 12", "steps = 1000000").replace("eval_every = 6", "eval_every = 0"))
+    command = [sys.executable, "-m", "jdp", "launch", "-n", "2", "--devices-per-process", "1", "--", "tiny.toml"]
+    command += ["--run-dir", str(folder), "--guard.deadline_seconds", "4"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        deadline = time.monotonic() + 120
+        while not any(event["event"] == "step" for event in read_ranks(folder / "tiny" / "flight").get(1, [])):
+            assert time.monotonic() < deadline and process.poll() is None, process.communicate()[0]
+            time.sleep(0.1)
+        start = next(event for event in read_ranks(folder / "tiny" / "flight")[1] if event["event"] == "start")
+        os.kill(start["pid"], signal.SIGSTOP)
+        output, _ = process.communicate(timeout=120)
+    return process.returncode, output, folder / "tiny"
+
+
+def test_who_hangs_is_named_and_all_leave_to_be_started_again(stopped):
+    """The deadline is 4 seconds here. JAX itself would abort after its heartbeat's 30, and name nobody."""
+    code, output, _ = stopped
+    assert code == 75, output
+    assert re.search(r"process 0 of 2: deadline: After step \d+, .* did not end in 4 seconds\. ", output), output
+    assert re.search(r"Process 1 does not answer: \d+ seconds ago it was at step [\d,]+, ", output), output
+    assert "most recent call first" in output and "loop.py" in output
+
+
+def test_the_recorder_has_the_deadline_and_where_the_loop_was(stopped):
+    _, _, folder = stopped
+    ranks = read_ranks(folder / "flight")
+    last = ranks[0][-1]
+    assert last["event"] == "deadline" and "Process 1 does not answer" in last["words"]
+    assert any("loop.py" in frame for frame in last["stack"])
+    assert ranks[1][-1]["event"] in ("step", "begin", "end", "resumed"), "it was stopped in the middle"
+
+
+STUCK = """
+import ctypes, os, signal, sys, threading
+from jdp.run.signals import StopRequest
+
+libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+with StopRequest() as stop:
+    if sys.argv[1] == "second":
+        stop.under_way()
+    print("ready", flush=True)
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_lock(mutex)  # as in a compiler: no Python runs in the main thread
+"""
+
+
+@pytest.mark.parametrize(("when", "signals"), [("compile", 1), ("second", 2)])
+def test_leaving_at_once_does_not_need_the_main_thread(tmp_path, when, signals):
+    (tmp_path / "program.py").write_text(STUCK)
+    command = [sys.executable, str(tmp_path / "program.py"), when]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        if signals == 2:
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(1.5)
+            process.send_signal(signal.SIGUSR1)
+        _, error = process.communicate(timeout=30)
+    assert process.returncode == 75
+    assert "stopped by SIGTERM; nothing was being saved, or it was not finished" in error
