@@ -37,12 +37,14 @@ if TYPE_CHECKING:
     from jdp.data.feed import shard_batches as shard_batches
     from jdp.foresight.foresee import foresee as foresee
     from jdp.foresight.verify import verify as verify
+    from jdp.guard.deadline import Deadline as Deadline
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "CheckpointError": "checkpoint.errors",
     "Checkpoints": "checkpoint.directory",
+    "Deadline": "guard.deadline",
     "Feed": "data.feed",
     "LocalSteps": "core.local_steps",
     "Loss": "core.types",

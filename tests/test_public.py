@@ -41,6 +41,7 @@ SIGNATURES = {
     "restore_params": "(path, target, *, missing=(), ignore=())",
     "Wire": "(gradients=None, weights=None, block=256, fraction=0.01, rank=4, error_feedback=True)",
     "LocalSteps": "(steps, lr=1.0, momentum=0.0)",
+    "Deadline": "(seconds=300.0, first_seconds=3600.0)",
     "Precision": "(params='fp32', compute='fp32', reduce='fp32')",
 }
 

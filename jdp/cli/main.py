@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jdp
-from jdp.cli import launch, plan, prove, report, train, verify
+from jdp.cli import launch, plan, prove, report, train, verify, why
 from jdp.cli.options import UsageError
 from jdp.core.hints import nearest
 from jdp.core.toml import cut
@@ -33,7 +33,15 @@ from jdp.core.toml import cut
 USER_ERROR, SOFTWARE_ERROR, INTERRUPTED, READER_LEFT = 2, 70, 130, 141
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _MOST_LINES, _LONGEST_LINE = 20, 1000
-COMMANDS = {"train": train, "plan": plan, "verify": verify, "prove": prove, "launch": launch, "report": report}
+COMMANDS = {
+    "train": train,
+    "plan": plan,
+    "verify": verify,
+    "prove": prove,
+    "launch": launch,
+    "report": report,
+    "why": why,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -140,6 +140,7 @@ def _with_steps(recorded: dict[str, "Recorded"], options: Options) -> list["Run"
             each.notes,
             steps.get(name),
             missing[name],
+            each.goodput,
         )
         for name, each in recorded.items()
     ]

@@ -162,11 +162,14 @@ class Deadline:
         position = self.position
         text = f"{position.doing} did not end in {limit:.0f} seconds" if limit else "another process' time was up"
         words = f"After step {position.step}, {text}."
+        behind: list[int] = []
         if self._peers is not None:
-            words += f" {self._peers.ask(position)}"
+            where, behind = self._peers.ask(position)
+            words += f" {where}"
         stack = main_stack()
         with contextlib.suppress(Exception):
-            self.on_expired({"doing": position.doing, "step": position.step, "words": words, "stack": stack})
+            event = {"doing": position.doing, "step": position.step, "words": words, "behind": behind, "stack": stack}
+            self.on_expired(event)
         with contextlib.suppress(Exception):
             faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
         joined = distributed.joined_as()
@@ -194,9 +197,9 @@ class _Peers:
             self._put("at", position)
         self.expired = bool(self._all("expired"))
 
-    def ask(self, position: Position) -> str:
-        """Say that the time is up here, wait a moment for the others to do so, and return who is where in words."""
-        answers: list[str] = []
+    def ask(self, position: Position) -> tuple[str, list[int]]:
+        """Say that the time is up here, wait a moment for the others to do so, and return who is behind, in words."""
+        answers: list[tuple[str, list[int]]] = []
 
         def run() -> None:
             self._put("expired", position)
@@ -212,7 +215,8 @@ class _Peers:
             return answers[0]
         return (
             "The coordination service, which is process 0's, does not answer: process 0 is stopped or gone, or the "
-            "network to it."
+            "network to it.",
+            [0],
         )
 
     def _put(self, kind: str, position: Position) -> None:

@@ -11,7 +11,7 @@ One JSON object a line, each with "time" (Unix seconds) and "event", in `flight/
 | resumed  | the loop begins                               | step                                                     |
 | alive    | nothing else happened for a while             | doing, step                                              |
 | signal   | a signal came                                 | signal                                                   |
-| deadline | something did not end in time                 | doing, step, words, stack                                |
+| deadline | something did not end in time                 | doing, step, words, behind, stack                        |
 | left     | the end: how, and the exit code               | how, step, and error, at, lost_peer for an error          |
 | before   | the first line of a file that follows another | what `account` found in those before                     |
 

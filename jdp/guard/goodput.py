@@ -29,7 +29,7 @@ class Account:
         compile: each visit's first step.
         data: steps waiting for data.
         save: the loop waiting for a checkpoint.
-        restore: reading one.
+        restore: making the state, or reading it from one.
         start: a visit's time before its loop, without restoring.
         lost: steps that were done again.
         idle: between visits.
@@ -100,7 +100,7 @@ _WORDS = {
     "compile": "compiling",
     "data": "waiting for data",
     "save": "saving",
-    "restore": "restoring",
+    "restore": "making or restoring the state",
     "start": "starting",
     "lost": "steps done again",
     "idle": "between visits",
@@ -133,7 +133,7 @@ def account(events: Sequence[Mapping[str, Any]]) -> Account:
                 before = replace(own)
                 _begin_visit(own, time, event)
             case "resumed" if isinstance(step, int):
-                own.start += max(time - own.began - own.aside, 0.0)
+                own.start += max(time - own.began - own.aside, 0.0) if own.visits else 0.0
                 _give_up(own, step, durations)
             case "step" if isinstance(step, int):
                 _count_step(own, step, seconds, min(_seconds(event, "data"), seconds), durations)
@@ -142,6 +142,7 @@ def account(events: Sequence[Mapping[str, Any]]) -> Account:
                 own.aside += seconds
             case _:
                 pass
+        own.first = own.first or time
         own.last = max(own.last, time)
     return own
 

@@ -15,14 +15,15 @@ from jdp.core import distributed
 from jdp.core.toml import cut
 from jdp.guard.deadline import Deadline
 from jdp.guard.flight import FLIGHT, Flight
+from jdp.guard.whereabouts import DEVICES
 
 ALIVE_SECONDS = 5.0
 """After so long without an event the recorder says that the process is alive."""
 _LONGEST_ERROR, _MOST_FRAMES = 1000, 8
 _NEXT = {
     "data": "in its step",  # dispatched, or compiled
-    "dispatch": "waiting for the devices",
-    "wait": "between two steps",
+    "dispatch": DEVICES,
+    "wait": "finishing its step",
 }
 """A part of a step -> what follows it."""
 
@@ -149,10 +150,10 @@ def watching(
         flight.close()
 
 
-def born() -> float:
-    """Return when this process was born, in Unix seconds; now, where that is not known."""
+def born(process: int | str = "self") -> float:
+    """Return when a process of this machine was born, in Unix seconds; now, where that is not known."""
     try:
-        ticks = int(Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()[19])
+        ticks = int(Path(f"/proc/{process}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[19])
         up = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
         return time.time() - up + ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from jdp.core.meeting import named
 
+DEVICES = "waiting for the devices"
+"""What a process does that another one holds up."""
+
 
 @dataclass(frozen=True)
 class Position:
@@ -22,8 +25,8 @@ Known = Mapping[int, tuple[Position, float]]
 """Process -> where it was, and when it said so (Unix seconds)."""
 
 
-def whereabouts(count: int, answers: Known, before: Known, *, now: float) -> str:
-    """Return who does not answer or is behind: "process 17 is at step 4,211, all others at 4,212.".
+def whereabouts(count: int, answers: Known, before: Known, *, now: float) -> tuple[str, list[int]]:
+    """Return who does not answer or is behind, "Process 17 is at step 4,211, all others at 4,212.", and their numbers.
 
     Args:
         count: number of processes.
@@ -33,21 +36,22 @@ def whereabouts(count: int, answers: Known, before: Known, *, now: float) -> str
     """
     silent = [rank for rank in range(count) if rank not in answers]
     if silent:
-        return " ".join(_silent(rank, before, now) for rank in silent[:3]) + _more(silent[3:]) + _where(answers)
+        words = " ".join(_silent(rank, before, now) for rank in silent[:3])
+        return words + _more(silent[3:]) + _where(answers), silent
     steps = {rank: position.step for rank, (position, _) in answers.items()}
     behind = [rank for rank, step in steps.items() if step == min(steps.values())]
     if len(behind) == count:
         doing = {position.doing for position, _ in answers.values()}
+        busy = [rank for rank, (position, _) in answers.items() if position.doing != DEVICES]
         if len(doing) == 1:
-            return (
-                f"All processes are at step {steps[0]:,}, {doing.pop()}: the devices hang, or the network between them."
-            )
-        return f"All processes are at step {steps[0]:,}: {_doing(answers)}."
+            where = f"All processes are at step {steps[0]:,}, {doing.pop()}"
+            return f"{where}: the devices hang, or the network between them.", []
+        return f"All processes are at step {steps[0]:,}: {_doing(answers)}.", busy if len(busy) < count else []
     doing = answers[behind[0]][0].doing
     verb = "is" if len(behind) == 1 else "are"
     ahead = sorted({*steps.values()} - {steps[behind[0]]})
     others = f"all others at {ahead[0]:,}" if len(ahead) == 1 else f"the others at {ahead[0]:,} to {ahead[-1]:,}"
-    return f"{_capital(named(behind))} {verb} at step {steps[behind[0]]:,} ({doing}), {others}."
+    return f"{_capital(named(behind))} {verb} at step {steps[behind[0]]:,} ({doing}), {others}.", behind
 
 
 def _silent(rank: int, before: Known, now: float) -> str:
@@ -65,11 +69,9 @@ def _where(answers: Known) -> str:
     steps = sorted({position.step for position, _ in answers.values()})
     if not steps:
         return ""
-    return (
-        f" All others are at step {steps[0]:,}."
-        if len(steps) == 1
-        else f" The others are at step {steps[0]:,} to {steps[-1]:,}."
-    )
+    if len(steps) == 1:
+        return f" All others are at step {steps[0]:,}."
+    return f" The others are at step {steps[0]:,} to {steps[-1]:,}."
 
 
 def _doing(answers: Known) -> str:

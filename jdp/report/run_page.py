@@ -50,6 +50,7 @@ class Run:
         notes: what was damaged or missing, a sentence each.
         step: the compiled step; None with the reason in `no_step`.
         no_step: why there is none, as a sentence.
+        goodput: the useful share of all its time, and where the rest went; None: not known.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Run:
     notes: Sequence[str] = ()
     step: CompiledStep | None = None
     no_step: str = "The step was not compiled."
+    goodput: str | None = None
 
 
 def run_page(runs: Sequence[Run], *, title: str = "") -> str:
@@ -345,6 +347,8 @@ def _times(runs: Sequence[Run]) -> Markup:
 def _happened(run: Run, *, titled: bool) -> Markup:
     events = happened(run.rows, run.history)
     heading = [element("h3", run.name)] if titled else []
+    if run.goodput is not None:
+        heading.append(element("p", f"{run.goodput[:1].upper()}{run.goodput[1:]}."))
     if not events:
         return joined([*heading, element("p", "Nothing is recorded.")])
     rows = [[event.clock, f"{event.step:,.0f}", event.words] for event in events]

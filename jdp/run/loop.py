@@ -181,7 +181,6 @@ def _loop(assembly: Assembly, state: TrainState, progress: Progress, out: Output
             out.stop.under_way()
             watch.mark("dispatch")
             skips.after(values)
-            watch.mark("wait")
             progress.done = done
             out.display.step(done)
             stopping = out.stop.at_step(done)
@@ -190,6 +189,7 @@ def _loop(assembly: Assembly, state: TrainState, progress: Progress, out: Output
             clock.tick(done, values, feed, row_due)
             if row_due:
                 clock.log(done, values, feed, progress, out)
+            watch.mark("wait")
             profiled = out.profile.end(done, state)
             watch.step(done)
             evaluated = not stopping and _evaluate_if_due(assembly, state, progress, out)

@@ -15,6 +15,8 @@ from typing import Any
 from jdp.core.hints import nearest
 from jdp.core.toml import parse, toml_key, toml_value
 from jdp.experiment.file import ExperimentError
+from jdp.guard.flight import FLIGHT, read
+from jdp.guard.goodput import account
 from jdp.run.folder import CHECKPOINTS, FILE, SUMMARY
 from jdp.run.outputs.history import HISTORY, read_history
 from jdp.run.outputs.metrics import JSONL, read_counted
@@ -33,6 +35,8 @@ class Recorded:
         settings: the experiment's dotted keys and their values as TOML; empty if it cannot be parsed.
         checkpoints: steps of those that are there.
         notes: what was damaged or missing, a sentence each.
+        goodput: the useful share of all its time and where the rest went, in words; None for a run of before there was
+            a flight recorder.
     """
 
     folder: Path
@@ -43,6 +47,7 @@ class Recorded:
     settings: dict[str, str]
     checkpoints: list[int]
     notes: list[str]
+    goodput: str | None = None
 
 
 def find_run(given: Path, runs: Path) -> Path:
@@ -82,6 +87,7 @@ def read_run(folder: Path) -> Recorded:
         rows = _rows(folder / JSONL, notes)
         history = read_history(folder / HISTORY)
         summary = _summary(folder / SUMMARY, notes)
+        spent = account(read(folder / FLIGHT / "rank-00000.jsonl"))
         names = [path.name for path in (folder / CHECKPOINTS).glob("*")]
     except OSError as error:
         file = error.filename or folder
@@ -97,6 +103,7 @@ def read_run(folder: Path) -> Recorded:
         _settings(toml, notes),
         sorted(int(name) for name in names if name.isdecimal() and len(name) < 19),
         notes,
+        spent.words() if spent.visits else None,
     )
 
 

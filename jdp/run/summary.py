@@ -10,13 +10,16 @@ import jax
 from jdp.core.formatting import finite_or_none
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.optimizer import peak_rate
+from jdp.guard.flight import FLIGHT, read
+from jdp.guard.goodput import account
 from jdp.run.progress import Progress
 
 
 def summary(assembly: Assembly, progress: Progress, folder: Path) -> dict[str, Any]:
     """Return the run as one JSON object; `final_…` are of the last row of metrics and of the last evaluation.
 
-    "mfu" is that of this visit's steps; it is left out where the devices' peak is not known.
+    "mfu" is that of this visit's steps; it is left out where the devices' peak is not known. "goodput" is process 0's,
+    over all visits: the useful share of all time, and seconds by kind (`jdp.guard.goodput`).
     """
     chosen, evals, at_peak = assembly.experiment, progress.evals, assembly.seconds_at_peak
     speed = progress.steady_units / progress.steady_seconds if progress.steady_seconds else None
@@ -48,5 +51,6 @@ def summary(assembly: Assembly, progress: Progress, folder: Path) -> dict[str, A
         "trained_parameters": assembly.trained_count,
         "skipped": progress.skipped,
         "resumed_from": progress.resumed_from,
+        "goodput": account(read(folder / FLIGHT / "rank-00000.jsonl")).as_summary(),
         "folder": str(folder),
     }

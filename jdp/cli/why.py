@@ -1,0 +1,48 @@
+"""`jdp why`: what a run's flight recorders say."""
+
+import json as as_json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from jdp.cli.options import UsageError, parse
+from jdp.core.user_path import PathError, user_path
+
+
+@dataclass(frozen=True)
+class Options:
+    """Says why a run is slow, hung or dead, and which process began it.
+
+    Each process of a run keeps a flight recorder, RUN_DIR/NAME/flight/, which outlives it. Of a run that ended it says
+    how: which process failed first, was killed, did not answer or got a signal; of one that goes on, whether it moves,
+    and who holds the others up. Then where the time of a step goes, how earlier visits ended, and the goodput: the
+    useful share of all the time since the run began.
+    """
+
+    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
+    """The folder of a run, or the name of a run in --run-dir."""
+    run_dir: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs")
+    """Folder that holds the runs."""
+    json: bool = False
+    """Print one JSON object: state, began (the process that began it, or null), words, steps, goodput."""
+
+
+def run(arguments: list[str]) -> int:
+    """Read the recorders and print what they say. Raises UsageError."""
+    options = parse(Options, "why", arguments)
+    from jdp.guard.diagnosis import diagnose
+    from jdp.run.recorded import find_run
+
+    try:
+        folder = find_run(user_path(options.run), options.run_dir)
+    except PathError as error:
+        raise UsageError(f"RUN: {error}") from None
+    found = diagnose(folder)
+    if options.json:
+        shown = {"run": str(folder), "state": found.state, "began": found.began, "words": found.words}
+        print(as_json.dumps(shown | {"steps": found.pace, "goodput": found.goodput.as_summary()}))
+    else:
+        print(f"{folder}: {found.state}", *found.words, sep="\n")
+    return 0

@@ -1,0 +1,304 @@
+"""Why a run is slow, hung or dead, and which process began it: from the flight recorders of all processes.
+
+1. Each recorder is cut into visits; the last visit of every process is looked at together, and in short those before.
+2. How it ended: the first of a process that failed by itself, one that ended without a word, a deadline, a signal, the
+   end. What a process says about the loss of another is never the cause.
+3. If it goes on: whether anything has moved lately, and who is behind.
+4. Where the time of its steps goes, on which process, and the goodput of all visits.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jdp.core.formatting import format_seconds
+from jdp.guard.flight import FLIGHT, read, read_ranks
+from jdp.guard.goodput import Account, account
+from jdp.guard.pace import pace
+from jdp.guard.watch import ALIVE_SECONDS, born
+from jdp.guard.whereabouts import Position, whereabouts
+
+LOGS = "logs"
+_HUNG_SECONDS, _MEDIANS = 60.0, 10.0
+_MOST_VISITS, _MOST_LINES = 5, 5
+Events = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What is known of a run.
+
+    Attributes:
+        state: "finished", "stopped", "failed", "killed", "deadline", "hung", "running" or "unknown".
+        began: the process that began it; None if none did, or it is not known.
+        words: sentences, the most important first.
+        pace: medians over the steps of each process, in seconds.
+        goodput: where all time went.
+    """
+
+    state: str
+    began: int | None
+    words: list[str]
+    pace: dict[int, dict[str, float]] = field(default_factory=dict[int, dict[str, float]])
+    goodput: Account = field(default_factory=Account)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One visit of one process."""
+
+    rank: int
+    events: Events
+
+    @property
+    def start(self) -> Mapping[str, Any]:
+        """The first event."""
+        return self.events[0]
+
+    @property
+    def last(self) -> Mapping[str, Any]:
+        """The last event."""
+        return self.events[-1]
+
+    @property
+    def step(self) -> int:
+        """The last whole step."""
+        return max((event["step"] for event in self.events if isinstance(event.get("step"), int)), default=0)
+
+    @property
+    def left(self) -> Mapping[str, Any] | None:
+        """How it left; None if it did not say."""
+        return next((event for event in reversed(self.events) if event["event"] == "left"), None)
+
+    @property
+    def doing(self) -> str:
+        """What it did last, in words."""
+        open_: list[str] = []
+        for event in self.events:
+            if event["event"] == "begin":
+                open_.append(str(event.get("doing")))
+            elif event["event"] in ("end", "step"):
+                open_ = open_[:-1]
+        said = [event for event in self.events if event["event"] == "alive"]
+        if said and said[-1] is self.last:
+            return str(said[-1].get("doing"))
+        return _DOING.get(open_[-1], open_[-1]) if open_ else "training"
+
+    @property
+    def moved(self) -> float:
+        """Unix seconds of the last event that was progress."""
+        return max(event["time"] for event in self.events if event["event"] not in ("alive", "signal", "left"))
+
+
+_DOING = {
+    "eval": "evaluating",
+    "save": "saving",
+    "restore": "restoring",
+    "wait": "waiting for a save to be written",
+    "compile": "compiling or taking its first step",
+    "sample": "writing a sample",
+}
+
+
+def diagnose(
+    folder: Path, *, now: float | None = None, lives: Callable[[Seen, float], bool] | None = None
+) -> Diagnosis:
+    """Say why a run is slow, hung or dead.
+
+    Args:
+        folder: the run's.
+        now: Unix seconds; None: the present.
+        lives: whether a process that has not left is still there; None: as this machine knows.
+    """
+    now, lives = time.time() if now is None else now, lives or _lives
+    ranks = {rank: visits for rank, events in read_ranks(folder / FLIGHT).items() if (visits := _visits(rank, events))}
+    if not ranks:
+        return Diagnosis(
+            "unknown", None, [f"{folder / FLIGHT} has no flight recorder: no process began its loop there."]
+        )
+    first = min(ranks)
+    count = _count(ranks[first][-1])
+    last = [visits[-1] for rank, visits in sorted(ranks.items()) if rank < count]
+    state, began, words = _last_visit(last, count, now, lives)
+    if began is not None:
+        words += _log(folder, began)
+    words += [str(event["words"]) for seen in last[:1] for event in seen.events if _speaks(event)]
+    medians, slow = pace({seen.rank: seen.events for seen in last})
+    total = account(read(folder / FLIGHT / f"rank-{first:05}.jsonl"))
+    words += [*slow, *_before(ranks, count), f"{_capital(total.words())}."]
+    return Diagnosis(state, began, words, medians, total)
+
+
+def _visits(rank: int, events: Events) -> list[Seen]:
+    """Cut events at each "start"; those before the first, whose start is gone, are left out."""
+    starts = [i for i, event in enumerate(events) if event["event"] == "start"]
+    if not starts and events:
+        return [Seen(rank, events)]  # of a long visit, whose beginning the recorder no longer has
+    return [Seen(rank, events[i:j]) for i, j in zip(starts, [*starts[1:], len(events)], strict=True)]
+
+
+def _count(seen: Seen) -> int:
+    of = seen.start.get("of", 1)
+    return of if isinstance(of, int) else 1
+
+
+def _last_visit(
+    last: Sequence[Seen], count: int, now: float, lives: Callable[[Seen, float], bool]
+) -> tuple[str, int | None, list[str]]:
+    """Return the state, who began it, and sentences."""
+    if any(lives(seen, now) for seen in last if seen.left is None) and not _failed(last):
+        return _going_on(last, count, now)
+    return _ended(last, now)
+
+
+def _failed(last: Sequence[Seen]) -> bool:
+    return any(seen.left is not None and seen.left.get("how") == "error" for seen in last)
+
+
+def _ended(last: Sequence[Seen], now: float) -> tuple[str, int | None, list[str]]:
+    """Return how a visit ended."""
+    errors = [(seen.left["time"], seen) for seen in last if seen.left and seen.left.get("how") == "error"]
+    own = sorted(((t, seen) for t, seen in errors if not (seen.left or {}).get("lost_peer")), key=lambda pair: pair[0])
+    if own:
+        seen = own[0][1]
+        return "failed", seen.rank, _error(seen, len(last))
+    deadlines = sorted(
+        (event["time"], seen.rank, event) for seen in last for event in seen.events if event["event"] == "deadline"
+    )
+    if deadlines:
+        _, rank, event = deadlines[0]
+        behind = [one for one in event.get("behind") or [] if isinstance(one, int)]
+        words = [f"It hung: {event.get('words')}", *_stack(event, rank)]
+        return "deadline", behind[0] if behind else None, words
+    silent = sorted((seen for seen in last if seen.left is None), key=lambda seen: seen.last["time"])
+    if silent:
+        return "killed", silent[0].rank, _killed(silent[0], len(last), now)
+    if errors:
+        return "failed", None, ["Every process says that another one left; none says why. Look at the logs of all."]
+    stopped = next((seen for seen in last if (seen.left or {}).get("how") == "stopped"), None)
+    if stopped is not None:
+        began, words = _stop(last, stopped)
+        return "stopped", began, words
+    seen = last[0]
+    return "finished", None, [f"It finished after step {seen.step:,}."]
+
+
+def _error(seen: Seen, count: int) -> list[str]:
+    left = seen.left or {}
+    who = "It" if count == 1 else f"Process {seen.rank}"
+    at = [str(frame) for frame in left.get("at") or []]
+    first = "" if count == 1 else " first"
+    return [
+        f"{who} failed{first}, after step {seen.step:,}, at {_clock(left['time'])}: {left.get('error')}",
+        *([f"It was raised in {at[-1]}."] if at else []),
+    ]
+
+
+def _killed(seen: Seen, count: int, now: float) -> list[str]:
+    who = "It" if count == 1 else f"Process {seen.rank}"
+    others = "" if count == 1 else " Before the others did; these lost it."
+    return [
+        f"{who} ended without a word after step {seen.step:,}, while {seen.doing}; its last sign of life is of "
+        f"{_clock(seen.last['time'])}, {_ago(now - seen.last['time'])} ago.{others}",
+        "So ends what is killed (SIGKILL): by a lack of memory (dmesg says so), a scheduler's limit, a person, or with "
+        "its machine. Run again: it resumes from its last checkpoint.",
+    ]
+
+
+def _stop(last: Sequence[Seen], stopped: Seen) -> tuple[int | None, list[str]]:
+    signals = sorted(
+        (event["time"], seen.rank, str(event.get("signal")))
+        for seen in last
+        for event in seen.events
+        if event["event"] == "signal"
+    )
+    first = signals[0] if signals else None
+    by = "a signal" if first is None else first[2]
+    who = f", which process {first[1]} got first," if first and len(last) > 1 else ""
+    return (
+        first[1] if first else None,
+        [f"It was stopped by {by}{who} after step {stopped.step:,}, and saved. Run again: it resumes."],
+    )
+
+
+def _going_on(last: Sequence[Seen], count: int, now: float) -> tuple[str, int | None, list[str]]:
+    """Return whether a visit that goes on moves, and who is behind if it does not."""
+    quiet = now - max(seen.moved for seen in last)
+    usual = max(
+        (medians.get("seconds", 0.0) for medians in pace({s.rank: s.events for s in last})[0].values()), default=0
+    )
+    compiles = not any(event["event"] == "step" for seen in last for event in seen.events)
+    if quiet < max(_HUNG_SECONDS, _MEDIANS * usual) or (compiles and quiet < 60 * _HUNG_SECONDS):
+        seen = last[0]
+        return "running", None, [f"It goes on: step {seen.step:,}, {seen.doing}, {_ago(quiet)} after its last event."]
+    answers = {s.rank: (Position(s.step, s.doing, now - s.moved), s.last["time"]) for s in last}
+    hears = {rank: known for rank, known in answers.items() if now - known[1] < 3 * ALIVE_SECONDS}
+    if count == 1:
+        return "hung", 0, [f"It hangs: step {last[0].step:,}, {last[0].doing}, since {_ago(quiet)}."]
+    words, behind = whereabouts(count, hears, answers, now=now)
+    return "hung", behind[0] if behind else None, [f"It hangs since {_ago(quiet)}: {words}"]
+
+
+def _before(ranks: Mapping[int, list[Seen]], count: int) -> list[str]:
+    """Return in short how the visits before the last ended, newest first."""
+    lines: list[str] = []
+    own = ranks[min(ranks)]
+    for back in range(2, min(len(own), _MOST_VISITS + 1) + 1):
+        seen = [visits[-back] for visits in ranks.values() if len(visits) >= back]
+        state, began, words = _ended(seen, seen[0].last["time"])
+        if state == "finished" and (seen[0].left or {}).get("how") == "nothing to do":
+            continue
+        who = "" if began is None or len(seen) == 1 else f", by process {began}"
+        lines.append(
+            f"The visit that began {_clock(seen[0].start['time'])} was {_SHORT.get(state, state)}{who}: {words[0]}"
+        )
+    return lines
+
+
+_SHORT = {"failed": "ended by an error", "deadline": "ended by its deadline"}
+
+
+def _stack(event: Mapping[str, Any], rank: int) -> list[str]:
+    """Return where the main thread was, innermost in jdp's or the user's own code."""
+    frames = [str(frame) for frame in event.get("stack") or []]
+    own = next((frame for frame in frames if "jax/" not in frame and "<" not in frame), None)
+    return [f"Process {rank} was in {frames[0]}, called from {own}."] if frames and own else []
+
+
+def _speaks(event: Mapping[str, Any]) -> bool:
+    return event["event"] != "deadline" and isinstance(event.get("words"), str)
+
+
+def _log(folder: Path, rank: int) -> list[str]:
+    """Return the last lines of a process' log, if there is one."""
+    try:
+        lines = (folder / LOGS / f"rank-{rank:05}.log").read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+    tail = [line for line in lines if line.strip()][-_MOST_LINES:]
+    return ["\n    ".join([f"The last lines of {LOGS}/rank-{rank:05}.log:", *tail])] if tail else []
+
+
+def _lives(seen: Seen, now: float) -> bool:
+    """Return True if a process is still there: on this machine it is looked for, elsewhere it has told of late."""
+    pid, host, began = seen.start.get("pid"), seen.start.get("host"), seen.start.get("began")
+    if host == socket.gethostname() and isinstance(pid, int) and isinstance(began, int | float):
+        return Path(f"/proc/{pid}").exists() and abs(born(pid) - began) < 3
+    return now - seen.last["time"] < 6 * ALIVE_SECONDS
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%F %T", time.localtime(seconds))
+
+
+def _ago(seconds: float) -> str:
+    return format_seconds(max(seconds, 0.0)) if seconds < 120 else f"{seconds / 60:,.0f} minutes"
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

@@ -1,0 +1,121 @@
+"""The deadline: how long, who is named, and that it ends a process whose main thread cannot."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import jdp
+from jdp.guard import deadline as module
+from jdp.guard.deadline import Deadline, set_xla_timeout
+from jdp.guard.whereabouts import DEVICES, Position, whereabouts
+
+ROOT = Path(__file__).parents[2]
+
+
+def at(step, doing=DEVICES, when=100.0):
+    return Position(step, doing, 1.0), when
+
+
+WORDS = {
+    "behind": (
+        {rank: at(4211, "waiting for data") if rank == 17 else at(4212) for rank in range(32)},
+        "Process 17 is at step 4,211 (waiting for data), all others at 4,212.",
+        [17],
+    ),
+    "far behind": (
+        {0: at(7), 1: at(5), 2: at(8), 3: at(5)},
+        f"Processes 1 and 3 are at step 5 ({DEVICES}), the others at 7 to 8.",
+        [1, 3],
+    ),
+    "one does something else": (
+        {0: at(5), 1: at(5), 2: at(5, "saving")},
+        f"All processes are at step 5: process 2 is saving, processes 0 and 1 are {DEVICES}.",
+        [2],
+    ),
+    "nobody": (
+        {0: at(5), 1: at(5)},
+        f"All processes are at step 5, {DEVICES}: the devices hang, or the network between them.",
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WORDS)
+def test_who_is_behind(case):
+    answers, words, behind = WORDS[case]
+    assert whereabouts(len(answers), answers, {}, now=101.0) == (words, behind)
+
+
+def test_who_does_not_answer():
+    answers, before = {0: at(9), 2: at(9)}, {0: at(8), 1: at(8, "evaluating", when=88.0)}
+    words, behind = whereabouts(4, answers, before, now=100.0)
+    assert behind == [1, 3]
+    assert words == (
+        "Process 1 does not answer: 12 seconds ago it was at step 8, evaluating. Process 3 does not answer, and never "
+        "said where it was. All others are at step 9."
+    )
+
+
+def test_how_long_a_step_may_take(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    limits = Deadline(300, 3600)
+    assert limits.limit == 3600, "the first step compiles"
+    for step in range(1, 12):
+        now[0] += 50.0
+        limits.step(step)
+    assert limits.limit == 500.0, "ten median steps"
+    with limits.during("saving"):
+        assert limits.limit == 3600
+        limits.beat("saving")
+        assert limits.limit == 500.0, "after its first batch an evaluation has a step's time"
+    assert limits.limit == 500.0
+    assert Deadline(0, 0).limit is None
+    with pytest.raises(ValueError, match=r"given seconds=-1, first_seconds=3600\.0\. Give 300"):
+        jdp.Deadline(-1)
+
+
+HANGS = """
+import ctypes, sys
+import jdp
+
+libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+with jdp.Deadline(1, 60) as deadline:
+    for step in range(3):
+        deadline.step(step)
+    print("hangs", flush=True)
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_lock(mutex)
+"""
+
+
+def test_a_users_own_loop_that_hangs_outside_of_python_ends_with_75(tmp_path):
+    (tmp_path / "hangs.py").write_text(HANGS)
+    command, environment = [sys.executable, str(tmp_path / "hangs.py")], os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 75, done.stderr
+    assert re.search(r"deadline: After step 2, its next step did not end in 1 seconds\. Stacks of all", done.stderr)
+    assert 'hangs.py", line 11 in <module>' in done.stderr
+
+
+def test_a_loop_that_moves_is_left_alone(tmp_path):
+    with Deadline(0.5, 60) as deadline:
+        for step in range(4):
+            deadline.step(step)
+            time.sleep(0.2)  # longer together than the limit, and no single step
+
+
+def test_xlas_own_timeout_is_set_on_gpus_only_and_never_over_a_users(monkeypatch):
+    flag = "--xla_gpu_execution_terminate_timeout"
+    environment = {"XLA_FLAGS": "--one"}
+    monkeypatch.setattr(module, "visible_gpus", lambda environment: [])
+    assert set_xla_timeout(environment, 60) is None and environment == {"XLA_FLAGS": "--one"}
+    monkeypatch.setattr(module, "visible_gpus", lambda environment: ["0"])
+    assert f"60 seconds ({flag} in XLA_FLAGS)" in (set_xla_timeout(environment, 60) or "")
+    assert environment == {"XLA_FLAGS": f"--one {flag}=60s"}
+    assert set_xla_timeout(environment, 90) is None and environment == {"XLA_FLAGS": f"--one {flag}=60s"}
