@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from tiny_experiment import write_tiny
 
+from jdp.guard.diagnosis import diagnose
 from jdp.guard.flight import read_ranks
 from jdp.run.outputs.metrics import read
 
@@ -177,7 +178,13 @@ def test_the_recorder_has_the_deadline_and_where_the_loop_was(stopped):
     last = ranks[0][-1]
     assert last["event"] == "deadline" and "Process 1 does not answer" in last["words"]
     assert any("loop.py" in frame for frame in last["stack"])
-    assert ranks[1][-1]["event"] in ("step", "begin", "end", "resumed"), "it was stopped in the middle"
+    assert ranks[1][-1]["event"] != "left", "it was stopped in the middle"
+
+
+def test_why_names_the_process_that_was_stopped(stopped):
+    found = diagnose(stopped[2])
+    assert (found.state, found.began) == ("deadline", 1)
+    assert found.words[0].startswith("It hung: After step ")
 
 
 STUCK = """

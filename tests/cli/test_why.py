@@ -1,0 +1,42 @@
+"""`jdp why` on the command line."""
+
+import json
+
+import pytest
+
+from jdp.cli.main import main
+from jdp.guard.flight import Flight
+
+
+@pytest.fixture
+def run(tmp_path):
+    (tmp_path / "runs" / "tiny").mkdir(parents=True)
+    (tmp_path / "runs" / "tiny" / "experiment.toml").write_text('name = "tiny"\n')
+    return tmp_path / "runs" / "tiny"
+
+
+def test_a_run_by_its_name(run, capsys):
+    flight = Flight(run / "flight", 0)
+    flight.event("start", rank=0, of=1)
+    flight.event("step", step=1, seconds=1.0)
+    flight.event("left", how="finished", step=1)
+    flight.close()
+    assert main(["why", "tiny", "--run-dir", str(run.parent)]) == 0
+    assert capsys.readouterr().out.startswith(f"{run}: finished\nIt finished after step 1.\nGoodput ")
+    assert main(["why", str(run), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["state"], found["began"]) == ("finished", None)
+    assert found["goodput"]["visits"] == 1 and found["words"][0] == "It finished after step 1."
+
+
+def test_a_run_without_a_recorder(run, capsys):
+    assert main(["why", str(run)]) == 0
+    assert "has no flight recorder" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("given", ["tinny", "nothing/at/all", "~nosuchuser/run", "a\0b"])
+def test_no_run_is_one_clear_error(run, capsys, given):
+    assert main(["why", given, "--run-dir", str(run.parent)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    assert given != "tinny" or "did you mean" in error

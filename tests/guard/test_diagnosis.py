@@ -1,0 +1,158 @@
+"""What `jdp why` says of recorders of every kind: who began it, in words."""
+
+import json
+
+import pytest
+
+from jdp.guard.diagnosis import diagnose
+
+NOW = 10_000.0
+
+
+def event(time, name, **values):
+    return {"time": time, "event": name, **values}
+
+
+def loop(rank, *, of=2, began=1000.0, steps=20, seconds=1.0, **parts):
+    """The recorder of a process that starts, restores and takes steps."""
+    events = [
+        event(began + 5, "start", rank=rank, of=of, pid=1, host=f"host{rank}", began=began),
+        event(began + 6, "begin", doing="restore", step=0),
+        event(began + 7, "end", doing="restore", step=0, seconds=1.0),
+        event(began + 8, "resumed", step=0),
+        event(began + 8, "begin", doing="compile", step=1),
+    ]
+    parts = {"data": 0.0, "dispatch": 0.01, "wait": 0.9, "host": 0.01} | parts
+    return [
+        *events,
+        *(event(began + 8 + seconds * i, "step", step=i, seconds=seconds, **parts) for i in range(1, steps + 1)),
+    ]
+
+
+def asked(tmp_path, *recorders, alive=(), now=NOW):
+    (tmp_path / "flight").mkdir()
+    for rank, events in enumerate(recorders):
+        text = "".join(json.dumps(one) + "\n" for one in events)
+        (tmp_path / "flight" / f"rank-{rank:05}.jsonl").write_text(text)
+    return diagnose(tmp_path, now=now, lives=lambda seen, now: seen.rank in alive)
+
+
+LEFT = {"how": "finished", "step": 20}
+
+
+def test_it_finished(tmp_path):
+    found = asked(tmp_path, *([*loop(rank), event(1029.0, "left", **LEFT)] for rank in (0, 1)))
+    assert (found.state, found.began, found.words[0]) == ("finished", None, "It finished after step 20.")
+    assert found.pace[0]["seconds"] == 1.0
+    assert any(line.startswith("A step takes 1 s (median of 19): 90 % waiting for the devices") for line in found.words)
+    assert found.words[-1].startswith("Goodput ")
+
+
+def test_who_failed_first_is_named_and_not_who_lost_it(tmp_path):
+    lost = event(1028.2, "left", how="error", error="JaxRuntimeError: closed by peer", at=[], lost_peer=True, step=20)
+    own = event(1028.6, "left", how="error", error="KeyError: 'x'", at=["a.py:3 in f", "b.py:5 in g"], step=20)
+    found = asked(tmp_path, [*loop(0), lost], [*loop(1), own])
+    assert (found.state, found.began) == ("failed", 1)
+    assert found.words[0].startswith("Process 1 failed first, after step 20, at ")
+    assert found.words[0].endswith(": KeyError: 'x'") and found.words[1] == "It was raised in b.py:5 in g."
+
+
+def test_who_was_killed_is_who_fell_silent_first(tmp_path):
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank-00001.log").write_text("step 19\n\nOut of memory\n")
+    waits = [event(1033.0, "alive", doing="waiting for the devices", step=20)]
+    found = asked(tmp_path, [*loop(0), *waits], loop(1, steps=19))
+    assert (found.state, found.began) == ("killed", 1)
+    assert found.words[0].startswith("Process 1 ended without a word after step 19, while training;")
+    assert "SIGKILL" in found.words[1]
+    assert found.words[2] == "The last lines of logs/rank-00001.log:\n    step 19\n    Out of memory"
+
+
+def test_killed_in_a_save(tmp_path):
+    found = asked(tmp_path, [*loop(0, of=1), event(1028.5, "begin", doing="save", step=20)])
+    assert found.words[0].startswith("It ended without a word after step 20, while saving;")
+
+
+def test_a_deadline_has_its_own_words(tmp_path):
+    words = "After step 20, waiting for the devices did not end in 300 seconds. Process 1 does not answer."
+    stack = ["jax/_src/array.py:623 in _value", "<frozen runpy>:1 in x", "jdp/run/loop.py:283 in log"]
+    passed = event(1400.0, "deadline", doing="…", step=20, words=words, behind=[1], stack=stack)
+    found = asked(tmp_path, [*loop(0), passed], loop(1))
+    assert (found.state, found.began) == ("deadline", 1)
+    assert found.words[0] == f"It hung: {words}"
+    assert found.words[1] == "Process 0 was in jax/_src/array.py:623 in _value, called from jdp/run/loop.py:283 in log."
+
+
+def test_who_got_the_signal(tmp_path):
+    left = event(1030.0, "left", how="stopped", code=75, step=20)
+    found = asked(tmp_path, [*loop(0), left], [*loop(1), event(1028.5, "signal", signal="SIGUSR1"), left])
+    assert (found.state, found.began) == ("stopped", 1)
+    assert found.words[0] == (
+        "It was stopped by SIGUSR1, which process 1 got first, after step 20, and saved. Run again: it resumes."
+    )
+
+
+def test_it_goes_on(tmp_path):
+    found = asked(tmp_path, loop(0), loop(1), alive=(0, 1), now=1030.0)
+    assert (found.state, found.began) == ("running", None)
+    assert found.words[0] == "It goes on: step 20, training, 2 s after its last event."
+
+
+def test_it_hangs_and_who_is_behind(tmp_path):
+    alive = [event(1000.0 + second, "alive", doing="waiting for the devices", step=20) for second in range(33, 400, 5)]
+    late = [event(1000.0 + second, "alive", doing="waiting for data", step=19) for second in range(33, 400, 5)]
+    found = asked(tmp_path, [*loop(0), *alive], [*loop(1, steps=19), *late], alive=(0, 1), now=1400.0)
+    assert (found.state, found.began) == ("hung", 1)
+    assert found.words[0] == ("It hangs since 6 minutes: Process 1 is at step 19 (waiting for data), all others at 20.")
+
+
+def test_a_stopped_process_is_silent(tmp_path):
+    alive = [event(1000.0 + second, "alive", doing="waiting for the devices", step=20) for second in range(33, 400, 5)]
+    found = asked(tmp_path, [*loop(0), *alive], loop(1), alive=(0, 1), now=1400.0)
+    assert (found.state, found.began) == ("hung", 1)
+    assert "Process 1 does not answer: 372 seconds ago it was at step 20, training." in found.words[0]
+
+
+SLOW = {
+    "data": ({"data": 0.4, "wait": 0.5}, "Process 1 waits for data 40 % of its time: reading or decoding is too slow"),
+    "python": ({"host": 0.5, "wait": 0.4}, "Process 1 spends 50 % of its time in Python between steps"),
+    "straggler": (
+        {"dispatch": 0.2, "wait": 0.7},
+        "Process 1 holds the others up: before its devices can begin it works",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SLOW)
+def test_what_makes_it_slow(tmp_path, case):
+    parts, words = SLOW[case]
+    found = asked(tmp_path, loop(0), loop(1, **parts), alive=(0, 1), now=1030.0)
+    assert any(line.startswith(words) for line in found.words), found.words
+
+
+def test_long_steps_are_counted(tmp_path):
+    events = loop(0, of=1)
+    events[-3] |= {"seconds": 9.0, "data": 8.0}
+    found = asked(tmp_path, events, alive=(0,), now=1030.0)
+    said = "1 step was more than 3 times as long; the longest, step 18, took 9 s, most of it waiting for data."
+    assert said in found.words
+
+
+def test_earlier_visits_are_told_in_short(tmp_path):
+    first = [*loop(0, of=1), event(1029.0, "left", how="error", error="ValueError: bad", at=[], step=20)]
+    found = asked(tmp_path, [*first, *loop(0, of=1, began=2000.0), event(2029.0, "left", **LEFT)])
+    assert found.state == "finished"
+    assert any("was ended by an error: It failed, after step 20, at " in line for line in found.words)
+    assert found.goodput.visits == 2
+
+
+def test_what_else_spoke_in_the_recorder_is_repeated(tmp_path):
+    found = asked(
+        tmp_path, [*loop(0, of=1), event(1028.5, "health", words="A bit flipped."), event(1029.0, "left", **LEFT)]
+    )
+    assert "A bit flipped." in found.words
+
+
+def test_no_recorder(tmp_path):
+    found = asked(tmp_path)
+    assert found.state == "unknown" and "has no flight recorder" in found.words[0]
