@@ -6,7 +6,7 @@
 | 1         | the answer is no: `verify`, `prove`; or a run of a sweep failed                                     |
 | 2         | a user's mistake: `error: …` on stderr                                                              |
 | 70        | a fault of the program: its traceback on stderr; or another process of the run left: a line there   |
-| 75        | preempted (SIGTERM), after saving: run again                                                        |
+| 75        | run again: stopped by SIGTERM, SIGHUP or SIGUSR1, after saving; or a step did not end in time       |
 | 130       | stopped by Ctrl-C, after saving                                                                     |
 | 141       | whoever read stdout has left, as `head` does                                                        |
 

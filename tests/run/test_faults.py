@@ -157,15 +157,26 @@ def stopped(tmp_path_factory):
         while not any(event["event"] == "step" for event in read_ranks(folder / "tiny" / "flight").get(1, [])):
             assert time.monotonic() < deadline and process.poll() is None, process.communicate()[0]
             time.sleep(0.1)
+        second = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=120
+        )
+        assert process.poll() is None
         start = next(event for event in read_ranks(folder / "tiny" / "flight")[1] if event["event"] == "start")
         os.kill(start["pid"], signal.SIGSTOP)
         output, _ = process.communicate(timeout=120)
-    return process.returncode, output, folder / "tiny"
+    return process.returncode, output, folder / "tiny", second
+
+
+def test_a_second_launch_in_the_same_folder_is_refused_and_the_first_goes_on(stopped):
+    _, _, folder, second = stopped
+    assert second.returncode == 2, second.stdout + second.stderr
+    assert f"{folder} has a run that goes on, process " in second.stdout
+    assert "Traceback" not in second.stdout + second.stderr
 
 
 def test_who_hangs_is_named_and_all_leave_to_be_started_again(stopped):
     """The deadline is 4 seconds here. JAX itself would abort after its heartbeat's 30, and name nobody."""
-    code, output, _ = stopped
+    code, output, _, _ = stopped
     assert code == 75, output
     assert re.search(r"process 0 of 2: deadline: After step \d+, .* did not end in 4 seconds\. ", output), output
     assert re.search(r"Process 1 does not answer: \d+ seconds ago it was at step [\d,]+, ", output), output
@@ -173,7 +184,7 @@ def test_who_hangs_is_named_and_all_leave_to_be_started_again(stopped):
 
 
 def test_the_recorder_has_the_deadline_and_where_the_loop_was(stopped):
-    _, _, folder = stopped
+    _, _, folder, _ = stopped
     ranks = read_ranks(folder / "flight")
     last = ranks[0][-1]
     assert last["event"] == "deadline" and "Process 1 does not answer" in last["words"]
