@@ -50,7 +50,7 @@ pytestmark = pytest.mark.faults
 def test_the_second_thousand_steps_take_no_more_than_the_first(tmp_path):
     """From step 1,050 to 1,950, nine saves and evaluations, memory grew by 1 to 4 MiB of 430.
 
-    A save that goes on in the background has a thread and files of its own: less than one more for each of nine.
+    A save that goes on in the background has a thread and files of its own, and the folder of a step has two dozen.
     """
     file = write_tiny(tmp_path, TRAIN)
     command, environment = (
@@ -61,6 +61,6 @@ def test_the_second_thousand_steps_take_no_more_than_the_first(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     seen = json.loads(done.stdout.rpartition("SEEN ")[2])
     first, last = seen["1050"], seen["1950"]
-    for kind in ("threads", "open files", "entries"):
-        assert last[kind] < first[kind] + 9, (kind, seen)
+    for kind, more in {"threads": 9, "open files": 9, "entries": 60}.items():
+        assert last[kind] < first[kind] + more, (kind, seen)
     assert last["bytes"] - first["bytes"] < 16 * 2**20, seen
