@@ -35,6 +35,7 @@ _SAME_SECONDS = 0.5  # a launcher and a scheduler may both pass on the same sign
 _POLL_SECONDS = 0.5  # how often a process looks for a request that another one heard
 _ANSWER_SECONDS = 60.0
 _UNWIND_SECONDS = 2.0  # how long the main thread may take to leave at once by itself
+_NOTHING = "before the first step there is nothing to save"
 _SHOW_CURSOR = b"\x1b[?25h"
 
 
@@ -130,14 +131,14 @@ class StopRequest:
                 continue
             now = time.monotonic()
             if self._heard is not None and now - first > _SAME_SECONDS:
-                self._leave(self._heard)
+                self._leave(self._heard, "a second signal came")
             elif self._heard is None:
                 self._heard, first = signal.Signals(number), now
                 self.on_signal(self._heard)
                 if self._agreement:
                     self._agreement.ask(self._heard)
                 elif not self._under_way:
-                    self._leave(self._heard)
+                    self._leave(self._heard, _NOTHING)
         for end in self._pipe:
             os.close(end)
 
@@ -146,13 +147,15 @@ class StopRequest:
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # the service is gone: JAX ends this process
             while not self._done.wait(_POLL_SECONDS):
                 if (heard := agreement.asked()) is not None:
-                    if not agreement.agree(lambda: self._under_way):
-                        self._leave(heard)
+                    if why := agreement.agree(lambda: self._under_way):
+                        self._leave(heard, why)
                     return
 
-    def _leave(self, why: signal.Signals) -> None:
+    def _leave(self, by: signal.Signals, why: str) -> None:
         """End this process at once: by the main thread if it runs Python, else, or if that takes long, without it."""
-        self.signal, self._leaving = why, True
+        self.signal, self._leaving = by, True
+        with contextlib.suppress(OSError):
+            os.write(2, f"stopped by {by.name}, at once: {why}; what is on the disk is whole\n".encode())
         main = threading.main_thread().ident
         assert main is not None
         signal.pthread_kill(main, next(iter(self._before)))  # has Python call `_handle`
@@ -161,7 +164,6 @@ class StopRequest:
         with contextlib.suppress(OSError):
             if os.isatty(2):
                 os.write(2, _SHOW_CURSOR)  # a progress bar hides it
-            os.write(2, f"stopped by {why.name}; nothing was being saved, or it was not finished\n".encode())
         distributed.leave_after_failure(self.exit_code)
         os._exit(self.exit_code)
 
@@ -199,15 +201,15 @@ class _Agreement:
             self._polls += 1
             return 0 <= self._stop_at <= self._polls
 
-    def agree(self, under_way: Callable[[], bool]) -> bool:
+    def agree(self, under_way: Callable[[], bool]) -> str | None:
         """Agree on the poll to stop at. All processes call it, in a thread, once one of them has asked.
 
         Args:
             under_way: whether this process has a step to save.
 
         Returns:
-            True if the processes stop at a poll; False if one of them has nothing to save, or does not answer, so that
-            all leave at once.
+            None if the processes stop at a poll; why they leave at once if one of them has nothing to save, or does not
+            answer.
         """
         with self.lock:
             self.signal = self.asked()
@@ -216,9 +218,9 @@ class _Agreement:
             try:
                 self._client.wait_at_barrier(f"{self._prefix}/answered", int(_ANSWER_SECONDS * 1000))
             except jax.errors.JaxRuntimeError:
-                return False
+                return f"a process did not answer in {_ANSWER_SECONDS:.0f} seconds"
             answers = [int(text) for _, text in self._client.key_value_dir_get(f"{self._prefix}/polls")]
             if min(answers) < 0:
-                return False
+                return _NOTHING
             self._stop_at = max(answers) + 1
-            return True
+            return None
