@@ -201,7 +201,7 @@ def _error(seen: Seen, count: int) -> list[str]:
 
 def _killed(seen: Seen, count: int, now: float) -> list[str]:
     who = "It" if count == 1 else f"Process {seen.rank}"
-    others = "" if count == 1 else " Before the others did; these lost it."
+    others = "" if count == 1 else " It was the first: the others lost it."
     return [
         f"{who} ended without a word after step {seen.step:,}, while {seen.doing}; its last sign of life is of "
         f"{_clock(seen.last['time'])}, {_ago(now - seen.last['time'])} ago.{others}",

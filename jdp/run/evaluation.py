@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,20 +20,17 @@ from jdp.core.state import TrainState
 from jdp.data import Source, batch_count
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.schema.fields import ALL
-from jdp.guard.watch import Watch
-from jdp.run.signals import StopRequest
 
 Row = dict[str, float]
 
 
-def evaluate(assembly: Assembly, state: TrainState, stop: StopRequest, watch: Watch) -> Row | None:
+def evaluate(assembly: Assembly, state: TrainState, goes_on: Callable[[], bool] = lambda: True) -> Row | None:
     """Evaluate every data set, with the averaged parameters where there are any (`optimizer.ema_decay`).
 
     Args:
         assembly: the run's.
         state: the whole state.
-        stop: asked at each batch; then the evaluation is left out, on all processes.
-        watch: told of each batch.
+        goes_on: asked after each batch; False leaves the evaluation out, on all processes alike.
 
     Returns:
         "eval_loss" in nats, "eval_accuracy" or "eval_bits_per_token", "eval_NAME_loss", …; None if the run stops.
@@ -40,7 +38,7 @@ def evaluate(assembly: Assembly, state: TrainState, stop: StopRequest, watch: Wa
     state = assembly.averaged(state)
     row: Row = {}
     for name, source in assembly.eval_sets.items():
-        means = _means(assembly, state, source, stop, watch)
+        means = _means(assembly, state, source, goes_on)
         if means is None:
             return None
         row |= {f"{name}_{metric}": value for metric, value in means.items()}
@@ -55,7 +53,7 @@ def coverage(assembly: Assembly) -> str | None:
     return f'evaluations read {", ".join(partial)} (train.eval_batches = "{ALL}" reads all)' if partial else None
 
 
-def _means(assembly: Assembly, state: TrainState, source: Source, stop: StopRequest, watch: Watch) -> Row | None:
+def _means(assembly: Assembly, state: TrainState, source: Source, goes_on: Callable[[], bool]) -> Row | None:
     """Return Σ mean · weight / Σ weight of each metric over the batches of one data set; None if the run stops."""
     totals: Row = {}
     weight = 0.0
@@ -63,14 +61,13 @@ def _means(assembly: Assembly, state: TrainState, source: Source, stop: StopRequ
     limit = None if isinstance(most, str) else most
     with assembly.feed(source, seed=0, shuffle=most != ALL, epochs=1, most=limit) as batches:
         for batch in batches:
-            if stop.poll():
-                return None
             values = {name: float(value) for name, value in jax.device_get(assembly.eval_step(state, batch)).items()}
             share = values.pop("weight")
             weight += share
             if share:
                 totals = {name: totals.get(name, 0.0) + value * share for name, value in values.items()}
-            watch.batch()
+            if not goes_on():
+                return None
     means = {name: total / weight for name, total in sorted(totals.items(), reverse=True)}  # the loss first
     return means | ({"bits_per_token": means["loss"] / math.log(2)} if assembly.experiment.kind == "text" else {})
 

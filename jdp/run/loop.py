@@ -157,6 +157,11 @@ class Outputs:
     watch: Watch
     started: float = field(default_factory=time.perf_counter)
 
+    def goes_on(self) -> bool:
+        """Return whether an evaluation goes on after a batch."""
+        self.watch.batch()
+        return not self.stop.poll()
+
 
 def _loop(assembly: Assembly, state: TrainState, progress: Progress, out: Outputs) -> TrainState:
     """Step until the end, an early stop or a signal; return the state of the last step, which is saved."""
@@ -218,7 +223,7 @@ def _evaluate_if_due(assembly: Assembly, state: TrainState, progress: Progress, 
     if not _evaluation_due(done, settings) or progress.evaluated == done:
         return False
     with out.watch.during("eval"):
-        row = evaluate(assembly, state, out.stop, out.watch)
+        row = evaluate(assembly, state, out.goes_on)
     if row is None:
         return False
     progress.evals, progress.evaluated = row, done

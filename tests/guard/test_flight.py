@@ -86,7 +86,7 @@ def test_a_disk_that_cannot_be_written_stops_the_recorder_only(tmp_path, monkeyp
 
 
 def test_what_a_step_costs(tmp_path):
-    """18 µs on a loaded core, below 0.02 % of a quickstart step, which takes 100 ms and more; held to 100 times that."""
+    """18 µs on a loaded core, below 0.02 % of a quickstart step, of 100 ms or more; held to 100 times that."""
     with Watch(Flight(tmp_path, 0), Deadline()) as watch:
         watch.resumed(0)
         start = time.process_time()
