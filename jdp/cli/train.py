@@ -52,7 +52,8 @@ def _train(options: Options, overrides: dict[str, str]) -> dict[str, Any]:
     from jdp.guard.deadline import set_xla_timeout
     from jdp.run import loop  # takes a second, in which JAX would hear a signal and tell nobody
 
-    limit = set_xla_timeout(os.environ, 2 * experiment.guard.first_deadline_seconds)
+    seconds = 2 * experiment.guard.first_deadline_seconds if experiment.devices is None else 0
+    limit = set_xla_timeout(os.environ, seconds)
     distributed.initialize()
     check_for_devices(experiment, jax.device_count())
     if limit is not None:

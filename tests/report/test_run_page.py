@@ -100,6 +100,11 @@ def test_the_page_has_the_numbers_of_the_run():
         assert expected in found.text, expected
 
 
+def test_the_goodput_is_among_what_happened():
+    assert "Goodput 91 % of 2 h; saving 5.1 %." in run_page([run_of(goodput="goodput 91 % of 2 h; saving 5.1 %")])
+    assert "Goodput" not in run_page([run_of()])
+
+
 def test_it_loads_nothing_from_outside():
     text = text_of_two()
     found = Reader(text)

@@ -14,6 +14,8 @@ import pytest
 import jdp
 from jdp.checkpoint import Checkpoints
 from jdp.cli.main import main
+from jdp.guard.flight import read_ranks
+from jdp.guard.goodput import KINDS
 from jdp.run import signals
 from jdp.run.outputs.metrics import read
 
@@ -118,6 +120,19 @@ def test_writes_what_it_promises(whole):
     text = (whole / "experiment.toml").read_text()
     assert "checkpoint_every = 3" in text and "weight_decay" in text  # as resolved: defaults too
     assert list(whole.glob("events.out.tfevents.*"))
+
+
+def test_the_recorder_and_the_goodput_of_a_run(whole):
+    events = read_ranks(whole / "flight")[0]
+    assert [event["step"] for event in events if event["event"] == "step"] == list(range(1, 9))
+    phases = [event["doing"] for event in events if event["event"] == "begin"]
+    assert phases[:2] == ["restore", "compile"] and phases.count("eval") == 2 and phases.count("save") == 3
+    left = next(event for event in events if event["event"] == "left")
+    assert (left["how"], left["step"]) == ("finished", 8)
+    goodput = json.loads((whole / "summary.json").read_text())["goodput"]
+    assert goodput["visits"] == 1 and 0 < goodput["share"] < 1
+    parts = sum(goodput[name] for name in (*KINDS, "other"))
+    assert parts == pytest.approx(goodput["seconds"])
 
 
 def test_stop_and_resume_is_bitwise_the_undisturbed_run(whole, experiment, monkeypatch, capsys):
