@@ -40,6 +40,8 @@ FAST = (
     "foresight/test_max_batch.py",
     "foresight/test_zero_formula.py",
     "checkpoint/test_safetensors_files.py",
+    "guard/test_diagnosis.py",
+    "guard/test_goodput.py",
     "report/test_plan_page.py::test_hostile_names_stay_text",
     "report/test_plan_page.py::test_one_script_whose_digest_the_policy_names",
     "report/test_plan_page.py::test_text_is_escaped_and_markup_is_not",

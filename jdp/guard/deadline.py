@@ -102,11 +102,19 @@ class Deadline:
         self._once, self._step, self._doing, self._since = False, step, doing, now
 
     def beat(self, doing: str) -> None:
-        """Say that a part ended, and what begins now, such as the next batch of an evaluation; it is not a step."""
+        """Say that a part ended, such as a batch of an evaluation, which is not a step.
+
+        Args:
+            doing: what begins now, for messages.
+        """
         self._doing, self._since, self._once = doing, time.monotonic(), False
 
     def says(self, doing: str) -> None:
-        """Say what goes on, for messages; the time runs on."""
+        """Say what goes on; the time runs on.
+
+        Args:
+            doing: what it is, for messages.
+        """
         self._doing = doing
 
     @contextlib.contextmanager
