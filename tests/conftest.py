@@ -8,6 +8,9 @@ import os
 import shutil
 import tempfile
 from importlib import metadata
+from pathlib import Path
+
+import assembler
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # An eighth of the compile time; what XLA's own passes do - partitioning, fusion, scheduling - stays as it is. One LLVM
@@ -22,6 +25,9 @@ if metadata.version("jaxlib").startswith("0.10."):  # later ones have no such fl
 if "JDP_CACHE_DIR" not in os.environ:  # workers share the one that pytest itself makes
     os.environ["JDP_CACHE_DIR"] = tempfile.mkdtemp(prefix="jdp-tests-")
     atexit.register(shutil.rmtree, os.environ["JDP_CACHE_DIR"], ignore_errors=True)
+
+if not Path("/proc/driver/nvidia").exists():  # where there is a GPU, programs run on it
+    assembler.stand_in(Path(os.environ["JDP_CACHE_DIR"], "assembler"))
 
 import jax
 import pytest
