@@ -7,6 +7,7 @@
 | 2         | a user's mistake: `error: …` on stderr                                                              |
 | 70        | a fault of the program: its traceback on stderr; or another process of the run left: a line there   |
 | 75        | run again: stopped by SIGTERM, SIGHUP or SIGUSR1, after saving; or a step did not end in time       |
+| 78        | the processes of the run do not match; each says in what: to be mended before it is run again       |
 | 130       | stopped by Ctrl-C, after saving                                                                     |
 | 141       | whoever read stdout has left, as `head` does                                                        |
 
@@ -80,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         is_mistake = _is_users_mistake(error)
         message = f"error: {_printable(error)}" if is_mistake else traceback.format_exc()
         print(f"{_prefix()}{message}", file=sys.stderr)
-        return _leave(USER_ERROR if is_mistake else SOFTWARE_ERROR)
+        return _leave(getattr(error, "exit_code", USER_ERROR) if is_mistake else SOFTWARE_ERROR)
 
 
 def _open_closed_streams() -> None:

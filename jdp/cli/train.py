@@ -38,7 +38,7 @@ def run(arguments: list[str]) -> int:
 def _train(options: Options, overrides: dict[str, str]) -> dict[str, Any]:
     """Validate, choose the platform, join the cluster, check the number of devices, run; return the summary."""
     from jdp.core.machine import choose_platform
-    from jdp.experiment.file import check_for_devices, load
+    from jdp.experiment.file import check_for_devices, load, to_toml
     from jdp.run.outputs.profiler import profiled_steps
 
     experiment = load(options.file, overrides)
@@ -47,7 +47,7 @@ def _train(options: Options, overrides: dict[str, str]) -> dict[str, Any]:
 
     import jax
 
-    from jdp.core import distributed
+    from jdp.core import distributed, handshake
     from jdp.core.notices import notice
     from jdp.guard.deadline import set_xla_timeout
     from jdp.run import loop  # takes a second, in which JAX would hear a signal and tell nobody
@@ -55,6 +55,8 @@ def _train(options: Options, overrides: dict[str, str]) -> dict[str, Any]:
     seconds = 2 * experiment.guard.first_deadline_seconds if experiment.devices is None else 0
     limit = set_xla_timeout(os.environ, seconds)
     distributed.initialize()
+    handshake.check_experiment(to_toml(experiment))
+    handshake.check_device_counts()
     check_for_devices(experiment, jax.device_count())
     if limit is not None:
         notice(limit)

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jdp.core import distributed
+from jdp.core.coordination import coordination_client, joined_as
 from jdp.core.meeting import WAIT_SECONDS, Store, named
 from jdp.core.notices import notice
 
@@ -32,7 +32,17 @@ TEXT_LIMIT = 1_000_000  # characters of a fact that are compared line by line on
 SHOWN = 160  # characters of a line that an error shows
 
 # For each group of processes, the number of agreements so far: all make them in the same order.
-_rounds: Counter[tuple[int, ...]] = Counter()
+_rounds: Counter[str] = Counter()
+
+
+class Mismatch(ValueError):
+    """Processes differ that must not. Raised on all of them, with the same text; a new start alone does not mend it.
+
+    Attributes:
+        exit_code: of a process that ends with it.
+    """
+
+    exit_code = 78
 
 
 @dataclass(frozen=True)
@@ -70,19 +80,42 @@ def agree(caller: str, facts: Sequence[Fact], mesh: Mesh, *, wait_seconds: float
         wait_seconds: how long to wait for the others to call it.
 
     Raises:
-        ValueError: a fact differs; raised on every process, with the same text.
+        Mismatch: a fact differs; raised on every process, with the same text.
         LostPeer: a process did not come; raised on those that did.
     """
     members = processes_of(mesh)
-    if len(members) == 1:
-        return
-    client = distributed.coordination_client()
+    if len(members) > 1:
+        _agree(caller, facts, members, wait_seconds)
+
+
+def agree_all(caller: str, facts: Sequence[Fact], *, wait_seconds: float = WAIT_SECONDS) -> None:
+    """Compare this process' facts with those of all others. It starts no backend.
+
+    They meet even if they differ in how many they think they are: the service knows.
+
+    Args:
+        caller, facts, wait_seconds: as for `agree`.
+
+    Raises:
+        Mismatch: a fact differs; raised on every process, with the same text.
+        LostPeer: a process did not come; raised on those that did.
+    """
+    if joined := joined_as():
+        _agree(caller, facts, tuple(range(joined[1])), wait_seconds, everyone=True)
+
+
+def _agree(
+    caller: str, facts: Sequence[Fact], members: tuple[int, ...], wait_seconds: float, *, everyone: bool = False
+) -> None:
+    """Compare facts among `members`; with `everyone`, among all that have joined. Raises as `agree` does."""
+    client = coordination_client()
     if client is None:
         notice("several processes without JAX's coordination service: whether they agree is not checked")
         return
     facts = [Fact("The place in the program", caller, "Every process makes the same calls, in the same order."), *facts]
-    _rounds[members] += 1
-    store = Store(client, f"jdp/agree/{_digest(repr(members).encode())}/{_rounds[members]}", members)
+    group = "all" if everyone else repr(members)
+    _rounds[group] += 1
+    store = Store(client, f"jdp/agree/{_digest(group.encode())}/{_rounds[group]}", members, everyone)
     store.put("facts", json.dumps([fact.digest for fact in facts]))
     _meet(store, "come", wait_seconds, caller)
     first = store.me == members[0]
@@ -100,7 +133,7 @@ def agree(caller: str, facts: Sequence[Fact], mesh: Mesh, *, wait_seconds: float
     message = store.get("message", members[0], ANSWER_SECONDS)
     with contextlib.suppress(RuntimeError):  # the store is the first process': it stays until all have read
         _meet(store, "read", ANSWER_SECONDS, caller)
-    raise ValueError(message)
+    raise Mismatch(message)
 
 
 def _meet(store: Store, name: str, seconds: float, caller: str) -> None:

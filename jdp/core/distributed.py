@@ -21,13 +21,15 @@ from types import TracebackType
 from typing import Any
 
 import jax
-from jax._src import cloud_tpu_init  # nothing public says whether this is a TPU VM ...
-from jax._src.distributed import global_state  # ... nor who we are without starting a backend
+from jax._src import cloud_tpu_init  # nothing public says whether this is a TPU VM
+
+from jdp.core.coordination import LostPeer, coordination_client, joined_as
+from jdp.core.handshake import check_environment
 
 HEARTBEAT_SECONDS = 30  # a process without a heartbeat for so long is lost, and all others are ended
 SHUTDOWN_SECONDS = 60  # how long a process that has finished waits for the others
 LAST_WORDS_SECONDS = 1.0  # process 0 stays so long after a failure: when it ends, JAX aborts the others at once
-FAILED, LOST, INTERRUPTED = 1, 70, 130  # exit codes: an exception, the others did not arrive, Ctrl-C
+FAILED, INTERRUPTED = 70, 130  # exit codes: an exception, or the others did not arrive; Ctrl-C
 
 _NO_PROXY = "no_grpc_proxy"  # gRPC reads this name, in lower case
 _LOST_PEER = re.compile(  # messages of Gloo, of JAX's coordination service, and of NCCL
@@ -35,10 +37,6 @@ _LOST_PEER = re.compile(  # messages of Gloo, of JAX's coordination service, and
     re.IGNORECASE,
 )
 JDP_VARIABLES = ("JDP_COORDINATOR", "JDP_NUM_PROCESSES", "JDP_PROCESS_ID")
-
-
-class LostPeer(RuntimeError):
-    """A process did not come to where all meet, or did not say what the others wait for; the message names it."""
 
 
 @dataclass(frozen=True)
@@ -87,9 +85,12 @@ def initialize(
     `jdp launch`, `srun` or `mpirun`, in an indexed Kubernetes job or on a TPU pod no argument is needed. On a single
     machine it returns at once.
 
-    After joining, an uncaught exception ends this process at once, with exit code 1, after its traceback; otherwise the
-    other processes would wait for it in their next collective. `sys.excepthook` is chained, not replaced. A process
-    that ends normally waits up to a minute for the others to end, and reports if they do not.
+    After joining, an uncaught exception ends this process at once, with exit code 70, after its traceback; otherwise
+    the other processes would wait for it in their next collective. `sys.excepthook` is chained, not replaced. A
+    process that ends normally waits up to a minute for the others to end, and reports if they do not.
+
+    The processes compare their versions, jdp's source and how many they are; if one differs all raise the same error,
+    and end with exit code 78: starting again alone does not help.
 
     Args:
         coordinator: "HOST:PORT" of process 0, the same in all processes.
@@ -100,6 +101,7 @@ def initialize(
     Raises:
         ValueError: only some of the first three arguments are given, or they contradict each other or the cluster that
             is joined already; or a variable of `jdp launch` is not a whole number.
+        Mismatch: a ValueError; the processes were not started alike.
         RuntimeError: there is a cluster, but it could not be joined.
     """
     cluster = find_cluster(os.environ, coordinator, num_processes, process_id)
@@ -117,6 +119,7 @@ def initialize(
             "(to train on its own all the same, set JDP_NUM_PROCESSES=1)"
         ) from error
     _leave_when_failed()
+    check_environment()
 
 
 def find_cluster(
@@ -151,19 +154,6 @@ def find_cluster(
     if int(environment.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
         return Cluster("Open MPI")
     return _tpu_or_kubernetes(environment)
-
-
-def joined_as() -> tuple[int, int] | None:
-    """Return (process id, number of processes) in the cluster that this process has joined, else None.
-
-    Unlike `jax.process_index()` it starts no backend, and so never waits for a peer.
-    """
-    return (global_state.process_id, global_state.num_processes) if jax.distributed.is_initialized() else None
-
-
-def coordination_client() -> Any:
-    """Return the client of JAX's coordination service: barriers and a key-value store; None outside of a cluster."""
-    return global_state.client
 
 
 def is_lost_peer(error: BaseException) -> bool:
@@ -210,8 +200,12 @@ class _LeavingHook:
         try:
             self.before(kind, error, trace)
         finally:
-            code = INTERRUPTED if issubclass(kind, KeyboardInterrupt) else FAILED
-            leave_after_failure(code, lost_peer=is_lost_peer(error))
+            leave_after_failure(_exit_code(error), lost_peer=is_lost_peer(error))
+
+
+def _exit_code(error: BaseException) -> int:
+    """Return the exit code of a process that ends with this error: its own, where it has one, as `Mismatch` has."""
+    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", FAILED)
 
 
 def _leave_when_failed() -> None:
@@ -225,7 +219,7 @@ def _at_exit() -> None:
     """End the process at once after a failure, else when all processes have arrived here."""
     error = getattr(sys, "last_value", None)  # set by Python, even if another hook replaced ours
     if isinstance(error, Exception) and not hasattr(sys, "ps1"):  # in an interactive session it means nothing
-        leave_after_failure(FAILED, lost_peer=is_lost_peer(error))
+        leave_after_failure(_exit_code(error), lost_peer=is_lost_peer(error))
     joined, client = joined_as(), coordination_client()
     if joined is None or client is None:
         return
@@ -240,7 +234,7 @@ def _at_exit() -> None:
             "end together.",
             file=sys.stderr,
         )
-        leave_after_failure(LOST)
+        leave_after_failure(FAILED)
 
 
 def _arguments(cluster: Cluster) -> dict[str, Any]:

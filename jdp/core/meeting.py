@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 import jax
 
-from jdp.core import distributed
-from jdp.core.distributed import LostPeer
+from jdp.core import coordination
+from jdp.core.coordination import LostPeer
 
 WAIT_SECONDS = 600.0  # one process may prepare data, or load weights, while the others wait for it
 _POLL_SECONDS = 0.5  # how often a waiting main thread looks for Python's signal handlers
@@ -91,16 +91,19 @@ class Store:
         client: JAX's client of the coordination service.
         prefix: what the keys begin with.
         members: the processes that meet here.
+        everyone: True if they are all that have joined, of which the service knows more than a process may.
     """
 
     client: Any
     prefix: str
     members: tuple[int, ...]
+    everyone: bool = False
 
     @property
     def me(self) -> int:
         """Index of this process."""
-        return jax.process_index()
+        joined = coordination.joined_as()
+        return joined[0] if joined else jax.process_index()
 
     def put(self, kind: str, text: str) -> None:
         """Publish a text of this process."""
@@ -132,9 +135,9 @@ class Store:
         Raises:
             LostPeer: some did not arrive in time.
         """
-        barrier = f"{self.prefix}/{name}"
+        barrier, members = f"{self.prefix}/{name}", None if self.everyone else list(self.members)
         try:
-            _interruptible(lambda: self.client.wait_at_barrier(barrier, int(seconds * 1000), list(self.members)))
+            _interruptible(lambda: self.client.wait_at_barrier(barrier, int(seconds * 1000), members))
         except jax.errors.JaxRuntimeError as error:
             missing = sorted({*self.members} - self.all(arrived).keys()) if _in_vain(error) else []
             if not missing:
@@ -153,7 +156,7 @@ def named(processes: Sequence[int]) -> str:
 
 def _store(name: str) -> Store:
     """Return the store of the next meeting under this name. Raises ValueError."""
-    client = distributed.coordination_client()
+    client = coordination.coordination_client()
     if client is None:
         raise ValueError(
             f"Several processes meet through JAX's coordination service ({name}); given {jax.process_count()} "

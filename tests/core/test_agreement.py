@@ -108,12 +108,12 @@ def reported(tmp_path_factory):
 
 
 WORDS = {
-    "key": r"ValueError: The key must be the same on every process, at init_state; process 1 differs: process 0 has .*"
+    "key": r"Mismatch: The key must be the same on every process, at init_state; process 1 differs: process 0 has .*"
     r"\[0, 0\], process 1 has .*\[0, 1\]\. Make it of one number .*jax\.random\.key\(0\)",
-    "numpy randomness": r"ValueError: The program \(its constants too\) must be the same .*, at init_state; process 1 "
+    "numpy randomness": r"Mismatch: The program \(its constants too\) must be the same .*, at init_state; process 1 "
     r"differs: process 0 has .*constant dense<#.*tensor<32x32xf32>.* numpy's or Python's own random numbers",
-    "plan": "ValueError: The plan must be the same .*: process 0 has ddp, process 1 has zero1",
-    "rows": r"ValueError: The batch's shapes and dtypes must be the same on every process, at the train step; process "
+    "plan": "Mismatch: The plan must be the same .*: process 0 has ddp, process 1 has zero1",
+    "rows": r"Mismatch: The batch's shapes and dtypes must be the same on every process, at the train step; process "
     r"1 differs: process 0 has x: float32\[8, 4\], process 1 has x: float32\[16, 4\]\. .*jdp\.process_rows",
     "dtypes": r"process 0 has x: float32\[8, 4\], process 1 has x: int32\[8, 4\]",
     "program": r"The program .*at the train step; process 1 differs: process 0 has .*dense<1\.0.*"
@@ -180,7 +180,7 @@ def test_the_many_are_right_and_the_few_are_named(monkeypatch):
         for rank in range(1, 6)
     }
     monkeypatch.setattr(
-        agreement.distributed, "coordination_client", lambda: OneStore(heard | {f"{prefix}/text/2": theirs.text})
+        agreement, "coordination_client", lambda: OneStore(heard | {f"{prefix}/text/2": theirs.text})
     )
     with pytest.raises(ValueError) as caught:
         agree("here", [ours], jdp.make_mesh(data=8))
@@ -214,7 +214,7 @@ def test_large_constants_are_compared_by_digest():
 
 
 def test_a_single_process_asks_nobody(monkeypatch):
-    monkeypatch.setattr(agreement.distributed, "coordination_client", lambda: 1 / 0)
+    monkeypatch.setattr(agreement, "coordination_client", lambda: 1 / 0)
     agree("here", [], jdp.make_mesh(data=8))
     mesh = SimpleNamespace(devices=np.array([SimpleNamespace(process_index=i % 3) for i in range(6)]))
     assert agreement.processes_of(mesh) == (0, 1, 2)

@@ -12,7 +12,7 @@ import pytest
 
 from jdp.core import distributed
 from jdp.core.distributed import Cluster, find_cluster, first_host, initialize
-from jdp.launch.local import launch
+from jdp.launch import launch
 
 ROOT = Path(__file__).parents[2]
 
@@ -249,7 +249,7 @@ def test_who_raised_is_named_and_not_who_waits(together: Callable[[str], tuple[i
     first, _, joining = JOIN.partition("distributed.initialize")
     text = first + HOOK + _ + joining if when == "before" else JOIN + setting
     code, out, err = together(text + WAIT_FOR_EACH_OTHER)
-    assert code == 1 and "process 1 of 2 ended with exit code 1. Its last output:" in err
+    assert code == 70 and "process 1 of 2 ended with exit code 70. Its last output:" in err
     assert "    KeyError: 'the cause'\n" in err
     assert "[1] my own hook saw KeyError\n" in out
     assert ("[1] process 1 of 2 ends with an error:\n" in out) == (when == "before")
@@ -293,7 +293,7 @@ def test_the_hook_is_put_in_once_and_only_in_a_cluster(joining: dict[str, Any], 
         assert slept == expected, "who lost a peer lets the cause end first"
         assert shown[-1] == (type(error), error, None)
     hook(KeyboardInterrupt, KeyboardInterrupt(), None)
-    assert left == [1, 1, 130]
+    assert left == [70, 70, 130]
 
 
 def test_alone_a_failure_leaves_by_the_ordinary_way():

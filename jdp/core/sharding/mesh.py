@@ -27,6 +27,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from jdp.core.handshake import check_device_counts
 from jdp.core.machine import choose_platform
 from jdp.core.notices import notice
 from jdp.core.toml import LONGEST, cut
@@ -57,10 +58,11 @@ def make_mesh(*, devices: Sequence[Device] | None = None, **axes: int) -> Mesh:
 
     Raises:
         ValueError: there are no devices or no `data` axis, a size is not positive, or the sizes do not multiply to the
-            number of devices.
+            number of devices; or, as `Mismatch`, `devices` is None and a process has more of them than another.
     """
     if devices is None:
         choose_platform()
+        check_device_counts()
     chosen = _host_by_host(jax.devices() if devices is None else devices)
     if not chosen:
         raise ValueError("A mesh needs at least one device; there are 0 devices. Leave `devices` out for all.")
