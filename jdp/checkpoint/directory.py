@@ -28,6 +28,7 @@ from jdp.core.notices import notice
 from jdp.core.state import TrainState
 from jdp.core.types import PyTree
 from jdp.core.user_path import user_path
+from jdp.launch.progress import note_progress
 
 
 class Checkpoints:
@@ -240,6 +241,8 @@ class Checkpoints:
             self._manager.wait_until_finished()
             if jax.process_index() == 0:
                 ownership.unmark(self.directory, [*self._deleting, *([] if self._saving is None else [self._saving])])
+                if self._saving is not None:
+                    note_progress(self._saving)
         self._saving, self._deleting = None, []
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""`jdp launch`: several processes on this machine."""
+"""`jdp launch`: several processes as one cluster, started again when they fail."""
 
 import importlib.util
 import os
@@ -7,12 +7,15 @@ import sys
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from jdp.cli import sweep, train_options
 from jdp.cli.options import UsageError, parse, parse_with_overrides
+
+if TYPE_CHECKING:
+    from jdp.experiment.schema.experiment import Experiment
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,12 @@ class Options:
     COMMAND [its arguments], such as python PROGRAM.py: anything on the PATH.
 
     Each line of output begins with the number of its process: [0] ... When a process fails, the others are ended, and
-    the last line says which one failed first, and how; the exit code is that process's. Ctrl-C and SIGTERM are passed
+    the last lines say which one failed first, and how; the exit code is that process's. Ctrl-C and SIGTERM are passed
     on. With --sweep among the options of `jdp train`, its runs are launched one after another.
+
+    With --max-restarts all are then started again, and an experiment resumes from its newest checkpoint; not after exit
+    codes 1, 2 (a mistake), 78 (processes that do not match) and 130 (Ctrl-C), and not a second time without a new
+    checkpoint in between.
     """
 
     processes: Annotated[int, tyro.conf.arg(aliases=("-n",), metavar="N")]
@@ -38,6 +45,11 @@ class Options:
     `devices`, else one)."""
     run_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Folder that holds the runs, as for `jdp train`."""
+    max_restarts: Annotated[int, tyro.conf.arg(metavar="N")] = 0
+    """How often all processes are started again after one has failed."""
+    log_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Folder of a log file for each process, rank-00000.log; that of the attempt before is rank-00000.1.log (default:
+    for an experiment RUN_DIR/NAME/logs, else none)."""
     json: bool = False
     """Stdout is that of process 0, one JSON object; everything else goes to stderr."""
 
@@ -55,13 +67,18 @@ def run(arguments: list[str]) -> int:
 def _launch(options: Options, command: list[str]) -> int:
     """Check what can be checked once, in this process, then start the processes. Raises UsageError."""
     from jdp.core.machine import visible_gpus
-    from jdp.launch.local import launch as start
+    from jdp.launch.output import LOGS
+    from jdp.launch.supervisor import launch as start
 
     if options.processes < 1:
         raise UsageError(f"-n must be 1 or more processes; given {options.processes}: raise it")
-    environment = dict(os.environ)
+    if options.max_restarts < 0:
+        raise UsageError(f"--max-restarts must be 0 or more; given {options.max_restarts}: 0 starts nothing again")
+    environment, log_dir = dict(os.environ), options.log_dir
     command = [_expand_home(command[0]), *command[1:]]
-    if (started := _program(command)) is not None:
+    started = _program(command)
+    is_experiment = started is None
+    if started is not None:
         if options.run_dir is not None:
             raise UsageError("--run-dir is for experiments; given a program: give it its options after its name")
         _check_exists(started)
@@ -70,14 +87,13 @@ def _launch(options: Options, command: list[str]) -> int:
         added += [f"--run-dir={_expand_home(str(options.run_dir))}"] if options.run_dir is not None else []
         given, overrides = parse_with_overrides(train_options.Options, "train", [*command, *added])
         if given.sweep:
-            count = options.devices_per_process
-            more = [] if count is None else [f"--devices-per-process={count}"]
-            each = [sys.executable, "-m", "jdp", "launch", f"-n={options.processes}", *more, "--"]  # a cluster a run
-            return sweep.run(given, overrides, each, processes=options.processes)
+            return sweep.run(given, overrides, _one_of_a_sweep(options), processes=options.processes)
         if options.devices_per_process is not None and not visible_gpus(environment):
             added += [f"--devices={options.devices_per_process}"]
-        if _check_before_launch([*command, *added], options.processes):
+        experiment = _check_before_launch([*command, *added], options.processes)
+        if experiment.devices is not None:
             environment["JAX_PLATFORMS"] = "cpu"
+        log_dir = log_dir or given.run_dir / experiment.name / LOGS
         started = [sys.executable, "-m", "jdp", "train", *command, *added]
     return start(
         started,
@@ -85,7 +101,20 @@ def _launch(options: Options, command: list[str]) -> int:
         devices_per_process=options.devices_per_process,
         clean_stdout=options.json or "--json" in command,
         environment=environment,
+        max_restarts=options.max_restarts,
+        log_dir=log_dir,
+        reports_progress=is_experiment,
     )
+
+
+def _one_of_a_sweep(options: Options) -> list[str]:
+    """Return what starts one run of a sweep, a cluster of its own. Raises UsageError."""
+    if options.log_dir is not None:
+        raise UsageError("the runs of a sweep have a folder of logs each, RUN_DIR/NAME/logs: leave --log-dir out")
+    count = options.devices_per_process
+    more = [] if count is None else [f"--devices-per-process={count}"]
+    more += [f"--max-restarts={options.max_restarts}"] if options.max_restarts else []
+    return [sys.executable, "-m", "jdp", "launch", f"-n={options.processes}", *more, "--"]
 
 
 def _program(command: list[str]) -> list[str] | None:
@@ -133,8 +162,8 @@ def _expand_home(word: str) -> str:
         raise UsageError(f"there is no home folder {Path(word).parts[0]}, in {word}: write the folder") from None
 
 
-def _check_before_launch(arguments: list[str], processes: int) -> bool:
-    """Report a mistake in the experiment once, instead of in every process; return True if it sets `devices`."""
+def _check_before_launch(arguments: list[str], processes: int) -> "Experiment":
+    """Report a mistake in the experiment once, instead of in every process; return the experiment."""
     from jdp.experiment.file import check_for_devices, load
     from jdp.run.outputs.profiler import profiled_steps
 
@@ -143,4 +172,4 @@ def _check_before_launch(arguments: list[str], processes: int) -> bool:
     profiled_steps(options.profile, experiment.train.steps)
     if experiment.devices is not None:
         check_for_devices(experiment, processes * experiment.devices)
-    return experiment.devices is not None
+    return experiment

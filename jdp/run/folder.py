@@ -25,6 +25,7 @@ from jdp.core.notices import notice
 from jdp.experiment.file import ExperimentError, from_table, to_toml
 from jdp.experiment.schema.experiment import Experiment
 from jdp.guard.flight import FLIGHT
+from jdp.launch.output import LOGS
 from jdp.run.lock import LOCK, locked
 from jdp.run.outputs.history import HISTORY
 from jdp.run.outputs.metrics import EVENTS, JSONL
@@ -142,7 +143,7 @@ def _check_free(experiment: Experiment, folder: Path) -> None:
 def _is_unused(folder: Path) -> bool:
     """Return True if it has only what a visit begins with: no row of metrics, no checkpoint, no other file."""
     empty = {folder / JSONL, folder / CHECKPOINTS}
-    known = {*empty, *_files(folder), folder / FLIGHT}
+    known = {*empty, *_files(folder), folder / FLIGHT, folder / LOGS}
     return not set(folder.iterdir()) - known and not any(map(_holds_something, empty))
 
 

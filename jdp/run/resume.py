@@ -12,6 +12,7 @@ from jdp.core.state import TrainState
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError
 from jdp.experiment.schema.experiment import Experiment
+from jdp.launch.progress import note_progress
 from jdp.run.evaluation import Best
 from jdp.run.folder import CHECKPOINTS
 from jdp.run.initial_weights import load_parameters
@@ -28,6 +29,9 @@ def open_checkpoints(experiment: Experiment, folder: Path) -> Checkpoints:
 def start(assembly: Assembly, saved: Checkpoints) -> tuple[TrainState, Progress, str | None]:
     """Restore the newest checkpoint onto the run's plan, or make a fresh state, with the weights of `train.init_from`.
 
+    Report the step to the supervisor that may restart the run: a checkpoint that was committed in the background, just
+    before the run was killed, counts from here on.
+
     Args:
         assembly: the run's.
         saved: its checkpoints.
@@ -41,6 +45,8 @@ def start(assembly: Assembly, saved: Checkpoints) -> tuple[TrainState, Progress,
         ValueError: a checkpoint or file does not fit the model.
     """
     experiment, fingerprint = assembly.experiment, assembly.data.fingerprint
+    if jax.process_index() == 0:
+        note_progress(saved.latest or 0)
     if saved.latest is None:
         progress = Progress.of(experiment, {"fingerprint": fingerprint})
         if experiment.train.init_from is None:

@@ -9,7 +9,7 @@ import pytest
 
 from jdp.core import distributed, meeting
 from jdp.core.meeting import from_first_process, meet, named
-from jdp.launch.local import launch
+from jdp.launch import launch
 
 ROOT = Path(__file__).parents[2]
 

@@ -7,13 +7,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from jdp.core import machine
-from jdp.launch import local
-from jdp.launch.local import launch
+from jdp.launch import gang, launch, supervisor
 
 ROOT = Path(__file__).parents[2]
 WHO = "import os, signal, sys, time; rank = int(os.environ['JDP_PROCESS_ID'])\n"
@@ -84,7 +84,7 @@ os.write(1, b"caf\\xe9, and no newline")
 def test_lines_arrive_while_the_processes_run(tmp_path: Path):
     text = WAIT + "print('first'); wait_for('read')"
     command = [*program(tmp_path, text), str(tmp_path)]
-    code = f"from jdp.launch.local import launch; launch({command!r}, 1)"
+    code = f"from jdp.launch import launch; launch({command!r}, 1)"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
@@ -188,7 +188,7 @@ def test_an_abort_alone_is_reported_as_what_it_is(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     """The other one is up and waits: were it still starting, what ends it could be its own error."""
-    monkeypatch.setattr(local, "SETTLE_SECONDS", 0.2)
+    monkeypatch.setattr(gang, "SETTLE_SECONDS", 0.2)
     text = WAIT + WRITE_PID + "if rank == 0: wait_for('pid.1'); os.abort()\ntime.sleep(60)"
     assert launch([*program(tmp_path, text), str(tmp_path)], 2) == 128 + signal.SIGABRT
     assert "process 0 of 2 ended with signal 6 (SIGABRT) (JAX aborts a process when a peer" in capfd.readouterr().err
@@ -203,7 +203,7 @@ def test_a_process_that_is_killed_is_named_with_the_signal(tmp_path: Path, capfd
 def test_a_process_that_will_not_end_after_anothers_failure_is_killed(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(local, "LAST_WORDS_SECONDS", 0.5)
+    monkeypatch.setattr(gang, "LAST_WORDS_SECONDS", 0.5)
     text = """
 signal.signal(signal.SIGTERM, lambda *_: print("no"))
 open(f"{sys.argv[1]}/pid.{rank}", "w").write(f"{os.getpid()}\\n")
@@ -230,7 +230,7 @@ open(f"{sys.argv[1]}/pid.{rank}", "w").write(f"{child.pid}\\n")
 
 def start_launcher(tmp_path: Path, text: str, grace: float = 20) -> "subprocess.Popen[str]":
     command = [*program(tmp_path, text), str(tmp_path)]
-    code = f"import sys; from jdp.launch.local import launch; sys.exit(launch({command!r}, 2, grace_seconds={grace}))"
+    code = f"import sys; from jdp.launch import launch; sys.exit(launch({command!r}, 2, grace_seconds={grace}))"
     return subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -341,8 +341,8 @@ def test_the_run_folder_may_be_in_the_home_folder(tmp_path: Path, monkeypatch: p
     from jdp.cli import launch as command
 
     seen: list[list[str]] = []
-    monkeypatch.setattr(local, "launch", lambda whole, *_, **__: seen.append(whole) or 0)
-    monkeypatch.setattr(command, "_check_before_launch", lambda *_: False)
+    monkeypatch.setattr(supervisor, "launch", lambda whole, *_, **__: seen.append(whole) or 0)
+    monkeypatch.setattr(command, "_check_before_launch", lambda *_: SimpleNamespace(devices=None, name="x"))
     monkeypatch.setenv("HOME", str(tmp_path))
     assert command.run(["-n", "2", "--run-dir", "~/runs", "--", "~/x.toml"]) == 0
     assert seen[0][4:] == [f"{tmp_path}/x.toml", f"--run-dir={tmp_path}/runs"]

@@ -1,0 +1,212 @@
+"""The processes of one attempt on this machine: started together, watched, and ended together.
+
+`turn`, called again and again, forwards what they write and notices who has ended. When one fails, the others are
+ended: they would wait for it.
+
+Death: the processes end with this one, even if it gets SIGKILL (Linux: PR_SET_PDEATHSIG). Each has its own process
+group, so Ctrl-C reaches it once, forwarded by this one, and what it started itself ends with it.
+"""
+
+import contextlib
+import math
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, Self
+
+from jdp.launch.output import Outputs, Stream
+from jdp.launch.parent_death import ending_with_parent
+
+POLL_SECONDS = 0.05
+SETTLE_SECONDS = 2.0  # after an abort (a peer died), how long the peer that caused it has to end by itself
+ORDERLY = (75, 130)  # exit codes of a process that was stopped and has saved: the others are about to leave too ...
+ORDERLY_SECONDS = 15.0  # ... and may take so long
+LAST_WORDS_SECONDS = 0.8  # after a failure, from SIGTERM to SIGKILL: JAX ignores SIGTERM, and waiting peers hang
+_PEEK = os.WEXITED | os.WNOHANG | os.WNOWAIT
+
+
+@dataclass
+class Child:
+    """One process and its state."""
+
+    rank: int
+    process: "subprocess.Popen[bytes]"
+    streams: list[Stream]
+    ended: float = math.inf  # time.monotonic() when its end was noticed
+    stopped: bool = False  # it was sent SIGTERM because another had failed
+
+    @property
+    def status(self) -> int:
+        """Exit code, or -n after signal n."""
+        return self.process.returncode
+
+    @property
+    def how(self) -> str:
+        """How it ended, in words: "ended with exit code 3", "ended with signal 9 (SIGKILL)"."""
+        if self.ended == math.inf:
+            return "was killed"
+        by = f"exit code {self.status}" if self.status >= 0 else f"signal {-self.status} ({_name(-self.status)})"
+        return f"ended with {by}"
+
+    @property
+    def aborted(self) -> bool:
+        """True if it ended by SIGABRT, with which JAX ends a process whose peer died: never the cause itself."""
+        return self.status == -signal.SIGABRT
+
+    @property
+    def failed(self) -> bool:
+        """True if it ended with an error, and not because it was stopped."""
+        return self.ended < math.inf and self.status != 0 and not self.stopped
+
+    @property
+    def last_words(self) -> list[str]:
+        """The last lines that it wrote."""
+        return [line.decode(errors="replace") for line in self.streams[0].tail]
+
+
+class Gang:
+    """The processes of one attempt on this machine. In `with`; none outlives it.
+
+    Args:
+        command: program and arguments, the same for all.
+        environments: index of the process -> its environment.
+        outputs: where their output goes.
+    """
+
+    def __init__(self, command: Sequence[str], environments: Mapping[int, dict[str, str]], outputs: Outputs) -> None:
+        self.children: list[Child] = []
+        self._selector = selectors.DefaultSelector()
+        self._kill_at = math.inf  # set once all have been asked to end
+        try:
+            for rank, own in environments.items():
+                self.children.append(self._start(command, rank, own, outputs))
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Kill what still runs, and close pipes and log files."""
+        _send_signal(signal.SIGKILL, running(self.children))
+        for key in list(self._selector.get_map().values()):
+            key.data.pipe.close()
+        self._selector.close()
+        for child in self.children:
+            if (log := child.streams[0].log) is not None:
+                log.close(f"process {child.rank} {child.how}")
+
+    @property
+    def cause(self) -> Child | None:
+        """The process that failed first; one that aborted, as a peer had died, counts only if no other failed."""
+        failed = [child for child in self.children if child.failed]
+        return min(failed, key=lambda child: (child.aborted, child.ended), default=None)
+
+    @property
+    def stopping(self) -> bool:
+        """True once the processes have been asked to end."""
+        return self._kill_at < math.inf
+
+    def turn(self) -> bool:
+        """Forward output for a moment; when one has failed, end the others. Return False when all have ended."""
+        if not running(self.children):
+            while self._forward_output(0):
+                pass
+            return False
+        self._forward_output(POLL_SECONDS)
+        now, alive = time.monotonic(), running(self.children)
+        if now >= _stop_at(self.children) and not self.stopping:
+            self.stop()
+        if now >= self._kill_at:
+            _send_signal(signal.SIGKILL, alive)
+        return True
+
+    def stop(self) -> None:
+        """Ask the processes to end, and kill them soon after: another has failed, so they cannot finish."""
+        alive = running(self.children)
+        for child in alive:
+            child.stopped = True
+        _send_signal(signal.SIGTERM, alive)
+        self._kill_at = min(self._kill_at, time.monotonic() + LAST_WORDS_SECONDS)
+
+    def pass_on(self, number: int, grace_seconds: float) -> None:
+        """Pass a signal on that this process got; what has not ended by itself after `grace_seconds` is killed."""
+        _send_signal(number, running(self.children))
+        self._kill_at = min(self._kill_at, time.monotonic() + grace_seconds)
+
+    def _start(self, command: Sequence[str], rank: int, variables: dict[str, str], outputs: Outputs) -> Child:
+        """Start one process in a group of its own and register its pipes."""
+        process = subprocess.Popen(
+            ending_with_parent(command),
+            env=variables,
+            bufsize=0,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE if outputs.separate(rank) else subprocess.STDOUT,
+            process_group=0,
+        )
+        pipes: list[IO[bytes]] = [pipe for pipe in (process.stdout, process.stderr) if pipe is not None]
+        child = Child(rank, process, outputs.streams(rank, pipes))
+        for stream in child.streams:
+            self._selector.register(stream.pipe, selectors.EVENT_READ, stream)
+        return child
+
+    def _forward_output(self, seconds: float) -> bool:
+        """Forward what is in the pipes, waiting for at most `seconds`; return True if there was anything."""
+        if not self._selector.get_map():  # all pipes are closed, but a process lives on
+            time.sleep(seconds)
+            return False
+        events = self._selector.select(seconds)
+        for key, _ in events:
+            stream: Stream = key.data
+            data = os.read(key.fd, 1 << 16)
+            if not data:
+                self._selector.unregister(key.fileobj)
+                stream.pipe.close()
+            stream.write(data)
+        return bool(events)
+
+
+def running(children: list[Child]) -> list[Child]:
+    """Return the processes that run; record the end of the others, and kill what these started themselves.
+
+    Killing comes before waiting for the ended process: until then its number cannot become another's.
+    """
+    for child in children:
+        if child.ended == math.inf and os.waitid(os.P_PID, child.process.pid, _PEEK):
+            _send_signal(signal.SIGKILL, [child])
+            child.process.wait()
+            child.ended = time.monotonic()
+    return [child for child in children if child.ended == math.inf]
+
+
+def _stop_at(children: list[Child]) -> float:
+    """Return when to end those still running: at the first failure; later if the others may leave by themselves."""
+    return min((child.ended + _patience(child) for child in children if child.failed), default=math.inf)
+
+
+def _patience(child: Child) -> float:
+    """Return how many seconds the others have after this one failed: after an abort its cause may follow."""
+    return SETTLE_SECONDS if child.aborted else ORDERLY_SECONDS if child.status in ORDERLY else 0
+
+
+def _send_signal(number: int, children: list[Child]) -> None:
+    """Send a signal to the process group of each child."""
+    for child in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.process.pid, number)
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return "unknown"

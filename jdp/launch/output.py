@@ -1,0 +1,164 @@
+"""The output of the processes: whole lines, each with its process' number, on one stream; and one log file a process.
+
+A process writes stdout and stderr into one pipe, so its lines stay in the order written, and they come out on this
+process' stdout as `[0] line`. With `clean` (for `--json`) that is process 0's stdout, byte for byte, and all else goes
+to stderr with its prefix.
+
+A log file has what the process wrote, as it wrote it. When a process is started again its log is a new file, and the
+one before becomes `rank-00000.1.log`, the one before that `rank-00000.2.log`, up to `KEPT_LOGS`.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+LOGS = "logs"
+"""The folder of the log files in that of a run; it may be there before the run claims its folder."""
+LAST_LINES = 20
+KEPT_LOGS = 9
+_GLOO = re.compile(rb"\[Gloo\] Rank \d+ is connected to \d+ peer ranks[^\[]*")  # printed for every new group: left out
+
+
+def say(text: str) -> None:
+    """Print a line, or several, of `jdp launch` itself on stderr."""
+    print(f"jdp launch: {text}", file=sys.stderr, flush=True)
+
+
+@dataclass
+class Stream:
+    """One output pipe of a process, and where its lines go.
+
+    Attributes:
+        pipe: what the process writes to.
+        target: the stream that people see.
+        prefix: what a line begins with there; empty: everything is passed on unchanged.
+        tail: the last lines, shared by the streams of a process.
+        log: the process' log file, likewise shared; None: it has none.
+    """
+
+    pipe: IO[bytes]
+    target: IO[bytes]
+    prefix: bytes
+    tail: deque[bytes]
+    log: "Log | None"
+    unfinished: bytes = b""
+
+    def write(self, data: bytes) -> None:
+        """Write whole lines with their prefix and keep an unfinished one; empty `data` is the end of the stream."""
+        if self.log is not None:
+            self.log.write(data)
+        if not self.prefix:
+            self.target.write(data)
+        else:
+            *lines, self.unfinished = (self.unfinished + data).split(b"\n")
+            if not data and self.unfinished:
+                lines.append(self.unfinished)
+            lines = [kept for line in lines if (kept := _GLOO.sub(b"", line)) or not line]
+            self.tail.extend(lines)
+            self.target.write(b"".join(self.prefix + line + b"\n" for line in lines))
+        self.target.flush()
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Where the output of all processes goes.
+
+    Attributes:
+        clean: write process 0's stdout unchanged to stdout, and everything else to stderr.
+        log_dir: folder of the log files; None: none are written.
+    """
+
+    clean: bool = False
+    log_dir: Path | None = None
+
+    def separate(self, rank: int) -> bool:
+        """Return True if stdout and stderr of this process go different ways."""
+        return self.clean and rank == 0
+
+    def streams(self, rank: int, pipes: list[IO[bytes]]) -> list[Stream]:
+        """Return the streams of a process that was just started: of stdout, and of stderr where that is separate."""
+        tail, log = deque[bytes](maxlen=LAST_LINES), None
+        if self.log_dir is not None:
+            log = Log.open(self.log_dir / f"rank-{rank:05}.log")
+        prefix, shared = f"[{rank}] ".encode(), sys.stderr.buffer if self.clean else sys.stdout.buffer
+        first, *others = pipes
+        unchanged = self.separate(rank)
+        target = sys.stdout.buffer if unchanged else shared
+        return [
+            Stream(first, target, b"" if unchanged else prefix, tail, log),
+            *(Stream(pipe, shared, prefix, tail, log) for pipe in others),
+        ]
+
+
+@dataclass
+class Log:
+    """The log file of one process. If the disk is full, that is reported once, and the process runs on without it."""
+
+    file: Path
+    handle: int
+    failed: bool = field(default=False)
+
+    @staticmethod
+    def open(file: Path) -> "Log | None":
+        """Make the file, and rename the one that is there; None, after a line about it, if it cannot be written."""
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            if _taken(file):
+                say(f"{file} is being written by another jdp launch: this one keeps no log of that process")
+                return None
+            _rotate(file)
+            handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o666)
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            say(f"{file} cannot be written: {error.strerror}; the process runs without a log")
+            return None
+        return Log(file, handle)
+
+    def write(self, data: bytes) -> None:
+        """Append; empty `data` changes nothing."""
+        if self.failed:
+            return
+        try:
+            while data:
+                data = data[os.write(self.handle, data) :]
+        except OSError as error:
+            self.failed = True
+            say(f"{self.file} cannot be written: {error.strerror}; the process runs on without its log")
+
+    def close(self, status: str) -> None:
+        """Write how the process ended as the last line, and close the file."""
+        if self.handle >= 0:
+            self.write(f"jdp launch: {time.strftime('%Y-%m-%d %H:%M:%S')} {status}\n".encode())
+            os.close(self.handle)
+            self.handle, self.failed = -1, True
+
+
+def _taken(file: Path) -> bool:
+    """Return True if another launcher holds the lock of this log."""
+    if not file.exists():
+        return False
+    handle = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno in (errno.EWOULDBLOCK, errno.EACCES)
+    finally:
+        os.close(handle)
+    return False
+
+
+def _rotate(file: Path) -> None:
+    """Move the log aside, and those before it one number further; the oldest is replaced."""
+    names = [file, *(file.with_suffix(f".{number}.log") for number in range(1, KEPT_LOGS + 1))]
+    for number in reversed(range(KEPT_LOGS)):
+        if names[number].exists():
+            names[number].replace(names[number + 1])

@@ -1,0 +1,63 @@
+"""Whether to start again after a failure, and with which exit code to end."""
+
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from jdp.launch.output import say
+from jdp.launch.progress import read_progress
+
+TRY_AGAIN, MISMATCH, SOFTWARE_ERROR, INTERRUPTED = 75, 78, 70, 130
+FINAL = (1, 2, MISMATCH, INTERRUPTED, -signal.SIGINT)
+"""Exit codes, or -n for signal n, after which starting again would end the same way, or is not wanted."""
+
+
+@dataclass
+class Restarts:
+    """Counts the restarts, and compares the run's progress between them.
+
+    Attributes:
+        most: how many restarts are allowed.
+        reports_progress: True if a program that has reported nothing has made no progress.
+        progress_file: the file in which the program reports its progress.
+        made: how many restarts there were.
+    """
+
+    most: int
+    reports_progress: bool
+    progress_file: Path
+    made: int = 0
+    _before: int | None = field(default=None)
+    _crash_loop: bool = field(default=False)
+
+    def another(self, status: int) -> bool:
+        """Decide after a failure, and report the decision; True: start again.
+
+        Args:
+            status: exit code of the process that failed first, or -n for signal n.
+        """
+        if self.most == 0 or status in FINAL:
+            return False
+        step = read_progress(self.progress_file)
+        known = self.reports_progress or step is not None
+        if self.made and known and step == self._before:
+            self._crash_loop = True
+            since = f"after checkpoint {step}" if step else "before its first checkpoint"
+            say(f"crash loop: failed again {since}, with no new one since restart {self.made}; not started again")
+            return False
+        if self.made >= self.most:
+            say(f"not started again: {self.most} restart{'s' * (self.most > 1)} of {self.most} made (--max-restarts)")
+            return False
+        self.made, self._before = self.made + 1, step
+        say(f"restart {self.made} of {self.most}{whence(step)}")
+        return True
+
+    def exit_code(self, status: int) -> int:
+        """Return the exit code for that of the process that failed first; a crash loop must not be tried again."""
+        code = 128 - status if status < 0 else status
+        return SOFTWARE_ERROR if self._crash_loop and code == TRY_AGAIN else code
+
+
+def whence(step: int | None) -> str:
+    """Return where a restart goes on, as the end of a sentence."""
+    return "" if step is None else f", from checkpoint {step}" if step else ", from the beginning"

@@ -1,0 +1,157 @@
+"""Several processes as one, started again when they fail: torchrun for JAX.
+
+`launch` gives each process its place in the cluster through the environment (`distributed.initialize` reads it), starts
+them all, and watches them (`gang.py`). When one fails the others are ended, what failed first is reported, and all are
+started again, on a new port, if that can help:
+
+- not after what would come again: a user's mistake (2), processes that do not match (78), the answer no (1), Ctrl-C;
+- as often as `max_restarts` allows;
+- not twice without progress: a run that made no checkpoint since it was last started would only fail once more. A
+  program that never reports progress (`progress.py`) is restarted as often as allowed.
+
+What is started again resumes by itself: `jdp train` does, from its newest checkpoint. On several machines each has a
+supervisor, and they meet at a rendezvous (`leaders.py`, `rendezvous.py`).
+"""
+
+import contextlib
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+
+from jdp.launch.gang import Child, Gang
+from jdp.launch.leaders import Leader, Member, leader
+from jdp.launch.output import Outputs, say
+from jdp.launch.places import environments
+from jdp.launch.progress import PROGRESS_FILE
+from jdp.launch.rendezvous import Nodes
+from jdp.launch.restarts import SOFTWARE_ERROR, Restarts
+
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+def launch(
+    command: Sequence[str],
+    processes: int,
+    *,
+    devices_per_process: int | None = None,
+    clean_stdout: bool = False,
+    grace_seconds: float = 30.0,
+    environment: Mapping[str, str] | None = None,
+    max_restarts: int = 0,
+    log_dir: Path | None = None,
+    reports_progress: bool = False,
+    nodes: Nodes | None = None,
+    facts: Mapping[str, str] | None = None,
+    fits: Callable[[int], bool] = lambda processes: True,
+) -> int:
+    """Run `command` as processes of one cluster, and wait for all of them. Call it in the main thread.
+
+    Args:
+        command: program and arguments, the same for all.
+        processes: number of processes on this machine.
+        devices_per_process: on a machine with NVIDIA GPUs, number of GPUs of each process (default: an equal share);
+            else number of virtual CPU devices (default: JAX's, one).
+        clean_stdout: write process 0's stdout unchanged to stdout, and everything else to stderr.
+        grace_seconds: how long the processes may take to save and end after SIGINT or SIGTERM before they are killed.
+        environment: variables to start from (default: those of this process).
+        max_restarts: how often all processes are started again after one has failed.
+        log_dir: folder of a log file for each process; None: none.
+        reports_progress: True if the command reports its progress from its start on, as `jdp train` does: if it fails
+            twice before that, it is not started a third time.
+        nodes: the machines of the cluster, on each of which this is called; None: this one alone. `max_restarts` and
+            `fits` are node 0's.
+        facts: what must be the same on every node, name -> value.
+        fits: whether the run can be done by so many processes, where a node stays away.
+
+    Returns:
+        0 if all ended with 0, else the exit code of the first that failed (128 + n for signal n); a process that
+        aborted because a peer had died counts only if no other failed. 75 if nodes stayed away; 78 if they differ.
+
+    Raises:
+        ValueError: fewer than one process, a negative number of restarts, or fewer GPUs than the processes need; or
+            node 0 cannot listen where the others look for it.
+    """
+    if processes < 1:
+        raise ValueError(f"jdp launch starts 1 or more processes; given -n {processes}. Start at least one.")
+    if max_restarts < 0:
+        raise ValueError(f"A number of restarts is 0 or more; given {max_restarts}. 0 means: end when one fails.")
+    start = dict(os.environ if environment is None else environment)
+    outputs = Outputs(clean_stdout, log_dir)
+    with contextlib.ExitStack() as held:
+        folder = held.enter_context(tempfile.TemporaryDirectory(prefix="jdp-launch-", ignore_cleanup_errors=True))
+        progress = Path(folder) / "progress"
+        leads = leader(processes, Restarts(max_restarts, reports_progress, progress), nodes, facts or {}, fits)
+        if isinstance(leads, Member):
+            held.enter_context(leads)
+        signals = held.enter_context(recorded_signals())
+        while not isinstance(place := leads.next_place(signals), int):
+            variables = environments(start | {PROGRESS_FILE: str(progress)}, place, devices_per_process)
+            with Gang(command, variables, outputs) as gang:
+                watch(gang, signals, grace_seconds, leads)
+            if gang.cause is not None:
+                report(gang.cause, place.processes, signals, gang.children)
+            leads.ended(gang.cause, signals)
+        return place
+
+
+def watch(gang: Gang, signals: Sequence[int], grace_seconds: float, leads: Leader) -> None:
+    """Let the processes run to their end, and pass on the signals that this process gets: a second one kills.
+
+    Args:
+        gang: the processes.
+        signals: those that came so far.
+        grace_seconds: how long the processes may take after the first.
+        leads: who may have them stopped as another machine's have failed.
+    """
+    passed_on = 0
+    while gang.turn():
+        if len(signals) > passed_on:
+            gang.pass_on(signal.SIGKILL if passed_on else _forwarded(signals[0]), grace_seconds)
+            passed_on = len(signals)
+        if leads.stop(gang.cause if gang.stopping else None) and not gang.stopping:
+            gang.stop()
+
+
+def _forwarded(number: int) -> int:
+    """Return the signal that the processes get: SIGHUP and SIGUSR1, which schedulers send too, become SIGTERM."""
+    return signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+
+
+def report(cause: Child, processes: int, signals: Sequence[int], children: Sequence[Child]) -> None:
+    """Report on stderr which process failed first, how, and its last lines of output.
+
+    Args:
+        cause: the process.
+        processes: how many there were.
+        signals: what this process was sent; then the end was asked for, and there is little to explain.
+        children: all processes of this machine.
+    """
+    who = f"process {cause.rank} of {processes} {cause.how}"
+    if signals:
+        say(f"{who}, after {signal.Signals(signals[0]).name}.")
+        return
+    why = " (JAX aborts a process when a peer is gone; no process failed in another way)" if cause.aborted else ""
+    early = [str(child.rank) for child in children if child.ended < cause.ended and child.status == 0]
+    if early and (cause.aborted or cause.status == SOFTWARE_ERROR):
+        why += f" (process {', '.join(early)} had left before it, with exit code 0: all must take the same steps)"
+    say("\n".join([f"{who}{why}. Its last output:", *(f"    {line}" for line in cause.last_words)]))
+
+
+@contextlib.contextmanager
+def recorded_signals() -> Generator[list[int]]:
+    """Append signals that ask for the end to the list that is returned, instead of ending this process."""
+    received: list[int] = []
+
+    def record(number: int, _: FrameType | None) -> None:
+        received.append(number)
+
+    ignored = [number for number in _STOPPING if signal.getsignal(number) == signal.SIG_IGN]  # as by nohup
+    before = {number: signal.signal(number, record) for number in _STOPPING if number not in ignored}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
