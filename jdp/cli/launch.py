@@ -5,6 +5,7 @@ import os
 import shutil
 import sys
 from dataclasses import dataclass
+from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,11 +17,12 @@ from jdp.cli.options import UsageError, parse, parse_with_overrides
 
 if TYPE_CHECKING:
     from jdp.experiment.schema.experiment import Experiment
+    from jdp.launch.rendezvous import Nodes
 
 
 @dataclass(frozen=True)
 class Options:
-    """Runs an experiment, or a Python program that calls jdp.initialize(), as several processes on this machine.
+    """Runs an experiment, or a Python program that calls jdp.initialize(), as several processes of one cluster.
 
     After -- comes one of
 
@@ -34,19 +36,35 @@ class Options:
     on. With --sweep among the options of `jdp train`, its runs are launched one after another.
 
     With --max-restarts all are then started again, and an experiment resumes from its newest checkpoint; not after exit
-    codes 1, 2 (a mistake), 78 (processes that do not match) and 130 (Ctrl-C), and not a second time without a new
-    checkpoint in between.
+    codes 1, 2 (a mistake), 78 (processes that do not match) and 130 (Ctrl-C), and not a third time without a new
+    checkpoint.
+
+    On several machines, run the same command on each, with its own --node-rank: jdp launch -n 8 --nodes 4 --node-rank 1
+    --coordinator node0:29500 -- FILE. When a process fails or a machine is lost, all of them stop, and start again
+    together. Who can reach the coordinator's port may end the job: keep it in a private network.
     """
 
     processes: Annotated[int, tyro.conf.arg(aliases=("-n",), metavar="N")]
-    """Number of processes."""
+    """Number of processes on this machine."""
     devices_per_process: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """GPUs of each process (default: an equal part), or, without GPUs, virtual CPU devices (default: the experiment's
     `devices`, else one)."""
     run_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Folder that holds the runs, as for `jdp train`."""
     max_restarts: Annotated[int, tyro.conf.arg(metavar="N")] = 0
-    """How often all processes are started again after one has failed."""
+    """How often all processes are started again after one has failed; node 0's counts."""
+    nodes: Annotated[int, tyro.conf.arg(metavar="N")] = 1
+    """Number of machines."""
+    node_rank: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Which of them this is, from 0."""
+    coordinator: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
+    """Address of node 0 and a port there that is free; the processes themselves meet at others, chosen anew at each
+    start."""
+    min_nodes: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """With how many machines to go on when others stay away (default: all). The global batch and the order of samples
+    stay the same; of an experiment as many are used as its mesh and batch allow. Node 0's counts."""
+    rejoin_seconds: Annotated[float, tyro.conf.arg(metavar="S")] = 300.0
+    """How long to wait for machines, at the start and after a failure."""
     log_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Folder of a log file for each process, rank-00000.log; that of the attempt before is rank-00000.1.log (default:
     for an experiment RUN_DIR/NAME/logs, else none)."""
@@ -74,6 +92,7 @@ def _launch(options: Options, command: list[str]) -> int:
         raise UsageError(f"-n must be 1 or more processes; given {options.processes}: raise it")
     if options.max_restarts < 0:
         raise UsageError(f"--max-restarts must be 0 or more; given {options.max_restarts}: 0 starts nothing again")
+    nodes, fits = _nodes(options), None
     environment, log_dir = dict(os.environ), options.log_dir
     command = [_expand_home(command[0]), *command[1:]]
     started = _program(command)
@@ -86,11 +105,14 @@ def _launch(options: Options, command: list[str]) -> int:
         added = ["--json"] if options.json else []
         added += [f"--run-dir={_expand_home(str(options.run_dir))}"] if options.run_dir is not None else []
         given, overrides = parse_with_overrides(train_options.Options, "train", [*command, *added])
+        if given.sweep and nodes is not None:
+            raise UsageError("--sweep runs on one machine; given --nodes: start a job for each value, with --name")
         if given.sweep:
             return sweep.run(given, overrides, _one_of_a_sweep(options), processes=options.processes)
         if options.devices_per_process is not None and not visible_gpus(environment):
             added += [f"--devices={options.devices_per_process}"]
-        experiment = _check_before_launch([*command, *added], options.processes)
+        experiment = _check_before_launch([*command, *added], options.processes * options.nodes)
+        fits = partial(_fits, experiment, options, len(visible_gpus(environment)))
         if experiment.devices is not None:
             environment["JAX_PLATFORMS"] = "cpu"
         log_dir = log_dir or given.run_dir / experiment.name / LOGS
@@ -104,7 +126,51 @@ def _launch(options: Options, command: list[str]) -> int:
         max_restarts=options.max_restarts,
         log_dir=log_dir,
         reports_progress=is_experiment,
+        nodes=nodes,
+        facts={"-n": str(options.processes), "--nodes": str(options.nodes), "what is launched": " ".join(command)},
+        fits=fits or (lambda processes: True),
     )
+
+
+def _nodes(options: Options) -> "Nodes | None":
+    """Return the machines of the run; None for this one alone. Raises UsageError."""
+    from jdp.launch.rendezvous import Nodes
+
+    given = {
+        "--node-rank": options.node_rank,
+        "--coordinator": options.coordinator,
+        "--min-nodes": options.min_nodes,
+    }
+    if options.nodes < 1:
+        raise UsageError(f"--nodes must be 1 or more machines; given {options.nodes}: leave it out for this one alone")
+    if options.nodes == 1 and (named := [flag for flag, value in given.items() if value is not None]):
+        raise UsageError(f"{named[0]} is for several machines; given --nodes 1: say how many with --nodes")
+    if options.nodes == 1:
+        return None
+    if options.node_rank is None or options.coordinator is None:
+        missing = " and ".join(flag for flag in ("--node-rank", "--coordinator") if given[flag] is None)
+        raise UsageError(
+            f"several machines need --node-rank and --coordinator; given --nodes {options.nodes} without {missing}: "
+            f"write --nodes {options.nodes} --node-rank 0 --coordinator HOST:PORT, and on each its own number"
+        )
+    try:
+        return Nodes(options.nodes, options.node_rank, options.coordinator, options.min_nodes, options.rejoin_seconds)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def _fits(experiment: "Experiment", options: Options, gpus: int, processes: int) -> bool:
+    """Return True if the experiment's mesh and batch fit so many processes, as far as that is known here."""
+    from jdp.experiment.file import ExperimentError, check_for_devices
+
+    each = experiment.devices or options.devices_per_process or gpus // options.processes
+    if not each:
+        return True
+    try:
+        check_for_devices(experiment, processes * each)
+    except ExperimentError:
+        return False
+    return True
 
 
 def _one_of_a_sweep(options: Options) -> list[str]:

@@ -7,7 +7,8 @@ gradients/      the one algorithm behind every strategy, with XLA's collectives 
 layers.py       `scan_layers`: where zero3 gathers weights layer by layer
 flax_nnx/       the only code here that knows Flax NNX
 optim/          weight averages, learning rates, checks of optimizers
-distributed.py  joins a cluster of processes; `agreement.py` compares what they are about to compute
+distributed.py  joins a cluster of processes; `handshake.py` compares how they were started, `agreement.py` what they
+                are about to compute, both over JAX's coordination service (`coordination.py`)
 batch.py        checks a batch; `batch_keys.py` draws random numbers by global row
 types.py        `Loss`, and the types in signatures; `state.py` and `precision.py` have the other two that travel
 """

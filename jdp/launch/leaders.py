@@ -16,7 +16,7 @@ from jdp.launch.gang import POLL_SECONDS, Child
 from jdp.launch.output import say
 from jdp.launch.places import Place, on_this_machine
 from jdp.launch.rendezvous import Nodes, Rendezvous
-from jdp.launch.restarts import INTERRUPTED, SOFTWARE_ERROR, TRY_AGAIN, Restarts
+from jdp.launch.restarts import INTERRUPTED, TRY_AGAIN, Restarts
 from jdp.launch.wire import Lost, Wire, split_address
 
 CONNECT_SECONDS = 3.0  # one attempt to reach node 0
@@ -138,10 +138,13 @@ class Member:
             self._send("join", node=self._nodes.rank, facts=dict(self._facts))
 
     def _nobody(self) -> int:
-        """Report that node 0 was not reached in time; return the exit code."""
+        """Report that node 0 did not answer in time; return the exit code.
+
+        Raises:
+            ValueError: it did answer, and has another machine with this number.
+        """
         if self._refused:
-            say(f"{self._refused}: give each machine a --node-rank of its own")
-            return SOFTWARE_ERROR
+            raise ValueError(f"{self._refused}: give each machine a --node-rank of its own")
         say(
             f"node 0 did not answer at {self._nodes.coordinator} within {self._nodes.rejoin_seconds:g} seconds: start "
             "it, and see that its name resolves and its port is open from here"

@@ -63,8 +63,10 @@ class Nodes:
             raise ValueError(
                 f"--min-nodes is 1 to --nodes; given {self.least} of {self.count}. Leave it out to need all of them."
             )
-        if self.rejoin_seconds <= 0:
-            raise ValueError(f"--rejoin-seconds must be positive; given {self.rejoin_seconds:g}. 300 is five minutes.")
+        if not 0 < self.rejoin_seconds < math.inf:
+            raise ValueError(
+                f"--rejoin-seconds must be positive and finite; given {self.rejoin_seconds:g}. 300 is five minutes."
+            )
         split_address(self.coordinator)
 
     @property

@@ -1,4 +1,9 @@
-"""Whether to start again after a failure, and with which exit code to end."""
+"""Whether to start again after a failure, and with which exit code to end.
+
+A crash loop is three failures without progress in between. A run may have come further than it reported: a checkpoint
+that is written in the background is reported at the next, or when the run has resumed from it. So the second failure at
+a step proves nothing yet.
+"""
 
 import signal
 from dataclasses import dataclass, field
@@ -10,6 +15,9 @@ from jdp.launch.progress import read_progress
 TRY_AGAIN, MISMATCH, SOFTWARE_ERROR, INTERRUPTED = 75, 78, 70, 130
 FINAL = (1, 2, MISMATCH, INTERRUPTED, -signal.SIGINT)
 """Exit codes, or -n for signal n, after which starting again would end the same way, or is not wanted."""
+
+IN_VAIN = 2
+"""Restarts in a row that brought no progress, after which there is no other."""
 
 
 @dataclass
@@ -28,6 +36,7 @@ class Restarts:
     progress_file: Path
     made: int = 0
     _before: int | None = field(default=None)
+    _in_vain: int = field(default=0)  # failures at `_before`, after the first
     _crash_loop: bool = field(default=False)
 
     def another(self, status: int) -> bool:
@@ -40,10 +49,11 @@ class Restarts:
             return False
         step = read_progress(self.progress_file)
         known = self.reports_progress or step is not None
-        if self.made and known and step == self._before:
+        self._in_vain = self._in_vain + 1 if self.made and known and step == self._before else 0
+        if self._in_vain == IN_VAIN:
             self._crash_loop = True
-            since = f"after checkpoint {step}" if step else "before its first checkpoint"
-            say(f"crash loop: failed again {since}, with no new one since restart {self.made}; not started again")
+            where = f"after checkpoint {step}" if step else "before its first checkpoint"
+            say(f"crash loop: failed {where} {IN_VAIN + 1} times in a row; not started again")
             return False
         if self.made >= self.most:
             say(f"not started again: {self.most} restart{'s' * (self.most > 1)} of {self.most} made (--max-restarts)")

@@ -6,8 +6,8 @@ started again, on a new port, if that can help:
 
 - not after what would come again: a user's mistake (2), processes that do not match (78), the answer no (1), Ctrl-C;
 - as often as `max_restarts` allows;
-- not twice without progress: a run that made no checkpoint since it was last started would only fail once more. A
-  program that never reports progress (`progress.py`) is restarted as often as allowed.
+- not a third time without progress: a run that makes no checkpoint any more would only fail once more. A program that
+  never reports progress (`progress.py`) is restarted as often as allowed.
 
 What is started again resumes by itself: `jdp train` does, from its newest checkpoint. On several machines each has a
 supervisor, and they meet at a rendezvous (`leaders.py`, `rendezvous.py`).
@@ -60,7 +60,7 @@ def launch(
         max_restarts: how often all processes are started again after one has failed.
         log_dir: folder of a log file for each process; None: none.
         reports_progress: True if the command reports its progress from its start on, as `jdp train` does: if it fails
-            twice before that, it is not started a third time.
+            three times before that, it is not started again.
         nodes: the machines of the cluster, on each of which this is called; None: this one alone. `max_restarts` and
             `fits` are node 0's.
         facts: what must be the same on every node, name -> value.

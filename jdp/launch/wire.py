@@ -62,7 +62,7 @@ class Wire:
         *lines, self._unfinished = (self._unfinished + data).split(b"\n")
         try:
             messages = [json.loads(line) for line in lines]
-        except ValueError:
+        except (ValueError, RecursionError):
             raise Lost("not a message") from None
         if len(self._unfinished) > LONGEST or not all(isinstance(each, dict) and "kind" in each for each in messages):
             raise Lost("not a message")

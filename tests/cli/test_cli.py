@@ -94,7 +94,8 @@ def test_the_help_of_train_lists_every_key_with_type_default_and_description(cap
 def test_the_help_of_launch_lists_its_options(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["launch", "--help"]) == 0
     text = capsys.readouterr().out
-    for option in ("-n", "--devices-per-process", "--run-dir", "--json"):
+    own = ("-n", "--devices-per-process", "--run-dir", "--json", "--max-restarts", "--log-dir")
+    for option in (*own, "--nodes", "--node-rank", "--coordinator", "--min-nodes", "--rejoin-seconds"):
         assert option in text
 
 
@@ -103,6 +104,7 @@ def test_version(capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr().out.startswith("jdp ")
 
 
+TWO_NODES = ("--nodes", "2", "--node-rank", "0", "--coordinator", "h:1")
 MISTAKES = {
     "unknown command": (["trian", "x.toml"], "jdp has no command 'trian'; did you mean train?"),
     "no such file": (["train", "nowhere.toml"], "nowhere.toml: there is no such file"),
@@ -147,6 +149,40 @@ MISTAKES = {
     ),
     "launch with wrong steps": (["launch", "-n", "2", "--", "FILE", "--profile", "60:70"], "<= train.steps = 50"),
     "launch of a wrong sweep": (["launch", "-n", "2", "--", "FILE", "--sweep", "seed=x"], "--seed must be a whole"),
+    "negative restarts": (["launch", "-n", "2", "--max-restarts", "-1", "--", "x.py"], "must be 0 or more; given -1"),
+    "no nodes": (["launch", "-n", "2", "--nodes", "0", "--", "x.py"], "--nodes must be 1 or more machines; given 0"),
+    "nodes without a place": (
+        ["launch", "-n", "2", "--nodes", "2", "--", "x.py"],
+        "several machines need --node-rank and --coordinator; given --nodes 2 without --node-rank and --coordinator",
+    ),
+    "nodes without a coordinator": (
+        ["launch", "-n", "2", "--nodes", "2", "--node-rank", "0", "--", "x.py"],
+        "given --nodes 2 without --coordinator",
+    ),
+    "a place without nodes": (
+        ["launch", "-n", "2", "--node-rank", "0", "--", "x.py"],
+        "--node-rank is for several machines; given --nodes 1",
+    ),
+    "a place out of range": (
+        ["launch", "-n", "2", "--nodes", "2", "--node-rank", "2", "--coordinator", "h:1", "--", "x.py"],
+        "numbered from 0 to --nodes - 1; given --node-rank 2 of --nodes 2",
+    ),
+    "a coordinator without a port": (
+        ["launch", "-n", "2", "--nodes", "2", "--node-rank", "0", "--coordinator", "h", "--", "x.py"],
+        "A coordinator is HOST:PORT, port 1 to 65535; given 'h'",
+    ),
+    "a sweep over nodes": (
+        ["launch", "-n", "2", *TWO_NODES, "--", "FILE", "--sweep", "seed=1,2"],
+        "--sweep runs on one machine; given --nodes",
+    ),
+    "launch of too few devices on all nodes": (
+        ["launch", "-n", "2", *TWO_NODES, "--devices-per-process", "2", "--", "FILE", "--mesh.data", "3"],
+        "data=3, but there are 8 devices",
+    ),
+    "a folder of logs for a sweep": (
+        ["launch", "-n", "2", "--log-dir", "x", "--", "FILE", "--sweep", "seed=1,2"],
+        "the runs of a sweep have a folder of logs each",
+    ),
     "run dir of a program": (["launch", "-n", "2", "--run-dir", "x", "--", "x.py"], "--run-dir is for experiments"),
 }
 

@@ -200,6 +200,7 @@ def test_a_process_that_is_killed_is_named_with_the_signal(tmp_path: Path, capfd
     assert "process 1 of 2 ended with signal 9 (SIGKILL)" in capfd.readouterr().err
 
 
+@pytest.mark.faults
 def test_a_process_that_will_not_end_after_anothers_failure_is_killed(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
@@ -216,6 +217,7 @@ while True: time.sleep(1)
     assert gone(pids_written(tmp_path, 2))
 
 
+@pytest.mark.faults
 def test_what_a_process_leaves_behind_ends_with_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     text = """
 import subprocess
@@ -281,6 +283,7 @@ def test_a_second_signal_kills(tmp_path: Path):
     assert gone(pids)
 
 
+@pytest.mark.faults
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
 def test_nobody_outlives_a_launcher_that_is_killed(tmp_path: Path):
     with start_launcher(tmp_path, WRITE_PID + "time.sleep(60)") as launcher:
@@ -350,7 +353,7 @@ def test_the_run_folder_may_be_in_the_home_folder(tmp_path: Path, monkeypatch: p
 
 def test_the_launched_commands_exit_code_is_the_commands(tmp_path: Path):
     path = tmp_path / "program.py"
-    path.write_text(WHO + "print(sys.argv[1:]); sys.exit(5 * rank)")
+    path.write_text(WHO + "print(sys.argv[1:]); time.sleep(rank); sys.exit(5 * rank)")
     done = subprocess.run(
         [sys.executable, "-m", "jdp", "launch", "-n", "2", "--", str(path), "--json", "-x"],
         cwd=ROOT,

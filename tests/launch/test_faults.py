@@ -1,0 +1,248 @@
+"""Faults in real processes: who is found to have failed, how soon, what is started again, and that nothing is lost.
+
+The run that is compared with is the same one, undisturbed: its losses and its last state, bit for bit.
+"""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jdp.checkpoint import Checkpoints
+from jdp.experiment.assembly import Assembly
+from jdp.experiment.file import load
+from jdp.launch import launch, supervisor
+from jdp.run.outputs.metrics import read
+
+pytestmark = pytest.mark.faults
+ROOT = Path(__file__).parents[2]
+STEPS = 14
+
+POINTS = f"""
+name = "points"
+strategy = "zero1"
+[model]
+name = "mlp"
+features_in = 6
+hidden = [8]
+features_out = 3
+[data]
+source = "points.npz"
+heldout_fraction = 0.2
+[optimizer]
+name = "adamw"
+lr = 0.01
+[train]
+steps = {STEPS}
+batch_size = 16
+log_every = 1
+checkpoint_every = 2
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an experiment that takes milliseconds a step."""
+    made, rng = tmp_path_factory.mktemp("faults"), np.random.default_rng(0)
+    labels = np.arange(120) % 3
+    np.savez(made / "points.npz", features=rng.normal(size=(120, 6)).astype(np.float32), labels=labels)
+    (made / "points.toml").write_text(POINTS)
+    return made
+
+
+def train(folder: Path, name: str, faults: dict[str, str], **options: Any) -> int:
+    """Train as two processes of one device each, with faults; return the exit code of the launcher."""
+    text = json.dumps({"folder": str(folder), **faults})
+    command = [sys.executable, str(Path(__file__).with_name("faulty.py")), text, "train", str(folder / "points.toml")]
+    command += [f"--name={name}", f"--run-dir={folder}/runs"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return launch(
+        command,
+        2,
+        devices_per_process=1,
+        environment=environment,
+        reports_progress=True,
+        log_dir=folder / name,
+        **options,
+    )
+
+
+def course(folder: Path, name: str) -> tuple[dict[int, float], list[bytes]]:
+    """The losses of a run, by step, and the bytes of its last state."""
+    run = folder / "runs" / name
+    losses = {row["step"]: row["loss"] for row in read(run / "metrics.jsonl") if "loss" in row}
+    with Checkpoints(run / "checkpoints") as saved:
+        assert saved.latest == STEPS
+        state, _ = saved.restore(Assembly.on_devices(load(folder / "points.toml", {"mesh.data": "8"})).abstract_state())
+    return losses, [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves((state.params, state.opt_state, state.step))]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path) -> tuple[dict[int, float], list[bytes]]:
+    assert train(folder, "undisturbed", {}) == 0
+    return course(folder, "undisturbed")
+
+
+def written(folder: Path, who: str) -> float:
+    """When a fault happened."""
+    return float((folder / who).read_text())
+
+
+def test_three_kills_in_one_run_cost_nothing_but_time(
+    folder: Path,
+    undisturbed: tuple[dict[int, float], list[bytes]],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Worker, process 0, worker. Measured: noticed within 0.05 s of the kill."""
+    noticed: list[float] = []
+    real = supervisor.report
+    monkeypatch.setattr(supervisor, "report", lambda cause, *rest: noticed.append(cause.ended) or real(cause, *rest))
+    kills = {"0:1:5": "kill", "1:0:9": "kill", "2:1:13": "kill"}  # each save waits for the one before
+    assert train(folder, "killed", kills, max_restarts=3) == 0
+    out, err = capfd.readouterr()
+    for at, who in zip(noticed, ("0:1", "1:0", "2:1"), strict=True):
+        assert 0 <= at - written(folder, who) < 15
+    for number, rank in enumerate((1, 0, 1), start=1):
+        assert f"process {rank} of 2 ended with signal 9 (SIGKILL). Its last output:" in err
+        assert f"restart {number} of 3" in err
+    reached = [int(step) for step in re.findall(r"restart \d of 3, from checkpoint (\d+)\n", err)]
+    assert [kill - step in (1, 3) for kill, step in zip((5, 9, 13), reached, strict=True)] == [True] * 3, reached
+    assert out.count("resumed after step") == 3
+    assert course(folder, "killed") == undisturbed
+    logs = {rank: sorted(file.name for file in (folder / "killed").glob(f"rank-{rank:05}*")) for rank in (0, 1)}
+    assert all(len(names) == 4 for names in logs.values()), logs
+    assert (folder / "killed" / "rank-00001.3.log").read_text().endswith("ended with signal 9 (SIGKILL)\n")
+    assert (folder / "killed" / "rank-00000.log").read_text().endswith("process 0 ended with exit code 0\n")
+
+
+def test_a_run_goes_on_without_a_node_that_is_lost(folder: Path, undisturbed: tuple[dict[int, float], list[bytes]]):
+    """Two nodes of one process: the same batches in the same order on one device; the same losses but for rounding."""
+    text = json.dumps({"folder": str(folder), "0:1:7": "kill the node"})
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    command = [sys.executable, "-m", "jdp", "launch", "-n=1", "--devices-per-process=1", "--nodes=2"]
+    command += [f"--coordinator=127.0.0.1:{port}", "--min-nodes=1", "--rejoin-seconds=5", "--max-restarts=1"]
+    program = ["--", str(Path(__file__).with_name("faulty.py")), text, "train", str(folder / "points.toml")]
+    program += ["--name=lost", f"--run-dir={folder}/runs"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment}
+    first, lost = (subprocess.Popen([*command, f"--node-rank={rank}", *program], **pipes) for rank in (0, 1))
+    out, _ = first.communicate(timeout=200)
+    lost.communicate(timeout=10)
+    assert first.returncode == 0 and lost.returncode == -signal.SIGKILL, out
+    assert re.search(r"restart 1 of 1, from checkpoint [46]\n", out) and "going on with 1 of 2" in out
+    assert "zero1 on data=2 cpu devices" in out and "zero1 on data=1 cpu devices" in out
+    losses, expected = course(folder, "lost")[0], undisturbed[0]
+    assert losses.keys() == expected.keys() and {step: losses[step] for step in range(1, 5)}.items() <= expected.items()
+    np.testing.assert_allclose(list(losses.values()), list(expected.values()), rtol=1e-5)
+
+
+OWN_SCRIPT = """
+import os, sys, time
+import jax, jax.numpy as jnp, numpy as np
+import jdp
+jdp.initialize()
+mesh = jdp.make_mesh(data=-1)
+x = jax.make_array_from_callback((2,), jax.NamedSharding(mesh, jax.P("data")), lambda i: np.ones(2, np.float32)[i])
+total = jax.jit(jnp.sum, out_shardings=jax.NamedSharding(mesh, jax.P()))
+rank = jax.process_index()
+for step in range(4):
+    if step == 2 and rank == 1:
+        open(sys.argv[1], "w").write(str(time.monotonic()))
+        {fault}
+    float(total(x))
+print("came to the end", flush=True)
+time.sleep(1.5 * rank)
+"""
+
+
+def own_script(folder: Path, fault: str, **options: Any) -> tuple[int, float]:
+    """Run a script of one's own as two processes; return the exit code, and the seconds from the fault to the end."""
+    (folder / "script.py").write_text(OWN_SCRIPT.replace("{fault}", fault))
+    command = [sys.executable, str(folder / "script.py"), str(folder / "when")]
+    code = launch(command, 2, devices_per_process=1, environment=os.environ | {"PYTHONPATH": str(ROOT)}, **options)
+    return code, time.monotonic() - written(folder, "when")
+
+
+def test_an_exception_in_a_script_of_ones_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    """Measured: all are gone 0.9 s after it."""
+    code, seconds = own_script(tmp_path, 'raise KeyError("the cause")')
+    err = capfd.readouterr().err
+    assert code == 70 and seconds < 15
+    assert err.startswith("jdp launch: process 1 of 2 ended with exit code 70. Its last output:")
+    assert ", in <module>" in err and err.endswith("    KeyError: 'the cause'\n")
+
+
+def test_a_process_that_leaves_in_the_middle_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    """With 0, and without a word: to a supervisor it looks like success, until the others miss it."""
+    code, seconds = own_script(tmp_path, "os._exit(0)")
+    err = capfd.readouterr().err
+    assert code and seconds < 60
+    assert "(process 1 had left before it, with exit code 0: all must take the same steps)" in err
+
+
+def test_processes_may_end_one_after_the_other(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    code, _ = own_script(tmp_path, "pass")
+    out, err = capfd.readouterr()
+    assert code == 0 and out.count("came to the end") == 2 and err == ""
+
+
+# The handshake: what differs is said by all, in the same words, and a restart is not tried.
+
+JOIN = "import os, sys\nrank = os.environ['JDP_PROCESS_ID']\n"
+MISMATCHES = {
+    "versions": (
+        "import importlib.metadata as m\nreal = m.version\n"
+        "m.version = lambda name: '0.1' if (name, rank) == ('jaxlib', '1') else real(name)\n"
+        "import jdp; jdp.initialize()",
+        "The version of jaxlib must be the same on every process, at jdp.initialize; process 1 differs: process 0 has ",
+    ),
+    "device counts": (
+        "os.environ['JAX_NUM_CPU_DEVICES'] = str(1 + int(rank))\nimport jdp; jdp.initialize(); jdp.make_mesh()",
+        "Every process must have as many devices as the others; given process 1 with 2 where the others have 1. ",
+    ),
+    "number of processes": (
+        "os.environ['JDP_NUM_PROCESSES'] = str(2 + int(rank))\nimport jdp; jdp.initialize()",
+        "The number of processes must be the same on every process, at jdp.initialize; process 1 differs: process 0 "
+        "has 2, process 1 has 3. ",
+    ),
+    "program": (
+        "import jax, jax.numpy as jnp, optax, jdp; jdp.initialize()\n"
+        "plan = jdp.Plan(jdp.make_mesh())\n"
+        "jdp.init_state(lambda key: {'w': jnp.full(4, float(rank))}, optax.sgd(1.0), plan, rng=jax.random.key(0))",
+        "The program (its constants too) must be the same on every process, at init_state; process 1 differs: ",
+    ),
+    "experiment": (
+        "from jdp.cli.main import main\n"
+        "sys.exit(main(['train', sys.argv[1], '--run-dir', '/nowhere', '--train.steps', '1' + rank]))",
+        "The experiment must be the same on every process, at jdp train; process 1 differs: process 0 has steps = "
+        "10, process 1 has steps = 11 (line ",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISMATCHES)
+def test_processes_that_were_not_started_alike_say_so_and_leave(
+    case: str, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    """Measured: 2.5 s from the start of the launcher, most of it importing JAX."""
+    program, words = MISMATCHES[case]
+    (tmp_path / "program.py").write_text(JOIN + program)
+    command = [sys.executable, str(tmp_path / "program.py"), str(folder / "points.toml")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    assert launch(command, 2, devices_per_process=1, environment=environment, max_restarts=3) == 78
+    out, err = capfd.readouterr()
+    said = {line[:3]: line[line.index(words) :] for line in out.splitlines() if words in line}
+    assert said.keys() == {"[0]", "[1]"} and said["[0]"] == said["[1]"], out
+    assert "restart" not in err

@@ -1,0 +1,289 @@
+"""Several machines, here several supervisors on one: who starts what, and what follows when one fails or is lost.
+
+Programs without JAX, so that a start takes no time; `test_faults.py` has an experiment.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from jdp.launch import Nodes
+from jdp.launch.wire import split_address
+
+ROOT = Path(__file__).parents[2]
+WHO = """import os, signal, sys, time
+rank, count, restarts = (int(os.environ[f"JDP_{name}"]) for name in ("PROCESS_ID", "NUM_PROCESSES", "RESTARTS"))
+def wait_for(name):
+    while not os.path.exists(f"{sys.argv[1]}/{name}"): time.sleep(0.02)
+def mark(name): open(f"{sys.argv[1]}/{name}", "w").close()
+"""
+Process = subprocess.Popen
+Start = Callable[..., "Process[str]"]
+
+
+@pytest.fixture
+def address() -> str:
+    """A port of this machine that is free just now."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.fixture
+def start(tmp_path: Path, address: str) -> Generator[Start]:
+    """Starts the supervisor of a node: start(rank, text, "--max-restarts=1", …, nodes=2)."""
+    started: list[Process[str]] = []
+
+    def start(rank: int, text: str, *options: str, nodes: int = 2, processes: int = 2) -> "Process[str]":
+        file = tmp_path / f"program{rank}.py" if "--own" in options else tmp_path / "program.py"
+        file.write_text(WHO + text)
+        command = [sys.executable, "-m", "jdp", "launch", f"-n={processes}", f"--nodes={nodes}", f"--node-rank={rank}"]
+        command += [f"--coordinator={address}", *(option for option in options if option != "--own")]
+        started.append(
+            Process(
+                [*command, "--", str(file), str(tmp_path)],
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=os.environ | {"PYTHONPATH": str(ROOT)},
+            )
+        )
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def ends(process: "Process[str]", code: int) -> tuple[str, str]:
+    """Wait for a supervisor, check its exit code, and return its stdout and stderr."""
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == code, out + err
+    return out, err
+
+
+def wait_for(folder: Path, *names: str) -> None:
+    end = time.monotonic() + 60
+    while time.monotonic() < end and not all((folder / name).exists() for name in names):
+        time.sleep(0.02)
+    assert all((folder / name).exists() for name in names), names
+
+
+SAY = "print(rank, count, restarts, os.environ['JDP_COORDINATOR'], os.environ['JAX_COORDINATOR_BIND_ADDRESS'])\n"
+UP = "mark(f'up.{rank}'); time.sleep(60)"
+
+
+def test_each_node_starts_its_part_of_one_cluster(start: Start):
+    """Node 1 is there first, and waits for node 0."""
+    second, first = start(1, SAY), start(0, SAY)
+    (one, _), (two, _) = ends(first, 0), ends(second, 0)
+    lines = sorted(line.split() for line in (one + two).splitlines())
+    assert [line[:4] for line in lines] == [[f"[{rank}]", str(rank), "4", "0"] for rank in range(4)]
+    assert one.startswith(("[0]", "[1]")) and two.startswith(("[2]", "[3]"))
+    addresses = {word for line in lines for word in line[4:]}
+    assert len(addresses) == 1 and addresses.pop().startswith("127.0.0.1:"), "process 0 listens there only"
+
+
+def test_a_failure_on_one_node_starts_all_of_them_again(start: Start):
+    text = SAY + "if restarts == 0:\n    if rank == 3: sys.exit(70)\n    time.sleep(60)"
+    nodes = [start(rank, text, "--max-restarts=1") for rank in (0, 1)]
+    (one, said), (two, told) = (ends(node, 0) for node in nodes)
+    for rank, out in enumerate((one, one, two, two)):
+        assert f"[{rank}] {rank} 4 1 " in out
+    assert "jdp launch: restart 1 of 1\n" in said
+    assert "jdp launch: process 3 of 4 ended with exit code 70. Its last output:" in told
+    assert "restart 1: process 3 ended with exit code 70 on node 1 (" in told
+    ports = {line.split()[4] for line in two.splitlines()}
+    assert len(ports) == 2, "a restart takes another port"
+
+
+def test_the_last_failure_ends_all_nodes_with_its_code_and_cause(start: Start):
+    nodes = [start(rank, "if rank == 3: sys.exit(9)\ntime.sleep(60)") for rank in (0, 1)]
+    for node in nodes:
+        assert "process 3 ended with exit code 9 on node 1 (" in ends(node, 9)[1].splitlines()[-1]
+
+
+@pytest.mark.faults
+def test_a_node_that_is_lost_and_comes_back_takes_part_again(start: Start, tmp_path: Path):
+    text = SAY + f"if restarts == 0: {UP}"
+    first, lost = (start(rank, text, "--max-restarts=1") for rank in (0, 1))
+    wait_for(tmp_path, "up.0", "up.2")
+    lost.kill()
+    lost.communicate()
+    back = start(1, text, "--max-restarts=1")
+    (_, said), (two, _) = ends(first, 0), ends(back, 0)
+    assert "[2] 2 4 1 " in two and "jdp launch: restart 1 of 1\n" in said
+
+
+@pytest.mark.faults
+def test_the_run_goes_on_without_a_node_that_stays_away(start: Start, tmp_path: Path):
+    """Node 1 of three is lost: nodes 0 and 2 are numbered anew."""
+    options = ("--max-restarts=1", "--min-nodes=1", "--rejoin-seconds=5")
+    nodes = [start(rank, SAY + f"if restarts == 0: {UP}", *options, nodes=3) for rank in (0, 1, 2)]
+    wait_for(tmp_path, *(f"up.{rank}" for rank in range(6)))
+    nodes[1].kill()
+    (one, said), (three, _) = ends(nodes[0], 0), ends(nodes[2], 0)
+    assert "node 1 of 3 did not come within 5 seconds: going on with 2 of 3" in said
+    assert "[0] 0 4 1 " in one and "[2] 2 4 1 " in three and "[4] 4 6 0 " in three
+
+
+@pytest.mark.faults
+def test_without_enough_nodes_it_ends_to_be_tried_again(start: Start):
+    _, said = ends(start(0, "", "--rejoin-seconds=1"), 75)
+    assert said == "jdp launch: node 1 of 2 did not come within 1 seconds, and 2 are needed\n"
+
+
+@pytest.mark.faults
+def test_nodes_whose_node_0_is_lost_stop_and_look_for_it_again(start: Start, tmp_path: Path):
+    text = SAY + f"if not os.path.exists(f'{{sys.argv[1]}}/again'): {UP}"
+    first, second = (start(rank, text, "--max-restarts=1") for rank in (0, 1))
+    wait_for(tmp_path, "up.0", "up.2")
+    (tmp_path / "again").touch()
+    first.kill()
+    first.communicate()
+    ends(start(0, text, "--max-restarts=1"), 0)
+    two, told = ends(second, 0)
+    assert "the connection to node 0 (127.0.0.1:" in told and two.count("[2] 2 4 0 ") == 2
+
+
+def test_ctrl_c_on_one_machine_ends_the_run_on_all(start: Start, tmp_path: Path):
+    text = f"signal.signal(signal.SIGINT, lambda *_: sys.exit(130)); {UP}"
+    nodes = [start(rank, text, "--max-restarts=3") for rank in (0, 1)]
+    wait_for(tmp_path, *(f"up.{rank}" for rank in range(4)))
+    nodes[1].send_signal(signal.SIGINT)
+    _, err = ends(nodes[1], 130)
+    assert "ended with exit code 130, after SIGINT." in err
+    nodes[0].send_signal(signal.SIGINT)  # as a terminal would; else it waits for its own processes, which may save
+    _, said = ends(nodes[0], 130)
+    assert "restart" not in said
+
+
+DIFFERENT = {
+    "processes": ({"processes": 3}, "-n must be the same on every node; node 1 has 3, others have 2"),
+    "nodes": ({"nodes": 3}, "--nodes must be the same on every node; node 1 has 3, others have 2"),
+    "program": ({}, "what is launched must be the same on every node; node 1 has "),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_nodes_that_were_not_started_alike_leave_with_the_same_words(case: str, start: Start, address: str):
+    other, words = DIFFERENT[case]
+    first = start(0, "time.sleep(60)")
+    listening(address)
+    second = start(1, "", *["--own"] * (case == "program"), **other)
+    for node in (first, second):
+        _, err = ends(node, 78)
+        assert words in err and err.count("\n") == 1
+
+
+def listening(address: str) -> None:
+    """Wait until node 0 listens; its own supervisor is then the first guest, with whom others are compared."""
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        try:
+            socket.create_connection(split_address(address)).close()
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+        else:
+            time.sleep(1)
+            return
+
+
+def test_two_machines_with_one_number_and_strangers_are_turned_away(start: Start, tmp_path: Path, address: str):
+    text = "mark(f'up.{rank}'); wait_for('go')"
+    first = start(0, text)
+    listening(address)
+    for nonsense in (
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"[]\n",
+        b"\xff" * 100_000,
+        b'{"kind": "join"}\n',
+        b"[" * 50_000 + b"\n",
+    ):
+        with socket.create_connection(split_address(address), 10) as stranger, suppress(ConnectionResetError):
+            stranger.sendall(nonsense)
+            assert stranger.recv(1) == b""
+    second = start(1, text)
+    wait_for(tmp_path, "up.0", "up.3")
+    _, err = ends(start(1, text, "--rejoin-seconds=1"), 2)
+    assert "node 1 is here already, from 127.0.0.1: give each machine a --node-rank of its own" in err
+    (tmp_path / "go").touch()
+    ends(first, 0)
+    ends(second, 0)
+
+
+def test_a_node_0_that_does_not_answer_is_named(start: Start):
+    _, err = ends(start(1, "", "--rejoin-seconds=1"), 75)
+    assert "node 0 did not answer at 127.0.0.1:" in err and err.count("\n") == 1
+
+
+def test_a_coordinator_that_is_taken_is_a_mistake(start: Start, address: str):
+    with socket.create_server(split_address(address)):
+        _, err = ends(start(0, ""), 2)
+    assert err.startswith("error: Node 0 listens at --coordinator; given 127.0.0.1:") and "ddress already in use" in err
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ((2, 2, "h:1"), "given --node-rank 2 of --nodes 2"),
+        ((2, -1, "h:1"), "given --node-rank -1"),
+        ((2, 0, "h"), "HOST:PORT"),
+        ((2, 0, "h:0"), "port 1 to 65535"),
+        ((2, 0, "h:1", 3), "--min-nodes is 1 to --nodes; given 3 of 2"),
+        ((2, 0, "h:1", 1, float("nan")), "--rejoin-seconds"),
+    ],
+)
+def test_nodes_that_cannot_be(given: tuple[object, ...], words: str):
+    with pytest.raises(ValueError, match=words):
+        Nodes(*given)  # type: ignore[arg-type]
+
+
+def test_an_address_may_be_of_the_sixth_version():
+    assert split_address("[::1]:29500") == ("::1", 29500) and split_address("node0:1") == ("node0", 1)
+
+
+FITTING = """
+import sys
+from jdp.launch import Nodes, launch
+nodes = Nodes(4, int(sys.argv[1]), sys.argv[2], least=1, rejoin_seconds=float(sys.argv[3]))
+command = [sys.executable, *sys.argv[4:]]
+sys.exit(launch(command, 1, nodes=nodes, max_restarts=1, fits=lambda processes: processes != 3))
+"""
+
+
+@pytest.mark.faults
+def test_nodes_that_the_batch_cannot_use_stand_by(tmp_path: Path, address: str):
+    """Of four nodes one is lost, and 3 processes do not divide the batch: two go on."""
+    (tmp_path / "program.py").write_text(WHO + SAY + f"if restarts == 0: {UP}")
+    own = [str(tmp_path / "program.py"), str(tmp_path)]
+    started = [
+        Process(
+            [sys.executable, "-c", FITTING, str(rank), address, "5", *own],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(4)
+    ]
+    try:
+        wait_for(tmp_path, *(f"up.{rank}" for rank in range(4)))
+        started[1].kill()
+        (one, said), (three, _), (four, told) = (ends(started[rank], 0) for rank in (0, 2, 3))
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
+    assert "node 1 of 4 did not come within 5 seconds: going on with 2 of 4" in said
+    assert "[0] 0 2 1 " in one and "[1] 1 2 1 " in three and " 2 1 " not in four
+    assert "this node stands by: the run goes on with fewer, which its mesh and batch allow" in told
