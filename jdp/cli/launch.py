@@ -4,7 +4,8 @@ import importlib.util
 import os
 import shutil
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -40,8 +41,9 @@ class Options:
     checkpoint.
 
     On several machines, run the same command on each, with its own --node-rank: jdp launch -n 8 --nodes 4 --node-rank 1
-    --coordinator node0:29500 -- FILE. When a process fails or a machine is lost, all of them stop, and start again
-    together. Who can reach the coordinator's port may end the job: keep it in a private network.
+    --coordinator node0:29500 -- FILE; under Slurm, srun --ntasks-per-node=1 jdp launch -n 8 -- FILE. When a process
+    fails or a machine is lost, all of them stop, and start again together. Who can reach the coordinator's port may end
+    the job: keep it in a private network.
     """
 
     processes: Annotated[int, tyro.conf.arg(aliases=("-n",), metavar="N")]
@@ -53,8 +55,8 @@ class Options:
     """Folder that holds the runs, as for `jdp train`."""
     max_restarts: Annotated[int, tyro.conf.arg(metavar="N")] = 0
     """How often all processes are started again after one has failed; node 0's counts."""
-    nodes: Annotated[int, tyro.conf.arg(metavar="N")] = 1
-    """Number of machines."""
+    nodes: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Number of machines (default: one; in a Slurm step of one task on each of several machines, these)."""
     node_rank: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Which of them this is, from 0."""
     coordinator: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
@@ -92,7 +94,8 @@ def _launch(options: Options, command: list[str]) -> int:
         raise UsageError(f"-n must be 1 or more processes; given {options.processes}: raise it")
     if options.max_restarts < 0:
         raise UsageError(f"--max-restarts must be 0 or more; given {options.max_restarts}: 0 starts nothing again")
-    nodes, fits = _nodes(options), None
+    nodes, fits = _nodes(_under_slurm(options, os.environ)), None
+    count = 1 if nodes is None else nodes.count
     environment, log_dir = dict(os.environ), options.log_dir
     command = [_expand_home(command[0]), *command[1:]]
     started = _program(command)
@@ -111,7 +114,7 @@ def _launch(options: Options, command: list[str]) -> int:
             return sweep.run(given, overrides, _one_of_a_sweep(options), processes=options.processes)
         if options.devices_per_process is not None and not visible_gpus(environment):
             added += [f"--devices={options.devices_per_process}"]
-        experiment = _check_before_launch([*command, *added], options.processes * options.nodes)
+        experiment = _check_before_launch([*command, *added], options.processes * count)
         fits = partial(_fits, experiment, options, len(visible_gpus(environment)))
         if experiment.devices is not None:
             environment["JAX_PLATFORMS"] = "cpu"
@@ -127,9 +130,22 @@ def _launch(options: Options, command: list[str]) -> int:
         log_dir=log_dir,
         reports_progress=is_experiment,
         nodes=nodes,
-        facts={"-n": str(options.processes), "--nodes": str(options.nodes), "what is launched": " ".join(command)},
+        facts={"-n": str(options.processes), "--nodes": str(count), "what is launched": " ".join(command)},
         fits=fits or (lambda processes: True),
     )
+
+
+def _under_slurm(options: Options, environment: Mapping[str, str]) -> Options:
+    """Fill in the machines of a Slurm step that has one task on each, if the options name none."""
+    count = environment.get("SLURM_STEP_NUM_NODES", "1")
+    if options.nodes is not None or count == "1" or environment.get("SLURM_STEP_NUM_TASKS") != count:
+        return options
+    from jdp.core.distributed import first_host
+
+    port = int(environment["SLURM_JOB_ID"]) % 2**12 + 2**16 - 2**12  # as for processes that srun starts itself
+    coordinator = f"{first_host(environment['SLURM_STEP_NODELIST'])}:{port}"
+    rank = int(environment["SLURM_PROCID"])
+    return replace(options, nodes=int(count), node_rank=rank, coordinator=options.coordinator or coordinator)
 
 
 def _nodes(options: Options) -> "Nodes | None":
@@ -141,11 +157,11 @@ def _nodes(options: Options) -> "Nodes | None":
         "--coordinator": options.coordinator,
         "--min-nodes": options.min_nodes,
     }
-    if options.nodes < 1:
+    if options.nodes is not None and options.nodes < 1:
         raise UsageError(f"--nodes must be 1 or more machines; given {options.nodes}: leave it out for this one alone")
-    if options.nodes == 1 and (named := [flag for flag, value in given.items() if value is not None]):
+    if options.nodes in (None, 1) and (named := [flag for flag, value in given.items() if value is not None]):
         raise UsageError(f"{named[0]} is for several machines; given --nodes 1: say how many with --nodes")
-    if options.nodes == 1:
+    if options.nodes is None or options.nodes == 1:
         return None
     if options.node_rank is None or options.coordinator is None:
         missing = " and ".join(flag for flag in ("--node-rank", "--coordinator") if given[flag] is None)

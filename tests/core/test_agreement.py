@@ -179,9 +179,7 @@ def test_the_many_are_right_and_the_few_are_named(monkeypatch):
         f"{prefix}/facts/{rank}": json.dumps([place.digest, (theirs if rank in (2, 5) else ours).digest])
         for rank in range(1, 6)
     }
-    monkeypatch.setattr(
-        agreement, "coordination_client", lambda: OneStore(heard | {f"{prefix}/text/2": theirs.text})
-    )
+    monkeypatch.setattr(agreement, "coordination_client", lambda: OneStore(heard | {f"{prefix}/text/2": theirs.text}))
     with pytest.raises(ValueError) as caught:
         agree("here", [ours], jdp.make_mesh(data=8))
     assert str(caught.value) == (

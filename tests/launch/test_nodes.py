@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from jdp.cli.launch import Options, _under_slurm
 from jdp.launch import Nodes
 from jdp.launch.wire import split_address
 
@@ -287,3 +288,21 @@ def test_nodes_that_the_batch_cannot_use_stand_by(tmp_path: Path, address: str):
     assert "node 1 of 4 did not come within 5 seconds: going on with 2 of 4" in said
     assert "[0] 0 2 1 " in one and "[1] 1 2 1 " in three and " 2 1 " not in four
     assert "this node stands by: the run goes on with fewer, which its mesh and batch allow" in told
+
+
+SLURM = {
+    "SLURM_JOB_ID": "4097",
+    "SLURM_STEP_NODELIST": "gpu[007-008]",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_PROCID": "1",
+}
+
+
+def test_a_slurm_step_of_one_task_on_each_machine_says_which_machines_there_are():
+    options = _under_slurm(Options(8), SLURM)
+    assert (options.nodes, options.node_rank, options.coordinator) == (2, 1, "gpu007:61441")
+    for others in ({}, SLURM | {"SLURM_STEP_NUM_TASKS": "4"}, SLURM | {"SLURM_STEP_NUM_NODES": "1"}):
+        assert _under_slurm(Options(8), others) == Options(8)
+    given = Options(8, nodes=3, node_rank=2, coordinator="h:1")
+    assert _under_slurm(given, SLURM) == given

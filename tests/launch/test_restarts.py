@@ -79,8 +79,14 @@ def test_a_program_that_tells_nothing_is_in_a_crash_loop_only_if_it_should_have(
 
 
 def test_a_signal_ends_all_and_nothing_is_started_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
-    text = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\nif rank: os.kill(os.getppid(), signal.SIGUSR1)\n"
-    assert run(tmp_path, text + "time.sleep(60)", max_restarts=3) == 75, "SIGUSR1 is passed on as SIGTERM"
+    text = """
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+open(f"{sys.argv[1]}/{rank}", "w").close()
+while rank and not os.path.exists(f"{sys.argv[1]}/0"): time.sleep(0.02)
+if rank: os.kill(os.getppid(), signal.SIGUSR1)
+time.sleep(60)
+"""
+    assert run(tmp_path, text, max_restarts=3) == 75, "SIGUSR1 is passed on as SIGTERM"
     assert "restart" not in capfd.readouterr().err
 
 
@@ -92,13 +98,14 @@ def test_who_saved_and_left_does_not_cut_the_others_short(tmp_path: Path, capfd:
 
 def test_each_process_has_a_log_and_a_start_begins_a_new_one(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     logs = tmp_path / "logs"
-    text = "print('out', restarts, flush=True); os.write(2, b'err, and no newline'); sys.exit(70 * (restarts < 11))"
+    text = "print('out', restarts, flush=True); os.write(2, b'err, and no newline')\n"
+    text += "sys.exit(70 * (restarts < 11 and rank == 0))"
     assert run(tmp_path, text, max_restarts=11, log_dir=logs) == 0
     names = [f"rank-{rank:05}{number}.log" for rank in (0, 1) for number in ("", *(f".{n}" for n in range(1, 10)))]
     assert KEPT_LOGS == 9 and sorted(file.name for file in logs.iterdir()) == sorted(names), "no more than ten each"
-    newest, before = ((logs / name).read_text() for name in ("rank-00001.log", "rank-00001.1.log"))
-    assert newest.startswith("out 11\nerr, and no newline") and newest.endswith("process 1 ended with exit code 0\n")
-    assert before.startswith("out 10\n") and "process 1 " in before
+    newest, before = ((logs / name).read_text() for name in ("rank-00000.log", "rank-00000.1.log"))
+    assert newest.startswith("out 11\nerr, and no newline") and newest.endswith("process 0 ended with exit code 0\n")
+    assert before.startswith("out 10\n") and before.endswith("process 0 ended with exit code 70\n")
 
 
 def test_a_log_that_cannot_be_written_is_done_without(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
