@@ -3,12 +3,14 @@
 Checkpoints are written in the background, and always restored onto the plan at hand.
 
 `errors` reports what went wrong in one sentence; `content` is what one checkpoint holds and how it is read onto a
-target; `ownership` decides what in a directory may be moved or deleted; `directory` keeps several checkpoints, one a
-step; `single` is one in a folder of its own. `safetensors` is weights alone, in files that other libraries read.
+target; `checksums` finds what has changed on the disk since it was saved, and `damage` reads the newest that is whole
+in its place; `ownership` decides what in a directory may be moved or deleted; `directory` keeps several checkpoints,
+one a step; `single` is one in a folder of its own. `safetensors` is weights alone, in files that other libraries read.
 """
 
+from jdp.checkpoint.damage import Checked, check
 from jdp.checkpoint.directory import Checkpoints
 from jdp.checkpoint.errors import CheckpointError
 from jdp.checkpoint.single import restore, restore_params, save
 
-__all__ = ["CheckpointError", "Checkpoints", "restore", "restore_params", "save"]
+__all__ = ["Checked", "CheckpointError", "Checkpoints", "check", "restore", "restore_params", "save"]

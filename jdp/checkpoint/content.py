@@ -1,16 +1,17 @@
 """What one checkpoint holds, and how it is read onto a target.
 
 A checkpoint is a folder with three items: `state`, the arrays by path ("params/layers/kernel"); `leaves`, a small JSON
-table of their shapes and dtypes; `record`, any small JSON object. It holds nothing of meshes, strategies or processes,
-nor of the kinds of containers the leaves were in: reading takes a target, whose leaves give the path, shape, dtype and
-sharding of each array. Only what the target asks for is read from disk.
+table of their shapes and dtypes, and the versions that wrote them; `record`, any small JSON object. It holds nothing of
+meshes, strategies or processes, nor of the kinds of containers the leaves were in: reading takes a target, whose leaves
+give the path, shape, dtype and sharding of each array. Only what the target asks for is read into memory.
 
-Reading has three phases: compare the table with the target, leaf by leaf; read the arrays; put them into the target's
-tree.
+Reading has four phases: compare the small files with their checksums, then the table with the target, leaf by leaf;
+compare the files of the arrays with their checksums; read the arrays; put them into the target's tree.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,24 +23,27 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from jdp.checkpoint.errors import CheckpointError, reading
+from jdp.checkpoint import checksums, committing
+from jdp.checkpoint.checks import check_kept, check_sharding, check_values, ignored_names, needed_but_ignored
+from jdp.checkpoint.checksums import COMMITTED
+from jdp.checkpoint.committing import METADATA
+from jdp.checkpoint.errors import CheckpointError, DamagedError, reading
 from jdp.checkpoint.sync_state import PREFIX, Read, read_optimizer_state, read_sync
-from jdp.core.notices import notice
+from jdp.checkpoint.whole import require_whole
 from jdp.core.paths import matches, path_of
 from jdp.core.state import TrainState
 from jdp.core.types import PyTree
 
 FORMAT = 1
-COMMITTED = "commit_success.txt"
-"""Orbax writes this file last: a folder without it is not a checkpoint."""
 _FIELDS = ("step", "params", "opt_state", "model_state", "rng", "skipped", "sync")
+_ARRAYS = "state/"
 _FOR_INFERENCE = ("params", "model_state")
 
 
 def item_handlers() -> dict[str, Any]:
     """Return Orbax' handler of each item."""
     return {
-        "state": ocp.PyTreeCheckpointHandler(),
+        "state": committing.array_handler(),
         "leaves": ocp.JsonCheckpointHandler(),
         "record": ocp.JsonCheckpointHandler(),
     }
@@ -53,13 +57,19 @@ def save_arguments(state: TrainState, record: Mapping[str, Any]) -> ocp.args.Com
     """
     leaves = leaves_of(state, _FIELDS)
     check_values(leaves)
-    table = {"format": FORMAT, "leaves": _describe(leaves)}
+    table = {"format": FORMAT, "leaves": _describe(leaves), "written_by": _versions()}
     arrays = {path: jax.random.key_data(x) if _is_key(x) else x for path, x in leaves.items() if x.size}
     return ocp.args.Composite(
         state=ocp.args.PyTreeSave(arrays),
         leaves=ocp.args.JsonSave(table),
         record=ocp.args.JsonSave(to_json(record, "record")),
     )
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of what writes a checkpoint, for whoever has to find out why one cannot be read."""
+    own: str = importlib.import_module("jdp").__version__
+    return {"jdp": own, "jax": jax.__version__, "orbax-checkpoint": ocp.__version__}
 
 
 def leaves_of(state: Any, fields: Sequence[str]) -> dict[str, Any]:
@@ -100,7 +110,7 @@ def read_state(folder: Path, target: TrainState, fix: str) -> TrainState:
         ValueError: a leaf of `target` has no sharding.
     """
     wanted, saved = leaves_of(target, _FIELDS), _read_table(folder, fix)
-    read: Read = lambda leaves: _read_arrays(folder, leaves, fix)  # noqa: E731
+    read = _reader(folder, fix)
     converted = read_optimizer_state(saved, wanted, read, str(folder))
     (sync, own), (saved_sync, saved) = _split_sync(wanted), _split_sync(saved)
     described = _describe(own)
@@ -145,12 +155,20 @@ def read_params(
     check_kept(kept, folder)
     wanted = {path: leaf for path, leaf in wanted.items() if path not in kept}
     _check_match(saved, _describe(wanted), folder, params_only=True)
-    filled = _fill(state, fields, {**kept, **_read_arrays(folder, wanted, fix)})
+    filled = _fill(state, fields, {**kept, **_reader(folder, fix)(wanted)})
     return replace(target, **filled) if is_state else filled["params"]
 
 
 def read_record(folder: Path, fix: str) -> dict[str, Any]:
-    """Read the JSON object that was saved beside the arrays; `fix` is for the error if it is damaged."""
+    """Read the JSON object that was saved beside the arrays, which reading the state has verified.
+
+    Args:
+        folder: the checkpoint.
+        fix: what to do if it is damaged, for the error: a sentence without its full stop.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
     return _require_object(_restore(folder, fix, record=ocp.args.JsonRestore())["record"], folder / "record", fix)
 
 
@@ -184,8 +202,11 @@ def check_metrics(folder: Path) -> None:
     """Check the metrics beside a checkpoint.
 
     Raises:
-        CheckpointError: they are damaged.
+        DamagedError: they, or what Orbax keeps beside them, are damaged.
     """
+    found = checksums.verify(folder, lambda name: name == METADATA or name.startswith("metrics/"))
+    if found.status == "damaged":
+        raise DamagedError(f"{folder} is damaged: {found.problem}. Move it away.", found.problem)
     file = folder / "metrics" / "metrics"
     try:
         metrics = json.loads(file.read_bytes())
@@ -194,92 +215,16 @@ def check_metrics(folder: Path) -> None:
     except (OSError, ValueError):
         metrics = None
     if not isinstance(metrics, dict) or not all(x is None or isinstance(x, int | float) for x in metrics.values()):
-        raise CheckpointError(
+        raise DamagedError(
             f"{file} is damaged: it must be a JSON object of numbers. Remove that file: the checkpoint is then one "
-            "without metrics."
+            "without metrics.",
+            "metrics/metrics is no JSON object of numbers",
         )
 
 
-def check_values(leaves: Mapping[str, Any]) -> None:
-    """Check that every leaf has values that can be written.
-
-    Raises:
-        CheckpointError: a leaf is abstract, or was donated to a step.
-    """
-    for path, leaf in leaves.items():
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            raise CheckpointError(
-                f"Only arrays can be written; {path} is abstract, {leaf.dtype}{list(leaf.shape)} without values. Give "
-                "the state that jdp.init_state, a train step or jdp.restore returned."
-            )
-        if isinstance(leaf, jax.Array) and leaf.is_deleted():
-            raise CheckpointError(
-                f"Only arrays can be written; {path} has been given to a train step, which took its memory over "
-                "(donated it). Write the state that the step returned, or make the step with donate=False."
-            )
-
-
-def ignored_names(names: Mapping[str, Sequence[str]], ignore: Sequence[str], file: Path) -> set[str]:
-    """Return the arrays of a file that `ignore` matches, and report how many they are.
-
-    Args:
-        names: each array and the names that a pattern may match it by.
-        ignore: patterns, as `jdp.core.paths.matches` takes them.
-        file: the file or folder, for messages.
-
-    Raises:
-        CheckpointError: a pattern matches nothing.
-    """
-    ignored: dict[str, None] = {}
-    for pattern in (ignore,) if isinstance(ignore, str) else ignore:
-        matched = [path for path, known in names.items() if any(matches(name, pattern) for name in known)]
-        if not matched:
-            some = ", ".join(known[-1] for known in list(names.values())[:5]) + ", …" * (len(names) > 5)
-            raise CheckpointError(
-                f"Every pattern of `ignore` must match something in the file; {pattern!r} matches nothing of {file}, "
-                f"which has {some or 'nothing'}. Leave it out, or fix it."
-            )
-        ignored.update(dict.fromkeys(matched))
-    if ignored:
-        first = next(iter(ignored))
-        notice(f"{file}: {len(ignored)} of {len(names)} arrays are left unread, as `ignore` asks; the first is {first}")
-    return set(ignored)
-
-
-def needed_but_ignored(path: str) -> CheckpointError:
-    """Return the error for an `ignore` that leaves out what the model needs."""
-    return CheckpointError(
-        f"What `ignore` leaves unread the model must not need; it has {path}. Leave that out of `ignore`, or put "
-        f"{path!r} into `missing` too, to keep the target's value."
-    )
-
-
-def check_kept(kept: Mapping[str, Any], file: Path) -> None:
-    """Check the leaves that keep the target's values, as `file` lacks them.
-
-    Raises:
-        CheckpointError: one of them is abstract.
-    """
-    for path, leaf in kept.items():
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            raise CheckpointError(
-                f"{file} lacks {path}, which `missing` lets keep the target's value, but the target is abstract: "
-                "pass a real state (jdp.init_state)."
-            )
-
-
-def check_sharding(leaf: Any, path: str) -> None:
-    """Check that a leaf of a target can be read onto.
-
-    Raises:
-        ValueError: it has no sharding.
-    """
-    if getattr(leaf, "sharding", None) is None:
-        raise ValueError(f"Every leaf of a target needs a sharding; {path} has none. Take jdp.abstract_state(...).")
-
-
 def _read_table(folder: Path, fix: str) -> dict[str, str]:
-    """Read what the checkpoint holds: path -> "float32[4, 8]"."""
+    """Read what the checkpoint holds: path -> "float32[4, 8]"; first all of its files but the arrays' are verified."""
+    require_whole(folder, fix, lambda name: not name.startswith(_ARRAYS))
     table = _require_object(_restore(folder, fix, leaves=ocp.args.JsonRestore())["leaves"], folder / "leaves", fix)
     if table.get("format") != FORMAT:
         raise CheckpointError(
@@ -291,8 +236,22 @@ def _read_table(folder: Path, fix: str) -> dict[str, str]:
 
 def _require_object(value: Any, file: Path, fix: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise CheckpointError(f"{file} is damaged: a JSON object is missing. {fix}.")
+        problem = f"{file.name} has no JSON object"
+        raise DamagedError(f"{file} is damaged: a JSON object is missing. {fix}.", problem)
     return value
+
+
+def _reader(folder: Path, fix: str) -> Read:
+    """Return what reads arrays of a checkpoint; before the first, the files of all of them are verified."""
+    verified: list[bool] = []
+
+    def read(wanted: Mapping[str, Any]) -> dict[str, Any]:
+        if not verified:
+            require_whole(folder, fix, lambda name: name.startswith(_ARRAYS))
+            verified.append(True)
+        return _read_arrays(folder, wanted, fix)
+
+    return read
 
 
 def _read_arrays(folder: Path, wanted: Mapping[str, Any], fix: str) -> dict[str, Any]:

@@ -13,22 +13,25 @@ import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
-from orbax.checkpoint import checkpoint_managers
 
-from jdp.checkpoint import content, ownership
+from jdp.checkpoint import content, damage, ownership
+from jdp.checkpoint.checks import check_values
+from jdp.checkpoint.committing import CommittedWithChecksums
 from jdp.checkpoint.errors import CheckpointError, hush, write_error
 from jdp.checkpoint.ownership import Lineage
-from jdp.core.formatting import finite_or_none
+from jdp.checkpoint.retention import PreserveForeign, metric, policy
 from jdp.core.meeting import from_first_process, meet
 from jdp.core.notices import notice
 from jdp.core.state import TrainState
 from jdp.core.types import PyTree
 from jdp.core.user_path import user_path
 from jdp.launch.progress import note_progress
+
+_T = TypeVar("_T")
 
 
 class Checkpoints:
@@ -37,6 +40,9 @@ class Checkpoints:
     A checkpoint stays while any of `keep`, `keep_every` and `best` keeps it. A run that goes back to an earlier one and
     saves again loses nothing: the later ones are set aside in the directory's `abandoned-1` (then `-2`, …), and that is
     reported; each of these can be restored from like any directory of checkpoints, and is yours to delete.
+
+    Every file has a checksum. What has changed on the disk is found before it is read; if the newest checkpoint is
+    damaged, the one before it is restored, and the damaged one set aside as `damaged-STEP`, which is reported.
 
     Args:
         directory: created if it does not exist; `~` is expanded. All processes must see the same one.
@@ -74,28 +80,29 @@ class Checkpoints:
         self._cleaned = self._closed = self._warned = False
         self._restore_logging = hush()  # threads of Orbax log their errors when they occur; here they are raised
         self._manager = self._open(
-            _PreserveForeign(
+            PreserveForeign(
                 self.directory,
                 self._mark_for_deletion,
-                _policy(keep, keep_every, self._score if best is not None else None),
+                policy(keep, keep_every, self._score if best is not None else None),
             )
         )
 
-    def _open(self, policy: Any) -> ocp.CheckpointManager:
+    def _open(self, kept: Any) -> ocp.CheckpointManager:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise write_error(f"{self.directory} cannot be made a directory of checkpoints", error) from error
         ownership.check_numbered_entries(self.directory)
-        self._check_metrics()
+        damage.set_unreadable_aside(self.directory)
         try:
             return ocp.CheckpointManager(
                 self.directory,
                 item_handlers=content.item_handlers(),
                 options=ocp.CheckpointManagerOptions(
-                    preservation_policy=policy,
+                    preservation_policy=kept,
                     best_fn=self._score,  # also what makes Orbax keep the metrics beside each checkpoint
                     atomicity_options=ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE),
+                    temporary_path_class=CommittedWithChecksums,
                 ),
             )
         except ValueError as error:  # what Orbax keeps of each step is JSON, but no table
@@ -156,8 +163,8 @@ class Checkpoints:
                 f"{self.directory} was closed, and nothing is saved after that. Save before close(), inside `with`, or "
                 "open it again: jdp.Checkpoints(...)."
             )
-        content.check_values(content.leaves_of(state, ("step", "params")))  # before the step's number is taken
-        numbers = {name: _metric(name, value) for name, value in (metrics or {}).items()}
+        check_values(content.leaves_of(state, ("step", "params")))  # before the step's number is taken
+        numbers = {name: metric(name, value) for name, value in (metrics or {}).items()}
         if numbers and self._best is not None and self._best not in numbers:
             raise ValueError(
                 f"The best checkpoint is chosen by {self._best!r}; given the metrics {list(numbers)}. Pass it too."
@@ -186,7 +193,7 @@ class Checkpoints:
         Args:
             target: `jdp.abstract_state(...)`, or a real state; its values are not read. Any strategy, mesh and number
                 of devices.
-            step: which one; "best" is the best by the metric, None the newest.
+            step: which one; "best" is the best by the metric, None the newest that is whole.
 
         Returns:
             The state, with the shardings of `target`, and the record.
@@ -195,10 +202,13 @@ class Checkpoints:
             CheckpointError: there is no such checkpoint, it does not fit `target`, or it is damaged.
             ValueError: a leaf of `target` has no sharding.
         """
-        folder, fix = self._choose(step)
+        self.wait()
         existing = ownership.committed_steps(self.directory)
-        state, record = content.read_state(folder, target, fix), content.read_record(folder, fix)
-        self._lineage.restored(int(folder.name), existing, state)
+        chosen, (state, record) = self._read(
+            step, lambda folder, fix: (content.read_state(folder, target, fix), content.read_record(folder, fix))
+        )
+        aside = set(existing) - set(ownership.committed_steps(self.directory))
+        self._lineage.restored(chosen, [other for other in existing if other not in aside], state)
         return state, record
 
     def restore_params(
@@ -213,7 +223,7 @@ class Checkpoints:
 
         Args:
             target: a state, real or abstract, with any optimizer; or a tree of parameters that have shardings.
-            step: which one; "best" is the best by the metric, None the newest.
+            step: which one; "best" is the best by the metric, None the newest that is whole.
             missing: path patterns (`fnmatch`) of parameters that the checkpoint may lack; they keep the target's
                 values.
             ignore: path patterns of parameters in the checkpoint that are left unread; each must match.
@@ -226,8 +236,10 @@ class Checkpoints:
                 `ignore` matches nothing.
             ValueError: a leaf of `target` has no sharding.
         """
-        folder, fix = self._choose(step)
-        return content.read_params(folder, target, fix, missing=missing, ignore=ignore)
+        self.wait()
+        return self._read(
+            step, lambda folder, fix: content.read_params(folder, target, fix, missing=missing, ignore=ignore)
+        )[1]
 
     def wait(self) -> None:
         """Return when everything saved so far is committed.
@@ -271,9 +283,17 @@ class Checkpoints:
                 raise
             notice(str(error))  # the exception that is being raised already matters more
 
+    def _read(self, step: int | Literal["best"] | None, read: Callable[[Path, str], _T]) -> tuple[int, _T]:
+        """Read a step, or the newest that is whole: damaged ones after it are set aside. Return which it was."""
+        if step is None and self.steps:
+            value, chosen, damaged = damage.read_newest(self.directory, read)
+            damage.set_aside(self.directory, damaged, chosen)
+            return chosen, value
+        folder, fix = self._choose(step)
+        return int(folder.name), read(folder, fix)
+
     def _choose(self, step: int | Literal["best"] | None) -> tuple[Path, str]:
         """Return the folder of a step, and what to do if it is damaged."""
-        self.wait()
         steps = self.steps
         existing = ", ".join(map(str, steps)) or "none"
         if step == "best":
@@ -369,40 +389,6 @@ class Checkpoints:
         """Return the metric `best`, its sign such that more is better; minus infinity if it was not measured."""
         value = None if metrics is None else metrics.get(self._best or "")
         return -math.inf if value is None else self._sign * value
-
-
-class _PreserveForeign:
-    """A policy of Orbax that also preserves what jdp did not write, and announces what is about to be deleted."""
-
-    def __init__(self, directory: Path, announce: Callable[[Sequence[int]], None], policy: Any) -> None:
-        self._directory, self._announce, self._policy = directory, announce, policy
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
-        kept = self._policy.should_preserve(checkpoints, context=context)
-        pairs = list(zip((info.step for info in checkpoints), kept, strict=True))
-        stays = [bool(keep) or not ownership.may_delete(self._directory, step) for step, keep in pairs]
-        self._announce([step for (step, _), stay in zip(pairs, stays, strict=True) if not stay])
-        return stays
-
-
-def _policy(keep: int | None, keep_every: int | None, score: Any) -> Any:
-    """Return a policy of Orbax that keeps a checkpoint if any of these keeps it."""
-    policies: list[Any] = [checkpoint_managers.LatestN(keep)]  # None: all
-    if keep_every is not None:
-        policies.append(checkpoint_managers.EveryNSteps(keep_every))
-    if score is not None:
-        policies.append(checkpoint_managers.BestN(get_metric_fn=score, n=1, keep_checkpoints_without_metrics=False))
-    return checkpoint_managers.AnyPreservationPolicy(policies)
-
-
-def _metric(name: str, value: Any) -> float | None:
-    """Return a metric as JSON has it; None, for one that is not finite, means that it was not measured."""
-    try:
-        return finite_or_none(float(value))
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"A metric is one number; {name!r} is {value!r}. Leave it out where it was not measured."
-        ) from None
 
 
 def _listed(steps: Sequence[int]) -> str:

@@ -29,6 +29,18 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be written, found or read, or that does not fit."""
 
 
+class DamagedError(CheckpointError):
+    """A checkpoint whose files are not those that were saved: another may be whole.
+
+    Attributes:
+        problem: what is wrong with which file, without the fix.
+    """
+
+    def __init__(self, message: str, problem: str) -> None:
+        super().__init__(message)
+        self.problem = problem
+
+
 def write_error(what: str, error: BaseException, note: str = "") -> CheckpointError:
     """Return the error for a write that failed: what, why, and the fix.
 
@@ -50,7 +62,7 @@ def write_error(what: str, error: BaseException, note: str = "") -> CheckpointEr
 
 @contextmanager
 def reading(what: str, fix: str) -> Generator[None]:
-    """Turn any exception of the code inside, which reads files, into a CheckpointError that names what is damaged.
+    """Turn any exception of the code inside, which reads files, into a DamagedError that names what is damaged.
 
     Running out of memory is left alone.
 
@@ -59,7 +71,7 @@ def reading(what: str, fix: str) -> Generator[None]:
         fix: a sentence without its full stop.
 
     Raises:
-        CheckpointError: reading failed.
+        DamagedError: reading failed.
     """
     restore_logging = hush()
     try:
@@ -67,9 +79,8 @@ def reading(what: str, fix: str) -> Generator[None]:
     except (CheckpointError, MemoryError, jax.errors.JaxRuntimeError):
         raise
     except Exception as error:
-        raise CheckpointError(
-            f"{what} cannot be read; a file is damaged or missing: {_reason(error)}. {fix}."
-        ) from error
+        problem = f"a file is damaged or missing: {_reason(error)}"
+        raise DamagedError(f"{what} cannot be read; {problem}. {fix}.", problem) from error
     finally:
         restore_logging()
 

@@ -5,6 +5,8 @@ written, or deleted, has a mark beside it, `.unfinished-STEP`, made before and r
 left half-written or half-deleted is distinguished from a folder that somebody else put there. A link is never followed
 to delete.
 
+A step whose files have changed since it was saved is renamed to `damaged-STEP`, and an earlier one takes its place.
+
 A run that goes back to an earlier step and saves again abandons the later ones. They are moved to `abandoned-1`,
 `abandoned-2`, …, each of which can be restored from like any directory of checkpoints; nothing deletes them. A state
 does not say which run it is of, only how many batches it has consumed. So `Lineage` follows what was restored and saved
@@ -13,6 +15,7 @@ through the directory: a run that restored step 2 and saves step 3 writes anothe
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import weakref
@@ -23,12 +26,16 @@ from typing import Any
 import jax
 
 from jdp.checkpoint import content
+from jdp.checkpoint.checksums import TABLE
+from jdp.checkpoint.committing import METADATA
 from jdp.checkpoint.errors import CheckpointError
 
-MARK, ABANDONED = ".unfinished-", "abandoned-"
+MARK, ABANDONED, DAMAGED = ".unfinished-", "abandoned-", "damaged-"
 _STEP = re.compile(r"0|[1-9][0-9]*")
-_ENTRIES = frozenset(("state", "leaves", "record", "metrics", "_CHECKPOINT_METADATA", content.COMMITTED))
-"""What Orbax writes into the folder of a step."""
+_ENTRIES = frozenset(
+    ("state", "leaves", "record", "metrics", METADATA, TABLE, content.COMMITTED, f"{content.COMMITTED}.new")
+)
+"""What Orbax and jdp write into the folder of a step."""
 
 
 def committed_steps(directory: Path) -> list[int]:
@@ -108,6 +115,29 @@ def set_aside(directory: Path, steps: Sequence[int]) -> Path:
         else:
             folder.rename(aside / str(step))
     return aside
+
+
+def uncommitted_steps(directory: Path) -> list[int]:
+    """Return the steps of jdp without a commit file that nobody is writing: the file was lost, or the mark was."""
+    if not directory.is_dir():
+        return []
+    folders = [path for path in _numbered(directory) if not (directory / f"{MARK}{path.name}").exists()]
+    begun = [path for path in folders if not content.is_checkpoint(path) and _may_be_unfinished(path)]
+    return sorted(int(path.name) for path in begun if any(path.iterdir()))
+
+
+def set_damaged_aside(directory: Path, step: int) -> str:
+    """Rename the folder of a damaged step to `damaged-STEP`, and return its new name.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    folder, name, number = directory / str(step), f"{DAMAGED}{step}", 1
+    while os.path.lexists(directory / name):
+        number += 1
+        name = f"{DAMAGED}{step}-{number}"
+    folder.rename(directory / name)
+    return name
 
 
 def remove_staging(directory: Path) -> None:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import jax
 
-from jdp.checkpoint import content, ownership
+from jdp.checkpoint import content, damage, ownership
+from jdp.checkpoint.checks import check_values
 from jdp.checkpoint.directory import Checkpoints
 from jdp.checkpoint.errors import CheckpointError, write_error
 from jdp.core.meeting import meet
@@ -20,8 +22,7 @@ from jdp.core.state import TrainState
 from jdp.core.types import PyTree
 from jdp.core.user_path import user_path
 
-RUN_FOLDER = "checkpoints"
-"""The folder of checkpoints in the folder of a run."""
+_T = TypeVar("_T")
 
 
 def save(path: str | Path, state: TrainState, *, overwrite: bool = False) -> None:
@@ -36,7 +37,7 @@ def save(path: str | Path, state: TrainState, *, overwrite: bool = False) -> Non
         CheckpointError: `path` is taken, or cannot be written, or the state is abstract; nothing was changed.
         ValueError: the path is an address such as gs://bucket/run.
     """
-    content.check_values(content.leaves_of(state, ("params", "step")))
+    check_values(content.leaves_of(state, ("params", "step")))
     path = user_path(path).absolute()
     path = path.resolve() if path.is_symlink() else path
     _check_free(path, overwrite)
@@ -60,7 +61,8 @@ def restore(path: str | Path, target: TrainState) -> TrainState:
     """Read a checkpoint onto the shardings of `target`: any strategy, mesh and number of devices.
 
     Args:
-        path: what `jdp.save` wrote; or a directory of `jdp.Checkpoints` or the folder of a run, whose newest is read;
+        path: what `jdp.save` wrote; or a directory of `jdp.Checkpoints` or the folder of a run, of which the newest
+            that is whole is read;
             or the folder of one step.
         target: `jdp.abstract_state(...)`, or a real state; its values are not read.
 
@@ -72,8 +74,7 @@ def restore(path: str | Path, target: TrainState) -> TrainState:
             is damaged.
         ValueError: a leaf of `target` has no sharding, or the path is an address such as gs://bucket/run.
     """
-    folder, fix = _find(user_path(path).absolute())
-    return content.read_state(folder, target, fix)
+    return _read(user_path(path).absolute(), lambda folder, fix: content.read_state(folder, target, fix))
 
 
 def restore_params(
@@ -84,7 +85,8 @@ def restore_params(
     Nothing else is read from disk, so the optimizer's state takes no memory.
 
     Args:
-        path: what `jdp.save` wrote; or a directory of `jdp.Checkpoints` or the folder of a run, whose newest is read;
+        path: what `jdp.save` wrote; or a directory of `jdp.Checkpoints` or the folder of a run, of which the newest
+            that is whole is read;
             or the folder of one step.
         target: a state, real or abstract, with any optimizer; or a tree of parameters that have shardings, such as
             `jdp.abstract_state(...).params`: then a tree of parameters is returned.
@@ -103,8 +105,10 @@ def restore_params(
             is damaged; or a pattern of `ignore` matches nothing.
         ValueError: a leaf of `target` has no sharding, or the path is an address such as gs://bucket/run.
     """
-    folder, fix = _find(user_path(path).absolute())
-    return content.read_params(folder, target, fix, missing=missing, ignore=ignore)
+    return _read(
+        user_path(path).absolute(),
+        lambda folder, fix: content.read_params(folder, target, fix, missing=missing, ignore=ignore),
+    )
 
 
 def _check_free(path: Path, overwrite: bool) -> None:
@@ -138,16 +142,15 @@ def _on_first_process(action: Callable[[], None]) -> None:
     meet("jdp.save")
 
 
-def _find(path: Path) -> tuple[Path, str]:
-    """Return the folder of the checkpoint that `path` leads to, and what to do if it is damaged."""
+def _read(path: Path, read: Callable[[Path, str], _T]) -> _T:
+    """Read the checkpoint that `path` leads to: of a directory, the newest that is whole."""
     if content.is_checkpoint(path):
-        return path, "Restore another checkpoint"
-    for directory in (path, path / RUN_FOLDER):
-        steps = ownership.committed_steps(directory)
-        if steps:
-            others = ", ".join(map(str, steps[:-1]))
-            fix = f"Restore an earlier one, {directory}/STEP (there are: {others})" if others else "There is no other"
-            return directory / str(steps[-1]), fix
+        return read(path, "Restore another checkpoint")
+    for directory in (path, path / damage.RUN_FOLDER):
+        if ownership.committed_steps(directory):
+            value, step, damaged = damage.read_newest(directory, read)
+            damage.report(directory, damaged, step)
+            return value
     problem = "is not a checkpoint and holds none"
     if not path.exists():
         problem = "does not exist"

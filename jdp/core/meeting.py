@@ -38,10 +38,25 @@ def meet(name: str, *, seconds: float = WAIT_SECONDS) -> None:
         LostPeer: some did not come in time; the message names them.
         ValueError: there are several processes, and no coordination service in which they could meet.
     """
+    from_every_process(name, "", seconds=seconds)
+
+
+def from_every_process(name: str, value: str, *, seconds: float = WAIT_SECONDS) -> list[str]:
+    """Return the values of all processes, by their index, on every process; they wait for each other.
+
+    Args:
+        name: of the place, for the error, as of `meet`.
+        value: a short text of this process.
+        seconds: how long to wait for the others.
+
+    Raises:
+        LostPeer: some did not come in time; the message names them.
+        ValueError: there are several processes, and no coordination service in which they could meet.
+    """
     if jax.process_count() == 1:
-        return
+        return [value]
     store = _store(name)
-    store.put("here", "")
+    store.put("here", value)
     store.wait(
         "met",
         seconds,
@@ -52,6 +67,8 @@ def meet(name: str, *, seconds: float = WAIT_SECONDS) -> None:
     )
     if store.me == 0:  # all have left the meeting before this one
         store.forget(_prefix(name, _rounds[name] - 1))
+    said = store.all("here")
+    return [said[process] for process in store.members]
 
 
 def from_first_process(name: str, value: _Small, *, seconds: float = WAIT_SECONDS) -> _Small:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -9,15 +10,16 @@ from typing import Any
 
 from jdp.checkpoint import CheckpointError
 from jdp.core.formatting import finite_or_none
+from jdp.experiment.file import to_toml
 from jdp.experiment.schema.experiment import Experiment
 from jdp.run.evaluation import Best, Row
 
-_SAVED = ("done", "skipped", "loss", "evals", "evaluated", "fingerprint")
+_SAVED = ("done", "skipped", "loss", "evals", "evaluated", "fingerprint", "experiment")
 
 
 @dataclass
 class Progress:
-    """How far a run is. The first eight are saved with each checkpoint.
+    """How far a run is. The first nine are saved with each checkpoint.
 
     Attributes:
         done: batches consumed.
@@ -26,6 +28,7 @@ class Progress:
         evals: the metrics of the last evaluation.
         evaluated: the step of that evaluation.
         fingerprint: of the data.
+        experiment: a hash of the experiment as resolved, of this visit.
         watched: the best evaluation by `train.stop_metric`, for early stopping.
         kept: the best one with a checkpoint, by `train.keep_best`; None: none is kept.
         resumed_from: batches consumed before this visit.
@@ -41,6 +44,7 @@ class Progress:
     evals: Row = field(default_factory=dict[str, float])
     evaluated: int = 0
     fingerprint: str = ""
+    experiment: str = ""
     watched: Best = field(default_factory=lambda: Best("eval_loss"))
     kept: Best | None = None
     resumed_from: int = 0
@@ -78,6 +82,7 @@ class Progress:
         progress.kept = Best.resumed(settings.best_metric, record.get("kept")) if settings.best_metric else None
         evals: dict[str, float | None] = record.get("evals", {})
         progress.evals = {name: math.nan if value is None else value for name, value in evals.items()}
+        progress.experiment = hashlib.sha256(to_toml(experiment).encode()).hexdigest()[:16]
         progress.resumed_from = progress.done
         return progress
 

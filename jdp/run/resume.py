@@ -27,7 +27,7 @@ def open_checkpoints(experiment: Experiment, folder: Path) -> Checkpoints:
 
 
 def start(assembly: Assembly, saved: Checkpoints) -> tuple[TrainState, Progress, str | None]:
-    """Restore the newest checkpoint onto the run's plan, or make a fresh state, with the weights of `train.init_from`.
+    """Restore the newest whole checkpoint onto the run's plan, or make a fresh state with `train.init_from`'s weights.
 
     Report the step to the supervisor that may restart the run: a checkpoint that was committed in the background, just
     before the run was killed, counts from here on.
@@ -41,7 +41,7 @@ def start(assembly: Assembly, saved: Checkpoints) -> tuple[TrainState, Progress,
 
     Raises:
         ExperimentError: the data is not that of the checkpoint.
-        CheckpointError: a checkpoint is damaged.
+        CheckpointError: no checkpoint is whole.
         ValueError: a checkpoint or file does not fit the model.
     """
     experiment, fingerprint = assembly.experiment, assembly.data.fingerprint
@@ -53,9 +53,8 @@ def start(assembly: Assembly, saved: Checkpoints) -> tuple[TrainState, Progress,
             return assembly.state(), progress, None
         state, message = load_parameters(assembly.state(), experiment, assembly.plan)
         return state, progress, message
-    newest = saved.directory / str(saved.latest)
     state, record = saved.restore(assembly.abstract_state())
-    check_record(record, newest)
+    check_record(record, saved.directory / str(int(state.consumed)))
     if record["fingerprint"] != fingerprint:
         raise ExperimentError(
             f"{saved.directory.parent} was trained on other data (fingerprint {record['fingerprint']}, now "

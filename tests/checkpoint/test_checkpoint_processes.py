@@ -4,14 +4,18 @@ import os
 import sys
 from pathlib import Path
 
+from jdp.checkpoint import check
 from jdp.launch import launch
 
 PROGRAM = """
 import sys
 from dataclasses import replace
+from pathlib import Path
 import jax, jax.numpy as jnp, numpy as np, optax
 import jdp
+from damaged_files import flip
 from flax import nnx
+from jdp.core.meeting import meet
 from jdp.export import export_safetensors, import_safetensors, llama_names
 from jdp.models import GPT, GPTConfig
 
@@ -44,6 +48,19 @@ with jdp.Checkpoints(f"{folder}/back") as checkpoints:
     checkpoints.restore(target, 1)
     checkpoints.save(replace(state, step=jax.device_put(jnp.int32(2), plan.replicated)), {"line": "second"})
     assert checkpoints.restore(target)[1] == {"line": "second"} and checkpoints.steps == [1, 2]
+with jdp.Checkpoints(f"{folder}/flipped") as checkpoints:
+    for step in (1, 2, 3):
+        checkpoints.save(replace(state, step=jax.device_put(jnp.int32(step), plan.replicated)), {"step": step})
+    checkpoints.wait()
+    if jax.process_index() == 0:  # in files that process 1 wrote, and that the one or the other will check
+        for step in (2, 3):
+            written = Path(f"{folder}/flipped/{step}/state/ocdbt.process_1").rglob("*")
+            flip(max(written, key=lambda file: file.stat().st_size), 100)
+    meet("the test, where process 0 damages files")
+    restored, record = checkpoints.restore(target)
+    assert record == {"step": 1} and int(restored.step) == 1, record
+    checkpoints.save(replace(state, step=jax.device_put(jnp.int32(2), plan.replicated)), {"step": "again"})
+    assert checkpoints.restore(target)[1] == {"step": "again"} and checkpoints.steps == [1, 2]
 for limit in (10**9, 5000):
     path = f"{folder}/exported/model.safetensors"
     export_safetensors(path, state, names=llama_names(config), max_shard_bytes=limit)
@@ -57,12 +74,17 @@ print("same", jax.process_index(), flush=True)
 def test_two_processes_save_restore_export_and_import(tmp_path, capfd):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "http_proxy": "http://127.0.0.1:9"}
+    here = Path(__file__).parents[1]
+    environment = os.environ | {"PYTHONPATH": f"{here.parent}:{here}", "http_proxy": "http://127.0.0.1:9"}
     code = launch([sys.executable, str(program), str(tmp_path)], 2, devices_per_process=2, environment=environment)
     out, err = capfd.readouterr()
     assert code == 0, err
     assert "[0] same 0\n" in out and "[1] same 1\n" in out
     there = {path.name for path in tmp_path.iterdir()} - {"program.py"}
-    assert there == {"one", "many", "back", "exported", "plain.safetensors"}
+    assert there == {"one", "many", "back", "flipped", "exported", "plain.safetensors"}
+    assert [found.status for found in check(tmp_path / "flipped")] == ["whole", "whole"]
+    assert sorted(path.name for path in (tmp_path / "flipped").iterdir()) == ["1", "2", "damaged-2", "damaged-3"]
+    assert (out + err).count("set aside as damaged-3; 1 is read in its place") == 1, out + err
+    assert not list((tmp_path / "one" / "state").glob("checksums.process_*"))
     assert sorted(path.name for path in (tmp_path / "back" / "abandoned-1").iterdir()) == ["2", "3"]
     assert not (tmp_path / "exported" / "model.safetensors").exists()

@@ -11,6 +11,7 @@ import sys
 import jax
 import numpy as np
 import pytest
+from damaged_files import without_checksums
 from full_disk import files_of_at_most
 
 from jdp.checkpoint import Checkpoints
@@ -351,6 +352,7 @@ def test_a_run_resumes_from_damaged_metrics_and_says_what_a_damaged_checkpoint_l
         patched.setattr(signals.StopRequest, "at_step", lambda self, now: stopped(self, now, at=3))
         _, folder = train(file, "--train.eval_every", "3", "--train.keep_best", "true")
     capsys.readouterr()
+    without_checksums(folder / "checkpoints" / "3")
     record = folder / "checkpoints" / "3" / "record" / "metadata"
     whole = json.loads(record.read_bytes())
     damages = {
@@ -366,7 +368,7 @@ def test_a_run_resumes_from_damaged_metrics_and_says_what_a_damaged_checkpoint_l
         error = capsys.readouterr().err
         assert f"is damaged, or not that of a run of jdp train: {said}" in error and "Traceback" not in error
     record.write_bytes(b"\0" * 50)
-    assert train(file)[0] == 2 and "3 cannot be read; a file is damaged" in capsys.readouterr().err
+    assert train(file)[0] == 2 and "is whole (3: a file is damaged or missing: " in capsys.readouterr().err
     record.write_text(json.dumps(whole))
     (metrics,) = folder.glob("metrics.jsonl")
     first, *rest = metrics.read_bytes().split(b"\n")

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jdp.checkpoint.content import check_kept, check_sharding, check_values, ignored_names, needed_but_ignored
+from jdp.checkpoint.checks import check_kept, check_sharding, check_values, ignored_names, needed_but_ignored
 from jdp.checkpoint.errors import CheckpointError, write_error
 from jdp.checkpoint.safetensors import files
 from jdp.checkpoint.safetensors.files import Spec, Stored

@@ -1,0 +1,275 @@
+"""Checkpoints do not lie: whatever changes on the disk, in whichever file, is found, and the one before is taken."""
+
+import functools
+import os
+import shutil
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from damaged_files import cut, flip, without_checksums, zero_page
+
+import jdp
+from jdp.checkpoint import check
+from jdp.core import notices
+
+pytestmark = pytest.mark.faults
+
+SIZE = 640  # arrays of 1.6 MB: small ones are kept in files that have checksums of their own
+TX = optax.sgd(0.1, momentum=0.9)
+
+
+def init(rng):
+    return {"w": jax.random.normal(rng, (SIZE, SIZE)), "b": jnp.zeros(8)}
+
+
+@functools.cache
+def plan():
+    return jdp.Plan(jdp.make_mesh(devices=jax.devices()[:2], data=2), "zero3")
+
+
+@functools.cache
+def target():
+    return jdp.abstract_state(init, TX, plan(), rng=jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def base():
+    return jdp.init_state(init, TX, plan(), rng=jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def saved(base, tmp_path_factory):
+    """A directory with steps 1 and 2, and a copy of it to repair it from. Tests leave it as it was."""
+    directory = tmp_path_factory.mktemp("saved") / "checkpoints"
+    fill(directory, base, 1, 2)
+    return directory, shutil.copytree(directory, directory.with_name("copy"))
+
+
+@pytest.fixture
+def own(saved, tmp_path):
+    """A copy of the directory with steps 1 and 2 that a test may change."""
+    return shutil.copytree(saved[0], tmp_path / "own")
+
+
+@pytest.fixture(autouse=True)
+def fresh_notices():
+    notices._said.clear()
+
+
+def fill(directory, base, *steps):
+    with jdp.Checkpoints(directory) as checkpoints:
+        for step in steps:
+            checkpoints.save(at(base, step), {"n": step}, {"loss": 1.0 / step})
+
+
+def at(base, step):
+    return replace(base, step=jnp.int32(step))
+
+
+def files_of(folder):
+    return sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+
+
+def arrays_of(folder):
+    return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+def names(directory):
+    return sorted(path.name for path in directory.iterdir())
+
+
+# Every kind of damage to every kind of file.
+
+
+def test_whatever_changes_in_whichever_file_is_found_and_the_one_before_is_restored(saved, base, capsys):
+    """All kinds of damage to all files of a step, and 40 more bits of its arrays: none is restored in silence."""
+    directory, copy = saved
+    step, rng = directory / "2", np.random.default_rng(0)
+    kinds = {
+        "bit flip": lambda file: flip(file, rng.integers(file.stat().st_size), rng.integers(8)),
+        "zeroed page": lambda file: zero_page(file, rng.integers(file.stat().st_size)),
+        "truncation": cut,
+        "deletion": lambda file: file.unlink(),
+    }
+    damages = [(name, kind) for name in files_of(step) for kind in kinds]
+    damages += [(arrays_of(step).relative_to(step), "bit flip")] * 40
+    assert len(damages) >= 100 and arrays_of(step).stat().st_size > 2**20
+    for name, kind in damages:
+        kinds[kind](step / name)
+        (verdict,) = [found for found in check(directory) if found.step == 2]
+        assert verdict.status == "damaged" and verdict.problem, (name, kind)
+        shutil.copyfile(copy / "2" / name, step / name)
+    assert [found.status for found in check(directory)] == ["whole", "whole"]
+    for name in {(path.parts[0], path.parts[-1][:8]): path for path in files_of(step)}.values():  # one of each class
+        notices._said.clear()
+        kinds["bit flip"](step / name)
+        state = jdp.restore(directory, target())
+        assert int(state.step) == 1, name
+        assert f"checkpoint 2 is damaged ({verdict_of(directory)}), and 1 is read in its" in capsys.readouterr().err
+        shutil.copyfile(copy / "2" / name, step / name)
+    np.testing.assert_array_equal(state.params["w"], base.params["w"])
+    assert int(jdp.restore(directory, target()).step) == 2
+
+
+def verdict_of(directory):
+    return next(found.problem for found in check(directory) if found.status == "damaged")
+
+
+def test_a_file_of_another_checkpoint_is_not_taken_for_the_same(own):
+    shutil.copyfile(own / "1" / "record" / "metadata", own / "2" / "record" / "metadata")
+    assert [(found.step, found.problem) for found in check(own)] == [(1, ""), (2, "record/metadata has changed")]
+    shutil.copyfile(own / "1" / "checksums.json", own / "2" / "checksums.json")
+    assert check(own)[1].problem == "checksums.json has changed"
+
+
+# What becomes of it.
+
+
+def test_the_damaged_newest_is_set_aside_and_the_run_goes_on(own, base, capsys):
+    for aside in ("damaged-2", "damaged-2-2"):
+        notices._said.clear()
+        flip(arrays_of(own / "2"), 5000)
+        with jdp.Checkpoints(own, best="loss") as checkpoints:
+            state, record = checkpoints.restore(target())
+            assert (int(state.step), record, checkpoints.steps, checkpoints.best) == (1, {"n": 1}, [1], 1)
+            said = capsys.readouterr().err
+            assert "checkpoint 2 is damaged (state/" in said and f"set aside as {aside}; 1 is read in its place" in said
+            checkpoints.save(at(state, 2), {"n": 2}, {"loss": 0.5})
+            assert checkpoints.restore(target())[1] == {"n": 2}
+        assert capsys.readouterr().err == "", "the step is saved again without a word"
+    assert names(own) == ["1", "2", "damaged-2", "damaged-2-2"]
+    assert check(own / "damaged-2")[0].status == "damaged"
+
+
+def test_weights_alone_fall_back_too(own):
+    flip(arrays_of(own / "2"), 5000)
+    assert jdp.restore_params(own, target()).params["w"].shape == (SIZE, SIZE)
+    assert names(own) == ["1", "2"], "a path that is only read from stays as it is"
+    with jdp.Checkpoints(own) as checkpoints:
+        checkpoints.restore_params(target())
+    assert names(own) == ["1", "damaged-2"]
+
+
+def test_what_was_asked_for_by_name_is_never_replaced(own):
+    flip(arrays_of(own / "2"), 5000)
+    with jdp.Checkpoints(own, best="loss") as checkpoints:
+        for step in (2, "best"):
+            with pytest.raises(jdp.CheckpointError, match=r"/2 is damaged: state/.* has changed\. Restore another"):
+                checkpoints.restore(target(), step)
+    with pytest.raises(jdp.CheckpointError, match=r"/2 is damaged: state/.* has changed\. Restore another"):
+        jdp.restore(own / "2", target())
+    assert names(own) == ["1", "2"]
+
+
+def test_where_none_is_whole_nothing_is_moved_and_all_are_named(own):
+    flip(arrays_of(own / "1"), 5000)
+    cut(own / "2" / "leaves" / "metadata")
+    message = (
+        r"No checkpoint in .*own is whole \(2: leaves/metadata has .* bytes of .*; 1: state/.* has changed\)\. Put"
+    )
+    with jdp.Checkpoints(own) as checkpoints, pytest.raises(jdp.CheckpointError, match=message):
+        checkpoints.restore(target())
+    with pytest.raises(jdp.CheckpointError, match=message):
+        jdp.restore(own, target())
+    assert names(own) == ["1", "2"]
+
+
+@pytest.mark.parametrize("name", ["metrics/metrics", "_CHECKPOINT_METADATA"])
+def test_what_orbax_reads_when_it_opens_a_directory_does_not_keep_a_run_from_the_others(own, name, capsys):
+    (own / "2" / name).write_bytes(b"\0" * 20)
+    with jdp.Checkpoints(own, best="loss") as checkpoints:
+        assert (checkpoints.steps, checkpoints.best, checkpoints.restore(target())[1]) == ([1], 1, {"n": 1})
+    assert f"checkpoint 2 is damaged ({name} has " in capsys.readouterr().err and names(own) == ["1", "damaged-2"]
+    (own / "1" / name).write_bytes(b"\0" * 20)
+    with pytest.raises(jdp.CheckpointError, match=rf"/1 is damaged: {name} has .*\. Move it away"):
+        jdp.Checkpoints(own)
+
+
+def test_a_lost_commit_file_is_said(own, capsys):
+    (own / "2" / "commit_success.txt").unlink()
+    (own / "99").mkdir()  # empty: no step
+    with jdp.Checkpoints(own) as checkpoints:
+        assert checkpoints.restore(target())[1] == {"n": 1}
+    assert "2 has no commit_success.txt and does not count" in capsys.readouterr().err
+    assert [(found.step, found.problem) for found in check(own)] == [(1, ""), (2, "commit_success.txt is missing")]
+    (own / ".unfinished-2").touch()  # another process writes it
+    assert [found.step for found in check(own)] == [1]
+
+
+def test_what_others_put_beside_and_inside_changes_nothing(own, base, capsys):
+    (own / "2" / ".DS_Store").write_text("theirs")
+    (own / "2" / "state" / ".nfs0001").write_text("theirs")
+    (own / "3.orbax-checkpoint-tmp-7").mkdir()
+    (own / "notes.txt").write_text("theirs")
+    with jdp.Checkpoints(own) as checkpoints:
+        assert checkpoints.restore(target())[1] == {"n": 2}
+        checkpoints.save(at(base, 3))
+    assert capsys.readouterr().err == ""
+    assert names(own) == ["1", "2", "3", "3.orbax-checkpoint-tmp-7", "notes.txt"]
+
+
+def test_a_checkpoint_from_before_there_were_checksums_is_restored_and_that_is_said_once(own, capsys):
+    without_checksums(own / "2")
+    assert [found.status for found in check(own)] == ["whole", "unverified"]
+    for _ in range(2):
+        assert int(jdp.restore(own, target()).step) == 2
+    assert capsys.readouterr().err.count("2 has no checksums, as a version of jdp before these saved it") == 1
+    cut(arrays_of(own / "2"))  # what Orbax cannot read is damaged all the same
+    with jdp.Checkpoints(own) as checkpoints:
+        assert checkpoints.restore(target())[1] == {"n": 1}
+    assert names(own) == ["1", "damaged-2"]
+
+
+def test_a_run_is_checked_by_its_folder_and_a_single_checkpoint_by_its_own(own, base, tmp_path):
+    (tmp_path / "run").mkdir()
+    own.rename(tmp_path / "run" / "checkpoints")
+    assert [(found.step, found.status) for found in check(tmp_path / "run")] == [(1, "whole"), (2, "whole")]
+    jdp.save(tmp_path / "one", base)
+    assert [(found.step, found.status) for found in check(str(tmp_path / "one"))] == [(None, "whole")]
+    assert check(tmp_path / "nothing") == []
+
+
+# Hostile checkpoints.
+
+
+def forge(folder, files):
+    """Write a table of checksums that the commit file vouches for."""
+    import json
+
+    import xxhash
+
+    table = json.dumps({"format": 1, "hash": "xxh3_128", "files": files}) if isinstance(files, dict) else files
+    (folder / "checksums.json").write_text(table)
+    digest = xxhash.xxh3_128_hexdigest(table.encode())
+    (folder / "commit_success.txt").write_text(f"checksums xxh3_128 {digest}\n")
+
+
+FORGED = {
+    "../outside": ({"../outside": [6, "0" * 32]}, "leads out of the checkpoint"),
+    "absolute": ({"/etc/passwd": [6, "0" * 32]}, "is not a table of checksums"),
+    "NUL": ({"a\0b": [6, "0" * 32]}, "is not a table of checksums"),
+    "link": ({"link": [6, "0" * 32]}, "leads out of the checkpoint"),
+    "pipe": ({"pipe": [0, "0" * 32]}, "is not a file"),
+    "folder": ({"state": [0, "0" * 32]}, "is not a file"),
+    "huge": ({"leaves/metadata": [2**62, "0" * 32]}, "bytes of 4,611,686,018,427,387,904"),
+    "no table": ("[]", "is not a table of checksums"),
+    "no rows": ('{"format": 1, "hash": "xxh3_128", "files": {"a": 1}}', "is not a table of checksums"),
+    "deep": ("[" * 100_000, "is not a table of checksums"),
+    "another hash": ('{"format": 1, "hash": "pickle", "files": {}}', "is not a table of checksums"),
+}
+
+
+@pytest.mark.parametrize("kind", FORGED)
+def test_a_forged_table_reads_nothing_outside_and_is_refused_in_one_sentence(own, kind):
+    files, message = FORGED[kind]
+    (own / "outside").write_text("secret")
+    (own / "2" / "link").symlink_to(own / "outside")
+    os.mkfifo(own / "2" / "pipe")
+    forge(own / "2", files)
+    with pytest.raises(jdp.CheckpointError, match=message) as error:
+        jdp.restore(own / "2", target())
+    assert "\n" not in str(error.value)

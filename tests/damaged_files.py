@@ -1,0 +1,30 @@
+"""Damage to files, as disks, crashes and people make it; and checkpoints from before there were checksums."""
+
+
+def flip(file, position, bit=0):
+    """Flip one bit of the byte at `position`."""
+    with file.open("r+b") as stream:
+        stream.seek(position)
+        byte = stream.read(1)[0]
+        stream.seek(position)
+        stream.write(bytes([byte ^ (1 << bit)]))
+
+
+def zero_page(file, position, size=4096):
+    """Write zeros over the page that `position` is in."""
+    start = position // size * size
+    with file.open("r+b") as stream:
+        stream.seek(start)
+        stream.write(bytes(min(size, file.stat().st_size - start)))
+
+
+def cut(file):
+    """Lose the second half."""
+    with file.open("r+b") as stream:
+        stream.truncate(file.stat().st_size // 2)
+
+
+def without_checksums(step):
+    """Make a checkpoint one that jdp saved before there were checksums."""
+    (step / "checksums.json").unlink()
+    (step / "commit_success.txt").write_text(f"Checkpoint commit was successful to {step}")
