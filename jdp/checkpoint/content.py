@@ -49,8 +49,10 @@ def item_handlers() -> dict[str, Any]:
     }
 
 
-def save_arguments(state: TrainState, record: Mapping[str, Any]) -> ocp.args.Composite:
+def save_arguments(state: TrainState, record: Mapping[str, Any]) -> tuple[ocp.args.Composite, bool]:
     """Return what Orbax is to write: the arrays of a state, the table of its leaves, and a record.
+
+    And whether they are copies, so that a step may take the state over before Orbax has begun.
 
     Raises:
         CheckpointError: `state` is no TrainState or is abstract, or the record is not JSON.
@@ -59,11 +61,13 @@ def save_arguments(state: TrainState, record: Mapping[str, Any]) -> ocp.args.Com
     check_values(leaves)
     table = {"format": FORMAT, "leaves": _describe(leaves), "written_by": _versions()}
     arrays = {path: jax.random.key_data(x) if _is_key(x) else x for path, x in leaves.items() if x.size}
-    return ocp.args.Composite(
-        state=ocp.args.PyTreeSave(arrays),
+    copies = committing.snapshot(arrays)
+    items = ocp.args.Composite(
+        state=ocp.args.PyTreeSave(arrays if copies is None else copies),
         leaves=ocp.args.JsonSave(table),
         record=ocp.args.JsonSave(to_json(record, "record")),
     )
+    return items, copies is not None
 
 
 def _versions() -> dict[str, str]:
@@ -274,7 +278,9 @@ def _read_arrays(folder: Path, wanted: Mapping[str, Any], fix: str) -> dict[str,
 
 
 def _restore(folder: Path, fix: str, **items: Any) -> Any:
-    with reading(str(folder), fix), ocp.Checkpointer(ocp.CompositeCheckpointHandler(**item_handlers())) as reader:
+    meet = {"multiprocessing_options": committing.multiprocessing_options()}
+    handler = ocp.CompositeCheckpointHandler(**item_handlers())
+    with reading(str(folder), fix), ocp.Checkpointer(handler, **meet) as reader:
         return reader.restore(folder, args=ocp.args.Composite(**items))
 
 

@@ -8,9 +8,11 @@ or set aside, and which steps a run that went back has abandoned.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -18,9 +20,8 @@ from typing import Any, Literal, TypeVar
 import jax
 import orbax.checkpoint as ocp
 
-from jdp.checkpoint import content, damage, ownership
+from jdp.checkpoint import committing, content, damage, ownership
 from jdp.checkpoint.checks import check_values
-from jdp.checkpoint.committing import CommittedWithChecksums
 from jdp.checkpoint.errors import CheckpointError, hush, write_error
 from jdp.checkpoint.ownership import Lineage
 from jdp.checkpoint.retention import PreserveForeign, metric, policy
@@ -76,6 +77,8 @@ class Checkpoints:
         self._best, self._sign = best, -1.0 if mode == "min" else 1.0
         self._lineage = Lineage()
         self._saving: int | None = None
+        self._writer = ThreadPoolExecutor(1, "jdp checkpoint")  # one thread, as Orbax tells each of an error once
+        self._writing: Future[None] | None = None
         self._deleting: list[int] = []
         self._cleaned = self._closed = self._warned = False
         self._restore_logging = hush()  # threads of Orbax log their errors when they occur; here they are raised
@@ -98,12 +101,7 @@ class Checkpoints:
             return ocp.CheckpointManager(
                 self.directory,
                 item_handlers=content.item_handlers(),
-                options=ocp.CheckpointManagerOptions(
-                    preservation_policy=kept,
-                    best_fn=self._score,  # also what makes Orbax keep the metrics beside each checkpoint
-                    atomicity_options=ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE),
-                    temporary_path_class=CommittedWithChecksums,
-                ),
+                options=committing.manager_options(kept, self._score),
             )
         except ValueError as error:  # what Orbax keeps of each step is JSON, but no table
             raise CheckpointError(
@@ -144,7 +142,7 @@ class Checkpoints:
     ) -> None:
         """Save `state` under the number of batches it has consumed, in the background.
 
-        The arrays are copied off the devices before this returns, so the next step may donate them. The state that was
+        The arrays are copied before this returns, so the next step may donate them. The state that was
         saved or restored last is not written again. If this step or later ones exist already, this run has gone back,
         or they are another run's: they are set aside as the class describes.
 
@@ -178,11 +176,14 @@ class Checkpoints:
                     "with as many batches consumed is not saved: give it a directory of its own"
                 )
             return
-        items = content.save_arguments(state, record or {})
+        items, are_copies = content.save_arguments(state, record or {})
         self._saving = step
         with self._save_errors():
             self._prepare(step)
-            self._manager.save(step, args=items, metrics=numbers, force=True)
+            save = functools.partial(self._manager.save, step, args=items, metrics=numbers, force=True)
+            self._writing = self._writer.submit(save)
+            if not are_copies:
+                self._writing.result()  # when Orbax has copied the arrays
         self._lineage.saved(step, ownership.committed_steps(self.directory), state)
 
     def restore(
@@ -250,7 +251,10 @@ class Checkpoints:
         if self._closed:
             return
         with self._save_errors():
-            self._manager.wait_until_finished()
+            writing, self._writing = self._writing, None
+            if writing is not None:
+                writing.result()
+            self._writer.submit(self._manager.wait_until_finished).result()
             if jax.process_index() == 0:
                 ownership.unmark(self.directory, [*self._deleting, *([] if self._saving is None else [self._saving])])
                 if self._saving is not None:
@@ -269,7 +273,8 @@ class Checkpoints:
             self.wait()
         finally:
             self._closed = True
-            self._manager.close()
+            self._writer.submit(self._manager.close).result()
+            self._writer.shutdown()
             self._restore_logging()
 
     def __enter__(self) -> Checkpoints:
@@ -321,7 +326,7 @@ class Checkpoints:
         except jax.errors.JaxRuntimeError:
             raise
         except (OSError, ValueError) as error:
-            step, self._saving = self._saving, None
+            step, self._saving, self._writing = self._saving, None, None
             unfinished, self._deleting = [*self._deleting, *([] if step is None else [step])], []
             self._lineage.failed()
             for each in unfinished if jax.process_index() == 0 else ():
@@ -340,6 +345,7 @@ class Checkpoints:
         if jax.process_index() == 0:
             if not self._cleaned:
                 ownership.remove_leftovers(self.directory)
+            ownership.discard_unfinished(self.directory, step)
             abandoned = self._lineage.abandoned_by(step, ownership.committed_steps(self.directory))
             if step not in abandoned and os.path.lexists(self.directory / str(step)):  # neither whole nor marked
                 abandoned.append(step)
