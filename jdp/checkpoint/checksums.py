@@ -115,6 +115,15 @@ def verify(
     return next((Verdict("damaged", problem) for problem in problems), Verdict("whole"))
 
 
+def is_part(folder: Path) -> bool:
+    """Return True if files are missing of a checkpoint that was committed: it was being deleted, say."""
+    try:
+        files = _parsed((folder / TABLE).read_bytes())
+    except OSError:
+        return (folder / COMMITTED).is_file() and verify(folder, lambda name: False).status == "damaged"
+    return files is not None and not all((folder / name).exists() for name in files)
+
+
 def _problem(folder: Path, name: str, size: int, digest: str) -> str:
     """Return what is wrong with a file; "" if nothing is."""
     file = folder / name

@@ -45,7 +45,7 @@ class Checked:
 def check(path: str | Path) -> list[Checked]:
     """Compare every file of a checkpoint, or of all in a directory, with its checksum. Nothing is changed.
 
-    No devices and no other processes are needed. What is being written is left out.
+    No devices and no other processes are needed. What is being written or deleted is left out.
 
     Args:
         path: the folder of a run, a directory of checkpoints, or one checkpoint.

@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -26,7 +27,7 @@ from typing import Any
 import jax
 
 from jdp.checkpoint import content
-from jdp.checkpoint.checksums import TABLE
+from jdp.checkpoint.checksums import TABLE, is_part
 from jdp.checkpoint.committing import METADATA
 from jdp.checkpoint.errors import CheckpointError
 
@@ -39,10 +40,14 @@ _ENTRIES = frozenset(
 
 
 def committed_steps(directory: Path) -> list[int]:
-    """Return the steps whose checkpoints were written to their end, oldest first; also those that a link leads to."""
+    """Return the steps whose checkpoints were written to their end, oldest first; also those that a link leads to.
+
+    Those that are being deleted, or were when a process was killed, are left out.
+    """
     if not directory.is_dir():
         return []
-    return sorted(int(path.name) for path in _numbered(directory) if content.is_checkpoint(path))
+    whole = [int(path.name) for path in _numbered(directory) if content.is_checkpoint(path)]
+    return sorted(step for step in whole if not (is_marked(directory, step) and is_part(directory / str(step))))
 
 
 def check_numbered_entries(directory: Path) -> None:
@@ -92,13 +97,21 @@ def remove_leftovers(directory: Path) -> None:
 
 
 def discard_unfinished(directory: Path, step: int) -> None:
-    """Delete a step that was not finished, if it bears jdp's mark."""
+    """Delete a step that was not finished, if it bears jdp's mark.
+
+    Threads of Orbax that have not seen yet that another failed may still write to it: then it is tried again, and what
+    stays keeps its mark.
+    """
     folder = directory / str(step)
-    if not (directory / f"{MARK}{step}").is_file():
+    if not is_marked(directory, step):
         return
-    if not content.is_checkpoint(folder) and _may_be_unfinished(folder):
-        shutil.rmtree(folder, ignore_errors=True)
-    unmark(directory, [step])
+    for _ in range(20):
+        if (not content.is_checkpoint(folder) or is_part(folder)) and _may_be_unfinished(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            unmark(directory, [step])
+            return
+        time.sleep(0.05 * folder.exists())
 
 
 def set_aside(directory: Path, steps: Sequence[int]) -> Path:
@@ -117,11 +130,16 @@ def set_aside(directory: Path, steps: Sequence[int]) -> Path:
     return aside
 
 
+def is_marked(directory: Path, step: int) -> bool:
+    """Return True if a process is writing or deleting a step, or was when it was killed."""
+    return (directory / f"{MARK}{step}").is_file()
+
+
 def uncommitted_steps(directory: Path) -> list[int]:
     """Return the steps of jdp without a commit file that nobody is writing: the file was lost, or the mark was."""
     if not directory.is_dir():
         return []
-    folders = [path for path in _numbered(directory) if not (directory / f"{MARK}{path.name}").exists()]
+    folders = [path for path in _numbered(directory) if not is_marked(directory, int(path.name))]
     begun = [path for path in folders if not content.is_checkpoint(path) and _may_be_unfinished(path)]
     return sorted(int(path.name) for path in begun if any(path.iterdir()))
 

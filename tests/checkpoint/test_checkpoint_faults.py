@@ -20,6 +20,7 @@ from damaged_files import cut, without_checksums
 from full_disk import files_of_at_most
 
 import jdp
+from jdp.checkpoint import check
 
 # When one of several reads or writes fails, Orbax leaves the others where they are.
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
@@ -51,13 +52,13 @@ def at(state, count):
 
 
 @contextmanager
-def small_disk(folder, size="900k"):
+def small_disk(folder, size="900k", inodes=0):
     """A file system of its own; remounts read-only on demand. Only root may."""
     folder.mkdir()
     if (
         shutil.which("mount") is None
         or subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True
+            ["mount", "-t", "tmpfs", "-o", f"size={size},nr_inodes={inodes}", "tmpfs", folder], capture_output=True
         ).returncode
     ):
         pytest.skip("this process may not mount a file system")
@@ -120,13 +121,25 @@ def test_a_full_disk_fails_in_one_sentence_and_a_single_save_changes_nothing(tmp
 
 
 def test_no_space_left_on_a_real_disk(tmp_path, state):
-    with small_disk(tmp_path / "disk", "330k"), jdp.Checkpoints(tmp_path / "disk") as checkpoints:
+    with small_disk(tmp_path / "disk", "900k"), jdp.Checkpoints(tmp_path / "disk") as checkpoints:
         checkpoints.save(at(state, 1))
         checkpoints.wait()
         checkpoints.save(at(state, 2))
         with pytest.raises(jdp.CheckpointError, match=r"Checkpoint 2 was not saved.*: No space left on device"):
             checkpoints.wait()
         assert checkpoints.restore(target())[0].step == 1
+
+
+def test_no_inodes_left(tmp_path, state):
+    """Step 1 takes 27 files and folders, its mark and the root among them."""
+    with small_disk(tmp_path / "disk", "8m", inodes=40), jdp.Checkpoints(tmp_path / "disk") as checkpoints:
+        checkpoints.save(at(state, 1))
+        checkpoints.wait()
+        with pytest.raises(jdp.CheckpointError, match=r"Checkpoint 2 was not saved.*: No space left on device"):
+            checkpoints.save(at(state, 2))
+            checkpoints.wait()
+        assert (checkpoints.steps, int(checkpoints.restore(target())[0].step)) == ([1], 1)
+        assert [found.status for found in check(tmp_path / "disk")] == ["whole"]
 
 
 def test_a_read_only_directory_is_read_and_refuses_to_be_written(tmp_path, state):
