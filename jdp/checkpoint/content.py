@@ -278,9 +278,8 @@ def _read_arrays(folder: Path, wanted: Mapping[str, Any], fix: str) -> dict[str,
 
 
 def _restore(folder: Path, fix: str, **items: Any) -> Any:
-    meet = {"multiprocessing_options": committing.multiprocessing_options()}
-    handler = ocp.CompositeCheckpointHandler(**item_handlers())
-    with reading(str(folder), fix), ocp.Checkpointer(handler, **meet) as reader:
+    handler, meeting = ocp.CompositeCheckpointHandler(**item_handlers()), committing.multiprocessing_options()
+    with reading(str(folder), fix), ocp.Checkpointer(handler, multiprocessing_options=meeting) as reader:
         return reader.restore(folder, args=ocp.args.Composite(**items))
 
 

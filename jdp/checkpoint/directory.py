@@ -78,7 +78,7 @@ class Checkpoints:
         self._lineage = Lineage()
         self._saving: int | None = None
         self._writer = ThreadPoolExecutor(1, "jdp checkpoint")  # one thread, as Orbax tells each of an error once
-        self._writing: Future[None] | None = None
+        self._writing: Future[bool] | None = None
         self._deleting: list[int] = []
         self._cleaned = self._closed = self._warned = False
         self._restore_logging = hush()  # threads of Orbax log their errors when they occur; here they are raised
@@ -181,9 +181,9 @@ class Checkpoints:
         with self._save_errors():
             self._prepare(step)
             save = functools.partial(self._manager.save, step, args=items, metrics=numbers, force=True)
-            self._writing = self._writer.submit(save)
+            self._writing = writing = self._writer.submit(save)
             if not are_copies:
-                self._writing.result()  # when Orbax has copied the arrays
+                writing.result()  # when Orbax has copied the arrays
         self._lineage.saved(step, ownership.committed_steps(self.directory), state)
 
     def restore(
