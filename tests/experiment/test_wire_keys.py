@@ -14,7 +14,7 @@ from jdp.checkpoint import Checkpoints
 from jdp.cli.main import main
 from jdp.core import notices
 from jdp.experiment.assembly import Assembly
-from jdp.experiment.file import load
+from jdp.experiment.file import load, to_toml
 from jdp.run import signals
 from jdp.run.outputs.metrics import read
 
@@ -149,3 +149,12 @@ def test_resumed_on_other_devices_it_shares_out_what_was_lost(stopped, tmp_path)
     assert "what encoding lost on 8 devices is shared out over 4, its sum unchanged" in done.stderr
     assert max(losses(tmp_path / "runs" / "tiny")) == 4
     assert np.isfinite([loss for loss, _ in losses(tmp_path / "runs" / "tiny").values()]).all()
+
+
+@pytest.mark.parametrize("wire", [(), INT8])
+def test_an_experiment_as_resolved_is_read_back(wire, tmp_path):
+    """It names settings of every encoding, with their defaults."""
+    overrides = {wire[i].removeprefix("--"): wire[i + 1] for i in range(0, len(wire), 2)}
+    experiment = load(write_tiny(tmp_path, TRAIN), overrides)
+    (tmp_path / "resolved.toml").write_text(to_toml(experiment))
+    assert load(tmp_path / "resolved.toml") == experiment

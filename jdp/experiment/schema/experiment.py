@@ -199,7 +199,7 @@ def _wire(experiment: Experiment) -> Iterator[str]:
     if used and experiment.partitioning == "auto":
         yield '[wire] is for partitioning = "manual", where jdp issues the collectives; given "auto": remove that key'
     for name, scheme in (("fraction", "topk"), ("rank", "powersgd")):
-        if name in wire.model_fields_set and wire.gradients != scheme:
+        if getattr(wire, name) != WireTable.model_fields[name].default and wire.gradients != scheme:
             yield f'wire.{name} is a setting of wire.gradients = "{scheme}": give that, or remove wire.{name}'
     if lossy and experiment.strategy == "zero3":
         yield f'wire.gradients = "{wire.gradients}" needs error feedback, and zero3 has none: take zero2, or "int8"'
