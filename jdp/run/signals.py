@@ -27,10 +27,11 @@ import jax
 
 from jdp.core import distributed
 
-EXIT_CODES = {signal.SIGINT: 130}
 TRY_AGAIN = 75
-"""The exit code of a run that was stopped by any other signal: run again."""
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+"""The exit code of a run that was stopped by another signal than Ctrl-C: run again."""
+EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: TRY_AGAIN, signal.SIGHUP: TRY_AGAIN, signal.SIGUSR1: TRY_AGAIN}
+"""Signals that stop a run, or a sweep, and with which code it leaves."""
+_SIGNALS = tuple(EXIT_CODES)
 _SAME_SECONDS = 0.5  # a launcher and a scheduler may both pass on the same signal
 _POLL_SECONDS = 0.5  # how often a process looks for a request that another one heard
 _ANSWER_SECONDS = 60.0
@@ -115,7 +116,7 @@ class StopRequest:
     def exit_code(self) -> int:
         """130 for SIGINT; 75, run again, for any other signal."""
         assert self.signal is not None
-        return EXIT_CODES.get(self.signal, TRY_AGAIN)
+        return EXIT_CODES[self.signal]
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         """Leave, in the main thread, if that was decided; `_listen` gets the signal itself."""
