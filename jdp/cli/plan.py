@@ -19,6 +19,7 @@ from jdp.cli.options import (
     stdout_to_stderr,
     words,
 )
+from jdp.cli.plan_failures import GivenFailures, read_failures
 from jdp.core.toml import brief
 
 if TYPE_CHECKING:
@@ -54,6 +55,16 @@ class Options:
     """Rematerialisation policies to compile, such as none,dots,full. Default: the experiment's."""
     max_batch: bool = False
     """Find the largest batch that fits under the chosen strategy, by compiling."""
+    mtbf: Annotated[str | None, tyro.conf.arg(metavar="TIME")] = None
+    """A device's mean time between failures, such as 50000h, 2000d or 5.7y: expect which share of its time the run
+    trains on --target, and how often it should save. 50,676 h is that of the GPUs of Llama 3's training."""
+    save_seconds: Annotated[float | None, tyro.conf.arg(metavar="SECONDS")] = None
+    """For --mtbf: from the beginning of a save until its checkpoint counts. Default: the state's bytes at 1 GiB/s a
+    host."""
+    stall_seconds: Annotated[float | None, tyro.conf.arg(metavar="SECONDS")] = None
+    """For --mtbf: how long a save in the background stops training. Default: the state's bytes at 16 GiB/s a device."""
+    restart_seconds: Annotated[float | None, tyro.conf.arg(metavar="SECONDS")] = None
+    """For --mtbf: from a failure until training goes on. Default: 3 minutes and the time of a save."""
     html: Annotated[Path | None, tyro.conf.arg(metavar="PAGE")] = None
     """Write a self-contained page: memory, timelines, collectives."""
     trace: Annotated[Path | None, tyro.conf.arg(metavar="TRACE")] = None
@@ -68,7 +79,7 @@ def run(arguments: list[str]) -> int:
     """Plan an experiment, print the report and write the files that are asked for; or print the table of a size.
 
     Raises:
-        UsageError: neither FILE nor --table, or both; a file that cannot be written; no candidate compiles.
+        UsageError: neither FILE nor --table, or both; a time or a file that cannot be; no candidate compiles.
     """
     options, overrides = parse_with_overrides(Options, "plan", arguments)
     if options.table is not None:
@@ -77,8 +88,9 @@ def run(arguments: list[str]) -> int:
         raise UsageError("jdp plan needs an experiment; given no FILE: jdp plan FILE, or jdp plan --table 70e9:8")
     for path in (options.html, options.trace):
         check_writable(path)
+    failures = read_failures(options)
     with stdout_to_stderr() if options.json else contextlib.nullcontext():
-        report, described = _plan(options, overrides)
+        report, described = _plan(options, overrides, failures)
     if options.json:
         print(as_json.dumps(report.to_json(), allow_nan=False), flush=True)
     with stdout_to_stderr() if options.json else contextlib.nullcontext():
@@ -86,7 +98,7 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
-def _plan(options: Options, overrides: dict[str, str]) -> tuple["PlanReport", str]:
+def _plan(options: Options, overrides: dict[str, str], failures: GivenFailures | None) -> tuple["PlanReport", str]:
     """Return the report, and the experiment in a sentence. Raises UsageError if no candidate compiles."""
     from jdp.experiment.file import load
 
@@ -121,6 +133,8 @@ def _plan(options: Options, overrides: dict[str, str]) -> tuple["PlanReport", st
         )
     if all(estimate.error is not None for estimate in report.estimates):
         raise UsageError("\n".join(report.notes))
+    if failures is not None:
+        report = failures.added_to(report, target, first.train.checkpoint_every)
     if not options.json:
         show_plan(report, first.name, described)
     return report, described

@@ -11,6 +11,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from jdp.foresight.forecast import MEMORY, PlanReport
+from jdp.foresight.goodput import HEADINGS
 
 
 class Progress:
@@ -92,3 +93,7 @@ def show_plan(report: PlanReport, name: str, described: str) -> None:
         print(f"Note: {note}")
     if report.max_batch is not None:
         print(report.max_batch)
+    if report.goodput is not None:
+        print()
+        show_table(report.goodput.title, HEADINGS, report.goodput.table(), marked=0)
+        print(*report.goodput.why, *(f"Note: {note}" for note in report.goodput.notes), sep="\n")

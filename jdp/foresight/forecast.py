@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jdp.core.formatting import align_columns, format_bytes, format_percent, format_rate, format_seconds
+from jdp.foresight.goodput import Goodput
 from jdp.foresight.max_batch import MaxBatch
 from jdp.foresight.memory.peak import Headroom, Memory
 from jdp.foresight.memory.zero_formula import zero_bytes
@@ -28,6 +29,7 @@ class Estimate:
         memory: bytes per device by class; None when the step did not compile.
         headroom: whether a device can hold it; None where the device's memory is not known.
         parameters, shards: how many parameters the model has, and how many devices share them (the `data` axis).
+        state_bytes: of the whole state, each array counted once: what a checkpoint holds.
         report: traffic against the communication contract.
         timeline: the simulated schedule; None where the device's rates are not known.
         model_flops: FLOPs of the step's mathematics over the global batch (`timing.model_flops`).
@@ -47,6 +49,7 @@ class Estimate:
     headroom: Headroom | None = None
     parameters: int = 0
     shards: int = 1
+    state_bytes: int = 0
     report: Report | None = None
     timeline: Timeline | None = field(default=None, repr=False)
     model_flops: float = 0.0
@@ -178,6 +181,7 @@ class PlanReport:
         notes: assumptions and changes that the reader must know of.
         unit: what `Estimate.tokens` counts: "tokens", or "examples".
         max_batch: the largest batch that fits the choice, where it was asked for.
+        goodput: which share of its time the choice is expected to train when devices fail, where it was asked for.
     """
 
     target: str
@@ -188,6 +192,7 @@ class PlanReport:
     notes: tuple[str, ...] = ()
     unit: str = "tokens"
     max_batch: MaxBatch | None = None
+    goodput: Goodput | None = None
 
     def memory_table(self) -> list[tuple[str, ...]]:
         """Return a row for each estimate, under `MEMORY`: bytes per device."""
@@ -210,11 +215,13 @@ class PlanReport:
         ]
         notes = [f"Note: {note}" for note in self.notes]
         largest = [] if self.max_batch is None else [str(self.max_batch)]
-        return "\n".join([f"{self.devices} devices, {self.target}", *tables, "", *self.why, *notes, *largest])
+        goodput = [] if self.goodput is None else ["", str(self.goodput)]
+        return "\n".join([f"{self.devices} devices, {self.target}", *tables, "", *self.why, *notes, *largest, *goodput])
 
     def to_json(self) -> dict[str, Any]:
-        """Return the object that `jdp plan --json` prints; `max_batch` is in it where it was asked for."""
+        """Return the object that `jdp plan --json` prints; `max_batch`, `goodput` are in it where asked for."""
         largest = {} if self.max_batch is None else {"max_batch": self.max_batch.to_json()}
+        goodput = {} if self.goodput is None else {"goodput": self.goodput.to_json()}
         return {
             "target": self.target,
             "devices": self.devices,
@@ -225,6 +232,7 @@ class PlanReport:
             "why": " ".join(self.why),
             "notes": list(self.notes),
             **largest,
+            **goodput,
         }
 
 

@@ -188,6 +188,7 @@ def estimate(candidate: Candidate, target: Target, *, tokens: int, cache: Cache 
         headroom=None if target.memory_bytes is None else held.fits(target.memory_bytes),
         parameters=traffic.theory.parameters,
         shards=step.plan.mesh.shape[DATA],
+        state_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)),
         report=traffic,
         timeline=timeline(compiled.program, target) if chip is not None or target.kind == "cpu" else None,
         model_flops=model_flops(step, state, batch),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jdp.foresight.forecast import MEMORY, PlanReport
+from jdp.foresight.goodput import HEADINGS, Goodput
 from jdp.report.memory import memory_bars
 from jdp.report.page import CHOSEN, Markup, Section, details, element, joined, page, paragraphs, table, tagged
 from jdp.report.times import times
@@ -37,6 +38,8 @@ def plan_page(forecast: PlanReport, *, title: str, described: str = "") -> str:
         Section("time", "Where a step’s time goes", times(estimates, chosen)),
         Section("sent", "What a device sends", traffic(reports, chosen)),
     ]
+    if forecast.goodput is not None:
+        sections.append(Section("goodput", "When devices fail", _goodput(forecast.goodput)))
     return page(title, sections, lead=f"{described} {lead}".strip())
 
 
@@ -95,6 +98,13 @@ def _marked_table(
     named = [[tagged(row[0], CHOSEN if marked else None), *row[1:]] for row, marked in zip(rows, chosen, strict=True)]
     kinds = ["chosen" if is_choice else "bad" if bad else None for is_choice, bad in zip(chosen, failed, strict=True)]
     return table(headers, named, words=("partitioning",), classes=kinds)
+
+
+def _goodput(goodput: Goodput) -> Markup:
+    """Return the share of time that trains under each way to save, in a table, and which interval to take."""
+    rows = table(HEADINGS, goodput.table(), classes=["chosen", *[None] * (len(goodput.ways) - 1)])
+    notes = paragraphs([f"Note: {note}" for note in goodput.notes], "note")
+    return joined([element("p", f"{goodput.title}."), paragraphs(goodput.why), rows, notes])
 
 
 _GLOSSARY = (

@@ -165,6 +165,47 @@ def test_the_largest_batch_is_found(jdp_command, folder):
     assert found["batch_size"] == 8 * found["rows"] > 16
 
 
+def test_goodput_goes_by_the_choice_its_state_and_the_targets_size(planned, jdp_command, tmp_path):
+    page = tmp_path / "plan.html"
+    code, out, _ = jdp_command("plan", "--target", "h100:1x8", "--json", "--mtbf", "1000h", "--html", str(page))
+    plan = json.loads(out)
+    found, (chosen,) = plan["goodput"], (row for row in planned["strategies"] if row["strategy"] == planned["choice"])
+    assert code == 0 and found["mtbf"] == 1000 * 3600 / 8
+    first, blocking = found["ways"]
+    assert blocking["save"] == first["save"] == pytest.approx(12 * chosen["parameters"] / 2**30, rel=0.01)
+    assert found["interval"] == found["checkpoint_every"] * chosen["step_seconds"]
+    assert 0.99 < found["goodput"] < 1
+    text = page.read_text("utf-8")
+    assert "When devices fail" in text and "one of 8 in 5.21 d" in text
+    given = ("--save-seconds", "8", "--stall-seconds", "2", "--restart-seconds", "90", "--train.checkpoint_every", "4")
+    code, out, _ = jdp_command("plan", "--target", "h100:1x8", "--mtbf", "1000h", *given)
+    assert code == 0 and "Note: assumed" not in out and "\nas in the file" in out
+    (row,) = (line.split() for line in out.splitlines() if line.startswith("asynchronous "))
+    assert row[1:5] == ["2", "s", "8", "s"]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (("--mtbf", "50000"), 'given "50000": write 50000h'),
+        (("--mtbf", "-5h"), "given"),
+        (("--mtbf", "0h"), 'given "0h": write 50000h'),
+        (("--mtbf", f"{'9' * 5000}h"), "--mtbf takes a device's mean time between failures in h, d or y"),
+        (("--save-seconds", "3"), "--save-seconds goes with --mtbf"),
+        (("--mtbf", "5y", "--save-seconds", "nan"), "--save-seconds takes seconds from 0 to 10^9; given nan"),
+        (("--mtbf", "5y", "--restart-seconds", "-1"), "--restart-seconds takes seconds from 0 to 10^9; given -1"),
+        (
+            ("--mtbf", "5y", "--save-seconds", "3", "--stall-seconds", "9"),
+            "given --stall-seconds 9 and",
+        ),
+    ],
+)
+def test_times_that_cannot_be_are_one_error(given, expected, jdp_command):
+    code, out, err = jdp_command("plan", "--target", "cpu:1", *given)
+    assert code == 2 and not out and err.startswith("error: ") and err.count("\n") == 1
+    assert expected in err
+
+
 def test_verify_keeps_or_breaks(jdp_command, planned):
     code, out, _ = jdp_command("verify", "--target", "h100:1x8", "--json")
     report = json.loads(out)

@@ -8,6 +8,7 @@ import pytest
 
 from jdp.core.formatting import format_bytes
 from jdp.foresight.forecast import Estimate, PlanReport
+from jdp.foresight.goodput import foresee_goodput
 from jdp.foresight.memory.peak import Headroom, Held, Memory
 from jdp.foresight.memory.zero_formula import zero_bytes
 from jdp.foresight.program.collectives import Collective
@@ -216,6 +217,20 @@ def test_the_page_holds_the_answer_and_the_numbers():
         "gradients are reduced in f32",
     ):
         assert expected in found.text, expected
+
+
+def test_the_goodput_is_on_the_page_where_it_was_asked_for():
+    goodput = foresee_goodput(1.8e8, devices=4, hosts=1, state_bytes=2**34, step_seconds=0.5, checkpoint_every=70)
+    found = read(forecast_of(outlook_of(), goodput=goodput))
+    for expected in (
+        "When devices fail",
+        "one of 4 in 1.43 y",
+        "as in the file",
+        "train.checkpoint_every",
+        "assumed: a",
+    ):
+        assert expected in found.text
+    assert "When devices fail" not in read(forecast_of(outlook_of())).text
 
 
 def test_it_loads_nothing_from_outside():
