@@ -62,16 +62,54 @@ def visible_gpus(environment: Mapping[str, str]) -> list[str]:
 def memory_bytes() -> int | None:
     """Return the bytes of memory of this machine, or of its control group if that is less; None without Linux."""
     total = _meminfo("MemTotal")
-    groups = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-    limits = [limit for group in groups if (limit := _number(group)) is not None]
+    limits = [limit for limit, _ in group_numbers("memory", "memory.max", "memory.limit_in_bytes")]
     return None if total is None else min([total, *limits])
 
 
 def available_memory() -> int | None:
     """Return the bytes that this process may still take, of the machine and its control group; None without Linux."""
     free = _meminfo("MemAvailable")
-    limit, used = _number("/sys/fs/cgroup/memory.max"), _number("/sys/fs/cgroup/memory.current")
-    return free if free is None or limit is None or used is None else min(free, limit - used)
+    used = ("memory.current", "memory.usage_in_bytes")
+    groups = group_numbers("memory", "memory.max", "memory.limit_in_bytes", *used)
+    return None if free is None else min([free, *(limit - (used or 0) for limit, used in groups)])
+
+
+def group_numbers(
+    controller: str, limit: str, old_limit: str, used: str = "", old_used: str = ""
+) -> list[tuple[int, int | None]]:
+    """Return the limits of this process' control group and of those above it, each with what is used of it.
+
+    A batch system or systemd puts a job several groups deep, and each may have a limit; in a container the topmost that
+    can be seen is the container's.
+
+    Args:
+        controller: "memory" or "pids".
+        limit, used: names of the files in version 2 of control groups.
+        old_limit, old_used: the same in version 1.
+    """
+    found: list[tuple[int, int | None]] = []
+    for folder in _groups(controller):
+        for file, other in ((limit, used), (old_limit, old_used)):
+            if (number := _number(folder / file)) is not None:
+                found.append((number, _number(folder / other) if other else None))
+    return found
+
+
+def _groups(controller: str) -> list[Path]:
+    """Return the folders of this process' control group and of those above it, in both versions."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    folders: dict[Path, None] = {}
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        if number != "0" and controller not in controllers.split(","):
+            continue
+        top = Path("/sys/fs/cgroup") / ("" if number == "0" else controllers)
+        own = top / path.lstrip("/")
+        folders |= dict.fromkeys([own, *(parent for parent in own.parents if parent.is_relative_to(top))])
+    return list(folders)
 
 
 def _meminfo(entry: str) -> int | None:
@@ -82,9 +120,9 @@ def _meminfo(entry: str) -> int | None:
         return None
 
 
-def _number(file: str) -> int | None:
+def _number(file: Path) -> int | None:
     """Return the number in a file of a control group; None if there is no file, or it says "max": there is no limit."""
     try:
-        return int(Path(file).read_text(encoding="ascii"))
+        return int(file.read_text(encoding="ascii"))
     except (OSError, ValueError):
         return None
