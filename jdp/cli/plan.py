@@ -65,6 +65,9 @@ class Options:
     """For --mtbf: how long a save in the background stops training. Default: the state's bytes at 16 GiB/s a device."""
     restart_seconds: Annotated[float | None, tyro.conf.arg(metavar="SECONDS")] = None
     """For --mtbf: from a failure until training goes on. Default: 3 minutes and the time of a save."""
+    measured: Annotated[Path | None, tyro.conf.arg(metavar="RUN")] = None
+    """For --mtbf: folder of a run of this size, whose flight recorder has how long its saves stalled, and resuming
+    took."""
     html: Annotated[Path | None, tyro.conf.arg(metavar="PAGE")] = None
     """Write a self-contained page: memory, timelines, collectives."""
     trace: Annotated[Path | None, tyro.conf.arg(metavar="TRACE")] = None

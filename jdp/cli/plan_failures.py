@@ -3,9 +3,11 @@
 import math
 import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from jdp.cli.options import UsageError
+from jdp.core.formatting import format_span
 from jdp.core.toml import brief
 
 if TYPE_CHECKING:
@@ -25,16 +27,19 @@ class _Options(Protocol):
     def stall_seconds(self) -> float | None: ...
     @property
     def restart_seconds(self) -> float | None: ...
+    @property
+    def measured(self) -> Path | None: ...
 
 
 @dataclass(frozen=True)
 class GivenFailures:
-    """What was given, in seconds; None for what is to be assumed."""
+    """What was given or measured, in seconds; None for what is to be assumed. `note` says what was measured."""
 
     device_mtbf: float
     save: float | None
     stall: float | None
     restart: float | None
+    note: str = ""
 
     def added_to(self, report: "PlanReport", target: "Target", checkpoint_every: int) -> "PlanReport":
         """Return a report with the goodput of its choice; of its first candidate that compiled if none fits.
@@ -58,7 +63,8 @@ class GivenFailures:
             restart=self.restart,
             checkpoint_every=checkpoint_every or None,
         )
-        return replace(report, goodput=goodput)
+        notes = (*goodput.notes, self.note) if self.note else goodput.notes
+        return replace(report, goodput=replace(goodput, notes=notes))
 
 
 def read_failures(options: _Options) -> GivenFailures | None:
@@ -78,6 +84,8 @@ def read_failures(options: _Options) -> GivenFailures | None:
         if seconds is not None and options.mtbf is None:
             raise UsageError(f"{flag} goes with --mtbf, a device's mean time between failures: add --mtbf 50000h")
     if options.mtbf is None:
+        if options.measured is not None:
+            raise UsageError("--measured goes with --mtbf, a device's mean time between failures: add --mtbf 50000h")
         return None
     save, stall, restart = times.values()
     if save is not None and stall is not None and stall > save:
@@ -85,7 +93,32 @@ def read_failures(options: _Options) -> GivenFailures | None:
             f"a save stalls training for at most as long as it takes; given --stall-seconds {stall:g} and "
             f"--save-seconds {save:g}: lower the first"
         )
-    return GivenFailures(_seconds(options.mtbf), save, stall, restart)
+    given = GivenFailures(_seconds(options.mtbf), save, stall, restart)
+    return given if options.measured is None else _with_measured(given, options.measured)
+
+
+def _with_measured(given: GivenFailures, folder: Path) -> GivenFailures:
+    """Return what a run measured in place of what is not given. Raises UsageError."""
+    from jdp.core.distributed import HEARTBEAT_SECONDS
+    from jdp.guard.flight import FLIGHT, read_ranks
+    from jdp.guard.measured import measured
+
+    events = read_ranks(folder / FLIGHT)
+    if not events:
+        raise UsageError(
+            f"--measured takes a run that has a flight recorder; given {folder}: name the folder of a run, such as "
+            "runs/NAME"
+        )
+    found, words = measured(events[min(events)]), list[str]()
+    stall, restart = given.stall, given.restart
+    if stall is None and found.stall is not None:
+        stall = found.stall if given.save is None else min(found.stall, given.save)
+        words.append(f"a save stalls {format_span(stall)}")
+    if restart is None and found.restart is not None:
+        restart = HEARTBEAT_SECONDS + found.restart
+        words.append(f"resuming takes {format_span(found.restart)}, after {HEARTBEAT_SECONDS} s to notice a lost host")
+    note = f"measured in {folder}: {'; '.join(words) or 'no save and no resume'}"
+    return replace(given, stall=stall, restart=restart, note=note)
 
 
 def _seconds(text: str) -> float:

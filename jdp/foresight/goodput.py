@@ -20,8 +20,9 @@ which for b = 0 is the wall-clock time of Daly 2006. The τ that maximises it do
 
 Sources: J. W. Young, "A first order approximation to the optimum checkpoint interval", Communications of the ACM 17,
 1974. J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", Future Generation
-Computer Systems 22, 2006. A simulation of every failure and save agrees (`tests/foresight/test_foreseen_goodput.py`). What real
-machines do besides (failures that come in bursts, or that take hosts out of the run for good) is not in the model.
+Computer Systems 22, 2006. A simulation of every failure and save agrees (`tests/foresight/test_foreseen_goodput.py`).
+What real machines do besides (failures that come in bursts, or that take hosts out of the run for good) is not in the
+model.
 """
 
 import dataclasses
@@ -245,7 +246,7 @@ def foresee_goodput(
     """
     notes: list[str] = []
     if save is None:
-        save = state_bytes / hosts / WRITE_BYTES_PER_SECOND
+        save = max(state_bytes / hosts / WRITE_BYTES_PER_SECOND, stall or 0.0)
         speed = format_bytes(WRITE_BYTES_PER_SECOND)
         notes.append(f"a save takes {format_span(save)}: {format_bytes(state_bytes)} at {speed} a second and host")
     if stall is None:
