@@ -23,6 +23,7 @@ FAST = (
     "test_public.py",
     "test_skips.py",
     "core/test_bad_calls.py",
+    "core/test_clusters.py",
     "core/test_formatting.py",
     "core/test_mesh.py",
     "core/test_schedules.py",

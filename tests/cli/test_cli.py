@@ -17,7 +17,7 @@ import jdp
 from jdp.cli import main as cli
 from jdp.cli.options import split_overrides
 from jdp.core import machine
-from jdp.core.distributed import find_cluster
+from jdp.core.clusters import find_cluster
 from jdp.experiment.file import Experiment, ExperimentError, describe
 from jdp.run.sweep.results import record
 

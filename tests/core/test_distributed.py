@@ -1,6 +1,7 @@
 """Joining a cluster: detected if there is one, never by mistake, and never failing in silence."""
 
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -10,107 +11,11 @@ from typing import Any
 import jax
 import pytest
 
-from jdp.core import distributed
-from jdp.core.distributed import Cluster, find_cluster, first_host, initialize
+from jdp.core import coordinator, distributed
+from jdp.core.distributed import initialize
 from jdp.launch import launch
 
 ROOT = Path(__file__).parents[2]
-
-SLURM_STEP = {
-    "SLURM_JOB_ID": "4097",
-    "SLURM_STEP_NODELIST": "gpu[007-008]",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-    "SLURM_PROCID": "3",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1",
-}
-SLURM_BATCH_SHELL = {
-    "SLURM_JOB_ID": "4097",
-    "SLURM_NTASKS": "4",
-    "SLURM_PROCID": "0",
-    "SLURM_LOCALID": "0",
-    "SLURM_JOB_NODELIST": "gpu[007-008]",
-}
-LAUNCHED = {"JDP_COORDINATOR": "127.0.0.1:1234", "JDP_NUM_PROCESSES": "2", "JDP_PROCESS_ID": "1"}
-
-FOUND: dict[str, tuple[dict[str, str], Cluster | None]] = {
-    "nothing": ({}, None),
-    "jdp launch": (LAUNCHED, Cluster("jdp launch", "127.0.0.1:1234", 2, 1)),
-    "jdp launch inside Slurm": (SLURM_STEP | LAUNCHED, Cluster("jdp launch", "127.0.0.1:1234", 2, 1)),
-    "Slurm step": (SLURM_STEP, Cluster("Slurm", "gpu007:61441", 4, 3)),
-    "Slurm step with its port": (SLURM_STEP | {"JAX_COORDINATOR_PORT": "9"}, Cluster("Slurm", "gpu007:9", 4, 3)),
-    "Slurm batch shell": (SLURM_BATCH_SHELL, None),
-    "Slurm interactive shell": (SLURM_BATCH_SHELL | {"SLURM_STEP_NUM_TASKS": "1"}, None),
-    "Open MPI": ({"OMPI_COMM_WORLD_SIZE": "2"}, Cluster("Open MPI")),
-    "Open MPI, one process": ({"OMPI_COMM_WORLD_SIZE": "1"}, None),
-    "JAX's variable": ({"JAX_COORDINATOR_ADDRESS": "h:1"}, Cluster("JAX_COORDINATOR_ADDRESS")),
-    "Kubernetes": ({"JOB_COMPLETION_INDEX": "0"}, Cluster("Kubernetes, an indexed job")),
-    "TPU pod": ({"TPU_WORKER_HOSTNAMES": "a,b"}, Cluster("TPU, several hosts")),
-    "TPU host": ({"TPU_WORKER_HOSTNAMES": "localhost"}, None),
-    "a single process on request": (SLURM_STEP | {"JDP_NUM_PROCESSES": "1"}, None),
-}
-
-
-@pytest.mark.parametrize(("environment", "expected"), FOUND.values(), ids=FOUND)
-def test_a_cluster_is_found_in_the_environment(environment: dict[str, str], expected: Cluster | None):
-    assert find_cluster(environment) == expected
-
-
-def test_arguments_come_before_the_environment():
-    assert find_cluster(LAUNCHED, "h:1", 3, 2) == Cluster("arguments", "h:1", 3, 2)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("h:1", None, None), "takes all of coordinator, num_processes and process_id"),
-        ((None, 2, 0), r"coordinator=None, num_processes=2, process_id=0"),
-        (("h:1", 2, 2), "0 <= process_id < num_processes"),
-        (("h", 2, 0), "HOST:PORT"),
-    ],
-)
-def test_arguments_that_do_not_make_a_cluster_are_refused(arguments: tuple[Any, ...], message: str):
-    with pytest.raises(ValueError, match=message):
-        find_cluster({}, *arguments)
-
-
-@pytest.mark.parametrize("missing", LAUNCHED)
-def test_half_a_cluster_in_the_environment_is_an_error_and_not_a_run_alone(missing: str):
-    with pytest.raises(ValueError, match="takes all of coordinator, num_processes and process_id"):
-        find_cluster({name: value for name, value in LAUNCHED.items() if name != missing})
-    with pytest.raises(ValueError, match=r"must be whole numbers; given 'x'"):
-        find_cluster(LAUNCHED | {"JDP_PROCESS_ID": "x"})
-
-
-@pytest.mark.parametrize(
-    ("nodes", "host"),
-    [
-        ("node1", "node1"),
-        ("node1,node2", "node1"),
-        ("gpu[007-012,020],login", "gpu007"),
-        ("gpu[3,5]", "gpu3"),
-        ("rack[1-2]-gpu,x", "rack1-gpu"),
-    ],
-)
-def test_the_first_host_of_a_slurm_node_list(nodes: str, host: str):
-    assert first_host(nodes) == host
-
-
-@pytest.mark.parametrize(
-    ("extra", "devices"),
-    [
-        ({}, None),
-        ({"SLURM_GPUS_ON_NODE": "8"}, (4, 5, 6, 7)),
-        ({"SLURM_GPUS_ON_NODE": "2"}, (1,)),
-        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_GPUS_PER_TASK": "4"}, None),
-        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_TRES_PER_TASK": "cpu=4,gres/gpu=4"}, None),
-        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_STEP_TASKS_PER_NODE": "3,1"}, None),
-    ],
-)
-def test_a_slurm_task_takes_its_part_of_the_nodes_gpus(extra: dict[str, str], devices: tuple[int, ...] | None):
-    cluster = find_cluster(SLURM_STEP | extra)
-    assert cluster is not None and cluster.local_device_ids == devices
 
 
 @pytest.fixture
@@ -119,14 +24,15 @@ def joining(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     monkeypatch.setattr(jax.distributed, "initialize", lambda **given: seen.update(given))
     monkeypatch.delenv("no_grpc_proxy", raising=False)
-    for name in (*LAUNCHED, *SLURM_STEP, "OMPI_COMM_WORLD_SIZE", "JAX_COORDINATOR_ADDRESS"):
-        monkeypatch.delenv(name, raising=False)
+    for name in os.environ:
+        if name.startswith(("JDP_", "JAX_COORDINATOR", "SLURM_", "OMPI_")):
+            monkeypatch.delenv(name)
     return seen
 
 
 def test_alone_nothing_happens(joining: dict[str, Any]):
     initialize()
-    initialize("h:1", 1, 0)
+    initialize("127.0.0.1:1", 1, 0)
     assert joining == {}
 
 
@@ -138,9 +44,54 @@ def test_a_local_coordinator_listens_on_loopback_only_and_goes_round_proxies(joi
     assert os.environ["no_grpc_proxy"] == "127.0.0.1"  # noqa: SIM112
 
 
-def test_another_hosts_coordinator_listens_where_jax_says(joining: dict[str, Any]):
-    initialize("gpu007:5", 2, 1)
-    assert joining["coordinator_bind_address"] is None
+@pytest.mark.parametrize("address", ["gpu007:5", "192.0.2.77:5", "[fd00::77]:5"])
+def test_a_name_and_another_hosts_number_listen_where_jax_says(address: str):
+    assert coordinator.bind_address(address) is None
+
+
+def test_a_number_of_this_host_is_all_that_is_listened_on(monkeypatch: pytest.MonkeyPatch):
+    """[::1] stands for an address of a private network; where it is loopback's, that is decided before."""
+    monkeypatch.setattr(coordinator, "is_loopback", lambda _: False)
+    assert coordinator.bind_address("127.0.0.1:5") == "127.0.0.1:5"
+    monkeypatch.setenv("JAX_COORDINATOR_BIND_ADDRESS", "0.0.0.0:5")
+    assert coordinator.bind_address("127.0.0.1:5") is None
+
+
+def test_a_name_without_an_address_is_waited_for(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]):
+    """As long as the pod of process 0 is not there, DNS does not know it."""
+    answers: list[Any] = [socket.gaierror(-2, "Name or service not known")] * 3
+
+    def look_up(*_: Any) -> None:
+        if answers:
+            raise answers.pop()
+
+    monkeypatch.setattr(coordinator.socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(coordinator, "_POLL_SECONDS", 0)
+    monkeypatch.setattr(coordinator, "QUIET_SECONDS", 0)
+    coordinator.wait_for_name("train-0.train:5", 60)
+    assert capfd.readouterr().err.count("waiting up to 60 seconds for an address of 'train-0.train'") == 1
+
+
+def test_a_name_that_never_has_an_address_ends_the_wait(joining: dict[str, Any]):
+    with pytest.raises(
+        RuntimeError, match=r"part of a cluster \(arguments\) and could not join it: the name .*'no-such-host.invalid'"
+    ):
+        initialize("no-such-host.invalid:5", 2, 1, timeout_seconds=1)
+    assert joining == {}
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "gpu007"])
+def test_a_taken_port_is_not_shared_with_whoever_has_it(host: str, monkeypatch: pytest.MonkeyPatch):
+    """gRPC listens with SO_REUSEPORT: two jobs on one port would mix."""
+    monkeypatch.setattr(coordinator, "PORT_SECONDS", 0.1)
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(RuntimeError, match=f"port {port}, of the coordinator, has been taken on this host"):
+            coordinator.wait_for_port(f"{host}:{port}")
+    coordinator.wait_for_port(f"{host}:{port}")
 
 
 def test_jax_works_out_the_clusters_that_only_it_can(joining: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
@@ -157,17 +108,17 @@ def test_failing_to_join_is_never_swallowed(joining: dict[str, Any], monkeypatch
     with pytest.raises(
         RuntimeError, match=r"part of a cluster \(arguments\) and could not join it: coordinator_address"
     ):
-        initialize("h:1", 2, 0)
+        initialize("127.0.0.1:1", 2, 0)
 
 
 def test_joining_twice_does_nothing_and_joining_another_is_refused(
     joining: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(distributed, "joined_as", lambda: (1, 2))
-    initialize("h:1", 2, 1)
+    initialize("127.0.0.1:1", 2, 1)
     assert joining == {}
     with pytest.raises(ValueError, match="already joined a cluster as number 1 of 2"):
-        initialize("h:1", 3, 1)
+        initialize("127.0.0.1:1", 3, 1)
 
 
 @pytest.fixture
@@ -278,10 +229,10 @@ def test_the_hook_is_put_in_once_and_only_in_a_cluster(joining: dict[str, Any], 
     own = sys.excepthook
     initialize()
     assert sys.excepthook is own, "a process on its own is left as it is"
-    initialize("h:1", 2, 1)
+    initialize("127.0.0.1:1", 2, 1)
     hook = sys.excepthook
     monkeypatch.setattr(distributed, "joined_as", lambda: (1, 2))
-    initialize("h:1", 2, 1)
+    initialize("127.0.0.1:1", 2, 1)
     assert sys.excepthook is hook is not own
     left: list[Any] = []
     monkeypatch.setattr(distributed.os, "_exit", left.append)
