@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jdp
-from jdp.cli import launch, plan, prove, report, train, verify, why
+from jdp.cli import launch, manifest, plan, prove, report, train, verify, why
 from jdp.cli.options import UsageError
 from jdp.core.hints import nearest
 from jdp.core.toml import cut
@@ -40,6 +40,7 @@ COMMANDS = {
     "verify": verify,
     "prove": prove,
     "launch": launch,
+    "manifest": manifest,
     "report": report,
     "why": why,
 }
@@ -167,7 +168,7 @@ def _prefix() -> str:
 
 def _help() -> str:
     lines = ["usage: jdp COMMAND …", "", "Data-parallel training on JAX sharding.", ""]
-    lines += [f"  {name:<8} {(command.Options.__doc__ or '').splitlines()[0]}" for name, command in COMMANDS.items()]
+    lines += [f"  {name:<9} {(command.Options.__doc__ or '').splitlines()[0]}" for name, command in COMMANDS.items()]
     return "\n".join([*lines, "", "jdp COMMAND --help says more; jdp --version says which version this is."])
 
 

@@ -1,0 +1,98 @@
+"""A batch script for Slurm: a run that goes on after preemption, time limits and lost nodes.
+
+One task a node drives all of its GPUs; `srun` starts them, and `jdp.initialize` finds the others in the step's
+variables. What ends them decides what becomes of the job:
+
+| what ended                     | exit code          | then                                               |
+|--------------------------------|--------------------|----------------------------------------------------|
+| time limit near, preempted     | 75, after saving   | the script queues the job again                    |
+| a node                         | –                  | Slurm queues the job again (`--requeue`)           |
+| a process, or the program      | 70, 128 + signal   | the script queues it again, `max_restarts` times   |
+| a mistake, Ctrl-C              | 1, 2, 78, 130      | the job has failed                                 |
+"""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+SIGNAL_SECONDS = 300  # before the time limit: what is left for the step that runs and for the checkpoint
+WAIT_SECONDS = 60  # after the first task has ended, until the others are killed
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """What a batch script is made of.
+
+    Attributes:
+        name: of the job.
+        command: program and arguments of each task.
+        folder: where the tasks run.
+        nodes: number of nodes; each has one task.
+        gpus_per_node: 0 for a run on CPUs.
+        time: Slurm's `--time`; None for the partition's own limit.
+        max_restarts: how often the job may start again after a process died. Preemption does not count.
+        directives: further options of sbatch, such as "partition=gpu".
+    """
+
+    name: str
+    command: Sequence[str]
+    folder: str
+    nodes: int
+    gpus_per_node: int
+    time: str | None = None
+    max_restarts: int = 3
+    directives: Sequence[str] = ()
+
+
+def batch_script(job: SlurmJob) -> str:
+    """Return the text that `sbatch` takes.
+
+    Args:
+        job: what it runs, and on what.
+    """
+    options = [f"job-name={job.name}", f"nodes={job.nodes}", "ntasks-per-node=1"]
+    options += [f"gpus-per-node={job.gpus_per_node}"] if job.gpus_per_node else []
+    options += ["exclusive", "mem=0"]
+    options += [f"time={job.time}"] if job.time is not None else []
+    options += ["requeue", f"signal=TERM@{SIGNAL_SECONDS}", "open-mode=append", "output=%x-%j.log", *job.directives]
+    each = f"{job.gpus_per_node} GPUs" if job.gpus_per_node else "its CPUs"
+    return _SCRIPT.format(
+        name=job.name,
+        size=f"{job.nodes} nodes, a task on each with {each}",
+        options="\n".join(f"#SBATCH --{option}" for option in options),
+        folder=shlex.quote(job.folder),
+        wait=WAIT_SECONDS,
+        command=shlex.join(job.command),
+        max_restarts=job.max_restarts,
+        signal_seconds=SIGNAL_SECONDS,
+    )
+
+
+_SCRIPT = """\
+#!/bin/bash
+# {name}: {size}. Written by `jdp manifest slurm`; submit it with sbatch.
+#
+# Whole nodes, with all their cores and memory. {signal_seconds} seconds before the time limit, and when the job is
+# preempted, the tasks get SIGTERM: they save and leave with 75, and the job is queued again. It then goes on from its
+# last checkpoint.
+{options}
+
+trap : TERM  # if this shell gets it too, it still waits for the tasks
+cd {folder} || exit 2
+# A task uses every core of its node. After the first one has ended the others have {wait} seconds to save and end.
+srun --label --cpu-bind=none --kill-on-bad-exit=0 --wait={wait} \\
+  {command}
+code=$?
+
+requeue() {{
+  echo "exit code $code: job $SLURM_JOB_ID is queued again, $1"
+  scontrol requeue "$SLURM_JOB_ID"
+}}
+restarts=${{SLURM_RESTART_COUNT:-0}}
+if [ $code -eq 75 ]; then
+  requeue "to go on where it saved"
+elif [ $code -eq 70 ] || {{ [ $code -gt 130 ] && [ $code -ne 141 ]; }}; then  # a process died, or lost another
+  if [ "$restarts" -lt {max_restarts} ]; then requeue "restart $((restarts + 1)) of {max_restarts}"; fi
+fi
+exit $code
+"""

@@ -1,0 +1,185 @@
+"""`jdp manifest`: jobs that the schedulers' own checkers take; mistakes are reported before anything is submitted."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import yaml
+from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
+from tiny_experiment import write_tiny
+
+from jdp.cli import main as cli
+from jdp.cli import manifest
+
+ROOT = Path(__file__).parents[2]
+GPT2 = str(ROOT / "experiments" / "gpt2_124m.toml")
+SIZE = ["--nodes", "4", "--per-node", "8"]
+IMAGE = ["--image", "registry.local/team/jdp:1.0"]
+
+
+def written(capfd, *words):
+    assert cli.main(["manifest", *words]) == 0
+    return capfd.readouterr().out
+
+
+def kubernetes(capfd, *words):
+    """The ConfigMap and the JobSet."""
+    return list(yaml.safe_load_all(written(capfd, "kubernetes", GPT2, *SIZE, *IMAGE, *words)))
+
+
+def job_of(job_set):
+    (replicated,) = job_set["spec"]["replicatedJobs"]
+    return replicated["template"]["spec"]
+
+
+@pytest.mark.parametrize("version", ["1.29", "1.37"])
+def test_kubernetes_schemas_know_every_field(version, capfd):
+    """The ConfigMap, and the job inside the JobSet as the API server sees it. `strict`: no unknown field."""
+    config, job_set = kubernetes(capfd, "--claim", "runs", "--queue", "team-a", "--namespace", "ml")
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": job_of(job_set)}
+    for resource in (config, job):
+        kubernetes_validate.validate(resource, version, strict=True)
+
+
+def test_jobsets_own_types_know_every_field(capfd):
+    """Made from its schema; what they do not know they drop. They fill in the protocol of a port."""
+    _, job_set = kubernetes(capfd, "--claim", "runs", "--queue", "team-a", "--namespace", "ml")
+    read = JobsetV1alpha2JobSet.from_dict(job_set).to_dict()
+    for port in job_of(read)["template"]["spec"]["containers"][0]["ports"]:
+        assert port.pop("protocol") == "TCP"
+    assert read == job_set
+
+
+def test_a_job_set_restarts_as_one_and_fails_for_mistakes(capfd):
+    config, job_set = kubernetes(capfd, "--claim", "runs", "--queue", "team-a", "--train.steps", "777")
+    spec, job = job_set["spec"], job_of(job_set)
+    assert job_set["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "team-a"} and spec["suspend"] is True
+    assert (job["completionMode"], job["completions"], job["parallelism"]) == ("Indexed", 4, 4)
+    assert job["backoffLimit"] == 0, "the first pod that fails ends its job, and the JobSet starts all of them again"
+    (rule,) = job["podFailurePolicy"]["rules"]
+    assert rule["action"] == "FailJob" and rule["onExitCodes"]["values"] == [1, 2, 78, 130]
+    assert spec["failurePolicy"]["maxRestarts"] == 10
+    (rule,) = spec["failurePolicy"]["rules"]
+    assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+    assert tomllib.loads(config["data"]["experiment.toml"])["train"]["steps"] == 777
+
+
+def test_pods_find_pod_0_by_the_name_that_the_job_set_gives_it(capfd):
+    _, job_set = kubernetes(capfd)
+    pod = job_of(job_set)["template"]["spec"]
+    (container,) = pod["containers"]
+    environment = {entry["name"]: entry["value"] for entry in container["env"]}
+    assert environment["JDP_NUM_PROCESSES"] == "4"
+    assert environment["JDP_COORDINATOR"] == "gpt2-124m-workers-0-0.gpt2-124m:8476"
+    assert job_set["spec"]["network"]["subdomain"] == "gpt2-124m"
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
+    assert {"name": "shm", "emptyDir": {"medium": "Memory"}} in pod["volumes"]
+    assert "labels" not in job_set["metadata"] and "suspend" not in job_set["spec"], "without Kueue it would wait"
+
+
+def test_the_experiment_in_the_config_map_is_the_experiment(capfd, tmp_path):
+    """What `jdp train` reads in the pod is what was checked here."""
+    config, _ = kubernetes(capfd, "--strategy", "zero3", "--data.source", "/data/text.txt")
+    (tmp_path / "experiment.toml").write_text(config["data"]["experiment.toml"])
+    from jdp.experiment.file import load
+
+    assert load(tmp_path / "experiment.toml") == load(GPT2, {"strategy": "zero3", "data.source": "/data/text.txt"})
+
+
+def test_runs_that_nothing_keeps_are_reported(capfd):
+    cli.main(["manifest", "kubernetes", GPT2, *SIZE, *IMAGE])
+    assert "without --claim the runs end with their pods" in capfd.readouterr().err
+
+
+def test_a_batch_script_is_what_sbatch_takes(tmp_path, capfd):
+    """Its text, and bash's opinion of it; `tests/launch/test_slurm.py` runs one."""
+    path = tmp_path / "job.sh"
+    more = [
+        "--time",
+        "2-00:00:00",
+        "--sbatch",
+        "partition=gpu",
+        "--sbatch",
+        "account=physics",
+        "--run-dir",
+        "/big runs",
+    ]
+    assert written(capfd, "slurm", GPT2, *SIZE, *more, "--name", "a", "-o", str(path)) == ""
+    text = path.read_text()
+    options = {line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH")}
+    expected = {"nodes=4", "ntasks-per-node=1", "gpus-per-node=8", "requeue", "signal=TERM@300", "time=2-00:00:00"}
+    assert expected | {"partition=gpu", "account=physics", "job-name=a"} <= options
+    assert f"-m jdp train {GPT2} '--run-dir=/big runs' --name=a\n" in text
+    subprocess.run(["bash", "-n", str(path)], check=True, timeout=20)
+
+
+def test_virtual_devices_ask_for_no_gpus(tmp_path, capfd):
+    file = str(write_tiny(tmp_path, "[train]\nsteps = 1\nbatch_size = 8\n", top="devices = 2\n"))
+    text = written(capfd, "slurm", file, "--nodes", "2", "--per-node", "2")
+    assert "gpu" not in text and "2 nodes, a task on each with its CPUs" in text
+
+
+MISTAKES = {
+    "nodes that do not multiply": (["slurm", GPT2, "--nodes", "3", "--per-node", "8"], "3 nodes × 8 devices = 24: "),
+    "a mesh that does not": (["slurm", GPT2, *SIZE, "--mesh.data", "8"], "4 nodes × 8 devices = 32: [mesh]: "),
+    "no nodes": (["slurm", GPT2, "--nodes", "0", "--per-node", "8"], "--nodes must be from 1 to 100,000; given 0"),
+    "other virtual devices": (
+        ["slurm", GPT2, *SIZE, "--devices", "4"],
+        "--per-node must be the experiment's devices, its virtual CPU devices in each process; given 8 and devices = 4",
+    ),
+    "no image": (["kubernetes", GPT2, *SIZE], "needs an image with jdp in it; given none: --image"),
+    "an image with spaces": (
+        ["kubernetes", GPT2, *SIZE, "--image", "a b"],
+        '--image is REGISTRY/NAME:TAG; given "a b"',
+    ),
+    "an image for Slurm": (["slurm", GPT2, *SIZE, *IMAGE], "--image is for jdp manifest kubernetes; given slurm"),
+    "a partition for Kubernetes": (
+        ["kubernetes", GPT2, *SIZE, *IMAGE, "--sbatch", "partition=gpu"],
+        "--sbatch is for jdp manifest slurm; given kubernetes",
+    ),
+    "a name that is none": (
+        ["kubernetes", GPT2, *SIZE, *IMAGE, "--name", "2024"],
+        "a JobSet's name begins with a letter",
+    ),
+    "a queue that is none": (["kubernetes", GPT2, *SIZE, *IMAGE, "--queue", "A b"], "--queue is a name of Kubernetes"),
+    "a script in an option": (
+        ["slurm", GPT2, *SIZE, "--sbatch", "x=1\nrm -rf /"],
+        "--sbatch takes one option of sbatch",
+    ),
+    "a time that is none": (["slurm", GPT2, *SIZE, "--time", "soon"], "--time is minutes, HOURS:MINUTES:SECONDS or"),
+    "no such file": (["slurm", "nothing.toml", *SIZE], "there is no such file"),
+    "no such folder": (["slurm", GPT2, *SIZE, "-o", "/no/such/job.sh"], "there is no folder /no/such"),
+    "restarts below none": (["slurm", GPT2, *SIZE, "--max-restarts", "-1"], "--max-restarts must be from 0 to"),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_mistake_is_one_line_and_exit_2(case, capfd):
+    words, message = MISTAKES[case]
+    assert cli.main(["manifest", *words]) == 2
+    shown = capfd.readouterr()
+    assert shown.err.startswith("error: ") and message in shown.err and shown.err.count("\n") == 1
+    assert shown.out == ""
+
+
+def test_data_beside_the_experiment_is_not_in_the_pods(tmp_path, capfd):
+    file = str(write_tiny(tmp_path, "[train]\nsteps = 1\nbatch_size = 8\n"))
+    words = ["manifest", "kubernetes", file, "--nodes", "2", "--per-node", "4", *IMAGE]
+    assert cli.main(words) == 2
+    assert "error: data.source must be a path in the pods; given " in capfd.readouterr().err
+    assert cli.main([*words, "--data.source", "/data/text.txt"]) == 0
+
+
+def test_no_scheduler_and_unknown_ones_are_refused(capfd):
+    for words in (["lsf", GPT2, *SIZE], [GPT2, *SIZE], ["slurm", GPT2]):
+        with pytest.raises(SystemExit) as exiting:
+            manifest.run(words)
+        assert exiting.value.code == 2
+        capfd.readouterr()
+
+
+def test_the_script_names_the_python_that_wrote_it(capfd):
+    assert f"\n  {sys.executable} -m jdp train " in written(capfd, "slurm", GPT2, *SIZE)
