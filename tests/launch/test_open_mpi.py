@@ -1,0 +1,55 @@
+"""Ranks that mpirun started join, without mpi4py: a program that calls jdp.initialize, and `jdp train`."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from open_mpi import MPIRUNS
+from tiny_experiment import write_tiny
+
+ROOT = Path(__file__).parents[2]
+VERSIONS = pytest.mark.parametrize("version", MPIRUNS)
+PROGRAM = """
+import sys, jax, jdp
+jdp.initialize(timeout_seconds=60)
+assert "mpi4py" not in sys.modules
+mesh = jdp.make_mesh(data=-1)
+sharding = jax.NamedSharding(mesh, jax.P("data"))
+ones = jax.make_array_from_callback((4,), sharding, lambda index: jax.numpy.ones(4)[index])
+print("joined", jax.process_index(), jax.device_count(), int(ones.sum()), flush=True)
+"""
+
+
+def ranks(version, *command, folder):
+    """Run a command as two ranks of two devices each; the exit code, and the lines printed."""
+    mpirun = [*MPIRUNS[version](), "--oversubscribe", "-n", "2", sys.executable, *command]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
+    done = subprocess.run(mpirun, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+    return done.returncode, done.stdout + done.stderr
+
+
+@VERSIONS
+def test_two_ranks_join_on_loopback(version, tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    code, printed = ranks(version, "program.py", folder=tmp_path)
+    assert code == 0, printed
+    assert {"joined 0 4 4", "joined 1 4 4"} <= set(printed.splitlines()), printed
+
+
+def test_two_ranks_train_one_run(tmp_path):
+    write_tiny(tmp_path, "[train]\nsteps = 3\nbatch_size = 8\nlog_every = 1\neval_batches = 1\n", top="devices = 2\n")
+    code, printed = ranks("Open MPI 5", "-m", "jdp", "train", "tiny.toml", folder=tmp_path)
+    assert code == 0 and "ddp on data=4 cpu devices" in printed, printed
+    rows = [json.loads(line) for line in (tmp_path / "runs/tiny/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3]
+
+
+@VERSIONS
+def test_a_rank_that_fails_ends_the_other(version, tmp_path):
+    fails = "\nif jax.process_index(): raise KeyError('the cause')\nimport time; time.sleep(100)"
+    (tmp_path / "program.py").write_text(PROGRAM + fails)
+    code, printed = ranks(version, "program.py", folder=tmp_path)
+    assert code == 1 and "KeyError: 'the cause'" in printed, printed

@@ -1,0 +1,108 @@
+"""`jdp manifest slurm` on a real Slurm of two nodes: what ends its tasks decides whether the job starts again."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import slurm_cluster
+from tiny_experiment import write_tiny
+
+ROOT = Path(__file__).parents[2]
+TRAIN = "[train]\nsteps = 80\nbatch_size = 8\nlog_every = 1\ncheckpoint_every = 10\neval_batches = 1\n"
+DONE = ("COMPLETED", "FAILED", "NODE_FAIL", "CANCELLED", "TIMEOUT")
+SECONDS = 300  # the machine may be busy
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    if why := slurm_cluster.missing():
+        pytest.skip(why)
+    with slurm_cluster.slurm_cluster(tmp_path_factory.mktemp("slurm")) as cluster:
+        write_tiny(cluster.folder, TRAIN, top="devices = 1\n")
+        yield cluster
+
+
+def submit(cluster, name, *options):
+    """Write the batch script as a user would, and submit it; return the job's number."""
+    command = [
+        sys.executable,
+        "-m",
+        "jdp",
+        "manifest",
+        "slurm",
+        "tiny.toml",
+        "--nodes=2",
+        "--per-node=1",
+        "-o",
+        f"{name}.sh",
+    ]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run([*command, "--name", name, *options], cwd=cluster.folder, env=environment, check=True, timeout=60)
+    return cluster.run("sbatch", "--parsable", f"{name}.sh", folder=cluster.folder).strip()
+
+
+def rows(cluster, name):
+    path = cluster.folder / "runs" / name / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def losses(cluster, name):
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in rows(cluster, name) if "loss" in row]
+
+
+def reach(cluster, name, step):
+    cluster.wait_for(lambda: any(row["step"] >= step for row in rows(cluster, name)[-1:]), SECONDS, f"step {step}")
+
+
+def finish(cluster, job):
+    """Wait for the job's end; return its record and what it printed."""
+    cluster.wait_for(lambda: cluster.job(job)["JobState"] in DONE, SECONDS, f"the end of job {job}")
+    record = cluster.job(job)
+    return record, (cluster.folder / f"{record['JobName']}-{job}.log").read_text()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(cluster):
+    """The losses of the job that nothing happens to."""
+    record, printed = finish(cluster, submit(cluster, "whole"))
+    assert (record["JobState"], record["Restarts"], record["ExitCode"]) == ("COMPLETED", "0", "0:0"), printed
+    return losses(cluster, "whole")
+
+
+@pytest.mark.faults
+def test_two_nodes_train_as_one(cluster, undisturbed):
+    assert [step for step, *_ in undisturbed] == list(range(1, 81))
+    log = next(cluster.folder.glob("whole-*.log")).read_text()
+    assert "0: whole: 7,984 parameters, ddp on data=2 cpu devices" in log
+
+
+@pytest.mark.faults
+def test_a_preempted_job_and_one_that_lost_a_node_go_on_exactly(cluster, undisturbed):
+    """SIGTERM as `--signal=TERM@300` sends it, then a node without power (fault 19).
+
+    On an idle machine the lost node is noticed after 5 to 10 s (SlurmdTimeout, 300 s by default), and the job runs
+    again when the node is back.
+    """
+    job = submit(cluster, "cut")
+    reach(cluster, "cut", 15)
+    cluster.run("scancel", "--signal=TERM", job)  # to the tasks, not to the shell of the batch script
+    cluster.wait_for(lambda: cluster.job(job)["Restarts"] == "1", SECONDS, "the first restart")
+    reach(cluster, "cut", 45)
+    cluster.kill_node("n2")
+    cluster.wait_for(lambda: cluster.job(job)["JobState"] == "PENDING", SECONDS, "the job's place in the queue")
+    cluster.start_node("n2")
+    record, printed = finish(cluster, job)
+    assert (record["JobState"], record["Restarts"], record["ExitCode"]) == ("COMPLETED", "2", "0:0"), printed
+    assert "exit code 75: job" in printed and "is queued again, to go on where it saved" in printed
+    assert printed.count("resumed after step") == 2 and "resumed after step 0" not in printed
+    assert losses(cluster, "cut") == undisturbed
+
+
+@pytest.mark.faults
+def test_a_mistake_is_not_tried_again(cluster):
+    record, printed = finish(cluster, submit(cluster, "mistake", "--data.source", "nothing.txt"))
+    assert (record["JobState"], record["Restarts"], record["ExitCode"]) == ("FAILED", "0", "2:0"), printed
+    assert "nothing.txt" in printed and "is queued again" not in printed

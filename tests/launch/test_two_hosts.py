@@ -1,0 +1,163 @@
+"""Two hosts with addresses of their own: processes that ssh or mpirun starts join, and a link that is cut ends both."""
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import two_hosts
+import yaml
+from open_mpi import MPIRUNS
+from tiny_experiment import write_tiny
+
+ROOT = Path(__file__).parents[2]
+TRAIN = "[train]\nsteps = 150\nbatch_size = 8\nlog_every = 1\ncheckpoint_every = 25\neval_batches = 1\n"
+SECONDS = 200  # the machine may be busy
+
+
+@pytest.fixture
+def on(tmp_path):
+    """The command line that runs a command on host 0 or 1."""
+    if why := two_hosts.missing():
+        pytest.skip(why)
+    with two_hosts.two_hosts(tmp_path) as on:
+        yield on
+
+
+def environment(**variables):
+    return os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | variables
+
+
+@pytest.fixture
+def start(on, tmp_path):
+    """Start a command on host 0 or 1; its output goes to outN. Whatever still runs at the end of the test is killed."""
+    started = []
+
+    def start(number, *command, **variables):
+        with (tmp_path / f"out{number}").open("wb") as out:
+            streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": out}
+            started.append(subprocess.Popen(on(number, command), env=environment(**variables), **streams))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def end(tmp_path):
+    """Wait for the processes of hosts 0 and 1; their exit codes, and what they printed."""
+
+    def end(*processes):
+        codes = [process.wait(SECONDS) for process in processes]
+        return codes, [(tmp_path / f"out{number}").read_text(errors="replace") for number in range(2)]
+
+    return end
+
+
+def losses(folder):
+    path = folder / "tiny" / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in rows if "loss" in row]
+
+
+def wait_for(condition, processes):
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert [process.poll() for process in processes] == [None] * len(processes), "a process has ended"
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.faults
+def test_a_cut_link_ends_both_with_the_reason_and_the_run_goes_on_exactly(start, end, tmp_path):
+    """Fault 20. Neither side hears of the cut.
+
+    The heartbeats end both: 24 and 25 s after the cut, where HEARTBEAT_SECONDS is 30.
+    """
+    write_tiny(tmp_path, TRAIN, top="devices = 1\n")
+    runs = tmp_path / "runs"
+
+    def both():
+        place = {"JDP_COORDINATOR": f"{two_hosts.ADDRESSES[0]}:8476", "JDP_NUM_PROCESSES": "2"}
+        train = [sys.executable, "-m", "jdp", "train", f"{tmp_path}/tiny.toml", f"--run-dir={runs}"]
+        return [start(number, *train, JDP_PROCESS_ID=str(number), **place) for number in range(2)]
+
+    hosts = both()
+    wait_for(lambda: len(losses(runs)) >= 40, hosts)
+    two_hosts.cut()
+    cut = time.monotonic()
+    codes, printed = end(*hosts)
+    assert codes == [-6, -6], "JAX aborts a process whose peer is lost"
+    assert time.monotonic() - cut < 120
+    assert "The following tasks are unhealthy (stopped sending heartbeats):\n1" in printed[0]
+    assert "another task died" in printed[1] and "Heartbeat" in printed[1]
+    two_hosts.join()
+    codes, printed = end(*both())
+    assert codes == [0, 0], printed
+    assert "resumed after step 25" in printed[0]
+    assert losses(runs) == undisturbed(tmp_path)
+
+
+def undisturbed(folder):
+    command = [sys.executable, "-m", "jdp", "launch", "-n", "2", "--run-dir", f"{folder}/whole", "--", "tiny.toml"]
+    subprocess.run(command, cwd=folder, env=environment(), check=True, timeout=SECONDS, capture_output=True)
+    return losses(folder / "whole")
+
+
+JOIN = """
+import jax, jdp
+from jax.experimental import multihost_utils
+jdp.initialize(timeout_seconds=60)
+print("joined", jax.process_index(), int(multihost_utils.process_allgather(jax.numpy.ones(1)).sum()), flush=True)
+"""
+
+
+@pytest.mark.parametrize("version", MPIRUNS)
+def test_ranks_of_an_mpirun_on_two_hosts_join(on, tmp_path, version):
+    """With an agent in the place of ssh. Rank 0 is on mpirun's own host, whose name or address all ranks know."""
+    (tmp_path / "program.py").write_text(JOIN)
+    agent = tmp_path / "agent"  # HOST COMMAND…, as ssh
+    agent.write_text(f'#!/bin/sh\nshift\nexec {shlex.join(on(1, ["sh", "-c"]))} "$*"\n')
+    agent.chmod(0o700)
+    command = [*MPIRUNS[version](agent), "-H", "h0:1,h1:1", "-n", "2", sys.executable, f"{tmp_path}/program.py"]
+    done = subprocess.run(on(0, command), env=environment(), capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {"joined 0 2", "joined 1 2"} <= set(done.stdout.splitlines()), done.stdout + done.stderr
+
+
+def test_the_pods_of_a_manifest_join_once_pod_0_has_a_name(start, end, tmp_path):
+    """With the command and variables of the manifest, and what Kubernetes adds: an index, and the service's names.
+
+    Pod 1 is there first, and waits: pod 0's name has an address once that pod is there.
+    """
+    write_tiny(tmp_path, TRAIN.replace("150", "3"), top="devices = 1\n")
+    shutil.move(tmp_path / "text.txt", tmp_path / "data.txt")
+    options = ["--nodes=2", "--per-node=1", "--image=any", "--data.source=/jdp/data.txt"]
+    command = [sys.executable, "-m", "jdp", "manifest", "kubernetes", "tiny.toml", *options]
+    made = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=SECONDS)
+    folder = str(tmp_path)
+    config, job_set = yaml.safe_load_all(made.stdout.replace("/jdp/", f"{folder}/"))
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "experiment.toml").write_text(config["data"]["experiment.toml"])
+    (container,) = job_set["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
+    given = {entry["name"]: entry["value"] for entry in container["env"]}
+
+    def pod(index):
+        return start(index, sys.executable, "-m", *container["command"], JOB_COMPLETION_INDEX=str(index), **given)
+
+    pod_1 = pod(1)
+    wait_for(
+        lambda: "waiting up to 300 seconds for an address of 'tiny-work" in (tmp_path / "out1").read_text(), [pod_1]
+    )
+    for number, address in enumerate(("127.0.0.1", two_hosts.ADDRESSES[0])):
+        with (tmp_path / f"hosts{number}").open("a") as names:
+            names.write(f"{address} tiny-workers-0-0.tiny\n")
+    codes, printed = end(pod(0), pod_1)
+    assert codes == [0, 0] and "step 3/3  loss" in printed[0], printed
