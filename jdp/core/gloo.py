@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax._src import xla_bridge  # JAX's own maker of the CPU backend takes collectives; nothing public hands them on
 from jax._src.distributed import global_state
-from jax._src.lib import _jax  # pyright: ignore[reportPrivateUsage]
+from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
 from jax.extend import backend
 
 from jdp.core.coordinator import host_of, is_loopback

@@ -10,6 +10,8 @@ import pytest
 from open_mpi import MPIRUNS
 from tiny_experiment import write_tiny
 
+from jdp.core.distributed import FAILED
+
 ROOT = Path(__file__).parents[2]
 VERSIONS = pytest.mark.parametrize("version", MPIRUNS)
 PROGRAM = """
@@ -52,4 +54,4 @@ def test_a_rank_that_fails_ends_the_other(version, tmp_path):
     fails = "\nif jax.process_index(): raise KeyError('the cause')\nimport time; time.sleep(100)"
     (tmp_path / "program.py").write_text(PROGRAM + fails)
     code, printed = ranks(version, "program.py", folder=tmp_path)
-    assert code == 1 and "KeyError: 'the cause'" in printed, printed
+    assert code == FAILED and "KeyError: 'the cause'" in printed, printed
