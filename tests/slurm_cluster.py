@@ -48,7 +48,7 @@ SelectTypeParameters=CR_Core_Memory
 SlurmdParameters=config_overrides
 ReturnToService=2
 SlurmdTimeout=5
-KillWait=5
+KillWait=30
 MpiDefault=none
 SchedulerParameters=batch_sched_delay=0,sched_interval=2
 NodeName=n1 NodeHostname=localhost NodeAddr=127.0.0.1 Port={ports[1]} CPUs=2 RealMemory=4000

@@ -9,6 +9,7 @@ variables. What ends them decides what becomes of the job:
 | a node                         | –                  | Slurm queues the job again (`--requeue`)           |
 | a process, or the program      | 70, 128 + signal   | the script queues it again, `max_restarts` times   |
 | a mistake, Ctrl-C              | 1, 2, 78, 130      | the job has failed                                 |
+| scancel                        | 75, after saving   | nothing: the job is no longer running              |
 """
 
 import shlex
@@ -85,6 +86,8 @@ srun --label --cpu-bind=none --kill-on-bad-exit=0 --wait={wait} \\
 code=$?
 
 requeue() {{
+  state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)
+  [ "$state" = RUNNING ] || return  # Slurm ended the job, and decides: it was cancelled, or a node was lost
   echo "exit code $code: job $SLURM_JOB_ID is queued again, $1"
   scontrol requeue "$SLURM_JOB_ID"
 }}

@@ -106,3 +106,17 @@ def test_a_mistake_is_not_tried_again(cluster):
     record, printed = finish(cluster, submit(cluster, "mistake", "--data.source", "nothing.txt"))
     assert (record["JobState"], record["Restarts"], record["ExitCode"]) == ("FAILED", "0", "2:0"), printed
     assert "nothing.txt" in printed and "is queued again" not in printed
+
+
+@pytest.mark.faults
+def test_a_cancelled_job_saves_and_stays_cancelled(cluster):
+    """scancel sends SIGTERM too, and the tasks leave with 75: to queue that again would bring the job back."""
+    job = submit(cluster, "cancelled")
+    reach(cluster, "cancelled", 15)
+    cluster.run("scancel", job)
+    record, _ = finish(cluster, job)
+    assert record["JobState"] == "CANCELLED"
+    cluster.wait_for(lambda: cluster.run("sinfo", "-h", "-o", "%T %D").strip() == "idle 2", 60, "two idle nodes")
+    printed = (cluster.folder / f"cancelled-{job}.log").read_text()
+    assert "stopped by SIGTERM after step" in printed and "is queued again" not in printed, printed
+    assert (cluster.job(job)["JobState"], cluster.job(job)["Restarts"]) == ("CANCELLED", "0")
