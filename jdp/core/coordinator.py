@@ -44,7 +44,7 @@ def bind_address(address: str) -> str | None:
 
 
 def bypass_proxies(address: str) -> None:
-    """Make gRPC reach a coordinator on this machine directly: through an http_proxy it would time out and abort.
+    """Make gRPC reach the coordinator directly: through an http_proxy, which clusters set, it would time out and abort.
 
     Args:
         address: the coordinator's "HOST:PORT".

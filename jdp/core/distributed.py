@@ -19,7 +19,7 @@ import jax
 
 from jdp.core.clusters import Cluster, find_cluster
 from jdp.core.coordination import LostPeer, coordination_client, joined_as
-from jdp.core.coordinator import bind_address, bypass_proxies, is_loopback, wait_for_name, wait_for_port
+from jdp.core.coordinator import bind_address, bypass_proxies, wait_for_name, wait_for_port
 from jdp.core.gloo import listen_where_others_reach
 from jdp.core.handshake import check_environment
 
@@ -172,8 +172,7 @@ def _at_exit() -> None:
 
 def _prepare(coordinator: str, seconds: float, *, first: bool) -> None:
     """Wait until the coordinator's address can be used; process 0 checks its port. Raises RuntimeError."""
-    if is_loopback(coordinator):
-        bypass_proxies(coordinator)
+    bypass_proxies(coordinator)
     wait_for_name(coordinator, seconds)
     if first:
         wait_for_port(coordinator)

@@ -49,6 +49,11 @@ def test_a_name_and_another_hosts_number_listen_where_jax_says(address: str):
     assert coordinator.bind_address(address) is None
 
 
+def test_another_hosts_coordinator_is_reached_round_proxies_too(joining: dict[str, Any]):
+    initialize("192.0.2.77:5", 2, 1)
+    assert os.environ["no_grpc_proxy"] == "192.0.2.77"  # noqa: SIM112
+
+
 def test_a_number_of_this_host_is_all_that_is_listened_on(monkeypatch: pytest.MonkeyPatch):
     """[::1] stands for an address of a private network; where it is loopback's, that is decided before."""
     monkeypatch.setattr(coordinator, "is_loopback", lambda _: False)
