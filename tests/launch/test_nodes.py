@@ -79,7 +79,11 @@ def wait_for(folder: Path, *names: str) -> None:
     assert all((folder / name).exists() for name in names), names
 
 
-SAY = "print(rank, count, restarts, os.environ['JDP_COORDINATOR'], os.environ['JAX_COORDINATOR_BIND_ADDRESS'])\n"
+# In one write: a process that is ended may not have come to the second.
+SAY = """
+listens = os.environ['JAX_COORDINATOR_BIND_ADDRESS']
+sys.stdout.write(f"{rank} {count} {restarts} {os.environ['JDP_COORDINATOR']} {listens}\\n")
+"""
 UP = "mark(f'up.{rank}'); time.sleep(60)"
 
 
