@@ -52,7 +52,7 @@ def test_a_name_and_another_hosts_number_listen_where_jax_says(address: str):
 def test_another_hosts_coordinator_is_reached_round_proxies_too(
     joining: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(distributed, "listen_where_others_reach", lambda _: None)  # this process has its devices already
+    monkeypatch.setattr(distributed, "listen_where_others_reach", lambda _: None)
     initialize("192.0.2.77:5", 2, 1)
     assert os.environ["no_grpc_proxy"] == "192.0.2.77"  # noqa: SIM112
 
