@@ -13,6 +13,8 @@ ALLOWED = (
     "root may write anywhere",
     "this user may read everything",
     "this process may not mount a file system",
+    "this process may not limit a control group",
+    "this process may not change its host's name",
     "about the GPU of this machine",
     "about machines without an NVIDIA driver",
     "no target describes this GPU: .*",

@@ -3,7 +3,7 @@
 | exit code | meaning                                                                                             |
 |-----------|-----------------------------------------------------------------------------------------------------|
 | 0         | done                                                                                                |
-| 1         | the answer is no: `verify`, `prove`; or a run of a sweep failed                                     |
+| 1         | the answer is no: `verify`, `prove`, `doctor`; or a run of a sweep failed                           |
 | 2         | a user's mistake: `error: …` on stderr                                                              |
 | 70        | a fault of the program: its traceback on stderr; or another process of the run left: a line there   |
 | 75        | run again: stopped by SIGTERM, SIGHUP or SIGUSR1, after saving; or a step did not end in time       |
@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jdp
-from jdp.cli import launch, manifest, plan, prove, report, train, verify, why
+from jdp.cli import doctor, launch, manifest, plan, prove, report, train, verify, why
 from jdp.cli.options import UsageError
 from jdp.core.hints import nearest
 from jdp.core.toml import cut
@@ -43,6 +43,7 @@ COMMANDS = {
     "manifest": manifest,
     "report": report,
     "why": why,
+    "doctor": doctor,
 }
 
 

@@ -7,8 +7,6 @@ import os
 import re
 import shutil
 import stat
-import subprocess
-from contextlib import contextmanager
 from dataclasses import replace
 
 import jax
@@ -17,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 from damaged_files import cut, without_checksums
-from full_disk import files_of_at_most
+from full_disk import files_of_at_most, small_disk
 
 import jdp
 from jdp.checkpoint import check
@@ -49,23 +47,6 @@ def state():
 
 def at(state, count):
     return replace(state, step=jnp.int32(count))
-
-
-@contextmanager
-def small_disk(folder, size="900k", inodes=0):
-    """A file system of its own; remounts read-only on demand. Only root may."""
-    folder.mkdir()
-    if (
-        shutil.which("mount") is None
-        or subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", f"size={size},nr_inodes={inodes}", "tmpfs", folder], capture_output=True
-        ).returncode
-    ):
-        pytest.skip("this process may not mount a file system")
-    try:
-        yield lambda mode: subprocess.run(["mount", "-o", f"remount,{mode}", folder], check=True)
-    finally:
-        subprocess.run(["umount", "-l", folder], check=True)
 
 
 # Writing.

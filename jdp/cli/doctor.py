@@ -1,0 +1,280 @@
+"""`jdp doctor`: what this machine, or the processes together, can do; what is wrong, and the line that mends it."""
+
+import contextlib
+import json as as_json
+import math
+import os
+import shlex
+import socket
+import sys
+import threading
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TextIO
+
+import tyro
+
+from jdp.cli.options import UsageError, parse, stdout_to_stderr
+from jdp.core.user_path import PathError, user_path
+
+if TYPE_CHECKING:
+    from jdp.core.clusters import Cluster
+    from jdp.launch.doctor.findings import Finding
+
+UNHEALTHY = 1
+_BEFORE_OTHERS = 5.0  # seconds by which process 0 reports a wait in vain before the others end
+_REPORTING, _VERIFYING = 60.0, 86400.0  # how long the others wait for process 0, which may read terabytes
+
+
+@dataclass(frozen=True)
+class Options:
+    """Examines this machine, or all processes together, and says what is wrong and the line that mends it.
+
+    Looked at are devices, versions, names, ports, disk, memory and limits; for two seconds all devices all-reduce. As
+    several processes it also looks whether they reach each other, run the same, share a folder and have the same time:
+    start it as the training will be: jdp launch -n 2 -- -m jdp doctor, srun jdp doctor, mpirun jdp doctor.
+
+    With RUN it also compares the run's checkpoints with their checksums. Exit 0 if nothing is wrong, else 1.
+    """
+
+    run: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="RUN")] = None
+    """Folder of a run, or name of a run in --run-dir, whose checkpoints are to be verified."""
+    run_dir: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs")
+    """Folder that holds the runs, whose disk is examined; it need not exist."""
+    shared: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Folder that all processes should see. Default: that of --run-dir, or the nearest above it that exists."""
+    timeout: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 25.0
+    """How long to wait for the other processes, and for an all-reduce that hangs. JAX ends a process by itself half a
+    minute after a peer died."""
+    json: bool = False
+    """Print one JSON object on stdout, and everything else on stderr."""
+
+
+def run(arguments: list[str]) -> int:
+    """Examine, print what was found, and return 0 if nothing is wrong, else 1.
+
+    Raises:
+        UsageError: RUN is no folder; --shared is none; --timeout is not a positive number.
+    """
+    options = parse(Options, "doctor", arguments)
+    folder = _check(options)
+    with os.fdopen(os.dup(1), "w") as stdout, stdout_to_stderr() if options.json else contextlib.nullcontext():
+        return _Examination(options, folder, stdout).examine()
+
+
+def _check(options: Options) -> Path | None:
+    """Return the folder of RUN; None if none is given. Raises UsageError."""
+    if not (math.isfinite(options.timeout) and 0 < options.timeout <= 86400):
+        raise UsageError(f"--timeout takes seconds, above 0 and at most a day; given {options.timeout}: write 25")
+    if options.shared is not None and not options.shared.is_dir():
+        raise UsageError(f"--shared takes a folder that exists; given {options.shared}: make it, or name another")
+    if options.run is None:
+        return None
+    try:
+        folders = [user_path(options.run), user_path(options.run_dir / options.run)]
+    except PathError as error:
+        raise UsageError(f"RUN: {error}") from None
+    folder = next((each for each in folders if each.is_dir()), None)
+    if folder is None:
+        raise UsageError(
+            f"there is no run {options.run}, neither as a folder nor in {options.run_dir}: name its folder"
+        )
+    return folder
+
+
+@dataclass
+class _Examination:
+    """What is known so far, so that it can be printed whatever happens next.
+
+    Attributes:
+        options: as given.
+        run_folder: whose checkpoints are verified.
+        stdout: where the report goes.
+        me, count: this process, of how many.
+        findings: of this process, those apart that `gathered` holds.
+        gathered: of every process, once they have told each other.
+        hosts: of every process.
+    """
+
+    options: Options
+    run_folder: Path | None
+    stdout: TextIO
+    me: int = 0
+    count: int = 1
+    findings: "list[Finding]" = field(default_factory=list)
+    gathered: "dict[int, list[Finding]]" = field(default_factory=dict)
+    hosts: dict[int, str] = field(default_factory=dict)
+
+    def examine(self) -> int:
+        """Examine this machine, then the processes together, and return the exit code."""
+        from jdp.core.clusters import find_cluster
+        from jdp.core.machine import choose_platform
+        from jdp.launch.doctor.findings import Finding
+
+        try:
+            cluster = find_cluster(os.environ)
+        except ValueError as error:
+            self.findings.append(Finding("cluster", "wrong", str(error)))
+            return self._report()
+        if cluster is not None:
+            self.me, self.count = cluster.process_id or 0, cluster.num_processes or 1
+        self._examine_machine(cluster)
+        choose_platform()
+        try:
+            if (cluster is not None and self._cannot_join(cluster)) or not self._examine_together():
+                return self._report()
+        except Exception as error:
+            from jdp.core.distributed import is_lost_peer
+
+            if not is_lost_peer(error):
+                raise
+            self.findings.append(Finding("processes", "wrong", str(error), "see the last output of that process"))
+            return self._report()
+        if self.run_folder is not None and self.me == 0:
+            self.findings += _verified(self.run_folder)
+        return self._agreed(self._report())
+
+    def _examine_machine(self, cluster: "Cluster | None") -> None:
+        """Look at what needs neither JAX nor other processes."""
+        from jdp.launch.doctor.disk import examine_disk
+        from jdp.launch.doctor.limits import examine_limits
+        from jdp.launch.doctor.network import examine_names, examine_port
+        from jdp.launch.doctor.versions import examine_versions
+
+        self.findings += [
+            *examine_versions(),
+            *examine_limits(),
+            *examine_disk(self.run_folder or self.options.run_dir),
+            *examine_names(os.environ, cluster),
+            examine_port(),
+        ]
+
+    def _cannot_join(self, cluster: "Cluster") -> bool:
+        """Join the cluster; return True, with a finding, if that cannot be."""
+        from jdp.core.distributed import initialize, joined_as
+        from jdp.launch.doctor.findings import Finding
+        from jdp.launch.doctor.network import call_roll
+
+        if cluster.coordinator is not None and self.count > 1:
+            self.findings.append(call_roll(cluster, self.options.timeout))
+            if self.findings[-1].status == "wrong":
+                return True
+        try:
+            initialize(timeout_seconds=math.ceil(self.options.timeout))
+        except RuntimeError as error:
+            self.findings.append(Finding("cluster", "wrong", str(error)))
+            return True
+        self.me, self.count = joined_as() or (0, 1)  # of a TPU pod JAX alone knows it
+        return False
+
+    def _examine_together(self) -> bool:
+        """Look at the processes together, and let all devices all-reduce; return False if JAX has no devices."""
+        from jdp.launch.doctor import together
+        from jdp.launch.doctor.devices import examine_all_reduce, examine_devices
+        from jdp.launch.doctor.disk import existing
+        from jdp.launch.doctor.findings import Finding
+
+        seconds = 0.8 * self.options.timeout  # those waits name who is missing, so they end before `_bounded` does
+        shared = self.options.shared or self.run_folder or existing(self.options.run_dir)
+        with self._bounded("devices"):
+            self.findings += examine_devices()
+        if self.findings[-1].check == "devices":
+            return False
+        with self._bounded("processes"):
+            if self.count > 1:
+                self.findings += together.compare(os.environ, seconds)
+                self.findings += together.examine_shared(shared, seconds)
+                self.findings += together.examine_clocks(seconds)
+            else:
+                self.findings.append(Finding("shared folder", "ok", f"{shared}: one process, so for writing only"))
+            self.gathered, self.hosts = together.gather(self.findings, seconds)
+        self.findings = []
+        with self._bounded("all-reduce"):
+            self.findings = examine_all_reduce()
+            if self.findings[0].status == "wrong":
+                together.tell_failure(self.findings[0])
+            last, _ = together.gather(self.findings, seconds)
+        self.findings, self.gathered = [], {each: [*self.gathered[each], *last[each]] for each in self.gathered}
+        return True
+
+    @contextlib.contextmanager
+    def _bounded(self, what: str) -> Generator[None]:
+        """Report and end this process if what is in `with` does not come back in time: it may hang in C++."""
+        from jdp.launch.doctor.findings import Finding
+        from jdp.launch.doctor.together import told_failures
+
+        seconds = self.options.timeout + (_BEFORE_OTHERS if self.me else 0)  # process 0 reports first
+
+        def give_up() -> None:
+            found = f"not done after {self.options.timeout:g} seconds: a process, a device or a link hangs"
+            mend = "examine fewer hosts at a time to find it; jdp doctor --timeout 120 where starting takes longer"
+            self.findings.append(Finding(what, "wrong", found, mend))
+            for process, finding in told_failures().items():
+                if process in self.gathered:
+                    self.gathered[process].append(finding)
+            self._report()
+            os._exit(UNHEALTHY)
+
+        timer = threading.Timer(seconds, give_up)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _agreed(self, code: int) -> int:
+        """Return process 0's exit code in all processes."""
+        from jdp.core.meeting import from_first_process
+
+        return from_first_process("whether all is well", code, seconds=_VERIFYING if self.run_folder else _REPORTING)
+
+    def _report(self) -> int:
+        """Print what was found, in all processes if they could say it, and return the exit code."""
+        from jdp.launch.doctor.findings import Examined
+        from jdp.launch.doctor.together import described
+
+        if self.me:  # process 0 reports, where the others could tell it what they found
+            unwell = [each for each in self.findings if each.status == "wrong"]
+            for each in unwell:
+                print(f"process {self.me} of {self.count}: {each.check}: {each.found} → {each.mend}", file=sys.stderr)
+            return UNHEALTHY if unwell else 0
+        found = dict(self.gathered or {self.me: []})
+        found[self.me] = [*found[self.me], *self.findings]
+        examined = Examined(found, self.hosts or {self.me: socket.gethostname()})
+        if self.options.json:
+            lines = [as_json.dumps(examined.to_json(), allow_nan=False)]
+        else:
+            alone = self.count > 1 and not self.gathered
+            who = f"process 0 of {self.count}, alone" if alone else described(examined.hosts)
+            lines = [f"jdp doctor: {who}", *examined.lines(), _verdict(examined.wrong)]
+        print(*lines, sep="\n", file=self.stdout, flush=True)
+        return UNHEALTHY if examined.wrong else 0
+
+
+def _verdict(wrong: int) -> str:
+    return f"{wrong} {'thing is' if wrong == 1 else 'things are'} wrong." if wrong else "Nothing is wrong."
+
+
+def _verified(folder: Path) -> "list[Finding]":
+    """Return whether each checkpoint of a run is as it was saved, and whether there is room for the next."""
+    from jdp.checkpoint import check
+    from jdp.launch.doctor.disk import examine_room
+    from jdp.launch.doctor.findings import Finding
+
+    checkpoints = check(folder)
+    findings: list[Finding] = []
+    for each in checkpoints:
+        name, place = f"checkpoint {each.folder.name}", shlex.quote(str(each.folder))
+        if each.status == "damaged":
+            mend = f"jdp train takes the newest that is whole, and sets this one aside; or: rm -r {place}"
+            findings.append(Finding(name, "wrong", each.problem, mend))
+        elif each.status == "unverified":
+            mend = "go on with jdp train: what it saves has them"
+            findings.append(Finding(name, "note", "saved without checksums, by an older jdp", mend))
+        else:
+            findings.append(Finding(name, "ok", "every file is as it was saved"))
+    if not checkpoints:
+        return [Finding("checkpoints", "note", f"there are none in {folder}")]
+    return [*findings, examine_room(folder, checkpoints[-1].folder)]

@@ -1,0 +1,155 @@
+"""The devices that JAX finds, what they send with, and how fast: the only checks that start JAX."""
+
+import importlib.metadata
+import os
+import time
+from collections import Counter
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jdp.core.formatting import format_bytes, format_rate, format_seconds, listed
+from jdp.core.machine import has_nvidia
+from jdp.core.meeting import from_first_process
+from jdp.launch.doctor.findings import Finding
+
+SECONDS = 2.0  # for all payloads together, after compilation
+PAYLOADS = {"cpu": (2**16, 2**20, 2**24), "": (2**20, 2**25, 2**28)}
+"""platform -> bytes that each device gives to an all-reduce; "" for all other platforms."""
+_SLOW = 1e9  # bytes a second: what 10 Gb/s Ethernet gives
+_FEWEST, _MOST = 3, 200
+
+
+def examine_devices() -> list[Finding]:
+    """Return what was found of the devices and of the library that they send with."""
+    try:
+        devices = jax.devices()
+    except RuntimeError as error:  # JAX's word for a platform that does not start
+        first = str(error).splitlines()[0]
+        mend = "mend what else is wrong; if nothing is, JAX's own lines above say why"
+        return [Finding("devices", "wrong", f"JAX starts none: {first}", mend)]
+    kinds = Counter(device.device_kind for device in devices)
+    found = ", ".join(f"{count} × {kind}" for kind, count in kinds.items())
+    unused = has_nvidia() and devices[0].platform == "cpu"
+    asked = unused and "cpu" in os.environ.get("JAX_PLATFORMS", "")
+    found += "; this machine has an NVIDIA GPU, which JAX does not use" if unused else ""
+    judged = Finding.judged("devices", found, _gpu_remedy(), wrong=unused and not asked, note=asked)
+    return [judged, Finding("collectives", "ok", _library(devices[0].platform))]
+
+
+def _gpu_remedy() -> str:
+    """Return what makes JAX use a GPU that is there."""
+    for variable in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES"):
+        if variable in os.environ:
+            return f"unset {variable}, which is {os.environ[variable]!r}"
+    if any(map(find_spec, ("jax_cuda13_plugin", "jax_cuda12_plugin"))):
+        return "nvidia-smi must list the GPU, and JAX's own lines above say why its plugin does not start"
+    return "pip install 'jdp[cuda]'"
+
+
+def _library(platform: str) -> str:
+    """Return what the devices send with."""
+    rdma = Path("/sys/class/infiniband")
+    names = sorted(each.name for each in rdma.iterdir()) if rdma.is_dir() else []
+    wire = f"RDMA by {listed(names)}" if names else "TCP; there is no RDMA device"
+    if platform == "cpu":
+        return "Gloo, over TCP" if jax.process_count() > 1 else "XLA's own, within this process"
+    for package in ("nvidia-nccl-cu13", "nvidia-nccl-cu12"):
+        try:
+            return f"NCCL {importlib.metadata.version(package)}, between hosts by {wire}"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return f"the platform's own, between hosts by {wire}"
+
+
+@dataclass(frozen=True)
+class Timed:
+    """All-reduces of one size.
+
+    Attributes:
+        payload: bytes that each device gives.
+        seconds: of one, on average.
+        right: whether each sum was right.
+        devices: how many took part.
+    """
+
+    payload: int
+    seconds: float
+    right: bool
+    devices: int
+
+    @property
+    def bus_bandwidth(self) -> float:
+        """Bytes a second that a ring's links carry: 2 (N − 1) / N × payload / seconds.
+
+        That is "bus bandwidth" in the performance notes of NVIDIA's nccl-tests: it compares with the speed of the
+        links, whatever the number of devices.
+        """
+        return 2 * (self.devices - 1) / self.devices * self.payload / self.seconds
+
+
+def examine_all_reduce() -> list[Finding]:
+    """All-reduce for two seconds over all devices of all processes; return what was found: is the sum right, how fast.
+
+    Every process calls this, and all do the same number.
+    """
+    devices = jax.devices()
+    if len(devices) == 1:
+        return [Finding("all-reduce", "ok", "one device: nothing is sent")]
+    payloads = PAYLOADS.get(devices[0].platform, PAYLOADS[""])
+    try:
+        timed = [time_all_reduce(payload, SECONDS / len(payloads)) for payload in payloads]
+    except (jax.errors.JaxRuntimeError, ValueError) as error:  # the latter Gloo's, as one that lost its peer
+        first = (str(error) or type(error).__name__).splitlines()[0]
+        mend = "mend what else is wrong here; if nothing is, NCCL_DEBUG=INFO jdp doctor says more on GPUs"
+        return [Finding("all-reduce", "wrong", first, mend)]
+    if wrong := [each for each in timed if not each.right]:
+        found = f"the sum of {format_bytes(wrong[0].payload)} from each of {len(devices)} devices is wrong"
+        mend = "do not train on them: run without each host in turn, to find the one that computes or sends wrong"
+        return [Finding("all-reduce", "wrong", found, mend)]
+    shown = "; ".join(
+        f"{format_bytes(each.payload)} in {format_seconds(each.seconds)}, {format_rate(each.bus_bandwidth)}B/s"
+        for each in timed
+    )
+    slow = devices[0].platform != "cpu" and timed[-1].bus_bandwidth < _SLOW
+    mend = "NCCL_DEBUG=INFO shows by which way it sends (NET/IB, P2P/NVLS, NET/Socket); NCCL_SOCKET_IFNAME chooses"
+    found = f"{len(devices)} devices, right; {shown} of bus bandwidth"
+    return [Finding.judged("all-reduce", found, mend, note=slow)]
+
+
+def time_all_reduce(payload: int, seconds: float) -> Timed:
+    """Sum an array over all devices, again and again, and return how long one takes.
+
+    Args:
+        payload: bytes of float32 that each device gives.
+        seconds: for how long, about; process 0 decides how often that is.
+    """
+    devices = jax.devices()
+    mesh = Mesh(np.array(devices), ("all",))
+    rows = NamedSharding(mesh, PartitionSpec("all"))
+    mine = np.stack([np.full(payload // 4, 1 + devices.index(each), np.float32) for each in jax.local_devices()])
+    given = jax.make_array_from_process_local_data(rows, mine, (len(devices), payload // 4))
+    add = jax.jit(
+        jax.shard_map(
+            lambda row: lax.psum(row, "all"), mesh=mesh, in_specs=PartitionSpec("all"), out_specs=PartitionSpec()
+        )
+    )
+    total = add(given).block_until_ready()  # compiles and connects
+    start = time.perf_counter()
+    total = add(given).block_until_ready()
+    once = time.perf_counter() - start
+    count = from_first_process(
+        "how many all-reduces are timed", int(min(_MOST, max(_FEWEST, seconds / max(once, 1e-6))))
+    )
+    start = time.perf_counter()
+    for _ in range(count):
+        total = add(given).block_until_ready()
+    spent = (time.perf_counter() - start) / count
+    expected = len(devices) * (len(devices) + 1) / 2
+    right = all(bool(np.all(np.asarray(shard.data) == expected)) for shard in total.addressable_shards)
+    return Timed(payload, spent, right, len(devices))

@@ -1,0 +1,198 @@
+"""The network, before processes join: names without an address, interfaces that are not there, the coordinator's port.
+
+JAX ends a process that cannot reach the coordinator, without an exception. So the roll is called first: process 0
+listens on the coordinator's own port, each other process says its number there, and who does not come is named. Then
+the port is closed, and the coordinator opens it.
+"""
+
+import contextlib
+import errno
+import os
+import re
+import socket
+import time
+from collections.abc import Iterator, Mapping
+
+from jdp.core.clusters import Cluster
+from jdp.core.coordinator import bind_address
+from jdp.core.formatting import listed
+from jdp.launch.doctor.findings import Finding
+
+_HELLO, _WELCOME = "jdp doctor", b"jdp doctor: welcome\n"
+_RETRY_SECONDS = 0.1
+_INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+
+
+def examine_names(environment: Mapping[str, str], cluster: Cluster | None) -> list[Finding]:
+    """Return what was found of this host's own name, those of the job's nodes, and interfaces named in variables.
+
+    Args:
+        environment: environment variables.
+        cluster: of which this process is a part; None: of none.
+    """
+    return [_own_name(cluster), *_node_names(environment), *_interfaces(environment)]
+
+
+def _own_name(cluster: Cluster | None) -> Finding:
+    name = socket.gethostname()
+    mend = f"as root: echo 'ADDRESS {name}' >> /etc/hosts, or fix DNS"
+    try:
+        addresses = _addresses(name)
+    except (OSError, UnicodeError) as error:
+        found = f"{name!r} has no address ({_reason(error)}), which Gloo needs between processes"
+        return Finding.judged("own name", found, mend, wrong=cluster is not None, note=True)
+    return Finding("own name", "ok", f"{name} is {listed(addresses)}")
+
+
+def _node_names(environment: Mapping[str, str]) -> list[Finding]:
+    """Look up the nodes of a Slurm job: JAX takes the coordinator's name from that list."""
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
+    if not nodes:
+        return []
+    names = list(expand(nodes))
+    lost = [name for name in names if not _resolves(name)]
+    if not lost:
+        return [Finding("node names", "ok", f"all {len(names)} of {nodes} have an address")]
+    mend = "add them to DNS, or on every node to /etc/hosts: NodeName and NodeAddr are in scontrol show node"
+    return [Finding("node names", "wrong", f"{listed(lost)} of {nodes} have no address on this host", mend)]
+
+
+def expand(node_list: str) -> Iterator[str]:
+    """Yield the hosts of a Slurm node list: "gpu[007-009,020],login" -> gpu007, gpu008, gpu009, gpu020, login."""
+    for entry in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", node_list):
+        match = re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", entry)
+        if match is None:
+            yield entry
+            continue
+        for part in match[2].split(","):
+            first, _, last = part.partition("-")
+            for number in range(int(first), int(last or first) + 1):
+                for rest in expand(match[3]) if match[3] else [""]:
+                    yield f"{match[1]}{number:0{len(first)}}{rest}"
+
+
+def _interfaces(environment: Mapping[str, str]) -> list[Finding]:
+    """Look for the interfaces that variables name; NCCL's may be prefixes, and "^" leaves out, "=" is exact."""
+    present = sorted(name for _, name in socket.if_nameindex())
+    findings: list[Finding] = []
+    for variable in _INTERFACES:
+        given = environment.get(variable, "")
+        if not given or given.startswith("^"):
+            continue
+        words = [word.partition(":")[0] for word in given.removeprefix("=").split(",")]
+        exact = given.startswith("=") or variable.startswith("GLOO")
+        fits = any(name == word if exact else name.startswith(word) for word in words for name in present)
+        mend = f"unset {variable}, or name one of {', '.join(present)}"
+        none = "" if fits else "; there is none"
+        findings.append(Finding.judged("interfaces", f"{variable}={given}{none}", mend, wrong=not fits))
+    return findings
+
+
+def examine_port() -> Finding:
+    """Bind a port on loopback, as the coordinator of processes on one machine does, and connect to it."""
+    try:
+        with (
+            socket.create_server(("127.0.0.1", 0)) as server,
+            socket.create_connection(server.getsockname(), timeout=5),
+        ):
+            pass
+    except OSError as error:
+        return Finding(
+            "ports", "wrong", f"loopback: {_reason(error)}", "ip link set lo up; a firewall must let it pass"
+        )
+    return Finding("ports", "ok", "loopback can be bound and reached")
+
+
+# The roll call.
+
+
+def call_roll(cluster: Cluster, seconds: float) -> Finding:
+    """Let all processes meet on the coordinator's port, before JAX takes it.
+
+    Args:
+        cluster: with a coordinator's address.
+        seconds: how long to wait for the others.
+
+    Returns:
+        For process 0 who came; for the others whether they reached it.
+    """
+    assert cluster.coordinator is not None and cluster.num_processes is not None and cluster.process_id is not None
+    host, _, port = cluster.coordinator.rpartition(":")
+    host, deadline = host.strip("[]"), time.monotonic() + seconds
+    if cluster.process_id:
+        return _report(host, int(port), cluster.process_id, deadline)
+    return _receive(cluster.coordinator, cluster.num_processes, deadline)
+
+
+def _receive(address: str, count: int, deadline: float) -> Finding:
+    """Return who said its number on the port of process 0."""
+    bound = bind_address(address) or os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or "[::]:0"
+    host, port, missing = bound.rpartition(":")[0].strip("[]"), int(address.rpartition(":")[2]), set(range(1, count))
+    try:
+        with _server("" if host == "::" else host, port) as server:
+            while missing and (left := deadline - time.monotonic()) > 0:
+                server.settimeout(left)
+                with contextlib.suppress(OSError):
+                    missing -= _welcomed(server)
+    except OSError as error:
+        mend = (
+            f"end what listens there (ss -ltnp | grep :{port}), or set JAX_COORDINATOR_PORT or JDP_COORDINATOR for all"
+        )
+        taken = "is taken" if error.errno == errno.EADDRINUSE else f"cannot be bound: {_reason(error)}"
+        return Finding("coordinator", "wrong", f"port {port} of {address} {taken}", mend)
+    if not missing:
+        return Finding("coordinator", "ok", f"{address} was reached by all {count} processes")
+    lost = listed([str(process) for process in sorted(missing)], 8)
+    mend = f"see their own output; were they started, and may they pass a firewall to {address}?"
+    return Finding("coordinator", "wrong", f"{address} was not reached by process {lost} of {count}", mend)
+
+
+def _server(host: str, port: int) -> socket.socket:
+    """Return a server on one address, or on all for ""."""
+    if not host and socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+
+
+def _welcomed(server: socket.socket) -> set[int]:
+    """Return the number that the next process says; none if it says something else."""
+    connection, _ = server.accept()
+    with connection:
+        connection.settimeout(2)
+        match = re.fullmatch(rf"{_HELLO} (\d{{1,7}})\n", connection.recv(64).decode("ascii", "replace"))
+        if match:
+            connection.sendall(_WELCOME)
+            connection.recv(1)  # until the other side has closed: the port is then free at once
+        return {int(match[1])} if match else set()
+
+
+def _report(host: str, port: int, process: int, deadline: float) -> Finding:
+    """Say this process' number to process 0, again and again until it answers."""
+    problem = "there was no time"
+    while time.monotonic() < deadline:
+        try:
+            with socket.create_connection((host, port), timeout=2) as connection:
+                connection.sendall(f"{_HELLO} {process}\n".encode())
+                if connection.recv(64) == _WELCOME:
+                    return Finding("coordinator", "ok", f"{host}:{port} was reached")
+                problem = "something else listens there"
+        except (OSError, UnicodeError) as error:
+            problem = _reason(error)
+        time.sleep(_RETRY_SECONDS)
+    mend = f"start process 0; give {host} an address here; let a firewall pass port {port} between the hosts"
+    return Finding("coordinator", "wrong", f"process 0 at {host}:{port} was not reached: {problem}", mend)
+
+
+def _addresses(name: str) -> list[str]:
+    return sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
+
+
+def _resolves(name: str) -> bool:
+    try:
+        return bool(_addresses(name))
+    except (OSError, UnicodeError):
+        return False
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__

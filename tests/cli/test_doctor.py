@@ -1,0 +1,232 @@
+"""The command `jdp doctor`, alone and as several processes: report, exit code, and that it always comes back."""
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import two_hosts
+from damaged_files import flip, without_checksums
+
+import jdp
+from jdp.cli import main as cli
+from jdp.launch.local import launch
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.faults
+
+
+def doctor(tmp_path: Path, *arguments: str, before: str = "") -> list[str]:
+    """The command line of `jdp doctor`; `before` is run first, by each process, with its number as `rank`."""
+    path = tmp_path / "doctor.py"
+    path.write_text(
+        "import os, signal, sys, time\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "rank = int(os.environ.get('JDP_PROCESS_ID', 0))\n"
+        f"{before}\n"
+        "from jdp.cli.main import main\n"
+        f"sys.exit(main(['doctor', *{list(arguments)!r}]))\n"
+    )
+    return [sys.executable, str(path)]
+
+
+def statuses(printed: str) -> dict[str, tuple[str, str]]:
+    return {each["check"]: (each["status"], each["found"]) for each in json.loads(printed)["findings"]}
+
+
+def environment() -> dict[str, str]:
+    """As a user's, without the tests' eight devices."""
+    return {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("doctor")
+
+
+def test_two_processes_that_are_well(folder: Path, capfd: pytest.CaptureFixture[str]):
+    command = doctor(folder, "--json", "--shared", str(folder))
+    code = launch(command, 2, devices_per_process=2, clean_stdout=True, environment=environment())
+    printed = capfd.readouterr()
+    assert code == 0, printed
+    found = json.loads(printed.out)
+    assert found["healthy"] and found["processes"] == 2
+    checks = statuses(printed.out)
+    assert checks["devices"][1] == "4 × cpu" and checks["collectives"][1] == "Gloo, over TCP"
+    assert checks["all-reduce"][1].startswith("4 devices, right; 64 KiB in ")
+    assert "each of 2 processes sees what the others wrote; all are on one host" in checks["shared folder"][1]
+    assert checks["clocks"][0] == "ok" and " ± " in checks["clocks"][1]
+    assert [path.name for path in folder.iterdir()] == ["doctor.py"]
+
+
+def test_two_processes_with_three_faults(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    """Process 1 runs elsewhere (the folder is not shared), with other devices, and its clock is half a minute ahead."""
+    before = f"""
+if rank == 1:
+    os.mkdir({str(tmp_path / "other")!r}); os.chdir({str(tmp_path / "other")!r})
+    os.environ["JAX_NUM_CPU_DEVICES"] = "3"
+    real = time.time
+    time.time = lambda: real() + 30
+else:
+    os.chdir({str(tmp_path)!r})
+"""
+    command = doctor(tmp_path, "--shared", ".", before=before)
+    assert launch(command, 2, devices_per_process=1, clean_stdout=True, environment=environment()) == 1
+    out = capfd.readouterr().out
+    lines = [line for line in out.splitlines() if line.startswith("WRONG")]
+    assert len(lines) == out.count("→") == 3 and out.endswith("3 things are wrong.\n")
+    same, shared, clocks = lines
+    assert "devices is 3, and in process 0 1" in same and same.endswith("[process 1 on " + socket.gethostname() + "]")
+    assert shared.endswith("is not shared: files of process 1 cannot be seen"), "the same mends it in both processes"
+    assert "30 s" in clocks and "ahead of process 0's" in clocks
+
+
+def test_a_process_that_stops_in_the_all_reduce(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    """Nothing in JAX ends that wait; here it is told, with all that was found before."""
+    before = """
+import jdp.launch.doctor.devices as devices
+if rank == 1: devices.time_all_reduce = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+"""
+    command = doctor(tmp_path, "--json", "--timeout", "8", before=before)
+    code = launch(command, 2, devices_per_process=1, clean_stdout=True, environment=environment())
+    assert code == 1
+    found = json.loads(capfd.readouterr().out)
+    (reduced,) = (each for each in found["findings"] if each["check"] == "all-reduce")
+    assert reduced["status"] == "wrong" and reduced["found"].startswith("not done after 8 seconds")
+    assert found["processes"] == 2, "what the other found before is told too"
+
+
+def test_process_1_does_not_come(folder: Path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    variables = {"JDP_COORDINATOR": f"127.0.0.1:{port}", "JDP_NUM_PROCESSES": "2", "JDP_PROCESS_ID": "0"}
+    done = subprocess.run(
+        doctor(folder, "--timeout", "1"),
+        env={**environment(), **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1, done
+    assert done.stdout.startswith("jdp doctor: process 0 of 2, alone\n")
+    assert f"127.0.0.1:{port} was not reached by process 1 of 2" in done.stdout
+
+
+def test_two_hosts_with_and_without_a_link(tmp_path: Path):
+    """Each calls itself 127.0.1.1, and the folder that both see is one of this machine's."""
+    if why := two_hosts.missing():
+        pytest.skip(why)
+    with two_hosts.two_hosts(tmp_path) as on:
+
+        def examine(*arguments: str) -> list[tuple[int, str]]:
+            variables = {**environment(), "JAX_PLATFORMS": "cpu", "JDP_COORDINATOR": f"{two_hosts.ADDRESSES[0]}:7010"}
+            processes = [
+                subprocess.Popen(
+                    on(rank, doctor(tmp_path, *arguments)),
+                    env={**variables, "JDP_NUM_PROCESSES": "2", "JDP_PROCESS_ID": str(rank)},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+                for rank in range(2)
+            ]
+            outputs = [process.communicate(timeout=180)[0] for process in processes]
+            return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
+
+        (first, report), (second, _) = examine("--timeout", "60")
+        assert (first, second) == (0, 0), report
+        assert "jdp doctor: 2 processes on 2 hosts: h0, h1" in report and "2 devices, right" in report
+        assert "sees what the others wrote" in report and "all are on one host" not in report
+        two_hosts.cut()
+        (first, report), (second, other) = examine("--timeout", "3")
+        assert (first, second) == (1, 1), report + other
+    assert "192.0.2.1:7010 was not reached by process 1 of 2" in report and report.endswith("1 thing is wrong.\n")
+    assert "process 1 of 2: coordinator: process 0 at 192.0.2.1:7010 was not reached: " in other
+
+
+def test_alone_with_eight_devices(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    assert cli.main(["doctor", "--run-dir", str(tmp_path / "runs")]) == 0
+    out = capfd.readouterr().out
+    assert out.startswith("jdp doctor: 1 process on ") and out.endswith("Nothing is wrong.\n")
+    assert "8 devices, right" in out and "one process, so for writing only" in out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_platform_that_does_not_start(folder: Path):
+    done = subprocess.run(
+        doctor(folder), env={**environment(), "JAX_PLATFORMS": "nosuch"}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1 and not done.stderr, done
+    assert "WRONG  devices        JAX starts none: " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"JDP_NUM_PROCESSES": "many"}, "must be whole numbers; given 'many'"),
+        ({"JOB_COMPLETION_INDEX": "0"}, "JDP_NUM_PROCESSES; it is not set"),
+        ({"JDP_COORDINATOR": "node1:x", "JDP_NUM_PROCESSES": "2", "JDP_PROCESS_ID": "0"}, "The coordinator's port is"),
+    ],
+)
+def test_an_environment_of_no_cluster_is_a_finding(
+    variables: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["doctor"]) == 1
+    out = capfd.readouterr().out
+    assert "\nWRONG  cluster  " in out and expected in out
+
+
+def test_the_checkpoints_of_a_run_are_verified(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    plan = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:1], data=1))
+    weights = np.random.default_rng(0).normal(size=(300, 300)).astype(np.float32)
+    state = jdp.init_state(lambda _: {"w": jnp.asarray(weights)}, optax.sgd(1.0), plan, rng=jax.random.key(0))
+    folder = tmp_path / "runs" / "mine"
+    with jdp.Checkpoints(folder / "checkpoints") as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(dataclasses.replace(state, step=jnp.int32(step)))
+            checkpoints.wait()
+    assert cli.main(["doctor", "mine", "--run-dir", str(tmp_path / "runs"), "--json"]) == 0
+    before = statuses(capfd.readouterr().out)
+    assert [before[f"checkpoint {step}"][0] for step in (1, 2, 3)] == ["ok"] * 3
+    assert "; a checkpoint takes 3" in before["next checkpoint"][1], "some 350 KiB"
+    flip(max((folder / "checkpoints" / "3").rglob("*"), key=lambda path: path.stat().st_size), 1000)
+    without_checksums(folder / "checkpoints" / "1")
+    assert cli.main(["doctor", str(folder)]) == 1
+    out = capfd.readouterr().out
+    assert "\nWRONG  checkpoint 3 " in out and "\nok     checkpoint 2 " in out and "\nnote   checkpoint 1 " in out
+    assert f"rm -r {folder / 'checkpoints' / '3'}" in out and out.endswith("1 thing is wrong.\n")
+
+
+def test_a_folder_without_checkpoints(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    assert cli.main(["doctor", str(tmp_path)]) == 0
+    assert f"there are none in {tmp_path}" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["nosuchrun"], "there is no run nosuchrun, neither as a folder nor in runs: name its folder"),
+        (["a\0b"], "must have no NUL character"),
+        (["--shared", "/nosuch"], "--shared takes a folder that exists; given /nosuch"),
+        (["--timeout", "nan"], "--timeout takes seconds"),
+        (["--timeout", "0"], "--timeout takes seconds"),
+        (["--run-dir", "gs://bucket"], "mount it"),
+    ],
+)
+def test_a_users_mistake_is_one_error_and_exit_2(arguments: list[str], expected: str, capfd: Any):
+    assert cli.main(["doctor", *arguments]) == 2
+    shown = capfd.readouterr()
+    assert shown.err.startswith("error: ") and shown.err.count("\n") == 1 and not shown.out
+    assert expected in shown.err
