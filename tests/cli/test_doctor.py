@@ -19,7 +19,7 @@ from damaged_files import flip, without_checksums
 
 import jdp
 from jdp.cli import main as cli
-from jdp.launch.local import launch
+from jdp.launch import launch
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.faults
