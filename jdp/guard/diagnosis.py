@@ -22,8 +22,8 @@ from jdp.guard.goodput import Account, account
 from jdp.guard.pace import pace
 from jdp.guard.watch import ALIVE_SECONDS, born
 from jdp.guard.whereabouts import Position, whereabouts
+from jdp.launch.output import LOGS
 
-LOGS = "logs"
 _HUNG_SECONDS, _MEDIANS = 60.0, 10.0
 _MOST_VISITS, _MOST_LINES = 5, 5
 Events = Sequence[Mapping[str, Any]]

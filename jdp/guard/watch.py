@@ -11,11 +11,14 @@ from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
+import jax
+
 from jdp.core import distributed
 from jdp.core.toml import cut
 from jdp.guard.deadline import Deadline
 from jdp.guard.flight import FLIGHT, Flight
 from jdp.guard.whereabouts import DEVICES
+from jdp.launch.progress import note_progress
 
 ALIVE_SECONDS = 5.0
 """After so long without an event the recorder says that the process is alive."""
@@ -58,7 +61,9 @@ class Watch:
         self.deadline.__exit__(*error)
 
     def resumed(self, step: int) -> None:
-        """Say that the loop begins after this step."""
+        """Say that the loop begins after this step, to the supervisor too."""
+        if jax.process_index() == 0:
+            note_progress(step)
         self._step = step
         self._restart()
         self.flight.event("resumed", step=step)

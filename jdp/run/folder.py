@@ -24,8 +24,8 @@ from jdp.core.meeting import meet
 from jdp.core.notices import notice
 from jdp.experiment.file import ExperimentError, from_table, to_toml
 from jdp.experiment.schema.experiment import Experiment
+from jdp.guard.diagnosis import LOGS
 from jdp.guard.flight import FLIGHT
-from jdp.launch.output import LOGS
 from jdp.run.lock import LOCK, locked
 from jdp.run.outputs.history import HISTORY
 from jdp.run.outputs.metrics import EVENTS, JSONL

@@ -12,7 +12,6 @@ from jdp.core.state import TrainState
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError
 from jdp.experiment.schema.experiment import Experiment
-from jdp.launch.progress import note_progress
 from jdp.run.evaluation import Best
 from jdp.run.folder import CHECKPOINTS
 from jdp.run.initial_weights import load_parameters
@@ -45,8 +44,6 @@ def start(assembly: Assembly, saved: Checkpoints) -> tuple[TrainState, Progress,
         ValueError: a checkpoint or file does not fit the model.
     """
     experiment, fingerprint = assembly.experiment, assembly.data.fingerprint
-    if jax.process_index() == 0:
-        note_progress(saved.latest or 0)
     if saved.latest is None:
         progress = Progress.of(experiment, {"fingerprint": fingerprint})
         if experiment.train.init_from is None:
