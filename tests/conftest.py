@@ -14,10 +14,10 @@ import assembler
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # An eighth of the compile time; what XLA's own passes do - partitioning, fusion, scheduling - stays as it is. One LLVM
-# module a program: the workers share the cores already.
+# module a program, one thread for GPUs' kernels: the workers share the cores already.
 os.environ["XLA_FLAGS"] = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
-    "--xla_cpu_parallel_codegen_split_count=1"
+    "--xla_cpu_parallel_codegen_split_count=1 --xla_gpu_force_compilation_parallelism=1"
 )
 if metadata.version("jaxlib").startswith("0.10."):  # later ones have no such flag, and end the process for it
     os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"  # MLIR's way from a fused loop to LLVM
