@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jdp import export as export
+    from jdp import guard as guard
     from jdp.checkpoint.directory import Checkpoints as Checkpoints
     from jdp.checkpoint.errors import CheckpointError as CheckpointError
     from jdp.checkpoint.single import restore as restore
@@ -73,7 +74,7 @@ _HOMES = {
     "warmup": "core.optim.schedules",
     "with_ema": "core.optim.ema",
 }
-_MODULES = ("export",)
+_MODULES = ("export", "guard")
 """Modules that `import jdp` alone makes reachable, when they are first used."""
 __all__ = ["__version__", *_HOMES, *_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -1,0 +1,283 @@
+"""Silent corruption: replicas that should be equal are compared bit for bit, and the device that differs is named.
+
+A device with a defect computes wrong without any error (Hochschild et al. 2021, "Cores that don't count"; Dixit et al.
+2021, arXiv:2102.11245). Whatever is replicated over a mesh axis shows it: parameters and optimizer state under `ddp`,
+small leaves under ZeRO, shards over `replica`.
+
+1. Each device adds up a mix of the bits of its own shard of every leaf: 32 bits a leaf, without any communication.
+2. These numbers, 4 bytes a leaf and device, are gathered on every process.
+3. The devices that hold the same part of a leaf must have the same number. The minority is at fault; of two that
+   differ nobody knows which.
+
+A step that is taken twice (`repeated`) shows what is replicated nowhere.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from numpy.typing import NDArray
+
+from jdp.core.agreement import processes_of
+from jdp.core.paths import path_of
+from jdp.core.sharding.mesh import auto_axes
+from jdp.core.types import Device, PyTree
+
+Table = NDArray[Any]
+"""A number for every device of the mesh and every leaf: [devices, leaves]."""
+SHOWN = 3  # leaves, and devices, that an error names
+
+
+class CorruptState(RuntimeError):
+    """A device computed or stored something wrong: what should be equal bit for bit is not.
+
+    Attributes:
+        differences: where, a leaf each.
+    """
+
+    def __init__(self, message: str, differences: Sequence[Difference]) -> None:
+        super().__init__(message)
+        self.differences = tuple(differences)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A leaf that is not equal where it should be.
+
+    Attributes:
+        path: of the leaf, such as "params/layers/0/kernel".
+        devices: those at fault: the minority; or all that hold the same part of the leaf, if none is in the majority.
+        agreeing: the majority.
+    """
+
+    path: str
+    devices: tuple[Device, ...]
+    agreeing: tuple[Device, ...] = ()
+
+
+@dataclass(frozen=True)
+class Fingerprints:
+    """The fingerprints of a state, which may still be on their way from the devices.
+
+    Attributes:
+        paths: of the leaves.
+        devices: of the mesh, in its order.
+        parts: for each device and leaf, which part of the leaf the device holds; equal numbers, equal parts.
+        values: uint32 [devices, leaves].
+    """
+
+    paths: tuple[str, ...]
+    devices: tuple[Device, ...]
+    parts: Table
+    values: jax.Array
+
+    def differences(self) -> list[Difference]:
+        """Wait for the fingerprints, and return the leaves of which devices hold different copies."""
+        values: Table = np.asarray(jax.device_get(self.values))
+        return [
+            self._difference(leaf, part, values[:, leaf])
+            for leaf in range(len(self.paths))
+            for part in _parts_that_differ(self.parts[:, leaf], values[:, leaf])
+        ]
+
+    def changes(self, other: Fingerprints) -> list[Difference]:
+        """Wait for both, and return the leaves that differ from those of another state, and on which devices."""
+        unequal = np.asarray(jax.device_get(self.values)) != np.asarray(jax.device_get(other.values))
+        return [
+            Difference(self.paths[leaf], tuple(self.devices[i] for i in np.flatnonzero(unequal[:, leaf])))
+            for leaf in np.flatnonzero(unequal.any(axis=0))
+        ]
+
+    def _difference(self, leaf: int, part: int, values: Table) -> Difference:
+        holders = np.flatnonzero(self.parts[:, leaf] == part)
+        counts = Counter(values[holders].tolist()).most_common()
+        has_majority = counts[0][1] > len(holders) / 2
+        agreeing = [i for i in holders if has_majority and values[i] == counts[0][0]]
+        at_fault = [i for i in holders if i not in agreeing]
+        return Difference(
+            self.paths[leaf], tuple(self.devices[i] for i in at_fault), tuple(self.devices[i] for i in agreeing)
+        )
+
+
+def check_replicas(state: PyTree, *, what: str = "the state") -> int:
+    """Compare all replicas of a state bit for bit. With several processes all of them must call it.
+
+    Args:
+        state: a train state, or any pytree of arrays that `jdp.Plan` placed.
+        what: what an error calls it.
+
+    Returns:
+        The number of leaves that are replicated and were compared; 0 if every device holds something else.
+
+    Raises:
+        CorruptState: replicas differ; on every process, with the same text.
+    """
+    taken = fingerprints(state)
+    if taken is None:
+        return 0
+    raise_for(taken.differences(), what)
+    return len(taken.paths)
+
+
+def fingerprints(state: PyTree, *, every_leaf: bool = False) -> Fingerprints | None:
+    """Have the devices compute the fingerprints of a state, and return without waiting for them.
+
+    Args:
+        state: as for `check_replicas`; it may be donated afterwards.
+        every_leaf: True: also of leaves of which each device holds another part.
+
+    Returns:
+        None if there is nothing to compare.
+    """
+    mesh: Mesh | None = None
+    chosen: list[tuple[str, jax.Array, PartitionSpec, Table]] = []
+    for path, leaf in jax.tree.leaves_with_path(state):
+        sharding = getattr(leaf, "sharding", None)
+        if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+            continue
+        mesh = mesh or sharding.mesh
+        parts = _parts(sharding, leaf.shape)
+        if sharding.mesh == mesh and leaf.size and (every_leaf or len(np.unique(parts)) < len(parts)):
+            chosen.append((path_of(path), leaf, sharding.spec, parts))
+    if mesh is None or not chosen:
+        return None
+    paths, leaves, specs, parts = zip(*chosen, strict=True)
+    with auto_axes(mesh):
+        values = _computed(leaves, mesh, specs, len(processes_of(mesh)) > 1)
+    return Fingerprints(paths, tuple(mesh.devices.flat), np.stack(parts, axis=1), values)
+
+
+def raise_for(differences: Sequence[Difference], what: str) -> None:
+    """Raise the error about replicas that differ, if there are any.
+
+    Args:
+        differences: what `Fingerprints.differences` returned.
+        what: what is compared, such as "the state after step 12".
+
+    Raises:
+        CorruptState: there are some.
+    """
+    if not differences:
+        return
+    first = differences[0]
+    if first.agreeing:
+        at_fault = f"{_named(first.devices)} differs from {_named(first.agreeing)} in {_leaves(differences)}"
+    else:
+        at_fault = f"{_named(first.devices)} differ from one another in {_leaves(differences)}, one of them is wrong"
+    raise CorruptState(
+        f"Replicas of {what} must be equal bit for bit; {at_fault}: the device, its memory or its link computed wrong, "
+        "and JAX saw nothing. Nothing was saved of it. Take that device's host out, or test it, and run again: the "
+        "newest checkpoint is from before.",
+        differences,
+    )
+
+
+def repeated(step: Callable[[PyTree, Any], tuple[PyTree, Any]], kept: PyTree, batch: Any, after: PyTree) -> None:
+    """Take a step again, and compare the result bit for bit. With several processes all of them must call it.
+
+    The state in memory twice is what it costs: the kept one takes the step. On GPUs XLA may add up in another order
+    each time, unless XLA_FLAGS has --xla_gpu_deterministic_ops=true.
+
+    Args:
+        step: the training step.
+        kept: a copy of the state before the step (`copied`), which is donated.
+        batch: of the step.
+        after: the state that the step returned the first time.
+
+    Raises:
+        CorruptState: the step returned something else this time.
+    """
+    first, (again, _) = fingerprints(after, every_leaf=True), step(kept, batch)
+    second = fingerprints(again, every_leaf=True)
+    if first is None or second is None:
+        return
+    if changes := first.changes(second):
+        devices = tuple(dict.fromkeys(device for change in changes for device in change.devices))
+        which = "" if len(devices) == len(first.devices) else f" on {_named(devices)}"
+        raise CorruptState(
+            f"The same step on the same state and batch must return equal bits; its second time differs{which} in "
+            f"{_leaves(changes)}: a device computed wrong, or (on GPUs, without --xla_gpu_deterministic_ops=true in "
+            "XLA_FLAGS) XLA added up in another order. Nothing was saved of it: test the devices, and run again.",
+            changes,
+        )
+
+
+@jax.jit
+def copied(state: PyTree) -> PyTree:
+    """Return a copy of a state, in memory of its own."""
+    return jax.tree.map(jnp.copy, state)
+
+
+@functools.lru_cache(maxsize=4096)
+def _parts(sharding: NamedSharding, shape: tuple[int, ...]) -> Table:
+    """Return for each device of the mesh which part of such an array it holds, as a number."""
+    indices = sharding.devices_indices_map(shape)
+    numbers: dict[str, int] = {}
+    devices = np.asarray(sharding.mesh.devices).flat
+    return np.array([numbers.setdefault(str(indices[device]), len(numbers)) for device in devices])
+
+
+def _parts_that_differ(parts: Table, values: Table) -> list[int]:
+    """Return the parts of a leaf of which devices hold different copies."""
+    one = np.zeros(parts.max() + 1, values.dtype)
+    one[parts] = values
+    return np.unique(parts[one[parts] != values]).tolist()
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _computed(
+    leaves: tuple[jax.Array, ...], mesh: Mesh, specs: tuple[PartitionSpec, ...], everywhere: bool
+) -> jax.Array:
+    """Return uint32 [devices, leaves]: row by row what each device computed alone; all rows on all, if `everywhere`."""
+
+    def local(*shards: jax.Array) -> jax.Array:
+        return jnp.stack([_mixed(shard) for shard in shards])[None]
+
+    words = [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in leaves]
+    rows = PartitionSpec(mesh.axis_names)
+    table = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=False)(*words)
+    return jax.lax.with_sharding_constraint(table, NamedSharding(mesh, PartitionSpec() if everywhere else rows))
+
+
+def _mixed(shard: jax.Array) -> jax.Array:
+    """Return a uint32 that any change of one element changes, and other changes with a chance of 1 - 2⁻³².
+
+    Each word is mixed with its place by steps that can be undone (constants of Appleby's MurmurHash3), so that equal
+    changes in two places do not cancel in the sum.
+    """
+    words = _words(shard).ravel()
+    mixed = (words ^ (jnp.arange(words.size, dtype=jnp.uint32) * jnp.uint32(0x9E3779B9))) * jnp.uint32(0x85EBCA6B)
+    return ((mixed ^ (mixed >> 15)) * jnp.uint32(0xC2B2AE35)).sum(dtype=jnp.uint32)
+
+
+def _words(x: jax.Array) -> jax.Array:
+    """Return the bits of an array as uint32."""
+    if x.dtype == jnp.bool_:
+        return x.astype(jnp.uint32)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        x = jnp.stack([x.real, x.imag])
+    bits = jax.dtypes.itemsize_bits(x.dtype)
+    if bits >= 32:  # twice as wide: two words each
+        return jax.lax.bitcast_convert_type(x, jnp.uint32)
+    return jax.lax.bitcast_convert_type(x, getattr(jnp, f"uint{bits}")).astype(jnp.uint32)
+
+
+def _leaves(differences: Sequence[Difference]) -> str:
+    paths = list(dict.fromkeys(difference.path for difference in differences))
+    more = f" and {len(paths) - SHOWN} more leaves" if len(paths) > SHOWN else ""
+    return ", ".join(paths[:SHOWN]) + more
+
+
+def _named(devices: Sequence[Device]) -> str:
+    """Return "device 3 (cpu, process 1)", or several."""
+    shown = [f"device {device.id} ({device.device_kind}, process {device.process_index})" for device in devices[:SHOWN]]
+    more = f" and {len(devices) - SHOWN} more" if len(devices) > SHOWN else ""
+    return " and ".join(shown) + more if len(shown) < SHOWN else ", ".join(shown) + more
