@@ -1,0 +1,332 @@
+"""A gradient that is not finite: in which leaf it began, and on which batch.
+
+The step itself only skips: it keeps everything as it was, and counts. `Diagnosis` computes the same gradient once more,
+looks at every leaf, and names what broke first in the order of computation: the batch, the parameters, the loss, the
+gradients from the last layer to the first. `save_batch` keeps the batch for a look at it, or to take the step again.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Literal
+from numpy.typing import NDArray
+
+from jdp.core.gradients import auto
+from jdp.core.gradients.wire import WIDE
+from jdp.core.paths import path_of
+from jdp.core.sharding.mesh import auto_axes
+from jdp.core.state import TrainState, trained_part
+from jdp.core.step import VIEWS, Step
+from jdp.core.types import Batch, PyTree
+
+SHOWN = 4  # leaves, and rows, that a sentence names
+_SKIPPED = re.compile(r"skipped-(\d+)\.json")
+_MOVES = ("convert_element_type", "copy", "mul", "reshape", "sharding_constraint", "squeeze", "transpose")
+"""Operations that change how a gradient looks, after the backward pass has made it."""
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A leaf with NaN or infinities.
+
+    Attributes:
+        path: of the leaf.
+        places: where along its first dimension (rows of a batch, layers of a stack); empty for a scalar.
+        size: of that dimension.
+    """
+
+    path: str
+    places: tuple[int, ...]
+    size: int
+
+    def __str__(self) -> str:
+        if len(self.places) == self.size:
+            return self.path
+        more = ", …" if len(self.places) > SHOWN else ""
+        shown = ", ".join(map(str, self.places[:SHOWN]))
+        return f"{self.path} (at {shown}{more} of {self.size} along its first dimension)"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Where a step's gradient broke. Each group of leaves is in the order of computation.
+
+    Attributes:
+        step: of which the gradient was not finite.
+        batch: leaves of the batch.
+        processes: which read these rows of the batch.
+        params: parameters that were not finite before the step.
+        loss: the mean loss of the batch.
+        gradients: the gradients, in the order in which the backward pass makes them: the last layer first.
+        leaves: how many gradients there are.
+    """
+
+    step: int
+    batch: tuple[Bad, ...]
+    processes: tuple[int, ...]
+    params: tuple[Bad, ...]
+    loss: float
+    gradients: tuple[Bad, ...]
+    leaves: int
+
+    @property
+    def sentences(self) -> list[str]:
+        """What was found, the first cause first."""
+        said: list[str] = []
+        if self.batch:
+            read = f", read by process {_listed(self.processes)}" if jax.process_count() > 1 else ""
+            said.append(f"The batch of step {self.step} has NaN or infinities: {_listed(self.batch)}{read}.")
+        if self.params:
+            said.append(f"Before step {self.step} parameters were not finite: {_listed(self.params)}.")
+        if not np.isfinite(self.loss):
+            said.append(f"The loss of step {self.step} is {self.loss:g}: the forward pass broke.")
+        elif self.gradients:
+            said.append(f"The loss of step {self.step} is finite, {self.loss:.4g}: the backward pass broke.")
+        if self.gradients:
+            first = f"in the order of the backward pass first {_listed(self.gradients)}"
+            said.append(f"Of {self.leaves} gradients {len(self.gradients)} are not finite, {first}.")
+        elif np.isfinite(self.loss):
+            said.append(
+                f"The gradient of step {self.step} is finite when it is computed again, on the weights of some steps "
+                "later: it was large where it overflowed, or a device computed wrong (guard.replay_every)."
+            )
+        return said
+
+
+class Diagnosis:
+    """Computes a step's gradient once more and finds what is not finite in it. The first call compiles.
+
+    Args:
+        step: the training step.
+    """
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        self._order: list[int] | None = None
+
+    def of(self, state: TrainState, batch: Batch, done: int) -> Finding:
+        """Compute the gradient of step `done` on `state`. With several processes all of them must call it.
+
+        Args:
+            state: the state before or after that step, which are alike if it was skipped; it is not donated.
+            batch: of the step.
+            done: the step's number: batches consumed after it. Masks of dropout are those of this step.
+        """
+        self._order = self._order or self._backward_order(state, batch)
+        with auto_axes(self._step.plan.mesh):
+            flags = jax.device_get(self._flags(state, batch, jnp.int32(done - 1)))
+        inputs, gradients = _bad(flags["batch"]), _bad(flags["gradients"], self._order)
+        rows = {place for leaf in inputs for place in leaf.places}
+        return Finding(
+            done,
+            inputs,
+            _readers(batch, rows),
+            _bad(flags["params"]),
+            float(flags["loss"]),
+            gradients,
+            len(self._order),
+        )
+
+    @cached_property
+    def _flags(self) -> Any:
+        step = self._step
+
+        def flags(state: TrainState, batch: Batch, consumed: jax.Array) -> dict[str, Any]:
+            spec = replace(step.gradient_spec(state), wire=WIDE, buckets=None)  # before anything is encoded
+            gradients = VIEWS[step.choose_partitioning(state, batch)].gradients(spec, step.plan)
+            key = jax.random.fold_in(state.rng, consumed)
+            grads, sums, _, _ = gradients(state.params, state.model_state, batch, key, {})
+            trees = {"batch": batch, "params": state.params, "gradients": grads}
+            return {name: _flagged(tree) for name, tree in trees.items()} | {"loss": sums.total / sums.weight}
+
+        return jax.jit(flags, out_shardings=step.plan.replicated)
+
+    def _backward_order(self, state: TrainState, batch: Batch) -> list[int]:
+        """Return the trained leaves in the order in which the backward pass makes their gradients."""
+        step = self._step
+        spec = replace(step.gradient_spec(state), accumulate=1, wire=WIDE, buckets=None)
+
+        def grads(params: PyTree) -> PyTree:
+            return auto.gradients(spec, step.plan)(params, state.model_state, batch, state.rng, {})[0]
+
+        with auto_axes(step.plan.mesh):
+            jaxpr = jax.make_jaxpr(grads)(state.params)
+        places = _places_made(jaxpr)
+        assert len(places) == len(jax.tree.leaves(trained_part(state.params, state.static.trained)))
+        return sorted(range(len(places)), key=lambda i: (places[i], i))
+
+
+def _places_made(jaxpr: ClosedJaxpr) -> list[int]:
+    """Return for each output the place of the operation that computes it, moves and casts after it left out."""
+    made = {var: place for place, eqn in enumerate(jaxpr.jaxpr.eqns) for var in eqn.outvars}
+
+    def place_of(var: Any) -> int:
+        while not isinstance(var, Literal) and var in made:
+            eqn = jaxpr.jaxpr.eqns[made[var]]
+            inputs = [x for x in eqn.invars if not isinstance(x, Literal) and x.aval.shape]
+            if eqn.primitive.name not in _MOVES or len(inputs) != 1:
+                return made[var]
+            var = inputs[0]
+        return -1
+
+    return [place_of(var) for var in jaxpr.jaxpr.outvars]
+
+
+def _flagged(tree: PyTree) -> dict[str, jax.Array]:
+    """Return for each leaf of floating point where along its first dimension it is not finite: path -> bool [n]."""
+
+    def flags(x: jax.Array) -> jax.Array:
+        return jnp.logical_not(jnp.isfinite(x)).reshape(x.shape[0] if x.ndim else 1, -1).any(axis=1)
+
+    leaves = jax.tree.leaves_with_path(tree)
+    return {path_of(path): flags(x) for path, x in leaves if jnp.issubdtype(x.dtype, jnp.inexact) and x.size}
+
+
+def _bad(flags: dict[str, NDArray[Any]], order: Sequence[int] | None = None) -> tuple[Bad, ...]:
+    leaves = [Bad(path, tuple(np.flatnonzero(where).tolist()), len(where)) for path, where in flags.items()]
+    return tuple(leaf for leaf in (leaves[i] for i in order or range(len(leaves))) if leaf.places)
+
+
+def _readers(batch: Batch, rows: set[int]) -> tuple[int, ...]:
+    """Return the processes whose devices hold these rows of a batch."""
+    leaf = jax.tree.leaves(batch)[0]
+    if not rows or not isinstance(leaf, jax.Array):
+        return (0,) if rows else ()
+    held = leaf.sharding.devices_indices_map(leaf.shape).items()
+    span = lambda index: range(*index[0].indices(leaf.shape[0]))  # noqa: E731
+    return tuple(sorted({device.process_index for device, index in held if rows & {*span(index)}}))
+
+
+# The batch on disk.
+
+
+def save_batch(folder: Path, done: int, batch: Batch) -> Path:
+    """Write this process' rows of a batch to `batch-STEP.npz`, with several processes `batch-STEP-rank-00001.npz`.
+
+    Args:
+        folder: created if it does not exist.
+        done: the step's number.
+        batch: a global batch.
+
+    Returns:
+        The file. `np.load(file)` has "rows", which of the global batch they are, and "batch/PATH"
+        for each leaf; dtypes that NumPy lacks are unsigned integers of their bits, under "batch/PATH:DTYPE".
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    rank = f"-rank-{jax.process_index():05}" if jax.process_count() > 1 else ""
+    file = folder / f"batch-{done}{rank}.npz"
+    arrays: dict[str, NDArray[Any]] = {}
+    for path, leaf in jax.tree.leaves_with_path(batch):
+        rows, values = _own_rows(leaf)
+        foreign = f":{values.dtype.name}" if values.dtype.kind == "V" else ""
+        stored = values.view(f"uint{8 * values.dtype.itemsize}") if foreign else values
+        arrays |= {"rows": rows, f"batch/{path_of(path)}{foreign}": stored}
+    new = file.with_suffix(".new")
+    with new.open("wb") as stream:
+        np.savez(stream, **arrays)  # pyright: ignore[reportArgumentType]
+    new.replace(file)
+    return file
+
+
+def _own_rows(leaf: Any) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return which rows of a leaf this process holds, and the rows."""
+    if not isinstance(leaf, jax.Array):
+        return np.arange(len(leaf)), np.asarray(leaf)
+    blocks = {shard.index[0].start or 0: shard.data for shard in leaf.addressable_shards}
+    rows = [np.arange(start, start + blocks[start].shape[0]) for start in sorted(blocks)]
+    return np.concatenate(rows), np.concatenate([np.asarray(blocks[start]) for start in sorted(blocks)])
+
+
+def read_batch(folder: Path, done: int) -> dict[str, NDArray[Any]]:
+    """Return the whole batch of a step that `save_batch` wrote, the rows of all processes in order: path -> array.
+
+    Args:
+        folder: a run's `flight`.
+        done: the step's number.
+
+    Raises:
+        ValueError: no such batch was saved there, or only a part of it.
+    """
+    files = _files(folder, done)
+    parts: list[dict[str, NDArray[Any]]] = []
+    for file in files:
+        with np.load(file) as stored:  # without pickle, its default
+            parts.append(dict(stored))
+    rows = np.concatenate([part.pop("rows") for part in parts]) if parts else np.empty(0)
+    if not len(rows) or len(np.unique(rows)) != rows.max() + 1:
+        raise ValueError(
+            f"a batch is read whole; given step {done}, of which {folder} has {len(rows)} rows in {len(files)} files: "
+            "name a step with a batch-STEP file, or copy the files of all processes there"
+        )
+    first = np.unique(rows, return_index=True)[1]  # devices of two processes may hold the same rows
+    whole = {name: np.concatenate([part[name] for part in parts])[first] for name in parts[0]}
+    return dict(_named(name.removeprefix("batch/"), values) for name, values in whole.items())
+
+
+def _files(folder: Path, done: int) -> list[Path]:
+    """Return the files of a step's batch, in the order of the processes."""
+    return sorted([*folder.glob(f"batch-{done}.npz"), *folder.glob(f"batch-{done}-rank-*.npz")])
+
+
+def _named(name: str, values: NDArray[Any]) -> tuple[str, NDArray[Any]]:
+    path, _, dtype = name.rpartition(":")
+    return (path, values.view(jnp.dtype(dtype))) if path else (name, values)
+
+
+def record(folder: Path, finding: Finding) -> Path:
+    """Write what was found to `skipped-STEP.json`.
+
+    Args:
+        folder: a run's `flight`.
+        finding: what `Diagnosis` returned.
+
+    Returns:
+        The file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    loss = finding.loss if np.isfinite(finding.loss) else str(finding.loss)
+    (file := folder / f"skipped-{finding.step}.json").write_text(
+        json.dumps({**asdict(finding), "loss": loss, "sentences": finding.sentences}), encoding="utf-8"
+    )
+    return file
+
+
+def recorded(folder: Path) -> dict[int, list[str]]:
+    """Return what is known of a run's skipped steps, for people: step -> sentences.
+
+    Args:
+        folder: a run's `flight`; files that are damaged are left out.
+    """
+    known: dict[int, list[str]] = {}
+    for file in folder.glob("skipped-*.json"):
+        if not (match := _SKIPPED.fullmatch(file.name)):
+            continue
+        try:
+            sentences = json.loads(file.read_bytes())["sentences"]
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            continue
+        batches = [path.name for path in _files(folder, int(match[1]))]
+        kept = [f"Its batch is in {_listed(batches)}."] if batches else []
+        known[int(match[1])] = [*map(str, sentences), *kept] if isinstance(sentences, list) else kept
+    return dict(sorted(known.items()))
+
+
+def _listed(things: Sequence[Any]) -> str:
+    more = f" and {len(things) - SHOWN} more" if len(things) > SHOWN else ""
+    return ", ".join(map(str, things[:SHOWN])) + more
