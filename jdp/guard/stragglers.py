@@ -1,0 +1,158 @@
+"""Stragglers: which process' host makes the others wait, and what that costs. It warns, and does nothing else.
+
+A collective begins when the last process comes to it. A process is late if the devices have finished all that it gave
+them before it gives them the next step: then its host's time since the results of the step before, waiting for data
+included, is time in which every device idles. A host that runs ahead of its devices costs nothing, however long it
+takes.
+
+1. Each process adds up the seconds in which it was late, over a window of steps.
+2. At the end of a window it publishes the mean, with that of the window before, in the coordination service's store.
+3. Process 0 compares the window before, which all have published by then: nobody waits for anybody.
+
+A slow device is not seen: it comes to the collective late, and its host does not.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jdp.core import distributed
+
+COSTS = 0.05  # of a step: what a warning begins at
+AGAIN = 2  # windows in a row in which it is the same process, before it is named
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A process that comes later than the others.
+
+    Attributes:
+        process: its index.
+        seconds: for how long its host is late before a step.
+        others: the median of the others.
+        step_seconds: how long a step takes.
+    """
+
+    process: int
+    seconds: float
+    others: float
+    step_seconds: float
+
+    @property
+    def cost(self) -> float:
+        """The part of a step that the others wait for it, at most: its devices' own time may hide some of it."""
+        return min((self.seconds - self.others) / self.step_seconds, 1.0)
+
+    def __str__(self) -> str:
+        return (
+            f"process {self.process} is late: its host takes {self.seconds:.3g} s before each step of "
+            f"{self.step_seconds:.3g} s, the others' {self.others:.3g} s, and all wait for it, up to {self.cost:.0%} "
+            "of the time: look at its data, its disk and what else runs there"
+        )
+
+
+def straggler(late: Mapping[int, float], step_seconds: float) -> Straggler | None:
+    """Return the latest process if it costs more than 5 % of a step.
+
+    Args:
+        late: process -> mean seconds that it was late before a step.
+        step_seconds: mean duration of a step.
+
+    Returns:
+        None if nobody is late, or all are alike.
+    """
+    if len(late) < 2 or step_seconds <= 0:
+        return None
+    process = max(late, key=late.__getitem__)
+    others = statistics.median(seconds for other, seconds in late.items() if other != process)
+    found = Straggler(process, late[process], others, step_seconds)
+    return found if found.cost > COSTS else None
+
+
+class HostTimes:
+    """Measures how late this process' host is, and on process 0 which process is a straggler.
+
+    Args:
+        every: steps in a window; 0: nothing is measured.
+    """
+
+    def __init__(self, every: int) -> None:
+        client = distributed.coordination_client()
+        self._every, self._client = every, client
+        self._results = self._began = time.perf_counter()
+        self._late, self._steps, self._window = 0.0, 0, 0
+        self._before: tuple[int, float, float] = (-1, 0.0, 0.0)
+        self._suspect: tuple[int | None, int] = (None, 0)
+        self._named: int | None = None
+        self.found: Straggler | None = None
+
+    def results(self) -> None:
+        """Begin the host's time: the results of a step are here, or something that all do together has ended."""
+        self._results = time.perf_counter()
+
+    def dispatches(self, values: Any) -> None:
+        """End the host's time before a step is given to the devices.
+
+        Args:
+            values: what the step before returned; None before the first step.
+        """
+        idle = values is None or all(leaf.is_ready() for leaf in jax.tree.leaves(values))
+        self._late += (time.perf_counter() - self._results) * idle
+        self._steps += 1
+
+    def restart(self) -> None:
+        """Leave out what was measured since the last window, in which something else than steps happened."""
+        self._late, self._steps = 0.0, 0
+        self._began = self._results = time.perf_counter()
+
+    def after(self, done: int) -> str | None:
+        """Publish a window at its end.
+
+        Args:
+            done: the step's number.
+
+        Returns:
+            On process 0 a line, when another process than before is the straggler, or none is any more.
+        """
+        if self._client is None or not self._every or done % self._every or not self._steps:
+            return None
+        window, seconds = done // self._every, time.perf_counter() - self._began
+        own = (window, self._late / self._steps, seconds / self._steps)
+        earlier, self._before = self._before, own
+        self._client.key_value_set(f"{_KEY}/{jax.process_index()}", json.dumps([earlier, own]), allow_overwrite=True)
+        self.restart()
+        if jax.process_index() or earlier[0] < 0:
+            return None
+        late = self._published(earlier[0])
+        return self._changed(straggler(late, earlier[2]))
+
+    def _published(self, window: int) -> dict[int, float]:
+        """Return how late processes were in a window, as far as they have published it."""
+        assert self._client is not None
+        return {
+            int(key.rpartition("/")[2]): late
+            for key, text in self._client.key_value_dir_get(_KEY)
+            for number, late, _ in json.loads(text)
+            if number == window
+        }
+
+    def _changed(self, found: Straggler | None) -> str | None:
+        """Return a line if the straggler is another one than was named, and has been for `AGAIN` windows."""
+        self.found = found
+        process = found.process if found else None
+        suspect, times = self._suspect
+        self._suspect = (process, times + 1 if process == suspect else 1)
+        if process == self._named or self._suspect[1] < AGAIN:
+            return None
+        before, self._named = self._named, process
+        return str(found) if found else f"process {before} is no longer later than the others"
+
+
+_KEY = "jdp/late"

@@ -1,0 +1,129 @@
+"""Stragglers: who is late, what it costs, and that it is said once."""
+
+import json
+from dataclasses import dataclass
+
+import pytest
+
+from jdp.guard import stragglers
+from jdp.guard.stragglers import HostTimes, straggler
+
+
+@pytest.mark.parametrize(
+    ("late", "step", "process", "cost"),
+    [
+        ({0: 0.01, 1: 0.5, 2: 0.02, 3: 0.01}, 1.0, 1, 0.49),
+        ({0: 0.3, 1: 0.0}, 0.25, 0, 1.0),
+        ({0: 0.10, 1: 0.14}, 1.0, None, None),  # 4 %
+        ({0: 0.3, 1: 0.3, 2: 0.3}, 0.4, None, None),  # all alike: nobody waits for another
+        ({0: 0.5}, 1.0, None, None),
+        ({}, 1.0, None, None),
+        ({0: 0.0, 1: 1.0}, 0.0, None, None),
+    ],
+)
+def test_the_latest_is_named_if_it_costs_more_than_5_percent(late, step, process, cost):
+    found = straggler(late, step)
+    assert (found and found.process, found and pytest.approx(found.cost)) == (process, cost)
+
+
+def test_the_words_have_the_numbers():
+    said = str(straggler({0: 0.01, 3: 0.21}, 0.25))
+    assert said.startswith(
+        "process 3 is late: its host takes 0.21 s before each step of 0.25 s, the others' 0.01 s, and all wait for it, "
+        "up to 80% of the time"
+    )
+
+
+class Store(dict):
+    """The coordination service's store, in memory: what another process wrote can be put in."""
+
+    def key_value_set(self, key, text, *, allow_overwrite):
+        assert allow_overwrite
+        self[key] = text
+
+    def key_value_dir_get(self, prefix):
+        return [(key, text) for key, text in self.items() if key.startswith(prefix)]
+
+
+class Clock:
+    """Time that passes when it is told to."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self):
+        return self.now
+
+
+@pytest.fixture
+def store(monkeypatch):
+    store = Store()
+    monkeypatch.setattr(stragglers.distributed, "coordination_client", lambda: store)
+    return store
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(stragglers, "time", clock)
+    return clock
+
+
+@dataclass
+class Values:
+    """The results of a step, which are there or not."""
+
+    ready: bool
+
+    def is_ready(self):
+        return self.ready
+
+
+def take_steps(times, clock, done, *, host, ready=True):
+    """Take three steps of a second, `host` of it before the dispatch; return what is said at the end."""
+    lines = []
+    for step in range(done + 1, done + 4):
+        times.results()
+        clock.now += host
+        times.dispatches({"loss": Values(ready)})
+        clock.now += 1 - host
+        lines.append(times.after(step))
+    assert lines[:2] == [None, None]
+    return lines[2]
+
+
+def test_a_straggler_is_named_once_and_so_is_its_end(store, clock):
+    times, said, other = HostTimes(3), {}, [[-1, 0, 0]]
+    for number, late in enumerate([0.9, 0.9, 0.9, 0.9, 0.0, 0.0, 0.0, 0.9, 0.0], start=1):
+        other = [other[-1], [number, late, 1.0]]
+        store["jdp/late/1"] = json.dumps(other)
+        said[number] = take_steps(times, clock, 3 * number - 3, host=0.01)
+    assert [number for number in said if said[number]] == [3, 7], (
+        "a window is compared one later, a straggler is named the second time, and one window alone does not count"
+    )
+    assert said[3].startswith("process 1 is late: its host takes 0.9 s before each step of 1 s, the others' 0.01 s")
+    assert said[7] == "process 1 is no longer later than the others"
+    assert len(store) == 2, "keys are written over"
+
+
+def test_a_host_that_runs_ahead_of_its_devices_is_not_late(store, clock):
+    times = HostTimes(3)
+    take_steps(times, clock, 0, host=0.9, ready=False)
+    take_steps(times, clock, 3, host=0.9)
+    ahead, late = json.loads(store["jdp/late/0"])
+    assert ahead == [1, 0.0, 1.0] and late == pytest.approx([2, 0.9, 1.0])
+
+
+def test_what_is_no_step_is_left_out(store, clock):
+    times = HostTimes(3)
+    clock.now += 100  # an evaluation
+    times.restart()
+    take_steps(times, clock, 0, host=0.1)
+    assert json.loads(store["jdp/late/0"])[1] == pytest.approx([1, 0.1, 1.0])
+
+
+def test_a_single_process_measures_nothing():
+    times = HostTimes(1)
+    times.results()
+    times.dispatches(None)
+    assert times.after(1) is None and times.found is None
