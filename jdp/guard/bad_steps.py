@@ -1,0 +1,163 @@
+"""Bad steps: those whose gradient was not finite, and those whose loss jumps; when to go back, and what to leave out.
+
+A step without a finite gradient changes nothing. If many follow one another, the weights are at fault, or the data is;
+going on as it is never mends weights. So the run can go back to a checkpoint from before them and take other steps from
+there: the batches of the bad steps are left out, and some before them, one of which may have spoilt the weights. PaLM
+did so by hand (Chowdhery et al. 2022, arXiv:2204.02311, section 5.1: from some 100 steps before a spike, 200 to 500
+batches left out, and the spike did not come again, though the same batches did no harm elsewhere).
+
+Everything here is a function of the losses in their order, so that processes decide alike, and a run that is stopped
+and resumed anywhere decides as one that was not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Self
+
+LEAST = 50  # losses that are seen before one can be a spike, or the whole window if that is shorter
+FLOOR = 1e-3  # of the mean: a standard deviation that is less counts as so much
+NEW_LEVEL = 50  # spikes in a row that make the loss' level another one
+
+
+class RollBack(Exception):
+    """Too many bad steps in a row: the run goes back, and takes other steps.
+
+    Attributes:
+        why: a line about the bad steps.
+        leave_out: the steps whose batches are left out from now on, in order.
+    """
+
+    def __init__(self, why: str, leave_out: Iterable[int]) -> None:
+        super().__init__(why)
+        self.why, self.leave_out = why, sorted(leave_out)
+
+    @property
+    def before(self) -> int:
+        """The run goes back to a checkpoint from before this step."""
+        return self.leave_out[0]
+
+
+@dataclass
+class Level:
+    """Running mean and variance of the loss: equal weights at first, exponential ones after `window` steps.
+
+    With α = 1 / min(n, window): d = x - mean; mean ← mean + α·d; variance ← (1 - α)·(variance + α·d²) (Finch 2009,
+    "Incremental calculation of weighted mean and variance", section 9).
+
+    Attributes:
+        count: losses seen.
+        mean, variance: of them.
+    """
+
+    count: int = 0
+    mean: float = 0.0
+    variance: float = 0.0
+
+    def seen(self, loss: float, window: int) -> None:
+        """Take a loss in."""
+        self.count += 1
+        alpha = 1 / min(self.count, window)
+        difference = loss - self.mean
+        self.mean += alpha * difference
+        self.variance = (1 - alpha) * (self.variance + alpha * difference**2)
+
+    def deviations(self, loss: float, window: int) -> float:
+        """Return how many standard deviations a loss is above the mean; 0 before enough losses were seen."""
+        if self.count < min(LEAST, window):
+            return 0.0
+        return (loss - self.mean) / max(math.sqrt(self.variance), FLOOR * abs(self.mean), 1e-12)
+
+
+@dataclass
+class BadSteps:
+    """What is known of the bad steps of a run, which each checkpoint keeps.
+
+    Attributes:
+        first: the first bad step of those in a row; 0 if the last step was good.
+        in_a_row: how many.
+        left_out: steps whose batches are left out, past and to come.
+        level: of the loss at good steps.
+    """
+
+    first: int = 0
+    in_a_row: int = 0
+    left_out: list[int] = field(default_factory=list[int])
+    level: Level = field(default_factory=Level)
+
+    def record(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, record: Any) -> Self:
+        """Return what `record` was made of; a new one for None, the record of a run before there was one.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        if record is None:
+            return cls()
+        try:
+            steps = [int(step) for step in record["left_out"]]
+            level = Level(int(record["level"]["count"]), *(float(record["level"][x]) for x in ("mean", "variance")))
+            return cls(int(record["first"]), int(record["in_a_row"]), steps, level)
+        except (TypeError, KeyError, ValueError):
+            raise ValueError(
+                f"what is known of bad steps is a table with first, in_a_row, left_out and level; given {record!r}: "
+                "take the record of another checkpoint"
+            ) from None
+
+
+@dataclass(frozen=True)
+class Rules:
+    """When a step is bad, and when the run goes back.
+
+    Attributes:
+        spike_deviations: standard deviations above the running mean from which a loss is a spike; 0: none is. OLMo 2
+            counts what is 7 away from the mean of the last 1,000 (arXiv:2501.00656, section 3.2).
+        spike_window: steps that the running mean reaches back.
+        roll_back_after: bad steps in a row after which the run goes back; 0: it never does.
+        leave_out_before: steps before the first bad one that are left out too.
+    """
+
+    spike_deviations: float = 0.0
+    spike_window: int = 1000
+    roll_back_after: int = 0
+    leave_out_before: int = 1
+
+    def judge(self, bad: BadSteps, step: int, loss: float, *, skipped: bool) -> str | None:
+        """Take a step in; return why it is bad, or None.
+
+        Args:
+            bad: what is known so far; it is changed.
+            step: its number.
+            loss: of its batch.
+            skipped: whether its gradient was not finite.
+
+        Raises:
+            RollBack: it is one bad step in a row too many.
+        """
+        why = self._why(bad.level, loss, skipped=skipped)
+        if why is None:
+            bad.first = bad.in_a_row = 0
+            if self.spike_deviations and math.isfinite(loss):
+                bad.level.seen(loss, self.spike_window)
+            return None
+        bad.first, bad.in_a_row = bad.first or step, bad.in_a_row + 1
+        if self.roll_back_after and bad.in_a_row >= self.roll_back_after:
+            first = max(bad.first - self.leave_out_before, 1)
+            raise RollBack(f"{bad.in_a_row} bad steps in a row, the last one, {step}: {why}", range(first, step + 1))
+        if bad.in_a_row >= NEW_LEVEL and not skipped:
+            bad.level = Level()
+        return why
+
+    def _why(self, level: Level, loss: float, *, skipped: bool) -> str | None:
+        if skipped:
+            return "its gradient was not finite"
+        above = level.deviations(loss, self.spike_window) if self.spike_deviations else 0.0
+        if not self.spike_deviations or not above > self.spike_deviations:
+            return None
+        return f"its loss is {loss:.4g}, {above:.3g} standard deviations above the running mean {level.mean:.4g}"
