@@ -6,6 +6,7 @@
 | 1         | the answer is no: `verify`, `prove`, `doctor`; or a run of a sweep failed                           |
 | 2         | a user's mistake: `error: …` on stderr                                                              |
 | 70        | a fault of the program: its traceback on stderr; or another process of the run left: a line there   |
+|           | or a device computed wrong: a line that names the device, and the part of the state                 |
 | 75        | run again: stopped by SIGTERM, SIGHUP or SIGUSR1, after saving; or a step did not end in time       |
 | 78        | the processes of the run do not match; each says in what: to be mended before it is run again       |
 | 130       | stopped by Ctrl-C, after saving                                                                     |
@@ -81,7 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{_prefix()}error: {file} cannot be written: {error.strerror}", file=sys.stderr)
             return _leave(USER_ERROR)
         is_mistake = _is_users_mistake(error)
-        message = f"error: {_printable(error)}" if is_mistake else traceback.format_exc()
+        in_words = is_mistake or _is_wrong_device(error)
+        message = f"error: {_printable(error)}" if in_words else traceback.format_exc()
         print(f"{_prefix()}{message}", file=sys.stderr)
         return _leave(getattr(error, "exit_code", USER_ERROR) if is_mistake else SOFTWARE_ERROR)
 
@@ -151,6 +153,12 @@ def _is_lost_peer(error: Exception) -> bool:
     """Return True if this error, in a cluster, is about another process that ended or did not come."""
     distributed = sys.modules.get("jdp.core.distributed")
     return distributed is not None and distributed.is_lost_peer(error)
+
+
+def _is_wrong_device(error: Exception) -> bool:
+    """Return True if this error says that a device computed wrong: no traceback says more."""
+    replicas = sys.modules.get("jdp.guard.replicas")
+    return replicas is not None and isinstance(error, replicas.CorruptState)
 
 
 def _leave(code: int, *, lost_peer: bool = False) -> int:

@@ -38,6 +38,7 @@ from jdp.experiment.losses import features_loss, image_loss, text_loss
 from jdp.experiment.optimizer import optimizer
 from jdp.experiment.schema.experiment import Experiment
 from jdp.foresight.timing.mfu import seconds_at_peak
+from jdp.guard.nonfinite import Inspection
 from jdp.models import GPTConfig, ModelConfig, build, generate, parameter_count
 from jdp.models.sizes import parameter_shapes
 
@@ -233,6 +234,11 @@ class Assembly:
             noise_scale=self.experiment.train.noise_scale,
             **self._step_options,
         )
+
+    @cached_property
+    def inspection(self) -> Inspection:
+        """What computes a training step's gradient once more, to find what is not finite in it; compiled once."""
+        return Inspection(self.train_step)
 
     @cached_property
     def seconds_at_peak(self) -> float | None:

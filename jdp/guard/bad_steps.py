@@ -13,7 +13,6 @@ and resumed anywhere decides as one that was not.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
@@ -23,21 +22,21 @@ NEW_LEVEL = 50  # spikes in a row that make the loss' level another one
 
 
 class RollBack(Exception):
-    """Too many bad steps in a row: the run goes back, and takes other steps.
+    """Too many bad steps in a row: the run goes back, and takes other steps. Its text says which.
 
     Attributes:
-        why: a line about the bad steps.
-        leave_out: the steps whose batches are left out from now on, in order.
+        why: why the last of them is bad.
+        before: the run goes back to a checkpoint from before this step.
+        left_out: all steps whose batches are left out from now on, in order.
+        returns: how often the run has gone back, this time included, without a good step in between.
     """
 
-    def __init__(self, why: str, leave_out: Iterable[int]) -> None:
-        super().__init__(why)
-        self.why, self.leave_out = why, sorted(leave_out)
-
-    @property
-    def before(self) -> int:
-        """The run goes back to a checkpoint from before this step."""
-        return self.leave_out[0]
+    def __init__(self, bad: BadSteps, why: str, leave_out: range) -> None:
+        last = leave_out[-1]
+        in_a_row = f"{bad.in_a_row} bad steps in a row, the last one step" if bad.in_a_row > 1 else "step"
+        super().__init__(f"{in_a_row} {last}: {why}")
+        self.why, self.before, self.returns = why, leave_out[0], bad.returns + 1
+        self.left_out = sorted({*leave_out, *bad.left_out})
 
 
 @dataclass
@@ -79,17 +78,24 @@ class BadSteps:
         first: the first bad step of those in a row; 0 if the last step was good.
         in_a_row: how many.
         left_out: steps whose batches are left out, past and to come.
+        returns: how often the run has gone back since the last good step after those.
         level: of the loss at good steps.
     """
 
     first: int = 0
     in_a_row: int = 0
     left_out: list[int] = field(default_factory=list[int])
+    returns: int = 0
     level: Level = field(default_factory=Level)
 
     def record(self) -> dict[str, Any]:
         """Return it as JSON has it."""
         return asdict(self)
+
+    def went(self, back: RollBack | None) -> None:
+        """Take over what is left out from now on, in a run that went back; None: it did not."""
+        if back is not None:
+            self.left_out, self.returns = back.left_out, back.returns
 
     @classmethod
     def of(cls, record: Any) -> Self:
@@ -103,11 +109,11 @@ class BadSteps:
         try:
             steps = [int(step) for step in record["left_out"]]
             level = Level(int(record["level"]["count"]), *(float(record["level"][x]) for x in ("mean", "variance")))
-            return cls(int(record["first"]), int(record["in_a_row"]), steps, level)
+            return cls(int(record["first"]), int(record["in_a_row"]), steps, int(record["returns"]), level)
         except (TypeError, KeyError, ValueError):
             raise ValueError(
-                f"what is known of bad steps is a table with first, in_a_row, left_out and level; given {record!r}: "
-                "take the record of another checkpoint"
+                "what is known of bad steps is a table with first, in_a_row, left_out, returns and level; given "
+                f"{record!r}: take the record of another checkpoint"
             ) from None
 
 
@@ -143,13 +149,15 @@ class Rules:
         why = self._why(bad.level, loss, skipped=skipped)
         if why is None:
             bad.first = bad.in_a_row = 0
+            if bad.returns and step > bad.left_out[-1]:
+                bad.returns = 0
             if self.spike_deviations and math.isfinite(loss):
                 bad.level.seen(loss, self.spike_window)
             return None
         bad.first, bad.in_a_row = bad.first or step, bad.in_a_row + 1
         if self.roll_back_after and bad.in_a_row >= self.roll_back_after:
             first = max(bad.first - self.leave_out_before, 1)
-            raise RollBack(f"{bad.in_a_row} bad steps in a row, the last one, {step}: {why}", range(first, step + 1))
+            raise RollBack(bad, why, range(first, step + 1))
         if bad.in_a_row >= NEW_LEVEL and not skipped:
             bad.level = Level()
         return why

@@ -9,6 +9,9 @@ One JSON object a line, each with "time" (Unix seconds) and "event", in `flight/
 | end      | it ended                                      | doing, step, seconds                                     |
 | step     | a step of the loop ended                      | step, seconds, its parts data, dispatch, wait, host       |
 | resumed  | the loop begins                               | step                                                     |
+| returned | the loop begins again, after fewer steps      | step                                                     |
+| bad step | no finite gradient, or a loss that jumps      | step, words                                              |
+| late     | another host than before holds all up         | step, words                                              |
 | alive    | nothing else happened for a while             | doing, step                                              |
 | signal   | a signal came                                 | signal                                                   |
 | deadline | something did not end in time                 | doing, step, words, behind, stack                        |

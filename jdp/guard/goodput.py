@@ -135,6 +135,8 @@ def account(events: Sequence[Mapping[str, Any]]) -> Account:
             case "resumed" if isinstance(step, int):
                 own.start += max(time - own.began - own.aside, 0.0) if own.visits else 0.0
                 _give_up(own, step, durations)
+            case "returned" if isinstance(step, int):
+                _give_up(own, step, durations)
             case "step" if isinstance(step, int):
                 _count_step(own, step, seconds, min(_seconds(event, "data"), seconds), durations)
             case "end" if (kind := _OF.get(str(event.get("doing")))) is not None:

@@ -1,16 +1,14 @@
 """A gradient that is not finite: in which leaf it began, and on which batch.
 
-The step itself only skips: it keeps everything as it was, and counts. `Diagnosis` computes the same gradient once more,
-looks at every leaf, and names what broke first in the order of computation: the batch, the parameters, the loss, the
-gradients from the last layer to the first. `save_batch` keeps the batch for a look at it, or to take the step again.
+The step itself only skips: it keeps everything as it was, and counts. `Inspection` computes the same gradient once
+more, looks at every leaf, and names what broke first in the order of computation: the batch, the parameters, the loss,
+the gradients from the last layer to the first. `save_batch` keeps the batch: to look at, or to take the step again.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,6 @@ from jdp.core.step import VIEWS, Step
 from jdp.core.types import Batch, PyTree
 
 SHOWN = 4  # leaves, and rows, that a sentence names
-_SKIPPED = re.compile(r"skipped-(\d+)\.json")
 _MOVES = ("convert_element_type", "copy", "mul", "reshape", "sharding_constraint", "squeeze", "transpose")
 """Operations that change how a gradient looks, after the backward pass has made it."""
 
@@ -103,7 +100,7 @@ class Finding:
         return said
 
 
-class Diagnosis:
+class Inspection:
     """Computes a step's gradient once more and finds what is not finite in it. The first call compiles.
 
     Args:
@@ -112,7 +109,7 @@ class Diagnosis:
 
     def __init__(self, step: Step) -> None:
         self._step = step
-        self._order: list[int] | None = None
+        self._order: list[str] = []
 
     def of(self, state: TrainState, batch: Batch, done: int) -> Finding:
         """Compute the gradient of step `done` on `state`. With several processes all of them must call it.
@@ -151,8 +148,8 @@ class Diagnosis:
 
         return jax.jit(flags, out_shardings=step.plan.replicated)
 
-    def _backward_order(self, state: TrainState, batch: Batch) -> list[int]:
-        """Return the trained leaves in the order in which the backward pass makes their gradients."""
+    def _backward_order(self, state: TrainState, batch: Batch) -> list[str]:
+        """Return the paths of the trained leaves, in the order in which the backward pass makes their gradients."""
         step = self._step
         spec = replace(step.gradient_spec(state), accumulate=1, wire=WIDE, buckets=None)
 
@@ -161,9 +158,9 @@ class Diagnosis:
 
         with auto_axes(step.plan.mesh):
             jaxpr = jax.make_jaxpr(grads)(state.params)
-        places = _places_made(jaxpr)
-        assert len(places) == len(jax.tree.leaves(trained_part(state.params, state.static.trained)))
-        return sorted(range(len(places)), key=lambda i: (places[i], i))
+        trained = jax.tree.leaves_with_path(trained_part(state.params, state.static.trained))
+        places = dict(zip((path_of(path) for path, _ in trained), _places_made(jaxpr), strict=True))
+        return sorted(places, key=places.__getitem__)
 
 
 def _places_made(jaxpr: ClosedJaxpr) -> list[int]:
@@ -192,9 +189,10 @@ def _flagged(tree: PyTree) -> dict[str, jax.Array]:
     return {path_of(path): flags(x) for path, x in leaves if jnp.issubdtype(x.dtype, jnp.inexact) and x.size}
 
 
-def _bad(flags: dict[str, NDArray[Any]], order: Sequence[int] | None = None) -> tuple[Bad, ...]:
-    leaves = [Bad(path, tuple(np.flatnonzero(where).tolist()), len(where)) for path, where in flags.items()]
-    return tuple(leaf for leaf in (leaves[i] for i in order or range(len(leaves))) if leaf.places)
+def _bad(flags: dict[str, NDArray[Any]], order: Sequence[str] | None = None) -> tuple[Bad, ...]:
+    known = ((path, flags[path]) for path in order or flags if path in flags)
+    leaves = (Bad(path, tuple(np.flatnonzero(where).tolist()), len(where)) for path, where in known)
+    return tuple(leaf for leaf in leaves if leaf.places)
 
 
 def _readers(batch: Batch, rows: set[int]) -> tuple[int, ...]:
@@ -284,47 +282,6 @@ def _files(folder: Path, done: int) -> list[Path]:
 def _named(name: str, values: NDArray[Any]) -> tuple[str, NDArray[Any]]:
     path, _, dtype = name.rpartition(":")
     return (path, values.view(jnp.dtype(dtype))) if path else (name, values)
-
-
-def record(folder: Path, finding: Finding) -> Path:
-    """Write what was found to `skipped-STEP.json`.
-
-    Args:
-        folder: a run's `flight`.
-        finding: what `Diagnosis` returned.
-
-    Returns:
-        The file.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    loss = finding.loss if np.isfinite(finding.loss) else str(finding.loss)
-    (file := folder / f"skipped-{finding.step}.json").write_text(
-        json.dumps({**asdict(finding), "loss": loss, "sentences": finding.sentences}), encoding="utf-8"
-    )
-    return file
-
-
-def recorded(folder: Path) -> dict[int, list[str]]:
-    """Return what is known of a run's skipped steps, for people: step -> sentences.
-
-    Args:
-        folder: a run's `flight`; files that are damaged are left out.
-    """
-    known: dict[int, list[str]] = {}
-    for file in folder.glob("skipped-*.json"):
-        if not (match := _SKIPPED.fullmatch(file.name)):
-            continue
-        try:
-            sentences = json.loads(file.read_bytes())["sentences"]
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
-            continue
-        batches = [path.name for path in _files(folder, int(match[1]))]
-        kept = [f"Its batch is in {_listed(batches)}."] if batches else []
-        known[int(match[1])] = [*map(str, sentences), *kept] if isinstance(sentences, list) else kept
-    return dict(sorted(known.items()))
 
 
 def _listed(things: Sequence[Any]) -> str:

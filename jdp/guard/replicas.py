@@ -277,7 +277,17 @@ def _leaves(differences: Sequence[Difference]) -> str:
 
 
 def _named(devices: Sequence[Device]) -> str:
-    """Return "device 3 (cpu, process 1)", or several."""
-    shown = [f"device {device.id} ({device.device_kind}, process {device.process_index})" for device in devices[:SHOWN]]
+    """Return "device 3 (cpu, number 1 of process 1)", or several."""
+    shown = [
+        f"device {device.id} ({device.device_kind}, number {_number(device)} of process {device.process_index})"
+        for device in devices[:SHOWN]
+    ]
     more = f" and {len(devices) - SHOWN} more" if len(devices) > SHOWN else ""
     return " and ".join(shown) + more if len(shown) < SHOWN else ", ".join(shown) + more
+
+
+def _number(device: Device) -> int:
+    """Return a device's place among those of its process."""
+    return [each.process_index for each in jax.devices(device.platform) if each.id < device.id].count(
+        device.process_index
+    )

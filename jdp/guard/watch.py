@@ -66,7 +66,7 @@ class Watch:
             note_progress(step)
         self._step = step
         self._restart()
-        self.flight.event("resumed", step=step)
+        self.flight.event("returned" if self.stepped else "resumed", step=step)
         self.deadline.says("waiting for data")
 
     def mark(self, part: str) -> None:

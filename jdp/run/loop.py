@@ -3,6 +3,7 @@
 1. Assemble the run, claim its folder, make the state or restore the newest checkpoint.
 2. Step. Reading and transfer run ahead of the devices, and so does Python, by `AHEAD` steps. Every `log_every` steps
    write a row of metrics, every `eval_every` evaluate, every `checkpoint_every` save a checkpoint in the background.
+   `health` looks at every step; after too many bad ones in a row it has the run go back to 1, and leave them out.
 3. Leave, at the end or early at a signal, with a checkpoint of the last step.
 
 `step` in metrics and checkpoints counts batches consumed: the optimizer's steps and the skipped ones.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import time
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,14 +26,16 @@ from jdp.core.noise_scale import hint, ratio
 from jdp.core.state import TrainState
 from jdp.data.feed import Feed
 from jdp.experiment.assembly import Assembly
-from jdp.experiment.file import ExperimentError, to_toml
+from jdp.experiment.file import to_toml
 from jdp.experiment.memory_check import check_state, check_weights_and_batch
 from jdp.experiment.optimizer import learning_rate, peak_rate
 from jdp.experiment.schema.experiment import Experiment, Train
+from jdp.guard.bad_steps import RollBack
 from jdp.guard.deadline import Deadline
 from jdp.guard.watch import Watch, watching
 from jdp.run.evaluation import Best, coverage, evaluate
 from jdp.run.folder import SUMMARY, claimed, record, record_summary, writing
+from jdp.run.health import Health, went_back
 from jdp.run.initial_weights import check_init_from
 from jdp.run.outputs import trackers
 from jdp.run.outputs.history import devices_of, recorded
@@ -42,9 +46,6 @@ from jdp.run.progress import Progress
 from jdp.run.resume import open_checkpoints, start
 from jdp.run.signals import Stopped, StopRequest
 from jdp.run.summary import summary
-
-AHEAD = 2
-"""Steps that may be queued on the devices before the loop waits."""
 
 
 def run(experiment: Experiment, *, root: Path, quiet: bool = False, profile: range | None = None) -> dict[str, Any]:
@@ -57,6 +58,7 @@ def run(experiment: Experiment, *, root: Path, quiet: bool = False, profile: ran
         profile: steps to trace into the run's folder; None: none.
 
     Raises:
+        CorruptState: a device computed wrong (`guard.check_replicas_every`, `guard.replay_every`).
         ExperimentError: the folder belongs to another experiment or cannot be written, the data does not fit the model
             or changed, what it needs does not fit into memory, or a tracker does not start.
         Diverged: too many steps in a row had non-finite gradients, or the last ones.
@@ -80,40 +82,66 @@ def _visit(assembly: Assembly, stop: StopRequest, *, root: Path, quiet: bool, pr
         claimed(experiment, root) as folder,
         writing(folder),
         watching(folder, limits, devices_of(assembly.mesh), done=lambda: progress.done) as watch,
-        open_checkpoints(experiment, folder) as saved,
     ):
         stop.on_signal = lambda number: watch.flight.event("signal", signal=number.name)
-        with watch.during("restore"):
-            state, progress, weights_read = start(assembly, saved)
-        display = Display(experiment.train.steps, done=progress.done, to_stderr=quiet)
-        for line in filter(None, (*_introduction(assembly), weights_read, _resumed(progress, experiment, folder))):
-            display.say(line)
-        if progress.done and not progress.finished(experiment):
-            record(experiment, folder)
-        config = tomllib.loads(to_toml(experiment))
-        tracks = {} if progress.finished(experiment) else experiment.track.model_dump()
-        tracked = trackers.start(folder, config, resumed_step=progress.done, **tracks)
-        with (
-            Metrics(folder, resumed_step=progress.done, trackers=tracked) as metrics,
-            display,
-            Profile(profile, folder, display, done=progress.done) as profiled,
-            recorded(folder, experiment, progress, assembly.mesh),
-        ):
-            state = _loop(assembly, state, progress, Outputs(display, metrics, saved, stop, profiled, watch))
-            if stop.signal:
-                display.say(f"stopped by {stop.signal.name} after step {progress.done}, saved; run again to resume")
-                raise Stopped(stop.exit_code, summary(assembly, progress, folder) | {"stopped": stop.signal.name})
-        with watch.during("sample"):
-            text = assembly.sample(state)
-        if text is not None:
-            display.say(f"sample:\n{text}")
-        results = summary(assembly, progress, folder)
-        if assembly.experiment.train.noise_scale:
-            measured = float(jax.device_get(ratio(state.sync["noise"])))
-            results["noise_scale"] = finite_or_none(measured)
-            display.say(hint(measured, experiment.train.batch_size))
-        if progress.done > progress.resumed_from or not (folder / SUMMARY).exists():
-            record_summary(json_safe(results), folder)
+        back: RollBack | None = None
+        while True:
+            with open_checkpoints(experiment, folder) as saved:
+                with watch.during("restore"):
+                    state, progress, weights_read = start(assembly, saved, back)
+                display = Display(experiment.train.steps, done=progress.done, to_stderr=quiet)
+                said = [went_back(back, progress.done)] if back else _introduction(assembly)
+                for line in filter(None, (*said, weights_read, _resumed(progress, experiment, folder))):
+                    display.say(line)
+                try:
+                    return _train(assembly, state, progress, folder, profile, display, saved, stop, watch)
+                except RollBack as error:
+                    back = error.with_traceback(None)  # its frames hold the state
+                    if stop.signal:
+                        display.say(f"stopped by {stop.signal.name} while going back ({back}); run again to resume")
+                        summed = summary(assembly, progress, folder) | {"stopped": stop.signal.name}
+                        raise Stopped(stop.exit_code, summed) from None
+
+
+def _train(
+    assembly: Assembly,
+    state: TrainState,
+    progress: Progress,
+    folder: Path,
+    profile: range | None,
+    display: Display,
+    saved: Checkpoints,
+    stop: StopRequest,
+    watch: Watch,
+) -> dict[str, Any]:
+    """Train from `state` until the end or a stop, and return the summary. Raises as `run` does, and RollBack."""
+    experiment = assembly.experiment
+    if progress.done and not progress.finished(experiment):
+        record(experiment, folder)
+    config = tomllib.loads(to_toml(experiment))
+    tracks = {} if progress.finished(experiment) else experiment.track.model_dump()
+    tracked = trackers.start(folder, config, resumed_step=progress.done, **tracks)
+    with (
+        Metrics(folder, resumed_step=progress.done, trackers=tracked) as metrics,
+        display,
+        Profile(profile, folder, display, done=progress.done) as profiled,
+        recorded(folder, experiment, progress, assembly.mesh),
+    ):
+        state = _loop(assembly, state, progress, Outputs(display, metrics, saved, stop, profiled, watch))
+        if stop.signal:
+            display.say(f"stopped by {stop.signal.name} after step {progress.done}, saved; run again to resume")
+            raise Stopped(stop.exit_code, summary(assembly, progress, folder) | {"stopped": stop.signal.name})
+    with watch.during("sample"):
+        text = assembly.sample(state)
+    if text is not None:
+        display.say(f"sample:\n{text}")
+    results = summary(assembly, progress, folder)
+    if assembly.experiment.train.noise_scale:
+        measured = float(jax.device_get(ratio(state.sync["noise"])))
+        results["noise_scale"] = finite_or_none(measured)
+        display.say(hint(measured, experiment.train.batch_size))
+    if progress.done > progress.resumed_from or not (folder / SUMMARY).exists():
+        record_summary(json_safe(results), folder)
     return results
 
 
@@ -166,8 +194,7 @@ class Outputs:
 def _loop(assembly: Assembly, state: TrainState, progress: Progress, out: Outputs) -> TrainState:
     """Step until the end, an early stop or a signal; return the state of the last step, which is saved."""
     experiment, settings, clock = assembly.experiment, assembly.experiment.train, Clock(assembly)
-    watch = out.watch
-    skips = Skips(progress, settings.max_skips_in_a_row)
+    watch, health = out.watch, Health(assembly, progress, out.watch, out.display.say)
     _evaluate_if_due(assembly, state, progress, out)  # a signal may have come between a step and its evaluation
     if progress.finished(experiment):
         return state
@@ -182,33 +209,35 @@ def _loop(assembly: Assembly, state: TrainState, progress: Progress, out: Output
                 clock.restart(done - 1, feed)
             batch = next(feed)
             watch.mark("data")
-            state, values = assembly.train_step(state, batch)
+            state, values = health.take(state, batch, done)
             out.stop.under_way()
             watch.mark("dispatch")
-            skips.after(values)
+            health.after(state, done)
             progress.done = done
             out.display.step(done)
             stopping = out.stop.at_step(done)
             last = stopping or done == settings.steps
             row_due = last or done % settings.log_every == 0 or _may_stop_early(progress, settings)
-            clock.tick(done, values, feed, row_due)
-            if row_due:
-                clock.log(done, values, feed, progress, out)
+            if values is not None:  # None: the step was left out
+                clock.tick(done, values, feed, row_due)
+                if row_due:
+                    clock.log(done, values, feed, progress, out, health.row(values))
             watch.mark("wait")
             profiled = out.profile.end(done, state)
             watch.step(done)
             evaluated = not stopping and _evaluate_if_due(assembly, state, progress, out)
             if profiled or evaluated:
                 clock.restart(done, feed)
+                health.restart()
             stopping = out.stop.signal is not None
             last = last or stopping or progress.stops_early(experiment)
             best = progress.kept is not None and progress.kept.step == done
-            if last:
-                skips.check_all(ended=not stopping)
             if last or best or (settings.checkpoint_every and done % settings.checkpoint_every == 0):
+                health.check_all(state, ended=last and not stopping)
                 has_metrics = progress.evaluated == done and progress.kept is not None
                 with watch.during("save"):
                     out.checkpoints.save(state, progress.record(), progress.evals if has_metrics else None)
+                health.restart()
             if last:
                 break
         with watch.during("wait"):
@@ -283,15 +312,17 @@ class Clock:
         """Count from step `done` and from now on."""
         self._from = (done, time.perf_counter(), feed.wait_seconds)
 
-    def log(self, done: int, values: Any, feed: Feed, progress: Progress, out: Outputs) -> None:
-        """Write a row: the metrics of this step, times as means over the steps since the last row."""
+    def log(
+        self, done: int, values: Any, feed: Feed, progress: Progress, out: Outputs, more: Mapping[str, float]
+    ) -> None:
+        """Write a row: the metrics of this step, times as means over the steps since the last row, and `more`."""
         row = {name: float(value) for name, value in jax.device_get(values).items()}
         since, start, waited = self._from
         steps, seconds, wait = done - since, time.perf_counter() - start, feed.wait_seconds - waited
         progress.loss, progress.skipped = row["loss"], int(row["skipped"])
         row["skipped"] = progress.skipped
         row["lr"] = float(jax.device_get(self._rate(max(done - progress.skipped - 1, 0))))
-        row |= {"step_seconds": seconds / steps, "data_wait_seconds": wait / steps}
+        row |= {"step_seconds": seconds / steps, "data_wait_seconds": wait / steps, **more}
         row[self._speed] = self._units_per_step * steps / seconds
         if self._at_peak is not None:
             row["mfu"] = self._at_peak * steps / seconds
@@ -304,73 +335,3 @@ class Clock:
         shown = ("loss", "accuracy", "lr", "grad_norm", self._speed, "mfu", *["skipped"] * (progress.skipped > 0))
         out.display.log(done, {name: row[name] for name in shown if name in row})
         self.restart(done, feed)
-
-
-class Diverged(ExperimentError):
-    """The gradients are no longer finite, on all processes alike."""
-
-
-class Skips:
-    """Counts the steps that were skipped because a gradient was not finite.
-
-    Reading a step's metrics waits for the step, so each is read `AHEAD` steps later.
-    """
-
-    def __init__(self, progress: Progress, limit: int) -> None:
-        self._progress, self._limit = progress, limit
-        self._read = progress.resumed_from
-        self._pending: list[Any] = []
-
-    def after(self, values: Any) -> None:
-        """Record the metrics of a step that was queued. Raises Diverged for too many skipped steps in a row."""
-        self._pending.append({name: values[name] for name in ("skipped", "loss", "weight")})
-        if len(self._pending) > AHEAD:
-            self._check(self._pending.pop(0))
-
-    def check_all(self, *, ended: bool) -> None:
-        """Read the metrics of all steps that were queued.
-
-        A run must not end with skipped steps, however short it is: two in a row, or all except the first, whose update
-        may have broken the weights.
-
-        Args:
-            ended: whether these are the last steps of the run.
-
-        Raises:
-            Diverged: too many steps in a row were skipped, or the last ones of a run that ended.
-        """
-        values: Any = None
-        while self._pending:
-            values = self._pending.pop(0)
-            self._check(values)
-        progress = self._progress
-        streak, skipped = progress.skips_in_a_row, progress.skips_seen
-        if ended and values is not None and streak and (streak > 1 or skipped >= progress.done - 1):
-            raise Diverged(_why_skipped(streak, values, from_the_first=skipped == progress.done, last=True))
-
-    def _check(self, values: Any) -> None:
-        progress, skipped = self._progress, int(values["skipped"])
-        self._read += 1
-        progress.skips_in_a_row = progress.skips_in_a_row + 1 if skipped > progress.skips_seen else 0
-        progress.skips_seen = skipped
-        if progress.skips_in_a_row >= self._limit:
-            raise Diverged(_why_skipped(progress.skips_in_a_row, values, from_the_first=skipped == self._read))
-
-
-def _why_skipped(steps: int, values: Any, *, from_the_first: bool, last: bool = False) -> str:
-    """Return the error of `steps` skipped steps in a row: the `last` ones, or as many as the limit allows."""
-    which = "and the run ended with them" if last else "train.max_skips_in_a_row"
-    loss, weight = (float(value) for value in jax.device_get((values["loss"], values["weight"])))
-    if weight == 0:
-        return (
-            f"a step's examples must have weights; those of the last of {steps} step{'s in a row' * (steps > 1)} that "
-            f"changed nothing ({which}) sum to 0: look at the data's weights, masks and padding"
-        )
-    problem = f"the gradients of {steps} step{'s in a row' * (steps > 1)} were not finite ({which}), loss {loss:.4g}"
-    if from_the_first:
-        return (
-            f"{problem}: from the first step on, before any update, so it is not the learning rate. Look for NaN, "
-            'infinity or huge numbers in the data, at weights from train.init_from, or try precision = "fp32"; no '
-            "weights were changed"
-        )
-    return f"{problem}: lower optimizer.lr, set optimizer.clip_norm, or look at the data; checkpoints stay as they are"

@@ -12,6 +12,7 @@ from jdp.core.state import TrainState
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError
 from jdp.experiment.schema.experiment import Experiment
+from jdp.guard.bad_steps import RollBack
 from jdp.run.evaluation import Best
 from jdp.run.folder import CHECKPOINTS
 from jdp.run.initial_weights import load_parameters
@@ -25,7 +26,9 @@ def open_checkpoints(experiment: Experiment, folder: Path) -> Checkpoints:
     return Checkpoints(folder / CHECKPOINTS, keep=train.keep_checkpoints, keep_every=train.keep_every, **by)
 
 
-def start(assembly: Assembly, saved: Checkpoints) -> tuple[TrainState, Progress, str | None]:
+def start(
+    assembly: Assembly, saved: Checkpoints, back: RollBack | None = None
+) -> tuple[TrainState, Progress, str | None]:
     """Restore the newest whole checkpoint onto the run's plan, or make a fresh state with `train.init_from`'s weights.
 
     Report the step to the supervisor that may restart the run: a checkpoint that was committed in the background, just
@@ -34,6 +37,7 @@ def start(assembly: Assembly, saved: Checkpoints) -> tuple[TrainState, Progress,
     Args:
         assembly: the run's.
         saved: its checkpoints.
+        back: for a run that goes back: the newest checkpoint from before its bad steps counts, and they are left out.
 
     Returns:
         The state, how far the run is, and a line about the weights that were read into a fresh state, or None.
@@ -44,13 +48,15 @@ def start(assembly: Assembly, saved: Checkpoints) -> tuple[TrainState, Progress,
         ValueError: a checkpoint or file does not fit the model.
     """
     experiment, fingerprint = assembly.experiment, assembly.data.fingerprint
-    if saved.latest is None:
+    step = saved.latest if back is None else max((one for one in saved.steps if one < back.before), default=None)
+    if step is None:
         progress = Progress.of(experiment, {"fingerprint": fingerprint})
+        progress.bad.went(back)
         if experiment.train.init_from is None:
             return assembly.state(), progress, None
         state, message = load_parameters(assembly.state(), experiment, assembly.plan)
         return state, progress, message
-    state, record = saved.restore(assembly.abstract_state())
+    state, record = saved.restore(assembly.abstract_state(), step if back else None)
     check_record(record, saved.directory / str(int(state.consumed)))
     if record["fingerprint"] != fingerprint:
         raise ExperimentError(
@@ -59,5 +65,6 @@ def start(assembly: Assembly, saved: Checkpoints) -> tuple[TrainState, Progress,
             "differs between Python versions."
         )
     progress = Progress.of(experiment, record)
+    progress.bad.went(back)
     progress.skipped = progress.skips_seen = int(jax.device_get(state.skipped))
     return state, progress, None

@@ -65,8 +65,8 @@ def test_bad_steps_in_a_row_roll_back_and_are_left_out(before, out):
     rules = Rules(spike_deviations=7, roll_back_after=3, leave_out_before=before)
     losses = [*NOISE[:100], 9.0, NOISE[0], math.nan, 9.0, math.nan]
     why, back = judged(rules, losses)
-    assert list(why) == [101, 103, 104] and back.leave_out == out and back.before == out[0]
-    assert back.why == "3 bad steps in a row, the last one, 105: its gradient was not finite"
+    assert list(why) == [101, 103, 104] and back.left_out == out and back.before == out[0]
+    assert str(back) == "3 bad steps in a row, the last one step 105: its gradient was not finite"
 
 
 def test_a_good_step_ends_the_row():
@@ -85,7 +85,7 @@ def test_a_run_that_is_resumed_anywhere_decides_alike(cut):
     stored = json.loads(json.dumps(bad.record()))
     rest, back = judged(rules, losses[cut:], BadSteps.of(stored), start=cut)
     if cut < 103:
-        assert first | rest == whole and (back.leave_out, back.why) == (whole_back.leave_out, whole_back.why)
+        assert first | rest == whole and (back.left_out, back.why) == (whole_back.left_out, whole_back.why)
 
 
 def test_an_older_run_recorded_nothing_and_another_table_is_refused():
@@ -99,3 +99,23 @@ def test_an_older_run_recorded_nothing_and_another_table_is_refused():
     ):
         with pytest.raises(ValueError, match="what is known of bad steps is a table"):
             BadSteps.of(damaged)
+
+
+def test_what_was_left_out_before_stays_out():
+    bad = BadSteps(left_out=[3, 90])
+    with pytest.raises(RollBack) as error:
+        Rules(roll_back_after=1).judge(bad, 7, math.nan, skipped=True)
+    assert error.value.left_out == [3, 6, 7, 90] and error.value.before == 6
+
+
+def test_how_often_a_run_went_back_is_forgotten_after_a_good_step():
+    rules, bad = Rules(roll_back_after=1), BadSteps()
+    for returns in (1, 2, 3):
+        _, back = judged(rules, [math.nan], bad, start=2 * returns)
+        assert back.returns == returns
+        bad = BadSteps()  # as it was in the checkpoint
+        bad.went(back)
+    judged(rules, [2.0], bad, start=bad.left_out[-1] - 1)
+    assert bad.returns == 3, "a step before those that are left out says nothing"
+    judged(rules, [2.0], bad, start=bad.left_out[-1])
+    assert bad.returns == 0

@@ -61,3 +61,13 @@ def test_a_file_that_follows_another_goes_on_from_its_account():
 def test_nothing_happened():
     assert account([]).goodput is None
     assert account([]).words() == "goodput is not known"
+
+
+def test_steps_that_a_run_goes_back_from_are_not_useful():
+    """In one visit: after step 11 back to step 8, three steps again."""
+    again = [{"time": 127.0, "event": "returned", "step": 8}]
+    again += [{"time": 127.0 + i, "event": "step", "step": 8 + i, "seconds": 1.0, "data": 0.25} for i in (1, 2, 3)]
+    spent = account([*visit(100.0, 0, range(1, 12)), *again])
+    assert (spent.visits, spent.start, spent.step_count) == (1, 6.0, 10)
+    assert spent.lost == pytest.approx(3 * 0.75) and spent.steps == pytest.approx(10 * 0.75)
+    assert sum(spent.parts.values()) == pytest.approx(spent.total)

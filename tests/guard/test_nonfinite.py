@@ -1,7 +1,6 @@
 """A gradient that is not finite: the first cause is named, and the batch can be read again."""
 
 import dataclasses
-import json
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,7 @@ import pytest
 
 import jdp
 from jdp.core.step import Step
-from jdp.guard.nonfinite import Diagnosis, read_batch, record, recorded, save_batch
+from jdp.guard.nonfinite import Inspection, read_batch, save_batch
 
 ROWS = 16
 
@@ -35,7 +34,7 @@ class Trainer:
     state: jdp.TrainState
 
     def finding(self, done=1, **changed):
-        return Diagnosis(self.step).of(self.state, batch_of(**changed), done)
+        return Inspection(self.step).of(self.state, batch_of(**changed), done)
 
 
 def batch_of(**changed):
@@ -92,16 +91,16 @@ def test_the_gradients_are_in_the_order_of_the_backward_pass_also_in_bf16():
     state = jdp.init_state(init, optax.sgd(0.1), plan, rng=jax.random.key(0))
     for precision in ("fp32", "bf16"):
         step = jdp.make_train_step(loss, plan, precision=precision)
-        finding = Diagnosis(step).of(state, batch_of(x=0), 1)
+        finding = Inspection(step).of(state, batch_of(x=0), 1)
         names = [bad.path.rpartition("/")[2] for bad in finding.gradients]
         assert names[0] == "c" and names[-1] == "a" and {*names[1:3]} == {"b", "bias"}
 
 
-def test_a_diagnosis_of_encoded_gradients_sees_them_before_they_are_encoded():
+def test_an_inspection_of_encoded_gradients_sees_them_before_they_are_encoded():
     plan = jdp.Plan(jdp.make_mesh(data=8), "ddp")
     state = jdp.init_state(init, optax.sgd(0.1), plan, rng=jax.random.key(0))
     step = jdp.make_train_step(loss, plan, wire="int8")
-    finding = Diagnosis(step).of(step.complete(state), batch_of(scale=5), 1)
+    finding = Inspection(step).of(step.complete(state), batch_of(scale=5), 1)
     assert [bad.path for bad in finding.gradients] == ["in/a"]
 
 
@@ -131,14 +130,3 @@ def test_the_rows_of_all_processes_make_the_batch(tmp_path):
     for step in (3, 4):
         with pytest.raises(ValueError, match=f"a batch is read whole; given step {step}, of which .*: name a step"):
             read_batch(tmp_path, step)
-
-
-def test_what_was_found_is_kept_for_people(tmp_path, trainer):
-    finding = trainer.finding(done=7, x=3)
-    save_batch(tmp_path, 7, batch_of(x=3))
-    save_batch(tmp_path, 71, batch_of(x=3))
-    stored = json.loads(record(tmp_path, finding).read_text())
-    assert (stored["step"], stored["loss"], stored["batch"][0]["places"]) == (7, "nan", [3])
-    (tmp_path / "skipped-8.json").write_text("{")
-    (tmp_path / "skipped-9.json").write_text('{"sentences": 3}')
-    assert recorded(tmp_path) == {7: [*finding.sentences, "Its batch is in batch-7.npz."], 9: []}

@@ -49,7 +49,9 @@ def test_replicas_are_equal_after_the_start_and_every_leaf_that_is_replicated_is
 def test_any_flipped_bit_is_found_and_its_device_and_leaf_are_named(word, bit):
     state, device = state_of(plan_of()), jax.devices()[5]
     wrong = with_param(state, "kernel", flipped(state.params["kernel"], device, word=word, bit=bit))
-    with pytest.raises(CorruptState, match=r"device 5 \(cpu, process 0\) differs from .* in params/kernel: ") as error:
+    with pytest.raises(
+        CorruptState, match=r"device 5 \(cpu, number 5 of process 0\) differs from .* in params/kernel: "
+    ) as error:
         check_replicas(wrong)
     (difference,) = error.value.differences
     assert difference.path == "params/kernel" and difference.devices == (device,) and len(difference.agreeing) == 7
@@ -117,7 +119,7 @@ def test_a_step_that_is_taken_twice_gives_equal_bits(strategy):
     after, _ = step(state, batch)
     repeated(step, kept, batch, after)
     kernel = flipped(after.params["kernel"], jax.devices()[4], bit=7)
-    said = re.escape("its second time differs on device 4 (cpu, process 0) in params/kernel")
+    said = re.escape("its second time differs on device 4 (cpu, number 4 of process 0) in params/kernel")
     with pytest.raises(CorruptState, match=said):
         repeated(step, state_of(plan), batch, with_param(after, "kernel", kernel))
 

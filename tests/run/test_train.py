@@ -206,7 +206,7 @@ def test_skips_before_a_stop_are_not_counted_again(experiment, monkeypatch, caps
     """Two skipped steps, a stop, and after the resume one good step: a limit of one in a row is not reached."""
     with monkeypatch.context() as patched:
         stop_after(patched, 2)
-        patched.setattr("jdp.run.loop.Skips._check", lambda *_: None)
+        patched.setattr("jdp.run.health.Health._check", lambda *_: None)
         patched.setattr("jdp.experiment.assembly.text_loss", lambda *_: jdp.Loss(np.float32("nan"), np.float32(1)))
         train(experiment)
     code, folder = train(experiment, "--train.max_skips_in_a_row", "1")

@@ -174,6 +174,7 @@ def disagreements(experiment: Experiment) -> Iterator[str]:
     yield from _wire(experiment)
     yield from _local_steps(experiment)
     yield from _noise_scale(experiment)
+    yield from _guard(experiment)
     if experiment.train.init_names != "jdp" and (experiment.train.init_from is None or experiment.kind != "text"):
         yield "train.init_names is for a GPT's weights from a safetensors file, train.init_from: give one, or remove it"
     if experiment.sample and experiment.kind != "text":
@@ -234,6 +235,16 @@ def _noise_scale(experiment: Experiment) -> Iterator[str]:
         yield 'train.noise_scale is for partitioning = "manual"; given "auto": remove one of the keys'
     if experiment.local_steps.steps is not None:
         yield "train.noise_scale and [local_steps] do not go together: remove one of them"
+
+
+def _guard(experiment: Experiment) -> Iterator[str]:
+    """Yield what is wrong between the keys of [guard] and those of [train]."""
+    after, most = experiment.guard.roll_back_after, experiment.train.max_skips_in_a_row
+    if after > most:
+        yield (
+            f"guard.roll_back_after must be at most train.max_skips_in_a_row = {most}, after which the run stops; "
+            f"given {after}: lower it, or raise the other"
+        )
 
 
 def _lengths(experiment: Experiment) -> Iterator[str]:

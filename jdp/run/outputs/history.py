@@ -7,6 +7,7 @@ One JSON object a line, each with "time" (Unix seconds), "event" and "step" (bat
 | started, resumed | before a visit's first step  | platform, device, devices, hosts, processes, jax, python |
 | finished         | all steps are done           | stopped_early                                            |
 | stopped          | a signal, after saving       | signal                                                   |
+| rolled back      | too many bad steps in a row  | why; "resumed" or "started" follows                      |
 | failed           | an error, or a second Ctrl-C | error                                                    |
 
 A visit that was killed, or whose machine was lost, has no last line: the next one's "resumed" follows at once. Metrics
@@ -28,6 +29,7 @@ from jax.sharding import Mesh
 
 from jdp.core.toml import cut
 from jdp.experiment.schema.experiment import Experiment
+from jdp.guard.bad_steps import RollBack
 from jdp.run.progress import Progress
 from jdp.run.signals import Stopped
 
@@ -57,6 +59,9 @@ def recorded(folder: Path, experiment: Experiment, progress: Progress, mesh: Mes
         yield
     except Stopped as request:
         _append(folder, "stopped", progress.done, signal=request.summary["stopped"])
+        raise
+    except RollBack as back:
+        _append(folder, "rolled back", progress.done, why=str(back))
         raise
     except BaseException as error:
         with contextlib.suppress(OSError):  # the error may be that the disk is full

@@ -1,0 +1,179 @@
+"""Two real processes of two devices each: NaN in the data of one, a flipped bit on a device of one, a slow one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jdp.guard.diagnosis import diagnose
+from jdp.guard.nonfinite import read_batch
+from jdp.run.outputs.metrics import read
+
+ROOT = Path(__file__).parents[2]
+POINTS = """
+name = "points"
+[model]
+name = "mlp"
+features_in = 6
+hidden = [8]
+features_out = 3
+[data]
+source = "points.npz"
+heldout_fraction = 0.2
+[optimizer]
+name = "adamw"
+lr = 0.01
+[train]
+steps = 10
+batch_size = 16
+log_every = 1
+eval_batches = 1
+checkpoint_every = 3
+"""
+PROGRAM = """
+import dataclasses, json, sys, time
+from pathlib import Path
+import jax
+import numpy as np
+import jdp
+from flipped import flipped
+from jdp.core.step import Step
+from jdp.experiment import assembly as assemblies
+from jdp.experiment.assembly import Assembly
+from jdp.experiment.file import load
+from jdp.guard.replicas import CorruptState, fingerprints
+from jdp.run import loop
+
+jdp.initialize(timeout_seconds=60)
+rank, folder = jax.process_index(), Path(sys.argv[1])
+real_batches, real_step, fault = assemblies.global_batches, Step.__call__, {}
+
+
+def batches(source, *, start=0, epochs=None, **given):
+    for step, batch in enumerate(real_batches(source, start=start, epochs=epochs, **given), start + 1):
+        here = epochs is None and rank == 1
+        if here and fault.get("sleep"):
+            time.sleep(fault["sleep"])
+        is_nan = here and step in fault.get("nan", ())
+        yield {**batch, "features": batch["features"] * np.float32("nan" if is_nan else 1)}
+
+
+def step(self, state, batch):
+    result = real_step(self, state, batch)
+    if self.train and fault.get("flip") == int(result[0].consumed):
+        state, values = result
+        bias = state.params["layers"]["0"]["bias"]
+        device = jax.local_devices()[1] if rank == 1 else None
+        layers = {**state.params["layers"], "0": {**state.params["layers"]["0"], "bias": flipped(bias, device, bit=3)}}
+        return dataclasses.replace(state, params={"layers": layers}), values
+    return result
+
+
+assemblies.global_batches, Step.__call__ = batches, step
+
+
+def run(name, overrides, **given):
+    fault.clear()
+    fault.update(given)
+    experiment = load(folder / "points.toml", {"name": name, **overrides})
+    try:
+        return loop.run(experiment, root=folder, quiet=True)["skipped"]
+    except CorruptState as error:
+        return str(error)
+
+
+def by_hand(out):
+    fault.clear()
+    assembly = Assembly.on_devices(load(folder / "points.toml", {}))
+    state, seen = assembly.state(), {}
+    with assembly.feed(assembly.data.train, seed=0, shuffle=True) as feed:
+        for number in range(1, 11):
+            batch = next(feed)
+            if number in out:
+                state = dataclasses.replace(state, skipped=jax.jit(lambda x: x + 1)(state.skipped))
+            else:
+                state, values = assembly.train_step(state, batch)
+                seen[number] = float(values["loss"])
+    return seen, digest(state)
+
+
+def digest(state):
+    return np.asarray(fingerprints(state, every_leaf=True).values).tolist()
+
+
+results = {
+    "nan": run("nan", {"guard.roll_back_after": "2"}, nan=(5, 6)),
+    "by hand": by_hand({4, 5, 6}),
+    "flip": run("flip", {"guard.check_replicas_every": "2"}, flip=4),
+    "slow": run("slow", {"train.steps": "12", "guard.check_hosts_every": "2"}, sleep=1),
+}
+assembly = Assembly.on_devices(load(folder / "points.toml", {}))
+with jdp.Checkpoints(folder / "nan" / "checkpoints") as saved:
+    results["digest"] = digest(saved.restore(assembly.abstract_state(), 10)[0])
+(folder / f"results-{rank}").write_text(json.dumps(results))
+"""
+pytestmark = pytest.mark.faults
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("health")
+    rng = np.random.default_rng(0)
+    labels = np.arange(120) % 3
+    np.savez(folder / "points.npz", features=rng.normal(size=(120, 6)).astype(np.float32), labels=labels)
+    (folder / "points.toml").write_text(POINTS)
+    (folder / "program.py").write_text(PROGRAM)
+    launched = [sys.executable, "-m", "jdp", "launch", "-n", "2", "--devices-per-process", "2", "--"]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
+    command = [*launched, str(folder / "program.py"), str(folder)]
+    ran = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    (folder / "stderr").write_text(ran.stdout + ran.stderr)
+    return folder
+
+
+def results(folder, rank):
+    return json.loads((folder / f"results-{rank}").read_text())
+
+
+def test_nan_on_one_rank_is_named_and_gone_back_from_with_the_bits_of_a_run_without_it(folder):
+    said = diagnose(folder / "nan").words
+    found = "The batch of step 5 has NaN or infinities: features (at 8, 9, 10, 11, … of 16 along its first dimension)"
+    assert any(f"{found}, read by process 1." in words for words in said)
+    seen, digest = results(folder, 0)["by hand"]
+    rows = {str(row["step"]): row["loss"] for row in read(folder / "nan" / "metrics.jsonl") if "loss" in row}
+    assert rows == seen and list(rows) == ["1", "2", "3", "7", "8", "9", "10"]
+    for rank in (0, 1):
+        own = results(folder, rank)
+        assert own["nan"] == 3 and own["digest"] == digest and own["by hand"][0] == seen
+
+
+def test_both_processes_keep_their_rows_of_the_batch(folder):
+    names = [f"batch-5-rank-{rank:05}.npz" for rank in (0, 1)]
+    assert sorted(file.name for file in (folder / "nan" / "flight").glob("*.npz")) == names
+    batch = read_batch(folder / "nan" / "flight", 5)
+    assert np.isnan(batch["features"]).all(axis=1).tolist() == [False] * 8 + [True] * 8
+
+
+def test_a_flipped_bit_is_named_on_every_process_before_it_is_saved(folder):
+    said = [results(folder, rank)["flip"] for rank in (0, 1)]
+    assert said[0] == said[1]
+    start = "Replicas of the state after step 4 must be equal bit for bit; device "
+    assert said[0].startswith(start) and "in params/layers/0/bias: " in said[0]
+    assert "(cpu, number 1 of process 1) differs from device 0 (cpu, number 0 of process 0)" in said[0]
+    saved = [int(path.name) for path in (folder / "flip" / "checkpoints").iterdir() if path.name.isdecimal()]
+    assert saved == [3]
+
+
+def test_a_slow_process_is_named(folder):
+    """It sleeps a second a batch; a step takes a hundredth of that on an idle machine, and 0.3 s on a busy one."""
+    shown = (folder / "stderr").read_text()
+    assert "process 1 is late: its host takes 0." in shown and "process 0 is late" not in shown
+    assert results(folder, 0)["slow"] == 0, "a warning only"
+    rows = [row for row in read(folder / "slow" / "metrics.jsonl") if "late_process" in row]
+    assert rows[-1]["late_process"] == 1 and rows[-1]["late_seconds"] > 0.1
+    assert any(words.startswith("Process 1 is late: ") for words in diagnose(folder / "slow").words)
