@@ -31,9 +31,6 @@ def start(
 ) -> tuple[TrainState, Progress, str | None]:
     """Restore the newest whole checkpoint onto the run's plan, or make a fresh state with `train.init_from`'s weights.
 
-    Report the step to the supervisor that may restart the run: a checkpoint that was committed in the background, just
-    before the run was killed, counts from here on.
-
     Args:
         assembly: the run's.
         saved: its checkpoints.
