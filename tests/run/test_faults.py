@@ -30,9 +30,11 @@ pytestmark = pytest.mark.faults
 
 PROGRAM = """
 import json, os, signal, sys, threading
+from collections import Counter
 from pathlib import Path
 import jax
 import jdp
+from jdp.core import agreement, meeting
 from jdp.experiment.file import load
 from jdp.guard.watch import Watch
 from jdp.run import loop
@@ -43,7 +45,22 @@ rank, folder = jax.process_index(), Path(sys.argv[1])
 agreed, fault, started = threading.Event(), [], loop.start
 
 
+class Visits(Counter):
+    '''Numbers of meetings that begin anew with each visit: who leaves at once may have come to one more than others,
+    and a process of a real run ends there.'''
+
+    visits = 0
+
+    def __missing__(self, name):
+        return 1000 * self.visits
+
+
+agreement._rounds, meeting._rounds = Visits(), Visits()
+
+
 def run(name):
+    Visits.visits += 1
+    agreement._rounds.clear(), meeting._rounds.clear()
     agreed.clear()
     try:
         summary = loop.run(load(folder / "tiny.toml", {"name": name}), root=folder, quiet=True)
