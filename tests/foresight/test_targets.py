@@ -379,7 +379,12 @@ def test_the_shipped_description_is_the_device_at_hand(tmp_path):
     kinds = [kind for kind, gpu in GPUS.items() if gpu.name in done.stdout]
     if not kinds:
         pytest.skip(f"no target describes this GPU: {done.stdout}")
-    assert differences(kinds[0], text) == []
+    device, shipped = device_fields(text), GPUS[kinds[0]]
+    # Drivers show different amounts (580: 0.09 % more than described); a GPU alone in a virtual machine has no links.
+    assert int(device["device_memory_size"]) == pytest.approx(shipped.memory_bytes, rel=0.01)
+    differing = {line.partition(":")[0] for line in differences(kinds[0], text)} - {"device_memory_size"}
+    links = "device_interconnect_info.active_links"
+    assert differing - ({links} if links not in device else set()) == set()
 
 
 # TPUs
