@@ -43,7 +43,8 @@ def _overview(own: Mapping[str, float], count: int) -> str:
     return (
         f"A step takes {format_seconds(own['seconds'])} (median of {count:,}): {format_percent(shares['wait'])} "
         f"waiting for the devices, {format_percent(shares['data'])} waiting for data, "
-        f"{format_percent(shares['dispatch'] + shares['host'])} in Python."
+        f"{format_percent(shares['dispatch'])} starting the step (on GPUs it also waits there when the devices have "
+        f"enough to do), {format_percent(shares['host'])} in Python between steps."
     )
 
 
@@ -90,7 +91,7 @@ def _long_steps(steps: Sequence[Mapping[str, Any]]) -> list[str]:
 
 _PART_WORDS = {
     "data": "waiting for data",
-    "dispatch": "dispatching",
+    "dispatch": "starting the step",
     "wait": "waiting for the devices",
     "host": "in Python between steps",
 }

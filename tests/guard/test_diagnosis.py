@@ -45,6 +45,7 @@ def test_it_finished(tmp_path):
     assert (found.state, found.began, found.words[0]) == ("finished", None, "It finished after step 20.")
     assert found.pace[0]["seconds"] == 1.0
     assert any(line.startswith("A step takes 1 s (median of 19): 90 % waiting for the devices") for line in found.words)
+    assert any("1.0 % starting the step" in line and "1.0 % in Python between steps." in line for line in found.words)
     assert found.words[-1].startswith("Goodput ")
 
 
