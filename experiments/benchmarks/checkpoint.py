@@ -16,6 +16,10 @@ processor second, restoring 0.3 to 0.8, checking 3 to 4 (fresh memory costs this
 another machine (jax 0.11.2), the same options without checksums: 1.7 to 2.1 GiB/s saved and 1.2 to 1.45 restored, where
 the zstandard of before gave 0.2 to 0.7 and 0.5 to 0.7; and a call of `save` took 35 to 65 ms in steps of 220 ms when
 Orbax was called by the loop's thread: 16 to 30%.
+
+Sixteen idle cores (jax 0.11.2, Python 3.12.3, 1 GiB, checksums included): 1.00 GiB/s saved, 1.44 restored, 5.3 checked;
+with six of the cores in use 0.86 to 0.94, 1.21 to 1.31 and 4.7. A call took 6.9 to 7.6 ms, 5.8 of them processor time,
+of steps of 69 to 84 ms: 8 to 11%, more than promised, since the step is shorter there and the call is not.
 """
 
 import os

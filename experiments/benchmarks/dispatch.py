@@ -15,6 +15,8 @@ Measured 2026-11 on 2 x86 cores shared with other programs (load 3 to 6), 2000 r
                                  4 devices, ddp     1.21 ± 0.03
                                  4 devices, zero3   1.19 ± 0.03
     jax 0.12.0.1, Python 3.13    1 device           1.06 to 1.10 in 3 runs
+    jax 0.11.2, Python 3.12.3    1 device           1.005 ± 0.005 on ten idle cores of 16: 2.37 ms / 2.36 ms; ratio of
+                                                    the least times 1.29 (1.35 ms / 1.04 ms)
     the call also checks         1 device           1.23 ± 0.02; the checks (is the state alive, is the batch numpy's)
     its arguments, 0.10.2                           are 1 to 2 us of it
 

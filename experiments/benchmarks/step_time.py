@@ -27,6 +27,9 @@ The first line again on 2026-11-21, with partial training and BatchNorm in the s
 And zero3 on 2026-11-22, with a norm that does not overflow and a guard of the model state, 20 rounds, load 3: 0.993 ±
 0.055.
 
+jax 0.11.2 on Python 3.12.3, ten idle cores of 16, 20 rounds: 1.037 ± 0.050, 1.012 ± 0.033 and 0.988 ± 0.034; by the
+clock 1.002, 1.043 and 1.011, ± 0.04 to 0.06.
+
 jax 0.12.0.1 on Python 3.13, 20 rounds: 0.99 to 1.03 in the first four lines, 1.08 to 1.10 in the last. In wall time
 0.99 to 1.04 and 1.05 to 1.11, with twice to four times the error. Losses (0.10.2) are equal to the last bit between
 manual and shard_map, and between auto and jit. The last line is the price of the manual form on CPU, paid by hand too:
