@@ -68,7 +68,8 @@ class Seen:
     @property
     def step(self) -> int:
         """The last whole step."""
-        return max((event["step"] for event in self.events if isinstance(event.get("step"), int)), default=0)
+        done = [event for event in self.events if event.get("doing") != "compile"]  # of a step that has not ended
+        return max((event["step"] for event in done if isinstance(event.get("step"), int)), default=0)
 
     @property
     def left(self) -> Mapping[str, Any] | None:
@@ -92,7 +93,13 @@ class Seen:
     @property
     def moved(self) -> float:
         """Unix seconds of the last event that was progress."""
-        return max(event["time"] for event in self.events if event["event"] not in ("alive", "signal", "left"))
+        own = (event["time"] for event in self.events if event["event"] not in ("alive", "signal", "left"))
+        return max(own, default=self.start["time"])
+
+    @property
+    def saved(self) -> bool:
+        """Whether the visit ended by waiting for its last save."""
+        return any(event["event"] == "end" and event.get("doing") == "wait" for event in self.events)
 
 
 _DOING = {
@@ -122,15 +129,16 @@ def diagnose(
             "unknown", None, [f"{folder / FLIGHT} has no flight recorder: no process began its loop there."]
         )
     first = min(ranks)
-    count = _count(ranks[first][-1])
-    last = [visits[-1] for rank, visits in sorted(ranks.items()) if rank < count]
+    visits = _together(ranks)
+    last = visits[-1]
+    count = _count(last[0])
     state, began, words = _last_visit(last, count, now, lives)
     if began is not None:
         words += _log(folder, began)
     words += [str(event["words"]) for seen in last[:1] for event in seen.events if _speaks(event)]
     medians, slow = pace({seen.rank: seen.events for seen in last})
     total = account(read(folder / FLIGHT / f"rank-{first:05}.jsonl"))
-    words += [*slow, *_before(ranks, count), f"{_capital(total.words())}."]
+    words += [*slow, *_before(visits), f"{_capital(total.words())}."]
     return Diagnosis(state, began, words, medians, total)
 
 
@@ -140,6 +148,26 @@ def _visits(rank: int, events: Events) -> list[Seen]:
     if not starts and events:
         return [Seen(rank, events)]  # of a long visit, whose beginning the recorder no longer has
     return [Seen(rank, events[i:j]) for i, j in zip(starts, [*starts[1:], len(events)], strict=True)]
+
+
+def _together(ranks: Mapping[int, Sequence[Seen]]) -> list[list[Seen]]:
+    """Return each visit of the first process, oldest first, with those of the others at the same time.
+
+    A process may have fewer visits: it was killed before it began to record, or the run went on without it.
+    """
+    own = ranks[min(ranks)]
+    together = [{one.rank: one} for one in own]
+    for rank, visits in sorted(ranks.items()):
+        for seen in visits if rank != min(ranks) else ():
+            at = max(range(len(own)), key=lambda i: _overlap(own[i], seen))
+            if rank < _count(own[at]):
+                together[at][rank] = seen  # of several the latest
+    return [list(each.values()) for each in together]
+
+
+def _overlap(one: Seen, other: Seen) -> float:
+    """Return the seconds that two visits have in common; less than 0: what lies between them."""
+    return min(one.last["time"], other.last["time"]) - max(one.start["time"], other.start["time"])
 
 
 def _count(seen: Seen) -> int:
@@ -160,8 +188,8 @@ def _failed(last: Sequence[Seen]) -> bool:
     return any(seen.left is not None and seen.left.get("how") == "error" for seen in last)
 
 
-def _ended(last: Sequence[Seen], now: float) -> tuple[str, int | None, list[str]]:
-    """Return how a visit ended."""
+def _ended(last: Sequence[Seen], now: float | None = None) -> tuple[str, int | None, list[str]]:
+    """Return how a visit ended; `now` is None for one long ago."""
     errors = [(seen.left["time"], seen) for seen in last if seen.left and seen.left.get("how") == "error"]
     own = sorted(((t, seen) for t, seen in errors if not (seen.left or {}).get("lost_peer")), key=lambda pair: pair[0])
     if own:
@@ -199,12 +227,13 @@ def _error(seen: Seen, count: int) -> list[str]:
     ]
 
 
-def _killed(seen: Seen, count: int, now: float) -> list[str]:
+def _killed(seen: Seen, count: int, now: float | None) -> list[str]:
     who = "It" if count == 1 else f"Process {seen.rank}"
     others = "" if count == 1 else " It was the first: the others lost it."
+    ago = "" if now is None else f", {_ago(now - seen.last['time'])} ago"
     return [
         f"{who} ended without a word after step {seen.step:,}, while {seen.doing}; its last sign of life is of "
-        f"{_clock(seen.last['time'])}, {_ago(now - seen.last['time'])} ago.{others}",
+        f"{_clock(seen.last['time'])}{ago}.{others}",
         "So ends what is killed (SIGKILL): by a lack of memory (dmesg says so), a scheduler's limit, a person, or with "
         "its machine. Run again: it resumes from its last checkpoint.",
     ]
@@ -220,10 +249,8 @@ def _stop(last: Sequence[Seen], stopped: Seen) -> tuple[int | None, list[str]]:
     first = signals[0] if signals else None
     by = "a signal" if first is None else first[2]
     who = f", which process {first[1]} got first," if first and len(last) > 1 else ""
-    return (
-        first[1] if first else None,
-        [f"It was stopped by {by}{who} after step {stopped.step:,}, and saved. Run again: it resumes."],
-    )
+    how = "and saved. Run again: it resumes" if stopped.saved else "at once, without saving. Run again"
+    return first[1] if first else None, [f"It was stopped by {by}{who} after step {stopped.step:,}, {how}."]
 
 
 def _going_on(last: Sequence[Seen], count: int, now: float) -> tuple[str, int | None, list[str]]:
@@ -244,19 +271,18 @@ def _going_on(last: Sequence[Seen], count: int, now: float) -> tuple[str, int | 
     return "hung", behind[0] if behind else None, [f"It hangs since {_ago(quiet)}: {words}"]
 
 
-def _before(ranks: Mapping[int, list[Seen]], count: int) -> list[str]:
+def _before(visits: Sequence[Sequence[Seen]]) -> list[str]:
     """Return in short how the visits before the last ended, newest first."""
     lines: list[str] = []
-    own = ranks[min(ranks)]
-    for back in range(2, min(len(own), _MOST_VISITS + 1) + 1):
-        seen = [visits[-back] for visits in ranks.values() if len(visits) >= back]
-        state, began, words = _ended(seen, seen[0].last["time"])
+    for seen in reversed(visits[-_MOST_VISITS - 1 : -1]):
+        state, began, words = _ended(seen)
         if state == "finished" and (seen[0].left or {}).get("how") == "nothing to do":
             continue
         who = "" if began is None or len(seen) == 1 else f", by process {began}"
-        lines.append(
-            f"The visit that began {_clock(seen[0].start['time'])} was {_SHORT.get(state, state)}{who}: {words[0]}"
-        )
+        how = f"was {_SHORT.get(state, state)}{who}: {words[0]}"
+        if state == "finished":
+            how = f"finished after step {seen[0].step:,}."
+        lines.append(f"The visit that began {_clock(seen[0].start['time'])} {how}")
     return lines
 
 
