@@ -137,7 +137,8 @@ def report(cause: Child, processes: int, signals: Sequence[int], children: Seque
     early = [str(child.rank) for child in children if child.ended < cause.ended and child.status == 0]
     if early and (cause.aborted or cause.status == SOFTWARE_ERROR):
         why += f" (process {', '.join(early)} had left before it, with exit code 0: all must take the same steps)"
-    say("\n".join([f"{who}{why}. Its last output:", *(f"    {line}" for line in cause.last_words)]))
+    words = [f"    {line}" for line in cause.last_words] or ["    (nothing)"]
+    say("\n".join([f"{who}{why}. Its last output:", *words]))
 
 
 @contextlib.contextmanager

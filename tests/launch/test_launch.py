@@ -166,6 +166,11 @@ def test_the_first_failure_ends_all_and_is_reported_with_its_last_words(
     assert gone(pids_written(tmp_path, 2))
 
 
+def test_a_process_that_wrote_nothing_is_said_to_have_written_nothing(capfd: pytest.CaptureFixture[str]):
+    assert launch(["false"], 1) == 1
+    assert capfd.readouterr().err.endswith("with exit code 1. Its last output:\n    (nothing)\n")
+
+
 def test_an_abort_is_not_the_cause_when_its_peer_fails_too(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     text = (
         WAIT
