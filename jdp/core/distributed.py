@@ -95,6 +95,8 @@ def is_lost_peer(error: BaseException) -> bool:
         return False
     if isinstance(error, LostPeer):
         return True
+    if isinstance(error, TimeoutError) and isinstance(error.__cause__, jax.errors.JaxRuntimeError):
+        return True  # Orbax' word for a barrier of the coordination service that failed, for whatever reason
     text = str(error)
     of_jax = type(error).__name__ == "JaxRuntimeError" or (isinstance(error, ValueError) and "gloo" in text.lower())
     return of_jax and _LOST_PEER.search(text) is not None

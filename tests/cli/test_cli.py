@@ -377,3 +377,7 @@ def test_a_lost_peer_is_told_from_faults_of_this_process(monkeypatch: pytest.Mon
     assert cli._is_lost_peer(gone)
     assert not cli._is_lost_peer(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"))
     assert not cli._is_lost_peer(ConnectionResetError("Connection reset by peer")), "a data server's, not a process's"
+    barrier = TimeoutError("Timed out while waiting for async_write_complete barrier.")
+    assert not cli._is_lost_peer(barrier), "not of the coordination service"
+    barrier.__cause__ = jax.errors.JaxRuntimeError("INTERNAL: …")
+    assert cli._is_lost_peer(barrier), "as Orbax tells it"
