@@ -99,7 +99,8 @@ class Deadline:
         now = time.monotonic()
         if not self._once:
             self._durations.append(now - self._since)
-        self._once, self._step, self._doing, self._since = False, step, doing, now
+        # The time is set first, here and below: a limit for short things must not meet the beginning of a long one.
+        self._since, self._once, self._step, self._doing = now, False, step, doing
 
     def beat(self, doing: str) -> None:
         """Say that a part ended, such as a batch of an evaluation, which is not a step.
@@ -107,7 +108,7 @@ class Deadline:
         Args:
             doing: what begins now, for messages.
         """
-        self._doing, self._since, self._once = doing, time.monotonic(), False
+        self._since, self._once, self._doing = time.monotonic(), False, doing
 
     def says(self, doing: str) -> None:
         """Say what goes on; the time runs on.
@@ -129,7 +130,7 @@ class Deadline:
         try:
             yield
         finally:
-            self._once, self._doing, self._since = once, before, time.monotonic()
+            self._since, self._once, self._doing = time.monotonic(), once, before
 
     @property
     def limit(self) -> float | None:
