@@ -105,6 +105,7 @@ class Member:
                 self._connect()
             for message in self._heard():
                 if message["kind"] == "start":
+                    self._refused = ""
                     names = ("coordinator", "processes", "first", "binds", "restarts")
                     return Place(here=self._here, **{name: message[name] for name in names})
             time.sleep(POLL_SECONDS)
