@@ -62,12 +62,19 @@ def check(path: str | Path) -> list[Checked]:
     directories = [path, path / RUN_FOLDER]
     steps = {step: directory for directory in directories for step in ownership.committed_steps(directory)}
     lost = {step: directory for directory in directories for step in ownership.uncommitted_steps(directory)}
-    return [_checked(folder / str(step)) for step, folder in sorted((steps | lost).items())]
+    found = [_checked(folder / str(step)) for step, folder in sorted((steps | lost).items())]
+    return [each for each in found if each.status != "damaged" or _stays(each.folder)]
 
 
 def _checked(folder: Path) -> Checked:
     found = checksums.verify(folder)
     return Checked(folder, int(folder.name) if folder.name.isdecimal() else None, found.status, found.problem)
+
+
+def _stays(folder: Path) -> bool:
+    """Return True if a step is still there, and not being deleted by a run that goes on."""
+    steps = (*ownership.committed_steps(folder.parent), *ownership.uncommitted_steps(folder.parent))
+    return int(folder.name) in steps
 
 
 def read_newest(directory: Path, read: Callable[[Path, str], _T]) -> tuple[_T, int, dict[int, str]]:

@@ -13,7 +13,7 @@ import pytest
 from damaged_files import cut, flip, without_checksums, zero_page
 
 import jdp
-from jdp.checkpoint import check
+from jdp.checkpoint import check, checksums
 from jdp.core import notices
 
 pytestmark = pytest.mark.faults
@@ -117,6 +117,18 @@ def test_whatever_changes_in_whichever_file_is_found_and_the_one_before_is_resto
 
 def verdict_of(directory):
     return next(found.problem for found in check(directory) if found.status == "damaged")
+
+
+def test_a_step_that_a_run_deletes_meanwhile_is_not_damaged(own, monkeypatch):
+    real = checksums.verify
+
+    def late(folder):
+        if folder.name == "1":
+            shutil.rmtree(folder)
+        return real(folder)
+
+    monkeypatch.setattr(checksums, "verify", late)
+    assert [(found.step, found.status) for found in check(own)] == [(2, "whole")]
 
 
 def test_a_file_of_another_checkpoint_is_not_taken_for_the_same(own):
