@@ -4,6 +4,7 @@ Every process calls each of these functions, in the same order; they talk throug
 answers while devices hang.
 """
 
+import contextlib
 import json
 import os
 import secrets
@@ -79,7 +80,8 @@ def examine_shared(folder: Path, seconds: float) -> list[Finding]:
         unseen = _unseen(folder, names, token)
         meet("shared files are read", seconds=seconds)
     finally:
-        (folder / names[me]).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a file system that is mounted read-only refuses even where there is none
+            (folder / names[me]).unlink(missing_ok=True)
     mend = "choose a folder that all hosts mount (NFS, Lustre, a ReadWriteMany volume): --run-dir FOLDER"
     if problem:
         return [Finding("shared folder", "wrong", f"{folder} cannot be written: {problem}", mend)]
@@ -115,9 +117,16 @@ def _unseen(folder: Path, names: list[str], token: str) -> list[int]:
             break
         time.sleep(0.1)
     neighbour = (jax.process_index() + 1) % len(names)
-    if neighbour not in unseen and (folder / names[neighbour]).read_text(encoding="ascii") != token:
+    if neighbour not in unseen and not _reads(folder / names[neighbour], token):
         unseen.append(neighbour)
     return unseen
+
+
+def _reads(file: Path, text: str) -> bool:
+    try:
+        return file.read_text(encoding="ascii") == text
+    except (OSError, UnicodeError):
+        return False
 
 
 def examine_clocks(seconds: float) -> list[Finding]:
