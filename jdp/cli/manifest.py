@@ -119,6 +119,8 @@ def _slurm(options: Options, overrides: dict[str, str], experiment: "Experiment"
     from jdp.launch.slurm import SlurmJob, batch_script
 
     for directive in options.sbatch:
+        if directive.partition("=")[0] == "nodes":
+            raise UsageError(f"the experiment is checked for --nodes; given --sbatch {directive}: write it as --nodes")
         if not re.fullmatch(r"[a-z][-a-z0-9]*(=[^\s\"'\\#]+)?", directive):
             raise UsageError(
                 f"--sbatch takes one option of sbatch as OPTION=VALUE, without dashes, spaces and quotes; given "

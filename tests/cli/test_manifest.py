@@ -149,6 +149,7 @@ MISTAKES = {
         ["slurm", GPT2, *SIZE, "--sbatch", "x=1\nrm -rf /"],
         "--sbatch takes one option of sbatch",
     ),
+    "nodes that are not checked": (["slurm", GPT2, *SIZE, "--sbatch", "nodes=3"], "is checked for --nodes; given"),
     "a time that is none": (["slurm", GPT2, *SIZE, "--time", "soon"], "--time is minutes, HOURS:MINUTES:SECONDS or"),
     "no such file": (["slurm", "nothing.toml", *SIZE], "there is no such file"),
     "no such folder": (["slurm", GPT2, *SIZE, "-o", "/no/such/job.sh"], "there is no folder /no/such"),
