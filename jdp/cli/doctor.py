@@ -38,7 +38,7 @@ class Options:
     With RUN it also compares the run's checkpoints with their checksums. Exit 0 if nothing is wrong, else 1.
     """
 
-    run: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="RUN")] = None
+    run: Annotated[tyro.conf.Positional[str | None], tyro.conf.arg(metavar="[RUN]")] = None
     """Folder of a run, or name of a run in --run-dir, whose checkpoints are to be verified."""
     run_dir: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs")
     """Folder that holds the runs, whose disk is examined; it need not exist."""
