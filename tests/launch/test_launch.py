@@ -196,7 +196,9 @@ def test_an_abort_alone_is_reported_as_what_it_is(
     monkeypatch.setattr(gang, "SETTLE_SECONDS", 0.2)
     text = WAIT + WRITE_PID + "if rank == 0: wait_for('pid.1'); os.abort()\ntime.sleep(60)"
     assert launch([*program(tmp_path, text), str(tmp_path)], 2) == 128 + signal.SIGABRT
-    assert "process 0 of 2 ended with signal 6 (SIGABRT) (JAX aborts a process when a peer" in capfd.readouterr().err
+    report = capfd.readouterr().err
+    assert "process 0 of 2 ended with signal 6 (SIGABRT) (JAX aborts a process when a peer" in report
+    assert "no process failed in another way; process 1 had not ended, and may hang)" in report
 
 
 def test_a_process_that_is_killed_is_named_with_the_signal(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
