@@ -116,7 +116,7 @@ def _experiment(options: Options, overrides: dict[str, str]) -> "Experiment":
 
 def _slurm(options: Options, overrides: dict[str, str], experiment: "Experiment", gpus: int) -> str:
     """Return the batch script. Raises UsageError."""
-    from jdp.launch.slurm import SlurmJob, batch_script
+    from jdp.launch.slurm import SIGNAL_SECONDS, SlurmJob, batch_script
 
     for directive in options.sbatch:
         if directive.partition("=")[0] == "nodes":
@@ -130,6 +130,11 @@ def _slurm(options: Options, overrides: dict[str, str], experiment: "Experiment"
         raise UsageError(
             f"--time is minutes, HOURS:MINUTES:SECONDS or DAYS-HOURS:MINUTES:SECONDS; given {brief(options.time)}: "
             "write --time 24:00:00"
+        )
+    if options.time is not None and 0 < _limit_seconds(options.time) <= SIGNAL_SECONDS:  # 0: no limit
+        raise UsageError(
+            f"--time must be longer than the {SIGNAL_SECONDS} seconds before its end, when tasks save and leave; "
+            f"given {brief(options.time)}: raise it"
         )
     runs = options.run_dir or Path("runs")
     command = [sys.executable, "-m", "jdp", "train", str(options.file.absolute()), f"--run-dir={runs.absolute()}"]
@@ -145,6 +150,14 @@ def _slurm(options: Options, overrides: dict[str, str], experiment: "Experiment"
         **more,
     )
     return batch_script(job)
+
+
+def _limit_seconds(time: str) -> int:
+    """Return the seconds of a time limit as Slurm reads it: 10 and 10:00 are minutes, 1-10 and 1-10:00 have hours."""
+    days, dash, rest = time.rpartition("-")
+    numbers = [int(number) for number in rest.split(":")]
+    hours, minutes, seconds = [*numbers, 0, 0][:3] if dash or len(numbers) == 3 else [0, *numbers, 0][:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def _kubernetes(options: Options, overrides: dict[str, str], experiment: "Experiment", gpus: int) -> str:

@@ -150,6 +150,8 @@ MISTAKES = {
         "--sbatch takes one option of sbatch",
     ),
     "nodes that are not checked": (["slurm", GPT2, *SIZE, "--sbatch", "nodes=3"], "is checked for --nodes; given"),
+    "a time that ends at once": (["slurm", GPT2, *SIZE, "--time", "5"], "longer than the 300 seconds before its end"),
+    "as many seconds": (["slurm", GPT2, *SIZE, "--time", "0:05:00"], "longer than the 300 seconds before its end"),
     "a time that is none": (["slurm", GPT2, *SIZE, "--time", "soon"], "--time is minutes, HOURS:MINUTES:SECONDS or"),
     "no such file": (["slurm", "nothing.toml", *SIZE], "there is no such file"),
     "no such folder": (["slurm", GPT2, *SIZE, "-o", "/no/such/job.sh"], "there is no folder /no/such"),
@@ -184,3 +186,8 @@ def test_no_scheduler_and_unknown_ones_are_refused(capfd):
 
 def test_the_script_names_the_python_that_wrote_it(capfd):
     assert f"\n  {sys.executable} -m jdp train " in written(capfd, "slurm", GPT2, *SIZE)
+
+
+def test_time_limits_are_read_as_slurm_reads_them():
+    seconds = {"6": 360, "6:30": 390, "1:00:01": 3601, "2-1": 49 * 3600, "1-0:05": 86700, "1-0:00:05": 86405, "0": 0}
+    assert {text: manifest._limit_seconds(text) for text in seconds} == seconds
