@@ -184,3 +184,9 @@ def test_no_text_or_file_is_executed(module):
 )
 def test_this_file_sees_what_executes(text, expected):
     assert list(executed(ast.parse(text))) == expected
+
+
+def test_files_of_tests_have_names_of_their_own():
+    """pytest imports them by these names: of two that are equal, one is not run when both are asked for."""
+    names = [path.name for path in Path(__file__).parent.rglob("*.py")]
+    assert sorted(names) == sorted(set(names))

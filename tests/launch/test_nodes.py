@@ -1,6 +1,6 @@
 """Several machines, here several supervisors on one: who starts what, and what follows when one fails or is lost.
 
-Programs without JAX, so that a start takes no time; `test_faults.py` has an experiment.
+Programs without JAX, so that a start takes no time; `test_launch_faults.py` has an experiment.
 """
 
 import os
