@@ -29,7 +29,8 @@ LAST_WORDS_SECONDS = 1.0  # process 0 stays so long after a failure: when it end
 FAILED, INTERRUPTED = 70, 130  # exit codes: an exception, or the others did not arrive; Ctrl-C
 
 _LOST_PEER = re.compile(  # messages of Gloo, of JAX's coordination service, and of NCCL
-    r"connection (closed|reset) by peer|broken pipe|another task died|tasks are unhealthy|remote process exited",
+    r"connection (closed|reset) by peer|broken pipe|another task died|tasks are unhealthy|remote process exited|"
+    r"failed to send RPC to coordination service",
     re.IGNORECASE,
 )
 
