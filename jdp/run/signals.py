@@ -90,7 +90,9 @@ class StopRequest:
         signal.set_wakeup_fd(self._wakeup)
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_IGN if handler is None else handler)  # None: JAX's own, which is C++
-        os.write(self._pipe[1], b"\0")  # the thread closes the pipe
+        with contextlib.suppress(BrokenPipeError):  # the thread has left, and closed its end
+            os.write(self._pipe[1], b"\0")
+        os.close(self._pipe[1])
 
     def under_way(self) -> None:
         """Say that the first step is on its way: from here on a stop is agreed on, and saved."""
@@ -140,8 +142,7 @@ class StopRequest:
                     self._agreement.ask(self._heard)
                 elif not self._under_way:
                     self._leave(self._heard, _NOTHING)
-        for end in self._pipe:
-            os.close(end)
+        os.close(pipe)
 
     def _look(self, agreement: _Agreement) -> None:
         """Look, in a thread, for a request of any process, and agree on where to stop."""
