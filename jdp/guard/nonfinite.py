@@ -16,10 +16,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Literal
 from numpy.typing import NDArray
 
 from jdp.core.gradients import auto
+from jdp.core.gradients.jaxprs import places_made
 from jdp.core.gradients.wire import WIDE
 from jdp.core.paths import path_of
 from jdp.core.sharding.mesh import auto_axes
@@ -28,8 +28,6 @@ from jdp.core.step import VIEWS, Step
 from jdp.core.types import Batch, PyTree
 
 SHOWN = 4  # leaves, and rows, that a sentence names
-_MOVES = ("convert_element_type", "copy", "mul", "reshape", "sharding_constraint", "squeeze", "transpose")
-"""Operations that change how a gradient looks, after the backward pass has made it."""
 
 
 @dataclass(frozen=True)
@@ -159,24 +157,8 @@ class Inspection:
         with auto_axes(step.plan.mesh):
             jaxpr = jax.make_jaxpr(grads)(state.params)
         trained = jax.tree.leaves_with_path(trained_part(state.params, state.static.trained))
-        places = dict(zip((path_of(path) for path, _ in trained), _places_made(jaxpr), strict=True))
+        places = dict(zip((path_of(path) for path, _ in trained), places_made(jaxpr.jaxpr), strict=True))
         return sorted(places, key=places.__getitem__)
-
-
-def _places_made(jaxpr: ClosedJaxpr) -> list[int]:
-    """Return for each output the place of the operation that computes it, moves and casts after it left out."""
-    made = {var: place for place, eqn in enumerate(jaxpr.jaxpr.eqns) for var in eqn.outvars}
-
-    def place_of(var: Any) -> int:
-        while not isinstance(var, Literal) and var in made:
-            eqn = jaxpr.jaxpr.eqns[made[var]]
-            inputs = [x for x in eqn.invars if not isinstance(x, Literal) and x.aval.shape]
-            if eqn.primitive.name not in _MOVES or len(inputs) != 1:
-                return made[var]
-            var = inputs[0]
-        return -1
-
-    return [place_of(var) for var in jaxpr.jaxpr.outvars]
 
 
 def _flagged(tree: PyTree) -> dict[str, jax.Array]:

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jdp
 from jdp.core import notices
+from jdp.core.gradients import accumulate
 from jdp.core.gradients.codes import decode, decode_weights, encode, encode_weights, from_rows, to_rows
 from jdp.core.gradients.synchronise import matrices
 
@@ -101,6 +102,30 @@ def test_buckets_change_nothing_but_the_number_of_collectives(strategy, mesh, bu
     for name, weights in jax.device_get(state.params).items():
         np.testing.assert_allclose(weights, plain(strategy, mesh)[name], atol=3e-5, rtol=0, err_msg=name)
     assert state.sync == {}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_buckets_fill_in_the_order_of_the_backward_pass(precision, monkeypatch):
+    """The last layer's gradient is the first; casts between the pass and the sums do not hide it."""
+    orders, real = [], accumulate._ready_first
+
+    def seen(*given):
+        found = real(*given)
+        orders.append(found.synchroniser.order)
+        return found
+
+    def layers(params, batch, rng):
+        x = batch["x"].astype(params["0"].dtype)
+        for name in sorted(params):
+            x = jnp.tanh(x @ params[name])
+        return jdp.Loss((x.astype(jnp.float32) ** 2).sum(), jnp.float32(len(x)))
+
+    monkeypatch.setattr(accumulate, "_ready_first", seen)
+    start = lambda rng: {name: jnp.eye(16) for name in "012"}  # noqa: E731
+    state = jdp.abstract_state(start, optax.sgd(RATE), plan_of("ddp"), rng=jax.random.key(0))
+    step = jdp.make_train_step(layers, plan_of("ddp"), buckets=512, precision=precision, check_loss=False)
+    step.lower(state, {"x": jax.ShapeDtypeStruct((ROWS, 16), jnp.float32)})
+    assert set(orders) == {(2, 1, 0)}
 
 
 def test_zero3_rounds_without_bias():

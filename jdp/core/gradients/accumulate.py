@@ -20,12 +20,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.extend.core import Literal
 
 from jdp.core.batch import batch_rows
 from jdp.core.batch_keys import BatchKey
 from jdp.core.gradients.draws import RowwiseLoss
 from jdp.core.gradients.gathers import parameter_scope
+from jdp.core.gradients.jaxprs import places_made
 from jdp.core.gradients.loss_call import Sums, TracedLoss
 from jdp.core.gradients.model_state import changed_leaves, refuse_varying
 from jdp.core.gradients.synchronise import Synchroniser
@@ -198,8 +198,7 @@ def _ready_first(
     backward = partial(_microbatch_gradients, spec, replace(collectives, synchroniser=None), loss)
     jaxpr, shapes = jax.make_jaxpr(backward, return_shape=True)(operands, *given, {})
     count = len(jax.tree.leaves(shapes[0]))
-    made = {var: place for place, eqn in enumerate(jaxpr.jaxpr.eqns) for var in eqn.outvars}
-    places = [-1 if isinstance(var, Literal) else made.get(var, -1) for var in jaxpr.jaxpr.outvars[:count]]
+    places = places_made(jaxpr.jaxpr)[:count]
     order = tuple(sorted(range(count), key=lambda i: (places[i], -i)))
     return replace(collectives, synchroniser=replace(collectives.synchroniser, order=order))
 

@@ -6,11 +6,15 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 from jax.extend import source_info_util
-from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 
 from jdp.core.paths import PACKAGE
+
+_MOVES = ("convert_element_type", "copy", "mul", "reshape", "sharding_constraint", "squeeze", "transpose")
+"""Operations that change how a gradient looks, after the backward pass has made it."""
 
 
 def inner_jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:
@@ -32,6 +36,26 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     constants, carried, _ = eqn.params["ft_in"].unpack()  # since jax 0.12: trees, whose length is that of their leaves
     return len(constants), len(carried)
+
+
+def places_made(jaxpr: Jaxpr) -> list[int]:
+    """Return for each output the place of the operation that computes it, moves and casts after it left out.
+
+    Args:
+        jaxpr: of a function that returns gradients; -1 is the place of an output that nothing in it computes.
+    """
+    made = {var: place for place, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
+
+    def place_of(var: Any) -> int:
+        while not isinstance(var, Literal) and var in made:
+            eqn = jaxpr.eqns[made[var]]
+            inputs = [x for x in eqn.invars if not isinstance(x, Literal) and x.aval.shape]
+            if eqn.primitive.name not in _MOVES or len(inputs) != 1:
+                return made[var]
+            var = inputs[0]
+        return -1
+
+    return [place_of(var) for var in jaxpr.outvars]
 
 
 def source_lines(eqn: JaxprEqn) -> list[str]:
