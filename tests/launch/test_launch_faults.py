@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from tiny_experiment import points_text, write_points
 
 from jdp.checkpoint import Checkpoints
 from jdp.experiment.assembly import Assembly
@@ -28,17 +29,8 @@ pytestmark = pytest.mark.faults
 ROOT = Path(__file__).parents[2]
 STEPS = 14
 
-POINTS = f"""
-name = "points"
-strategy = "zero1"
-[model]
-name = "mlp"
-features_in = 6
-hidden = [8]
-features_out = 3
-[data]
-source = "points.npz"
-heldout_fraction = 0.2
+POINTS = points_text(
+    f"""
 [optimizer]
 name = "adamw"
 lr = 0.01
@@ -47,16 +39,16 @@ steps = {STEPS}
 batch_size = 16
 log_every = 1
 checkpoint_every = 2
-"""
+""",
+    top='strategy = "zero1"\n',
+)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with an experiment that takes milliseconds a step."""
-    made, rng = tmp_path_factory.mktemp("faults"), np.random.default_rng(0)
-    labels = np.arange(120) % 3
-    np.savez(made / "points.npz", features=rng.normal(size=(120, 6)).astype(np.float32), labels=labels)
-    (made / "points.toml").write_text(POINTS)
+    made = tmp_path_factory.mktemp("faults")
+    write_points(made, POINTS)
     return made
 
 

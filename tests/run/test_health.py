@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from flipped import flipped
+from tiny_experiment import points_text, write_points
 
 from jdp.checkpoint import Checkpoints
 from jdp.cli.main import main
@@ -18,17 +19,8 @@ from jdp.guard.diagnosis import diagnose
 from jdp.guard.nonfinite import read_batch
 from jdp.run.outputs.metrics import read
 
-POINTS = """
-name = "points"
-strategy = "zero1"
-[model]
-name = "mlp"
-features_in = 6
-hidden = [256]
-features_out = 3
-[data]
-source = "points.npz"
-heldout_fraction = 0.2
+POINTS = points_text(
+    """
 [optimizer]
 name = "adamw"
 lr = 0.01
@@ -39,18 +31,16 @@ log_every = 1
 eval_batches = 1
 checkpoint_every = 3
 keep_checkpoints = 10
-"""
+""",
+    hidden=256,
+    top='strategy = "zero1"\n',
+)
 NAN = float("nan")
 
 
 @pytest.fixture
 def file(tmp_path):
-    rng = np.random.default_rng(0)
-    labels = np.arange(120) % 3
-    features = rng.normal(size=(120, 6)).astype(np.float32) + labels[:, None].astype(np.float32)
-    np.savez(tmp_path / "points.npz", features=features, labels=labels)
-    (tmp_path / "points.toml").write_text(POINTS)
-    return tmp_path / "points.toml"
+    return write_points(tmp_path, POINTS)
 
 
 def train(file, *arguments, name="points"):

@@ -8,22 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny_experiment import points_text, write_points
 
 from jdp.guard.diagnosis import diagnose
 from jdp.guard.nonfinite import read_batch
 from jdp.run.outputs.metrics import read
 
 ROOT = Path(__file__).parents[2]
-POINTS = """
-name = "points"
-[model]
-name = "mlp"
-features_in = 6
-hidden = [8]
-features_out = 3
-[data]
-source = "points.npz"
-heldout_fraction = 0.2
+POINTS = points_text(
+    """
 [optimizer]
 name = "adamw"
 lr = 0.01
@@ -34,6 +27,7 @@ log_every = 1
 eval_batches = 1
 checkpoint_every = 3
 """
+)
 PROGRAM = """
 import dataclasses, json, sys, time
 from pathlib import Path
@@ -122,10 +116,7 @@ pytestmark = pytest.mark.faults
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("health")
-    rng = np.random.default_rng(0)
-    labels = np.arange(120) % 3
-    np.savez(folder / "points.npz", features=rng.normal(size=(120, 6)).astype(np.float32), labels=labels)
-    (folder / "points.toml").write_text(POINTS)
+    write_points(folder, POINTS)
     (folder / "program.py").write_text(PROGRAM)
     launched = [sys.executable, "-m", "jdp", "launch", "-n", "2", "--devices-per-process", "2", "--"]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from damaged_files import without_checksums
 from full_disk import files_of_at_most
+from tiny_experiment import points_text, write_points
 
 from jdp.checkpoint import Checkpoints
 from jdp.cli.main import main
@@ -22,16 +23,8 @@ from jdp.run import signals
 from jdp.run.lock import LOCK, locked
 from jdp.run.outputs.metrics import read
 
-POINTS = """
-name = "points"
-[model]
-name = "mlp"
-features_in = 6
-hidden = [8]
-features_out = 3
-[data]
-source = "points.npz"
-heldout_fraction = 0.2
+POINTS = points_text(
+    """
 [optimizer]
 name = "sgd"
 lr = 0.1
@@ -41,18 +34,14 @@ batch_size = 16
 log_every = 1
 eval_batches = "all"
 """
+)
 STILL = ("--optimizer.lr", "1e-30")
 """A rate at which nothing changes, so that no evaluation improves on the first."""
 
 
 @pytest.fixture
 def file(tmp_path):
-    rng = np.random.default_rng(0)
-    labels = np.arange(120) % 3
-    features = rng.normal(size=(120, 6)).astype(np.float32) + labels[:, None].astype(np.float32)
-    np.savez(tmp_path / "points.npz", features=features, labels=labels)
-    (tmp_path / "points.toml").write_text(POINTS)
-    return tmp_path / "points.toml"
+    return write_points(tmp_path, POINTS)
 
 
 def train(file, *arguments, name="points"):
