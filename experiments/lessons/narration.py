@@ -1,6 +1,7 @@
 """What the lessons share beside their devices: their options, and how they print a table and keep a picture."""
 
 import argparse
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -26,9 +27,20 @@ def parser(program: str, documentation: str | None) -> argparse.ArgumentParser:
     name = Path(program)
     formatter = argparse.RawDescriptionHelpFormatter
     made = argparse.ArgumentParser(name.name, description=documentation, formatter_class=formatter)
-    picture = Path("runs", "lessons", f"{name.stem}.svg")
-    made.add_argument("--picture", type=Path, default=picture, metavar="FILE", help=f"SVG; default: {picture}")
+    path = Path("runs", "lessons", f"{name.stem}.svg")
+    made.add_argument("--picture", type=picture_file, default=path, metavar="FILE", help=f"SVG; default: {path}")
     return made
+
+
+def picture_file(text: str) -> Path:
+    """Return an option's path, before the lesson's work and not after it, if an SVG can be written there."""
+    path = Path(text)
+    if path.suffix != ".svg":
+        raise argparse.ArgumentTypeError(f"takes a file that ends in .svg; given {text}")
+    folder = next(parent for parent in path.absolute().parents if parent.exists())
+    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise argparse.ArgumentTypeError(f"takes a file that can be written; given {text}")
+    return path
 
 
 def positive(text: str) -> float:

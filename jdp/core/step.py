@@ -126,17 +126,20 @@ def make_train_step(
     """
     _check_settings(accumulate, group, partitioning)
     wire = Wire.of(wire)
+    local = LocalSteps.of(local_steps, plan)
+    if local is not None:
+        others = {"wire": wire != WIDE, "buckets": buckets is not None, 'partitioning="auto"': partitioning == "auto"}
+        if given := [name for name, is_given in others.items() if is_given]:
+            raise ValueError(
+                'local_steps takes neither wire nor buckets nor partitioning="auto"; given '
+                f"{' and '.join(given)}: leave that out, or local_steps."
+            )
+        partitioning = "manual"
     if wire != WIDE or buckets is not None:
         _check_synchronisation(wire, buckets, partitioning, plan)
         partitioning = "manual"
-    local = LocalSteps.of(local_steps, plan)
-    if local is not None:
-        if wire != WIDE or buckets is not None or partitioning == "auto":
-            raise ValueError(
-                "local_steps takes neither wire nor buckets nor partitioning='auto'; given "
-                f"wire={wire.gradients!r}, buckets={buckets!r}, partitioning={partitioning!r}: leave them out."
-            )
-        partitioning = "manual"
+    if noise_scale not in (True, False):
+        raise ValueError(f"noise_scale is True, or False not to measure it; given {noise_scale!r}. Give a bool.")
     if noise_scale:
         _check_noise_scale(plan, partitioning, local)
         partitioning = "manual"

@@ -205,8 +205,8 @@ def test_a_checkpoint_goes_to_other_replicas_and_to_plain_steps_and_back(tmp_pat
     [
         ({"local_steps": 0}, "1 or more"),
         ({"local_steps": 2.5}, "1 or more"),
-        ({"local_steps": 4, "wire": "int8"}, "leave them out"),
-        ({"local_steps": 4, "partitioning": "auto"}, "leave them out"),
+        ({"local_steps": 4, "wire": "int8"}, "given wire: leave that out"),
+        ({"local_steps": 4, "partitioning": "auto"}, 'given partitioning="auto": leave that out'),
     ],
 )
 def test_settings_that_do_not_fit(given, words):

@@ -344,6 +344,8 @@ def test_parameters_too_small_to_shard_share_a_bucket_by_plan(settings):
         ({"buckets": 0}, "at least 1"),
         ({"buckets": "big"}, "at least 1"),
         ({"wire": "int7"}, "did you mean int8"),
+        ({"wire": 8}, "given 8. Give one of these"),
+        ({"noise_scale": "off"}, "given 'off'. Give a bool"),
         ({"wire": "int8", "partitioning": "auto"}, "leave partitioning out"),
         ({"buckets": "auto", "partitioning": "auto"}, "leave partitioning out"),
     ],

@@ -49,3 +49,12 @@ def test_a_bad_option_is_one_error(capsys):
         lesson.main(["--gb-s", "0"])
     assert exiting.value.code == 2
     assert "takes a number above 0; given 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", ["FOLDER", "FOLDER/a.png", "FOLDER/file/a.svg"])
+def test_a_picture_that_cannot_be_written_is_said_before_the_work(given, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as left:
+        lesson.main(["--picture", given.replace("FOLDER", str(tmp_path))])
+    assert left.value.code == 2
+    assert "argument --picture: takes a file that" in capsys.readouterr().err

@@ -95,7 +95,7 @@ class Wire:
         if isinstance(wire, Wire):
             return wire
         if wire is not None and wire not in GRADIENTS:
-            hint = nearest(str(wire), GRADIENTS) or "."
+            hint = (nearest(wire, GRADIENTS) if isinstance(wire, str) else None) or ". Give one of these."
             raise ValueError(f"wire is one of {', '.join(GRADIENTS)}, a jdp.Wire, or None; given {wire!r}{hint}")
         return Wire(wire)
 
