@@ -82,13 +82,8 @@ class Checkpoints:
         self._deleting: list[int] = []
         self._cleaned = self._closed = self._warned = False
         self._restore_logging = hush()  # threads of Orbax log their errors when they occur; here they are raised
-        self._manager = self._open(
-            PreserveForeign(
-                self.directory,
-                self._mark_for_deletion,
-                policy(keep, keep_every, self._score if best is not None else None),
-            )
-        )
+        kept = policy(keep, keep_every, self._score if best is not None else None)
+        self._manager = self._open(PreserveForeign(self.directory, self._mark_for_deletion, kept))
 
     def _open(self, kept: Any) -> ocp.CheckpointManager:
         try:
@@ -208,8 +203,8 @@ class Checkpoints:
         chosen, (state, record) = self._read(
             step, lambda folder, fix: (content.read_state(folder, target, fix), content.read_record(folder, fix))
         )
-        aside = set(existing) - set(ownership.committed_steps(self.directory))
-        self._lineage.restored(chosen, [other for other in existing if other not in aside], state)
+        left = ownership.committed_steps(self.directory)  # damaged ones were set aside
+        self._lineage.restored(chosen, [other for other in existing if other in left], state)
         return state, record
 
     def restore_params(

@@ -96,7 +96,7 @@ def test_three_kills_in_one_run_cost_nothing_but_time(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """Worker, process 0, worker. Measured: noticed within 0.05 s of the kill."""
+    """Worker, process 0, worker. The launcher looks every 0.05 s whether a process has ended."""
     noticed: list[float] = []
     real = supervisor.report
     monkeypatch.setattr(supervisor, "report", lambda cause, *rest: noticed.append(cause.ended) or real(cause, *rest))
@@ -228,7 +228,7 @@ MISMATCHES = {
 def test_processes_that_were_not_started_alike_say_so_and_leave(
     case: str, folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ):
-    """Measured: 2.5 s from the start of the launcher, most of it importing JAX."""
+    """Measured on loaded cores: 3 to 9 s from the start of the launcher, 25 s once; most of it is importing JAX."""
     program, words = MISMATCHES[case]
     (tmp_path / "program.py").write_text(JOIN + program)
     command = [sys.executable, str(tmp_path / "program.py"), str(folder / "points.toml")]

@@ -73,6 +73,15 @@ def undisturbed(cluster):
 
 
 @pytest.mark.faults
+def test_the_doctor_examines_both_nodes(cluster):
+    command = ["srun", "-N2", "-n2", sys.executable, "-m", "jdp", "doctor", "--json"]
+    printed = cluster.run("env", f"PYTHONPATH={ROOT}", *command, seconds=120, check=False, folder=cluster.folder)
+    report = json.loads(printed[printed.index("{") :])
+    reached = [finding["process"] for finding in report["findings"] if finding["found"].startswith("n1:")]
+    assert (report["processes"], reached) == (2, [0, 1]), printed
+
+
+@pytest.mark.faults
 def test_two_nodes_train_as_one(cluster, undisturbed):
     assert [step for step, *_ in undisturbed] == list(range(1, 81))
     log = next(cluster.folder.glob("whole-*.log")).read_text()
