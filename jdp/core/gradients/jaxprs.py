@@ -48,7 +48,7 @@ def places_made(jaxpr: Jaxpr) -> list[int]:
 
     def place_of(var: Any) -> int:
         while not isinstance(var, Literal) and var in made:
-            eqn = jaxpr.eqns[made[var]]
+            eqn: Any = jaxpr.eqns[made[var]]
             inputs = [x for x in eqn.invars if not isinstance(x, Literal) and x.aval.shape]
             if eqn.primitive.name not in _MOVES or len(inputs) != 1:
                 return made[var]

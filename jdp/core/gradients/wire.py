@@ -95,7 +95,8 @@ class Wire:
         if isinstance(wire, Wire):
             return wire
         if wire is not None and wire not in GRADIENTS:
-            hint = (nearest(wire, GRADIENTS) if isinstance(wire, str) else None) or ". Give one of these."
+            is_text = isinstance(wire, str)  # pyright: ignore[reportUnnecessaryIsInstance]
+            hint = (nearest(wire, GRADIENTS) if is_text else None) or ". Give one of these."
             raise ValueError(f"wire is one of {', '.join(GRADIENTS)}, a jdp.Wire, or None; given {wire!r}{hint}")
         return Wire(wire)
 
