@@ -17,6 +17,7 @@ import selectors
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -155,16 +156,25 @@ class Rendezvous:
             guest.wire.close()
 
     def _run(self) -> None:
-        """Serve until all guests of a run that has ended are gone."""
+        """Serve until all guests of a run that has ended are gone; a fault of this program ends the run."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._server, selectors.EVENT_READ, None)
             while not self._closing.is_set() and not (self._state.ended and not self._state.guests):
-                for key, _ in selector.select(TURN_SECONDS):
-                    if key.data is None:
-                        self._welcome(selector)
-                    else:
-                        self._hear(key.data, selector)
-                self._advance()
+                try:
+                    self._serve(selector)
+                except Exception as error:  # the supervisors wait for this thread's word
+                    if self._state.ended:
+                        raise
+                    traceback.print_exc()
+                    self._end(SOFTWARE_ERROR, f"the supervisors' meeting place failed: {error!r}")
+
+    def _serve(self, selector: selectors.BaseSelector) -> None:
+        for key, _ in selector.select(TURN_SECONDS):
+            if key.data is None:
+                self._welcome(selector)
+            else:
+                self._hear(key.data, selector)
+        self._advance()
 
     def _welcome(self, selector: selectors.BaseSelector) -> None:
         with contextlib.suppress(OSError):  # it has left already

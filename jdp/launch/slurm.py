@@ -6,6 +6,7 @@ variables. What ends them decides what becomes of the job:
 | what ended                     | exit code          | then                                               |
 |--------------------------------|--------------------|----------------------------------------------------|
 | time limit near, preempted     | 75, after saving   | the script queues the job again                    |
+| the same, before a checkpoint  | 75                 | as if a process had died                           |
 | a node                         | –                  | Slurm queues the job again (`--requeue`)           |
 | a process, or the program      | 70, 128 + signal   | the script queues it again, `max_restarts` times   |
 | a mistake, Ctrl-C              | 1, 2, 78, 130      | the job has failed                                 |
@@ -31,7 +32,8 @@ class SlurmJob:
         nodes: number of nodes; each has one task.
         gpus_per_node: 0 for a run on CPUs.
         time: Slurm's `--time`; None for the partition's own limit.
-        max_restarts: how often the job may start again after a process died. Preemption does not count.
+        max_restarts: how often the job may start again after a process died, or one left with 75 and no newer
+            checkpoint. Preemption that brought the run forward does not count, nor do nodes that Slurm lost.
         directives: further options of sbatch, such as "partition=gpu".
     """
 
@@ -80,6 +82,10 @@ _SCRIPT = """\
 
 trap : TERM  # if this shell gets it too, it still waits for the tasks
 cd {folder} || exit 2
+counter=.jdp-$SLURM_JOB_ID.restarts  # how often the job was queued again without having come further
+export JDP_PROGRESS_FILE=$PWD/.jdp-$SLURM_JOB_ID.progress  # process 0 writes the step of its last checkpoint there
+saved() {{ cat "$JDP_PROGRESS_FILE" 2>/dev/null || echo 0; }}
+before=$(saved)
 # A task uses every core of its node. After the first one has ended the others have {wait} seconds to save and end.
 srun --label --cpu-bind=none --kill-on-bad-exit=0 --wait={wait} \\
   {command}
@@ -91,11 +97,15 @@ requeue() {{
   echo "exit code $code: job $SLURM_JOB_ID is queued again, $1"
   scontrol requeue "$SLURM_JOB_ID"
 }}
-restarts=${{SLURM_RESTART_COUNT:-0}}
-if [ $code -eq 75 ]; then
+restarts=$(cat "$counter" 2>/dev/null || echo 0)
+if [ $code -eq 75 ] && [ "$(saved)" != "$before" ]; then
   requeue "to go on where it saved"
-elif [ $code -eq 70 ] || {{ [ $code -gt 130 ] && [ $code -ne 141 ]; }}; then  # a process died, or lost another
-  if [ "$restarts" -lt {max_restarts} ]; then requeue "restart $((restarts + 1)) of {max_restarts}"; fi
+elif [ "$restarts" -lt {max_restarts} ] &&  # it saved nothing new, or a process died or lost another
+  {{ [ $code -eq 75 ] || [ $code -eq 70 ] || {{ [ $code -gt 130 ] && [ $code -ne 141 ]; }}; }}; then
+  echo $((restarts + 1)) > "$counter"
+  requeue "restart $((restarts + 1)) of {max_restarts}"
+else
+  rm -f "$counter" "$JDP_PROGRESS_FILE"
 fi
 exit $code
 """

@@ -1,5 +1,7 @@
 """`jdp manifest`: jobs that the schedulers' own checkers take; mistakes are reported before anything is submitted."""
 
+import os
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -114,6 +116,34 @@ def test_a_batch_script_is_what_sbatch_takes(tmp_path, capfd):
     assert expected | {"partition=gpu", "account=physics", "job-name=a"} <= options
     assert f"-m jdp train {GPT2} '--run-dir=/big runs' --name=a\n" in text
     subprocess.run(["bash", "-n", str(path)], check=True, timeout=20)
+
+
+def test_a_job_that_comes_no_further_is_queued_again_so_often(tmp_path, capfd):
+    """The script's own decision, between Slurm's commands; `tests/launch/test_slurm.py` has the real ones."""
+    script, calls = tmp_path / "job.sh", tmp_path / "calls"
+    written(capfd, "slurm", GPT2, *SIZE, "--run-dir", str(tmp_path), "--max-restarts", "2", "-o", str(script))
+    text = script.read_text().replace(f"cd {shlex.quote(str(Path.cwd()))} ", f"cd {tmp_path} ")
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    save = 'date +%s%N > "$JDP_PROGRESS_FILE"; '
+    cases = [(75, save, 4), (75, "", 2), (70, save, 2), (137, "", 2), (1, save, 0), (78, "", 0), (0, save, 0)]
+    for code, saves, expected in cases:
+        calls.write_text("")
+        does = {"srun": f"{saves}exit {code}", "squeue": "echo RUNNING", "scontrol": f"echo $2 >> {calls}"}
+        for name, line in does.items():
+            (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+            (tmp_path / name).chmod(0o755)
+        queued = 0
+        while queued < 4:
+            ended = subprocess.run(["bash", "-c", text], env=environment, timeout=20, capture_output=True)
+            assert ended.returncode == code
+            if calls.read_text() == "7\n" * queued:
+                break
+            queued += 1
+        assert queued == expected, f"exit code {code}"
+        left = list(tmp_path.glob(".jdp-7.*"))
+        assert bool(left) == (queued == 4), "what was counted is forgotten when the job has ended"
+        for file in left:
+            file.unlink()
 
 
 def test_virtual_devices_ask_for_no_gpus(tmp_path, capfd):

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from jdp.cli.launch import Options, _under_slurm
-from jdp.launch import Nodes
+from jdp.launch import Nodes, launch
 from jdp.launch.wire import split_address
 
 ROOT = Path(__file__).parents[2]
@@ -292,6 +292,13 @@ def test_nodes_that_the_batch_cannot_use_stand_by(tmp_path: Path, address: str):
     assert "node 1 of 4 did not come within 5 seconds: going on with 2 of 4" in said
     assert "[0] 0 2 1 " in one and "[1] 1 2 1 " in three and " 2 1 " not in four
     assert "this node stands by: the run goes on with fewer, which its mesh and batch allow" in told
+
+
+def test_a_fault_where_the_supervisors_meet_ends_the_run_on_all(address: str, capsys: pytest.CaptureFixture[str]):
+    nodes = Nodes(2, 0, address, least=1, rejoin_seconds=0.2)
+    assert launch([sys.executable, "-c", ""], 1, nodes=nodes, fits=lambda processes: processes < 1 // 0) == 70
+    said = capsys.readouterr().err
+    assert "the supervisors' meeting place failed: ZeroDivisionError" in said and "in _gather" in said
 
 
 SLURM = {
