@@ -22,7 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from measure import finish, parser
+from measure import Row, finish, parser
 
 GOAL = 0.01
 QUICKSTART = Path(__file__).parents[1] / "quickstart.toml"
@@ -56,7 +56,8 @@ def main() -> None:
     if not chosen.json:
         print(f"median {statistics.median(waited):.3%}, most {max(waited):.3%}; promised: less than {GOAL:.0%}")
     result = {"goal": GOAL, "median": statistics.median(waited), "most": max(waited), "runs": runs}
-    finish(result, chosen.json)
+    row = Row("share of its time that the quickstart waits for data", f"{max(waited):.3%}", f"< {GOAL:.0%}")
+    finish(result, chosen.json, row)
 
 
 if __name__ == "__main__":

@@ -12,12 +12,14 @@ import os
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+
+from jdp.core.machine import choose_platform
 
 
 @dataclass(frozen=True)
@@ -81,10 +83,26 @@ def show(r: dict[str, float]) -> str:
     return f"{r['median']:.3f} ± {r['error']:.3f} ({quartiles}, of least times {r['of_least']:.3f})"
 
 
+@dataclass(frozen=True)
+class Row:
+    """What a run of a benchmark says in a line of the README's table, which `all.py` makes.
+
+    Attributes:
+        measures: what was measured, against what.
+        result: the numbers.
+        promised: the bound that jdp promises; "–" for none.
+    """
+
+    measures: str
+    result: str
+    promised: str = "–"
+
+
 def machine() -> dict[str, Any]:
     """What the numbers were measured on."""
-    return {
-        "cores": os.cpu_count(),
+    gpus = {"gpu": jax.devices()[0].device_kind} if jax.default_backend() == "gpu" else {}
+    return gpus | {
+        "cores": len(os.sched_getaffinity(0)),
         "machine": platform.machine(),
         "load": round(os.getloadavg()[0], 1),
         "python": platform.python_version(),
@@ -92,9 +110,9 @@ def machine() -> dict[str, Any]:
     }
 
 
-def finish(result: dict[str, Any], as_json: bool) -> None:
-    """Print the machine, or with `--json` everything as one object."""
-    result = {**result, "machine": machine()}
+def finish(result: dict[str, Any], as_json: bool, row: Row) -> None:
+    """Print the machine, or with `--json` everything as one object, the row of the README's table in it."""
+    result = {**result, "row": asdict(row), "machine": machine()}
     if as_json:
         print(json.dumps(result, default=float))
     else:
@@ -102,7 +120,8 @@ def finish(result: dict[str, Any], as_json: bool) -> None:
 
 
 def parser(program: str, documentation: str | None) -> argparse.ArgumentParser:
-    """An argument parser with `--json`, whose help is the program's lab note."""
+    """An argument parser with `--json`, whose help is the program's lab note; JAX will start on what is there."""
+    choose_platform()
     formatter = argparse.RawDescriptionHelpFormatter
     made = argparse.ArgumentParser(Path(program).name, description=documentation, formatter_class=formatter)
     made.add_argument("--json", action="store_true", help="print one JSON object and nothing else")

@@ -69,7 +69,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from measure import finish, parser, summary, take_turns
+from measure import Row, finish, parser, summary, take_turns
 
 import jdp
 from jdp.foresight.program.module import parse
@@ -130,8 +130,8 @@ def compare(case: Case, strategy: str, described: Target, rounds: int) -> dict[s
     """Compile a step for the devices at hand, predict it, measure it."""
     plan = jdp.Plan(jdp.make_mesh(data=-1), strategy)
     state = jdp.init_state(lambda rng: build(case.config, rngs=nnx.Rngs(rng)), TX, plan, rng=jax.random.key(0))
-    batch = jax.device_put(_batch(case, case.rows * len(jax.devices())), plan.batch_sharding)
-    step = jdp.make_train_step(_loss, plan, precision=case.precision)
+    batch = jax.device_put(random_batch(case, case.rows * len(jax.devices())), plan.batch_sharding)
+    step = jdp.make_train_step(loss_fn, plan, precision=case.precision)
     predicted = timeline(parse(step.compile(state, batch).as_text()), described)
     held = [state]
 
@@ -162,7 +162,7 @@ def _parts(line: Timeline) -> dict[str, float]:
     }
 
 
-def _batch(case: Case, rows: int) -> dict[str, np.ndarray]:
+def random_batch(case: Case, rows: int) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     if isinstance(case.config, MLPConfig):
         x = rng.normal(size=(rows, case.config.features_in)).astype(np.float32)
@@ -171,7 +171,7 @@ def _batch(case: Case, rows: int) -> dict[str, np.ndarray]:
     return {"tokens": tokens, "targets": targets, "weights": np.ones((rows, case.length), np.float32)}
 
 
-def _loss(model: nnx.Module, batch: dict[str, jax.Array], rng: jax.Array | None) -> jdp.Loss:
+def loss_fn(model: nnx.Module, batch: dict[str, jax.Array], rng: jax.Array | None) -> jdp.Loss:
     if "tokens" in batch:
         return jdp.Loss(*next_token_loss(model(batch["tokens"], rng=rng), batch["targets"], batch["weights"]))
     nll = optax.softmax_cross_entropy_with_integer_labels(model(batch["x"], rng=rng), batch["y"])
@@ -203,7 +203,10 @@ def main() -> None:
             found[name] = compare(cases(described.kind)[case], strategy, described, chosen.rounds)
             if not chosen.json:
                 report(name, found[name])
-    finish({"target": str(described), "steps": found}, chosen.json)
+    clock = "processor" if described.kind == "cpu" and len(described.devices) >= CORES else "wall"
+    result = ", ".join(f"{step['ratio'][clock]:.2f} {name}" for name, step in found.items())
+    row = Row(f"step time predicted by `jdp plan`'s timeline, over measured; {described}", result)
+    finish({"target": str(described), "steps": found}, chosen.json, row)
 
 
 if __name__ == "__main__":

@@ -96,6 +96,7 @@ pass. With the statistics counted, zero1 is at 1.009 with K=1, and at 1.025 with
 Cost: about 5 s of processor time a program; the 72 took 26 minutes on two cores under a load of 8.
 """
 
+import argparse
 import dataclasses
 import itertools
 import os
@@ -110,7 +111,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import PartitionSpec
-from measure import finish, parser
+from measure import Row, finish, parser
 
 import jdp
 from jdp.foresight.program.compiled import compile_step
@@ -282,6 +283,15 @@ def reasons(rows: list[dict[str, Any]]) -> None:
     print(f"{sum(not row['keeps_contract'] for row in chosen)} of {len(chosen)} chosen steps break the contract")
 
 
+def headline(rows: list[dict[str, Any]], given: argparse.Namespace) -> Row:
+    """The largest ratio of the chosen partitioning under each strategy."""
+    chosen = [row for row in rows if row["chosen"]]
+    most = {name: max(r["ratio"] for r in chosen if r["strategy"] == name) for name in given.strategies.split(",")}
+    measures = f"wire bytes against the table above: {given.models}; {given.targets}; K = {given.accumulate}"
+    result = ", ".join(f"{ratio:.3f} `{name}`" for name, ratio in most.items())
+    return Row(f"{measures}; {len(chosen)} programs", result, "≤ 1.02")
+
+
 def main() -> None:
     options = parser(__file__, __doc__)
     options.add_argument("--targets", default="h100:1x8", help="see jdp.foresight.targets")
@@ -311,7 +321,7 @@ def main() -> None:
             rows += found
     if not given.json:
         reasons(rows)
-    finish({"shape": dataclasses.asdict(shape), "rows": rows}, given.json)
+    finish({"shape": dataclasses.asdict(shape), "rows": rows}, given.json, headline(rows, given))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,115 @@
+"""All benchmarks, one after another; and the README's table, which is made from what they found.
+
+    python experiments/benchmarks/all.py [--only dispatch,traffic] [--timeout 3600] [--readme]
+
+Each runs in a process of its own with `--json`. Its line of the table, with the machine and versions, replaces the line
+of the same program and arguments in `results.json`, beside this file; lines measured on a GPU and on none stand side by
+side. A benchmark that fails, or takes longer than the timeout, is named, leaves its line as it was, and makes the exit
+code 1. `--readme` measures nothing: it writes the table from `results.json` into README.md, between two marks.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+RESULTS, README = HERE / "results.json", HERE.parents[1] / "README.md"
+BEGIN, END = "<!-- made by experiments/benchmarks/all.py --readme -->\n", "<!-- end of what is made -->"
+
+RUNS = tuple(
+    tuple(line.split())
+    for line in """\
+step_time
+dispatch
+data_wait
+checkpoint --gib 0.25
+traffic --partitionings chosen --precisions bf16 --targets h100:1x8,h100:64x8 --models gpt,unrolled,mlp
+traffic --partitionings chosen --precisions bf16 --targets h100:8x8 --models gpt --replicas 8
+traffic --partitionings chosen --precisions bf16 --targets h100:8x8 --models gpt --model-axis 8
+predicted
+gpu
+""".splitlines()
+)
+
+
+def run(words: tuple[str, ...], timeout: float) -> dict[str, Any] | str:
+    """Run one benchmark; return its entry of `results.json`, or why it has none."""
+    begun = time.monotonic()
+    command = [sys.executable, str(HERE / f"{words[0]}.py"), "--json", *words[1:]]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired:
+        return f"took longer than {timeout:g} seconds"
+    if done.returncode != 0:
+        return f"exit code {done.returncode}: {done.stderr.strip()[-2000:]}"
+    found = json.loads(done.stdout.splitlines()[-1])
+    print(f"{' '.join(words)}: {found['row']['result']} ({time.monotonic() - begun:.0f} s)", flush=True)
+    return {"run": list(words), **found["row"], "machine": found["machine"], "date": date.today().isoformat()}
+
+
+def keep(entry: dict[str, Any]) -> None:
+    """Put an entry into `results.json`, in the place of one of the same run on a machine of the same kind."""
+    entries = {_key(one): one for one in [*json.loads(RESULTS.read_text(encoding="utf-8")), entry]}
+    order = [" ".join(words) for words in RUNS]
+    by_run = sorted(entries.values(), key=lambda one: (order.index(" ".join(one["run"])), _key(one)))
+    RESULTS.write_text(json.dumps(by_run, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _key(entry: dict[str, Any]) -> tuple[str, str]:
+    return " ".join(entry["run"]), entry["machine"].get("gpu", "")
+
+
+def table(entries: list[dict[str, Any]]) -> str:
+    """Return the README's table of these entries of `results.json`."""
+    lines = ["| program | measures | result | promised | measured on |", "|---|---|---|---|---|"]
+    for one in entries:
+        machine = one["machine"]
+        on = f"{machine['gpu']}, " if "gpu" in machine else f"{machine['cores']} cores, load {machine['load']:.0f}, "
+        on += f"jax {machine['jax']}, {one['date']}"
+        lines.append(f"| `{one['run'][0]}.py` | {one['measures']} | {one['result']} | {one['promised']} | {on} |")
+    return "\n".join(lines) + "\n"
+
+
+def with_table(readme: str, made: str) -> str:
+    """Return the README's text with the table between its marks replaced."""
+    before, _, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise SystemExit(f"README.md has no lines {BEGIN!r} and {END!r}")
+    return before + BEGIN + made + end + after
+
+
+def main() -> int:
+    formatter = argparse.RawDescriptionHelpFormatter
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    options.add_argument("--only", metavar="NAME,…", help="these programs")
+    options.add_argument("--timeout", type=float, default=3600, metavar="SECONDS", help="of each")
+    options.add_argument("--readme", action="store_true", help="write README.md's table, and nothing else")
+    given = options.parse_args()
+    if given.readme:
+        made = table(json.loads(RESULTS.read_text(encoding="utf-8")))
+        README.write_text(with_table(README.read_text(encoding="utf-8"), made), encoding="utf-8")
+        return 0
+    names = dict.fromkeys(words[0] for words in RUNS)
+    chosen = list(names) if given.only is None else given.only.split(",")
+    if unknown := [name for name in chosen if name not in names]:
+        options.error(f"--only names benchmarks: {', '.join(names)}; given {unknown[0]!r}")
+    failed: list[str] = []
+    for words in (words for words in RUNS if words[0] in chosen):
+        found = run(words, given.timeout)
+        if isinstance(found, str):
+            print(f"{' '.join(words)}: {found}", file=sys.stderr, flush=True)
+            failed.append(words[0])
+        else:
+            keep(found)
+    print(f"{len(chosen)} programs, failed: {', '.join(failed) or 'none'}")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

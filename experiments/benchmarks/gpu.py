@@ -1,0 +1,179 @@
+"""GPT-2 124M and a GPT of 1.3 B parameters on one GPU, beside the same in PyTorch, and against what jdp predicts.
+
+    python experiments/benchmarks/gpu.py [--sizes gpt2-124m,gpt-1.3b] [--rows 8,4] [--turns 2] [--json]
+
+jdp, scanned and unrolled, and PyTorch (`gpt_torch.py`: compiled, fused attention, fused AdamW) take turns, each in a
+process of its own that has the GPU to itself; a number is the median of the turns. All train on one batch again and
+again, in bf16 with fp32 weights, 50,304 words, gradients clipped. MFU counts 6 FLOPs a parameter and token, and 12 ·
+layers · width · length a token for attention (Chowdhery et al. 2022, appendix B), over the data sheet's peak. Time is
+compared with `jdp plan`'s timeline of the very program that ran, memory with the most that the device's pool held.
+`rates` are matrix products and copies as XLA runs them here, for fitting the time model.
+
+Needs jax, flax, optax and orbax; without PyTorch its side is left out, and said. Without a GPU it tries itself: tiny
+sizes on one CPU device, whose numbers mean nothing.
+
+Promised on one H200: MFU at least 55 and 60 %, as many tokens/s as PyTorch, time within 15 % and memory within 5 % of
+what was predicted. Not run on a GPU in this form yet; a rougher script's numbers are in `experiments/LOG.md`.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from measure import Row, finish, parser, take_turns
+from predicted import Case, here, loss_fn, random_batch
+
+import jdp
+from jdp.foresight.program.module import parse
+from jdp.foresight.timing.timeline import timeline
+from jdp.models import SIZES, GPTConfig, build, parameter_count
+
+HERE = Path(__file__).parent
+FORMS = {"jdp scanned": True, "jdp unrolled": False}
+PRODUCTS = ((8192, 768, 2304), (8192, 768, 3072), (8192, 2048, 8192), (8192, 50304, 768), (8192, 8192, 8192))
+
+
+def configuration(size: str) -> GPTConfig:
+    """The model of this size; its parameters are counted like `gpt_torch.py`'s, whose sizes they are."""
+    gpt2 = SIZES["gpt2-124m"]
+    assert isinstance(gpt2, GPTConfig)
+    if size == "gpt-1.3b":
+        return replace(gpt2, context=2048, layers=24, width=2048, heads=16)
+    if size == "tiny":
+        return replace(gpt2, vocab_size=256, context=64, layers=2, width=64, heads=2)
+    return gpt2
+
+
+def measure_jdp(size: str, form: str, rows: int, rounds: int) -> dict[str, Any]:
+    """Predict one form's step, and time it."""
+    config = replace(configuration(size), scan=FORMS[form])
+    case = Case(config, rows, config.context, "bf16")
+    plan = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:1]), "ddp")
+    tx = optax.adamw(6e-4, b2=0.95, weight_decay=0.1)
+    state = jdp.init_state(lambda rng: build(config, rngs=nnx.Rngs(rng)), tx, plan, rng=jax.random.key(0))
+    batch = jax.device_put(random_batch(case, rows), plan.batch_sharding)
+    step = jdp.make_train_step(loss_fn, plan, precision="bf16", clip_norm=1.0)
+    compiled = step.compile(state, batch)
+    held = [state]
+
+    def ten_steps() -> Any:
+        for _ in range(10):  # queued one after another, as PyTorch's
+            held[0], metrics = step(held[0], batch)
+        return metrics
+
+    seconds = statistics.median(take_turns({"steps": ten_steps}, rounds, warmup=1)["steps"].wall) / 10
+    memory = jax.devices()[0].memory_stats() or {}
+    analysis = compiled.memory_analysis()
+    flops = 6 * parameter_count(config) + 12 * config.layers * config.width * config.context
+    return {
+        "step_ms": 1e3 * seconds,
+        "predicted_ms": 1e3 * timeline(parse(compiled.as_text()), here()).step_seconds,
+        "tokens_per_second": rows * config.context / seconds,
+        "flops": flops * rows * config.context,
+        "peak_gib": memory["peak_bytes_in_use"] / 2**30 if memory else None,
+        "predicted_gib": (analysis.temp_size_in_bytes + analysis.argument_size_in_bytes) / 2**30,
+    }
+
+
+def measure_rates(rounds: int) -> dict[str, float]:
+    """TFLOP/s of bf16 products [m, k] x [k, n], and GB/s of a copy that reads and writes 1 GiB each."""
+    tiny = jax.default_backend() == "cpu"
+    rates: dict[str, float] = {}
+    for m, n, k in ((64, 64, 64),) if tiny else PRODUCTS:
+        a, b = jnp.ones((m, k), jnp.bfloat16), jnp.ones((k, n), jnp.bfloat16)
+        product = jax.jit(lambda a, b: jax.lax.fori_loop(0, 50, lambda _, x: x + 1e-9 * (x @ b) @ b.T, a))
+        seconds = take_turns({"it": lambda a=a, b=b, f=product: f(a, b)}, rounds)["it"].wall.min()
+        rates[f"[{m}, {k}] x [{k}, {n}]"] = 50 * 4 * m * n * k / seconds / 1e12
+    x = jnp.zeros(2**16 if tiny else 2**28, jnp.float32)
+    seconds = take_turns({"it": lambda: jax.jit(lambda x: x + 1)(x)}, rounds)["it"].wall.min()
+    return rates | {"copy": 2 * x.nbytes / seconds / 1e9}
+
+
+def in_a_process(*words: str) -> dict[str, Any]:
+    """Run a part of this benchmark as a process of its own; return its JSON."""
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=1200, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"{' '.join(words)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def compare(size: str, rows: int, turns: int, rounds: int) -> dict[str, Any]:
+    """Each contender's median over the turns."""
+    here_words = (str(HERE / "gpu.py"), "--size", size, "--rows", str(rows), "--rounds", str(rounds))
+    contenders = {form: (*here_words, "--worker", form) for form in FORMS}
+    if find_spec("torch") is not None:
+        contenders["torch"] = (str(HERE / "gpt_torch.py"), "--size", size, "--rows", str(rows), "--json")
+    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in contenders}
+    for _ in range(turns):
+        for name, words in contenders.items():
+            runs[name].append(in_a_process(*words))
+    return {name: sorted(each, key=lambda run: run["step_ms"])[len(each) // 2] for name, each in runs.items()}
+
+
+def show(size: str, found: dict[str, Any], peak: float | None) -> None:
+    print(f"{size}:{'' if 'torch' in found else ' PyTorch is not installed'}")
+    for name, run in found.items():
+        line = f"  {name:12} {run['step_ms']:8.1f} ms {run['tokens_per_second']:10,.0f} tokens/s"
+        line += f"  MFU {run['flops'] / run['step_ms'] * 1e3 / peak:.1%}" if peak else ""
+        line += f"  {run['peak_gib']:.1f} GiB" if run["peak_gib"] else ""
+        if "predicted_ms" in run:
+            line += f"  predicted {run['predicted_ms']:.1f} ms, {run['predicted_gib']:.1f} GiB"
+        print(line, flush=True)
+
+
+def headline(sizes: dict[str, Any], peak: float | None) -> str:
+    """The best form of each size: MFU, against PyTorch, predicted / measured."""
+    parts: list[str] = []
+    for size, found in sizes.items():
+        best = min((run for name, run in found.items() if name in FORMS), key=lambda run: run["step_ms"])
+        mfu = f"MFU {best['flops'] / best['step_ms'] * 1e3 / peak:.1%}, " if peak else ""
+        torch = found.get("torch")
+        against = f"{torch['step_ms'] / best['step_ms']:.2f} × PyTorch's tokens/s, " if torch else ""
+        parts.append(f"{size}: {mfu}{against}predicted / measured {best['predicted_ms'] / best['step_ms']:.2f}")
+    return "; ".join(parts)
+
+
+def options() -> argparse.ArgumentParser:
+    made = parser(__file__, __doc__)
+    on_gpu = jax.default_backend() == "gpu"
+    made.add_argument("--sizes", default="gpt2-124m,gpt-1.3b" if on_gpu else "tiny", metavar="NAME,…")
+    made.add_argument("--rows", default="8,4" if on_gpu else "2", metavar="N,…", help="sequences a step, of each size")
+    made.add_argument("--turns", type=int, default=2, metavar="N", help="processes of each contender")
+    made.add_argument("--rounds", type=int, default=5, metavar="N", help="timed rounds of ten steps in a process")
+    made.add_argument("--size", help=argparse.SUPPRESS)
+    made.add_argument("--worker", choices=FORMS, help=argparse.SUPPRESS)
+    return made
+
+
+def main() -> None:
+    jax.config.update("jax_num_cpu_devices", 1)
+    given = options().parse_args()
+    if given.worker is not None:
+        print(json.dumps(measure_jdp(given.size, given.worker, int(given.rows), given.rounds)))
+        return
+    described = here()
+    peak = None if described.chip is None else described.chip.matmul_flops["bf16"]
+    sizes: dict[str, Any] = {}
+    for size, rows in zip(given.sizes.split(","), given.rows.split(","), strict=True):
+        sizes[size] = compare(size, int(rows), given.turns, given.rounds)
+        if not given.json:
+            show(size, sizes[size], peak)
+    rates = measure_rates(given.rounds)
+    if not given.json:
+        print(", ".join(f"{name} {rate:.1f}" for name, rate in rates.items()))
+    row = Row("GPTs trained on one GPU, the better of scanned and unrolled", headline(sizes, peak), "see its note")
+    finish({"sizes": sizes, "peak_flops": peak, "rates": rates}, given.json, row)
+
+
+if __name__ == "__main__":
+    main()
