@@ -3,6 +3,9 @@ every number is known."""
 
 import dataclasses
 import functools
+import gzip
+import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,11 +13,13 @@ import pytest
 
 from jdp.foresight.program.module import parse
 from jdp.foresight.targets.resolve import target
+from jdp.foresight.timing.attention import Attention, AttentionModel, attention_seconds
 from jdp.foresight.timing.kernels import CostModel, Rates, cost, product_seconds, seconds, unknown_work, utilisation
 from jdp.foresight.timing.matmuls import Product
+from jdp.foresight.timing.timeline import timeline
 
 RATES = Rates({"bf16": 1000e12, "f32": 500e12, "f8e4m3fn": 2000e12}, 100e12, 1e12, 132)
-MODEL = CostModel()
+MODEL = CostModel(matmul_efficiency=0.8, memory_efficiency=0.8, kernel_seconds=1e-6)
 
 
 def compiled(function, *shapes, dtype="bfloat16"):
@@ -254,6 +259,64 @@ def test_custom_calls_whose_work_is_not_known_are_named():
     program = parse(text(line, parameters=["f32[8]{0}"]))
     assert unknown_work(program["main"][-1]) == "my_kernel"
     assert unknown_work(program["main"][0]) is None
+
+
+FLASH = (
+    'ROOT %c = ({result}, u8[256]{{0}}) custom-call(%p0, %p1, %p2), custom_call_target="__cudnn$fmha{target}", '
+    'backend_config={{"cudnn_fmha_backend_config":{{"dropout_rate":0.0,"intermediate_tensor_shape":{{"dimensions":["2",'
+    '"3","512","1024"],"element_type":"BF16"}},"mask_type":"{mask}","sliding_window_length":{window}}}}}'
+)
+
+
+@pytest.mark.parametrize(("target", "products"), [("Softmax", 2), ("SoftmaxBackward", 5), ("ScaleBiasSoftmax", 2)])
+@pytest.mark.parametrize(
+    ("mask", "window", "seen"), [("NO_MASK", 0, 1024), ("CAUSAL", 0, 512), ("CAUSAL", 256, 224), ("PADDING", 0, 1024)]
+)
+def test_fused_attention_follows_from_its_shapes(target, products, mask, window, seen):
+    result, heads = "bf16[2,512,3,64]{3,2,1,0}", ["bf16[2,512,3,64]{3,2,1,0}", *["bf16[2,1024,3,64]{3,2,1,0}"] * 2]
+    work = only(FLASH.format(result=result, target=target, mask=mask, window=window), parameters=heads)
+    assert work.flops == products * 2 * 2 * 3 * 512 * seen * 64
+    assert work.bytes == 2 * (2 * 512 * 3 * 64 * 2 + 2 * 2 * 1024 * 3 * 64)  # queries and result, keys and values
+    assert work.launches == (3 if "Backward" in target else 1)
+    line = FLASH.format(result=result, target=target, mask=mask, window=window)
+    assert unknown_work(parse(text(line, parameters=heads))["main"][-1]) is None
+
+
+# TFLOP/s of cuDNN 9 on an H100, 16k tokens, 2048 elements: figures 5 and 6 of arXiv:2407.08608. (width, causal,
+# backward), then lengths of 512, 1k, ... 16k.
+CUDNN = {
+    (64, False, False): (335, 373, 395, 408, 412, 413),
+    (128, False, False): (497, 574, 617, 609, 600, 595),
+    (128, True, False): (315, 410, 484, 518, 529, 539),
+    (64, False, True): (266, 348, 395, 417, 432, 433),
+    (128, False, True): (305, 408, 465, 499, 518, 516),
+}
+
+
+def test_fused_attention_takes_as_long_as_published():
+    ratios = []
+    for (width, causal, backward), rates in CUDNN.items():
+        for i, published in enumerate(rates):
+            length = 512 * 2**i
+            heads = 16384 // length * 2048 // width
+            call = Attention(heads, length, length, width, width, "bf16", causal=causal, backward=backward)
+            took = attention_seconds(call, 989.4e12, 16 * 132 * 1.83e9, AttentionModel())
+            took += call.pass_bytes / (0.9 * 3.35e12)
+            ratios.append(call.flops / took / (1e12 * published))
+    assert max(ratios) < 1.2
+    assert min(ratios) > 1 / 1.2
+    assert sorted(abs(ratio - 1) for ratio in ratios)[len(ratios) // 2] < 0.07
+
+
+def test_a_step_takes_as_long_as_measured_on_an_h100():
+    """GPT-2 124M with cuDNN's attention, scanned: the program that ran, and the sum of its kernels."""
+    folder = Path(__file__).parents[2] / "experiments/benchmarks/h100"
+    measured = json.loads(gzip.decompress((folder / "gpt2_124m_cudnn.json.gz").read_bytes()))
+    took = timeline(parse(measured["text"]), target("h100:1x1"))
+    assert took.compute_seconds == pytest.approx(1e-6 * sum(row[3] for row in measured["kernels"]), rel=0.03)
+    fused = 1e-6 * sum(row[3] for row in measured["kernels"] if "cudnn" in row[1])
+    assert took.attention_seconds == pytest.approx(fused, rel=0.1)
+    assert not any("fmha" in caveat for caveat in took.caveats)
 
 
 # Seconds.

@@ -1,5 +1,7 @@
 """Model FLOPs, counted in the loss's jaxpr, against counts by hand."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -25,6 +27,14 @@ def test_products_and_convolutions():
     assert counted(convolve, (2, 8, 8, 8), (16, 8, 3, 3)) == 2 * (2 * 16 * 4 * 4) * 8 * 3 * 3
     grouped = lambda x, k: jax.lax.conv_general_dilated(x, k, (1, 1), "SAME", feature_group_count=8)  # noqa: E731
     assert counted(grouped, (2, 8, 4, 4), (8, 1, 3, 3)) == 2 * (2 * 8 * 4 * 4) * 3 * 3
+
+
+def test_cudnn_attention_counts_as_its_products(monkeypatch):
+    """All scores, masked or not: what the products of unfused attention count."""
+    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91200)
+    q, kv = (jax.ShapeDtypeStruct((2, length, heads, 64), jnp.bfloat16) for length, heads in ((256, 6), (512, 3)))
+    fused = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+    assert count_flops(jax.make_jaxpr(fused)(q, kv, kv).jaxpr) == 2 * 2 * 2 * 6 * 256 * 512 * 64
 
 
 def test_loops_branches_and_wrappers():

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from jdp.foresight.program.module import Instruction, Program, array_bytes
+from jdp.foresight.timing.attention import TARGET as ATTENTION
+from jdp.foresight.timing.attention import Attention, AttentionModel, attention, attention_seconds
 from jdp.foresight.timing.matmuls import LIBRARY_PRODUCTS, Product, custom_call_target, products
 
 
@@ -36,16 +38,18 @@ class Rates:
 class CostModel:
     """The model's constants, for NVIDIA GPUs: the share of the published peaks (`Rates`) that a kernel reaches.
 
-    Left out: what stays in a cache from one kernel to the next, and clocks that fall under load.
+    "Fitted" are those with which the kernels of three forms of GPT-2 124M take as long as measured on an H100
+    (`experiments/benchmarks/h100`; 212 kinds of fusions that only read and write memory, 300 products). Left out: what
+    stays in a cache from one kernel to the next.
 
     Attributes:
-        matmul_efficiency: share of the dense peak that a large matrix product reaches. In bfloat16 the best shapes
-            reach 80.3% on H100 and H200, 86.9% on A100, 77.6% on B200 (Bekman, "Maximum Achievable Matmul FLOPS",
-            stas00/ml-engineering, compute/accelerator/README.md, 2025; float8 on H100 70.9%).
-        memory_efficiency: share of the peak bandwidth. XLA's own model of products takes 0.8
-            (openxla/xla, xla/service/gpu/model/gpu_dot_fusion_cost_model.cc, CalculateHbmTime).
-        kernel_seconds: what a launch adds to a kernel that does not wait for the host: XLA's kKernelLaunchOverhead
-            (xla/service/gpu/model/gpu_performance_model_base.h).
+        matmul_efficiency: share of the dense peak that a large matrix product reaches. Fitted. In bfloat16 the best
+            shapes reach 80.3% on H100 and H200, 86.9% on A100, 77.6% on B200 (Bekman, "Maximum Achievable Matmul
+            FLOPS", stas00/ml-engineering, compute/accelerator/README.md, 2025; float8 on H100 70.9%).
+        memory_efficiency: share of the peak bandwidth. Fitted (pure reading and writing reaches 0.92); XLA's own model
+            of products takes 0.8 (openxla/xla, xla/service/gpu/model/gpu_dot_fusion_cost_model.cc, CalculateHbmTime).
+        kernel_seconds: what a launch, and the time until all cores are busy, add to a kernel that does not wait for the
+            host. Fitted; XLA's kKernelLaunchOverhead is 1e-6 (xla/service/gpu/model/gpu_performance_model_base.h).
         tile: rows and columns of the result that a core computes at a time; 0 for no quantisation. Whole tiles in
             whole waves over the cores: NVIDIA, "Matrix Multiplication Background User's Guide", section 3.
         smallest_tile: what tensor cores multiply at once; thinner products are padded to it.
@@ -57,17 +61,19 @@ class CostModel:
         integer_cost: lane-cycles of integer arithmetic, against one of a float addition: 64 results against 128.
         transposed_efficiency: bandwidth of a copy into another layout over that of a plain copy: 1, through shared
             memory (Ruetsch and Micikevicius, "Optimizing Matrix Transpose in CUDA", NVIDIA 2009).
+        attention: of fused attention.
     """
 
-    matmul_efficiency: float = 0.8
-    memory_efficiency: float = 0.8
-    kernel_seconds: float = 1e-6
+    matmul_efficiency: float = 0.75
+    memory_efficiency: float = 0.85
+    kernel_seconds: float = 1.9e-6
     tile: int = 128
     smallest_tile: int = 16
     split: int = 16
     special_function_cost: float = 8.0
     integer_cost: float = 2.0
     transposed_efficiency: float = 1.0
+    attention: AttentionModel = field(default_factory=AttentionModel)
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,7 @@ class KernelCost:
         operations, integer_operations, special_functions: element-wise work outside tensor cores, in elements.
         transposes: whether it writes in another order than it reads.
         launches: kernels.
+        attention: of a call of fused attention, which has no other work.
     """
 
     products: tuple[Product, ...] = ()
@@ -89,11 +96,13 @@ class KernelCost:
     special_functions: float = 0.0
     transposes: bool = False
     launches: int = 0
+    attention: Attention | None = None
 
     @property
     def flops(self) -> int:
-        """Of matrix products and convolutions."""
-        return sum(product.flops for product in self.products)
+        """Of matrix products, convolutions and fused attention."""
+        fused = 0 if self.attention is None else self.attention.flops
+        return fused + sum(product.flops for product in self.products)
 
 
 # Time.
@@ -109,7 +118,12 @@ def seconds(cost: KernelCost, rates: Rates, model: CostModel) -> float:
     matmul = sum(product_seconds(product, rates, model) for product in cost.products)
     bandwidth = model.memory_efficiency * rates.memory_bandwidth
     memory = cost.bytes / (bandwidth * (model.transposed_efficiency if cost.transposes else 1.0))
-    return cost.launches * model.kernel_seconds + max(matmul, vector / lanes, memory)
+    passes = 0.0
+    if (call := cost.attention) is not None:
+        rate = _matmul_rate(call.dtype, rates)
+        matmul += attention_seconds(call, rate, lanes / model.special_function_cost, model.attention)
+        passes = call.pass_bytes / bandwidth  # after the main kernel, which the rest of the bytes are read in
+    return cost.launches * model.kernel_seconds + max(matmul, vector / lanes, memory) + passes
 
 
 def product_seconds(product: Product, rates: Rates, model: CostModel) -> float:
@@ -173,6 +187,10 @@ def cost(step: Instruction, computation: str, program: Program) -> KernelCost:
         (inside,) = step.called["calls"]
     steps = (step,) if inside == computation else program[inside]
     demand = _Demand(steps, program.by_name[inside])
+    fused = None
+    if step.opcode == "custom-call":
+        operands = [shape for name in step.operands for shape in program.by_name[computation][name].shapes[:1]]
+        fused = attention(step, custom_call_target(step), operands)
     return KernelCost(
         products=products(step, computation, program),
         bytes=demand.read + demand.written,
@@ -180,13 +198,14 @@ def cost(step: Instruction, computation: str, program: Program) -> KernelCost:
         integer_operations=demand.integer_operations,
         special_functions=demand.special_functions,
         transposes=demand.transposes,
-        launches=1,
+        launches=1 if fused is None else fused.launches,
+        attention=fused,
     )
 
 
 def unknown_work(step: Instruction) -> str | None:
     """Return the name of a custom call whose FLOPs do not follow from the text; None for everything else."""
-    if step.kind != "custom-call" or (target := custom_call_target(step)).startswith(LIBRARY_PRODUCTS):
+    if step.kind != "custom-call" or (target := custom_call_target(step)).startswith((*LIBRARY_PRODUCTS, ATTENTION)):
         return None
     return target or "custom-call"
 
@@ -231,8 +250,9 @@ class _Demand:
                 self.in_place.add(step.name)
                 update = self.by_name[step.operands[1 if step.opcode == "dynamic-update-slice" else -1]].result_bytes
                 return update if step.opcode == "dynamic-update-slice" else 2 * update  # read, added to, written
-        if root.opcode == "custom-call":  # after the result comes its workspace
-            return array_bytes(*root.shapes[0])
+        if root.opcode == "custom-call":  # after the results comes its workspace
+            results = root.shapes[:-1] if len(root.shapes) > 1 and root.shapes[-1][0] in ("u8", "s8") else root.shapes
+            return sum(array_bytes(*shape) for shape in results)
         return root.result_bytes / (2 if root.is_start else 1)  # a copy-start's type holds source and result
 
     def _behind_bitcasts(self, step: Instruction) -> Instruction:

@@ -58,6 +58,10 @@ def _operation_flops(eqn: Any) -> int:
     if name == "conv_general_dilated":
         kernel, numbers = eqn.invars[1].aval.shape, eqn.params["dimension_numbers"]
         return 2 * eqn.outvars[0].aval.size * math.prod(kernel) // kernel[numbers.rhs_spec[0]]
+    if name.startswith("dot_product_attention_fwd"):  # cuDNN's: all scores, as they are counted of products
+        queries, keys = eqn.invars[0].aval, eqn.invars[1].aval
+        length = keys.shape[1 if eqn.params["layout"] == 0 else 2]  # [batch, length, heads, width], or heads first
+        return 2 * length * (queries.size + eqn.outvars[0].aval.size)
     if name == "cond":
         return max(map(count_flops, _jaxprs(eqn.params["branches"])))
     times = eqn.params["length"] if name == "scan" else 1

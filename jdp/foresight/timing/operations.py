@@ -50,7 +50,8 @@ class Total:
     Attributes:
         compute, communication: seconds of kernels and of collectives.
         flops, bytes, kernels: of kernels: FLOPs of products, memory traffic, launches.
-        matmuls: seconds of a kernel with products -> how many take that long.
+        matmuls: seconds of a kernel with products, fused attention too -> how many take that long.
+        attention: seconds of fused attention.
     """
 
     compute: float = 0.0
@@ -59,6 +60,7 @@ class Total:
     bytes: float = 0.0
     kernels: int = 0
     matmuls: Counter[float] = field(default_factory=Counter[float])
+    attention: float = 0.0
 
     def add(self, other: Total, times: int = 1) -> None:
         """Add `times` times another total."""
@@ -67,6 +69,7 @@ class Total:
         self.flops += times * other.flops
         self.bytes += times * other.bytes
         self.kernels += times * other.kernels
+        self.attention += times * other.attention
         for each, count in other.matmuls.items():
             self.matmuls[each] += times * count
 
@@ -148,8 +151,9 @@ class Schedule:
             total = Total()
             for op in self.operations(computation):
                 if op.kind == "kernel":
-                    matmul = Counter([op.seconds] if op.cost.products else [])
-                    total.add(Total(op.seconds, 0.0, op.cost.flops, op.cost.bytes, op.cost.launches, matmul))
+                    matmul = Counter([op.seconds] if op.cost.flops else [])
+                    fused = op.seconds if op.cost.attention else 0.0
+                    total.add(Total(op.seconds, 0.0, op.cost.flops, op.cost.bytes, op.cost.launches, matmul, fused))
                 elif op.kind in ("start", "sync"):
                     total.communication += op.seconds
                 elif op.kind == "branch":

@@ -55,9 +55,10 @@ class Timeline:
         step_seconds: from its first kernel to the end of its last.
         compute_seconds, communication_seconds: how long either lane is busy.
         exposed_seconds: communication that overlaps with no computation: compute waits.
-        flops: executed, of matrix products and convolutions; recomputation included.
+        flops: executed, of matrix products, convolutions and fused attention; recomputation included.
         bytes: memory traffic of all kernels.
-        matmul_seconds: of all kernels that contain a matrix product.
+        matmul_seconds: of all kernels that contain a matrix product, fused attention among them.
+        attention_seconds: of fused attention.
         median_matmul_seconds: half of `matmul_seconds` is spent in kernels that take at most this long.
         kernels: launches.
         events: both lanes, by start; loops by their first rounds and one event for the others, at most `MOST_EVENTS`.
@@ -75,6 +76,7 @@ class Timeline:
     kernels: int
     events: tuple[Event, ...] = field(repr=False)
     caveats: tuple[str, ...]
+    attention_seconds: float = 0.0
 
     @property
     def exposed_fraction(self) -> float:
@@ -114,6 +116,7 @@ def timeline(program: Program, target: Target, model: CostModel | None = None) -
         kernels=total.kernels,
         events=tuple(sorted(events, key=lambda event: event.start)),
         caveats=tuple(caveats),
+        attention_seconds=total.attention,
     )
 
 

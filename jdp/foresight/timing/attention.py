@@ -1,0 +1,147 @@
+"""Fused attention: the calls to cuDNN in a compiled program, how much they compute, and how long that takes.
+
+`attention(step, operands)` reads a call `__cudnn$fmha...`: heads, queries, keys, mask, and whether it is the backward
+pass. Per score (a query and a key that it sees) and element of a head, the forward pass multiplies and adds twice (q·k,
+p·v) and the backward pass five times (the scores again, and the gradients of p, v, q and k): 4 and 10 x batch x heads x
+queries x keys x width FLOPs, half of it under a causal mask (Dao 2023, arXiv:2307.08691, section 4.1).
+
+`attention_seconds` adds the exponential of each score to the products: an H100 computes 16 a clock and core, so that at
+width 128 they take half as long as the products, and kernels hide little of that (Shah et al. 2024, FlashAttention-3,
+arXiv:2407.08608, section 3.1). The rest is fitted (`AttentionModel`). The backward pass then rewrites its gradient of
+the queries, summed in float32, in kernels of their own (`Attention.pass_bytes`).
+
+Held against the rates of cuDNN 9 in figures 5 and 6 of that paper (H100, 16k tokens, length 512 to 16k, forward and
+backward, with and without a mask, width 64 and 128: 30 rates) the times are within 19 %, 6 % in the median; width 256
+is up to 20 % too fast; the two calls measured on an H100 (`experiments/benchmarks/h100`) are within 6 %.
+"""
+
+import re
+from dataclasses import dataclass
+
+from jdp.foresight.program.module import Instruction
+
+Shape = tuple[str, tuple[int, ...]]  # element type, dimensions
+TARGET = "__cudnn$fmha"
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One call of a fused kernel, forward or backward.
+
+    Attributes:
+        heads: query heads of all sequences, which is batch x heads.
+        queries, keys: of a sequence.
+        width, value_width: elements of a head of queries and keys, and of values.
+        dtype: XLA's name of the operands' type.
+        causal: whether a query sees no later keys.
+        window: how many keys a query sees at most; 0 for all.
+        backward: whether it is the backward pass.
+    """
+
+    heads: int
+    queries: int
+    keys: int
+    width: int
+    value_width: int
+    dtype: str
+    causal: bool = False
+    window: int = 0
+    backward: bool = False
+
+    @property
+    def seen(self) -> float:
+        """Keys that a query sees, in the mean."""
+        if not self.causal:
+            return min(self.keys, self.window or self.keys)
+        window = min(self.window or self.keys, self.keys)
+        return window - window**2 / (2 * self.keys)
+
+    @property
+    def scores(self) -> float:
+        """Pairs of a query and a key that it sees."""
+        return self.heads * self.queries * self.seen
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of its matrix products."""
+        per_score = 3 * self.width + 2 * self.value_width if self.backward else self.width + self.value_width
+        return round(2 * self.scores * per_score)
+
+    @property
+    def pass_bytes(self) -> int:
+        """Memory traffic beside the main kernel's, in other kernels.
+
+        Of the backward pass: one multiplies the result with its gradient and clears the float32 sums of the queries'
+        gradient, one rounds these to the operands' type. The call's workspace holds the sums, [batch, heads, queries,
+        width] and a row's softmax terms.
+        """
+        each = 4 * self.value_width + 4 * self.width + 4 * self.width + 2 * self.width
+        return self.heads * self.queries * each if self.backward else 0
+
+    @property
+    def launches(self) -> int:
+        """Kernels."""
+        return 3 if self.backward else 1
+
+
+@dataclass(frozen=True)
+class AttentionModel:
+    """What is fitted to the rates in the module's docstring.
+
+    Attributes:
+        product_efficiency: share of the dense peak that the products reach between exponentials.
+        ramp_keys: a block of queries takes as long as for this many keys more than it sees: filling the pipeline with
+            the first keys, and writing the result.
+        diagonal_keys: that many more with a causal mask: blocks on the diagonal are computed whole, and blocks of
+            queries that see few keys end before others.
+        backward_factor: the backward pass over products and exponentials alone: sums of the queries' gradient, which
+            several cores add to in memory.
+    """
+
+    product_efficiency: float = 0.8
+    ramp_keys: float = 90.0
+    diagonal_keys: float = 200.0
+    backward_factor: float = 1.37
+
+
+def attention(step: Instruction, target: str, operands: list[Shape]) -> Attention | None:
+    """Return what a custom call computes if it is cuDNN's attention, else None.
+
+    Packed sequences count as if each row were one sequence; their lengths are not in the program.
+
+    Args:
+        step: the call.
+        target: its `custom_call_target`.
+        operands: types and shapes of what it reads: queries, keys, values first.
+    """
+    sizes = re.search(r'"intermediate_tensor_shape":\{[^}]*?"dimensions":\[([^\]]*)\]', step.line)
+    if not target.startswith(TARGET) or sizes is None or len(operands) < 3:
+        return None
+    batch, heads, queries, keys = (int(size) for size in re.findall(r"\d+", sizes[1]))
+    mask = re.search(r'"mask_type":"(\w+)"', step.line)
+    window = re.search(r'"sliding_window_length":"?(\d+)', step.line)
+    return Attention(
+        heads=batch * heads,
+        queries=queries,
+        keys=keys,
+        width=operands[0][1][-1],
+        value_width=operands[2][1][-1],
+        dtype=operands[0][0],
+        causal=mask is not None and "CAUSAL" in mask[1],
+        window=int(window[1]) if window else 0,
+        backward="Backward" in target,
+    )
+
+
+def attention_seconds(call: Attention, peak_flops: float, exponentials: float, model: AttentionModel) -> float:
+    """Return how long the main kernel computes.
+
+    Args:
+        call: what it computes.
+        peak_flops: dense peak of matrix products of the operands' type, FLOP/s.
+        exponentials: how many a second.
+        model: what is fitted.
+    """
+    core = call.flops / (model.product_efficiency * peak_flops) + call.scores / exponentials
+    ramp = model.ramp_keys + (model.diagonal_keys if call.causal else 0.0)
+    return core * (1 + ramp / call.seen) * (model.backward_factor if call.backward else 1.0)
