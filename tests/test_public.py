@@ -24,9 +24,12 @@ SIGNATURES = {
     "make_train_step": (
         "(loss_fn, plan, *, accumulate=1, precision='fp32', partitioning=None, clip_norm=None, sync_batch_norm=True, "
         "group=1, wire=None, buckets=None, local_steps=None, noise_scale=False, "
-        "check_loss=True, donate=True)"
+        "check_loss=True, donate=True, compiler='default')"
     ),
-    "make_eval_step": "(loss_fn, plan, *, accumulate=1, precision='fp32', partitioning=None, group=1, check_loss=True)",
+    "make_eval_step": (
+        "(loss_fn, plan, *, accumulate=1, precision='fp32', partitioning=None, group=1, check_loss=True, "
+        "compiler='default')"
+    ),
     "verify": "(step, state, batch, target=None, *, cache=True)",
     "with_ema": "(tx, decay, *, debias=False)",
     "ema_params": "(state)",

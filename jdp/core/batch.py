@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jdp.core.agreement import Fact, agree, key_fact, program_fact
+from jdp.core.compiler import CompilerValue
 from jdp.core.paths import path_of
 from jdp.core.sharding.mesh import DATA, REPLICA, equation
 from jdp.core.sharding.plan import Plan
@@ -185,9 +186,13 @@ def agree_on_inputs(caller: str, state: TrainState, batch: Batch, plan: Plan) ->
     agree(caller, facts, plan.mesh)
 
 
-def agree_on_program(caller: str, lowered: jax.stages.Lowered, plan: Plan) -> None:
-    """Check that all processes lowered the same program; raise as `agree` does."""
-    agree(caller, [program_fact(lowered)], plan.mesh)
+def agree_on_program(
+    caller: str, lowered: jax.stages.Lowered, plan: Plan, compiler_options: Mapping[str, CompilerValue]
+) -> None:
+    """Check that all processes lowered the same program, and compile it alike; raise as `agree` does."""
+    options = "\n".join(f"{name} = {value!r}" for name, value in sorted(compiler_options.items()))
+    fix = "Give every process the same `compiler`, and the same version of jax."
+    agree(caller, [program_fact(lowered), Fact("The compiler's options", options, fix)], plan.mesh)
 
 
 def plan_fact(plan: Plan) -> Fact:

@@ -36,6 +36,7 @@ from jdp.core.batch import (
     owned_batch,
     signature,
 )
+from jdp.core.compiler import DEFAULT, Compiler, CompilerOptions, CompilerValue
 from jdp.core.gradients import auto, manual
 from jdp.core.gradients.accumulate import SQUARES, GradientSpec
 from jdp.core.gradients.gathers import TracedCollectives, read_collectives
@@ -71,6 +72,7 @@ def make_train_step(
     noise_scale: bool = False,
     check_loss: bool = True,
     donate: bool = True,
+    compiler: CompilerOptions | Compiler = "default",
 ) -> Step:
     """Make `train_step(state, batch) -> (state, metrics)`. The state is donated: the new state takes its memory.
 
@@ -113,6 +115,9 @@ def make_train_step(
             compare its value on up to four groups of rows together with the sum of its values on each of them.
         donate: False keeps the old state, in memory of its own. So does `jax_debug_nans`, which runs a step whose
             result is not finite once more, operation by operation.
+        compiler: options of XLA's compiler: "default"; "overlap", which hides more communication where XLA's default
+            does not (`jdp.core.compiler.PRESETS`); or option -> value. They are resolved for the mesh's devices: those
+            that the compiler does not know there are left out, which is reported by name.
 
     Returns:
         A `Step`. Its metrics are global float32 scalars: `loss` (Σtotal / Σweight), `grad_norm` (the global L2 norm
@@ -162,6 +167,7 @@ def make_train_step(
         noise_scale=noise_scale,
         check_loss=check_loss,
         donate=donate,
+        compiler=Compiler.of(compiler),
     )
 
 
@@ -174,6 +180,7 @@ def make_eval_step(
     partitioning: str | None = None,
     group: int = 1,
     check_loss: bool = True,
+    compiler: CompilerOptions | Compiler = "default",
 ) -> Step:
     """Make `eval_step(state, batch) -> metrics`: forward only, without gradients; the state is not donated.
 
@@ -188,6 +195,7 @@ def make_eval_step(
         group: number of neighbouring rows that belong together and are never split over devices or microbatches.
         check_loss: before the first batch, if the loss will be called on parts of it, compare its value on a few rows
             together with the sum of its values on each of them.
+        compiler: options of XLA's compiler, as for `make_train_step`.
 
     Returns:
         A `Step`. Its metrics are global float32 scalars: `loss` (Σtotal / Σweight), `weight` (Σweight) and the loss
@@ -207,6 +215,7 @@ def make_eval_step(
         train=False,
         group=group,
         check_loss=check_loss,
+        compiler=Compiler.of(compiler),
     )
 
 
@@ -232,6 +241,7 @@ class Step:
         noise_scale: True if the gradient noise scale is measured.
         check_loss: True if the loss is tried on a few rows before the first step.
         donate: True if the new state takes the old one's memory.
+        compiler: options of XLA's compiler, not yet resolved for the mesh's devices.
     """
 
     loss_fn: LossFn
@@ -249,6 +259,7 @@ class Step:
     noise_scale: bool = False
     check_loss: bool = True
     donate: bool = True
+    compiler: Compiler = DEFAULT
     _choices: dict[Any, Choice] = field(init=False, default_factory=dict[Any, Choice], repr=False, compare=False)
     _checked: list[bool] = field(init=False, default_factory=list[bool], repr=False, compare=False)
     _corrected: list[Choice] = field(init=False, default_factory=list[Choice], repr=False, compare=False)
@@ -308,6 +319,11 @@ class Step:
         return self._jit(donated=()) if self.donate and self.train else self.jitted
 
     @cached_property
+    def compiler_options(self) -> dict[str, CompilerValue]:
+        """XLA's options that the step is compiled with on its mesh. Raises ValueError for a value that XLA refuses."""
+        return self.compiler.for_mesh(self.plan.mesh)
+
+    @cached_property
     def _several(self) -> bool:
         """Whether the mesh has devices of several processes."""
         return len(processes_of(self.plan.mesh)) > 1
@@ -323,7 +339,10 @@ class Step:
             with auto_axes(mesh):
                 return _evaluate(self, state, batch)
 
-        return jax.jit(train_step, donate_argnums=donated) if self.train else jax.jit(eval_step)
+        options = self.compiler_options or None
+        if not self.train:
+            return jax.jit(eval_step, compiler_options=options)
+        return jax.jit(train_step, donate_argnums=donated, compiler_options=options)
 
     def _agreed_on(self, state: TrainState, batch: Batch) -> Batch:
         """Return the batch after checking that all processes agree, once for each shape: each has its own program."""
@@ -334,7 +353,7 @@ class Step:
             agree_on_inputs(caller, state, batch, self.plan)
             if not self._checked:
                 self._check_first(state, batch)
-            agree_on_program(caller, self.jitted.lower(state, batch), self.plan)
+            agree_on_program(caller, self.jitted.lower(state, batch), self.plan, self.compiler_options)
             self._agreed.add(shapes)
         return batch
 
@@ -370,7 +389,7 @@ class Step:
         Args:
             state: a train state, real or abstract, as for `lower`.
             batch: a batch, real or abstract, as for `lower`.
-            compiler_options: options of XLA's compiler, by their names.
+            compiler_options: options of XLA's compiler, by their names, beside the step's own (`compiler`).
 
         Returns:
             What `compile` of a lowered function returns.

@@ -219,11 +219,11 @@ class Assembly:
 
     @cached_property
     def train_step(self) -> Step:
-        """The training step: loss, gradients, update."""
+        """The training step: loss, gradients, update. Raises ValueError for a compiler option that XLA refuses."""
         local = self.experiment.local_steps
         local_steps = None if local.steps is None else LocalSteps(local.steps, local.lr, local.momentum)
         clip_norm, sync_batch_norm = self.experiment.optimizer.clip_norm, self.experiment.sync_batch_norm
-        return make_train_step(
+        step = make_train_step(
             self.loss,
             self.plan,
             clip_norm=clip_norm,
@@ -234,6 +234,8 @@ class Assembly:
             noise_scale=self.experiment.train.noise_scale,
             **self._step_options,
         )
+        _ = step.compiler_options  # refused now, not when the first batch is there
+        return step
 
     @cached_property
     def inspection(self) -> Inspection:
@@ -254,8 +256,12 @@ class Assembly:
     def _step_options(self) -> dict[str, Any]:
         """What both steps are made with."""
         given = self.experiment
-        precision = Precision(compute=given.precision, reduce=given.reduce)
-        return {"accumulate": given.train.accumulate, "precision": precision, "partitioning": given.partitioning}
+        return {
+            "accumulate": given.train.accumulate,
+            "precision": Precision(compute=given.precision, reduce=given.reduce),
+            "partitioning": given.partitioning,
+            "compiler": given.compiler,
+        }
 
     def sample(self, state: TrainState) -> str | None:
         """Return text that the model writes, its prompt included; None if the experiment asks for none ([sample]).

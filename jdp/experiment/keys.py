@@ -150,7 +150,7 @@ def _type_text(annotation: Any) -> str:
     if origin is Literal:
         return "|".join(map(str, arguments))
     if origin in (types.UnionType, typing.Union):
-        return "|".join(map(_type_text, arguments))
+        return "|".join("table" if typing.get_origin(kind) is dict else _type_text(kind) for kind in arguments)
     if origin is tuple:
         return f"array of {_type_text(arguments[0])}"
     if origin is dict:

@@ -69,6 +69,8 @@ refused("rows", lambda: step(state, fed(4 * (1 + rank))))
 refused("dtypes", lambda: step(state, fed(4, np.float32 if rank == 0 else np.int32)))
 other = jdp.make_train_step(lambda p, b, r: jdp.Loss(loss(p, b, r).total * (1 + rank), 8.0), plan)
 refused("program", lambda: other(state, fed(4)))
+apart = jdp.make_train_step(loss, plan, compiler={"xla_cpu_enable_fast_math": rank == 1})
+refused("compiler", lambda: apart(state, fed(4)))
 refused("place", lambda: make() if rank else step(state, fed(4)))
 
 state, metrics = step(state, fed(4))
@@ -118,6 +120,8 @@ WORDS = {
     "dtypes": r"process 0 has x: float32\[8, 4\], process 1 has x: int32\[8, 4\]",
     "program": r"The program .*at the train step; process 1 differs: process 0 has .*dense<1\.0.*"
     r"process 1 has .*dense<2\.0",
+    "compiler": "The compiler's options must be the same .*at the train step; process 1 differs: process 0 has "
+    "xla_cpu_enable_fast_math = False, process 1 has xla_cpu_enable_fast_math = True. Give every process the same",
     "place": "The place in the program must be the same on every process; process 1 differs: process 0 has the train "
     "step, process 1 has init_state",
 }

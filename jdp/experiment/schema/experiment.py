@@ -23,7 +23,7 @@ from jdp.core.hints import nearest
 from jdp.core.sharding.mesh import DATA, REPLICA, check_axes
 from jdp.core.toml import cut
 from jdp.experiment.schema.data import Data, EvalSet, Ingredient
-from jdp.experiment.schema.fields import NONE, Rule, RunName, Section, named
+from jdp.experiment.schema.fields import NONE, CompilerTable, Rule, RunName, Section, named
 from jdp.experiment.schema.guard import Guard
 from jdp.experiment.schema.local_steps import LocalStepsTable
 from jdp.experiment.schema.model import AnyModel, Model, model_table
@@ -93,6 +93,10 @@ class Experiment(Section):
     """Type in which gradients are summed over devices and microbatches, under manual partitioning."""
     sync_batch_norm: bool = True
     """BatchNorm over the rows of all devices; false: each device's own, under manual partitioning."""
+    compiler: CompilerTable = "default"
+    """Options of XLA's compiler: a preset ("overlap" hides more communication where XLA's default does not), or a table
+    of XLA's options, such as { xla_gpu_enable_while_loop_double_buffering = true }. Those that the devices' compiler
+    does not know are left out, and named."""
     devices: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Virtual CPU devices in this process, instead of what the machine has."""
     mesh: dict[str, int] = Field(default={DATA: -1})

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
+from jdp.core.compiler import Compiler
 from jdp.core.toml import cut
 from jdp.core.user_path import user_path
 
@@ -95,6 +96,11 @@ def _best(best: Any) -> Any:
     return best
 
 
+def _compiler(given: Any) -> Any:
+    """Return a preset's name, or option -> value. Raises ValueError."""
+    return Compiler.of(given).value
+
+
 def _rule(entries: Any) -> Any:
     """Return a rule as tuples: ["", "model", ["data", "model"]] is ("", "model", ("data", "model"))."""
     given = list(entries) if isinstance(entries, list | tuple) else [None]
@@ -122,6 +128,7 @@ MaybeSource = Annotated[str | tuple[str, ...] | None, PlainValidator(_source)]
 Patterns = Annotated[str | tuple[str, ...] | None, PlainValidator(_patterns)]
 Batches = Annotated[int | typing.Literal["all"], PlainValidator(_batches)]
 Best = Annotated[bool | str, PlainValidator(_best)]
+CompilerTable = Annotated[typing.Literal["default", "overlap"] | dict[str, Any], PlainValidator(_compiler)]
 Rule = Annotated[tuple[str | tuple[str, ...], ...], PlainValidator(_rule)]
 
 

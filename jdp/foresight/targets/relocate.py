@@ -81,9 +81,10 @@ class Candidate:
 
         Raises:
             CompileError: XLA refuses the program, or runs out of memory while compiling.
-            ValueError: as `lower` does.
+            ValueError: as `lower` does, and for a compiler option's value that XLA refuses.
         """
-        return compile_step(self.lower(), cache=cache, described=target.fingerprint)
+        options = [f"{name}={value!r}" for name, value in sorted(self.step.compiler_options.items())]
+        return compile_step(self.lower(), cache=cache, described="\n".join([target.fingerprint, *options]))
 
 
 _OTHER_MESH = (
