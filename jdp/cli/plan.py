@@ -157,7 +157,8 @@ def _write(options: Options, forecast: "PlanReport", described: str) -> None:
         shown = forecast.choice or next((o for o in forecast.estimates if o.timeline is not None), None)
         if shown is None or shown.timeline is None:
             raise UsageError(
-                f"--trace needs a simulated timeline; {forecast.target} has none: remove it, or name another --target"
+                f"--trace needs the simulated timeline of a candidate that fits; {forecast.target} has none: remove "
+                "it, or name another --target"
             )
         _put(options.trace, as_json.dumps(chrome_trace(shown.timeline, shown.name)))
 

@@ -31,7 +31,8 @@ class Estimate:
         parameters, shards: how many parameters the model has, and how many devices share them (the `data` axis).
         state_bytes: of the whole state, each array counted once: what a checkpoint holds.
         report: traffic against the communication contract.
-        timeline: the simulated schedule; None where the device's rates are not known.
+        timeline: the simulated schedule; None where the device's rates are not known, and of what does not fit, which
+            takes no time as it cannot run.
         model_flops: FLOPs of the step's mathematics over the global batch (`timing.model_flops`).
         peak_flops: of one device, in the step's compute dtype; None where it is not known.
         tokens: tokens (or examples) of a global batch.
@@ -89,7 +90,7 @@ class Estimate:
 
     @property
     def step_seconds(self) -> float | None:
-        """Simulated seconds of a step; None where they are not known."""
+        """Simulated seconds of a step; None where they are not known, or a device cannot hold it."""
         return None if self.timeline is None else self.timeline.step_seconds
 
     @property
@@ -257,7 +258,7 @@ def _speed_row(estimate: Estimate) -> tuple[str, ...]:
         ratio if report.kept else f"{ratio} BREAKS",
     )
     if timeline is None:
-        return (estimate.name, *traffic, *(["?"] * (len(SPEED) - 4)))
+        return (estimate.name, *traffic, *(["–" if estimate.fits is False else "?"] * (len(SPEED) - 4)))
     hidden = format_percent(1 - timeline.exposed_fraction) if timeline.communication_seconds else "–"
     mfu = "?" if estimate.mfu is None else format_percent(estimate.mfu)
     times = (

@@ -180,17 +180,19 @@ def estimate(candidate: Candidate, target: Target, *, tokens: int, cache: Cache 
     except CompileError as error:
         return replace(named, error=str(error))
     held, traffic, chip = memory(compiled, step, state), report(step, state, compiled, str(target)), target.chip
+    headroom = None if target.memory_bytes is None else held.fits(target.memory_bytes)
+    timed = (chip is not None or target.kind == "cpu") and (headroom is None or headroom.fits)
     return replace(
         named,
         partitioning=step.partitioning,
         partitioning_why=step.why,
         memory=held,
-        headroom=None if target.memory_bytes is None else held.fits(target.memory_bytes),
+        headroom=headroom,
         parameters=traffic.theory.parameters,
         shards=step.plan.mesh.shape[DATA],
         state_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)),
         report=traffic,
-        timeline=timeline(compiled.program, target) if chip is not None or target.kind == "cpu" else None,
+        timeline=timeline(compiled.program, target) if timed else None,
         model_flops=model_flops(step, state, batch),
         peak_flops=None if chip is None else chip.matmul_flops.get(XLA_TYPES[step.precision.compute]),
         tokens=tokens,

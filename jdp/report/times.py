@@ -25,7 +25,8 @@ def times(estimates: Sequence[tuple[str, Estimate]], chosen: str | None) -> Mark
     """
     timed = [(name, estimate, estimate.timeline) for name, estimate in estimates if estimate.timeline is not None]
     if not timed:
-        return element("p", "Step times are not known: these devices’ rates are not, or no candidate compiled.")
+        why = "these devices’ rates are not, or no candidate compiled and fits"
+        return element("p", f"Step times are not known: {why}.")
     longest = max(timeline.step_seconds for _, _, timeline in timed) or 1e-9
     most = max(60, MOST_RECTANGLES // len(timed))
     slider = element("input", type="range", min=0, max=5, step="0.1", value=0)

@@ -165,6 +165,22 @@ def test_a_batch_that_does_not_divide_is_raised_and_said(jdp_command):
 
 
 @pytest.mark.aot
+def test_what_does_not_fit_has_no_times_and_options_are_the_compilers(jdp_command):
+    options = "{xla_gpu_enable_latency_hiding_scheduler = true, xla_gpu_gone = 1}"
+    given = ("--target", "a100:1x8", "--strategy", "ddp", "--train.batch_size", str(2**28), "--compiler", options)
+    code, out, err = jdp_command("plan", *given, "--json", file="digits.toml")
+    [row] = json.loads(out)["strategies"]
+    assert code == 0 and row["fits"] is False and row["bytes_per_device"] > row["available_bytes"]
+    timed = ("step_seconds", "mfu", "exposed_fraction", "exposed_seconds", "tokens_per_second", "efficiency")
+    assert {row[key] for key in timed} == {None} and row["wire_bytes_per_device"] > 0
+    assert "no compiler option xla_gpu_gone on gpu: it is left out" in err
+    code, out, _ = jdp_command("plan", *given, file="digits.toml")
+    [line] = [line for line in out.splitlines() if line.startswith("ddp") and {"auto", "manual"} & {*line.split()}]
+    assert code == 0 and line.split()[-6:] == ["–"] * 6
+    refused = (*given[:-1], "{xla_gpu_enable_latency_hiding_scheduler = 3}")
+    assert jdp_command("plan", *refused, file="digits.toml")[0] == 2
+
+
 def test_the_largest_batch_is_found(jdp_command, folder):
     """On cards with little memory beyond the 2 GiB that are kept for CUDA and NCCL, so that the search ends soon."""
     (folder / "tiny.toml").write_text('like = "h100"\nmemory_gib = 2.02\n')
