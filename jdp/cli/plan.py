@@ -48,7 +48,8 @@ class Options:
     """Devices to plan for: h100:8x8, h200:1x8, a100:64x8, b200:2x8, cpu:8, or mycluster.toml:8x8. Default: this
     machine's."""
     strategy: Annotated[str, tyro.conf.arg(metavar="NAMES")] = "ddp,zero1,zero2,zero3"
-    """Strategies to compile, with commas between."""
+    """Strategies to compile, with commas between. On several hosts, where the experiment leaves [mesh] free, zero3 is
+    compiled for replicas of fewer hosts too (HSDP)."""
     accumulate: Annotated[str | None, tyro.conf.arg(metavar="COUNTS")] = None
     """Microbatches a step to compile, such as 1,4. Default: the experiment's."""
     remat: Annotated[str | None, tyro.conf.arg(metavar="POLICIES")] = None

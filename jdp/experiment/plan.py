@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from jdp.core.sharding.mesh import DATA
 from jdp.core.types import Batch
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.schema.experiment import Experiment
@@ -25,6 +26,8 @@ def candidates_of(
     remat: str | None = None,
 ) -> list[Candidate]:
     """Return the experiment's step under each strategy and number of microbatches, on the target's devices.
+
+    Where [mesh] is left free, zero3 is tried on replicas too (HSDP).
 
     Args:
         experiment: validated. A batch size that does not divide over the target's devices and microbatches is rounded
@@ -47,6 +50,7 @@ def candidates_of(
         strategies=strategies,
         accumulate=accumulate,
         remat=remat,
+        hybrid=experiment.mesh == {DATA: -1},
     )
 
 

@@ -6,6 +6,7 @@ An `Estimate` holds what was read off one compiled program: memory by class, tra
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +25,8 @@ class Estimate:
     """What was read off one candidate's compiled program.
 
     Attributes:
-        strategy, accumulate, remat: the candidate; `remat` is None where the model's own policy was left as it is.
+        strategy, accumulate, remat, axes: the candidate; `remat` is None where the model's own policy was left as it
+            is, `axes` where the mesh was.
         partitioning, partitioning_why: as the step settled them.
         memory: bytes per device by class; None when the step did not compile.
         headroom: whether a device can hold it; None where the device's memory is not known.
@@ -44,6 +46,7 @@ class Estimate:
     strategy: str
     accumulate: int
     remat: str | None
+    axes: Mapping[str, int] | None = None
     partitioning: str | None = None
     partitioning_why: str = ""
     memory: Memory | None = None
@@ -63,8 +66,8 @@ class Estimate:
 
     @property
     def name(self) -> str:
-        """Strategy, microbatches and rematerialisation policy, such as "zero1 K=4 remat=full"."""
-        return candidate_name(self.strategy, self.accumulate, self.remat)
+        """Strategy, mesh, microbatches and rematerialisation policy, such as "zero1 K=4 remat=full"."""
+        return candidate_name(self.strategy, self.accumulate, self.remat, self.axes)
 
     @property
     def fits(self) -> bool | None:
@@ -127,6 +130,7 @@ class Estimate:
             "strategy": self.strategy,
             "accumulate": self.accumulate,
             "remat": self.remat,
+            "mesh": None if self.axes is None else dict(self.axes),
             "partitioning": self.partitioning,
             "fits": self.fits,
             "bytes_per_device": self.bytes_per_device,
@@ -230,6 +234,7 @@ class PlanReport:
             "choice": None if self.choice is None else self.choice.strategy,
             "choice_accumulate": None if self.choice is None else self.choice.accumulate,
             "choice_remat": None if self.choice is None else self.choice.remat,
+            "choice_mesh": None if self.choice is None or self.choice.axes is None else dict(self.choice.axes),
             "why": " ".join(self.why),
             "notes": list(self.notes),
             **largest,

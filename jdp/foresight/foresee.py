@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import jax
@@ -30,12 +30,15 @@ from jdp.foresight.max_batch import OnProgress, largest_batch
 from jdp.foresight.memory.peak import memory
 from jdp.foresight.program.compiled import CompileError
 from jdp.foresight.targets.chips import XLA_TYPES
-from jdp.foresight.targets.relocate import Candidate, abstract_on
+from jdp.foresight.targets.relocate import Candidate, abstract_on, hybrid_axes
 from jdp.foresight.targets.resolve import Target
 from jdp.foresight.targets.this_machine import target_of
 from jdp.foresight.timing.model_flops import model_flops
 from jdp.foresight.timing.timeline import timeline
 from jdp.foresight.verify import report
+
+ZERO3 = "zero3"
+"""The strategy that gathers weights most often, and so gains most from replicas whose gathers stay on fast links."""
 
 
 def foresee(
@@ -89,6 +92,7 @@ def candidates(
     strategies: Sequence[str] = tuple(STRATEGIES),
     accumulate: Sequence[int] | None = None,
     remat: str | None = None,
+    hybrid: bool = False,
 ) -> list[Candidate]:
     """Return the step under each strategy and number of microbatches, on the target's devices.
 
@@ -98,6 +102,7 @@ def candidates(
         step, state, batch, strategies, accumulate: as for `foresee`.
         target: the devices.
         remat: name of the rematerialisation policy that `step` was made with, where several are compared.
+        hybrid: on a target of several hosts, add `zero3` on the mesh of `hybrid_axes` (HSDP).
 
     Raises:
         ValueError: an evaluation step; an unknown strategy; what `abstract_on` raises.
@@ -107,20 +112,16 @@ def candidates(
             "jdp.foresee takes a training step (jdp.make_train_step); given an evaluation step. Pass the training step."
         )
     counts = tuple(accumulate or (step.accumulate,))
-    return [
-        replace(
-            abstract_on(
-                replace(step, plan=replace(step.plan, strategy=strategy(name).name), accumulate=count),
-                state,
-                batch,
-                target,
-                microbatches=math.lcm(*counts),
-            ),
-            remat=remat,
-        )
-        for count in counts
-        for name in strategies
-    ]
+    held = _state_bytes(state) + 4 * sum(leaf.size for leaf in jax.tree.leaves(state.params))  # float32 gradients
+    axes = hybrid_axes(target, held) if hybrid and ZERO3 in strategies else None
+    ways = [(name, None) for name in strategies] + ([(ZERO3, axes)] if axes else [])
+
+    def candidate(count: int, name: str, axes: Mapping[str, int] | None) -> Candidate:
+        other = replace(step, plan=replace(step.plan, strategy=strategy(name).name), accumulate=count)
+        found = abstract_on(other, state, batch, target, microbatches=math.lcm(*counts), axes=axes)
+        return replace(found, remat=remat)
+
+    return [candidate(count, name, axes) for count in counts for name, axes in ways]
 
 
 def make_plan_report(
@@ -174,7 +175,7 @@ def estimate(candidate: Candidate, target: Target, *, tokens: int, cache: Cache 
         cache: where compiled results are kept; None compiles always.
     """
     step, state, batch = candidate.step, candidate.state, candidate.batch
-    named = Estimate(step.plan.strategy, step.accumulate, candidate.remat, devices=len(target.devices))
+    named = Estimate(step.plan.strategy, step.accumulate, candidate.remat, candidate.axes, devices=len(target.devices))
     try:
         compiled = candidate.compile(target, cache)
     except CompileError as error:
@@ -190,7 +191,7 @@ def estimate(candidate: Candidate, target: Target, *, tokens: int, cache: Cache 
         headroom=headroom,
         parameters=traffic.theory.parameters,
         shards=step.plan.mesh.shape[DATA],
-        state_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)),
+        state_bytes=_state_bytes(state),
         report=traffic,
         timeline=timeline(compiled.program, target) if timed else None,
         model_flops=model_flops(step, state, batch),
@@ -199,6 +200,10 @@ def estimate(candidate: Candidate, target: Target, *, tokens: int, cache: Cache 
         compile_seconds=0.0 if compiled.cached else compiled.seconds,
         cached=compiled.cached,
     )
+
+
+def _state_bytes(state: TrainState) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
 def count_batch(batch: Batch) -> tuple[int, str]:
@@ -218,6 +223,11 @@ def _notes(candidates: Sequence[Candidate], estimates: Sequence[Estimate]) -> tu
         f"with local steps a step here is a round of {steps}: its rows, bytes and time" for steps in sorted(rounds)
     ]
     notes += [caveat for e in estimates if e.timeline is not None for caveat in e.timeline.caveats]
+    if any(candidate.axes for candidate in candidates):
+        notes.append(
+            "zero3 with replicas (HSDP) keeps its gathers within a replica of as few hosts as hold its state: [mesh] "
+            "in the experiment, or jdp.make_mesh"
+        )
     if {("zero1", 1), ("zero2", 1)} <= {(e.strategy, e.accumulate) for e in estimates}:
         notes.append("zero1 and zero2 differ in when gradients are reduced: with one microbatch they are one program")
     notes += [f"{e.name}: {e.error}" for e in estimates if e.error is not None]

@@ -181,6 +181,21 @@ def test_what_does_not_fit_has_no_times_and_options_are_the_compilers(jdp_comman
     assert jdp_command("plan", *refused, file="digits.toml")[0] == 2
 
 
+def test_on_several_hosts_zero3_is_tried_on_replicas_too(jdp_command):
+    given = ("--target", "h100:2x2", "--strategy", "ddp,zero3", "--json")
+    flat, hybrid = (
+        json.loads(jdp_command("plan", *given, *mesh, file="digits.toml")[1]) for mesh in (("--mesh.data", "4"), ())
+    )
+    assert [row["mesh"] for row in flat["strategies"]] == [None, None]
+    assert [row["mesh"] for row in hybrid["strategies"]] == [None, None, {"replica": 2, "data": 2}]
+    whole, replicas = hybrid["strategies"][1:]
+    assert whole["strategy"] == replicas["strategy"] == "zero3" and replicas["keeps_contract"]
+    # Weights are halved, not quartered, and their gathers stay on a host.
+    assert replicas["memory"]["parameters"] == pytest.approx(2 * whole["memory"]["parameters"], rel=0.05)
+    assert replicas["exposed_seconds"] < whole["exposed_seconds"]
+    assert "zero3 replica=2 data=2" in hybrid["why"] and any("HSDP" in note for note in hybrid["notes"])
+
+
 def test_the_largest_batch_is_found(jdp_command, folder):
     """On cards with little memory beyond the 2 GiB that are kept for CUDA and NCCL, so that the search ends soon."""
     (folder / "tiny.toml").write_text('like = "h100"\nmemory_gib = 2.02\n')

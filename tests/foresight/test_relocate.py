@@ -1,5 +1,6 @@
 """A step, its state and its batch on a target's devices; rows that do not divide are rounded up, with one message."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
@@ -11,8 +12,8 @@ import pytest
 import jdp
 from jdp.core.batch import batch_unit
 from jdp.foresight.max_batch import largest_batch
-from jdp.foresight.targets.relocate import Candidate, abstract_on, round_up_rows
-from jdp.foresight.targets.resolve import target
+from jdp.foresight.targets.relocate import Candidate, abstract_on, hybrid_axes, round_up_rows
+from jdp.foresight.targets.resolve import Target, target
 
 
 def loss_fn(params, batch, rng):
@@ -123,3 +124,18 @@ class Held:
 
     def fits(self, memory_bytes):
         return SimpleNamespace(fraction=None)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "gigabytes", "expected"),
+    [
+        (64, 128, {"replica": 64, "data": 8}),
+        (512, 1120, {"replica": 128, "data": 32}),  # 70 B of 16 bytes: 35 GB a device
+        (3, 640, None),  # one host is too few, and three have no half
+        (1, 1, None),
+    ],
+)
+def test_replicas_are_of_as_few_hosts_as_hold_the_state(hosts, gigabytes, expected):
+    gpus = Target("h100", hosts, 8, (SimpleNamespace(platform="gpu"),), 80 * 10**9, "an H100")
+    assert hybrid_axes(gpus, gigabytes * 10**9) == expected
+    assert hybrid_axes(replace(gpus, memory_bytes=None), 1) is None

@@ -1,11 +1,12 @@
 """A step on other devices: what was written for this machine, as abstract values on a target's mesh.
 
-1. The mesh keeps its axes; `data` takes the devices that are left.
+1. The mesh keeps its axes, or takes others (`hybrid_axes`); `data` takes the devices that are left.
 2. The state's leaves become shapes, dtypes and the shardings that the plan gives them there.
 3. The batch's leaves likewise; rows that the new mesh cannot split are rounded up (`round_up_rows`).
 """
 
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jdp.core.batch import BatchUnit, batch_rows
 from jdp.core.disk_cache import Cache
-from jdp.core.sharding.mesh import DATA, make_mesh, mesh_of
+from jdp.core.sharding.mesh import DATA, REPLICA, make_mesh, mesh_of
 from jdp.core.state import TrainState
 from jdp.core.step import Step
 from jdp.core.types import Batch
@@ -22,9 +23,32 @@ from jdp.foresight.program.compiled import Compiled, compile_step
 from jdp.foresight.targets.resolve import Target, target
 
 
-def candidate_name(strategy: str, accumulate: int, remat: str | None) -> str:
-    """Return "zero1", or "zero1 K=4 remat=full": what is not the default is named."""
-    return f"{strategy}{f' K={accumulate}' * (accumulate > 1)}{f' remat={remat}' if remat else ''}"
+def candidate_name(strategy: str, accumulate: int, remat: str | None, mesh: Mapping[str, int] | None = None) -> str:
+    """Return "zero1", or "zero3 replica=8 data=8 K=4 remat=full": what is not the default is named."""
+    axes = "".join(f" {axis}={size}" for axis, size in (mesh or {}).items())
+    return f"{strategy}{axes}{f' K={accumulate}' * (accumulate > 1)}{f' remat={remat}' if remat else ''}"
+
+
+def hybrid_axes(target: Target, state_bytes: int) -> dict[str, int] | None:
+    """Return a mesh for HSDP on a target of several hosts of GPUs: replicas of as few hosts as hold the state.
+
+    Weights are then gathered and gradients scattered within a replica; what crosses replicas is one shard of the
+    gradients. A replica is whole hosts, as many as leave half of a device's memory beside the state.
+
+    Args:
+        target: the devices.
+        state_bytes: of the whole state and of its gradients.
+
+    Returns:
+        axis -> size, replica first; None where there is nothing to divide: one host, devices whose memory is not known,
+        or a state that needs all of them.
+    """
+    if target.hosts == 1 or target.memory_bytes is None or target.devices[0].platform != "gpu":
+        return None
+    divisors = (hosts for hosts in range(1, target.hosts // 2 + 1) if target.hosts % hosts == 0)
+    enough = (hosts for hosts in divisors if state_bytes <= hosts * target.per_host * target.memory_bytes / 2)
+    hosts = next(enough, None)
+    return None if hosts is None else {REPLICA: target.hosts // hosts, DATA: hosts * target.per_host}
 
 
 @dataclass(frozen=True)
@@ -36,6 +60,7 @@ class Candidate:
         state, batch: `jax.ShapeDtypeStruct` leaves with their shardings.
         notes: what differs from what was given, a sentence each.
         remat: the rematerialisation policy that distinguishes it from other candidates; None: the model's own.
+        axes: the mesh that distinguishes it; None: as it was given.
     """
 
     step: Step
@@ -43,11 +68,12 @@ class Candidate:
     batch: Batch
     notes: tuple[str, ...] = ()
     remat: str | None = None
+    axes: Mapping[str, int] | None = None
 
     @property
     def name(self) -> str:
-        """Strategy, microbatches and rematerialisation policy: `candidate_name`."""
-        return candidate_name(self.step.plan.strategy, self.step.accumulate, self.remat)
+        """Strategy, mesh, microbatches and rematerialisation policy: `candidate_name`."""
+        return candidate_name(self.step.plan.strategy, self.step.accumulate, self.remat, self.axes)
 
     def with_rows(self, rows: int) -> "Candidate":
         """Return the same step on a global batch of `rows` rows."""
@@ -112,6 +138,7 @@ def abstract_on(
     target: str | Target | None = None,
     *,
     microbatches: int | None = None,
+    axes: Mapping[str, int] | None = None,
 ) -> Candidate:
     """Put a step, a state and a batch on a target's devices, as abstract values.
 
@@ -121,12 +148,13 @@ def abstract_on(
         target: "h100:8x8" and the like, or a `Target`; None: the mesh that `state` is placed on, where its leaves keep
             their shardings, and the batch its rows.
         microbatches: what rows must divide by besides the shards, where several numbers are compared; None: the step's.
+        axes: another mesh on the target: axis -> size, in order.
 
     Raises:
         ValueError: a bad target; devices that do not divide by the mesh's other axes; arrays of a batch whose leading
             dimensions differ.
     """
-    plan = step.plan.on(_mesh(step, state, target))
+    plan = step.plan.on(_mesh(step, state, target, axes))
     rows, notes = batch_rows(batch), tuple[str, ...]()
     if target is not None:
         relocated = replace(step, plan=plan, accumulate=microbatches or step.accumulate)
@@ -139,7 +167,7 @@ def abstract_on(
     )
     abstract_batch = jax.tree.map(lambda leaf: _abstract(leaf, (rows, *leaf.shape[1:]), plan.batch_sharding), batch)
     step = step.on(plan.mesh)
-    return Candidate(step, step.complete(abstract_state), abstract_batch, notes)
+    return Candidate(step, step.complete(abstract_state), abstract_batch, notes, axes=axes)
 
 
 def round_up_rows(rows: int, unit: BatchUnit) -> tuple[int, tuple[str, ...]]:
@@ -166,13 +194,13 @@ def round_up_rows(rows: int, unit: BatchUnit) -> tuple[int, tuple[str, ...]]:
     return raised, (f"{rule}: {raised} are taken",)
 
 
-def _mesh(step: Step, state: TrainState, named: str | Target | None) -> Mesh:
-    """Return the target's mesh: the plan's axes, of which `data` takes all devices that the others leave."""
+def _mesh(step: Step, state: TrainState, named: str | Target | None, axes: Mapping[str, int] | None) -> Mesh:
+    """Return the target's mesh: `axes`, else the plan's, of which `data` takes all devices that the others leave."""
     if named is None:
         return mesh_of(state) or step.plan.mesh
     on = target(named) if isinstance(named, str) else named
     try:
-        return make_mesh(devices=on.devices, **{**step.plan.mesh.shape, DATA: -1})
+        return make_mesh(devices=on.devices, **(axes or {**step.plan.mesh.shape, DATA: -1}))
     except ValueError as error:
         raise ValueError(f"{on}: {error}") from None
 
