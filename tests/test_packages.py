@@ -137,10 +137,10 @@ def test_this_file_sees_a_circle():
 
 
 @EVERY
-def test_models_know_of_jdp_scan_layers_only(module):
+def test_models_know_of_jdp_scan_layers_and_the_device_only(module):
     if module.package == "models":
         others = {name for name in own_imports(module) if MODULES[name].package != "models"}
-        assert others <= {"jdp.core.layers"}
+        assert others <= {"jdp.core.layers", "jdp.core.traced_device"}
 
 
 @EVERY

@@ -75,8 +75,9 @@ def scan_layers(block: Block, stacked: PyTree, x: PyTree, *, remat: Remat = None
             have shape [layers, ...]: the loop is a `jax.lax.scan`, compiled once. Or a list (`nnx.List`) of per-layer
             pytrees: the loop is unrolled.
         x: the activations that enter the first layer: a pytree of arrays.
-        remat: what the backward pass keeps. None: every activation. "dots": the results of matrix products. "full":
-            each layer's input only. Or a policy of `jax.checkpoint_policies`. Gathered weights are never kept.
+        remat: what the backward pass keeps. None: every activation. "dots": the results of matrix products without
+            batch dimensions and of fused attention, so nothing of [length, length]. "full": each layer's input only. Or
+            a policy of `jax.checkpoint_policies`. Gathered weights are never kept.
 
     Returns:
         The activations that leave the last layer, like `x`.
@@ -208,7 +209,7 @@ def _policy(remat: Remat) -> Callable[..., bool]:
     policies = {
         None: _save_activations,
         "full": jax.checkpoint_policies.nothing_saveable,
-        "dots": jax.checkpoint_policies.dots_saveable,
+        "dots": _save_products,
     }
     if callable(remat):
         return lambda prim, *args, **params: prim.name not in _GATHERS and bool(remat(prim, *args, **params))
@@ -217,6 +218,9 @@ def _policy(remat: Remat) -> Callable[..., bool]:
     return policies[remat]
 
 
+ATTENTION = "attention"
+"""The name (`jax.ad_checkpoint.checkpoint_name`) of what attention returns, and of the statistics of its softmax."""
+_FUSED = "dot_product_attention_fwd_wrapper"  # cuDNN's attention in jax: its output, and the statistics of its softmax
 _GATHERS = {"all_gather", "sharding_constraint", "optimization_barrier"}
 _SHAPE_ONLY = {"reshape", "transpose", "broadcast_in_dim", "squeeze", "slice", "concatenate"}
 
@@ -229,6 +233,17 @@ def _save_activations(prim: Any, *operands: Any, **params: Any) -> bool:
     if prim.name == "convert_element_type":
         return params["new_dtype"].itemsize < operands[0].dtype.itemsize
     return prim.name not in _GATHERS and prim.name not in _SHAPE_ONLY
+
+
+def _save_products(prim: Any, *operands: Any, **params: Any) -> bool:
+    """Keep the products with weights, and what attention returns, which its backward pass starts from.
+
+    Products with batch dimensions are attention's own, [length, length] a head: cheaper to compute again than to read.
+    """
+    if prim.name == "dot_general":
+        _, batch = params["dimension_numbers"]
+        return not any(batch)
+    return prim.name == _FUSED or (prim.name == "name" and params["name"] == ATTENTION)
 
 
 def _check_stacked(stacked: PyTree) -> None:

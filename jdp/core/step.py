@@ -48,7 +48,7 @@ from jdp.core.local_steps import LocalSteps, stack, train_round, unstack
 from jdp.core.notices import notice
 from jdp.core.optim.checks import update
 from jdp.core.precision import Precision
-from jdp.core.sharding.mesh import REPLICA, auto_axes, mesh_of
+from jdp.core.sharding.mesh import REPLICA, mesh_of, tracing_on
 from jdp.core.sharding.plan import Plan
 from jdp.core.state import STACKED, TrainState, trained_part, with_trained
 from jdp.core.types import Batch, LossFn, Metrics, PyTree, is_integer, is_number
@@ -332,11 +332,11 @@ class Step:
         mesh = self.plan.mesh
 
         def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-            with auto_axes(mesh):
+            with tracing_on(mesh):
                 return _train(self, state, batch)
 
         def eval_step(state: TrainState, batch: Batch) -> Metrics:
-            with auto_axes(mesh):
+            with tracing_on(mesh):
                 return _evaluate(self, state, batch)
 
         options = self.compiler_options or None
@@ -506,7 +506,7 @@ class Step:
         """Choose the partitioning on real values, which tries the loss once; for abstract values the trace chooses."""
         leaves = jax.tree.leaves((state, batch))
         if all(isinstance(leaf, jax.Array | np.ndarray) and not isinstance(leaf, Tracer) for leaf in leaves):
-            with auto_axes(self.plan.mesh):
+            with tracing_on(self.plan.mesh):
                 self.choose_partitioning(state, batch, values=True)
             self._checked.append(True)
 

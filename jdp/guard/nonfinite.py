@@ -22,7 +22,7 @@ from jdp.core.gradients import auto
 from jdp.core.gradients.jaxprs import places_made
 from jdp.core.gradients.wire import WIDE
 from jdp.core.paths import path_of
-from jdp.core.sharding.mesh import auto_axes
+from jdp.core.sharding.mesh import tracing_on
 from jdp.core.state import TrainState, trained_part
 from jdp.core.step import VIEWS, Step
 from jdp.core.types import Batch, PyTree
@@ -118,7 +118,7 @@ class Inspection:
             done: the step's number: batches consumed after it. Masks of dropout are those of this step.
         """
         self._order = self._order or self._backward_order(state, batch)
-        with auto_axes(self._step.plan.mesh):
+        with tracing_on(self._step.plan.mesh):
             flags = jax.device_get(self._flags(state, batch, jnp.int32(done - 1)))
         inputs, gradients = _bad(flags["batch"]), _bad(flags["gradients"], self._order)
         rows = {place for leaf in inputs for place in leaf.places}
@@ -154,7 +154,7 @@ class Inspection:
         def grads(params: PyTree) -> PyTree:
             return auto.gradients(spec, step.plan)(params, state.model_state, batch, state.rng, {})[0]
 
-        with auto_axes(step.plan.mesh):
+        with tracing_on(step.plan.mesh):
             jaxpr = jax.make_jaxpr(grads)(state.params)
         trained = jax.tree.leaves_with_path(trained_part(state.params, state.static.trained))
         places = dict(zip((path_of(path) for path, _ in trained), places_made(jaxpr.jaxpr), strict=True))

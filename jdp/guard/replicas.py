@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from jdp.core.agreement import processes_of
 from jdp.core.paths import path_of
-from jdp.core.sharding.mesh import auto_axes
+from jdp.core.sharding.mesh import tracing_on
 from jdp.core.types import Device, PyTree
 
 Table = NDArray[Any]
@@ -150,7 +150,7 @@ def fingerprints(state: PyTree, *, every_leaf: bool = False) -> Fingerprints | N
     if mesh is None or not chosen:
         return None
     paths, leaves, specs, parts = zip(*chosen, strict=True)
-    with auto_axes(mesh):
+    with tracing_on(mesh):
         values = _computed(leaves, mesh, specs, len(processes_of(mesh)) > 1)
     return Fingerprints(paths, tuple(mesh.devices.flat), np.stack(parts, axis=1), values)
 

@@ -1,4 +1,4 @@
-"""GPT, ResNet, ViT and MLP in plain NNX; of jdp they know `scan_layers` only."""
+"""GPT, ResNet, ViT and MLP in plain NNX; of jdp they know `scan_layers` and the device traced for only."""
 
 from jdp.models.gpt import GPT, GPTConfig
 from jdp.models.losses import classification_loss, next_token_loss

@@ -20,11 +20,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jdp.models.attention import Attend
 from jdp.models.checks import require, require_choice, require_heads, require_positive, require_rates
 from jdp.models.modules import Linear, LoRA, dropout, product
 from jdp.models.transformer import (
     Activation,
-    Attend,
     LayerConfig,
     NormKind,
     Remat,
@@ -68,7 +68,8 @@ class GPTConfig:
         scan: stack the layers and scan them: compile time and program size do not grow with depth.
         remat: what is saved of each layer for the backward pass: None, everything; "dots", its matrix products;
             "full", only its input.
-        attention: "xla" runs anywhere in any dtype; "cudnn" is fused, on NVIDIA GPUs, for 16-bit floats.
+        attention: "cudnn" is fused, on NVIDIA GPUs, for 16-bit floats; "xla" runs anywhere in any dtype; "auto" is the
+            first where the devices, the dtype and the shapes allow it, else the second.
         lora_rank: adds a low-rank update (arXiv:2106.09685) to every kernel of the layers: `nnx.LoRAParam` leaves
             `.../lora_a` and `.../lora_b`. The function and all other initial values do not change. To train them alone:
             `jdp.init_state(..., wrt=nnx.LoRAParam)`. None: no such leaves.
@@ -99,7 +100,7 @@ class GPTConfig:
     norm_eps: float = 1e-5
     scan: bool = True
     remat: Remat | None = None
-    attention: Attend = "xla"
+    attention: Attend = "auto"
     lora_rank: int | None = None
     lora_alpha: float = 16.0
 
@@ -232,8 +233,8 @@ class GPT(nnx.Module):
                 each, so its logits are those of the document alone. None: a row is one document.
 
         Raises:
-            ValueError: tokens or segments of another rank or dtype, or longer than the context; segments with
-                "cudnn" attention.
+            ValueError: tokens or segments of another rank or dtype, or longer than the context; "cudnn" attention
+                that cuDNN does not have.
         """
         return self.logits(self.features(tokens, rng=rng, segments=segments))
 
@@ -248,12 +249,12 @@ class GPT(nnx.Module):
             segments: [batch, length] integers, the document of each token of a packed row; None: a row is one document.
 
         Raises:
-            ValueError: tokens or segments of another rank or dtype, or longer than the context; segments with
-                "cudnn" attention.
+            ValueError: tokens or segments of another rank or dtype, or longer than the context; "cudnn" attention
+                that cuDNN does not have.
         """
         config = self.config
         _check_tokens(tokens, config)
-        _check_segments(segments, tokens, config)
+        _check_segments(segments, tokens)
         packed = None if segments is None else Segments.of(segments)
         x, keys = self.embed(tokens, None if packed is None else packed.position), None
         if rng is not None and config.dropout > 0:
@@ -302,11 +303,9 @@ def _check_tokens(tokens: jax.Array, config: GPTConfig) -> None:
     require(fits, f"a sequence has at most context({config.context}) tokens", given, "Shorten it, or raise context")
 
 
-def _check_segments(segments: jax.Array | None, tokens: jax.Array, config: GPTConfig) -> None:
+def _check_segments(segments: jax.Array | None, tokens: jax.Array) -> None:
     if segments is None:
         return
     given = f"{segments.dtype}{list(segments.shape)}"
     fits = segments.shape == tokens.shape and jnp.issubdtype(segments.dtype, jnp.integer)
     require(fits, f"segments are integers {list(tokens.shape)}, as the tokens", given, "Number each row's documents")
-    xla = config.attention == "xla"
-    require(xla, "segments need xla attention", f'attention = "{config.attention}"', 'Set attention = "xla"')

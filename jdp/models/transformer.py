@@ -15,12 +15,11 @@ import numpy as np
 from flax import nnx
 
 from jdp.core.layers import scan_layers
-from jdp.models.checks import require
+from jdp.models.attention import Attend, attend
 from jdp.models.modules import Linear, LoRA, Norm, dropout
 
 Activation = Literal["swiglu", "gelu", "gelu_exact"]
 NormKind = Literal["rms", "layer"]
-Attend = Literal["xla", "cudnn"]
 Remat = Literal["full", "dots"]
 
 
@@ -136,8 +135,6 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array, segments: Segments | None = None) -> jax.Array:
         config = self.config
-        fits = config.attention != "cudnn" or x.dtype in (jnp.bfloat16, jnp.float16)
-        require(fits, "cudnn attention takes 16-bit floats", f"{x.dtype}", 'Compute in bf16, or set attention = "xla"')
         query, key, value = (
             project(x).reshape(*x.shape[:-1], -1, config.width // config.heads)
             for project in (self.query, self.key, self.value)
@@ -145,13 +142,8 @@ class Attention(nnx.Module):
         if config.rope_theta is not None:
             position = None if segments is None else segments.position
             query, key = (rotate(x, config.rope_theta, position, config.rope_scaling) for x in (query, key))
-        # [batch, 1, length, length], computed in every layer: a comparison that fuses into the softmax, where a mask
-        # made once would be kept, and read, for all layers.
-        mask = None if segments is None else (segments.run[:, :, None] == segments.run[:, None, :])[:, None]
-        # Softmax is float32 inside, and query head h reads key and value head h // (heads / kv_heads).
-        mixed = jax.nn.dot_product_attention(
-            query, key, value, mask=mask, is_causal=config.causal, implementation=config.attention
-        )
+        run = None if segments is None else segments.run
+        mixed = attend(query, key, value, causal=config.causal, run=run, by=config.attention)
         return self.output(mixed.reshape(x.shape))
 
 

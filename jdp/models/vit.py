@@ -18,9 +18,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jdp.models.attention import Attend
 from jdp.models.checks import require, require_choice, require_heads, require_images, require_positive, require_rates
 from jdp.models.modules import Classifier, Linear, dropout
-from jdp.models.transformer import Attend, LayerConfig, Remat, fold_range, make_layers, run_layers
+from jdp.models.transformer import LayerConfig, Remat, fold_range, make_layers, run_layers
 
 POSITION_STD = 0.02
 
@@ -59,7 +60,7 @@ class ViTConfig:
     norm_eps: float = 1e-6
     scan: bool = True
     remat: Remat | None = None
-    attention: Attend = "xla"
+    attention: Attend = "auto"
 
     def __post_init__(self) -> None:
         sizes = ("classes", "layers", "width", "heads", "patch", "image_size", "channels")

@@ -51,6 +51,8 @@ MAY_CHANGE = frozenset(
         "train",
         "wire",
         "reduce",
+        "model.attention",
+        "model.remat",
     )
 )
 """Keys and tables that may differ when a run is resumed, except `FIXED`, and `train.steps` if the learning rate's
@@ -248,7 +250,7 @@ def _differences(experiment: Experiment, folder: Path) -> list[str]:
     return [
         f"{key} was {before.get(key)!r}, is {now.get(key)!r}"
         for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and (key in kept or key.partition(".")[0] not in MAY_CHANGE)
+        if before.get(key) != now.get(key) and (key in kept or not MAY_CHANGE & {key, key.partition(".")[0]})
     ]
 
 

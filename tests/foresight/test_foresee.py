@@ -272,7 +272,7 @@ MISTAKES = [
     (("plan", "--target", "h1000:8x8"), "did you mean h100?"),
     (("plan", "--target", "h100"), "h100:8x8"),
     (("plan", "--target", "h100:99999x8"), "at most 16384 devices"),
-    (("plan", "--target", "h100:1x8", "--model.attention", "cudnn", "--strategy", "ddp"), "cuDNN"),
+    (("plan", "--target", "h100:1x8", "--model.attention", "cudnn", "--precision", "fp32"), "takes 16-bit floats"),
     (("plan", "--target", "h100:1x8", "--strategy", "zero4"), "given 'zero4'"),
     (("plan", "--target", "h100:1x8", "--strategy", "ddp,ddp"), "different words"),
     (("plan", "--target", "h100:1x8", "--accumulate", "0"), "positive whole numbers"),

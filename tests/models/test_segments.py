@@ -94,7 +94,7 @@ def test_without_segments_no_mask_enters_the_program():
         (
             dataclasses.replace(LLAMA, attention="cudnn"),
             PACKED,
-            r'segments need xla attention; given attention = "cudnn"\. Set attention = "xla"',
+            r'cudnn attention takes no segments; given segments\. Set attention = "auto" or "xla"',
         ),
     ],
 )

@@ -20,7 +20,7 @@ therefore stay on a host's fast links if they fit. `replica` varies slowest, whe
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,6 +31,7 @@ from jdp.core.handshake import check_device_counts
 from jdp.core.machine import choose_platform
 from jdp.core.notices import notice
 from jdp.core.toml import LONGEST, cut
+from jdp.core.traced_device import tracing_for
 from jdp.core.types import Device, PyTree, is_integer
 
 DATA = "data"
@@ -162,10 +163,16 @@ def mesh_of(tree: PyTree) -> Mesh | None:
     return None
 
 
-def auto_axes(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which `mesh` with Auto axes replaces a mesh with Explicit axes that the caller has set."""
+@contextlib.contextmanager
+def tracing_on(mesh: Mesh) -> Generator[None]:
+    """Have code traced for `mesh` while the context lasts: `traced_device` is one of its devices.
+
+    `mesh` with Auto axes replaces a mesh with Explicit axes that the caller has set.
+    """
     explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
-    return jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if explicit else contextlib.nullcontext()
+    with_auto_axes = jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if explicit else contextlib.nullcontext()
+    with tracing_for(mesh.devices.flat[0]), with_auto_axes:
+        yield
 
 
 def batch_axes(mesh: Mesh) -> tuple[str, ...]:

@@ -7,6 +7,7 @@
 
 import warnings
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +21,9 @@ from jdp.core.state import TrainState
 from jdp.core.step import Step
 from jdp.core.types import Batch
 from jdp.foresight.program.compiled import Compiled, compile_step
-from jdp.foresight.targets.resolve import Target, target
+from jdp.foresight.targets.cudnn import answered_for, version_in
+from jdp.foresight.targets.resolve import Target
+from jdp.foresight.targets.resolve import target as named
 
 
 def candidate_name(strategy: str, accumulate: int, remat: str | None, mesh: Mapping[str, int] | None = None) -> str:
@@ -61,6 +64,7 @@ class Candidate:
         notes: what differs from what was given, a sentence each.
         remat: the rematerialisation policy that distinguishes it from other candidates; None: the model's own.
         axes: the mesh that distinguishes it; None: as it was given.
+        cudnn: the version of cuDNN that the devices, which are described, are taken to have; None: they are at hand.
     """
 
     step: Step
@@ -69,6 +73,7 @@ class Candidate:
     notes: tuple[str, ...] = ()
     remat: str | None = None
     axes: Mapping[str, int] | None = None
+    cudnn: int | None = None
 
     @property
     def name(self) -> str:
@@ -91,8 +96,10 @@ class Candidate:
         Raises:
             ValueError: the loss does something that these devices have no place for (`_IMPOSSIBLE`).
         """
+        mesh = self.step.plan.mesh
+        described = nullcontext() if self.cudnn is None else answered_for(mesh.devices.flat[0], self.cudnn)
         try:
-            with warnings.catch_warnings(), jax.set_mesh(self.step.plan.mesh):
+            with warnings.catch_warnings(), jax.set_mesh(mesh), described:
                 # Which leaves were not donated is read off the program, with their names (`traffic.symptoms`).
                 warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
                 return self.step.lower(self.state, self.batch)
@@ -122,8 +129,6 @@ _IMPOSSIBLE = {
     "Unknown backend": "The step calls back to the host (jax.debug.print, jax.debug.callback, pure_callback, "
     "io_callback), and a callback cannot be compiled for devices that are only described. Take it out of the loss, or "
     "leave the target out to compile for this machine's devices.",
-    "cuDNN": "The step uses cuDNN (attention = 'cudnn'), which XLA only compiles where cuDNN is installed. Plan with "
-    "attention = 'xla' instead: the bytes sent are the same, memory and time an upper bound.",
     "incompatible devices": _OTHER_MESH,
     "cannot change the size of the mesh": _OTHER_MESH,
     "should match the mesh": _OTHER_MESH,
@@ -154,6 +159,7 @@ def abstract_on(
         ValueError: a bad target; devices that do not divide by the mesh's other axes; arrays of a batch whose leading
             dimensions differ.
     """
+    target = named(target) if isinstance(target, str) else target
     plan = step.plan.on(_mesh(step, state, target, axes))
     rows, notes = batch_rows(batch), tuple[str, ...]()
     if target is not None:
@@ -167,7 +173,8 @@ def abstract_on(
     )
     abstract_batch = jax.tree.map(lambda leaf: _abstract(leaf, (rows, *leaf.shape[1:]), plan.batch_sharding), batch)
     step = step.on(plan.mesh)
-    return Candidate(step, step.complete(abstract_state), abstract_batch, notes, axes=axes)
+    cudnn = None if target is None or target.config is None else version_in(target.config)
+    return Candidate(step, step.complete(abstract_state), abstract_batch, notes, axes=axes, cudnn=cudnn)
 
 
 def round_up_rows(rows: int, unit: BatchUnit) -> tuple[int, tuple[str, ...]]:
@@ -194,11 +201,10 @@ def round_up_rows(rows: int, unit: BatchUnit) -> tuple[int, tuple[str, ...]]:
     return raised, (f"{rule}: {raised} are taken",)
 
 
-def _mesh(step: Step, state: TrainState, named: str | Target | None, axes: Mapping[str, int] | None) -> Mesh:
+def _mesh(step: Step, state: TrainState, on: Target | None, axes: Mapping[str, int] | None) -> Mesh:
     """Return the target's mesh: `axes`, else the plan's, of which `data` takes all devices that the others leave."""
-    if named is None:
+    if on is None:
         return mesh_of(state) or step.plan.mesh
-    on = target(named) if isinstance(named, str) else named
     try:
         return make_mesh(devices=on.devices, **(axes or {**step.plan.mesh.shape, DATA: -1}))
     except ValueError as error:

@@ -1,0 +1,85 @@
+"""Softmax attention in the form that suits the devices it is traced for: cuDNN's fused kernels, or XLA's operations.
+
+cuDNN's (flash attention, arXiv:2205.14135) never holds the weights [batch, heads, length, length]. It takes 16-bit
+floats on NVIDIA GPUs since Ampere; `cudnn_refuses` has the rules, which are those of jax's own checks.
+"""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax._src.cudnn import fused_attention_stablehlo as cudnn  # its checks are not public, and the rules are there
+from jax.ad_checkpoint import checkpoint_name
+
+from jdp.core.layers import ATTENTION
+from jdp.core.traced_device import traced_device
+from jdp.models.checks import require
+
+Attend = Literal["auto", "xla", "cudnn"]
+
+
+def attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    causal: bool,
+    run: jax.Array | None = None,
+    by: Attend = "auto",
+) -> jax.Array:
+    """Return softmax(query key^T / sqrt(D)) value, softmax in float32 (arXiv:1706.03762, eq. 1).
+
+    Args:
+        query: [batch, length, heads, D].
+        key, value: [batch, length, kv_heads, D]; query head h reads head h // (heads / kv_heads) (arXiv:2305.13245).
+        causal: a position attends to itself and those before it; else to all.
+        run: [batch, length] integers, the document of each token, which attends inside of it; None: one document.
+        by: "cudnn"; "xla", which runs anywhere in any dtype; or "auto": cuDNN if the devices that are traced for, the
+            dtype and the shapes allow it, else XLA.
+
+    Returns:
+        [batch, length, heads, D] in query's dtype.
+
+    Raises:
+        ValueError: "cudnn" where cuDNN has no such attention.
+    """
+    refused = None if by == "xla" else cudnn_refuses(query, packed=run is not None, device=traced_device())
+    if by == "cudnn" and refused is not None:
+        require(False, *refused)
+    # [batch, 1, length, length], computed in every layer: a comparison that fuses into the softmax, where a mask made
+    # once would be kept, and read, for all layers.
+    mask = None if run is None else (run[:, :, None] == run[:, None, :])[:, None]
+    if by != "xla" and refused is None:
+        return jax.nn.dot_product_attention(query, key, value, is_causal=causal, implementation="cudnn")
+    mixed = jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=causal, implementation="xla")
+    return checkpoint_name(mixed, ATTENTION)
+
+
+def cudnn_refuses(query: jax.Array, *, packed: bool, device: Any) -> tuple[str, str, str] | None:
+    """Return (rule, what was given, fix) if cuDNN has no attention for this on `device`; None if it has.
+
+    Args:
+        query: [batch, length, heads, D]; keys and values have its dtype and D.
+        packed: whether rows hold several documents.
+        device: a device of the kind that it would run on.
+    """
+    kind, xla = getattr(device, "device_kind", device.platform), 'set attention = "xla"'
+    if packed:
+        return "cudnn attention takes no segments", "segments", 'Set attention = "auto" or "xla"'
+    if device.platform != "gpu" or not hasattr(device, "compute_capability"):
+        return "cudnn attention runs on NVIDIA GPUs", kind, 'Set attention = "auto" or "xla"'
+    if query.dtype not in (jnp.bfloat16, jnp.float16):
+        return "cudnn attention takes 16-bit floats", f"{query.dtype}", f"Compute in bf16, or {xla}"
+    try:
+        capability = tuple(int(part) for part in device.compute_capability.split("."))
+        version = cudnn.check_cudnn_version()
+    except (ValueError, RuntimeError):  # an AMD GPU's architecture; no cuDNN
+        return "cudnn attention needs cuDNN", f"{kind} without it", f"Install nvidia-cudnn, or {xla}"
+    if capability < (8, 0) or (capability == (10, 3) and version < 91_100):
+        given = f"{kind} ({device.compute_capability}) with cuDNN {version}"
+        return "cudnn attention runs on compute capability 8.0 and later (10.3: cuDNN 9.11)", given, xla.capitalize()
+    width, widest = query.shape[-1], 256 if capability >= (9, 0) else 128
+    if width % 8 or width > widest:
+        rule = f"cudnn attention takes heads of at most {widest} elements, a multiple of 8"
+        return rule, f"{width}", f"Change width or heads, or {xla}"
+    return None

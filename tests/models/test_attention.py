@@ -1,0 +1,97 @@
+"""Which attention a step gets, by the devices it is traced for, and what of it the backward pass keeps."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jdp
+from jdp.core.traced_device import traced_device, tracing_for
+from jdp.experiment.losses import text_loss
+from jdp.foresight.targets.cudnn import answered_for, version_in
+from jdp.foresight.targets.relocate import abstract_on
+from jdp.foresight.targets.resolve import target
+from jdp.foresight.verify import report
+from jdp.models import GPTConfig, build
+from jdp.models.attention import attend, cudnn_refuses
+
+CONFIG = GPTConfig(vocab_size=128, context=160, layers=3, width=64, heads=4, kv_heads=2, tied=True)
+
+
+@functools.cache
+def compiled_for_h100s(strategy, *, partitioning=None, **changes):
+    config = dataclasses.replace(CONFIG, **changes)
+    plan = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:1]), strategy)
+    state = jdp.abstract_state(
+        lambda rng: build(config, rngs=nnx.Rngs(rng)), optax.sgd(1e-3), plan, rng=jax.random.key(0)
+    )
+    step = jdp.make_train_step(text_loss, plan, precision="bf16", partitioning=partitioning)
+    batch = {name: np.zeros((16, 160), np.int32) for name in ("tokens", "targets", "weights")}
+    devices = target("h100:1x8")
+    candidate = abstract_on(step, state, batch, devices)
+    compiled = candidate.compile(devices)
+    return compiled.text, report(candidate.step, candidate.state, compiled, "h100:1x8")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "changes", "expected"),
+    [
+        ("zero3", {"remat": "dots"}, 1),  # forward runs once: its output and statistics are kept
+        ("ddp", {"remat": "full", "attention": "cudnn", "partitioning": "auto"}, 2),
+        ("zero1", {"remat": "dots", "attention": "xla"}, 0),
+    ],
+    ids=["zero3", "auto partitioning", "xla"],
+)
+def test_compiled_for_h100s_auto_is_cudnn_and_no_strategy_sends_more(strategy, changes, expected):
+    text, verdict = compiled_for_h100s(strategy, **changes)
+    assert text.count('custom_call_target="__cudnn$fmhaSoftmax"') == expected
+    assert ('custom_call_target="__cudnn$fmhaSoftmaxBackward"' in text) == bool(expected)
+    assert verdict.kept or "partitioning" in changes, verdict.breaches
+    assert "[16,160,4,16]" not in text  # of a device, not gathered
+    if expected:
+        assert "160,160]" not in text
+    assert "[3,2,4,160,160]" not in text  # no weights of attention are kept for the backward pass
+
+
+def test_what_is_traced_for_described_gpus_leaves_this_machine_as_it_was():
+    devices = target("a100:1x1").devices
+    with tracing_for(devices[0]), answered_for(devices[0], 91_000):
+        assert traced_device() is devices[0]
+        assert "fwd_wrapper" in str(jax.make_jaxpr(functools.partial(attend, causal=True))(*[QUERY] * 3))
+    assert traced_device().platform == "cpu"
+    with pytest.raises(ValueError, match=r'runs on NVIDIA GPUs; given cpu\. Set attention = "auto" or "xla"'):
+        attend(QUERY, QUERY, QUERY, causal=True, by="cudnn")
+
+
+QUERY = jnp.zeros((2, 8, 4, 16), jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("kind", "query", "packed", "words"),
+    [
+        ("h100", QUERY, False, None),
+        ("a100", QUERY, False, None),
+        ("h100", jnp.zeros((1, 4, 2, 256), jnp.float16), False, None),
+        ("a100", jnp.zeros((1, 4, 2, 256), jnp.float16), False, "at most 128 elements, a multiple of 8"),
+        ("h100", QUERY[..., :12], False, "a multiple of 8"),
+        ("h100", QUERY.astype(jnp.float32), False, "16-bit floats"),
+        ("h100", QUERY, True, "no segments"),
+        ("cpu", QUERY, False, "runs on NVIDIA GPUs"),
+    ],
+)
+def test_what_cudnn_refuses(kind, query, packed, words):
+    devices = jax.devices() if kind == "cpu" else target(f"{kind}:1x1").devices
+    with answered_for(devices[0], 91_000):
+        refused = cudnn_refuses(query, packed=packed, device=devices[0])
+    assert (refused is None) if words is None else (words in refused[0])
+
+
+def test_the_version_of_cudnn_is_the_descriptions():
+    assert version_in(target("h100:1x1").config) == 91_000
+    assert version_in("dnn_version_info { major: 9 minor: 12 patch: 3 }") == 91_203
+    assert version_in("") == 91_000
