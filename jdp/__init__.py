@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from jdp.checkpoint.single import save as save
     from jdp.core.distributed import initialize as initialize
     from jdp.core.gradients.wire import Wire as Wire
+    from jdp.core.heap import keep_memory as keep_memory
     from jdp.core.init import abstract_state as abstract_state
     from jdp.core.init import init_state as init_state
     from jdp.core.layers import scan_layers as scan_layers
@@ -60,6 +61,7 @@ _HOMES = {
     "foresee": "foresight.foresee",
     "init_state": "core.init",
     "initialize": "core.distributed",
+    "keep_memory": "core.heap",
     "make_eval_step": "core.step",
     "make_mesh": "core.sharding.mesh",
     "make_train_step": "core.step",

@@ -78,12 +78,13 @@ def _run_all(
     from jdp.run.sweep.results import record
     from jdp.run.sweep.walk import walk
 
-    profile = [] if options.profile is None else [f"--profile={options.profile}"]
+    own = [] if options.profile is None else [f"--profile={options.profile}"]
+    own += ["--fresh-memory"] if options.fresh_memory else []
 
     def command_of(member: "Member") -> list[str]:
         changed = {**overrides, **member.values, "name": member.name}
         keys = [f"--{key}={text}" for key, text in changed.items()]
-        return [*command, str(options.file), f"--run-dir={options.run_dir}", *profile, *keys]
+        return [*command, str(options.file), f"--run-dir={options.run_dir}", *own, *keys]
 
     def say(text: str) -> None:
         print(text, flush=True)

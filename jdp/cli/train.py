@@ -37,13 +37,15 @@ def run(arguments: list[str]) -> int:
 
 def _train(options: Options, overrides: dict[str, str]) -> dict[str, Any]:
     """Validate, choose the platform, join the cluster, check the number of devices, run; return the summary."""
-    from jdp.core.machine import choose_platform
+    from jdp.core.heap import keep_memory
+    from jdp.core.machine import choose_platform, starts_cpus_alone
     from jdp.experiment.file import check_for_devices, load, to_toml
     from jdp.run.outputs.profiler import profiled_steps
 
     experiment = load(options.file, overrides)
     steps = profiled_steps(options.profile, experiment.train.steps)
     choose_platform(experiment.devices)
+    kept = None if options.fresh_memory or not starts_cpus_alone() else keep_memory()
 
     import jax
 
@@ -58,6 +60,6 @@ def _train(options: Options, overrides: dict[str, str]) -> dict[str, Any]:
     handshake.check_experiment(to_toml(experiment))
     handshake.check_device_counts()
     check_for_devices(experiment, jax.device_count())
-    if limit is not None:
-        notice(limit)
+    for line in filter(None, (kept, limit)):
+        notice(line)
     return loop.run(experiment, root=options.run_dir, quiet=options.json, profile=steps)

@@ -30,5 +30,9 @@ class Options:
     included. Given several times: for every combination. Each run is called NAME-KEY=VALUE; if the sweep is run
     again, finished runs are skipped and failed ones are tried again. The best is shown at the end (exit code 1 if any
     failed)."""
+    fresh_memory: bool = False
+    """On CPUs: give memory back to the system between steps, as other programs do. It is kept, on huge pages, without:
+    steps take a quarter less time, and the process stays at the most memory that it ever used. JDP_FRESH_MEMORY=1 does
+    the same."""
     json: bool = False
     """Print one JSON object on stdout at the end, and everything else on stderr."""

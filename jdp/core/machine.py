@@ -27,6 +27,18 @@ def choose_platform(devices: int | None = None) -> None:
         jax.config.update("jax_platforms", "cpu")
 
 
+def starts_cpus_alone() -> bool:
+    """Return True if JAX will start CPU devices and nothing else, as far as that is known before; it starts nothing.
+
+    After `choose_platform`, and in an environment with JAX_PLATFORMS.
+    """
+    import jax
+
+    if jax.config.jax_platforms:
+        return jax.config.jax_platforms == "cpu"
+    return not any(map(find_spec, (*_CUDA_PLUGINS, *_OTHER_PLUGINS)))
+
+
 def cpu_only(environment: Mapping[str, str]) -> bool:
     """Return True if a CUDA plugin is installed that would find no device, and nothing hints at other accelerators.
 

@@ -1,0 +1,58 @@
+"""Memory that is kept between steps, in processes of their own: what `malloc` was told cannot be taken back."""
+
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from jdp.core import heap
+
+GLIBC = platform.libc_ver()[0] == "glibc"
+PROGRAM = """
+import mmap, resource, sys
+import numpy as np
+from jdp.core.heap import keep_memory
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    np.ones(16 << 20, np.uint8)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * mmap.PAGESIZE
+
+before = resident()
+line, grown = keep_memory(), resident() - before
+faults()
+print(int("jax" in sys.modules), int(line is not None), grown, faults())
+"""
+
+
+def measured(**environment: str) -> list[int]:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=os.environ | environment, capture_output=True, text=True, check=True
+    )
+    return [int(word) for word in done.stdout.split()]
+
+
+@pytest.mark.skipif(not GLIBC, reason="the C library is not glibc")
+def test_memory_that_was_freed_is_used_again_without_a_page_fault():
+    imported, said, grown, faults = measured()
+    assert (imported, said) == (0, 1)
+    assert grown < 4 * 2**20  # addresses are reserved, not memory
+    assert faults < 8  # of 4096 pages
+    assert measured(JDP_FRESH_MEMORY="1")[1] == 0
+
+
+@pytest.mark.skipif(not GLIBC, reason="the C library is not glibc")
+def test_where_addresses_are_limited_the_heap_is_as_it_was():
+    limited = f"import resource; resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))\n{PROGRAM}"
+    done = subprocess.run([sys.executable, "-c", limited], capture_output=True, text=True, check=True)
+    assert done.stdout.split()[1] == "1"
+
+
+def test_another_allocator_or_library_is_left_alone(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(heap, "_OTHER_ALLOCATORS", ("malloc",))  # a name that every library has
+    assert heap.keep_memory() is None
