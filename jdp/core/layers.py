@@ -20,6 +20,7 @@ import jax
 
 from jdp.core.flax_nnx import changes
 from jdp.core.notices import notice
+from jdp.core.sharding.mesh import traced_device
 from jdp.core.sharding.placement import Placement
 from jdp.core.types import PyTree
 
@@ -45,6 +46,7 @@ class GatherTable:
     used: set[str] = field(default_factory=set[str])
 
 
+_MOST_UNROLLED = 8
 _CURRENT: ContextVar[GatherTable | None] = ContextVar("jdp_gathers", default=None)
 
 
@@ -120,7 +122,7 @@ def _scanned(block: Block, stacked: PyTree, x: PyTree, gathers: GatherTable | No
         x, own, outside = body.checkpointed(x, operands, outside)
         return (x, outside), own
 
-    (x, outside), own = jax.lax.scan(layer, (x, changes.values(body.outside)), body.operands)
+    (x, outside), own = jax.lax.scan(layer, (x, changes.values(body.outside)), body.operands, unroll=body.unrolls)
     body.layer.write(body.record, own)
     changes.assign(body.outside, outside)
     return x
@@ -167,6 +169,17 @@ class _Body:
         pairs = zip(outside, after, strict=True)
         self.changed = [i for i, (old, new) in enumerate(pairs) if not changes.is_unchanged(old, new)]
         return x, own, after
+
+    @property
+    def unrolls(self) -> bool:
+        """Whether a loop over stacked layers is compiled layer by layer: on a CPU, if they are few.
+
+        A loop there fills the stacked activations with zeros, copies them in, and out again: an eighth of a small GPT's
+        step. What is rematerialised or gathered needs the loop, which keeps XLA from merging the second time with the
+        first.
+        """
+        few = self.operands[0].shape[0] <= _MOST_UNROLLED
+        return few and not self.is_rematerialised and traced_device().platform == "cpu"
 
     @property
     def checkpointed(self) -> Callable[..., Any]:
