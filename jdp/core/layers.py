@@ -20,8 +20,8 @@ import jax
 
 from jdp.core.flax_nnx import changes
 from jdp.core.notices import notice
-from jdp.core.sharding.mesh import traced_device
 from jdp.core.sharding.placement import Placement
+from jdp.core.traced_device import traced_device
 from jdp.core.types import PyTree
 
 Gather = Callable[[jax.Array, Placement, int], jax.Array]
