@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from jdp.core.formatting import format_bytes, format_percent, format_seconds
 from jdp.foresight.forecast import Estimate
 from jdp.foresight.memory.peak import RESERVED_BYTES
+from jdp.foresight.timing.parts import ATTENTION, COPIES, ELEMENTWISE, LOSS, OPTIMIZER, Part
 
 CLOSE = 0.01
 """Step times within 1 % are taken for equal: the model of time is coarser than that. Less memory then decides."""
@@ -16,6 +17,10 @@ FEW_PRODUCTS = 0.4
 """Where matrix products are less of the computing time than this, faster ones would not help much."""
 EXPOSED = 0.05
 """Waiting for more than this share of a step is worth a word."""
+COSTLY = 0.1
+"""A part of a step that takes more than this share of it is worth a change."""
+LITTLE, MOST_PARTS = 0.01, 4
+"""What is less than this share of the computing time is left out; at most so many parts are named."""
 
 
 def advise(estimates: Sequence[Estimate]) -> tuple[Estimate | None, tuple[str, ...]]:
@@ -31,7 +36,7 @@ def advise(estimates: Sequence[Estimate]) -> tuple[Estimate | None, tuple[str, .
     sentences += _why_fastest(choice, fitting)
     if choice.headroom is not None and choice.headroom.fraction is not None:
         sentences.append(f"{choice.name} {choice.headroom.words}.")
-    sentences += [*_communication(choice), *_to_change(choice)]
+    sentences += [*_computing(choice), *_communication(choice), *_to_change(choice)]
     return choice, tuple(sentences)
 
 
@@ -131,6 +136,39 @@ def _communication(choice: Estimate) -> list[str]:
     return sentences
 
 
+def _computing(choice: Estimate) -> list[str]:
+    """Say what the computing time is spent on, and how much of it is computed again."""
+    timeline = choice.timeline
+    if timeline is None or not timeline.parts:
+        return []
+    whole = timeline.compute_seconds or 1.0
+    shares = [
+        f"{format_percent(part.seconds / whole)} in {_named(name, part)}"
+        for name, part in timeline.parts.items()
+        if part.seconds > LITTLE * whole
+    ]
+    sentence = f"It computes {format_seconds(timeline.compute_seconds)}: {', '.join(shares[:MOST_PARTS])}"
+    again = sum(part.recomputed for part in timeline.parts.values()) / whole
+    more = f"; {format_percent(again)} of that is computed again, for rematerialisation" if again > LITTLE else ""
+    return [f"{sentence}{more}."]
+
+
+def _named(name: str, part: Part) -> str:
+    if name == ELEMENTWISE and part.lines:
+        line = max(part.lines, key=part.lines.__getitem__)
+        return f"element-wise work (most at {line.rpartition('/')[2]})"
+    named = {
+        ATTENTION: "unfused attention" if _is_unfused(part) else "attention",
+        LOSS: "the loss",
+        OPTIMIZER: "the update",
+    }
+    return named.get(name, name)
+
+
+def _is_unfused(part: Part) -> bool:
+    return part.unfused > part.seconds / 2
+
+
 def _to_change(choice: Estimate) -> list[str]:
     timeline, sentences = choice.timeline, list[str]()
     if timeline is None:
@@ -141,17 +179,46 @@ def _to_change(choice: Estimate) -> list[str]:
     products = timeline.matmul_seconds / timeline.compute_seconds
     if 0 < products < FEW_PRODUCTS:
         sentences.append(
-            f"Matrix products are {format_percent(products)} of its computing time; the rest reads and writes memory: "
-            "fused attention, less rematerialisation or wider layers are where time can be won."
+            f"Matrix products are {format_percent(products)} of its computing time; the rest reads and writes memory."
         )
     elif 0 < timeline.median_matmul_seconds < SHORT_MATMUL_SECONDS:
         sentences.append(
             "The batch per device is too small: half of the time in matrix products goes to ones that run for "
             f"{format_seconds(timeline.median_matmul_seconds)} or less."
         )
+    costly = (name for name, part in timeline.parts.items() if part.seconds > COSTLY * timeline.step_seconds)
+    sentences += [hint for name in costly if (hint := _hint(name, timeline.parts[name], choice))]
+    again = sum(part.recomputed for part in timeline.parts.values())
+    if again > COSTLY * timeline.step_seconds and choice.headroom is not None:
+        left = choice.headroom.available - choice.headroom.needed
+        sentences.append(
+            f'A device has {format_bytes(left)} left: rematerialising less (remat = "dots" or "none"), as far as that '
+            f"holds, saves up to {format_seconds(again)}."
+        )
     if waiting > EXPOSED:
         sentences.append(
             f"A device waits for others in {format_percent(waiting)} of a step: more rows a device (--max-batch finds "
-            "how many fit) give it more to compute for the same bytes."
+            'how many fit) give it more to compute for the same bytes, and compiler = "overlap" may hide more of them.'
         )
     return sentences
+
+
+def _hint(name: str, part: Part, choice: Estimate) -> str | None:
+    """Return what to change about a part that costs much; None where that is the model's own work."""
+    if name == ATTENTION and _is_unfused(part):
+        return (
+            "Unfused attention writes and reads arrays of [length, length]: fused attention does not "
+            '(model.attention, or jax.nn.dot_product_attention(..., implementation="cudnn")).'
+        )
+    if name == OPTIMIZER and choice.strategy == "ddp" and choice.devices > 1:
+        return "Every device updates the whole state: zero1 shards the update."
+    return _HINTS.get(name)
+
+
+_HINTS = {
+    LOSS: "The loss reads and writes the logits several times: for a part of the rows at a time they would be small.",
+    COPIES: "Copies are of stacked layers and of what the backward pass needs of them: layers that are not scanned "
+    "(scan = false) have fewer, and so does rematerialisation.",
+    OPTIMIZER: "The update costs the same for any batch: more rows a device make it a smaller part.",
+}
+"""Part of a step -> what makes it cheaper."""

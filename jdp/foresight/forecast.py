@@ -97,6 +97,11 @@ class Estimate:
         return None if self.timeline is None else self.timeline.step_seconds
 
     @property
+    def compute_parts(self) -> dict[str, float] | None:
+        """Seconds of computing by what they are spent on, the most first; None where times are not known."""
+        return None if self.timeline is None else {name: part.seconds for name, part in self.timeline.parts.items()}
+
+    @property
     def exposed_fraction(self) -> float | None:
         """Share of the communication's time that no computation hides; 0 when nothing is sent."""
         return None if self.timeline is None else self.timeline.exposed_fraction
@@ -146,6 +151,7 @@ class Estimate:
             "exposed_fraction": self.exposed_fraction,
             "exposed_seconds": None if self.timeline is None else self.timeline.exposed_seconds,
             "step_seconds": self.step_seconds,
+            "compute_parts": self.compute_parts,
             "mfu": self.mfu,
             "tokens_per_second": self.tokens_per_second,
             "efficiency": self.efficiency,

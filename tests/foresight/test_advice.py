@@ -8,6 +8,7 @@ from jdp.core.gradients.gathers import Gathered
 from jdp.foresight.advice import advise
 from jdp.foresight.forecast import Estimate, PlanReport
 from jdp.foresight.memory.peak import Headroom, Memory
+from jdp.foresight.timing.parts import Part
 from jdp.foresight.timing.timeline import Timeline
 from jdp.foresight.traffic.gathering import Gathering
 from jdp.foresight.traffic.theory import Theory
@@ -129,6 +130,29 @@ def test_how_much_is_hidden_and_what_to_change():
     assert "too small" not in why and "waits for others" not in why and "Matrix products" not in why
     _, why = words(estimate("zero1", gib=60, exposed=0.0, products=0.02))
     assert "Matrix products are 20 % of its computing time" in why
+
+
+def test_what_costs_most_and_what_to_change_about_it():
+    """100 ms, of which it waits 10; a device has 10 GiB left."""
+    plain = estimate("ddp", gib=60, exposed=0.01)
+    costs = {
+        "matrix products": Part(0.04, recomputed=0.012, unfused=0.04),
+        "attention": Part(0.02, unfused=0.02),
+        "element-wise": Part(0.016, lines={"/x/other.py:1": 0.006, "/x/norms.py:7": 0.01}),
+        "copies": Part(0.012),
+        "optimizer": Part(0.0005),
+    }
+    _, why = words(replace(plain, timeline=replace(plain.timeline, parts=costs)))
+    assert (
+        "It computes 90 ms: 44 % in matrix products, 22 % in unfused attention, 18 % in element-wise work (most at "
+        "norms.py:7), 13 % in copies; 13 % of that is computed again" in why
+    )
+    assert "[length, length]" in why and "scan = false" in why and "10 GiB left" in why and "saves up to 12 ms" in why
+    assert "zero1 shards" not in why, "the update is little"
+    costs = {"matrix products": Part(0.06), "attention": Part(0.02), "optimizer": Part(0.02)}
+    shard = replace(plain, devices=8, timeline=replace(plain.timeline, parts=costs))
+    assert "zero1 shards" in words(shard)[1] and "for any batch" in words(replace(shard, strategy="zero1"))[1]
+    assert "[length" not in words(shard)[1], "a fused call"
 
 
 def test_nothing_fits():

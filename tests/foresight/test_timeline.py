@@ -395,6 +395,33 @@ def test_a_training_step_does_three_times_the_forward_pass():
     assert any("dot_general" in event.what for event in result.events)
 
 
+def test_what_the_computing_time_is_spent_on():
+    def step(x, w, stacked):
+        @jax.checkpoint
+        def layer(x, w):
+            scores = jnp.einsum("bshd,bthd->bhst", x, x).astype("float32")
+            mixed = jnp.einsum("bhst,bthd->bshd", jax.nn.softmax(scores).astype("bfloat16"), x)
+            return jnp.tanh(mixed @ w), None
+
+        def loss(weights):
+            logits = jax.lax.scan(layer, x, weights[1])[0] @ weights[0]
+            labels = jnp.zeros(logits.shape[:-1], "int32")
+            return optax.losses.softmax_cross_entropy_with_integer_labels(logits.astype("float32"), labels).sum()
+
+        grads = jax.grad(loss)((w, stacked))
+        return jax.tree.map(lambda p, g: p - 0.1 * jnp.sqrt(jnp.abs(g)), (w, stacked), grads)
+
+    result = compiled(step, (4, 256, 4, 64), (64, 512), (3, 64, 64))
+    seconds = {name: part.seconds for name, part in result.parts.items()}
+    assert sum(seconds.values()) == pytest.approx(result.compute_seconds, rel=1e-9)
+    assert {"attention", "matrix products", "loss", "optimizer"} <= {*seconds}
+    attention, products = result.parts["attention"], result.parts["matrix products"]
+    assert attention.unfused == attention.seconds and 0 < attention.recomputed < attention.seconds
+    assert max(seconds, key=seconds.get) == next(iter(seconds)) == "attention"
+    assert max(attention.lines, key=attention.lines.get).rpartition(":")[0] == __file__
+    assert attention.seconds + products.seconds > result.matmul_seconds > products.seconds
+
+
 def test_a_target_without_published_rates_is_measured():
     sharding = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:2])).batch_sharding
     x = jax.ShapeDtypeStruct((256, 256), "float32", sharding=sharding)

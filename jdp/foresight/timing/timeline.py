@@ -10,12 +10,14 @@ each other, that the host launches in time, and that no kernel finds in the cach
 """
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from jdp.foresight.program.module import Program
 from jdp.foresight.targets.resolve import Target
 from jdp.foresight.timing.kernels import CostModel
 from jdp.foresight.timing.operations import Schedule, TimedOp, Total
+from jdp.foresight.timing.parts import Part, parts
 
 COMPUTE, COMMUNICATION = "compute", "communication"
 MOST_EVENTS = 5000
@@ -59,6 +61,7 @@ class Timeline:
         bytes: memory traffic of all kernels.
         matmul_seconds: of all kernels that contain a matrix product, fused attention among them.
         attention_seconds: of fused attention.
+        parts: what the computing time is spent on (`parts.py`), the costliest first.
         median_matmul_seconds: half of `matmul_seconds` is spent in kernels that take at most this long.
         kernels: launches.
         events: both lanes, by start; loops by their first rounds and one event for the others, at most `MOST_EVENTS`.
@@ -77,6 +80,7 @@ class Timeline:
     events: tuple[Event, ...] = field(repr=False)
     caveats: tuple[str, ...]
     attention_seconds: float = 0.0
+    parts: Mapping[str, Part] = field(default_factory=dict[str, Part], repr=False)
 
     @property
     def exposed_fraction(self) -> float:
@@ -117,6 +121,7 @@ def timeline(program: Program, target: Target, model: CostModel | None = None) -
         events=tuple(sorted(events, key=lambda event: event.start)),
         caveats=tuple(caveats),
         attention_seconds=total.attention,
+        parts=parts(schedule),
     )
 
 

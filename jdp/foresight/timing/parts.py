@@ -1,0 +1,99 @@
+"""What a step's computing time is spent on, in the words of a model: attention, matrix products, the loss, copies.
+
+A kernel belongs to the first part that fits:
+- attention: a fused call; work on an array with the sequence's length twice; batches of products at the same line;
+- matrix products: those of weights, and convolutions;
+- loss: written in a module of losses (jdp's, optax', one's own);
+- copies: slices of stacked layers and what is kept for the backward pass, layouts changed;
+- optimizer: what is not differentiated: the update, clipping, what makes state whole again;
+- element-wise: the rest, which reads and writes memory.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from jdp.foresight.timing.operations import Schedule, TimedOp
+
+ATTENTION, PRODUCTS, LOSS = "attention", "matrix products", "loss"
+COPIES, OPTIMIZER, ELEMENTWISE = "copies", "optimizer", "element-wise"
+_LENGTH = 256
+"""A dimension this long that an array of four or more has twice is a sequence's length."""
+_COPIES = ("copy", "dynamic_slice", "dynamic_update_slice", "transpose", "squeeze", "reshape", "broadcast_in_dim")
+_RECOMPUTED = "rematted_computation"
+"""What jax calls the part of a backward pass that `jax.checkpoint` computes again."""
+
+
+@dataclass
+class Part:
+    """The kernels of one part, over a whole step.
+
+    Attributes:
+        seconds: of all of them.
+        recomputed: of those that rematerialisation computes again.
+        unfused: of attention: seconds outside fused calls.
+        lines: "file:line", innermost -> seconds.
+    """
+
+    seconds: float = 0.0
+    recomputed: float = 0.0
+    unfused: float = 0.0
+    lines: dict[str, float] = field(default_factory=dict[str, float], repr=False)
+
+
+def parts(schedule: Schedule) -> dict[str, Part]:
+    """Return what a step's kernels are spent on, the costliest part first.
+
+    Args:
+        schedule: of the compiled step.
+    """
+    kernels = list(_kernels(schedule, schedule.program.entry, 1))
+    square = {_line(schedule, op) for op, _ in kernels if not op.cost.flops and _has_length_twice(op)} - {None}
+    found = defaultdict[str, Part](Part)
+    for op, times in kernels:
+        line, seconds = _line(schedule, op), op.seconds * times
+        part = found[_part(schedule, op, line in square)]
+        part.seconds += seconds
+        part.recomputed += seconds if _RECOMPUTED in (op.step.op_name or "") else 0.0
+        part.unfused += 0.0 if op.cost.attention else seconds
+        if line:
+            part.lines[line] = part.lines.get(line, 0.0) + seconds
+    return dict(sorted(found.items(), key=lambda item: -item[1].seconds))
+
+
+def _kernels(schedule: Schedule, computation: str, times: int) -> Iterator[tuple[TimedOp, int]]:
+    """Yield each kernel that a computation runs, and how often."""
+    for op in schedule.operations(computation):
+        if op.kind == "kernel":
+            yield op, times
+        else:
+            for name in (schedule.longest_branch(op),) if op.kind == "branch" else op.inner:
+                yield from _kernels(schedule, name, times * op.trips)
+
+
+def _part(schedule: Schedule, op: TimedOp, beside_attention: bool) -> str:
+    name, last = op.step.op_name or "", (op.step.op_name or op.step.kind).rpartition("/")[2]
+    if op.cost.attention or (not op.cost.flops and _has_length_twice(op)):
+        return ATTENTION
+    if op.cost.flops:
+        batches = beside_attention and any(product.batch > 1 for product in op.cost.products)
+        return ATTENTION if batches else PRODUCTS
+    if any("losses" in line for line in schedule.program.source_lines(op.step)[:2]):
+        return LOSS
+    if last in _COPIES or (not name and re.search("copy|transpose|slice", op.step.name)):
+        return COPIES
+    return OPTIMIZER if name and "jvp(" not in name else ELEMENTWISE
+
+
+def _line(schedule: Schedule, op: TimedOp) -> str | None:
+    return next(iter(schedule.program.source_lines(op.step)), None)
+
+
+def _has_length_twice(op: TimedOp) -> bool:
+    return any(
+        len(dims) > 3 and max((size for size, count in Counter(dims).items() if count > 1), default=0) >= _LENGTH
+        for _, dims in op.step.shapes
+    )
