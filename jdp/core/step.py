@@ -70,6 +70,7 @@ def make_train_step(
     buckets: int | str | None = None,
     local_steps: int | LocalSteps | None = None,
     noise_scale: bool = False,
+    overlap: bool | None = None,
     check_loss: bool = True,
     donate: bool = True,
     compiler: CompilerOptions | Compiler = "default",
@@ -111,6 +112,9 @@ def make_train_step(
         noise_scale: add the gradient noise scale (McCandlish et al. 2018, arXiv:1812.06162) to the metrics, in rows,
             averaged over some 20 steps: the batch size up to which more rows a step pay. Takes partitioning="manual",
             and a strategy other than zero3, which never has a device's whole gradient.
+        overlap: under "manual", have `scan_layers` send while it computes: a layer's weights are gathered during the
+            layer before, and its gradient is reduced during the next. That takes memory for one more layer's weights
+            and gradient, and some compile time. None: on devices that can do both at once, which CPUs cannot.
         check_loss: before the first step, if the loss will be called on parts of the batch ("manual", or K > 1),
             compare its value on up to four groups of rows together with the sum of its values on each of them.
         donate: False keeps the old state, in memory of its own. So does `jax_debug_nans`, which runs a step whose
@@ -148,6 +152,8 @@ def make_train_step(
     if noise_scale:
         _check_noise_scale(plan, partitioning, local)
         partitioning = "manual"
+    if overlap not in (True, False, None):
+        raise ValueError(f"overlap is True, False, or None (jdp chooses); given {overlap!r}. Leave it out.")
     if donate not in (True, False):
         raise ValueError(f"donate is True, or False to keep the old state; given {donate!r}. Give a bool.")
     if clip_norm is not None and not (is_number(clip_norm) and clip_norm > 0):
@@ -165,6 +171,7 @@ def make_train_step(
         buckets=buckets,
         local_steps=local,
         noise_scale=noise_scale,
+        overlap=overlap,
         check_loss=check_loss,
         donate=donate,
         compiler=Compiler.of(compiler),
@@ -239,6 +246,7 @@ class Step:
         buckets: bytes of gradients that one collective carries at most, "auto", or None.
         local_steps: the steps that a replica takes by itself; None: it takes none.
         noise_scale: True if the gradient noise scale is measured.
+        overlap: True if layer loops send while they compute, None where devices can.
         check_loss: True if the loss is tried on a few rows before the first step.
         donate: True if the new state takes the old one's memory.
         compiler: options of XLA's compiler, not yet resolved for the mesh's devices.
@@ -257,6 +265,7 @@ class Step:
     buckets: int | str | None = None
     local_steps: LocalSteps | None = None
     noise_scale: bool = False
+    overlap: bool | None = None
     check_loss: bool = True
     donate: bool = True
     compiler: Compiler = DEFAULT
@@ -532,6 +541,7 @@ class Step:
             self.group,
             self.wire,
             self.buckets,
+            self.plan.mesh.devices.flat[0].platform != "cpu" if self.overlap is None else self.overlap,
         )
 
 

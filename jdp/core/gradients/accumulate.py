@@ -24,10 +24,11 @@ import optax
 from jdp.core.batch import batch_rows
 from jdp.core.batch_keys import BatchKey
 from jdp.core.gradients.draws import RowwiseLoss
-from jdp.core.gradients.gathers import parameter_scope
+from jdp.core.gradients.gathers import parameter_scope, reduction_scope
 from jdp.core.gradients.jaxprs import places_made
 from jdp.core.gradients.loss_call import Sums, TracedLoss
 from jdp.core.gradients.model_state import changed_leaves, refuse_varying
+from jdp.core.gradients.pipeline import pipelined
 from jdp.core.gradients.synchronise import Synchroniser
 from jdp.core.gradients.wire import WIDE, Wire
 from jdp.core.layers import Gather
@@ -63,6 +64,7 @@ class Collectives:
         axes: the mesh axes along which a call of the loss gets only its device's rows; empty where it gets all rows.
         synchroniser: takes the place of `reduce` and `finish` for whole gradients, in buckets or encoded; None where
             every leaf has a collective of its own.
+        overlap: True if layer loops gather one layer ahead and reduce one behind.
     """
 
     gather: Collective
@@ -75,6 +77,7 @@ class Collectives:
     key_of: Callable[[jax.Array, int, Any, int], jax.Array | BatchKey]
     axes: tuple[str, ...] = ()
     synchroniser: Synchroniser | None = None
+    overlap: bool = False
 
     def reduce_all(self, grads: PyTree, placements: PyTree, kept: Kept) -> tuple[PyTree, Kept]:
         """Reduce every leaf, compute spec -> rest spec; return `kept` as it is afterwards."""
@@ -97,7 +100,7 @@ class GradientSpec:
     """What a step's gradient is of, in either partitioning.
 
     Attributes:
-        loss_fn, precision, accumulate, sync_batch_norm, group, wire, buckets: as in `jdp.make_train_step`.
+        loss_fn, precision, accumulate, sync_batch_norm, group, wire, buckets, overlap: as in `jdp.make_train_step`.
         adapter, trained: as in `jdp.core.state.Static`.
         placements: a tree like the parameters, of `Placement`.
         strategy: the strategy's row of the table.
@@ -114,6 +117,7 @@ class GradientSpec:
     group: int = 1
     wire: Wire = WIDE
     buckets: int | str | None = None
+    overlap: bool = False
 
     @property
     def trained_placements(self) -> PyTree:
@@ -247,7 +251,9 @@ def _microbatch_gradients(
         sums, after = loss(with_trained(operands, trained, spec.trained), model_state, batch, key)
         return sums.total, (sums, after)
 
-    (_, (sums, after)), grads = jax.value_and_grad(total, has_aux=True)(trained_part(operands, spec.trained))
+    differentiate = jax.value_and_grad(total, has_aux=True)
+    differentiate = pipelined(differentiate) if collectives.overlap else differentiate
+    (_, (sums, after)), grads = differentiate(trained_part(operands, spec.trained))
     grads = jax.tree.map(lambda g: g.astype(spec.precision.reduce_dtype), grads)
     if spec.strategy.gather == "step" and spec.strategy.reduce_each_microbatch:
         grads, kept = collectives.reduce_all(grads, spec.trained_placements, kept)
@@ -273,8 +279,9 @@ def gather_with_reduced_grad(collectives: Collectives, precision: Precision) -> 
             return named_gather(shard)
 
         def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
-            reduced = collectives.reduce(cotangent.astype(precision.reduce_dtype), placement, leading)
-            return (reduced.astype(shard.dtype),)
+            with reduction_scope(placement.path):
+                reduced = collectives.reduce(cotangent.astype(precision.reduce_dtype), placement, leading)
+                return (reduced.astype(shard.dtype),)
 
         boundary = jax.custom_vjp(named_gather)
         boundary.defvjp(lambda shard: (named_gather(shard), None), backward)

@@ -26,6 +26,7 @@ from jdp.core.gradients.jaxprs import inner_jaxprs, source_lines
 
 _AT_TOP = "gather_at_top"
 _PARAMETER = re.compile(r"gather\[([^\]]*)\]")
+_REDUCTION = re.compile(r"reduce\[([^\]]*)\]")
 _GATHERS = ("all_gather", "sharding_constraint")  # issued by hand; and what XLA makes a gather of
 _KINDS = {
     "all_gather": "all-gather",
@@ -45,6 +46,21 @@ def top_scope() -> AbstractContextManager[Any]:
 def parameter_scope(path: str) -> AbstractContextManager[Any]:
     """Mark the gather traced inside as that of the parameter at `path`."""
     return jax.named_scope(f"gather[{quote(path, safe='/')}]")
+
+
+def reduction_scope(path: str) -> AbstractContextManager[Any]:
+    """Mark what is traced inside as the reduction of the gradient of the parameter at `path`."""
+    return jax.named_scope(f"reduce[{quote(path, safe='/')}]")
+
+
+def is_gather(eqn: Any) -> bool:
+    """Return True if the operation was traced in a `parameter_scope`."""
+    return _PARAMETER.search(str(eqn.source_info.name_stack)) is not None
+
+
+def is_reduction(eqn: Any) -> bool:
+    """Return True if the operation was traced in a `reduction_scope`."""
+    return _REDUCTION.search(str(eqn.source_info.name_stack)) is not None
 
 
 @dataclass(frozen=True)

@@ -129,6 +129,7 @@ def make_collectives(spec: GradientSpec, plan: Plan) -> Collectives:
         key_of=key_of,
         axes=axes,
         synchroniser=make_synchroniser(spec, plan),
+        overlap=spec.overlap and replicas > 1,
     )
 
 

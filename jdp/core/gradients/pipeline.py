@@ -1,0 +1,285 @@
+"""Layer loops that gather one layer ahead and reduce one behind, so that no layer waits for its own collectives.
+
+A differentiated loss is traced, and each scan whose rounds gather weights (`gathers.parameter_scope`) or reduce their
+gradients (`gathers.reduction_scope`) is rebuilt. A round is three parts:
+
+    ahead    what gathers need of a layer's shards alone, and the gathers
+    main     the layer's computation
+    behind   the reductions, and what only they need
+
+    before   for k in range(n):     g = ahead(k)     c, h = main(c, g, k)       y[k] = behind(h)
+    after    g = ahead(0)
+             g, (c, h) = ahead(1), main(c, g, 0)
+             for k in range(1, n - 1):                                         # two at a time
+                 g, y[k - 1], (c, h) = ahead(k + 1), behind(h), main(c, g, k)  # none waits for another
+             y[n - 2], (c, h) = behind(h), main(c, g, n - 1)
+             y[n - 1] = behind(h)
+
+The same operations run on the same values, and the same bytes are sent: nothing is gathered past either end. A device
+holds one more layer's working copy, and one more layer's gradient. This is done to the trace, after differentiation,
+because then everything that JAX can put into a scan works: any rematerialisation, state that layers change, nested
+loops. Two rounds make one of the new loop, because what a round gathers for the next can then take the memory of what
+the round before gathered; with one, XLA copies a layer's weights and gradient in each round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+from jdp.core.gradients.gathers import is_gather, is_reduction
+from jdp.core.gradients.jaxprs import inner_jaxprs, scan_counts
+from jdp.core.gradients.pairs import bind, traced_at
+
+_CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2"}
+
+Values = dict[Any, Any]
+"""The value of each variable of a jaxpr."""
+
+
+def pipelined(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function with the results of `function` whose layer loops gather one layer ahead.
+
+    Args:
+        function: of pytrees of arrays; it is not differentiated afterwards.
+    """
+
+    def run(*args: Any) -> Any:
+        closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
+        if not _has_layer_loop(closed.jaxpr):
+            return function(*args)
+        return jax.tree.unflatten(jax.tree.structure(shape), _run(closed, jax.tree.leaves(args)))
+
+    return run
+
+
+def _has_layer_loop(jaxpr: Jaxpr) -> bool:
+    """Return True if a scan in `jaxpr` gathers or reduces parameters."""
+    return any(
+        _is_marked(inner) if eqn.primitive.name == "scan" else _has_layer_loop(inner)
+        for eqn in jaxpr.eqns
+        for inner in inner_jaxprs(eqn)
+    )
+
+
+def _is_marked(jaxpr: Jaxpr) -> bool:
+    """Return True if `jaxpr` gathers or reduces parameters."""
+    return any(is_gather(eqn) or is_reduction(eqn) or any(map(_is_marked, inner_jaxprs(eqn))) for eqn in jaxpr.eqns)
+
+
+def _run(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+    """Evaluate a jaxpr, its layer loops rebuilt and the calls around their collectives inlined."""
+    jaxpr = closed.jaxpr
+    values: Values = {**_paired(jaxpr.constvars, closed.consts), **_paired(jaxpr.invars, args)}
+    _evaluate(jaxpr.eqns, values)
+    return _read(jaxpr.outvars, values)
+
+
+def _evaluate(eqns: Iterable[JaxprEqn], values: Values) -> None:
+    """Add the results of `eqns` to `values`."""
+    for eqn in eqns:
+        values |= _paired(eqn.outvars, _results(eqn, _read(eqn.invars, values)))
+
+
+def _results(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    if any(map(_is_marked, inner_jaxprs(eqn))):
+        with traced_at(eqn):
+            if eqn.primitive.name == "scan":
+                return _scan(eqn, operands)
+            if eqn.primitive.name in _CALLS and not eqn.params.get("prevent_cse"):
+                inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+                return _run(inner if hasattr(inner, "consts") else ClosedJaxpr(inner, ()), operands)
+    return bind(eqn, operands)
+
+
+def _scan(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+    """Run a scan whose rounds gather or reduce, one layer ahead and one behind where it can be."""
+    first, carried = scan_counts(eqn)
+    inner, length, reverse = eqn.params["jaxpr"], eqn.params["length"], eqn.params["reverse"]
+    shapes = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in inner.jaxpr.invars]
+    body = jax.make_jaxpr(lambda *args: _run(inner, args))(*shapes)
+    parts = _Parts.of(body, first, carried)
+    if length > 1 and (parts.ahead or parts.behind):
+        return _Loop(parts, operands, length, reverse).run()
+
+    def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+        out = _run(body, [*operands[:first], *carry, *xs])
+        return out[:carried], out[carried:]
+
+    last = first + carried
+    carry, ys = jax.lax.scan(step, operands[first:last], operands[last:], length=length, reverse=reverse)
+    return [*carry, *ys]
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """A scan's body in three parts: ahead, main, behind; see the file's docstring.
+
+    Attributes:
+        body: the whole, every gather and reduction an operation of its own.
+        constants, carried, sliced: its inputs by kind: the same in every round, from round to round, of the round.
+        ahead, main, behind: the operations of each part.
+        gathered: what other parts take of `ahead`'s results.
+        kept: what `behind` takes of the round.
+    """
+
+    body: ClosedJaxpr
+    constants: list[Any]
+    carried: list[Any]
+    sliced: list[Any]
+    ahead: list[JaxprEqn]
+    main: list[JaxprEqn]
+    behind: list[JaxprEqn]
+    gathered: list[Any]
+    kept: list[Any]
+
+    @staticmethod
+    def of(body: ClosedJaxpr, first: int, carried: int) -> _Parts:
+        """Split a scan's body with `first` constants and `carried` carried inputs."""
+        eqns, inputs, outputs = body.jaxpr.eqns, body.jaxpr.invars, body.jaxpr.outvars
+        constants, state, sliced = inputs[:first], inputs[first : first + carried], inputs[first + carried :]
+        of_layer, of_state = _after(eqns, sliced), _after(eqns, state)
+        gathers = [e for e in eqns if is_gather(e) and id(e) in of_layer - of_state]
+        ahead = _before(eqns, _outputs(gathers))
+        carries_on = _before(eqns, outputs[:carried])
+        reductions = [e for e in eqns if is_reduction(e) and id(e) not in carries_on | ahead]
+        behind = _after(eqns, _outputs(reductions)) | set(map(id, reductions))
+        first_part, last_part = ([e for e in eqns if id(e) in part] for part in (ahead, behind))
+        main = [e for e in eqns if id(e) not in ahead | behind]
+        used = {*_inputs(main), *_inputs(last_part), *(var for var in outputs if not isinstance(var, Literal))}
+        given = {*constants, *body.jaxpr.constvars, *_outputs(last_part)}
+        gathered = [var for var in _outputs(first_part) if var in used]
+        kept = [var for var in _inputs(last_part) if var not in given]
+        return _Parts(body, constants, state, sliced, first_part, main, last_part, gathered, kept)
+
+
+@dataclass(frozen=True)
+class _Loop:
+    """A scan rebuilt: its parts, its operands, its number of rounds, and whether they run from the last slice on."""
+
+    parts: _Parts
+    operands: list[Any]
+    length: int
+    reverse: bool
+
+    def run(self) -> list[Any]:
+        """Return what the scan returns: what is carried, and the stacked results."""
+        parts, last = self.parts, self.length - 1
+        first = len(parts.constants)
+        carry, stacks, kept = self.operands[first : first + len(parts.carried)], self._empty(), list[Any]()
+        gathered, begin = self._ahead(0), 0
+        if parts.behind:
+            gathered, (carry, stacks, kept) = self._ahead(1), self._main(0, carry, gathered, stacks)
+            begin = 1
+
+        def middle(k: Any, state: Any) -> Any:
+            carry, stacks, kept, gathered = state
+            stacks = self._behind(k - 1, kept, stacks)
+            return *self._main(k, carry, gathered, stacks), self._ahead(k + 1)
+
+        state = carry, stacks, kept, gathered
+        if (last - begin) % 2:
+            state, begin = middle(begin, state), begin + 1
+        pairs = (last - begin) // 2
+        if pairs:
+            state = jax.lax.fori_loop(
+                0, pairs, lambda i, state: middle(begin + 2 * i + 1, middle(begin + 2 * i, state)), state
+            )
+        carry, stacks, kept, gathered = state
+        if parts.behind:
+            stacks = self._behind(last - 1, kept, stacks)
+        carry, stacks, kept = self._main(last, carry, gathered, stacks)
+        return [*carry, *self._behind(last, kept, stacks)]
+
+    def _empty(self) -> list[jax.Array]:
+        shapes = [var.aval for var in self.parts.body.jaxpr.outvars[len(self.parts.carried) :]]
+        return [jnp.zeros((self.length, *shape.shape), shape.dtype) for shape in shapes]
+
+    def _ahead(self, k: Any) -> list[Any]:
+        """Return what is gathered for round k."""
+        values = self._given(k, _inputs(self.parts.ahead))
+        _evaluate(self.parts.ahead, values)
+        return _read(self.parts.gathered, values)
+
+    def _main(self, k: Any, carry: list[Any], gathered: list[Any], stacks: list[Any]) -> tuple[Any, Any, Any]:
+        """Compute round k: return what it carries on, the stacks with what it adds, and what its reductions take."""
+        parts, outputs = self.parts, self.parts.body.jaxpr.outvars
+        used = [*_inputs(parts.main), *parts.kept, *outputs]
+        values = {**self._given(k, used), **_paired(parts.carried, carry), **_paired(parts.gathered, gathered)}
+        _evaluate(parts.main, values)
+        stacks = self._put(k, stacks, {**values, **dict.fromkeys(_outputs(parts.behind))})
+        return _read(outputs[: len(parts.carried)], values), stacks, _read(parts.kept, values)
+
+    def _behind(self, k: Any, kept: list[Any], stacks: list[Any]) -> list[Any]:
+        """Reduce what round k kept, and return the stacks with it."""
+        parts = self.parts
+        values = {**self._given(k, []), **_paired(parts.kept, kept)}
+        _evaluate(parts.behind, values)
+        made = set(_outputs(parts.behind))
+        # The barrier keeps XLA from delaying the reduction by one more round.
+        return self._put(k, stacks, {var: jax.lax.optimization_barrier(x) for var, x in values.items() if var in made})
+
+    def _put(self, k: Any, stacks: list[Any], values: Values) -> list[Any]:
+        """Return the stacks with those results of round k that `values` holds."""
+        index = self.length - 1 - k if self.reverse else k
+        outputs = self.parts.body.jaxpr.outvars[len(self.parts.carried) :]
+        new = [var.val if isinstance(var, Literal) else values.get(var) for var in outputs]
+        return [
+            stack if value is None else jax.lax.dynamic_update_index_in_dim(stack, value, index, 0)
+            for stack, value in zip(stacks, new, strict=True)
+        ]
+
+    def _given(self, k: Any, used: Iterable[Any]) -> Values:
+        """Return the values that round k does not compute: constants, and its slices that are in `used`."""
+        parts, index = self.parts, self.length - 1 - k if self.reverse else k
+        values = {**_paired(parts.body.jaxpr.constvars, parts.body.consts), **_paired(parts.constants, self.operands)}
+        stacks = self.operands[len(parts.constants) + len(parts.carried) :]
+        needed = {var for var in used if not isinstance(var, Literal)}
+        for var, stack in zip(parts.sliced, stacks, strict=True):
+            if var in needed:
+                values[var] = jax.lax.dynamic_index_in_dim(stack, index, 0, keepdims=False)
+        return values
+
+
+def _paired(variables: Iterable[Any], values: Iterable[Any]) -> Values:
+    return dict(zip(variables, values, strict=False))
+
+
+def _read(atoms: Iterable[Any], values: Values) -> list[Any]:
+    return [atom.val if isinstance(atom, Literal) else values[atom] for atom in atoms]
+
+
+def _inputs(eqns: Iterable[JaxprEqn]) -> list[Any]:
+    """Return the variables that operations take and do not make, in order."""
+    made = set(_outputs(eqns))
+    taken = (var for eqn in eqns for var in eqn.invars if not isinstance(var, Literal))
+    return list(dict.fromkeys(var for var in taken if var not in made))
+
+
+def _outputs(eqns: Iterable[JaxprEqn]) -> list[Any]:
+    return [var for eqn in eqns for var in eqn.outvars]
+
+
+def _after(eqns: Sequence[JaxprEqn], variables: Iterable[Any]) -> set[int]:
+    """Return the ids of the operations that depend on `variables`."""
+    known, found = set(variables), set[int]()
+    for eqn in eqns:
+        if any(not isinstance(var, Literal) and var in known for var in eqn.invars):
+            known.update(eqn.outvars)
+            found.add(id(eqn))
+    return found
+
+
+def _before(eqns: Sequence[JaxprEqn], variables: Iterable[Any]) -> set[int]:
+    """Return the ids of the operations that `variables` depend on."""
+    needed, found = {var for var in variables if not isinstance(var, Literal)}, set[int]()
+    for eqn in reversed(eqns):
+        if not needed.isdisjoint(eqn.outvars):
+            needed.update(var for var in eqn.invars if not isinstance(var, Literal))
+            found.add(id(eqn))
+    return found

@@ -1,0 +1,87 @@
+"""Steps whose layer loops send while they compute: the same results, and the same bytes, as without."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jdp
+from jdp.core.gradients.jaxprs import every_eqn
+from jdp.models import GPTConfig, build, next_token_loss
+
+GPT = GPTConfig(vocab_size=64, context=8, layers=5, width=32, heads=2, dropout=0.1)
+
+
+def gpt_loss(model, batch, rng):
+    return jdp.Loss(*next_token_loss(model(batch["tokens"], rng=rng), batch["targets"], batch["weights"]))
+
+
+def gpt_batch(rows):
+    tokens = np.random.default_rng(0).integers(0, 64, (2, rows, 8), dtype=np.int32)
+    return {"tokens": tokens[0], "targets": tokens[1], "weights": np.ones((rows, 8), np.float32)}
+
+
+class Counting(nnx.Module):
+    """A layer with batch statistics, a counter, and noise of its own."""
+
+    def __init__(self, rngs):
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.up, self.down = nnx.Linear(16, 64, rngs=rngs), nnx.Linear(64, 16, rngs=rngs)
+        self.noise = nnx.Dropout(0.1, rngs=nnx.Rngs(0))
+        self.calls = nnx.Variable(jnp.zeros(()))
+
+    def __call__(self, x):
+        self.calls[...] += 1
+        return x + self.noise(self.down(jnp.tanh(self.up(self.norm(x)))))
+
+
+class Nested(nnx.Module):
+    """2 × 3 layers in nested loops, which close over a bias, and a head that is no layer."""
+
+    def __init__(self, rngs):
+        make = jax.vmap(jax.vmap(lambda key: Counting(nnx.Rngs(key))))
+        self.layers = make(jax.random.split(rngs.params(), (2, 3)))
+        self.head = nnx.Linear(16, 4, rngs=rngs)
+
+    def __call__(self, x):
+        bias = jnp.mean(x, axis=-1, keepdims=True)
+        inner = partial(jdp.scan_layers, lambda layer, x: layer(x) + 0.1 * bias)
+        return self.head(jdp.scan_layers(inner, self.layers, x, remat="full"))
+
+
+def nested_loss(model, batch, rng):
+    return jdp.Loss(jnp.sum(jnp.square(model(batch["x"]))), jnp.float32(batch["x"].shape[0]))
+
+
+def run(init, loss, batch, strategy, overlap, *, mesh=None, **settings):
+    plan = jdp.Plan(mesh or jdp.make_mesh(data=8), strategy, min_shard_size=64)
+    state = jdp.init_state(init, optax.sgd(0.1), plan, rng=jax.random.key(0))
+    step = jdp.make_train_step(loss, plan, partitioning="manual", overlap=overlap, check_loss=False, **settings)
+    scans = sum(eqn.primitive.name == "scan" for eqn in every_eqn(step.jitted.trace(state, batch).jaxpr.jaxpr))
+    state, metrics = step(state, batch)
+    return jax.device_get((state.params, state.model_state, metrics)), scans
+
+
+def init_gpt(rng, **changes):
+    return build(dataclasses.replace(GPT, **changes), rngs=nnx.Rngs(rng))
+
+
+CASES = {
+    "zero3": (partial(init_gpt, remat=None), gpt_loss, gpt_batch(8), "zero3", {}),
+    "zero3 dots": (partial(init_gpt, remat="dots"), gpt_loss, gpt_batch(16), "zero3", {"accumulate": 2}),
+    "zero3 nested": (lambda rng: Nested(nnx.Rngs(rng)), nested_loss, {"x": np.ones((16, 16), np.float32)}, "zero3", {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_results_are_those_without(case):
+    init, loss, batch, strategy, settings = CASES[case]
+    (plain, _), (ahead, scans) = (run(init, loss, batch, strategy, overlap, **settings) for overlap in (False, True))
+    assert scans
+    for one, other in zip(*map(jax.tree.leaves, (plain, ahead)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
