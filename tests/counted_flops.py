@@ -6,11 +6,12 @@ is what a frozen parameter or the first layer's input saves. Sizes are read off 
 
 import math
 
-from jdp.models.gpt import GPTConfig
-from jdp.models.mlp import MLPConfig
-from jdp.models.resnet import ResNetConfig
-from jdp.models.sizes import ModelConfig, parameter_shapes
-from jdp.models.vit import ViTConfig
+from jdp.models.configs.gpt import GPTConfig
+from jdp.models.configs.mlp import MLPConfig
+from jdp.models.configs.resnet import ResNetConfig
+from jdp.models.configs.sizes import ModelConfig
+from jdp.models.configs.vit import ViTConfig
+from jdp.models.sizes import parameter_shapes
 
 
 def flops_per_token(config: GPTConfig | MLPConfig, length: int) -> float:

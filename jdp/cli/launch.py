@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options:
-    """Runs an experiment, or a Python program that calls jdp.initialize(), as several processes of one cluster.
+    """Runs an experiment, or a program that calls jdp.initialize(), as several processes of one cluster.
 
     After -- comes one of
 

@@ -13,21 +13,22 @@
 | 141       | whoever read stdout has left, as `head` does                                                        |
 
 tyro parses a command's typed options; anything else that starts with two dashes, `--a.b value`, is an override of the
-experiment file. JAX is imported late, inside the commands, so that help and mistakes in options answer at once.
+experiment file. Commands are imported when they run, and JAX late inside them, so that help and
+mistakes in options answer at once.
 """
 
 import contextlib
 import errno
-import importlib.metadata
+import importlib
 import os
 import platform
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jdp
-from jdp.cli import doctor, launch, manifest, plan, prove, report, train, verify, why
+from jdp.cli import help_text
 from jdp.cli.options import UsageError
 from jdp.core.hints import nearest
 from jdp.core.toml import cut
@@ -36,16 +37,17 @@ USER_ERROR, SOFTWARE_ERROR, INTERRUPTED, READER_LEFT = 2, 70, 130, 141
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _MOST_LINES, _LONGEST_LINE = 20, 1000
 COMMANDS = {
-    "train": train,
-    "plan": plan,
-    "verify": verify,
-    "prove": prove,
-    "launch": launch,
-    "manifest": manifest,
-    "report": report,
-    "why": why,
-    "doctor": doctor,
+    "train": "Runs an experiment.",
+    "plan": "Reports what every device will hold, send and wait for, under every strategy, before you launch.",
+    "verify": "Compiles an experiment's step, counts what it sends: exit 0 if it keeps the strategy's contract, or 1.",
+    "prove": "Runs a few real steps under every strategy, and compares: exit 0 if all agree within rounding, else 1.",
+    "launch": "Runs an experiment, or a program that calls jdp.initialize(), as several processes of one cluster.",
+    "manifest": "Writes the job of an experiment that sbatch or kubectl takes: a batch script, or Kubernetes' JobSet.",
+    "report": "Writes one self-contained page of runs: curves, speed, where every byte lives, what happened.",
+    "why": "Says why a run is slow, hung or dead, and which process began it.",
+    "doctor": "Examines this machine, or all processes together, and says what is wrong and the line that mends it.",
 }
+"""Each command, a module of this package, with the first line of its help."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -118,7 +120,8 @@ def _run(arguments: list[str]) -> int:
     if name not in COMMANDS:
         hint = nearest(name, COMMANDS) or f"; the commands are {', '.join(COMMANDS)}"
         raise UsageError(f"jdp has no command {name!r}{hint}")
-    return COMMANDS[name].run(arguments[1:])
+    run: Callable[[list[str]], int] = lambda words: importlib.import_module(f"jdp.cli.{name}").run(words)  # noqa: E731
+    return help_text.show(name, run) if arguments[1:] in (["--help"], ["-h"]) else run(arguments[1:])
 
 
 def _printable(error: Exception) -> str:
@@ -177,11 +180,13 @@ def _prefix() -> str:
 
 def _help() -> str:
     lines = ["usage: jdp COMMAND …", "", "Data-parallel training on JAX sharding.", ""]
-    lines += [f"  {name:<9} {(command.Options.__doc__ or '').splitlines()[0]}" for name, command in COMMANDS.items()]
+    lines += [f"  {name:<9} {line}" for name, line in COMMANDS.items()]
     return "\n".join([*lines, "", "jdp COMMAND --help says more; jdp --version says which version this is."])
 
 
 def _versions() -> str:
+    import importlib.metadata
+
     def version(package: str) -> str:
         try:
             return importlib.metadata.version(package)

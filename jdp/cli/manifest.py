@@ -24,7 +24,7 @@ _NAME = rf"{_LABEL}(\.{_LABEL})*"
 
 @dataclass(frozen=True)
 class Options:
-    """Writes the job that sbatch or kubectl takes for an experiment: Slurm's batch script, or Kubernetes' JobSet.
+    """Writes the job of an experiment that sbatch or kubectl takes: a batch script, or Kubernetes' JobSet.
 
     The job has one process a node, with all of its GPUs. Preempted, or with a node lost, it is queued again and goes on
     from its last checkpoint; a mistake in the experiment ends it. An experiment with `devices` computes on that many

@@ -10,8 +10,6 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
-import tyro
-
 from jdp.core.hints import nearest
 from jdp.core.toml import brief
 from jdp.core.user_path import user_path
@@ -32,6 +30,8 @@ def parse(options: type[Any], name: str, arguments: list[str]) -> Any:
     Raises:
         UsageError: a path that the file system cannot have.
     """
+    import tyro  # late, as it takes a tenth of a second
+
     parsed = tyro.cli(options, prog=f"jdp {name}", args=arguments, config=(tyro.conf.FlagCreatePairsOff,))
     paths: dict[str, Path] = {}
     for field in dataclasses.fields(parsed):

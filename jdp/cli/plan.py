@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Options:
-    """Reports what every device will hold, send and wait for, under every strategy, before anything is launched.
+    """Reports what every device will hold, send and wait for, under every strategy, before you launch.
 
     The experiment's real step is compiled by the real compiler for the devices of --target, which this machine need not
     have: jdp plan FILE --target h100:8x8. The report has memory by class compared with the device's, bytes sent

@@ -38,7 +38,7 @@ class Cache:
         limit_bytes: of all entries together.
         names: the regular expression of an entry's file name. No other file is ever deleted: the folder that a user
             names may hold files of his own.
-        contents: what the entries are, for messages.
+        contents: what the entries are, for messages; "": it is not said if they cannot be kept.
     """
 
     folder: Path
@@ -81,7 +81,9 @@ class Cache:
                 Path(own, name).replace(self.folder / name)
             self._prune()
         except OSError as error:
-            notice(f"{self.contents} are not kept for the next run: {self.folder} cannot be written ({error.strerror})")
+            if self.contents:
+                why = f"{self.folder} cannot be written ({error.strerror})"
+                notice(f"{self.contents} are not kept for the next run: {why}")
 
     def _prune(self) -> None:
         entries = [path for path in self.folder.iterdir() if re.fullmatch(self.names, path.name)]

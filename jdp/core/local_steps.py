@@ -24,10 +24,11 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jdp.core.batch import interleave
-from jdp.core.sharding.mesh import DATA, REPLICA
+from jdp.core.numbers import is_integer, is_number
+from jdp.core.sharding.axes import DATA, REPLICA
 from jdp.core.sharding.plan import Plan
 from jdp.core.state import STACKED, TrainState, trained_part, with_trained
-from jdp.core.types import Batch, PyTree, is_integer, is_number
+from jdp.core.types import Batch, PyTree
 
 Once = Callable[[Plan, TrainState, Batch], tuple[TrainState, PyTree, jax.Array]]
 """(plan of a replica, state, batch of one step) -> (the state after it, its sums, the gradient's norm)."""

@@ -26,16 +26,15 @@ from jax.sharding import Mesh
 from jdp.core import noise_scale
 from jdp.core.agreement import processes_of
 from jdp.core.batch import (
-    BatchUnit,
     agree_on_inputs,
     agree_on_program,
     batch_rows,
-    batch_unit,
     check_alive,
     check_global,
     owned_batch,
     signature,
 )
+from jdp.core.batch_unit import BatchUnit, batch_unit
 from jdp.core.compiler import DEFAULT, Compiler, CompilerOptions, CompilerValue
 from jdp.core.gradients import auto, manual
 from jdp.core.gradients.accumulate import SQUARES, GradientSpec
@@ -46,12 +45,14 @@ from jdp.core.gradients.partitioning import REQUESTED, Choice, PartitioningReque
 from jdp.core.gradients.wire import WIDE, Wire
 from jdp.core.local_steps import LocalSteps, stack, train_round, unstack
 from jdp.core.notices import notice
+from jdp.core.numbers import is_integer, is_number
 from jdp.core.optim.checks import update
 from jdp.core.precision import Precision
-from jdp.core.sharding.mesh import REPLICA, mesh_of, tracing_on
+from jdp.core.sharding.axes import REPLICA
+from jdp.core.sharding.mesh import mesh_of, tracing_on
 from jdp.core.sharding.plan import Plan
 from jdp.core.state import STACKED, TrainState, trained_part, with_trained
-from jdp.core.types import Batch, LossFn, Metrics, PyTree, is_integer, is_number
+from jdp.core.types import Batch, LossFn, Metrics, PyTree
 
 VIEWS = {"auto": auto, "manual": manual}
 

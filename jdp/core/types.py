@@ -1,8 +1,7 @@
-"""Types that the whole package uses: `Loss`, the aliases in signatures, and two tests for numbers."""
+"""Types that the whole package uses: `Loss`, and the aliases in signatures."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from numbers import Integral, Real
 from typing import Any
 
 import jax
@@ -46,13 +45,3 @@ LossFn = Callable[[Any, Batch, Any], Any]
 """`loss_fn(model_or_params, batch, rng)` -> `Loss`, or a scalar, which is taken as the mean over the batch's rows."""
 InitFn = Callable[[jax.Array], Any]
 """`init(rng)` -> an `nnx.Module`, or any pytree of parameters."""
-
-
-def is_integer(value: Any) -> bool:
-    """Return True if `value` is an integer of Python or NumPy; booleans and 8.0 are not."""
-    return not isinstance(value, bool) and isinstance(value, Integral)
-
-
-def is_number(value: Any) -> bool:
-    """Return True if `value` is a real number of Python or NumPy; booleans are not."""
-    return not isinstance(value, bool) and isinstance(value, Real)

@@ -18,7 +18,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdp.core.batch import BatchUnit, batch_rows, batch_unit, owned
+from jdp.core.batch import batch_rows, owned
+from jdp.core.batch_unit import BatchUnit, batch_unit
 from jdp.core.sharding.plan import Plan
 from jdp.core.types import Batch
 

@@ -14,16 +14,16 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from jdp.core.batch import BatchUnit, batch_unit
+from jdp.core.batch_unit import BatchUnit, batch_unit
 from jdp.core.formatting import format_bytes
 from jdp.core.hints import nearest
-from jdp.core.sharding.mesh import axis_sizes
+from jdp.core.sharding.axes import axis_sizes
 from jdp.core.toml import check, cut, parse, toml_key, toml_value
 from jdp.core.user_path import PathError, check_regular, user_path
 from jdp.experiment.keys import Key, Schemas, config_keys, table_keys
 from jdp.experiment.problems import problems
 from jdp.experiment.schema.experiment import NONE, Experiment, Model, model_table
-from jdp.models.sizes import SIZES
+from jdp.models.configs.sizes import SIZES
 
 KeyPath = tuple[str, ...]
 HUB = "hf:"

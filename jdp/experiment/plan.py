@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jdp.core.sharding.mesh import DATA
+from jdp.core.sharding.axes import DATA
 from jdp.core.types import Batch
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.schema.experiment import Experiment

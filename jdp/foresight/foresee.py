@@ -19,7 +19,7 @@ import jax
 from jdp.core.batch import batch_rows
 from jdp.core.disk_cache import Cache
 from jdp.core.paths import path_of
-from jdp.core.sharding.mesh import DATA
+from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.strategy import STRATEGIES, strategy
 from jdp.core.state import TrainState
 from jdp.core.step import Step

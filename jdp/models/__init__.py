@@ -1,13 +1,37 @@
-"""GPT, ResNet, ViT and MLP in plain NNX; of jdp they know `scan_layers` and the device traced for only."""
+"""GPT, ResNet, ViT and MLP in plain NNX; of jdp they know `scan_layers` and the device traced for only.
 
-from jdp.models.gpt import GPT, GPTConfig
-from jdp.models.losses import classification_loss, next_token_loss
-from jdp.models.mlp import MLP, MLPConfig
-from jdp.models.resnet import ResNet, ResNetConfig
-from jdp.models.sampling import generate
-from jdp.models.sizes import SIZES, ModelConfig, build, parameter_count
-from jdp.models.vit import ViT, ViTConfig
+Configurations and sizes by name need no JAX; models, and what computes with them, are imported when first used.
+"""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from jdp.models.configs.gpt import GPTConfig
+from jdp.models.configs.mlp import MLPConfig
+from jdp.models.configs.resnet import ResNetConfig
+from jdp.models.configs.sizes import SIZES, ModelConfig
+from jdp.models.configs.vit import ViTConfig
+
+if TYPE_CHECKING:
+    from jdp.models.gpt import GPT
+    from jdp.models.losses import classification_loss, next_token_loss
+    from jdp.models.mlp import MLP
+    from jdp.models.resnet import ResNet
+    from jdp.models.sampling import generate
+    from jdp.models.sizes import build, parameter_count
+    from jdp.models.vit import ViT
+
+_HOMES = {
+    "GPT": "gpt",
+    "MLP": "mlp",
+    "ResNet": "resnet",
+    "ViT": "vit",
+    "build": "sizes",
+    "classification_loss": "losses",
+    "generate": "sampling",
+    "next_token_loss": "losses",
+    "parameter_count": "sizes",
+}
 __all__ = [
     "GPT",
     "MLP",
@@ -25,3 +49,11 @@ __all__ = [
     "next_token_loss",
     "parameter_count",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

@@ -4,7 +4,7 @@ cuDNN's (flash attention, arXiv:2205.14135) never holds the weights [batch, head
 floats on NVIDIA GPUs since Ampere; `cudnn_refuses` has the rules, which are those of jax's own checks.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jdp.core.layers import ATTENTION
 from jdp.core.traced_device import traced_device
 from jdp.models.checks import require
-
-Attend = Literal["auto", "xla", "cudnn"]
+from jdp.models.configs.choices import Attend
 
 
 def attend(

@@ -1,9 +1,10 @@
 """Rules of configurations and inputs: each is one error with the rule, the values given and the fix."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
+if TYPE_CHECKING:
+    import jax
 
 
 def require(holds: bool, rule: str, given: str, fix: str) -> None:
@@ -54,10 +55,12 @@ def require_heads(width: int, heads: int) -> None:
     )
 
 
-def require_images(images: jax.Array, *, channels: int, size: int | None = None) -> None:
+def require_images(images: "jax.Array", *, channels: int, size: int | None = None) -> None:
     """Raise ValueError unless images are [batch, height, width, channels] floats, of `size` pixels a side if given."""
+    from jax.numpy import floating, issubdtype  # here: configurations are checked without JAX
+
     given = f"{images.dtype}{list(images.shape)}"
-    floats = jax.numpy.issubdtype(images.dtype, jax.numpy.floating)
+    floats = issubdtype(images.dtype, floating)
     is_images = images.ndim == 4 and images.shape[3] == channels and floats
     fix = "Pass a batch of floats, already normalised, colours last"
     require(is_images, f"images are [batch, height, width, channels({channels})] floats", given, fix)

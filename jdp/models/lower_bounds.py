@@ -7,11 +7,11 @@ the large matrices only: 80 to 100 % of `jdp.models.parameter_count`.
 
 import itertools
 
-from jdp.models.gpt import GPTConfig
-from jdp.models.mlp import MLPConfig
-from jdp.models.resnet import EXPANSION, ResNetConfig
-from jdp.models.sizes import ModelConfig
-from jdp.models.vit import ViTConfig
+from jdp.models.configs.gpt import GPTConfig
+from jdp.models.configs.mlp import MLPConfig
+from jdp.models.configs.resnet import EXPANSION, ResNetConfig
+from jdp.models.configs.sizes import ModelConfig
+from jdp.models.configs.vit import ViTConfig
 
 
 def parameter_lower_bound(config: ModelConfig) -> int:

@@ -1,8 +1,8 @@
 """Residual networks (He et al. 2015, arXiv:1512.03385), which classify images.
 
-In the order of the file: the configuration; the network (stem, four stages or fewer of residual blocks, the mean over
-positions, logits); the blocks. Parameters and statistics are named `stem/conv/kernel`, `stem/norm/mean`,
-`stages/0/blocks/0/conv1/kernel`, `stages/1/blocks/0/shortcut/norm/scale`, `head/bias`.
+In the order of the file: the network (stem, four stages or fewer of residual blocks, the mean over positions, logits);
+the blocks. The configuration is in `jdp.models.configs.resnet`. Parameters and statistics are named `stem/conv/kernel`,
+`stem/norm/mean`, `stages/0/blocks/0/conv1/kernel`, `stages/1/blocks/0/shortcut/norm/scale`, `head/bias`.
 
 The 3 x 3 convolution of a bottleneck carries the stride, not the 1 x 1 before it ("v1.5": Goyal et al. 2017,
 arXiv:1706.02677, section 5.1, and torchvision); paddings are symmetric, as torchvision has them.
@@ -15,70 +15,16 @@ head normal with standard deviation 0.01, and the scale of a block's last norm z
 shortcut (Goyal et al. 2017, section 5.1).
 """
 
-from dataclasses import dataclass
-from typing import Literal, get_args
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jdp.models.batch_norm import BatchNorm
-from jdp.models.checks import require, require_choice, require_images, require_positive
+from jdp.models.checks import require, require_images
+from jdp.models.configs.resnet import EXPANSION, ResNetConfig
 from jdp.models.modules import Classifier
 
-BlockKind = Literal["basic", "bottleneck"]
-Stem = Literal["imagenet", "small"]
-
 HEAD_STD = 0.01
-EXPANSION = 4
-"""A bottleneck's output has this many times the channels of its 3 x 3 convolution."""
-
-
-@dataclass(frozen=True)
-class ResNetConfig:
-    """Shape and choices of a ResNet.
-
-    Fields:
-        image_size: pixels of a side, for which FLOPs are counted; the network takes any size.
-        channels, classes: of an image (3: colours); of the logits.
-        blocks: number of residual blocks of each stage. Every stage but the first halves the image's sides.
-        block: "basic" (two 3 x 3 convolutions) or "bottleneck" (1 x 1, 3 x 3, 1 x 1).
-        width: channels of the first stage's 3 x 3 convolutions; each later stage has twice as many as the one before.
-        stem: "imagenet" (7 x 7 stride 2, then 3 x 3 max pooling stride 2) or, for images of at most some 64 pixels,
-            "small" (3 x 3, stride 1).
-        zero_init: blocks begin as their shortcuts.
-        norm_momentum: weight of the old value in a running average.
-        norm_eps: added to the variance in norms.
-
-    Raises:
-        ValueError: a size that is not a positive integer, a number out of range, or a choice that does not exist.
-    """
-
-    classes: int
-    blocks: tuple[int, ...]
-    block: BlockKind = "basic"
-    width: int = 64
-    image_size: int = 224
-    channels: int = 3
-    stem: Stem = "imagenet"
-    zero_init: bool = True
-    norm_momentum: float = 0.9
-    norm_eps: float = 1e-5
-
-    def __post_init__(self) -> None:
-        require(type(self.blocks) is tuple, "blocks is a tuple, one number a stage", repr(self.blocks), "Write (2, 2)")
-        positive = self.blocks and all(type(count) is int and count > 0 for count in self.blocks)
-        require(bool(positive), "blocks are positive integers", repr(self.blocks), "Drop a stage that has none")
-        require_positive(self, "classes", "width", "image_size", "channels")
-        require_choice(self, block=get_args(BlockKind), stem=get_args(Stem))
-        decays = 0.0 <= self.norm_momentum < 1.0
-        require(decays, "norm_momentum is in [0, 1)", f"{self.norm_momentum}", "0.9 is usual")
-        require(self.norm_eps > 0, "norm_eps is positive", f"{self.norm_eps}", "1e-5 is usual")
-
-    @property
-    def features(self) -> int:
-        """Channels that the head reads."""
-        return self.width * 2 ** (len(self.blocks) - 1) * (EXPANSION if self.block == "bottleneck" else 1)
 
 
 class ResNet(nnx.Module):

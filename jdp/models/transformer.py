@@ -7,7 +7,7 @@ these are the slices of the stack, bit for bit.
 
 import math
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +15,9 @@ import numpy as np
 from flax import nnx
 
 from jdp.core.layers import scan_layers
-from jdp.models.attention import Attend, attend
+from jdp.models.attention import attend
+from jdp.models.configs.choices import Activation, Attend, NormKind, Remat
 from jdp.models.modules import Linear, LoRA, Norm, dropout
-
-Activation = Literal["swiglu", "gelu", "gelu_exact"]
-NormKind = Literal["rms", "layer"]
-Remat = Literal["full", "dots"]
 
 
 @dataclass(frozen=True)

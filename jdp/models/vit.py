@@ -1,7 +1,8 @@
 """Vision transformer (Dosovitskiy et al. 2020, arXiv:2010.11929): classifies images that are cut into patches.
 
-In the order of the file: the configuration; the model (patches, positions, layers, a last norm, one vector for the
-image, logits); the embedding. Layers are those of the GPT, without the causal mask and rotary positions.
+In the order of the file: the model (patches, positions, layers, a last norm, one vector for the image, logits); the
+embedding. The configuration is in `jdp.models.configs.vit`; layers are those of the GPT, without the causal mask and
+rotary positions.
 
 Dtypes: the patch kernel's dtype is that of activations and products. Softmax, norms and logits are float32.
 
@@ -11,97 +12,17 @@ head and the biases zero (the feed-forward's there 1e-6).
 """
 
 import math
-from dataclasses import dataclass
-from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jdp.models.attention import Attend
-from jdp.models.checks import require, require_choice, require_heads, require_images, require_positive, require_rates
+from jdp.models.checks import require_images
+from jdp.models.configs.vit import ViTConfig
 from jdp.models.modules import Classifier, Linear, dropout
-from jdp.models.transformer import LayerConfig, Remat, fold_range, make_layers, run_layers
+from jdp.models.transformer import LayerConfig, fold_range, make_layers, run_layers
 
 POSITION_STD = 0.02
-
-Pool = Literal["token", "mean"]
-
-
-@dataclass(frozen=True)
-class ViTConfig:
-    """Shape and choices of a ViT.
-
-    Fields:
-        image_size, patch: pixels of the side of an image and of a patch.
-        channels, classes: of an image (3: colours); of the logits.
-        layers, width, heads: depth; size of the residual stream; heads, each `width / heads` wide.
-        mlp_width: hidden size of the feed-forward (gelu in its tanh form); None: 4 * width.
-        pool: the vector that is classified: "token", of a learned token that goes through the layers beside the
-            patches; or "mean", the mean of the patches.
-        dropout: rate on the embedding and on both residual branches.
-        norm_eps: added to the variance in norms.
-        scan, remat, attention: as for `GPTConfig`.
-
-    Raises:
-        ValueError: a size that does not fit another, or a choice that does not exist.
-    """
-
-    classes: int
-    layers: int
-    width: int
-    heads: int
-    patch: int
-    image_size: int = 224
-    channels: int = 3
-    mlp_width: int | None = None
-    pool: Pool = "token"
-    dropout: float = 0.0
-    norm_eps: float = 1e-6
-    scan: bool = True
-    remat: Remat | None = None
-    attention: Attend = "auto"
-
-    def __post_init__(self) -> None:
-        sizes = ("classes", "layers", "width", "heads", "patch", "image_size", "channels")
-        require_positive(self, *sizes, optional=("mlp_width",))
-        require_choice(self, pool=get_args(Pool), attention=get_args(Attend), remat=(None, *get_args(Remat)))
-        require_rates(self, eps="1e-6")
-        require_heads(self.width, self.heads)
-        size, patch = self.image_size, self.patch
-        require(
-            size % patch == 0,
-            "patch must divide image_size",
-            f"image_size({size}) % patch({patch}) = {size % patch}",
-            f"Make image_size a multiple of {patch}, for instance {-(-size // patch) * patch}",
-        )
-
-    @property
-    def patches(self) -> int:
-        """Number of patches of an image."""
-        return (self.image_size // self.patch) ** 2
-
-    @property
-    def length(self) -> int:
-        """Number of vectors that go through the layers."""
-        return self.patches + (self.pool == "token")
-
-    @property
-    def layer(self) -> LayerConfig:
-        """The configuration of one layer."""
-        return LayerConfig(
-            width=self.width,
-            heads=self.heads,
-            kv_heads=self.heads,
-            hidden=4 * self.width if self.mlp_width is None else self.mlp_width,
-            activation="gelu",
-            norm="layer",
-            norm_eps=self.norm_eps,
-            bias=True,
-            dropout=self.dropout,
-            attention=self.attention,
-            causal=False,
-        )
 
 
 class ViT(nnx.Module):
@@ -115,8 +36,9 @@ class ViT(nnx.Module):
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs) -> None:
         self.config = config
         self.embed = PatchEmbedding(config, rngs=rngs)
-        self.layers = make_layers(config.layer, config.layers, rngs.params(), scan=config.scan)
-        self.final_norm = config.layer.make_norm()
+        layer = _layer(config)
+        self.layers = make_layers(layer, config.layers, rngs.params(), scan=config.scan)
+        self.final_norm = layer.make_norm()
         self.head = Classifier(config.width, config.classes, std=0.0, rngs=rngs)
 
     def __call__(
@@ -143,6 +65,23 @@ class ViT(nnx.Module):
         if config.pool == "token":
             return self.head(x[:, 0])
         return self.head(jnp.mean(x, axis=1, dtype=jnp.float32).astype(x.dtype))
+
+
+def _layer(config: ViTConfig) -> LayerConfig:
+    """Return the configuration of one layer."""
+    return LayerConfig(
+        width=config.width,
+        heads=config.heads,
+        kv_heads=config.heads,
+        hidden=4 * config.width if config.mlp_width is None else config.mlp_width,
+        activation="gelu",
+        norm="layer",
+        norm_eps=config.norm_eps,
+        bias=True,
+        dropout=config.dropout,
+        attention=config.attention,
+        causal=False,
+    )
 
 
 class PatchEmbedding(nnx.Module):

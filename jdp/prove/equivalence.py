@@ -27,7 +27,7 @@ from jdp.core.batch_keys import THREEFRY
 from jdp.core.init import abstract_state, init_state
 from jdp.core.machine import available_memory
 from jdp.core.precision import Precision
-from jdp.core.sharding.mesh import DATA
+from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.plan import MIN_SHARD_SIZE, Plan
 from jdp.core.state import TrainState
 from jdp.core.step import make_train_step

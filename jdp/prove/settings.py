@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 from jax.sharding import Mesh
 
-from jdp.core.batch import batch_unit
-from jdp.core.sharding.mesh import DATA, make_mesh
+from jdp.core.batch_unit import batch_unit
+from jdp.core.sharding.axes import DATA
+from jdp.core.sharding.mesh import make_mesh
 from jdp.core.sharding.plan import Plan
 from jdp.core.sharding.strategy import STRATEGIES
 from jdp.core.types import Device

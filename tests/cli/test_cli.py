@@ -1,5 +1,6 @@
 """The command line: complete help, one clear error and exit 2 for a user's mistake, JSON alone on stdout."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -69,8 +70,37 @@ def jdp_command(*arguments: str, **environment: str) -> "subprocess.CompletedPro
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["--help"]) == 0
     text = capsys.readouterr().out
-    for name in cli.COMMANDS:
+    for name, line in cli.COMMANDS.items():
         assert f"\n  {name} " in text
+        assert line == importlib.import_module(f"jdp.cli.{name}").Options.__doc__.splitlines()[0]
+
+
+def test_help_takes_no_jax_and_is_kept(tmp_path: Path):
+    """The second time it takes neither what parses options nor what validates experiments, and is the same text."""
+    said: list[str] = []
+    for without in ("jax", "tyro", "pydantic"):
+        program = f"""if True:
+            import sys
+            from jdp.cli.main import main
+            main(["train", "--help"])
+            sys.exit({without!r} in sys.modules)
+        """
+        environment = {**os.environ, "JDP_CACHE_DIR": str(tmp_path), "COLUMNS": "90"}
+        result = subprocess.run(
+            [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        )
+        assert (result.returncode, result.stderr) == (0, ""), without
+        said.append(result.stdout)
+    assert "--train.steps" in said[0] and len(set(said)) == 1
+    assert len(list((tmp_path / "help").iterdir())) == 1
+
+
+def test_help_needs_no_place_to_keep_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("JDP_CACHE_DIR", str(tmp_path / "file"))
+    assert cli.main(["why", "--help"]) == 0
+    shown = capsys.readouterr()
+    assert "usage: jdp why" in shown.out and not shown.err
 
 
 def test_no_command_is_a_mistake_and_shows_the_help_on_stderr(capsys: pytest.CaptureFixture[str]):

@@ -7,7 +7,8 @@ import pytest
 from jax.sharding import AxisType
 
 import jdp
-from jdp.core.sharding.mesh import batch_axes, better_order, check_axes, equation, hosts_along, replicas_for_hosts
+from jdp.core.sharding.axes import check_axes, equation
+from jdp.core.sharding.mesh import batch_axes, better_order, hosts_along, replicas_for_hosts
 from jdp.foresight.targets.resolve import target
 
 

@@ -19,7 +19,7 @@ from jdp.experiment.file import (
 )
 from jdp.experiment.schema.experiment import USED_BY, Experiment, Optimizer
 from jdp.models import GPTConfig
-from jdp.models.sizes import SIZES
+from jdp.models.configs.sizes import SIZES
 
 SMALL = """
 name = "small"

@@ -13,8 +13,8 @@ from jdp.experiment import memory_check as memory_fit
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError, from_table, load
 from jdp.models import parameter_count
+from jdp.models.configs.sizes import SIZES
 from jdp.models.lower_bounds import parameter_lower_bound
-from jdp.models.sizes import SIZES
 
 MOST_CHARACTERS = 1000
 """Of a message, besides the path of the file: what fits on a screen."""

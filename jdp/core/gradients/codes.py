@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jdp.core.gradients.wire import SCALE_BYTES, Wire
-from jdp.core.sharding.mesh import DATA
+from jdp.core.sharding.axes import DATA
 
 _FP8 = jnp.float8_e4m3fn
 _LARGEST = {"int8": 127.0, "fp8": 448.0}

@@ -23,7 +23,8 @@ from jdp.core.gradients.accumulate import Collectives, GradientSpec, Kept, evalu
 from jdp.core.gradients.model_state import changed_leaves, mean_over
 from jdp.core.gradients.synchronise import Synchroniser
 from jdp.core.local_steps import is_inside_a_replica
-from jdp.core.sharding.mesh import DATA, batch_axes
+from jdp.core.sharding.axes import DATA
+from jdp.core.sharding.mesh import batch_axes
 from jdp.core.sharding.placement import Placement, axes_of
 from jdp.core.sharding.plan import Plan
 from jdp.core.state import trained_part, with_trained

@@ -23,7 +23,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jdp.core.gradients.codes import encoded_gather, encoded_scatter
 from jdp.core.gradients.wire import WIDE, Wire
-from jdp.core.sharding.mesh import DATA, own_axes
+from jdp.core.sharding.axes import DATA
+from jdp.core.sharding.mesh import own_axes
 from jdp.core.sharding.placement import Placement, axes_of, shards, spec_entry
 from jdp.core.types import PyTree
 

@@ -31,7 +31,8 @@ from jdp.core.gradients import model_axes
 from jdp.core.gradients.codes import decode, encode, exchange, from_rows, side_by_side, split, to_rows
 from jdp.core.gradients.wire import Wire
 from jdp.core.precision import Precision
-from jdp.core.sharding.mesh import DATA, batch_axes
+from jdp.core.sharding.axes import DATA
+from jdp.core.sharding.mesh import batch_axes
 from jdp.core.sharding.placement import Placement, shards
 from jdp.core.types import PyTree
 

@@ -12,7 +12,7 @@ import math
 from dataclasses import dataclass
 
 from jdp.core.hints import nearest
-from jdp.core.types import is_integer, is_number
+from jdp.core.numbers import is_integer, is_number
 
 QUANTISED = ("bf16", "int8", "fp8")
 GRADIENTS = (*QUANTISED, "topk", "powersgd")

@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jdp.core.numbers import is_number
 from jdp.core.optim.checks import check_optimizer
 from jdp.core.state import TrainState, trained_part, with_trained
-from jdp.core.types import PyTree, is_number
+from jdp.core.types import PyTree
 
 
 class EmaState(NamedTuple):

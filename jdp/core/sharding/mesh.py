@@ -20,7 +20,7 @@ therefore stay on a host's fast links if they fit. `replica` varies slowest, whe
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
@@ -30,14 +30,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jdp.core.handshake import check_device_counts
 from jdp.core.machine import choose_platform
 from jdp.core.notices import notice
-from jdp.core.toml import LONGEST, cut
+from jdp.core.sharding.axes import DATA, REPLICA, axis_sizes
 from jdp.core.traced_device import tracing_for
-from jdp.core.types import Device, PyTree, is_integer
-
-DATA = "data"
-"""The axis that carries the batch, and that ZeRO shards over."""
-REPLICA = "replica"
-"""The axis over slow links: it carries the batch too, and the state is replicated over it (HSDP)."""
+from jdp.core.types import Device, PyTree
 
 
 def make_mesh(*, devices: Sequence[Device] | None = None, **axes: int) -> Mesh:
@@ -81,77 +76,6 @@ def make_mesh(*, devices: Sequence[Device] | None = None, **axes: int) -> Mesh:
     if devices is None and (reordered := better_order(mesh)) is not None:
         notice(reordered)
     return mesh
-
-
-def axis_sizes(axes: Mapping[str, int], count: int) -> dict[str, int]:
-    """Return the sizes of a mesh of `count` devices, its -1 filled in: axis -> size, in the order given.
-
-    Every rule about the sizes of a mesh is checked here, and in `check_axes`, and nowhere else.
-
-    Args:
-        axes: axis -> size; one size may be -1, which takes the devices that are left.
-        count: number of devices, of all processes together.
-
-    Raises:
-        ValueError: the axes are not those of a mesh (`check_axes`), or their sizes do not multiply to `count`.
-    """
-    check_axes(axes)
-    known = math.prod(size for size in axes.values() if size != -1)
-    sizes = {name: count // known if size == -1 else size for name, size in axes.items()}
-    if math.prod(sizes.values()) == count:
-        return sizes
-    run = f"run on {known} devices (on CPU: --devices {known})"
-    if -1 in axes.values():
-        product, fits, run = f"{factors(axes)} (the others make {known})", "", f"{run} or a multiple of them"
-    else:
-        others = known // axes[DATA]
-        product = equation(axes)
-        fits = f"Take data={count // others}, or c" if count % others == 0 else ""
-    raise ValueError(
-        f"The mesh must multiply to the number of devices: {product}, but there are {count} devices. "
-        f"{fits or 'C'}hange an axis, or {run}."
-    )
-
-
-def check_axes(axes: Mapping[str, int]) -> None:
-    """Check the rules about a mesh that hold for any number of devices: names, sizes, `data`, at most one -1.
-
-    Args:
-        axes: axis -> size, as for `make_mesh`.
-
-    Raises:
-        ValueError: an axis is not named like a variable, or is named `devices`; a size is neither a positive integer
-            nor -1; more than one is -1; or there is no `data` axis.
-    """
-    for name, size in axes.items():
-        if not name.isidentifier() or name == "devices" or len(name) > LONGEST:
-            raise ValueError(
-                f"Mesh axes are named like variables, and not `devices`; given {cut(repr(name))}. Rename it."
-            )
-        if not is_integer(size):
-            raise ValueError(
-                f"Mesh axes are integers, as in make_mesh(data=8); given {name}={size!r}. Give an integer."
-            )
-    if any(size < 1 and size != -1 for size in axes.values()) or list(axes.values()).count(-1) > 1:
-        raise ValueError(
-            f"Mesh axes are positive sizes, at most one of them -1 (what is left); given {factors(axes)}. "
-            "Write 1 or more, or -1 for one axis."
-        )
-    if DATA not in axes:
-        raise ValueError(
-            f"A mesh needs a `data` axis; given {factors(axes)}. Add data=-1 to take the devices that are left."
-        )
-
-
-def factors(sizes: Mapping[str, int]) -> str:
-    """Return the factors of a mesh or a batch as text: "data=4 × model=2"."""
-    return " × ".join(f"{name}={size}" for name, size in sizes.items())
-
-
-def equation(sizes: Mapping[str, int]) -> str:
-    """Return the factors and, if there are several, what they multiply to: "data=4 × model=2 = 8", or "data=4"."""
-    product = math.prod(sizes.values())
-    return f"{factors(sizes)} = {product}" if len(sizes) > 1 else factors(sizes)
 
 
 def mesh_of(tree: PyTree) -> Mesh | None:

@@ -22,7 +22,7 @@ from itertools import combinations
 
 from jax.sharding import PartitionSpec
 
-from jdp.core.sharding.mesh import DATA
+from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.placement import Placement, axes_of, spec_entry
 
 REPLICATED = PartitionSpec()

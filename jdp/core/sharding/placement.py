@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import PartitionSpec
 
-from jdp.core.sharding.mesh import DATA
+from jdp.core.sharding.axes import DATA
 
 
 @dataclass(frozen=True)

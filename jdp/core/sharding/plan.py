@@ -19,13 +19,15 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jdp.core.formatting import listed
 from jdp.core.notices import notice
+from jdp.core.numbers import is_integer
 from jdp.core.paths import matches, path_of
-from jdp.core.sharding.mesh import DATA, REPLICA, batch_axes, factors, hosts_along, replicas_for_hosts
+from jdp.core.sharding.axes import DATA, REPLICA, factors
+from jdp.core.sharding.mesh import batch_axes, hosts_along, replicas_for_hosts
 from jdp.core.sharding.optimizer_state import specs_for_leaf
 from jdp.core.sharding.placement import Placement, axes_of, bytes_per_device, rest_spec, shards, spec_entry
 from jdp.core.sharding.strategy import Strategy, strategy
 from jdp.core.state import STACKED, Static, TrainState
-from jdp.core.types import PyTree, is_integer
+from jdp.core.types import PyTree
 
 MIN_SHARD_SIZE = 1024
 """Parameters with fewer elements (4 KiB of fp32) stay replicated: gathering them takes latency, not bandwidth."""

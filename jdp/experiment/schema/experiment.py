@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
 
 from jdp.core.hints import nearest
-from jdp.core.sharding.mesh import DATA, REPLICA, check_axes
+from jdp.core.sharding.axes import DATA, REPLICA, check_axes
 from jdp.core.toml import cut
 from jdp.experiment.schema.data import Data, EvalSet, Ingredient
 from jdp.experiment.schema.fields import NONE, CompilerTable, Rule, RunName, Section, named
@@ -31,9 +31,9 @@ from jdp.experiment.schema.optimizer import USED_BY, Optimizer, unused
 from jdp.experiment.schema.track import Track
 from jdp.experiment.schema.train import Sample, Train
 from jdp.experiment.schema.wire import WireTable
-from jdp.models.gpt import GPTConfig
+from jdp.models.configs.gpt import GPTConfig
+from jdp.models.configs.mlp import MLPConfig
 from jdp.models.lower_bounds import parameter_lower_bound, traced_layers
-from jdp.models.mlp import MLPConfig
 
 __all__ = [
     "NONE",

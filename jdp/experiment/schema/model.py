@@ -11,8 +11,8 @@ from pydantic import AfterValidator, ConfigDict, create_model, model_validator
 from pydantic_core import PydanticKnownError
 
 from jdp.experiment.schema.fields import Section, Single, Whole
-from jdp.models.gpt import GPTConfig
-from jdp.models.sizes import SIZES, ModelConfig
+from jdp.models.configs.gpt import GPTConfig
+from jdp.models.configs.sizes import SIZES, ModelConfig
 
 HF = "hf:"
 """Prefix of a folder with the config.json of a GPT-2 or Llama, in place of the name of a size."""

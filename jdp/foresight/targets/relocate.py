@@ -14,9 +14,11 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from jdp.core.batch import BatchUnit, batch_rows
+from jdp.core.batch import batch_rows
+from jdp.core.batch_unit import BatchUnit
 from jdp.core.disk_cache import Cache
-from jdp.core.sharding.mesh import DATA, REPLICA, make_mesh, mesh_of
+from jdp.core.sharding.axes import DATA, REPLICA
+from jdp.core.sharding.mesh import make_mesh, mesh_of
 from jdp.core.state import TrainState
 from jdp.core.step import Step
 from jdp.core.types import Batch

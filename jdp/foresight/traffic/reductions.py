@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from jdp.core.gradients.wire import Wire
 from jdp.core.precision import Precision
-from jdp.core.sharding.mesh import DATA, REPLICA
+from jdp.core.sharding.axes import DATA, REPLICA
 from jdp.core.sharding.placement import Placement, shards
 from jdp.core.sharding.plan import Plan
 

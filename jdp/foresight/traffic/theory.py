@@ -38,7 +38,7 @@ import jax.numpy as jnp
 from jdp.core.gradients.gathers import Gathered
 from jdp.core.gradients.wire import WIDE, Wire
 from jdp.core.precision import Precision
-from jdp.core.sharding.mesh import DATA, REPLICA
+from jdp.core.sharding.axes import DATA, REPLICA
 from jdp.core.sharding.placement import Placement, shards
 from jdp.core.sharding.plan import MIN_SHARD_SIZE, Plan
 from jdp.core.state import Static

@@ -1,0 +1,60 @@
+"""The help of a command, kept on disk: making it takes half a second of imports, showing it again none."""
+
+import contextlib
+import importlib.util
+import io
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TextIO
+
+from jdp.core.disk_cache import Cache, default_folder
+
+
+def show(name: str, make: Callable[[list[str]], int]) -> int:
+    """Print the help of a command as it was made before for these files of jdp and this terminal, else make it.
+
+    Args:
+        name: the command's.
+        make: its `run`, which prints the help.
+
+    Returns:
+        The exit code, 0.
+    """
+    cache = Cache(default_folder() / "help", limit_bytes=2**20, names=r"[0-9a-f]{64}\.txt", contents="")
+    terminal = (shutil.get_terminal_size(), sys.stdout.isatty(), sys.stdout.encoding, os.environ.get("TERM"))
+    key = Cache.key(name, sys.version, repr(terminal), *_stamps()) + ".txt"
+    text = cache.load(key, lambda file: file.read().decode())
+    if text is None:
+        recorded = _Recorded(sys.stdout)
+        with contextlib.redirect_stdout(recorded), contextlib.suppress(SystemExit):
+            make(["--help"])
+        recorded.flush()
+        text = recorded.kept.getvalue().decode(recorded.encoding)
+        cache.store(key, lambda file: file.write(text.encode()))
+    sys.stdout.write(text)
+    return 0
+
+
+class _Recorded(io.TextIOWrapper):
+    """Keeps what is printed, and is a terminal with an encoding if the stream that it stands for is."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.kept = io.BytesIO()
+        super().__init__(self.kept, encoding=stream.encoding, errors=stream.errors, newline="")
+        self._is_terminal = stream.isatty()
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+
+def _stamps() -> Iterator[str]:
+    """Yield each file that the help is made of with its size and time: jdp's own, and tyro's that lays it out."""
+    tyro = importlib.util.find_spec("tyro")
+    folders = [Path(__file__).parents[1], *([Path(tyro.origin).parent] if tyro and tyro.origin else [])]
+    for folder in folders:
+        for path in sorted(folder.rglob("*.py")):
+            found = path.stat()
+            yield f"{path} {found.st_size} {found.st_mtime_ns}"

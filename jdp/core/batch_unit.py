@@ -1,0 +1,60 @@
+"""What the rows of a global batch must divide by. It needs no JAX."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jdp.core.sharding.axes import DATA, REPLICA, equation
+
+
+@dataclass(frozen=True)
+class BatchUnit:
+    """What the rows of a global batch must divide by. Every rule about it is here and nowhere else.
+
+    Attributes:
+        factors: their names and sizes, such as {"replica": 2, "data": 4, "accumulate": 3}, which multiply to the unit.
+    """
+
+    factors: Mapping[str, int]
+
+    @property
+    def rows(self) -> int:
+        """The unit: all factors multiplied."""
+        return math.prod(self.factors.values())
+
+    def round_up(self, rows: int) -> int:
+        """Return the least number of rows that divides and is not below `rows`."""
+        return -(-rows // self.rows) * self.rows
+
+    def rule(self, rows: int, subject: str = "a batch's rows") -> str:
+        """Return the rule and the number given: "a batch's rows must divide by data=4 × accumulate=3 = 12; given 9"."""
+        return f"{subject} must divide by {equation(self.factors)}; given {rows}"
+
+    def check(self, rows: int, subject: str = "a batch's rows") -> None:
+        """Check a number of rows.
+
+        Args:
+            rows: of the batch.
+            subject: what a message begins with.
+
+        Raises:
+            ValueError: there are no rows, or they do not divide.
+        """
+        if rows < 1 or rows % self.rows:
+            below = max(rows, 0) // self.rows * self.rows
+            near = f"{below} or {below + self.rows}" if below else f"{self.rows}"
+            raise ValueError(f"{self.rule(rows, subject)}: the nearest that fit: {near}")
+
+
+def batch_unit(mesh: Mapping[str, int], accumulate: int = 1, group: int = 1, local_steps: int = 1) -> BatchUnit:
+    """Return what a global batch's rows must divide by: shards × steps × microbatches × group.
+
+    Args:
+        mesh: axis -> size, such as `plan.mesh.shape`; the batch is split over `replica` and `data`.
+        accumulate: microbatches a step; of several numbers that are compared, their least common multiple.
+        group: number of neighbouring rows that are never split.
+        local_steps: steps of the optimizer in a call.
+    """
+    factors = {axis: mesh[axis] for axis in (REPLICA, DATA) if axis in mesh}
+    counts = {"local_steps": local_steps, "accumulate": accumulate, "group": group}
+    return BatchUnit(factors | {name: count for name, count in counts.items() if count > 1})

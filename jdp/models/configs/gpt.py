@@ -1,0 +1,138 @@
+"""The configuration of a GPT."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from jdp.models.checks import require, require_choice, require_heads, require_positive, require_rates
+from jdp.models.configs.choices import Activation, Attend, NormKind, Remat
+
+Positions = Literal["rotary", "learned"]
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Shape and choices of a GPT. Any field can be changed with `dataclasses.replace`.
+
+    Fields:
+        vocab_size, context: tokens in the vocabulary; most tokens in a sequence.
+        layers, width, heads: depth; size of the residual stream; query heads, each `width / heads` wide.
+        kv_heads: key and value heads, each shared by `heads / kv_heads` query heads (arXiv:2305.13245); None: heads.
+        mlp_width: hidden size of the feed-forward; None: 4 * width for gelu, and for swiglu 8/3 * width, which keeps
+            the parameter count (arXiv:2002.05202), rounded up to a multiple of 64.
+        positions: "rotary" (arXiv:2104.09864) or "learned".
+        activation: "swiglu", "gelu" in its tanh form, as GPT-2 has it, or "gelu_exact", with the error function.
+        norm: "rms" or "layer".
+        tied: logits by the embedding table instead of a matrix of their own (arXiv:1608.05859).
+        bias: biases in linear maps and in layer norms.
+        dropout: rate on the embedding and on both residual branches (attention weights are not dropped: fused
+            attention never holds them).
+        rope_theta: base of the rotary wavelengths.
+        rope_factor: divides the low rotary frequencies for a longer context, as Llama 3.1 has it (8; Llama 3.2: 32);
+            None: they stay.
+        rope_low_freq_factor, rope_high_freq_factor: with rope_factor, frequencies of fewer rotations than the first in
+            the original context are divided, those of more than the second are kept, and those between interpolated.
+        rope_original_context: with rope_factor, tokens of the original context.
+        norm_eps: added to the variance in norms.
+        scan: stack the layers and scan them: compile time and program size do not grow with depth.
+        remat: what is saved of each layer for the backward pass: None, everything; "dots", its matrix products;
+            "full", only its input.
+        attention: "cudnn" is fused, on NVIDIA GPUs, for 16-bit floats; "xla" runs anywhere in any dtype; "auto" is the
+            first where the devices, the dtype and the shapes allow it, else the second.
+        lora_rank: adds a low-rank update (arXiv:2106.09685) to every kernel of the layers: `nnx.LoRAParam` leaves
+            `.../lora_a` and `.../lora_b`. The function and all other initial values do not change. To train them alone:
+            `jdp.init_state(..., wrt=nnx.LoRAParam)`. None: no such leaves.
+        lora_alpha: updates are multiplied by lora_alpha / lora_rank.
+
+    Raises:
+        ValueError: a size that does not fit another, or a choice that does not exist.
+    """
+
+    vocab_size: int
+    context: int
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int | None = None
+    mlp_width: int | None = None
+    positions: Positions = "rotary"
+    activation: Activation = "swiglu"
+    norm: NormKind = "rms"
+    tied: bool = False
+    bias: bool = False
+    dropout: float = 0.0
+    rope_theta: float = 10_000.0
+    rope_factor: float | None = None
+    rope_low_freq_factor: float = 1.0
+    rope_high_freq_factor: float = 4.0
+    rope_original_context: int = 8192
+    norm_eps: float = 1e-5
+    scan: bool = True
+    remat: Remat | None = None
+    attention: Attend = "auto"
+    lora_rank: int | None = None
+    lora_alpha: float = 16.0
+
+    def __post_init__(self) -> None:
+        require_choice(
+            self,
+            positions=get_args(Positions),
+            activation=get_args(Activation),
+            norm=get_args(NormKind),
+            attention=get_args(Attend),
+            remat=(None, *get_args(Remat)),
+        )
+        sizes = ("vocab_size", "context", "layers", "width", "heads", "rope_original_context")
+        require_positive(self, *sizes, optional=("kv_heads", "mlp_width", "lora_rank"))
+        require_rates(self)
+        require(self.rope_theta > 0, "rope_theta is positive", f"{self.rope_theta}", "10000 is usual")
+        require(self.lora_alpha > 0, "lora_alpha is positive", f"{self.lora_alpha}", "16 is usual")
+        self._check_heads()
+        self._check_rope_scaling()
+
+    def _check_heads(self) -> None:
+        width, heads, kv_heads = self.width, self.heads, self.key_value_heads
+        require_heads(width, heads)
+        require(
+            heads % kv_heads == 0,
+            "kv_heads must divide heads",
+            f"heads({heads}) % kv_heads({kv_heads}) = {heads % kv_heads}",
+            f"Choose kv_heads among {[n for n in range(1, heads + 1) if heads % n == 0]}",
+        )
+        require(
+            self.positions != "rotary" or self.head_width % 2 == 0,
+            "rotary positions turn pairs of elements, so a head's width must be even",
+            f"width({width}) / heads({heads}) = {self.head_width}",
+            "Change width or heads, or use learned positions",
+        )
+
+    def _check_rope_scaling(self) -> None:
+        if self.rope_factor is None:
+            return
+        low, high = self.rope_low_freq_factor, self.rope_high_freq_factor
+        require(self.rope_factor > 0, "rope_factor is positive", f"{self.rope_factor}", "Llama 3.1 has 8")
+        require(
+            0 < low < high,
+            "rope_low_freq_factor is positive and less than rope_high_freq_factor",
+            f"{low} and {high}",
+            "Llama 3.1 has 1 and 4",
+        )
+        rotary = self.positions == "rotary"
+        require(rotary, "rope_factor scales rotary positions", f'positions = "{self.positions}"', "Remove one")
+
+    @property
+    def head_width(self) -> int:
+        """Elements of one head."""
+        return self.width // self.heads
+
+    @property
+    def key_value_heads(self) -> int:
+        """`kv_heads`, with the default resolved."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def hidden_width(self) -> int:
+        """`mlp_width`, with the default resolved."""
+        if self.mlp_width is not None:
+            return self.mlp_width
+        return 4 * self.width if self.activation != "swiglu" else 64 * math.ceil(8 * self.width / (3 * 64))
