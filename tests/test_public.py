@@ -23,7 +23,7 @@ SIGNATURES = {
     "abstract_state": "(init, tx, plan, *, rng, wrt=None)",
     "make_train_step": (
         "(loss_fn, plan, *, accumulate=1, precision='fp32', partitioning=None, clip_norm=None, sync_batch_norm=True, "
-        "group=1, wire=None, buckets=None, local_steps=None, noise_scale=False, "
+        "group=1, wire=None, buckets=None, local_steps=None, noise_scale=False, overlap=None, "
         "check_loss=True, donate=True, compiler='default')"
     ),
     "make_eval_step": (

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ import jax
 from jdp.checkpoint import Checkpoints
 from jdp.core.formatting import finite_or_none
 from jdp.core.noise_scale import hint, ratio
+from jdp.core.notices import notice
 from jdp.core.state import TrainState
 from jdp.data.feed import Feed
 from jdp.experiment.assembly import Assembly
@@ -48,7 +49,14 @@ from jdp.run.signals import Stopped, StopRequest
 from jdp.run.summary import summary
 
 
-def run(experiment: Experiment, *, root: Path, quiet: bool = False, profile: range | None = None) -> dict[str, Any]:
+def run(
+    experiment: Experiment,
+    *,
+    root: Path,
+    quiet: bool = False,
+    profile: range | None = None,
+    settings: Sequence[str] = (),
+) -> dict[str, Any]:
     """Train, or resume, an experiment in `root`/NAME, and return its summary, which is also in its summary.json.
 
     Args:
@@ -56,6 +64,7 @@ def run(experiment: Experiment, *, root: Path, quiet: bool = False, profile: ran
         root: the folder that holds the runs.
         quiet: print progress on stderr instead of stdout.
         profile: steps to trace into the run's folder; None: none.
+        settings: what was set before JAX started, a line each; they are reported once the run's folder is taken.
 
     Raises:
         CorruptState: a device computed wrong (`guard.check_replicas_every`, `guard.replay_every`).
@@ -71,10 +80,18 @@ def run(experiment: Experiment, *, root: Path, quiet: bool = False, profile: ran
         _ = assembly.config, assembly.eval_sets  # errors of model and data come before anything is written
         check_init_from(experiment)
         check_state(assembly)
-        return _visit(assembly, stop, root=root, quiet=quiet, profile=profile)
+        return _visit(assembly, stop, root=root, quiet=quiet, profile=profile, settings=settings)
 
 
-def _visit(assembly: Assembly, stop: StopRequest, *, root: Path, quiet: bool, profile: range | None) -> dict[str, Any]:
+def _visit(
+    assembly: Assembly,
+    stop: StopRequest,
+    *,
+    root: Path,
+    quiet: bool,
+    profile: range | None,
+    settings: Sequence[str],
+) -> dict[str, Any]:
     """Claim the run's folder, train in it until the end or a stop, and return the summary. Raises as `run` does."""
     experiment, progress = assembly.experiment, Progress()
     limits = Deadline(experiment.guard.deadline_seconds, experiment.guard.first_deadline_seconds)
@@ -83,6 +100,8 @@ def _visit(assembly: Assembly, stop: StopRequest, *, root: Path, quiet: bool, pr
         writing(folder),
         watching(folder, limits, devices_of(assembly.mesh), done=lambda: progress.done) as watch,
     ):
+        for line in settings:
+            notice(line)
         stop.on_signal = lambda number: watch.flight.event("signal", signal=number.name)
         back: RollBack | None = None
         while True:
