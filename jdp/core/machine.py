@@ -34,8 +34,8 @@ def starts_cpus_alone() -> bool:
     """
     import jax
 
-    if jax.config.jax_platforms:
-        return jax.config.jax_platforms == "cpu"
+    if platforms := jax.config.jax_platforms:  # pyright: ignore[reportAttributeAccessIssue]
+        return platforms == "cpu"
     return not any(map(find_spec, (*_CUDA_PLUGINS, *_OTHER_PLUGINS)))
 
 
