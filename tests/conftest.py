@@ -4,6 +4,7 @@ What the tests compile for other targets is kept for the length of the run, in a
 """
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -34,6 +35,9 @@ import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 
+# A tenth of the time otherwise goes into looking for cycles: tracing makes millions of objects that no cycle holds.
+gc.set_threshold(50_000, 20, 50)
+
 TESTS_OF_TRIALS = {"test_loss_check", "test_training_properties", "test_readme", "test_batch_norm", "test_agreement"}
 
 
@@ -45,6 +49,12 @@ def no_trials_of_losses(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     """
     if request.module.__name__ not in TESTS_OF_TRIALS:
         monkeypatch.setattr("jdp.core.gradients.partitioning.mixing", lambda *_: None)
+
+
+def pytest_collection_finish() -> None:
+    """What collecting made stays until the end: no collection of garbage looks at it again."""
+    gc.collect()
+    gc.freeze()
 
 
 # Hooks with a file each: the markers `fast` and `aot`; in CI, a skip for a missing package is an error; files of tests
