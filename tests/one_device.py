@@ -129,8 +129,20 @@ def as_sums(value, batch):
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (total, weight, pairs))
 
 
-def train(init, loss, tx, batches, *, seed, clip_norm=None, is_trained=lambda path: True, microbatches=1, group=1):
-    """Train on `batches` and evaluate on the last. `loss(model, batch, key)` is as `as_sums` takes it."""
+def train(
+    init,
+    loss,
+    tx,
+    batches,
+    *,
+    seed,
+    clip_norm=None,
+    is_trained=lambda path: True,
+    microbatches=1,
+    group=1,
+    evaluates=True,
+):
+    """Train on `batches`, and evaluate on the last. `loss(model, batch, key)` is as `as_sums` takes it."""
     rng = jax.random.key(seed)
     kind = []
 
@@ -189,7 +201,9 @@ def train(init, loss, tx, batches, *, seed, clip_norm=None, is_trained=lambda pa
         (params, opt_state, state), row = step(params, opt_state, state, batch, key)
         skipped += int(row["skipped"])
         rows.append({**{name: float(value) for name, value in row.items()}, "skipped": skipped})
-    _, ((total, weight, metrics), _) = jax.jit(lambda *args: sums(part(args[0]), *args, None))(params, state, batch)
-    own = {name: float(a / b) for name, (a, b) in metrics.items()}
-    evaluated = {**own, "loss": float(total / weight), "weight": float(weight)}
+    evaluated = {}
+    if evaluates:
+        _, ((total, weight, metrics), _) = jax.jit(lambda *args: sums(part(args[0]), *args, None))(params, state, batch)
+        own = {name: float(a / b) for name, (a, b) in metrics.items()}
+        evaluated = {**own, "loss": float(total / weight), "weight": float(weight)}
     return Run(rows, *map(jax.device_get, (by_path(params), state, by_path(opt_state))), evaluated)

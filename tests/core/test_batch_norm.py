@@ -8,6 +8,7 @@ Statistics of a device's own two rows would be off by tens of percent.
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -78,9 +79,12 @@ def assert_same(got, wanted):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5, err_msg=jax.tree_util.keystr(path))
 
 
-@pytest.mark.parametrize("partitioning", ["auto", "manual"])
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+WAYS = [*itertools.product(("ddp", "zero3"), ("auto", "manual")), ("zero1", "auto"), ("zero2", "manual")]
+
+
+@pytest.mark.parametrize(("strategy", "partitioning"), WAYS)
 def test_weights_and_running_statistics_are_those_of_one_device(strategy, partitioning):
+    """zero1 under manual: with replicas and microbatches, below. zero2 under auto is zero1."""
     assert_same(train(strategy, partitioning).last, train("ddp", "auto", devices=1).last)
 
 

@@ -282,7 +282,7 @@ def verified(
     def init(rng):
         return {"w": jax.random.normal(rng, (features, width)), "v": jax.random.normal(rng, (width, 64))}
 
-    tx = optax.chain(optax.adamw(1e-3), looks_at_whole_weights(mesh)) if whole else optax.adamw(1e-3)
+    tx = optax.chain(optax.sgd(1e-3), looks_at_whole_weights(mesh)) if whole else optax.sgd(1e-3)
     state = jdp.abstract_state(init, tx, plan, rng=jax.random.key(0))
     batch = {"x": jax.ShapeDtypeStruct((rows, features), "float32")}
     step = jdp.make_train_step(lambda p, b, rng: outputs(model(p, b, mesh)), plan, **settings)
