@@ -507,7 +507,7 @@ def experiment(folder, **changed):
     table = {
         "name": "tiny",
         "strategy": "zero2",
-        "model": {"name": "gpt-nano", "layers": 2, "width": 32, "heads": 2, "kv_heads": 1, "context": 16},
+        "model": {"name": "gpt-nano", "layers": 1, "width": 16, "heads": 2, "kv_heads": 1, "context": 8},
         "data": {"source": str(text)},
         "optimizer": {"lr": 3e-3, "warmup_steps": 10, "clip_norm": 1.0},
         "train": {"steps": 100, "batch_size": 8, "accumulate": 2},
