@@ -38,11 +38,15 @@ class GatherTable:
     Attributes:
         gather: how a shard is gathered.
         table: id of a gathered array -> (that array, its shard, the parameter's placement).
+        keep: False if the backward pass gathers again (zero3); True if it uses what the forward pass gathered.
+        whole: True if parameters that rest whole go through `gather` too, whose backward pass reduces (ddp).
         used: names of the weights that `scan_layers` was called with, gathered by layer or not; it adds to them.
     """
 
     gather: Gather
     table: dict[int, tuple[jax.Array, jax.Array, Placement]]
+    keep: bool = False
+    whole: bool = False
     used: set[str] = field(default_factory=set[str])
 
 
@@ -148,7 +152,9 @@ class _Body:
         ]
         self.block, self.layer, self.gathers, self.leading, self.remat = block, layer, gathers, leading, remat
         self.operands, self.placements = [leaf for leaf, _ in sources], [placement for _, placement in sources]
-        self.is_rematerialised = remat is not None or any(placement is not None for placement in self.placements)
+        self.keep = gathers is not None and gathers.keep
+        gathers_again = not self.keep and any(placement is not None for placement in self.placements)
+        self.is_rematerialised = remat is not None or gathers_again
         self.is_traced = leading > 0 or self.is_rematerialised
         self.outside = changes.closed_over(block, excluding=layer.variables) if self.is_traced else []
         self.record: changes.Record = []
@@ -187,7 +193,7 @@ class _Body:
         if not self.is_rematerialised:
             return self
         # inside a scan nothing can be merged across iterations: no barriers needed
-        return jax.checkpoint(self.__call__, policy=_policy(self.remat), prevent_cse=self.leading == 0)
+        return jax.checkpoint(self.__call__, policy=_policy(self.remat, self.keep), prevent_cse=self.leading == 0)
 
 
 def _operand(name: str, leaf: Any, gathers: GatherTable | None, leading: int) -> tuple[Any, Placement | None]:
@@ -198,6 +204,8 @@ def _operand(name: str, leaf: Any, gathers: GatherTable | None, leading: int) ->
         if not jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating):  # keys and tables are no parameters
             return leaf, None
         gathers.used.add(name)
+        if gathers.keep:
+            return leaf, None
         notice(
             f"scan_layers: {name} {leaf.shape} is not a parameter as it stands in the model, so it is gathered for the "
             "whole step; cast or reshape it inside the block"
@@ -206,8 +214,10 @@ def _operand(name: str, leaf: Any, gathers: GatherTable | None, leading: int) ->
     _, shard, placement = gathers.table[id(leaf)]
     gathers.used.add(name)
     if placement.dim is None:
-        return leaf, None
+        return (shard, placement) if gathers.whole else (leaf, None)
     if placement.dim < leading:
+        if gathers.keep:
+            return leaf, None
         notice(
             f"{placement.path} {list(placement.shape)} is sharded over its layer dimension, so it is gathered for the "
             f"whole step; pin another one with a rule: "
@@ -217,18 +227,19 @@ def _operand(name: str, leaf: Any, gathers: GatherTable | None, leading: int) ->
     return shard, placement
 
 
-def _policy(remat: Remat) -> Callable[..., bool]:
-    """Return a checkpoint policy that never keeps gathered weights."""
+def _policy(remat: Remat, keep: bool) -> Callable[..., bool]:
+    """Return a checkpoint policy that keeps gathered weights only if `keep`."""
     policies = {
         None: _save_activations,
         "full": jax.checkpoint_policies.nothing_saveable,
         "dots": _save_products,
     }
-    if callable(remat):
-        return lambda prim, *args, **params: prim.name not in _GATHERS and bool(remat(prim, *args, **params))
-    if remat not in policies:
+    if not callable(remat) and remat not in policies:
         raise ValueError(f'remat is None, "full", "dots" or a checkpoint policy; given {remat!r}. Name one.')
-    return policies[remat]
+    policy = remat if callable(remat) else policies[remat]
+    if keep:
+        return lambda prim, *args, **params: prim.name == "all_gather" or bool(policy(prim, *args, **params))
+    return lambda prim, *args, **params: prim.name not in _GATHERS and bool(policy(prim, *args, **params))
 
 
 ATTENTION = "attention"

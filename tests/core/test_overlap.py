@@ -74,6 +74,9 @@ def init_gpt(rng, **changes):
 CASES = {
     "zero3": (partial(init_gpt, remat=None), gpt_loss, gpt_batch(8), "zero3", {}),
     "zero3 dots": (partial(init_gpt, remat="dots"), gpt_loss, gpt_batch(16), "zero3", {"accumulate": 2}),
+    "zero1": (partial(init_gpt, remat="full", tied=True), gpt_loss, gpt_batch(16), "zero1", {"clip_norm": 0.1}),
+    "ddp": (partial(init_gpt, remat=None), gpt_loss, gpt_batch(8), "ddp", {}),
+    "zero2 nested": (lambda rng: Nested(nnx.Rngs(rng)), nested_loss, {"x": np.ones((16, 16), np.float32)}, "zero2", {}),
     "zero3 nested": (lambda rng: Nested(nnx.Rngs(rng)), nested_loss, {"x": np.ones((16, 16), np.float32)}, "zero3", {}),
 }
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,7 +25,7 @@ import optax
 from jdp.core.batch import batch_rows
 from jdp.core.batch_keys import BatchKey
 from jdp.core.gradients.draws import RowwiseLoss
-from jdp.core.gradients.gathers import parameter_scope, reduction_scope
+from jdp.core.gradients.gathers import parameter_scope, reduced_by_layer, reduction_scope
 from jdp.core.gradients.jaxprs import places_made
 from jdp.core.gradients.loss_call import Sums, TracedLoss
 from jdp.core.gradients.model_state import changed_leaves, refuse_varying
@@ -104,6 +105,7 @@ class GradientSpec:
         adapter, trained: as in `jdp.core.state.Static`.
         placements: a tree like the parameters, of `Placement`.
         strategy: the strategy's row of the table.
+        keep_gathered: the backward pass uses the weights that the forward pass gathered.
     """
 
     loss_fn: LossFn
@@ -118,6 +120,7 @@ class GradientSpec:
     wire: Wire = WIDE
     buckets: int | str | None = None
     overlap: bool = False
+    keep_gathered: bool = False
 
     @property
     def trained_placements(self) -> PyTree:
@@ -144,6 +147,10 @@ def step_gradients(
     """
     count = spec.accumulate
     rows = batch_rows(batch) // count
+    if collectives.overlap and count == 1 and SQUARES not in kept:
+        spec, collectives = _by_layer(
+            spec, collectives, params, model_state, batch, collectives.key_of(key, rows, 0, 1)
+        )
     loss, operands = RowwiseLoss(traced_loss(spec, collectives)), working_copy(spec, collectives, params)
     micro = batch if count == 1 else collectives.microbatches(batch, count)
     first = (micro if count == 1 else jax.tree.map(lambda x: x[0], micro), collectives.key_of(key, rows, 0, count))
@@ -184,6 +191,38 @@ def step_gradients(
     if SQUARES in kept:
         kept = {**kept, SQUARES: collectives.sum(kept[SQUARES])}
     return grads, jax.tree.map(collectives.sum, sums), collectives.average(model_state, after), kept
+
+
+def _by_layer(
+    spec: GradientSpec, collectives: Collectives, params: PyTree, *given: Any
+) -> tuple[GradientSpec, Collectives]:
+    """Have gathers and reductions made layer by layer, inside the forward and the backward pass of the one microbatch.
+
+    Every strategy then is as zero3 is; but what the forward pass gathered is kept for the backward pass, and under ddp
+    nothing is gathered. Nothing changes for a loss without a layer loop, for one that uses a layer's weights in several
+    places, each of which would reduce, and for gradients in buckets, encoded, or of another dtype than the parameters.
+    """
+    if collectives.synchroniser is not None or spec.precision.params != spec.precision.reduce:
+        return spec, collectives
+    whole = not spec.strategy.shard_state
+
+    def reduce(x: jax.Array, placement: Placement, leading: int) -> jax.Array:
+        return collectives.finish(collectives.reduce(x, placement, leading), placement, leading)
+
+    def finish(x: jax.Array, placement: Placement, leading: int) -> jax.Array:
+        return x if whole or placement.dim is not None else collectives.finish(x, placement, leading)
+
+    row = replace(spec.strategy, gather="use", reduce_each_microbatch=True)
+    new = replace(spec, strategy=row, keep_gathered=spec.strategy.gather != "use")
+    within = replace(collectives, reduce=reduce, finish=finish)
+    if not new.keep_gathered:
+        return new, within
+    plain = replace(within, overlap=False)
+    backward = partial(_microbatch_gradients, new, plain, RowwiseLoss(traced_loss(new, plain)), params)
+    most = {placement.path: math.prod(placement.shape) for placement in jax.tree.leaves(spec.placements)}
+    reduced = reduced_by_layer(jax.make_jaxpr(backward)(*given, {}).jaxpr)
+    once = reduced and all(elements <= most[path] for path, elements in reduced.items())
+    return (new, within) if once else (spec, collectives)
 
 
 def _with_squares(kept: Kept, grads: PyTree) -> Kept:
@@ -232,9 +271,13 @@ def working_copy(spec: GradientSpec, collectives: Collectives, params: PyTree) -
 
 def traced_loss(spec: GradientSpec, collectives: Collectives) -> TracedLoss:
     """Return the loss as a function of the working copy."""
-    gather = gather_with_reduced_grad(collectives, spec.precision) if spec.strategy.gather == "use" else None
+    gather, whole = None, not spec.strategy.shard_state
+    if spec.strategy.gather == "use":
+        gather = gather_with_reduced_grad(collectives, spec.precision, whole)
     sync_axes = collectives.axes if spec.sync_batch_norm else ()
-    return TracedLoss(spec.loss_fn, spec.adapter, spec.placements, gather, sync_axes)
+    return TracedLoss(
+        spec.loss_fn, spec.adapter, spec.placements, gather, sync_axes, keep=spec.keep_gathered, whole=whole
+    )
 
 
 def _microbatch_gradients(
@@ -260,19 +303,24 @@ def _microbatch_gradients(
     return grads, sums, after, kept
 
 
-def gather_with_reduced_grad(collectives: Collectives, precision: Precision) -> Gather:
-    """Return the gather boundary of ZeRO-3.
+def gather_with_reduced_grad(collectives: Collectives, precision: Precision, whole: bool = False) -> Gather:
+    """Return the gather boundary: forward, a shard is cast to compute dtype and gathered; backward, its gradient is
+    reduced straight to the shard's spec.
 
-    Forward, a shard is cast to compute dtype and gathered; backward, its gradient is reduced straight to the shard's
-    spec. Without the boundary XLA moves the activations instead: 60 times the traffic.
+    Under ZeRO-3 XLA would move the activations instead without the boundary: 60 times the traffic.
+
+    Args:
+        collectives: how to gather and reduce.
+        precision: the dtypes.
+        whole: gradients of parameters that rest whole are reduced here too.
     """
 
     def gather(shard: jax.Array, placement: Placement, leading: int) -> jax.Array:
-        if placement.dim is None:
+        if placement.dim is None and not whole:
             return _cast_and_gather(collectives, precision.compute_dtype, shard, placement, leading)
 
         def named_gather(shard: jax.Array) -> jax.Array:
-            with parameter_scope(placement.path):
+            with parameter_scope(placement.path) if placement.dim is not None else nullcontext():
                 return _cast_and_gather(collectives, precision.compute_dtype, shard, placement, leading)
 
         if not placement.trained:

@@ -132,6 +132,18 @@ def read_collectives(traced: jax.stages.Traced) -> TracedCollectives:
     return TracedCollectives(tuple(Gathered(*key, *counts) for key, counts in sums.items()), tuple(issued))
 
 
+def reduced_by_layer(jaxpr: Any) -> dict[str, int]:
+    """Return for each parameter how many elements a trace reduces, all rounds and uses together; {} without a loop."""
+    sums: dict[tuple[str, str], int] = {}
+    rounds = 1
+    for eqn, times, scope in _walk(jaxpr, 1, ""):
+        if match := _REDUCTION.search(scope):
+            key = unquote(match[1]), eqn.primitive.name
+            sums[key] = sums.get(key, 0) + times * math.prod(eqn.invars[0].aval.shape)
+            rounds = max(rounds, times)
+    return {path: max(n for (other, _), n in sums.items() if other == path) for path, _ in sums} if rounds > 1 else {}
+
+
 def _walk(jaxpr: Any, times: int, outer: str) -> Iterator[tuple[Any, int, str]]:
     """Yield (operation, how often it runs, its name scope) of all that may send, below the scope `outer`."""
     for eqn in jaxpr.eqns:

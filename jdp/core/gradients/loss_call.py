@@ -40,7 +40,8 @@ class TracedLoss:
         fn: the user's loss function.
         adapter: as in `jdp.core.state.Static`.
         placements: a tree like the parameters, of `Placement`.
-        gather: under ZeRO-3, how a shard is gathered where it is used; None where the operands are gathered already.
+        gather: how a shard is gathered where it is used; None where the operands are gathered already.
+        keep, whole: as in `GatherTable`.
         sync_axes: the mesh axes that batch statistics are taken over, in addition to the rows of the call.
         training: True puts a module in training mode, with the key to draw from.
     """
@@ -51,6 +52,8 @@ class TracedLoss:
     gather: Gather | None
     sync_axes: tuple[str, ...] = ()
     training: bool = True
+    keep: bool = False
+    whole: bool = False
 
     def __call__(self, operands: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[Sums, PyTree]:
         """Return the sums over the rows of `batch`, and the model state afterwards."""
@@ -60,7 +63,8 @@ class TracedLoss:
             with top_scope():
                 weights = jax.tree.map(lambda shard, placement: gather(shard, placement, 0), operands, self.placements)
             leaves = zip(*map(jax.tree.leaves, (weights, operands, self.placements)), strict=True)
-            gathers = GatherTable(gather, {id(leaf): (leaf, shard, placement) for leaf, shard, placement in leaves})
+            table = {id(leaf): (leaf, shard, placement) for leaf, shard, placement in leaves}
+            gathers = GatherTable(gather, table, self.keep, self.whole)
             context = gathering(gathers)
         with context:
             if self.adapter is None:
@@ -70,7 +74,7 @@ class TracedLoss:
                 sums = as_sums(self.fn(model, batch, key), batch)
                 model_state = self.adapter.changed(model)
         sharded = [placement.path for placement in jax.tree.leaves(self.placements) if placement.dim is not None]
-        if gathers is not None and not gathers.used and self.training and key is not None and sharded:
+        if gathers is not None and not self.keep and not gathers.used and self.training and key is not None and sharded:
             others = f" and {len(sharded) - 1} more" if len(sharded) > 1 else ""
             notice(
                 f"zero3 gathers its weights ({sharded[0]}{others}) at the top of the step and holds them whole until "

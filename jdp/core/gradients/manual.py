@@ -106,7 +106,7 @@ def make_collectives(spec: GradientSpec, plan: Plan) -> Collectives:
     replicas = plan.batch_shards
 
     def finish(x: jax.Array, placement: Placement, leading: int) -> jax.Array:
-        return model_axes.psum(x, axes if placement.dim is None else others, placement, mesh)
+        return model_axes.psum(x, axes if placement.dim is None else others, placement, leading, mesh)
 
     def average(before: Any, after: Any) -> Any:
         unchanged = before is after or not jnp.issubdtype(after.dtype, jnp.floating)

@@ -97,12 +97,12 @@ def psum_scatter(x: jax.Array, placement: Placement, leading: int, mesh: Mesh, w
     return _on_model_shards(scatter, x, placement.compute, replica_view_spec(placement, mesh), leading, mesh)
 
 
-def psum(x: jax.Array, axes: tuple[str, ...], placement: Placement, mesh: Mesh) -> jax.Array:
-    """Sum a gradient at its rest spec over the batch axes `axes`; its sharding stays."""
+def psum(x: jax.Array, axes: tuple[str, ...], placement: Placement, leading: int, mesh: Mesh) -> jax.Array:
+    """Sum a gradient at its rest spec, `leading` dimensions sliced off, over batch axes; its sharding stays."""
     if not axes:
         return x
     spec = replica_view_spec(placement, mesh)
-    return _on_model_shards(lambda shard: jax.lax.psum(shard, axes), x, spec, spec, 0, mesh)
+    return _on_model_shards(lambda shard: jax.lax.psum(shard, axes), x, spec, spec, leading, mesh)
 
 
 def is_reshaped(placement: Placement, mesh: Mesh) -> bool:

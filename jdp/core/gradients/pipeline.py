@@ -92,7 +92,7 @@ def _results(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
             if eqn.primitive.name == "scan":
                 return _scan(eqn, operands)
             if eqn.primitive.name in _CALLS and not eqn.params.get("prevent_cse"):
-                inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+                inner: Any = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
                 return _run(inner if hasattr(inner, "consts") else ClosedJaxpr(inner, ()), operands)
     return bind(eqn, operands)
 
@@ -101,8 +101,7 @@ def _scan(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     """Run a scan whose rounds gather or reduce, one layer ahead and one behind where it can be."""
     first, carried = scan_counts(eqn)
     inner, length, reverse = eqn.params["jaxpr"], eqn.params["length"], eqn.params["reverse"]
-    shapes = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in inner.jaxpr.invars]
-    body = jax.make_jaxpr(lambda *args: _run(inner, args))(*shapes)
+    body = jax.make_jaxpr(lambda *args: _run(inner, args))(*(_like(var.aval) for var in inner.jaxpr.invars))
     parts = _Parts.of(body, first, carried)
     if length > 1 and (parts.ahead or parts.behind):
         return _Loop(parts, operands, length, reverse).run()
@@ -114,6 +113,10 @@ def _scan(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
     last = first + carried
     carry, ys = jax.lax.scan(step, operands[first:last], operands[last:], length=length, reverse=reverse)
     return [*carry, *ys]
+
+
+def _like(aval: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
 @dataclass(frozen=True)
