@@ -20,6 +20,7 @@ from jdp.cli.options import (
     words,
 )
 from jdp.cli.plan_failures import GivenFailures, read_failures
+from jdp.cli.plan_tune import check_tune, tune
 from jdp.core.toml import brief
 
 if TYPE_CHECKING:
@@ -54,6 +55,14 @@ class Options:
     """Microbatches a step to compile, such as 1,4. Default: the experiment's."""
     remat: Annotated[str | None, tyro.conf.arg(metavar="POLICIES")] = None
     """Rematerialisation policies to compile, such as none,dots,full. Default: the experiment's."""
+    tune: bool = False
+    """Search for the fastest way that fits, by compiling: strategy and mesh, rematerialisation, microbatches of the
+    same batch, the compiler's options, scanned layers or not; one at a time from the best so far. Keys given on the
+    command line stay as they are. Prints the flags for jdp train; exits with 1 where nothing fits."""
+    tune_minutes: Annotated[float | None, tyro.conf.arg(metavar="MINUTES")] = None
+    """For --tune: compile nothing more after so many. Default: 30."""
+    output: Annotated[Path | None, tyro.conf.arg(aliases=("-o",), metavar="FILE")] = None
+    """For --tune: write the experiment with what was found, for jdp train FILE."""
     max_batch: bool = False
     """Find the largest batch that fits under the chosen strategy, by compiling."""
     mtbf: Annotated[str | None, tyro.conf.arg(metavar="TIME")] = None
@@ -80,7 +89,7 @@ class Options:
 
 
 def run(arguments: list[str]) -> int:
-    """Plan an experiment, print the report and write the files that are asked for; or print the table of a size.
+    """Plan an experiment, print the report and write the files that are asked for; or tune it; or print a size's table.
 
     Raises:
         UsageError: neither FILE nor --table, or both; a time or a file that cannot be; no candidate compiles.
@@ -90,6 +99,9 @@ def run(arguments: list[str]) -> int:
         return _closed_form(options, overrides)
     if options.file is None:
         raise UsageError("jdp plan needs an experiment; given no FILE: jdp plan FILE, or jdp plan --table 70e9:8")
+    check_tune(options)
+    if options.tune:
+        return tune(options, overrides)
     for path in (options.html, options.trace):
         check_writable(path)
     failures = read_failures(options)

@@ -24,10 +24,10 @@ def candidates_of(
     strategies: Sequence[str],
     accumulate: Sequence[int],
     remat: str | None = None,
+    hybrid: bool = True,
 ) -> list[Candidate]:
     """Return the experiment's step under each strategy and number of microbatches, on the target's devices.
 
-    Where [mesh] is left free, zero3 is tried on replicas too (HSDP).
 
     Args:
         experiment: validated. A batch size that does not divide over the target's devices and microbatches is rounded
@@ -36,6 +36,7 @@ def candidates_of(
         strategies: names of strategies.
         accumulate: numbers of microbatches a step.
         remat: the rematerialisation policy that the experiment was loaded with, to name the candidates; None: its own.
+        hybrid: add zero3 on replicas (HSDP), where [mesh] is left free and there are several hosts.
 
     Raises:
         ExperimentError: the experiment's mesh does not fit the number of the target's devices.
@@ -50,7 +51,7 @@ def candidates_of(
         strategies=strategies,
         accumulate=accumulate,
         remat=remat,
-        hybrid=experiment.mesh == {DATA: -1},
+        hybrid=hybrid and experiment.mesh == {DATA: -1},
     )
 
 

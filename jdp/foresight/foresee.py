@@ -30,7 +30,7 @@ from jdp.foresight.max_batch import OnProgress, largest_batch
 from jdp.foresight.memory.peak import memory
 from jdp.foresight.program.compiled import CompileError
 from jdp.foresight.targets.chips import XLA_TYPES
-from jdp.foresight.targets.relocate import Candidate, abstract_on, hybrid_axes
+from jdp.foresight.targets.relocate import Candidate, abstract_on, hybrid_axes, state_bytes
 from jdp.foresight.targets.resolve import Target
 from jdp.foresight.targets.this_machine import target_of
 from jdp.foresight.timing.model_flops import model_flops
@@ -112,8 +112,7 @@ def candidates(
             "jdp.foresee takes a training step (jdp.make_train_step); given an evaluation step. Pass the training step."
         )
     counts = tuple(accumulate or (step.accumulate,))
-    held = _state_bytes(state) + 4 * sum(leaf.size for leaf in jax.tree.leaves(state.params))  # float32 gradients
-    axes = hybrid_axes(target, held) if hybrid and ZERO3 in strategies else None
+    axes = hybrid_axes(target, state) if hybrid and ZERO3 in strategies else None
     ways = [(name, None) for name in strategies] + ([(ZERO3, axes)] if axes else [])
 
     def candidate(count: int, name: str, axes: Mapping[str, int] | None) -> Candidate:
@@ -191,7 +190,7 @@ def estimate(candidate: Candidate, target: Target, *, tokens: int, cache: Cache 
         headroom=headroom,
         parameters=traffic.theory.parameters,
         shards=step.plan.mesh.shape[DATA],
-        state_bytes=_state_bytes(state),
+        state_bytes=state_bytes(state),
         report=traffic,
         timeline=timeline(compiled.program, target) if timed else None,
         model_flops=model_flops(step, state, batch),
@@ -200,10 +199,6 @@ def estimate(candidate: Candidate, target: Target, *, tokens: int, cache: Cache 
         compile_seconds=0.0 if compiled.cached else compiled.seconds,
         cached=compiled.cached,
     )
-
-
-def _state_bytes(state: TrainState) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
 def count_batch(batch: Batch) -> tuple[int, str]:

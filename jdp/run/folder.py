@@ -2,10 +2,10 @@
 
 A visit is one process, or cluster, that works on the run. `claimed` makes the folder, or checks that it has the same
 experiment and may be resumed, and locks it; `record` writes the experiment into it. Between visits may change how the
-work is done: devices, mesh, rules, strategy, precision, the compiler's options, microbatches, what to evaluate, how
-often to log and save, what watches over the run, when to stop early, and, if the learning rate does not depend on it,
-how many steps. What is learnt may not: the model, the data, the optimizer, what is trained and from which weights.
-`writing` turns a full or read-only disk into one error.
+work is done: devices, mesh, rules, strategy, precision, the compiler's options, microbatches, rematerialisation, what
+to evaluate, how often to log and save, what watches over the run, when to stop early, and, if the learning rate does
+not depend on it, how many steps. What is learnt may not: the model, the data, the optimizer, what is trained and from
+which weights. `writing` turns a full or read-only disk into one error.
 """
 
 import contextlib

@@ -137,5 +137,8 @@ class Held:
 )
 def test_replicas_are_of_as_few_hosts_as_hold_the_state(hosts, gigabytes, expected):
     gpus = Target("h100", hosts, 8, (SimpleNamespace(platform="gpu"),), 80 * 10**9, "an H100")
-    assert hybrid_axes(gpus, gigabytes * 10**9) == expected
-    assert hybrid_axes(replace(gpus, memory_bytes=None), 1) is None
+    weight = jax.ShapeDtypeStruct((gigabytes * 10**9 // 16,), "float32")
+    _, state, _ = made()
+    state = replace(state, params={"w": weight}, opt_state=(weight, weight))  # and their gradients
+    assert hybrid_axes(gpus, state) == expected
+    assert hybrid_axes(replace(gpus, memory_bytes=None), state) is None

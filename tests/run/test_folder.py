@@ -38,3 +38,13 @@ def test_a_file_that_is_no_experiment_any_more_is_compared_key_by_key(tmp_path):
         file.write("\n[gone]\nkey = 1\n")
     with pytest.raises(ExperimentError, match=r"another experiment \(gone.key was 1, is None\)"):
         check_same(experiment(), tmp_path)
+
+
+def test_how_a_model_is_computed_may_change_and_the_model_may_not(tmp_path):
+    def gpt(**model):
+        return experiment(model={"name": "gpt-nano", **model}, data={"source": "text.txt"})
+
+    record(gpt(), tmp_path)
+    check_same(gpt(remat="full", attention="xla"), tmp_path)
+    with pytest.raises(ExperimentError, match=r"another experiment \(model.layers was \d+, is 1\)"):
+        check_same(gpt(layers=1, remat="full"), tmp_path)

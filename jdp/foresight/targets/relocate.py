@@ -34,15 +34,21 @@ def candidate_name(strategy: str, accumulate: int, remat: str | None, mesh: Mapp
     return f"{strategy}{axes}{f' K={accumulate}' * (accumulate > 1)}{f' remat={remat}' if remat else ''}"
 
 
-def hybrid_axes(target: Target, state_bytes: int) -> dict[str, int] | None:
+def state_bytes(state: TrainState) -> int:
+    """Return the bytes of a whole state, real or abstract, each array counted once."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+
+
+def hybrid_axes(target: Target, state: TrainState) -> dict[str, int] | None:
     """Return a mesh for HSDP on a target of several hosts of GPUs: replicas of as few hosts as hold the state.
 
     Weights are then gathered and gradients scattered within a replica; what crosses replicas is one shard of the
-    gradients. A replica is whole hosts, as many as leave half of a device's memory beside the state.
+    gradients. A replica is whole hosts, as many as leave half of a device's memory beside the state and float32
+    gradients.
 
     Args:
         target: the devices.
-        state_bytes: of the whole state and of its gradients.
+        state: real or abstract.
 
     Returns:
         axis -> size, replica first; None where there is nothing to divide: one host, devices whose memory is not known,
@@ -50,8 +56,9 @@ def hybrid_axes(target: Target, state_bytes: int) -> dict[str, int] | None:
     """
     if target.hosts == 1 or target.memory_bytes is None or target.devices[0].platform != "gpu":
         return None
+    held = state_bytes(state) + 4 * sum(leaf.size for leaf in jax.tree.leaves(state.params))
     divisors = (hosts for hosts in range(1, target.hosts // 2 + 1) if target.hosts % hosts == 0)
-    enough = (hosts for hosts in divisors if state_bytes <= hosts * target.per_host * target.memory_bytes / 2)
+    enough = (hosts for hosts in divisors if held <= hosts * target.per_host * target.memory_bytes / 2)
     hosts = next(enough, None)
     return None if hosts is None else {REPLICA: target.hosts // hosts, DATA: hosts * target.per_host}
 

@@ -1,0 +1,139 @@
+"""`jdp plan --tune`: search for the fastest way that fits, and write the experiment that has it."""
+
+import contextlib
+import json as as_json
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from jdp.cli.options import UsageError, check_writable, choose_target_platform, counts, stdout_to_stderr, words
+
+if TYPE_CHECKING:
+    from jdp.experiment.tune import Tuning
+    from jdp.foresight.tune import Trial, Tuned
+
+MINUTES = 30.0
+NOTHING_FITS = 1
+_KEEPS = "Batch size, order of samples, optimizer and learning rate stay as they are: what is learnt does not change."
+
+
+class _Options(Protocol):
+    @property
+    def file(self) -> Path | None: ...
+    @property
+    def target(self) -> str | None: ...
+    @property
+    def strategy(self) -> str: ...
+    @property
+    def accumulate(self) -> str | None: ...
+    @property
+    def remat(self) -> str | None: ...
+    @property
+    def tune(self) -> bool: ...
+    @property
+    def tune_minutes(self) -> float | None: ...
+    @property
+    def output(self) -> Path | None: ...
+    @property
+    def no_cache(self) -> bool: ...
+    @property
+    def json(self) -> bool: ...
+
+
+def check_tune(options: _Options) -> None:
+    """Check what goes with --tune, and what goes with it only. Raises UsageError."""
+    if not options.tune:
+        for flag, given in (("--tune-minutes", options.tune_minutes), ("-o", options.output)):
+            if given is not None:
+                raise UsageError(f"{flag} is for --tune, which is not given: add --tune, or remove {flag}")
+        return
+    others = ("max_batch", "mtbf", "html", "trace")
+    if beside := [f"--{name.replace('_', '-')}" for name in others if getattr(options, name)]:
+        raise UsageError(f"--tune goes without {beside[0]}; given both: tune first, then plan what -o wrote")
+    if options.target is None:
+        raise UsageError("--tune compiles for a run's devices; given no --target: name them, such as --target h100:8x8")
+    if options.tune_minutes is not None and not 0 < options.tune_minutes <= 10_000:
+        raise UsageError(f"--tune-minutes takes minutes, more than 0; given {options.tune_minutes:g}: give 30")
+    check_writable(options.output)
+    if options.file is not None and options.output is not None and options.output.resolve() == options.file.resolve():
+        raise UsageError(f"-o is a file of its own; given the experiment, {options.file}: name another")
+
+
+def tune(options: _Options, overrides: dict[str, str]) -> int:
+    """Search, print what was found, and write the experiment that has it.
+
+    Returns:
+        0; 1 where nothing fits.
+
+    Raises:
+        UsageError: the target has no rates, or the file cannot be written.
+    """
+    with stdout_to_stderr() if options.json else contextlib.nullcontext():
+        tuning, found = _search(options, overrides)
+    if options.json:
+        print(as_json.dumps({"target": str(tuning.target), **found.to_json()}, allow_nan=False), flush=True)
+    else:
+        _show(tuning, found)
+    if found.best is None or not found.fits:
+        return NOTHING_FITS
+    if options.output is not None:
+        _write(options.output, tuning, found.best)
+    return 0
+
+
+def _search(options: _Options, overrides: dict[str, str]) -> "tuple[Tuning, Tuned]":
+    """Return what is tuned, and what was found. Raises UsageError."""
+    from jdp.experiment.file import load
+
+    assert options.file is not None
+    strategies, accumulate = words(options.strategy, "--strategy"), counts(options.accumulate, "--accumulate")
+    remats = None if options.remat is None else words(options.remat, "--remat")
+    choose_target_platform(options.target, load(options.file, overrides).devices)
+
+    from jdp.cli.terminal import Progress
+    from jdp.experiment.tune import Tuning
+    from jdp.foresight.targets.this_machine import target_of
+
+    target = target_of(options.target)
+    if target.chip is None and target.kind != "cpu":
+        raise UsageError(f"--tune needs devices whose rates are known; given {target}: name another --target")
+    tuning = Tuning(options.file, overrides, target, strategies, accumulate, remats)
+    with Progress() as progress:
+        found = tuning.search(
+            minutes=options.tune_minutes or MINUTES,
+            cache=not options.no_cache,
+            progress=lambda what: progress.compiling(0, None, what),
+        )
+    return tuning, found
+
+
+def _show(tuning: "Tuning", found: "Tuned") -> None:
+    from jdp.cli.terminal import show_table
+    from jdp.foresight.tune import TUNED, overrides_of
+
+    marked = None if found.best is None or not found.fits else found.trials.index(found.best)
+    show_table(f"{tuning.file.name} on {tuning.target}, as compiled", TUNED, found.table(), marked=marked)
+    print()
+    for sentence in found.why:
+        print(sentence)
+    if found.best is not None and found.fits:
+        changed = {key: text for key, text in overrides_of(found.best.way).items() if tuning.changes(key, text)}
+        flags = " ".join(f"--{key} {shlex.quote(text)}" for key, text in {**tuning.overrides, **changed}.items())
+        print(f"{_KEEPS}\njdp train {shlex.quote(str(tuning.file))} {flags}")
+
+
+def _write(path: Path, tuning: "Tuning", best: "Trial") -> None:
+    """Write the whole experiment, in one move. Raises UsageError."""
+    from jdp.experiment.file import to_toml
+
+    words = f"{tuning.file.name}, tuned for {tuning.target}: {best}"
+    head = f"# {''.join(each if each.isprintable() else '?' for each in words)}\n"
+    fresh = path.with_name(f".{path.name}.new")
+    try:
+        fresh.write_text(head + to_toml(tuning.experiment(best.way)), "utf-8")
+        fresh.replace(path)
+    except OSError as error:
+        fresh.unlink(missing_ok=True)
+        raise UsageError(f"{path} cannot be written: {error.strerror}; choose another file") from None
+    print(f"wrote {path}: jdp train {path}", file=sys.stderr)

@@ -1,0 +1,185 @@
+"""`jdp plan --tune` on an experiment file: what may be chosen, and the search over it.
+
+Nothing that is chosen changes what is learnt: the global batch, its order, the optimizer and its rate stay.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import get_args
+
+from jdp.core.batch_unit import batch_unit
+from jdp.core.compiler import PRESETS
+from jdp.core.disk_cache import Cache
+from jdp.core.sharding.mesh import DATA
+from jdp.core.toml import toml_value
+from jdp.experiment.assembly import Assembly
+from jdp.experiment.file import ExperimentError, check_for_devices, load
+from jdp.experiment.plan import candidates_of
+from jdp.experiment.schema.experiment import NONE, Experiment
+from jdp.foresight.forecast import Estimate
+from jdp.foresight.foresee import ZERO3, count_batch, estimate
+from jdp.foresight.targets.relocate import hybrid_axes
+from jdp.foresight.targets.resolve import Target
+from jdp.foresight.tune import Choice, Dimension, Trial, Tuned, Way, name_of, overrides_of, search
+from jdp.models import GPTConfig, ViTConfig
+from jdp.models.transformer import Remat
+
+SCHEDULER = {"xla_gpu_enable_latency_hiding_scheduler": True}
+PIPELINED = {f"xla_gpu_enable_pipelined_{kind}": True for kind in ("all_gather", "all_reduce", "reduce_scatter")}
+DOUBLED = {"xla_gpu_enable_while_loop_double_buffering": True}
+JOINED = {f"xla_gpu_{kind}_combine_threshold_bytes": 2**30 for kind in ("all_gather", "reduce_scatter")}
+SEVERAL = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
+COMPILERS: dict[str, Mapping[str, bool | int]] = {
+    "several": SCHEDULER | SEVERAL,
+    "pipelined": SCHEDULER | PIPELINED,
+    "doubled": SCHEDULER | DOUBLED,
+    "pipelined,doubled": SCHEDULER | PIPELINED | DOUBLED,
+    "joined": SCHEDULER | JOINED,
+}
+"""Options for GPUs that are tried beside the presets: up to four collectives in flight at once; collectives moved into
+the round of a loop before or after; two rounds of a loop in one, with buffers of their own; one collective for what
+would be several."""
+MOST_UNROLLED = 48
+"""More layers than this are not tried unrolled: compiling them takes minutes."""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What is tuned.
+
+    Attributes:
+        file: the experiment's.
+        overrides: the keys that were given on the command line, which stay as they are.
+        target: the devices.
+        strategies, accumulate, remats: to choose from; None: all that there are.
+    """
+
+    file: Path
+    overrides: Mapping[str, str]
+    target: Target
+    strategies: Sequence[str]
+    accumulate: Sequence[int] | None = None
+    remats: Sequence[str] | None = None
+
+    def experiment(self, way: Way) -> Experiment:
+        """Return the experiment with a way's keys. Raises ExperimentError for keys that do not go together."""
+        experiment = load(self.file, {**self.overrides, **overrides_of(way)})
+        check_for_devices(experiment, len(self.target.devices))
+        return experiment
+
+    def changes(self, key: str, text: str) -> bool:
+        """Return True if the experiment has another value at `key` than `text` gives it."""
+        return load(self.file, self.overrides) != load(self.file, {**self.overrides, key: text})
+
+    def search(
+        self,
+        *,
+        minutes: float,
+        cache: bool = True,
+        progress: Callable[[str], None] = lambda what: None,
+    ) -> Tuned:
+        """Search for the fastest way that fits.
+
+        Args:
+            minutes: no compilation begins after so many.
+            cache: keep compiled results on disk, and use them.
+            progress: called with what is compiled next, in words.
+
+        Raises:
+            ExperimentError: the batch does not divide over the devices, or the mesh does not fit them.
+            ValueError: the step cannot be lowered for the target.
+        """
+        store, end, dimensions = Cache.usual(cache), time.monotonic() + 60 * minutes, self.dimensions()
+
+        def evaluate(way: Way, best: Trial | None) -> Estimate | None:
+            try:
+                experiment = self.experiment(way)
+            except ExperimentError:
+                if best is None:
+                    raise
+                return None
+            progress(name_of(way) if best is None else f"{name_of(way)} (best so far: {best})")
+            try:
+                return self._estimate(experiment, store)
+            except ValueError as error:
+                if best is None:
+                    raise
+                return Estimate(experiment.strategy, experiment.train.accumulate, None, error=str(error))
+
+        return search(dimensions, evaluate, more=lambda: time.monotonic() < end)
+
+    def _estimate(self, experiment: Experiment, cache: Cache | None) -> Estimate:
+        """Compile an experiment as it is. Raises ValueError if it cannot be lowered for the target."""
+        strategies, accumulate = [experiment.strategy], [experiment.train.accumulate]
+        [candidate] = candidates_of(experiment, self.target, strategies=strategies, accumulate=accumulate, hybrid=False)
+        found = estimate(candidate, self.target, tokens=count_batch(candidate.batch)[0], cache=cache)
+        return replace(found, remat=getattr(experiment.model, "remat", None))
+
+    def dimensions(self) -> list[Dimension]:
+        """Return what may be chosen, beginning with what the experiment has, or the nearest to it that works.
+
+        Raises:
+            ExperimentError: the batch does not divide over the devices, or the mesh does not fit them.
+        """
+        own = load(self.file, self.overrides)
+        return [self._strategies(own), self._remats(own), self._accumulate(own), self._compilers(own), self._scans(own)]
+
+    def _is_given(self, key: str) -> bool:
+        return any(given == key or given.startswith(f"{key}.") for given in self.overrides)
+
+    def _strategies(self, own: Experiment) -> Dimension:
+        names = sorted(self.strategies, key=lambda name: name != own.strategy)
+        choices = [Choice(name, (("strategy", name),)) for name in names]
+        if ZERO3 in names and own.mesh == {DATA: -1}:
+            state = Assembly.on_devices(own, list(self.target.devices)).abstract_state()
+            if axes := hybrid_axes(self.target, state):
+                label = " ".join([ZERO3, *(f"{axis}={size}" for axis, size in axes.items())])
+                sizes = ((f"mesh.{axis}", str(size)) for axis, size in axes.items())
+                choices.append(Choice(label, (("strategy", ZERO3), *sizes)))
+        return Dimension(tuple(choices))
+
+    def _remats(self, own: Experiment) -> Dimension:
+        config = own.model.config
+        if not isinstance(config, GPTConfig | ViTConfig) or self._is_given("model.remat"):
+            return NOTHING
+        names = dict.fromkeys((config.remat or NONE, *(self.remats or (NONE, *get_args(Remat)))))
+        return Dimension(tuple(Choice(f"remat={name}", (("model.remat", name),)) for name in names))
+
+    def _accumulate(self, own: Experiment) -> Dimension:
+        """Return the numbers of microbatches that divide a device's rows. Raises ExperimentError if none does."""
+        if self._is_given("train.accumulate"):
+            check_for_devices(own, len(self.target.devices))
+            return NOTHING
+        bare = own.model_copy(update={"train": own.train.model_copy(update={"accumulate": 1})})
+        unit = batch_unit(check_for_devices(bare, len(self.target.devices)), local_steps=own.local_steps.steps or 1)
+        rows = own.train.batch_size // unit.rows
+        asked = self.accumulate or (own.train.accumulate, *(2**power for power in range(rows.bit_length())))
+        counts = sorted({count for count in asked if rows % count == 0}) or [1]
+        start = max((i for i, count in enumerate(counts) if count <= own.train.accumulate), default=0)
+        choices = (Choice(f"K={count}" * (count > 1), (("train.accumulate", str(count)),)) for count in counts)
+        return Dimension(tuple(choices), start, ordered=True)
+
+    def _compilers(self, own: Experiment) -> Dimension:
+        if self.target.devices[0].platform != "gpu" or self._is_given("compiler"):
+            return NOTHING
+        first = Choice("" if own.compiler == "default" else "its own compiler options")
+        given: dict[str, str] = {name: name for name in PRESETS if name != own.compiler}
+        given |= {name: toml_value(options) for name, options in COMPILERS.items()}
+        return Dimension((first, *(Choice(f"compiler={n}", (("compiler", text),)) for n, text in given.items())))
+
+    def _scans(self, own: Experiment) -> Dimension:
+        config = own.model.config
+        if not isinstance(config, GPTConfig | ViTConfig) or self._is_given("model.scan"):
+            return NOTHING
+        if config.scan and config.layers > MOST_UNROLLED:
+            return NOTHING
+        text = toml_value(not config.scan)
+        return Dimension((Choice(""), Choice(f"scan={text}", (("model.scan", text),))))
+
+
+NOTHING = Dimension((Choice(""),))
+"""Nothing to choose: the experiment's own."""
