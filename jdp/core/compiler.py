@@ -11,14 +11,16 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
-
-import jax
-from jax.sharding import Mesh, SingleDeviceSharding
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
 
 from jdp.core.hints import nearest
 from jdp.core.notices import notice
-from jdp.core.types import Device
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from jdp.core.types import Device
 
 CompilerValue = bool | int | float | str
 CompilerOptions = str | Mapping[str, CompilerValue]
@@ -128,6 +130,8 @@ class Compiler:
         Raises:
             ValueError: the compiler refuses an option's value.
         """
+        import jax
+
         devices: list[Device] = list(mesh.devices.flat)
         device = next((one for one in devices if one.process_index == jax.process_index()), devices[0])
         if self.preset:
@@ -148,6 +152,9 @@ DEFAULT = Compiler()
 @lru_cache(maxsize=256)
 def _accepted(device: Device, options: tuple[tuple[str, CompilerValue], ...]) -> str:
     """Compile nothing in particular with these options; return the compiler's error, or "". It takes 0.1 s."""
+
+    import jax
+    from jax.sharding import SingleDeviceSharding
 
     def trial() -> str:
         scalar = jax.ShapeDtypeStruct((), "float32", sharding=SingleDeviceSharding(device))
@@ -175,7 +182,7 @@ def _known(device: Device, options: tuple[tuple[str, CompilerValue], ...]) -> di
             names = ", ".join(name for name, _ in options)
             raise ValueError(f"The compiler must take its options; given {names}, it says: {error.splitlines()[0]}")
         notice(
-            f"XLA of jax {jax.__version__} knows no compiler option {unknown[1]} on {device.platform}: it is left out"
+            f"XLA of jax {version('jax')} knows no compiler option {unknown[1]} on {device.platform}: it is left out"
         )
         options = tuple((name, value) for name, value in options if name != unknown[1])
     return dict(options)
