@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jdp.core.heap import keep_memory as keep_memory
     from jdp.core.init import abstract_state as abstract_state
     from jdp.core.init import init_state as init_state
+    from jdp.core.kept_programs import keep_programs as keep_programs
     from jdp.core.layers import scan_layers as scan_layers
     from jdp.core.local_steps import LocalSteps as LocalSteps
     from jdp.core.optim.ema import ema_params as ema_params
@@ -62,6 +63,7 @@ _HOMES = {
     "init_state": "core.init",
     "initialize": "core.distributed",
     "keep_memory": "core.heap",
+    "keep_programs": "core.kept_programs",
     "make_eval_step": "core.step",
     "make_mesh": "core.sharding.mesh",
     "make_train_step": "core.step",

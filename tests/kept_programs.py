@@ -1,37 +1,33 @@
 """What XLA made of a model is kept for the other tests that run it, where most tests run whole commands on few models.
 
-They compile through JAX's cache on disk, of this run's own and shared with the processes that the tests start: a run
-that is stopped, the visit that resumes it and the undisturbed run that both are compared with are one compilation.
+They compile through `jdp.keep_programs`, as `jdp train` does, into a folder of this run's own that the processes which
+the tests start share: a run that is stopped, the visit that resumes it and the undisturbed run that both are compared
+with are one compilation. After every file JAX has the settings that it had before: a test may have run `jdp train`.
 """
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
+from jax._src import compilation_cache
+
+from jdp.core.kept_programs import SETTINGS, keep_programs
 
 FOLDERS = ("run", "prove")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def kept_programs(request: pytest.FixtureRequest) -> Iterator[None]:
-    if request.path.parent.name not in FOLDERS:
-        yield
-        return
-    settings = {
-        "jax_compilation_cache_dir": str(Path(os.environ["JDP_CACHE_DIR"], "xla")),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-        "jax_persistent_cache_min_entry_size_bytes": -1,
-    }
-    before = {name: getattr(jax.config, name) for name in settings}
+    names = ("jax_compilation_cache_dir", *SETTINGS)
+    before, made = {name: getattr(jax.config, name) for name in names}, compilation_cache.get_file_cache
     with pytest.MonkeyPatch.context() as patched:
-        for name, value in settings.items():
-            jax.config.update(name, value)
-            patched.setenv(name.upper(), str(value))
-        compilation_cache.reset_cache()  # JAX reads the settings once
+        if request.path.parent.name in FOLDERS:
+            least = "jax_persistent_cache_min_compile_time_secs"
+            patched.setenv(least.upper(), "0.0")  # children read it
+            jax.config.update(least, 0.0)
+            assert keep_programs() is not None
         yield
     for name, value in before.items():
         jax.config.update(name, value)
+    compilation_cache.get_file_cache = made
     compilation_cache.reset_cache()

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 
 SIGNATURES = {
     "initialize": "(coordinator=None, num_processes=None, process_id=None, *, timeout_seconds=300)",
+    "keep_programs": "(folder=None, *, limit_bytes=1073741824)",
     "make_mesh": "(*, devices=None, **axes)",
     "Plan": "(mesh, strategy='ddp', *, rules=(), min_shard_size=1024)",
     "init_state": "(init, tx, plan, *, rng, wrt=None)",

@@ -50,6 +50,7 @@ def _train(options: Options, overrides: dict[str, str]) -> dict[str, Any]:
     import jax
 
     from jdp.core import distributed, handshake
+    from jdp.core.kept_programs import keep_programs
     from jdp.guard.deadline import set_xla_timeout
     from jdp.run import loop  # takes a second, in which JAX would hear a signal and tell nobody
 
@@ -59,5 +60,7 @@ def _train(options: Options, overrides: dict[str, str]) -> dict[str, Any]:
     handshake.check_experiment(to_toml(experiment))
     handshake.check_device_counts()
     check_for_devices(experiment, jax.device_count())
+    if not options.no_cache:
+        keep_programs()
     settings = [line for line in (kept, limit) if line is not None]
     return loop.run(experiment, root=options.run_dir, quiet=options.json, profile=steps, settings=settings)

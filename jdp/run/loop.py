@@ -22,6 +22,7 @@ import jax
 
 from jdp.checkpoint import Checkpoints
 from jdp.core.formatting import finite_or_none
+from jdp.core.kept_programs import kept_in
 from jdp.core.noise_scale import hint, ratio
 from jdp.core.notices import notice
 from jdp.core.state import TrainState
@@ -165,12 +166,13 @@ def _train(
 
 
 def _introduction(assembly: Assembly) -> list[str | None]:
-    """Return the first lines of a visit: model and plan, data, evaluations, learning rate."""
+    """Return the first lines of a visit: model and plan, data, evaluations, learning rate, compiled programs."""
     experiment = assembly.experiment
     first = f"{experiment.name}: {assembly.parameter_count:,} parameters, {assembly.plan}"
     if experiment.train.wrt is not None:
         first += f"; {assembly.trained_count:,} are trained, the others frozen"
-    return [first, str(assembly.data), coverage(assembly), _scaled_rate(experiment)]
+    kept = f"compiled programs are kept in {folder} (--no-cache: not)" if (folder := kept_in()) else None
+    return [first, str(assembly.data), coverage(assembly), _scaled_rate(experiment), kept]
 
 
 def _resumed(progress: Progress, experiment: Experiment, folder: Path) -> str | None:
