@@ -58,5 +58,5 @@ def pytest_collection_finish() -> None:
 
 
 # Hooks with a file each: the markers `fast` and `aot`; in CI, a skip for a missing package is an error; files of tests
-# are handed to workers whole; programs are kept for other tests where they run whole commands.
-pytest_plugins = ("markers", "skips", "workers", "kept_programs")
+# are handed to workers whole; programs are kept for other tests where they run whole commands; processor times.
+pytest_plugins = ("markers", "skips", "workers", "kept_programs", "processor_times")
