@@ -25,7 +25,8 @@ def test_compiles_for_its_gpus_and_fits(name):
     check_for_devices(experiment, len(chip.devices))
     assembly = Assembly(experiment, make_mesh(devices=chip.devices, **experiment.mesh))
     state = assembly.abstract_state()
-    compiled = assembly.train_step.compile(state, assembly.abstract_batch())
+    quick = {"xla_gpu_enable_triton_gemm": False}  # what is held and sent depends little on how products are computed
+    compiled = assembly.train_step.compile(state, assembly.abstract_batch(), **quick)
     memory = compiled.memory_analysis()
     held = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     assert held < 0.9 * chip.memory_bytes
