@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from open_mpi import MPIRUNS
-from tiny_experiment import write_tiny
+from tiny_experiment import points_text, write_points
 
 from jdp.core.distributed import FAILED
 
@@ -42,10 +42,11 @@ def test_two_ranks_join_on_loopback(version, tmp_path):
 
 
 def test_two_ranks_train_one_run(tmp_path):
-    write_tiny(tmp_path, "[train]\nsteps = 3\nbatch_size = 8\nlog_every = 1\neval_batches = 1\n", top="devices = 2\n")
-    code, printed = ranks("Open MPI 5", "-m", "jdp", "train", "tiny.toml", folder=tmp_path)
+    train = "[train]\nsteps = 3\nbatch_size = 8\nlog_every = 1\neval_batches = 1\n"
+    write_points(tmp_path, points_text(train, top="devices = 2\n"))
+    code, printed = ranks("Open MPI 5", "-m", "jdp", "train", "points.toml", folder=tmp_path)
     assert code == 0 and "ddp on data=4 cpu devices" in printed, printed
-    rows = [json.loads(line) for line in (tmp_path / "runs/tiny/metrics.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "runs/points/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3]
 
 

@@ -13,7 +13,7 @@ import pytest
 import two_hosts
 import yaml
 from open_mpi import MPIRUNS
-from tiny_experiment import write_tiny
+from tiny_experiment import points_text, write_points, write_tiny
 
 ROOT = Path(__file__).parents[2]
 TRAIN = "[train]\nsteps = 150\nbatch_size = 8\nlog_every = 1\ncheckpoint_every = 25\neval_batches = 1\n"
@@ -137,10 +137,10 @@ def test_the_pods_of_a_manifest_join_once_pod_0_has_a_name(start, end, tmp_path)
 
     Pod 1 is there first, and waits: pod 0's name has an address once that pod is there.
     """
-    write_tiny(tmp_path, TRAIN.replace("150", "3"), top="devices = 1\n")
-    shutil.move(tmp_path / "text.txt", tmp_path / "data.txt")
-    options = ["--nodes=2", "--per-node=1", "--image=any", "--data.source=/jdp/data.txt"]
-    command = [sys.executable, "-m", "jdp", "manifest", "kubernetes", "tiny.toml", *options]
+    write_points(tmp_path, points_text(TRAIN.replace("150", "3"), top="devices = 1\n"))
+    shutil.move(tmp_path / "points.npz", tmp_path / "data.npz")
+    options = ["--nodes=2", "--per-node=1", "--image=any", "--data.source=/jdp/data.npz"]
+    command = [sys.executable, "-m", "jdp", "manifest", "kubernetes", "points.toml", *options]
     made = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=SECONDS)
     folder = str(tmp_path)
     config, job_set = yaml.safe_load_all(made.stdout.replace("/jdp/", f"{folder}/"))
@@ -154,10 +154,10 @@ def test_the_pods_of_a_manifest_join_once_pod_0_has_a_name(start, end, tmp_path)
 
     pod_1 = pod(1)
     wait_for(
-        lambda: "waiting up to 300 seconds for an address of 'tiny-work" in (tmp_path / "out1").read_text(), [pod_1]
+        lambda: "waiting up to 300 seconds for an address of 'points-work" in (tmp_path / "out1").read_text(), [pod_1]
     )
     for number, address in enumerate(("127.0.0.1", two_hosts.ADDRESSES[0])):
         with (tmp_path / f"hosts{number}").open("a") as names:
-            names.write(f"{address} tiny-workers-0-0.tiny\n")
+            names.write(f"{address} points-workers-0-0.points\n")
     codes, printed = end(pod(0), pod_1)
     assert codes == [0, 0] and "step 3/3  loss" in printed[0], printed

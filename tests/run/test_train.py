@@ -339,20 +339,21 @@ def test_ctrl_c_saves_and_leaves_cleanly(experiment):
         assert saved.latest == last
 
 
-def test_two_processes_train_the_quickstart_as_one(tmp_path):
-    """2 processes × 2 devices over Gloo: the losses of one process with four devices, the sample included.
+def test_two_processes_train_the_quickstart_as_one(tmp_path, capsys):
+    """2 processes × 4 devices over Gloo: the losses of this process with its eight devices, the sample included.
 
     Bound: Gloo adds in another order than XLA's in-process all-reduce; see test_equivalence.
     """
     quickstart = Path(__file__).parents[2] / "experiments" / "quickstart.toml"
     short = ["--train.steps", "5", "--train.log_every", "1", "--train.batch_size", "8", "--optimizer.warmup_steps", "2"]
-    short += ["--train.eval_batches", "2", "--sample.length", "5", "--json"]
-    short += ["--data.length", "32", "--model.layers", "2"]  # a step of this size is quick without optimised code
-    one = json.loads(finish(command(tmp_path, "train", str(quickstart), "--run-dir", "one", *short)))
-    launched = ["launch", "-n", "2", "--devices-per-process", "2", "--", str(quickstart), "--run-dir", "two", *short]
-    two = json.loads(finish(command(tmp_path, *launched)))
-    assert (one["devices"], one["processes"]) == (4, 1)
-    assert (two["devices"], two["processes"]) == (4, 2)
+    short += ["--train.eval_batches", "2", "--sample.length", "2", "--json"]
+    short += ["--data.length", "16", "--model.layers", "1", "--model.width", "64", "--model.heads", "2"]
+    launched = ["launch", "-n", "2", "--devices-per-process", "4", "--", str(quickstart), "--run-dir", "two", *short]
+    process = command(tmp_path, *launched)
+    assert main(["train", str(quickstart), "--run-dir", f"{tmp_path}/one", "--devices", "none", *short]) == 0
+    one, two = json.loads(capsys.readouterr().out), json.loads(finish(process))
+    assert (one["devices"], one["processes"]) == (8, 1)
+    assert (two["devices"], two["processes"]) == (8, 2)
     first, second = rows(tmp_path / "one" / "quickstart"), rows(tmp_path / "two" / "quickstart")
     assert list(first) == list(second) == [1, 2, 3, 4, 5]
     assert list(second.values()) == pytest.approx(list(first.values()), abs=5e-6)
