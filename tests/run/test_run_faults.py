@@ -1,5 +1,6 @@
 """Signals and hangs in a run of two real processes, injected by (rank, step)."""
 
+import io
 import json
 import os
 import re
@@ -7,11 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
-from tiny_experiment import write_tiny
+from tiny_experiment import points_text, write_points
 
+from jdp.cli.main import main
 from jdp.guard.diagnosis import diagnose
 from jdp.guard.flight import read_ranks
 from jdp.run.outputs.metrics import read
@@ -23,7 +26,7 @@ steps = 12
 batch_size = 8
 log_every = 1
 eval_every = 6
-eval_batches = 6
+eval_batches = 3
 checkpoint_every = 5
 """
 pytestmark = pytest.mark.faults
@@ -63,7 +66,7 @@ def run(name):
     agreement._rounds.clear(), meeting._rounds.clear()
     agreed.clear()
     try:
-        summary = loop.run(load(folder / "tiny.toml", {"name": name}), root=folder, quiet=True)
+        summary = loop.run(load(folder / "points.toml", {"name": name}), root=folder, quiet=True)
         return ["finished", summary["steps"]]
     except Stopped as stopped:
         return [stopped.code, stopped.summary["stopped"], stopped.summary.get("steps")]
@@ -126,7 +129,7 @@ def rows(folder, *, evaluated=False):
 def storm(tmp_path_factory):
     """What each process reported of a run that was stopped in every phase; and the folder of the runs."""
     folder = tmp_path_factory.mktemp("storm")
-    write_tiny(folder, TRAIN)
+    write_points(folder, points_text(TRAIN))
     (folder / "program.py").write_text(PROGRAM)
     command = [sys.executable, "-m", "jdp", "launch", "-n", "2", "--", str(folder / "program.py"), str(folder)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -164,32 +167,33 @@ def stopped(tmp_path_factory):
     """A run whose process 1 gets SIGSTOP after a few steps: the launched command as it ended, and the run's folder."""
     folder = tmp_path_factory.mktemp("stopped")
     train = TRAIN.replace("steps = 12", "steps = 1000000").replace("eval_every = 6", "eval_every = 0")
-    write_tiny(folder, train.replace("checkpoint_every = 5", "checkpoint_every = 0"))  # a save has an hour
-    command = [sys.executable, "-m", "jdp", "launch", "-n", "2", "--devices-per-process", "1", "--", "tiny.toml"]
+    train = train.replace("checkpoint_every = 5", "checkpoint_every = 0")  # a save has an hour
+    write_points(folder, points_text(train))
+    command = [sys.executable, "-m", "jdp", "launch", "-n", "2", "--devices-per-process", "1", "--", "points.toml"]
     command += ["--run-dir", str(folder), "--guard.deadline_seconds", "8"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
-        deadline = time.monotonic() + 120
-        while not any(event["event"] == "step" for event in read_ranks(folder / "tiny" / "flight").get(1, [])):
-            assert time.monotonic() < deadline and process.poll() is None, process.communicate()[0]
+        deadline = time.monotonic() + 300
+        while not any(event["event"] == "step" for event in read_ranks(folder / "points" / "flight").get(1, [])):
+            if time.monotonic() > deadline or process.poll() is not None:
+                process.kill()  # else it trains a million steps
+                pytest.fail(process.communicate()[0])
             time.sleep(0.1)
-        second = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=120
-        )
+        with redirect_stderr(io.StringIO()) as second:
+            code = main(["train", str(folder / "points.toml"), "--run-dir", str(folder)])
         assert process.poll() is None
-        start = next(event for event in read_ranks(folder / "tiny" / "flight")[1] if event["event"] == "start")
+        start = next(event for event in read_ranks(folder / "points" / "flight")[1] if event["event"] == "start")
         os.kill(start["pid"], signal.SIGSTOP)
         output, _ = process.communicate(timeout=120)
-    return process.returncode, output, folder / "tiny", second
+    return process.returncode, output, folder / "points", (code, second.getvalue())
 
 
-def test_a_second_launch_in_the_same_folder_is_refused_and_the_first_goes_on(stopped):
-    _, _, folder, second = stopped
-    assert second.returncode == 2, second.stdout + second.stderr
-    assert f"{folder} has a run that goes on, process " in second.stdout
-    assert "Traceback" not in second.stdout + second.stderr
+def test_a_second_run_in_the_same_folder_is_refused_and_the_first_goes_on(stopped):
+    """A run of this process: a launched one refuses in the same place."""
+    _, _, folder, (code, said) = stopped
+    assert code == 2 and f"{folder} has a run that goes on, process " in said and "Traceback" not in said, said
 
 
 def test_who_hangs_is_named_and_all_leave_to_be_started_again(stopped):

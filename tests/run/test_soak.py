@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_experiment import write_tiny
+from tiny_experiment import points_text, write_points
 
 ROOT = Path(__file__).parents[2]
 TRAIN = """
@@ -35,7 +35,7 @@ def step(self, done):
             "bytes": pages * os.sysconf("SC_PAGE_SIZE"),
             "open files": len(os.listdir("/proc/self/fd")),
             "threads": len(os.listdir("/proc/self/task")),
-            "entries": sum(len(names) for _, *lists in os.walk(folder / "tiny") for names in lists),
+            "entries": sum(len(names) for _, *lists in os.walk(folder / "points") for names in lists),
         }
         least = seen.setdefault(done // 100, now)
         seen[done // 100] = {kind: min(least[kind], number) for kind, number in now.items()}
@@ -57,7 +57,7 @@ def test_the_second_thousand_steps_take_no_more_than_the_first(tmp_path):
     as long as the disk takes, and the folder of a step has two dozen entries. (os.walk passes over what is deleted
     meanwhile.)
     """
-    file = write_tiny(tmp_path, TRAIN)
+    file = write_points(tmp_path, points_text(TRAIN))
     command, environment = (
         [sys.executable, "-c", PROGRAM, str(file), str(tmp_path)],
         os.environ | {"PYTHONPATH": str(ROOT)},
