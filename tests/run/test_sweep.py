@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny_experiment import write_tiny
+from tiny_experiment import points_text, write_points, write_tiny
 
 from jdp.cli.main import main
 from jdp.core.clusters import Cluster
@@ -255,10 +255,11 @@ def command(folder, *arguments):
     )
 
 
-def test_a_sweep_end_to_end_stopped_and_resumed(file):
+def test_a_sweep_end_to_end_stopped_and_resumed(tmp_path):
     """Ctrl-C comes in the second run, which stops both; the same command goes on with it, and not with the first."""
-    arguments = ("tiny.toml", "--sweep", "optimizer.lr=0.1,0.2", "--json")
-    first, second = (file.parent / "runs" / f"tiny-optimizer.lr={lr}" for lr in (0.1, 0.2))
+    file = write_points(tmp_path, points_text(TABLES.replace("steps = 4", "steps = 100"), top="devices = 2\n"))
+    arguments = ("points.toml", "--sweep", "optimizer.lr=0.1,0.2", "--json")
+    first, second = (file.parent / "runs" / f"points-optimizer.lr={lr}" for lr in (0.1, 0.2))
     process = command(file.parent, *arguments)
     while not (second / "experiment.toml").exists():
         assert process.poll() is None, process.communicate()
@@ -276,4 +277,4 @@ def test_a_sweep_end_to_end_stopped_and_resumed(file):
     assert sorted(run["name"] for run in told["runs"]) == [first.name, second.name]
     assert told["best"] == told["runs"][0]["name"]
     assert f"[1/2] {first.name}: done before" in error
-    assert json.loads((file.parent / "runs" / "tiny.sweep.json").read_text()) == told
+    assert json.loads((file.parent / "runs" / "points.sweep.json").read_text()) == told
