@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny_experiment import points_text, write_points
 
 import jdp
 from jdp.checkpoint import Checkpoints
@@ -322,10 +323,11 @@ def finish(process):
     return out
 
 
-def test_ctrl_c_saves_and_leaves_cleanly(experiment):
+def test_ctrl_c_saves_and_leaves_cleanly(tmp_path):
     """A real SIGINT, mid-run: exit 130, the last step saved, no traceback; the next visit goes on from there."""
-    process = command(experiment.parent, "train", str(experiment), "--devices", "2", "--train.steps", "100000")
-    metrics = experiment.parent / "runs" / "tiny" / "metrics.jsonl"
+    write_points(tmp_path, points_text("[train]\nsteps = 100_000\nbatch_size = 8\nlog_every = 1\n"))
+    process = command(tmp_path, "train", "points.toml", "--devices", "2")
+    metrics = tmp_path / "runs" / "points" / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not (metrics.exists() and len(rows(metrics.parent)) > 3):
         assert time.monotonic() < deadline and process.poll() is None, process.communicate()
