@@ -1,24 +1,39 @@
-"""The device that code is traced for: what a model may look at to choose among forms of the same computation.
+"""The mesh that code is traced for: what a model may look at to choose among forms of the same computation.
 
 A step knows its mesh, which may be of devices that are only described; a model does not, and JAX's default device can
 be another one.
 """
 
-from collections.abc import Generator
+import math
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 
 import jax
+from jax.sharding import Mesh
 
 from jdp.core.types import Device
 
-_CURRENT: ContextVar[Device | None] = ContextVar("jdp_traced_device", default=None)
+
+@dataclass(frozen=True)
+class _Traced:
+    mesh: Mesh
+    batch_axes: tuple[str, ...]
+
+
+_CURRENT: ContextVar[_Traced | None] = ContextVar("jdp_traced", default=None)
 
 
 @contextmanager
-def tracing_for(device: Device) -> Generator[None]:
-    """Have `traced_device` return this device while the context lasts, in which a step is traced."""
-    token = _CURRENT.set(device)
+def tracing_for(mesh: Mesh, batch_axes: Iterable[str]) -> Generator[None]:
+    """Say what code is traced for while the context lasts.
+
+    Args:
+        mesh: of the step.
+        batch_axes: those of its axes that rows of a batch are sharded over.
+    """
+    token = _CURRENT.set(_Traced(mesh, tuple(batch_axes)))
     try:
         yield
     finally:
@@ -27,5 +42,34 @@ def tracing_for(device: Device) -> Generator[None]:
 
 def traced_device() -> Device:
     """Return a device of the kind that the code being traced will run on: outside of a step, JAX's default."""
-    device: Device = _CURRENT.get() or jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    if (traced := _CURRENT.get()) is not None:
+        return traced.mesh.devices.flat[0]
+    device: Device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     return jax.local_devices(backend=device)[0] if device is None or isinstance(device, str) else device
+
+
+def traced_shards() -> int:
+    """Return over how many devices the rows are sharded that the code being traced sees.
+
+    1 where they are one device's own (`shard_map`), and outside of a step.
+    """
+    if (traced := _CURRENT.get()) is None:
+        return 1
+    return math.prod(traced.mesh.shape[axis] for axis in traced.batch_axes if axis not in _manual_axes())
+
+
+def traced_model_axes() -> dict[str, int]:
+    """Return the mesh axes, and their sizes, that XLA may shard the model over which is being traced."""
+    if (traced := _CURRENT.get()) is None:
+        return {}
+    others = {*traced.batch_axes, *_manual_axes()}
+    return {axis: size for axis, size in traced.mesh.shape.items() if size > 1 and axis not in others}
+
+
+def is_traced_by_shard() -> bool:
+    """Return True inside of `shard_map`, where the code being traced sees a device's own arrays."""
+    return bool(_manual_axes())
+
+
+def _manual_axes() -> tuple[str, ...]:
+    return jax.sharding.get_abstract_mesh().manual_axes

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jdp.core.types import Batch, Loss
-from jdp.models import classification_loss, next_token_loss
+from jdp.models import classification_loss
 
 
 def text_loss(model: Any, batch: Batch, rng: jax.Array | None) -> Loss:
@@ -20,8 +20,7 @@ def text_loss(model: Any, batch: Batch, rng: jax.Array | None) -> Loss:
         rng: for dropout; None turns it off.
     """
     packed = {"segments": batch["segments"]} if "segments" in batch else {}
-    logits = model(batch["tokens"], rng=rng, **packed)
-    return Loss(*next_token_loss(logits, batch["targets"], batch["weights"]))
+    return Loss(*model.loss(batch["tokens"], batch["targets"], batch["weights"], rng=rng, **packed))
 
 
 def image_loss(model: Any, batch: Batch, rng: jax.Array | None) -> Loss:

@@ -14,7 +14,7 @@ from jdp.models.configs.vit import ViTConfig
 
 if TYPE_CHECKING:
     from jdp.models.gpt import GPT
-    from jdp.models.losses import classification_loss, next_token_loss
+    from jdp.models.losses import classification_loss, linear_next_token_loss, next_token_loss
     from jdp.models.mlp import MLP
     from jdp.models.resnet import ResNet
     from jdp.models.sampling import generate
@@ -29,6 +29,7 @@ _HOMES = {
     "build": "sizes",
     "classification_loss": "losses",
     "generate": "sampling",
+    "linear_next_token_loss": "losses",
     "next_token_loss": "losses",
     "parameter_count": "sizes",
 }
@@ -46,6 +47,7 @@ __all__ = [
     "build",
     "classification_loss",
     "generate",
+    "linear_next_token_loss",
     "next_token_loss",
     "parameter_count",
 ]

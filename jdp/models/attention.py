@@ -10,11 +10,15 @@ import jax
 import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo as cudnn  # its checks are not public, and the rules are there
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
 from jdp.core.layers import ATTENTION
-from jdp.core.traced_device import traced_device
+from jdp.core.traced_device import is_traced_by_shard, traced_device, traced_model_axes
 from jdp.models.checks import require
 from jdp.models.configs.choices import Attend
+
+MODEL = "model"
+"""The mesh axis of tensor parallelism (arXiv:1909.08053), which the heads are sharded over."""
 
 
 def attend(
@@ -42,23 +46,34 @@ def attend(
     Raises:
         ValueError: "cudnn" where cuDNN has no such attention.
     """
-    refused = None if by == "xla" else cudnn_refuses(query, packed=run is not None, device=traced_device())
+    refused = None if by == "xla" else cudnn_refuses(query, key, packed=run is not None, device=traced_device())
     if by == "cudnn" and refused is not None:
         require(False, *refused)
     # [batch, 1, length, length], computed in every layer: a comparison that fuses into the softmax, where a mask made
     # once would be kept, and read, for all layers.
     mask = None if run is None else (run[:, :, None] == run[:, None, :])[:, None]
     if by != "xla" and refused is None:
-        return jax.nn.dot_product_attention(query, key, value, is_causal=causal, implementation="cudnn")
+        return _by_cudnn(query, key, value, causal)
     mixed = jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=causal, implementation="xla")
     return checkpoint_name(mixed, ATTENTION)
 
 
-def cudnn_refuses(query: jax.Array, *, packed: bool, device: Any) -> tuple[str, str, str] | None:
+def _by_cudnn(query: jax.Array, key: jax.Array, value: jax.Array, causal: bool) -> jax.Array:
+    def run(*operands: jax.Array) -> jax.Array:
+        return jax.nn.dot_product_attention(*operands, is_causal=causal, implementation="cudnn")
+
+    if is_traced_by_shard() and traced_model_axes():  # where jax's rule for sharding this call fails
+        heads = PartitionSpec(None, None, MODEL, None)
+        run = jax.shard_map(run, in_specs=heads, out_specs=heads, axis_names={MODEL}, check_vma=False)
+    return run(query, key, value)
+
+
+def cudnn_refuses(query: jax.Array, key: jax.Array, *, packed: bool, device: Any) -> tuple[str, str, str] | None:
     """Return (rule, what was given, fix) if cuDNN has no attention for this on `device`; None if it has.
 
     Args:
-        query: [batch, length, heads, D]; keys and values have its dtype and D.
+        query: [batch, length, heads, D].
+        key: [batch, length, kv_heads, D], in query's dtype.
         packed: whether rows hold several documents.
         device: a device of the kind that it would run on.
     """
@@ -77,6 +92,10 @@ def cudnn_refuses(query: jax.Array, *, packed: bool, device: Any) -> tuple[str, 
     if capability < (8, 0) or (capability == (10, 3) and version < 91_100):
         given = f"{kind} ({device.compute_capability}) with cuDNN {version}"
         return "cudnn attention runs on compute capability 8.0 and later (10.3: cuDNN 9.11)", given, xla.capitalize()
+    axes = traced_model_axes() if is_traced_by_shard() else {}
+    if axes and (set(axes) != {MODEL} or key.shape[2] % axes[MODEL]):
+        rule = f"cudnn attention takes heads that are sharded over {MODEL} alone, evenly"
+        return rule, f"kv_heads({key.shape[2]}) and {axes}", f"Change the mesh, or {xla}"
     width, widest = query.shape[-1], 256 if capability >= (9, 0) else 128
     if width % 8 or width > widest:
         rule = f"cudnn attention takes heads of at most {widest} elements, a multiple of 8"

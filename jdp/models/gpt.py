@@ -20,6 +20,7 @@ from flax import nnx
 
 from jdp.models.checks import require
 from jdp.models.configs.gpt import GPTConfig
+from jdp.models.losses import linear_next_token_loss
 from jdp.models.modules import Linear, LoRA, dropout, product
 from jdp.models.transformer import (
     LayerConfig,
@@ -92,6 +93,34 @@ class GPT(nnx.Module):
             keys = fold_range(rng, config.layers)
             x = dropout(x, config.dropout, jax.random.fold_in(rng, config.layers), site=0)
         return self.final_norm(run_layers(self.layers, x, keys, remat=config.remat, segments=packed))
+
+    def loss(
+        self,
+        tokens: jax.Array,
+        targets: jax.Array,
+        weights: jax.Array,
+        *,
+        rng: jax.Array | None = None,
+        segments: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return `next_token_loss` of the logits, which are computed in chunks where they are large.
+
+        Args:
+            tokens: [batch, length] integers; length at most `context`.
+            targets: [batch, length] integers. Those of weight zero may be any integer.
+            weights: [batch, length]; 0 for padding.
+            rng: typed key for dropout; None: no dropout.
+            segments: [batch, length] integers, the document of each token of a packed row; None: a row is one document.
+
+        Returns:
+            The weighted sum of cross-entropies in nats, and the sum of the weights: two float32 scalars.
+
+        Raises:
+            ValueError: as for a call of the model.
+        """
+        features = self.features(tokens, rng=rng, segments=segments)
+        head = self.embed.tokens if self.head is None else self.head.kernel
+        return linear_next_token_loss(features, head[...], targets, weights, tied=self.head is None)
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Return logits [..., vocab_size] float32: products in x's dtype, summed in float32.

@@ -1,7 +1,17 @@
 """Cross-entropies as sums for `jdp.Loss`: a total, and the weight to divide it by."""
 
+import functools
+import math
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
+
+from jdp.core.traced_device import traced_device, traced_model_axes, traced_shards
+from jdp.models.modules import product, summed_in_float32
+
+CHUNK_BYTES = 2**29
+"""Of float32 logits on a device: products of this size are as fast as whole ones, and no model's state is as small."""
 
 
 def next_token_loss(logits: jax.Array, targets: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -17,6 +27,50 @@ def next_token_loss(logits: jax.Array, targets: jax.Array, weights: jax.Array) -
     """
     weights = weights.astype(jnp.float32)
     return jnp.sum(_nats(logits, targets) * weights), jnp.sum(weights)
+
+
+def linear_next_token_loss(
+    features: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    weights: jax.Array,
+    *,
+    tied: bool = False,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> tuple[jax.Array, jax.Array]:
+    """Sum the cross-entropies of next tokens, weighted, from features: like `next_token_loss(features @ head, ...)`.
+
+    Where the logits would take more than `chunk_bytes` on a device, they are computed for some positions at a time and
+    their gradients at once, so that they are neither held nor computed again (as in Liger Kernel, arXiv:2410.10989,
+    section 3.2). Products are in the features' dtype; logits, softmax and the sum of the head's gradient are float32.
+
+    Args:
+        features: [batch, length, width].
+        head: [width, vocab_size]; with `tied` the embedding's table, [vocab_size, width].
+        targets: [batch, length] integers. Those of weight zero may be any integer.
+        weights: [batch, length]; 0 for padding.
+        tied: which of its dimensions the head has first.
+        chunk_bytes: most bytes of float32 logits on a device.
+
+    Returns:
+        The weighted sum of cross-entropies in nats, and the sum of the weights: two float32 scalars.
+    """
+    batch, length, _ = features.shape
+    vocabulary = head.shape[0 if tied else 1]
+    shards, head_shards = math.gcd(traced_shards(), batch), math.prod(traced_model_axes().values())
+    count = -(-4 * batch // shards * length * -(-vocabulary // head_shards) // chunk_bytes)
+    if count <= 1 and traced_device().platform == "cpu":
+        return next_token_loss(product(_FORWARD[tied], features, head), targets, weights)
+    weights, of_chunk = weights.astype(jnp.float32), -(-length // count)
+    count = -(-length // of_chunk)
+
+    def split(x: jax.Array) -> jax.Array:
+        """[batch, length, ...] -> [chunks, shards, batch / shards, length / chunks, ...], padded with zeros."""
+        x = jnp.pad(x, ((0, 0), (0, count * of_chunk - length), *((0, 0) for _ in x.shape[2:])))
+        return jnp.moveaxis(x.reshape(shards, batch // shards, count, of_chunk, *x.shape[2:]), 2, 0)
+
+    total: jax.Array = _chunked(tied, split(features), head, split(targets), split(weights))
+    return total, jnp.sum(weights)
 
 
 def classification_loss(
@@ -37,6 +91,113 @@ def classification_loss(
     weights = weights.astype(jnp.float32)
     correct = jnp.argmax(logits, axis=-1) == labels
     return jnp.sum(_nats(logits, labels) * weights), jnp.sum(weights), jnp.sum(weights * correct)
+
+
+_TILE = 128  # columns of a tile of the matrix units
+_FORWARD = {True: "...d,vd->...v", False: "...d,dv->...v"}
+_TO_FEATURES = {True: "...v,vd->...d", False: "...v,dv->...d"}
+_TO_HEAD = {True: "stv,std->svd", False: "stv,std->sdv"}
+
+
+class _Slopes(NamedTuple):
+    """What the gradient of a chunked total is made of: nats and the total's slopes, chunked as the operands are."""
+
+    nats: jax.Array
+    features: jax.Array
+    head: jax.Array
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _chunked(tied: bool, features: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
+    """Return the total over chunks: features [chunks, shards, rows, positions, width], the others alike.
+
+    The head's gradient is summed over chunks for each shard of the batch by itself, so that devices sum it once.
+    """
+    table, vocabulary = _padded(head, tied)
+
+    def add(total: jax.Array, chunk: tuple[jax.Array, ...]) -> tuple[jax.Array, None]:
+        x, its_targets, its_weights = chunk
+        nats, _ = _of_chunk(_within(product(_FORWARD[tied], x, table), vocabulary), its_targets)
+        return total + jnp.sum(nats * its_weights), None
+
+    return jax.lax.scan(add, jnp.float32(0), (features, targets, weights))[0]
+
+
+def _chunked_forward(
+    tied: bool, features: jax.Array, head: jax.Array, targets: jax.Array, weights: jax.Array
+) -> tuple[jax.Array, _Slopes]:
+    table, vocabulary = _padded(head, tied)
+
+    def add(carry: tuple[jax.Array, jax.Array], chunk: tuple[jax.Array, ...]) -> Any:
+        (total, of_head), (x, its_targets, its_weights) = carry, chunk
+        nats, slopes = _of_chunk(_within(product(_FORWARD[tied], x, table), vocabulary), its_targets)
+        slopes = (slopes * its_weights[..., None]).astype(x.dtype)
+        of_features = product(_TO_FEATURES[tied], slopes, table).astype(x.dtype)
+        of_head += summed_in_float32(_TO_HEAD[tied], _by_shard(slopes), _by_shard(x))
+        return (total + jnp.sum(nats * its_weights), of_head), (nats, of_features)
+
+    zeros = jnp.zeros((features.shape[1], *table.shape), jnp.float32)
+    (total, of_head), (nats, of_features) = jax.lax.scan(add, (jnp.float32(0), zeros), (features, targets, weights))
+    of_head = of_head[:, : head.shape[0], : head.shape[1]].sum(axis=0).astype(head.dtype)
+    return total, _Slopes(nats, of_features, of_head)
+
+
+def _chunked_backward(tied: bool, slopes: _Slopes, cotangent: jax.Array) -> tuple[Any, ...]:
+    del tied
+    of_features, of_head = ((x.astype(jnp.float32) * cotangent).astype(x.dtype) for x in (slopes.features, slopes.head))
+    return of_features, of_head, None, slopes.nats * cotangent
+
+
+_chunked.defvjp(_chunked_forward, _chunked_backward)
+
+
+def _by_shard(x: jax.Array) -> jax.Array:
+    """[shards, rows, positions, features] -> [shards, tokens, features]: contracted over one dim, which is faster."""
+    return x.reshape(x.shape[0], -1, x.shape[-1])
+
+
+def _of_chunk(logits: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the cross-entropies of logits [..., classes], and their derivatives by the logits, both float32."""
+    is_target = jnp.arange(logits.shape[-1]) == targets[..., None]  # as in `_nats`
+    if traced_device().platform == "gpu" and not traced_model_axes():
+        normaliser, target_logits = _in_one_pass(logits, jnp.where(is_target, logits, 0.0))
+    else:
+        normaliser = jax.nn.logsumexp(logits, axis=-1)
+        target_logits = jnp.sum(jnp.where(is_target, logits, 0.0), axis=-1)
+    return normaliser - target_logits, jnp.exp(logits - normaliser[..., None]) - is_target
+
+
+def _in_one_pass(logits: jax.Array, terms: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return logsumexp(logits) and the sum of `terms` over the last dim, in one reduction.
+
+    A maximum and a sum scaled by it are updated together (arXiv:1805.02867, algorithm 3): logits are read once less.
+    """
+
+    def combine(first: tuple[jax.Array, ...], second: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        top = jnp.maximum(first[0], second[0])
+        scaled = first[1] * jnp.exp(first[0] - top) + second[1] * jnp.exp(second[0] - top)
+        return top, scaled, first[2] + second[2]
+
+    start = (jnp.finfo(jnp.float32).min, jnp.float32(0), jnp.float32(0))
+    operands = (logits, jnp.ones_like(logits), terms)
+    top, scaled, terms = jax.lax.reduce(operands, start, combine, (logits.ndim - 1,))
+    return top + jnp.log(scaled), terms
+
+
+def _padded(head: jax.Array, tied: bool) -> tuple[jax.Array, int]:
+    """Return the head with zeros up to whole tiles of a GPU's matrix units, and the vocabulary without them."""
+    vocabulary = head.shape[0 if tied else 1]
+    if traced_device().platform == "cpu" or traced_model_axes():  # padded, a sharded dim would be sharded anew
+        return head, vocabulary
+    unused = ((0, -vocabulary % _TILE), (0, 0))
+    return jnp.pad(head, unused if tied else unused[::-1]), vocabulary
+
+
+def _within(logits: jax.Array, vocabulary: int) -> jax.Array:
+    """Return logits whose columns beyond the vocabulary are too low to count: they are no tokens."""
+    if logits.shape[-1] == vocabulary:
+        return logits
+    return jnp.where(jnp.arange(logits.shape[-1]) < vocabulary, logits, jnp.finfo(jnp.float32).min)
 
 
 def _nats(logits: jax.Array, targets: jax.Array) -> jax.Array:

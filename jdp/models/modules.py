@@ -127,16 +127,19 @@ def product(equation: str, x: jax.Array, table: jax.Array) -> jax.Array:
     Returns:
         [..., v] float32.
     """
+    y = summed_in_float32(equation, _rows(x), table.astype(x.dtype))
+    return y.reshape(*x.shape[:-1], y.shape[-1])
+
+
+def summed_in_float32(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Return the float32 einsum of two arrays of one dtype, in which the products are made, as are its gradients."""
     # Naming the algorithm keeps the two transposed products in x's dtype as well. Without it they would mix the float32
     # cotangent with a 16-bit operand and run in float32: jax-ml/jax issue 24047.
     algorithms = {
         jnp.dtype(jnp.bfloat16): DotAlgorithmPreset.BF16_BF16_F32,
         jnp.dtype(jnp.float16): DotAlgorithmPreset.F16_F16_F32,
     }
-    precision = algorithms.get(x.dtype)
-    table = table.astype(x.dtype)
-    y = jnp.einsum(equation, _rows(x), table, precision=precision, preferred_element_type=jnp.float32)
-    return y.reshape(*x.shape[:-1], y.shape[-1])
+    return jnp.einsum(equation, x, y, precision=algorithms.get(x.dtype), preferred_element_type=jnp.float32)
 
 
 def _rows(x: jax.Array) -> jax.Array:

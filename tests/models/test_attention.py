@@ -9,9 +9,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 import jdp
-from jdp.core.traced_device import traced_device, tracing_for
+from jdp.core.sharding.mesh import tracing_on
+from jdp.core.traced_device import traced_device
 from jdp.experiment.losses import text_loss
 from jdp.foresight.targets.cudnn import answered_for, version_in
 from jdp.foresight.targets.relocate import abstract_on
@@ -23,10 +25,20 @@ from jdp.models.attention import attend, cudnn_refuses
 CONFIG = GPTConfig(vocab_size=128, context=160, layers=3, width=64, heads=4, kv_heads=2, tied=True)
 
 
+COLUMNS = ("attention/query", "attention/key", "attention/value", "mlp/gate", "mlp/up")
+TENSOR_PARALLEL = [
+    *((f"*/{name}/kernel", PartitionSpec(None, None, "model")) for name in COLUMNS),
+    *((f"*/{name}/kernel", PartitionSpec(None, "model")) for name in ("attention/output", "mlp/down")),
+    ("embed/tokens", PartitionSpec("model")),
+]
+
+
 @functools.cache
-def compiled_for_h100s(strategy, *, partitioning=None, **changes):
+def compiled_for_h100s(strategy, *, partitioning=None, model=1, **changes):
     config = dataclasses.replace(CONFIG, **changes)
-    plan = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:1]), strategy)
+    axes = {"data": 1, "model": model} if model > 1 else {"data": 1}
+    mesh = jdp.make_mesh(devices=jax.devices()[:model], **axes)
+    plan = jdp.Plan(mesh, strategy, rules=TENSOR_PARALLEL if model > 1 else ())
     state = jdp.abstract_state(
         lambda rng: build(config, rngs=nnx.Rngs(rng)), optax.sgd(1e-3), plan, rng=jax.random.key(0)
     )
@@ -58,9 +70,16 @@ def test_compiled_for_h100s_auto_is_cudnn_and_no_strategy_sends_more(strategy, c
     assert "[3,2,4,160,160]" not in text  # no weights of attention are kept for the backward pass
 
 
+def test_heads_and_a_vocabulary_sharded_over_model_stay_where_they_are():
+    text, verdict = compiled_for_h100s("zero1", model=2, remat="full")
+    assert 'custom_call_target="__cudnn$fmhaSoftmaxBackward"' in text
+    assert verdict.kept, verdict.breaches
+    assert {each.collective.kind for each in verdict.collectives if not each.over_batch} == {"all-reduce"}
+
+
 def test_what_is_traced_for_described_gpus_leaves_this_machine_as_it_was():
     devices = target("a100:1x1").devices
-    with tracing_for(devices[0]), answered_for(devices[0], 91_000):
+    with tracing_on(jdp.make_mesh(devices=devices)), answered_for(devices[0], 91_000):
         assert traced_device() is devices[0]
         assert "fwd_wrapper" in str(jax.make_jaxpr(functools.partial(attend, causal=True))(*[QUERY] * 3))
     assert traced_device().platform == "cpu"
@@ -87,7 +106,7 @@ QUERY = jnp.zeros((2, 8, 4, 16), jnp.bfloat16)
 def test_what_cudnn_refuses(kind, query, packed, words):
     devices = jax.devices() if kind == "cpu" else target(f"{kind}:1x1").devices
     with answered_for(devices[0], 91_000):
-        refused = cudnn_refuses(query, packed=packed, device=devices[0])
+        refused = cudnn_refuses(query, query, packed=packed, device=devices[0])
     assert (refused is None) if words is None else (words in refused[0])
 
 

@@ -95,7 +95,7 @@ def tracing_on(mesh: Mesh) -> Generator[None]:
     """
     explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
     with_auto_axes = jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if explicit else contextlib.nullcontext()
-    with tracing_for(mesh.devices.flat[0]), with_auto_axes:
+    with tracing_for(mesh, batch_axes(mesh)), with_auto_axes:
         yield
 
 
