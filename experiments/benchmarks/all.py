@@ -34,6 +34,7 @@ traffic --partitionings chosen --precisions bf16 --targets h100:8x8 --models gpt
 predicted
 memory
 input
+peers
 gpu
 """.splitlines()
 )

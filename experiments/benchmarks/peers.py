@@ -1,0 +1,134 @@
+"""The quickstart's first model on CPU, beside hand-written JAX and PyTorch: who takes how much processor time a step.
+
+    python experiments/benchmarks/peers.py [--torch PYTHON] [--was CHECKOUT] [--rounds 12] [--json]
+
+gpt-nano: 820,352 parameters (RMS norms, rotary positions, two key and value heads for four query heads, SwiGLU, tied
+logits), 16 × 128 tokens, float32, clipped AdamW: 11.7 GFLOP a step. Each contender is a process of its own, or as many
+as it takes, on the same two cores; they take turns, so that a busy machine slows all of them alike, and ratios are
+formed within a round. Two clocks: processor time of all threads of all its processes, and wall time, which says
+something on idle cores only.
+
+- jdp: `peers_jax.py jdp`, the shipped experiment's way: zero1 on four virtual devices. `--was` names an older checkout.
+- by hand: `peers_jax.py hand`, in JAX as well as we can, on as many devices and on fewer.
+- PyTorch: `peers_torch.py`, two processes with one thread each under DistributedDataParallel, eager and compiled, and
+  fully sharded (FSDP2); "kept" keeps freed memory as jdp does.
+"""
+
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from measure import Row, finish, parser, ratio, show
+from workers import Team
+
+HERE = Path(__file__).parent
+GFLOP, TOKENS, CORES = 11.7, 2048, 2
+JAX = {
+    "jdp zero1, 4 devices": ("jdp", "zero1", "4"),
+    "jdp ddp, 4 devices": ("jdp", "ddp", "4"),
+    "jdp ddp, 2 devices": ("jdp", "ddp", "2"),
+    "by hand, zero1, 4 devices": ("hand", "zero1", "4"),
+    "by hand, ddp, 4 devices": ("hand", "ddp", "4"),
+    "by hand, ddp, 2 devices": ("hand", "ddp", "2"),
+}
+TORCH = {
+    "PyTorch DDP, eager": ("eager", ""),
+    "PyTorch DDP, compiled": ("compiled", ""),
+    "PyTorch DDP, compiled, kept": ("compiled", "kept"),
+    "PyTorch FSDP2": ("fsdp2", ""),
+    "PyTorch FSDP2, compiled": ("fsdp2-compiled", ""),
+}
+FIRST, BEFORE = next(iter(JAX)), "jdp as it was"
+SHOWN = (BEFORE, "by hand, zero1, 4 devices", "by hand, ddp, 2 devices", *TORCH)
+PROMISED = f"≤ 0.50 {BEFORE}; ≤ 1.01 by hand; ≤ 0.91 PyTorch DDP, eager; ≤ 1.00 compiled, and FSDP2"
+
+
+def jax_team(name: str, checkout: Path) -> Team:
+    """Start a contender of `peers_jax.py` with the jdp of a checkout."""
+    return Team.start(name, [([sys.executable, str(HERE / "peers_jax.py"), *JAX[name]], {"PYTHONPATH": str(checkout)})])
+
+
+def torch_team(name: str, python: str) -> Team:
+    """Start the two processes of a contender of `peers_torch.py`."""
+    mode, memory = TORCH[name]
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    shared = {"WORLD_SIZE": f"{CORES}", "MASTER_ADDR": "localhost", "MASTER_PORT": port, "MEMORY": memory}
+    command = [python, str(HERE / "peers_torch.py"), mode]
+    return Team.start(name, [(command, {**shared, "RANK": str(rank)}) for rank in range(CORES)])
+
+
+def measured(teams: list[Team], rounds: int, steps: int) -> dict[str, list[dict[str, float]]]:
+    """Let the teams take turns in an order that rotates."""
+    rows: dict[str, list[dict[str, float]]] = {team.name: [] for team in teams}
+    for i in range(rounds):
+        for team in teams[i % len(teams) :] + teams[: i % len(teams)]:
+            rows[team.name].append(team.run(steps))
+    return rows
+
+
+def summary(rows: list[dict[str, float]], first: list[dict[str, float]]) -> dict[str, Any]:
+    """Return medians, and the processor time of the first contender as a ratio to this one's."""
+    clocks = {key: np.array([row[key] for row in rows]) for key in ("cpu", "wall", "faults", "mib", "loss")}
+    cpu, wall = np.median(clocks["cpu"]), np.median(clocks["wall"])
+    return {
+        "ratio": ratio(np.array([row["cpu"] for row in first]), clocks["cpu"]),
+        "processor_ms": 1e3 * cpu,
+        "wall_ms": 1e3 * wall,
+        "gflops_a_core": GFLOP / cpu,
+        "tokens_per_second": TOKENS / wall,
+        "tokens_per_processor_second": TOKENS / cpu,
+        "page_faults": np.median(clocks["faults"]),
+        "mib": clocks["mib"].max(),
+        "loss": clocks["loss"][-1],
+    }
+
+
+def main() -> None:
+    options = parser(__file__, __doc__)
+    options.add_argument(
+        "--torch",
+        metavar="PYTHON",
+        default=os.environ.get("TORCH_PYTHON"),
+        help="a Python with PyTorch (default: TORCH_PYTHON's value); without one, PyTorch is left out",
+    )
+    options.add_argument("--was", metavar="CHECKOUT", type=Path, help="a checkout of an older jdp, to compare with")
+    options.add_argument("--only", metavar="WORD,...", help="contenders whose name contains one of these words")
+    options.add_argument("--rounds", type=int, default=12, metavar="N")
+    options.add_argument("--steps", type=int, default=10, metavar="N", help="steps of a turn")
+    chosen = options.parse_args()
+    wanted = [*JAX, *(TORCH if chosen.torch else ())]
+    if chosen.only:
+        wanted = [name for name in wanted if name == FIRST or any(word in name for word in chosen.only.split(","))]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    teams: list[Team] = []
+    try:
+        for name in wanted:
+            teams.append(torch_team(name, chosen.torch) if name in TORCH else jax_team(name, HERE.parents[1]))
+        if chosen.was:
+            was = jax_team(FIRST, chosen.was.resolve())
+            teams.append(Team(BEFORE, was.members))
+        rows = measured(teams, chosen.rounds, chosen.steps)
+    finally:
+        for team in teams:
+            team.stop()
+    found = {name: summary(of, rows[FIRST]) for name, of in rows.items()}
+    if not chosen.json:
+        print(f"processor time of {FIRST}, as a ratio to that of each")
+        for name, one in found.items():
+            print(
+                f"  {name:32} {show(one['ratio'])}; {one['processor_ms']:.0f} ms, {one['gflops_a_core']:.1f} GFLOP/s a "
+                f"core, {one['page_faults']:.0f} faults, {one['mib']:.0f} MiB; by the clock {one['wall_ms']:.0f} ms, "
+                f"{one['tokens_per_second']:,.0f} tokens/s"
+            )
+    result = "; ".join(f"{name}: {found[name]['ratio']['median']:.2f}" for name in SHOWN if name in found)
+    measures = "processor time of a step of gpt-nano under zero1 on 4 CPU devices, against the same step of others"
+    finish({"contenders": found}, chosen.json, Row(measures, result, PROMISED))
+
+
+if __name__ == "__main__":
+    main()
