@@ -1,13 +1,18 @@
-"""Softmax attention in the form that suits the devices it is traced for: cuDNN's fused kernels, or XLA's operations.
+"""Softmax attention in the form that suits the devices it is traced for: cuDNN's kernels, XLA's operations, or blocks.
 
 cuDNN's (flash attention, arXiv:2205.14135) never holds the weights [batch, heads, length, length]. It takes 16-bit
 floats on NVIDIA GPUs since Ampere; `cudnn_refuses` has the rules, which are those of jax's own checks.
+
+On a CPU causal attention is computed in two to four blocks of queries, each with the keys that it may see: of the
+products and the softmax a quarter and more falls away, and what is left stays in one layout.
 """
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax._src.cudnn import fused_attention_stablehlo as cudnn  # its checks are not public, and the rules are there
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
@@ -19,6 +24,7 @@ from jdp.models.configs.choices import Attend
 
 MODEL = "model"
 """The mesh axis of tensor parallelism (arXiv:1909.08053), which the heads are sharded over."""
+_MOST_BLOCKS, _SHORTEST_BLOCK = 4, 64
 
 
 def attend(
@@ -38,7 +44,7 @@ def attend(
         causal: a position attends to itself and those before it; else to all.
         run: [batch, length] integers, the document of each token, which attends inside of it; None: one document.
         by: "cudnn"; "xla", which runs anywhere in any dtype; or "auto": cuDNN if the devices that are traced for, the
-            dtype and the shapes allow it, else XLA.
+            dtype and the shapes allow it, else XLA, on a CPU in blocks.
 
     Returns:
         [batch, length, heads, D] in query's dtype.
@@ -54,7 +60,11 @@ def attend(
     mask = None if run is None else (run[:, :, None] == run[:, None, :])[:, None]
     if by != "xla" and refused is None:
         return _by_cudnn(query, key, value, causal)
-    mixed = jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=causal, implementation="xla")
+    blocks = _blocks(query.shape[1]) if traced_device().platform == "cpu" and causal and run is None else 1
+    if by == "auto" and blocks > 1:
+        mixed = _causal_in_blocks(query, key, value, blocks)
+    else:
+        mixed = jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=causal, implementation="xla")
     return checkpoint_name(mixed, ATTENTION)
 
 
@@ -66,6 +76,32 @@ def _by_cudnn(query: jax.Array, key: jax.Array, value: jax.Array, causal: bool) 
         heads = PartitionSpec(None, None, MODEL, None)
         run = jax.shard_map(run, in_specs=heads, out_specs=heads, axis_names={MODEL}, check_vma=False)
     return run(query, key, value)
+
+
+def _blocks(length: int) -> int:
+    """Return into how many blocks of queries a row is split: every block is compiled, and a short one gains little."""
+    blocks = min(_MOST_BLOCKS, length // _SHORTEST_BLOCK)
+    return blocks if blocks and length % blocks == 0 else 1
+
+
+def _causal_in_blocks(query: jax.Array, key: jax.Array, value: jax.Array, blocks: int) -> jax.Array:
+    """Return what `attend` does, causal: queries in blocks, each with the keys up to its own last position.
+
+    The heads that share a key are rows of one matrix: [batch, kv_heads, heads / kv_heads * block, D].
+    """
+    batch, length, heads, width = query.shape
+    shared, size = heads // key.shape[2], length // blocks
+    query = query.reshape(batch, length, -1, shared, width).transpose(0, 2, 3, 1, 4)
+    key, value = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
+    mixed: list[jax.Array] = []
+    for first, last in zip(range(0, length, size), range(size, length + 1, size), strict=True):
+        rows = query[:, :, :, first:last].reshape(batch, -1, shared * size, width)
+        scores = jnp.einsum("bkqd,bksd->bkqs", rows, key[:, :, :last], preferred_element_type=jnp.float32)
+        seen = np.tile(np.arange(first, last), shared)[:, None] >= np.arange(last)
+        weights = jax.nn.softmax(jnp.where(seen, scores / math.sqrt(width), -jnp.inf)).astype(value.dtype)
+        block = jnp.einsum("bkqs,bksd->bkqd", weights, value[:, :, :last])
+        mixed.append(block.reshape(batch, -1, shared, size, width))
+    return jnp.concatenate(mixed, axis=3).transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, width)
 
 
 def cudnn_refuses(query: jax.Array, key: jax.Array, *, packed: bool, device: Any) -> tuple[str, str, str] | None:

@@ -114,3 +114,20 @@ def test_the_version_of_cudnn_is_the_descriptions():
     assert version_in(target("h100:1x1").config) == 91_000
     assert version_in("dnn_version_info { major: 9 minor: 12 patch: 3 }") == 91_203
     assert version_in("") == 91_000
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(jnp.float32, 1e-5), (jnp.bfloat16, 3e-2)])
+def test_on_a_cpu_blocks_of_queries_give_what_the_whole_gives(dtype, bound):
+    rng = np.random.default_rng(0)
+    query, key, value, cotangent = (jnp.asarray(rng.normal(size=(2, 128, heads, 8)), dtype) for heads in (4, 2, 2, 4))
+    found = {}
+    for by in ("auto", "xla"):
+        mixed, pull = jax.vjp(functools.partial(attend, causal=True, by=by), query, key, value)
+        found[by] = mixed, *pull(cotangent)
+    assert [x.dtype for x in found["auto"]] == [dtype] * 4
+    for ours, theirs in zip(*found.values(), strict=True):
+        np.testing.assert_allclose(np.float32(ours), np.float32(theirs), atol=bound, rtol=bound)
+    text = str(jax.make_jaxpr(functools.partial(attend, causal=True))(query, key, value))
+    assert text.count("dot_general") == 4  # two blocks
+    longer = functools.partial(attend, causal=True)
+    assert str(jax.make_jaxpr(longer)(*(x[:, :126] for x in (query, key, value)))).count("dot_general") == 2
