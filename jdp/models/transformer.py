@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 
 from jdp.core.layers import scan_layers
+from jdp.core.traced_device import traced_device
 from jdp.models.attention import attend
 from jdp.models.configs.choices import Activation, Attend, NormKind, Remat
 from jdp.models.modules import Linear, LoRA, Norm, dropout
@@ -180,9 +181,14 @@ def rotate(
     size = x.shape[-1]
     frequencies = theta ** (-np.arange(0, size, 2) / size)
     frequencies = np.float32(frequencies if scaling is None else scaling.scaled(frequencies))
-    position = jnp.arange(x.shape[1], dtype=jnp.float32) if position is None else position.astype(jnp.float32)
-    angles = position[..., None, None] * frequencies
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if position is None and traced_device().platform == "cpu":
+        # constants: XLA:CPU computes the cosine and sine of an angle for every row and head that it turns
+        angles = np.arange(x.shape[1], dtype=np.float32)[:, None, None] * frequencies
+        cos, sin = np.cos(angles), np.sin(angles)
+    else:
+        position = jnp.arange(x.shape[1], dtype=jnp.float32) if position is None else position.astype(jnp.float32)
+        angles = position[..., None, None] * frequencies
+        cos, sin = jnp.cos(angles), jnp.sin(angles)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
