@@ -35,6 +35,7 @@ predicted
 memory
 input
 peers
+peers
 gpu
 """.splitlines()
 )
