@@ -25,7 +25,7 @@ the round before gathered; with one, XLA copies a layer's weights and gradient i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -37,6 +37,7 @@ from jdp.core.gradients.jaxprs import inner_jaxprs, scan_counts
 from jdp.core.gradients.pairs import bind, traced_at
 
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2"}
+_REDUCTIONS = {"reduce_scatter", "psum", "psum_invariant", "all_to_all", "shard_map"}
 
 Values = dict[Any, Any]
 """The value of each variable of a jaxpr."""
@@ -73,38 +74,50 @@ def _is_marked(jaxpr: Jaxpr) -> bool:
 
 
 def _run(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
-    """Evaluate a jaxpr, its layer loops rebuilt and the calls around their collectives inlined."""
+    """Evaluate a jaxpr, its layer loops rebuilt and the calls around their collectives inlined.
+
+    Reductions after a loop wait for the loop's last one: XLA would join them, and begin neither before both can.
+    """
     jaxpr = closed.jaxpr
     values: Values = {**_paired(jaxpr.constvars, closed.consts), **_paired(jaxpr.invars, args)}
-    _evaluate(jaxpr.eqns, values)
+    loops = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan" and any(map(_is_marked, inner_jaxprs(eqn)))]
+    after_loops, sent = _after(jaxpr.eqns, _outputs(loops)), list[Any]()
+    for eqn in jaxpr.eqns:
+        operands = _read(eqn.invars, values)
+        if sent and id(eqn) in after_loops and eqn.primitive.name in _REDUCTIONS and is_reduction(eqn):
+            operands, _ = jax.lax.optimization_barrier((operands, sent))
+        values |= _paired(eqn.outvars, _results(eqn, operands, sent))
     return _read(jaxpr.outvars, values)
 
 
 def _evaluate(eqns: Iterable[JaxprEqn], values: Values) -> None:
     """Add the results of `eqns` to `values`."""
     for eqn in eqns:
-        values |= _paired(eqn.outvars, _results(eqn, _read(eqn.invars, values)))
+        values |= _paired(eqn.outvars, bind(eqn, _read(eqn.invars, values)))
 
 
-def _results(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+def _results(eqn: JaxprEqn, operands: list[Any], sent: list[Any]) -> list[Any]:
+    """Evaluate one operation; a loop puts what it reduced last into `sent`."""
     if any(map(_is_marked, inner_jaxprs(eqn))):
         with traced_at(eqn):
             if eqn.primitive.name == "scan":
-                return _scan(eqn, operands)
+                return _scan(eqn, operands, sent)
             if eqn.primitive.name in _CALLS and not eqn.params.get("prevent_cse"):
                 inner: Any = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
                 return _run(inner if hasattr(inner, "consts") else ClosedJaxpr(inner, ()), operands)
     return bind(eqn, operands)
 
 
-def _scan(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
+def _scan(eqn: JaxprEqn, operands: list[Any], sent: list[Any]) -> list[Any]:
     """Run a scan whose rounds gather or reduce, one layer ahead and one behind where it can be."""
     first, carried = scan_counts(eqn)
     inner, length, reverse = eqn.params["jaxpr"], eqn.params["length"], eqn.params["reverse"]
     body = jax.make_jaxpr(lambda *args: _run(inner, args))(*(_like(var.aval) for var in inner.jaxpr.invars))
     parts = _Parts.of(body, first, carried)
     if length > 1 and (parts.ahead or parts.behind):
-        return _Loop(parts, operands, length, reverse).run()
+        results, last_sent = _Loop(parts, operands, length, reverse).run()
+        sent[:] = last_sent or sent
+        return results
 
     def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
         out = _run(body, [*operands[:first], *carry, *xs])
@@ -162,6 +175,29 @@ class _Parts:
 
 
 @dataclass(frozen=True)
+class _State:
+    """Where a loop is.
+
+    Attributes:
+        carry, stacks: of the scan.
+        kept: what the next reductions take.
+        gathered: for the next round.
+        sent: what was reduced last, in this round or the one before it; [] where a loop begins.
+    """
+
+    carry: list[Any]
+    stacks: list[Any]
+    kept: list[Any]
+    gathered: list[Any]
+    sent: list[Any]
+
+    @property
+    def carried(self) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
+        """What goes from one pair of rounds to the next."""
+        return self.carry, self.stacks, self.kept, self.gathered
+
+
+@dataclass(frozen=True)
 class _Loop:
     """A scan rebuilt: its parts, its operands, its number of rounds, and whether they run from the last slice on."""
 
@@ -170,62 +206,71 @@ class _Loop:
     length: int
     reverse: bool
 
-    def run(self) -> list[Any]:
-        """Return what the scan returns: what is carried, and the stacked results."""
-        parts, last = self.parts, self.length - 1
+    def run(self) -> tuple[list[Any], list[Any]]:
+        """Return what the scan returns, and of it what was reduced last."""
+        parts, last, begin = self.parts, self.length - 1, 0
         first = len(parts.constants)
-        carry, stacks, kept = self.operands[first : first + len(parts.carried)], self._empty(), list[Any]()
-        gathered, begin = self._ahead(0), 0
+        gathered = self._ahead(0)
+        state = _State(self.operands[first : first + len(parts.carried)], self._empty(), [], gathered, [])
         if parts.behind:
-            gathered, (carry, stacks, kept) = self._ahead(1), self._main(0, carry, gathered, stacks)
-            begin = 1
-
-        def middle(k: Any, state: Any) -> Any:
-            carry, stacks, kept, gathered = state
-            stacks = self._behind(k - 1, kept, stacks)
-            return *self._main(k, carry, gathered, stacks), self._ahead(k + 1)
-
-        state = carry, stacks, kept, gathered
+            state, begin = self._main(0, replace(state, gathered=self._ahead(1, gathered)), gathered), 1
         if (last - begin) % 2:
-            state, begin = middle(begin, state), begin + 1
-        pairs = (last - begin) // 2
-        if pairs:
-            state = jax.lax.fori_loop(
-                0, pairs, lambda i, state: middle(begin + 2 * i + 1, middle(begin + 2 * i, state)), state
-            )
-        carry, stacks, kept, gathered = state
-        if parts.behind:
-            stacks = self._behind(last - 1, kept, stacks)
-        carry, stacks, kept = self._main(last, carry, gathered, stacks)
-        return [*carry, *self._behind(last, kept, stacks)]
+            state, begin = self._round(begin, state), begin + 1
+
+        def pair(i: Any, carried: Any) -> Any:
+            state = self._round(begin + 2 * i, _State(*carried, []))
+            return self._round(begin + 2 * i + 1, state).carried
+
+        if last > begin:
+            state = _State(*jax.lax.fori_loop(0, (last - begin) // 2, pair, state.carried), [])
+        state = self._behind(last - 1, state) if parts.behind else state
+        state = self._behind(last, self._main(last, state, state.gathered))
+        return [*state.carry, *state.stacks], state.sent
+
+    def _round(self, k: Any, state: _State) -> _State:
+        """Gather for round k + 1, reduce what round k - 1 kept, compute round k."""
+        gathered = self._ahead(k + 1, state.gathered)
+        reduced = self._behind(k - 1, state)
+        return replace(self._main(k, reduced, state.gathered), gathered=gathered)
 
     def _empty(self) -> list[jax.Array]:
         shapes = [var.aval for var in self.parts.body.jaxpr.outvars[len(self.parts.carried) :]]
         return [jnp.zeros((self.length, *shape.shape), shape.dtype) for shape in shapes]
 
-    def _ahead(self, k: Any) -> list[Any]:
-        """Return what is gathered for round k."""
-        values = self._given(k, _inputs(self.parts.ahead))
-        _evaluate(self.parts.ahead, values)
-        return _read(self.parts.gathered, values)
+    def _ahead(self, k: Any, after: list[Any] | None = None) -> list[Any]:
+        """Return what is gathered for round k, which begins when `after` is there: XLA joins what may begin at once."""
+        parts = self.parts
+        values = self._given(k, _inputs(parts.ahead))
+        if after:
+            slices = {var: values[var] for var in parts.sliced if var in values}
+            slices, _ = jax.lax.optimization_barrier((list(slices.values()), after))
+            values |= _paired((var for var in parts.sliced if var in values), slices)
+        _evaluate(parts.ahead, values)
+        return _read(parts.gathered, values)
 
-    def _main(self, k: Any, carry: list[Any], gathered: list[Any], stacks: list[Any]) -> tuple[Any, Any, Any]:
-        """Compute round k: return what it carries on, the stacks with what it adds, and what its reductions take."""
+    def _main(self, k: Any, state: _State, gathered: list[Any]) -> _State:
+        """Compute round k."""
         parts, outputs = self.parts, self.parts.body.jaxpr.outvars
         used = [*_inputs(parts.main), *parts.kept, *outputs]
-        values = {**self._given(k, used), **_paired(parts.carried, carry), **_paired(parts.gathered, gathered)}
+        values = {**self._given(k, used), **_paired(parts.carried, state.carry), **_paired(parts.gathered, gathered)}
         _evaluate(parts.main, values)
-        stacks = self._put(k, stacks, {**values, **dict.fromkeys(_outputs(parts.behind))})
-        return _read(outputs[: len(parts.carried)], values), stacks, _read(parts.kept, values)
+        stacks = self._put(k, state.stacks, {**values, **dict.fromkeys(_outputs(parts.behind))})
+        carry = _read(outputs[: len(parts.carried)], values)
+        return replace(state, carry=carry, stacks=stacks, kept=_read(parts.kept, values))
 
-    def _behind(self, k: Any, kept: list[Any], stacks: list[Any]) -> list[Any]:
-        """Reduce what round k kept, and return the stacks with it."""
-        parts = self.parts
+    def _behind(self, k: Any, state: _State) -> _State:
+        """Reduce what round k kept, after what was reduced before."""
+        parts, kept = self.parts, state.kept
+        if not parts.behind:
+            return state
+        if state.sent:
+            kept, _ = jax.lax.optimization_barrier((kept, state.sent))
         values = {**self._given(k, []), **_paired(parts.kept, kept)}
         _evaluate(parts.behind, values)
-        made = set(_outputs(parts.behind))
+        made = [var for var in dict.fromkeys(self.parts.body.jaxpr.outvars) if var in set(_outputs(parts.behind))]
         # The barrier keeps XLA from delaying the reduction by one more round.
-        return self._put(k, stacks, {var: jax.lax.optimization_barrier(x) for var, x in values.items() if var in made})
+        sent = jax.lax.optimization_barrier(_read(made, values))
+        return replace(state, stacks=self._put(k, state.stacks, _paired(made, sent)), sent=sent)
 
     def _put(self, k: Any, stacks: list[Any], values: Values) -> list[Any]:
         """Return the stacks with those results of round k that `values` holds."""
