@@ -33,6 +33,7 @@ traffic --partitionings chosen --precisions bf16 --targets h100:8x8 --models gpt
 traffic --partitionings chosen --precisions bf16 --targets h100:8x8 --models gpt --model-axis 8
 predicted
 memory
+overlap
 input
 peers
 peers

@@ -62,9 +62,9 @@ more dimension; under ddp, and for leaves too small to shard, the two are equal.
                                            the old state where a value is not finite (model_state.stays_finite)
     new state, metrics                     params S at rest, p; metrics: scalars
 
-Where devices send while they compute (`overlap`), `pipeline.py` rebuilds the differentiated loss under manual, so that a
-layer loop gathers one layer ahead and reduces one behind; and with one microbatch every strategy goes zero3's way, with
-what it gathered kept for the backward pass (`accumulate._by_layer`).
+Where devices send while they compute (`overlap`), `pipeline.py` rebuilds the differentiated loss under manual, so that
+a layer loop gathers one layer ahead and reduces one behind; and with one microbatch every strategy goes zero3's way,
+with what it gathered kept for the backward pass (`accumulate._by_layer`).
 
 `gathers.py` stands beside: of a step that is lowered it reads which collectives the trace issues, for `jdp.verify`.
 An evaluation step (`accumulate.evaluate`) is 1, the forward pass of 2, and the sums of 4.

@@ -196,6 +196,12 @@ class _State:
         """What goes from one pair of rounds to the next."""
         return self.carry, self.stacks, self.kept, self.gathered
 
+    @staticmethod
+    def of(carried: tuple[list[Any], list[Any], list[Any], list[Any]]) -> _State:
+        """Return the state where a pair of rounds begins."""
+        carry, stacks, kept, gathered = carried
+        return _State(carry, stacks, kept, gathered, [])
+
 
 @dataclass(frozen=True)
 class _Loop:
@@ -218,11 +224,11 @@ class _Loop:
             state, begin = self._round(begin, state), begin + 1
 
         def pair(i: Any, carried: Any) -> Any:
-            state = self._round(begin + 2 * i, _State(*carried, []))
+            state = self._round(begin + 2 * i, _State.of(carried))
             return self._round(begin + 2 * i + 1, state).carried
 
         if last > begin:
-            state = _State(*jax.lax.fori_loop(0, (last - begin) // 2, pair, state.carried), [])
+            state = _State.of(jax.lax.fori_loop(0, (last - begin) // 2, pair, state.carried))
         state = self._behind(last - 1, state) if parts.behind else state
         state = self._behind(last, self._main(last, state, state.gathered))
         return [*state.carry, *state.stacks], state.sent
