@@ -114,12 +114,12 @@ def attention(step: Instruction, target: str, operands: list[Shape]) -> Attentio
         target: its `custom_call_target`.
         operands: types and shapes of what it reads: queries, keys, values first.
     """
-    sizes = re.search(r'"intermediate_tensor_shape":\{[^}]*?"dimensions":\[([^\]]*)\]', step.line)
+    sizes = re.search(r'"intermediate_tensor_shape":\s*\{[^}]*?"dimensions":\s*\[([^\]]*)\]', step.line)
     if not target.startswith(TARGET) or sizes is None or len(operands) < 3:
         return None
     batch, heads, queries, keys = (int(size) for size in re.findall(r"\d+", sizes[1]))
-    mask = re.search(r'"mask_type":"(\w+)"', step.line)
-    window = re.search(r'"sliding_window_length":"?(\d+)', step.line)
+    mask = re.search(r'"mask_type":\s*"(\w+)"', step.line)
+    window = re.search(r'"sliding_window_length":\s*"?(\d+)', step.line)
     return Attention(
         heads=batch * heads,
         queries=queries,
