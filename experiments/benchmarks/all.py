@@ -32,6 +32,7 @@ traffic --partitionings chosen --precisions bf16 --targets h100:1x8,h100:64x8 --
 traffic --partitionings chosen --precisions bf16 --targets h100:8x8 --models gpt --replicas 8
 traffic --partitionings chosen --precisions bf16 --targets h100:8x8 --models gpt --model-axis 8
 predicted
+published
 memory
 overlap
 input

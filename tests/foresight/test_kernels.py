@@ -279,6 +279,7 @@ def test_fused_attention_follows_from_its_shapes(target, products, mask, window,
     assert work.bytes == 2 * (2 * 512 * 3 * 64 * 2 + 2 * 2 * 1024 * 3 * 64)  # queries and result, keys and values
     assert work.launches == (3 if "Backward" in target else 1)
     line = FLASH.format(result=result, target=target, mask=mask, window=window)
+    assert only(line.replace('":', '": '), parameters=heads) == work  # as jax writes it, unlike XLA
     assert unknown_work(parse(text(line, parameters=heads))["main"][-1]) is None
 
 
@@ -309,10 +310,14 @@ def test_fused_attention_takes_as_long_as_published():
 
 
 def test_a_step_takes_as_long_as_measured_on_an_h100():
-    """GPT-2 124M with cuDNN's attention, scanned: the program that ran, and the sum of its kernels."""
+    """GPT-2 124M with cuDNN's attention, scanned: the program that ran, and the sum of its kernels. In this short run
+    products reached 0.75 of the peak."""
     folder = Path(__file__).parents[2] / "experiments/benchmarks/h100"
     measured = json.loads(gzip.decompress((folder / "gpt2_124m_cudnn.json.gz").read_bytes()))
-    took = timeline(parse(measured["text"]), target("h100:1x1"))
+    program = parse(measured["text"])
+    foreseen = timeline(program, target("h100:1x1"))
+    assert foreseen.compute_seconds == pytest.approx(1e-6 * sum(row[3] for row in measured["kernels"]), rel=0.1)
+    took = timeline(program, target("h100:1x1"), CostModel())
     assert took.compute_seconds == pytest.approx(1e-6 * sum(row[3] for row in measured["kernels"]), rel=0.03)
     fused = 1e-6 * sum(row[3] for row in measured["kernels"] if "cudnn" in row[1])
     assert took.attention_seconds == pytest.approx(fused, rel=0.1)
@@ -345,7 +350,7 @@ def test_types_without_a_rate_of_their_own():
         return product_seconds(product, RATES, MODEL) / product.flops * 0.8
 
     assert per_flop("f16") == pytest.approx(1 / 1000e12)
-    assert per_flop("f8e5m2") == pytest.approx(1 / 2000e12)
+    assert per_flop("f8e5m2") == pytest.approx(1 / (0.88 * 2000e12))
     assert per_flop("c64") == pytest.approx(4 / 500e12)
     assert per_flop("vector") == pytest.approx(1 / 100e12)
     assert per_flop("s32") == pytest.approx(1 / 100e12)

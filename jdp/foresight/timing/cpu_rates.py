@@ -64,6 +64,7 @@ def measure(devices: tuple[Device, ...]) -> Machine:
     rates = Rates({"f32": 2 * 384**3 / product}, 2 / addition, 2 * long.nbytes / copy, 1)
     model = CostModel(
         matmul_efficiency=1.0,
+        narrow_efficiency=1.0,
         memory_efficiency=1.0,
         kernel_seconds=kernel,
         tile=0,

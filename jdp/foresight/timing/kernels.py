@@ -43,9 +43,10 @@ class CostModel:
     stays in a cache from one kernel to the next.
 
     Attributes:
-        matmul_efficiency: share of the dense peak that a large matrix product reaches. Fitted. In bfloat16 the best
-            shapes reach 80.3% on H100 and H200, 86.9% on A100, 77.6% on B200 (Bekman, "Maximum Achievable Matmul
-            FLOPS", stas00/ml-engineering, compute/accelerator/README.md, 2025; float8 on H100 70.9%).
+        matmul_efficiency: share of the dense peak that a large matrix product reaches. Fitted; a chip has its own for
+            long runs (`Chip.matmul_efficiency`), in which the clock falls under the power limit.
+        narrow_efficiency: the same of products of 8-bit operands, over that of 16-bit ones: 70.9% of 80.3% on an H100
+            (Bekman, "Maximum Achievable Matmul FLOPS", stas00/ml-engineering, compute/accelerator/README.md, 2025).
         memory_efficiency: share of the peak bandwidth. Fitted (pure reading and writing reaches 0.92); XLA's own model
             of products takes 0.8 (openxla/xla, xla/service/gpu/model/gpu_dot_fusion_cost_model.cc, CalculateHbmTime).
         kernel_seconds: what a launch, and the time until all cores are busy, add to a kernel that does not wait for the
@@ -65,6 +66,7 @@ class CostModel:
     """
 
     matmul_efficiency: float = 0.75
+    narrow_efficiency: float = 0.88
     memory_efficiency: float = 0.85
     kernel_seconds: float = 1.9e-6
     tile: int = 128
@@ -129,10 +131,11 @@ def seconds(cost: KernelCost, rates: Rates, model: CostModel) -> float:
 def product_seconds(product: Product, rates: Rates, model: CostModel) -> float:
     """Return how many seconds the tensor cores take for a matrix product, without reading its operands."""
     flops = product.flops * product.passes * (4 if product.dtype.startswith("c") else 1)  # complex: four real products
-    rate = _matmul_rate(product.dtype, rates)
+    rate = _matmul_rate(product.dtype, rates) * (model.narrow_efficiency if product.dtype in _NARROW else 1.0)
     return flops / (rate * model.matmul_efficiency * utilisation(product, rates.cores, model))
 
 
+_NARROW = ("f8e4m3fn", "f8e5m2", "s8", "u8")
 _NEAREST = {"f16": "bf16", "c64": "f32", "c128": "f64", "u8": "s8", "s4": "s8", "u4": "s8"}
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from jdp.foresight.program.collectives import KINDS, collective_of, overlaps
 from jdp.foresight.program.module import Instruction, Program
+from jdp.foresight.targets.chips import Gpu
 from jdp.foresight.targets.resolve import Target
 from jdp.foresight.timing import cpu_rates
 from jdp.foresight.timing.collectives import collective_seconds
@@ -188,10 +189,13 @@ def _devices(target: Target, model: CostModel | None) -> _Devices:
         raise ValueError(
             f"a timeline needs a device whose rates are published; given {target}: choose a GPU or TPU target, or cpu:N"
         )
-    rates = Rates(chip.matmul_flops, chip.vector_flops, chip.memory_bandwidth, getattr(chip, "cores", 1))
+    cores, lanes = (chip.cores, chip.lanes) if isinstance(chip, Gpu) else (1, 128)
+    rates = Rates(chip.matmul_flops, chip.vector_flops, chip.memory_bandwidth, cores)
+    # 16 exponentials a clock and core: compute capabilities 8.0, 9.0 and 10.0 (`CostModel.special_function_cost`).
+    fitted = CostModel(matmul_efficiency=chip.matmul_efficiency, special_function_cost=lanes / 16)
     return _Devices(
         rates,
-        model or CostModel(),
+        model or fitted,
         lambda kind, payload, groups: collective_seconds(kind, payload, groups, target),
-        ("times are simulated from published peaks, with matrix products as fast as autotuned library kernels",),
+        (f"times are simulated from published peaks and fitted efficiencies: {chip.held_against}",),
     )
