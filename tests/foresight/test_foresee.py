@@ -196,6 +196,7 @@ def test_on_several_hosts_zero3_is_tried_on_replicas_too(jdp_command):
     assert "zero3 replica=2 data=2" in hybrid["why"] and any("HSDP" in note for note in hybrid["notes"])
 
 
+@pytest.mark.aot
 def test_the_largest_batch_is_found(jdp_command, folder):
     """On cards with little memory beyond the 2 GiB that are kept for CUDA and NCCL, so that the search ends soon."""
     (folder / "tiny.toml").write_text('like = "h100"\nmemory_gib = 2.02\n')

@@ -8,7 +8,7 @@ mean something not counted, or not synchronised.
 
 import dataclasses
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -219,7 +219,7 @@ def test_what_runs_in_the_loop_over_the_microbatches(config, strategy):
 
 
 def test_the_loop_over_the_layers_is_not_one_over_microbatches():
-    zero3 = compiled(GPT, "zero3", None, 1).report
+    zero3 = compiled(replace(GPT, layers=6), "zero3", None, 1).report  # with fewer the peeled rounds leave no loop
     assert any(s.collective.loops for s in zero3.collectives)
     assert not any(s.in_accumulation_loop for s in zero3.collectives)
 
