@@ -2,9 +2,9 @@
 
 1. `jax.eval_shape` runs `init` and `tx.init` without memory and returns the tree of shapes.
 2. The plan gives the sharding of every leaf.
-3. One jitted program with those shardings as its `out_shardings` computes the values: every device computes the shard
-   it keeps. With JAX's partitionable random numbers an element's value depends on the key and its index alone, so the
-   weights are bitwise the same on any mesh.
+3. Jitted programs with those shardings as their `out_shardings` compute the values (`init_program.py`): every device
+   computes the shard it keeps. With JAX's partitionable random numbers an element's value depends on the key and its
+   index alone, so the weights are bitwise the same on any mesh.
 """
 
 from collections.abc import Mapping
@@ -18,6 +18,7 @@ import optax
 from jdp.core import flax_nnx
 from jdp.core.agreement import agree, key_fact, processes_of, program_fact
 from jdp.core.batch import plan_fact
+from jdp.core.init_program import run_init
 from jdp.core.notices import notice
 from jdp.core.optim.checks import check_optimizer, check_update, first_state
 from jdp.core.paths import path_of
@@ -64,11 +65,11 @@ def init_state(
     plan.report_replicated(abstract)
     shardings = plan.shardings(abstract)
     out_shardings = {name: value for name, value in vars(shardings).items() if name != "static"}
-    made, key = jax.jit(make, out_shardings=out_shardings), _typed_key(rng)
+    key = _typed_key(rng)
     if len(processes_of(plan.mesh)) > 1:
         agree("init_state", [plan_fact(plan), key_fact(key, "The key")], plan.mesh)
-        agree("init_state", [program_fact(made.lower(key))], plan.mesh)
-    return TrainState(**made(key), static=abstract.static)
+        agree("init_state", [program_fact(jax.jit(make, out_shardings=out_shardings).lower(key))], plan.mesh)
+    return TrainState(**run_init(make, key, out_shardings), static=abstract.static)
 
 
 def abstract_state(

@@ -94,7 +94,7 @@ def test_a_legacy_key_is_accepted():
 
 @pytest.mark.parametrize(("strategy", "bound"), [("zero3", 0.5), ("ddp", 3.5)])
 def test_no_device_ever_holds_what_it_will_not_keep(strategy, bound, monkeypatch):
-    """The memory of the program that makes the state, in copies of the parameters: under ZeRO-3 over eight devices the
+    """The memory of the programs that make the state, in copies of the parameters: under ZeRO-3 over eight devices the
     result is 3/8 of one (weights and two moments), and its temporaries must not hold a whole array either."""
     compiled, jit = [], jax.jit
 
@@ -113,11 +113,10 @@ def test_no_device_ever_holds_what_it_will_not_keep(strategy, bound, monkeypatch
 
     monkeypatch.setattr(jax, "jit", spy)
     initial(jdp.Plan(jdp.make_mesh(), strategy), init=init)
-    [program] = compiled
-    memory, copy = program.memory_analysis(), 4 * 2 * 256 * 512
-    assert memory.temp_size_in_bytes < bound * copy
+    memory, copy = [program.memory_analysis() for program in compiled], 4 * 2 * 256 * 512
+    assert max(one.temp_size_in_bytes for one in memory) < bound * copy
     kept = 3 * copy // (8 if strategy == "zero3" else 1)
-    assert kept <= memory.output_size_in_bytes < kept + 1024
+    assert kept <= sum(one.output_size_in_bytes for one in memory) < kept + 1024 * len(memory)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
