@@ -28,6 +28,8 @@ step_time
 dispatch
 data_wait
 checkpoint --gib 0.25
+startup
+scaling
 traffic --partitionings chosen --precisions bf16 --targets h100:1x8,h100:64x8 --models gpt,unrolled,mlp
 traffic --partitionings chosen --precisions bf16 --targets h100:8x8 --models gpt --replicas 8
 traffic --partitionings chosen --precisions bf16 --targets h100:8x8 --models gpt --model-axis 8
