@@ -37,6 +37,8 @@ predicted
 published
 memory
 overlap
+attention
+loss
 input
 peers
 peers
