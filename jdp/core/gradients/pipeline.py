@@ -25,7 +25,7 @@ the round before gathered; with one, XLA copies a layer's weights and gradient i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -37,7 +37,7 @@ from jdp.core.gradients.jaxprs import inner_jaxprs, scan_counts
 from jdp.core.gradients.pairs import bind, traced_at
 
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2"}
-_REDUCTIONS = {"reduce_scatter", "psum", "psum_invariant", "all_to_all", "shard_map"}
+_COLLECTIVES = {"all_gather", "reduce_scatter", "psum", "psum_invariant", "all_to_all", "shard_map"}
 
 Values = dict[Any, Any]
 """The value of each variable of a jaxpr."""
@@ -54,7 +54,7 @@ def pipelined(function: Callable[..., Any]) -> Callable[..., Any]:
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
         if not _has_layer_loop(closed.jaxpr):
             return function(*args)
-        return jax.tree.unflatten(jax.tree.structure(shape), _run(closed, jax.tree.leaves(args)))
+        return jax.tree.unflatten(jax.tree.structure(shape), _run_in_turn(closed, jax.tree.leaves(args)))
 
     return run
 
@@ -74,20 +74,73 @@ def _is_marked(jaxpr: Jaxpr) -> bool:
 
 
 def _run(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
-    """Evaluate a jaxpr, its layer loops rebuilt and the calls around their collectives inlined.
+    """Evaluate a jaxpr, its layer loops rebuilt and the calls around their collectives inlined."""
+    values: Values = {**_paired(closed.jaxpr.constvars, closed.consts), **_paired(closed.jaxpr.invars, args)}
+    for eqn in closed.jaxpr.eqns:
+        values |= _paired(eqn.outvars, _results(eqn, _read(eqn.invars, values), _Last()))
+    return _read(closed.jaxpr.outvars, values)
 
-    Reductions after a loop wait for the loop's last one: XLA would join them, and begin neither before both can.
-    """
-    jaxpr = closed.jaxpr
-    values: Values = {**_paired(jaxpr.constvars, closed.consts), **_paired(jaxpr.invars, args)}
-    loops = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan" and any(map(_is_marked, inner_jaxprs(eqn)))]
-    after_loops, sent = _after(jaxpr.eqns, _outputs(loops)), list[Any]()
-    for eqn in jaxpr.eqns:
+
+def _run_in_turn(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+    """Evaluate a jaxpr as `_run` does, its collectives outside of loops in turn with those of the loops."""
+    eqns = closed.jaxpr.eqns
+    values: Values = {**_paired(closed.jaxpr.constvars, closed.consts), **_paired(closed.jaxpr.invars, args)}
+    loops = [eqn for eqn in eqns if eqn.primitive.name == "scan" and any(map(_is_marked, inner_jaxprs(eqn)))]
+    after_loops, last = _after(eqns, _outputs(loops)), _Last()
+    for eqn in _in_turn(eqns, {id(eqn) for eqn in eqns if is_gather(eqn)} - after_loops):
         operands = _read(eqn.invars, values)
-        if sent and id(eqn) in after_loops and eqn.primitive.name in _REDUCTIONS and is_reduction(eqn):
-            operands, _ = jax.lax.optimization_barrier((operands, sent))
-        values |= _paired(eqn.outvars, _results(eqn, operands, sent))
-    return _read(jaxpr.outvars, values)
+        is_collective = eqn.primitive.name in _COLLECTIVES
+        before = last.gathered if is_gather(eqn) else last.reduced if id(eqn) in after_loops else []
+        if is_collective and before and (is_gather(eqn) or is_reduction(eqn)):
+            operands, _ = jax.lax.optimization_barrier((operands, before))
+        results = _results(eqn, operands, last)
+        if is_collective and is_reduction(eqn) and id(eqn) not in after_loops:
+            last.early += results
+        values |= _paired(eqn.outvars, results)
+    return _read(closed.jaxpr.outvars, values)
+
+
+def _in_turn(eqns: Sequence[JaxprEqn], movable: set[int]) -> list[JaxprEqn]:
+    """Return the operations with those whose ids are in `movable` right before the first that takes their results, and
+    reductions as soon as what they take is there.
+    """
+    makers = {var: eqn for eqn in eqns for var in eqn.outvars}
+    users: dict[int, list[JaxprEqn]] = {}
+    for eqn in eqns:
+        for maker in {id(makers[var]): makers[var] for var in _inputs([eqn]) if var in makers}.values():
+            users.setdefault(id(maker), []).append(eqn)
+    ordered: dict[int, JaxprEqn] = {}
+
+    def add(eqn: JaxprEqn) -> None:
+        if id(eqn) in ordered:
+            return
+        for var in _inputs([eqn]):
+            if var in makers:
+                add(makers[var])
+        ordered[id(eqn)] = eqn
+        for user in users.get(id(eqn), ()):
+            if is_reduction(user) and all(var not in makers or id(makers[var]) in ordered for var in _inputs([user])):
+                add(user)
+
+    for eqn in eqns:
+        if id(eqn) not in movable:
+            add(eqn)
+    for eqn in eqns:
+        add(eqn)
+    return list(ordered.values())
+
+
+@dataclass
+class _Last:
+    """What the last loop gathered and reduced last, and what was reduced outside of loops that no loop's results reach.
+
+    XLA joins collectives that may begin at once, and begins none before all can; and it gathers at the start of the
+    step what is taken only after the loop, where there is nothing to compute yet. So one kind waits for the other.
+    """
+
+    gathered: list[Any] = field(default_factory=list[Any])
+    reduced: list[Any] = field(default_factory=list[Any])
+    early: list[Any] = field(default_factory=list[Any])
 
 
 def _evaluate(eqns: Iterable[JaxprEqn], values: Values) -> None:
@@ -96,35 +149,33 @@ def _evaluate(eqns: Iterable[JaxprEqn], values: Values) -> None:
         values |= _paired(eqn.outvars, bind(eqn, _read(eqn.invars, values)))
 
 
-def _results(eqn: JaxprEqn, operands: list[Any], sent: list[Any]) -> list[Any]:
-    """Evaluate one operation; a loop puts what it reduced last into `sent`."""
+def _results(eqn: JaxprEqn, operands: list[Any], last: _Last) -> list[Any]:
+    """Evaluate one operation; a loop changes what came last."""
     if any(map(_is_marked, inner_jaxprs(eqn))):
         with traced_at(eqn):
             if eqn.primitive.name == "scan":
-                return _scan(eqn, operands, sent)
+                return _scan(eqn, operands, last)
             if eqn.primitive.name in _CALLS and not eqn.params.get("prevent_cse"):
                 inner: Any = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
                 return _run(inner if hasattr(inner, "consts") else ClosedJaxpr(inner, ()), operands)
     return bind(eqn, operands)
 
 
-def _scan(eqn: JaxprEqn, operands: list[Any], sent: list[Any]) -> list[Any]:
+def _scan(eqn: JaxprEqn, operands: list[Any], last: _Last) -> list[Any]:
     """Run a scan whose rounds gather or reduce, one layer ahead and one behind where it can be."""
     first, carried = scan_counts(eqn)
     inner, length, reverse = eqn.params["jaxpr"], eqn.params["length"], eqn.params["reverse"]
     body = jax.make_jaxpr(lambda *args: _run(inner, args))(*(_like(var.aval) for var in inner.jaxpr.invars))
     parts = _Parts.of(body, first, carried)
     if length > 1 and (parts.ahead or parts.behind):
-        results, last_sent = _Loop(parts, operands, length, reverse).run()
-        sent[:] = last_sent or sent
-        return results
+        return _Loop(parts, operands, length, reverse).run(last)
 
     def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
         out = _run(body, [*operands[:first], *carry, *xs])
         return out[:carried], out[carried:]
 
-    last = first + carried
-    carry, ys = jax.lax.scan(step, operands[first:last], operands[last:], length=length, reverse=reverse)
+    end = first + carried
+    carry, ys = jax.lax.scan(step, operands[first:end], operands[end:], length=length, reverse=reverse)
     return [*carry, *ys]
 
 
@@ -212,14 +263,16 @@ class _Loop:
     length: int
     reverse: bool
 
-    def run(self) -> tuple[list[Any], list[Any]]:
-        """Return what the scan returns, and of it what was reduced last."""
+    def run(self, before: _Last) -> list[Any]:
+        """Return what the scan returns: what is carried, and the stacked results. Update what came last before."""
         parts, last, begin = self.parts, self.length - 1, 0
         first = len(parts.constants)
-        gathered = self._ahead(0)
+        gathered = self._ahead(0, before.gathered)
         state = _State(self.operands[first : first + len(parts.carried)], self._empty(), [], gathered, [])
         if parts.behind:
             state, begin = self._main(0, replace(state, gathered=self._ahead(1, gathered)), gathered), 1
+            if before.early:
+                state = replace(state, kept=jax.lax.optimization_barrier((state.kept, before.early))[0])
         if (last - begin) % 2:
             state, begin = self._round(begin, state), begin + 1
 
@@ -229,9 +282,11 @@ class _Loop:
 
         if last > begin:
             state = _State.of(jax.lax.fori_loop(0, (last - begin) // 2, pair, state.carried))
+        before.gathered = state.gathered or before.gathered
         state = self._behind(last - 1, state) if parts.behind else state
         state = self._behind(last, self._main(last, state, state.gathered))
-        return [*state.carry, *state.stacks], state.sent
+        before.reduced = state.sent or before.reduced
+        return [*state.carry, *state.stacks]
 
     def _round(self, k: Any, state: _State) -> _State:
         """Gather for round k + 1, reduce what round k - 1 kept, compute round k."""
