@@ -1,6 +1,7 @@
 """Steps whose layer loops send while they compute: the same results, and the same bytes, as without."""
 
 import dataclasses
+import re
 from functools import partial
 
 import jax
@@ -12,6 +13,9 @@ from flax import nnx
 
 import jdp
 from jdp.core.gradients.jaxprs import every_eqn
+from jdp.foresight.program.compiled import compile_step
+from jdp.foresight.targets.resolve import target
+from jdp.foresight.verify import report
 from jdp.models import GPTConfig, build, next_token_loss
 
 GPT = GPTConfig(vocab_size=64, context=8, layers=5, width=32, heads=2, dropout=0.1)
@@ -88,3 +92,30 @@ def test_results_are_those_without(case):
     assert scans
     for one, other in zip(*map(jax.tree.leaves, (plain, ahead)), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
+
+
+def test_matrices_are_multiplied_while_a_layer_is_gathered_and_reduced():
+    config = dataclasses.replace(GPT, vocab_size=512, context=256, layers=6, width=512, heads=8, remat="full")
+    init = partial(build, config)
+    devices = target("h100:1x8").devices
+    plan = jdp.Plan(jdp.make_mesh(devices, data=8), "zero3")
+    state = jdp.abstract_state(lambda rng: init(rngs=nnx.Rngs(rng)), optax.sgd(0.1), plan, rng=jax.random.key(0))
+    step = jdp.make_train_step(gpt_loss, plan, precision="bf16", compiler="overlap")
+    dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
+    batch = {name: jax.ShapeDtypeStruct((64, 256), dtype) for name, dtype in dtypes.items()}
+    compiled = compile_step(step.lower(state, batch))
+    made = report(step, state, compiled, "h100:1x8")
+    assert made.kept and made.ratio <= 1.001
+    loops = [text for text in compiled.text.split("\n\n") if re.search(r"(all-gather|reduce-scatter)-start\(", text)]
+    bodies = [text for text in loops if not text.lstrip().startswith("ENTRY")]
+    assert len(bodies) == 2
+    for body in bodies:
+        lines = body.splitlines()
+        ends = {found[1]: i for i, line in enumerate(lines) if (found := re.search(r"-done\(%?([\w.-]+)\)", line))}
+        starts = [
+            (i, found) for i, line in enumerate(lines) if (found := re.search(r"%?([\w.-]+-start[\w.]*) = ", line))
+        ]
+        assert starts
+        for begin, found in starts:
+            between = lines[begin : ends[found[1]]]
+            assert any("gemm" in line for line in between), found[1]

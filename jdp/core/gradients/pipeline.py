@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jdp.core.gradients.gathers import is_gather, is_reduction
-from jdp.core.gradients.jaxprs import inner_jaxprs, scan_counts
+from jdp.core.gradients.jaxprs import every_eqn, inner_jaxprs, scan_counts
 from jdp.core.gradients.pairs import bind, traced_at
 
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2"}
@@ -85,9 +85,13 @@ def _run_in_turn(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     """Evaluate a jaxpr as `_run` does, its collectives outside of loops in turn with those of the loops."""
     eqns = closed.jaxpr.eqns
     values: Values = {**_paired(closed.jaxpr.constvars, closed.consts), **_paired(closed.jaxpr.invars, args)}
-    loops = [eqn for eqn in eqns if eqn.primitive.name == "scan" and any(map(_is_marked, inner_jaxprs(eqn)))]
-    after_loops, last = _after(eqns, _outputs(loops)), _Last()
-    for eqn in _in_turn(eqns, {id(eqn) for eqn in eqns if is_gather(eqn)} - after_loops):
+    scans = [eqn for eqn in eqns if eqn.primitive.name == "scan"]
+    after_any = _after(eqns, _outputs(scans))
+    reducing = [
+        eqn for eqn in scans if any(is_reduction(each) for inner in inner_jaxprs(eqn) for each in every_eqn(inner))
+    ]
+    after_loops, last = _after(eqns, _outputs(reducing)), _Last()
+    for eqn in _in_turn(eqns, {id(eqn) for eqn in eqns if is_gather(eqn)} - after_any):
         operands = _read(eqn.invars, values)
         is_collective = eqn.primitive.name in _COLLECTIVES
         before = last.gathered if is_gather(eqn) else last.reduced if id(eqn) in after_loops else []
@@ -132,7 +136,7 @@ def _in_turn(eqns: Sequence[JaxprEqn], movable: set[int]) -> list[JaxprEqn]:
 
 @dataclass
 class _Last:
-    """What the last loop gathered and reduced last, and what was reduced outside of loops that no loop's results reach.
+    """What the last loop gathered and reduced last, and what was reduced before the backward loop.
 
     XLA joins collectives that may begin at once, and begins none before all can; and it gathers at the start of the
     step what is taken only after the loop, where there is nothing to compute yet. So one kind waits for the other.
