@@ -249,7 +249,7 @@ def test_auto_is_picked_where_it_keeps_the_contract():
 
 
 def test_gathering_by_layer_saves_memory():
-    """zero3 keeps the working copies of the layers that are at work or on their way, zero2 all: of 12 at least 6 more."""
+    """zero3 keeps the working copies of layers at work or on their way, zero2 those of all: of 12 at least 6 more."""
     deep = replace(GPT, layers=12)
     zero2, zero3 = (compiled(deep, strategy, None, 1, quick=False) for strategy in ("zero2", "zero3"))
     layers = 2 * (zero3.params - 512 * 256)
