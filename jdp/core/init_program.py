@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jdp.core.threefry import derived, random_bits
 
@@ -212,13 +212,21 @@ def _described(ordered: Sequence[_Node], wanted: Sequence[_Value]) -> tuple[list
 
 
 def _name_of(node: _Node) -> Any:
-    """Return the parameters as text, or the node itself where that does not say all: of arrays in them."""
+    """Return the parameters as text; the node itself where that does not say all: of arrays in them, at any depth."""
     waiting: list[Any] = list(node.equation.params.values())
     while waiting:
         value = waiting.pop()
-        if isinstance(value, np.ndarray | jax.Array) or getattr(value, "consts", None):
+        if isinstance(value, np.ndarray | jax.Array):
             return node
-        waiting += value if isinstance(value, tuple | list) else ()
+        if isinstance(value, ClosedJaxpr):
+            waiting += [*value.consts, value.jaxpr]
+        elif isinstance(value, Jaxpr):
+            waiting += [atom.val for eqn in value.eqns for atom in eqn.invars if isinstance(atom, Literal)]
+            waiting += [inner for eqn in value.eqns for inner in eqn.params.values()]
+        elif isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, tuple | list):
+            waiting += value
     return str(node.equation.params)
 
 

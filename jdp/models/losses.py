@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jdp.core.traced_device import traced_device, traced_model_axes, traced_shards
+from jdp.models.checks import require
 from jdp.models.modules import product, summed_in_float32
 
 CHUNK_BYTES = 2**29
@@ -54,7 +55,18 @@ def linear_next_token_loss(
 
     Returns:
         The weighted sum of cross-entropies in nats, and the sum of the weights: two float32 scalars.
+
+    Raises:
+        ValueError: shapes that do not fit each other, or no positive `chunk_bytes`.
     """
+    shapes = [list(x.shape) for x in (features, head, targets, weights)]
+    given = "features {}, head {}, targets {}, weights {}".format(*shapes)
+    fits = features.ndim == 3 and head.ndim == 2 and features.shape[2] == head.shape[int(tied)]
+    rule = f"features are [batch, length, width], the head {'[vocab_size, width]' if tied else '[width, vocab_size]'}"
+    require(fits, rule, given, "Pass these")
+    fits = targets.shape == weights.shape == features.shape[:2]
+    require(fits, "targets and weights are [batch, length], as the features", given, "Give one of each for each token")
+    require(chunk_bytes > 0, "chunk_bytes is positive", f"{chunk_bytes}", "Leave it out")
     batch, length, _ = features.shape
     vocabulary = head.shape[0 if tied else 1]
     shards, head_shards = math.gcd(traced_shards(), batch), math.prod(traced_model_axes().values())

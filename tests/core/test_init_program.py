@@ -22,6 +22,12 @@ def model(config: Any) -> Callable[[jax.Array], Any]:
     return lambda key: nnx.state(build(config, rngs=nnx.Rngs(key)))
 
 
+def scaled(key: jax.Array, scale: np.ndarray) -> jax.Array:
+    """Draws that differ in a constant deep in what they call, which the text of the program does not show."""
+    inner = jax.checkpoint(lambda x: jax.jit(lambda x: x * jnp.asarray(scale))(x))
+    return inner(jax.random.normal(key, (3,)))
+
+
 def drawn(key: jax.Array) -> dict[str, Any]:
     """What a hand-written `init` may do with its key."""
     first, second, third = jax.random.split(key, 3)
@@ -37,6 +43,7 @@ def drawn(key: jax.Array) -> dict[str, Any]:
         "truncated": jax.random.truncated_normal(third, -2, 2, (3, 2)),
         "old": jax.random.uniform(jax.random.PRNGKey(3), (5,)),
         "raw": jax.random.normal(jax.random.wrap_key_data(jax.random.key_data(key)), ()),
+        "scaled": [scaled(second, np.float32([1, 2, 3])), scaled(third, np.float32([5, 6, 7]))],
         "table": jnp.asarray(TABLE) + jax.random.uniform(first, (6,)),
         "choice": jax.lax.cond(jax.random.bernoulli(first), jnp.sin, jnp.cos, jnp.arange(2.0)),
         "key": second,
