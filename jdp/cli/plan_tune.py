@@ -98,6 +98,8 @@ def _search(options: _Options, overrides: dict[str, str]) -> "tuple[Tuning, Tune
     target = target_of(options.target)
     if target.chip is None and target.kind != "cpu":
         raise UsageError(f"--tune needs devices whose rates are known; given {target}: name another --target")
+    if target.devices[0].platform != "cpu":  # the experiment may be one of virtual CPU devices
+        overrides = {"devices": "none", **overrides}
     tuning = Tuning(options.file, overrides, target, strategies, accumulate, remats)
     with Progress() as progress:
         found = tuning.search(

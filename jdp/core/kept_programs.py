@@ -61,7 +61,8 @@ def keep_programs(folder: str | Path | None = None, *, limit_bytes: int = LIMIT_
 
     Returns:
         The folder. What JAX was told before stays as it is: the folder of JAX_COMPILATION_CACHE_DIR if that is set.
-        None if JAX_ENABLE_COMPILATION_CACHE is off, or not all processes of this run reach one folder, which is said.
+        None if JAX_ENABLE_COMPILATION_CACHE is off, or the folder cannot be made or reached by all processes of this
+        run, which is said.
 
     Raises:
         ValueError: a path that the file system cannot have.
@@ -77,6 +78,11 @@ def keep_programs(folder: str | Path | None = None, *, limit_bytes: int = LIMIT_
             f"compiled programs are not kept for the next start: not all processes of this run reach {own}; set "
             "JDP_CACHE_DIR to a folder that all of them share"
         )
+        return None
+    try:
+        own.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        notice(f"compiled programs are not kept for the next start: {own} cannot be made ({error.strerror})")
         return None
     store = _Programs(Cache(own, limit_bytes, names=r"[0-9a-f]{64}\.xla", contents="compiled programs"))
     compilation_cache.get_file_cache = lambda path: (store, path)

@@ -67,9 +67,9 @@ def test_a_folder_that_cannot_be_written_is_said_once_and_breaks_nothing(
 ):
     monkeypatch.setattr(notices, "_said", set())
     (tmp_path / "file").touch()
-    jdp.keep_programs(tmp_path / "file" / "programs")
+    assert jdp.keep_programs(tmp_path / "file" / "programs") is None
     assert not found() and not found()
-    assert capsys.readouterr().err.count("compiled programs are not kept for the next run: ") == 1
+    assert capsys.readouterr().err.count("compiled programs are not kept for the next start: ") == 1
 
 
 def test_what_jax_was_told_before_stays(tmp_path: Path, found: Compile):
