@@ -1,4 +1,4 @@
-"""GPT, ResNet, ViT and MLP in plain NNX; of jdp they know `scan_layers` and the device traced for only.
+"""GPT, ResNet, ViT and MLP in plain NNX; of jdp they know `scan_layers` and the mesh traced for only.
 
 Configurations and sizes by name need no JAX; models, and what computes with them, are imported when first used.
 """

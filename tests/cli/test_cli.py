@@ -281,7 +281,7 @@ def test_the_experiment_reaches_the_loop_with_its_overrides(file: str, tmp_path:
 def test_json_is_all_there_is_on_stdout(
     file: str, tmp_path: Path, loop: Callable[..., None], capfd: pytest.CaptureFixture[str]
 ):
-    def run(experiment: Experiment, *, root: Path, quiet: bool, profile: range | None) -> dict[str, Any]:
+    def run(experiment: Experiment, *, quiet: bool, profile: range | None, **_: object) -> dict[str, Any]:
         assert quiet and profile == range(2, 5)
         print("from Python")
         os.write(1, b"from C++\n")
