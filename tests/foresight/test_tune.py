@@ -127,7 +127,7 @@ def test_what_it_writes_is_the_experiment_with_the_best_way(plan, tmp_path):
 
     code, out, _ = plan(*given)
     assert code == 0 and "what is learnt does not change" in out
-    assert f"digits.toml --compiler overlap --strategy {written.strategy}" in out
+    assert f"digits.toml --devices none --compiler overlap --strategy {written.strategy}" in out
 
 
 def test_where_nothing_fits_the_nearest_is_told(plan, tmp_path):
