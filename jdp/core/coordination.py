@@ -5,6 +5,9 @@ from typing import Any
 import jax
 from jax._src.distributed import global_state  # nothing public says who we are without starting a backend
 
+THREAD_SECONDS = 5.0
+"""How long what ends waits for a thread of its own, which may be talking to a service that is gone."""
+
 
 class LostPeer(RuntimeError):
     """A process did not come to where all meet, or did not say what the others wait for; the message names it."""

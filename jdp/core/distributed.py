@@ -22,6 +22,7 @@ from jdp.core.coordination import LostPeer, coordination_client, joined_as
 from jdp.core.coordinator import bind_address, bypass_proxies, wait_for_name, wait_for_port
 from jdp.core.gloo import listen_where_others_reach
 from jdp.core.handshake import check_environment
+from jdp.core.meeting import end_waits
 
 HEARTBEAT_SECONDS = 30  # a process without a heartbeat for so long is lost, and all others are ended
 SHUTDOWN_SECONDS = 60  # how long a process that has finished waits for the others
@@ -171,6 +172,7 @@ def _at_exit() -> None:
             file=sys.stderr,
         )
         leave_after_failure(FAILED)
+    end_waits()
 
 
 def _prepare(coordinator: str, seconds: float, *, first: bool) -> None:

@@ -25,6 +25,7 @@ _T = TypeVar("_T")
 _Small = TypeVar("_Small", bool, int, str)
 
 _rounds: Counter[str] = Counter()
+_left: list[threading.Event] = []  # waits that a signal handler ended by an exception
 
 
 def meet(name: str, *, seconds: float = WAIT_SECONDS) -> None:
@@ -162,6 +163,19 @@ class Store:
             raise LostPeer(missed(named(missing))) from error
 
 
+def end_waits() -> None:
+    """Leave the cluster if threads still wait there, because an exception took the main thread from a meeting.
+
+    They end with JAX's client, and must end before Python does: a thread that comes back from C++ into a Python that is
+    ending aborts the process.
+    """
+    waits = [ended for ended in _left if not ended.is_set()]
+    if waits:
+        jax.distributed.shutdown()
+    for ended in waits:
+        ended.wait(coordination.THREAD_SECONDS)
+
+
 def named(processes: Sequence[int]) -> str:
     """Return "process 1", "processes 1 and 2" or "processes 0, 1, 2 and 5 more"."""
     if len(processes) == 1:
@@ -201,17 +215,22 @@ def _interruptible(call: Callable[[], _T]) -> _T:
         return call()
     results: list[_T] = []
     errors: list[BaseException] = []
+    ended = threading.Event()  # not `Thread.join`: interrupted by an exception, it takes the thread for ended
 
     def run() -> None:
         try:
             results.append(call())
         except BaseException as error:
             errors.append(error)
+        ended.set()
 
-    thread = threading.Thread(target=run, name="jdp meeting", daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(_POLL_SECONDS)
+    threading.Thread(target=run, name="jdp meeting", daemon=True).start()
+    try:
+        while not ended.wait(_POLL_SECONDS):
+            pass
+    except BaseException:
+        _left.append(ended)
+        raise
     if errors:
         raise errors[0]
     return results[0]

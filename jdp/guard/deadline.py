@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from jdp.core import distributed
+from jdp.core.coordination import THREAD_SECONDS
 from jdp.core.machine import visible_gpus
 from jdp.guard.whereabouts import Position, whereabouts
 
@@ -74,6 +75,7 @@ class Deadline:
         self._since = time.monotonic()
         self._done = threading.Event()
         self._peers: _Peers | None = None
+        self._threads: list[threading.Thread] = []
         self.on_tick: Callable[[], None] = lambda: None
         self.on_expired: Callable[[Mapping[str, Any]], None] = lambda event: None
 
@@ -81,13 +83,21 @@ class Deadline:
         self._since = time.monotonic()
         joined, client = distributed.joined_as(), distributed.coordination_client()
         if joined is not None and client is not None:
-            self._peers = _Peers(client, *joined, next(_numbers))
-            threading.Thread(target=self._publish, args=[self._peers], name="jdp whereabouts", daemon=True).start()
-        threading.Thread(target=self._watch, name="jdp deadline", daemon=True).start()
+            self._peers = peers = _Peers(client, *joined, next(_numbers))
+            self._start(lambda: self._publish(peers), "jdp whereabouts")
+        self._start(self._watch, "jdp deadline")
         return self
 
     def __exit__(self, *_: object) -> None:
         self._done.set()
+        for (
+            thread
+        ) in self._threads:  # a thread that comes back from JAX into a Python that is ending aborts the process
+            thread.join(THREAD_SECONDS)
+
+    def _start(self, target: Callable[[], None], name: str) -> None:
+        self._threads.append(threading.Thread(target=target, name=name, daemon=True))
+        self._threads[-1].start()
 
     def step(self, step: int, doing: str = "its next step") -> None:
         """Say that a step ended; the next thing must end in time.

@@ -26,6 +26,7 @@ from typing import Any, Self
 import jax
 
 from jdp.core import distributed
+from jdp.core.coordination import THREAD_SECONDS
 
 TRY_AGAIN = 75
 """The exit code of a run that was stopped by another signal than Ctrl-C: run again."""
@@ -69,6 +70,7 @@ class StopRequest:
         self._before: dict[signal.Signals, Any] = {}
         self._wakeup = -1
         self._done = threading.Event()
+        self._looking: threading.Thread | None = None
         several = jax.process_count() > 1
         self._agreement = _Agreement(distributed.coordination_client()) if several else None
 
@@ -82,7 +84,8 @@ class StopRequest:
                 self._before[number] = signal.signal(number, self._handle)
         threading.Thread(target=self._listen, args=[self._pipe[0]], name="jdp signals", daemon=True).start()
         if self._agreement:
-            threading.Thread(target=self._look, args=[self._agreement], name="jdp stop", daemon=True).start()
+            self._looking = threading.Thread(target=self._look, args=[self._agreement], name="jdp stop", daemon=True)
+            self._looking.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -93,6 +96,8 @@ class StopRequest:
         with contextlib.suppress(BrokenPipeError):  # the thread has left, and closed its end
             os.write(self._pipe[1], b"\0")
         os.close(self._pipe[1])
+        if self._looking:  # a thread that comes back from JAX into a Python that is ending aborts the process
+            self._looking.join(THREAD_SECONDS)
 
     def under_way(self) -> None:
         """Say that the first step is on its way: from here on a stop is agreed on, and saved."""

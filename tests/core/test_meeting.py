@@ -65,6 +65,43 @@ def test_two_processes_meet_and_name_who_does_not_come(tmp_path, capfd):
     )
 
 
+LEAVING = """
+import os, signal, threading
+import jax, jdp
+from jdp.core.meeting import meet
+
+jdp.initialize(timeout_seconds=60)
+
+
+class Left(Exception):
+    pass
+
+
+def leave(*_):
+    raise Left
+
+
+signal.signal(signal.SIGUSR1, leave)
+for number in range(30 * jax.process_index()):
+    threading.Timer(0.03, os.kill, [os.getpid(), signal.SIGUSR1]).start()
+    try:
+        meet(f"place {number}")
+    except Left:
+        pass
+meet("end")
+print("came to the end", flush=True)
+"""
+
+
+def test_a_process_that_left_meetings_by_an_exception_ends_whole(tmp_path, capfd):
+    """Threads that wait on in C++ must not come back while Python ends: that aborts the process (134)."""
+    program = tmp_path / "program.py"
+    program.write_text(LEAVING)
+    code = launch([sys.executable, str(program)], 2, environment=os.environ | {"PYTHONPATH": str(ROOT)})
+    out, error = capfd.readouterr()
+    assert code == 0 and out.count("came to the end") == 2, out + error
+
+
 def test_alone_nobody_is_waited_for(monkeypatch):
     monkeypatch.setattr(distributed, "coordination_client", lambda: 1 / 0)
     meet("nowhere")
