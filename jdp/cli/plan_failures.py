@@ -4,9 +4,10 @@ import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from jdp.cli.options import UsageError
+from jdp.cli.plan_options import Options
 from jdp.core.formatting import format_span
 from jdp.core.toml import brief
 
@@ -16,19 +17,6 @@ if TYPE_CHECKING:
 
 _UNITS = {"h": 3600.0, "d": 86400.0, "y": 365.25 * 86400}
 _LONGEST = 1e9  # seconds, 31 years: longer is a typing mistake
-
-
-class _Options(Protocol):
-    @property
-    def mtbf(self) -> str | None: ...
-    @property
-    def save_seconds(self) -> float | None: ...
-    @property
-    def stall_seconds(self) -> float | None: ...
-    @property
-    def restart_seconds(self) -> float | None: ...
-    @property
-    def measured(self) -> Path | None: ...
 
 
 @dataclass(frozen=True)
@@ -67,7 +55,7 @@ class GivenFailures:
         return replace(report, goodput=replace(goodput, notes=notes))
 
 
-def read_failures(options: _Options) -> GivenFailures | None:
+def read_failures(options: Options) -> GivenFailures | None:
     """Return what --mtbf and the options that go with it say; None without them.
 
     Raises:

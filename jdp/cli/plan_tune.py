@@ -5,9 +5,10 @@ import json as as_json
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from jdp.cli.options import UsageError, check_writable, choose_target_platform, counts, stdout_to_stderr, words
+from jdp.cli.plan_options import Options
 
 if TYPE_CHECKING:
     from jdp.experiment.tune import Tuning
@@ -18,30 +19,7 @@ NOTHING_FITS = 1
 _KEEPS = "Batch size, order of samples, optimizer and learning rate stay as they are: what is learnt does not change."
 
 
-class _Options(Protocol):
-    @property
-    def file(self) -> Path | None: ...
-    @property
-    def target(self) -> str | None: ...
-    @property
-    def strategy(self) -> str: ...
-    @property
-    def accumulate(self) -> str | None: ...
-    @property
-    def remat(self) -> str | None: ...
-    @property
-    def tune(self) -> bool: ...
-    @property
-    def tune_minutes(self) -> float | None: ...
-    @property
-    def output(self) -> Path | None: ...
-    @property
-    def no_cache(self) -> bool: ...
-    @property
-    def json(self) -> bool: ...
-
-
-def check_tune(options: _Options) -> None:
+def check_tune(options: Options) -> None:
     """Check what goes with --tune, and what goes with it only. Raises UsageError."""
     if not options.tune:
         for flag, given in (("--tune-minutes", options.tune_minutes), ("-o", options.output)):
@@ -60,7 +38,7 @@ def check_tune(options: _Options) -> None:
         raise UsageError(f"-o is a file of its own; given the experiment, {options.file}: name another")
 
 
-def tune(options: _Options, overrides: dict[str, str]) -> int:
+def tune(options: Options, overrides: dict[str, str]) -> int:
     """Search, print what was found, and write the experiment that has it.
 
     Returns:
@@ -82,7 +60,7 @@ def tune(options: _Options, overrides: dict[str, str]) -> int:
     return 0
 
 
-def _search(options: _Options, overrides: dict[str, str]) -> "tuple[Tuning, Tuned]":
+def _search(options: Options, overrides: dict[str, str]) -> "tuple[Tuning, Tuned]":
     """Return what is tuned, and what was found. Raises UsageError."""
     from jdp.experiment.file import load
 
