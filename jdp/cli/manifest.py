@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from jdp.cli.options import UsageError, check_writable, parse_with_overrides
+from jdp.cli.options import UsageError, check_writable, parse_with_overrides, write_file
 from jdp.core.toml import brief
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def run(arguments: list[str]) -> int:
     if options.output is None:
         print(text, end="")
     else:
-        options.output.write_text(text, encoding="utf-8")
+        write_file(options.output, text)
         program = "sbatch" if options.scheduler == "slurm" else "kubectl apply -f"
         print(f"wrote {options.output}; submit it with: {program} {options.output}", file=sys.stderr)
     return 0

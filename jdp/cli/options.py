@@ -183,6 +183,30 @@ def check_writable(path: Path | None) -> None:
         raise UsageError(f"{path} cannot be written: {why}; choose another file")
 
 
+def write_file(path: Path, text: str) -> None:
+    """Write a file in one move, in place of one that is there; what is no file, such as /dev/stdout, as it is.
+
+    Args:
+        path: the file's.
+        text: what it has then, written as UTF-8.
+
+    Raises:
+        UsageError: it cannot be written; what was there stays.
+    """
+    file = path.resolve()  # a link stays one
+    fresh = file.with_name(f".{file.name}.new")
+    try:
+        if path.exists() and not path.is_file():
+            path.write_text(text, "utf-8", errors="replace")
+        else:
+            fresh.write_text(text, "utf-8", errors="replace")
+            fresh.replace(file)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            fresh.unlink(missing_ok=True)
+        raise UsageError(f"{path} cannot be written: {error.strerror}; choose another file") from None
+
+
 def choose_target_platform(target: str | None, devices: int | None) -> None:
     """Choose the platform that JAX starts to compile for a target: virtual CPU devices for "cpu:8", else the CPU.
 

@@ -15,6 +15,7 @@ from jdp.cli.options import (
     parse_with_overrides,
     stdout_to_stderr,
     words,
+    write_file,
 )
 from jdp.cli.plan_failures import GivenFailures, read_failures
 from jdp.cli.plan_options import Options
@@ -114,10 +115,7 @@ def _write(options: Options, forecast: "PlanReport", described: str) -> None:
 
 
 def _put(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, "utf-8")
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}; choose another file") from None
+    write_file(path, text)
     print(f"wrote {path}")
 
 

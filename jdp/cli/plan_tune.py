@@ -7,7 +7,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jdp.cli.options import UsageError, check_writable, choose_target_platform, counts, stdout_to_stderr, words
+from jdp.cli.options import (
+    UsageError,
+    check_writable,
+    choose_target_platform,
+    counts,
+    stdout_to_stderr,
+    words,
+    write_file,
+)
 from jdp.cli.plan_options import Options
 
 if TYPE_CHECKING:
@@ -104,16 +112,10 @@ def _show(tuning: "Tuning", found: "Tuned") -> None:
 
 
 def _write(path: Path, tuning: "Tuning", best: "Trial") -> None:
-    """Write the whole experiment, in one move. Raises UsageError."""
+    """Write the whole experiment. Raises UsageError."""
     from jdp.experiment.file import to_toml
 
     words = f"{tuning.file.name}, tuned for {tuning.target}: {best}"
     head = f"# {''.join(each if each.isprintable() else '?' for each in words)}\n"
-    fresh = path.with_name(f".{path.name}.new")
-    try:
-        fresh.write_text(head + to_toml(tuning.experiment(best.way)), "utf-8")
-        fresh.replace(path)
-    except OSError as error:
-        fresh.unlink(missing_ok=True)
-        raise UsageError(f"{path} cannot be written: {error.strerror}; choose another file") from None
+    write_file(path, head + to_toml(tuning.experiment(best.way)))
     print(f"wrote {path}: jdp train {path}", file=sys.stderr)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from jdp.cli.options import UsageError, check_writable, choose_target_platform, parse, stdout_to_stderr
+from jdp.cli.options import UsageError, check_writable, choose_target_platform, parse, stdout_to_stderr, write_file
 from jdp.core.toml import cut
 from jdp.core.user_path import PathError, user_path
 
@@ -54,6 +54,7 @@ def run(arguments: list[str]) -> int:
     """Read the runs, compile their steps, write the page, and print where it is."""
     options = parse(Options, "report", arguments)
     with stdout_to_stderr() if options.json else contextlib.nullcontext():
+        from jdp.report.run_page import run_page
         from jdp.run.recorded import read_run
 
         folders = _folders(options.runs, options.run_dir)
@@ -61,8 +62,7 @@ def run(arguments: list[str]) -> int:
         check_writable(path)
         names = _names(folders)
         recorded = dict(zip(names, map(read_run, folders), strict=True))
-        runs = _with_steps(recorded, options)
-        _write(path, runs)
+        write_file(path, run_page(_with_steps(recorded, options)))
     if options.json:
         print(as_json.dumps({"path": str(path), "runs": [*names]}))
     else:
@@ -91,19 +91,6 @@ def _names(folders: Sequence[Path]) -> list[str]:
     """Return the folders' names; where two are the same, their paths."""
     names = [folder.resolve().name for folder in folders]
     return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
-
-
-def _write(path: Path, runs: Sequence["Run"]) -> None:
-    from jdp.report.run_page import run_page
-
-    fresh = path.with_name(f"{path.name}.new")
-    try:
-        fresh.write_text(run_page(runs), "utf-8", errors="replace")
-        fresh.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            fresh.unlink(missing_ok=True)
-        raise UsageError(f"{path} cannot be written: {error.strerror}; choose another file with -o") from None
 
 
 # The steps.

@@ -16,7 +16,7 @@ import pytest
 
 import jdp
 from jdp.cli import main as cli
-from jdp.cli.options import split_overrides
+from jdp.cli.options import UsageError, split_overrides, write_file
 from jdp.core import machine
 from jdp.core.clusters import find_cluster
 from jdp.experiment.file import Experiment, ExperimentError, describe
@@ -259,6 +259,21 @@ def test_what_stands_around_the_command_is_no_traceback(line: str, said: str, co
     command = f"set -o pipefail; {line.format(f'{sys.executable} -m jdp')}"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr, done.stdout) == (code, said, "")
+
+
+def test_a_file_is_replaced_a_link_stays_one_and_what_is_no_file_is_written_to(tmp_path: Path):
+    file, link, pipe = (tmp_path / name for name in ("file", "link", "pipe"))
+    file.write_text("before")
+    link.symlink_to(file)
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    for path in (link, pipe):
+        write_file(path, "after")
+    assert file.read_text() == "after" and link.is_symlink() and os.read(reader, 100) == b"after"
+    os.close(reader)
+    with pytest.raises(UsageError, match="/dev/full cannot be written: No space left on device; choose another file"):
+        write_file(Path("/dev/full"), "x")
+    assert sorted(tmp_path.iterdir()) == [file, link, pipe] and Path("/dev/full").is_char_device()
 
 
 def test_a_sweep_that_cannot_write_its_table_says_so(tmp_path: Path):
