@@ -1,24 +1,24 @@
 """The help of a command, kept on disk: making it takes half a second of imports, showing it again none."""
 
 import contextlib
+import importlib
 import importlib.util
 import io
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
 from jdp.core.disk_cache import Cache, default_folder
 
 
-def show(name: str, make: Callable[[list[str]], int]) -> int:
+def show(name: str) -> int:
     """Print the help of a command as it was made before for these files of jdp and this terminal, else make it.
 
     Args:
         name: the command's.
-        make: its `run`, which prints the help.
 
     Returns:
         The exit code, 0.
@@ -30,7 +30,7 @@ def show(name: str, make: Callable[[list[str]], int]) -> int:
     if text is None:
         recorded = _Recorded(sys.stdout)
         with contextlib.redirect_stdout(recorded), contextlib.suppress(SystemExit):
-            make(["--help"])
+            importlib.import_module(f"jdp.cli.{name}").run(["--help"])
         recorded.flush()
         text = recorded.kept.getvalue().decode(recorded.encoding)
         cache.store(key, lambda file: file.write(text.encode()))

@@ -13,8 +13,8 @@
 | 141       | whoever read stdout has left, as `head` does                                                        |
 
 tyro parses a command's typed options; anything else that starts with two dashes, `--a.b value`, is an override of the
-experiment file. Commands are imported when they run, and JAX late inside them, so that help and
-mistakes in options answer at once.
+experiment file. Commands are imported when they run, and JAX late inside them, so that help and mistakes in
+options answer at once.
 """
 
 import contextlib
@@ -24,12 +24,12 @@ import os
 import platform
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import jdp
 from jdp.cli import help_text
-from jdp.cli.options import UsageError
+from jdp.cli.options import UsageError, wrapped
 from jdp.core.hints import nearest
 from jdp.core.toml import cut
 
@@ -120,8 +120,9 @@ def _run(arguments: list[str]) -> int:
     if name not in COMMANDS:
         hint = nearest(name, COMMANDS) or f"; the commands are {', '.join(COMMANDS)}"
         raise UsageError(f"jdp has no command {name!r}{hint}")
-    run: Callable[[list[str]], int] = lambda words: importlib.import_module(f"jdp.cli.{name}").run(words)  # noqa: E731
-    return help_text.show(name, run) if arguments[1:] in (["--help"], ["-h"]) else run(arguments[1:])
+    if arguments[1:] in (["--help"], ["-h"]):
+        return help_text.show(name)
+    return importlib.import_module(f"jdp.cli.{name}").run(arguments[1:])
 
 
 def _printable(error: Exception) -> str:
@@ -180,8 +181,8 @@ def _prefix() -> str:
 
 def _help() -> str:
     lines = ["usage: jdp COMMAND …", "", "Data-parallel training on JAX sharding.", ""]
-    lines += [f"  {name:<9} {line}" for name, line in COMMANDS.items()]
-    return "\n".join([*lines, "", "jdp COMMAND --help says more; jdp --version says which version this is."])
+    lines += [wrapped(line, f"  {name:<9} ", " " * 12) for name, line in COMMANDS.items()]
+    return "\n".join([*lines, "", wrapped("jdp COMMAND --help says more; jdp --version says which version this is.")])
 
 
 def _versions() -> str:

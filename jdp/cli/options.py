@@ -119,13 +119,18 @@ def _help_with_keys(options: type[Any], name: str) -> None:
 
     with contextlib.suppress(SystemExit):
         parse(options, name, ["--help"])
-    width = min(shutil.get_terminal_size().columns, 120)
     for heading, keys in describe():
         print(f"\n{heading}")
         for key in keys:
             default = key.default if key.default in ("required", "by size") else f"default {key.default}"
             print(f"  --{key.name}  {key.type}  ({default})")
-            print(textwrap.fill(key.description, width, initial_indent=" " * 8, subsequent_indent=" " * 8))
+            print(wrapped(key.description, " " * 8, " " * 8))
+
+
+def wrapped(text: str, first: str = "", later: str = "") -> str:
+    """Return text in lines as wide as the terminal, at most 120; `first` and `later` begin the lines."""
+    width = min(shutil.get_terminal_size().columns, 120)
+    return textwrap.fill(text, width, initial_indent=first, subsequent_indent=later)
 
 
 def words(text: str, flag: str) -> list[str]:
