@@ -90,13 +90,21 @@ class Assembly:
 
     @cached_property
     def config(self) -> ModelConfig:
-        """The model's configuration. Raises ExperimentError for a GPT of bytes whose vocabulary is below 256."""
+        """The model's configuration.
+
+        Raises ExperimentError for a GPT of bytes whose vocabulary is below 256, and "cudnn" attention without GPUs.
+        """
         config, data = self.experiment.model.config, self.experiment.data
         bytes_are_read = data.tokenizer == "bytes" and not any(word.endswith(".npz") for word in data.sources)
         if isinstance(config, GPTConfig) and bytes_are_read and config.vocab_size < VOCAB_SIZE:
             raise ExperimentError(
                 f"model.vocab_size must be at least {VOCAB_SIZE}, as tokens are bytes; given {config.vocab_size}: "
                 "raise it, or name a data.tokenizer"
+            )
+        platform = self.mesh.devices.flat[0].platform
+        if getattr(config, "attention", None) == "cudnn" and platform != "gpu":
+            raise ExperimentError(
+                f'model.attention = "cudnn" runs on NVIDIA GPUs; given {platform} devices: set "auto" or "xla"'
             )
         return config
 
