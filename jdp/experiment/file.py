@@ -18,7 +18,7 @@ from jdp.core.batch_unit import BatchUnit, batch_unit
 from jdp.core.formatting import format_bytes
 from jdp.core.hints import nearest
 from jdp.core.sharding.axes import axis_sizes
-from jdp.core.toml import check, cut, parse, toml_key, toml_value
+from jdp.core.toml import brief, check, cut, parse, toml_key, toml_value
 from jdp.core.user_path import PathError, check_regular, user_path
 from jdp.experiment.keys import Key, Schemas, config_keys, table_keys
 from jdp.experiment.problems import problems
@@ -31,6 +31,8 @@ MOST_BYTES = 2**26
 """Of an experiment file: more is another file, named by mistake."""
 NO_PATHS = ("stdlib", "digits", NONE)
 """Sources of data that are words, not paths."""
+UNSET = (NONE, "default")
+"""Words in place of a table that has nothing in it."""
 
 
 class ExperimentError(ValueError):
@@ -58,6 +60,7 @@ def load(path: str | Path, overrides: Mapping[str, str] | None = None) -> Experi
     texts = {tuple(key.split(".")): text for key, text in (overrides or {}).items()}
     changed: dict[str, Any] = {}
     for key, text in texts.items():
+        _check_outer(table, key, where=str(file))
         _put(changed, key, _value(text), where=str(file))
     _check_limits(changed, "the command line")
     _anchor_paths(changed, Path.cwd())
@@ -235,16 +238,26 @@ def _value(text: str) -> Any:
 
 def _put(table: dict[str, Any], key: KeyPath, value: Any, *, where: str) -> None:
     """Set a dotted key, making the tables that it needs. Raises ExperimentError."""
+    _check_outer(table, key, where=where, but=())
     *outer, last = key
-    for depth, part in enumerate(outer):
-        inner = table.setdefault(part, {})
+    for part in outer:
+        table = table.setdefault(part, {})
+    table[last] = value
+
+
+def _check_outer(table: dict[str, Any], key: KeyPath, *, where: str, but: tuple[Any, ...] = UNSET) -> None:
+    """Raise ExperimentError if what a dotted key is to be in has a value, except those of `but`, and is no table."""
+    for depth in range(1, len(key)):
+        inner = table.get(key[depth - 1], {})
         if not isinstance(inner, dict):
+            if inner in but:
+                return
+            outer = cut(".".join(key[:depth]))
             raise ExperimentError(
-                f"{where}: --{cut('.'.join(key))} must be in a table; {cut('.'.join(key[: depth + 1]))} is none: fix "
-                "the key"
+                f"{where}: --{cut('.'.join(key))} is a key of a table; given {outer} = {brief(inner)}, which it would "
+                "replace: remove one of the two"
             )
         table = inner
-    table[last] = value
 
 
 def _merged(table: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from jdp.core.sharding.strategy import STRATEGIES
+from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import (
     ExperimentError,
     check_for_devices,
@@ -234,6 +235,26 @@ def test_overrides_are_toml_values_where_they_fit_and_text_where_not(file: Path)
     assert changed.optimizer.clip_norm == 0.5 and changed.model.config.width == 64
     assert changed.sample is not None and changed.sample.prompt == "true"
     assert changed.train.batch_size == 16, "what was not overridden stays"
+
+
+def test_a_word_is_not_replaced_by_a_key_of_a_table(file: Path):
+    """Not one that stands for an empty table; and a whole table replaces a word, as it says so."""
+    one = {"compiler__xla_gpu_x": "true"}
+    said = 'compiler.xla_gpu_x is a key of a table; given compiler = "overlap", which it would replace: remove one'
+    assert said in refusal(file, compiler="overlap", **one)
+    for word, expected in (("overlap", said), ("default", None)):
+        file.write_text(f'compiler = "{word}"\n{SMALL}')
+        assert load(file, {"compiler": "{ xla_gpu_x = true }"}).compiler == {"xla_gpu_x": True}
+        if expected:
+            assert expected in refusal(file, **one)
+        else:
+            assert load(file, {"compiler.xla_gpu_x": "true"}).compiler == {"xla_gpu_x": True}
+
+
+def test_cudnn_attention_is_refused_without_gpus_before_anything_is_made():
+    cudnn = Assembly.on_devices(experiment(model={"attention": "cudnn"}))
+    with pytest.raises(ExperimentError, match=r'model\.attention = "cudnn" runs on NVIDIA GPUs; given cpu devices'):
+        _ = cudnn.config
 
 
 def test_none_clears_a_key_that_may_be_empty(file: Path):
