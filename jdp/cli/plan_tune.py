@@ -107,8 +107,8 @@ def _show(tuning: "Tuning", found: "Tuned") -> None:
         print(sentence)
     if found.best is not None and found.fits:
         changed = {key: text for key, text in overrides_of(found.best.way).items() if tuning.changes(key, text)}
-        flags = " ".join(f"--{key} {shlex.quote(text)}" for key, text in {**tuning.overrides, **changed}.items())
-        print(f"{_KEEPS}\njdp train {shlex.quote(str(tuning.file))} {flags}")
+        flags = [word for key, text in {**tuning.overrides, **changed}.items() for word in (f"--{key}", text)]
+        print(f"{_KEEPS}\n{shlex.join(['jdp', 'train', str(tuning.file), *flags])}")
 
 
 def _write(path: Path, tuning: "Tuning", best: "Trial") -> None:

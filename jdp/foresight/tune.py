@@ -122,7 +122,7 @@ class Tuned:
     def why(self) -> tuple[str, ...]:
         """Sentences: which way is fastest, or nearest to fitting, and what was gained."""
         start, best = self.trials[0], self.best
-        tried = f"{len(self.trials)} ways were compiled"
+        tried = "1 way was compiled" if len(self.trials) == 1 else f"{len(self.trials)} ways were compiled"
         tried += "." if self.complete else "; the time was up before the search was (--tune-minutes)."
         if best is None:
             return (tried, f"None compiled. {start.name}: {start.estimate.error}")

@@ -69,7 +69,7 @@ def test_numbers_are_followed_while_they_pay():
 def test_what_fits_goes_before_what_is_fast():
     made = {"a": Made(1.0, 300), "b": Made(1.0, 200), "c": None, "d": Made(9.0, 90), "e": Made(8.0, 95, kept=False)}
     tuned, _ = found([dimension(*made)], made.get)
-    assert tuned.best.name == "d" and len(tuned.trials) == 4
+    assert tuned.best.name == "d" and len(tuned.trials) == 4 and tuned.why[0] == "4 ways were compiled."
     assert tuned.table()[0][:2] == ("a", "no") and set(tuned.table()[0][3:]) == {"–"}
     nothing, _ = found([dimension("a", "b", "c")], made.get)
     assert not nothing.fits and "the nearest is b, which needs 200 B of 100 B" in nothing.why[1]
