@@ -28,7 +28,6 @@ def candidates_of(
 ) -> list[Candidate]:
     """Return the experiment's step under each strategy and number of microbatches, on the target's devices.
 
-
     Args:
         experiment: validated. A batch size that does not divide over the target's devices and microbatches is rounded
             up, which the candidates' notes report.

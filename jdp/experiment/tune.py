@@ -14,7 +14,7 @@ from typing import get_args
 from jdp.core.batch_unit import batch_unit
 from jdp.core.compiler import PRESETS
 from jdp.core.disk_cache import Cache
-from jdp.core.sharding.mesh import DATA
+from jdp.core.sharding.axes import DATA
 from jdp.core.toml import toml_value
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError, check_for_devices, load
@@ -26,7 +26,7 @@ from jdp.foresight.targets.relocate import hybrid_axes
 from jdp.foresight.targets.resolve import Target
 from jdp.foresight.tune import Choice, Dimension, Trial, Tuned, Way, name_of, overrides_of, search
 from jdp.models import GPTConfig, ViTConfig
-from jdp.models.transformer import Remat
+from jdp.models.configs.choices import Remat
 
 SCHEDULER = {"xla_gpu_enable_latency_hiding_scheduler": True}
 PIPELINED = {f"xla_gpu_enable_pipelined_{kind}": True for kind in ("all_gather", "all_reduce", "reduce_scatter")}

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
+from jdp.core.compiler import Compiler
 from jdp.core.toml import cut
 from jdp.core.user_path import user_path
 
@@ -97,8 +98,6 @@ def _best(best: Any) -> Any:
 
 def _compiler(given: Any) -> Any:
     """Return a preset's name, or option -> value. Raises ValueError."""
-    from jdp.core.compiler import Compiler  # late: it needs JAX, and help does not
-
     return Compiler.of(given).value
 
 
