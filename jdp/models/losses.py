@@ -44,6 +44,7 @@ def linear_next_token_loss(
     Where the logits would take more than `chunk_bytes` on a device, they are computed for some positions at a time and
     their gradients at once, so that they are neither held nor computed again (as in Liger Kernel, arXiv:2410.10989,
     section 3.2). Products are in the features' dtype; logits, softmax and the sum of the head's gradient are float32.
+    In chunks it has gradients, but no forward-mode derivative: `jax.jvp` raises TypeError.
 
     Args:
         features: [batch, length, width].
