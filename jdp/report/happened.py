@@ -81,7 +81,9 @@ def _visits(history: History) -> Iterator[Happened]:
         if what in _BEGINS:
             if before in _BEGINS:
                 yield Happened(at, step, "the visit before left no end: it was killed, or its machine was lost", True)
-            yield Happened(at, step, f"{what} on {_devices(event)}")
+            changed: Mapping[str, Any] = event.get("changed") or {}
+            now = "".join(f"; {key} changed" for key in changed)
+            yield Happened(at, step, f"{what} on {_devices(event)}{now}")
         elif what == "failed":
             yield Happened(at, step, f"failed: {event.get('error', '')}", True)
         elif what == "stopped":

@@ -236,6 +236,24 @@ def check_same(experiment: Experiment, folder: Path) -> None:
 
 def _differences(experiment: Experiment, folder: Path) -> list[str]:
     """Return what differs and must not, between the visits of a run. Raises ExperimentError."""
+    kept = FIXED | ({"train.steps"} if experiment.optimizer.schedule != "constant" else set[str]())
+    return [
+        f"{key} was {was!r}, is {now!r}"
+        for key, (was, now) in changed(experiment, folder).items()
+        if key in kept or not MAY_CHANGE & {key, key.partition(".")[0]}
+    ]
+
+
+def changed(experiment: Experiment, folder: Path) -> dict[str, tuple[Any, Any]]:
+    """Return each dotted key that has not the value recorded in a folder -> the values there and now; None for none.
+
+    Args:
+        experiment: validated.
+        folder: of a run that was recorded.
+
+    Raises:
+        ExperimentError: what is recorded cannot be read.
+    """
     file = folder / FILE
     try:
         before = tomllib.loads(file.read_text(encoding="utf-8"))
@@ -246,12 +264,8 @@ def _differences(experiment: Experiment, folder: Path) -> list[str]:
     with contextlib.suppress(ExperimentError):  # keys that came after it have their defaults; else it is compared as is
         before = tomllib.loads(to_toml(from_table(before)))
     before, now = _flat(before), _flat(tomllib.loads(to_toml(experiment)))
-    kept = FIXED | ({"train.steps"} if experiment.optimizer.schedule != "constant" else set[str]())
-    return [
-        f"{key} was {before.get(key)!r}, is {now.get(key)!r}"
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key) != now.get(key) and (key in kept or not MAY_CHANGE & {key, key.partition(".")[0]})
-    ]
+    pairs = {key: (before.get(key), now.get(key)) for key in sorted(before.keys() | now.keys())}
+    return {key: (was, is_now) for key, (was, is_now) in pairs.items() if was != is_now}
 
 
 def _other_experiment(folder: Path, differing: Sequence[str]) -> str:

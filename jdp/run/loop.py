@@ -36,7 +36,7 @@ from jdp.guard.bad_steps import RollBack
 from jdp.guard.deadline import Deadline
 from jdp.guard.watch import Watch, watching
 from jdp.run.evaluation import Best, coverage, evaluate
-from jdp.run.folder import SUMMARY, claimed, record, record_summary, writing
+from jdp.run.folder import SUMMARY, changed, claimed, record, record_summary, writing
 from jdp.run.health import Health, went_back
 from jdp.run.initial_weights import check_init_from
 from jdp.run.outputs import trackers
@@ -136,7 +136,9 @@ def _train(
 ) -> dict[str, Any]:
     """Train from `state` until the end or a stop, and return the summary. Raises as `run` does, and RollBack."""
     experiment = assembly.experiment
-    if progress.done and not progress.finished(experiment):
+    resumes = progress.done > 0 and not progress.finished(experiment)
+    differing = changed(experiment, folder) if resumes and jax.process_index() == 0 else {}
+    if resumes:
         record(experiment, folder)
     config = tomllib.loads(to_toml(experiment))
     tracks = {} if progress.finished(experiment) else experiment.track.model_dump()
@@ -145,7 +147,7 @@ def _train(
         Metrics(folder, resumed_step=progress.done, trackers=tracked) as metrics,
         display,
         Profile(profile, folder, display, done=progress.done) as profiled,
-        recorded(folder, experiment, progress, assembly.mesh),
+        recorded(folder, experiment, progress, assembly.mesh, differing),
     ):
         state = _loop(assembly, state, progress, Outputs(display, metrics, saved, stop, profiled, watch))
         if stop.signal:

@@ -90,5 +90,7 @@ def test_a_run_that_was_taken_over_begins_anew_and_is_resumed(tmp_path):
     (folder / ".lock").touch()
     assert main(["train", str(file), "--run-dir", str(tmp_path)]) == 0
     assert events(folder) == [("started", 0), ("finished", 2)]
-    assert main(["train", str(file), "--run-dir", str(tmp_path), "--train.steps", "3"]) == 0
+    assert main(["train", str(file), "--run-dir", str(tmp_path), "--train.steps", "3", "--compiler", "overlap"]) == 0
     assert events(folder) == [("started", 0), ("finished", 2), ("resumed", 2), ("finished", 3)]
+    resumed = read_history(folder / HISTORY)[2]
+    assert resumed["changed"] == {"compiler": ["default", "overlap"], "train.steps": [2, 3]}

@@ -5,6 +5,7 @@ One JSON object a line, each with "time" (Unix seconds), "event" and "step" (bat
 | event            | when                         | further keys                                             |
 |------------------|------------------------------|----------------------------------------------------------|
 | started, resumed | before a visit's first step  | platform, device, devices, hosts, processes, jax, python |
+|                  |                              | changed, if it was: key of the experiment: [before, now] |
 | finished         | all steps are done           | stopped_early                                            |
 | stopped          | a signal, after saving       | signal                                                   |
 | rolled back      | too many bad steps in a row  | why; "resumed" or "started" follows                      |
@@ -20,8 +21,9 @@ import contextlib
 import json
 import platform
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -40,7 +42,13 @@ _LONGEST_ERROR = 1000
 
 
 @contextlib.contextmanager
-def recorded(folder: Path, experiment: Experiment, progress: Progress, mesh: Mesh) -> Generator[None]:
+def recorded(
+    folder: Path,
+    experiment: Experiment,
+    progress: Progress,
+    mesh: Mesh,
+    changed: Mapping[str, tuple[Any, Any]] = MappingProxyType({}),
+) -> Generator[None]:
     """Record the beginning of a visit, and how it ends when it leaves `with`. Process 0 writes.
 
     A run that was finished before the visit is left as it is.
@@ -50,11 +58,13 @@ def recorded(folder: Path, experiment: Experiment, progress: Progress, mesh: Mes
         experiment: the run's.
         progress: how far the run is; read again at the end.
         mesh: the devices of the visit.
+        changed: each key that the visit before had another value of -> both values.
     """
     if progress.finished(experiment) or jax.process_index() != 0:
         yield
         return
-    _append(folder, "resumed" if progress.done else "started", progress.done, **devices_of(mesh))
+    begun = devices_of(mesh) | ({"changed": changed} if changed else {})
+    _append(folder, "resumed" if progress.done else "started", progress.done, **begun)
     try:
         yield
     except Stopped as request:
