@@ -28,11 +28,11 @@ def test_the_readme_has_the_table_of_what_was_measured(every):
 def test_every_benchmark_is_run(every):
     programs = {file.stem for file in BENCHMARKS.glob("*.py") if "finish(" in file.read_text()} - {"measure"}
     assert {words[0] for words in every.RUNS} == programs
+    assert len(set(every.RUNS)) == len(every.RUNS), "no run twice"
 
 
 def test_a_new_result_takes_the_place_of_the_old_one(every, tmp_path, monkeypatch):
     monkeypatch.setattr(every, "RESULTS", tmp_path / "results.json")
-    every.RESULTS.write_text("[]")
 
     def entry(name, result, **machine):
         machine = {"cores": 2, "load": 0.5, "jax": "0.10.2", **machine}
@@ -40,6 +40,8 @@ def test_a_new_result_takes_the_place_of_the_old_one(every, tmp_path, monkeypatc
         row = {"measures": "seconds", "result": result, "promised": "–", "machine": machine, "date": "2026-01-01"}
         return {"run": words, **row}
 
+    of_before = {**entry("dispatch", "0"), "run": ["dispatch", "--an-option-it-had"]}
+    every.RESULTS.write_text(json.dumps([of_before]))
     for name, result, machine in [
         ("predicted", "2", {}),
         ("dispatch", "1", {}),

@@ -5,7 +5,8 @@
 Each runs in a process of its own with `--json`. Its line of the table, with the machine and versions, replaces the line
 of the same program and arguments in `results.json`, beside this file; lines measured on a GPU and on none stand side by
 side. A benchmark that fails, or takes longer than the timeout, is named, leaves its line as it was, and makes the exit
-code 1. `--readme` measures nothing: it writes the table from `results.json` into README.md, between two marks.
+code 1. `peers.py` compares with PyTorch where TORCH_PYTHON names a Python that has it; `gpu.py` has no line without a
+GPU. `--readme` measures nothing: it writes the table from `results.json` into README.md, between two marks.
 """
 
 import argparse
@@ -41,7 +42,6 @@ attention
 loss
 input
 peers
-peers
 gpu
 """.splitlines()
 )
@@ -63,9 +63,13 @@ def run(words: tuple[str, ...], timeout: float) -> dict[str, Any] | str:
 
 
 def keep(entry: dict[str, Any]) -> None:
-    """Put an entry into `results.json`, in the place of one of the same run on a machine of the same kind."""
-    entries = {_key(one): one for one in [*json.loads(RESULTS.read_text(encoding="utf-8")), entry]}
+    """Put an entry into `results.json`, in the place of one of the same run on a machine of the same kind.
+
+    Entries of runs that `RUNS` has no longer are dropped.
+    """
     order = [" ".join(words) for words in RUNS]
+    kept = [one for one in json.loads(RESULTS.read_text(encoding="utf-8")) if " ".join(one["run"]) in order]
+    entries = {_key(one): one for one in [*kept, entry]}
     by_run = sorted(entries.values(), key=lambda one: (order.index(" ".join(one["run"])), _key(one)))
     RESULTS.write_text(json.dumps(by_run, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
@@ -115,6 +119,8 @@ def main() -> int:
         if isinstance(found, str):
             print(f"{' '.join(words)}: {found}", file=sys.stderr, flush=True)
             failed.append(words[0])
+        elif words[0] == "gpu" and "gpu" not in found["machine"]:
+            print("gpu: not kept, as its numbers mean nothing without a GPU")
         else:
             keep(found)
     print(f"{len(chosen)} programs, failed: {', '.join(failed) or 'none'}")
