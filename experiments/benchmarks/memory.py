@@ -19,7 +19,7 @@ import jax
 import optax
 from flax import nnx
 from measure import Row, finish, parser
-from traffic import Case, Shape, abstract_batch, configuration, gpt_loss
+from traffic import MIB, Case, Shape, abstract_batch, configuration, gpt_loss
 
 import jdp
 from jdp.core.sharding.strategy import STRATEGIES
@@ -28,8 +28,6 @@ from jdp.foresight.memory.zero_formula import jdp_bytes
 from jdp.foresight.program.compiled import compile_step
 from jdp.foresight.targets.resolve import Target, target
 from jdp.models import build, parameter_count
-
-MIB = 2**20
 
 
 def measure(strategy: str, on: Target, layers: int, accumulate: int) -> dict[str, Any]:
