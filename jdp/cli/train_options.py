@@ -32,7 +32,7 @@ class Options:
     failed)."""
     fresh_memory: bool = False
     """On CPUs: give memory back to the system between steps, as other programs do. It is kept, on huge pages, without:
-    a small model's step takes a third less, and the process stays at the most memory that it ever used.
+    a small model's step takes a quarter less, and the process stays at the most memory that it ever used.
     JDP_FRESH_MEMORY=1 does the same."""
     no_cache: bool = False
     """Compile again what was compiled before ($JDP_CACHE_DIR, else ~/.cache/jdp)."""

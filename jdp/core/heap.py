@@ -2,7 +2,7 @@
 
 XLA:CPU allocates the buffers of a step when it starts and frees them when it ends. glibc's `malloc` maps large ones
 from the kernel and gives them back, so that each step touches fresh pages, each of which the kernel has to find and
-fill with zeros: a third of the processor time of a small model's step (`experiments/benchmarks/peers.py`). The
+fill with zeros: a quarter of the processor time of a small model's step (`experiments/benchmarks/peers.py`). The
 settings below leave freed memory on one heap of the process, in pages of 2 MiB where the kernel has them. The price:
 the process keeps the most that it ever used, and all its threads allocate from one arena.
 """
@@ -32,7 +32,7 @@ _OTHER_ALLOCATORS = ("mallctl", "mi_malloc", "tc_malloc")  # jemalloc, mimalloc,
 
 
 def keep_memory() -> str | None:
-    """Keep the memory that this process frees, and use huge pages for it: a small model's step takes a third less.
+    """Keep the memory that this process frees, and use huge pages for it: a small model's step takes a quarter less.
 
     Call it before JAX starts its devices, in a process that computes on CPUs (`jdp train` does, on its own); data that
     is only on its way to a GPU gains nothing. glibc on Linux only; elsewhere nothing is done. The process keeps the
