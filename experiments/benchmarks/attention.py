@@ -6,19 +6,21 @@ Causal, grouped heads, bf16 for a GPU (described, compiled, not run: bytes of te
 simulated time) and fp32 on this CPU (processor time in turns, and temporaries). A row of shapes is
 rows × length × heads / kv_heads × width of a head.
 
-2026-11 (jax 0.10.2; 2 cores, load 16; forward and backward pass):
+2026-11-22 (jax 0.10.2; 2 cores, load 12; forward and backward pass):
 
 | | as chosen: held, moved, time | whole weights |
 |---|---|---|
 | gpt2-124m, 8 × 1024 × 12 / 12 × 64, H100 | 24 MiB, 0.17 GiB, 0.21 ms | 972 MiB, 3.9 GiB, 1.5 ms |
 | gpt-1b, 4 × 2048 × 32 / 8 × 64, H100 | 65 MiB, 0.30 GiB, 0.80 ms | 5.0 GiB, 24 GiB, 8.9 ms |
 | llama-8b, 1 × 8192 × 32 / 8 × 128, H100 | 129 MiB, 0.60 GiB, 4.2 ms | 20 GiB, 93 GiB, 35 ms |
-| quickstart, 4 × 128 × 4 / 2 × 32, CPU | 2.4 MiB, processor time 0.80 ± 0.10 | 4.1 MiB, 1 |
-| one row of gpt2-124m, CPU | 93 MiB, 0.454 ± 0.010 | 195 MiB, 1 |
+| quickstart, 4 × 128 × 4 / 2 × 32, CPU | 2.4 MiB, processor time 0.75 ± 0.10 | 4.1 MiB, 1 |
+| one row of gpt2-124m, CPU | 93 MiB, 0.466 ± 0.019 | 195 MiB, 1 |
 """
 
 import argparse
 import functools
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,9 +31,9 @@ from measure import Row, finish, parser, ratio, show, take_turns
 import jdp
 from jdp.core.sharding.mesh import tracing_on
 from jdp.core.types import Device
-from jdp.foresight.program.compiled import Compiled, compile_step
+from jdp.foresight.program.compiled import compile_step
 from jdp.foresight.targets.cudnn import ASSUMED, answered_for
-from jdp.foresight.targets.resolve import target
+from jdp.foresight.targets.resolve import Target, target
 from jdp.foresight.timing.timeline import timeline
 from jdp.models.attention import attend
 
@@ -39,6 +41,9 @@ ON_GPU = {"gpt2-124m": (8, 1024, 12, 12, 64), "gpt-1b": (4, 2048, 32, 8, 64), "l
 ON_CPU = {"quickstart": (4, 128, 4, 2, 32), "gpt2-124m, one row": (1, 1024, 12, 12, 64)}
 FORMS = {"auto": "chosen", "xla": "whole weights"}
 MIB = 2**20
+
+Shapes = dict[str, tuple[int, ...]]
+Operands = Callable[[tuple[int, ...], Any], list[jax.ShapeDtypeStruct]]
 
 
 def differentiated(by: Any, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
@@ -64,16 +69,38 @@ def operands(shape: tuple[int, ...], dtype: Any) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct((rows, length, n, width), dtype) for n in (heads, kv_heads, kv_heads)]
 
 
-def foreseen(compiled: Compiled, on: Any) -> dict[str, float]:
-    """Return what was read off a program for a described GPU."""
-    line = timeline(compiled.program, on)
-    return {"temp_mib": compiled.temp_bytes / MIB, "traffic_mib": line.bytes / MIB, "us": 1e6 * line.compute_seconds}
+def foreseen(
+    shapes: Shapes, forms: dict[str, Any], operands: Operands, on: Target, *, quiet: bool
+) -> dict[str, dict[str, Any]]:
+    """Compile each form for a described GPU in each shape; return, and print, what is read off the programs."""
+    found: dict[str, dict[str, Any]] = {name: {} for name in shapes}
+    for (name, shape), (words, form) in itertools.product(shapes.items(), forms.items()):
+        compiled = compile_step(lowered(form, operands(shape, jnp.bfloat16), on.devices[0]))
+        line = timeline(compiled.program, on)
+        held, moved, us = compiled.temp_bytes / MIB, line.bytes / MIB, 1e6 * line.compute_seconds
+        found[name][words] = {"temp_mib": held, "traffic_mib": moved, "us": us}
+        if not quiet:
+            print(f"{on} {name:12} {words:14} {held:8.0f} MiB held, {moved:8.0f} MiB moved, {us:7.0f} us", flush=True)
+    return found
 
 
-def on_this_cpu(functions: dict[str, Any], given: list[jax.ShapeDtypeStruct], rounds: int) -> dict[str, Any]:
-    """Run compiled forms in turns; return temporaries of each, and the ratio of the first's processor time."""
+def measured(
+    shapes: Shapes, forms: dict[str, Any], operands: Operands, rounds: int, *, quiet: bool
+) -> dict[str, dict[str, Any]]:
+    """Run the forms on this CPU in turns, in each shape; return, and print, what they hold and take."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, shape in shapes.items():
+        found[name] = in_turns(forms, operands(shape, jnp.float32), rounds)
+        if not quiet:
+            temp = ", ".join(f"{words} {size:.1f} MiB" for words, size in found[name]["temp_mib"].items())
+            print(f"cpu {name}: processor time {show(found[name]['cpu_ratio'])}; {temp}", flush=True)
+    return found
+
+
+def in_turns(forms: dict[str, Any], given: list[jax.ShapeDtypeStruct], rounds: int) -> dict[str, Any]:
+    """Run two compiled forms in turns; return temporaries of each, and the ratio of the first's processor time."""
     device = jax.local_devices(backend="cpu")[0]
-    made = {name: lowered(one, given, device).compile() for name, one in functions.items()}
+    made = {name: lowered(form, given, device).compile() for name, form in forms.items()}
     keys = jax.random.split(jax.random.key(0), len(given))
     values = [
         jax.random.normal(key, x.shape, x.dtype)
@@ -82,45 +109,29 @@ def on_this_cpu(functions: dict[str, Any], given: list[jax.ShapeDtypeStruct], ro
         for key, x in zip(keys, given, strict=True)
     ]
     times = take_turns({name: functools.partial(one, *values) for name, one in made.items()}, rounds)
-    first, second = times
+    first, second = times.values()
     sizes: dict[str, Any] = {name: one.memory_analysis() for name, one in made.items()}
     temp = {name: size.temp_size_in_bytes / MIB for name, size in sizes.items()}
-    return {"temp_mib": temp, "cpu_ratio": ratio(times[first].cpu, times[second].cpu)}
+    return {"temp_mib": temp, "cpu_ratio": ratio(first.cpu, second.cpu)}
 
 
-def arguments(program: str, documentation: str | None) -> argparse.Namespace:
-    options = parser(program, documentation)
-    options.add_argument("--target", default="h100:1x1", help="see jdp.foresight.targets")
-    options.add_argument("--rounds", type=int, default=8, metavar="N")
-    return options.parse_args()
+def options(program: str, documentation: str | None) -> argparse.ArgumentParser:
+    made = parser(program, documentation)
+    made.add_argument("--target", default="h100:1x1", help="see jdp.foresight.targets")
+    made.add_argument("--rounds", type=int, default=8, metavar="N")
+    return made
 
 
 def main() -> None:
-    given = arguments(__file__, __doc__)
-    on, found = target(given.target), dict[str, Any]()
+    given = options(__file__, __doc__).parse_args()
+    on = target(given.target)
     forms = {words: functools.partial(differentiated, by) for by, words in FORMS.items()}
-    for name, shape in ON_GPU.items():
-        programs = {
-            words: compile_step(lowered(form, operands(shape, jnp.bfloat16), on.devices[0]))
-            for words, form in forms.items()
-        }
-        found[name] = {words: foreseen(one, on) for words, one in programs.items()}
-        if not given.json:
-            for words, one in found[name].items():
-                numbers = f"{one['temp_mib']:8.0f} MiB held, {one['traffic_mib']:8.0f} MiB moved, {one['us']:7.0f} us"
-                print(f"{on} {name:12} {words:14} {numbers}", flush=True)
-    for name, shape in ON_CPU.items():
-        found[name] = on_this_cpu(forms, operands(shape, jnp.float32), given.rounds)
-        if not given.json:
-            temp = ", ".join(f"{words} {size:.1f} MiB" for words, size in found[name]["temp_mib"].items())
-            print(f"cpu {name}: processor time {show(found[name]['cpu_ratio'])}; {temp}", flush=True)
-    times = [one["chosen"]["us"] / one["whole weights"]["us"] for name, one in found.items() if name in ON_GPU]
-    cpu = ", ".join(f"{found[name]['cpu_ratio']['median']:.2f}" for name in ON_CPU)
-    row = Row(
-        f"attention as chosen over whole weights: simulated time ({on}: {', '.join(ON_GPU)}), processor time",
-        f"{', '.join(f'{each:.3f}' for each in times)}; {cpu}",
-    )
-    finish({"target": str(on), "found": found}, given.json, row)
+    gpu = foreseen(ON_GPU, forms, operands, on, quiet=given.json)
+    cpu = measured(ON_CPU, forms, operands, given.rounds, quiet=given.json)
+    times = ", ".join(f"{one['chosen']['us'] / one['whole weights']['us']:.3f}" for one in gpu.values())
+    ratios = ", ".join(f"{one['cpu_ratio']['median']:.2f}" for one in cpu.values())
+    measures = f"attention as chosen over whole weights: simulated time ({on}: {', '.join(gpu)}), processor time"
+    finish({"target": str(on), "found": gpu | cpu}, given.json, Row(measures, f"{times}; {ratios}"))
 
 
 if __name__ == "__main__":

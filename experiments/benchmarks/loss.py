@@ -6,14 +6,14 @@ bf16 features and head for a GPU (described, compiled, not run: bytes of tempora
 simulated time), fp32 on this CPU (processor time in turns, and temporaries), where chunks are those of `--chunk-mib`
 for comparison: by itself jdp computes logits of up to 512 MiB whole there.
 
-2026-11 (jax 0.10.2; 2 cores, load 13; loss and both gradients, tied):
+2026-11-22 (jax 0.10.2; 2 cores, load 12; loss and both gradients, tied):
 
 | | in chunks: held, moved, time | whole |
 |---|---|---|
 | gpt2-124m, 8 × 1024, 50,257 of 768, H100 | 0.81 GiB, 9.4 GiB, 5.1 ms | 1.5 GiB, 11.0 GiB, 5.7 ms |
 | gpt-1b, 4 × 2048, 50,304 of 2048, H100 | 0.81 GiB, 12.9 GiB, 10.9 ms | 1.5 GiB, 11.4 GiB, 11.2 ms |
 | llama-8b, 1 × 8192, 128,256 of 4096, H100 | 2.2 GiB, 70 GiB, 51.3 ms | 3.9 GiB, 31 GiB, 51.0 ms |
-| 256 × 50,304 of 128, CPU, chunks of 4 MiB | 29 MiB, processor time 1.29 ± 0.03 | 98 MiB, 1 |
+| 256 × 50,304 of 128, CPU, chunks of 4 MiB | 29 MiB, processor time 1.22 ± 0.07 | 98 MiB, 1 |
 
 What is moved more is the head's float32 gradient, read and written for each chunk, while products are computed.
 """
@@ -23,10 +23,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from attention import MIB, foreseen, lowered, on_this_cpu
-from measure import Row, finish, parser, show
+from attention import MIB, foreseen, measured, options
+from measure import Row, finish
 
-from jdp.foresight.program.compiled import compile_step
 from jdp.foresight.targets.resolve import target
 from jdp.models import linear_next_token_loss, next_token_loss
 from jdp.models.losses import CHUNK_BYTES
@@ -62,38 +61,20 @@ def operands(shape: tuple[int, ...], dtype: Any) -> list[jax.ShapeDtypeStruct]:
 
 
 def main() -> None:
-    options = parser(__file__, __doc__)
-    options.add_argument("--target", default="h100:1x1", help="see jdp.foresight.targets")
-    options.add_argument("--rounds", type=int, default=8, metavar="N")
-    options.add_argument("--chunk-mib", type=float, default=4, help="of logits, on this CPU")
-    given = options.parse_args()
-    on, found = target(given.target), dict[str, Any]()
+    parser = options(__file__, __doc__)
+    parser.add_argument("--chunk-mib", type=float, default=4, help="of logits, on this CPU")
+    given = parser.parse_args()
+    on = target(given.target)
     forms = {"in chunks": functools.partial(in_chunks, CHUNK_BYTES), "whole": whole}
-    for name, shape in ON_GPU.items():
-        programs = {
-            words: compile_step(lowered(form, operands(shape, jnp.bfloat16), on.devices[0]))
-            for words, form in forms.items()
-        }
-        found[name] = {words: foreseen(one, on) for words, one in programs.items()}
-        if not given.json:
-            for words, one in found[name].items():
-                numbers = f"{one['temp_mib']:8.0f} MiB held, {one['traffic_mib']:8.0f} MiB moved, {one['us']:7.0f} us"
-                print(f"{on} {name:12} {words:10} {numbers}", flush=True)
+    gpu = foreseen(ON_GPU, forms, operands, on, quiet=given.json)
     forms["in chunks"] = functools.partial(in_chunks, int(given.chunk_mib * MIB))
-    for name, shape in ON_CPU.items():
-        found[name] = on_this_cpu(forms, operands(shape, jnp.float32), given.rounds)
-        if not given.json:
-            temp = ", ".join(f"{words} {size:.1f} MiB" for words, size in found[name]["temp_mib"].items())
-            print(f"cpu {name}: processor time {show(found[name]['cpu_ratio'])}; {temp}", flush=True)
+    cpu = measured(ON_CPU, forms, operands, given.rounds, quiet=given.json)
     ratios = [
-        [one["in chunks"][what] / one["whole"][what] for name, one in found.items() if name in ON_GPU]
+        ", ".join(f"{one['in chunks'][what] / one['whole'][what]:.2f}" for one in gpu.values())
         for what in ("us", "temp_mib")
     ]
-    row = Row(
-        f"the loss in chunks over whole logits ({on}: {', '.join(ON_GPU)}): simulated time; temporaries",
-        "; ".join(", ".join(f"{each:.2f}" for each in some) for some in ratios),
-    )
-    finish({"target": str(on), "found": found}, given.json, row)
+    measures = f"the loss in chunks over whole logits ({on}: {', '.join(gpu)}): simulated time; temporaries"
+    finish({"target": str(on), "found": gpu | cpu}, given.json, Row(measures, "; ".join(ratios)))
 
 
 if __name__ == "__main__":
