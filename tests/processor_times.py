@@ -1,7 +1,8 @@
 """`pytest --processor-times FILE`: what each test takes of the processor, the processes that it starts included.
 
-A line of JSON a test, [name, seconds here, seconds of processes that ended], and a table by folders at the end. The
-wall clock says little where other programs run beside; processor time grows too, but only by the caches they share.
+A line of JSON a test, [name, seconds here, seconds of processes that ended], and at the end a table by folders of all
+lines in FILE, those of earlier runs too. The wall clock says little where other programs run beside; processor time
+grows too, but only by the caches they share.
 """
 
 import json
