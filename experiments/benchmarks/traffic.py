@@ -287,7 +287,9 @@ def headline(rows: list[dict[str, Any]], given: argparse.Namespace) -> Row:
     """The largest ratio of the chosen partitioning under each strategy."""
     chosen = [row for row in rows if row["chosen"]]
     most = {name: max(r["ratio"] for r in chosen if r["strategy"] == name) for name in given.strategies.split(",")}
-    measures = f"wire bytes against the table above: {given.models}; {given.targets}; K = {given.accumulate}"
+    axes = {"replica": given.replicas, "model": given.model_axis}
+    mesh = "".join(f", {axis}={size}" for axis, size in axes.items() if size != 1)
+    measures = f"wire bytes against the table above: {given.models}; {given.targets}{mesh}; K = {given.accumulate}"
     result = ", ".join(f"{ratio:.3f} `{name}`" for name, ratio in most.items())
     return Row(f"{measures}; {len(chosen)} programs", result, "≤ 1.02")
 
