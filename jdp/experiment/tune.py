@@ -31,16 +31,14 @@ from jdp.models.configs.choices import Remat
 SCHEDULER = {"xla_gpu_enable_latency_hiding_scheduler": True}
 PIPELINED = {f"xla_gpu_enable_pipelined_{kind}": True for kind in ("all_gather", "all_reduce", "reduce_scatter")}
 DOUBLED = {"xla_gpu_enable_while_loop_double_buffering": True}
-JOINED = {f"xla_gpu_{kind}_combine_threshold_bytes": 2**30 for kind in ("all_gather", "reduce_scatter")}
 COMPILERS: dict[str, Mapping[str, bool | int]] = {
     "pipelined": SCHEDULER | PIPELINED,
     "doubled": SCHEDULER | DOUBLED,
-    "joined": SCHEDULER | JOINED,
 }
 """Options for GPUs that are tried beside the presets: collectives moved into the round of a loop before or after; two
-rounds of a loop in one, with buffers of their own; one collective for what would be several. Several collectives at
-once (xla_gpu_experimental_parallel_collective_overlap_limit) would often win as simulated and are left out: XLA had
-them race on streams of their own (openxla/xla, pull request 40520), and no run on several GPUs has shown them right."""
+rounds of a loop in one, with buffers of their own. Several collectives at once
+(xla_gpu_experimental_parallel_collective_overlap_limit) would often win as simulated and are left out: XLA had them
+race on streams of their own (openxla/xla, pull request 40520), and no run on several GPUs has shown them right."""
 MOST_UNROLLED = 48
 """More layers than this are not tried unrolled: compiling them takes minutes."""
 
