@@ -4,6 +4,7 @@ An entry's name is a hash of everything that its result follows from, so a cache
 result: an entry that cannot be read is made again, and a folder that cannot be written is reported once.
 """
 
+import contextlib
 import hashlib
 import os
 import re
@@ -86,10 +87,14 @@ class Cache:
                 notice(f"{self.contents} are not kept for the next run: {why}")
 
     def _prune(self) -> None:
-        entries = [path for path in self.folder.iterdir() if re.fullmatch(self.names, path.name)]
-        newest_first = sorted(((e.stat().st_mtime, e.stat().st_size, e) for e in entries), reverse=True)
+        entries: list[tuple[float, int, Path]] = []
+        for path in self.folder.iterdir():
+            if re.fullmatch(self.names, path.name):
+                with contextlib.suppress(FileNotFoundError):  # another process deleted it
+                    found = path.stat()
+                    entries.append((found.st_mtime, found.st_size, path))
         total = 0
-        for _, size, path in newest_first:
+        for _, size, path in sorted(entries, reverse=True):
             total += size
             if total > self.limit_bytes:
                 path.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from pathlib import Path
 
 from jdp.core.disk_cache import Cache
 
@@ -44,3 +45,12 @@ def test_a_write_that_fails_leaves_nothing_and_is_reported(tmp_path, caplog):
     Cache(tmp_path, contents="things").store(NAMES[0], fill_the_disk)
     assert list(tmp_path.iterdir()) == []
     assert f"things are not kept for the next run: {tmp_path} cannot be written (No space left" in caplog.text
+
+
+def test_an_entry_that_another_process_deletes_meanwhile_is_no_fault(tmp_path, caplog, monkeypatch):
+    caplog.set_level("INFO", "jdp")
+    listed = Path.iterdir
+    monkeypatch.setattr(Path, "iterdir", lambda folder: [*listed(folder), folder / NAMES[1]])
+    cache = Cache(tmp_path, limit_bytes=150)
+    cache.store(NAMES[0], lambda file: file.write(bytes(100)))
+    assert cache.load(NAMES[0], lambda file: file.read()) == bytes(100) and not caplog.text
