@@ -26,10 +26,12 @@ def user_path(given: str | os.PathLike[str]) -> Path:
     """Return the path with `~` and `~user` expanded. Nothing need exist there.
 
     Raises:
-        PathError: it is an address such as gs://bucket/run, has a NUL character or bytes that are not UTF-8, is longer
-            than the file system allows, names a user without a home folder, or leads through a folder that may not be
-            entered. The message begins with the rule.
+        PathError: it is neither text nor a `Path`, is an address such as gs://bucket/run, has a NUL character or bytes
+            that are not UTF-8, is longer than the file system allows, names a user without a home folder, or leads
+            through a folder that may not be entered. The message begins with the rule.
     """
+    if not isinstance(given, str | os.PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise PathError(f'a path must be text or a pathlib.Path, given {str(given)[:100]!r}: write one, such as "runs"')
     text = os.fspath(given)
     _check_text(text)
     try:
