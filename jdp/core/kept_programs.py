@@ -26,8 +26,9 @@ from jax._src import compilation_cache  # nothing public takes another store
 
 from jdp.core.coordination import joined_as
 from jdp.core.disk_cache import Cache, default_folder
-from jdp.core.meeting import from_every_process, from_first_process
+from jdp.core.meeting import from_every_process, from_first_process, meet
 from jdp.core.notices import notice
+from jdp.core.numbers import is_integer
 from jdp.core.user_path import user_path
 
 LIMIT_BYTES = 2**30
@@ -51,8 +52,8 @@ def kept_in() -> Path | None:
 def keep_programs(folder: str | Path | None = None, *, limit_bytes: int = LIMIT_BYTES) -> Path | None:
     """Keep compiled programs on disk from now on, and take those that are there: a second start compiles nothing.
 
-    `jdp train` and `jdp launch` do so. Call it after `jdp.initialize()`, before anything is compiled, the same on every
-    process. Whoever can write to the folder can have this process run code.
+    `jdp train` and `jdp launch` do so. Call it once, after `jdp.initialize()`, before anything is compiled, the same on
+    every process. Whoever can write to the folder can have this process run code.
 
     Args:
         folder: where; None: `programs` in $JDP_CACHE_DIR, else in ~/.cache/jdp. Several processes may share it, and
@@ -60,18 +61,24 @@ def keep_programs(folder: str | Path | None = None, *, limit_bytes: int = LIMIT_
         limit_bytes: beyond it the least recently used programs are deleted.
 
     Returns:
-        The folder. What JAX was told before stays as it is: the folder of JAX_COMPILATION_CACHE_DIR if that is set.
-        None if JAX_ENABLE_COMPILATION_CACHE is off, or the folder cannot be made or reached by all processes of this
-        run, which is said.
+        The folder. What JAX was told before stays as it is, by a call before or by JAX_COMPILATION_CACHE_DIR; if that
+        is another folder than the one given, it is said. None if JAX_ENABLE_COMPILATION_CACHE is off, or the folder
+        cannot be made or reached by all processes of this run, which is said.
 
     Raises:
-        ValueError: a path that the file system cannot have.
+        ValueError: a path that the file system cannot have, or a limit that is no positive integer.
     """
-    own = default_folder() / "programs" if folder is None else user_path(folder)
+    if not is_integer(limit_bytes) or limit_bytes < 1:
+        raise ValueError(
+            f"limit_bytes is a number of bytes, at least 1; given {limit_bytes!r}: give an integer, such as 2**30."
+        )
+    own = (default_folder() / "programs" if folder is None else user_path(folder)).absolute()
     wanted: bool = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
     elsewhere = kept_in()
     shared = _shared(own if wanted and not elsewhere else None)
     if not wanted or elsewhere:
+        if folder is not None and elsewhere and elsewhere.absolute() != own:
+            notice(f"compiled programs are kept in {elsewhere}, as JAX was told before, and not in {own}")
         return elsewhere
     if not shared:
         notice(
@@ -149,7 +156,7 @@ def _shared(folder: Path | None) -> bool:
         with contextlib.suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
             (folder / name).touch()
-    from_every_process("compiled programs are looked for", "")
+    meet("compiled programs are looked for")
     seen = from_every_process("compiled programs are shared", str(folder is not None and (folder / name).exists()))
     if folder and joined[0] == 0:
         (folder / name).unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -72,11 +73,33 @@ def test_a_folder_that_cannot_be_written_is_said_once_and_breaks_nothing(
     assert capsys.readouterr().err.count("compiled programs are not kept for the next start: ") == 1
 
 
-def test_what_jax_was_told_before_stays(tmp_path: Path, found: Compile):
+def test_what_jax_was_told_before_stays(
+    tmp_path: Path, found: Compile, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(notices, "_said", set())
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "own"))
+    assert jdp.keep_programs() == jdp.keep_programs(tmp_path / "own") == tmp_path / "own"
+    assert not capsys.readouterr().err
     assert jdp.keep_programs(tmp_path / "other") == tmp_path / "own"
+    assert (
+        f"kept in {tmp_path / 'own'}, as JAX was told before, and not in {tmp_path / 'other'}"
+        in capsys.readouterr().err
+    )
     jax.config.update("jax_compilation_cache_dir", None)
     jax.config.update("jax_enable_compilation_cache", False)
     assert jdp.keep_programs(tmp_path / "other") is None
     jax.config.update("jax_enable_compilation_cache", True)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"folder": 3}, "text or a pathlib.Path, given '3'"),
+        ({"limit_bytes": 0}, "at least 1; given 0"),
+        ({"limit_bytes": "1G"}, "at least 1; given '1G'"),
+    ],
+)
+def test_what_it_cannot_be_told(given: dict[str, Any], said: str):
+    with pytest.raises(ValueError, match=said):
+        jdp.keep_programs(**given)
