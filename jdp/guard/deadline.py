@@ -90,9 +90,8 @@ class Deadline:
 
     def __exit__(self, *_: object) -> None:
         self._done.set()
-        for (
-            thread
-        ) in self._threads:  # a thread that comes back from JAX into a Python that is ending aborts the process
+        # a thread that comes back from JAX into a Python that is ending aborts the process
+        for thread in self._threads:
             thread.join(THREAD_SECONDS)
 
     def _start(self, target: Callable[[], None], name: str) -> None:
