@@ -82,7 +82,7 @@ _SCRIPT = """\
 
 trap : TERM  # if this shell gets it too, it still waits for the tasks
 cd {folder} || exit 2
-counter=.jdp-$SLURM_JOB_ID.restarts  # how often the job was queued again without having come further
+counter=.jdp-$SLURM_JOB_ID.restarts  # how many of the restarts below were made
 export JDP_PROGRESS_FILE=$PWD/.jdp-$SLURM_JOB_ID.progress  # process 0 writes the step of its last checkpoint there
 saved() {{ cat "$JDP_PROGRESS_FILE" 2>/dev/null || echo 0; }}
 before=$(saved)
@@ -94,6 +94,7 @@ code=$?
 requeue() {{
   state=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)
   [ "$state" = RUNNING ] || return  # Slurm ended the job, and decides: it was cancelled, or a node was lost
+  [ -z "$2" ] || echo "$2" > "$counter"
   echo "exit code $code: job $SLURM_JOB_ID is queued again, $1"
   scontrol requeue "$SLURM_JOB_ID"
 }}
@@ -102,8 +103,7 @@ if [ $code -eq 75 ] && [ "$(saved)" != "$before" ]; then
   requeue "to go on where it saved"
 elif [ "$restarts" -lt {max_restarts} ] &&  # it saved nothing new, or a process died or lost another
   {{ [ $code -eq 75 ] || [ $code -eq 70 ] || {{ [ $code -gt 130 ] && [ $code -ne 141 ]; }}; }}; then
-  echo $((restarts + 1)) > "$counter"
-  requeue "restart $((restarts + 1)) of {max_restarts}"
+  requeue "restart $((restarts + 1)) of {max_restarts}" $((restarts + 1))
 else
   rm -f "$counter" "$JDP_PROGRESS_FILE"
 fi

@@ -144,6 +144,10 @@ def test_a_job_that_comes_no_further_is_queued_again_so_often(tmp_path, capfd):
         assert bool(left) == (queued == 4), "what was counted is forgotten when the job has ended"
         for file in left:
             file.unlink()
+    (tmp_path / "srun").write_text("#!/bin/sh\nexit 70\n")
+    (tmp_path / "squeue").write_text("#!/bin/sh\necho COMPLETING\n")
+    subprocess.run(["bash", "-c", text], env=environment, timeout=20)
+    assert not list(tmp_path.glob(".jdp-7.*")), "a node that Slurm lost takes no restart"
 
 
 def test_virtual_devices_ask_for_no_gpus(tmp_path, capfd):
