@@ -295,7 +295,8 @@ def _microbatch_gradients(
         return sums.total, (sums, after)
 
     differentiate = jax.value_and_grad(total, has_aux=True)
-    differentiate = pipelined(differentiate) if collectives.overlap else differentiate
+    if collectives.overlap and spec.strategy.gather == "use":
+        differentiate = pipelined(differentiate)
     (_, (sums, after)), grads = differentiate(trained_part(operands, spec.trained))
     grads = jax.tree.map(lambda g: g.astype(spec.precision.reduce_dtype), grads)
     if spec.strategy.gather == "step" and spec.strategy.reduce_each_microbatch:
