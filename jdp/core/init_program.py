@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
+from jdp.core.gradients.jaxprs import bind
 from jdp.core.threefry import derived, random_bits
 
 _CALLS = ("jit", "pjit")
@@ -62,9 +63,7 @@ class _Node:
             bits = random_bits(inputs[0], equation.params["shape"], equation.params["bit_width"])
             if bits is not None:
                 return [bits]
-        with equation.ctx.manager:
-            outputs = equation.primitive.bind(*inputs, **equation.primitive.get_bind_params(equation.params))
-        return list(outputs) if equation.primitive.multiple_results else [outputs]
+        return bind(equation, inputs)
 
     def run_now(self) -> list[Any]:
         """Compute the outputs of inputs that are known."""

@@ -1,11 +1,12 @@
-"""Reading jaxprs: what an operation runs inside, all operations in order, and the user's source line."""
+"""Reading and running jaxprs: what an operation runs inside, its user's source line, the same on other operands."""
 
 from __future__ import annotations
 
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from jax.extend import source_info_util
@@ -69,3 +70,18 @@ def user_line(eqn: JaxprEqn) -> str:
     lines = source_lines(eqn)
     own = (line for line in lines if "site-packages" not in line and not line.startswith(f"{PACKAGE}{os.sep}"))
     return next(own, next(iter(lines), "an unknown line"))
+
+
+def bind(eqn: JaxprEqn, arrays: Sequence[Any]) -> list[Any]:
+    """Apply the operation of `eqn` to other operands."""
+    with traced_at(eqn):
+        out = eqn.primitive.bind(*arrays, **eqn.primitive.get_bind_params(eqn.params))
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+@contextmanager
+def traced_at(eqn: JaxprEqn) -> Generator[None]:
+    """Give what is traced inside the source line, the name scope and the settings of `eqn`."""
+    scope = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=scope), eqn.ctx.manager:
+        yield

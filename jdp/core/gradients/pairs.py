@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.core import Tracer
-from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from jdp.core.gradients.jaxprs import inner_jaxprs, user_line
+from jdp.core.gradients.jaxprs import bind, inner_jaxprs, user_line
 
 DRAWS = frozenset(("random_bits", "random_split", "random_gamma"))
 NUMBERED = frozenset(("random_fold_in", "random_seed"))
@@ -180,18 +178,3 @@ def _iota(eqn: JaxprEqn) -> tuple[Any, ...]:
 def _evaluate(eqn: JaxprEqn, inputs: Sequence[Thunk]) -> list[Any]:
     with jax.ensure_compile_time_eval():
         return bind(eqn, [value() for value in inputs])
-
-
-def bind(eqn: JaxprEqn, arrays: Sequence[Any]) -> list[Any]:
-    """Apply the operation of `eqn` to other operands."""
-    with traced_at(eqn):
-        out = eqn.primitive.bind(*arrays, **eqn.primitive.get_bind_params(eqn.params))
-    return list(out) if eqn.primitive.multiple_results else [out]
-
-
-@contextmanager
-def traced_at(eqn: JaxprEqn) -> Generator[None]:
-    """Give what is traced inside the source line, the name scope and the settings of `eqn`."""
-    scope = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    with source_info_util.user_context(eqn.source_info.traceback, name_stack=scope), eqn.ctx.manager:
-        yield

@@ -33,8 +33,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jdp.core.gradients.gathers import is_gather, is_reduction
-from jdp.core.gradients.jaxprs import every_eqn, inner_jaxprs, scan_counts
-from jdp.core.gradients.pairs import bind, traced_at
+from jdp.core.gradients.jaxprs import bind, every_eqn, inner_jaxprs, scan_counts, traced_at
 
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2"}
 _COLLECTIVES = {"all_gather", "reduce_scatter", "psum", "psum_invariant", "all_to_all", "shard_map"}

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
 from jdp.core.batch_keys import BatchKey, plain
-from jdp.core.gradients.jaxprs import scan_counts, user_line
+from jdp.core.gradients.jaxprs import bind, scan_counts, traced_at, user_line
 from jdp.core.gradients.pairs import (
     DRAWS,
     NUMBERED,
@@ -24,7 +24,6 @@ from jdp.core.gradients.pairs import (
     GlobalProgram,
     NoRows,
     Thunk,
-    bind,
     bounds,
     is_random,
     pair_differs,
@@ -32,7 +31,6 @@ from jdp.core.gradients.pairs import (
     row_dim,
     shape_of,
     sorted_sizes,
-    traced_at,
 )
 from jdp.core.notices import notice
 
