@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -134,14 +135,14 @@ def read_collectives(traced: jax.stages.Traced) -> TracedCollectives:
 
 def reduced_by_layer(jaxpr: Any) -> dict[str, int]:
     """Return for each parameter how many elements a trace reduces, all rounds and uses together; {} without a loop."""
-    sums: dict[tuple[str, str], int] = {}
+    sums: dict[str, Counter[str]] = {}
     rounds = 1
     for eqn, times, scope in _walk(jaxpr, 1, ""):
         if match := _REDUCTION.search(scope):
-            key = unquote(match[1]), eqn.primitive.name
-            sums[key] = sums.get(key, 0) + times * math.prod(eqn.invars[0].aval.shape)
+            kinds = sums.setdefault(unquote(match[1]), Counter())
+            kinds[eqn.primitive.name] += times * math.prod(eqn.invars[0].aval.shape)
             rounds = max(rounds, times)
-    return {path: max(n for (other, _), n in sums.items() if other == path) for path, _ in sums} if rounds > 1 else {}
+    return {path: max(kinds.values()) for path, kinds in sums.items()} if rounds > 1 else {}
 
 
 def _walk(jaxpr: Any, times: int, outer: str) -> Iterator[tuple[Any, int, str]]:
