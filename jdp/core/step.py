@@ -45,13 +45,13 @@ from jdp.core.gradients.partitioning import REQUESTED, Choice, PartitioningReque
 from jdp.core.gradients.wire import WIDE, Wire
 from jdp.core.local_steps import LocalSteps, stack, train_round, unstack
 from jdp.core.notices import notice
-from jdp.core.numbers import is_integer, is_number
 from jdp.core.optim.checks import update
 from jdp.core.precision import Precision
 from jdp.core.sharding.axes import REPLICA
 from jdp.core.sharding.mesh import mesh_of, tracing_on
 from jdp.core.sharding.plan import Plan
 from jdp.core.state import STACKED, TrainState, trained_part, with_trained
+from jdp.core.step_settings import check_settings, check_training_settings, settled_partitioning
 from jdp.core.types import Batch, LossFn, Metrics, PyTree
 
 VIEWS = {"auto": auto, "manual": manual}
@@ -134,31 +134,10 @@ def make_train_step(
             also for a batch of this process alone, and if processes differ in the shapes, the plan, the key or the
             program.
     """
-    _check_settings(accumulate, group, partitioning)
-    wire = Wire.of(wire)
-    local = LocalSteps.of(local_steps, plan)
-    if local is not None:
-        others = {"wire": wire != WIDE, "buckets": buckets is not None, 'partitioning="auto"': partitioning == "auto"}
-        if given := [name for name, is_given in others.items() if is_given]:
-            raise ValueError(
-                'local_steps takes neither wire nor buckets nor partitioning="auto"; given '
-                f"{' and '.join(given)}: leave that out, or local_steps."
-            )
-        partitioning = "manual"
-    if wire != WIDE or buckets is not None:
-        _check_synchronisation(wire, buckets, partitioning, plan)
-        partitioning = "manual"
-    if noise_scale not in (True, False):
-        raise ValueError(f"noise_scale is True, or False not to measure it; given {noise_scale!r}. Give a bool.")
-    if noise_scale:
-        _check_noise_scale(plan, partitioning, local)
-        partitioning = "manual"
-    if overlap not in (True, False, None):
-        raise ValueError(f"overlap is True, False, or None (jdp chooses); given {overlap!r}. Leave it out.")
-    if donate not in (True, False):
-        raise ValueError(f"donate is True, or False to keep the old state; given {donate!r}. Give a bool.")
-    if clip_norm is not None and not (is_number(clip_norm) and clip_norm > 0):
-        raise ValueError(f"clip_norm is a positive norm, or None; given {clip_norm!r}. Give a number, such as 1.0.")
+    check_settings(accumulate, group, partitioning)
+    check_training_settings(clip_norm, noise_scale, overlap, donate)
+    wire, local = Wire.of(wire), LocalSteps.of(local_steps, plan)
+    partitioning = settled_partitioning(partitioning, plan, wire, buckets, local, noise_scale)
     return Step(
         loss_fn,
         plan,
@@ -213,7 +192,7 @@ def make_eval_step(
         ValueError: a setting is out of range. The step itself raises it for a batch whose rows do not divide, and for
             what `make_train_step` lists about the loss and about several processes.
     """
-    _check_settings(accumulate, group, partitioning)
+    check_settings(accumulate, group, partitioning)
     return Step(
         loss_fn,
         plan,
@@ -615,62 +594,3 @@ def _evaluate(step: Step, state: TrainState, batch: Batch) -> Metrics:
 def _means(sums: Sums) -> Metrics:
     own = {name: total / weight for name, (total, weight) in sums.metrics.items()}
     return {**own, "loss": sums.total / sums.weight, "weight": sums.weight}
-
-
-def _check_settings(accumulate: int, group: int, partitioning: str | None) -> None:
-    counts = (
-        ("accumulate", "the number of microbatches", accumulate),
-        ("group", "the number of neighbouring rows that belong together", group),
-    )
-    for name, what, value in counts:
-        if not is_integer(value) or value < 1:
-            raise ValueError(f"{name} is {what}, at least 1; given {value!r}. Give an integer.")
-    if partitioning is not None and partitioning not in VIEWS:
-        raise ValueError(
-            f'partitioning is "auto", "manual" or None (jdp chooses); given {partitioning!r}. Leave it out.'
-        )
-
-
-def _check_synchronisation(wire: Wire, buckets: Any, partitioning: str | None, plan: Plan) -> None:
-    """Check wire and buckets against the partitioning and the strategy; report what a strategy leaves out of them."""
-    whole = is_integer(buckets) and buckets > 0
-    if buckets is not None and buckets != "auto" and not whole:
-        raise ValueError(
-            f'buckets is a number of bytes, at least 1, "auto" or None; given {buckets!r}: give an integer, such as '
-            "25_000_000."
-        )
-    name = "buckets" if wire == WIDE else "wire"
-    if partitioning == "auto":
-        raise ValueError(
-            f'{name} takes partitioning="manual", where jdp issues the collectives; given partitioning="auto", where '
-            "XLA does: leave partitioning out."
-        )
-    if wire.weights is not None and plan.row.gather == "never":
-        notice(f"{plan.strategy} gathers no weights: what Wire.weights={wire.weights!r} asks changes nothing there")
-    if plan.row.gather != "use":
-        return
-    if wire.gradients in ("topk", "powersgd"):
-        raise ValueError(
-            f"{wire.gradients} needs error feedback, which {plan.strategy} does not have, as it reduces inside the "
-            f"backward pass; given wire={wire.gradients!r}: take zero2, or int8, which rounds right on average."
-        )
-    if wire.gradients is not None and wire.error_feedback:
-        notice(f"{plan.strategy} reduces inside the backward pass: wire={wire.gradients!r} has no error feedback there")
-    if buckets is not None:
-        notice(f"{plan.strategy} reduces each layer where it is computed: buckets={buckets!r} holds for small leaves")
-
-
-def _check_noise_scale(plan: Plan, partitioning: str | None, local: LocalSteps | None) -> None:
-    fix = "leave noise_scale out"
-    if partitioning == "auto" or local is not None:
-        given = 'partitioning="auto"' if partitioning == "auto" else "local_steps"
-        raise ValueError(f"noise_scale needs each device's own gradient of a step; given {given}: {fix}, or that.")
-    if plan.row.gather == "use":
-        raise ValueError(
-            f"noise_scale needs each device's own gradient, and {plan.strategy} reduces it layer by layer; given "
-            f"{plan.strategy}: {fix}, or take zero2."
-        )
-    if plan.batch_shards == 1:
-        raise ValueError(
-            f"noise_scale compares gradients of 2 shards of the batch or more; given {dict(plan.mesh.shape)}: {fix}."
-        )
