@@ -34,7 +34,11 @@ if TYPE_CHECKING:
     from jdp.core.step import Step as Step
     from jdp.core.step import make_eval_step as make_eval_step
     from jdp.core.step import make_train_step as make_train_step
+    from jdp.core.trees import init as init
+    from jdp.core.trees import place as place
     from jdp.core.types import Loss as Loss
+    from jdp.core.value_and_grad import ValueAndGrad as ValueAndGrad
+    from jdp.core.value_and_grad import value_and_grad as value_and_grad
     from jdp.data.feed import Feed as Feed
     from jdp.data.feed import process_rows as process_rows
     from jdp.data.feed import shard_batches as shard_batches
@@ -56,10 +60,12 @@ _HOMES = {
     "Precision": "core.precision",
     "Step": "core.step",
     "TrainState": "core.state",
+    "ValueAndGrad": "core.value_and_grad",
     "Wire": "core.gradients.wire",
     "abstract_state": "core.init",
     "ema_params": "core.optim.ema",
     "foresee": "foresight.foresee",
+    "init": "core.trees",
     "init_state": "core.init",
     "initialize": "core.distributed",
     "keep_memory": "core.heap",
@@ -67,6 +73,7 @@ _HOMES = {
     "make_eval_step": "core.step",
     "make_mesh": "core.sharding.mesh",
     "make_train_step": "core.step",
+    "place": "core.trees",
     "process_rows": "data.feed",
     "restore": "checkpoint.single",
     "restore_params": "checkpoint.single",
@@ -74,6 +81,7 @@ _HOMES = {
     "scaled_lr": "core.optim.schedules",
     "scan_layers": "core.layers",
     "shard_batches": "data.feed",
+    "value_and_grad": "core.value_and_grad",
     "verify": "foresight.verify",
     "warmup": "core.optim.schedules",
     "with_ema": "core.optim.ema",

@@ -19,6 +19,7 @@ from jdp.core import flax_nnx
 from jdp.core.agreement import agree, key_fact, processes_of, program_fact
 from jdp.core.batch import plan_fact
 from jdp.core.init_program import run_init
+from jdp.core.keys import typed_key
 from jdp.core.notices import notice
 from jdp.core.optim.checks import check_optimizer, check_update, first_state
 from jdp.core.paths import path_of
@@ -65,7 +66,7 @@ def init_state(
     plan.report_replicated(abstract)
     shardings = plan.shardings(abstract)
     out_shardings = {name: value for name, value in vars(shardings).items() if name != "static"}
-    key = _typed_key(rng)
+    key = typed_key(rng)
     if len(processes_of(plan.mesh)) > 1:
         agree("init_state", [plan_fact(plan), key_fact(key, "The key")], plan.mesh)
         agree("init_state", [program_fact(jax.jit(make, out_shardings=out_shardings).lower(key))], plan.mesh)
@@ -120,10 +121,10 @@ def _prepare(init: InitFn, tx: Any, rng: jax.Array, wrt: Any) -> tuple[Any, Trai
             "sync": {},
         }
 
-    shapes = jax.eval_shape(make, _typed_key(rng))
+    shapes = jax.eval_shape(make, typed_key(rng))
     static = statics[0]
     if static.adapter is not None and static.adapter.structure.may_differ:
-        jax.eval_shape(lambda rng: make(rng), _typed_key(rng))
+        jax.eval_shape(lambda rng: make(rng), typed_key(rng))
         _report_recompiling(*statics)
     check_update(tx, trained_part(shapes["params"], static.trained), shapes["opt_state"])
     return make, TrainState(**shapes, static=static)
@@ -147,24 +148,6 @@ def _report_multi_steps(opt_state: PyTree) -> None:
             "means; make_train_step(accumulate=K) takes K microbatches of one batch instead, weighs examples alike, "
             "and synchronises once under ddp and zero1"
         )
-
-
-def _typed_key(rng: Any) -> jax.Array:
-    """Return `rng` as a typed key; a legacy uint32 key is accepted as well."""
-    if not hasattr(rng, "dtype"):
-        raise ValueError(f"rng is a key, such as jax.random.key(0); given {rng!r}. Make it of the seed.")
-    if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
-        key = rng
-    else:
-        try:
-            key = jax.random.wrap_key_data(rng)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"rng is a key, such as jax.random.key(0); given {rng.dtype}{list(rng.shape)}. Pass one."
-            ) from error
-    if key.shape:
-        raise ValueError(f"rng is one key, such as jax.random.key(0); given keys of shape {list(key.shape)}. Pass one.")
-    return key
 
 
 def _check_collections(trained: PyTree) -> None:

@@ -18,9 +18,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
-from jax.core import Tracer
 from jax.sharding import Mesh
 
 from jdp.core import noise_scale
@@ -36,16 +34,16 @@ from jdp.core.batch import (
 )
 from jdp.core.batch_unit import BatchUnit, batch_unit
 from jdp.core.compiler import DEFAULT, Compiler, CompilerOptions, CompilerValue
-from jdp.core.gradients import auto, manual
-from jdp.core.gradients.accumulate import SQUARES, GradientSpec
+from jdp.core.gradients import manual
+from jdp.core.gradients.accumulate import SQUARES
 from jdp.core.gradients.gathers import TracedCollectives, read_collectives
 from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.model_state import stays_finite
-from jdp.core.gradients.partitioning import REQUESTED, Choice, PartitioningRequest
-from jdp.core.gradients.wire import WIDE, Wire
+from jdp.core.gradients.wire import Wire
 from jdp.core.local_steps import LocalSteps, stack, train_round, unstack
 from jdp.core.notices import notice
 from jdp.core.optim.checks import update
+from jdp.core.partitioned_loss import VIEWS, PartitionedLoss, means
 from jdp.core.precision import Precision
 from jdp.core.sharding.axes import REPLICA
 from jdp.core.sharding.mesh import mesh_of, tracing_on
@@ -53,8 +51,6 @@ from jdp.core.sharding.plan import Plan
 from jdp.core.state import STACKED, TrainState, trained_part, with_trained
 from jdp.core.step_settings import check_settings, check_training_settings, settled_partitioning
 from jdp.core.types import Batch, LossFn, Metrics, PyTree
-
-VIEWS = {"auto": auto, "manual": manual}
 
 
 def make_train_step(
@@ -144,7 +140,7 @@ def make_train_step(
         Precision.of(precision),
         partitioning,
         accumulate,
-        clip_norm,
+        clip_norm=clip_norm,
         sync_batch_norm=sync_batch_norm,
         group=group,
         wire=wire,
@@ -207,51 +203,24 @@ def make_eval_step(
 
 
 @dataclass(frozen=True)
-class Step:
+class Step(PartitionedLoss):
     """A step: call it as `step(state, batch)`, or `lower` and `compile` it like a jitted function.
 
     `make_train_step` and `make_eval_step` make one.
 
     Attributes:
-        loss_fn: the loss function.
-        plan: the mesh and the strategy.
-        precision: dtypes of weights, computation and reduction.
-        requested: the partitioning that was asked for; None leaves the choice to jdp.
-        accumulate: number of microbatches, K.
         clip_norm: largest global L2 norm of the gradient; None for no clipping.
-        train: True for a training step, False for an evaluation step.
-        sync_batch_norm: True if batch statistics are those of all devices' rows under "manual" too.
-        group: number of neighbouring rows that are never split.
-        wire: how gradients and weights are encoded while they are sent.
-        buckets: bytes of gradients that one collective carries at most, "auto", or None.
         local_steps: the steps that a replica takes by itself; None: it takes none.
         noise_scale: True if the gradient noise scale is measured.
-        overlap: True if layer loops send while they compute, None where devices can.
-        check_loss: True if the loss is tried on a few rows before the first step.
         donate: True if the new state takes the old one's memory.
         compiler: options of XLA's compiler, not yet resolved for the mesh's devices.
     """
 
-    loss_fn: LossFn
-    plan: Plan
-    precision: Precision
-    requested: str | None = None
-    accumulate: int = 1
-    clip_norm: float | None = None
-    train: bool = True
-    sync_batch_norm: bool = True
-    group: int = 1
-    wire: Wire = WIDE
-    buckets: int | str | None = None
-    local_steps: LocalSteps | None = None
-    noise_scale: bool = False
-    overlap: bool | None = None
-    check_loss: bool = True
-    donate: bool = True
-    compiler: Compiler = DEFAULT
-    _choices: dict[Any, Choice] = field(init=False, default_factory=dict[Any, Choice], repr=False, compare=False)
-    _checked: list[bool] = field(init=False, default_factory=list[bool], repr=False, compare=False)
-    _corrected: list[Choice] = field(init=False, default_factory=list[Choice], repr=False, compare=False)
+    clip_norm: float | None = field(default=None, kw_only=True)
+    local_steps: LocalSteps | None = field(default=None, kw_only=True)
+    noise_scale: bool = field(default=False, kw_only=True)
+    donate: bool = field(default=True, kw_only=True)
+    compiler: Compiler = field(default=DEFAULT, kw_only=True)
     _agreed: set[Any] = field(init=False, default_factory=set[Any], repr=False, compare=False)
     _kept: list[Any] = field(init=False, default_factory=list[Any], repr=False, compare=False)
     _collectives: list[TracedCollectives] = field(init=False, default_factory=list[Any], repr=False, compare=False)
@@ -261,14 +230,14 @@ class Step:
         state = self.complete(state)
         batch = self._agreed_on(state, batch) if self._several else owned_batch(batch)
         if not self._checked:
-            self._check_first(state, batch)
+            self.check_first(state, batch)
         debugs: bool = jax.config.jax_debug_nans  # pyright: ignore[reportAttributeAccessIssue]
         return (self._keeping if debugs else self.jitted)(state, batch)
 
     @property
-    def partitioning(self) -> str | None:
-        """ "auto" or "manual"; None if jdp is to choose and has not traced the step yet."""
-        return self._last.partitioning if self._last else self.requested
+    def microbatches(self) -> int:
+        """Number of parts of a device's rows that are computed one after another, in all steps of a call."""
+        return self.accumulate * (self.local_steps.steps if self.local_steps else 1)
 
     @property
     def batch_unit(self) -> BatchUnit:
@@ -280,17 +249,6 @@ class Step:
     def batch_parts(self) -> int:
         """Of how many parts of a batch a device has the gradient before it is reduced, over all devices."""
         return self.plan.batch_shards * (self.accumulate if self.plan.row.reduce_each_microbatch else 1)
-
-    @property
-    def why(self) -> str:
-        """The reason for `partitioning`."""
-        if self._last:
-            return self._last.why
-        return REQUESTED if self.requested else "settled when the step is first traced"
-
-    @property
-    def _last(self) -> Choice | None:
-        return next(reversed(self._choices.values()), None)
 
     @property
     def sends(self) -> TracedCollectives | None:
@@ -341,7 +299,7 @@ class Step:
             caller = "the train step" if self.train else "the evaluation step"
             agree_on_inputs(caller, state, batch, self.plan)
             if not self._checked:
-                self._check_first(state, batch)
+                self.check_first(state, batch)
             agree_on_program(caller, self.jitted.lower(state, batch), self.plan, self.compiler_options)
             self._agreed.add(shapes)
         return batch
@@ -460,70 +418,6 @@ class Step:
         step._corrected.extend(self._corrected)
         return step
 
-    def choose_partitioning(self, state: TrainState, batch: Batch, *, values: bool = False) -> str:
-        """Check the batch, choose the partitioning for these shapes, and report it once.
-
-        Args:
-            state: a train state, real or abstract.
-            batch: a batch, real or abstract.
-            values: True if both have values: then the loss is tried on a few rows (`check_loss`).
-
-        Returns:
-            "auto" or "manual".
-
-        Raises:
-            ValueError: the batch's rows do not divide, a parameter has another dtype than `Precision.params`, or the
-                loss is no sum over examples but has to be.
-        """
-        self.batch_unit.check(batch_rows(batch))
-        self.precision.check_params(trained_part(state.params, state.static.trained))
-        shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves((state.params, batch)))
-        if shapes not in self._choices or values:
-            request = PartitioningRequest(self.gradient_spec(state), self.plan, self.requested, self.train)
-            known = self._choices.pop(shapes, None) or request.choose(state, batch)
-            known = next(iter(self._corrected), known)  # what the check found holds for batches of other shapes too
-            chosen = request.check(known, state, batch) if values and self.check_loss else known
-            if chosen != known:
-                self._corrected.append(chosen)
-                for name in ("jitted", "_keeping"):
-                    self.__dict__.pop(name, None)  # it may have been lowered for the choice before
-            self._choices[shapes] = chosen
-            request.announce(chosen, state)
-        return self._choices[shapes].partitioning
-
-    def _check_first(self, state: TrainState, batch: Batch) -> None:
-        """Choose the partitioning on real values, which tries the loss once; for abstract values the trace chooses."""
-        leaves = jax.tree.leaves((state, batch))
-        if all(isinstance(leaf, jax.Array | np.ndarray) and not isinstance(leaf, Tracer) for leaf in leaves):
-            with tracing_on(self.plan.mesh):
-                self.choose_partitioning(state, batch, values=True)
-            self._checked.append(True)
-
-    def gradient_spec(self, state: TrainState) -> GradientSpec:
-        """Return what the gradient code needs: the loss, the placements and the settings.
-
-        Args:
-            state: a train state, real or abstract.
-
-        Raises:
-            ValueError: a rule of the plan matches nothing or does not divide.
-        """
-        static = state.static
-        return GradientSpec(
-            self.loss_fn,
-            static.adapter,
-            self.plan.param_placements(state.params, static),
-            self.plan.row,
-            self.precision,
-            self.accumulate * (self.local_steps.steps if self.local_steps else 1),
-            static.trained,
-            self.sync_batch_norm,
-            self.group,
-            self.wire,
-            self.buckets,
-            self.plan.mesh.devices.flat[0].platform != "cpu" if self.overlap is None else self.overlap,
-        )
-
 
 def _train(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
     if step.local_steps is None:
@@ -537,22 +431,18 @@ def _train(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState, Met
         new, sums, norm = train_round(step.local_steps, step.plan, step.group, once, state, batch)
     new = jax.lax.with_sharding_constraint(new, step.plan.shardings(state))
     measured = {"noise_scale": noise_scale.ratio(new.sync["noise"])} if step.noise_scale else {}
-    return new, {**_means(sums), "grad_norm": norm, "skipped": new.skipped, **measured}
+    return new, {**means(sums), "grad_norm": norm, "skipped": new.skipped, **measured}
 
 
 def _update(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState, Sums, jax.Array]:
     """Return the state after one update of the optimizer, the sums of its batch, and the gradient's norm."""
     trained = state.static.trained
     params = trained_part(state.params, trained)
-    gradients = VIEWS[step.choose_partitioning(state, batch)].gradients(step.gradient_spec(state), step.plan)
     key = jax.random.fold_in(state.rng, state.consumed)
-    sums: Sums
     kept = {name: tree for name, tree in state.sync.items() if name != "noise"}
     if step.noise_scale:
         kept[SQUARES] = jnp.zeros((), jnp.float32)
-    grads, sums, model_state, sync = gradients(state.params, state.model_state, batch, key, kept)
-
-    grads = jax.tree.map(lambda g: g.astype(jnp.float32) / sums.weight, grads)
+    grads, sums, model_state, sync = step.gradients(state, batch, key, kept)
     norm, square = _norm(grads, state.step)
     if step.noise_scale:
         rows, parts = batch_rows(batch), step.batch_parts
@@ -588,9 +478,4 @@ def _norm(grads: PyTree, step: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _evaluate(step: Step, state: TrainState, batch: Batch) -> Metrics:
     evaluation = VIEWS[step.choose_partitioning(state, batch)].evaluation(step.gradient_spec(state), step.plan)
-    return _means(evaluation(state.params, state.model_state, batch))
-
-
-def _means(sums: Sums) -> Metrics:
-    own = {name: total / weight for name, (total, weight) in sums.metrics.items()}
-    return {**own, "loss": sums.total / sums.weight, "weight": sums.weight}
+    return means(evaluation(state.params, state.model_state, batch))

@@ -21,10 +21,11 @@ from numpy.typing import NDArray
 from jdp.core.gradients import auto
 from jdp.core.gradients.jaxprs import places_made
 from jdp.core.gradients.wire import WIDE
+from jdp.core.partitioned_loss import VIEWS
 from jdp.core.paths import path_of
 from jdp.core.sharding.mesh import tracing_on
 from jdp.core.state import TrainState, trained_part
-from jdp.core.step import VIEWS, Step
+from jdp.core.step import Step
 from jdp.core.types import Batch, PyTree
 
 SHOWN = 4  # leaves, and rows, that a sentence names

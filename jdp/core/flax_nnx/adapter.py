@@ -57,6 +57,8 @@ class Adapter:
         model_state: Mapping[str, Any],
         rng: jax.Array | None,
         sync_axes: tuple[str, ...] = (),
+        *,
+        keep_mode: bool = False,
     ) -> nnx.Module:
         """Build the module: in training mode with a key to draw from, in evaluation mode without one.
 
@@ -66,6 +68,7 @@ class Adapter:
             rng: the key that seeds the random streams; None for evaluation mode.
             sync_axes: mesh axes (of the `shard_map` that it is called in) over which batch statistics are taken, in
                 addition to the local rows.
+            keep_mode: with a key, leave the mode as it was when the module was split.
         """
         filled: Flat = {}
         for path, variable in self.variables.items():
@@ -79,7 +82,8 @@ class Adapter:
         module = nnx.merge(self.graphdef, nnx.from_flat_state(filled))
         for _, norm in _batch_norms(module):
             synchronise(norm, sync_axes)
-        (module.eval if rng is None else module.train)()
+        if rng is None or not keep_mode:
+            (module.eval if rng is None else module.train)()
         return module
 
     def changed(self, module: nnx.Module) -> dict[str, Any]:
@@ -87,7 +91,7 @@ class Adapter:
         after = {path: _value(leaf) for path, leaf in _flat(module).items() if _is_model_state(leaf)}
         if added := [path for path in after if path not in self.variables]:
             notice(f"{'/'.join(map(str, added[0]))} was added to the model by its call, and is not kept between steps")
-        return _nest({path: value for path, value in after.items() if path in self.variables})
+        return nested({path: value for path, value in after.items() if path in self.variables})
 
     @property
     def has_statistics(self) -> bool:
@@ -125,13 +129,18 @@ def built(init: Callable[[jax.Array], Any], rng: jax.Array) -> tuple[Any, tuple[
     with nnx.use_eager_sharding(False):
         model = init(rng)
     if isinstance(model, nnx.Module):
-        variables = ((path, leaf) for path, leaf in _flat(model).items() if isinstance(leaf, nnx.Param))
-        specs = ((tuple(map(str, path)), _spec(leaf)) for path, leaf in variables)
-        return model, tuple(("/".join(path), spec) for path, spec in specs if spec)
+        return model, param_specs(model)
     boxed = jax.tree.leaves_with_path(model, is_leaf=_is_box)
     specs = ((jax.tree_util.keystr(p, simple=True, separator="/"), _box_spec(x)) for p, x in boxed if _is_box(x))
     unboxed = jax.tree.map(lambda x: x.value if _is_box(x) else x, model, is_leaf=_is_box)
     return unboxed, tuple((path, spec) for path, spec in specs if spec)
+
+
+def param_specs(module: nnx.Module) -> tuple[tuple[str, PartitionSpec], ...]:
+    """Return (path, spec) for each parameter of a module that its metadata shards."""
+    variables = ((path, leaf) for path, leaf in _flat(module).items() if isinstance(leaf, nnx.Param))
+    specs = ((tuple(map(str, path)), _spec(leaf)) for path, leaf in variables)
+    return tuple(("/".join(path), spec) for path, spec in specs if spec)
 
 
 def _spec(variable: nnx.Variable[Any]) -> PartitionSpec:
@@ -165,10 +174,10 @@ def split(model: Any) -> tuple[Any, Any, Adapter | None]:
     if not isinstance(model, nnx.Module):
         return model, {}, None
     variables = _flat(model)
-    params = _nest({path: _value(leaf) for path, leaf in variables.items() if isinstance(leaf, nnx.Param)})
+    params = nested({path: _value(leaf) for path, leaf in variables.items() if isinstance(leaf, nnx.Param)})
     state = {path: _value(leaf) for path, leaf in variables.items() if _is_model_state(leaf)}
     _check_state(state)
-    model_state = jax.tree.map(jax.numpy.asarray, _nest(state))
+    model_state = jax.tree.map(jax.numpy.asarray, nested(state))
     shapes = {path: _shape(leaf) for path, leaf in variables.items()}
     norms = [path for path, _ in _batch_norms(model)]
     others = [p for p, leaf in variables.items() if _is_statistic(leaf) and p[:-1] not in norms]
@@ -238,7 +247,7 @@ def _seeded(variable: Any, rng: jax.Array | None, index: int) -> jax.Array:
     return jax.vmap(lambda i: jax.random.fold_in(key, i))(each).reshape(aval.shape)
 
 
-def _nest(flat: Flat) -> dict[str, Any]:
+def nested(flat: Flat) -> dict[str, Any]:
     """Return nested dicts with text keys."""
     nested: dict[str, Any] = {}
     for path, value in flat.items():

@@ -140,18 +140,49 @@ class Plan:
         Raises:
             ValueError: a rule matches nothing; a rule or the metadata shards a dimension that does not divide.
         """
-        paths = [path_of(path) for path, _ in jax.tree.leaves_with_path(params)]
+        self.check_rules([path_of(path) for path, _ in jax.tree.leaves_with_path(params)])
+        placements = self.tree_placements(params, () if static is None else static.specs)
+        if static is None or static.trained is None:
+            return placements
+        leaves, treedef = jax.tree.flatten(placements)
+        return treedef.unflatten([replace(p, trained=t) for p, t in zip(leaves, static.trained, strict=True)])
+
+    def check_rules(self, paths: Sequence[str]) -> None:
+        """Check that every rule has a parameter that it matches.
+
+        Args:
+            paths: of all parameters.
+
+        Raises:
+            ValueError: a rule matches nothing.
+        """
         for pattern, _ in self.rules:
             if not any(matches(path, [pattern]) for path in paths):
                 raise ValueError(
                     f"Every rule must match a parameter; {pattern!r} matches none of {listed(paths, 5)}. Fix it."
                 )
-        metadata = {} if static is None else self._on_this_mesh(static.specs)
-        placements = jax.tree.map_with_path(lambda path, leaf: self._place_param(path_of(path), leaf, metadata), params)
-        if static is None or static.trained is None:
-            return placements
-        leaves, treedef = jax.tree.flatten(placements)
-        return treedef.unflatten([replace(p, trained=t) for p, t in zip(leaves, static.trained, strict=True)])
+
+    def tree_placements(
+        self,
+        tree: PyTree,
+        specs: Sequence[tuple[str, PartitionSpec]] = (),
+        of: Mapping[str, Placement] | None = None,
+    ) -> PyTree:
+        """Return a tree like `tree` with a `Placement` for each leaf; rules need not match.
+
+        Args:
+            tree: parameters, or with `of` what belongs to them; real or abstract.
+            specs: (path, spec) for the parameters that the model's own metadata shards.
+            of: path -> placement of the parameters that the tree belongs to.
+
+        Raises:
+            ValueError: a rule or the metadata shards a dimension that does not divide.
+        """
+        if of is not None:
+            belongs = lambda path, leaf: self._place_optimizer_leaf(path_of(path), leaf, of)  # noqa: E731
+            return jax.tree.map_with_path(belongs, tree)
+        metadata = self._on_this_mesh(specs)
+        return jax.tree.map_with_path(lambda path, leaf: self._place_param(path_of(path), leaf, metadata), tree)
 
     def state_placements(self, state: TrainState) -> TrainState:
         """Return a tree like `state` with a `Placement` for each leaf.
@@ -265,8 +296,8 @@ class Plan:
         rest, reason = rest_spec(leaf.shape, compute, dict(self.mesh.shape), self.min_shard_size)
         return self._placement(path, leaf, rest, compute, reason)
 
-    def _place_optimizer_leaf(self, path: str, leaf: Any, params: dict[str, Placement]) -> Placement:
-        specs = specs_for_leaf(path.partition("/")[2], tuple(leaf.shape), params)
+    def _place_optimizer_leaf(self, path: str, leaf: Any, params: Mapping[str, Placement]) -> Placement:
+        specs = specs_for_leaf(path.removeprefix("opt_state/"), tuple(leaf.shape), params)
         if specs.final or not self.row.shard_state or any(DATA in axes_of(entry) for entry in specs.rest):
             return self._placement(path, leaf, specs.rest, specs.compute, specs.reason)
         rest, reason = rest_spec(leaf.shape, specs.compute, dict(self.mesh.shape), self.min_shard_size)

@@ -1,0 +1,174 @@
+"""One or several models as the arguments of one loss, for a loop of the user's own.
+
+`Models` takes the place of an `Adapter` there. Modules keep the mode that the loop gave them (`train()`, `eval()`), and
+what a call changes of them is written back into the modules of the loop, as NNX' own transformations do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from jdp.core.flax_nnx.adapter import Adapter, nested, param_specs
+
+
+@dataclass(frozen=True)
+class Models:
+    """The adapters of a loss's models, in order; None for one that is a plain pytree.
+
+    It has an `Adapter`'s methods; parameters, model state and models are tuples with an entry for each.
+
+    Attributes:
+        adapters: of each model.
+        specs: of each model, (path, spec) for the parameters that its metadata shards.
+    """
+
+    adapters: tuple[Adapter | None, ...]
+    specs: tuple[tuple[tuple[str, PartitionSpec], ...], ...]
+
+    def merge(
+        self, params: Sequence[Any], model_state: Sequence[Any], rng: jax.Array | None, sync_axes: tuple[str, ...] = ()
+    ) -> tuple[Any, ...]:
+        """Build the models: modules in their own mode if there is a key to draw from, else in evaluation mode.
+
+        Args:
+            params, model_state: of each model.
+            rng: the key that seeds random streams, another one for each model.
+            sync_axes: as for `Adapter.merge`.
+        """
+
+        def merged(index: int, adapter: Adapter | None) -> Any:
+            if adapter is None:
+                return params[index]
+            key = None if rng is None else jax.random.fold_in(rng, index)
+            return adapter.merge(params[index], model_state[index], key, sync_axes, keep_mode=True)
+
+        return tuple(merged(index, adapter) for index, adapter in enumerate(self.adapters))
+
+    def changed(self, models: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the model state of each model after the call; {} for a plain pytree."""
+        pairs = zip(self.adapters, models, strict=True)
+        return tuple({} if adapter is None else adapter.changed(model) for adapter, model in pairs)
+
+    @property
+    def has_statistics(self) -> bool:
+        """Whether calls may change variables that are neither parameters nor random streams."""
+        return any(adapter.has_statistics for adapter in self._modules)
+
+    @property
+    def unsynchronised(self) -> tuple[str, ...]:
+        """Paths of the variables that calls may change and that belong to no `nnx.BatchNorm`."""
+        return tuple(path for adapter in self._modules for path in adapter.unsynchronised)
+
+    @property
+    def unsynchronised_floats(self) -> tuple[str, ...]:
+        """Those of `unsynchronised` that hold floating-point arrays."""
+        return tuple(path for adapter in self._modules for path in adapter.unsynchronised_floats)
+
+    @property
+    def batch_statistics(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the running averages of all models' batch norms."""
+        return tuple(shape for adapter in self._modules for shape in adapter.batch_statistics)
+
+    @property
+    def _modules(self) -> list[Adapter]:
+        return [adapter for adapter in self.adapters if adapter is not None]
+
+
+def gradient_state(module: nnx.Module, grads: Any) -> nnx.State[Any, Any]:
+    """Return gradients as `nnx.grad` does: a state of the module's parameters, which `nnx.Optimizer.update` takes.
+
+    Args:
+        module: the module.
+        grads: nested dict of its parameters' gradients; None for those that are not trained.
+    """
+    found = {}
+    for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
+        value = grads
+        for key in path:
+            value = value[str(key)]
+        if value is not None:
+            found[path] = variable.replace(value)
+    return nnx.from_flat_state(found)
+
+
+def write_back(module: nnx.Module, before: Any, after: Any) -> None:
+    """Write what a call changed of a module's state, beside its parameters, into the module.
+
+    Args:
+        module: the module.
+        before, after: nested dicts of its model state.
+    """
+    changed = {}
+    for path, variable in nnx.to_flat_state(nnx.state(module)):
+        old, new = before, after
+        for key in path:
+            if not isinstance(old, dict) or str(key) not in old:
+                break
+            old, new = old[str(key)], new[str(key)]
+        else:
+            if isinstance(variable, nnx.Variable) and old is not new:
+                changed[path] = variable.replace(new)
+    if changed:
+        nnx.update(module, nnx.from_flat_state(changed))
+
+
+def opened(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """Return (a pytree of all arrays of a tree, a function that makes the tree of such arrays).
+
+    Args:
+        tree: an NNX module or optimizer, whose arrays are an `nnx.State`; any other pytree is returned as it is.
+    """
+    if not isinstance(tree, nnx.Module | nnx.Optimizer):
+        return tree, lambda arrays: arrays
+    graphdef, state = nnx.split(tree)
+    return state, lambda arrays: nnx.merge(graphdef, arrays)
+
+
+def parameters(tree: Any) -> Any:
+    """Return what an optimizer's `init` gets: the `nnx.Param` state of a module; any other tree itself."""
+    return nnx.state(tree, nnx.Param) if isinstance(tree, nnx.Module) else tree
+
+
+def metadata(tree: Any) -> tuple[tuple[str, PartitionSpec], ...]:
+    """Return (path, spec) for each parameter of a module that its metadata shards; () for other trees."""
+    return param_specs(tree) if isinstance(tree, nnx.Module) else ()
+
+
+def map_parameters(opened: Any, parameters: Callable[[Any], Any], others: Callable[[Any], Any]) -> Any:
+    """Return a tree like `opened`, of what two functions return for its leaves.
+
+    Args:
+        opened: what the function of this name returned.
+        parameters: nested dict of a module's parameters, or a whole pytree -> a tree like it.
+        others: a leaf of a module's other variables -> what takes its place.
+    """
+    if not isinstance(opened, nnx.State):
+        return parameters(opened)
+    flat = dict(nnx.to_flat_state(opened))
+    own = parameters(nested({path: variable.get_value() for path, variable in flat.items() if is_parameter(variable)}))
+
+    def mapped(path: tuple[Any, ...], leaf: Any) -> Any:
+        if not is_parameter(leaf):
+            return jax.tree.map(others, leaf)
+        value = own
+        for key in path:
+            value = value[str(key)]
+        return leaf.replace(value)
+
+    return nnx.from_flat_state({path: mapped(path, leaf) for path, leaf in flat.items()})
+
+
+def is_module(tree: Any) -> bool:
+    """Return whether a tree is an NNX module."""
+    return isinstance(tree, nnx.Module)
+
+
+def is_parameter(variable: Any) -> bool:
+    """Return whether a leaf of a module's state is a parameter."""
+    return isinstance(variable, nnx.Param)

@@ -1,0 +1,31 @@
+"""Random keys that users give."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def typed_key(rng: Any) -> jax.Array:
+    """Return `rng` as a typed key; a legacy uint32 key is accepted as well.
+
+    Args:
+        rng: one key.
+
+    Raises:
+        ValueError: it is no key, or several.
+    """
+    if not hasattr(rng, "dtype"):
+        raise ValueError(f"rng is a key, such as jax.random.key(0); given {rng!r}. Make it of the seed.")
+    if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
+        key = rng
+    else:
+        try:
+            key = jax.random.wrap_key_data(rng)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"rng is a key, such as jax.random.key(0); given {rng.dtype}{list(rng.shape)}. Pass one."
+            ) from error
+    if key.shape:
+        raise ValueError(f"rng is one key, such as jax.random.key(0); given keys of shape {list(key.shape)}. Pass one.")
+    return key

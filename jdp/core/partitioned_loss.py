@@ -1,0 +1,204 @@
+"""A loss on a plan: what `make_train_step` and `value_and_grad` have in common.
+
+It settles the partitioning once for each shape of the batch, tries the loss on a few rows, and sums its gradients over
+devices and microbatches (`jdp.core.gradients`). What becomes of the gradients is not decided here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from jdp.core.batch import batch_rows
+from jdp.core.batch_unit import BatchUnit, batch_unit
+from jdp.core.gradients import auto, manual
+from jdp.core.gradients.accumulate import GradientSpec
+from jdp.core.gradients.loss_call import Sums
+from jdp.core.gradients.partitioning import REQUESTED, Choice, PartitioningRequest
+from jdp.core.gradients.wire import WIDE, Wire
+from jdp.core.precision import Precision
+from jdp.core.sharding.mesh import tracing_on
+from jdp.core.sharding.plan import Plan
+from jdp.core.state import TrainState, trained_part
+from jdp.core.types import Batch, LossFn, PyTree
+
+VIEWS = {"auto": auto, "manual": manual}
+
+
+@dataclass(frozen=True)
+class PartitionedLoss:
+    """A loss, the devices that compute it, and how: the settings that a training step shares with other gradients.
+
+    Attributes:
+        loss_fn: the loss function.
+        plan: the mesh and the strategy.
+        precision: dtypes of weights, computation and reduction.
+        requested: the partitioning that was asked for; None leaves the choice to jdp.
+        accumulate: number of microbatches, K.
+        train: True if the loss is differentiated, False if it is evaluated.
+        sync_batch_norm: True if batch statistics are those of all devices' rows under "manual" too.
+        group: number of neighbouring rows that are never split.
+        wire: how gradients and weights are encoded while they are sent.
+        buckets: bytes of gradients that one collective carries at most, "auto", or None.
+        overlap: True if layer loops send while they compute, None where devices can.
+        check_loss: True if the loss is tried on a few rows before the first step.
+    """
+
+    loss_fn: LossFn
+    plan: Plan
+    precision: Precision
+    requested: str | None = None
+    accumulate: int = 1
+    train: bool = field(default=True, kw_only=True)
+    sync_batch_norm: bool = field(default=True, kw_only=True)
+    group: int = field(default=1, kw_only=True)
+    wire: Wire = field(default=WIDE, kw_only=True)
+    buckets: int | str | None = field(default=None, kw_only=True)
+    overlap: bool | None = field(default=None, kw_only=True)
+    check_loss: bool = field(default=True, kw_only=True)
+    _choices: dict[Any, Choice] = field(init=False, default_factory=dict[Any, Choice], repr=False, compare=False)
+    _checked: list[bool] = field(init=False, default_factory=list[bool], repr=False, compare=False)
+    _corrected: list[Choice] = field(init=False, default_factory=list[Choice], repr=False, compare=False)
+
+    @property
+    def partitioning(self) -> str | None:
+        """ "auto" or "manual"; None if jdp is to choose and has not traced the loss yet."""
+        return self._last.partitioning if self._last else self.requested
+
+    @property
+    def why(self) -> str:
+        """The reason for `partitioning`."""
+        if self._last:
+            return self._last.why
+        return REQUESTED if self.requested else "settled when the step is first traced"
+
+    @property
+    def _last(self) -> Choice | None:
+        return next(reversed(self._choices.values()), None)
+
+    @property
+    def microbatches(self) -> int:
+        """Number of parts of a device's rows that are computed one after another."""
+        return self.accumulate
+
+    @property
+    def batch_unit(self) -> BatchUnit:
+        """What a global batch's rows must divide by."""
+        return batch_unit(self.plan.mesh.shape, self.accumulate, self.group)
+
+    def choose_partitioning(self, state: TrainState, batch: Batch, *, values: bool = False) -> str:
+        """Check the batch, choose the partitioning for these shapes, and report it once.
+
+        Args:
+            state: a train state, real or abstract.
+            batch: a batch, real or abstract.
+            values: True if both have values: then the loss is tried on a few rows (`check_loss`).
+
+        Returns:
+            "auto" or "manual".
+
+        Raises:
+            ValueError: the batch's rows do not divide, a parameter has another dtype than `Precision.params`, or the
+                loss is no sum over examples but has to be.
+        """
+        self.batch_unit.check(batch_rows(batch))
+        self.precision.check_params(trained_part(state.params, state.static.trained))
+        shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves((state.params, batch)))
+        if shapes not in self._choices or values:
+            request = PartitioningRequest(self.gradient_spec(state), self.plan, self.requested, self.train)
+            known = self._choices.pop(shapes, None) or request.choose(state, batch)
+            known = next(iter(self._corrected), known)  # what the check found holds for batches of other shapes too
+            chosen = request.check(known, state, batch) if values and self.check_loss else known
+            if chosen != known:
+                self._corrected.append(chosen)
+                for name in ("jitted", "_keeping"):
+                    self.__dict__.pop(name, None)  # it may have been lowered for the choice before
+            self._choices[shapes] = chosen
+            request.announce(chosen, state)
+        return self._choices[shapes].partitioning
+
+    def check_first(self, state: TrainState, batch: Batch) -> None:
+        """Choose the partitioning on real values, which tries the loss once; for abstract values the trace chooses.
+
+        Args:
+            state: a train state, real or abstract.
+            batch: a batch, real or abstract.
+
+        Raises:
+            ValueError: as `choose_partitioning` does.
+        """
+        leaves = jax.tree.leaves((state, batch))
+        if all(isinstance(leaf, jax.Array | np.ndarray) and not isinstance(leaf, Tracer) for leaf in leaves):
+            with tracing_on(self.plan.mesh):
+                self.choose_partitioning(state, batch, values=True)
+            self._checked.append(True)
+
+    def param_placements(self, state: TrainState) -> PyTree:
+        """Return a tree like the parameters, of `Placement`.
+
+        Args:
+            state: a train state, real or abstract.
+
+        Raises:
+            ValueError: a rule of the plan matches nothing or does not divide.
+        """
+        return self.plan.param_placements(state.params, state.static)
+
+    def gradient_spec(self, state: TrainState) -> GradientSpec:
+        """Return what the gradient code needs: the loss, the placements and the settings.
+
+        Args:
+            state: a train state, real or abstract.
+
+        Raises:
+            ValueError: a rule of the plan matches nothing or does not divide.
+        """
+        return GradientSpec(
+            self.loss_fn,
+            state.static.adapter,
+            self.param_placements(state),
+            self.plan.row,
+            self.precision,
+            self.microbatches,
+            state.static.trained,
+            self.sync_batch_norm,
+            self.group,
+            self.wire,
+            self.buckets,
+            self.plan.mesh.devices.flat[0].platform != "cpu" if self.overlap is None else self.overlap,
+        )
+
+    def gradients(
+        self, state: TrainState, batch: Batch, key: jax.Array, kept: dict[str, PyTree]
+    ) -> tuple[PyTree, Sums, PyTree, dict[str, PyTree]]:
+        """Return the gradient of Σtotal / Σweight, float32 at rest specs, while a step is traced.
+
+        Args:
+            state: a train state; only `params`, `model_state` and `static` count.
+            batch: global arrays.
+            key: from which everything random in the loss derives.
+            kept: what the synchronisation keeps between steps; {} for nothing.
+
+        Returns:
+            (gradients, with None for frozen parameters; sums over the whole batch; model state afterwards; `kept`
+            afterwards).
+
+        Raises:
+            ValueError: as `choose_partitioning` does, or model state that is not floating point would differ between
+                devices.
+        """
+        view = VIEWS[self.choose_partitioning(state, batch)]
+        run = view.gradients(self.gradient_spec(state), self.plan)
+        grads, sums, model_state, kept = run(state.params, state.model_state, batch, key, kept)
+        return jax.tree.map(lambda g: g.astype(jnp.float32) / sums.weight, grads), sums, model_state, kept
+
+
+def means(sums: Sums) -> dict[str, jax.Array]:
+    """Return the metrics of sums over the whole batch: the loss, the weight and the loss function's own."""
+    own = {name: total / weight for name, (total, weight) in sums.metrics.items()}
+    return {**own, "loss": sums.total / sums.weight, "weight": sums.weight}

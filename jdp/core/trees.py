@@ -1,0 +1,134 @@
+"""Trees of a user's own loop, made sharded or laid out as a plan says: models, and what belongs to them.
+
+A tree is an NNX module, an `nnx.Optimizer`, a `TrainState` or any pytree of arrays. Parameters (of a pytree, all its
+arrays) lie at their rest specs; other variables of a module are replicated. With `of`, the tree belongs to parameters,
+as an optimizer's state does, and each leaf lies as the parameter does that it belongs to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding
+
+from jdp.core import flax_nnx
+from jdp.core.agreement import agree, key_fact, processes_of, program_fact
+from jdp.core.batch import plan_fact
+from jdp.core.init_program import run_init
+from jdp.core.keys import typed_key
+from jdp.core.sharding.placement import Placement
+from jdp.core.sharding.plan import Plan
+from jdp.core.state import TrainState
+from jdp.core.types import PyTree
+
+
+def init(init: Callable[..., Any], plan: Plan, *, rng: jax.Array | None = None, of: Any = None) -> Any:
+    """Make a tree with every leaf sharded as the plan says. No device ever holds more than its shards.
+
+    The values are bit for bit those of `jax.jit(init)` on one device.
+
+        model = jdp.init(lambda rng: GPT(config, rngs=nnx.Rngs(rng)), plan, rng=jax.random.key(0))
+        opt_state = jdp.init(tx.init, plan, of=params)
+
+    Args:
+        init: `init(rng)` -> an `nnx.Module` or a pytree of arrays; with `of`, `init(of)` -> what belongs to it. Traced
+            under `jit`; its arrays are global.
+        plan: the mesh, the strategy and the rules. A rule need not match: it may be for another tree.
+        rng: one key, the same on every process.
+        of: the parameters that the tree belongs to: a module (`init` gets its `nnx.Param` state) or a pytree.
+
+    Returns:
+        What `init` returned, on the plan's devices.
+
+    Raises:
+        ValueError: neither `rng` nor `of` is given, or both; `rng` is no key; a rule or the metadata shards a dimension
+            that does not divide; `init` returns something that is no array; or processes differ in plan, key or
+            program.
+        RuntimeError: another process did not come to this call.
+    """
+    if (rng is None) == (of is None):
+        given = "neither" if rng is None else "both"
+        raise ValueError(
+            f"jdp.init takes rng, for a model, or of, for what belongs to one; given {given}. Write "
+            "jdp.init(init, plan, rng=jax.random.key(0)), or jdp.init(tx.init, plan, of=params)."
+        )
+    found: list[tuple[Any, Any]] = []  # (what makes the tree of its leaves, specs of its metadata), one for each trace
+
+    def make(given: Any) -> PyTree:
+        model, specs = flax_nnx.built(init, given)
+        tree, rebuild = flax_nnx.opened(model)
+        _check_arrays(tree)
+        found.append((rebuild, specs))
+        return tree
+
+    if of is not None:
+        params = flax_nnx.parameters(of)
+        shapes = jax.eval_shape(make, params)
+        rebuild, specs = found[-1]
+        return rebuild(jax.jit(make, out_shardings=_shardings(shapes, plan, specs, of))(params))
+    key = typed_key(rng)
+    shapes = jax.eval_shape(make, key)
+    rebuild, specs = found[-1]
+    shardings = _shardings(shapes, plan, specs, None)
+    if len(processes_of(plan.mesh)) > 1:
+        agree("jdp.init", [plan_fact(plan), key_fact(key, "The key")], plan.mesh)
+        agree("jdp.init", [program_fact(jax.jit(make, out_shardings=shardings).lower(key))], plan.mesh)
+    return rebuild(run_init(make, key, shardings))
+
+
+def place(tree: Any, plan: Plan, *, of: Any = None) -> Any:
+    """Lay out a tree as the plan says: arrays are moved, and inside of a jitted function constrained.
+
+    Args:
+        tree: an NNX module, an `nnx.Optimizer`, a `TrainState`, or any pytree of arrays (NumPy's too); with several
+            processes, the same values on each.
+        plan: the mesh, the strategy and the rules. A rule need not match: it may be for another tree.
+        of: the parameters that the tree belongs to, for an optimizer's state: a module or a pytree.
+
+    Returns:
+        The same values on the plan's devices. A module is a new one; the old one stays as it is.
+
+    Raises:
+        ValueError: a rule or the metadata shards a dimension that does not divide, or a leaf is no array.
+    """
+    if isinstance(tree, TrainState):
+        return _put(tree, plan.shardings(tree))
+    opened, rebuild = flax_nnx.opened(tree)
+    _check_arrays(opened)
+    opened = jax.tree.map(lambda x: x if hasattr(x, "dtype") else np.asarray(x), opened)
+    return rebuild(_put(opened, _shardings(opened, plan, flax_nnx.metadata(tree), of)))
+
+
+def _put(tree: PyTree, shardings: PyTree) -> PyTree:
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree)):
+        return jax.lax.with_sharding_constraint(tree, shardings)
+    return jax.device_put(tree, shardings)
+
+
+def _shardings(opened: PyTree, plan: Plan, specs: Any, of: Any) -> PyTree:
+    """Return a tree like `opened` (see `flax_nnx.opened`) of the sharding that each leaf has at rest."""
+    if of is not None:
+        params: dict[str, Placement] = {}
+        for placement in jax.tree.leaves(plan.tree_placements(flax_nnx.split(of)[0], flax_nnx.metadata(of))):
+            params[placement.path] = placement
+        placed = plan.tree_placements(opened, of=params)
+        return jax.tree.map(lambda placement: NamedSharding(plan.mesh, placement.rest), placed)
+
+    def sharded(params: PyTree) -> PyTree:
+        placed = plan.tree_placements(params, specs)
+        return jax.tree.map(lambda placement: NamedSharding(plan.mesh, placement.rest), placed)
+
+    return flax_nnx.map_parameters(opened, sharded, lambda leaf: plan.replicated)
+
+
+def _check_arrays(tree: PyTree) -> None:
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        if not hasattr(leaf, "dtype") and not isinstance(leaf, int | float | complex):
+            raise ValueError(
+                f"A tree that is laid out holds arrays only; {jax.tree_util.keystr(path) or 'it'} is {leaf!r}. Split "
+                "it, and close over what is no array (in equinox: params, static = eqx.partition(model, eqx.is_array))."
+            )

@@ -1,0 +1,264 @@
+"""The gradient of a loss by a plan, for a training loop of the user's own: `jdp.value_and_grad`.
+
+It is the part of a training step above which users differ: several models and optimizers, a frozen teacher, gradients
+that are changed before the update. Each call joins its models into one tree of parameters, of which those that are not
+differentiated count as frozen; from there on everything is as in a step (`PartitionedLoss`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding
+
+from jdp.core import flax_nnx
+from jdp.core.batch import owned_batch
+from jdp.core.gradients.wire import Wire
+from jdp.core.keys import typed_key
+from jdp.core.notices import notice
+from jdp.core.numbers import is_integer
+from jdp.core.partitioned_loss import PartitionedLoss, means
+from jdp.core.precision import Precision
+from jdp.core.sharding.mesh import tracing_on
+from jdp.core.sharding.plan import Plan
+from jdp.core.state import Static, TrainState, trained_part
+from jdp.core.step_settings import check_settings, check_training_settings, settled_partitioning
+from jdp.core.trainable import resolve
+from jdp.core.types import Batch, LossFn, Metrics, PyTree
+
+
+def value_and_grad(
+    loss_fn: LossFn,
+    plan: Plan,
+    *,
+    argnums: int | Sequence[int] = 0,
+    wrt: Any = None,
+    accumulate: int = 1,
+    precision: str | Precision = "fp32",
+    partitioning: str | None = None,
+    sync_batch_norm: bool = True,
+    group: int = 1,
+    wire: str | Wire | None = None,
+    buckets: int | str | None = None,
+    overlap: bool | None = None,
+    check_loss: bool = True,
+) -> ValueAndGrad:
+    """Make `gradient(*models, batch, rng) -> (metrics, gradients)`, to call in a jitted function of your own.
+
+        generator_gradient = jdp.value_and_grad(generator_loss, plan)  # of (generator, discriminator, batch, rng)
+        metrics, grads = generator_gradient(generator, discriminator, batch, rng)
+
+    It is called beside other such gradients, in a `jax.lax.scan`, under `jax.jit` or `nnx.jit`, or by itself, when it
+    compiles what it computes. Inside a jitted function the loss cannot be tried on a few rows: call `check` once
+    outside.
+
+    Args:
+        loss_fn: `loss_fn(*models, batch, rng)` -> `Loss`, or a scalar, which is taken as the mean over the batch's
+            rows. A model is an `nnx.Module`, or any pytree of arrays, laid out by `jdp.init` or `jdp.place`; the loss
+            gets it in the compute dtype, gathered as the strategy says. Modules keep their mode (`train()`, `eval()`),
+            and draw from `rng`, not from streams of their own.
+        plan: the mesh and the strategy, of all models.
+        argnums: which of the models are differentiated; the others are only read, at rest sharded alike.
+        wrt: which parameters of those are trained, as for `jdp.init_state`: None for all; path patterns ("head/*"), or
+            for a module a filter of nnx. For one differentiated model.
+        accumulate: number of microbatches, K. The rows of a batch must divide by K × the plan's batch shards.
+        precision: "fp32", "bf16" or a `Precision`, as for `jdp.make_train_step`.
+        partitioning: "auto", "manual", or None: the one that keeps the communication contract.
+        sync_batch_norm, group, buckets, overlap, check_loss: as for `jdp.make_train_step`.
+        wire: as for `jdp.make_train_step`, without error feedback, which a step keeps in its state.
+
+    Returns:
+        A `ValueAndGrad`. Metrics are global float32 scalars: `loss` (Σtotal / Σweight), `weight` and the loss
+        function's own. Gradients are Σ∇total / Σweight over all devices and microbatches, at rest specs, in the
+        parameters' dtype: for an `argnums` that is a number one tree, else a tuple of trees; for a module an
+        `nnx.State`, as of `nnx.grad`; with `wrt`, None for what is frozen. What a call changes in modules (batch
+        statistics) is written back into them. A weight of 0 gives NaN: a step of yours decides what to do then.
+
+    Raises:
+        ValueError: a setting is out of range. The call itself raises it for what `jdp.make_train_step` lists, for
+            models that lie on other devices or were donated, and inside a `jax.shard_map` over the plan's axes.
+    """
+    check_settings(accumulate, group, partitioning)
+    check_training_settings(None, False, overlap, True)
+    numbers = (argnums,) if is_integer(argnums) else tuple(argnums)
+    if not numbers or not all(is_integer(n) and n >= 0 for n in numbers) or len(set(numbers)) < len(numbers):
+        raise ValueError(
+            f"argnums is the number of a model, counted from 0, or several different ones; given {argnums!r}. Write 0, "
+            "or (0, 1)."
+        )
+    if wrt is not None and len(numbers) > 1:
+        raise ValueError(
+            f"wrt selects parameters of one model; given argnums={numbers}. Make a gradient for each model, or split "
+            "the parameters into a model that is trained and one that is read."
+        )
+    wire = Wire.of(wire)
+    if wire.gradients is not None:
+        wire = replace(wire, error_feedback=False)
+    partitioning = settled_partitioning(partitioning, plan, wire, buckets, None, False)
+    return ValueAndGrad(
+        _unpacked(loss_fn),
+        plan,
+        Precision.of(precision),
+        partitioning,
+        accumulate,
+        sync_batch_norm=sync_batch_norm,
+        group=group,
+        wire=wire,
+        buckets=buckets,
+        overlap=overlap,
+        check_loss=check_loss,
+        argnums=argnums if is_integer(argnums) else numbers,
+        wrt=wrt,
+    )
+
+
+def _unpacked(loss_fn: Any) -> LossFn:
+    """Return the loss as a function of (models, batch, rng)."""
+    return lambda models, batch, rng: loss_fn(*models, batch, rng)
+
+
+@dataclass(frozen=True)
+class ValueAndGrad(PartitionedLoss):
+    """A gradient: call it as `gradient(*models, batch, rng)`. `jdp.value_and_grad` makes one.
+
+    Attributes:
+        argnums: which of the models are differentiated.
+        wrt: which of their parameters are; None for all.
+    """
+
+    argnums: int | tuple[int, ...] = field(default=0, kw_only=True)
+    wrt: Any = field(default=None, kw_only=True)
+
+    def __call__(self, *arguments: Any) -> tuple[Metrics, Any]:
+        *models, batch, rng = self._checked_arguments(arguments)
+        state = self._joined(models, rng)
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, batch))):
+            if not self._checked and self.check_loss:
+                self._report_untried(state, batch)
+            metrics, grads, model_state = self._compute(state, batch)
+        else:
+            if not self._checked:
+                self._check(state, batch)
+            metrics, grads, model_state = self.jitted(state, owned_batch(batch))
+        return metrics, self._taken_apart(models, state, grads, model_state)
+
+    def check(self, *arguments: Any) -> None:
+        """Try the loss on a few rows, as the first step of `jdp.make_train_step` does; for calls inside of jit.
+
+        Args:
+            arguments: what the call itself gets, with real values.
+
+        Raises:
+            ValueError: the loss is no sum over examples but has to be, or as the call raises it.
+        """
+        *models, batch, rng = self._checked_arguments(arguments)
+        self._check(self._joined(models, rng), batch)
+
+    @cached_property
+    def jitted(self) -> Any:
+        """`(joined models, batch) -> (metrics, gradients, model state)`, compiled, for calls outside of jit."""
+        return jax.jit(self._compute)
+
+    def param_placements(self, state: TrainState) -> PyTree:
+        """Return a tree like the joined parameters, of `Placement`: of each model as the plan places it by itself.
+
+        Args:
+            state: the joined models.
+
+        Raises:
+            ValueError: a rule of the plan matches nothing or does not divide.
+        """
+        several, adapter = len(state.params) > 1, state.static.adapter
+        placed = tuple(map(self.plan.tree_placements, state.params, adapter.specs))
+        self.plan.check_rules([placement.path for placement in jax.tree.leaves(placed)])
+        leaves, treedef = jax.tree.flatten(placed)
+        trained = state.static.trained or (True,) * len(leaves)
+        owners = [number for number, tree in enumerate(placed) for _ in jax.tree.leaves(tree)]
+        paths = [f"{owner}/{leaf.path}" if several else leaf.path for owner, leaf in zip(owners, leaves, strict=True)]
+        marked = [replace(leaf, path=p, trained=t) for leaf, p, t in zip(leaves, paths, trained, strict=True)]
+        return treedef.unflatten(marked)
+
+    def _compute(self, state: TrainState, batch: Batch) -> tuple[Metrics, PyTree, PyTree]:
+        with tracing_on(self.plan.mesh):
+            grads, sums, model_state, _ = self.gradients(state, batch, state.rng, {})
+            trained = trained_part(state.params, state.static.trained)
+            return means(sums), jax.tree.map(lambda g, p: g.astype(p.dtype), grads, trained), model_state
+
+    def _checked_arguments(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Check how many arguments there are, and where this is called. Raises ValueError."""
+        needed = max(self._numbers) + 1
+        if len(arguments) < needed + 2:
+            raise ValueError(
+                f"A gradient takes what its loss takes: models, a batch and a key; given {len(arguments)} arguments, "
+                f"with argnums={self.argnums}. Call it as gradient(model, batch, rng)."
+            )
+        if manual := {*jax.sharding.get_abstract_mesh().manual_axes} & {*self.plan.mesh.axis_names}:
+            raise ValueError(
+                "A gradient is of global arrays: it goes over the plan's mesh itself; given a call inside a shard_map "
+                f"over {', '.join(sorted(manual))}. Call it outside."
+            )
+        return arguments
+
+    @property
+    def _numbers(self) -> tuple[int, ...]:
+        return (self.argnums,) if isinstance(self.argnums, int) else self.argnums
+
+    def _joined(self, models: Sequence[Any], rng: jax.Array) -> TrainState:
+        """Return all models as one state: tuples of parameters and model state, with an entry for each model."""
+        parts = [flax_nnx.split(model) for model in models]
+        adapter = flax_nnx.Models(tuple(part[2] for part in parts), tuple(flax_nnx.metadata(model) for model in models))
+        trained: list[bool] = []
+        for number, (params, _, own) in enumerate(parts):
+            count = len(jax.tree.leaves(params))
+            chosen = resolve(params, own, self.wrt) if number in self._numbers else (False,) * count
+            trained += (True,) * count if chosen is None else chosen
+        static = Static(None, adapter, (), None if all(trained) else tuple(trained))  # pyright: ignore[reportArgumentType]
+        params, model_state = tuple(part[0] for part in parts), tuple(part[1] for part in parts)
+        zero: Any = np.zeros((), np.int32)
+        return TrainState(zero, params, {}, model_state, typed_key(rng), zero, {}, static)
+
+    def _taken_apart(self, models: Sequence[Any], state: TrainState, grads: Any, model_state: Any) -> Any:
+        """Write what the call changed into modules; return the gradients as the user gets them."""
+        for model, before, after in zip(models, state.model_state, model_state, strict=True):
+            if flax_nnx.is_module(model):
+                flax_nnx.write_back(model, before, after)
+
+        def own(number: int) -> Any:
+            model = models[number]
+            return flax_nnx.gradient_state(model, grads[number]) if flax_nnx.is_module(model) else grads[number]
+
+        return own(self.argnums) if isinstance(self.argnums, int) else tuple(map(own, self.argnums))
+
+    def _check(self, state: TrainState, batch: Batch) -> None:
+        """Check real models and a real batch before the first call. Raises ValueError."""
+        placements = jax.tree.leaves(self.param_placements(state))
+        for leaf, placement in zip(jax.tree.leaves(state.params), placements, strict=True):
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                raise ValueError(
+                    f"A model must hold its arrays; {placement.path} was donated to a jitted function before. Go on "
+                    "with the model that it returned, and donate each model once."
+                )
+            rest = NamedSharding(self.plan.mesh, placement.rest)
+            if not isinstance(leaf, jax.Array) or not leaf.sharding.is_equivalent_to(rest, leaf.ndim):
+                given = leaf.sharding if isinstance(leaf, jax.Array) else "a NumPy array"
+                raise ValueError(
+                    f"All models of a gradient lie as its plan says ({self.plan}), else each call would move them; "
+                    f"{placement.path} is to lie as {placement.rest} and is {given}. Lay it out: "
+                    "model = jdp.place(model, plan), by the gradient's own plan."
+                )
+        self.check_first(state, batch)
+
+    def _report_untried(self, state: TrainState, batch: Batch) -> None:
+        with tracing_on(self.plan.mesh):
+            chosen = self.choose_partitioning(state, batch)
+        if self.accumulate * self.plan.batch_shards > 1 and (chosen == "manual" or self.accumulate > 1):
+            notice(
+                "a gradient inside a jitted function: its loss is called on parts of the batch, and whether it mixes "
+                "examples could not be tried there; call gradient.check(...) once outside, with real values"
+            )
