@@ -86,7 +86,7 @@ def value_and_grad(
     """
     check_settings(accumulate, group, partitioning)
     check_training_settings(None, False, overlap, True)
-    numbers = (argnums,) if is_integer(argnums) else tuple(argnums)
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     if not numbers or not all(is_integer(n) and n >= 0 for n in numbers) or len(set(numbers)) < len(numbers):
         raise ValueError(
             f"argnums is the number of a model, counted from 0, or several different ones; given {argnums!r}. Write 0, "
@@ -113,7 +113,7 @@ def value_and_grad(
         buckets=buckets,
         overlap=overlap,
         check_loss=check_loss,
-        argnums=argnums if is_integer(argnums) else numbers,
+        argnums=argnums if isinstance(argnums, int) else numbers,
         wrt=wrt,
     )
 
