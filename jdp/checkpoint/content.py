@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +30,7 @@ from jdp.checkpoint.committing import METADATA
 from jdp.checkpoint.errors import CheckpointError, DamagedError, reading
 from jdp.checkpoint.sync_state import PREFIX, Read, read_optimizer_state, read_sync
 from jdp.checkpoint.whole import require_whole
+from jdp.core import flax_nnx
 from jdp.core.paths import matches, path_of
 from jdp.core.state import TrainState
 from jdp.core.types import PyTree
@@ -49,15 +50,55 @@ def item_handlers() -> dict[str, Any]:
     }
 
 
-def save_arguments(state: TrainState, record: Mapping[str, Any]) -> tuple[ocp.args.Composite, bool]:
+@dataclass(frozen=True)
+class Content:
+    """What a checkpoint holds of a tree, or what a tree takes of one.
+
+    A train state has fields of its own; any other tree is one field, `tree`, with dicts of arrays for its modules.
+
+    Attributes:
+        holder: has the fields as attributes.
+        fields: their names.
+        back: filled fields by name -> a tree like the given one.
+    """
+
+    holder: Any
+    fields: Sequence[str]
+    back: Callable[[dict[str, PyTree]], Any]
+
+    @staticmethod
+    def of(tree: Any) -> Content:
+        """Return the content of a train state, or of any other tree, real or abstract."""
+        if isinstance(tree, TrainState):
+            return Content(tree, _FIELDS, lambda filled: replace(tree, **filled))
+        arrays, back = flax_nnx.plain(tree)
+        return Content(SimpleNamespace(tree=arrays), ("tree",), lambda filled: back(filled["tree"]))
+
+    @property
+    def leaves(self) -> dict[str, Any]:
+        """The leaves by path; numbers of Python as arrays of NumPy. Raises CheckpointError for what is no array."""
+        return {path: _as_array(path, leaf) for path, leaf in leaves_of(self.holder, self.fields).items()}
+
+
+def _as_array(path: str, leaf: Any) -> Any:
+    if hasattr(leaf, "dtype"):
+        return leaf
+    if isinstance(leaf, bool | int | float):
+        return np.asarray(leaf)
+    raise CheckpointError(
+        f"A checkpoint holds a tree of arrays and numbers; {path} is {leaf!r}. Leave it out: text goes into `record`."
+    )
+
+
+def save_arguments(state: Any, record: Mapping[str, Any]) -> tuple[ocp.args.Composite, bool]:
     """Return what Orbax is to write: the arrays of a state, the table of its leaves, and a record.
 
     And whether they are copies, so that a step may take the state over before Orbax has begun.
 
     Raises:
-        CheckpointError: `state` is no TrainState or is abstract, or the record is not JSON.
+        CheckpointError: `state` is abstract, or a leaf of it no array; or the record is not JSON.
     """
-    leaves = leaves_of(state, _FIELDS)
+    leaves = Content.of(state).leaves
     check_values(leaves)
     table = {"format": FORMAT, "leaves": _describe(leaves), "written_by": _versions()}
     arrays = {path: jax.random.key_data(x) if _is_key(x) else x for path, x in leaves.items() if x.size}
@@ -80,14 +121,8 @@ def leaves_of(state: Any, fields: Sequence[str]) -> dict[str, Any]:
     """Return the leaves of these fields of a state by path, such as "params/layers/kernel".
 
     Raises:
-        CheckpointError: `state` lacks one of the fields.
         ValueError: two leaves have the same path.
     """
-    if lacking := [name for name in fields if not hasattr(state, name)]:
-        raise CheckpointError(
-            f"A checkpoint holds a jdp.TrainState; a {type(state).__name__} was given, which has no {lacking[0]}. "
-            "Weights alone go into a file: jdp.export.export_safetensors(path, params)."
-        )
     leaves: dict[str, Any] = {}
     for path, leaf in jax.tree.leaves_with_path({name: getattr(state, name) for name in fields}):
         if (name := path_of(path)) in leaves:
@@ -101,19 +136,20 @@ def is_checkpoint(folder: Path) -> bool:
     return (folder / COMMITTED).is_file() and (folder / "leaves").is_dir() and (folder / "state").is_dir()
 
 
-def read_state(folder: Path, target: TrainState, fix: str) -> TrainState:
-    """Read the whole state, each leaf onto the sharding of `target`'s.
+def read_state(folder: Path, target: Any, fix: str) -> Any:
+    """Read the whole state, or any other tree, each leaf onto the sharding of `target`'s.
 
     Args:
         folder: the checkpoint.
-        target: a state, abstract or real; its values are not read.
+        target: a state or tree, abstract or real; its values are not read.
         fix: what to do if a file is damaged, for the error: a sentence without its full stop.
 
     Raises:
         CheckpointError: the checkpoint does not fit `target`, or is damaged.
         ValueError: a leaf of `target` has no sharding.
     """
-    wanted, saved = leaves_of(target, _FIELDS), _read_table(folder, fix)
+    content = Content.of(target)
+    wanted, saved = content.leaves, _read_table(folder, fix)
     read = _reader(folder, fix)
     converted = read_optimizer_state(saved, wanted, read, str(folder))
     (sync, own), (saved_sync, saved) = _split_sync(wanted), _split_sync(saved)
@@ -121,7 +157,19 @@ def read_state(folder: Path, target: TrainState, fix: str) -> TrainState:
     _check_match({**saved, **{path: described[path] for path in converted}}, described, folder)
     arrays = read({path: leaf for path, leaf in own.items() if path not in converted}) | converted
     arrays |= read_sync(saved_sync, sync, read, str(folder))
-    return replace(target, **_fill(target, _FIELDS, arrays))
+    given = {path: _as_given(wanted[path], array) for path, array in arrays.items()}
+    return content.back(_fill(content.holder, content.fields, given))
+
+
+def _as_given(leaf: Any, array: jax.Array) -> Any:
+    """Return an array that was read as NumPy's, or free to move, where the target's is."""
+    if isinstance(leaf, np.ndarray | np.generic):
+        return np.asarray(array)
+    if isinstance(leaf, jax.Array) and not leaf.committed:
+        if _is_key(leaf):
+            return jax.random.wrap_key_data(np.asarray(jax.random.key_data(array)), impl=_key_impl(leaf))
+        return jax.numpy.asarray(np.asarray(array))
+    return array
 
 
 def _split_sync(leaves: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -291,6 +339,9 @@ def _fill(state: Any, fields: Sequence[str], leaves: Mapping[str, Any]) -> dict[
 
 def _stored_form(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
     """Return the shape, dtype and sharding in which a leaf is stored; a typed key is stored as its uint32 words."""
+    if isinstance(leaf, np.ndarray | np.generic):
+        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)
     check_sharding(leaf, path)
     data = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
     return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=leaf.sharding)

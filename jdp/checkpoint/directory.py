@@ -27,6 +27,7 @@ from jdp.checkpoint.ownership import Lineage
 from jdp.checkpoint.retention import PreserveForeign, metric, policy
 from jdp.core.meeting import from_first_process, meet
 from jdp.core.notices import notice
+from jdp.core.numbers import is_integer
 from jdp.core.state import TrainState
 from jdp.core.types import PyTree
 from jdp.core.user_path import user_path
@@ -131,39 +132,44 @@ class Checkpoints:
 
     def save(
         self,
-        state: TrainState,
+        state: Any,
         record: Mapping[str, Any] | None = None,
         metrics: Mapping[str, Any] | None = None,
+        *,
+        step: int | None = None,
     ) -> None:
-        """Save `state` under the number of batches it has consumed, in the background.
+        """Save `state` under the number of batches it has consumed, or any tree under `step`, in the background.
 
         The arrays are copied before this returns, so the next step may donate them. The state that was
         saved or restored last is not written again. If this step or later ones exist already, this run has gone back,
         or they are another run's: they are set aside as the class describes.
 
         Args:
-            state: the whole state.
+            state: the whole train state; or any tree of arrays, numbers, NNX modules and optimizers, such as
+                {"generator": generator, "optimizer": optimizer}.
             record: any small JSON object, which `restore` returns; numbers of NumPy and JAX become Python's.
             metrics: name -> number, measured on this state; if `best` is set it must be among them. None: not measured.
+            step: the number of a tree's checkpoint, 0 or more. A train state has its own.
 
         Raises:
             CheckpointError: this checkpoint cannot be written, or the one before could not; those before it are whole.
                 Or the state is abstract, `record` is not JSON, or this directory is closed.
-            ValueError: the metric `best` is not in `metrics`, or one of these is no number.
+            ValueError: a tree is given without `step`, or a train state with one that is not its own; or the metric
+                `best` is not in `metrics`, or one of these is no number.
         """
         if self._closed:
             raise CheckpointError(
                 f"{self.directory} was closed, and nothing is saved after that. Save before close(), inside `with`, or "
                 "open it again: jdp.Checkpoints(...)."
             )
-        check_values(content.leaves_of(state, ("step", "params")))  # before the step's number is taken
+        check_values(content.Content.of(state).leaves)  # before the step's number is taken
         numbers = {name: metric(name, value) for name, value in (metrics or {}).items()}
         if numbers and self._best is not None and self._best not in numbers:
             raise ValueError(
                 f"The best checkpoint is chosen by {self._best!r}; given the metrics {list(numbers)}. Pass it too."
             )
+        step = _number(state, step)
         self.wait()
-        step = int(state.consumed)
         if step == self._lineage.last:
             if self._lineage.is_other(state):
                 notice(
@@ -181,14 +187,12 @@ class Checkpoints:
                 writing.result()  # when Orbax has copied the arrays
         self._lineage.saved(step, ownership.committed_steps(self.directory), state)
 
-    def restore(
-        self, target: TrainState, step: int | Literal["best"] | None = None
-    ) -> tuple[TrainState, dict[str, Any]]:
+    def restore(self, target: _T, step: int | Literal["best"] | None = None) -> tuple[_T, dict[str, Any]]:
         """Read a checkpoint onto the shardings of `target`; return the state and the record saved with it.
 
         Args:
-            target: `jdp.abstract_state(...)`, or a real state; its values are not read. Any strategy, mesh and number
-                of devices.
+            target: `jdp.abstract_state(...)`, a real state, or a tree like the one that was saved; its values are not
+                read. Any strategy, mesh and number of devices.
             step: which one; "best" is the best by the metric, None the newest that is whole.
 
         Returns:
@@ -394,3 +398,21 @@ class Checkpoints:
 
 def _listed(steps: Sequence[int]) -> str:
     return f"checkpoint {steps[0]}" if len(steps) == 1 else f"checkpoints {', '.join(map(str, steps))}"
+
+
+def _number(state: Any, step: Any) -> int:
+    """Return the number under which a state or a tree is saved. Raises ValueError."""
+    if isinstance(state, TrainState):
+        own = int(state.consumed)
+        if step not in (None, own):
+            raise ValueError(
+                f"A train state is saved under the number of batches that it has consumed, {own}; given step={step!r}. "
+                "Leave step out."
+            )
+        return own
+    if not is_integer(step) or step < 0:
+        raise ValueError(
+            f"A tree is saved under a number of its own, 0 or more; given step={step!r}. Write "
+            "checkpoints.save(tree, step=1000)."
+        )
+    return int(step)

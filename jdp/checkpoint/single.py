@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 
@@ -25,19 +25,20 @@ from jdp.core.user_path import user_path
 _T = TypeVar("_T")
 
 
-def save(path: str | Path, state: TrainState, *, overwrite: bool = False) -> None:
+def save(path: str | Path, state: Any, *, overwrite: bool = False) -> None:
     """Write `state` to the folder `path`, and return when it is written. Every process calls this.
 
     Args:
         path: a folder that does not exist or is empty. All processes must see the same one.
-        state: the whole state, of any plan.
+        state: the whole train state, of any plan; or any tree of arrays, numbers, NNX modules and optimizers.
         overwrite: replace a checkpoint at `path`; anything else is never replaced.
 
     Raises:
         CheckpointError: `path` is taken, or cannot be written, or the state is abstract; nothing was changed.
         ValueError: the path is an address such as gs://bucket/run.
     """
-    check_values(content.leaves_of(state, ("params", "step")))
+    check_values(content.Content.of(state).leaves)
+    step = int(state.consumed) if isinstance(state, TrainState) else 0
     path = user_path(path).absolute()
     path = path.resolve() if path.is_symlink() else path
     _check_free(path, overwrite)
@@ -47,8 +48,8 @@ def save(path: str | Path, state: TrainState, *, overwrite: bool = False) -> Non
     _on_first_process(lambda: ownership.remove_staging(staging))
     try:
         with Checkpoints(staging, keep=None) as checkpoints:
-            checkpoints.save(state)
-        _on_first_process(lambda: _move(staging / str(int(state.consumed)), path))
+            checkpoints.save(state, step=step)
+        _on_first_process(lambda: _move(staging / str(step), path))
     except (CheckpointError, OSError) as error:
         cause = error.__cause__ if isinstance(error, CheckpointError) and error.__cause__ else error
         raise write_error(f"{path} was not saved", cause) from error
@@ -57,17 +58,17 @@ def save(path: str | Path, state: TrainState, *, overwrite: bool = False) -> Non
             shutil.rmtree(staging, ignore_errors=True)
 
 
-def restore(path: str | Path, target: TrainState) -> TrainState:
+def restore(path: str | Path, target: _T) -> _T:
     """Read a checkpoint onto the shardings of `target`: any strategy, mesh and number of devices.
 
     Args:
         path: what `jdp.save` wrote; or a directory of `jdp.Checkpoints` or the folder of a run, of which the newest
             that is whole is read;
             or the folder of one step.
-        target: `jdp.abstract_state(...)`, or a real state; its values are not read.
+        target: `jdp.abstract_state(...)`, a real state, or a tree like the one that was saved; its values are not read.
 
     Returns:
-        The state, with the shardings of `target`.
+        The state or tree, with the shardings of `target`.
 
     Raises:
         CheckpointError: there is no checkpoint, it does not fit `target` (the first leaf that differs is named), or it

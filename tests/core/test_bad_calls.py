@@ -141,12 +141,6 @@ def test_an_abstract_state_cannot_be_written(tmp_path, writer):
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-@pytest.mark.parametrize("write", [lambda p, tree: jdp.save(p / "one", tree), saved_among_many])
-def test_only_a_state_makes_a_checkpoint(tmp_path, write):
-    with pytest.raises(jdp.CheckpointError, match=r"holds a jdp\.TrainState; a dict was given.*export_safetensors"):
-        write(tmp_path, {"w": jnp.ones(2)})
-
-
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     """A state with LoRA, as a checkpoint and as a safetensors file, and what reads each of them."""

@@ -18,4 +18,5 @@ from jdp.core.flax_nnx.several import map_parameters as map_parameters
 from jdp.core.flax_nnx.several import metadata as metadata
 from jdp.core.flax_nnx.several import opened as opened
 from jdp.core.flax_nnx.several import parameters as parameters
+from jdp.core.flax_nnx.several import plain as plain
 from jdp.core.flax_nnx.several import write_back as write_back

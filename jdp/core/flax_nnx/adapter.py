@@ -88,7 +88,7 @@ class Adapter:
 
     def changed(self, module: nnx.Module) -> dict[str, Any]:
         """Return the model state after the module was called; variables that the call added are dropped."""
-        after = {path: _value(leaf) for path, leaf in _flat(module).items() if _is_model_state(leaf)}
+        after = {path: value_of(leaf) for path, leaf in _flat(module).items() if _is_model_state(leaf)}
         if added := [path for path in after if path not in self.variables]:
             notice(f"{'/'.join(map(str, added[0]))} was added to the model by its call, and is not kept between steps")
         return nested({path: value for path, value in after.items() if path in self.variables})
@@ -104,7 +104,7 @@ class Adapter:
         floats = {
             "/".join(map(str, path))
             for path, variable in self.variables.items()
-            for leaf in jax.tree.leaves(_value(variable))
+            for leaf in jax.tree.leaves(value_of(variable))
             if jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating)
         }
         return tuple(path for path in self.unsynchronised if path in floats)
@@ -174,8 +174,8 @@ def split(model: Any) -> tuple[Any, Any, Adapter | None]:
     if not isinstance(model, nnx.Module):
         return model, {}, None
     variables = _flat(model)
-    params = nested({path: _value(leaf) for path, leaf in variables.items() if isinstance(leaf, nnx.Param)})
-    state = {path: _value(leaf) for path, leaf in variables.items() if _is_model_state(leaf)}
+    params = nested({path: value_of(leaf) for path, leaf in variables.items() if isinstance(leaf, nnx.Param)})
+    state = {path: value_of(leaf) for path, leaf in variables.items() if _is_model_state(leaf)}
     _check_state(state)
     model_state = jax.tree.map(jax.numpy.asarray, nested(state))
     shapes = {path: _shape(leaf) for path, leaf in variables.items()}
@@ -213,13 +213,14 @@ def _flat(module: nnx.Module) -> Flat:
     return dict(nnx.to_flat_state(nnx.split(module)[1]))
 
 
-def _value(leaf: Any) -> Any:
+def value_of(leaf: Any) -> Any:
+    """Return the array of a variable, or an array that is a plain attribute."""
     return leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
 def _shape(leaf: Any) -> Any:
     """Return the leaf with shapes instead of its arrays."""
-    shapes = jax.tree.map(lambda x: jax.typeof(x) if hasattr(x, "dtype") else x, _value(leaf))
+    shapes = jax.tree.map(lambda x: jax.typeof(x) if hasattr(x, "dtype") else x, value_of(leaf))
     return leaf.replace(shapes) if isinstance(leaf, nnx.Variable) else shapes
 
 
@@ -248,15 +249,15 @@ def _seeded(variable: Any, rng: jax.Array | None, index: int) -> jax.Array:
 
 
 def nested(flat: Flat) -> dict[str, Any]:
-    """Return nested dicts with text keys."""
-    nested: dict[str, Any] = {}
+    """Return nested dicts with text keys of what is given by path."""
+    tree: dict[str, Any] = {}
     for path, value in flat.items():
         *parents, last = map(str, path)
-        node = nested
+        node = tree
         for key in parents:
             node = node.setdefault(key, {})
         node[last] = value
-    return nested
+    return tree
 
 
 def _check_state(state: Flat) -> None:

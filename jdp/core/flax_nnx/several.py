@@ -14,7 +14,7 @@ import jax
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from jdp.core.flax_nnx.adapter import Adapter, nested, param_specs
+from jdp.core.flax_nnx.adapter import Adapter, nested, param_specs, value_of
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,38 @@ def opened(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
         return tree, lambda arrays: arrays
     graphdef, state = nnx.split(tree)
     return state, lambda arrays: nnx.merge(graphdef, arrays)
+
+
+def plain(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
+    """Return (the tree with nested dicts of arrays for the modules and optimizers in it, a function that goes back).
+
+    Args:
+        tree: any pytree; NNX modules and optimizers may be anywhere in it.
+    """
+    is_node = lambda node: isinstance(node, nnx.Module | nnx.Optimizer)  # noqa: E731
+    nodes, treedef = jax.tree.flatten(tree, is_leaf=is_node)
+    split = [nnx.split(node) if is_node(node) else None for node in nodes]
+    flat = [None if parts is None else dict(nnx.to_flat_state(parts[1])) for parts in split]
+    dicts = [
+        node if own is None else nested({path: value_of(leaf) for path, leaf in own.items()})
+        for node, own in zip(nodes, flat, strict=True)
+    ]
+
+    def back(arrays: Any) -> Any:
+        def node(parts: Any, own: Any, values: Any) -> Any:
+            if parts is None:
+                return values
+            filled = {}
+            for path, leaf in own.items():
+                value = values
+                for key in path:
+                    value = value[str(key)]
+                filled[path] = leaf.replace(value) if isinstance(leaf, nnx.Variable) else value
+            return nnx.merge(parts[0], nnx.from_flat_state(filled))
+
+        return treedef.unflatten(map(node, split, flat, treedef.flatten_up_to(arrays)))
+
+    return treedef.unflatten(dicts), back
 
 
 def parameters(tree: Any) -> Any:

@@ -1,0 +1,82 @@
+"""Checkpoints of trees of a user's own loop: modules, optimizers, arrays and numbers, onto any plan."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+import jdp
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(16, 16, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.tied = self.first
+
+
+def tree_of(plan, seed):
+    model = jdp.init(lambda rng: Net(nnx.Rngs(rng)), plan, rng=jax.random.key(seed))
+    optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+    return {"model": model, "optimizer": optimizer, "epoch": seed, "order": np.arange(3), "rng": jax.random.key(seed)}
+
+
+@nnx.jit
+def update(model, optimizer):
+    optimizer.update(model, nnx.state(model, nnx.Param))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A directory with one checkpoint of a tree, and the tree, on four devices under zero3."""
+    folder = tmp_path_factory.mktemp("trees")
+    plan = jdp.Plan(jdp.make_mesh(data=4, devices=jax.devices()[:4]), "zero3", min_shard_size=0)
+    tree = tree_of(plan, 3)
+    update(tree["model"], tree["optimizer"])
+    with jdp.Checkpoints(folder / "steps") as checkpoints:
+        checkpoints.save(tree, {"note": "text"}, step=5)
+    jdp.save(folder / "one", tree)
+    return folder, tree
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_tree_is_restored_onto_another_plan(saved, alone):
+    folder, tree = saved
+    target = tree_of(jdp.Plan(jdp.make_mesh(data=8), "zero1", min_shard_size=0), 0)
+    if alone:
+        read = jdp.restore(folder / "one", target)
+    else:
+        with jdp.Checkpoints(folder / "steps") as checkpoints:
+            read, record = checkpoints.restore(target, 5)
+        assert record == {"note": "text"}
+    kernel = read["model"].first.kernel.get_value()
+    assert kernel.sharding.mesh.shape == {"data": 8} and kernel.sharding.spec == PartitionSpec("data")
+    assert read["model"].tied is read["model"].first
+    assert (int(read["epoch"]), read["order"].tolist()) == (3, [0, 1, 2]) and isinstance(read["order"], np.ndarray)
+    for part in ("model", "optimizer"):
+        pairs = zip(*(jax.tree.leaves(nnx.to_pure_dict(nnx.state(x[part]))) for x in (read, tree)), strict=True)
+        for mine, own in pairs:
+            data = jax.random.key_data if jax.numpy.issubdtype(own.dtype, jax.dtypes.prng_key) else np.asarray
+            np.testing.assert_array_equal(data(mine), data(own))
+    assert jax.random.key_data(read["rng"]).tolist() == [0, 3]
+    update(read["model"], read["optimizer"])  # what was free to move still is
+
+
+def test_bad_trees_are_refused(saved, tmp_path):
+    folder, tree = saved
+    with jdp.Checkpoints(tmp_path) as checkpoints:
+        with pytest.raises(ValueError, match=r"under a number of its own.*given step=None.*save\(tree, step=1000\)"):
+            checkpoints.save(tree)
+        with pytest.raises(jdp.CheckpointError, match=r"arrays and numbers; tree/name is 'x'.*record"):
+            checkpoints.save({"name": "x"}, step=1)
+        with pytest.raises(ValueError, match="A train state is saved under the number"):
+            plan = jdp.Plan(jdp.make_mesh(data=8))
+            checkpoints.save(
+                jdp.init_state(lambda _: {"w": np.ones(8, "f")}, optax.sgd(1.0), plan, rng=tree["rng"]), step=9
+            )
+        assert checkpoints.steps == []
+    with pytest.raises(jdp.CheckpointError, match=r"has tree/epoch as .*nothing is wanted"):
+        jdp.restore(folder / "one", {"model": tree["model"]})
