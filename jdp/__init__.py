@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from jdp.checkpoint.single import restore_params as restore_params
     from jdp.checkpoint.single import save as save
     from jdp.core.distributed import initialize as initialize
+    from jdp.core.gather_rows import gather_rows as gather_rows
     from jdp.core.gradients.wire import Wire as Wire
     from jdp.core.heap import keep_memory as keep_memory
     from jdp.core.init import abstract_state as abstract_state
@@ -65,6 +66,7 @@ _HOMES = {
     "abstract_state": "core.init",
     "ema_params": "core.optim.ema",
     "foresee": "foresight.foresee",
+    "gather_rows": "core.gather_rows",
     "init": "core.trees",
     "init_state": "core.init",
     "initialize": "core.distributed",

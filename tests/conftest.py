@@ -38,7 +38,14 @@ jax.config.update("jax_num_cpu_devices", 8)
 # A tenth of the time otherwise goes into looking for cycles: tracing makes millions of objects that no cycle holds.
 gc.set_threshold(50_000, 20, 50)
 
-TESTS_OF_TRIALS = {"test_loss_check", "test_training_properties", "test_readme", "test_batch_norm", "test_agreement"}
+TESTS_OF_TRIALS = {
+    "test_gather_rows",
+    "test_loss_check",
+    "test_training_properties",
+    "test_readme",
+    "test_batch_norm",
+    "test_agreement",
+}
 
 
 @pytest.fixture(autouse=True)

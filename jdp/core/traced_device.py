@@ -66,6 +66,12 @@ def traced_model_axes() -> dict[str, int]:
     return {axis: size for axis, size in traced.mesh.shape.items() if size > 1 and axis not in others}
 
 
+def manual_batch_axes() -> tuple[str, ...]:
+    """Return the batch axes along which the code being traced sees its own rows only; () where it sees them all."""
+    traced, manual = _CURRENT.get(), _manual_axes()
+    return () if traced is None else tuple(axis for axis in traced.batch_axes if axis in manual)
+
+
 def is_traced_by_shard() -> bool:
     """Return True inside of `shard_map`, where the code being traced sees a device's own arrays."""
     return bool(_manual_axes())

@@ -21,6 +21,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jdp.core.batch import batch_rows
+from jdp.core.gather_rows import recording
 from jdp.core.gradients.jaxprs import every_eqn, inner_jaxprs, user_line
 from jdp.core.gradients.loss_call import as_sums
 from jdp.core.gradients.pairs import is_random
@@ -84,6 +85,7 @@ class LossTrace:
         params, state, batch: the inputs, by path; `state` holds the model state and the key.
         total, weight: the outputs; of a plain scalar, as `as_sums` makes them.
         is_sum: True if the loss returns a `Loss`, False for a plain scalar.
+        gathers_rows: True if it calls `jdp.gather_rows`.
     """
 
     jaxpr: Any
@@ -94,6 +96,7 @@ class LossTrace:
     total: TracedValue
     weight: TracedValue
     is_sum: bool
+    gathers_rows: bool = False
 
     def reused(self, counted: tuple[bool, ...]) -> str | None:
         """Return the path of the first parameter marked in `counted` that several operations take, or None."""
@@ -230,7 +233,8 @@ def trace_loss(
         jax.tree.map(fewer, batch),
         plain(state.rng) if train else None,
     )
-    closed = jax.make_jaxpr(probe)(*arguments)
+    with recording() as gathered:
+        closed = jax.make_jaxpr(probe)(*arguments)
     inputs = [TracedValue(aval) for aval in closed.in_avals]
     operations = list[Operation]()
     total, weight = _inlined(closed.jaxpr, closed.consts, inputs, operations)
@@ -246,6 +250,7 @@ def trace_loss(
         total,
         weight,
         is_sum[0],
+        bool(gathered),
     )
 
 

@@ -7,7 +7,7 @@ a sum over examples: then manual. A loss that needs the whole batch gets auto wi
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jdp.core.batch import batch_rows
 from jdp.core.gradients.accumulate import GradientSpec
@@ -25,10 +25,11 @@ REQUESTED = "asked for"
 
 @dataclass(frozen=True)
 class Choice:
-    """A step's partitioning, "auto" or "manual", and the reason for it."""
+    """A step's partitioning, "auto" or "manual", the reason for it, and whether the loss calls `jdp.gather_rows`."""
 
     partitioning: str
     why: str
+    gathers_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class PartitioningRequest:
                 f"batch[{wide[0]!r}] is float32 and meets bf16 weights at {wide[1]}: that product, and what follows "
                 f"from it, is computed in float32; cast it in the loss: batch[{wide[0]!r}].astype(jax.numpy.bfloat16)"
             )
-        return choice
+        return replace(choice, gathers_rows=trace.gathers_rows)
 
     def check(self, choice: Choice, state: TrainState, batch: Batch) -> Choice:
         """Compare the loss of a few rows together and apart; return the choice, or auto where only auto is right.
@@ -79,7 +80,7 @@ class PartitioningRequest:
             ValueError: the loss mixes examples, and the user's settings call it on parts of the batch.
         """
         calls, adapter = self._calls(choice), state.static.adapter
-        if calls == 1:
+        if calls == 1 or (choice.gathers_rows and self.spec.accumulate == 1):
             return choice
         try:
             difference = mixing(self.spec, self.plan, state, batch, self.train, batch_rows(batch) // calls)

@@ -1,0 +1,97 @@
+"""Losses that compare examples: right on every mesh, with the gradient that one device has."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jdp
+
+MESHES = {1: (1, 1), 4: (1, 4), 8: (2, 4)}
+
+
+def plan_of(devices, strategy="ddp"):
+    replica, data = MESHES[devices]
+    return jdp.Plan(
+        jdp.make_mesh(replica=replica, data=data, devices=jax.devices()[:devices]), strategy, min_shard_size=0
+    )
+
+
+def init(rng):
+    image, text = jax.random.split(rng)
+    return {"image": jax.random.normal(image, (6, 8)), "text": jax.random.normal(text, (5, 8))}
+
+
+def clip(params, batch, rng):
+    """Contrast each image with all texts (CLIP, Radford et al. 2021, arXiv:2103.00020)."""
+    image, text = (batch[name] @ params[name] for name in ("image", "text"))
+    texts, own = jdp.gather_rows(text)
+    images, _ = jdp.gather_rows(image)
+    nll = optax.softmax_cross_entropy_with_integer_labels(image @ texts.T, own)
+    nll += optax.softmax_cross_entropy_with_integer_labels(text @ images.T, own)
+    return jdp.Loss(total=nll.sum(), weight=jnp.float32(len(own)))
+
+
+def experts(params, batch, rng):
+    """Let each of two experts take three of a group's four rows at most (GShard, arXiv:2006.16668)."""
+
+    def group(rows):
+        chosen = jax.nn.one_hot(((rows @ params["image"])[:, 0] > 0).astype(int), 2)
+        chosen *= jnp.cumsum(chosen, axis=0) <= 3
+        return jnp.sum((chosen @ params["text"][:2]) ** 2, axis=-1)
+
+    each = jax.vmap(group)(batch["image"].reshape(-1, 4, 6)).ravel()
+    return jdp.Loss(total=each.sum(), weight=jnp.float32(len(each)))
+
+
+def batch_of(rows=16):
+    random = np.random.default_rng(0)
+    return {"image": random.normal(size=(rows, 6)).astype("f"), "text": random.normal(size=(rows, 5)).astype("f")}
+
+
+def losses(loss_fn, plan, **settings):
+    state = jdp.init_state(init, optax.sgd(0.05), plan, rng=jax.random.key(0))
+    step, found = jdp.make_train_step(loss_fn, plan, **settings), []
+    for _ in range(3):
+        state, metrics = step(state, batch_of())
+        found += [float(metrics["loss"]), float(metrics["grad_norm"])]
+    return step, found
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return {
+        clip: losses(clip, plan_of(1))[1],
+        experts: losses(experts, plan_of(1), group=4)[1],
+    }
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("devices", [4, 8])
+def test_in_batch_negatives_are_those_of_the_whole_batch(alone, strategy, devices):
+    step, found = losses(clip, plan_of(devices, strategy), partitioning="manual")
+    assert step.partitioning == "manual"
+    np.testing.assert_allclose(found, alone[clip], rtol=2e-5)  # sums of 16 rows in another order, three steps long
+    np.testing.assert_allclose(losses(clip, plan_of(devices, strategy))[1], alone[clip], rtol=2e-5)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("partitioning", ["auto", "manual"])
+def test_capacity_counts_within_groups(alone, strategy, partitioning):
+    found = losses(experts, plan_of(4, strategy), group=4, partitioning=partitioning)[1]
+    np.testing.assert_allclose(found, alone[experts], rtol=2e-5)
+
+
+def test_without_it_or_with_microbatches_the_loss_is_refused():
+    def without(params, batch, rng):
+        image, text = (batch[name] @ params[name] for name in ("image", "text"))
+        nll = optax.softmax_cross_entropy_with_integer_labels(image @ text.T, jnp.arange(len(text)))
+        return jdp.Loss(total=nll.sum(), weight=jnp.float32(len(text)))
+
+    with pytest.raises(ValueError, match="must not mix examples"):
+        losses(without, plan_of(4), partitioning="manual")
+    with pytest.raises(ValueError, match=r"must not mix examples.*accumulate=2"):
+        losses(clip, plan_of(4), accumulate=2)
+    rows, own = jdp.gather_rows(jnp.ones((3, 2)))
+    assert rows.shape == (3, 2) and own.tolist() == [0, 1, 2]
