@@ -107,7 +107,7 @@ def report(step: Step, state: TrainState, compiled: Compiled, target_name: str, 
         breaches=reasons,
         strays=tuple(each.words for each in stray if each.words not in reasons),
         gathering=gathering(step, state),
-        symptoms=symptoms(compiled, step.plan, state),
+        symptoms=symptoms(compiled, sites, step.plan, state),
         notes=tuple(dict.fromkeys((*notes, *_notes(step, promised, verdict.rows, collectives)))),
     )
 

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 
 @dataclass(frozen=True)
@@ -182,6 +182,7 @@ def parse(text: str) -> Program:
     return Program(entry, frozen, math.prod(map(int, sizes)), header, _frames(tables))
 
 
+@lru_cache(maxsize=4096)
 def shapes(type_text: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Return (element type, dimensions) of every array in a type as XLA prints it."""
     return tuple(
@@ -235,16 +236,20 @@ def _frames(tables: dict[str, dict[str, str]]) -> dict[str, tuple[str, ...]]:
         for index, row in tables["FileLocations"].items()
     }
 
+    frames = {  # frame -> (place, caller); printed plus one: 1 has no caller
+        index: (places.get(_number(row, "file_location_id")), str(int(_number(row, "parent_frame_id") or 1) - 1))
+        for index, row in tables["StackFrames"].items()
+    }
+
     def chain(index: str) -> Iterator[str]:
         seen = set[str]()
-        while index in tables["StackFrames"] and index not in seen:
+        while index in frames and index not in seen:
             seen.add(index)
-            row = tables["StackFrames"][index]
-            if (place := places.get(_number(row, "file_location_id"))) is not None:
+            place, index = frames[index]
+            if place is not None:
                 yield place
-            index = str(int(_number(row, "parent_frame_id") or 1) - 1)  # printed plus one: 1 has no parent
 
-    return {index: tuple(chain(index)) for index in tables["StackFrames"]}
+    return {index: tuple(chain(index)) for index in frames}
 
 
 def _number(row: str, key: str) -> str:

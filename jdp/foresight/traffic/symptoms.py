@@ -16,20 +16,21 @@ from jdp.core.formatting import format_bytes
 from jdp.core.sharding.plan import Plan
 from jdp.core.state import TrainState
 from jdp.foresight.program.compiled import Compiled
-from jdp.foresight.program.module import Program, array_bytes, shapes
+from jdp.foresight.program.module import Instruction, Program, array_bytes, shapes
 from jdp.foresight.traffic.origin import Parameters, Sites, line_of, list_paths
 
 
-def symptoms(compiled: Compiled, plan: Plan, state: TrainState) -> tuple[str, ...]:
+def symptoms(compiled: Compiled, sites: Sites, plan: Plan, state: TrainState) -> tuple[str, ...]:
     """Return every sign, a sentence each, none twice.
 
     Args:
         compiled: the step.
+        sites: of its program.
         plan, state: what it was compiled for, on the mesh of its devices.
     """
     sentences = [
         *_resharded(compiled, Parameters.of(plan, state)),
-        *_random(compiled),
+        *_random(compiled, sites),
         *_host(compiled.program),
         *_held_twice(compiled.program),
     ]
@@ -105,8 +106,7 @@ _DRAWS = re.compile(
 )
 
 
-def _random(compiled: Compiled) -> Iterator[str]:
-    sites = Sites(compiled.program)
+def _random(compiled: Compiled, sites: Sites) -> Iterator[str]:
     groups: dict[tuple[str, str | None], int] = {}
     for c in compiled.collectives:
         drawn = c.op_name is not None and _DRAWS.search(c.op_name) is not None
@@ -131,21 +131,25 @@ _HOST_MEMORY = "S(5)"  # XLA's number of the host's memory space (xla/layout.h)
 
 def _host(program: Program) -> Iterator[str]:
     for step in (step for steps in program.computations.values() for step in steps):
-        line = _at(line_of(program.source_lines(step)))
         if callback := _CALLBACK.search(step.line):
             operation = (step.op_name or step.name).rpartition("/")[2]
             yield (
-                f"The host: {operation} calls back into Python ({callback[1]}){line}, and the step waits. "
-                "Take it out, or return what it shows as a metric."
+                f"The host: {operation} calls back into Python ({callback[1]}){_line(program, step)}, and the step "
+                "waits. Take it out, or return what it shows as a metric."
             )
         elif step.opcode in _TRANSFERS:
             channel = "the host" if "is_host_transfer=true" in step.line or "feed" in step.opcode else "a peer"
             if channel == "the host":
                 moved = format_bytes(step.result_bytes)
-                yield f"The host: {step.opcode} moves {moved} to or from it inside the step{line}."
+                yield f"The host: {step.opcode} moves {moved} to or from it inside the step{_line(program, step)}."
         elif step.opcode in ("copy", "copy-start") and _HOST_MEMORY in step.type:
             copied = max(array_bytes(dtype, dims) for dtype, dims in step.shapes)
+            line = _line(program, step)
             yield f"The host: {format_bytes(copied)} are copied to or from its memory inside the step{line}."
+
+
+def _line(program: Program, step: Instruction) -> str:
+    return _at(line_of(program.source_lines(step)))
 
 
 # Donation.
