@@ -1,9 +1,10 @@
 """Fused attention: the calls to cuDNN in a compiled program, how much they compute, and how long that takes.
 
-`attention(step, operands)` reads a call `__cudnn$fmha...`: heads, queries, keys, mask, and whether it is the backward
-pass. Per score (a query and a key that it sees) and element of a head, the forward pass multiplies and adds twice (q·k,
-p·v) and the backward pass five times (the scores again, and the gradients of p, v, q and k): 4 and 10 x batch x heads x
-queries x keys x width FLOPs, half of it under a causal mask (Dao 2023, arXiv:2307.08691, section 4.1).
+`attention(step, computation, program)` reads a call `__cudnn$fmha...`: heads, queries, keys, mask, and whether it is
+the backward pass. Per score (a query and a key that it sees) and element of a head, the forward pass multiplies and
+adds twice (q·k, p·v) and the backward pass five times (the scores again, and the gradients of p, v, q and k): 4 and 10
+x batch x heads x queries x keys x width FLOPs, half of it under a causal mask (Dao 2023, arXiv:2307.08691, section
+4.1).
 
 `attention_seconds` adds the exponential of each score to the products: an H100 computes 16 a clock and core, so that at
 width 128 they take half as long as the products, and kernels hide little of that (Shah et al. 2024, FlashAttention-3,
@@ -18,9 +19,9 @@ is up to 20 % too fast; the two calls measured on an H100 (`experiments/benchmar
 import re
 from dataclasses import dataclass
 
-from jdp.foresight.program.module import Instruction
+from jdp.foresight.program.module import Instruction, Program
+from jdp.foresight.timing.matmuls import custom_call_target
 
-Shape = tuple[str, tuple[int, ...]]  # element type, dimensions
 TARGET = "__cudnn$fmha"
 
 
@@ -104,18 +105,16 @@ class AttentionModel:
     backward_factor: float = 1.37
 
 
-def attention(step: Instruction, target: str, operands: list[Shape]) -> Attention | None:
-    """Return what a custom call computes if it is cuDNN's attention, else None.
+def attention(step: Instruction, computation: str, program: Program) -> Attention | None:
+    """Return what an instruction of `computation` computes if it is a call of cuDNN's attention, else None.
 
     Packed sequences count as if each row were one sequence; their lengths are not in the program.
-
-    Args:
-        step: the call.
-        target: its `custom_call_target`.
-        operands: types and shapes of what it reads: queries, keys, values first.
     """
+    if step.opcode != "custom-call" or not (target := custom_call_target(step)).startswith(TARGET):
+        return None
+    operands = [shape for name in step.operands for shape in program.by_name[computation][name].shapes[:1]]
     sizes = re.search(r'"intermediate_tensor_shape":\s*\{[^}]*?"dimensions":\s*\[([^\]]*)\]', step.line)
-    if not target.startswith(TARGET) or sizes is None or len(operands) < 3:
+    if sizes is None or len(operands) < 3:
         return None
     batch, heads, queries, keys = (int(size) for size in re.findall(r"\d+", sizes[1]))
     mask = re.search(r'"mask_type":\s*"(\w+)"', step.line)
@@ -124,7 +123,7 @@ def attention(step: Instruction, target: str, operands: list[Shape]) -> Attentio
         heads=batch * heads,
         queries=queries,
         keys=keys,
-        width=operands[0][1][-1],
+        width=operands[0][1][-1],  # queries, keys, values come first
         value_width=operands[2][1][-1],
         dtype=operands[0][0],
         causal=mask is not None and "CAUSAL" in mask[1],

@@ -190,10 +190,7 @@ def cost(step: Instruction, computation: str, program: Program) -> KernelCost:
         (inside,) = step.called["calls"]
     steps = (step,) if inside == computation else program[inside]
     demand = _Demand(steps, program.by_name[inside])
-    fused = None
-    if step.opcode == "custom-call":
-        operands = [shape for name in step.operands for shape in program.by_name[computation][name].shapes[:1]]
-        fused = attention(step, custom_call_target(step), operands)
+    fused = attention(step, computation, program)
     return KernelCost(
         products=products(step, computation, program),
         bytes=demand.read + demand.written,
