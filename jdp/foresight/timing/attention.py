@@ -74,7 +74,7 @@ class Attention:
 
         Of the backward pass: one multiplies the result with its gradient and clears the float32 sums of the queries'
         gradient, one rounds these to the operands' type. The call's workspace holds the sums, [batch, heads, queries,
-        width] and a row's softmax terms.
+        width], and a number a query: 25,559,296 bytes for 8 x 12 heads, 1024 queries and width 64, all but 256.
         """
         each = 4 * self.value_width + 4 * self.width + 4 * self.width + 2 * self.width
         return self.heads * self.queries * each if self.backward else 0
