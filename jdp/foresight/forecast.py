@@ -128,6 +128,25 @@ class Estimate:
             return None
         return self.timeline.compute_seconds / self.timeline.step_seconds
 
+    @property
+    def fits_in_words(self) -> str:
+        """Cell of a table: "yes", "no", or "?" where the device's memory is not known."""
+        return "?" if self.fits is None else "yes" if self.fits else "no"
+
+    @property
+    def speed_cells(self) -> tuple[str, ...]:
+        """Cells of a table: communication hidden, waiting, step, MFU, tokens a second; "–" of what cannot run."""
+        timeline = self.timeline
+        if timeline is None:
+            return ("–" if self.fits is False else "?",) * 5
+        return (
+            format_percent(1 - timeline.exposed_fraction) if timeline.communication_seconds else "–",
+            format_seconds(timeline.exposed_seconds),
+            format_seconds(timeline.step_seconds),
+            "?" if self.mfu is None else format_percent(self.mfu),
+            format_rate(self.tokens_per_second or 0),
+        )
+
     def to_json(self) -> dict[str, Any]:
         """Return one of the `strategies` that `jdp plan --json` prints."""
         report, memory = self.report, self.memory
@@ -252,14 +271,14 @@ def _memory_row(estimate: Estimate) -> tuple[str, ...]:
     memory = estimate.memory
     if memory is None:
         return (estimate.name, "no", "did not compile", *([""] * (len(MEMORY) - 3)))
-    fits = "?" if estimate.fits is None else "yes" if estimate.fits else "no"
     classes = (memory.parameters, memory.gradients, memory.optimizer, memory.working, memory.activations)
     formula = estimate.closed_form_bytes or 0
-    return (estimate.name, fits, *map(format_bytes, (memory.total, *classes, memory.total - sum(classes), formula)))
+    held = map(format_bytes, (memory.total, *classes, memory.total - sum(classes), formula))
+    return (estimate.name, estimate.fits_in_words, *held)
 
 
 def _speed_row(estimate: Estimate) -> tuple[str, ...]:
-    report, timeline = estimate.report, estimate.timeline
+    report = estimate.report
     if report is None:
         return (estimate.name, *([""] * (len(SPEED) - 1)))
     ratio = f"{report.ratio:.3f}" if report.theory_wire_bytes_per_device else "–"
@@ -268,14 +287,6 @@ def _speed_row(estimate: Estimate) -> tuple[str, ...]:
         format_bytes(report.wire_bytes_per_device),
         ratio if report.kept else f"{ratio} BREAKS",
     )
-    if timeline is None:
-        return (estimate.name, *traffic, *(["–" if estimate.fits is False else "?"] * (len(SPEED) - 4)))
-    hidden = format_percent(1 - timeline.exposed_fraction) if timeline.communication_seconds else "–"
-    mfu = "?" if estimate.mfu is None else format_percent(estimate.mfu)
-    times = (
-        format_seconds(timeline.exposed_seconds),
-        format_seconds(timeline.step_seconds),
-        mfu,
-        format_rate(estimate.tokens_per_second or 0),
-    )
-    return (estimate.name, *traffic, hidden, *times, f"{estimate.efficiency or 0:.3f}")
+    unknown = "–" if estimate.fits is False else "?"
+    efficiency = unknown if estimate.efficiency is None else f"{estimate.efficiency:.3f}"
+    return (estimate.name, *traffic, *estimate.speed_cells, efficiency)

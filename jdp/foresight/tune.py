@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jdp.core.formatting import format_bytes, format_percent, format_rate, format_seconds
+from jdp.core.formatting import format_bytes, format_percent, format_seconds
 from jdp.foresight.forecast import Estimate
 
 GAIN = 0.005
@@ -60,11 +60,6 @@ def name_of(way: Way) -> str:
 def overrides_of(way: Way) -> dict[str, str]:
     """Return the experiment's keys that a way sets -> text."""
     return dict(pair for choice in way for pair in choice.overrides)
-
-
-def start_of(dimensions: Sequence[Dimension]) -> Way:
-    """Return the way that a search begins with."""
-    return tuple(dimension.choices[dimension.start] for dimension in dimensions)
 
 
 @dataclass(frozen=True)
@@ -163,7 +158,7 @@ def search(
         evaluate: (a way, the best so far) -> its estimate; None for choices that do not go together. It compiles.
         more: whether there is time for one more; asked before each but the first.
     """
-    start = start_of(dimensions)
+    start = tuple(dimension.choices[dimension.start] for dimension in dimensions)
     first = evaluate(start, None)
     assert first is not None, "a search begins with choices that go together"
     best = Trial(start, first)
@@ -231,18 +226,7 @@ def _better(new: Estimate, old: Estimate) -> bool:
 
 
 def _row(trial: Trial) -> tuple[str, ...]:
-    estimate, timeline = trial.estimate, trial.estimate.timeline
+    estimate = trial.estimate
     if estimate.memory is None:
         return (trial.name, "no", "did not compile", *["–"] * (len(TUNED) - 3))
-    fits = "?" if estimate.fits is None else "yes" if estimate.fits else "no"
-    held = (trial.name, fits, format_bytes(estimate.memory.total))
-    if timeline is None:
-        return (*held, *["–"] * (len(TUNED) - 3))
-    return (
-        *held,
-        format_percent(1 - timeline.exposed_fraction) if timeline.communication_seconds else "–",
-        format_seconds(timeline.exposed_seconds),
-        format_seconds(timeline.step_seconds),
-        "?" if estimate.mfu is None else format_percent(estimate.mfu),
-        format_rate(estimate.tokens_per_second or 0),
-    )
+    return (trial.name, estimate.fits_in_words, format_bytes(estimate.memory.total), *estimate.speed_cells)
