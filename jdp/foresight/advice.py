@@ -148,7 +148,7 @@ def _computing(choice: Estimate) -> list[str]:
         if part.seconds > LITTLE * whole
     ]
     sentence = f"It computes {format_seconds(timeline.compute_seconds)}: {', '.join(shares[:MOST_PARTS])}"
-    again = sum(part.recomputed for part in timeline.parts.values()) / whole
+    again = timeline.recomputed_seconds / whole
     more = f"; {format_percent(again)} of that is computed again, for rematerialisation" if again > LITTLE else ""
     return [f"{sentence}{more}."]
 
@@ -171,9 +171,7 @@ def _is_unfused(part: Part) -> bool:
 
 def _to_change(choice: Estimate) -> list[str]:
     timeline, sentences = choice.timeline, list[str]()
-    if timeline is None:
-        return sentences
-    if not timeline.step_seconds or not timeline.compute_seconds:
+    if timeline is None or not timeline.step_seconds or not timeline.compute_seconds:
         return sentences
     waiting = timeline.exposed_seconds / timeline.step_seconds
     products = timeline.matmul_seconds / timeline.compute_seconds
@@ -188,7 +186,7 @@ def _to_change(choice: Estimate) -> list[str]:
         )
     costly = (name for name, part in timeline.parts.items() if part.seconds > COSTLY * timeline.step_seconds)
     sentences += [hint for name in costly if (hint := _hint(name, timeline.parts[name], choice))]
-    again = sum(part.recomputed for part in timeline.parts.values())
+    again = timeline.recomputed_seconds
     if again > COSTLY * timeline.step_seconds and choice.headroom is not None:
         left = choice.headroom.available - choice.headroom.needed
         sentences.append(

@@ -23,6 +23,8 @@ COPIES, OPTIMIZER, ELEMENTWISE = "copies", "optimizer", "element-wise"
 _LENGTH = 256
 """A dimension this long that an array of four or more has twice is a sequence's length."""
 _COPIES = ("copy", "dynamic_slice", "dynamic_update_slice", "transpose", "squeeze", "reshape", "broadcast_in_dim")
+_LOSSES = re.compile(r"losses[^/\\]*(?:[/\\][^/\\]+)?$")
+"""Of "file:line": the file or its folder is named so; the folders that a checkout is in say nothing."""
 _RECOMPUTED = "rematted_computation"
 """What jax calls the part of a backward pass that `jax.checkpoint` computes again."""
 
@@ -81,7 +83,7 @@ def _part(schedule: Schedule, op: TimedOp, beside_attention: bool) -> str:
     if op.cost.flops:
         batches = beside_attention and any(product.batch > 1 for product in op.cost.products)
         return ATTENTION if batches else PRODUCTS
-    if any("losses" in line for line in schedule.program.source_lines(op.step)[:2]):
+    if any(_LOSSES.search(line) for line in schedule.program.source_lines(op.step)[:2]):
         return LOSS
     if last in _COPIES or (not name and re.search("copy|transpose|slice", op.step.name)):
         return COPIES

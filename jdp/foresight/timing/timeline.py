@@ -87,6 +87,11 @@ class Timeline:
         """Share of the communication that overlaps with no computation; 0 when nothing is sent."""
         return min(self.exposed_seconds / self.communication_seconds, 1.0) if self.communication_seconds else 0.0
 
+    @property
+    def recomputed_seconds(self) -> float:
+        """Of `compute_seconds`: of kernels that rematerialisation computes again."""
+        return sum(part.recomputed for part in self.parts.values())
+
 
 def timeline(program: Program, target: Target, model: CostModel | None = None) -> Timeline:
     """Simulate one execution of a compiled step.
