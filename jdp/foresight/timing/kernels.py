@@ -39,8 +39,7 @@ class CostModel:
     """The model's constants, for NVIDIA GPUs: the share of the published peaks (`Rates`) that a kernel reaches.
 
     "Fitted" are those with which the kernels of three forms of GPT-2 124M take as long as measured on an H100
-    (`experiments/benchmarks/h100`; 212 kinds of fusions that only read and write memory, 300 products). Left out: what
-    stays in a cache from one kernel to the next.
+    (`experiments/benchmarks/h100`). Left out: what stays in a cache from one kernel to the next.
 
     Attributes:
         matmul_efficiency: share of the dense peak that a large matrix product reaches. Fitted; a chip has its own for
