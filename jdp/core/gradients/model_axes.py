@@ -26,6 +26,7 @@ from jdp.core.gradients.wire import WIDE, Wire
 from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.mesh import own_axes
 from jdp.core.sharding.placement import Placement, axes_of, shards, spec_entry
+from jdp.core.traced_device import traced_device
 from jdp.core.types import PyTree
 
 
@@ -76,7 +77,7 @@ def all_gather(x: jax.Array, placement: Placement, leading: int, mesh: Mesh, wir
         floating = jnp.issubdtype(shard.dtype, jnp.floating)
         if wire.weights is not None and floating and shard.size >= wire.block:
             return encoded_gather(wire, shard, dim, mesh.shape[DATA])
-        return jax.lax.all_gather(shard, DATA, axis=dim, tiled=True)
+        return _gathered(shard, dim)
 
     return _on_model_shards(gather, x, replica_view_spec(placement, mesh), placement.compute, leading, mesh)
 
@@ -91,10 +92,30 @@ def psum_scatter(x: jax.Array, placement: Placement, leading: int, mesh: Mesh, w
         if wire.encodes(gradient.size, mesh.shape[DATA]):
             gradient = encoded_scatter(wire, gradient, dim, mesh.shape[DATA]).astype(gradient.dtype)
         else:
-            gradient = jax.lax.psum_scatter(gradient, DATA, scatter_dimension=dim, tiled=True)
+            gradient = _scattered(gradient, dim, mesh.shape[DATA])
         return gradient[(slice(None),) * dim + (None,)] if reshaped else gradient
 
     return _on_model_shards(scatter, x, placement.compute, replica_view_spec(placement, mesh), leading, mesh)
+
+
+def _gathered(shard: jax.Array, dim: int) -> jax.Array:
+    """Return the shards along `data`, concatenated along `dim`.
+
+    XLA:CPU makes the dimension that is gathered or scattered the major one in memory, so that every use of the result
+    transposes element by element. There a new first dimension is gathered, and rows are copied to their places.
+    """
+    if dim == 0 or traced_device().platform != "cpu":
+        return jax.lax.all_gather(shard, DATA, axis=dim, tiled=True)
+    shards = jnp.moveaxis(jax.lax.all_gather(shard, DATA, axis=0, tiled=False), 0, dim)
+    return shards.reshape(*shard.shape[:dim], -1, *shard.shape[dim + 1 :])
+
+
+def _scattered(x: jax.Array, dim: int, count: int) -> jax.Array:
+    """Return this device's one of `count` shards along `dim` of the sum over `data`; on CPUs as `_gathered` gathers."""
+    if dim == 0 or traced_device().platform != "cpu":
+        return jax.lax.psum_scatter(x, DATA, scatter_dimension=dim, tiled=True)
+    shards = x.reshape(*x.shape[:dim], count, -1, *x.shape[dim + 1 :])
+    return jax.lax.psum_scatter(jnp.moveaxis(shards, dim, 0), DATA, scatter_dimension=0, tiled=False)
 
 
 def psum(x: jax.Array, axes: tuple[str, ...], placement: Placement, leading: int, mesh: Mesh) -> jax.Array:

@@ -250,18 +250,22 @@ class Parameters:
     def like(self, dims: tuple[int, ...]) -> tuple[Placement, ...]:
         """Return the parameters with these dimensions, without those of 1 and in any order: XLA chooses layouts.
 
-        Compared with, in order of preference: the working copy or the shard; one layer of either; the global array.
+        Compared with, in order of preference: the working copy or the shard; one layer of either; the global array; all
+        shards, or those of one layer, side by side along a dimension of their own, as they are gathered on CPUs.
         """
         key = _key(dims)
         return next((tuple(table[key]) for table in self._tables if key and key in table), ())
 
     @cached_property
     def _tables(self) -> tuple[dict[tuple[int, ...], list[Placement]], ...]:
-        tables = tuple(dict[tuple[int, ...], list[Placement]]() for _ in range(3))
+        tables = tuple(dict[tuple[int, ...], list[Placement]]() for _ in range(4))
         for placement in self.placements:
             working, shard = self.local(placement), self.local(placement, at_rest=True)
-            slices = [dims[1:] for dims in (working, shard) if self._may_be_stacked(placement)]
-            for table, row in zip(tables, ((working, shard), slices, (placement.shape,)), strict=True):
+            stacked = self._may_be_stacked(placement)
+            slices = [dims[1:] for dims in (working, shard) if stacked]
+            count = math.prod(working) // max(math.prod(shard), 1)
+            beside = [(count, *dims) for dims in (shard, *([shard[1:]] if stacked else []))]
+            for table, row in zip(tables, ((working, shard), slices, (placement.shape,), beside), strict=True):
                 for key in {_key(dims) for dims in row}:
                     table.setdefault(key, []).append(placement)
         return tables
