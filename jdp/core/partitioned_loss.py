@@ -110,7 +110,7 @@ class PartitionedLoss:
         self.precision.check_params(trained_part(state.params, state.static.trained))
         shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves((state.params, batch)))
         if shapes not in self._choices or values:
-            request = PartitioningRequest(self.gradient_spec(state), self.plan, self.requested, self.train)
+            request = self._request(state)
             known = self._choices.pop(shapes, None) or request.choose(state, batch)
             known = next(iter(self._corrected), known)  # what the check found holds for batches of other shapes too
             chosen = request.check(known, state, batch) if values and self.check_loss else known
@@ -189,13 +189,32 @@ class PartitionedLoss:
             afterwards).
 
         Raises:
-            ValueError: as `choose_partitioning` does, or model state that is not floating point would differ between
-                devices.
+            ValueError: as `choose_partitioning` does; model state that is not floating point would differ between
+                devices; or the shape of a metric depends on the number of rows.
         """
         view = VIEWS[self.choose_partitioning(state, batch)]
         run = view.gradients(self.gradient_spec(state), self.plan)
         grads, sums, model_state, kept = run(state.params, state.model_state, batch, key, kept)
+        self._request(state).check_metrics(sums, state, batch)
         return jax.tree.map(lambda g: g.astype(jnp.float32) / sums.weight, grads), sums, model_state, kept
+
+    def evaluate(self, state: TrainState, batch: Batch) -> Sums:
+        """Return the sums over the whole batch, forward only, while a step is traced.
+
+        Args:
+            state: a train state; only `params`, `model_state` and `static` count.
+            batch: global arrays.
+
+        Raises:
+            ValueError: as `choose_partitioning` does, or the shape of a metric depends on the number of rows.
+        """
+        view = VIEWS[self.choose_partitioning(state, batch)]
+        sums = view.evaluation(self.gradient_spec(state), self.plan)(state.params, state.model_state, batch)
+        self._request(state).check_metrics(sums, state, batch)
+        return sums
+
+    def _request(self, state: TrainState) -> PartitioningRequest:
+        return PartitioningRequest(self.gradient_spec(state), self.plan, self.requested, self.train)
 
 
 def means(sums: Sums) -> dict[str, jax.Array]:

@@ -43,7 +43,7 @@ from jdp.core.gradients.wire import Wire
 from jdp.core.local_steps import LocalSteps, stack, train_round, unstack
 from jdp.core.notices import notice
 from jdp.core.optim.checks import update
-from jdp.core.partitioned_loss import VIEWS, PartitionedLoss, means
+from jdp.core.partitioned_loss import PartitionedLoss, means
 from jdp.core.precision import Precision
 from jdp.core.sharding.axes import REPLICA
 from jdp.core.sharding.mesh import mesh_of, tracing_on
@@ -121,7 +121,7 @@ def make_train_step(
             that the compiler does not know there are left out, which is reported by name.
 
     Returns:
-        A `Step`. Its metrics are global float32 scalars: `loss` (Σtotal / Σweight), `grad_norm` (the global L2 norm
+        A `Step`. Its metrics are global float32: `loss` (Σtotal / Σweight), `grad_norm` (the global L2 norm
         before clipping), `weight` (Σweight) and the loss function's own; and `skipped`, int32: skipped steps so far.
 
     Raises:
@@ -181,7 +181,7 @@ def make_eval_step(
         compiler: options of XLA's compiler, as for `make_train_step`.
 
     Returns:
-        A `Step`. Its metrics are global float32 scalars: `loss` (Σtotal / Σweight), `weight` (Σweight) and the loss
+        A `Step`. Its metrics are global float32: `loss` (Σtotal / Σweight), `weight` (Σweight) and the loss
         function's own. To average over batches, weight each batch's metrics by its `weight`.
 
     Raises:
@@ -284,7 +284,7 @@ class Step(PartitionedLoss):
 
         def eval_step(state: TrainState, batch: Batch) -> Metrics:
             with tracing_on(mesh):
-                return _evaluate(self, state, batch)
+                return means(self.evaluate(state, batch))
 
         options = self.compiler_options or None
         if not self.train:
@@ -474,8 +474,3 @@ def _norm(grads: PyTree, step: jax.Array) -> tuple[jax.Array, jax.Array]:
     square = optax.tree.norm(grads, squared=True)
     scaled = optax.tree.norm(jax.tree.map(lambda g: g * tiny, grads), squared=True)
     return jnp.where(jnp.isinf(square), jnp.sqrt(scaled) / tiny, jnp.sqrt(square)), square
-
-
-def _evaluate(step: Step, state: TrainState, batch: Batch) -> Metrics:
-    evaluation = VIEWS[step.choose_partitioning(state, batch)].evaluation(step.gradient_spec(state), step.plan)
-    return means(evaluation(state.params, state.model_state, batch))

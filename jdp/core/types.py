@@ -31,9 +31,10 @@ class Loss:
         weight: scalar, any dtype: the sum of the examples' weights (tokens that count, rows that are not padding). No
             gradient flows through it. If it sums to 0 over the whole step, the step is skipped: its `weight` metric is
             0 and its `loss` is NaN.
-        metrics: name -> scalar summed over examples, reported divided by `weight`; or a pair (total, weight) with its
-            own weight, such as {"accuracy": (correct.sum(), rows)}. The names loss, weight, grad_norm and skipped are
-            taken.
+        metrics: name -> scalar or array of any shape, summed over examples (a confusion matrix, an image), reported
+            divided by `weight`; or a pair (total, weight) with its own weight, a scalar or of the total's shape, such
+            as {"accuracy": (correct.sum(), rows)}. The shape must not depend on the number of rows; every element is
+            all-reduced once a step. The names loss, weight, grad_norm and skipped are taken.
     """
 
     total: jax.Array

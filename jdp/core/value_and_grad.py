@@ -74,7 +74,7 @@ def value_and_grad(
         wire: as for `jdp.make_train_step`, without error feedback, which a step keeps in its state.
 
     Returns:
-        A `ValueAndGrad`. Metrics are global float32 scalars: `loss` (Σtotal / Σweight), `weight` and the loss
+        A `ValueAndGrad`. Metrics are global float32: `loss` (Σtotal / Σweight), `weight` and the loss
         function's own. Gradients are Σ∇total / Σweight over all devices and microbatches, at rest specs, in the
         parameters' dtype: for an `argnums` that is a number one tree, else a tuple of trees; for a module an
         `nnx.State`, as of `nnx.grad`; with `wrt`, None for what is frozen. What a call changes in modules (batch

@@ -14,12 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 from jdp.core.state import TrainState
 from jdp.data import Source, batch_count
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.schema.fields import ALL
+from jdp.run.outputs.metrics import numbers
 
 Row = dict[str, float]
 
@@ -61,7 +60,7 @@ def _means(assembly: Assembly, state: TrainState, source: Source, goes_on: Calla
     limit = None if isinstance(most, str) else most
     with assembly.feed(source, seed=0, shuffle=most != ALL, epochs=1, most=limit) as batches:
         for batch in batches:
-            values = {name: float(value) for name, value in jax.device_get(assembly.eval_step(state, batch)).items()}
+            values = numbers(assembly.eval_step(state, batch))
             share = values.pop("weight")
             weight += share
             if share:

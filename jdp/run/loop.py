@@ -41,7 +41,7 @@ from jdp.run.health import Health, went_back
 from jdp.run.initial_weights import check_init_from
 from jdp.run.outputs import trackers
 from jdp.run.outputs.history import devices_of, recorded
-from jdp.run.outputs.metrics import Metrics, json_safe
+from jdp.run.outputs.metrics import Metrics, json_safe, numbers
 from jdp.run.outputs.profiler import Profile
 from jdp.run.outputs.terminal import Display
 from jdp.run.progress import Progress
@@ -339,7 +339,7 @@ class Clock:
         self, done: int, values: Any, feed: Feed, progress: Progress, out: Outputs, more: Mapping[str, float]
     ) -> None:
         """Write a row: the metrics of this step, times as means over the steps since the last row, and `more`."""
-        row = {name: float(value) for name, value in jax.device_get(values).items()}
+        row = numbers(values)
         since, start, waited = self._from
         steps, seconds, wait = done - since, time.perf_counter() - start, feed.wait_seconds - waited
         progress.loss, progress.skipped = row["loss"], int(row["skipped"])

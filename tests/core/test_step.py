@@ -455,8 +455,12 @@ ONES = jnp.ones(8)
         (lambda y: (y.sum(), {"aux": y}), r"returns jdp.Loss\(total, weight, metrics\) or a scalar; given tuple"),
         (lambda y: jdp.Loss(y, y.sum()), r"Loss.total must be a scalar"),
         (lambda y: jdp.Loss(y.sum(), y), r"Loss.weight must be a scalar"),
-        (lambda y: jdp.Loss(y.sum(), y.sum(), {"hits": y}), r"metric 'hits' must be a scalar"),
-        (lambda y: jdp.Loss(y.sum(), y.sum(), {"hits": (y.sum(), y)}), r"metric 'hits' must be a scalar.*Sum it"),
+        (
+            lambda y: jdp.Loss(y.sum(), y.sum(), {"hits": (y.sum(), y)}),
+            r"weight is .*'hits' has shapes \(\) and \(\d+,\)",
+        ),
+        (lambda y: jdp.Loss(y.sum(), y.sum(), {"hits": {"a": y.sum()}}), r"metric 'hits' of dict\. Give several"),
+        (lambda y: jdp.Loss(y.sum(), y.sum(), {"hits": y}), r"metric 'hits' has shape \(\d+,\) for \d+ rows.* Sum it"),
     ],
 )
 def test_a_loss_that_is_not_a_scalar_is_refused(value, message, partitioning):
@@ -495,6 +499,38 @@ def test_evaluation_is_the_loss_without_randomness_or_donation():
     _, trained = jdp.make_train_step(weighted_sum, plan)(state, batch)
     for name, value in first.items():
         assert float(value) == float(folded[name]) == float(manual[name]) == float(trained[name]), name
+
+
+# Metrics that are arrays.
+
+
+@pytest.mark.parametrize("settings", [{}, {"accumulate": 4}, {"accumulate": 2, "partitioning": "manual"}])
+def test_a_metric_may_be_an_array_of_any_shape(settings):
+    """Exact: sums of small whole numbers. The weight of `present` is one for each element, of one of them 0."""
+
+    def loss_fn(params, batch, rng):
+        loss, x = weighted_sum(params, batch, rng), batch["x"]
+        present = (x > 1) & (jnp.arange(FEATURES) != 3)
+        pair = (jnp.where(present, x, 0).sum(0), present.sum(0))
+        return jdp.Loss(loss.total, loss.weight, {"outer": jnp.einsum("ri,rj->ij", x, x), "present": pair})
+
+    plan, batch = plan_of("zero2"), whole_numbers()
+    state, x = state_of(plan, optax.sgd(0.1)), batch["x"]
+    evaluated = jdp.make_eval_step(loss_fn, plan, **settings)(state, batch)
+    _, trained = jdp.make_train_step(loss_fn, plan, **settings)(state, batch)
+    for metrics in (evaluated, trained):
+        np.testing.assert_array_equal(metrics["outer"], x.T @ x / 128)
+        np.testing.assert_array_equal(metrics["present"], [2.0] * 3 + [np.nan] + [2.0] * 12)
+        assert metrics["outer"].sharding.is_fully_replicated
+
+
+def test_an_array_whose_shape_cannot_be_seen_for_other_numbers_of_rows_is_reported(reported):
+    def loss_fn(params, batch, rng):
+        loss = weighted_sum(params, batch, rng)
+        return jdp.Loss(loss.total, loss.weight, {"x": batch["x"].reshape(2, 32, FEATURES).sum((0, 1))})
+
+    trace(jdp.make_train_step(loss_fn, plan_of(), partitioning="auto"), abstract(plan_of()))
+    assert "metric 'x' is an array; whether it is a sum over examples could not be seen" in " ".join(reported())
 
 
 # Lowering elsewhere.

@@ -17,7 +17,7 @@ from jdp.core import notices
 from jdp.core.formatting import format_rate
 from jdp.run.outputs import metrics
 from jdp.run.outputs import terminal as progress
-from jdp.run.outputs.metrics import Metrics, read
+from jdp.run.outputs.metrics import Metrics, numbers, read
 from jdp.run.outputs.terminal import Display
 
 
@@ -71,6 +71,11 @@ def test_non_finite_values_are_valid_json_and_read_back(tmp_path: Path):
 def test_a_metric_is_one_number(tmp_path: Path, value: object):
     with Metrics(tmp_path) as rows, pytest.raises(ValueError, match="A metric is one number; given loss, "):
         rows.write(1, {"loss": value})
+
+
+def test_rows_leave_out_arrays_that_a_loss_counts_and_say_so(capsys: pytest.CaptureFixture[str]):
+    assert numbers({"loss": jnp.float32(0.5), "confusion": jnp.zeros((3, 3))}) == {"loss": 0.5}
+    assert "metric 'confusion' has shape (3, 3): rows of metrics hold numbers" in capsys.readouterr().err
 
 
 def test_a_resumed_run_has_every_step_once(tmp_path: Path):

@@ -45,7 +45,7 @@ more dimension; under ddp, and for leaves too small to shard, the two are equal.
        │     │   └─ replay.py              and the loss is run again so that it draws its rows of that one
        │     ├─ loss_call.py  TracedLoss   zero3: shard → gather → S, c (`gather_with_reduced_grad`), at the top or, in
        │     │   │                         scan_layers (core/layers.py), layer by layer
-       │     │   └─ loss_fn                (model, batch, rng) → Loss → Sums (float32 scalars), model state afterwards
+       │     │   └─ loss_fn                (model, batch, rng) → Loss → Sums (float32), model state afterwards
        │     ├─ jax.value_and_grad         ddp, zero1     S at compute, c → cast to r
        │     │                             zero2          S at compute, c → cast to r → reduce → at rest, r
        │     │                             zero3          the same, in the backward pass of the gather
@@ -60,7 +60,7 @@ more dimension; under ddp, and for leaves too small to shard, the two are equal.
        │
        └─ core/step.py  _train             gradients / Σweight in float32 → norm → clip → optimizer, at rest →
                                            the old state where a value is not finite (model_state.stays_finite)
-    new state, metrics                     params S at rest, p; metrics: scalars
+    new state, metrics                     params S at rest, p; metrics: global
 
 Where devices send while they compute (`overlap`), `pipeline.py` rebuilds the differentiated loss under manual, so that
 a layer loop gathers one layer ahead and reduces one behind; and with one microbatch every strategy goes zero3's way,

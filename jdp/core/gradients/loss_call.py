@@ -25,7 +25,7 @@ RESERVED = frozenset(("loss", "weight", "grad_norm", "noise_scale", "skipped"))
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sums:
-    """What is summed over examples: float32 scalars, metrics as pairs (total, weight)."""
+    """What is summed over examples: float32 scalars; metrics are pairs (total, weight) of float32 arrays."""
 
     total: jax.Array
     weight: jax.Array
@@ -88,8 +88,8 @@ def as_sums(value: Any, batch: Batch) -> Sums:
     """Turn what a loss function returned into sums; a plain scalar is the mean over the batch's rows.
 
     Raises:
-        ValueError: it is neither a `Loss` nor a scalar, holds an array that is no scalar, or a metric has the name of
-            one that a step reports itself.
+        ValueError: it is neither a `Loss` nor a scalar; its total or its weight is no scalar; a metric is no array of
+            numbers, has a weight of another shape, or the name of one that a step reports itself.
     """
     if not isinstance(value, Loss):
         if not hasattr(value, "dtype") and not isinstance(value, int | float):
@@ -103,12 +103,25 @@ def as_sums(value: Any, batch: Batch) -> Sums:
     weight = _scalar("Loss.weight", value.weight)
     if taken := RESERVED & value.metrics.keys():
         raise ValueError(f"A step reports {', '.join(sorted(RESERVED))} itself; rename the metric {min(taken)!r}.")
-    metrics = {
-        name: (_scalar(f"metric {name!r}", pair[0]), _scalar(f"metric {name!r}", pair[1]))
-        for name, entry in value.metrics.items()
-        for pair in [entry if isinstance(entry, tuple) else (entry, weight)]
-    }
+    metrics = {name: _metric(name, entry, weight) for name, entry in value.metrics.items()}
     return Sums(_scalar("Loss.total", value.total), weight, metrics)
+
+
+def _metric(name: str, entry: Any, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return a metric's total and weight; the weight is a scalar, or has the total's shape."""
+    pair: Any = entry if isinstance(entry, tuple) else (entry, weight)
+    if len(pair) != 2 or not all(hasattr(part, "dtype") or isinstance(part, int | float) for part in pair):
+        raise ValueError(
+            f"A metric is an array summed over examples, or a pair of it and its weight; given metric {name!r} of "
+            f"{type(entry).__name__}. Give several metrics several names."
+        )
+    total, its_weight = (jnp.asarray(part).astype(jnp.float32) for part in pair)
+    if its_weight.shape not in ((), total.shape):
+        raise ValueError(
+            f"A metric's weight is a scalar, or has the shape of its total; metric {name!r} has shapes {total.shape} "
+            f"and {its_weight.shape}. Sum both over the batch."
+        )
+    return total, its_weight
 
 
 def _scalar(name: str, value: Any) -> jax.Array:

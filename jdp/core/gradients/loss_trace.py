@@ -85,6 +85,7 @@ class LossTrace:
         params, state, batch: the inputs, by path; `state` holds the model state and the key.
         total, weight: the outputs; of a plain scalar, as `as_sums` makes them.
         is_sum: True if the loss returns a `Loss`, False for a plain scalar.
+        metrics: the shapes of its metrics' totals, by name.
         gathers_rows: True if it calls `jdp.gather_rows`.
     """
 
@@ -96,6 +97,7 @@ class LossTrace:
     total: TracedValue
     weight: TracedValue
     is_sum: bool
+    metrics: dict[str, tuple[int, ...]]
     gathers_rows: bool = False
 
     def reused(self, counted: tuple[bool, ...]) -> str | None:
@@ -210,13 +212,14 @@ def trace_loss(
         NameError: the loss names a mesh axis (`jax.lax.psum(x, "data")`), which exists under `shard_map` only.
         Exception: whatever the loss itself raises.
     """
-    adapter, is_sum = state.static.adapter, list[bool]()
+    adapter, is_sum, shapes = state.static.adapter, list[bool](), dict[str, tuple[int, ...]]()
 
     def probe(params: Any, model_state: Any, batch: Any, rng: Any) -> tuple[Any, Any]:
         model = params if adapter is None else adapter.merge(params, model_state, rng)
         value = loss_fn(model, batch, rng)
         is_sum.append(isinstance(value, Loss))
         sums = as_sums(value, batch)
+        shapes.update({name: pair[0].shape for name, pair in sums.metrics.items()})
         return sums.total, sums.weight
 
     batch_size = batch_rows(batch)
@@ -250,6 +253,7 @@ def trace_loss(
         total,
         weight,
         is_sum[0],
+        shapes,
         bool(gathered),
     )
 

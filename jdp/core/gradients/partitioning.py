@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from jdp.core.batch import batch_rows
 from jdp.core.gradients.accumulate import GradientSpec
+from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.loss_check import constant_term, mixing
 from jdp.core.gradients.loss_trace import LossTrace, trace_loss
 from jdp.core.notices import notice
@@ -103,6 +104,37 @@ class PartitioningRequest:
             "then shows it the whole batch; if the weight is a constant, count rows instead; if neighbouring rows "
             "belong together, say group=2 (or more). check_loss=False turns this check off."
         )
+
+    def check_metrics(self, sums: Sums, state: TrainState, batch: Batch) -> None:
+        """Check that metrics are sums over examples, as far as shapes tell: only arrays can be anything else.
+
+        Args:
+            sums: what the loss returned, summed.
+            state, batch: real or abstract.
+
+        Raises:
+            ValueError: the shape of a metric depends on the number of rows.
+        """
+        arrays = [name for name, (total, _) in sums.metrics.items() if total.ndim]
+        if not arrays:
+            return
+        try:
+            few, many = (self._shapes_of_metrics(state, batch, factor * batch_rows(batch)) for factor in (1, 2))
+        except Exception as error:  # the user's own code, at a size that it may not expect
+            notice(
+                f"metric {arrays[0]!r} is an array; whether it is a sum over examples could not be seen from its shape "
+                f"for other numbers of rows ({type(error).__name__}: {str(error)[:200]})"
+            )
+            return
+        if wrong := [name for name in arrays if few[name] != many[name]]:
+            raise ValueError(
+                f"A metric is summed over examples, so its shape does not depend on their number; metric {wrong[0]!r} "
+                f"has shape {few[wrong[0]]} for {batch_rows(batch)} rows and {many[wrong[0]]} for twice as many. Sum "
+                "it over the batch; what is of single examples, compute beside the loss."
+            )
+
+    def _shapes_of_metrics(self, state: TrainState, batch: Batch, rows: int) -> dict[str, tuple[int, ...]]:
+        return trace_loss(self.spec.loss_fn, self.spec.precision, state, batch, rows, self.train).metrics
 
     def announce(self, choice: Choice, state: TrainState) -> None:
         """Report the choice and its reason, unless the user requested it and it has no drawback."""

@@ -116,6 +116,18 @@ class Metrics:
         self._events.flush()
 
 
+def numbers(values: Mapping[str, jax.Array]) -> dict[str, float]:
+    """Return a step's metrics as numbers, which is all that a row holds; arrays are left out, and reported once.
+
+    Args:
+        values: name -> array (which is waited for).
+    """
+    for name, value in values.items():
+        if value.ndim:
+            notice(f"metric {name!r} has shape {value.shape}: rows of metrics hold numbers, so it is left out")
+    return {name: float(value) for name, value in jax.device_get(values).items() if not value.ndim}
+
+
 def read(file: Path) -> list[dict[str, Any]]:
     """Return the rows of a metrics.jsonl, non-finite values restored.
 
