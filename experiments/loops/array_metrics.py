@@ -1,0 +1,58 @@
+"""Metrics of any shape: a confusion matrix, the accuracy of each class, and the mean image of what was got wrong.
+
+The one word: the metrics of `jdp.Loss`. Each is an array summed over examples; it comes back summed over all devices
+and microbatches, and divided by the weight, or by a weight of its own: a scalar, or one for each element.
+
+    python experiments/loops/array_metrics.py zero3
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from story import tell
+
+import jdp
+
+SIDE, CLASSES, ROWS = 4, 3, 32
+
+
+def init(rng):
+    return {"kernel": jax.random.normal(rng, (SIDE * SIDE, CLASSES)) / SIDE, "bias": jnp.zeros(CLASSES)}
+
+
+def loss_fn(params, batch, rng):
+    logits = batch["image"].reshape(-1, SIDE * SIDE) @ params["kernel"] + params["bias"]
+    nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+    rows, answer = jnp.float32(len(nll)), logits.argmax(-1)
+    of_class = jax.nn.one_hot(batch["label"], CLASSES)
+    wrong = (answer != batch["label"]).astype(jnp.float32)
+    metrics = {
+        "confusion": jnp.einsum("ri,rj->ij", of_class, jax.nn.one_hot(answer, CLASSES)),  # share of all examples
+        "recall": (((1 - wrong)[:, None] * of_class).sum(0), of_class.sum(0)),  # of each class; NaN if there is none
+        "wrong": (jnp.einsum("r,rhw->hw", wrong, batch["image"]), wrong.sum()),  # the mean image of what was got wrong
+    }
+    return jdp.Loss(nll.sum(), rows, metrics)
+
+
+def train(plan, steps=3, **settings):
+    """Return the confusion matrix of each step, and the other metrics of the last; `settings` of the gradient."""
+    params = jdp.init(init, plan, rng=jax.random.key(0))
+    gradient = jdp.value_and_grad(loss_fn, plan, **settings)
+
+    @jax.jit
+    def step(params, batch, rng):
+        metrics, grads = gradient(params, batch, rng)
+        return jax.tree.map(lambda p, g: p - 0.3 * g, params, grads), metrics
+
+    random, matrices, metrics = np.random.default_rng(0), [], {}
+    for i in range(steps):
+        batch = {"image": random.normal(size=(ROWS, SIDE, SIDE)).astype("float32")}
+        batch["label"] = random.integers(0, CLASSES, ROWS)
+        params, metrics = step(params, batch, jax.random.key(i))
+        matrices.append(metrics["confusion"])
+    return matrices, (params, metrics)
+
+
+if __name__ == "__main__":
+    tell(train)
