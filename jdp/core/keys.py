@@ -16,7 +16,8 @@ def typed_key(rng: Any) -> jax.Array:
         ValueError: it is no key, or several.
     """
     if not hasattr(rng, "dtype"):
-        raise ValueError(f"rng is a key, such as jax.random.key(0); given {rng!r}. Make it of the seed.")
+        given = repr(rng) if rng is None or isinstance(rng, int | float | str) else f"a {type(rng).__name__}"
+        raise ValueError(f"rng is a key, such as jax.random.key(0); given {given}. Make it of the seed.")
     if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
         key = rng
     else:

@@ -82,6 +82,11 @@ class PartitionedLoss:
         return next(reversed(self._choices.values()), None)
 
     @property
+    def noun(self) -> str:
+        """What this is, in reports."""
+        return "train step" if self.train else "eval step"
+
+    @property
     def microbatches(self) -> int:
         """Number of parts of a device's rows that are computed one after another."""
         return self.accumulate
@@ -119,7 +124,7 @@ class PartitionedLoss:
                 for name in ("jitted", "_keeping"):
                     self.__dict__.pop(name, None)  # it may have been lowered for the choice before
             self._choices[shapes] = chosen
-            request.announce(chosen, state)
+            request.announce(chosen, state, self.noun)
         return self._choices[shapes].partitioning
 
     def check_first(self, state: TrainState, batch: Batch) -> None:

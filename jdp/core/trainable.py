@@ -32,15 +32,18 @@ def resolve(params: PyTree, adapter: Any, wrt: Any) -> tuple[bool, ...] | None:
     """
     leaves = jax.tree.leaves_with_path(params)
     if not leaves:
-        raise ValueError("`init` must return a module or pytree with parameters; it returned none.")
+        raise ValueError(
+            "A model must have parameters: a module or a pytree with arrays; given one without. Give it some, or leave "
+            "it out."
+        )
     paths = [path_of(path) for path, _ in leaves]
     selected = _selected(paths, adapter, wrt)
     for (_, leaf), path, trained in zip(leaves, paths, selected, strict=True):
         if trained and not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(
                 f"Every parameter that is trained must be floating point; {path} is {leaf.dtype}. Freeze it "
-                "(init_state(..., wrt=patterns of what is trained)), or keep counters and tables out of what `init` "
-                "returns (in NNX: a variable that is not an nnx.Param)."
+                "(wrt=patterns of what is trained), or keep counters and tables out of the model's parameters (in NNX: "
+                "a variable that is not an nnx.Param)."
             )
     return None if all(selected) else selected
 

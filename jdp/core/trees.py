@@ -46,8 +46,8 @@ def init(init: Callable[..., Any], plan: Plan, *, rng: jax.Array | None = None, 
 
     Raises:
         ValueError: neither `rng` nor `of` is given, or both; `rng` is no key; a rule or the metadata shards a dimension
-            that does not divide; `init` returns something that is no array; or processes differ in plan, key or
-            program.
+            that does not divide; `init` returns something that is no array, modules inside of a pytree, or an
+            `nnx.Optimizer` without `of`; or processes differ in plan, key or program.
         RuntimeError: another process did not come to this call.
     """
     if (rng is None) == (of is None):
@@ -60,8 +60,8 @@ def init(init: Callable[..., Any], plan: Plan, *, rng: jax.Array | None = None, 
 
     def make(given: Any) -> PyTree:
         model, specs = flax_nnx.built(init, given)
+        check_tree(model, of)
         tree, rebuild = flax_nnx.opened(model)
-        _check_arrays(tree)
         found.append((rebuild, specs))
         return tree
 
@@ -87,18 +87,19 @@ def place(tree: Any, plan: Plan, *, of: Any = None) -> Any:
         tree: an NNX module, an `nnx.Optimizer`, a `TrainState`, or any pytree of arrays (NumPy's too); with several
             processes, the same values on each.
         plan: the mesh, the strategy and the rules. A rule need not match: it may be for another tree.
-        of: the parameters that the tree belongs to, for an optimizer's state: a module or a pytree.
+        of: the parameters that the tree belongs to, for an optimizer or its state: a module or a pytree.
 
     Returns:
         The same values on the plan's devices. A module is a new one; the old one stays as it is.
 
     Raises:
-        ValueError: a rule or the metadata shards a dimension that does not divide, or a leaf is no array.
+        ValueError: a rule or the metadata shards a dimension that does not divide; or the tree holds something that is
+            no array, modules inside of a pytree, or is an `nnx.Optimizer` and `of` is None.
     """
     if isinstance(tree, TrainState):
         return _put(tree, plan.shardings(tree))
+    check_tree(tree, of)
     opened, rebuild = flax_nnx.opened(tree)
-    _check_arrays(opened)
     opened = jax.tree.map(lambda x: x if hasattr(x, "dtype") else np.asarray(x), opened)
     return rebuild(_put(opened, _shardings(opened, plan, flax_nnx.metadata(tree), of)))
 
@@ -125,9 +126,29 @@ def _shardings(opened: PyTree, plan: Plan, specs: Any, of: Any) -> PyTree:
     return flax_nnx.map_parameters(opened, sharded, lambda leaf: plan.replicated)
 
 
-def _check_arrays(tree: PyTree) -> None:
-    for path, leaf in jax.tree.leaves_with_path(tree):
-        if not hasattr(leaf, "dtype") and not isinstance(leaf, int | float | complex):
+def check_tree(tree: Any, of: Any = None, *, arrays: bool = False) -> None:
+    """Check that a tree is one module or optimizer, or a pytree of arrays.
+
+    Args:
+        tree: what is laid out, or a model of a gradient.
+        of: the parameters that it belongs to.
+        arrays: refuse Python's numbers as well, which laying out makes arrays of.
+
+    Raises:
+        ValueError: it holds modules, or something that is no array; or it is an `nnx.Optimizer`, and `of` is None.
+    """
+    if flax_nnx.is_optimizer(tree) and of is None:
+        raise ValueError(
+            "An optimizer's state lies as the parameters lie that it belongs to; given an nnx.Optimizer without them. "
+            "Pass the model: of=model."
+        )
+    if (path := flax_nnx.module_inside(tree)) is not None:
+        raise ValueError(
+            f"A tree is one module, one nnx.Optimizer, or a pytree of arrays; given a {type(tree).__name__} with a "
+            f"module at {path}. Pass each by itself."
+        )
+    for path, leaf in jax.tree.leaves_with_path(flax_nnx.opened(tree)[0]):
+        if not hasattr(leaf, "dtype") and (arrays or not isinstance(leaf, int | float | complex)):
             raise ValueError(
                 f"A tree that is laid out holds arrays only; {jax.tree_util.keystr(path) or 'it'} is {leaf!r}. Split "
                 "it, and close over what is no array (in equinox: params, static = eqx.partition(model, eqx.is_array))."

@@ -30,6 +30,7 @@ from jdp.core.sharding.plan import Plan
 from jdp.core.state import Static, TrainState, trained_part
 from jdp.core.step_settings import check_settings, check_training_settings, settled_partitioning
 from jdp.core.trainable import resolve
+from jdp.core.trees import check_tree
 from jdp.core.types import Batch, LossFn, Metrics, PyTree
 
 
@@ -56,7 +57,8 @@ def value_and_grad(
 
     It is called beside other such gradients, in a `jax.lax.scan`, under `jax.jit` or `nnx.jit`, or by itself, when it
     compiles what it computes. Inside a jitted function the loss cannot be tried on a few rows: call `check` once
-    outside.
+    outside. Gradients lie where the parameters rest, and so does what an optimizer makes of both. A jitted function
+    that computes with an updated model in other ways too returns `jdp.place(model, plan)`: XLA may leave it gathered.
 
     Args:
         loss_fn: `loss_fn(*models, batch, rng)` -> `Loss`, or a scalar, which is taken as the mean over the batch's
@@ -86,7 +88,7 @@ def value_and_grad(
     """
     check_settings(accumulate, group, partitioning)
     check_training_settings(None, False, overlap, True)
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    numbers = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)
     if not numbers or not all(is_integer(n) and n >= 0 for n in numbers) or len(set(numbers)) < len(numbers):
         raise ValueError(
             f"argnums is the number of a model, counted from 0, or several different ones; given {argnums!r}. Write 0, "
@@ -134,6 +136,7 @@ class ValueAndGrad(PartitionedLoss):
 
     argnums: int | tuple[int, ...] = field(default=0, kw_only=True)
     wrt: Any = field(default=None, kw_only=True)
+    _laid_out: set[Any] = field(init=False, default_factory=set[Any], repr=False, compare=False)
 
     def __call__(self, *arguments: Any) -> tuple[Metrics, Any]:
         *models, batch, rng = self._checked_arguments(arguments)
@@ -143,8 +146,9 @@ class ValueAndGrad(PartitionedLoss):
                 self._report_untried(state, batch)
             metrics, grads, model_state = self._compute(state, batch)
         else:
+            self._check_models(state)
             if not self._checked:
-                self._check(state, batch)
+                self.check_first(state, batch)
             metrics, grads, model_state = self.jitted(state, owned_batch(batch))
         return metrics, self._taken_apart(models, state, grads, model_state)
 
@@ -158,7 +162,14 @@ class ValueAndGrad(PartitionedLoss):
             ValueError: the loss is no sum over examples but has to be, or as the call raises it.
         """
         *models, batch, rng = self._checked_arguments(arguments)
-        self._check(self._joined(models, rng), batch)
+        state = self._joined(models, rng)
+        self._check_models(state)
+        self.check_first(state, batch)
+
+    @property
+    def noun(self) -> str:
+        """What this is, in reports."""
+        return "gradient"
 
     @cached_property
     def jitted(self) -> Any:
@@ -185,10 +196,19 @@ class ValueAndGrad(PartitionedLoss):
         return treedef.unflatten(marked)
 
     def _compute(self, state: TrainState, batch: Batch) -> tuple[Metrics, PyTree, PyTree]:
-        with tracing_on(self.plan.mesh):
+        keep, mesh = jax.lax.with_sharding_constraint, self.plan.mesh
+
+        def changed(before: jax.Array, after: jax.Array) -> jax.Array:
+            return after if before is after else keep(after, self.plan.replicated)
+
+        with tracing_on(mesh):
+            # A model that the same jitted function has updated would be gathered there, and stay so, without this.
+            rest = jax.tree.map(lambda placement: NamedSharding(mesh, placement.rest), self.param_placements(state))
+            state = replace(state, params=jax.tree.map(keep, state.params, rest))
             grads, sums, model_state, _ = self.gradients(state, batch, state.rng, {})
             trained = trained_part(state.params, state.static.trained)
-            return means(sums), jax.tree.map(lambda g, p: g.astype(p.dtype), grads, trained), model_state
+            grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, trained)
+            return means(sums), grads, jax.tree.map(changed, state.model_state, model_state)
 
     def _checked_arguments(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Check how many arguments there are, and where this is called. Raises ValueError."""
@@ -210,7 +230,13 @@ class ValueAndGrad(PartitionedLoss):
         return (self.argnums,) if isinstance(self.argnums, int) else self.argnums
 
     def _joined(self, models: Sequence[Any], rng: jax.Array) -> TrainState:
-        """Return all models as one state: tuples of parameters and model state, with an entry for each model."""
+        """Return all models as one state: tuples of parameters and model state, with an entry for each model.
+
+        Raises:
+            ValueError: a model holds something that is no array, or modules inside of a pytree; or as `resolve` does.
+        """
+        for model in models:
+            check_tree(model, arrays=True)
         parts = [flax_nnx.split(model) for model in models]
         adapter = flax_nnx.Models(tuple(part[2] for part in parts), tuple(flax_nnx.metadata(model) for model in models))
         trained: list[bool] = []
@@ -235,10 +261,13 @@ class ValueAndGrad(PartitionedLoss):
 
         return own(self.argnums) if isinstance(self.argnums, int) else tuple(map(own, self.argnums))
 
-    def _check(self, state: TrainState, batch: Batch) -> None:
-        """Check real models and a real batch before the first call. Raises ValueError."""
-        placements = jax.tree.leaves(self.param_placements(state))
-        for leaf, placement in zip(jax.tree.leaves(state.params), placements, strict=True):
+    def _check_models(self, state: TrainState) -> None:
+        """Check that real models hold their arrays, and lie as the plan says. Raises ValueError."""
+        leaves = jax.tree.leaves(state.params)
+        lies = (jax.tree.structure(state.params), *(getattr(leaf, "sharding", None) for leaf in leaves))
+        if lies in self._laid_out and not any(leaf.is_deleted() for leaf in leaves):
+            return
+        for leaf, placement in zip(leaves, jax.tree.leaves(self.param_placements(state)), strict=True):
             if isinstance(leaf, jax.Array) and leaf.is_deleted():
                 raise ValueError(
                     f"A model must hold its arrays; {placement.path} was donated to a jitted function before. Go on "
@@ -252,7 +281,7 @@ class ValueAndGrad(PartitionedLoss):
                     f"{placement.path} is to lie as {placement.rest} and is {given}. Lay it out: "
                     "model = jdp.place(model, plan), by the gradient's own plan."
                 )
-        self.check_first(state, batch)
+        self._laid_out.add(lies)
 
     def _report_untried(self, state: TrainState, batch: Batch) -> None:
         with tracing_on(self.plan.mesh):

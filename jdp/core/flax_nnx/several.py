@@ -201,6 +201,20 @@ def is_module(tree: Any) -> bool:
     return isinstance(tree, nnx.Module)
 
 
+def is_optimizer(tree: Any) -> bool:
+    """Return whether a tree is an `nnx.Optimizer`."""
+    return isinstance(tree, nnx.Optimizer)
+
+
+def module_inside(tree: Any) -> str | None:
+    """Return the path of an NNX module or optimizer inside a pytree that is neither itself; None if there is none."""
+    if isinstance(tree, nnx.Module | nnx.Optimizer):
+        return None
+    is_one = lambda node: isinstance(node, nnx.Module | nnx.Optimizer)  # noqa: E731
+    found = (path for path, node in jax.tree.leaves_with_path(tree, is_leaf=is_one) if is_one(node))
+    return next((jax.tree_util.keystr(path) for path in found), None)
+
+
 def is_parameter(variable: Any) -> bool:
     """Return whether a leaf of a module's state is a parameter."""
     return isinstance(variable, nnx.Param)

@@ -136,15 +136,14 @@ class PartitioningRequest:
     def _shapes_of_metrics(self, state: TrainState, batch: Batch, rows: int) -> dict[str, tuple[int, ...]]:
         return trace_loss(self.spec.loss_fn, self.spec.precision, state, batch, rows, self.train).metrics
 
-    def announce(self, choice: Choice, state: TrainState) -> None:
-        """Report the choice and its reason, unless the user requested it and it has no drawback."""
+    def announce(self, choice: Choice, state: TrainState, noun: str) -> None:
+        """Report the choice for `noun` and its reason, unless the user requested it and it has no drawback."""
         if self.plan.batch_shards == 1:
             return
         if self.requested is None or choice.why != REQUESTED:
             local = "; the loss sees each device's rows alone, so examples must not mix"
-            name = "train" if self.train else "eval"
             notice(
-                f"{name} step under {self.plan.strategy}: partitioning={choice.partitioning!r}: {choice.why}"
+                f"{noun} under {self.plan.strategy}: partitioning={choice.partitioning!r}: {choice.why}"
                 f"{local if choice.partitioning == 'manual' else ''}"
             )
         adapter, unsynchronised = state.static.adapter, self.train and not self.spec.sync_batch_norm
