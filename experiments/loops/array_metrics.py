@@ -36,7 +36,7 @@ def loss_fn(params, batch, rng):
 
 
 def train(plan, steps=3, **settings):
-    """Return the confusion matrix of each step, and the other metrics of the last; `settings` of the gradient."""
+    """Return the metrics of each step, and the parameters; `settings` are those of the gradient."""
     params = jdp.init(init, plan, rng=jax.random.key(0))
     gradient = jdp.value_and_grad(loss_fn, plan, **settings)
 
@@ -45,13 +45,13 @@ def train(plan, steps=3, **settings):
         metrics, grads = gradient(params, batch, rng)
         return jax.tree.map(lambda p, g: p - 0.3 * g, params, grads), metrics
 
-    random, matrices, metrics = np.random.default_rng(0), [], {}
+    random, measured = np.random.default_rng(0), []
     for i in range(steps):
         batch = {"image": random.normal(size=(ROWS, SIDE, SIDE)).astype("float32")}
         batch["label"] = random.integers(0, CLASSES, ROWS)
         params, metrics = step(params, batch, jax.random.key(i))
-        matrices.append(metrics["confusion"])
-    return matrices, (params, metrics)
+        measured.append(metrics)
+    return measured, params
 
 
 if __name__ == "__main__":

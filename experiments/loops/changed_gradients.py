@@ -42,7 +42,7 @@ def without_conflict(grads, other):
 
 def train(plan, steps=3):
     """Return both losses and the norm of the joint gradient of each step, and the parameters."""
-    tx = optax.sgd(0.1, momentum=0.9)
+    tx = optax.sgd(0.5)
     params = jdp.init(init, plan, rng=jax.random.key(0))
     opt_state = jdp.init(tx.init, plan, of=params)
     gradients = [jdp.value_and_grad(loss_of(task), plan) for task in (0, 1)]
@@ -59,7 +59,7 @@ def train(plan, steps=3):
     random, measured = np.random.default_rng(0), []
     for i in range(steps):
         x = random.normal(size=(ROWS, FEATURES)).astype("float32")
-        batch = {"x": x, "y": np.stack([x.sum(1), -x.sum(1)], axis=1)}  # tasks that pull in opposite directions
+        batch = {"x": x, "y": np.stack([x[:, 0] + x[:, 1], x[:, 0] - x[:, 1]], axis=1)}
         params, opt_state, values = step(params, opt_state, batch, jax.random.key(i))
         measured.append(values)
     return measured, params

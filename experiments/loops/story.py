@@ -20,5 +20,6 @@ def tell(train: Callable[[jdp.Plan], tuple[Any, Any]]) -> None:
     plan = jdp.Plan(jdp.make_mesh(data=-1), *sys.argv[1:2], min_shard_size=0)  # 0: models as small as these are sharded
     print(plan)
     measured, _ = train(plan)
-    for step, values in enumerate(measured):
-        print(f"step {step}:", np.array2string(np.asarray(values), precision=4))
+    with np.printoptions(precision=4):
+        for step, values in enumerate(measured):
+            print(f"step {step}:", jax.tree.map(np.asarray, values))

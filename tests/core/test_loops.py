@@ -1,0 +1,150 @@
+"""The programs of `experiments/loops`: on four devices, under every strategy, each learns what one device learns.
+
+Tolerances: a loss is of order 1 to 10 and the same sum in another order, 1e-6 of it a step; parameters are compared
+within 2e-6, as Adam divides by small numbers. Every parameter ends where the plan says, as it began.
+"""
+
+import functools
+import importlib
+import runpy
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jdp
+
+LOOPS = Path(__file__).parents[2] / "experiments" / "loops"
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+STORIES = sorted({path.stem for path in LOOPS.glob("*.py")} - {"story"})
+
+
+def story(name):
+    """Import a program; its folder is on the path, as it is when Python runs it."""
+    if str(LOOPS) not in sys.path:
+        sys.path.append(str(LOOPS))
+    return importlib.import_module(name)
+
+
+def plan_on(devices, strategy="ddp"):
+    return jdp.Plan(jdp.make_mesh(devices=jax.devices()[:devices]), strategy, min_shard_size=0)
+
+
+@functools.cache
+def on_one_device(name):
+    return jax.device_get(story(name).train(plan_on(1)))
+
+
+def check_same(found, expected):
+    (measured, models), (its_measured, its_models) = jax.device_get(found), expected
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=2e-6), measured, its_measured)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=2e-6), models, its_models)
+
+
+def each_model(models):
+    """The models of a program: nnx states, or pytrees of arrays."""
+    return models if isinstance(models, tuple) else (models,)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", STORIES)
+def test_four_devices_learn_what_one_learns(name, strategy):
+    plan = plan_on(4, strategy)
+    found = story(name).train(plan)
+    check_same(found, on_one_device(name))
+    for model in each_model(found[1]):
+        placed = jdp.place(model, plan)
+        for leaf, expected in zip(jax.tree.leaves(model), jax.tree.leaves(placed), strict=True):
+            assert leaf.sharding.is_equivalent_to(expected.sharding, leaf.ndim)
+        sharded = [not leaf.is_fully_replicated for leaf in jax.tree.leaves(model)]
+        assert any(sharded) == (strategy != "ddp")
+
+
+@pytest.mark.parametrize("name", STORIES)
+def test_a_program_is_short_and_says_how_to_run_it(name):
+    text = (LOOPS / f"{name}.py").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 100
+    assert f"    python experiments/loops/{name}.py " in text
+    assert "The one word: " in text
+
+
+def test_a_program_runs_from_the_command_line(monkeypatch, capsys):
+    story("array_metrics")
+    monkeypatch.setattr(sys, "argv", ["array_metrics.py", "zero2"])
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)  # the devices have started
+    runpy.run_path(str(LOOPS / "array_metrics.py"), run_name="__main__")
+    first, *steps = capsys.readouterr().out.split("step ")
+    assert first.startswith("zero2 on data=8 cpu devices")
+    assert len(steps) == 3
+    assert "'confusion': array([[" in steps[0]
+
+
+# Against plain JAX, and with other settings of the same gradient.
+
+
+@pytest.mark.parametrize("settings", [{}, {"accumulate": 2, "partitioning": "manual"}], ids=["K=1", "K=2"])
+def test_a_gradient_penalty_is_that_of_plain_jax(settings):
+    """The reference has no jdp in it but the loss; it draws what the loss draws for the whole batch."""
+    program, tx = story("gradient_penalty"), optax.adam(1e-2)
+
+    def objective(params, batch, rng):
+        loss = program.loss_fn(params, batch, rng)
+        return loss.total / loss.weight, loss.metrics["slope"] / loss.weight
+
+    params = jax.jit(program.init)(jax.random.key(0))
+    opt_state, random, measured = tx.init(params), np.random.default_rng(0), []
+    shape = (program.ROWS, program.FEATURES)
+    for i in range(3):
+        batch = {name: random.normal(size=shape).astype("float32") for name in ("real", "fake")}
+        (loss, slope), grads = jax.jit(jax.value_and_grad(objective, has_aux=True))(params, batch, jax.random.key(i))
+        updates, opt_state = tx.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        measured.append(jnp.stack([loss, slope]))
+    expected = jax.device_get((measured, params))
+    check_same(expected, on_one_device("gradient_penalty"))
+    if settings:
+        check_same(program.train(plan_on(4, "zero2"), **settings), expected)
+
+
+@pytest.mark.parametrize("name", ["several_steps", "array_metrics"])
+def test_microbatches_learn_the_same(name):
+    """Dropout's masks are drawn by global row, whatever the microbatch; arrays add up over microbatches too."""
+    check_same(story(name).train(plan_on(4, "zero1"), accumulate=2), on_one_device(name))
+
+
+def test_the_private_loss_has_the_gradient_of_the_algorithm():
+    """Abadi et al., algorithm 1: each example's own gradient, divided by max(1, norm / C); their mean."""
+    program, random = story("private"), np.random.default_rng(1)
+    x = random.normal(size=(program.ROWS, program.FEATURES)).astype("float32")
+    x[::2] *= 0.03  # gradients that need no clipping
+    batch = {"x": x, "y": x.sum(axis=1)}
+    plan = plan_on(4, "zero2")
+    params = jdp.init(program.init, plan, rng=jax.random.key(0))
+    metrics, grads = jdp.value_and_grad(program.loss_fn, plan)(params, batch, jax.random.key(0))
+
+    params, clipped = jax.device_get(params), []
+    for i in range(program.ROWS):
+        own = jax.grad(program.example_loss)(params, jax.tree.map(lambda x: x[i], batch))  # noqa: B023
+        norm = np.sqrt(sum(np.square(g).sum() for g in jax.tree.leaves(own)))
+        clipped.append(jax.tree.map(lambda g: g / max(1, norm / program.CLIP), own))  # noqa: B023
+    expected = jax.tree.map(lambda *each: np.mean(each, axis=0), *clipped)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), grads, expected)
+    assert 0 < float(metrics["clipped"]) < 1
+
+
+def test_byol_has_the_statistics_of_all_rows():
+    """Of the first layer's outputs in the first step: momentum 0.99, the population's variance."""
+    program, plan = story("byol"), plan_on(4, "zero2")
+    _, (online, target) = program.train(plan, steps=1)
+    encoder = jdp.init(lambda rng: program.Online(nnx.Rngs(rng)), plan, rng=jax.random.key(0)).encoder
+    x = np.random.default_rng(0).normal(size=(program.ROWS, program.FEATURES)).astype("float32")
+    view = x + 0.3 * jax.random.normal(jax.random.split(jax.random.key(0))[0], x.shape)
+    hidden = jax.device_get(encoder.layer(view))
+    np.testing.assert_allclose(online["encoder"]["norm"]["mean"][...], 0.01 * hidden.mean(0), atol=1e-6)
+    np.testing.assert_allclose(online["encoder"]["norm"]["var"][...], 0.99 + 0.01 * hidden.var(0), atol=1e-6)
+    assert not np.allclose(target["norm"]["mean"][...], online["encoder"]["norm"]["mean"][...])
