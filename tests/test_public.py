@@ -31,6 +31,12 @@ SIGNATURES = {
         "(loss_fn, plan, *, accumulate=1, precision='fp32', partitioning=None, group=1, check_loss=True, "
         "compiler='default')"
     ),
+    "value_and_grad": (
+        "(loss_fn, plan, *, argnums=0, wrt=None, accumulate=1, precision='fp32', partitioning=None, "
+        "sync_batch_norm=True, group=1, wire=None, buckets=None, overlap=None, check_loss=True)"
+    ),
+    "init": "(init, plan, *, rng=None, of=None)",
+    "place": "(tree, plan, *, of=None)",
     "verify": "(step, state, batch, target=None, *, cache=True)",
     "with_ema": "(tx, decay, *, debias=False)",
     "ema_params": "(state)",
@@ -79,6 +85,7 @@ def test_a_loss_is_a_total_a_weight_and_metrics():
         ("Plan", ["batch_sharding", "placements", "__str__"]),
         ("Placement", ["bytes_per_device"]),
         ("Step", ["__call__", "lower", "compile", "partitioning", "why"]),
+        ("ValueAndGrad", ["__call__", "check", "partitioning", "why"]),
         ("Checkpoints", ["save", "restore", "restore_params", "latest", "best", "steps", "wait", "close"]),
         ("Feed", ["close"]),
     ],

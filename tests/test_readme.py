@@ -17,8 +17,8 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 def test_the_example_runs(capsys):
     """As printed, on eight devices; the loss it ends with is that of a model that has learned ten one-hot rows. What is
-    said of optimizers and partial training goes on from there."""
-    example, further, sending = re.findall(r"```python\n(.*?)```", README, flags=re.S)
+    said of optimizers, partial training and loops of one's own goes on from there."""
+    example, further, own, sending = re.findall(r"```python\n(.*?)```", README, flags=re.S)
     names = {}
     exec(compile(example, "README.md", "exec"), names)
     plan, loss, *placements = capsys.readouterr().out.splitlines()
@@ -28,6 +28,8 @@ def test_the_example_runs(capsys):
     exec(compile(further, "README.md", "exec"), names)
     state, _ = names["train_step"](names["state"], next(names["jdp"].shard_batches(names["loader"](), names["plan"])))
     assert state.static.trained == (True, True, False, False)
+    exec(compile(own, "README.md", "exec"), names)
+    assert 0 < float(names["metrics"]["loss"]) < 4
     names["plan"] = jdp.Plan(jdp.make_mesh(replica=2, data=4), "zero2")
     exec(compile(sending, "README.md", "exec"), names)
 
