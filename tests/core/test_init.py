@@ -153,8 +153,8 @@ def test_dtypes_stay_as_init_made_them():
     [
         (lambda rng: {"w": jnp.zeros(8), "table": jnp.zeros(8, jnp.int32)}, "floating point.*; table is int32"),
         (lambda rng: {"a": {"mask": jnp.zeros(8, bool)}}, "floating point.*; a/mask is bool"),
-        (lambda rng: {}, "it returned none"),
-        (lambda rng: nnx.Dropout(0.1, rngs=nnx.Rngs(rng)), "it returned none"),
+        (lambda rng: {}, "given one without"),
+        (lambda rng: nnx.Dropout(0.1, rngs=nnx.Rngs(rng)), "given one without"),
     ],
 )
 @pytest.mark.parametrize("function", [jdp.init_state, jdp.abstract_state])
