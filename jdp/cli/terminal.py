@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from jdp.foresight.forecast import MEMORY, PlanReport
+from jdp.foresight.forecast import PlanReport
 from jdp.foresight.goodput import HEADINGS
 
 
@@ -83,7 +83,7 @@ def show_plan(report: PlanReport, name: str, described: str) -> None:
     """Print the tables of a report, then its sentences."""
     marked = None if report.choice is None else report.estimates.index(report.choice)
     print(f"{name} on {report.devices} devices ({report.target}): {described}; per device and step\n")
-    show_table("Memory at the peak", MEMORY, report.memory_table(), marked=marked)
+    show_table("Memory at the peak", report.memory_headings, report.memory_table(), marked=marked)
     print()
     show_table("Traffic and time (simulated)", report.speed_headings, report.speed_table(), marked=marked)
     print()

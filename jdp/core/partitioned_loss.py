@@ -21,6 +21,7 @@ from jdp.core.gradients.accumulate import GradientSpec
 from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.partitioning import REQUESTED, Choice, PartitioningRequest
 from jdp.core.gradients.wire import WIDE, Wire
+from jdp.core.host_memory import on_device
 from jdp.core.precision import Precision
 from jdp.core.sharding.mesh import tracing_on
 from jdp.core.sharding.plan import Plan
@@ -115,6 +116,7 @@ class PartitionedLoss:
         self.precision.check_params(trained_part(state.params, state.static.trained))
         shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves((state.params, batch)))
         if shapes not in self._choices or values:
+            state = on_device(state)
             request = self._request(state)
             known = self._choices.pop(shapes, None) or request.choose(state, batch)
             known = next(iter(self._corrected), known)  # what the check found holds for batches of other shapes too

@@ -8,6 +8,7 @@ import jax
 import optax
 from jax.sharding import PartitionSpec
 
+from jdp.core.host_memory import on_device
 from jdp.core.types import PyTree
 
 
@@ -75,10 +76,14 @@ class TrainState:
 
     @property
     def model(self) -> Any:
-        """The model with these weights: an NNX module in evaluation mode, or `params` if `init` returned a pytree."""
+        """The model with these weights: an NNX module in evaluation mode, or `params` if `init` returned a pytree.
+
+        Weights that rest in host memory (`Plan.offload`) are copied to the devices.
+        """
+        params = on_device(self.params)
         if self.static.adapter is None:
-            return self.params
-        return self.static.adapter.merge(self.params, self.model_state, rng=None)
+            return params
+        return self.static.adapter.merge(params, self.model_state, rng=None)
 
 
 def trained_part(tree: PyTree, trained: Sequence[bool] | None) -> PyTree:

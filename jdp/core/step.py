@@ -13,7 +13,7 @@ A step, traced once for each shape of batch and compiled:
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -40,6 +40,7 @@ from jdp.core.gradients.gathers import TracedCollectives, read_collectives
 from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.model_state import stays_finite
 from jdp.core.gradients.wire import Wire
+from jdp.core.host_memory import is_described, mark_host_leaves, on_device, rest_sharding, to_device, to_host
 from jdp.core.local_steps import LocalSteps, stack, train_round, unstack
 from jdp.core.notices import notice
 from jdp.core.optim.checks import update
@@ -50,6 +51,7 @@ from jdp.core.sharding.mesh import mesh_of, tracing_on
 from jdp.core.sharding.plan import Plan
 from jdp.core.state import STACKED, TrainState, trained_part, with_trained
 from jdp.core.step_settings import check_settings, check_training_settings, settled_partitioning
+from jdp.core.streamed_update import streamed
 from jdp.core.types import Batch, LossFn, Metrics, PyTree
 
 
@@ -284,7 +286,8 @@ class Step(PartitionedLoss):
 
         def eval_step(state: TrainState, batch: Batch) -> Metrics:
             with tracing_on(mesh):
-                return means(self.evaluate(state, batch))
+                computing = replace(state, params=_params_on_device(self.plan, state))
+                return means(self.evaluate(computing, batch))
 
         options = self.compiler_options or None
         if not self.train:
@@ -328,7 +331,10 @@ class Step(PartitionedLoss):
         state = step.complete(state)
         traced = step.jitted.trace(state, jax.tree.map(sharded, batch))
         step._collectives[:] = [read_collectives(traced)]
-        return traced.lower()
+        lowered = traced.lower()
+        if step.plan.offload is not None and is_described(step.plan.mesh):
+            mark_host_leaves(lowered)
+        return lowered
 
     def compile(self, state: TrainState, batch: Batch, **compiler_options: Any) -> jax.stages.Compiled:
         """Lower the step for these values and compile it.
@@ -429,25 +435,36 @@ def _train(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState, Met
             return _update(replace(step, plan=plan, local_steps=None), state, batch)
 
         new, sums, norm = train_round(step.local_steps, step.plan, step.group, once, state, batch)
-    new = jax.lax.with_sharding_constraint(new, step.plan.shardings(state))
+    new = _constrained(step.plan, new)
     measured = {"noise_scale": noise_scale.ratio(new.sync["noise"])} if step.noise_scale else {}
     return new, {**means(sums), "grad_norm": norm, "skipped": new.skipped, **measured}
 
 
 def _update(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState, Sums, jax.Array]:
     """Return the state after one update of the optimizer, the sums of its batch, and the gradient's norm."""
-    trained = state.static.trained
-    params = trained_part(state.params, trained)
     key = jax.random.fold_in(state.rng, state.consumed)
     kept = {name: tree for name, tree in state.sync.items() if name != "noise"}
     if step.noise_scale:
         kept[SQUARES] = jnp.zeros((), jnp.float32)
-    grads, sums, model_state, sync = step.gradients(state, batch, key, kept)
+    computing = replace(state, params=_params_on_device(step.plan, state))
+    grads, sums, model_state, sync = step.gradients(computing, batch, key, kept)
+    apply, given = partial(_apply, step, batch_rows(batch)), (grads, sums, model_state, sync)
+    new, norm = apply(state, *given) if step.plan.offload is None else streamed(apply, state, given, step.plan)
+    return new, sums, norm
+
+
+def _apply(
+    step: Step, rows: int, state: TrainState, grads: PyTree, sums: Sums, model_state: PyTree, sync: dict[str, PyTree]
+) -> tuple[TrainState, jax.Array]:
+    """Return the state after the optimizer's update by these gradients of `rows` rows, and the gradient's norm."""
+    trained = state.static.trained
+    params = trained_part(state.params, trained)
     norm, square = _norm(grads, state.step)
     if step.noise_scale:
-        rows, parts = batch_rows(batch), step.batch_parts
-        small = parts * sync.pop(SQUARES) / sums.weight**2
-        sync["noise"] = noise_scale.updated(state.sync["noise"], small, norm**2, rows, parts)
+        parts = step.batch_parts
+        small = parts * sync[SQUARES] / sums.weight**2
+        noise = noise_scale.updated(state.sync["noise"], small, norm**2, rows, parts)
+        sync = {name: tree for name, tree in sync.items() if name != SQUARES} | {"noise": noise}
     finite = jnp.isfinite(norm if step.clip_norm is not None else square) & jnp.isfinite(sums.total)
     finite &= stays_finite(state.model_state, model_state)
     if step.clip_norm is not None:
@@ -461,7 +478,26 @@ def _update(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState, Su
         state, step=state.step + 1, params=params, opt_state=opt_state, model_state=model_state, sync=sync
     )
     kept = replace(state, skipped=state.skipped + 1)
-    return jax.tree.map(lambda a, b: a if a is b else jnp.where(finite, a, b), updated, kept), sums, norm
+    return jax.tree.map(lambda a, b: a if a is b else jnp.where(finite, a, b), updated, kept), norm
+
+
+def _params_on_device(plan: Plan, state: TrainState) -> PyTree:
+    """Return the parameters in device memory, copied there where the plan keeps them on the host."""
+    if plan.offload is None or not is_described(plan.mesh):
+        return on_device(state.params)
+    placements = plan.param_placements(state.params, state.static)
+    return jax.tree.map(lambda x, p: to_device(to_host(x)) if p.on_host else x, state.params, placements)
+
+
+def _constrained(plan: Plan, state: TrainState) -> TrainState:
+    """Return a new state sharded as it rests. What rests on the host is already: `streamed` put it there."""
+    if plan.offload is None:
+        return jax.lax.with_sharding_constraint(state, plan.shardings(state))
+    return jax.tree.map(
+        lambda x, p: x if p.on_host else jax.lax.with_sharding_constraint(x, rest_sharding(plan.mesh, p)),
+        state,
+        plan.state_placements(state),
+    )
 
 
 def _norm(grads: PyTree, step: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -52,6 +52,11 @@ def settled_partitioning(
     sends_otherwise = wire != WIDE or buckets is not None
     if local is not None:
         _check_local_steps(wire, buckets, partitioning)
+        if plan.offload is not None:
+            raise ValueError(
+                f"local_steps keeps an optimizer on every replica's devices; given Plan(offload={plan.offload!r}) too: "
+                "leave one of them out."
+            )
     if sends_otherwise:
         _check_synchronisation(wire, buckets, partitioning, plan)
     if noise_scale:

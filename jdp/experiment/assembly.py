@@ -9,7 +9,7 @@ import itertools
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -81,7 +81,7 @@ class Assembly:
             plan.param_placements({p: jax.ShapeDtypeStruct(shape, np.float32) for p, shape in shapes.items()})
         except ValueError as error:
             raise ExperimentError(f"[rules]: {error}") from None
-        return plan
+        return replace(plan, offload=self.experiment.offload)
 
     @cached_property
     def tx(self) -> optax.GradientTransformation:

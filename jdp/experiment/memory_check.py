@@ -12,6 +12,7 @@ import math
 import jax
 
 from jdp.core.formatting import format_bytes
+from jdp.core.host_memory import PINNED
 from jdp.core.machine import memory_bytes
 from jdp.core.sharding.placement import bytes_per_device
 from jdp.core.types import Device
@@ -62,6 +63,7 @@ def check_state(assembly: Assembly) -> None:
     held = sum(
         bytes_per_device(leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape), leaf.dtype, 1)
         for leaf in jax.tree.leaves(state)
+        if getattr(leaf.sharding, "memory_kind", None) != PINNED or assembly.mesh.devices.flat[0].platform == "cpu"
     )
     total = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params))
     _refuse("its weights and the optimizer's state", held, f"a model of {total:,} parameters", assembly)

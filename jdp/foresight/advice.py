@@ -23,6 +23,9 @@ LITTLE, MOST_PARTS = 0.01, 4
 """What is less than this share of the computing time is left out; at most so many parts are named."""
 
 
+_ON_HOST = 'keep weights and optimizer state on the host (offload = "optimizer"), '
+
+
 def advise(estimates: Sequence[Estimate]) -> tuple[Estimate | None, tuple[str, ...]]:
     """Return the fastest estimate that fits, or None if none fits, and the reasons as sentences."""
     compiled = [o for o in estimates if o.memory is not None]
@@ -36,7 +39,7 @@ def advise(estimates: Sequence[Estimate]) -> tuple[Estimate | None, tuple[str, .
     sentences += _why_fastest(choice, fitting)
     if choice.headroom is not None and choice.headroom.fraction is not None:
         sentences.append(f"{choice.name} {choice.headroom.words}.")
-    sentences += [*_computing(choice), *_communication(choice), *_to_change(choice)]
+    sentences += [*_computing(choice), *_communication(choice), *_host(choice), *_to_change(choice)]
     return choice, tuple(sentences)
 
 
@@ -84,7 +87,7 @@ def _nothing_fits(compiled: Sequence[Estimate]) -> list[str]:
     more = -(-rest // (available - fixed))
     return [
         f"{least.name} needs least; weights and optimizer state are {format_bytes(rest)} of it: take more devices "
-        f"(about {more} times as many, with as many rows each), or a lower precision."
+        f"(about {more} times as many, with as many rows each), {'' if memory.host else _ON_HOST}or a lower precision."
     ]
 
 
@@ -134,6 +137,18 @@ def _communication(choice: Estimate) -> list[str]:
     if not choice.report.kept:
         sentences.append("It breaks its strategy's contract: `jdp verify` names collective, parameter and remedy.")
     return sentences
+
+
+def _host(choice: Estimate) -> list[str]:
+    """Say what rests in host memory, and how long its copies take."""
+    timeline, memory = choice.timeline, choice.memory
+    if memory is None or not memory.host:
+        return []
+    held = f"{format_bytes(memory.host)} for a device rest in its host's memory"
+    if timeline is None or not timeline.host_seconds:
+        return [f"{held}; how long copies take is not known for this target."]
+    busy, waits = format_seconds(timeline.host_seconds), format_seconds(timeline.host_wait_seconds)
+    return [f"{held}; copies from and to it take {busy} a step, of which computing waits {waits}."]
 
 
 def _computing(choice: Estimate) -> list[str]:

@@ -126,7 +126,7 @@ class Estimate:
         """
         if self.timeline is None or not self.timeline.step_seconds:
             return None
-        return self.timeline.compute_seconds / self.timeline.step_seconds
+        return (self.timeline.compute_seconds + self.timeline.host_wait_seconds) / self.timeline.step_seconds
 
     @property
     def fits_in_words(self) -> str:
@@ -160,6 +160,7 @@ class Estimate:
             "bytes_per_device": self.bytes_per_device,
             "available_bytes": self.available_bytes,
             "memory": None if memory is None else memory.by_class(),
+            "host_bytes": 0 if memory is None else memory.host,
             "memory_most": None if memory is None else dict(memory.most),
             "memory_advice": None if self.headroom is None else self.headroom.words,
             "closed_form_bytes": self.closed_form_bytes,
@@ -169,6 +170,8 @@ class Estimate:
             "like_zero2": None if report is None else report.like_zero2 or None,
             "exposed_fraction": self.exposed_fraction,
             "exposed_seconds": None if self.timeline is None else self.timeline.exposed_seconds,
+            "host_seconds": None if self.timeline is None else self.timeline.host_seconds,
+            "host_wait_seconds": None if self.timeline is None else self.timeline.host_wait_seconds,
             "step_seconds": self.step_seconds,
             "compute_parts": self.compute_parts,
             "mfu": self.mfu,
@@ -195,6 +198,9 @@ MEMORY = (
     "other",
     "ZeRO's formula",
 )
+"""Headings of the table of memory."""
+HOST = "host"
+"""One more heading, where a candidate keeps something in host memory."""
 SPEED = ("candidate", "partitioning", "sends", "of theory", "hidden", "waits", "step", "MFU", "tokens/s", "T(1)/T(N)")
 
 
@@ -224,9 +230,22 @@ class PlanReport:
     max_batch: MaxBatch | None = None
     goodput: Goodput | None = None
 
+    @property
+    def memory_headings(self) -> tuple[str, ...]:
+        """`MEMORY`, with "host" where a candidate keeps something in host memory."""
+        return (*MEMORY, HOST) if self._uses_host else MEMORY
+
+    @property
+    def _uses_host(self) -> bool:
+        return any(estimate.memory is not None and estimate.memory.host for estimate in self.estimates)
+
     def memory_table(self) -> list[tuple[str, ...]]:
-        """Return a row for each estimate, under `MEMORY`: bytes per device."""
-        return [_memory_row(estimate) for estimate in self.estimates]
+        """Return a row for each estimate, under `memory_headings`: bytes per device."""
+        rows = [_memory_row(estimate) for estimate in self.estimates]
+        if not self._uses_host:
+            return rows
+        held = [0 if estimate.memory is None else estimate.memory.host for estimate in self.estimates]
+        return [(*row, format_bytes(count)) for row, count in zip(rows, held, strict=True)]
 
     @property
     def speed_headings(self) -> tuple[str, ...]:
@@ -239,7 +258,7 @@ class PlanReport:
 
     def __str__(self) -> str:
         tables = [
-            *align_columns([MEMORY, *self.memory_table()]),
+            *align_columns([self.memory_headings, *self.memory_table()]),
             "",
             *align_columns([self.speed_headings, *self.speed_table()]),
         ]

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from jdp.core.gradients import auto
 from jdp.core.gradients.jaxprs import places_made
 from jdp.core.gradients.wire import WIDE
+from jdp.core.host_memory import on_device
 from jdp.core.partitioned_loss import VIEWS
 from jdp.core.paths import path_of
 from jdp.core.sharding.mesh import tracing_on
@@ -140,9 +141,9 @@ class Inspection:
         def flags(state: TrainState, batch: Batch, consumed: jax.Array) -> dict[str, Any]:
             spec = replace(step.gradient_spec(state), wire=WIDE, buckets=None)  # before anything is encoded
             gradients = VIEWS[step.choose_partitioning(state, batch)].gradients(spec, step.plan)
-            key = jax.random.fold_in(state.rng, consumed)
-            grads, sums, _, _ = gradients(state.params, state.model_state, batch, key, {})
-            trees = {"batch": batch, "params": state.params, "gradients": grads}
+            key, params = jax.random.fold_in(state.rng, consumed), on_device(state.params)
+            grads, sums, _, _ = gradients(params, state.model_state, batch, key, {})
+            trees = {"batch": batch, "params": params, "gradients": grads}
             return {name: _flagged(tree) for name, tree in trees.items()} | {"loss": sums.total / sums.weight}
 
         return jax.jit(flags, out_shardings=step.plan.replicated)
@@ -153,7 +154,7 @@ class Inspection:
         spec = replace(step.gradient_spec(state), accumulate=1, wire=WIDE, buckets=None)
 
         def grads(params: PyTree) -> PyTree:
-            return auto.gradients(spec, step.plan)(params, state.model_state, batch, state.rng, {})[0]
+            return auto.gradients(spec, step.plan)(on_device(params), state.model_state, batch, state.rng, {})[0]
 
         with tracing_on(step.plan.mesh):
             jaxpr = jax.make_jaxpr(grads)(state.params)

@@ -27,6 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from jdp.core.agreement import processes_of
+from jdp.core.host_memory import is_on_host, on_device, to_device, to_host
 from jdp.core.paths import path_of
 from jdp.core.sharding.mesh import tracing_on
 from jdp.core.types import Device, PyTree
@@ -213,7 +214,7 @@ def repeated(step: Callable[[PyTree, Any], tuple[PyTree, Any]], kept: PyTree, ba
 @jax.jit
 def copied(state: PyTree) -> PyTree:
     """Return a copy of a state, in memory of its own."""
-    return jax.tree.map(jnp.copy, state)
+    return jax.tree.map(lambda x: to_host(jnp.copy(to_device(x))) if is_on_host(x) else jnp.copy(x), state)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -241,7 +242,7 @@ def _computed(
     def local(*shards: jax.Array) -> jax.Array:
         return jnp.stack([_mixed(shard) for shard in shards])[None]
 
-    words = [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in leaves]
+    words = [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in on_device(leaves)]
     rows = PartitionSpec(mesh.axis_names)
     table = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=rows, check_vma=False)(*words)
     return jax.lax.with_sharding_constraint(table, NamedSharding(mesh, PartitionSpec() if everywhere else rows))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jdp.foresight.forecast import MEMORY, PlanReport
+from jdp.foresight.forecast import PlanReport
 from jdp.foresight.goodput import HEADINGS, Goodput
 from jdp.report.memory import memory_bars
 from jdp.report.page import CHOSEN, Markup, Section, details, element, joined, page, paragraphs, table, tagged
@@ -83,7 +83,7 @@ def _tables(forecast: PlanReport) -> Markup:
                 forecast.speed_table(),
                 failed=[*map(any, zip(unkept, failed, strict=True))],
             ),
-            _marked_table(forecast, MEMORY, forecast.memory_table(), failed=failed),
+            _marked_table(forecast, forecast.memory_headings, forecast.memory_table(), failed=failed),
             element("p", _GLOSSARY, class_="note"),
             *errors,
         ]

@@ -174,8 +174,8 @@ def _spread(block: Block, others: Sequence[Block], waiting: Sequence[tuple[float
 def waits(timeline: Timeline) -> list[tuple[float, float]]:
     """(from, to) of each stretch in which the compute lane waits, in order.
 
-    Gaps of the lane, longest first, until they add up to the step's exposed communication: of a long program only the
-    longest events are kept, and the gaps that the others leave are no waiting.
+    Gaps of the lane, longest first, until they add up to what the step waits for other devices and for the host: of a
+    long program only the longest events are kept, and the gaps that the others leave are no waiting.
     """
     computing = sorted((e.start, e.start + e.seconds) for e in timeline.events if e.lane == COMPUTE)
     gaps, free = list[tuple[float, float]](), 0.0
@@ -183,7 +183,7 @@ def waits(timeline: Timeline) -> list[tuple[float, float]]:
         if start > free:
             gaps.append((free, start))
         free = max(free, end)
-    left, waiting = 1.001 * timeline.exposed_seconds, list[tuple[float, float]]()
+    left, waiting = 1.001 * (timeline.exposed_seconds + timeline.host_wait_seconds), list[tuple[float, float]]()
     rounding = 1e-9 * timeline.step_seconds
     for start, end in sorted(gaps, key=lambda gap: gap[0] - gap[1]):
         if rounding < end - start <= left:

@@ -38,6 +38,7 @@ SUMMARY = "summary.json"
 MAY_CHANGE = frozenset(
     (
         "strategy",
+        "offload",
         "partitioning",
         "precision",
         "compiler",

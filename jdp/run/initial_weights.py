@@ -18,6 +18,7 @@ from jdp.checkpoint import CheckpointError, restore_params
 from jdp.checkpoint.safetensors import Names, files, gpt2_names, import_safetensors, llama_names
 from jdp.checkpoint.safetensors.hugging_face_config import NAME as CONFIG
 from jdp.checkpoint.safetensors.hugging_face_config import differences
+from jdp.core.host_memory import on_device
 from jdp.core.optim.checks import first_state
 from jdp.core.paths import path_of
 from jdp.core.sharding.plan import Plan
@@ -91,7 +92,8 @@ def load_parameters(state: TrainState, experiment: Experiment, plan: Plan) -> tu
         message += f", except {len(fresh)} that it does not have and that start fresh: {shown}"
     tx, trained = state.static.tx, state.static.trained
     begin = jax.jit(
-        lambda params: first_state(tx, trained_part(params, trained)), out_shardings=plan.shardings(state).opt_state
+        lambda params: first_state(tx, trained_part(on_device(params), trained)),
+        out_shardings=plan.shardings(state).opt_state,
     )
     state = replace(state, params=read.params, model_state=read.model_state)
     return replace(state, opt_state=begin(state.params)), message

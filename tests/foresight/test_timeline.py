@@ -4,7 +4,7 @@ programs that XLA's GPU compiler made."""
 import functools
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -251,7 +251,7 @@ def test_a_loop_of_unknown_length_is_counted_once_with_a_caveat():
     assert not any("unknown" in caveat for caveat in simulated([("loop", 3, [("compute", LONG)])]).caveats)
 
 
-def test_copies_to_the_host_have_a_caveat():
+def test_copies_to_the_host_have_a_caveat_where_its_link_is_not_known():
     text = """HloModule m, is_scheduled=true
 ENTRY %main (p: f32[1024]) -> f32[1024] {
   %p = f32[1024]{0} parameter(0)
@@ -259,7 +259,9 @@ ENTRY %main (p: f32[1024]) -> f32[1024] {
   ROOT %d = f32[1024]{0:S(5)} copy-done(%s)
 }
 """
-    assert any("host" in caveat for caveat in timeline(parse(text), h100()).caveats)
+    unknown = replace(h100(), chip=replace(h100().chip, host_bandwidth=None))
+    assert any("host" in caveat for caveat in timeline(parse(text), unknown).caveats)
+    assert not any("host" in caveat for caveat in timeline(parse(text), h100()).caveats)
     assert not any("host" in caveat for caveat in simulated([("compute", SHORT)]).caveats)
 
 

@@ -26,6 +26,7 @@ from jdp.checkpoint.safetensors.hugging_face_config import NAME as CONFIG
 from jdp.checkpoint.safetensors.hugging_face_config import differences
 from jdp.checkpoint.safetensors.names import Names, Part, Tensor, check_cover, file_shape, part_shape, resolve
 from jdp.core.hints import nearest
+from jdp.core.host_memory import on_device
 from jdp.core.meeting import meet
 from jdp.core.notices import notice
 from jdp.core.paths import matches, path_of
@@ -195,7 +196,7 @@ def _gather(tensor: Tensor, leaves: Mapping[str, Any]) -> np.ndarray:
 
 def _on_host(leaf: jax.Array, layer: int | None) -> np.ndarray:
     """Copy an array, or one index of its leading dim, to this host."""
-    replicated = None
+    leaf, replicated = on_device(leaf), None
     if not leaf.is_fully_addressable and isinstance(leaf.sharding, NamedSharding):
         replicated = NamedSharding(leaf.sharding.mesh, PartitionSpec())  # other processes hold shards of it
     if layer is not None:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jdp.core.host_memory import on_device
 from jdp.core.numbers import is_number
 from jdp.core.optim.checks import check_optimizer
 from jdp.core.state import TrainState, trained_part, with_trained
@@ -89,7 +90,7 @@ def ema_params(state: TrainState) -> TrainState:
         state: a train state, whose optimizer `with_ema` made.
 
     Returns:
-        A `TrainState` like `state`; the averages have the parameters' dtypes and shardings.
+        A `TrainState` like `state`; the averages have the parameters' dtypes and shardings, and are in device memory.
 
     Raises:
         ValueError: the optimizer keeps no average.
@@ -97,9 +98,9 @@ def ema_params(state: TrainState) -> TrainState:
     averages = [node for node in jax.tree.leaves(state.opt_state, is_leaf=_is_ema) if _is_ema(node)]
     if not averages:
         raise ValueError("ema_params needs an optimizer that keeps an average: jdp.with_ema(tx, decay=0.999).")
-    mean = trained_part(state.params, state.static.trained)
+    mean = on_device(trained_part(state.params, state.static.trained))
     for ema in averages:  # several if a `multi_transform` has one for each of its groups
-        mean = jax.tree.map(partial(_averaged, ema.weight), ema.average, mean, is_leaf=_is_masked)
+        mean = jax.tree.map(partial(_averaged, ema.weight), on_device(ema.average), mean, is_leaf=_is_masked)
     return replace(state, params=with_trained(state.params, mean, state.static.trained))
 
 

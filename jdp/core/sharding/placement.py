@@ -23,9 +23,10 @@ class Placement:
         dtype: name of the dtype, such as "float32".
         rest: spec between steps.
         compute: spec while the leaf is used; `rest` without the `data` that ZeRO adds.
-        bytes_per_device: bytes at rest on one device.
+        bytes_per_device: bytes at rest of one device's part.
         reason: why it is sharded or replicated, in words.
         trained: True if a step changes it; False for frozen parameters (`wrt`).
+        memory: where those bytes are: "device", or "host" (`Plan.offload`).
     """
 
     path: str
@@ -36,6 +37,12 @@ class Placement:
     bytes_per_device: int
     reason: str
     trained: bool = True
+    memory: str = "device"
+
+    @property
+    def on_host(self) -> bool:
+        """Whether it rests in host memory."""
+        return self.memory == "host"
 
     @property
     def dim(self) -> int | None:

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,6 +19,7 @@ import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jdp.core.formatting import listed
+from jdp.core.host_memory import check_offload, rest_sharding
 from jdp.core.notices import notice
 from jdp.core.numbers import is_integer
 from jdp.core.paths import matches, path_of
@@ -49,16 +51,20 @@ class Plan:
         min_shard_size: parameters with fewer elements than this stay replicated, because gathering them would take
             latency, not bandwidth.
 
+        offload: "optimizer" keeps the optimizer's state and the master weights, all but leaves of fewer than
+            `min_shard_size` elements, in the hosts' pinned memory between steps. None: everything is on the devices.
+
     Raises:
         ValueError: the strategy is unknown; the mesh has no `data` axis, or one of type Manual; a rule is no pair of a
-            pattern and a spec, or names `replica` or an axis that the mesh lacks; or `min_shard_size` is no whole
-            number.
+            pattern and a spec, or names `replica` or an axis that the mesh lacks; `min_shard_size` is no whole number;
+            or `offload` is unknown, or asks for memory that the mesh's devices do not have.
     """
 
     mesh: Mesh
     strategy: str = "ddp"
     rules: Sequence[tuple[str, PartitionSpec]] = field(default=(), kw_only=True)
     min_shard_size: int = field(default=MIN_SHARD_SIZE, kw_only=True)
+    offload: str | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         strategy(self.strategy)
@@ -71,6 +77,7 @@ class Plan:
                 f"A plan needs a mesh with a `data` axis; given axes {tuple(self.mesh.shape)}. Use jdp.make_mesh."
             )
         object.__setattr__(self, "mesh", _with_auto_axes(self.mesh))
+        check_offload(self.offload, self.mesh)
         for pattern, spec in self.rules:
             for axis in (axis for entry in spec for axis in axes_of(entry)):
                 if axis not in self.mesh.shape:
@@ -87,7 +94,8 @@ class Plan:
     def __str__(self) -> str:
         gather = {"never": "everything replicated", "step": "gathered once a step", "use": "gathered at each use"}
         platform = self.mesh.devices.flat[0].platform
-        return f"{self.strategy} on {factors(self.mesh.shape)} {platform} devices: {gather[self.row.gather]}"
+        host = "" if self.offload is None else "; optimizer state and master weights in host memory"
+        return f"{self.strategy} on {factors(self.mesh.shape)} {platform} devices: {gather[self.row.gather]}{host}"
 
     @property
     def row(self) -> Strategy:
@@ -142,10 +150,10 @@ class Plan:
         """
         self.check_rules([path_of(path) for path, _ in jax.tree.leaves_with_path(params)])
         placements = self.tree_placements(params, () if static is None else static.specs)
-        if static is None or static.trained is None:
-            return placements
         leaves, treedef = jax.tree.flatten(placements)
-        return treedef.unflatten([replace(p, trained=t) for p, t in zip(leaves, static.trained, strict=True)])
+        if static is not None and static.trained is not None:
+            leaves = [replace(p, trained=t) for p, t in zip(leaves, static.trained, strict=True)]
+        return treedef.unflatten(list(map(self._in_memory, leaves)))
 
     def check_rules(self, paths: Sequence[str]) -> None:
         """Check that every rule has a parameter that it matches.
@@ -207,7 +215,7 @@ class Plan:
             if path.startswith("sync/momentum/"):
                 return replace(params[tail.partition("/")[2]], path=path)
             if head == "opt_state":
-                return self._place_optimizer_leaf(path, leaf, params)
+                return self._in_memory(self._place_optimizer_leaf(path, leaf, params))
             if path.startswith("sync/error/"):
                 spec = PartitionSpec(self.batch_axes, *params[tail.partition("/")[2]].compute)
                 return self._placement(path, leaf, spec, spec, "each shard of the batch has its own")
@@ -235,7 +243,7 @@ class Plan:
         Raises:
             ValueError: a rule matches nothing; a rule or the metadata shards a dimension that does not divide.
         """
-        return jax.tree.map(lambda p: NamedSharding(self.mesh, p.rest), self.state_placements(state))
+        return jax.tree.map(lambda p: rest_sharding(self.mesh, p), self.state_placements(state))
 
     def report_replicated(self, state: TrainState) -> None:
         """Report once which parameters a ZeRO strategy cannot shard, and why; under ddp, which rules name `data`.
@@ -306,6 +314,13 @@ class Plan:
     def _placement(self, path: str, leaf: Any, rest: PartitionSpec, compute: PartitionSpec, reason: str) -> Placement:
         size = bytes_per_device(leaf.shape, leaf.dtype, shards(rest, dict(self.mesh.shape)))
         return Placement(path, tuple(leaf.shape), str(leaf.dtype), rest, compute, size, reason)
+
+    def _in_memory(self, placement: Placement) -> Placement:
+        """Return the placement of a parameter or a leaf of the optimizer's state, in the memory where it rests."""
+        large = placement.shape and math.prod(placement.shape) >= self.min_shard_size
+        if self.offload is None or not large or not placement.trained:
+            return placement
+        return replace(placement, memory="host", reason=f"{placement.reason}; in host memory")
 
     def _check_fits(self, path: str, shape: tuple[int, ...], spec: PartitionSpec, source: str) -> None:
         """Check a parameter's spec against its shape; `source` ("the …") is what gave the spec."""

@@ -91,6 +91,9 @@ class Experiment(Section):
     """Type of the working copy of the weights; master weights are fp32."""
     reduce: Literal["fp32", "bf16"] = "fp32"
     """Type in which gradients are summed over devices and microbatches, under manual partitioning."""
+    offload: Literal["optimizer"] | None = None
+    """Keep the optimizer's state and the master weights in the hosts' pinned memory; a step copies them layer by layer.
+    "none": everything is in the devices' memory."""
     sync_batch_norm: bool = True
     """BatchNorm over the rows of all devices; false: each device's own, under manual partitioning."""
     compiler: CompilerTable = "default"
@@ -227,6 +230,8 @@ def _local_steps(experiment: Experiment) -> Iterator[str]:
         yield '[local_steps] is for partitioning = "manual"; given "auto": remove that key'
     if experiment.optimizer.ema_decay is not None:
         yield "optimizer.ema_decay averages weights at every step, which differ between replicas: remove it"
+    if experiment.offload is not None:
+        yield "[local_steps] keeps an optimizer on every replica's devices: remove it, or offload"
 
 
 def _noise_scale(experiment: Experiment) -> Iterator[str]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from jdp.foresight.program.module import Instruction, Program, shapes
+from jdp.foresight.program.module import HOST_MEMORY, Instruction, Program, shapes
 
 Path = tuple[int, ...]
 """The position of an array in a result: () for a plain array, (1, 0) for the first of the second tuple."""
@@ -60,6 +60,11 @@ class Aliases:
         if key not in self._arrays:
             self._arrays[key] = dict(_arrays(self.program.by_name[computation][name].type))
         return self._arrays[key]
+
+    def on_host(self, computation: str, name: str) -> set[Path]:
+        """Return the paths of the arrays of an instruction's result that are in host memory."""
+        text = self.program.by_name[computation][name].type
+        return {path for path, array in _elements(text) if HOST_MEMORY in array} if HOST_MEMORY in text else set()
 
     def taken(self, computation: str, step: Instruction) -> Iterator[tuple[int, Array]]:
         """Yield (operand number, array) of everything that an instruction takes."""
@@ -198,9 +203,15 @@ def _schedule(program: Program, computation: str) -> Iterator[tuple[str, Instruc
 
 def _arrays(type_text: str, at: Path = ()) -> Iterator[tuple[Path, tuple[str, tuple[int, ...]]]]:
     """Yield (path, (element type, dimensions)) of every array in a type."""
+    for path, text in _elements(type_text, at):
+        for array in shapes(text):
+            yield path, array
+
+
+def _elements(type_text: str, at: Path = ()) -> Iterator[tuple[Path, str]]:
+    """Yield (path, text) of every array in a type: its element type, dimensions and layout."""
     if not type_text.startswith("("):
-        for array in shapes(type_text):
-            yield at, array
+        yield at, type_text
         return
     elements, depth, begin = list[str](), 0, 1
     for match in re.finditer(r"[()\[\]{},]", type_text):
@@ -209,7 +220,7 @@ def _arrays(type_text: str, at: Path = ()) -> Iterator[tuple[Path, tuple[str, tu
             elements.append(_COMMENT.sub("", type_text[begin : match.start()]))
             begin = match.end()
     for number, element in enumerate(elements):
-        yield from _arrays(element, (*at, number))
+        yield from _elements(element, (*at, number))
 
 
 _COMMENT = re.compile(r"^\s*(?:/\*.*?\*/)?\s*")  # XLA numbers the elements of long tuples

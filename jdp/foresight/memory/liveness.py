@@ -40,6 +40,7 @@ class Buffer:
         writes: what writes it, in time order.
         reads: (time, instruction), in time order.
         spans: (first, last) times in which it is held, both ends included.
+        on_host: whether it is in host memory.
         argument: jax's name of the entry's parameter, such as "state.params['w']"; None where it is none.
     """
 
@@ -50,6 +51,7 @@ class Buffer:
     writes: list[Write] = field(default_factory=list[Write], repr=False)
     reads: list[tuple[int, Instruction]] = field(default_factory=list[tuple[int, Instruction]], repr=False)
     spans: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    on_host: bool = False
     argument: str | None = None
 
     def is_held(self, time: int) -> bool:
@@ -91,9 +93,9 @@ class Liveness:
 
     @cached_property
     def temporaries(self) -> list[Buffer]:
-        """The buffers that are no arguments, results or constants, without those written into an operand."""
+        """Buffers on the device that are no arguments, results or constants, and are not written into an operand."""
         vanished = self._reuse()
-        return [b for b in self.buffers if b.home == "temporary" and b not in vanished]
+        return [b for b in self.buffers if b.home == "temporary" and b not in vanished and not b.on_host]
 
     @cached_property
     def peak(self) -> tuple[int, list[Buffer]]:
@@ -113,9 +115,11 @@ class Liveness:
         return time, totals[time]
 
     def _write(self, time: int, computation: str, step: Instruction) -> None:
+        on_host = self.aliases.on_host(computation, step.name)
         for path, (dtype, dims) in self.aliases.arrays(computation, step.name).items():
             buffer = self._buffers.setdefault(self.aliases.of((computation, step.name, path)), Buffer())
             size = array_bytes(dtype, dims)
+            buffer.on_host |= path in on_host
             if size >= buffer.bytes:
                 buffer.bytes, buffer.dtype, buffer.dims = size, dtype, dims
             if step.opcode == "parameter" and computation == self.program.entry:

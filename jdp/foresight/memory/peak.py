@@ -110,6 +110,7 @@ class Memory:
             not be that of the peak.
         outside: leaves of the state that the program does not take (an evaluation step needs no optimizer state) and
             that are on the device all the same; not in `total`.
+        host: bytes of the device's part of the state, and of copies, that are in its host's memory; not in `total`.
         at: "file:line" of what runs at the peak, or its jax name; None where the program has neither.
         largest: temporaries held at the peak, largest first, equal ones together.
     """
@@ -125,6 +126,7 @@ class Memory:
     saved: int = 0
     most: Mapping[str, int] = field(default_factory=dict[str, int])
     outside: int = 0
+    host: int = 0
     at: str | None = None
     largest: tuple[Held, ...] = ()
 
@@ -149,7 +151,8 @@ class Memory:
             f"{words:{width}}  {format_bytes(count):>9}  {format_percent(count / (self.total or 1)):>6}"
             for words, count in rows
         ]
-        return "\n".join([*lines, f"{'total per device':{width}}  {format_bytes(self.total):>9}"])
+        host = [f"{'in host memory, per device':{width}}  {format_bytes(self.host):>9}"] if self.host else []
+        return "\n".join([*lines, f"{'total per device':{width}}  {format_bytes(self.total):>9}", *host])
 
     def fits(self, memory_bytes: int) -> Headroom:
         """Compare with a device of `memory_bytes`.
@@ -187,7 +190,8 @@ def memory(compiled: Compiled, step: Step, state: TrainState) -> Memory:
     live = Liveness(compiled.program)
 
     def argument_bytes(prefix: str) -> int:
-        return sum(b.bytes for b in live.buffers if b.home == "argument" and (b.argument or "").startswith(prefix))
+        taken = (b for b in live.buffers if b.home == "argument" and not b.on_host)
+        return sum(b.bytes for b in taken if (b.argument or "").startswith(prefix))
 
     arguments = {"parameters": WEIGHTS, "optimizer": OPTIMIZER, "batch": "batch"}
     arguments = {name: argument_bytes(prefix) for name, prefix in arguments.items()}
@@ -201,7 +205,7 @@ def memory(compiled: Compiled, step: Step, state: TrainState) -> Memory:
     beyond = compiled.total_bytes - named - other - sum(sizes.values())
     _subtract(sizes, max(-beyond, 0))
     plan = step.plan.on(mesh_of(state) or step.plan.mesh)
-    at_rest = sum(placement.bytes_per_device for placement in plan.placements(state))
+    at_rest = sum(placement.bytes_per_device for placement in plan.placements(state) if not placement.on_host)
     at_peak = live.schedule[time][1]
     return Memory(
         **arguments,
@@ -211,6 +215,7 @@ def memory(compiled: Compiled, step: Step, state: TrainState) -> Memory:
         saved=min(sum(b.bytes for b in held if roles[b] == "activations" and _is_saved(b)), sizes["activations"]),
         most={role: live.most(b for b in live.temporaries if roles[b] == role)[1] for role in _ROLES},
         outside=max(at_rest - argument_bytes("state"), 0),
+        host=compiled.host_bytes,
         at=next(iter(compiled.program.source_lines(at_peak)), at_peak.op_name),
         largest=_largest(live, held, roles, time),
     )

@@ -41,7 +41,9 @@ class Compiled:
         argument_bytes, output_bytes: the step's inputs and results.
         alias_bytes: the part of the results that is written into donated inputs.
         temp_bytes: what else it allocates while it runs.
-        peak_bytes: XLA's own estimate of the most that is live at once.
+        peak_bytes: XLA's own estimate of the most that is live at once, host memory included.
+        host_bytes: what is allocated in host memory, for this device: arguments, results that are not written into
+            them, and temporaries. None of the others but `peak_bytes` counts it.
         warnings: lines about resharding and memory that XLA wrote while it compiled.
         seconds: how long compiling took.
         cached: whether it was read from the cache.
@@ -56,6 +58,7 @@ class Compiled:
     warnings: tuple[str, ...]
     seconds: float
     cached: bool = False
+    host_bytes: int = 0
 
     @cached_property
     def program(self) -> Program:
@@ -95,7 +98,7 @@ def compile_step(lowered: jax.stages.Lowered, *, cache: Cache | None = None, des
     return compiled
 
 
-_VERSION = "1"  # of an entry's fields
+_VERSION = "2"  # of an entry's fields
 
 
 def _key(lowered: jax.stages.Lowered, described: str) -> str:
@@ -136,6 +139,10 @@ def _compile(lowered: jax.stages.Lowered) -> Compiled:
         alias_bytes=sizes.alias_size_in_bytes,
         temp_bytes=sizes.temp_size_in_bytes,
         peak_bytes=sizes.peak_memory_in_bytes,
+        host_bytes=sizes.host_argument_size_in_bytes
+        + sizes.host_temp_size_in_bytes
+        + sizes.host_output_size_in_bytes
+        - sizes.host_alias_size_in_bytes,
         warnings=tuple(lines),
         seconds=time.perf_counter() - begin,
     )

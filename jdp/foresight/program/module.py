@@ -255,3 +255,16 @@ def _frames(tables: dict[str, dict[str, str]]) -> dict[str, tuple[str, ...]]:
 def _number(row: str, key: str) -> str:
     match = re.search(rf"\b{key}=(\d+)", row)
     return match[1] if match else ""
+
+
+HOST_MEMORY = "S(5)"
+"""How XLA prints that an array is in the host's memory (openxla/xla, xla/layout.h, Layout::kHostMemorySpace)."""
+
+
+def is_host_copy(step: Instruction, computation: str, program: Program) -> bool:
+    """Return True if an instruction copies from or to host memory: an array, or a slice of one (a fusion of it)."""
+    if step.kind not in ("copy", "fusion") or step.opcode.endswith("-done"):
+        return False
+    return HOST_MEMORY in step.type or any(
+        HOST_MEMORY in program.by_name[computation][name].type for name in step.operands
+    )

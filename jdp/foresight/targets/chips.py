@@ -27,7 +27,8 @@ class Chip:
         link_bandwidth: inside a host (a TPU: inside a slice), in one direction.
         network_bandwidth: between hosts (a TPU: between slices), in one direction, for each device: its own share of
             the host's network cards.
-        link_efficiency, network_efficiency: the part of these two that arrives as payload.
+        host_bandwidth: between a device and its host's memory, in one direction; None where it is not known.
+        link_efficiency, network_efficiency, host_efficiency: the part of these three that arrives as payload.
         link_latency, network_latency: seconds a hop, added to the tables in `jdp.foresight.timing.collectives`.
         matmul_efficiency: share of `matmul_flops` that large products reach through a training run.
         held_against: how far foreseen times are from published runs on it, in words.
@@ -40,8 +41,10 @@ class Chip:
     vector_flops: float
     link_bandwidth: float
     network_bandwidth: float
+    host_bandwidth: float | None = None
     link_efficiency: float = 1.0
     network_efficiency: float = 1.0
+    host_efficiency: float = 1.0
     link_latency: float = 0.0
     network_latency: float = 0.0
     matmul_efficiency: float = 0.8
@@ -92,7 +95,11 @@ def _peaks(tera: Mapping[str, float]) -> dict[str, float]:
 # SM80_, SM90_ and SM100_NVLINK_BW); its authors explain the rest as protocol overhead and give 370 of 450 GB/s for the
 # H100 (NVIDIA/nccl-tests issue 212). Between a card and its GPU it counts 24 and 48 GB/s for PCIe 4 and 5 (the
 # topologies in its logs), which is 0.96 of the card's 25 and 50.
+# Host: 16 lanes of PCIe 4 (A100) and 5 (the others), 64 and 128 GB/s in both directions together by the same sheets
+# ("Interconnect"); of one direction's 32 and 64 NCCL's 24 and 48 are 0.75. Not counted: GPUs that share a PCIe switch,
+# or together want more than the processors' memory has (8 H100s reading: 384 GB/s).
 _PCIE = 0.96
+_HOST_PCIE = 0.75
 
 # Efficiency of products, fitted to the runs marked so in experiments/benchmarks/published_runs.py. The best single
 # product reaches more (0.80 on H100 and H200, 0.87 on A100, 0.78 on B200: Bekman, "Maximum Achievable Matmul FLOPS",
@@ -122,8 +129,10 @@ _H100 = Gpu(
     vector_flops=66.9e12,
     link_bandwidth=450e9,
     network_bandwidth=50e9,
+    host_bandwidth=64e9,
     link_efficiency=20.6 / 25,
     network_efficiency=_PCIE,
+    host_efficiency=_HOST_PCIE,
     matmul_efficiency=0.58,
     held_against=_HELD,
 )
@@ -145,8 +154,10 @@ _A100 = Gpu(
     vector_flops=19.5e12,
     link_bandwidth=300e9,
     network_bandwidth=25e9,
+    host_bandwidth=32e9,
     link_efficiency=20 / 25,
     network_efficiency=_PCIE,
+    host_efficiency=_HOST_PCIE,
     matmul_efficiency=0.75,
     held_against=_HELD,
 )
@@ -168,8 +179,10 @@ _B200 = Gpu(
     vector_flops=75e12,
     link_bandwidth=900e9,
     network_bandwidth=50e9,
+    host_bandwidth=64e9,
     link_efficiency=40.1 / 50,
     network_efficiency=_PCIE,
+    host_efficiency=_HOST_PCIE,
     matmul_efficiency=0.56,
 )
 

@@ -36,6 +36,8 @@ _RATES = {
     "vector_tflops": _Key("vector_flops", 1e12),
     "link_bandwidth_gb_s": _Key("link_bandwidth", 1e9),
     "network_bandwidth_gb_s": _Key("network_bandwidth", 1e9),
+    "host_bandwidth_gb_s": _Key("host_bandwidth", 1e9),
+    "host_efficiency": _Key("host_efficiency", 1),
     "link_efficiency": _Key("link_efficiency", 1),
     "network_efficiency": _Key("network_efficiency", 1),
     "matmul_efficiency": _Key("matmul_efficiency", 1),
@@ -54,7 +56,7 @@ _COMPILER = {
 _OTHER = ("like", "name", "matmul_tflops", "gpu_target_config")
 _DTYPES = ("bf16", "f16", "f32", "f64", "f8e4m3fn", "f8e5m2", "s8")
 _MAY_BE_ZERO = ("link_latency_us", "network_latency_us")
-_AT_MOST_ONE = ("link_efficiency", "network_efficiency", "matmul_efficiency")
+_AT_MOST_ONE = ("host_efficiency", "link_efficiency", "network_efficiency", "matmul_efficiency")
 
 
 def read(path: Path) -> tuple[Gpu, str]:

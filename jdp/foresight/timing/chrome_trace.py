@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from jdp.foresight.timing.timeline import COMMUNICATION, COMPUTE, Timeline
+from jdp.foresight.timing.timeline import COMMUNICATION, COMPUTE, HOST, Timeline
 
-_LANES = (COMPUTE, COMMUNICATION)
+_LANES = (COMPUTE, COMMUNICATION, HOST)
 
 
 def chrome_trace(timeline: Timeline, name: str) -> dict[str, Any]:
@@ -12,7 +12,10 @@ def chrome_trace(timeline: Timeline, name: str) -> dict[str, Any]:
 
     Events are complete ones ("X"), their times in microseconds.
     """
-    named = [("process_name", 0, name), *(("thread_name", i, lane) for i, lane in enumerate(_LANES))]
+    named = [
+        ("process_name", 0, name),
+        *(("thread_name", i, lane) for i, lane in enumerate(_LANES) if lane != HOST or timeline.host_seconds),
+    ]
     labels = [{"name": kind, "ph": "M", "pid": 0, "tid": i, "args": {"name": text}} for kind, i, text in named]
     events = [
         {

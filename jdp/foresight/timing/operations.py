@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from jdp.foresight.program.collectives import KINDS, collective_of, overlaps
-from jdp.foresight.program.module import Instruction, Program
+from jdp.foresight.program.module import Instruction, Program, is_host_copy
 from jdp.foresight.targets.chips import Gpu
 from jdp.foresight.targets.resolve import Target
 from jdp.foresight.timing import cpu_rates
@@ -26,10 +26,11 @@ class TimedOp:
     """One instruction, timed.
 
     Attributes:
-        kind: "kernel", "start", "done", "sync" (a collective that overlaps with nothing), "loop", "call" or "branch".
+        kind: "kernel", "start", "done", "sync" (a collective that overlaps with nothing), "host start" and "host sync"
+            (a copy from or to host memory), "loop", "call" or "branch".
         step: the instruction.
         seconds: on its lane.
-        bytes: memory traffic of a kernel, payload of a collective.
+        bytes: memory traffic of a kernel, payload of a collective or of a copy.
         cost: of a kernel.
         inner: the computations that it runs.
         trips: rounds of a loop.
@@ -49,7 +50,7 @@ class Total:
     """Sums over operations, as if none overlapped.
 
     Attributes:
-        compute, communication: seconds of kernels and of collectives.
+        compute, communication, host: seconds of kernels, of collectives, and of copies from and to host memory.
         flops, bytes, kernels: of kernels: FLOPs of products, memory traffic, launches.
         matmuls: seconds of a kernel with products, fused attention too -> how many take that long.
         attention: seconds of fused attention.
@@ -57,6 +58,7 @@ class Total:
 
     compute: float = 0.0
     communication: float = 0.0
+    host: float = 0.0
     flops: float = 0.0
     bytes: float = 0.0
     kernels: int = 0
@@ -67,6 +69,7 @@ class Total:
         """Add `times` times another total."""
         self.compute += times * other.compute
         self.communication += times * other.communication
+        self.host += times * other.host
         self.flops += times * other.flops
         self.bytes += times * other.bytes
         self.kernels += times * other.kernels
@@ -114,8 +117,11 @@ class Schedule:
             return TimedOp("branch", step, inner=called)
         if step.kind == "call":
             return TimedOp("call", step, inner=called)
-        # S(5) is the host's memory: openxla/xla, xla/layout.h, Layout::kHostMemorySpace.
-        if step.kind in ("send", "recv", "infeed", "outfeed") or (step.kind == "copy" and "S(5)" in step.type):
+        copies = is_host_copy(step, computation, self.program)
+        if copies and (rate := self._devices.host_rate) is not None:
+            moved = cost(step, computation, self.program).bytes / 2  # what is read is written
+            return TimedOp("host start" if step.is_start else "host sync", step, moved / rate, moved)
+        if copies or step.kind in ("send", "recv", "infeed", "outfeed"):
             self._warn("transfers to or from the host are timed as if they stayed on the device", step)
         if (target := unknown_work(step)) is not None:
             self._warn(f"the work inside {target} is not known: timed by its bytes alone", step)
@@ -154,9 +160,12 @@ class Schedule:
                 if op.kind == "kernel":
                     matmul = Counter([op.seconds] if op.cost.flops else [])
                     fused = op.seconds if op.cost.attention else 0.0
-                    total.add(Total(op.seconds, 0.0, op.cost.flops, op.cost.bytes, op.cost.launches, matmul, fused))
+                    work = op.cost
+                    total.add(Total(op.seconds, 0.0, 0.0, work.flops, work.bytes, work.launches, matmul, fused))
                 elif op.kind in ("start", "sync"):
                     total.communication += op.seconds
+                elif op.kind in ("host start", "host sync"):
+                    total.host += op.seconds
                 elif op.kind == "branch":
                     total.add(self.total(self.longest_branch(op)))
                 else:
@@ -179,6 +188,7 @@ class _Devices:
     model: CostModel
     collective: Callable[[str, float, tuple[tuple[int, ...], ...]], float]  # kind, payload, groups -> seconds
     caveats: tuple[str, ...]
+    host_rate: float | None = None  # bytes/s to or from host memory
 
 
 def _devices(target: Target, model: CostModel | None) -> _Devices:
@@ -198,4 +208,5 @@ def _devices(target: Target, model: CostModel | None) -> _Devices:
         model or fitted,
         lambda kind, payload, groups: collective_seconds(kind, payload, groups, target),
         (f"times are simulated from published peaks and fitted efficiencies: {chip.held_against}",),
+        None if chip.host_bandwidth is None else chip.host_bandwidth * chip.host_efficiency,
     )

@@ -1,12 +1,14 @@
-"""When a compiled step computes and when it waits: its schedule, simulated on two lanes.
+"""When a compiled step computes and when it waits: its schedule, simulated on three lanes.
 
 `timeline(program, target)` takes the step's timed operations (`operations.py`) and walks the entry in the order of
 launch: a kernel advances the compute lane; an asynchronous start queues its collective on the communication lane, and
-its done makes compute wait for it; a synchronous collective holds both. A loop's rounds are walked until two take
-equally long: the others do too.
+its done makes compute wait for it; a synchronous collective holds both. Copies from and to host memory queue likewise
+on a lane of their own, one after another in either direction. A loop's rounds are walked until two take equally long:
+the others do too.
 
-The time that compute waits is exposed communication: compute + exposed = step. Assumed is that the lanes do not slow
-each other, that the host launches in time, and that no kernel finds in the cache what the one before it wrote.
+The time that compute waits is exposed communication, or waiting for the host: compute + both = step. Assumed is that
+the lanes do not slow each other, that the host launches in time, and that no kernel finds in the cache what the one
+before it wrote.
 """
 
 from collections import Counter
@@ -19,7 +21,7 @@ from jdp.foresight.timing.kernels import CostModel
 from jdp.foresight.timing.operations import Schedule, TimedOp, Total
 from jdp.foresight.timing.parts import Part, parts
 
-COMPUTE, COMMUNICATION = "compute", "communication"
+COMPUTE, COMMUNICATION, HOST = "compute", "communication", "host"
 MOST_EVENTS = 5000
 _ROUNDS_SHOWN = 2  # of a loop, one by one
 _STEADY = 1e-9  # relative difference below which two rounds take equally long
@@ -31,7 +33,7 @@ class Event:
 
     Attributes:
         name: the instruction.
-        lane: "compute" or "communication".
+        lane: "compute", "communication" or "host".
         start, seconds: since the step began; how long the lane is busy.
         what: jax's path to the operation, or the kind of instruction where the text does not have it.
         source: "file:line" that wrote it.
@@ -55,8 +57,9 @@ class Timeline:
 
     Attributes:
         step_seconds: from its first kernel to the end of its last.
-        compute_seconds, communication_seconds: how long either lane is busy.
+        compute_seconds, communication_seconds, host_seconds: how long each lane is busy.
         exposed_seconds: communication that overlaps with no computation: compute waits.
+        host_wait_seconds: that compute waits for copies from and to host memory.
         flops: executed, of matrix products, convolutions and fused attention; recomputation included.
         bytes: memory traffic of all kernels.
         matmul_seconds: of all kernels that contain a matrix product, fused attention among them.
@@ -80,6 +83,8 @@ class Timeline:
     events: tuple[Event, ...] = field(repr=False)
     caveats: tuple[str, ...]
     attention_seconds: float = 0.0
+    host_seconds: float = 0.0
+    host_wait_seconds: float = 0.0
     parts: Mapping[str, Part] = field(default_factory=dict[str, Part], repr=False)
 
     @property
@@ -109,6 +114,7 @@ def timeline(program: Program, target: Target, model: CostModel | None = None) -
     total = schedule.total(program.entry)
     walk = _Walk(schedule)
     walk.computation(program.entry)
+    walk.wait_for_host(walk.host)  # for what leaves last
     step, caveats, events = max(walk.compute, walk.lane), list(schedule.caveats), walk.events
     if len(events) > MOST_EVENTS:
         events = sorted(events, key=lambda event: event.seconds)[-MOST_EVENTS:]
@@ -117,7 +123,7 @@ def timeline(program: Program, target: Target, model: CostModel | None = None) -
         step_seconds=step,
         compute_seconds=total.compute,
         communication_seconds=total.communication,
-        exposed_seconds=max(0.0, step - total.compute),
+        exposed_seconds=max(0.0, step - total.compute - walk.host_wait),
         flops=total.flops,
         bytes=total.bytes,
         matmul_seconds=sum(each * count for each, count in total.matmuls.items()),
@@ -126,6 +132,8 @@ def timeline(program: Program, target: Target, model: CostModel | None = None) -
         events=tuple(sorted(events, key=lambda event: event.start)),
         caveats=tuple(caveats),
         attention_seconds=total.attention,
+        host_seconds=total.host,
+        host_wait_seconds=walk.host_wait,
         parts=parts(schedule),
     )
 
@@ -134,20 +142,21 @@ class _Walk:
     """The state of the simulation.
 
     Attributes:
-        compute, lane: seconds at which the compute and the communication lane are free again.
+        compute, lane, host: seconds at which the compute, the communication and the host's lane are free again.
+        host_wait: seconds that compute waited for the host's lane.
         events: of both lanes.
         recording: whether operations become events.
     """
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        self.compute = self.lane = 0.0
+        self.compute = self.lane = self.host = self.host_wait = 0.0
         self.events = list[Event]()
         self.recording = True
 
     def computation(self, name: str) -> None:
         """Execute a computation once."""
-        pending: dict[str, float] = {}
+        pending, copies = dict[str, float](), dict[str, float]()
         for op in self.schedule.operations(name):
             match op.kind:
                 case "kernel":
@@ -161,6 +170,16 @@ class _Walk:
                         pending[op.step.name] = self.lane
                     else:
                         self.compute = self.lane
+                case "host start" | "host sync":
+                    begin = max(self.compute, self.host)
+                    self._record(op, HOST, begin)
+                    self.host = begin + op.seconds
+                    if op.kind == "host start":
+                        copies[op.step.name] = self.host
+                    else:
+                        self.wait_for_host(self.host)
+                case "done" if op.step.operands[0] in copies:
+                    self.wait_for_host(copies.pop(op.step.operands[0]))
                 case "done":
                     self.compute = max(self.compute, pending.pop(op.step.operands[0], 0.0))
                 case "loop":
@@ -171,26 +190,37 @@ class _Walk:
                     for inner in op.inner:
                         self.computation(inner)
 
+    def wait_for_host(self, until: float) -> None:
+        """Have compute wait for a copy that ends then."""
+        self.host_wait += max(0.0, until - self.compute)
+        self.compute = max(self.compute, until)
+
     def _loop(self, op: TimedOp) -> None:
         previous, outer = None, self.recording
         for i in range(op.trips):
             if i == _ROUNDS_SHOWN:
                 self._record_remaining_rounds(op)
                 self.recording = False
-            compute, lag = self.compute, max(0.0, self.lane - self.compute)
+            compute, waited, lag = self.compute, self.host_wait, self._lag()
             for inner in op.inner:
                 self.computation(inner)
             advance = self.compute - compute
             equal = _STEADY * advance
-            lag_change = abs(max(0.0, self.lane - self.compute) - lag)  # of how far communication is behind
+            lag_change = max(abs(now - before) for now, before in zip(self._lag(), lag, strict=True))
             if previous is not None and abs(advance - previous) <= equal and lag_change <= equal:
                 remaining = op.trips - 1 - i
                 if i == _ROUNDS_SHOWN - 1 and remaining:
                     self._record_remaining_rounds(op)
                 self.compute, self.lane = self.compute + remaining * advance, self.lane + remaining * advance
+                self.host += remaining * advance
+                self.host_wait += remaining * (self.host_wait - waited)
                 break
             previous = advance
         self.recording = outer
+
+    def _lag(self) -> tuple[float, float]:
+        """Return how far communication and the host's copies are behind computing."""
+        return max(0.0, self.lane - self.compute), max(0.0, self.host - self.compute)
 
     def _record(self, op: TimedOp, lane: str, start: float) -> None:
         if self.recording and op.seconds:
@@ -209,6 +239,7 @@ class _Walk:
         for lane, start, busy in (
             (COMPUTE, self.compute, total.compute),
             (COMMUNICATION, max(self.compute, self.lane), total.communication),
+            (HOST, max(self.compute, self.host), total.host),
         ):
             if busy:
                 self.events.append(Event(op.step.name, lane, start, busy, what, source, times))

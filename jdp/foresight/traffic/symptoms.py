@@ -16,7 +16,7 @@ from jdp.core.formatting import format_bytes
 from jdp.core.sharding.plan import Plan
 from jdp.core.state import TrainState
 from jdp.foresight.program.compiled import Compiled
-from jdp.foresight.program.module import Instruction, Program, array_bytes, shapes
+from jdp.foresight.program.module import HOST_MEMORY, Instruction, Program, array_bytes, shapes
 from jdp.foresight.traffic.origin import Parameters, Sites, line_of, list_paths
 
 
@@ -31,7 +31,7 @@ def symptoms(compiled: Compiled, sites: Sites, plan: Plan, state: TrainState) ->
     sentences = [
         *_resharded(compiled, Parameters.of(plan, state)),
         *_random(compiled, sites),
-        *_host(compiled.program),
+        *_host(compiled.program, offloads=plan.offload is not None),
         *_held_twice(compiled.program),
     ]
     return tuple(dict.fromkeys(sentences))
@@ -126,10 +126,10 @@ def _random(compiled: Compiled, sites: Sites) -> Iterator[str]:
 
 _CALLBACK = re.compile(r'custom_call_target="([^"]*callback[^"]*)"')
 _TRANSFERS = ("infeed", "outfeed", "send", "recv")
-_HOST_MEMORY = "S(5)"  # XLA's number of the host's memory space (xla/layout.h)
 
 
-def _host(program: Program) -> Iterator[str]:
+def _host(program: Program, *, offloads: bool) -> Iterator[str]:
+    """Yield what moves to or from the host inside the step; with `offloads`, copies are what was asked for."""
     for step in (step for steps in program.computations.values() for step in steps):
         if callback := _CALLBACK.search(step.line):
             operation = (step.op_name or step.name).rpartition("/")[2]
@@ -142,7 +142,7 @@ def _host(program: Program) -> Iterator[str]:
             if channel == "the host":
                 moved = format_bytes(step.result_bytes)
                 yield f"The host: {step.opcode} moves {moved} to or from it inside the step{_line(program, step)}."
-        elif step.opcode in ("copy", "copy-start") and _HOST_MEMORY in step.type:
+        elif step.opcode in ("copy", "copy-start") and HOST_MEMORY in step.type and not offloads:
             copied = max(array_bytes(dtype, dims) for dtype, dims in step.shapes)
             line = _line(program, step)
             yield f"The host: {format_bytes(copied)} are copied to or from its memory inside the step{line}."

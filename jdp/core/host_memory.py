@@ -1,0 +1,141 @@
+"""Host memory: the leaves of a state that rest in their host's pinned memory, and how a step moves them.
+
+`Plan(..., offload="optimizer")` says which leaves do (`Placement.memory`); their shardings then have the memory kind
+`pinned_host`. JAX moves an array by `jax.device_put` to a memory space, inside a jitted function too, where XLA makes a
+copy of it that runs beside kernels.
+
+Devices that are only described (`jdp plan --target`) list no memories, and JAX drops the memory kind of their
+shardings: `mark_host_leaves` writes it into the lowered program.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding
+from jaxlib.mlir import ir
+
+from jdp.core.sharding.placement import Placement
+from jdp.core.types import PyTree
+
+PINNED = "pinned_host"
+"""JAX's name for memory of the host that the devices copy from and to without the processor."""
+OFFLOADS = ("optimizer",)
+"""What `Plan.offload` may be, besides None."""
+
+
+def check_offload(offload: str | None, mesh: Mesh) -> None:
+    """Check that `offload` is known, and that the mesh's devices can reach pinned host memory.
+
+    Raises:
+        ValueError: it is not, or they cannot.
+    """
+    if offload is None:
+        return
+    if offload not in OFFLOADS:
+        raise ValueError(
+            f'offload is "optimizer", which keeps optimizer state and master weights in host memory, or None; given '
+            f"{offload!r}. Leave it out."
+        )
+    own = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+    if own:
+        check_memory_kinds([memory.kind for memory in own[0].addressable_memories()], own[0].platform)
+
+
+def check_memory_kinds(kinds: list[str], platform: str) -> None:
+    """Check that a device with these kinds of memory has pinned host memory; [] is a device that is only described.
+
+    Raises:
+        ValueError: it has not.
+    """
+    if kinds and PINNED not in kinds:
+        raise ValueError(
+            f'offload="optimizer" needs devices that reach pinned host memory ({PINNED!r}); given {platform} devices '
+            f"with {', '.join(kinds)}. Leave offload out, or take more devices and a ZeRO strategy."
+        )
+
+
+def is_described(mesh: Mesh) -> bool:
+    """Return True for a mesh of devices that are only described, which list no memories."""
+    device = mesh.devices.flat[0]
+    return device.process_index == jax.process_index() and not device.addressable_memories()
+
+
+def rest_sharding(mesh: Mesh, placement: Placement) -> NamedSharding:
+    """Return the sharding of a leaf between steps, with the kind of its memory where that is the host's."""
+    return NamedSharding(mesh, placement.rest, memory_kind=PINNED if placement.on_host else None)
+
+
+def to_device(x: jax.Array) -> jax.Array:
+    """Return an array in device memory, sharded as it was; inside a traced function as an operation of it."""
+    return jax.device_put(x, jax.memory.Space.Device)
+
+
+def to_host(x: jax.Array) -> jax.Array:
+    """Return an array in pinned host memory, sharded as it was; inside a traced function as an operation of it."""
+    return jax.device_put(x, jax.memory.Space.Host)
+
+
+def is_on_host(x: Any) -> bool:
+    """Return True for an array, a tracer or a `jax.ShapeDtypeStruct` that is in pinned host memory."""
+    if isinstance(x, Tracer):
+        return getattr(x.aval, "memory_space", None) == jax.memory.Space.Host
+    return getattr(getattr(x, "sharding", None), "memory_kind", None) == PINNED
+
+
+def on_device(tree: PyTree) -> PyTree:
+    """Return a tree whose leaves are in device memory: those in host memory are copied, all others are as they were.
+
+    Args:
+        tree: of arrays, tracers, or `jax.ShapeDtypeStruct`.
+    """
+
+    def moved(leaf: Any) -> Any:
+        if not is_on_host(leaf):
+            return leaf
+        if isinstance(leaf, Tracer):
+            return to_device(leaf)
+        sharding = NamedSharding(leaf.sharding.mesh, leaf.sharding.spec)
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        return jax.device_put(leaf, sharding)
+
+    return jax.tree.map(moved, tree)
+
+
+_PLACEMENT = "annotate_device_placement"  # the custom call by which JAX tells XLA where an array is
+_KIND = "mhlo.memory_kind"
+
+
+def mark_host_leaves(lowered: jax.stages.Lowered) -> None:
+    """Give a program that was lowered for described devices the memory kinds of its arguments and results.
+
+    An argument that the program declares to be in host memory before it uses it, as `streamed` does, is a host
+    argument; a result that it moves there last is a host result.
+    """
+    module: Any = lowered.compiler_ir("stablehlo")
+    with module.context:
+        main = next(op for op in module.body.operations if op.attributes["sym_name"].value == "main")
+        block = main.regions[0].blocks[0]
+        returned = list(block.operations)[-1]
+        hosts = [any(_is_host(use.owner) for use in argument.uses) for argument in block.arguments]
+        results = [_is_host(value.owner) for value in returned.operands]
+        for name, marks in (("arg_attrs", hosts), ("res_attrs", results)):
+            main.attributes[name] = ir.ArrayAttr.get(
+                [_with_kind(old, marked) for old, marked in zip(main.attributes[name], marks, strict=True)]
+            )
+
+
+def _is_host(owner: Any) -> bool:
+    operation = getattr(owner, "operation", owner)
+    if not hasattr(operation, "attributes") or "call_target_name" not in operation.attributes:
+        return False
+    called = operation.attributes["call_target_name"].value == _PLACEMENT
+    return called and PINNED in str(operation.attributes["mhlo.frontend_attributes"])
+
+
+def _with_kind(attributes: Any, marked: bool) -> Any:
+    own = {each.name: each.attr for each in attributes}
+    return ir.DictAttr.get({**own, _KIND: ir.StringAttr.get(PINNED)} if marked else own)

@@ -1,0 +1,152 @@
+"""Optimizer state and master weights in host memory: the same bits, in the memory where the plan has them."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jdp
+from jdp.core import streamed_update
+from jdp.core.host_memory import PINNED, check_memory_kinds
+from jdp.core.step import Step
+
+LAYERS, WIDTH = 4, 32
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
+        self.down = nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(nnx.relu(self.up(x)))
+
+
+class Model(nnx.Module):
+    def __init__(self, rng):
+        self.layers = nnx.vmap(lambda key: Layer(nnx.Rngs(key)))(jax.random.split(rng, LAYERS))
+        self.head = nnx.Linear(WIDTH, 64, rngs=nnx.Rngs(rng))
+
+    def __call__(self, x):
+        return self.head(jdp.scan_layers(lambda layer, x: layer(x), self.layers, x))
+
+
+def loss(model, batch, rng):
+    logits = model(batch["x"].astype(model.head.kernel.dtype)).astype(jnp.float32)
+    nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+    return jdp.Loss(nll.sum(), jnp.float32(nll.shape[0]))
+
+
+def batches():
+    random = np.random.default_rng(0)
+    return [{"x": random.normal(size=(16, WIDTH)).astype("float32"), "y": random.integers(0, 64, 16)} for _ in range(3)]
+
+
+def make(strategy, offload, tx=None) -> tuple[jdp.TrainState, Step]:
+    plan = jdp.Plan(jdp.make_mesh(data=8), strategy, offload=offload)
+    state = jdp.init_state(Model, tx or optax.adamw(1e-2), plan, rng=jax.random.key(0))
+    return state, jdp.make_train_step(loss, plan, precision="bf16", clip_norm=1.0)
+
+
+def kinds(tree) -> dict[str, str]:
+    return {jax.tree_util.keystr(path): x.sharding.memory_kind for path, x in jax.tree.leaves_with_path(tree)}
+
+
+def assert_same_bits(one, other):
+    for (path, a), (_, b) in zip(jax.tree.leaves_with_path(one), jax.tree.leaves_with_path(other), strict=True):
+        if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b), err_msg=jax.tree_util.keystr(path))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_same_bits_through_steps_and_checkpoints(strategy, tmp_path, monkeypatch):
+    """Three steps with and without; saved after two, and restored onto the other plan. Leaves move row by row."""
+    monkeypatch.setattr(streamed_update, "SLICE_BYTES", 1)
+    state, step = make(strategy, None)
+    off, off_step = make(strategy, "optimizer")
+    before = kinds(off)
+    first, second, third = batches()
+    for batch in (first, second):
+        state, metrics = step(state, batch)
+        off, off_metrics = off_step(off, batch)
+        assert float(metrics["loss"]) == float(off_metrics["loss"])
+    assert kinds(off) == before
+    assert before[".params['head']['kernel']"] == PINNED
+    assert before[".params['head']['bias']"] == before[".step"] == "device"
+    assert all(kind == PINNED for path, kind in before.items() if ".mu" in path and "kernel" in path)
+    assert_same_bits(state, off)
+
+    jdp.save(tmp_path / "device", state)
+    jdp.save(tmp_path / "host", off)
+    onto_host = jdp.restore(tmp_path / "device", off)
+    onto_device = jdp.restore(tmp_path / "host", state)
+    assert kinds(onto_host) == before and set(kinds(onto_device).values()) == {"device"}
+    assert_same_bits(onto_host, onto_device)
+    state, metrics = step(onto_device, third)
+    off, off_metrics = off_step(onto_host, third)
+    assert float(metrics["loss"]) == float(off_metrics["loss"])
+    assert_same_bits(state, off)
+    assert_same_bits(nnx.state(state.model), nnx.state(off.model))
+    assert set(kinds(nnx.state(off.model)).values()) == {"device"}
+    plan = off_step.plan
+    evaluated = [float(jdp.make_eval_step(loss, p)(s, third)["loss"]) for p, s in ((step.plan, state), (plan, off))]
+    assert evaluated[0] == evaluated[1]
+
+
+def test_a_step_that_is_not_finite_changes_nothing():
+    state, step = make("zero1", "optimizer")
+    kept = jax.tree.map(np.asarray, jax.device_get((state.params, state.opt_state)))
+    bad = {**batches()[0], "x": np.full((16, WIDTH), np.nan, "float32")}
+    state, metrics = step(state, bad)
+    assert int(metrics["skipped"]) == 1
+    assert_same_bits(kept, jax.device_get((state.params, state.opt_state)))
+
+
+def test_optimizers_that_take_norms_move_leaves_whole():
+    """LAMB's trust ratio is of a whole leaf; the leaves' bits are those without offload too."""
+    tx = optax.chain(optax.clip_by_global_norm(0.5), optax.lamb(1e-2))
+    state, step = make("zero1", None, tx)
+    off, off_step = make("zero1", "optimizer", tx)
+    batch = batches()[0]
+    assert_same_bits(step(state, batch)[0], off_step(off, batch)[0])
+
+
+def test_an_optimizer_that_mixes_parameters_is_reported(capfd):
+    scale = optax.stateless(lambda updates, params: jax.tree.map(lambda u: u / optax.tree.norm(params), updates))
+    off, step = make("ddp", "optimizer", optax.chain(optax.sgd(1e-2), scale))
+    step.lower(off, batches()[0])
+    assert "the optimizer's update mixes 6 parameters" in capfd.readouterr().err
+
+
+def test_plan_says_what_rests_on_the_host():
+    state, step = make("zero1", "optimizer")
+    placements = {p.path: p for p in step.plan.placements(state)}
+    head = placements["params/head/kernel"]
+    assert head.on_host and head.reason.endswith("in host memory") and head.bytes_per_device == 4 * WIDTH * 64 // 8
+    assert placements["params/head/bias"].memory == "device"
+    assert str(step.plan).endswith("gathered once a step; optimizer state and master weights in host memory")
+    assert not any(p.on_host for p in replace(step.plan, offload=None).placements(state))
+
+
+def test_frozen_parameters_stay_on_the_device():
+    plan = jdp.Plan(jdp.make_mesh(data=8), "zero1", offload="optimizer")
+    state = jdp.abstract_state(Model, optax.sgd(0.1), plan, rng=jax.random.key(0), wrt="head/*")
+    on_host = [p.path for p in plan.placements(state) if p.on_host]
+    assert on_host == ["params/head/kernel"]
+
+
+def test_mistakes():
+    mesh = jdp.make_mesh(data=8)
+    with pytest.raises(ValueError, match=r"offload is .optimizer.*given 'all'\. Leave it out"):
+        jdp.Plan(mesh, offload="all")
+    with pytest.raises(ValueError, match=r"devices that reach pinned host memory.*given metal devices with device"):
+        check_memory_kinds(["device"], "metal")
+    check_memory_kinds([], "gpu")  # only described
+    plan = jdp.Plan(jdp.make_mesh(replica=2, data=4), offload="optimizer")
+    with pytest.raises(ValueError, match="local_steps keeps an optimizer on every replica's devices; given Plan"):
+        jdp.make_train_step(loss, plan, local_steps=2)

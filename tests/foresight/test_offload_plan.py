@@ -1,0 +1,97 @@
+"""What `jdp plan` says of a step whose optimizer rests in host memory: compiled for eight H100s, none of them here."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import jdp
+from jdp.core import streamed_update
+from jdp.foresight.foresee import candidates, estimate
+from jdp.foresight.program.module import HOST_MEMORY, parse
+from jdp.foresight.targets.resolve import target
+from jdp.foresight.timing.timeline import timeline
+
+WIDTH, LAYERS, ROWS = 256, 4, 64
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs):
+        self.up = nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs)
+        self.down = nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(nnx.relu(self.up(x)))
+
+
+def init(rng):
+    return nnx.vmap(lambda key: Layer(nnx.Rngs(key)))(jax.random.split(rng, LAYERS))
+
+
+def loss(layers, batch, rng):
+    out = jdp.scan_layers(lambda layer, x: layer(x), layers, batch["x"].astype(jnp.bfloat16))
+    return jdp.Loss((out.astype(jnp.float32) ** 2).sum(), jnp.float32(len(out)))
+
+
+@pytest.fixture(scope="module")
+def foreseen():
+    """A candidate and its estimate for h100:1x8, where every layer moves by itself."""
+    original, streamed_update.SLICE_BYTES = streamed_update.SLICE_BYTES, 1
+    try:
+        plan = jdp.Plan(jdp.make_mesh(data=8), "zero3", offload="optimizer")
+        state = jdp.abstract_state(init, optax.adamw(1e-3), plan, rng=jax.random.key(0))
+        step = jdp.make_train_step(loss, plan, precision="bf16")
+        devices = target("h100:1x8")
+        batch = {"x": jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)}
+        (candidate,) = candidates(step, state, batch, devices, strategies=["zero3"])
+        compiled = candidate.compile(devices)
+        return candidate, compiled, estimate(candidate, devices, tokens=ROWS)
+    finally:
+        streamed_update.SLICE_BYTES = original
+
+
+def test_the_compiler_has_in_host_memory_what_the_plan_puts_there(foreseen):
+    candidate, compiled, told = foreseen
+    placements = candidate.step.plan.placements(candidate.state)
+    planned = sum(p.bytes_per_device for p in placements if p.on_host)
+    assert planned == 3 * 4 * LAYERS * (8 * WIDTH * WIDTH + 5 * WIDTH) // 8
+    assert compiled.host_bytes == planned == told.memory.host
+    assert told.memory.parameters == 0 and told.memory.optimizer == 4  # the counter
+    assert told.memory.total == compiled.total_bytes
+    assert str(told.memory).splitlines()[-1].startswith("in host memory, per device")
+
+
+def test_copies_are_timed_once_by_the_host_link(foreseen):
+    """A step reads the weights to compute with them, the weights and both moments to update them, and writes those."""
+    _, compiled, told = foreseen
+    weights = 4 * LAYERS * (8 * WIDTH * WIDTH + 5 * WIDTH) // 8
+    moved = (1 + 3 + 3) * weights
+    assert told.timeline.host_seconds == pytest.approx(moved / (0.75 * 64e9), rel=1e-3)
+    line = told.timeline
+    assert 0 < line.host_wait_seconds <= line.host_seconds
+    assert line.step_seconds == pytest.approx(line.compute_seconds + line.exposed_seconds + line.host_wait_seconds)
+    assert HOST_MEMORY in compiled.text and not any("host" in caveat for caveat in line.caveats)
+
+
+def test_verify_takes_the_copies_as_asked_for(foreseen):
+    _, _, told = foreseen
+    assert told.report.kept and not any(symptom.startswith("The host") for symptom in told.report.symptoms)
+
+
+def test_a_copy_hides_behind_computing():
+    """By construction: a copy of 48 MB takes 1 ms of the host link; the kernel beside it is a good deal longer."""
+    text = """HloModule step, is_scheduled=true
+
+ENTRY %main (p: f32[12000000], q: f32[1000000000]) -> f32[12000000] {
+  %p = f32[12000000]{0:S(5)} parameter(0)
+  %q = f32[1000000000]{0} parameter(1)
+  %begin = (f32[12000000]{0}, f32[12000000]{0:S(5)}, u32[]) copy-start(%p)
+  %work = f32[1000000000]{0} copy(%q)
+  ROOT %end = f32[12000000]{0} copy-done(%begin)
+}
+"""
+    line = timeline(parse(text), target("h100:1x8"))
+    assert line.host_seconds == pytest.approx(1e-3) and line.host_wait_seconds == 0
+    alone = timeline(parse(text.replace("  %work = f32[1000000000]{0} copy(%q)\n", "")), target("h100:1x8"))
+    assert alone.host_wait_seconds == pytest.approx(1e-3) == alone.step_seconds
