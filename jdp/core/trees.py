@@ -112,6 +112,7 @@ def _put(tree: PyTree, shardings: PyTree) -> PyTree:
 
 def _shardings(opened: PyTree, plan: Plan, specs: Any, of: Any) -> PyTree:
     """Return a tree like `opened` (see `flax_nnx.opened`) of the sharding that each leaf has at rest."""
+    refuse_offload(plan)
     if of is not None:
         params: dict[str, Placement] = {}
         for placement in jax.tree.leaves(plan.tree_placements(flax_nnx.split(of)[0], flax_nnx.metadata(of))):
@@ -153,3 +154,12 @@ def check_tree(tree: Any, of: Any = None, *, arrays: bool = False) -> None:
                 f"A tree that is laid out holds arrays only; {jax.tree_util.keystr(path) or 'it'} is {leaf!r}. Split "
                 "it, and close over what is no array (in equinox: params, static = eqx.partition(model, eqx.is_array))."
             )
+
+
+def refuse_offload(plan: Plan) -> None:
+    """Refuse a plan that keeps a part of a train state on the host. Raises ValueError."""
+    if plan.offload is not None:
+        raise ValueError(
+            f"A loop of one's own keeps what it has on the devices; given a plan with offload={plan.offload!r}. Take a "
+            "plan without it, or jdp.make_train_step, which streams its state from the host."
+        )

@@ -30,7 +30,7 @@ from jdp.core.sharding.plan import Plan
 from jdp.core.state import Static, TrainState, trained_part
 from jdp.core.step_settings import check_settings, check_training_settings, settled_partitioning
 from jdp.core.trainable import resolve
-from jdp.core.trees import check_tree
+from jdp.core.trees import check_tree, refuse_offload
 from jdp.core.types import Batch, LossFn, Metrics, PyTree
 
 
@@ -86,6 +86,7 @@ def value_and_grad(
         ValueError: a setting is out of range. The call itself raises it for what `jdp.make_train_step` lists, for
             models that lie on other devices or were donated, and inside a `jax.shard_map` over the plan's axes.
     """
+    refuse_offload(plan)
     check_settings(accumulate, group, partitioning)
     check_training_settings(None, False, overlap, True)
     numbers = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)

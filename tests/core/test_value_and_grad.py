@@ -359,3 +359,10 @@ def test_a_call_that_cannot_mean_anything_is_refused(name):
     call, message = CALLS[name]
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_a_plan_that_offloads_is_refused():
+    plan = jdp.Plan(jdp.make_mesh(data=8), "zero3", offload="optimizer")
+    for call in (lambda: jdp.value_and_grad(lambda *_: 0.0, plan), lambda: jdp.place({"w": np.ones(8)}, plan)):
+        with pytest.raises(ValueError, match=r"on the devices; given a plan with offload='optimizer'.*make_train_step"):
+            call()
