@@ -1,4 +1,4 @@
-"""The dtypes of the master weights, of the model's computation, and of the gradients while they are reduced."""
+"""The dtypes of the master weights, of the model's computation and products, and of the gradients when reduced."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from jdp.core.paths import path_of
 from jdp.core.types import PyTree
 
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
+SHORT = (*DTYPES, "fp8")
+"""What `precision` may be called."""
 
 
 @dataclass(frozen=True)
@@ -24,14 +26,23 @@ class Precision:
             not cast; the loss and its weight are always summed in float32.
         reduce: of the gradients while they are summed over devices and microbatches. It has no effect under
             `partitioning="auto"`, where XLA reduces in the dtype that the backward pass produced.
+        products: None: products with a weight are made in the dtypes of their operands. "fp8", with compute="bf16":
+            those of bfloat16 activations, bfloat16 weights and a bfloat16 result are made in float8 (e4m3; gradients
+            e5m2), added up in float32, each operand with one scale for all of its elements on the device, found at each
+            use. So what is rounded away below 2^-15 of the largest element depends on the mesh, and nothing else does.
+            Logits stay as they are if their product asks for a float32 result (`preferred_element_type`), as those of
+            jdp's models do; so does every product that names a `precision`, and what has no weight: attention,
+            embeddings, convolutions. It pays on GPUs with float8 units (H100 and later).
 
     Raises:
-        ValueError: one of them is neither "fp32" nor "bf16".
+        ValueError: one of the dtypes is neither "fp32" nor "bf16"; `products` is neither None nor "fp8", or "fp8" with
+            another `compute` than "bf16".
     """
 
     params: str = "fp32"
     compute: str = "fp32"
     reduce: str = "fp32"
+    products: str | None = None
 
     def __post_init__(self) -> None:
         for field in ("params", "compute", "reduce"):
@@ -39,22 +50,30 @@ class Precision:
                 raise ValueError(
                     f"Precision.{field} is one of {', '.join(DTYPES)}; given {getattr(self, field)!r}. Name one."
                 )
+        if self.products not in (None, "fp8"):
+            raise ValueError(f'Precision.products is None or "fp8"; given {self.products!r}. Leave it out.')
+        if self.products and self.compute != "bf16":
+            raise ValueError(
+                f'Precision.products="fp8" rounds bfloat16 operands; given compute={self.compute!r}. Take "bf16".'
+            )
 
     @staticmethod
     def of(precision: str | Precision) -> Precision:
         """Return the `Precision` that a short name stands for.
 
         Args:
-            precision: "fp32"; "bf16" (fp32 master weights, bf16 compute and gathers, fp32 reduction); or a `Precision`,
-                which is returned as it is.
+            precision: "fp32"; "bf16" (fp32 master weights, bf16 compute and gathers, fp32 reduction); "fp8" (the same,
+                and `products` in float8); or a `Precision`, which is returned as it is.
 
         Raises:
             ValueError: it is neither.
         """
         if isinstance(precision, Precision):
             return precision
+        if precision == "fp8":
+            return Precision(compute="bf16", products="fp8")
         if precision not in DTYPES:
-            raise ValueError(f"precision is {', '.join(DTYPES)} or a jdp.Precision; given {precision!r}. Name one.")
+            raise ValueError(f"precision is {', '.join(SHORT)} or a jdp.Precision; given {precision!r}. Name one.")
         return Precision(compute=precision)
 
     def check_params(self, params: PyTree) -> None:

@@ -85,8 +85,8 @@ def make_train_step(
             dtype; `batch` is the whole batch or a part of its rows; `rng` is a key.
         plan: the mesh and the strategy.
         accumulate: number of microbatches per step, K. The rows of a batch must divide by K × the plan's batch shards.
-        precision: "fp32"; "bf16" (bfloat16 compute and gathers, float32 master weights and reduction); or a
-            `Precision`.
+        precision: "fp32"; "bf16" (bfloat16 compute and gathers, float32 master weights and reduction); "fp8" (the same,
+            with the products of activations and weights in float8, for H100 GPUs and later); or a `Precision`.
         partitioning: "auto" (XLA places the collectives), "manual" (jdp does, under `jax.shard_map`), or None: the one
             that keeps the communication contract. After the first trace `Step.partitioning` and `Step.why` report it.
         clip_norm: scale the gradient down to this global L2 norm if it is larger (Pascanu et al. 2013,
@@ -175,7 +175,7 @@ def make_eval_step(
         plan: the mesh and the strategy.
         accumulate: number of microbatches, computed one after another to save memory. The rows of a batch must divide
             by `accumulate` × the plan's batch shards.
-        precision: "fp32", "bf16" or a `Precision`.
+        precision: "fp32", "bf16", "fp8" or a `Precision`.
         partitioning: "auto", "manual", or None: jdp chooses.
         group: number of neighbouring rows that belong together and are never split over devices or microbatches.
         check_loss: before the first batch, if the loss will be called on parts of it, compare its value on a few rows

@@ -70,7 +70,7 @@ def value_and_grad(
         wrt: which parameters of those are trained, as for `jdp.init_state`: None for all; path patterns ("head/*"), or
             for a module a filter of nnx. For one differentiated model.
         accumulate: number of microbatches, K. The rows of a batch must divide by K × the plan's batch shards.
-        precision: "fp32", "bf16" or a `Precision`, as for `jdp.make_train_step`.
+        precision: "fp32", "bf16", "fp8" or a `Precision`, as for `jdp.make_train_step`.
         partitioning: "auto", "manual", or None: the one that keeps the communication contract.
         sync_batch_norm, group, buckets, overlap, check_loss: as for `jdp.make_train_step`.
         wire: as for `jdp.make_train_step`, without error feedback, which a step keeps in its state.

@@ -261,12 +261,17 @@ class Assembly:
         return make_eval_step(self.loss, self.plan, **self._step_options)
 
     @property
+    def precision(self) -> Precision:
+        """The dtypes of both steps."""
+        return replace(Precision.of(self.experiment.precision), reduce=self.experiment.reduce)
+
+    @property
     def _step_options(self) -> dict[str, Any]:
         """What both steps are made with."""
         given = self.experiment
         return {
             "accumulate": given.train.accumulate,
-            "precision": Precision(compute=given.precision, reduce=given.reduce),
+            "precision": self.precision,
             "partitioning": given.partitioning,
             "compiler": given.compiler,
         }

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 import jax
 
-from jdp.core.precision import Precision
 from jdp.core.types import Device
 from jdp.data import NumpyBatch, global_batches
 from jdp.experiment.assembly import Assembly
@@ -56,7 +55,7 @@ def prove_experiment(
         own.tx,
         own.loss,
         own.rng,
-        Precision.of(experiment.precision),
+        own.precision,
         experiment.optimizer.clip_norm,
         experiment.train.wrt,
         experiment.sync_batch_norm,

@@ -66,6 +66,8 @@ Where devices send while they compute (`overlap`), `pipeline.py` rebuilds the di
 a layer loop gathers one layer ahead and reduces one behind; and with one microbatch every strategy goes zero3's way,
 with what it gathered kept for the backward pass (`accumulate._by_layer`).
 
+With precision="fp8" `fp8.py` traces `TracedLoss`, and runs it again with its products with weights in float8.
+
 `gathers.py` stands beside: of a step that is lowered it reads which collectives the trace issues, for `jdp.verify`.
 An evaluation step (`accumulate.evaluate`) is 1, the forward pass of 2, and the sums of 4.
 """

@@ -276,7 +276,14 @@ def traced_loss(spec: GradientSpec, collectives: Collectives) -> TracedLoss:
         gather = gather_with_reduced_grad(collectives, spec.precision, whole)
     sync_axes = collectives.axes if spec.sync_batch_norm else ()
     return TracedLoss(
-        spec.loss_fn, spec.adapter, spec.placements, gather, sync_axes, keep=spec.keep_gathered, whole=whole
+        spec.loss_fn,
+        spec.adapter,
+        spec.placements,
+        gather,
+        sync_axes,
+        keep=spec.keep_gathered,
+        whole=whole,
+        products=spec.precision.products,
     )
 
 

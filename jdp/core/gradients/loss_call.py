@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jdp.core.batch import batch_rows
+from jdp.core.gradients.fp8 import with_fp8_products
 from jdp.core.gradients.gathers import top_scope
 from jdp.core.layers import Gather, GatherTable, gathering
 from jdp.core.notices import notice
@@ -44,6 +45,7 @@ class TracedLoss:
         keep, whole: as in `GatherTable`.
         sync_axes: the mesh axes that batch statistics are taken over, in addition to the rows of the call.
         training: True puts a module in training mode, with the key to draw from.
+        products: as in `Precision`.
     """
 
     fn: LossFn
@@ -54,9 +56,15 @@ class TracedLoss:
     training: bool = True
     keep: bool = False
     whole: bool = False
+    products: str | None = None
 
     def __call__(self, operands: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[Sums, PyTree]:
         """Return the sums over the rows of `batch`, and the model state afterwards."""
+        if self.products is None:
+            return self._sums(operands, model_state, batch, key)
+        return with_fp8_products(self._sums, operands, model_state, batch, key)
+
+    def _sums(self, operands: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[Sums, PyTree]:
         weights, context, gathers = operands, contextlib.nullcontext(), None
         if self.gather is not None:
             gather = self.gather

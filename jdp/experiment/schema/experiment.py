@@ -87,8 +87,9 @@ class Experiment(Section):
     too."""
     partitioning: Literal["auto", "manual"] | None = None
     """Who places the collectives: XLA, or jdp; "none" = jdp picks and says why."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Type of the working copy of the weights; master weights are fp32."""
+    precision: Literal["fp32", "bf16", "fp8"] = "fp32"
+    """Type of the working copy of the weights; master weights are fp32. fp8: bf16's working copy, and the products with
+    weights in float8, except the logits'; for H100 GPUs and later."""
     reduce: Literal["fp32", "bf16"] = "fp32"
     """Type in which gradients are summed over devices and microbatches, under manual partitioning."""
     offload: Literal["optimizer"] | None = None

@@ -35,7 +35,8 @@ def peak_flops(device_kind: str, dtype: str) -> float | None:
 
     Args:
         device_kind: `jax.Device.device_kind`.
-        dtype: of the operands, such as "bfloat16". For "float32" it is the peak of jax's default precision (TF32).
+        dtype: of the operands, such as "bfloat16". For "float32" it is the peak of jax's default precision (TF32). MFU
+            is of the peak of `Precision.compute`: that of bfloat16 too where products with weights are in float8.
     """
     named = {chip.name: chip for chip in CHIPS.values()} | {kind: CHIPS[name] for kind, name in _SAME_PEAK.items()}
     chip = named.get(device_kind)

@@ -1,0 +1,209 @@
+"""Which products of a loss are made in float8, found in its trace: those of activations and a weight.
+
+A value is followed from the inputs: does it depend on parameters, does it depend on the batch? A product
+(`dot_general`) is one with a weight where one operand depends on parameters and not on the batch, the other on the
+batch. It is made in float8 (`flax_nnx.fp8.fp8_product`) if
+
+- operands and result are bfloat16, and it names no `precision` of its own. Who asks for a float32 result, as jdp's
+  models do for their logits, wants more digits than bfloat16 has, not fewer;
+- it has no batch dimensions, and the weight's two sizes divide by 16, as cuBLASLt has it. The number of rows is padded.
+
+Attention's products have no weight, and embeddings are no products. A function with a gradient of its own
+(`jax.custom_vjp`) is left as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+from jdp.core.flax_nnx.fp8 import fp8_product
+from jdp.core.gradients.jaxprs import bind, scan_counts, traced_at, user_line
+from jdp.core.notices import notice
+from jdp.core.traced_device import traced_device
+
+_CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "scan")
+_WEIGHT, _BATCH = 1, 2
+_MULTIPLE = 16
+
+Sources = Sequence[int]
+"""For each value what it depends on: the sum of `_WEIGHT` and `_BATCH`, or 0."""
+
+
+def with_fp8_products(function: Callable[..., Any], weights: Any, state: Any, batch: Any, key: Any) -> Any:
+    """Return `function(weights, state, batch, key)` with its products of activations and weights in float8.
+
+    Args:
+        function: of pytrees of arrays.
+        weights: the parameters, or the shards that `function` gathers.
+        state, key: what is neither.
+        batch: what activations come from.
+    """
+    arguments = (weights, state, batch, key)
+    closed, shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    source = {0: _WEIGHT, 2: _BATCH}
+    sources = [source.get(i, 0) for i, tree in enumerate(arguments) for _ in jax.tree.leaves(tree)]
+    rewriter = _Rewriter()
+    results = rewriter.run(closed.jaxpr, closed.consts, jax.tree.leaves(arguments), sources)
+    rewriter.report()
+    return jax.tree.unflatten(jax.tree.structure(shape), results)
+
+
+@dataclass(frozen=True)
+class _Rewriter:
+    """Evaluates jaxprs, products with weights in float8.
+
+    Attributes:
+        made: products in float8.
+        left: products with a weight, all bfloat16, whose sizes do not allow it.
+    """
+
+    made: list[JaxprEqn] = field(default_factory=list[JaxprEqn])
+    left: list[JaxprEqn] = field(default_factory=list[JaxprEqn])
+
+    def run(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], sources: Sources) -> list[Any]:
+        """Return the outputs of `jaxpr` for `args`, which depend on `sources`."""
+        values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+        known = _followed(jaxpr, sources)
+        for eqn in jaxpr.eqns:
+            operands = [atom.val if isinstance(atom, Literal) else values[atom] for atom in eqn.invars]
+            of_operands = _of(eqn.invars, known)
+            if eqn.primitive.name == "dot_general" and _is_candidate(eqn, of_operands):
+                results = [self._product(eqn, operands, of_operands)]
+            else:
+                results = bind(self._rewritten(eqn, of_operands), operands)
+            values.update(zip(eqn.outvars, results, strict=True))
+        return [atom.val if isinstance(atom, Literal) else values[atom] for atom in jaxpr.outvars]
+
+    def report(self) -> None:
+        """Say once what float8 is not used for, or on devices without it."""
+        if not self.made:
+            notice(
+                'precision="fp8": no product of the loss is in float8. It takes products of activations and a weight, '
+                f"both bfloat16, with a bfloat16 result, and sizes of the weight that divide by {_MULTIPLE}; "
+                'precision="bf16" computes the same'
+            )
+            return
+        if self.left:
+            notice(
+                f'precision="fp8": {len(self.left)} products with a weight stay in bfloat16, such as that of '
+                f"{user_line(self.left[0])}: float8 takes weights of two sizes that divide by {_MULTIPLE}, and no "
+                "batch dimensions"
+            )
+        device = traced_device()
+        if not _has_fp8(device):
+            notice(
+                f'precision="fp8": {device.device_kind} has no float8 units that jdp knows of. Products are rounded '
+                'as on a device with them (H100 and later) and multiplied in a wider type: precision="bf16" is faster'
+            )
+
+    def _product(self, eqn: JaxprEqn, operands: list[Any], sources: Sources) -> Any:
+        (left, right), (left_dims, right_dims) = operands, eqn.params["dimension_numbers"][0]
+        weight, contracted = (left, left_dims) if sources[0] == _WEIGHT else (right, right_dims)
+        summed = math.prod(weight.shape[dim] for dim in contracted)
+        if any(eqn.params["dimension_numbers"][1]) or summed % _MULTIPLE or weight.size // summed % _MULTIPLE:
+            self.left.append(eqn)
+            return bind(eqn, operands)[0]
+        self.made.append(eqn)
+        with traced_at(eqn):
+            return fp8_product(left, right, eqn.params["dimension_numbers"], _has_fp8(traced_device()))
+
+    def _rewritten(self, eqn: JaxprEqn, sources: Sources) -> JaxprEqn:
+        """Return an operation with what it runs rewritten."""
+        if eqn.primitive.name == "cond":
+            branches = tuple(self._inner(branch, sources[1:]) for branch in eqn.params["branches"])
+            return eqn.replace(params={**eqn.params, "branches": branches})
+        if eqn.primitive.name not in _CALLS:
+            return eqn
+        name = "jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"
+        if eqn.primitive.name == "scan":
+            sources = _of_rounds(eqn, sources)
+        return eqn.replace(params={**eqn.params, name: self._inner(eqn.params[name], sources)})
+
+    def _inner(self, inner: Any, sources: Sources) -> Any:
+        jaxpr, consts = getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
+        count = len(self.made)
+        shapes = [
+            jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, weak_type=getattr(var.aval, "weak_type", False))
+            for var in jaxpr.invars
+        ]
+        new = jax.make_jaxpr(lambda *args: self.run(jaxpr, consts, args, sources))(*shapes)
+        if len(self.made) == count:
+            return inner
+        return new if isinstance(inner, ClosedJaxpr) else new.jaxpr
+
+
+def _followed(jaxpr: Jaxpr, sources: Sources) -> dict[Any, int]:
+    """Return what each variable of a jaxpr depends on whose inputs depend on `sources`."""
+    known = dict(zip(jaxpr.invars, sources, strict=True))
+    for eqn in jaxpr.eqns:
+        known.update(zip(eqn.outvars, _of_results(eqn, _of(eqn.invars, known)), strict=True))
+    return known
+
+
+def _of_results(eqn: JaxprEqn, sources: Sources) -> Sources:
+    """Return what the results of an operation depend on."""
+    if eqn.primitive.name == "scan":
+        return _of_outputs(eqn.params["jaxpr"], _of_rounds(eqn, sources))
+    if eqn.primitive.name in _CALLS:
+        return _of_outputs(eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"], sources)
+    if eqn.primitive.name == "cond":
+        outputs = [_of_outputs(branch, sources[1:]) for branch in eqn.params["branches"]]
+        return [_joined([sources[0], *each]) for each in zip(*outputs, strict=True)]
+    return [_joined(sources)] * len(eqn.outvars)
+
+
+def _of_rounds(eqn: JaxprEqn, sources: Sources) -> Sources:
+    """Return what the inputs of a scan's body depend on in some round: what is carried, also on the round before."""
+    (first, carried), rounds = scan_counts(eqn), list(sources)
+    while True:
+        outputs = _of_outputs(eqn.params["jaxpr"], rounds)[:carried]
+        after = [a | b for a, b in zip(rounds[first : first + carried], outputs, strict=True)]
+        if after == rounds[first : first + carried]:
+            return rounds
+        rounds[first : first + carried] = after
+
+
+def _of_outputs(inner: Any, sources: Sources) -> Sources:
+    jaxpr = getattr(inner, "jaxpr", inner)
+    return _of(jaxpr.outvars, _followed(jaxpr, sources))
+
+
+def _of(atoms: Sequence[Any], known: dict[Any, int]) -> list[int]:
+    return [0 if isinstance(atom, Literal) else known.get(atom, 0) for atom in atoms]
+
+
+def _joined(sources: Sources) -> int:
+    return functools.reduce(operator.or_, sources, 0)
+
+
+def _is_candidate(eqn: JaxprEqn, sources: Sources) -> bool:
+    """Return True if a product is one of activations and a weight, all bfloat16, and asks for nothing else."""
+    values: list[Any] = [var.aval for var in (*eqn.invars, *eqn.outvars)]
+    dtypes = {value.dtype for value in values}
+    with_weight = _WEIGHT in sources and any(source & _BATCH for source in sources)
+    return with_weight and dtypes == {jnp.dtype(jnp.bfloat16)} and _names_no_precision(eqn)
+
+
+def _names_no_precision(eqn: JaxprEqn) -> bool:
+    given = eqn.params["precision"]
+    default = given is None or given == (jax.lax.Precision.DEFAULT,) * 2
+    return default and eqn.params.get("out_sharding") is None
+
+
+def _has_fp8(device: Any) -> bool:
+    """Return True for NVIDIA GPUs of compute capability 8.9 (Ada), 9.0 (Hopper) and later."""
+    if device.platform not in ("gpu", "cuda"):
+        return False
+    try:
+        return tuple(map(int, device.compute_capability.split("."))) >= (8, 9)
+    except (AttributeError, ValueError):  # not NVIDIA's
+        return False
