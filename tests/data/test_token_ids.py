@@ -8,7 +8,7 @@ import pyarrow.parquet
 import pytest
 
 from jdp.data import text_data
-from jdp.data.sources.tables import read_table
+from jdp.data.sources.tables import table_pieces
 from jdp.data.text.documents import read_token_ids
 
 
@@ -122,6 +122,6 @@ def test_arrays_that_are_not_token_ids(tmp_path):
 def test_slices_and_fixed_lists_are_read(tmp_path):
     fixed = pyarrow.array([[1, 2], [3, 4], [5, 6]], pyarrow.list_(pyarrow.int32(), 2)).slice(1)
     parquet(tmp_path / "a.parquet", pyarrow.table({"input_ids": fixed}))
-    table = read_table(tmp_path / "a.parquet", ["input_ids"])
+    [table] = table_pieces(tmp_path / "a.parquet", ["input_ids"])
     assert [ids.tolist() for ids in table.integer_lists("input_ids")] == [[3, 4], [5, 6]]
     assert table.name_of(1) == f"{tmp_path}/a.parquet, row 1"

@@ -4,12 +4,15 @@ import gzip
 import os
 import struct
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 from jdp.core.user_path import check_regular
 from jdp.data.sources.optional_packages import optional
 
 _COMPRESSED = (".gz", ".zst")
+_PIECE = 2**18  # bytes that are read at a time: decompressed they may be a thousand times as many
 _MOST_WINDOW = 2**31  # bytes; `zstd --long=31`, where the library's default stops at 2²⁷
 
 
@@ -29,17 +32,30 @@ def read_bytes(path: Path) -> bytes:
 
     Raises ValueError: it cannot be read, or is not whole; or the package zstandard is not installed.
     """
+    return b"".join(stream_bytes(path))
+
+
+def stream_bytes(path: Path) -> Iterator[bytes]:
+    """Yield a file piece by piece, decompressed if its name says so.
+
+    Raises ValueError: it cannot be read, or is not whole (found at its end); or the package zstandard is not installed.
+    """
     try:
         check_regular(path)
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            if not is_compressed(path):
+                yield from _pieces(file)
+            elif not os.fstat(file.fileno()).st_size:
+                raise EOFError("the file is empty")
+            elif path.suffix == ".gz":
+                with gzip.GzipFile(fileobj=file) as plain:
+                    yield from _pieces(plain)
+            else:
+                yield from _zstd_pieces(file, path)
+    except (gzip.BadGzipFile, EOFError, zlib.error, struct.error) as error:
+        raise ValueError(f"a compressed file must be whole; given {path}: {error}; fetch or write it again") from error
     except OSError as error:
         raise ValueError(unreadable(error, path)) from error
-    if not is_compressed(path):
-        return content
-    try:
-        return _decompress(content, path)
-    except (OSError, EOFError, zlib.error, struct.error) as error:
-        raise ValueError(f"a compressed file must be whole; given {path}: {error}; fetch or write it again") from error
 
 
 def unreadable(error: OSError, path: Path | None = None) -> str:
@@ -50,21 +66,23 @@ def unreadable(error: OSError, path: Path | None = None) -> str:
     )
 
 
-def _decompress(content: bytes, path: Path) -> bytes:
-    if not content:
-        raise EOFError("the file is empty")
-    if path.suffix == ".gz":
-        return gzip.decompress(content)
-    # Frame by frame: the package's own reader takes a frame that breaks off for the end.
+def _pieces(file: BinaryIO | gzip.GzipFile) -> Iterator[bytes]:
+    while piece := file.read(_PIECE):
+        yield piece
+
+
+def _zstd_pieces(file: BinaryIO, path: Path) -> Iterator[bytes]:
+    """Decompress frame by frame: the package's own reader takes a frame that breaks off for the end."""
     zstandard = optional("zstandard", str(path))
-    frames: list[bytes] = []
+    content = file.read(_PIECE)
     while content:
         frame = zstandard.ZstdDecompressor(max_window_size=_MOST_WINDOW).decompressobj()
-        try:
-            frames.append(frame.decompress(content))
-        except zstandard.ZstdError as error:
-            raise EOFError(str(error)) from error
-        if not frame.eof:
-            raise EOFError("it ends in the middle of a frame")
-        content = frame.unused_data
-    return b"".join(frames)
+        while not frame.eof:
+            if not content:
+                raise EOFError("it ends in the middle of a frame")
+            try:
+                yield frame.decompress(content)
+            except zstandard.ZstdError as error:
+                raise EOFError(str(error)) from error
+            content = frame.unused_data if frame.eof else file.read(_PIECE)
+        content = content or file.read(_PIECE)

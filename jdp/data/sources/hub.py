@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face hub, or in its formats on a disk, as Arrow tables: one for each split.
+"""Data sets of the Hugging Face hub, or in its formats on a disk, as Arrow tables: one for each split, or a stream.
 
 `datasets` keeps them as Arrow files in its cache, mapped into memory: nothing is read before it is needed. It runs no
 code of a data set (scripts ended with its version 4), and neither do we. But a data set's own card (its README.md, or
@@ -8,15 +8,38 @@ folder are refused. A link in the folder is somebody's own choice, and followed.
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jdp.core.toml import cut
 from jdp.core.user_path import user_path
 from jdp.data.sources.optional_packages import optional
 
-HF = "hf:"
+T = TypeVar("T")
+
+HF, STREAM = "hf:", "hf-stream:"
+_ROWS_OF_SPLIT = re.compile(r"(?P<split>[^\[\]]*)(?:\[(?P<start>\d*):(?P<stop>\d*)\])?")
+_STREAM_ROWS = 1024  # read at a time
+
+
+@dataclass(frozen=True, eq=False)
+class HubRows:
+    """The rows of one split.
+
+    Attributes:
+        name: of the data set, with its split.
+        identity: distinguishes their content from others'.
+        size: in bytes; None: not known before they are read.
+        tables: `pyarrow.Table`s, one after another; they can be read once.
+    """
+
+    name: str
+    identity: str
+    size: int | None
+    tables: Iterable[Any]
 
 
 def hub_splits(source: str) -> dict[str, Any]:
@@ -31,10 +54,66 @@ def hub_splits(source: str) -> dict[str, Any]:
         ValueError: `datasets` is not installed; a data set or a split that does not exist or cannot be read; one whose
             own card names files outside of its folder.
     """
+    return {split: _table(data) for split, data in _splits(source).items()}
+
+
+def hub_rows(source: str) -> HubRows:
+    """Return the rows of one split: of "hf:…", see `hub_splits`; or of "hf-stream:…", which are fetched as they are read.
+
+    Nothing of a stream is kept on disk by `datasets`. Its order is that of its files. Of its SPLIT a range of rows can
+    be read, "train[:100000]"; a percentage cannot, as their number is not known.
+
+    Raises:
+        ValueError: see `hub_splits` and `main_split`; a range of rows that is none.
+    """
+    if source.startswith(STREAM):
+        return _stream(source)
+    splits = _splits(source)
+    split = main_split(splits, source)
+    table = _table(splits[split])
+    return HubRows(f"{source} (split {split})", f"{source} {split} {splits[split]._fingerprint}", table.nbytes, [table])
+
+
+def _splits(source: str) -> dict[str, Any]:
     datasets = optional("datasets", source)
-    name, split = _name_and_split(source)
+    name, split = _name_and_split(source.removeprefix(HF))
+    loaded = _reading(source, lambda: _load(datasets, name, split))
+    splits = loaded if isinstance(loaded, dict) else {split or "train": loaded}
+    return {str(name): data for name, data in splits.items()}
+
+
+def _stream(source: str) -> HubRows:
+    datasets = optional("datasets", source)
+    name, given = _name_and_split(source.removeprefix(STREAM))
+    match = _ROWS_OF_SPLIT.fullmatch(given or "")
+    start, stop = (int(match[key]) if match and match[key] else None for key in ("start", "stop"))
+    if match is None or (stop is not None and stop <= (start or 0)):
+        raise ValueError(
+            f"rows of a stream must be counted, as train[:100000]; given {given} in {source}: give a range of them"
+        )
+    builder = _reading(source, lambda: _builder(datasets, name))
+    splits: Mapping[str, Any] = _reading(source, builder.as_streaming_dataset)
+    wanted = {match["split"]: _reading(source, lambda: _pick(dict(splits), match["split"]))} if match["split"] else splits
+    split = main_split({str(name): rows for name, rows in wanted.items()}, source)
+    rows = wanted[split]
+    rows = rows.skip(start) if start else rows
+    rows = rows.take(stop - (start or 0)) if stop is not None else rows
+    files = (builder.config.data_files or {}).get(split, ())
+    # Of a file on the hub the address has its revision; of one on this disk its time is in the metadata.
+    identity = f"{source} {builder.config_id} {[str(file) for file in files]} {getattr(files, 'origin_metadata', None)}"
+    return HubRows(f"{source} (split {split})", identity, None, _tables(rows, source))
+
+
+def _tables(rows: Any, source: str) -> Iterator[Any]:
+    batches = _reading(source, lambda: rows.with_format("arrow").iter(batch_size=_STREAM_ROWS))
+    while (table := _reading(source, lambda: next(batches, None))) is not None:
+        yield table
+
+
+def _reading(source: str, read: Callable[[], T]) -> T:
+    """Return what `read` returns. Raises ValueError for what it raises."""
     try:
-        loaded = _load(datasets, name, split)
+        return read()
     except OutsideError:
         raise
     except Exception as error:  # network, permissions, builders: each raises its own kinds
@@ -43,8 +122,6 @@ def hub_splits(source: str) -> dict[str, Any]:
             f"a Hugging Face data set must be readable; given {source}: {words}; fix its name or path, or log "
             "in to the hub"
         ) from error
-    splits = loaded if isinstance(loaded, dict) else {split or "train": loaded}
-    return {str(split): _table(data) for split, data in splits.items()}
 
 
 def main_split(splits: Mapping[str, Any], source: str) -> str:
@@ -57,9 +134,8 @@ def main_split(splits: Mapping[str, Any], source: str) -> str:
     return "train" if "train" in splits else next(iter(splits))
 
 
-def _name_and_split(source: str) -> tuple[str, str | None]:
-    """Split "hf:NAME:SPLIT". A path that exists is a path, whatever is in its name."""
-    name_or_path = source.removeprefix(HF)
+def _name_and_split(name_or_path: str) -> tuple[str, str | None]:
+    """Split "NAME:SPLIT". A path that exists is a path, whatever is in its name."""
     if user_path(name_or_path).exists():
         return name_or_path, None
     name, _, split = name_or_path.partition(":")
@@ -76,21 +152,24 @@ def _load(datasets: Any, name: str, split: str | None) -> Any:
     if (path / "dataset_info.json").exists() and (path / "state.json").exists():
         _check_files([str(path / file) for file in _saved_files(path)], path)
         return _pick({"train": datasets.load_from_disk(str(path))}, split)
-    if path.is_file():
-        builder = datasets.load_dataset_builder(str(path.parent), data_files=path.name)
-        return _build(builder, path.parent, split)
-    if path.exists() or path.is_absolute():
-        return _build(datasets.load_dataset_builder(str(path)), path, split)
-    owner_and_name, config = name.split("/")[:2], name.split("/")[2:]
-    return _build(datasets.load_dataset_builder("/".join(owner_and_name), *config[:1]), None, split)
-
-
-def _build(builder: Any, folder: Path | None, split: str | None) -> Any:
-    """Do what `load_dataset` does, after checking the files that it would read."""
-    named: Mapping[str, Iterable[Any]] = builder.config.data_files or {}
-    _check_files([str(file) for files in named.values() for file in files], folder)
+    builder = _builder(datasets, name)
     builder.download_and_prepare()
     return builder.as_dataset(split=split)
+
+
+def _builder(datasets: Any, name: str) -> Any:
+    """Return the builder that `load_dataset` would use, after checking the files that it would read."""
+    path = user_path(name)
+    if path.is_file():
+        folder, builder = path.parent, datasets.load_dataset_builder(str(path.parent), data_files=path.name)
+    elif path.exists() or path.is_absolute():
+        folder, builder = path, datasets.load_dataset_builder(str(path))
+    else:
+        owner_and_name, config = name.split("/")[:2], name.split("/")[2:]
+        folder, builder = None, datasets.load_dataset_builder("/".join(owner_and_name), *config[:1])
+    named: Mapping[str, Iterable[Any]] = builder.config.data_files or {}
+    _check_files([str(file) for files in named.values() for file in files], folder)
+    return builder
 
 
 def _saved_files(folder: Path) -> list[str]:

@@ -1,11 +1,12 @@
 """Rows of a table file: parquet, Arrow (IPC file or stream) and JSON, one object a line.
 
-`read_arrow` reads columns of parquet and Arrow files as a `pyarrow.Table`. `read_table` reads columns of any table file
-into a `Table`, which returns them as Python values, as text or as lists of token ids, and names the file and row in
-errors. A file that is not whole is refused before any of it is used.
+`read_arrow` reads columns of parquet and Arrow files as a `pyarrow.Table`. `table_pieces` reads columns of any table
+file some rows at a time, each piece a `Table`, which returns them as text or as lists of token ids, and names the file
+and row in errors. A file that is not whole is refused, by the last piece at the latest.
 """
 
 import codecs
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,11 +19,13 @@ from numpy.typing import NDArray
 
 from jdp.core.toml import cut
 from jdp.core.user_path import check_regular
-from jdp.data.sources.compressed import is_compressed, plain_name, read_bytes, unreadable
+from jdp.data.sources.compressed import is_compressed, plain_name, read_bytes, stream_bytes, unreadable
 from jdp.data.sources.optional_packages import optional
 
 ARROW_SUFFIXES = (".parquet", ".arrow", ".feather")
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+_PIECE_ROWS = 1024  # of a table, read at a time
+_PIECE_BYTES = 2**22  # of lines of JSON, parsed at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,28 +121,37 @@ def is_table(path: str | os.PathLike[str]) -> bool:
     return plain_name(path).endswith((*ARROW_SUFFIXES, *JSON_SUFFIXES))
 
 
-def read_table(path: Path, fields: Sequence[str]) -> Table:
-    """Return columns of a parquet, Arrow or JSON file, which may be compressed (.gz, .zst).
+def table_pieces(path: Path, fields: Sequence[str]) -> Iterator[Table]:
+    """Yield columns of a parquet, Arrow or JSON file, which may be compressed (.gz, .zst), some rows at a time.
 
-    JSON is one object a line; a .json file may also be one array of objects, whose elements are then its rows.
+    JSON is one object a line; a .json file may also be one array of objects, whose elements are then its rows. That is
+    read whole, and so is a compressed file of parquet or Arrow.
 
     Raises ValueError: a file that cannot be read or is not whole, a column it does not have, a line that is no JSON
     object.
     """
     if plain_name(path).endswith(JSON_SUFFIXES):
-        return _read_json(path, fields)
+        yield from _json_pieces(path, fields)
+        return
+    file, schema = _opened(path)
+    check_fields(fields, schema.names, str(path))
+    names = _chosen(schema, fields, path)
+    yield from arrow_pieces(_batches(file, names, path), fields, str(path))
 
-    def choose(schema: Any) -> Sequence[str]:
-        check_fields(fields, schema.names, str(path))
-        return fields
 
-    return arrow_table(read_arrow(path, choose), fields, str(path))
+def arrow_pieces(tables: Iterable[Any], fields: Sequence[str], name: str) -> Iterator[Table]:
+    """Yield columns of `pyarrow.Table`s that follow one another in `name`, some rows at a time.
 
-
-def arrow_table(table: Any, fields: Sequence[str], name: str) -> Table:
-    """Return columns of a `pyarrow.Table` read from `name`. Raises ValueError for one that it does not have."""
-    check_fields(fields, table.column_names, name)
-    return Table(name, "row", range(table.num_rows), {field: table.column(field) for field in fields})
+    Raises ValueError: a column that they do not have.
+    """
+    row = 0
+    for table in tables:
+        check_fields(fields, table.column_names, name)
+        for start in range(0, table.num_rows, _PIECE_ROWS):
+            piece = table.slice(start, _PIECE_ROWS)
+            numbers = range(row + start, row + start + piece.num_rows)
+            yield Table(name, "row", numbers, {field: piece.column(field) for field in fields})
+        row += table.num_rows
 
 
 def read_arrow(path: Path, choose: Callable[[Any], Sequence[str]]) -> Any:
@@ -153,28 +165,62 @@ def read_arrow(path: Path, choose: Callable[[Any], Sequence[str]]) -> Any:
         ValueError: pyarrow is not installed; a file that cannot be read or is not whole; a chosen column that occurs
             twice; what `choose` raises.
     """
-    source = _open(path)
-    is_parquet = plain_name(path).endswith(".parquet")
+    file, schema = _opened(path)
+    chosen = _chosen(schema, choose(schema), path)
     try:
-        if is_parquet:
-            file = optional("pyarrow.parquet", str(path)).ParquetFile(source, page_checksum_verification=True)
-        else:
-            file = _ipc_file(source, path)
-        schema = file.schema_arrow if is_parquet else file.schema
-        names = list(_column_names(schema, optional("pyarrow.types", str(path))))
-    except Exception as error:  # a name that is no UTF-8 is not one of pyarrow's own exceptions
-        raise ValueError(_not_whole(path, error)) from error
-    chosen = list(dict.fromkeys(choose(schema)))
-    if twice := next((name for name in chosen if names.count(name) > 1), None):
-        raise ValueError(
-            f'a table must have a column once; given "{cut(twice)}" {names.count(twice)} times in {path}: rename one'
-        )
-    try:
-        table = file.read(columns=chosen) if is_parquet else file.read_all().select(chosen)
+        table = file.read(columns=chosen) if hasattr(file, "iter_batches") else file.read_all().select(chosen)
         table.validate(full=True)  # offsets that lead out of the file would end the process, not raise
     except Exception as error:
         raise ValueError(_not_whole(path, error)) from error
     return table
+
+
+def _opened(path: Path) -> tuple[Any, Any]:
+    """Return a `ParquetFile` or a reader of the IPC format, and the file's schema."""
+    source = _open(path)
+    try:
+        if plain_name(path).endswith(".parquet"):
+            parquet_file = optional("pyarrow.parquet", str(path)).ParquetFile
+            file = parquet_file(source, page_checksum_verification=True, pre_buffer=False)
+            schema = file.schema_arrow
+        else:
+            file = _ipc_file(source, path)
+            schema = file.schema
+        list(_column_names(schema, optional("pyarrow.types", str(path))))
+    except Exception as error:  # a name that is no UTF-8 is not one of pyarrow's own exceptions
+        raise ValueError(_not_whole(path, error)) from error
+    return file, schema
+
+
+def _chosen(schema: Any, fields: Iterable[str], path: Path) -> list[str]:
+    """Return each field once. Raises ValueError for one that the schema has twice."""
+    chosen, names = list(dict.fromkeys(fields)), list(schema.names)
+    if twice := next((name for name in chosen if names.count(name) > 1), None):
+        raise ValueError(
+            f'a table must have a column once; given "{cut(twice)}" {names.count(twice)} times in {path}: rename one'
+        )
+    return chosen
+
+
+def _batches(file: Any, chosen: list[str], path: Path) -> Iterator[Any]:
+    """Yield the columns as `pyarrow.Table`s, some rows each. Raises ValueError for a file that is not whole."""
+    from_batches = optional("pyarrow", str(path)).Table.from_batches
+    if hasattr(file, "iter_batches"):
+        batches = file.iter_batches(batch_size=_PIECE_ROWS, columns=chosen)
+    elif hasattr(file, "get_batch"):
+        batches = map(file.get_batch, range(file.num_record_batches))
+    else:
+        batches = iter(file)
+    while True:
+        try:
+            batch = next(batches, None)
+            if batch is None:
+                return
+            table = from_batches([batch]).select(chosen)
+            table.validate(full=True)  # offsets that lead out of the file would end the process, not raise
+        except Exception as error:
+            raise ValueError(_not_whole(path, error)) from error
+        yield table
 
 
 def check_fields(fields: Sequence[str], present: Sequence[str], name: str) -> None:
@@ -219,15 +265,40 @@ def _not_whole(path: Path, error: Exception) -> str:
     return f"a data file must be whole; given {path}: {words}; fetch or write it again"
 
 
-def _read_json(path: Path, fields: Sequence[str]) -> Table:
-    content = read_bytes(path).removeprefix(codecs.BOM_UTF8)
-    if plain_name(path).endswith(".json") and content.lstrip()[:1] == b"[":
-        rows = _parse(content, str(path))
-        unit, numbers = "row", list(range(len(rows)))
-    else:  # a raw line feed cannot stand inside of JSON text, and no other byte of UTF-8 looks like one
-        lines = [(number, line) for number, line in enumerate(content.split(b"\n"), 1) if line.strip()]
+def _json_pieces(path: Path, fields: Sequence[str]) -> Iterator[Table]:
+    pieces = stream_bytes(path)
+    first = next(pieces, b"").removeprefix(codecs.BOM_UTF8)
+    if plain_name(path).endswith(".json") and first.lstrip()[:1] == b"[":
+        rows = _parse(b"".join((first, *pieces)), str(path))
+        yield _json_table(path, "row", list(range(len(rows))), rows, fields)
+        return
+    for lines in _lines(itertools.chain((first,), pieces)):
         rows = [_parse(line, f"{path}, line {number}") for number, line in lines]
-        unit, numbers = "line", [number for number, _ in lines]
+        yield _json_table(path, "line", [number for number, _ in lines], rows, fields)
+
+
+def _lines(pieces: Iterable[bytes]) -> Iterator[list[tuple[int, bytes]]]:
+    """Yield the lines that are not empty, with their numbers from 1, some at a time.
+
+    A raw line feed cannot stand inside of JSON text, and no other byte of UTF-8 looks like one.
+    """
+    number, size, open_line, lines = 1, 0, list[bytes](), list[tuple[int, bytes]]()
+    for piece in itertools.chain(pieces, (b"\n",)):  # which closes the last line
+        head, *tail = piece.split(b"\n")
+        open_line.append(head)
+        for following in tail:
+            line = b"".join(open_line)
+            if line.strip():
+                lines.append((number, line))
+                size += len(line)
+            number, open_line = number + 1, [following]
+        if size >= _PIECE_BYTES:
+            yield lines
+            size, lines = 0, []
+    yield lines
+
+
+def _json_table(path: Path, unit: str, numbers: list[int], rows: list[Any], fields: Sequence[str]) -> Table:
     table = Table(str(path), unit, numbers, {})
     for index, row in enumerate(rows):
         if not isinstance(row, dict):

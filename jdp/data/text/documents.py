@@ -1,16 +1,18 @@
 """From what a user names to documents, in an order that is the same on every process.
 
-1. Find the files (jdp.data.sources.files), sorted by path; then data sets of Hugging Face ("hf:…"), in the order given.
+1. Find the files (jdp.data.sources.files), sorted by path; then data sets of Hugging Face ("hf:…", "hf-stream:…"), in
+   the order given.
 2. A file of text is one document; of parquet, Arrow or JSON each row is one, and so is each of a data set.
-3. Read their contents: bytes, so nothing is decoded and no encoding can be wrong; or token ids, if text was tokenised
-   before. The file and row of each are kept for errors.
+3. Read their contents, some documents at a time: bytes, so nothing is decoded and no encoding can be wrong; or token
+   ids, if text was tokenised before. The file and row of each are known for errors.
 """
 
 import bisect
 import functools
+import itertools
 import os
 import platform
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -20,8 +22,8 @@ from numpy.typing import NDArray
 from jdp.data.sources.array_files import load_arrays
 from jdp.data.sources.compressed import read_bytes
 from jdp.data.sources.files import STDLIB, Kinds, PathLike, find_files
-from jdp.data.sources.hub import HF, hub_splits, main_split
-from jdp.data.sources.tables import ARROW_SUFFIXES, Table, arrow_table, check_fields, is_table, read_table
+from jdp.data.sources.hub import HF, STREAM, HubRows, hub_rows
+from jdp.data.sources.tables import ARROW_SUFFIXES, Table, arrow_pieces, check_fields, is_table, table_pieces
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py")
 # Of a directory: a plain .json is more often a setting than data, so it must be named; .json.gz is how data is shipped.
@@ -31,35 +33,110 @@ _ARRAYS = (".npz", ".npy")
 Document = TypeVar("Document", bound=Sized)  # bytes, or integers [n]
 
 
-@dataclass(frozen=True)
-class Origin:
-    """The documents of one file: the index of the first, the file's name, and the number of each row, if any."""
+@dataclass(frozen=True, eq=False)
+class Part(Generic[Document]):
+    """Some documents of one file or data set, in a row. Empty ones are left out: they hold nothing to learn.
 
-    first: int
+    Attributes:
+        documents: bytes each, or integers [n] each.
+        name: of the file or data set.
+        unit: what one is called there, "row" or "line"; "": the file is one document.
+        numbers: of each in the file.
+    """
+
+    documents: Sequence[Document]
     name: str
     unit: str = ""
     numbers: Sequence[int] = ()
 
+    def name_of(self, document: int) -> str:
+        """Return what to call a document in errors: "book.txt", or "rows.jsonl, line 7"."""
+        return f"{self.name}, {self.unit} {self.numbers[document]}" if self.unit else self.name
+
 
 @dataclass(frozen=True, eq=False)
 class Corpus(Generic[Document]):
-    """Documents and the files they are from. Empty ones are left out: they hold nothing to learn.
+    """Documents in memory, and the parts they were read in.
 
     Attributes:
         name: of the source.
         documents: bytes each, or integers [n] each.
-        origins: of the documents, in their order.
+        parts: of the documents, in their order.
     """
 
     name: str
     documents: tuple[Document, ...]
-    origins: tuple[Origin, ...]
+    parts: tuple[Part[Document], ...]
 
     def name_of(self, document: int) -> str:
         """Return what to call a document in errors: "book.txt", or "rows.jsonl, line 7"."""
-        origin = self.origins[bisect.bisect_right(self.origins, document, key=lambda origin: origin.first) - 1]
-        row = f", {origin.unit} {origin.numbers[document - origin.first]}" if origin.unit else ""
-        return f"{origin.name}{row}"
+        part = bisect.bisect_right(self._firsts, document) - 1
+        return self.parts[part].name_of(document - self._firsts[part])
+
+    @functools.cached_property
+    def _firsts(self) -> list[int]:
+        return list(itertools.accumulate((len(part.documents) for part in self.parts), initial=0))[:-1]
+
+
+@dataclass(frozen=True, eq=False)
+class Found:
+    """What a source names; nothing of it is read yet.
+
+    Attributes:
+        name: of the source.
+        files: sorted by path.
+        data_sets: of Hugging Face.
+    """
+
+    name: str
+    files: tuple[Path, ...]
+    data_sets: tuple[HubRows, ...]
+
+    @functools.cached_property
+    def size(self) -> int | None:
+        """Bytes of all files, as they are on disk; None: not known, as one is a stream."""
+        sizes = [rows.size for rows in self.data_sets]
+        return None if None in sizes else sum((file.stat().st_size for file in self.files), sum(filter(None, sizes)))
+
+    @functools.cached_property
+    def identity(self) -> str:
+        """What distinguishes this content from others': path, size and time of each file, as Make and rsync do."""
+        stats = [(str(file.resolve()), file.stat()) for file in self.files]
+        files = [(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats]
+        return repr((files, [rows.identity for rows in self.data_sets]))
+
+
+def find_text(source: PathLike | Sequence[PathLike], *, suffixes: Sequence[str] | None = None) -> Found:
+    """Find the text that a source names; see `read_corpus`.
+
+    Raises ValueError: a source that does not exist, or a directory without text or with two kinds of it.
+    """
+    return _find(source, Kinds("text", TEXT_SUFFIXES, _ROWS) if suffixes is None else Kinds("text", _tuple(suffixes)))
+
+
+def find_token_ids(source: PathLike | Sequence[PathLike], *, suffixes: Sequence[str] | None = None) -> Found:
+    """Find the token ids that a source names; see `read_token_ids`.
+
+    Raises ValueError: what `find_text` refuses.
+    """
+    return _find(source, Kinds("tokenised", (*_ROWS, *_ARRAYS) if suffixes is None else _tuple(suffixes)))
+
+
+def text_parts(found: Found, field: str = "text") -> Iterator[Part[bytes]]:
+    """Yield all text, some documents at a time.
+
+    Raises ValueError: something unreadable or not whole, a row that is not text, or nothing but empty text.
+    """
+    return _parts(found, field, of_rows=lambda table: table.texts(field), of_file=read_bytes)
+
+
+def token_id_parts(found: Found, field: str = "input_ids") -> Iterator[Part[NDArray[Any]]]:
+    """Yield all documents of token ids, some at a time.
+
+    Raises ValueError: what `text_parts` refuses; a row that is not a list of integers.
+    """
+    of_file = functools.partial(_array_rows, field=field)
+    return _parts(found, field, of_rows=lambda table: table.integer_lists(field), of_file=of_file)
 
 
 def read_corpus(
@@ -68,8 +145,8 @@ def read_corpus(
     """Read all of a source into memory as it is: UTF-8 of rows, whatever bytes a file of text has.
 
     Args:
-        source: "stdlib", or a file, a glob (`**` goes down), a directory (all the way down), "hf:…" (see
-            `jdp.data.sources.hub.hub_splits`), or a sequence of these. A file of your own by the name stdlib is
+        source: "stdlib", or a file, a glob (`**` goes down), a directory (all the way down), "hf:…" or "hf-stream:…"
+            (see `jdp.data.sources.hub.hub_rows`), or a sequence of these. A file of your own by the name stdlib is
             "./stdlib". .parquet, .arrow, .feather, .jsonl, .ndjson and .json are rows, all others text; each may be
             compressed, .gz or .zst.
         suffixes: which files of a directory are data. By default text (.txt, .md, .rst, .py) or rows, whichever it
@@ -79,8 +156,8 @@ def read_corpus(
     Raises ValueError: a source that does not exist, something unreadable or not whole, a row that is not text, or
     nothing but empty text.
     """
-    kinds = Kinds("text", TEXT_SUFFIXES, _ROWS) if suffixes is None else Kinds("text", _tuple(suffixes))
-    return _read(source, kinds, field, of_rows=lambda table: table.texts(field), of_file=read_bytes)
+    found = find_text(source, suffixes=suffixes)
+    return corpus_of(found.name, text_parts(found, field))
 
 
 def read_token_ids(
@@ -97,56 +174,59 @@ def read_token_ids(
 
     Raises ValueError: what `read_corpus` refuses; a row that is not a list of integers.
     """
-    kinds = Kinds("tokenised", (*_ROWS, *_ARRAYS) if suffixes is None else _tuple(suffixes))
-    of_file = functools.partial(_array_rows, field=field)
-    return _read(source, kinds, field, of_rows=lambda table: table.integer_lists(field), of_file=of_file)
+    found = find_token_ids(source, suffixes=suffixes)
+    return corpus_of(found.name, token_id_parts(found, field))
 
 
-def _read(
-    source: PathLike | Sequence[PathLike],
-    kinds: Kinds,
-    field: str,
-    *,
-    of_rows: Callable[[Table], list[Document]],
-    of_file: Callable[[Path], Document | list[Document]],
-) -> Corpus[Document]:
+def corpus_of(name: str, parts: Iterable[Part[Document]]) -> Corpus[Document]:
+    """Return the documents of all parts, in memory."""
+    read = tuple(parts)
+    return Corpus(name, tuple(document for part in read for document in part.documents), read)
+
+
+def _find(source: PathLike | Sequence[PathLike], kinds: Kinds) -> Found:
     entries = [source] if isinstance(source, str | os.PathLike) else list(source)
     if not entries:
         raise ValueError(
             'source must name some text; given an empty list: give "stdlib", a file, a glob or a directory'
         )
-    files = find_files([entry for entry in entries if not str(entry).startswith(HF)], kinds)
-    documents: list[Document] = []
-    origins: list[Origin] = []
-    empty = 0
+    on_hub = [str(entry) for entry in entries if str(entry).startswith((HF, STREAM))]
+    files = find_files([entry for entry in entries if str(entry) not in on_hub], kinds)
+    return Found(_name(entries), tuple(files), tuple(map(hub_rows, dict.fromkeys(on_hub))))
 
-    def add(read: list[Document], name: str, unit: str, numbers: Sequence[int]) -> None:
-        nonlocal empty
-        kept = [index for index, document in enumerate(read) if len(document)]
-        empty += len(read) - len(kept)
-        if kept:
-            rows = numbers if len(kept) == len(read) else [numbers[index] for index in kept]
-            origins.append(Origin(len(documents), name, unit, rows))
-            documents.extend(read[index] for index in kept)
 
-    def add_rows(table: Table) -> None:
-        add(of_rows(table), table.name, table.unit, table.numbers)
+def _parts(
+    found: Found,
+    field: str,
+    *,
+    of_rows: Callable[[Table], list[Document]],
+    of_file: Callable[[Path], Document | list[Document]],
+) -> Iterator[Part[Document]]:
+    def all_parts() -> Iterator[Part[Document]]:
+        for path in found.files:
+            if is_table(path):
+                tables = table_pieces(path, [field])
+                yield from (Part(of_rows(table), table.name, table.unit, table.numbers) for table in tables)
+            elif isinstance(content := of_file(path), list):
+                yield Part(content, str(path), "row", range(len(content)))
+            else:
+                yield Part([content], str(path))
+        for rows in found.data_sets:
+            tables = arrow_pieces(rows.tables, [field], rows.name)
+            yield from (Part(of_rows(table), table.name, table.unit, table.numbers) for table in tables)
 
-    for path in files:
-        if is_table(path):
-            add_rows(read_table(path, [field]))
-        else:
-            content = of_file(path)
-            rows = content if isinstance(content, list) else [content]
-            add(rows, str(path), "row" if isinstance(content, list) else "", range(len(rows)))
-    for data_set in dict.fromkeys(str(entry) for entry in entries if str(entry).startswith(HF)):
-        splits = hub_splits(data_set)
-        split = main_split(splits, data_set)
-        add_rows(arrow_table(splits[split], [field], f"{data_set} (split {split})"))
-    name = _name(entries)
-    if not documents:
-        raise ValueError(f"text must not be empty; given {name}: {empty} empty file(s) or row(s); give some text")
-    return Corpus(name, tuple(documents), tuple(origins))
+    held = empty = 0
+    for part in all_parts():
+        kept = [index for index, document in enumerate(part.documents) if len(document)]
+        empty += len(part.documents) - len(kept)
+        held += len(kept)
+        if len(kept) == len(part.documents):
+            yield part
+        elif kept:
+            numbers = [part.numbers[index] for index in kept]
+            yield Part([part.documents[index] for index in kept], part.name, part.unit, numbers)
+    if not held:
+        raise ValueError(f"text must not be empty; given {found.name}: {empty} empty file(s) or row(s); give some text")
 
 
 def _array_rows(path: Path, *, field: str) -> NDArray[Any] | list[NDArray[Any]]:
