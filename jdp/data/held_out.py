@@ -67,7 +67,7 @@ def split_samples(
     Raises:
         ValueError: a fraction outside (0, 1), or fewer than two different samples.
     """
-    _check_fraction(heldout_fraction)
+    check_fraction(heldout_fraction)
     if len(np.unique(scores)) < 2:
         raise ValueError(
             f"data must have two different samples, one to train on and one to hold out; given {len(scores)} alike in "
@@ -94,12 +94,25 @@ def split_documents(scores: NDArray[np.float64], bounds: NDArray[np.int64], held
     Raises:
         ValueError: a fraction outside (0, 1).
     """
-    _check_fraction(heldout_fraction)
-    starts, ends = bounds[:-1], bounds[1:]
-    documents, held = np.stack([starts, ends], axis=1), scores < heldout_fraction
-    train, heldout = _nonempty(documents[~held]), _nonempty(documents[held])
-    if len(train) and len(heldout):
-        return Spans(train, heldout, whole=True)
+    spans = whole_documents(scores, bounds, heldout_fraction)
+    if len(spans.train) and len(spans.heldout):
+        return spans
+    return document_tails(bounds[:-1], bounds[1:], heldout_fraction)
+
+
+def whole_documents(scores: NDArray[np.float64], bounds: NDArray[np.int64], heldout_fraction: float) -> Spans:
+    """Split documents that stand end to end, each whole: one side may get none.
+
+    Raises:
+        ValueError: a fraction outside (0, 1).
+    """
+    check_fraction(heldout_fraction)
+    documents, held = np.stack([bounds[:-1], bounds[1:]], axis=1), scores < heldout_fraction
+    return Spans(_nonempty(documents[~held]), _nonempty(documents[held]), whole=True)
+
+
+def document_tails(starts: NDArray[np.int64], ends: NDArray[np.int64], heldout_fraction: float) -> Spans:
+    """Hold out the tail of each document, as many tokens as the fraction, rounded up."""
     cuts = ends - np.ceil((ends - starts) * heldout_fraction).astype(np.int64)
     heads, tails = np.stack([starts, cuts], axis=1), np.stack([cuts, ends], axis=1)
     return Spans(_nonempty(heads), _nonempty(tails), whole=False)
@@ -114,7 +127,8 @@ def fingerprint(description: str, arrays: Iterable[NDArray[np.generic]]) -> str:
     return digest.hexdigest()
 
 
-def _check_fraction(heldout_fraction: float) -> None:
+def check_fraction(heldout_fraction: float) -> None:
+    """Check that a fraction is in (0, 1). Raises ValueError if it is not."""
     if not 0 < heldout_fraction < 1:
         raise ValueError(f"heldout_fraction must be between 0 and 1; given {heldout_fraction}: give for example 0.05")
 

@@ -58,7 +58,7 @@ def hub_splits(source: str) -> dict[str, Any]:
 
 
 def hub_rows(source: str) -> HubRows:
-    """Return the rows of one split: of "hf:…", see `hub_splits`; or of "hf-stream:…", which are fetched as they are read.
+    """Return the rows of one split: of "hf:…", see `hub_splits`; or of "hf-stream:…", fetched as they are read.
 
     Nothing of a stream is kept on disk by `datasets`. Its order is that of its files. Of its SPLIT a range of rows can
     be read, "train[:100000]"; a percentage cannot, as their number is not known.
@@ -93,7 +93,9 @@ def _stream(source: str) -> HubRows:
         )
     builder = _reading(source, lambda: _builder(datasets, name))
     splits: Mapping[str, Any] = _reading(source, builder.as_streaming_dataset)
-    wanted = {match["split"]: _reading(source, lambda: _pick(dict(splits), match["split"]))} if match["split"] else splits
+    wanted = (
+        {match["split"]: _reading(source, lambda: _pick(dict(splits), match["split"]))} if match["split"] else splits
+    )
     split = main_split({str(name): rows for name, rows in wanted.items()}, source)
     rows = wanted[split]
     rows = rows.skip(start) if start else rows

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jdp.data.batches import NumpyBatch
+from jdp.data.text.token_array import MappedTokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +38,7 @@ class PackedSamples:
         ValueError: a length below 1, or no document of two tokens.
     """
 
-    tokens: NDArray[Any]
+    tokens: NDArray[Any] | MappedTokens
     bounds: NDArray[np.int64]
     length: int
 

@@ -3,7 +3,8 @@
 1. Read the documents (`documents.py`), and make tokens of them (`tokenizers.py`): by default a byte is a token.
 2. Split them into training and held-out text (jdp.data.held_out) by a hash of their content, whatever the tokenizer.
 3. Join a side's documents end to end, each closed by a separator, in one array of the smallest unsigned integers that
-   hold a token: the only copy kept. int32 rows are made when a sample is read.
+   hold a token: the only copy kept. It is in memory, or for 64 MiB of text and more in files (`token_files.py`), with
+   the same samples either way. int32 rows are made when a sample is read.
 4. Cut it into samples: anywhere ("stream": neighbours share one token, the last target of one being the first token of
    the next, so every token but the very first is a target exactly once), or whole documents side by side ("documents",
    jdp.data.text.packing).
@@ -13,23 +14,28 @@ import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from jdp.core.disk_cache import Cache
 from jdp.core.formatting import format_bytes, format_percent
 from jdp.core.notices import notice
 from jdp.data.batches import NumpyBatch
-from jdp.data.held_out import split_documents
-from jdp.data.text.documents import PathLike
+from jdp.data.held_out import check_fraction
+from jdp.data.text.documents import Found, PathLike, find_text, find_token_ids
 from jdp.data.text.packing import PackedSamples
-from jdp.data.text.token_array import TokenArray
+from jdp.data.text.token_array import MappedTokens, TokenArray, smallest_uint
+from jdp.data.text.token_files import VERSION, TokenFiles, can_be_written, once
 from jdp.data.text.tokenizers import BYTES, NONE, Bytes, Tokenizer, open_tokenizer
-from jdp.data.text.tokens import join_spans, read_tokens
+from jdp.data.text.tokens import TextSides, sides_in_memory, tokenised_parts
 
 _BYTES = Bytes()
 Packing = Literal["stream", "documents"]
+IN_FILES_BYTES = 2**26  # of a source: less is read in a second or two
+_HASHED = 2**22  # tokens at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +53,7 @@ class TextSamples:
         ValueError: a length below 1, or fewer than two tokens.
     """
 
-    tokens: NDArray[Any]
+    tokens: NDArray[Any] | MappedTokens
     length: int
 
     def __post_init__(self) -> None:
@@ -83,6 +89,7 @@ class TextData:
         whole: whether documents were held out whole; else the tail of each.
         vocab_size: every token is below it.
         tokenizer: what made the tokens; None if the source held token ids.
+        folder: that holds the tokens; None: they are in memory.
     """
 
     name: str
@@ -92,12 +99,14 @@ class TextData:
     whole: bool
     vocab_size: int = _BYTES.vocab_size
     tokenizer: Tokenizer | None = _BYTES
+    folder: Path | None = None
 
     def __str__(self) -> str:
         train, heldout = self.train, self.heldout
         rule = "whole documents, by a hash of their content" if self.whole else "the tail of each document"
         unit = "bytes" if self.tokenizer == _BYTES else "tokens"
-        kept = f" ({format_bytes(train.tokens.nbytes + heldout.tokens.nbytes)} in memory)" if unit == "tokens" else ""
+        size, place = train.tokens.nbytes + heldout.tokens.nbytes, "memory" if self.folder is None else "files"
+        kept = f" ({format_bytes(size)} in {place})" if unit == "tokens" or self.folder else ""
         by = f" by {self.tokenizer.name}" if unit == "tokens" and self.tokenizer else ""
         packed = f", {format_percent(train.waste)} of them empty" if isinstance(train, PackedSamples) else ""
         return (
@@ -108,10 +117,20 @@ class TextData:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """16 hex digits: alike on two machines, or before and after a resume, only if every sample is (1 s a GB)."""
+        """16 hex digits: alike on two machines, or before and after a resume, only if every sample is (1 s a GB).
+
+        Of tokens in files it is computed once, and kept beside them.
+        """
+        if self.folder is None:
+            return self._fingerprint()
+        packing = "documents" if isinstance(self.train, PackedSamples) else "stream"
+        return once(self.folder / f"fingerprint-{packing}-{self.train.length}", self._fingerprint)
+
+    def _fingerprint(self) -> str:
         digest = hashlib.blake2b(f"{self.train.length} {len(self.train.tokens)} ".encode(), digest_size=8)
         for side in (self.train, self.heldout):
-            digest.update(side.tokens.data)
+            for start in range(0, len(side.tokens), _HASHED):
+                digest.update(side.tokens[start : start + _HASHED].data)
             if isinstance(side, PackedSamples):
                 digest.update(side.bounds.data)
         return digest.hexdigest()
@@ -157,13 +176,13 @@ def text_data(
     tokenizer: str = BYTES,
     packing: Packing = "stream",
     vocab_size: int | None = None,
+    in_files: bool | None = None,
 ) -> TextData:
     """Read text and make samples of it.
 
     Args:
         source: "stdlib" (the source text of Python's own standard library, about 12 MB, different from one version of
-            Python to the next), or files, globs, directories, data sets ("hf:…"): see `read_corpus`. All of it is held
-            in memory: while it is read as bytes, afterwards as tokens of 1, 2 or 4 bytes.
+            Python to the next), or files, globs, directories, data sets ("hf:…", "hf-stream:…"): see `read_corpus`.
         length: targets in a sample.
         heldout_fraction: in (0, 1), about the share of the text kept from training, by a hash of the content.
         suffixes: which files of a directory are data.
@@ -173,6 +192,9 @@ def text_data(
         packing: "stream" joins documents end to end and cuts anywhere; "documents" keeps them whole and separate, with
             "segments" in each sample.
         vocab_size: of the model: token ids are below it. By default that of the tokenizer, or of the source.
+        in_files: whether the tokens, of 1, 2 or 4 bytes, are kept in files in jdp's cache folder, written once and
+            shared by the processes of a host, or in the memory of each process. None: in files from 64 MiB on, and of
+            a stream, whose size is not known. A single plain file is one document, which must fit in memory.
 
     Returns:
         The data, with `train`, `heldout`, `vocab_size`, `tokenizer`, `fingerprint`.
@@ -191,28 +213,64 @@ def text_data(
             f"a model must have all tokens of its tokenizer; given vocab_size {vocab_size} and {opened.vocab_size} in "
             f"{opened.name}: set vocab_size to {opened.vocab_size} or more"
         )
-    corpus = read_tokens(source, opened, suffixes=suffixes, field=field, vocab_size=vocab_size)
-    spans = split_documents(corpus.scores, corpus.tokens.bounds, heldout_fraction)
-    separator = None if opened is None else opened.separator
-    train, heldout = (join_spans(corpus.tokens, side, separator) for side in (spans.train, spans.heldout))
+    sides = _sides(
+        find_token_ids(source, suffixes=suffixes) if opened is None else find_text(source, suffixes=suffixes),
+        opened,
+        field=field or ("input_ids" if opened is None else "text"),
+        vocab_size=vocab_size if opened is None else opened.vocab_size,
+        heldout_fraction=heldout_fraction,
+        in_files=in_files,
+    )
+    train, heldout = sides.train, sides.heldout
     if packing == "stream" and len(train.ids) < length + 1:
         unit = "bytes" if opened == _BYTES else "tokens"
         raise ValueError(
             f"training text must fill one sample: length {length} needs {length + 1} {unit}; given {len(train.ids)} "
-            f"(of {len(train.ids) + len(heldout.ids)} in {corpus.name}, the others held out): give more text or a "
+            f"(of {len(train.ids) + len(heldout.ids)} in {sides.name}, the others held out): give more text or a "
             "smaller length"
         )
-    if not spans.whole:
-        notice(f"{corpus.name}: too few documents to hold some out whole, so the tail of each is held out")
+    if not sides.whole:
+        notice(f"{sides.name}: too few documents to hold some out whole, so the tail of each is held out")
     return TextData(
-        name=corpus.name,
-        documents=len(corpus.scores),
+        name=sides.name,
+        documents=sides.documents,
         train=_samples(train, length, packing),
         heldout=_samples(heldout, length, packing),
-        whole=spans.whole,
-        vocab_size=corpus.vocab_size,
+        whole=sides.whole,
+        vocab_size=sides.vocab_size,
         tokenizer=opened,
+        folder=sides.folder,
     )
+
+
+def _sides(
+    found: Found,
+    tokenizer: Tokenizer | None,
+    *,
+    field: str,
+    vocab_size: int | None,
+    heldout_fraction: float,
+    in_files: bool | None,
+) -> TextSides:
+    """Return the tokens of both sides, in memory or in files."""
+    if in_files is None:
+        in_files = found.size is None or found.size >= IN_FILES_BYTES
+    if not in_files or vocab_size is None:
+        return sides_in_memory(found, tokenizer, field=field, vocab_size=vocab_size, heldout_fraction=heldout_fraction)
+    check_fraction(heldout_fraction)
+    by, separator = (NONE, None) if tokenizer is None else (tokenizer.identity, tokenizer.separator)
+    files = TokenFiles(
+        found.name,
+        Cache.key(f"tokens {VERSION}", found.identity, repr((by, separator, field, vocab_size, heldout_fraction))),
+        smallest_uint(vocab_size).newbyteorder("<"),
+        vocab_size,
+    )
+    if (written := files.open()) is not None:
+        return written
+    if not can_be_written():
+        return sides_in_memory(found, tokenizer, field=field, vocab_size=vocab_size, heldout_fraction=heldout_fraction)
+    parts = tokenised_parts(found, tokenizer, field=field, vocab_size=vocab_size)
+    return files.write(parts, separator=separator, heldout_fraction=heldout_fraction)
 
 
 def encode(text: str) -> NDArray[np.int32]:

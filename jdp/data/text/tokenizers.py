@@ -18,7 +18,6 @@ from numpy.typing import ArrayLike, NDArray
 from jdp.core.user_path import user_path
 from jdp.data.sources.optional_packages import optional
 from jdp.data.text.token_array import TokenArray, bounds_of, smallest_uint
-from jdp.data.text.token_cache import entry_name, load, store
 
 VOCAB_SIZE = 256
 SEPARATOR = 0  # the byte that closes each document: text does not use it (but UTF-16 and binaries do)
@@ -131,22 +130,17 @@ class FileTokenizer:
         return self.tokenizer.decode(values.tolist(), skip_special_tokens=False)
 
     def tokenize(self, documents: Sequence[bytes], name_of: Callable[[int], str]) -> TokenArray:
-        """Return documents as the smallest unsigned integers that hold the vocabulary; large texts are cached on disk.
+        """Return documents as the smallest unsigned integers that hold the vocabulary.
 
         Raises:
             ValueError: a document that is not UTF-8.
         """
-        entry = entry_name(self.identity, documents)
-        if cached := load(entry):
-            return cached
         dtype = smallest_uint(self.vocab_size)
         ids: list[NDArray[Any]] = [np.zeros(0, dtype)]
         for texts in _batches(documents, name_of):
             encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
             ids += [np.array(encoding.ids, dtype) for encoding in encodings]
-        tokens = TokenArray(np.concatenate(ids), bounds_of(ids[1:]))
-        store(entry, tokens)
-        return tokens
+        return TokenArray(np.concatenate(ids), bounds_of(ids[1:]))
 
 
 def _batches(documents: Sequence[bytes], name_of: Callable[[int], str]) -> Iterator[list[str]]:

@@ -1,70 +1,114 @@
-"""All documents of a source as one array of tokens, with the score of each, by which they are split."""
+"""The documents of a source as tokens, with the score of each, by which they are split."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jdp.core.notices import notice
-from jdp.data.held_out import content_score
-from jdp.data.text.documents import Corpus, PathLike, read_corpus, read_token_ids
+from jdp.data.held_out import content_score, split_documents
+from jdp.data.text.documents import Found, corpus_of, text_parts, token_id_parts
 from jdp.data.text.token_array import TokenArray, bounds_of, smallest_uint
+from jdp.data.text.token_cache import entry_name, load, store
 from jdp.data.text.tokenizers import BYTES, Tokenizer
 
 _MOST_IDS = 2**31  # samples are int32
 
 
 @dataclass(frozen=True, eq=False)
-class TokenCorpus:
-    """A source, read and tokenised.
+class TextSides:
+    """A source, read, tokenised and split in two.
 
     Attributes:
         name: of the source.
-        tokens: its documents, without separators.
-        scores: float64 [documents], the `content_score` of each: of its text, or of its ids if it holds no text.
-        vocab_size: every id is below it.
+        documents: their number.
+        train: the documents to train on, each closed by the separator.
+        heldout: likewise, those held out.
+        whole: whether documents were held out whole; else the tail of each.
+        vocab_size: every token is below it.
+        folder: that holds the tokens; None: they are in memory.
     """
 
     name: str
+    documents: int
+    train: TokenArray
+    heldout: TokenArray
+    whole: bool
+    vocab_size: int
+    folder: Path | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class TokenisedPart:
+    """Some documents as tokens.
+
+    Attributes:
+        tokens: the documents, without separators.
+        scores: float64 [documents], the `content_score` of each: of its text, or of its ids if it holds no text.
+    """
+
     tokens: TokenArray
     scores: NDArray[np.float64]
-    vocab_size: int
 
 
-def read_tokens(
-    source: PathLike | Sequence[PathLike],
-    tokenizer: Tokenizer | None,
-    *,
-    suffixes: Sequence[str] | None,
-    field: str | None,
-    vocab_size: int | None,
-) -> TokenCorpus:
-    """Read and tokenise a source.
+def sides_in_memory(
+    found: Found, tokenizer: Tokenizer | None, *, field: str, vocab_size: int | None, heldout_fraction: float
+) -> TextSides:
+    """Read and tokenise a source, all of it in memory.
 
     Args:
-        source: see `read_corpus`.
+        found: the source.
         tokenizer: None for a source that holds token ids.
-        suffixes: which files of a directory are data.
-        field: the column that is read of rows; None: "text", or "input_ids" without a tokenizer.
+        field: the column that is read of rows.
         vocab_size: token ids must be below it; None: they may be anything in [0, 2³¹).
+        heldout_fraction: see `split_documents`.
 
-    Raises ValueError: see `read_corpus` and `read_token_ids`; an id out of range, with the file and the row.
+    Raises ValueError: see `text_parts` and `token_id_parts`; an id out of range, with the file and the row.
     """
     if tokenizer is None:
-        ids = read_token_ids(source, suffixes=suffixes, field=field or "input_ids")
-        # Signed, as signed and unsigned integers of 64 bits would meet in floats.
-        signed = [document.astype(np.int64) if document.dtype == np.uint64 else document for document in ids.documents]
-        tokens = TokenArray(np.concatenate(signed), bounds_of(ids.documents))
-        highest = _check_ids(tokens, ids.name_of, vocab_size)
+        ids = corpus_of(found.name, token_id_parts(found, field))
+        part, highest = _id_part(ids.documents, ids.name_of, vocab_size)
         size = highest + 1 if vocab_size is None else vocab_size
-        tokens = TokenArray(tokens.ids.astype(smallest_uint(size), copy=False), tokens.bounds)
-        scores = _scores(document.astype("<u4").tobytes() for document in ids.documents)
-        return TokenCorpus(ids.name, tokens, scores, size)
-    corpus = read_corpus(source, suffixes=suffixes, field=field or "text")
-    tokens = tokenizer.tokenize(corpus.documents, corpus.name_of)
-    _report_separators(corpus, tokens, tokenizer)
-    return TokenCorpus(corpus.name, tokens, _scores(corpus.documents), tokenizer.vocab_size)
+        tokens, scores = (
+            TokenArray(part.tokens.ids.astype(smallest_uint(size), copy=False), part.tokens.bounds),
+            part.scores,
+        )
+    else:
+        corpus, size = corpus_of(found.name, text_parts(found, field)), tokenizer.vocab_size
+        entry = None if tokenizer.name == BYTES else entry_name(tokenizer.identity, corpus.documents)
+        if (tokens := load(entry)) is None:
+            tokens = tokenizer.tokenize(corpus.documents, corpus.name_of)
+            store(entry, tokens)
+        _report_separators(found.name, _with_separator(tokens, tokenizer), tokenizer)
+        scores = _scores(corpus.documents)
+    spans = split_documents(scores, tokens.bounds, heldout_fraction)
+    separator = None if tokenizer is None else tokenizer.separator
+    train, heldout = (join_spans(tokens, side, separator) for side in (spans.train, spans.heldout))
+    return TextSides(found.name, len(scores), train, heldout, spans.whole, size)
+
+
+def tokenised_parts(
+    found: Found, tokenizer: Tokenizer | None, *, field: str, vocab_size: int
+) -> Iterator[TokenisedPart]:
+    """Read and tokenise a source, some documents at a time.
+
+    Raises ValueError: see `sides_in_memory`.
+    """
+    if tokenizer is None:
+        dtype = smallest_uint(vocab_size)
+        for part in token_id_parts(found, field):
+            ids, _ = _id_part(part.documents, part.name_of, vocab_size)
+            yield TokenisedPart(ids.tokens.astype(dtype), ids.scores)
+        return
+    doubtful = 0
+    for part in text_parts(found, field):
+        tokens = tokenizer.tokenize(part.documents, part.name_of)
+        doubtful += _with_separator(tokens, tokenizer)
+        yield TokenisedPart(tokens, _scores(part.documents))
+    _report_separators(found.name, doubtful, tokenizer)
 
 
 def join_spans(tokens: TokenArray, spans: NDArray[np.int64], separator: int | None) -> TokenArray:
@@ -85,6 +129,17 @@ def join_spans(tokens: TokenArray, spans: NDArray[np.int64], separator: int | No
     return TokenArray(ids, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64))
 
 
+def _id_part(
+    documents: Sequence[NDArray[Any]], name_of: Callable[[int], str], vocab_size: int | None
+) -> tuple[TokenisedPart, int]:
+    """Return documents of ids, and the highest id. Raises ValueError for one that is out of range."""
+    # Signed, as signed and unsigned integers of 64 bits would meet in floats.
+    signed = [document.astype(np.int64) if document.dtype == np.uint64 else document for document in documents]
+    tokens = TokenArray(np.concatenate(signed), bounds_of(documents))
+    highest = _check_ids(tokens, name_of, vocab_size)
+    return TokenisedPart(tokens, _scores(document.astype("<u4").tobytes() for document in documents)), highest
+
+
 def _check_ids(tokens: TokenArray, name_of: Callable[[int], str], vocab_size: int | None) -> int:
     """Return the highest id. Raises ValueError for one that is out of range."""
     limit = _MOST_IDS if vocab_size is None else vocab_size
@@ -100,14 +155,18 @@ def _check_ids(tokens: TokenArray, name_of: Callable[[int], str], vocab_size: in
     return highest
 
 
-def _report_separators(corpus: Corpus[bytes], tokens: TokenArray, tokenizer: Tokenizer) -> None:
-    """Report text that contains what closes a document: it would be read as the end of one."""
+def _with_separator(tokens: TokenArray, tokenizer: Tokenizer) -> int:
+    """Return the number of documents that contain what closes a document."""
     separators = np.flatnonzero(tokens.ids == tokenizer.separator)
-    if doubtful := len(np.unique(np.searchsorted(tokens.bounds, separators, side="right"))):
+    return len(np.unique(np.searchsorted(tokens.bounds, separators, side="right")))
+
+
+def _report_separators(name: str, doubtful: int, tokenizer: Tokenizer) -> None:
+    """Report text that contains what closes a document: it would be read as the end of one."""
+    if doubtful:
         unit = "byte" if tokenizer.name == BYTES else "token"
         notice(
-            f"{corpus.name}: {unit} {tokenizer.separator}, which closes a document, is in {doubtful} of them; are they "
-            "text?"
+            f"{name}: {unit} {tokenizer.separator}, which closes a document, is in {doubtful} of them; are they text?"
         )
 
 
