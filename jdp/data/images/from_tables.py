@@ -26,7 +26,7 @@ from jdp.data.sources.hub import HF
 from jdp.data.sources.optional_packages import optional
 from jdp.data.sources.tables import read_arrow
 
-_LABEL_NAMES = ("label", "labels", "fine_label", "class")
+LABEL_NAMES = ("label", "labels", "fine_label", "class")
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,7 +174,7 @@ def _columns(schema: Any, name: str, columns: Columns) -> tuple[str, str]:
     pictures = [key for key in schema.names if noted.get(key, {}).get("_type") == "Image"]
     pictures = pictures or [key for key in schema.names if _holds_bytes(schema.field(key).type)]
     labels = [key for key in schema.names if noted.get(key, {}).get("_type") == "ClassLabel"]
-    labels = labels or [key for key in schema.names if key in _LABEL_NAMES]
+    labels = labels or [key for key in schema.names if key in LABEL_NAMES]
     return _one(columns.image, pictures, "image", schema, name), _one(columns.label, labels, "label", schema, name)
 
 

@@ -163,8 +163,9 @@ def image_data(
 
     Args:
         source: "digits" (scikit-learn's 1,797 of 8x8x1, values up to 16); a directory with a folder for each class, or
-            with the folders train and val (or test) of such; .parquet, .arrow or .feather files (one, a glob, a
-            directory); "hf:NAME", "hf:OWNER/NAME", "hf:OWNER/NAME/CONFIG" on the Hugging Face hub, or "hf:/local/path";
+            with the folders train and val (or test) of such; .parquet, .arrow or .feather files, or .tar files of
+            KEY.jpg and KEY.cls (or KEY.json), as WebDataset writes them (one, a glob, a directory); "hf:NAME",
+            "hf:OWNER/NAME", "hf:OWNER/NAME/CONFIG" on the Hugging Face hub, or "hf:/local/path";
             an .npz of "images" uint8 and "labels".
         size: what every image is fitted to, in pixels: the largest centred part of its proportions, resized (bilinear,
             antialiased). One number is a square, two are (height, width). None leaves images as they are: all must be
@@ -176,8 +177,8 @@ def image_data(
         heldout: a held-out set of its own, of the same classes.
         mean: of values in [0, 1], for each channel or for all; a value v becomes (v / 255 - mean) / std.
         std: likewise. The default brings values to [-1, 1].
-        image: the column of images in a table, if several may be it.
-        label: the column of labels, if several may be it.
+        image: the column of images in a table, if several may be it; in .tar files their ending, as "jpg".
+        label: the column of labels, if several may be it; in .tar files their ending, or their key in KEY.json.
 
     Returns:
         The data, with `train`, `heldout`, `classes`, `shape`, `fingerprint`.

@@ -11,7 +11,9 @@ from jdp.data.images.decode import Pictures
 from jdp.data.images.from_arrays import DIGITS, array_pictures, digits
 from jdp.data.images.from_folders import HELD_OUT_FOLDERS, picture_files, two_sets
 from jdp.data.images.from_tables import Columns, TablePictures, file_table_pictures, table_pictures
+from jdp.data.images.from_tars import COMPRESSED_TARS, TAR, tar_pictures
 from jdp.data.sources.array_files import read_arrays
+from jdp.data.sources.compressed import unreadable
 from jdp.data.sources.hub import HF, hub_splits, main_split
 from jdp.data.sources.optional_packages import optional
 from jdp.data.sources.tables import ARROW_SUFFIXES
@@ -56,13 +58,21 @@ def _open(source: PathLike, columns: Columns, classes: Classes) -> PictureSets:
     path = user_path(source)
     if path.suffix == ".npz":
         return _from_arrays(path, classes)
-    tables = _table_files(path)
-    if not tables and not path.is_dir():
+    tables, tars = _files(path, ARROW_SUFFIXES), _files(path, (TAR, *COMPRESSED_TARS))
+    if not tables and not tars and not path.is_dir():
         raise ValueError(
             f'images must be "{DIGITS}", a directory with a folder for each class, {" or ".join(ARROW_SUFFIXES)} '
-            f'files, "{HF}…" or an .npz file; given {source}, looked for at {path.absolute()}: fix the path'
+            f'files, {TAR} files, "{HF}…" or an .npz file; given {source}, looked for at {path.absolute()}: fix the '
+            "path"
         )
     optional("PIL", str(source))  # missing, it is reported now, not by a reading thread
+    if tables and tars:
+        raise ValueError(
+            f"a directory must hold one kind of data; given {path} with {tables[0].name} and {tars[0].name}: name "
+            f"those that are meant by a glob, as {path}/*{TAR}"
+        )
+    if tars:
+        return PictureSets(tar_pictures(tars, str(source), columns, classes=classes))
     if tables:
         return PictureSets(file_table_pictures(tables, str(source), columns, classes=classes))
     if classes is None and (both := two_sets(path)):
@@ -71,15 +81,21 @@ def _open(source: PathLike, columns: Columns, classes: Classes) -> PictureSets:
     return PictureSets(picture_files(path, classes=classes))
 
 
-def _table_files(path: Path) -> list[Path]:
-    """Return the tables that a path names: one, those that a glob matches, or those directly in a directory."""
-    if path.is_dir():
-        files = [file for file in path.iterdir() if not file.name.startswith(".")]
-    elif path.is_file():
-        files = [path]
-    else:
-        files = map(Path, glob.glob(str(path), recursive=True))  # noqa: PTH207 - Path.glob takes no absolute one
-    return sorted(file for file in files if file.suffix in ARROW_SUFFIXES)
+def _files(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    """Return the files with these suffixes that a path names: one, those of a glob, or those directly in a directory.
+
+    Raises ValueError: the directory cannot be read.
+    """
+    try:
+        if path.is_dir():
+            files = [file for file in path.iterdir() if not file.name.startswith(".")]
+        elif path.is_file():
+            files = [path]
+        else:
+            files = map(Path, glob.glob(str(path), recursive=True))  # noqa: PTH207 - Path.glob takes no absolute one
+    except OSError as error:
+        raise ValueError(unreadable(error, path)) from error
+    return sorted(file for file in files if file.name.endswith(suffixes))
 
 
 def _from_arrays(path: Path, classes: Classes) -> PictureSets:

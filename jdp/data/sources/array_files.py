@@ -20,6 +20,7 @@ from jdp.core.machine import memory_bytes
 from jdp.core.notices import notice
 from jdp.core.toml import cut
 from jdp.core.user_path import check_regular, user_path
+from jdp.data.sources.compressed import unreadable
 
 Arrays = dict[str, NDArray[Any]]
 ArraySource = str | os.PathLike[str] | Mapping[str, ArrayLike]
@@ -50,8 +51,12 @@ def read_arrays(source: ArraySource) -> tuple[Arrays, str]:
 
 def _read_path(path: Path) -> Arrays:
     if path.is_dir():
-        files = sorted(file for file in path.iterdir() if file.suffix == ".npy")
-        others = sum(1 for file in path.iterdir() if file.suffix != ".npy" and not file.name.startswith("."))
+        try:
+            every = sorted(path.iterdir())
+        except OSError as error:
+            raise ValueError(unreadable(error, path)) from error
+        files = [file for file in every if file.suffix == ".npy"]
+        others = sum(1 for file in every if file.suffix != ".npy" and not file.name.startswith("."))
         if not files:
             raise ValueError(
                 f"a directory of arrays must hold .npy files; given {path} with {others} others: give arrays"
