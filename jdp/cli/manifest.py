@@ -207,7 +207,9 @@ def _check_paths(table: Any, folder: Path, key: str = "") -> None:
     elif isinstance(table, list):
         for value in table:
             _check_paths(value, folder, key)
-    elif isinstance(table, str) and table.removeprefix("hf:").startswith(f"{folder}{os.sep}"):
+    elif isinstance(table, str) and table.removeprefix("hf-stream:").removeprefix("hf:").startswith(
+        f"{folder}{os.sep}"
+    ):
         raise UsageError(
             f"{key} must be a path in the pods; given {brief(table)}, on this machine: put it into the image or on a "
             f"volume, and give --{key} its path there"

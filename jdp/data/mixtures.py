@@ -143,6 +143,11 @@ class Mixture:
         """For text: the largest of the parts'; every token is below it."""
         return max(part.vocab_size for part in self.parts)
 
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """For images: the names of the first part's classes."""
+        return getattr(self.parts[0], "classes", ())
+
     def encode(self, text: str) -> NDArray[np.int32]:
         """Return text as tokens of the first part with a tokenizer: int32 [n].
 

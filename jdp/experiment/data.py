@@ -4,7 +4,7 @@
 2. Compare it with the model's configuration: vocabulary, image size, channels, classes. What does not fit is one error
    with the value to set.
 3. Open the evaluation sets likewise. All of a set is evaluated: its training and held-out sides are joined again. The
-   held-out side of each text of a mixture is an evaluation set too.
+   held-out side of each part of a mixture is an evaluation set too.
 
 Only the training side of [data] is augmented.
 """
@@ -108,14 +108,24 @@ def open_data(experiment: Experiment) -> Any:
     """
     given = experiment.data
     if not given.mixture:
-        data = _fitting(experiment, "data", _opened(experiment, given.source, given.field))
-        augments = bool(given.crop_padding) or given.flip
-        return AugmentedData(data, given.crop_padding, given.flip, experiment.seed) if augments else data
-    texts: list[tuple[Any, float]] = []
-    for name, text in given.mixture.items():  # each opened as if it were alone, then drawn from by weight
-        opened = _opened(experiment, text.source, given.field if text.field is None else text.field)
-        texts.append((_fitting(experiment, f"data.mixture.{name}", opened), text.weight))
-    return mixture(texts, seed=experiment.seed)
+        return _augmented(experiment, _fitting(experiment, "data", _opened(experiment, given.source, given.field)))
+    parts: list[tuple[Any, float]] = []
+    for name, part in given.mixture.items():  # each opened as if it were alone, then drawn from by weight
+        opened = _opened(experiment, part.source, given.field if part.field is None else part.field)
+        fitting = _fitting(experiment, f"data.mixture.{name}", opened)
+        if parts:
+            _check_same_classes(f"data.mixture.{name}", _classes(parts[0][0]), _classes(fitting))
+        parts.append((_augmented(experiment, fitting), part.weight))
+    return mixture(parts, seed=experiment.seed)
+
+
+def _augmented(experiment: Experiment, data: Any) -> Any:
+    given = experiment.data
+    return (
+        AugmentedData(data, given.crop_padding, given.flip, experiment.seed)
+        if given.crop_padding or given.flip
+        else data
+    )
 
 
 def open_eval_sets(experiment: Experiment, data: Any) -> dict[str, Source]:
@@ -246,6 +256,6 @@ def _check_same_classes(key: str, learnt: tuple[str, ...], evaluated: tuple[str,
     if learnt[: len(evaluated)] != evaluated:
         odd = next((f"{b!r} where {a!r} is" for a, b in zip(learnt, evaluated, strict=False) if a != b), "more classes")
         raise ExperimentError(
-            f"{key} must have the classes of data.source, {len(learnt)} ({', '.join(learnt[:5])}…); it has {odd}: "
+            f"{key} must have the classes that are learnt, {len(learnt)} ({', '.join(learnt[:5])}…); it has {odd}: "
             "give every class a folder, or the same numbers"
         )

@@ -26,7 +26,7 @@ from jdp.experiment.schema.experiment import NONE, Experiment, Model, model_tabl
 from jdp.models.configs.sizes import SIZES
 
 KeyPath = tuple[str, ...]
-HUB = "hf:"
+HUB, STREAM = "hf:", "hf-stream:"
 MOST_BYTES = 2**26
 """Of an experiment file: more is another file, named by mistake."""
 NO_PATHS = ("stdlib", "digits", NONE)
@@ -208,9 +208,9 @@ def _anchor(table: dict[str, Any], key: str, folder: Path, *, but: tuple[str, ..
     def anchored(path: Any) -> Any:
         if not isinstance(path, str) or path in ("", *but):
             return path
-        if path.startswith(HUB):  # a name on the hub, unless it is plainly a path
-            name = path.removeprefix(HUB)
-            return HUB + anchored(name) if name.startswith((".", "~")) else path
+        if path.startswith((HUB, STREAM)):  # a name on the hub, unless it is plainly a path
+            hub, _, name = path.partition(":")
+            return f"{hub}:{anchored(name)}" if name.startswith((".", "~")) else path
         try:
             return str((folder / user_path(path)).absolute())
         except PathError:  # the schema reports it, with its key

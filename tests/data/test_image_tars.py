@@ -9,9 +9,13 @@ import pytest
 from PIL import Image
 
 from jdp.cli import main as cli
+from jdp.cli.main import main
 from jdp.data import global_batches, image_data, mixture
 from jdp.data.images import from_tars
+from jdp.experiment.data import open_data, open_eval_sets
+from jdp.experiment.file import load
 
+TRAIN = "[train]\nsteps = 2\nbatch_size = 8\n"
 PIXELS = np.random.default_rng(0).integers(0, 256, (30, 6, 5, 3), dtype=np.uint8)
 
 
@@ -168,3 +172,44 @@ def test_a_mixture_has_one_order_on_any_number_of_processes(shards):
         for step, of_all in enumerate(zip(*parts, strict=True), 2):
             for key, expected in whole[step].items():
                 assert np.array_equal(np.concatenate([part[key] for part in of_all]), expected)
+
+
+@pytest.mark.parametrize("damage", ["a tar cut in half", "an unreadable folder"])
+def test_bad_data_of_an_experiment_is_one_error(shards, tmp_path, damage, monkeypatch, capsys):
+    (tmp_path / "x.toml").write_text(
+        'name = "x"\n[model]\nname = "resnet-digits"\nchannels = 3\n[data]\nsource = "shards"\n' + TRAIN
+    )
+    if damage == "a tar cut in half":
+        path = shards / "001.tar"
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        expected = f"a tar file must be whole; given {path} of "
+    else:
+        iterdir, expected = type(shards).iterdir, f"all of the data must be readable; given {shards}, Permission denied"
+
+        def refuse(self):
+            if self == shards:
+                raise PermissionError(13, "Permission denied", str(self))
+            return iterdir(self)
+
+        monkeypatch.setattr(type(shards), "iterdir", refuse)
+    assert main(["train", str(tmp_path / "x.toml"), "--run-dir", str(tmp_path / "runs")]) == 2
+    said = capsys.readouterr().err
+    assert said.count("error:") == 1 and expected in said and "Traceback" not in said
+
+
+def test_an_experiment_mixes_images(shards, tmp_path):
+    parts = '[data.mixture]\na = {source = "shards/000.tar", weight = 2.0}\nb = {source = "shards/00[12].tar"}\n'
+    text = f'name = "x"\n[model]\nname = "resnet-digits"\nchannels = 3\n[data]\nflip = true\n{parts}{TRAIN}'
+    (tmp_path / "x.toml").write_text(text)
+    experiment = load(tmp_path / "x.toml")
+    data = open_data(experiment)
+    assert data.classes == ("0", "1", "2") and len(data.parts) == 2
+    assert data.train.sample_at(7, 0)["images"].shape == (8, 8, 3)
+    assert open_eval_sets(experiment, data).keys() == {"eval", "eval_a", "eval_b"}
+    write(
+        tmp_path / "shards" / "000.tar", [member for number in range(4) for member in sample(number, "ab"[number % 2])]
+    )
+    with pytest.raises(ValueError, match=r"data.mixture.b must have the classes that are learnt, 2 \(a, b…\); it has"):
+        open_data(experiment)
+    with pytest.raises(ValueError, match=r"data\.heldout is for one source"):
+        load(tmp_path / "x.toml", {"data.heldout": "elsewhere"})

@@ -9,8 +9,8 @@ from jdp.experiment.schema.fields import Count, MaybeSource, Part, PathText, Sec
 
 
 class Ingredient(Section):
-    """[data.mixture.NAME]: one of several texts that training draws from; its held-out side is also evaluated on its
-    own, as eval_NAME."""
+    """[data.mixture.NAME]: one of several texts, or sets of images, that training draws from; its held-out side is also
+    evaluated on its own, as eval_NAME."""
 
     source: Source
     """As data.source."""
@@ -26,16 +26,19 @@ class Data(Section):
     source: MaybeSource = "stdlib"
     """Text: "stdlib" (Python's own library source), files, globs or directories (text, JSONL, parquet, Arrow; gzip or
     zstandard), or an .npz of tokens. Images: "digits" (scikit-learn's), a directory with a subdirectory for each class,
-    parquet, Arrow. Features of an MLP: an .npz, or images. "hf:NAME" or "hf:PATH" is a data set of Hugging Face. Paths
-    are relative to the experiment file, or when given on the command line to the working directory; "none" with
+    parquet, Arrow, .tar files as WebDataset writes them. Features of an MLP: an .npz, or images. "hf:NAME" or "hf:PATH"
+    is a data set of Hugging Face; "hf-stream:NAME:train[:100000]" is text that is fetched as it is tokenised, here its
+    first rows. Tokens of 64 MiB of text or more are kept in files below JDP_CACHE_DIR (~/.cache/jdp). Paths are
+    relative to the experiment file, or when given on the command line to the working directory; "none" with
     [data.mixture.NAME]."""
     mixture: dict[str, Ingredient] = Field(default={})
-    """Several texts, mixed by weight, in place of source."""
+    """Several texts, or sets of images of the same classes, mixed by weight, in place of source."""
     field: str | None = None
-    """Field, column or array that is learnt from, of a row of JSONL, parquet, Arrow or Hugging Face, or of an .npz;
-    none = the usual: "text" or "input_ids", the only images, "features"."""
+    """Field, column or array that is learnt from, of a row of JSONL, parquet, Arrow or Hugging Face, or of an .npz, or
+    the ending of images in .tar files; none = the usual: "text" or "input_ids", the only images, "features"."""
     label: str | None = None
-    """Column or array of the classes (images, features); none = the usual: the only classes, "labels"."""
+    """Column or array of the classes (images, features), or in .tar files their ending or their key in .json; none =
+    the usual: the only classes, "labels", .cls."""
     tokenizer: PathText = "bytes"
     """"bytes"; a tokenizer.json of Hugging Face tokenizers or the folder that holds it, relative as in source; or
     "none" where the rows of the source are lists of token ids."""

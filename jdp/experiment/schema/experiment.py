@@ -54,7 +54,7 @@ __all__ = [
 Kind = Literal["text", "images", "features"]
 OTHERS_KEYS = {
     "text": ("label", "heldout", "size", "crop_padding", "flip"),
-    "images": ("mixture", "tokenizer", "packing", "length", "size"),
+    "images": ("tokenizer", "packing", "length", "size"),
     "features": ("mixture", "tokenizer", "packing", "length", "crop_padding", "flip"),
 }
 """Kind -> the keys of [data] that only other kinds read."""
@@ -65,7 +65,7 @@ _WORDS = {"text": ("stdlib",), "images": ("digits",), "features": ("digits",)}
 _TAKES = {
     "text": ('text: write source = "stdlib", or name files or folders of text', "a GPT learns text"),
     "images": (
-        'images: write source = "digits", a folder with a subfolder for each class, or "hf:NAME"',
+        'images: write source = "digits", a folder with a subfolder for each class, .tar files, or "hf:NAME"',
         "a ResNet or ViT learns images",
     ),
     "features": (
@@ -282,6 +282,8 @@ def _data(experiment: Experiment) -> Iterator[str]:
         yield "data.source is none, and there is no [data.mixture.NAME] in its place: give one of them"
     if data.source is not None and data.mixture:
         yield 'data.source and [data.mixture.NAME] exclude each other: remove one (or source = "none")'
+    if data.mixture and data.heldout is not None:
+        yield f"data.heldout is for one source, and there is [data.mixture.NAME]; given {data.heldout!r}: remove it"
     if kind == "text" and tokens and (experiment.sample or len(data.sources) > 1):
         yield f"data.source is an {ARRAYS} of tokens: it stands alone, and [sample] needs text; remove one of them"
     fix, why = _TAKES[kind]

@@ -19,7 +19,7 @@ NONE = "none"
 ALL = "all"
 """What stands for no limit: `eval_batches = "all"`."""
 
-HUB = "hf:"
+HUB, STREAM = "hf:", "hf-stream:"
 _MOST_SINGLE, _LEAST_SINGLE = (2 - 2**-23) * 2.0**127, 2.0**-126
 _MOST_INT = 2**31 - 1
 """Largest int32: counters and sizes on devices are int32."""
@@ -76,7 +76,7 @@ def _words(value: Any, rule: str) -> Any:
 def _source(source: Any) -> Any:
     source = _words(source, 'must be "stdlib", a path or glob, "hf:NAME", for images "digits"')
     for word in (source,) if isinstance(source, str) else source or ():
-        user_path(word.removeprefix(HUB))
+        user_path(word.removeprefix(STREAM).removeprefix(HUB))
     return source
 
 

@@ -1,0 +1,129 @@
+"""Streams of Hugging Face: read once into files, in their own order; then samples like all others, free to resume."""
+
+import json
+
+import datasets
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+import jdp
+from jdp.cli import main as cli
+from jdp.cli.main import main
+from jdp.data import global_batches, mixture, text_data
+from jdp.data.feed import process_rows
+from jdp.data.text import samples as reads_text
+from jdp.data.text.documents import read_corpus
+from jdp.run.outputs.metrics import read
+
+TEXTS = [f"In chapter {number} of the tale, naïvely — " * 3 for number in range(60)]
+
+
+@pytest.fixture(autouse=True)
+def offline(tmp_path, monkeypatch):
+    monkeypatch.setenv("JDP_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+
+
+@pytest.fixture(params=["parquet", "jsonl"])
+def folder(tmp_path, request):
+    """Two files of a split."""
+    (tmp_path / "rows").mkdir()
+    for number in range(2):
+        rows = [{"text": text, "id": id} for id, text in enumerate(TEXTS[number * 30 : number * 30 + 30])]
+        file = tmp_path / "rows" / f"train-{number}.{request.param}"
+        if request.param == "parquet":
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file, row_group_size=7)
+        else:
+            file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return tmp_path / "rows"
+
+
+def test_a_stream_is_tokenised_once_and_gives_the_samples_of_its_rows(folder, monkeypatch):
+    stream = text_data(f"hf-stream:{folder}", length=16, heldout_fraction=0.2)
+    memory = text_data(f"{folder}/*", length=16, heldout_fraction=0.2, in_files=False)
+    assert stream.folder is not None and stream.fingerprint == memory.fingerprint
+    batches = [next(iter(global_batches(data.train, batch_size=8, seed=2, start=5))) for data in (stream, memory)]
+    assert all(np.array_equal(batches[0][key], batches[1][key]) for key in batches[1])
+    monkeypatch.setattr(reads_text, "tokenised_parts", None)  # from here on nothing is fetched
+    assert text_data(f"hf-stream:{folder}", length=16, heldout_fraction=0.2).fingerprint == stream.fingerprint
+
+
+@pytest.mark.parametrize(("rows", "expected"), [("", slice(None)), ("[:7]", slice(7)), ("[25:40]", slice(25, 40))])
+def test_some_rows_of_a_stream(folder, rows, expected):
+    """In a folder of another name than the split's: what follows the last colon is the split."""
+    assert read_corpus(f"hf-stream:{folder}:train{rows}").documents == tuple(text.encode() for text in TEXTS[expected])
+    name = read_corpus(f"hf-stream:{folder}:train{rows}").name_of(3)
+    assert name.startswith(f"hf-stream:{folder}:train{rows} (split train), row ")
+
+
+@pytest.mark.parametrize("split", ["train[:10%]", "train[5:5]", "train[:-1]", "test"])
+def test_what_a_stream_cannot_do_is_a_users_mistake(folder, split):
+    with pytest.raises(
+        ValueError, match=r"rows of a stream must be counted|must be readable; given hf-stream"
+    ) as caught:
+        text_data(f"hf-stream:{folder}:{split}", length=16)
+    assert cli._is_users_mistake(caught.value)
+
+
+def test_a_stream_that_breaks_off_leaves_nothing(folder, tmp_path):
+    last = max(folder.iterdir())
+    last.write_bytes(last.read_bytes()[:-40])
+    with pytest.raises(ValueError, match="must be readable; given hf-stream:") as caught:
+        text_data(f"hf-stream:{folder}", length=16)
+    assert cli._is_users_mistake(caught.value)
+    assert not [path for path in (tmp_path / "cache" / "token_files").iterdir() if path.is_dir()]
+
+
+def test_a_mixture_of_all_has_one_order_on_any_number_of_devices_and_processes(folder, tmp_path):
+    """A stream, files mapped from disk and text in memory; on 1, 2 and 4 devices and processes, and after a resume."""
+    (tmp_path / "a.txt").write_text("".join(reversed(TEXTS)))
+    texts = [
+        (text_data(f"hf-stream:{folder}", length=16), 3),
+        (text_data(f"{folder}/*", length=16, in_files=True, heldout_fraction=0.3), 2),
+        (text_data(tmp_path / "a.txt", length=16), 1),
+    ]
+    mixed = mixture(texts, seed=4).train
+    batches = iter(global_batches(mixed, batch_size=8, seed=1))
+    whole = [next(batches) for _ in range(40)]  # several epochs of the third
+    for devices in (1, 2, 4):
+        plan = jdp.Plan(jdp.make_mesh(devices=jdp.make_mesh(data=-1).devices.flat[:devices], data=-1))
+        loader = global_batches(mixed, batch_size=8, seed=1, start=30, rows=process_rows(plan, 8))
+        with jdp.shard_batches(loader, plan) as feed:
+            for expected, batch in zip(whole[30:33], feed, strict=False):
+                assert all(np.array_equal(batch[key], expected[key]) for key in expected)
+        for rank in range(devices):  # as processes with a device each
+            rows = range(rank * 8 // devices, (rank + 1) * 8 // devices)
+            part = next(iter(global_batches(mixed, batch_size=8, seed=1, start=35, rows=list(rows))))
+            assert all(np.array_equal(part[key], whole[35][key][rows.start : rows.stop]) for key in part)
+
+
+def test_a_stream_trains_and_resumes(tmp_path):
+    """From an experiment file beside it, mixed with text: 4 steps at once, or 2 and 2 more, end alike."""
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    (tmp_path / "a.txt").write_text("".join(TEXTS))
+    model = '[model]\nname = "gpt-nano"\nlayers = 1\nwidth = 16\nheads = 2\nkv_heads = 1\ncontext = 8\n'
+    parts = '[data.mixture]\na.source = "hf-stream:./rows:train"\na.weight = 2.0\nb.source = "a.txt"\n'
+    (tmp_path / "x.toml").write_text(f'name = "x"\n{model}{parts}[optimizer]\nschedule = "constant"\n')
+    last = []
+    for name, stops in (("once", (4,)), ("twice", (2, 4))):
+        for steps in stops:
+            told = ("--name", name, "--run-dir", str(tmp_path / "runs"), "--train.steps", str(steps))
+            told += (
+                "--train.batch_size",
+                "8",
+                "--train.eval_batches",
+                "1",
+                "--sample.length",
+                "1",
+                "--train.log_every",
+                "1",
+            )
+            assert main(["train", str(tmp_path / "x.toml"), *told]) == 0
+        lines = [line for line in read(tmp_path / "runs" / name / "metrics.jsonl") if line["step"] == 4]
+        last.append({key: value for line in lines for key, value in line.items()})
+    assert last[0]["eval_a_loss"] == last[1]["eval_a_loss"]
+    assert last[0]["loss"] == last[1]["loss"]
