@@ -43,15 +43,7 @@ def stream_bytes(path: Path) -> Iterator[bytes]:
     try:
         check_regular(path)
         with path.open("rb") as file:
-            if not is_compressed(path):
-                yield from _pieces(file)
-            elif not os.fstat(file.fileno()).st_size:
-                raise EOFError("the file is empty")
-            elif path.suffix == ".gz":
-                with gzip.GzipFile(fileobj=file) as plain:
-                    yield from _pieces(plain)
-            else:
-                yield from _zstd_pieces(file, path)
+            yield from _decompressed(file, path) if is_compressed(path) else _pieces(file)
     except (gzip.BadGzipFile, EOFError, zlib.error, struct.error) as error:
         raise ValueError(f"a compressed file must be whole; given {path}: {error}; fetch or write it again") from error
     except OSError as error:
@@ -69,6 +61,16 @@ def unreadable(error: OSError, path: Path | None = None) -> str:
 def _pieces(file: BinaryIO | gzip.GzipFile) -> Iterator[bytes]:
     while piece := file.read(_PIECE):
         yield piece
+
+
+def _decompressed(file: BinaryIO, path: Path) -> Iterator[bytes]:
+    if not os.fstat(file.fileno()).st_size:
+        raise EOFError("the file is empty")
+    if path.suffix == ".gz":
+        with gzip.GzipFile(fileobj=file) as plain:
+            yield from _pieces(plain)
+    else:
+        yield from _zstd_pieces(file, path)
 
 
 def _zstd_pieces(file: BinaryIO, path: Path) -> Iterator[bytes]:

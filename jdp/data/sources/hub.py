@@ -93,11 +93,9 @@ def _stream(source: str) -> HubRows:
         )
     builder = _reading(source, lambda: _builder(datasets, name))
     splits: Mapping[str, Any] = _reading(source, builder.as_streaming_dataset)
-    wanted = (
-        {match["split"]: _reading(source, lambda: _pick(dict(splits), match["split"]))} if match["split"] else splits
-    )
-    split = main_split({str(name): rows for name, rows in wanted.items()}, source)
-    rows = wanted[split]
+    by_name = {str(name): rows for name, rows in splits.items()}
+    split = match["split"] or main_split(by_name, source)
+    rows = _reading(source, lambda: _pick(by_name, split))
     rows = rows.skip(start) if start else rows
     rows = rows.take(stop - (start or 0)) if stop is not None else rows
     files = (builder.config.data_files or {}).get(split, ())

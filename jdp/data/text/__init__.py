@@ -1,6 +1,6 @@
 """Text as samples.
 
-`documents.py` reads a source; `tokenizers.py` turns its documents into tokens, which `token_cache.py` keeps for the
-next run; `tokens.py` joins them in one array (`token_array.py`); `samples.py` and `packing.py` make samples of
-fixed length.
+`documents.py` reads a source, some documents at a time; `tokenizers.py` turns them into tokens; `tokens.py` joins them
+in one array of each side (`token_array.py`): in memory, of which `token_cache.py` keeps a copy for the next run, or in
+files that processes map (`token_files.py`); `samples.py` and `packing.py` make samples of fixed length.
 """
