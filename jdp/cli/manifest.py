@@ -188,7 +188,7 @@ def _kubernetes(options: Options, overrides: dict[str, str], experiment: "Experi
         name=name,
         image=options.image,
         experiment=resolved,
-        arguments=(),
+        arguments=() if experiment.plugin is None else (f"--plugin={experiment.plugin}",),
         nodes=options.nodes,
         gpus_per_node=gpus,
         claim=options.claim,

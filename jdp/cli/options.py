@@ -58,11 +58,16 @@ def parse_with_overrides(options: type[Any], name: str, arguments: list[str]) ->
         UsageError: a mistake in an override, or a path that the file system cannot have.
     """
     if {"-h", "--help"} & set(arguments):
-        _help_with_keys(options, name)
+        _help_with_keys(options, name, arguments)
         raise SystemExit(0)
-    flags = ["--help", *(f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(options))]
+    flags = flags_of(options)
     own, overrides = split_overrides(arguments, flags)
     return parse(options, name, own), overrides
+
+
+def flags_of(options: type[Any]) -> list[str]:
+    """Return a command's own flags, such as "--run-dir"."""
+    return ["--help", *(f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(options))]
 
 
 def split_overrides(arguments: Sequence[str], own: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -113,13 +118,17 @@ def stdout_to_stderr() -> Generator[None]:
         os.close(kept)
 
 
-def _help_with_keys(options: type[Any], name: str) -> None:
-    """Print tyro's help of the options, then every key of an experiment."""
+def _help_with_keys(options: type[Any], name: str, arguments: Sequence[str]) -> None:
+    """Print tyro's help of the options, then every key of an experiment, first the fields of the plug-in."""
     from jdp.experiment.file import describe
+    from jdp.experiment.plugins import use
 
+    _, overrides = split_overrides([word for word in arguments if word not in ("-h", "--help")], flags_of(options))
+    if (plugin := overrides.get("plugin")) is not None:
+        use(plugin)
     with contextlib.suppress(SystemExit):
         parse(options, name, ["--help"])
-    for heading, keys in describe():
+    for heading, keys in describe(plugin):
         print(f"\n{heading}")
         for key in keys:
             default = key.default if key.default in ("required", "by size") else f"default {key.default}"

@@ -117,5 +117,7 @@ def _write(path: Path, tuning: "Tuning", best: "Trial") -> None:
 
     words = f"{tuning.file.name}, tuned for {tuning.target}: {best}"
     head = f"# {''.join(each if each.isprintable() else '?' for each in words)}\n"
-    write_file(path, head + to_toml(tuning.experiment(best.way)))
-    print(f"wrote {path}: jdp train {path}", file=sys.stderr)
+    experiment = tuning.experiment(best.way)
+    write_file(path, head + to_toml(experiment))
+    plugin = "" if experiment.plugin is None else f" --plugin {experiment.plugin}"
+    print(f"wrote {path}: jdp train {path}{plugin}", file=sys.stderr)

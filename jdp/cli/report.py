@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from jdp.cli.options import UsageError, check_writable, choose_target_platform, parse, stdout_to_stderr, write_file
-from jdp.core.toml import cut
+from jdp.core.toml import cut, toml_value
 from jdp.core.user_path import PathError, user_path
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ class Options:
     """Folder that holds the runs that are named without a folder."""
     target: Annotated[str | None, tyro.conf.arg(metavar="KIND:HOSTSxPER_HOST")] = None
     """Devices to compile the step for, such as h100:1x8 or cpu:8. Default: those that each run had."""
+    plugin: Annotated[str | None, tyro.conf.arg(metavar="PACKAGE")] = None
+    """The plug-in of runs that have one, which is imported to compile their step."""
     no_compile: bool = False
     """Leave out memory and timeline, which takes seconds."""
     no_cache: bool = False
@@ -112,7 +114,7 @@ def _with_steps(recorded: dict[str, "Recorded"], options: Options) -> list["Run"
             for done, (name, each) in enumerate(recorded.items()):
                 progress.compiling(done, len(recorded), f"the step of {name}")
                 try:
-                    steps[name] = _compiled(each.folder, _resolved(targets[name]), cache=not options.no_cache)
+                    steps[name] = _compiled(each, _resolved(targets[name]), options)
                 except Exception as error:  # whatever it is, the page has all the rest
                     missing[name] = f"The step was not compiled: {_in_short(error)}"
     return [
@@ -154,19 +156,22 @@ def _start_jax(targets: Sequence[str]) -> None:
     choose_target_platform(f"cpu:{largest}", None)
 
 
-def _compiled(folder: Path, target: "Target", *, cache: bool) -> "CompiledStep":
+def _compiled(recorded: "Recorded", target: "Target", options: Options) -> "CompiledStep":
     """Compile the step of a run's experiment for a target, as `jdp plan` does. Raises what that raises."""
     from jdp.experiment.file import load
     from jdp.experiment.plan import candidates_of
+    from jdp.experiment.schema.fields import NONE
     from jdp.foresight.foresee import make_plan_report
     from jdp.report.run_page import CompiledStep
     from jdp.run.folder import FILE
 
-    experiment = load(folder / FILE)
+    has_plugin = recorded.settings.get("plugin") not in (None, toml_value(NONE))
+    plugin = {"plugin": options.plugin} if has_plugin and options.plugin else {}
+    experiment = load(recorded.folder / FILE, plugin)
     candidates = candidates_of(
         experiment, target, strategies=[experiment.strategy], accumulate=[experiment.train.accumulate]
     )
-    report = make_plan_report(candidates, target, cache=cache)
+    report = make_plan_report(candidates, target, cache=not options.no_cache)
     placements = candidates[0].step.plan.placements(candidates[0].state)
     return CompiledStep(str(target), report.estimates[0], placements, report.notes)
 

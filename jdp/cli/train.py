@@ -40,6 +40,7 @@ def _train(options: Options, overrides: dict[str, str]) -> dict[str, Any]:
     from jdp.core.heap import keep_memory
     from jdp.core.machine import choose_platform, starts_cpus_alone
     from jdp.experiment.file import check_for_devices, load, to_toml
+    from jdp.experiment.plugins import folder_of
     from jdp.run.outputs.profiler import profiled_steps
 
     experiment = load(options.file, overrides)
@@ -57,7 +58,7 @@ def _train(options: Options, overrides: dict[str, str]) -> dict[str, Any]:
     seconds = 2 * experiment.guard.first_deadline_seconds if experiment.devices is None else 0
     limit = set_xla_timeout(os.environ, seconds)
     distributed.initialize()
-    handshake.check_experiment(to_toml(experiment))
+    handshake.check_experiment(to_toml(experiment), plugin=folder_of(experiment.plugin))
     handshake.check_device_counts()
     check_for_devices(experiment, jax.device_count())
     if not options.no_cache:

@@ -19,6 +19,7 @@ import jax
 from jdp.core.agreement import Fact, Mismatch, agree_all
 from jdp.core.coordination import joined_as
 from jdp.core.meeting import named
+from jdp.core.paths import PACKAGE
 
 WAIT_SECONDS = 60  # all have just joined
 _PACKAGES = ("jax", "jaxlib", "numpy")
@@ -43,7 +44,7 @@ def environment_facts() -> list[Fact]:
         Fact("Python's version", ".".join(platform.python_version_tuple()[:2]), install),
     ]
     versions += [Fact(f"The version of {name}", importlib.metadata.version(name), install) for name in _PACKAGES]
-    return [*versions, Fact("jdp's source", _source(), f"One of them has another copy of jdp. {install}")]
+    return [*versions, Fact("jdp's source", _source(PACKAGE), f"One of them has another copy of jdp. {install}")]
 
 
 def check_device_counts() -> None:
@@ -66,24 +67,28 @@ def check_device_counts() -> None:
     )
 
 
-def check_experiment(text: str) -> None:
+def check_experiment(text: str, *, plugin: Path | None = None) -> None:
     """Compare the experiment that this process will run with all others'.
 
     Args:
         text: the experiment as resolved, as TOML.
+        plugin: the folder, or the file, of its plug-in; None: it has none.
 
     Raises:
         Mismatch: a line differs; raised on every process, with the same text.
         LostPeer: a process did not come.
     """
     fix = "Start every process with the same file and the same options."
-    agree_all("jdp train", [Fact("The experiment", text, fix)], wait_seconds=WAIT_SECONDS)
+    facts = [Fact("The experiment", text, fix)]
+    if plugin is not None:
+        facts.append(Fact("The plug-in's source", _source(plugin), "Install the same plug-in on every machine."))
+    agree_all("jdp train", facts, wait_seconds=WAIT_SECONDS)
 
 
-def _source() -> str:
-    """Return a digest of jdp's own files: copies with one version number may differ."""
-    folder, digest = Path(__file__).parents[1], hashlib.blake2b(digest_size=8)
-    for file in sorted(folder.rglob("*.py")):
-        digest.update(f"{file.relative_to(folder)}\0".encode())
+def _source(package: Path) -> str:
+    """Return a digest of a package's Python files, or of one file: copies with one version number may differ."""
+    digest = hashlib.blake2b(digest_size=8)
+    for file in sorted(package.rglob("*.py")) if package.is_dir() else [package]:
+        digest.update(f"{file.relative_to(package)}\0".encode())
         digest.update(file.read_bytes())
     return digest.hexdigest()

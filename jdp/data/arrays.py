@@ -20,7 +20,7 @@ from jdp.data.labels import labels_of
 from jdp.data.sources.array_files import Arrays, ArraySource, read_arrays
 
 # Samples are distinguished by what a model sees: features that occur twice stay together, whatever their labels.
-_NOT_CONTENT = frozenset({"labels", "targets", "weights"})
+NOT_CONTENT = frozenset({"labels", "targets", "weights"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,7 +146,7 @@ def array_data(
         _check_alike(arrays, given, name)
         train, held = (ArraySamples(side, np.arange(len(next(iter(side.values()))))) for side in (arrays, given))
     # The scores are of the content; the arrays that they leave out are added.
-    others = [side[key] for side in (arrays, given) for key in sorted(_NOT_CONTENT & side.keys())]
+    others = [side[key] for side in (arrays, given) for key in sorted(NOT_CONTENT & side.keys())]
     described = f"arrays {sorted(arrays)} {classes} {heldout is None} {heldout_fraction}"
     mark = fingerprint(described, [scores, *([_scores(given)] if given else []), *others])
     return ArrayData(name, train, held, classes, mark, by_content=heldout is None)
@@ -234,7 +234,7 @@ def _check_tokens(key: str, arrays: Arrays, name: str) -> None:
 
 def _scores(arrays: Arrays) -> NDArray[np.float64]:
     """Return each row's score in [0, 1), by the bytes that a sample holds of it: float64 [samples]."""
-    chosen = {key: array for key, array in sorted(arrays.items()) if key not in _NOT_CONTENT}
+    chosen = {key: array for key, array in sorted(arrays.items()) if key not in NOT_CONTENT}
     chosen = chosen or dict(sorted(arrays.items()))
     dtypes = {key: _sample_dtype(key, array.dtype) for key, array in chosen.items()}
     hashed = np.empty(len(next(iter(chosen.values()))), np.uint64)

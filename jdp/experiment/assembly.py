@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import os
@@ -19,16 +20,18 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
+from jdp.core.flax_nnx import built, split
 from jdp.core.gradients.wire import Wire
 from jdp.core.init import abstract_state, init_state
 from jdp.core.local_steps import LocalSteps
 from jdp.core.optim.ema import ema_params
-from jdp.core.paths import matches
+from jdp.core.paths import matches, path_of
 from jdp.core.precision import Precision
 from jdp.core.sharding.mesh import make_mesh
 from jdp.core.sharding.plan import Plan
 from jdp.core.state import TrainState
 from jdp.core.step import Step, make_eval_step, make_train_step
+from jdp.core.toml import cut
 from jdp.core.types import Batch, Device, LossFn
 from jdp.data import VOCAB_SIZE, Source, global_batches
 from jdp.data.feed import Feed, process_rows, shard_batches
@@ -37,9 +40,10 @@ from jdp.experiment.file import ExperimentError, mesh_sizes
 from jdp.experiment.losses import features_loss, image_loss, text_loss
 from jdp.experiment.optimizer import optimizer
 from jdp.experiment.schema.experiment import Experiment
+from jdp.experiment.schema.loss import LOSSES
 from jdp.foresight.timing.mfu import seconds_at_peak
 from jdp.guard.nonfinite import Inspection
-from jdp.models import GPTConfig, ModelConfig, build, generate, parameter_count
+from jdp.models import GPTConfig, ModelConfig, ViTConfig, generate
 from jdp.models.sizes import parameter_shapes
 
 
@@ -75,7 +79,7 @@ class Assembly:
         """
         rules = self.experiment.rules
         specs = [(pattern, PartitionSpec(*(entry or None for entry in entries))) for pattern, entries in rules.items()]
-        shapes = parameter_shapes(self.config)
+        shapes = self.parameter_shapes
         try:
             plan = Plan(self.mesh, self.experiment.strategy, rules=tuple(specs))
             plan.param_placements({p: jax.ShapeDtypeStruct(shape, np.float32) for p, shape in shapes.items()})
@@ -89,20 +93,20 @@ class Assembly:
         return optimizer(self.experiment)
 
     @cached_property
-    def config(self) -> ModelConfig:
-        """The model's configuration.
+    def config(self) -> Any:
+        """The model's configuration: a `ModelConfig`, or the dataclass of a plug-in's model.
 
         Raises ExperimentError for a GPT of bytes whose vocabulary is below 256, and "cudnn" attention without GPUs.
         """
         config, data = self.experiment.model.config, self.experiment.data
         bytes_are_read = data.tokenizer == "bytes" and not any(word.endswith(".npz") for word in data.sources)
-        if isinstance(config, GPTConfig) and bytes_are_read and config.vocab_size < VOCAB_SIZE:
+        if self.experiment.kind == "text" and bytes_are_read and config.vocab_size < VOCAB_SIZE:
             raise ExperimentError(
                 f"model.vocab_size must be at least {VOCAB_SIZE}, as tokens are bytes; given {config.vocab_size}: "
                 "raise it, or name a data.tokenizer"
             )
         platform = self.mesh.devices.flat[0].platform
-        if getattr(config, "attention", None) == "cudnn" and platform != "gpu":
+        if isinstance(config, GPTConfig | ViTConfig) and config.attention == "cudnn" and platform != "gpu":
             raise ExperimentError(
                 f'model.attention = "cudnn" runs on NVIDIA GPUs; given {platform} devices: set "auto" or "xla"'
             )
@@ -110,8 +114,13 @@ class Assembly:
 
     @cached_property
     def loss(self) -> LossFn:
-        """The loss function for the model's kind of data."""
-        return {"text": text_loss, "images": image_loss, "features": features_loss}[self.experiment.kind]
+        """The loss function of [loss], or that of the model's kind."""
+        table, learns = self.experiment.loss, self.experiment.model.entry.learns
+        if table.name is not None:
+            entry = LOSSES.entries[table.name]
+            return functools.partial(entry.make, entry.values(table))
+        assert learns is not None  # the schema asks for a loss then
+        return {"text": text_loss, "images": image_loss, "features": features_loss}[learns]
 
     @cached_property
     def data(self) -> Any:
@@ -144,7 +153,7 @@ class Assembly:
             most: how many batches are read at most; None: all.
         """
         size = self.experiment.train.batch_size
-        decodes = self.experiment.kind == "images"  # a millisecond each, where other samples take microseconds
+        decodes = self.experiment.kind in ("images", "own")  # a millisecond each, where others take microseconds
         batches = global_batches(
             source,
             batch_size=size,
@@ -158,10 +167,22 @@ class Assembly:
         return shard_batches(itertools.islice(batches, most), self.plan)
 
     @cached_property
-    def init(self) -> Callable[[jax.Array], nnx.Module]:
-        """The function that makes the model from a key."""
-        config = self.config
-        return lambda rng: build(config, rngs=nnx.Rngs(rng))
+    def init(self) -> Callable[[jax.Array], Any]:
+        """The function that makes the model from a key. It raises ExperimentError for what is no model."""
+        config, entry = self.config, self.experiment.model.entry
+
+        def make(rng: jax.Array) -> Any:
+            model = entry.make(config, nnx.Rngs(rng))
+            leaves = jax.tree.leaves(model)
+            wrong = [leaf for leaf in leaves or [model] if not isinstance(leaf, jax.Array | np.ndarray)]
+            if wrong and not isinstance(model, nnx.Module):
+                raise ExperimentError(
+                    f"model.name = {entry.name!r} must be made an nnx.Module, or a pytree of arrays; given "
+                    f"{cut(repr(wrong[0]))}: return one from its function"
+                )
+            return model
+
+        return make
 
     @property
     def rng(self) -> jax.Array:
@@ -171,14 +192,22 @@ class Assembly:
     @property
     def parameter_count(self) -> int:
         """Number of the model's parameters."""
-        return parameter_count(self.config)
+        return sum(map(math.prod, self.parameter_shapes.values()))
+
+    @cached_property
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every parameter by path, such as `layers/attention/query/kernel`."""
+        if isinstance(self.config, ModelConfig):
+            return parameter_shapes(self.config)
+        params = jax.eval_shape(lambda rng: split(built(self.init, rng)[0])[0], self.rng)
+        return {path_of(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(params)}
 
     @property
     def trained_count(self) -> int:
         """Number of the parameters that are trained (`train.wrt`)."""
         wrt = self.experiment.train.wrt
         patterns = (wrt,) if isinstance(wrt, str) else wrt or ("*",)
-        shapes = parameter_shapes(self.config).items()
+        shapes = self.parameter_shapes.items()
         return sum(math.prod(shape) for path, shape in shapes if matches(path, patterns))
 
     @property
@@ -213,14 +242,16 @@ class Assembly:
     def abstract_batch(self) -> Batch:
         """Return the shapes, dtypes and shardings of a global batch."""
         rows, config = self.experiment.train.batch_size, self.config
-        if isinstance(config, GPTConfig):
+        if self.experiment.kind == "own":
+            shapes = {name: ((rows, *array.shape), array.dtype) for name, array in self.data.first.items()}
+        elif self.experiment.kind == "text":
             names = ["tokens", "targets", *(["segments"] if self.experiment.data.packing == "documents" else [])]
             length = (rows, self.experiment.data.length)
             shapes = {**dict.fromkeys(names, (length, "int32")), "weights": (length, "float32")}
         else:
-            size = getattr(config, "image_size", 0)
-            inputs = (size, size, getattr(config, "channels", 0)) if size else (getattr(config, "features_in", 0),)
-            name = "images" if size else "features"
+            is_image = self.experiment.kind == "images"
+            inputs = (config.image_size, config.image_size, config.channels) if is_image else (config.features_in,)
+            name = self.experiment.kind
             shapes = {name: ((rows, *inputs), "float32"), "labels": ((rows,), "int32"), "weights": ((rows,), "float32")}
         sharding = self.plan.batch_sharding
         return {name: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for name, (shape, dtype) in shapes.items()}

@@ -1,6 +1,6 @@
 """From [data] and [eval.NAME] to data sets that fit the model; nothing below sees the file.
 
-1. Open the data as its kind: text or tokens for a GPT, images, or vectors of features.
+1. Open the data as its kind: text or tokens for a GPT, images, or vectors of features; or as a plug-in has it.
 2. Compare it with the model's configuration: vocabulary, image size, channels, classes. What does not fit is one error
    with the value to set.
 3. Open the evaluation sets likewise. All of a set is evaluated: its training and held-out sides are joined again. The
@@ -24,8 +24,8 @@ from jdp.data.images.augment import AugmentedImages, augmented
 from jdp.data.images.samples import ImageData, image_data
 from jdp.data.mixtures import Concatenated
 from jdp.experiment.file import ExperimentError
+from jdp.experiment.plugin_data import plugin_data
 from jdp.experiment.schema.experiment import ARRAYS, Experiment
-from jdp.models import GPTConfig, MLPConfig
 
 
 @dataclass(frozen=True)
@@ -103,10 +103,12 @@ def open_data(experiment: Experiment) -> Any:
         An object with `train`, `heldout` and `fingerprint`, whose `str()` is one line; text can also `encode`.
 
     Raises:
-        ExperimentError: the data does not fit the model.
+        ExperimentError: the data does not fit the model, or a plug-in's is no data set.
         ValueError: the data's reader refuses it.
     """
     given = experiment.data
+    if experiment.kind == "own":
+        return plugin_data(given)
     if not given.mixture:
         return _augmented(experiment, _fitting(experiment, "data", _opened(experiment, given.source, given.field)))
     parts: list[tuple[Any, float]] = []
@@ -167,7 +169,7 @@ def _opened(experiment: Experiment, source: Any, field: str | None, *, alone: bo
             field=field,
             tokenizer=given.tokenizer,
             packing=given.packing,
-            vocab_size=experiment.model.config.vocab_size,  # pyright: ignore[reportAttributeAccessIssue]
+            vocab_size=experiment.model.config.vocab_size,
         )
     if len(words) > 1:
         raise ExperimentError(
@@ -211,7 +213,7 @@ def _holds_images(path: str, field: str | None) -> bool:
 def _fitting(experiment: Experiment, key: str, data: Any) -> Any:
     """Return `data` if the model can learn it. Raises ExperimentError with the value to set."""
     config: Any = experiment.model.config
-    if isinstance(config, GPTConfig):
+    if experiment.kind == "text":
         if isinstance(data, ArrayData):  # tokens of text were compared with the vocabulary when they were read
             check_tokens(data, config.vocab_size)
             ((tokens,), length) = data.shape, experiment.data.length
@@ -220,7 +222,7 @@ def _fitting(experiment: Experiment, key: str, data: Any) -> Any:
                     f"data.length must be the tokens of a sample, {tokens} in {key} ({data}); given {length}: set "
                     f"data.length = {tokens}, and model.context to as much at least"
                 )
-    elif isinstance(config, MLPConfig):
+    elif experiment.kind == "features":
         features = data.train[0]["features"].shape
         if features != (config.features_in,):
             size = int(np.prod(features))

@@ -21,8 +21,12 @@ from jdp.core.sharding.axes import axis_sizes
 from jdp.core.toml import brief, check, cut, parse, toml_key, toml_value
 from jdp.core.user_path import PathError, check_regular, user_path
 from jdp.experiment.keys import Key, Schemas, config_keys, table_keys
+from jdp.experiment.plugins import use
 from jdp.experiment.problems import problems
-from jdp.experiment.schema.experiment import NONE, Experiment, Model, model_table
+from jdp.experiment.schema.chosen import TABLES, chosen_tables
+from jdp.experiment.schema.experiment import NONE, Experiment, Model
+from jdp.experiment.schema.fields import Section
+from jdp.experiment.schema.registered import section
 from jdp.models.configs.sizes import SIZES
 
 KeyPath = tuple[str, ...]
@@ -46,10 +50,11 @@ def load(path: str | Path, overrides: Mapping[str, str] | None = None) -> Experi
         path: a TOML file, up to 64 MiB. Relative paths in `data.source` start at the file's own folder.
         overrides: dotted key -> text as on a command line, such as {"train.steps": "50"}: read as a TOML value where
             that fits the key, else as text. Relative paths in an overriding `data.source` start at the working
-            directory.
+            directory. Only a `plugin` that is given here is imported.
 
     Raises:
-        ExperimentError: the file cannot be read, is not TOML, or does not make an experiment.
+        ExperimentError: the file cannot be read, is not TOML, or does not make an experiment; or it names a plug-in
+            that is not in `overrides`, or that does not import.
     """
     try:
         file = user_path(path)
@@ -64,21 +69,22 @@ def load(path: str | Path, overrides: Mapping[str, str] | None = None) -> Experi
         _put(changed, key, _value(text), where=str(file))
     _check_limits(changed, "the command line")
     _anchor_paths(changed, Path.cwd())
-    return _validated(_merged(table, changed), texts, where=str(file))
+    return _validated(_merged(table, changed), texts, where=str(file), plugin=changed.get("plugin"))
 
 
-def from_table(table: Mapping[str, Any], *, where: str = "experiment") -> Experiment:
+def from_table(table: Mapping[str, Any], *, where: str = "experiment", plugin: str | None = None) -> Experiment:
     """Check a table that did not come from a file. Relative paths in it stay as they are.
 
     Args:
         table: the keys of an experiment file, nested as in TOML.
         where: what a message begins with, in place of the file's name.
+        plugin: the plug-in that `plugin` in the table may name; None: none.
 
     Raises:
-        ExperimentError: the table does not make an experiment.
+        ExperimentError: the table does not make an experiment, or names another plug-in.
     """
     _check_limits(table, where)
-    return _validated(copy.deepcopy(dict(table)), {}, where=where)
+    return _validated(copy.deepcopy(dict(table)), {}, where=where, plugin=plugin)
 
 
 def to_toml(experiment: Experiment) -> str:
@@ -94,7 +100,7 @@ def _written(table: Mapping[str, Any] | BaseModel, path: KeyPath) -> list[str]:
     """Return the lines of a table: its keys, then the tables in it, each below its heading."""
     items = {name: getattr(table, name) for name in type(table).model_fields} if isinstance(table, BaseModel) else table
     inner = {key: value for key, value in items.items() if isinstance(value, BaseModel | Mapping)}
-    schemas = Schemas(Experiment, None)
+    schemas = Schemas(Experiment, {})
     lines = [
         f"{toml_key(key)} = {toml_value(NONE if value is None else value)}"
         for key, value in items.items()
@@ -127,16 +133,33 @@ def check_for_devices(experiment: Experiment, device_count: int) -> dict[str, in
     return sizes
 
 
-def describe() -> list[tuple[str, list[Key]]]:
-    """Return every key of an experiment file, in groups with a heading, as `jdp train --help` shows them."""
-    groups = [("top level", table_keys(Experiment))]
-    for path, table in Schemas(Experiment, Model).tables():
+def describe(plugin: str | None = None) -> list[tuple[str, list[Key]]]:
+    """Return every key of an experiment file, in groups with a heading, as `jdp train --help` shows them.
+
+    Args:
+        plugin: a plug-in that is imported: the fields of what it registered come first.
+    """
+    groups = [*_described_plugin(plugin), ("top level", table_keys(Experiment))]
+    for path, table in Schemas(Experiment, {}).tables():
         groups.append((" ".join((table.__doc__ or "").split()), _prefixed(".".join(path), table_keys(table))))
         if table is Model:
             for kind in {type(size): None for size in SIZES.values()}:
                 sizes = ", ".join(name for name, size in SIZES.items() if isinstance(size, kind))
                 groups.append((f"[model] fields of {sizes}", _prefixed("model", config_keys(kind))))
     return groups
+
+
+def _described_plugin(plugin: str | None) -> list[tuple[str, list[Key]]]:
+    """Return a group for each name that a plug-in registered: its fields, with their defaults."""
+    return [
+        (
+            f'[{table.key}] fields of name = "{entry.name}", of the plug-in {plugin}{"" if entry.keys else ": none"}',
+            _prefixed(table.key, [key for key in table_keys(section(entry, Section)) if key.name in entry.keys]),
+        )
+        for table in TABLES
+        for entry in table.entries.values()
+        if entry.registered_by(plugin)
+    ]
 
 
 def _prefixed(table: str, keys: list[Key]) -> list[Key]:
@@ -269,11 +292,12 @@ def _merged(table: dict[str, Any], changed: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _validated(table: dict[str, Any], texts: Mapping[KeyPath, str], *, where: str) -> Experiment:
+def _validated(table: dict[str, Any], texts: Mapping[KeyPath, str], *, where: str, plugin: Any) -> Experiment:
     """Validate, or raise all problems as an ExperimentError.
 
-    An override that fits only as text (`--name 2024`) is read as text.
+    An override that fits only as text (`--name 2024`) is read as text. `plugin` is the one that may be imported.
     """
+    _use_plugin(table.get("plugin"), where=where, allowed=plugin)
     error = _error(table)
     for key, text in texts.items():
         if isinstance(error, ValidationError) and _blamed(error, key):
@@ -285,13 +309,27 @@ def _validated(table: dict[str, Any], texts: Mapping[KeyPath, str], *, where: st
                 table, error = as_text, second
     if error is None:
         return Experiment.model_validate(table)
-    model = table.get("model")
-    schemas = Schemas(Experiment, model_table(model.get("name")) if isinstance(model, dict) else None)
+    schemas = Schemas(Experiment, chosen_tables(table))
     count, lines = problems(error, schemas, frozenset(texts))
     if count == 1:
         raise ExperimentError(f"{where}: {lines[0]}")
     more = [f"… and {count - len(lines):,} more"] if count > len(lines) else []
     raise ExperimentError("\n  ".join([f"{where}: {count:,} problems", *lines, *more]))
+
+
+def _use_plugin(name: Any, *, where: str, allowed: Any) -> None:
+    """Import the plug-in that a table names, if that is allowed. Raises ExperimentError."""
+    if name in (None, NONE) or not isinstance(name, str):  # the schema reports what is no text
+        return
+    if name != allowed:
+        raise ExperimentError(
+            f"{where}: a plug-in is code, which an experiment file alone does not run; given plugin = {brief(name)} in "
+            f"it without --plugin: add --plugin {cut(name)} if you trust it, or remove the key"
+        )
+    try:
+        use(name)
+    except ValueError as error:
+        raise ExperimentError(f"{where}: {error}") from None
 
 
 def _error(table: dict[str, Any]) -> ValidationError | None:

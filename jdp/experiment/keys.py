@@ -5,7 +5,7 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,19 +25,19 @@ class Schemas:
 
     Attributes:
         root: of the whole file.
-        model: of the [model] table, which depends on the size that it names; None: not known.
+        chosen: of the tables that depend on the name that they have, by key; None: not known.
     """
 
     root: type[BaseModel]
-    model: type[BaseModel] | None
+    chosen: Mapping[str, type[BaseModel] | None]
 
     def at(self, path: Path) -> type[BaseModel] | None:
         """Return the schema of the table at `path`; None where there is no table, or its keys are free as in [mesh]."""
         if not path:
             return self.root
-        if path == ("model",):
-            return self.model
         outer, last = self.at(path[:-1]), str(path[-1])
+        if outer is self.root and last in self.chosen:
+            return self.chosen[last]
         if outer is not None:
             field = outer.model_fields.get(last)
             return table_class(field) if field else None
@@ -86,15 +86,19 @@ def table_keys(schema: type[BaseModel]) -> list[Key]:
 
 def config_keys(kind: type) -> list[Key]:
     """Return the fields of a model's configuration; descriptions are those of its docstring's `Fields:`."""
-    hints, described = typing.get_type_hints(kind), _described_fields(kind)
+    hints, described = typing.get_type_hints(kind), described_fields(kind)
     return [
         Key(field.name, _type_text(hints[field.name]), "by size", described.get(field.name, ""))
         for field in dataclasses.fields(kind)
     ]
 
 
-def _described_fields(kind: type) -> dict[str, str]:
-    """Return name -> description, from lines `a, b: text` and their deeper indented continuations."""
+def described_fields(kind: type) -> dict[str, str]:
+    """Return name -> description, from the lines `a, b: text` below `Fields:` and their deeper indented continuations.
+
+    Args:
+        kind: a dataclass, whose docstring is read.
+    """
     _, _, text = inspect.cleandoc(kind.__doc__ or "").partition("\nFields:\n")
     descriptions: dict[str, str] = {}
     for entry in re.split(r"\n {4}(?=\w)", "\n" + text.split("\n\n")[0]):

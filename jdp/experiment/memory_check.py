@@ -18,6 +18,7 @@ from jdp.core.sharding.placement import bytes_per_device
 from jdp.core.types import Device
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError
+from jdp.models import ModelConfig
 from jdp.models.lower_bounds import parameter_lower_bound
 
 _WEIGHT_BYTES = 4  # master weights are float32
@@ -34,7 +35,8 @@ def check_weights_and_batch(assembly: Assembly) -> None:
     Raises:
         ExperimentError: they cannot fit.
     """
-    count = parameter_lower_bound(assembly.config)
+    own = isinstance(assembly.config, ModelConfig)  # of a plug-in's model nothing is known before it is traced
+    count = parameter_lower_bound(assembly.config) if own else 0
     shares = 1 if assembly.experiment.strategy == "ddp" and not assembly.experiment.rules else assembly.mesh.size
     _refuse("its weights", _WEIGHT_BYTES * count / shares, f"a model of {count:,} parameters or more", assembly)
     leaves = assembly.abstract_batch().values()

@@ -14,7 +14,10 @@ import optax
 
 from jdp.core.optim.ema import with_ema
 from jdp.core.optim.schedules import scaled_lr, warmup
+from jdp.core.toml import cut
+from jdp.experiment.file import ExperimentError
 from jdp.experiment.schema.experiment import Experiment
+from jdp.experiment.schema.optimizer import OPTIMIZERS
 
 NOT_DECAYED = ("bias", "scale")
 """Last part of the paths of parameters that weight decay leaves alone."""
@@ -64,12 +67,20 @@ def _rate_of_a_count(experiment: Experiment) -> optax.Schedule:
 
 
 def _rule(experiment: Experiment) -> optax.GradientTransformation:
-    """Return the update rule.
+    """Return the update rule. Raises ExperimentError for a plug-in's that is none.
 
     Weight decay leaves out biases and norm scales by name, not by number of dimensions: the scales of stacked layers
     have two.
     """
     chosen, rate = experiment.optimizer, _rate_of_a_count(experiment)
+    if entry := OPTIMIZERS.entries.get(chosen.name):
+        made = entry.make(entry.values(chosen), rate)
+        if not isinstance(made, optax.GradientTransformation):
+            raise ExperimentError(
+                f"optimizer.name = {entry.name!r} must be made an optax.GradientTransformation; given "
+                f"{cut(repr(made))}: return one from its function"
+            )
+        return made
     decay: dict[str, Any] = {"weight_decay": chosen.weight_decay, "mask": decay_mask}
     match chosen.name:
         case "adamw":

@@ -55,9 +55,12 @@ def candidates_of(
 
 
 def described_batch(batch: Batch) -> str:
-    """Return a global batch in words: "64 × 2048 tokens", "64 images of 224×224×3" or "64 × 20 features"."""
+    """Return a global batch in words: "64 × 2048 tokens", "64 images of 224×224×3" or "64 × 20 features".
+
+    Of a plug-in's data it is the first of its arrays, by name.
+    """
     if "images" in batch:
         rows, *shape = batch["images"].shape
         return f"{rows} images of {'×'.join(map(str, shape))}"
-    name = "tokens" if "tokens" in batch else "features"
+    name = next((name for name in ("tokens", "features") if name in batch), min(batch))
     return f"{' × '.join(map(str, batch[name].shape))} {name}"

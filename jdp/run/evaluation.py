@@ -17,6 +17,7 @@ from typing import Any
 from jdp.core.state import TrainState
 from jdp.data import Source, batch_count
 from jdp.experiment.assembly import Assembly
+from jdp.experiment.file import ExperimentError
 from jdp.experiment.schema.fields import ALL
 from jdp.run.outputs.metrics import numbers
 
@@ -33,6 +34,9 @@ def evaluate(assembly: Assembly, state: TrainState, goes_on: Callable[[], bool] 
 
     Returns:
         "eval_loss" in nats, "eval_accuracy" or "eval_bits_per_token", "eval_NAME_loss", …; None if the run stops.
+
+    Raises:
+        ExperimentError: a plug-in's loss lacks a metric that it is registered with.
     """
     state = assembly.averaged(state)
     row: Row = {}
@@ -41,6 +45,11 @@ def evaluate(assembly: Assembly, state: TrainState, goes_on: Callable[[], bool] 
         if means is None:
             return None
         row |= {f"{name}_{metric}": value for metric, value in means.items()}
+    if missing := [metric for metric in assembly.experiment.eval_metrics if metric not in row]:
+        raise ExperimentError(
+            f"loss.name = {assembly.experiment.loss.name!r} must give the metrics that it is registered with; given "
+            f"{', '.join(row)}, without {missing[0]}: add it to jdp.Loss, or take it from the list"
+        )
     return row
 
 
@@ -68,7 +77,7 @@ def _means(assembly: Assembly, state: TrainState, source: Source, goes_on: Calla
             if not goes_on():
                 return None
     means = {name: total / weight for name, total in sorted(totals.items(), reverse=True)}  # the loss first
-    return means | ({"bits_per_token": means["loss"] / math.log(2)} if assembly.experiment.kind == "text" else {})
+    return means | ({"bits_per_token": means["loss"] / math.log(2)} if assembly.experiment.in_bits else {})
 
 
 @dataclass

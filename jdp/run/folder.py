@@ -263,7 +263,7 @@ def changed(experiment: Experiment, folder: Path) -> dict[str, tuple[Any, Any]]:
             f"{file} must name the run's experiment, and cannot be read ({error}): choose another `name` or --run-dir"
         ) from None
     with contextlib.suppress(ExperimentError):  # keys that came after it have their defaults; else it is compared as is
-        before = tomllib.loads(to_toml(from_table(before)))
+        before = tomllib.loads(to_toml(from_table(before, plugin=experiment.plugin)))
     before, now = _flat(before), _flat(tomllib.loads(to_toml(experiment)))
     pairs = {key: (before.get(key), now.get(key)) for key in sorted(before.keys() | now.keys())}
     return {key: (was, is_now) for key, (was, is_now) in pairs.items() if was != is_now}

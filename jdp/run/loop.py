@@ -31,6 +31,7 @@ from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import to_toml
 from jdp.experiment.memory_check import check_state, check_weights_and_batch
 from jdp.experiment.optimizer import learning_rate, peak_rate
+from jdp.experiment.plugins import folder_of, names_used
 from jdp.experiment.schema.experiment import Experiment, Train
 from jdp.guard.bad_steps import RollBack
 from jdp.guard.deadline import Deadline
@@ -174,7 +175,15 @@ def _introduction(assembly: Assembly) -> list[str | None]:
     if experiment.train.wrt is not None:
         first += f"; {assembly.trained_count:,} are trained, the others frozen"
     kept = f"compiled programs are kept in {folder} (--no-cache: not)" if (folder := kept_in()) else None
-    return [first, str(assembly.data), coverage(assembly), _scaled_rate(experiment), kept]
+    return [first, _plugin(experiment), str(assembly.data), coverage(assembly), _scaled_rate(experiment), kept]
+
+
+def _plugin(experiment: Experiment) -> str | None:
+    """Return the line about a run's plug-in: where it is, and what of it is used; None for a run without."""
+    if experiment.plugin is None:
+        return None
+    used = [f"{key} {name}" for key, name in names_used(experiment).items()]
+    return f"plug-in {experiment.plugin} ({folder_of(experiment.plugin)}): {', '.join(used) or 'nothing of it is used'}"
 
 
 def _resumed(progress: Progress, experiment: Experiment, folder: Path) -> str | None:

@@ -3,9 +3,14 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from jdp.experiment.schema.fields import Count, MaybeSource, Part, PathText, Section, Single, Source, named
+from jdp.experiment.schema.fields import NONE, Count, MaybeSource, Part, PathText, Section, Single, Source, named
+from jdp.experiment.schema.registered import Table
+
+
+def _data_name(name: str | None) -> str | None:
+    return None if name is None else DATASETS.check(name)
 
 
 class Ingredient(Section):
@@ -23,6 +28,8 @@ class Ingredient(Section):
 class Data(Section):
     """[data]: what to learn from; the model decides whether that is text, images or tables of numbers."""
 
+    name: Annotated[str | None, AfterValidator(_data_name)] = None
+    """A data set that the plug-in registers, whose fields may be given beside it, in place of source; none = source."""
     source: MaybeSource = "stdlib"
     """Text: "stdlib" (Python's own library source), files, globs or directories (text, JSONL, parquet, Arrow; gzip or
     zstandard), or an .npz of tokens. Images: "digits" (scikit-learn's), a directory with a subdirectory for each class,
@@ -63,9 +70,10 @@ class Data(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _mixed_or_one(cls, table: Any) -> Any:
-        """Leave out the default source where there is a mixture, which replaces it."""
-        if isinstance(table, Mapping) and table.get("mixture") and "source" not in table:
+    def _one_of_three(cls, table: Any) -> Any:
+        """Leave out the default source where a mixture or a data set's name replaces it."""
+        replaced = isinstance(table, Mapping) and (table.get("mixture") or table.get("name") not in (None, NONE))
+        if replaced and "source" not in table:
             return {**table, "source": None}
         return table
 
@@ -80,6 +88,11 @@ class Data(Section):
         """Every source that is named, those of the mixture too."""
         given = [self.source, *(text.source for text in self.mixture.values())]
         return tuple(word for source in given if source for word in ((source,) if isinstance(source, str) else source))
+
+
+OF_EVERY = ("name", "heldout_fraction", "shuffle")
+"""The keys that a plug-in's data set has too."""
+DATASETS = Table("data", reserved=(*OF_EVERY, "source", "mixture"))
 
 
 class EvalSet(Section):

@@ -3,10 +3,12 @@
 fields.py     the kinds of value
 model.py      [model]
 data.py       [data], [data.mixture.NAME], [eval.NAME]
+loss.py       [loss]
 optimizer.py  [optimizer]
 train.py      [train], [sample]
 track.py      [track]
 guard.py      [guard]
+registered.py what the names of [model], [data], [loss] and [optimizer] can be, plug-ins' too; chosen.py these tables
 this file     the whole file, and the rules between its tables: each that is broken is one line (keys, rule, fix)
 
 A constructor that returns has checked everything that can be checked without the number of devices or the data;
@@ -14,7 +16,7 @@ A constructor that returns has checked everything that can be checked without th
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
@@ -22,17 +24,20 @@ from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, mod
 from jdp.core.hints import nearest
 from jdp.core.sharding.axes import DATA, REPLICA, check_axes
 from jdp.core.toml import cut
-from jdp.experiment.schema.data import Data, EvalSet, Ingredient
-from jdp.experiment.schema.fields import NONE, CompilerTable, Rule, RunName, Section, named
+from jdp.experiment.schema.chosen import TABLES, chosen_tables
+from jdp.experiment.schema.data import DATASETS, OF_EVERY, Data, EvalSet, Ingredient
+from jdp.experiment.schema.fields import NONE, CompilerTable, PackageName, Rule, RunName, Section, named
 from jdp.experiment.schema.guard import Guard
 from jdp.experiment.schema.local_steps import LocalStepsTable
+from jdp.experiment.schema.loss import LOSSES, LossTable
 from jdp.experiment.schema.model import AnyModel, Model, model_table
 from jdp.experiment.schema.optimizer import USED_BY, Optimizer, unused
+from jdp.experiment.schema.registered import Table
 from jdp.experiment.schema.track import Track
 from jdp.experiment.schema.train import Sample, Train
 from jdp.experiment.schema.wire import WireTable
 from jdp.models.configs.gpt import GPTConfig
-from jdp.models.configs.mlp import MLPConfig
+from jdp.models.configs.sizes import ModelConfig
 from jdp.models.lower_bounds import parameter_lower_bound, traced_layers
 
 __all__ = [
@@ -51,8 +56,9 @@ __all__ = [
     "model_table",
 ]
 
-Kind = Literal["text", "images", "features"]
-OTHERS_KEYS = {
+Kind = Literal["text", "images", "features", "own"]
+OTHERS_KEYS: dict[Kind, tuple[str, ...]] = {
+    "own": tuple(key for key in Data.model_fields if key not in OF_EVERY),
     "text": ("label", "heldout", "size", "crop_padding", "flip"),
     "images": ("tokenizer", "packing", "length", "size"),
     "features": ("mixture", "tokenizer", "packing", "length", "crop_padding", "flip"),
@@ -80,6 +86,9 @@ class Experiment(Section):
 
     name: RunName
     """Name of the run, and of its folder."""
+    plugin: PackageName | None = None
+    """A package that registers models, data sets, losses and optimizers (jdp.plugin), whose fields are listed with
+    --plugin PACKAGE --help. It is code, which a file alone does not run: give --plugin on the command line too."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Where all randomness starts: initial weights, dropout, sample order."""
     strategy: Literal["ddp", "zero1", "zero2", "zero3"] = "ddp"
@@ -113,6 +122,7 @@ class Experiment(Section):
     data: Annotated[Data, Field(validate_default=True)] = Data()
     eval: dict[str, EvalSet] = Field(default={})
     """Further data sets to evaluate on."""
+    loss: LossTable = LossTable()
     optimizer: Optimizer = Optimizer()
     train: Train
     wire: WireTable = WireTable()
@@ -137,11 +147,19 @@ class Experiment(Section):
             return table
         return (model_table(table.get("name")) or AnyModel).model_validate(table)
 
+    @field_validator("data", "loss", "optimizer", mode="before")
+    @classmethod
+    def _of_its_name(cls, table: Any, info: ValidationInfo) -> Any:
+        schema = chosen_tables({info.field_name or "": table}).get(info.field_name or "")
+        return table if schema is None else schema.model_validate(table)
+
     @field_validator("data")
     @classmethod
     def _whole_context(cls, data: Data, info: ValidationInfo) -> Data:
-        context = getattr(info.data.get("model"), "context", 0)
-        return data if data.length else data.model_copy(update={"length": context})
+        model = info.data.get("model")
+        if model is None or model.entry.learns != "text" or data.name or data.length:
+            return data
+        return data.model_copy(update={"length": model.config.context})
 
     @field_validator("eval")
     @classmethod
@@ -153,15 +171,21 @@ class Experiment(Section):
     def eval_metrics(self) -> tuple[str, ...]:
         """Names of an evaluation's metrics: "eval_…" of the held-out data, "eval_NAME_…" of the held-out side of
         [data.mixture.NAME] and of [eval.NAME]."""
-        names = ("loss", "bits_per_token") if self.kind == "text" else ("loss", "accuracy")
+        entry = LOSSES.entries.get(self.loss.name or "")
+        own = ("bits_per_token",) if self.in_bits else ("accuracy",)
+        names = ("loss", *(own if entry is None else entry.metrics))
         sets = ("eval", *(f"eval_{name}" for name in (*self.data.mixture, *self.eval)))
         return tuple(f"{prefix}_{name}" for prefix in sets for name in names)
 
     @property
     def kind(self) -> Kind:
-        """What the model learns from: "text", "images" or "features"."""
-        config = self.model.config
-        return "text" if isinstance(config, GPTConfig) else "features" if isinstance(config, MLPConfig) else "images"
+        """What the model learns from: "text", "images" or "features"; "own": what a plug-in's data set gives."""
+        return "own" if self.data.name else self.model.entry.learns or "own"
+
+    @property
+    def in_bits(self) -> bool:
+        """Whether the loss is a cross-entropy in nats a token, which is shown in bits too."""
+        return self.loss.name is None and self.model.entry.learns == "text"
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -173,25 +197,51 @@ class Experiment(Section):
 
 def disagreements(experiment: Experiment) -> Iterator[str]:
     """Yield a line for every rule between keys that is broken."""
+    if problems := list(_plugin(experiment)):  # the other rules are about what is there
+        yield from problems
+        return
     yield from _size(experiment)
     yield from _lengths(experiment)
     yield from unused(experiment.optimizer)
-    yield from _data(experiment)
+    yield from (_own_data if experiment.kind == "own" else _data)(experiment)
     yield from _metrics(experiment)
     yield from _rules(experiment)
     yield from _wire(experiment)
     yield from _local_steps(experiment)
     yield from _noise_scale(experiment)
     yield from _guard(experiment)
-    if experiment.train.init_names != "jdp" and (experiment.train.init_from is None or experiment.kind != "text"):
+    is_gpt = isinstance(experiment.model.config, GPTConfig)
+    if experiment.train.init_names != "jdp" and (experiment.train.init_from is None or not is_gpt):
         yield "train.init_names is for a GPT's weights from a safetensors file, train.init_from: give one, or remove it"
-    if experiment.sample and experiment.kind != "text":
+    if experiment.sample and not (experiment.kind == "text" and is_gpt):
         yield f"[sample] is text written by a GPT; model.name = {experiment.model.name!r} writes none: remove the table"
+
+
+def _plugin(experiment: Experiment) -> Iterator[str]:
+    """Yield what is wrong between the names in several tables and the plug-in that registered them."""
+    for table in TABLES:
+        name = getattr(experiment, table.key).name
+        entry = table.entries.get(name) if name else None
+        if entry and entry.by and not entry.registered_by(experiment.plugin):
+            yield f"{table.key}.name = {name!r} is registered by {entry.by}; given no --plugin {entry.by}: add it"
+    model, learns = experiment.model.name, experiment.model.entry.learns
+    if learns is None and experiment.data.name is None:
+        yield f"model.name = {model!r} learns a plug-in's data set; given none: name it, data.name{_names(DATASETS)}"
+    if learns is None and experiment.loss.name is None:
+        yield f"model.name = {model!r} has a plug-in's loss; given none: name it, loss.name{_names(LOSSES)}"
+    if experiment.data.name and experiment.eval:
+        yield f"[eval.NAME] is read by jdp; given beside data.name = {experiment.data.name!r}: remove the table"
+
+
+def _names(table: Table) -> str:
+    return f" = {' or '.join(repr(name) for name in table.entries)}" if table.entries else ""
 
 
 def _size(experiment: Experiment) -> Iterator[str]:
     """Yield what is wrong with a model that no machine holds, or whose tracing would not end."""
     config, name = experiment.model.config, experiment.model.name
+    if not isinstance(config, ModelConfig):
+        return
     if (count := parameter_lower_bound(config)) > MOST_PARAMETERS:
         power = int((count.bit_length() - 1) * math.log10(2))
         yield f"model has more than 10^{power} parameters, which no machine holds: lower the sizes in [model]"
@@ -260,9 +310,10 @@ def _guard(experiment: Experiment) -> Iterator[str]:
 def _lengths(experiment: Experiment) -> Iterator[str]:
     """Yield what is wrong between the lengths in several tables."""
     context = getattr(experiment.model, "context", math.inf)
-    size, padding = getattr(experiment.model.config, "image_size", math.inf), experiment.data.crop_padding
+    size = getattr(experiment.model.config, "image_size", math.inf) if experiment.kind == "images" else math.inf
+    padding = experiment.data.crop_padding if experiment.kind == "images" else 0
     length, warmup, steps = experiment.data.length, experiment.optimizer.warmup_steps, experiment.train.steps
-    if length > context:
+    if experiment.kind == "text" and length > context:
         yield f"data.length must be at most model.context = {context}; given {length}: lower it, or raise model.context"
     if padding >= size:
         yield f"data.crop_padding must be less than model.image_size = {size}; given {padding}: lower it"
@@ -297,11 +348,25 @@ def _data(experiment: Experiment) -> Iterator[str]:
         for source in (given,) if isinstance(given, str) else given or ():
             if source in other_words:
                 yield f"{key} must fit model.name = {name!r}: {why}; given {cut(repr(source))}, which is not {fix}"
-    for key in OTHERS_KEYS[kind]:
-        default = Data.model_fields[key].default
-        if getattr(data, key) != default:
-            given = cut(repr(getattr(data, key)))
-            yield f"data.{key} is not used by model.name = {name!r}, as {why}; given {given}: remove it"
+    for key, given in _unread(data, OTHERS_KEYS[kind]):
+        yield f"data.{key} is not used by model.name = {name!r}, as {why}; given {given}: remove it"
+
+
+def _own_data(experiment: Experiment) -> Iterator[str]:
+    """Yield the keys of [data] that a plug-in's data set does not have."""
+    data = experiment.data
+    own = DATASETS.entries[data.name or ""].keys
+    if data.source is not None:
+        yield f"data.name = {data.name!r} is in place of data.source; given both: remove one"
+    for key, given in _unread(data, [key for key in OTHERS_KEYS["own"] if key not in (*own, "source")]):
+        yield f"data.{key} is not used by data.name = {data.name!r}; given {given}: remove it"
+
+
+def _unread(data: Data, keys: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield those of the keys that have another value than the default, with that value in words."""
+    for key in keys:
+        if getattr(data, key) != Data.model_fields[key].default:
+            yield key, cut(repr(getattr(data, key)))
 
 
 def _metrics(experiment: Experiment) -> Iterator[str]:

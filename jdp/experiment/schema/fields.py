@@ -1,5 +1,6 @@
 """The kinds of value an experiment file holds, and what all of its tables have in common."""
 
+import keyword
 import math
 import re
 import struct
@@ -38,6 +39,14 @@ def _run_name(name: str) -> str:
         raise ValueError(
             "must be letters, digits, dots, dashes and underscores, one or more, as it names the run's folder"
         )
+    return name
+
+
+def package_name(name: str) -> str:
+    """Return the name of a package. Raises ValueError if Python imports none by such a name."""
+    if not all(part.isidentifier() and not keyword.iskeyword(part) for part in name.split(".")) or len(name) > 200:
+        hint = f" (did you mean {other}?)" if (other := name.replace("-", "_")) != name and other.isidentifier() else ""
+        raise ValueError(f"must be the name by which Python imports a package, such as my_package{hint}")
     return name
 
 
@@ -122,6 +131,7 @@ Fraction = Annotated[float, Field(ge=0, le=1), Single]
 Part = Annotated[float, Field(gt=0, lt=1), Single]
 Decay = Annotated[float, Field(ge=0, lt=1), Single]
 PathText = Annotated[str, AfterValidator(_path)]
+PackageName = Annotated[str, AfterValidator(package_name)]
 RunName = Annotated[str, AfterValidator(_run_name)]
 Source = Annotated[str | tuple[str, ...], PlainValidator(_source)]
 MaybeSource = Annotated[str | tuple[str, ...] | None, PlainValidator(_source)]

@@ -1,48 +1,61 @@
 """The table [model]: a size by name, or the config.json in a folder of Hugging Face's, with any field of it changed."""
 
-import dataclasses
 import functools
-import operator
-import types
-import typing
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, cast
 
-from pydantic import AfterValidator, ConfigDict, create_model, model_validator
-from pydantic_core import PydanticKnownError
+from pydantic import AfterValidator, ConfigDict
 
-from jdp.experiment.schema.fields import Section, Single, Whole
+from jdp.experiment.schema.fields import Section
+from jdp.experiment.schema.registered import Entry, Table, section
 from jdp.models.configs.gpt import GPTConfig
+from jdp.models.configs.mlp import MLPConfig
 from jdp.models.configs.sizes import SIZES, ModelConfig
 
 HF = "hf:"
 """Prefix of a folder with the config.json of a GPT-2 or Llama, in place of the name of a size."""
 
 
-def size_named(name: str) -> ModelConfig:
-    """Return the configuration that a name stands for.
+def _build(config: ModelConfig, rngs: Any) -> Any:
+    from jdp.models.sizes import build  # late: it imports JAX
+
+    return build(config, rngs=rngs)
+
+
+@functools.cache
+def _own(name: str, config: ModelConfig) -> Entry:
+    """Return the entry of a model of jdp's own."""
+    learns = "text" if isinstance(config, GPTConfig) else "features" if isinstance(config, MLPConfig) else "images"
+    return Entry(name, config, _build, learns=learns)
+
+
+_FROM_HF = Entry(HF, GPTConfig, _build, learns="text")
+MODELS = Table("model", entries={name: _own(name, config) for name, config in SIZES.items()})
+
+
+def model_entry(name: str) -> Entry:
+    """Return what a name stands for.
 
     Args:
-        name: of a size, or "hf:FOLDER".
+        name: of a size, of a model of a plug-in, or "hf:FOLDER".
 
     Raises:
-        KeyError: there is no such size.
+        KeyError: there is no such model.
         ValueError: there is no such folder, or no config.json of a GPT-2 or Llama in it.
     """
     if not name.startswith(HF):
-        return SIZES[name]
+        return MODELS.entries[name]
     from jdp.checkpoint.safetensors import gpt_config_from_hf  # late: it imports Orbax, which takes a second
 
-    return gpt_config_from_hf(name.removeprefix(HF))
+    return _own(HF, gpt_config_from_hf(name.removeprefix(HF)))
 
 
 def _model_name(name: str) -> str:
-    if name.startswith(HF):
-        try:
-            size_named(name)
-        except ValueError as error:
-            raise ValueError(f"must lead to the config.json of a GPT-2 or Llama: {error}".rstrip(".")) from None
-    elif name not in SIZES:
-        raise PydanticKnownError("literal_error", {"expected": ", ".join(f"'{size}'" for size in (*SIZES, f"{HF}…"))})
+    if not name.startswith(HF):
+        return MODELS.check(name, f"{HF}…")
+    try:
+        model_entry(name)
+    except ValueError as error:
+        raise ValueError(f"must lead to the config.json of a GPT-2 or Llama: {error}".rstrip(".")) from None
     return name
 
 
@@ -50,19 +63,18 @@ class Model(Section):
     """[model]: what to train. The size named, with any of its fields changed."""
 
     name: Annotated[str, AfterValidator(_model_name)]
-    """Which size to start from, or "hf:FOLDER" for what the config.json of a GPT-2 or Llama there says; any of its
-    fields may be given beside it."""
+    """Which size to start from, or "hf:FOLDER" for what the config.json of a GPT-2 or Llama there says, or a model that
+    the plug-in registers; any of its fields may be given beside it."""
 
     @property
-    def config(self) -> ModelConfig:
-        """The resolved configuration, for `jdp.models`."""
-        kind = GPTConfig if self.name.startswith(HF) else type(SIZES[self.name])
-        return kind(**{field.name: getattr(self, field.name) for field in dataclasses.fields(kind)})
+    def entry(self) -> Entry:
+        """What the name stands for. The folder of an "hf:" may be gone: its fields are all here."""
+        return _FROM_HF if self.name.startswith(HF) else MODELS.entries[self.name]
 
-    @model_validator(mode="after")
-    def _obeys_its_own_rules(self) -> Self:
-        assert self.config  # the constructor checks; its ValueError is the message
-        return self
+    @property
+    def config(self) -> Any:
+        """The resolved configuration: a `ModelConfig`, or the dataclass of a plug-in's model."""
+        return self.entry.values(self)
 
 
 class AnyModel(Model):
@@ -72,35 +84,16 @@ class AnyModel(Model):
 
 
 def model_table(name: object) -> type[Model] | None:
-    """Return the schema of [model] for a size: its configuration's fields, with the size's values as the defaults.
+    """Return the schema of [model] for a name: its configuration's fields, with the size's values as the defaults.
 
     Args:
         name: what stands at model.name.
 
     Returns:
-        The schema; None if there is no such size.
+        The schema; None if there is no such model.
     """
     try:
-        size = size_named(name) if isinstance(name, str) else None
+        entry = model_entry(name) if isinstance(name, str) else None
     except (KeyError, ValueError):
         return None
-    return None if size is None else _table(size)
-
-
-@functools.cache
-def _table(size: ModelConfig) -> type[Model]:
-    hints = typing.get_type_hints(type(size))
-    fields: dict[str, Any] = {
-        field.name: (_limited(hints[field.name]), getattr(size, field.name)) for field in dataclasses.fields(size)
-    }
-    return create_model("ModelOfSize", __base__=Model, **fields)
-
-
-def _limited(hint: Any) -> Any:
-    """Return a field's type with its numbers limited to the 32 bits of devices."""
-    if hint in (int, float):
-        return Annotated[hint, Whole if hint is int else Single]
-    inner = typing.get_args(hint)
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        return functools.reduce(operator.or_, map(_limited, inner))
-    return tuple[_limited(inner[0]), ...] if typing.get_origin(hint) is tuple else hint
+    return None if entry is None else cast("type[Model]", section(entry, Model))

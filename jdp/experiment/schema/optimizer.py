@@ -1,11 +1,12 @@
 """The table [optimizer]: the update rule and its learning rate over the run."""
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidatorFunctionWrapHandler, WrapValidator
 
 from jdp.experiment.schema.fields import Count, Decay, Fraction, Positive, Section, Single
+from jdp.experiment.schema.registered import Table
 
 USED_BY: dict[str, tuple[str, ...]] = {
     "adamw": ("b1", "b2", "eps", "weight_decay"),
@@ -21,11 +22,25 @@ USED_BY: dict[str, tuple[str, ...]] = {
 """Optimizer -> the keys that it reads. Others are refused: the file would not describe the run."""
 
 
+READ_BY_SOME = {key for keys in USED_BY.values() for key in keys}
+"""Keys that some optimizers read; the others are for every one: jdp makes the rate, averages and clips."""
+
+
+def _registered_or(name: Any, its_own: ValidatorFunctionWrapHandler) -> Any:
+    """Return a name that a plug-in registered as it is. Raises as `Table.check` for what is none of all."""
+    if isinstance(name, str) and name not in USED_BY:
+        return OPTIMIZERS.check(name)
+    return its_own(name)
+
+
 class Optimizer(Section):
     """[optimizer]: the update rule and its learning rate over the run."""
 
-    name: Literal["adamw", "adam", "lion", "sgd", "adafactor", "lamb", "lars", "rmsprop", "adagrad"] = "adamw"
-    """The update rule."""
+    name: Annotated[
+        Literal["adamw", "adam", "lion", "sgd", "adafactor", "lamb", "lars", "rmsprop", "adagrad"],
+        WrapValidator(_registered_or),
+    ] = "adamw"
+    """The update rule; or one that the plug-in registers, whose fields may be given beside it."""
     lr: Annotated[float, Field(gt=0), Single] = 3e-4
     """Peak learning rate; with lr_scaling, that of a batch of base_batch_size."""
     base_batch_size: Positive | None = None
@@ -58,9 +73,15 @@ class Optimizer(Section):
     """Largest global gradient norm; larger gradients are scaled down to it."""
 
 
+OPTIMIZERS = Table(
+    "optimizer", own=USED_BY, reserved=tuple(key for key in Optimizer.model_fields if key not in READ_BY_SOME)
+)
+
+
 def unused(optimizer: Optimizer) -> Iterator[str]:
     """Yield a line for each key that is set although this optimizer, schedule or scaling does not read it."""
-    for key in sorted({key for keys in USED_BY.values() for key in keys} - set(USED_BY[optimizer.name])):
+    entry = OPTIMIZERS.entries.get(optimizer.name)
+    for key in sorted(READ_BY_SOME.difference(USED_BY[optimizer.name] if entry is None else entry.keys)):
         value, default = getattr(optimizer, key), Optimizer.model_fields[key].default
         if value != default:
             users = ", ".join(name for name, keys in USED_BY.items() if key in keys)
