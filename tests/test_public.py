@@ -19,7 +19,7 @@ SIGNATURES = {
     "initialize": "(coordinator=None, num_processes=None, process_id=None, *, timeout_seconds=300)",
     "keep_programs": "(folder=None, *, limit_bytes=1073741824)",
     "make_mesh": "(*, devices=None, **axes)",
-    "Plan": "(mesh, strategy='ddp', *, rules=(), min_shard_size=1024)",
+    "Plan": "(mesh, strategy='ddp', *, rules=(), min_shard_size=1024, offload=None)",
     "init_state": "(init, tx, plan, *, rng, wrt=None)",
     "abstract_state": "(init, tx, plan, *, rng, wrt=None)",
     "make_train_step": (
@@ -52,7 +52,7 @@ SIGNATURES = {
     "Wire": "(gradients=None, weights=None, block=256, fraction=0.01, rank=4, error_feedback=True)",
     "LocalSteps": "(steps, lr=1.0, momentum=0.0)",
     "Deadline": "(seconds=300.0, first_seconds=3600.0)",
-    "Precision": "(params='fp32', compute='fp32', reduce='fp32')",
+    "Precision": "(params='fp32', compute='fp32', reduce='fp32', products=None)",
 }
 
 
@@ -98,7 +98,7 @@ def test_what_public_objects_offer(name, members):
 
 def test_records_have_the_promised_fields():
     fields = lambda kind: list(kind.__dataclass_fields__)  # noqa: E731
-    placement = ["path", "shape", "dtype", "rest", "compute", "bytes_per_device", "reason", "trained"]
+    placement = ["path", "shape", "dtype", "rest", "compute", "bytes_per_device", "reason", "trained", "memory"]
     assert fields(jdp.Placement) == placement
     assert {"step", "params", "opt_state", "model_state", "rng"} <= set(fields(jdp.TrainState))
 
