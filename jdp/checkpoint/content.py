@@ -167,7 +167,8 @@ def _as_given(leaf: Any, array: jax.Array) -> Any:
         return np.asarray(array)
     if isinstance(leaf, jax.Array) and not leaf.committed:
         if _is_key(leaf):
-            return jax.random.wrap_key_data(np.asarray(jax.random.key_data(array)), impl=_key_impl(leaf))
+            words = jax.numpy.asarray(np.asarray(jax.random.key_data(array)))
+            return jax.random.wrap_key_data(words, impl=_key_impl(leaf))
         return jax.numpy.asarray(np.asarray(array))
     return array
 
