@@ -38,6 +38,7 @@ predicted
 published
 memory
 overlap
+layer_traffic
 attention
 loss
 input
