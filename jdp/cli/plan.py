@@ -17,6 +17,7 @@ from jdp.cli.options import (
     words,
     write_file,
 )
+from jdp.cli.plan_bill import check_bill, with_bill
 from jdp.cli.plan_failures import GivenFailures, read_failures
 from jdp.cli.plan_options import Options
 from jdp.cli.plan_tune import check_tune, tune
@@ -38,6 +39,7 @@ def run(arguments: list[str]) -> int:
     if options.file is None:
         raise UsageError("jdp plan needs an experiment; given no FILE: jdp plan FILE, or jdp plan --table 70e9:8")
     check_tune(options)
+    check_bill(options)
     if options.tune:
         return tune(options, overrides)
     for path in (options.html, options.trace):
@@ -89,6 +91,7 @@ def _plan(options: Options, overrides: dict[str, str], failures: GivenFailures |
         raise UsageError("\n".join(report.notes))
     if failures is not None:
         report = failures.added_to(report, target, first.train.checkpoint_every)
+    report = with_bill(report, options)
     if not options.json:
         show_plan(report, first.name, described)
     return report, described

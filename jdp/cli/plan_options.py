@@ -45,6 +45,11 @@ class Options:
     """For --tune: write the experiment with what was found, for jdp train FILE."""
     max_batch: bool = False
     """Find the largest batch that fits under the chosen strategy, by compiling."""
+    tokens: Annotated[float | None, tyro.conf.arg(metavar="COUNT")] = None
+    """Say how many days --target takes for so many tokens (examples, where a batch is counted in these), such as 1e12,
+    and how far off that may be by the published runs that the times were compared with."""
+    price: Annotated[float | None, tyro.conf.arg(metavar="PRICE")] = None
+    """For --tokens: what an hour of one device costs, such as 2.5, in any currency: say what they cost."""
     mtbf: Annotated[str | None, tyro.conf.arg(metavar="TIME")] = None
     """A device's mean time between failures, such as 50000h, 2000d or 5.7y: expect which share of its time the run
     trains on --target, and how often it should save. 50,676 h is that of the GPUs of Llama 3's training."""

@@ -34,7 +34,7 @@ def check_tune(options: Options) -> None:
             if given is not None:
                 raise UsageError(f"{flag} is for --tune, which is not given: add --tune, or remove {flag}")
         return
-    others = ("max_batch", "mtbf", "html", "trace")
+    others = ("max_batch", "tokens", "mtbf", "html", "trace")
     if beside := [f"--{name.replace('_', '-')}" for name in others if getattr(options, name)]:
         raise UsageError(f"--tune goes without {beside[0]}; given both: tune first, then plan what -o wrote")
     if options.target is None:

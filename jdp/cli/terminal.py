@@ -89,6 +89,8 @@ def show_plan(report: PlanReport, name: str, described: str) -> None:
     print()
     for sentence in report.why:
         print(sentence)
+    if report.bill is not None:
+        print(report.bill)
     for note in report.notes:
         print(f"Note: {note}")
     if report.max_batch is not None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jdp.core.formatting import align_columns, format_bytes, format_percent, format_rate, format_seconds
+from jdp.foresight.bill import Bill
 from jdp.foresight.goodput import Goodput
 from jdp.foresight.max_batch import MaxBatch
 from jdp.foresight.memory.peak import Headroom, Memory
@@ -97,6 +98,14 @@ class Estimate:
         return None if self.timeline is None else self.timeline.step_seconds
 
     @property
+    def step_range(self) -> tuple[float, float] | None:
+        """(least, most) seconds of a step by the error of published runs; None where that or the step is not known."""
+        if self.timeline is None or self.timeline.error is None:
+            return None
+        factor = 1 + self.timeline.error
+        return self.timeline.step_seconds / factor, self.timeline.step_seconds * factor
+
+    @property
     def compute_parts(self) -> dict[str, float] | None:
         """Seconds of computing by what they are spent on, the most first; None where times are not known."""
         return None if self.timeline is None else {name: part.seconds for name, part in self.timeline.parts.items()}
@@ -173,6 +182,7 @@ class Estimate:
             "host_seconds": None if self.timeline is None else self.timeline.host_seconds,
             "host_wait_seconds": None if self.timeline is None else self.timeline.host_wait_seconds,
             "step_seconds": self.step_seconds,
+            "step_seconds_range": None if self.step_range is None else list(self.step_range),
             "compute_parts": self.compute_parts,
             "mfu": self.mfu,
             "tokens_per_second": self.tokens_per_second,
@@ -218,6 +228,7 @@ class PlanReport:
         unit: what `Estimate.tokens` counts: "tokens", or "examples".
         max_batch: the largest batch that fits the choice, where it was asked for.
         goodput: which share of its time the choice is expected to train when devices fail, where it was asked for.
+        bill: the days and the money of a number of tokens under the choice, where it was asked for and one fits.
     """
 
     target: str
@@ -229,6 +240,7 @@ class PlanReport:
     unit: str = "tokens"
     max_batch: MaxBatch | None = None
     goodput: Goodput | None = None
+    bill: Bill | None = None
 
     @property
     def memory_headings(self) -> tuple[str, ...]:
@@ -265,10 +277,12 @@ class PlanReport:
         notes = [f"Note: {note}" for note in self.notes]
         largest = [] if self.max_batch is None else [str(self.max_batch)]
         goodput = [] if self.goodput is None else ["", str(self.goodput)]
-        return "\n".join([f"{self.devices} devices, {self.target}", *tables, "", *self.why, *notes, *largest, *goodput])
+        bill = [] if self.bill is None else [str(self.bill)]
+        head = f"{self.devices} devices, {self.target}"
+        return "\n".join([head, *tables, "", *self.why, *bill, *notes, *largest, *goodput])
 
     def to_json(self) -> dict[str, Any]:
-        """Return the object that `jdp plan --json` prints; `max_batch`, `goodput` are in it where asked for."""
+        """Return the object that `jdp plan --json` prints; `max_batch`, `goodput`, `bill` where asked for."""
         largest = {} if self.max_batch is None else {"max_batch": self.max_batch.to_json()}
         goodput = {} if self.goodput is None else {"goodput": self.goodput.to_json()}
         return {
@@ -283,6 +297,7 @@ class PlanReport:
             "notes": list(self.notes),
             **largest,
             **goodput,
+            **({} if self.bill is None else {"bill": self.bill.to_json()}),
         }
 
 

@@ -231,6 +231,19 @@ def test_goodput_goes_by_the_choice_its_state_and_the_targets_size(planned, jdp_
     assert row[1:5] == ["2", "s", "8", "s"]
 
 
+def test_days_and_money_are_the_choices_with_the_error_of_its_chip(planned, jdp_command):
+    given = ("--target", "h100:1x8", "--tokens", "1e12", "--price", "2.5")
+    code, out, _ = jdp_command("plan", *given, "--mtbf", "1000h", "--json")
+    plan = json.loads(out)
+    found, (chosen,) = plan["bill"], (row for row in plan["strategies"] if row["strategy"] == planned["choice"])
+    assert code == 0 and "bill" not in planned
+    assert found["seconds"] == pytest.approx(1e12 / (16 * 64) * chosen["step_seconds"] / plan["goodput"]["goodput"])
+    assert found["money"] == pytest.approx(2.5 * 8 * found["seconds"] / 3600)
+    assert chosen["step_seconds_range"] == [pytest.approx(chosen["step_seconds"] * each) for each in (1 / 1.22, 1.22)]
+    code, out, _ = jdp_command("plan", *given)
+    assert code == 0 and "1T tokens are 976,562,500 steps: " in out and "device-hours at 2.5 each" in out
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [

@@ -69,6 +69,7 @@ class Timeline:
         kernels: launches.
         events: both lanes, by start; loops by their first rounds and one event for the others, at most `MOST_EVENTS`.
         caveats: where the model may be wrong about this program.
+        error: the chip's `time_error`, of these seconds; None where it is not known.
     """
 
     step_seconds: float
@@ -86,6 +87,7 @@ class Timeline:
     host_seconds: float = 0.0
     host_wait_seconds: float = 0.0
     parts: Mapping[str, Part] = field(default_factory=dict[str, Part], repr=False)
+    error: float | None = None
 
     @property
     def exposed_fraction(self) -> float:
@@ -135,6 +137,7 @@ def timeline(program: Program, target: Target, model: CostModel | None = None) -
         host_seconds=total.host,
         host_wait_seconds=walk.host_wait,
         parts=parts(schedule),
+        error=None if model is not None or target.chip is None else target.chip.time_error,
     )
 
 
