@@ -169,6 +169,11 @@ nav {{ display: flex; flex-wrap: wrap; gap: .25rem 1.25rem; margin: .75rem 0; }}
 .answer {{ border-left: 4px solid {GREEN}; background: var(--raised); padding: .6rem 1rem; margin: 1rem 0; }}
 .answer.none {{ border-color: {VERMILION}; }}
 .answer strong {{ font-size: 1.15rem; }}
+.numbers {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); gap: .75rem 1.25rem;
+  margin: 1rem 0; }}
+.number dt {{ color: var(--faint); font-size: .87rem; }} .number dd {{ margin: 0; overflow-wrap: anywhere; }}
+.number dd:not(.note) {{ font-size: 2.1rem; line-height: 1.2; font-weight: 650; }}
+.number .note {{ line-height: 1.35; }}
 .breach {{ background: var(--bad); color: var(--bad-ink); padding: .4rem .75rem; border-left: 4px solid {VERMILION}; }}
 .tag {{ border-radius: 3px; padding: 0 .4em; font-size: .85em; font-weight: 600; white-space: nowrap; }}
 .tag.good {{ background: var(--good); color: var(--good-ink); }}

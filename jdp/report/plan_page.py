@@ -1,7 +1,7 @@
 """The report of `jdp plan` as one self-contained page, for those who decide what to launch.
 
-The answer comes first, with the reasons; then the candidates in a table, and what each of them holds (`memory.py`),
-waits for (`times.py`) and sends (`traffic.py`). Every picture has its numbers beside it as text.
+Large numbers come first, then the answer with its reasons; then the candidates in a table, and what each of them holds
+(`memory.py`), waits for (`times.py`) and sends (`traffic.py`). Every picture has its numbers beside it as text.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from jdp.foresight.forecast import PlanReport
 from jdp.foresight.goodput import HEADINGS, Goodput
 from jdp.report.memory import memory_bars
+from jdp.report.numbers import head
 from jdp.report.page import CHOSEN, Markup, Section, details, element, joined, page, paragraphs, table, tagged
 from jdp.report.times import times
 from jdp.report.traffic import traffic
@@ -57,7 +58,8 @@ def _answer(forecast: PlanReport, chosen: str | None) -> Markup:
     )
     shown_below = [estimate.error for estimate in forecast.estimates if estimate.error is not None]
     notes = [f"Note: {note}" for note in forecast.notes if not any(error in note for error in shown_below)]
-    return joined([box, paragraphs(notes, "note")])
+    bill = [] if forecast.bill is None else [str(forecast.bill)]
+    return joined([head(forecast), box, paragraphs([*bill, *notes], "note")])
 
 
 def _compiled(forecast: PlanReport) -> bool:
