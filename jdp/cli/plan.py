@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING
 from jdp.cli.options import (
     UsageError,
     check_writable,
-    choose_target_platform,
     counts,
     parse_with_overrides,
     stdout_to_stderr,
     words,
     write_file,
 )
-from jdp.cli.plan_bill import check_bill, with_bill
-from jdp.cli.plan_failures import GivenFailures, read_failures
+from jdp.cli.plan_bill import check_bill
+from jdp.cli.plan_compile import compile_plans
+from jdp.cli.plan_failures import read_failures
 from jdp.cli.plan_options import Options
+from jdp.cli.plan_targets import check_targets, page_of, scaling_of, show
 from jdp.cli.plan_tune import check_tune, tune
 from jdp.core.toml import brief
 
@@ -45,56 +46,21 @@ def run(arguments: list[str]) -> int:
     for path in (options.html, options.trace):
         check_writable(path)
     failures = read_failures(options)
+    targets = check_targets(options)
     with stdout_to_stderr() if options.json else contextlib.nullcontext():
-        report, described = _plan(options, overrides, failures)
+        plans = compile_plans(options, overrides, failures, targets)
+        scaling = None if len(plans.reports) == 1 else scaling_of(plans)
+        if not options.json:
+            show(plans, scaling)
     if options.json:
-        print(as_json.dumps(report.to_json(), allow_nan=False), flush=True)
+        found = plans.reports[0] if scaling is None else scaling
+        print(as_json.dumps(found.to_json(), allow_nan=False), flush=True)
     with stdout_to_stderr() if options.json else contextlib.nullcontext():
-        _write(options, report, described)
+        if scaling is None:
+            _write(options, plans.reports[0], plans.described[0])
+        elif options.html is not None:
+            _put(options.html, page_of(plans, scaling))
     return 0
-
-
-def _plan(options: Options, overrides: dict[str, str], failures: GivenFailures | None) -> tuple["PlanReport", str]:
-    """Return the report, and the experiment in a sentence. Raises UsageError if no candidate compiles."""
-    from jdp.experiment.file import load
-
-    assert options.file is not None
-    strategies = words(options.strategy, "--strategy")
-    remats: list[str | None] = [None] if options.remat is None else [*words(options.remat, "--remat")]
-    settings = [overrides | ({} if remat is None else {"model.remat": remat}) for remat in remats]
-    experiments = dict(zip(remats, (load(options.file, each) for each in settings), strict=True))
-    first = experiments[remats[0]]
-    accumulate = counts(options.accumulate, "--accumulate") or [first.train.accumulate]
-    choose_target_platform(options.target, first.devices)
-
-    from jdp.cli.terminal import Progress, show_plan
-    from jdp.experiment.plan import candidates_of, described_batch
-    from jdp.foresight.foresee import make_plan_report
-    from jdp.foresight.targets.this_machine import target_of
-
-    target = target_of(options.target)
-    candidates = [
-        candidate
-        for remat, experiment in experiments.items()
-        for candidate in candidates_of(experiment, target, strategies=strategies, accumulate=accumulate, remat=remat)
-    ]
-    described = f"{first.model.name}, {first.precision}, batches of {described_batch(candidates[0].batch)}"
-    with Progress() as progress:
-        report = make_plan_report(
-            candidates,
-            target,
-            max_batch=options.max_batch,
-            cache=not options.no_cache,
-            progress=progress.compiling,
-        )
-    if all(estimate.error is not None for estimate in report.estimates):
-        raise UsageError("\n".join(report.notes))
-    if failures is not None:
-        report = failures.added_to(report, target, first.train.checkpoint_every)
-    report = with_bill(report, options)
-    if not options.json:
-        show_plan(report, first.name, described)
-    return report, described
 
 
 def _write(options: Options, forecast: "PlanReport", described: str) -> None:

@@ -27,7 +27,7 @@ class Options:
     --strategy, --accumulate (one number) and --json."""
     target: Annotated[str | None, tyro.conf.arg(metavar="KIND:HOSTSxPER_HOST")] = None
     """Devices to plan for: h100:8x8, h200:1x8, a100:64x8, b200:2x8, cpu:8, or mycluster.toml:8x8. Default: this
-    machine's."""
+    machine's. Several with commas between, such as h100:1x8,h100:8x8,h100:64x8, are compared: a row each."""
     strategy: Annotated[str, tyro.conf.arg(metavar="NAMES")] = "ddp,zero1,zero2,zero3"
     """Strategies to compile, with commas between. On several hosts, where the experiment leaves [mesh] free, zero3 is
     compiled for replicas of fewer hosts too (HSDP)."""

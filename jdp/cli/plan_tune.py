@@ -17,6 +17,7 @@ from jdp.cli.options import (
     write_file,
 )
 from jdp.cli.plan_options import Options
+from jdp.core.toml import brief
 
 if TYPE_CHECKING:
     from jdp.experiment.tune import Tuning
@@ -39,6 +40,8 @@ def check_tune(options: Options) -> None:
         raise UsageError(f"--tune goes without {beside[0]}; given both: tune first, then plan what -o wrote")
     if options.target is None:
         raise UsageError("--tune compiles for a run's devices; given no --target: name them, such as --target h100:8x8")
+    if "," in options.target:
+        raise UsageError(f"--tune searches for one target; given {brief(options.target)}: name one of them")
     if options.tune_minutes is not None and not 0 < options.tune_minutes <= 10_000:
         raise UsageError(f"--tune-minutes takes minutes, more than 0; given {options.tune_minutes:g}: give 30")
     check_writable(options.output)

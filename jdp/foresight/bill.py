@@ -79,11 +79,11 @@ class Bill:
             costs = self.within_error(self.money)
             known = "" if costs is None else f" ({format_amount(costs[0])} to {format_amount(costs[1])})"
             sentence += f" and {format_amount(self.money)}{known}, for {hours} at {self.price:g} each"
-        return f"{sentence}. {self._assumed}"
+        return f"{sentence}. {self.assumed}"
 
     @property
-    def _assumed(self) -> str:
-        """Say what the range is, and what is not counted."""
+    def assumed(self) -> str:
+        """A sentence or two: what the range is, and what is not counted."""
         if self.error is None:
             off = "How far off that may be is not known: no published runs were compared with these devices' times."
         else:

@@ -1,0 +1,96 @@
+"""`jdp plan`: compile an experiment's step in every variant asked for, for one target or several."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from jdp.cli.options import UsageError, choose_target_platform, counts, words
+from jdp.cli.plan_bill import with_bill
+from jdp.cli.plan_failures import GivenFailures
+from jdp.cli.plan_options import Options
+
+if TYPE_CHECKING:
+    from jdp.foresight.forecast import PlanReport
+
+
+@dataclass(frozen=True)
+class Plans:
+    """An experiment's plan for each target.
+
+    Attributes:
+        name: the experiment's.
+        stem: of its file.
+        reports: one a target.
+        described: the experiment in a sentence, for each target.
+    """
+
+    name: str
+    stem: str
+    reports: tuple["PlanReport", ...]
+    described: tuple[str, ...]
+
+
+def compile_plans(
+    options: Options, overrides: dict[str, str], failures: GivenFailures | None, targets: Sequence[str | None]
+) -> Plans:
+    """Compile every candidate for every target.
+
+    Args:
+        options: the command's, with a file.
+        overrides: keys of the experiment that were given.
+        failures: what --mtbf says.
+        targets: names of devices; None: this machine's.
+
+    Raises:
+        UsageError: a target on which no candidate compiles, and no other target.
+        ValueError: a target, a strategy, a key or a batch that does not work; before anything is compiled.
+    """
+    from jdp.experiment.file import load
+
+    assert options.file is not None
+    strategies = words(options.strategy, "--strategy")
+    remats: list[str | None] = [None] if options.remat is None else [*words(options.remat, "--remat")]
+    settings = [overrides | ({} if remat is None else {"model.remat": remat}) for remat in remats]
+    experiments = dict(zip(remats, (load(options.file, each) for each in settings), strict=True))
+    first = experiments[remats[0]]
+    accumulate = counts(options.accumulate, "--accumulate") or [first.train.accumulate]
+    choose_target_platform(_widest(targets), first.devices)
+
+    from jdp.cli.terminal import Progress
+    from jdp.experiment.plan import candidates_of, described_batch
+    from jdp.foresight.foresee import make_plan_report
+    from jdp.foresight.targets.this_machine import target_of
+
+    resolved = [target_of(name) for name in targets]
+    candidates = [
+        [
+            candidate
+            for remat, each in experiments.items()
+            for candidate in candidates_of(each, target, strategies=strategies, accumulate=accumulate, remat=remat)
+        ]
+        for target in resolved
+    ]
+    reports = list["PlanReport"]()
+    for target, tried in zip(resolved, candidates, strict=True):
+        with Progress() as progress:
+            report = make_plan_report(
+                tried,
+                target,
+                max_batch=options.max_batch,
+                cache=not options.no_cache,
+                progress=progress.compiling,
+            )
+        is_compiled = any(estimate.error is None for estimate in report.estimates)
+        if failures is not None and is_compiled:
+            report = failures.added_to(report, target, first.train.checkpoint_every)
+        reports.append(with_bill(report, options))
+    if all(estimate.error is not None for report in reports for estimate in report.estimates):
+        raise UsageError("\n".join(dict.fromkeys(note for report in reports for note in report.notes)))
+    described = [f"{first.model.name}, {first.precision}, batches of {described_batch(c[0].batch)}" for c in candidates]
+    return Plans(first.name, options.file.stem, tuple(reports), tuple(described))
+
+
+def _widest(targets: Sequence[str | None]) -> str | None:
+    """Return the target that JAX starts for: of virtual CPU devices the one with most, else the first."""
+    sizes = [(int(name[4:]), name) for name in targets if name and name.startswith("cpu:") and name[4:].isdecimal()]
+    return max(sizes)[1] if sizes else targets[0]
