@@ -57,7 +57,7 @@ def compile_plans(
     choose_target_platform(_widest(targets), first.devices)
 
     from jdp.cli.terminal import Progress
-    from jdp.experiment.plan import candidates_of, described_batch
+    from jdp.experiment.plan import advised, candidates_of, described_batch, settings_of
     from jdp.foresight.foresee import make_plan_report
     from jdp.foresight.targets.this_machine import target_of
 
@@ -80,6 +80,8 @@ def compile_plans(
                 cache=not options.no_cache,
                 progress=progress.compiling,
             )
+        given = [settings_of(experiments[one.remat], one, max_batch=options.max_batch) for one in tried]
+        report = advised(report, given)
         is_compiled = any(estimate.error is None for estimate in report.estimates)
         if failures is not None and is_compiled:
             report = failures.added_to(report, target, first.train.checkpoint_every)

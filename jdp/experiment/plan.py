@@ -7,11 +7,15 @@ through the same functions as `jdp.foresee` and `jdp.verify`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from jdp.core.batch import batch_rows
 from jdp.core.sharding.axes import DATA
 from jdp.core.types import Batch
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.schema.experiment import Experiment
+from jdp.foresight.advice import advise
+from jdp.foresight.forecast import PlanReport, Settings
 from jdp.foresight.foresee import candidates
 from jdp.foresight.targets.relocate import Candidate
 from jdp.foresight.targets.resolve import Target
@@ -64,3 +68,36 @@ def described_batch(batch: Batch) -> str:
         return f"{rows} images of {'×'.join(map(str, shape))}"
     name = next((name for name in ("tokens", "features") if name in batch), min(batch))
     return f"{' × '.join(map(str, batch[name].shape))} {name}"
+
+
+def settings_of(experiment: Experiment, candidate: Candidate, *, max_batch: bool = False) -> Settings:
+    """Return what an experiment has set already, for the advice on one of its candidates.
+
+    Args:
+        experiment: that the candidate was made from.
+        candidate: on a target.
+        max_batch: the largest batch is searched.
+    """
+    model, step = experiment.model.config, candidate.step
+    compiler = experiment.compiler
+    return Settings(
+        precision=experiment.precision,
+        compiler=compiler if isinstance(compiler, str) else "own",
+        remat=getattr(model, "remat", "none") or "none",
+        scan=getattr(model, "scan", False),
+        attention=getattr(model, "attention", None),
+        rows=batch_rows(candidate.batch) // (step.plan.batch_shards * step.microbatches),
+        max_batch=max_batch,
+    )
+
+
+def advised(report: PlanReport, settings: Sequence[Settings]) -> PlanReport:
+    """Return a report whose advice asks for nothing that is set.
+
+    Args:
+        report: of an experiment's candidates.
+        settings: of each candidate.
+    """
+    estimates = tuple(replace(each, settings=one) for each, one in zip(report.estimates, settings, strict=True))
+    choice, why = advise(estimates)
+    return replace(report, estimates=estimates, choice=choice, why=why)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jdp.core.formatting import format_bytes, format_percent, format_seconds
-from jdp.foresight.forecast import Estimate
+from jdp.foresight.forecast import Estimate, Settings
 from jdp.foresight.memory.peak import RESERVED_BYTES
 from jdp.foresight.timing.parts import ATTENTION, COPIES, ELEMENTWISE, LOSS, OPTIMIZER, Part
 
@@ -76,19 +76,31 @@ def _nothing_fits(compiled: Sequence[Estimate]) -> list[str]:
     fixed, available = memory.total - rest, least.available_bytes or 0
     if fixed >= available or fixed > rest:
         return [
-            f"{least.name} needs least; {format_bytes(fixed)} of it are activations, batch and temporaries: raise "
-            "accumulate, rematerialise (remat), or give a device fewer rows."
+            f"{least.name} needs least; {format_bytes(fixed)} of it are activations, batch and temporaries: "
+            f"{_for_activations(least.settings)}."
         ]
-    if least.strategy != "zero3":
+    if least.strategy != "zero3" and least.devices > 1:
         return [
             f"{least.name} needs least; weights and optimizer state are {format_bytes(rest)} of it: zero3 shards them "
             "most."
         ]
-    more = -(-rest // (available - fixed))
+    more, set_to = -(-rest // (available - fixed)), least.settings
     return [
         f"{least.name} needs least; weights and optimizer state are {format_bytes(rest)} of it: take more devices "
-        f"(about {more} times as many, with as many rows each), {'' if memory.host else _ON_HOST}or a lower precision."
+        f"(about {more} times as many, with as many rows each), {'' if memory.host else _ON_HOST}"
+        f"{'or a lower precision' if set_to.precision in (None, 'fp32') else 'or a smaller model'}."
     ]
+
+
+def _for_activations(given: Settings) -> str:
+    """Return what makes activations smaller and is not done yet, in words."""
+    ways = list[str]()
+    if given.rows != 1:
+        ways.append("raise accumulate")
+    if given.remat in (None, "none", "dots"):
+        ways.append('rematerialise all (remat = "full")' if given.remat == "dots" else "rematerialise (remat)")
+    ways.append("give a device fewer rows" if given.rows != 1 else "shorten the rows or take devices with more memory")
+    return f"{', '.join(ways[:-1])}, or {ways[-1]}" if len(ways) > 1 else ways[0]
 
 
 def _why_fastest(choice: Estimate, fitting: Sequence[Estimate]) -> list[str]:
@@ -202,36 +214,61 @@ def _to_change(choice: Estimate) -> list[str]:
     costly = (name for name, part in timeline.parts.items() if part.seconds > COSTLY * timeline.step_seconds)
     sentences += [hint for name in costly if (hint := _hint(name, timeline.parts[name], choice))]
     again = timeline.recomputed_seconds
-    if again > COSTLY * timeline.step_seconds and choice.headroom is not None:
+    less = {None: '"dots" or "none"', "full": '"dots" or "none"', "dots": '"none"'}.get(choice.settings.remat)
+    if again > COSTLY * timeline.step_seconds and choice.headroom is not None and less is not None:
         left = choice.headroom.available - choice.headroom.needed
         sentences.append(
-            f'A device has {format_bytes(left)} left: rematerialising less (remat = "dots" or "none"), as far as that '
-            f"holds, saves up to {format_seconds(again)}."
+            f"A device has {format_bytes(left)} left: rematerialising less (remat = {less}), as far as that holds, "
+            f"saves up to {format_seconds(again)}."
         )
     if waiting > EXPOSED:
-        sentences.append(
-            f"A device waits for others in {format_percent(waiting)} of a step: more rows a device (--max-batch finds "
-            'how many fit) give it more to compute for the same bytes, and compiler = "overlap" may hide more of them.'
-        )
+        sentences.append(f"A device waits for others in {format_percent(waiting)} of a step: {_to_wait_less(choice)}.")
     return sentences
+
+
+def _to_wait_less(choice: Estimate) -> str:
+    """Return what hides more communication and is not set yet."""
+    finds = "" if choice.settings.max_batch else " (--max-batch finds how many fit)"
+    rows = f"more rows a device{finds} give it more to compute for the same bytes"
+    if choice.accumulate > 1:
+        rows = f"fewer microbatches (train.accumulate) or {rows}"
+    overlap = (
+        ', and compiler = "overlap" may hide more of them' if choice.settings.compiler in (None, "default") else ""
+    )
+    return f"{rows}{overlap}"
 
 
 def _hint(name: str, part: Part, choice: Estimate) -> str | None:
     """Return what to change about a part that costs much; None where that is the model's own work."""
+    given = choice.settings
     if name == ATTENTION and _is_unfused(part):
+        if given.attention in ("auto", "cudnn") and given.precision == "fp32":
+            return 'Attention is not fused, as fused kernels take 16-bit floats: precision = "bf16" has them.'
+        if given.attention in ("auto", "cudnn"):
+            return "Attention is not fused: cuDNN has no kernel for these shapes, packed rows or devices."
         return (
             "Unfused attention writes and reads arrays of [length, length]: fused attention does not "
             '(model.attention, or jax.nn.dot_product_attention(..., implementation="cudnn")).'
         )
     if name == OPTIMIZER and choice.strategy == "ddp" and choice.devices > 1:
         return "Every device updates the whole state: zero1 shards the update."
+    if name == COPIES:
+        return _for_copies(given)
     return _HINTS.get(name)
+
+
+def _for_copies(given: Settings) -> str | None:
+    """Return what makes copies fewer and is not set yet; None where all is."""
+    ways = ["layers that are not scanned (scan = false) have fewer"] if given.scan is not False else []
+    if given.remat in (None, "none"):
+        ways.append("rematerialisation has fewer")
+    if not ways:
+        return None
+    return f"Copies are of stacked layers and of what the backward pass needs of them: {', and '.join(ways)}."
 
 
 _HINTS = {
     LOSS: "The loss reads and writes the logits several times: for a part of the rows at a time they would be small.",
-    COPIES: "Copies are of stacked layers and of what the backward pass needs of them: layers that are not scanned "
-    "(scan = false) have fewer, and so does rematerialisation.",
     OPTIMIZER: "The update costs the same for any batch: more rows a device make it a smaller part.",
 }
 """Part of a step -> what makes it cheaper."""

@@ -22,6 +22,29 @@ from jdp.foresight.verify import Report
 
 
 @dataclass(frozen=True)
+class Settings:
+    """What is set already, so that advice does not ask for it; a field that is None is not known.
+
+    Attributes:
+        precision: "fp32", "bf16" or "fp8".
+        compiler: "default", "overlap", or another word for options of one's own.
+        remat: the model's policy: "none", "dots" or "full".
+        scan: True where layers are scanned.
+        attention: "auto", "cudnn" or "xla".
+        rows: of a microbatch on a device.
+        max_batch: True where the largest batch was searched.
+    """
+
+    precision: str | None = None
+    compiler: str | None = None
+    remat: str | None = None
+    scan: bool | None = None
+    attention: str | None = None
+    rows: int | None = None
+    max_batch: bool = False
+
+
+@dataclass(frozen=True)
 class Estimate:
     """What was read off one candidate's compiled program.
 
@@ -42,6 +65,7 @@ class Estimate:
         devices: how many share the work.
         compile_seconds: what compiling took; 0 when it was found in the cache (`cached`).
         error: why the step did not compile; None when it did.
+        settings: what the experiment has set already; nothing is known of it in a step of one's own.
     """
 
     strategy: str
@@ -64,6 +88,7 @@ class Estimate:
     compile_seconds: float = 0.0
     cached: bool = False
     error: str | None = None
+    settings: Settings = field(default=Settings(), repr=False)
 
     @property
     def name(self) -> str:

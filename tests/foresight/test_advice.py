@@ -6,7 +6,7 @@ import pytest
 
 from jdp.core.gradients.gathers import Gathered
 from jdp.foresight.advice import advise
-from jdp.foresight.forecast import Estimate, PlanReport
+from jdp.foresight.forecast import Estimate, PlanReport, Settings
 from jdp.foresight.memory.peak import Headroom, Memory
 from jdp.foresight.timing.parts import Part
 from jdp.foresight.timing.timeline import Timeline
@@ -199,3 +199,56 @@ def test_the_definitions():
     assert one.tokens_per_second == pytest.approx(81920)
     assert one.efficiency == pytest.approx(0.9)
     assert one.exposed_fraction == pytest.approx(0.5)
+
+
+ALL_SET = Settings("bf16", "overlap", "none", False, "cudnn", 4, True)
+COSTS = {"copies": Part(0.02), "attention": Part(0.02, unfused=0.02), "matrix products": Part(0.03, recomputed=0.015)}
+
+
+@pytest.mark.parametrize(
+    ("changed", "asked", "not_asked"),
+    [
+        ({}, (), ("overlap", "--max-batch", "scan = false", "model.attention", "remat =")),
+        ({"compiler": "default"}, ('compiler = "overlap"',), ("--max-batch",)),
+        ({"compiler": None}, ('compiler = "overlap"',), ()),
+        ({"compiler": "own"}, (), ("overlap",)),
+        ({"max_batch": False}, ("--max-batch finds",), ("overlap",)),
+        ({"scan": True}, ("scan = false",), ()),
+        (
+            {"scan": True, "remat": "full"},
+            ("scan = false", 'remat = "dots" or "none"'),
+            ("rematerialisation has fewer",),
+        ),
+        ({"remat": "dots"}, ('(remat = "none")',), ("Copies are", '"dots"')),
+        ({"remat": "none"}, (), ("rematerialising less",)),
+        ({"attention": "xla"}, ("model.attention",), ()),
+        ({"attention": "auto", "precision": "fp32"}, ('precision = "bf16"',), ("model.attention",)),
+        ({"attention": "auto"}, ("cuDNN has no kernel",), ('precision = "bf16"', "model.attention")),
+    ],
+)
+def test_advice_never_asks_for_what_is_set(changed, asked, not_asked):
+    plain = estimate("zero1", gib=60, exposed=0.02, sent=0.04)
+    plain = replace(plain, timeline=replace(plain.timeline, parts=COSTS), settings=replace(ALL_SET, **changed))
+    _, why = words(plain)
+    assert [each for each in asked if each not in why] == [] == [each for each in not_asked if each in why], why
+
+
+@pytest.mark.parametrize(
+    ("changed", "asked", "not_asked"),
+    [
+        ({}, ("raise accumulate, rematerialise (remat), or give",), ()),
+        ({"remat": "dots"}, ('rematerialise all (remat = "full")',), ()),
+        ({"remat": "full"}, ("raise accumulate, or give a device fewer rows",), ("rematerialise",)),
+        ({"remat": "full", "rows": 1}, ("shorten the rows",), ("raise accumulate", "rematerialise", "fewer rows")),
+    ],
+)
+def test_what_does_not_fit_is_told_what_is_left_to_do(changed, asked, not_asked):
+    tall = replace(estimate("zero3", gib=150, activations=140), settings=replace(ALL_SET, **changed))
+    _, why = words(tall)
+    assert [each for each in asked if each not in why] == [] == [each for each in not_asked if each in why], why
+
+
+def test_a_lower_precision_is_advice_for_fp32_only():
+    wide = replace(estimate("zero3", gib=150, activations=10), settings=ALL_SET)
+    assert "precision" not in words(wide)[1]
+    assert "lower precision" in words(replace(wide, settings=replace(ALL_SET, precision="fp32")))[1]
