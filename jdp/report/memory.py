@@ -1,4 +1,4 @@
-"""What a device holds under each candidate, as a section of a page: bars by class with its memory, and exact bytes."""
+"""What a device holds under each candidate, as a section of a page: bars by class with its memory, and a table."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def memory_bars(estimates: Sequence[tuple[str, Estimate]], chosen: str | None) -
         described="Bytes of a device’s memory by class, for each candidate; the table below has the same numbers.",
     )
     limit = held[0][1].available_bytes
-    dashed = "" if limit is None else f"; dashed: what a device has for it, {format_bytes(limit)} ({limit:,} bytes)"
+    dashed = "" if limit is None else f"; dashed: what a device has for it, {format_bytes(limit)}"
     caption = f"A device’s memory at the step’s peak{dashed}."
     figure = element("figure", picture, element("figcaption", *keys), element("figcaption", caption), class_="picture")
     peaks = [_peak(name, memory, is_open=name == chosen) for name, _, memory in held]
-    return joined([figure, paragraphs(_tight(held)), _exact_bytes(held), *peaks, _closed_form(held)])
+    return joined([figure, paragraphs(_tight(held)), _by_class(held), *peaks, _closed_form(held)])
 
 
 def _verdict(estimate: Estimate, memory: Memory) -> str:
@@ -67,8 +67,8 @@ def _key(text: str, colour: str) -> Markup:
     return element("span", element("i", style=f"background:{colour}"), text, class_="key")
 
 
-def _exact_bytes(held: Sequence[tuple[str, Estimate, Memory]]) -> Markup:
-    """Return a table of exact bytes: a row for each class, a column for each candidate. Rows of zeros are left out."""
+def _by_class(held: Sequence[tuple[str, Estimate, Memory]]) -> Markup:
+    """Return a table of bytes: a row for each class, a column for each candidate. Rows of zeros are left out."""
     memories = [memory for _, _, memory in held]
     limits = [estimate.available_bytes for _, estimate, _ in held]
     counts: list[tuple[str, list[int | None], str | None]] = [
@@ -80,8 +80,8 @@ def _exact_bytes(held: Sequence[tuple[str, Estimate, Memory]]) -> Markup:
     ]
     shown = [(words, row, kind) for words, row, kind in counts if any(row)]
     return table(
-        ["bytes of a device", *(name for name, _, _ in held)],
-        [[words, *("?" if count is None else f"{count:,}" for count in row)] for words, row, _ in shown],
+        ["memory of a device", *(name for name, _, _ in held)],
+        [[words, *("?" if count is None else format_bytes(count) for count in row)] for words, row, _ in shown],
         classes=[kind for _, _, kind in shown],
     )
 
@@ -99,7 +99,6 @@ def _peak(name: str, memory: Memory, *, is_open: bool) -> Markup:
             f"{one.dtype}[{','.join(map(str, one.dims))}]",
             f"{one.count}",
             format_bytes(one.bytes),
-            f"{one.bytes:,}",
             one.role,
             one.source or "–",
         ]
@@ -107,7 +106,7 @@ def _peak(name: str, memory: Memory, *, is_open: bool) -> Markup:
     ]
     if not rows:
         return Markup()
-    listed = table(("array", "how many", "together", "bytes", "what", "written at"), rows, words=("what", "written at"))
+    listed = table(("array", "how many", "together", "what", "written at"), rows, words=("what", "written at"))
     return details(f"{name}: the largest temporaries at the peak{at}{saved}", listed, is_open=is_open)
 
 

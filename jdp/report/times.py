@@ -32,9 +32,9 @@ def times(estimates: Sequence[tuple[str, Estimate]], chosen: str | None) -> Mark
     slider = element("input", type="range", min=0, max=5, step="0.1", value=0)
     zoom = element("label", "Zoom ", slider, class_="zoom note", hidden=True)
     parts = [zoom, element("p", *_lane_keys(), class_="note"), element("p", _HOW_TO_READ, class_="note")]
-    for name, estimate, timeline in timed:
+    for names, estimate, timeline in _different(timed, chosen):
         parts += [
-            element("h3", tagged(name, CHOSEN if name == chosen else None)),
+            element("h3", tagged(", ".join(names), CHOSEN if chosen in names else None)),
             element("p", _in_words(timeline, estimate)),
             lanes(timeline, longest, most),
             _stretches(timeline),
@@ -46,6 +46,20 @@ _HOW_TO_READ = (
     "All timelines have the same scale. Pale blocks are neighbours too short to be drawn apart. “× n” is n more "
     "rounds of a loop, filled as high as the lane is busy in them. Point at a block for its name, seconds and source."
 )
+
+
+def _different(
+    timed: Sequence[tuple[str, Estimate, Timeline]], chosen: str | None
+) -> list[tuple[list[str], Estimate, Timeline]]:
+    """Return candidates whose steps are the same as one, under all of their names, the chosen one first."""
+    groups = list[tuple[list[str], Estimate, Timeline]]()
+    for name, estimate, timeline in timed:
+        same = next((names for names, _, other in groups if other == timeline), None)
+        if same is None:
+            groups.append(([name], estimate, timeline))
+        else:
+            same.insert(0 if name == chosen else len(same), name)
+    return groups
 
 
 def _lane_keys() -> list[Markup]:
@@ -68,13 +82,13 @@ def _seconds_table(timed: Sequence[tuple[str, Estimate, Timeline]], chosen: str 
     rows = [
         [
             name,
-            f"{timeline.step_seconds:.6g}",
-            f"{timeline.compute_seconds:.6g}",
-            f"{timeline.communication_seconds:.6g}",
-            f"{timeline.exposed_seconds:.6g}",
+            format_seconds(timeline.step_seconds),
+            format_seconds(timeline.compute_seconds),
+            format_seconds(timeline.communication_seconds),
+            format_seconds(timeline.exposed_seconds),
             "–" if estimate.efficiency is None else format_percent(estimate.efficiency),
             f"{timeline.kernels:,}",
-            f"{timeline.matmul_seconds:.6g}",
+            format_seconds(timeline.matmul_seconds),
             format_seconds(timeline.median_matmul_seconds),
             f"{timeline.flops / 1e12:,.3g} TFLOP",
             format_bytes(timeline.bytes),
@@ -86,7 +100,7 @@ def _seconds_table(timed: Sequence[tuple[str, Estimate, Timeline]], chosen: str 
 
 
 _SECONDS = (
-    "seconds",
+    "candidate",
     "step",
     "compute",
     "communication",

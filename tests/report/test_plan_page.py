@@ -196,14 +196,14 @@ def test_the_page_holds_the_answer_and_the_numbers():
         "Take zero1.",
         "zero1 is the one to take.",
         "a note on rows",
-        "1,234,567,890",  # each class to the byte
-        "9,876,543,210",
-        "88,888,888,888",
-        "77,777,777,777",  # what there is
-        "2,345,678,901",  # the most that gradients hold
-        f"{memory_of().total:,}",
+        "1.15 GiB",  # each class
+        "9.2 GiB",
+        "82.8 GiB",
+        "72.4 GiB",  # what there is
+        "2.18 GiB",  # the most that gradients hold
+        format_bytes(memory_of().total),
         "bf16[16,1024,3072]",
-        "0.0002",  # the step's seconds
+        "200 µs",  # the step's seconds
         "54,321",  # kernels
         "7.89 TFLOP",
         "61 µs",
@@ -317,6 +317,14 @@ def test_what_is_not_known_is_said(estimates, expected):
     found = read(forecast_of(*estimates, choice=choice))
     assert expected in found.text
     assert ("RESOURCE_EXHAUSTED: no room" in found.text) == any(o.error is not None for o in estimates)
+
+
+def test_what_is_the_same_is_drawn_once():
+    """zero2 with one microbatch is zero1's program."""
+    other = outlook_of("zero3", timeline=timeline_of(events_of(300)))
+    found = read(forecast_of(outlook_of("zero1"), outlook_of("zero2"), other, choice=1))
+    assert found.values("class").count("lanes") == 2
+    assert "zero2, zero1 chosen" in found.text
 
 
 def test_an_error_is_told_once():
