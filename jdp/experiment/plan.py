@@ -83,7 +83,7 @@ def settings_of(experiment: Experiment, candidate: Candidate, *, max_batch: bool
     return Settings(
         precision=experiment.precision,
         compiler=compiler if isinstance(compiler, str) else "own",
-        remat=getattr(model, "remat", "none") or "none",
+        remat=getattr(model, "remat", "") or ("none" if hasattr(model, "remat") else ""),
         scan=getattr(model, "scan", False),
         attention=getattr(model, "attention", None),
         rows=batch_rows(candidate.batch) // (step.plan.batch_shards * step.microbatches),

@@ -28,7 +28,7 @@ class Settings:
     Attributes:
         precision: "fp32", "bf16" or "fp8".
         compiler: "default", "overlap", or another word for options of one's own.
-        remat: the model's policy: "none", "dots" or "full".
+        remat: the model's policy: "none", "dots" or "full"; "" for a model that has none.
         scan: True where layers are scanned.
         attention: "auto", "cudnn" or "xla".
         rows: of a microbatch on a device.

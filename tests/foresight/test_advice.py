@@ -221,6 +221,7 @@ COSTS = {"copies": Part(0.02), "attention": Part(0.02, unfused=0.02), "matrix pr
         ),
         ({"remat": "dots"}, ('(remat = "none")',), ("Copies are", '"dots"')),
         ({"remat": "none"}, (), ("rematerialising less",)),
+        ({"remat": ""}, (), ("rematerialising less", "Copies are")),
         ({"attention": "xla"}, ("model.attention",), ()),
         ({"attention": "auto", "precision": "fp32"}, ('precision = "bf16"',), ("model.attention",)),
         ({"attention": "auto"}, ("cuDNN has no kernel",), ('precision = "bf16"', "model.attention")),
