@@ -113,7 +113,10 @@ class Bill:
 
 def format_days(seconds: float) -> str:
     """Return seconds as days in three digits, "1,240 days", and what is less than a day in hours or less."""
-    return f"{format_amount(seconds / DAY)} days" if seconds >= DAY else format_span(seconds)
+    if seconds < DAY:
+        return format_span(seconds)
+    days = format_amount(seconds / DAY)
+    return f"{days} day{'' if days == '1' else 's'}"
 
 
 def format_amount(value: float) -> str:

@@ -52,7 +52,7 @@ def test_three_digits_and_no_more():
     assert [format_days(each) for each in (90.0, 7200.0, 86400.0, 86400 * 1234.0)] == [
         "1.5 min",
         "2 h",
-        "1 days",
+        "1 day",
         "1,230 days",
     ]
 
