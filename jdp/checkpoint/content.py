@@ -162,9 +162,7 @@ def read_state(folder: Path, target: Any, fix: str) -> Any:
 
 
 def _as_given(leaf: Any, array: jax.Array) -> Any:
-    """Return an array that was read as NumPy's, or free to move, where the target's is."""
-    if isinstance(leaf, np.ndarray | np.generic):
-        return np.asarray(array)
+    """Return an array that was read free to move, where the target's is."""
     if isinstance(leaf, jax.Array) and not leaf.committed:
         if _is_key(leaf):
             words = jax.numpy.asarray(np.asarray(jax.random.key_data(array)))
@@ -310,8 +308,11 @@ def _reader(folder: Path, fix: str) -> Read:
 def _read_arrays(folder: Path, wanted: Mapping[str, Any], fix: str) -> dict[str, Any]:
     """Read the arrays of these paths onto the shardings of these leaves; Orbax has none of those without elements."""
     shapes = {path: _stored_form(leaf, path) for path, leaf in wanted.items()}
-    zeros = {path: jax.numpy.zeros(x.shape, x.dtype) for path, x in shapes.items() if not x.size}
-    empty = {path: jax.device_put(x, shapes[path].sharding) for path, x in zeros.items()}
+    none = {path: x for path, x in shapes.items() if not x.size}
+    empty = {
+        path: x if isinstance(x, np.ndarray) else jax.device_put(jax.numpy.zeros(x.shape, x.dtype), x.sharding)
+        for path, x in none.items()
+    }
     shapes = {path: shape for path, shape in shapes.items() if path not in empty}
     if not shapes:
         return empty
@@ -335,14 +336,21 @@ def _restore(folder: Path, fix: str, **items: Any) -> Any:
 def _fill(state: Any, fields: Sequence[str], leaves: Mapping[str, Any]) -> dict[str, PyTree]:
     """Return these fields of `state` by name, with their leaves replaced by those of the same paths."""
     trees = {name: getattr(state, name) for name in fields}
-    return jax.tree.map_with_path(lambda path, _: leaves[path_of(path)], trees)
+
+    def filled(path: Any, leaf: Any) -> Any:
+        value = leaves[path_of(path)]
+        return type(leaf)(value) if isinstance(leaf, bool | int | float) else value
+
+    return jax.tree.map_with_path(filled, trees)
 
 
-def _stored_form(leaf: Any, path: str) -> jax.ShapeDtypeStruct:
-    """Return the shape, dtype and sharding in which a leaf is stored; a typed key is stored as its uint32 words."""
+def _stored_form(leaf: Any, path: str) -> Any:
+    """Return the shape, dtype and sharding in which a leaf is stored; a typed key is stored as its uint32 words.
+
+    Of an array of NumPy's an array of NumPy's: read as JAX', it would have 32 bits.
+    """
     if isinstance(leaf, np.ndarray | np.generic):
-        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here)
+        return np.empty(leaf.shape, leaf.dtype)
     check_sharding(leaf, path)
     data = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
     return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=leaf.sharding)

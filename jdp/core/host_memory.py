@@ -102,7 +102,7 @@ def on_device(tree: PyTree) -> PyTree:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
         return jax.device_put(leaf, sharding)
 
-    return jax.tree.map(moved, tree)
+    return jax.tree.map(moved, tree) if any(map(is_on_host, jax.tree.leaves(tree))) else tree
 
 
 _PLACEMENT = "annotate_device_placement"  # the custom call by which JAX tells XLA where an array is

@@ -101,6 +101,11 @@ def value_and_grad(
             "the parameters into a model that is trained and one that is read."
         )
     wire = Wire.of(wire)
+    if wire.gradients in ("topk", "powersgd"):
+        raise ValueError(
+            f"{wire.gradients} needs error feedback, which jdp.value_and_grad has no state for; given "
+            f'wire="{wire.gradients}". Take "int8", which rounds right on average, or jdp.make_train_step.'
+        )
     if wire.gradients is not None:
         wire = replace(wire, error_feedback=False)
     partitioning = settled_partitioning(partitioning, plan, wire, buckets, None, False)
@@ -116,7 +121,7 @@ def value_and_grad(
         buckets=buckets,
         overlap=overlap,
         check_loss=check_loss,
-        argnums=argnums if isinstance(argnums, int) else numbers,
+        argnums=numbers if isinstance(argnums, Sequence) else int(argnums),
         wrt=wrt,
     )
 

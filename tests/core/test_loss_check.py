@@ -429,3 +429,16 @@ def test_an_optimizer_that_takes_other_extra_arguments(chained):
     for _ in range(2):
         state, _ = step(state, batch_of())
     assert np.abs(jax.device_get(state.params["w"]) - before).max() > 1e-3
+
+
+def test_a_metric_that_is_no_sum_is_reported(capsys):
+    def with_metrics(params, batch, rng):
+        each = (batch["x"] @ params["w"]) ** 2 if "w" in params else jnp.square(batch["x"]).sum(-1)
+        each = each.reshape(len(batch["x"]), -1).sum(-1)
+        metrics = {"sum": each.sum(), "largest": each.max(), "pair": (each.sum(), jnp.float32(len(each)))}
+        return jdp.Loss(squares(params, batch), batch["weight"].sum(), metrics)
+
+    one_step(with_metrics, {"accumulate": 2})
+    said = capsys.readouterr().err
+    assert "metric 'largest' is no sum over examples" in said
+    assert "metric 'sum'" not in said and "metric 'pair'" not in said

@@ -27,6 +27,7 @@ from jdp.core.gradients.accumulate import GradientSpec, traced_loss, working_cop
 from jdp.core.gradients.auto import make_collectives
 from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.loss_trace import LossTrace, computes_in_float32, redraws
+from jdp.core.notices import notice
 from jdp.core.precision import Precision
 from jdp.core.sharding.plan import Plan
 from jdp.core.state import TrainState
@@ -148,6 +149,7 @@ def _difference(
         totals, weights = float(apart.total.sum()), float(apart.weight.sum())
         if not np.isfinite([total, totals]).all() or 0 in (weight, weights):
             continue  # such as rows that all weigh nothing
+        _report_metrics(together, apart, tolerance, chunks)
         scale = np.abs(apart.total).sum() / abs(weights) + abs(total / weight)
         if abs(total / weight - totals / weights) > tolerance * scale:
             return (
@@ -155,6 +157,22 @@ def _difference(
                 f"them in {len(chunks)} parts"
             )
     return None
+
+
+def _report_metrics(together: Sums, apart: Sums, tolerance: float, chunks: Chunks) -> None:
+    """Report once each metric that is no sum over examples: its value depends on how many calls there are."""
+    for name, (total, weight) in together.metrics.items():
+        totals, weights = (np.sum(x, axis=0) for x in apart.metrics[name])
+        with np.errstate(all="ignore"):
+            one, several = np.asarray(total) / weight, totals / weights
+            scale = np.sum(np.abs(apart.metrics[name][0]), axis=0) / np.abs(weights) + np.abs(one)
+        differs = np.abs(one - several) > tolerance * scale
+        if np.any(differs & np.isfinite(one) & np.isfinite(several)):
+            notice(
+                f"metric {name!r} is no sum over examples: its value for {chunks.size} rows is another in "
+                f"{len(chunks)} calls of the loss than in one, so it depends on the number of devices and "
+                "microbatches; return a sum over examples, or a pair (sum, weight)"
+            )
 
 
 @functools.cache

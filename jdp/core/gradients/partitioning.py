@@ -72,6 +72,11 @@ class PartitioningRequest:
                 f"batch[{wide[0]!r}] is float32 and meets bf16 weights at {wide[1]}: that product, and what follows "
                 f"from it, is computed in float32; cast it in the loss: batch[{wide[0]!r}].astype(jax.numpy.bfloat16)"
             )
+        if trace.gathers_rows and self.spec.accumulate > 1:
+            raise ValueError(
+                "jdp.gather_rows gathers the rows of one microbatch, so each number of microbatches would train "
+                f"something else; given accumulate={self.spec.accumulate}. Take accumulate=1."
+            )
         return replace(choice, gathers_rows=trace.gathers_rows)
 
     def check(self, choice: Choice, state: TrainState, batch: Batch) -> Choice:
@@ -81,7 +86,7 @@ class PartitioningRequest:
             ValueError: the loss mixes examples, and the user's settings call it on parts of the batch.
         """
         calls, adapter = self._calls(choice), state.static.adapter
-        if calls == 1 or (choice.gathers_rows and self.spec.accumulate == 1):
+        if calls == 1 or choice.gathers_rows:
             return choice
         try:
             difference = mixing(self.spec, self.plan, state, batch, self.train, batch_rows(batch) // calls)
