@@ -25,7 +25,7 @@ from jdp.core.notices import notice
 from jdp.core.numbers import is_integer
 from jdp.core.partitioned_loss import PartitionedLoss, means
 from jdp.core.precision import Precision
-from jdp.core.sharding.mesh import tracing_on
+from jdp.core.sharding.mesh import followed, tracing_on
 from jdp.core.sharding.plan import Plan
 from jdp.core.state import Static, TrainState, trained_part
 from jdp.core.step_settings import check_settings, check_training_settings, settled_partitioning
@@ -145,6 +145,8 @@ class ValueAndGrad(PartitionedLoss):
     _laid_out: set[Any] = field(init=False, default_factory=set[Any], repr=False, compare=False)
 
     def __call__(self, *arguments: Any) -> tuple[Metrics, Any]:
+        if (mesh := followed(self.plan.mesh)) is not self.plan.mesh:
+            return replace(self, plan=self.plan.on(mesh))(*arguments)
         *models, batch, rng = self._checked_arguments(arguments)
         state = self._joined(models, rng)
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, batch))):

@@ -21,6 +21,7 @@ import contextlib
 import math
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -97,6 +98,34 @@ def tracing_on(mesh: Mesh) -> Generator[None]:
     with_auto_axes = jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if explicit else contextlib.nullcontext()
     with tracing_for(mesh, batch_axes(mesh)), with_auto_axes:
         yield
+
+
+_FOLLOWED: ContextVar[Mesh | None] = ContextVar("jdp_followed", default=None)
+
+
+@contextlib.contextmanager
+def following(mesh: Mesh) -> Generator[None]:
+    """Have code traced on `mesh` while the context lasts, in place of the mesh with the same axes that it was made for.
+
+    It is the context's mesh too, so that jax keeps what is traced here apart from what is traced elsewhere.
+    """
+    token = _FOLLOWED.set(mesh)
+    try:
+        with jax.set_mesh(mesh):
+            yield
+    finally:
+        _FOLLOWED.reset(token)
+
+
+def without_mesh() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which the caller's `jax.set_mesh` does not hold."""
+    return jax.set_mesh(Mesh(np.empty((), object), ()))
+
+
+def followed(mesh: Mesh) -> Mesh:
+    """Return the mesh that takes the place of `mesh` (`following`); `mesh` itself where none does."""
+    other = _FOLLOWED.get()
+    return mesh if other is None or other.axis_names != mesh.axis_names else other
 
 
 def batch_axes(mesh: Mesh) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jdp.core.sharding.mesh import without_mesh
 from jdp.core.types import Device
 from jdp.foresight.timing.kernels import CostModel, Rates
 
@@ -49,7 +50,11 @@ class Machine:
 @functools.cache
 def measure(devices: tuple[Device, ...]) -> Machine:
     """Measure this machine's rates for each of `devices`, while all of them work. Takes about two seconds."""
-    mesh = Mesh(np.array(devices), (_AXIS,))
+    with without_mesh():
+        return _measured(Mesh(np.array(devices), (_AXIS,)))
+
+
+def _measured(mesh: Mesh) -> Machine:
     tiny, square = np.zeros(16, np.float32), np.full((384, 384), 1e-3, np.float32)
     cached, long = np.full(2**16, 0.5, np.float32), np.zeros((2048, 2048), np.float32)
     time_of = functools.partial(_seconds_a_round, mesh)
