@@ -5,6 +5,12 @@ import re
 import tomllib
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 from test_packages import MODULES, ORDER
 
 import jdp
@@ -18,7 +24,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 def test_the_example_runs(capsys):
     """As printed, on eight devices; the loss it ends with is that of a model that has learned ten one-hot rows. What is
     said of optimizers, partial training and loops of one's own goes on from there."""
-    example, further, own, sending = re.findall(r"```python\n(.*?)```", README, flags=re.S)
+    example, further, own, sending, _ = re.findall(r"```python\n(.*?)```", README, flags=re.S)
     names = {}
     exec(compile(example, "README.md", "exec"), names)
     plan, loss, *placements = capsys.readouterr().out.splitlines()
@@ -32,6 +38,26 @@ def test_the_example_runs(capsys):
     assert 0 < float(names["metrics"]["loss"]) < 4
     names["plan"] = jdp.Plan(jdp.make_mesh(replica=2, data=4), "zero2")
     exec(compile(sending, "README.md", "exec"), names)
+
+
+def test_the_step_of_your_own_is_foreseen(capsys):
+    """As printed, for the eight devices at hand."""
+    *_, foreseen = re.findall(r"```python\n(.*?)```", README, flags=re.S)
+    mesh = jdp.make_mesh()
+    model = nnx.Linear(64, 64, use_bias=False, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    for tree in (model, optimizer):
+        nnx.update(tree, jax.device_put(nnx.state(tree), NamedSharding(mesh, PartitionSpec())))
+
+    @nnx.jit
+    def train_step(model, optimizer, x, y):
+        grads = nnx.grad(lambda model: jnp.mean((model(x) - y) ** 2))(model)
+        optimizer.update(model, grads)
+
+    x = jax.device_put(np.ones((16, 64), np.float32), NamedSharding(mesh, PartitionSpec("data")))
+    names = {"jdp": jdp, "train_step": train_step, "model": model, "optimizer": optimizer, "x": x, "y": x}
+    exec(compile(foreseen.replace("h100:8x8", "cpu:8"), "README.md", "exec"), names)
+    assert capsys.readouterr().out.startswith("train_step on data=8 for cpu:8\nKept: a device sends ")
 
 
 def test_commands_and_experiments_exist():

@@ -2,5 +2,5 @@
 
 `targets/` describes devices that this machine need not have, so that XLA compiles the real step for them; `program/`
 reads the result, and `memory/`, `traffic/` and `timing/` read from it what is asked.
-Begin in `foresee.py` or `verify.py`.
+`any_step/` does so for steps that jdp did not make. Begin in `foresee.py` or `verify.py`.
 """

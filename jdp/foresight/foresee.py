@@ -11,8 +11,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any, overload
 
 import jax
 
@@ -25,6 +26,7 @@ from jdp.core.state import TrainState
 from jdp.core.step import Step
 from jdp.core.types import Batch
 from jdp.foresight.advice import advise
+from jdp.foresight.any_step.forecast import StepForecast, forecast
 from jdp.foresight.forecast import Estimate, PlanReport
 from jdp.foresight.max_batch import OnProgress, largest_batch
 from jdp.foresight.memory.peak import memory
@@ -35,12 +37,13 @@ from jdp.foresight.targets.resolve import Target
 from jdp.foresight.targets.this_machine import target_of
 from jdp.foresight.timing.model_flops import model_flops
 from jdp.foresight.timing.timeline import timeline
-from jdp.foresight.verify import report
+from jdp.foresight.verify import operands, report
 
 ZERO3 = "zero3"
 """The strategy that gathers weights most often, and so gains most from replicas whose gathers stay on fast links."""
 
 
+@overload
 def foresee(
     step: Step,
     state: TrainState,
@@ -53,34 +56,57 @@ def foresee(
     max_batch: bool = False,
     cache: bool = True,
     progress: OnProgress | None = None,
-) -> PlanReport:
-    """Compile `step` for `target` under every strategy, and report what each would hold, send and wait for.
+) -> PlanReport: ...
+
+
+@overload
+def foresee(
+    step: Callable[..., Any],
+    *arguments: Any,
+    target: str | Target | None = None,
+    mesh: Mapping[str, int] | None = None,
+    cache: bool = True,
+) -> StepForecast: ...
+
+
+def foresee(step: Any, *arguments: Any, target: str | Target | None = None, cache: bool = True, **other: Any) -> Any:
+    """Compile a step for `target`, and report what it would hold, send and wait for; a step of jdp's by every strategy.
+
+        print(jdp.foresee(train_step, state, batch, "h100:8x8"))  # of jdp.make_train_step
+        print(jdp.foresee(jitted, model, optimizer, x, y, target="h100:8x8"))  # of nnx.jit, say
 
     Nothing runs, and no accelerator is needed: the real compiler makes the real program.
 
     Args:
-        step: a training step; its own strategy is only one of those tried.
-        state, batch: real or abstract (`jdp.abstract_state`, `jax.ShapeDtypeStruct`); the batch is the global one. Rows
-            that do not divide over the target's devices are rounded up, and the notes say so.
-        target: "h100:8x8" and the like (`jdp.foresight.targets`); None: the devices that `state` is placed on.
-        strategies: which to try.
-        accumulate: microbatches a step, each to try; None: the step's own.
-        tokens: what one global batch counts for in `tokens_per_second`; None: the elements of its leaf named
-            "tokens", else its rows, which are then called examples.
-        max_batch: also find the largest batch that fits the choice, by compiling.
+        step: a training step (`jdp.make_train_step`), whose own strategy is only one of those tried; or any function
+            that is jitted (`jax.jit`, `nnx.jit`, `eqx.filter_jit`), as it is.
+        arguments: its positional arguments, real or abstract (`jdp.abstract_state`, `jax.ShapeDtypeStruct`); of a step
+            of jdp's the state and the global batch, and perhaps the target. A batch's rows that do not divide over the
+            target's devices are rounded up, and the notes say so.
+        target: "h100:8x8" and the like (`jdp.foresight.targets`); None: the devices that the arguments are placed on.
         cache: keep compiled results on disk ($JDP_CACHE_DIR, else ~/.cache/jdp) and use them.
-        progress: called before each compilation and at the end.
+        other: for a step of jdp's. `strategies`: which to try. `accumulate`: microbatches a step, each to try; None:
+            the step's own. `tokens`: what one global batch counts for in `tokens_per_second`; None: the elements of its
+            leaf named "tokens", else its rows, which are then called examples. `max_batch`: also find the largest batch
+            that fits the choice, by compiling. `progress`: called before each compilation and at the end. For another
+            step `mesh`: axis -> size on the target, as for `jdp.verify`.
 
     Returns:
-        A `PlanReport`: `.choice`, `.estimates`, `.why`; `print(report)` is two tables and the advice.
+        A `PlanReport` of a step of jdp's: `.choice`, `.estimates`, `.why`; `print(report)` is two tables and the
+        advice. Of another step a `StepForecast`: memory by argument, what each source line sends, the schedule.
 
     Raises:
         ValueError: an evaluation step; the target, a strategy, or the batch under a number of microbatches does not
-            work; `max_batch` for a target whose memory is not known.
+            work; `max_batch` for a target whose memory is not known; of another step what `jdp.verify` raises.
     """
+    if not isinstance(step, Step):
+        return forecast(step, arguments, target=target, cache=cache, **other)
+    tried = {name: other.pop(name) for name in ("strategies", "accumulate") if name in other}
+    settings = {name: other.pop(name) for name in ("tokens", "max_batch", "progress") if name in other}
+    state, batch, target = operands("foresee", arguments, target, other)
     devices = target_of(target, state)
-    tried = candidates(step, state, batch, devices, strategies=strategies, accumulate=accumulate)
-    return make_plan_report(tried, devices, tokens=tokens, max_batch=max_batch, cache=cache, progress=progress)
+    ways = candidates(step, state, batch, devices, **tried)
+    return make_plan_report(ways, devices, cache=cache, **settings)
 
 
 def candidates(

@@ -10,15 +10,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, overload
 
 from jdp.core.disk_cache import Cache
 from jdp.core.formatting import align_columns, format_bytes
 from jdp.core.state import TrainState
 from jdp.core.step import Step
 from jdp.core.types import Batch
+from jdp.foresight.any_step.forecast import StepForecast, forecast
 from jdp.foresight.program.collectives import Collective
 from jdp.foresight.program.compiled import Compiled
 from jdp.foresight.targets.chips import XLA_TYPES
@@ -28,29 +29,64 @@ from jdp.foresight.targets.this_machine import target_of
 from jdp.foresight.traffic.breaches import breaches, strays
 from jdp.foresight.traffic.contract import SLACK, TOLERANCE, MeshCollective, Row, collectives_on, compare
 from jdp.foresight.traffic.gathering import Gathering, gathering
-from jdp.foresight.traffic.origin import Sites
-from jdp.foresight.traffic.symptoms import symptoms
+from jdp.foresight.traffic.origin import Parameters, Sites
+from jdp.foresight.traffic.symptoms import donated_state, symptoms
 from jdp.foresight.traffic.theory import Theory, theory
 
 
+@overload
 def verify(
     step: Step, state: TrainState, batch: Batch, target: str | Target | None = None, *, cache: bool = True
-) -> Report:
-    """Compile a training step, and compare what it sends with its strategy's contract. Nothing runs.
+) -> Report: ...
+
+
+@overload
+def verify(
+    step: Callable[..., Any],
+    *arguments: Any,
+    target: str | Target | None = None,
+    against: str | float | None = None,
+    params: int | str | Sequence[str] | None = None,
+    mesh: Mapping[str, int] | None = None,
+    cache: bool = True,
+) -> StepForecast: ...
+
+
+def verify(step: Any, *arguments: Any, target: str | Target | None = None, cache: bool = True, **other: Any) -> Any:
+    """Compile a training step, and compare what it sends with its strategy's contract, or with given bytes.
+
+        assert jdp.verify(train_step, state, batch, "h100:8x8").kept  # of jdp.make_train_step
+        assert jdp.verify(jitted, model, optimizer, x, y, target="h100:8x8", against="zero3", params="model").kept
+
+    Nothing runs, and no accelerator is needed.
 
     Args:
-        step: a training step (`jdp.make_train_step`).
-        state, batch: real or abstract (`jdp.abstract_state`, `jax.ShapeDtypeStruct`); the batch is the global one.
-        target: devices to compile for, such as "h100:8x8"; None: those of `state`.
+        step: a training step (`jdp.make_train_step`), or any function that is jitted (`jax.jit`, `nnx.jit`,
+            `eqx.filter_jit`).
+        arguments: its positional arguments, real or abstract (`jdp.abstract_state`, `jax.ShapeDtypeStruct`); of a step
+            of jdp's the state and the global batch, and perhaps the target. Those of another lie on one mesh, or the
+            function was jitted with shardings: `PartitionSpec`s stay as they are, on the target's mesh.
+        target: devices to compile for, such as "h100:8x8"; None: those of the arguments.
         cache: keep compiled results on disk ($JDP_CACHE_DIR, else ~/.cache/jdp) and use them.
+        other: for a step that jdp did not make. `against`: a strategy's name, or the bytes that a device may send a
+            step; without it nothing is compared. `params`: which arguments are the parameters, for a strategy's row:
+            the number of one, or patterns of paths, such as "model" or "state/params/*". `mesh`: axis -> size on the
+            target; without it one axis takes the devices that the others leave: `data`, else the largest that the
+            batch is split over.
 
     Returns:
-        A `Report`: `.kept`, `.breaches`; `print(report)` is a table.
+        A `Report` of a step of jdp's, else a `StepForecast`: both have `.kept`, `.breaches` and `.symptoms`;
+        `print(report)` is a table.
 
     Raises:
-        ValueError: an evaluation step, a bad target, a step that does not compile; without a target, a batch that does
-            not divide (for a target its rows are rounded up, and the notes say so).
+        ValueError: an evaluation step of jdp's, a bad target, a step that does not compile; without a target, a batch
+            that does not divide (for a target its rows are rounded up, and the notes say so). Of another step:
+            it is not jitted, its arguments lie on no mesh or on two, the axes do not fit the target, or a `shard_map`
+            over a mesh of its own would have to change its size.
     """
+    if not isinstance(step, Step):
+        return forecast(step, arguments, target=target, cache=cache, **other)
+    state, batch, target = operands("verify", arguments, target, other)
     if not step.train:
         raise ValueError(
             "The contract is about training: jdp.verify takes a step of jdp.make_train_step; given an evaluation "
@@ -60,6 +96,32 @@ def verify(
     devices = target_of(target, candidate.state)
     compiled = candidate.compile(devices, Cache.usual(cache))
     return report(candidate.step, candidate.state, compiled, str(devices), notes=candidate.notes)
+
+
+def operands(
+    name: str, arguments: tuple[Any, ...], target: str | Target | None, other: Mapping[str, Any]
+) -> tuple[TrainState, Batch, str | Target | None]:
+    """Return (state, batch, target) of a call of `jdp.<name>` with a step of jdp's.
+
+    Args:
+        name: of the function.
+        arguments: after the step; the target may be the last.
+        target: by keyword.
+        other: further keywords; `state` and `batch` may be.
+
+    Raises:
+        ValueError: they are others.
+    """
+    names = ("state", "batch", "target")
+    given = {**dict(zip(names, arguments, strict=False)), **other}
+    twice = {*names[: len(arguments)]} & {*other, *(["target"] if target is not None else [])}
+    if len(arguments) > 3 or twice or {*given} - {"target"} != {"state", "batch"}:
+        words = f"{len(arguments)} arguments" + "".join(f", {key}=" for key in other)
+        raise ValueError(
+            f"jdp.{name} takes a step of jdp.make_train_step with its state and batch; given {words}. Call "
+            f"jdp.{name}(step, state, batch, target)."
+        )
+    return given["state"], given["batch"], given.get("target", target)
 
 
 def report(step: Step, state: TrainState, compiled: Compiled, target_name: str, *, notes: Sequence[str] = ()) -> Report:
@@ -107,7 +169,13 @@ def report(step: Step, state: TrainState, compiled: Compiled, target_name: str, 
         breaches=reasons,
         strays=tuple(each.words for each in stray if each.words not in reasons),
         gathering=gathering(step, state),
-        symptoms=symptoms(compiled, sites, step.plan, state),
+        symptoms=symptoms(
+            compiled,
+            sites,
+            Parameters.of(step.plan, state),
+            donated_state(compiled.program),
+            offloads=step.plan.offload is not None,
+        ),
         notes=tuple(dict.fromkeys((*notes, *_notes(step, promised, verdict.rows, collectives)))),
     )
 

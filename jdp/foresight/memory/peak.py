@@ -55,7 +55,7 @@ class Held:
     """Temporaries of one kind that are held at the peak.
 
     Attributes:
-        role: "working", "gradients" or "activations".
+        role: "working", "gradients" or "activations"; empty where they are not told apart.
         count, bytes: how many there are; bytes of all of them.
         dtype, dims: of each.
         op_name, source: the operation that wrote them last, and "file:line"; None where the program does not have it.
@@ -72,7 +72,8 @@ class Held:
     def __str__(self) -> str:
         times = f"{self.count} × " if self.count > 1 else ""
         source = f" from {self.source}" if self.source else ""
-        return f"{format_bytes(self.bytes)}: {times}{self.dtype}{list(self.dims)} ({self.role}){source}"
+        role = f" ({self.role})" if self.role else ""
+        return f"{format_bytes(self.bytes)}: {times}{self.dtype}{list(self.dims)}{role}{source}"
 
 
 @dataclass(frozen=True)
@@ -160,18 +161,21 @@ class Memory:
         jax allocates from one pool, by default `DEFAULT_FRACTION` of the memory. More than one program at a time, and
         checkpoints on their way to the host, are not counted.
         """
-        needed, available = self.total + self.outside, available_bytes(memory_bytes)
-        words = f"needs {format_bytes(needed)} of the {format_bytes(memory_bytes)} that a device has"
-        if needed > available:
-            beside = f"{format_bytes(RESERVED_BYTES)} of it go to the CUDA context and NCCL"
-            return Headroom(False, needed, available, None, f"{words}: does not fit; {beside}")
-        if needed <= DEFAULT_FRACTION * memory_bytes:
-            return Headroom(True, needed, available, None, f"{words}: fits")
-        fraction = min(math.ceil(1000 * needed / memory_bytes) / 1000, 1.0)
-        advice = (
-            f"jax takes {format_percent(DEFAULT_FRACTION)} of it by default: set XLA_CLIENT_MEM_FRACTION={fraction:g}"
-        )
-        return Headroom(True, needed, available, fraction, f"{words}: fits, but {advice}")
+        return headroom(self.total + self.outside, memory_bytes)
+
+
+def headroom(needed: int, memory_bytes: int) -> Headroom:
+    """Compare the bytes that a program needs with a device of `memory_bytes`, as `Memory.fits` does."""
+    available = available_bytes(memory_bytes)
+    words = f"needs {format_bytes(needed)} of the {format_bytes(memory_bytes)} that a device has"
+    if needed > available:
+        beside = f"{format_bytes(RESERVED_BYTES)} of it go to the CUDA context and NCCL"
+        return Headroom(False, needed, available, None, f"{words}: does not fit; {beside}")
+    if needed <= DEFAULT_FRACTION * memory_bytes:
+        return Headroom(True, needed, available, None, f"{words}: fits")
+    fraction = min(math.ceil(1000 * needed / memory_bytes) / 1000, 1.0)
+    advice = f"jax takes {format_percent(DEFAULT_FRACTION)} of it by default: set XLA_CLIENT_MEM_FRACTION={fraction:g}"
+    return Headroom(True, needed, available, fraction, f"{words}: fits, but {advice}")
 
 
 def available_bytes(memory_bytes: int) -> int:
@@ -217,7 +221,7 @@ def memory(compiled: Compiled, step: Step, state: TrainState) -> Memory:
         outside=max(at_rest - argument_bytes("state"), 0),
         host=compiled.host_bytes,
         at=next(iter(compiled.program.source_lines(at_peak)), at_peak.op_name),
-        largest=_largest(live, held, roles, time),
+        largest=largest_held(live, held, roles, time),
     )
 
 
@@ -249,7 +253,7 @@ def _pass(op_name: str | None) -> str | None:
     return "backward" if "transpose(jvp" in op_name else "forward" if "jvp(" in op_name else None
 
 
-def _largest(live: Liveness, held: Iterable[Buffer], roles: dict[Buffer, str], time: int) -> tuple[Held, ...]:
+def largest_held(live: Liveness, held: Iterable[Buffer], roles: Mapping[Buffer, str], time: int) -> tuple[Held, ...]:
     """Return the largest of the buffers held at a time, equal ones together."""
     counted = Counter[Held]()
     for buffer in held:

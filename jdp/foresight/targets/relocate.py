@@ -6,8 +6,8 @@
 """
 
 import warnings
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -107,16 +107,10 @@ class Candidate:
         """
         mesh = self.step.plan.mesh
         described = nullcontext() if self.cudnn is None else answered_for(mesh.devices.flat[0], self.cudnn)
-        try:
-            with warnings.catch_warnings(), jax.set_mesh(mesh), described:
-                # Which leaves were not donated is read off the program, with their names (`traffic.symptoms`).
-                warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-                return self.step.lower(self.state, self.batch)
-        except (RuntimeError, ValueError) as error:
-            explained = next((words for sign, words in _IMPOSSIBLE.items() if sign in str(error)), None)
-            if explained is None:
-                raise
-            raise ValueError(explained) from None
+        with warnings.catch_warnings(), explaining_what_cannot_be_lowered(), jax.set_mesh(mesh), described:
+            # Which leaves were not donated is read off the program, with their names (`traffic.symptoms`).
+            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+            return self.step.lower(self.state, self.batch)
 
     def compile(self, target: Target, cache: Cache | None = None) -> Compiled:
         """Compile the step for `target`, whose devices its mesh is made of, or find the result in `cache`.
@@ -143,6 +137,22 @@ _IMPOSSIBLE = {
     "should match the mesh": _OTHER_MESH,
 }
 """What jax says when a step cannot be lowered for a target -> what to do about it."""
+
+
+@contextmanager
+def explaining_what_cannot_be_lowered() -> Generator[None]:
+    """Replace what jax says about a step that cannot be lowered for a target.
+
+    Raises:
+        ValueError: with what to do about it (`_IMPOSSIBLE`).
+    """
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        explained = next((words for sign, words in _IMPOSSIBLE.items() if sign in str(error)), None)
+        if explained is None:
+            raise
+        raise ValueError(explained) from None
 
 
 def abstract_on(

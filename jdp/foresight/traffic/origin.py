@@ -196,9 +196,9 @@ def _unflattened(flat: Instruction, names: Names) -> tuple[int, ...]:
 
 # Source lines.
 
-_LIBRARIES = re.compile(r"/(?:site-packages|dist-packages)/(?:jax|jaxlib|flax|optax)/")
+_LIBRARIES = re.compile(r"/(?:site-packages|dist-packages)/(?:jax|jaxlib|flax|optax|equinox|haliax)/")
 _OWN = re.compile(rf"{re.escape(_PACKAGE)}/(?!models/)")
-_STEP = re.compile(rf"{re.escape(_PACKAGE)}/core/(?:step|gradients/loss_call)\.py:")
+_STEP = re.compile(rf"{re.escape(_PACKAGE)}/(?:core/(?:step|gradients/loss_call)|foresight/any_step/traced)\.py:")
 
 
 def line_of(source_lines: Sequence[str]) -> str | None:
@@ -207,7 +207,7 @@ def line_of(source_lines: Sequence[str]) -> str | None:
 
 
 def users_line(source_lines: Iterable[str]) -> str | None:
-    """Return the innermost line outside jax, flax, optax and jdp (whose models are the user's), else None.
+    """Return the innermost line outside jax, the libraries on it and jdp (whose models are the user's), else None.
 
     The line that calls the step is not meant: the search ends at the step itself.
     """
@@ -236,10 +236,12 @@ class Parameters:
     Attributes:
         placements: one for each parameter, its path without "params/".
         mesh_shape: axis -> size.
+        stacked_anywhere: layers may be stacked on any dimension that is not sharded, not only on the first.
     """
 
     placements: tuple[Placement, ...]
     mesh_shape: dict[str, int]
+    stacked_anywhere: bool = False
 
     @classmethod
     def of(cls, plan: Plan, state: TrainState) -> Parameters:
@@ -261,20 +263,23 @@ class Parameters:
         tables = tuple(dict[tuple[int, ...], list[Placement]]() for _ in range(4))
         for placement in self.placements:
             working, shard = self.local(placement), self.local(placement, at_rest=True)
-            stacked = self._may_be_stacked(placement)
-            slices = [dims[1:] for dims in (working, shard) if stacked]
+            stacks = self._stacked_on(placement)
+            slices = [(*dims[:dim], *dims[dim + 1 :]) for dims in (working, shard) for dim in stacks]
             count = math.prod(working) // max(math.prod(shard), 1)
-            beside = [(count, *dims) for dims in (shard, *([shard[1:]] if stacked else []))]
+            beside = [(count, *dims) for dims in (shard, *([shard[1:]] if stacks else []))]
             for table, row in zip(tables, ((working, shard), slices, (placement.shape,), beside), strict=True):
                 for key in {_key(dims) for dims in row}:
                     table.setdefault(key, []).append(placement)
         return tables
 
-    def _may_be_stacked(self, placement: Placement) -> bool:
-        """Return True if the leading dimension may be layers: not sharded, and of matrices or shared by others."""
+    def _stacked_on(self, placement: Placement) -> list[int]:
+        """Return the dimensions that may be layers: the first, if not sharded, and of matrices or shared by others."""
         alike = sum(other.shape[:1] == placement.shape[:1] for other in self.placements)
         rank = len(placement.shape)
-        return rank > 1 and placement.dim != 0 and (alike > 1 or rank > 2)
+        first = [0] if rank > 1 and placement.dim != 0 and (alike > 1 or rank > 2) else []
+        if not self.stacked_anywhere or rank < 3:
+            return first
+        return [dim for dim in range(rank) if not axes_of(spec_entry(placement.rest, dim))]
 
     def local(self, placement: Placement, *, at_rest: bool = False) -> tuple[int, ...]:
         """Return a parameter's dimensions on one device: of the working copy, or of the shard at rest."""

@@ -10,29 +10,41 @@ Each is a sentence that names a parameter or an operation, and a source line whe
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from jdp.core.formatting import format_bytes
-from jdp.core.sharding.plan import Plan
-from jdp.core.state import TrainState
 from jdp.foresight.program.compiled import Compiled
 from jdp.foresight.program.module import HOST_MEMORY, Instruction, Program, array_bytes, shapes
 from jdp.foresight.traffic.origin import Parameters, Sites, line_of, list_paths
 
+AS_PLANNED = "it is not placed where the plan has it. Place the state as the plan does (jdp.init_state, jdp.restore)."
+"""Why a leaf of a training step's state is not updated in place, and what to do."""
 
-def symptoms(compiled: Compiled, sites: Sites, plan: Plan, state: TrainState) -> tuple[str, ...]:
+
+def symptoms(
+    compiled: Compiled,
+    sites: Sites,
+    parameters: Parameters,
+    donated: Mapping[int, str],
+    placing: str = AS_PLANNED,
+    *,
+    offloads: bool = False,
+) -> tuple[str, ...]:
     """Return every sign, a sentence each, none twice.
 
     Args:
         compiled: the step.
         sites: of its program.
-        plan, state: what it was compiled for, on the mesh of its devices.
+        parameters: its parameters on the mesh of its devices.
+        donated: number -> path, of the program's parameters that results are to be written into.
+        placing: why one of them is not, and what to do, as the end of a sentence and another one.
+        offloads: it is meant to copy from and to the host's memory.
     """
     sentences = [
-        *_resharded(compiled, Parameters.of(plan, state)),
+        *_resharded(compiled, parameters),
         *_random(compiled, sites),
-        *_host(compiled.program, offloads=plan.offload is not None),
-        *_held_twice(compiled.program),
+        *_host(compiled.program, offloads=offloads),
+        *_held_twice(compiled.program, donated, placing),
     ]
     return tuple(dict.fromkeys(sentences))
 
@@ -159,22 +171,32 @@ _ALIASED = re.compile(r"\{[\d, ]*\}: \((\d+), \{[\d, ]*\}")
 _MENTIONED_BYTES = 1024
 
 
-def _held_twice(program: Program) -> Iterator[str]:
-    """Leaves of the state that XLA aliases with no result. They were all donated: a step returns them all."""
+def donated_state(program: Program) -> dict[int, str]:
+    """Return number -> path of the leaves of a training step's state: all were donated, as a step returns them all."""
+    parameters = [(step.parameter_number, step.op_name or "") for step in program[program.entry]]
+    return {
+        number: path_of_name(name) for number, name in parameters if number is not None and name.startswith("state.")
+    }
+
+
+def written_into(program: Program) -> set[int]:
+    """Return the numbers of the program's parameters that XLA aliases with a result."""
     aliases = _ALIASES.search(program.header)
-    kept = {int(number) for number in _ALIASED.findall(aliases[1])} if aliases else set[int]()
-    large: dict[str, int] = {}
+    return {int(number) for number in _ALIASED.findall(aliases[1])} if aliases else set[int]()
+
+
+def _held_twice(program: Program, donated: Mapping[int, str], placing: str) -> Iterator[str]:
+    """Arguments that were donated, and that XLA aliases with no result."""
+    kept, large = written_into(program), dict[str, int]()
     for step in program[program.entry]:
-        name = step.op_name or ""
-        donated = step.opcode == "parameter" and name.startswith("state.")
-        if donated and step.parameter_number not in kept and step.result_bytes >= _MENTIONED_BYTES:
-            large[path_of_name(name)] = step.result_bytes
+        number = step.parameter_number
+        if number is not None and number in donated.keys() - kept and step.result_bytes >= _MENTIONED_BYTES:
+            large[donated[number]] = step.result_bytes
     if large:
         first = sorted(large, key=lambda path: -large[path])
         yield (
             f"Donation: {list_paths(first)} ({format_bytes(sum(large.values()))} a device) cannot be updated in place "
-            "and is held twice while the step runs: it is not placed where the plan has it. Place the state as the "
-            "plan does (jdp.init_state, jdp.restore)."
+            f"and is held twice while the step runs: {placing}"
         )
 
 

@@ -1,0 +1,114 @@
+"""What a step of the user's own is compared with: a strategy's row for its parameters, or a number of bytes.
+
+The row is that of the contract (`traffic/theory.py`) for one microbatch, with B bytes of parameters and N devices that
+share the batch; gradients and gathered weights count in the parameters' own dtype:
+
+    ddp           all-reduce B                        2(N-1)/N · B on the wire
+    zero1, zero2  reduce-scatter B, all-gather B      2(N-1)/N · B
+    zero3         reduce-scatter B, all-gather 2·B    3(N-1)/N · B at most
+
+Bytes on the wire are those of the ring algorithms (Patarasuk and Yuan 2009).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jdp.core.formatting import format_bytes
+from jdp.core.hints import nearest
+from jdp.core.numbers import is_integer
+from jdp.core.paths import matches
+from jdp.core.sharding.placement import axes_of, bytes_per_device
+from jdp.core.sharding.strategy import strategy
+from jdp.foresight.any_step.moved import Moved
+from jdp.foresight.any_step.traced import Argument
+from jdp.foresight.traffic.reductions import ring_bytes
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What a device may send.
+
+    Attributes:
+        wire_bytes: a step.
+        words: whose bytes these are: "zero3 for 12 MiB of parameters", "given".
+        over_batch: only what runs along the batch's axes counts.
+    """
+
+    wire_bytes: float
+    words: str
+    over_batch: bool
+
+
+def bound(against: str | float, parameters: Sequence[Argument] | None, moved: Moved) -> Bound:
+    """Return what a device may send.
+
+    Args:
+        against: a strategy's name, or bytes a step and device.
+        parameters: the step's, for a strategy.
+        moved: the step.
+
+    Raises:
+        ValueError: an unknown strategy, or one without parameters; bytes that are no number of at least 0.
+    """
+    if not isinstance(against, str):
+        if isinstance(against, bool) or not math.isfinite(against) or against < 0:
+            raise ValueError(
+                f"against is a strategy's name or the bytes that a device may send a step; given {against!r}. Write "
+                "'zero3', or 500e6."
+            )
+        return Bound(float(against), "given", over_batch=False)
+    row, mesh = strategy(against), moved.mesh
+    if parameters is None:
+        raise ValueError(
+            f"A strategy's row is that of a step's parameters; given against={against!r} and no params. Say which "
+            "arguments they are: params=0, params='model' or params='state/params/*'."
+        )
+    devices = math.prod(mesh.shape[axis] for axis in moved.batch_axes)
+    size = sum(_bytes(each, mesh, moved.batch_axes) for each in parameters)
+    kinds = (
+        ["reduce-scatter", *["all-gather"] * (2 if row.gather == "use" else 1)] if row.shard_state else ["all-reduce"]
+    )
+    wire = sum(ring_bytes(kind, size, devices) for kind in kinds)
+    return Bound(wire, f"{row.name} for {format_bytes(size)} of parameters", over_batch=True)
+
+
+def _bytes(argument: Argument, mesh: Mesh, batch_axes: Iterable[str]) -> int:
+    """Return the bytes of an array on one shard of the model's own axes: whole along the batch's."""
+    entries = argument.sharding.spec if argument.sharding is not None else ()
+    own = {axis for entry in entries for axis in axes_of(entry)} - {*batch_axes}
+    return bytes_per_device(argument.shape, argument.dtype, math.prod(mesh.shape[axis] for axis in own))
+
+
+def chosen(params: int | str | Sequence[str] | None, arguments: Sequence[Argument]) -> list[Argument] | None:
+    """Return the floating-point arrays that `params` names; None where it is None.
+
+    Args:
+        params: the number of a positional argument, or patterns of paths, of which "model" means "model/*" too.
+        arguments: the step's.
+
+    Raises:
+        ValueError: it names none.
+    """
+    if params is None:
+        return None
+    if is_integer(params):
+        named = [each for each in arguments if each.number == params]
+    else:
+        patterns = [params] if isinstance(params, str) else [*params]  # pyright: ignore[reportGeneralTypeIssues]
+        wanted = [*patterns, *(f"{pattern}/*" for pattern in patterns)]
+        named = [each for each in arguments if matches(each.path, wanted)]
+    found = [each for each in named if jnp.issubdtype(each.dtype, jnp.floating)]
+    if not found:
+        first = list(dict.fromkeys(each.path for each in arguments))
+        hint = nearest(str(params), first, cutoff=0.3)
+        raise ValueError(
+            f"params names floating-point arguments of the step, such as {first[0]}; given {params!r}, which none "
+            f"matches{hint}"
+        )
+    return found

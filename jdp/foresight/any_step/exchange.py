@@ -1,0 +1,136 @@
+"""One mesh for another in a jaxpr: in constraints, nested jits and shard_maps, and in the types of its variables."""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+from jax.extend import core
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from jdp.foresight.any_step.traced import Argument, Traced
+from jdp.foresight.traffic.origin import users_line
+
+
+class OtherSize(ValueError):
+    """A part of the program has the old mesh's sizes in its shapes."""
+
+
+class Exchange:
+    """Exchanges one mesh for another in whatever a jaxpr's equations have as parameters."""
+
+    def __init__(self, old: Mesh | AbstractMesh, new: Mesh) -> None:
+        self.old, self.new = old, new
+        self._jaxprs: dict[int, tuple[core.Jaxpr, core.Jaxpr]] = {}
+        self._variables: dict[int, tuple[Any, Any]] = {}
+        self._contexts: dict[int, tuple[Any, Any]] = {}
+
+    def program(self, traced: Traced) -> Traced:
+        """Return a program with its arguments, results and equations on the new mesh. Raises ValueError."""
+        return replace(
+            traced,
+            closed=self(traced.closed),
+            arguments=tuple(self.argument(each) for each in traced.arguments),
+            out_shardings=tuple(map(self._concrete, traced.out_shardings)),
+        )
+
+    def argument(self, argument: Argument) -> Argument:
+        """Return an argument on the new mesh, if it was on an abstract one too."""
+        return replace(argument, sharding=self._concrete(argument.sharding))
+
+    def _concrete(self, sharding: NamedSharding | None) -> NamedSharding | None:
+        if sharding is None:
+            return None
+        mesh = Mesh(self.new.devices, sharding.mesh.axis_names, axis_types=sharding.mesh.axis_types)
+        return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+
+    def __call__(self, value: Any) -> Any:
+        """Return a value with the new mesh for the old one, at any depth. Raises ValueError for a third mesh."""
+        if isinstance(value, NamedSharding):
+            return NamedSharding(self._mesh(value.mesh), value.spec, memory_kind=value.memory_kind)
+        if isinstance(value, Mesh | AbstractMesh):
+            return self._mesh(value)
+        if isinstance(value, core.ClosedJaxpr):
+            return core.ClosedJaxpr(self._jaxpr(value.jaxpr), value.consts)
+        if isinstance(value, core.Jaxpr):
+            return self._jaxpr(value)
+        if type(value) in (tuple, list):
+            return type(value)(map(self, value))
+        return value
+
+    def _jaxpr(self, jaxpr: core.Jaxpr) -> core.Jaxpr:
+        """Exchange in each equation; a jaxpr that several share stays one, which jax lowers once."""
+        if id(jaxpr) not in self._jaxprs:
+            exchanged = jaxpr.replace(
+                constvars=[*map(self._variable, jaxpr.constvars)],
+                invars=[*map(self._variable, jaxpr.invars)],
+                outvars=[*map(self._variable, jaxpr.outvars)],
+                eqns=[self._equation(equation) for equation in jaxpr.eqns],
+                debug_info=jaxpr.debug_info,
+            )
+            self._jaxprs[id(jaxpr)] = (jaxpr, exchanged)
+        return self._jaxprs[id(jaxpr)][1]
+
+    def _variable(self, variable: Any) -> Any:
+        """Return a variable whose type names the new mesh, where it named the old; the same for the same variable."""
+        sharding = getattr(variable.aval, "sharding", None)
+        if not isinstance(variable, core.Var) or sharding is None or sharding.mesh.empty:
+            return variable
+        if id(variable) not in self._variables:
+            new = copy(variable)
+            new.aval = variable.aval.update(sharding=self(sharding))
+            self._variables[id(variable)] = (variable, new)
+        return self._variables[id(variable)][1]
+
+    def _equation(self, equation: Any) -> Any:
+        if equation.primitive.name == "shard_map" and (given := equation.params["mesh"]).shape != self.new.shape:
+            sizes = [" × ".join(f"{axis}={n}" for axis, n in each.shape.items()) for each in (given, self.new)]
+            raise OtherSize(
+                f"A shard_map over a mesh of its own has that mesh's sizes in its shapes, and cannot follow to others; "
+                f"given {sizes[0]}{_line(equation)}, and {sizes[1]} on the target. Leave shard_map's mesh= out and "
+                "call under jax.set_mesh(mesh); or make the mesh of as many virtual devices: "
+                f"JAX_NUM_CPU_DEVICES={self.new.size}."
+            )
+        parameters = {name: self(value) for name, value in equation.params.items()}
+        return equation.replace(
+            invars=[*map(self._variable, equation.invars)],
+            outvars=[*map(self._variable, equation.outvars)],
+            params=parameters,
+            ctx=self._context(equation.ctx),
+        )
+
+    def _context(self, context: Any) -> Any:
+        """Return what jax sets while it lowers an equation, with the new mesh as the context's where it had the old."""
+        if context.cur_abstract_mesh.empty:
+            return context
+        if id(context) not in self._contexts:
+            new = object.__new__(type(context))  # immutable, and jax's own constructor takes what is set right now
+            for name in (name for name in type(context).__slots__ if hasattr(context, name)):
+                if not name.startswith("__"):
+                    object.__setattr__(new, name, getattr(context, name))
+            object.__setattr__(new, "cur_abstract_mesh", self._mesh(context.cur_abstract_mesh))
+            self._contexts[id(context)] = (context, new)
+        return self._contexts[id(context)][1]
+
+    def _mesh(self, mesh: Any) -> Any:
+        if mesh.empty or (isinstance(mesh, Mesh) and tuple(mesh.devices.flat) == tuple(self.new.devices.flat)):
+            return mesh
+        if mesh.axis_names != self.old.axis_names:
+            raise ValueError(
+                f"A step names one mesh, that of its arguments, with the axes {', '.join(self.old.axis_names)}; given "
+                f"one with {', '.join(mesh.axis_names)} inside of it. Leave the target out to compile for the "
+                "arguments' own devices."
+            )
+        if isinstance(mesh, Mesh):
+            return Mesh(self.new.devices, mesh.axis_names, axis_types=mesh.axis_types)
+        device = self.new.abstract_mesh.abstract_device
+        return mesh.update(axis_sizes=tuple(self.new.shape.values()), abstract_device=device)
+
+
+def _line(equation: Any) -> str:
+    """Return " at file:line" of what the user wrote; empty where jax has not kept it."""
+    traceback = equation.source_info.traceback
+    frames = [] if traceback is None else [f"{each.file_name}:{each.line_num}" for each in traceback.frames]
+    line = users_line(frames)
+    return f" at {line}" if line else ""

@@ -1,0 +1,249 @@
+"""A compiled step of the user's own, read: what it holds by argument, what it sends by source line, and its symptoms.
+
+1. `memory_of`: arguments are exact, by path; temporaries those held at the peak, largest first, with their lines.
+2. `sent_by`: every tensor that a collective carries, with the mesh axes, the user's line, and the arguments that have
+   its shape: evidence of what it is, not proof.
+3. `signs`: `traffic/symptoms.py`; also tensors sent along the batch's axes that no argument has the shape of, and
+   arguments that nobody donated although a result of the same shape takes their place.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from jdp.core.formatting import format_bytes, format_percent
+from jdp.core.sharding.placement import Placement, axes_of
+from jdp.foresight.any_step.moved import Moved
+from jdp.foresight.any_step.traced import Argument
+from jdp.foresight.memory.liveness import Liveness
+from jdp.foresight.memory.peak import Headroom, Held, headroom, largest_held
+from jdp.foresight.program.compiled import Compiled
+from jdp.foresight.program.module import HOST_MEMORY
+from jdp.foresight.targets.resolve import Target
+from jdp.foresight.traffic.contract import TINY, axes_along
+from jdp.foresight.traffic.origin import Parameters, Sites, list_paths
+from jdp.foresight.traffic.symptoms import symptoms, written_into
+
+# Memory.
+
+
+@dataclass(frozen=True)
+class HeldArgument:
+    """An argument on one device.
+
+    Attributes:
+        path: in the call.
+        bytes: of its shard, as the program takes it.
+        donated: its memory may take a result.
+        in_place: it does.
+    """
+
+    path: str
+    bytes: int
+    donated: bool
+    in_place: bool
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes per device.
+
+    Attributes:
+        arguments: in the order of the call.
+        results: those that are not written into an argument.
+        host: of arguments, results and temporaries that are in the host's memory; in none of the others.
+        temporaries: what else XLA allocates while the step runs.
+        total: the three together.
+        largest: temporaries held at the peak, largest first, equal ones together.
+        at: "file:line" of what runs at the peak, or its jax name; None where the program has neither.
+        headroom: whether a device holds it; None where its memory is not known.
+    """
+
+    arguments: tuple[HeldArgument, ...]
+    results: int
+    temporaries: int
+    total: int
+    largest: tuple[Held, ...]
+    at: str | None
+    headroom: Headroom | None
+    host: int = 0
+
+
+def memory_of(compiled: Compiled, moved: Moved, target: Target) -> StepMemory:
+    """Return what a compiled step holds on a device.
+
+    Args:
+        compiled: the step.
+        moved: what was compiled.
+        target: its devices.
+    """
+    live, arguments, program = Liveness(compiled.program), moved.traced.arguments, compiled.program
+    in_place, sizes = written_into(program), dict[int, int]()
+    for step in program[program.entry]:
+        if (number := step.parameter_number) is not None:
+            sizes[number] = 0 if HOST_MEMORY in step.type else step.result_bytes
+    time, held = live.peak
+    at_peak = live.schedule[time][1]
+    needed = compiled.total_bytes
+    return StepMemory(
+        tuple(
+            HeldArgument(each.path, sizes.get(number, 0), each.donated, number in in_place)
+            for number, each in enumerate(arguments)
+        ),
+        compiled.output_bytes - compiled.alias_bytes,
+        compiled.temp_bytes,
+        needed,
+        largest_held(live, held, dict.fromkeys(live.temporaries, ""), time),
+        next(iter(program.source_lines(at_peak)), at_peak.op_name),
+        None if target.memory_bytes is None else headroom(needed, target.memory_bytes),
+        compiled.host_bytes,
+    )
+
+
+# Traffic.
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Tensors of one shape that one kind of collective sends from one line.
+
+    Attributes:
+        kind: of collective.
+        dtype, dims: of each tensor: an all-gather's result, a reduce-scatter's shard, else the operand, on one device.
+        axes: of the mesh, along which it is sent.
+        over_batch: among them are the batch's.
+        source: "file:line" that the user wrote; where there is none, the library's; None where the program has neither.
+        like: paths of the arguments that have the shape, whole or one device's shard; empty: an activation, say.
+        count: how many a step, rounds of loops included.
+        wire_bytes: what each device sends of all of them, a step, by the ring algorithms.
+        caveats: why `count` may differ from what runs.
+    """
+
+    kind: str
+    dtype: str
+    dims: tuple[int, ...]
+    axes: tuple[str, ...]
+    over_batch: bool
+    source: str | None
+    like: tuple[str, ...]
+    count: int
+    wire_bytes: float
+    caveats: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        times = f" {self.count} times" if self.count > 1 else ""
+        what = f"the shape of {list_paths(self.like)}" if self.like else "no argument has this shape"
+        at = f", at {self.source}" if self.source else ""
+        tensor = f"{self.kind} of {self.dtype}{list(self.dims)}{times}{at}"
+        return f"{tensor} ({what}): {format_bytes(self.wire_bytes)} a device"
+
+
+def shapes_of(moved: Moved, arguments: Iterable[Argument]) -> Parameters:
+    """Return arguments, to be found by shape: at rest as they lie, while computed with whole along the batch's axes."""
+
+    def placement(each: Argument) -> Placement:
+        rest = PartitionSpec() if each.sharding is None else each.sharding.spec
+        compute = PartitionSpec(*(tuple(a for a in axes_of(e) if a not in moved.batch_axes) or None for e in rest))
+        return Placement(each.path, each.shape, str(each.dtype), rest, compute, 0, "given")
+
+    return Parameters(tuple(placement(each) for each in arguments if each.shape), dict(moved.mesh.shape), True)
+
+
+def sent_by(compiled: Compiled, sites: Sites, moved: Moved, shapes: Parameters) -> tuple[Sent, ...]:
+    """Return what a compiled step sends, most bytes first.
+
+    Args:
+        compiled: the step.
+        sites: of its program.
+        moved: what was compiled.
+        shapes: of the arguments that are no batch.
+    """
+    sent = dict[tuple[Any, ...], Sent]()
+    for c in compiled.collectives:
+        if c.group_size == 1:
+            continue
+        axes = axes_along(c.groups, moved.mesh)
+        over_batch = not set(axes).isdisjoint(moved.batch_axes)
+        for piece in sites.pieces(c):
+            like = tuple(placement.path for placement in shapes.like(piece.dims))
+            wire = c.wire_bytes * piece.payload_bytes / max(c.payload_bytes, 1)
+            new = Sent(c.kind, piece.dtype, piece.dims, axes, over_batch, piece.source_line, like, 0, 0.0, c.caveats)
+            before = sent.setdefault((c.kind, piece.dtype, piece.dims, axes, piece.source_line, c.caveats), new)
+            after = replace(before, count=before.count + c.count, wire_bytes=before.wire_bytes + wire)
+            sent[c.kind, piece.dtype, piece.dims, axes, piece.source_line, c.caveats] = after
+    return tuple(sorted(sent.values(), key=lambda each: -each.wire_bytes))
+
+
+# Signs.
+
+_SHARE = 0.01  # of what a device sends, below which a line is not worth a sentence
+_LINES = 4  # that get one
+
+
+def signs(compiled: Compiled, sites: Sites, moved: Moved, shapes: Parameters, sent: Sequence[Sent]) -> tuple[str, ...]:
+    """Return signs of something unmeant, a sentence each.
+
+    Args:
+        compiled: the step.
+        sites: of its program.
+        moved: what was compiled.
+        shapes: of the arguments that are no batch.
+        sent: what it sends.
+    """
+    donated = {number: each.path for number, each in enumerate(moved.traced.arguments) if each.donated}
+    placing = "no result has its shape, dtype and sharding. Return it so (out_shardings), or do not donate it."
+    return (
+        *_activations(sent, moved.batch_axes),
+        *symptoms(compiled, sites, shapes, donated, placing, offloads=_offloads(moved)),
+        *_not_donated(compiled, moved),
+    )
+
+
+def _offloads(moved: Moved) -> bool:
+    """Return whether an argument or a result is meant to lie in the host's memory."""
+    named = [*(each.sharding for each in moved.traced.arguments), *moved.traced.out_shardings]
+    return any(each is not None and "host" in str(each.memory_kind) for each in named)
+
+
+def _activations(sent: Sequence[Sent], batch_axes: Sequence[str]) -> Iterator[str]:
+    """Tensors that no argument has the shape of, sent along the batch's axes, by line."""
+    total, lines = sum(each.wire_bytes for each in sent), dict[str | None, list[Sent]]()
+    for each in sent:
+        if each.over_batch and not each.like:
+            lines.setdefault(each.source, []).append(each)
+    for line, those in sorted(lines.items(), key=lambda pair: -sum(each.wire_bytes for each in pair[1]))[:_LINES]:
+        wire = sum(each.wire_bytes for each in those)
+        if wire >= _SHARE * total and wire > TINY:
+            kinds = ", ".join(f"{each.kind} of {each.dtype}{list(each.dims)}" for each in those[:2])
+            yield (
+                f"Activations: {format_bytes(wire)} a device, {format_percent(wire / total)} of what it sends, are "
+                f"{kinds}{' and others' * (len(those) > 2)}{f' ({line})' if line else ''}: no argument has these "
+                f"shapes, so it is activations or a part of the batch that travels along {', '.join(batch_axes)}. Keep "
+                "each row on its device: jax.lax.with_sharding_constraint(x, "
+                f"PartitionSpec({', '.join(map(repr, batch_axes))})) on what that line computes with."
+            )
+
+
+def _not_donated(compiled: Compiled, moved: Moved) -> Iterator[str]:
+    """Arguments that a result of the same shape replaces, and that nobody donated."""
+    if any(each.donated for each in moved.traced.arguments):
+        return
+    results = Counter((v.aval.shape, v.aval.dtype) for v in moved.traced.closed.jaxpr.outvars)
+    sizes = {s.parameter_number: s.result_bytes for s in compiled.program[compiled.program.entry]}
+    replaced = list[tuple[str, int]]()
+    for number, each in enumerate(moved.traced.arguments):
+        if each.number not in moved.batch and results[each.shape, each.dtype] > 0:
+            results[each.shape, each.dtype] -= 1
+            replaced.append((each.path, sizes.get(number, 0)))
+    total = sum(size for _, size in replaced)
+    if total >= _SHARE * compiled.total_bytes and total > TINY:
+        first = [path for path, _ in sorted(replaced, key=lambda pair: -pair[1])]
+        yield (
+            f"Donation: no argument is donated, so {list_paths(first)} ({format_bytes(total)} a device) are held "
+            "beside their new values. Give them up: jax.jit(step, donate_argnums=...), and use what the step returns."
+        )

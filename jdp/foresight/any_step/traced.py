@@ -1,0 +1,239 @@
+"""A jitted function of anybody's as a program: its jaxpr, the arguments it takes, and the mesh that they lie on.
+
+1. `Arguments.of` lists the arrays in a call's arguments, with their paths; NNX modules are opened.
+2. `trace` calls the function on abstract values inside `jax.make_jaxpr`. What is jitted leaves one `jit` equation,
+   whichever library wrapped it (`jax.jit`, `nnx.jit`, `eqx.filter_jit`): its jaxpr is what XLA would be given, with the
+   shardings, donations and compiler options that the function was jitted with.
+3. `mesh_in` finds the one mesh that arguments and jitted function name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+from jax.extend import core
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
+
+from jdp.core import flax_nnx
+from jdp.core.paths import path_of
+
+
+@dataclass(frozen=True)
+class Argument:
+    """An array that a jitted function takes.
+
+    Attributes:
+        path: in the call, with the parameter's name first: "state/params/kernel"; of a number that jax made an array
+            of, "(a number)".
+        shape, dtype: global.
+        sharding: where it lies; None where the call leaves that to the compiler, as for NumPy arrays.
+        number: of the positional argument that it is in; -1 outside of them.
+        slot: its place among the call's arrays; -1 outside of them.
+        weak_type: as jax has it for Python's numbers.
+        donated: the step may write results into its memory.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: NamedSharding | None
+    number: int = -1
+    slot: int = -1
+    weak_type: bool = False
+    donated: bool = False
+
+    def abstract(self, *, located: bool = True) -> jax.ShapeDtypeStruct:
+        """Return its shape, dtype and, where `located`, its sharding."""
+        sharding = self.sharding if located else None
+        return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=sharding, weak_type=self.weak_type)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What a jitted function is called with.
+
+    Attributes:
+        arrays: the arrays in it.
+        rebuild: makes the positional arguments of as many other arrays.
+    """
+
+    arrays: tuple[Argument, ...]
+    rebuild: Callable[[Sequence[Any]], tuple[Any, ...]] = field(repr=False)
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], given: tuple[Any, ...]) -> Arguments:
+        """List the arrays among positional arguments: anything with a shape and a dtype; the rest stays as it is.
+
+        Raises:
+            ValueError: an array lies on devices in a way that names no axes of a mesh.
+        """
+        opened, back = flax_nnx.plain(given)
+        leaves, treedef = jax.tree.flatten_with_path(opened)
+        names = _parameter_names(function, len(given))
+        slots = [i for i, (_, leaf) in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
+
+        def argument(path: Any, leaf: Any) -> Argument:
+            number = path[0].idx
+            named = "/".join(filter(None, (names[number], path_of(path[1:]).removesuffix("/value"))))
+            weak = bool(getattr(leaf, "weak_type", False))
+            dtype = leaf.dtype
+            if not jax.numpy.issubdtype(dtype, jax.dtypes.extended):  # a key's
+                dtype = jax.dtypes.canonicalize_dtype(dtype)
+            return Argument(named, tuple(leaf.shape), dtype, _sharding(leaf, named), number, weak)
+
+        def rebuild(arrays: Sequence[Any]) -> tuple[Any, ...]:
+            filled = [leaf for _, leaf in leaves]
+            for slot, array in zip(slots, arrays, strict=True):
+                filled[slot] = array
+            return back(treedef.unflatten(filled))
+
+        return cls(tuple(argument(*leaves[slot]) for slot in slots), rebuild)
+
+    def resized(self, rows: Mapping[int, int]) -> Arguments:
+        """Return the same arguments with other numbers of rows: index of an array -> its leading size."""
+        arrays = [
+            replace(each, shape=(rows[i], *each.shape[1:])) if i in rows else each for i, each in enumerate(self.arrays)
+        ]
+        return replace(self, arrays=tuple(arrays))
+
+
+def _parameter_names(function: Callable[..., Any], count: int) -> list[str]:
+    """Return a name for each positional argument: the function's own; their numbers where it has none."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        parameters = ()
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [each.name for each in parameters if each.kind in positional][:count]
+    return names + [str(number) for number in range(len(names), count)]
+
+
+def _sharding(leaf: Any, path: str) -> NamedSharding | None:
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None or isinstance(sharding, NamedSharding):
+        return sharding
+    if isinstance(sharding, SingleDeviceSharding) and not getattr(leaf, "committed", False):
+        return None
+    raise ValueError(
+        f"A step's arguments lie on a mesh with named axes; given {path} as {sharding}. Place it with "
+        "jax.device_put(x, jax.sharding.NamedSharding(mesh, spec)), on the mesh of the others."
+    )
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A jitted function's program.
+
+    Attributes:
+        name: the function's.
+        closed: the jaxpr.
+        arguments: one for each of the jaxpr's inputs.
+        out_shardings: of its results, where the function was jitted with them; else None each.
+        options: of the compiler, that the function was jitted with.
+    """
+
+    name: str
+    closed: core.ClosedJaxpr = field(repr=False)
+    arguments: tuple[Argument, ...]
+    out_shardings: tuple[NamedSharding | None, ...]
+    options: Mapping[str, Any]
+
+    def lower(self) -> jax.stages.Lowered:
+        """Lower the program for the devices of its arguments' mesh, arguments that it does not use included."""
+        function: Any = core.jaxpr_as_fun(self.closed)
+        donated = tuple(number for number, each in enumerate(self.arguments) if each.donated)
+        jitted = jax.jit(
+            function,
+            out_shardings=[*self.out_shardings] if any(self.out_shardings) else None,
+            donate_argnums=donated,
+            keep_unused=True,
+            compiler_options=dict(self.options) or None,
+        )
+        return jitted.lower(*(each.abstract() for each in self.arguments))
+
+
+def trace(function: Callable[..., Any], arguments: Arguments) -> Traced:
+    """Trace a jitted function.
+
+    Args:
+        function: jitted.
+        arguments: of a call.
+
+    Raises:
+        ValueError: it is not jitted, or more than one jitted function.
+    """
+    outer = jax.make_jaxpr(lambda *arrays: _arrays_in(function(*arguments.rebuild(arrays))))
+    explicit = any(_is_explicit(each.sharding) for each in arguments.arrays)
+    closed = outer(*(each.abstract(located=explicit) for each in arguments.arrays))
+    equations = closed.jaxpr.eqns
+    jitted = [equation for equation in equations if equation.primitive.name in ("jit", "pjit")]
+    if len(equations) != 1 or len(jitted) != 1:
+        given = f"{_name(function)}, which runs {len(equations)} operations one by one"
+        raise ValueError(f"A step is one jitted function; given {given}. Wrap it: jax.jit(step), or nnx.jit(step).")
+    parameters = jitted[0].params
+    place = {variable: number for number, variable in enumerate(closed.jaxpr.invars)}
+
+    def argument(variable: Any, sharding: Any, donated: bool) -> Argument:
+        named = sharding if isinstance(sharding, NamedSharding) else None
+        if isinstance(variable, core.Var) and variable in place:
+            own = arguments.arrays[place[variable]]
+            return replace(own, slot=place[variable], sharding=named or own.sharding, donated=donated)
+        aval: Any = variable.aval
+        return Argument("(a number)", aval.shape, aval.dtype, named, weak_type=getattr(aval, "weak_type", False))
+
+    inputs = zip(jitted[0].invars, parameters["in_shardings"], parameters["donated_invars"], strict=True)
+    out_shardings = (s if isinstance(s, NamedSharding) else None for s in parameters["out_shardings"])
+    return Traced(
+        parameters["name"],
+        parameters["jaxpr"],
+        tuple(argument(*each) for each in inputs),
+        tuple(out_shardings),
+        dict(parameters["compiler_options_kvs"]),
+    )
+
+
+def _arrays_in(tree: Any) -> list[Any]:
+    """Return the arrays of a function's result: jax.make_jaxpr takes no others, and Python's numbers are constants."""
+    return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+
+
+def _is_explicit(sharding: NamedSharding | None) -> bool:
+    return sharding is not None and AxisType.Explicit in sharding.mesh.axis_types
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", None) or type(function).__name__
+
+
+def mesh_in(arguments: Iterable[Argument], out_shardings: Iterable[NamedSharding | None] = ()) -> Mesh | AbstractMesh:
+    """Return the mesh of all shardings.
+
+    Raises:
+        ValueError: there is none, or there are two.
+    """
+    named = [(each.sharding, each.path) for each in arguments] + [(each, "a result") for each in out_shardings]
+    meshes = [(sharding.mesh, path) for sharding, path in named if sharding is not None]
+    if not meshes:
+        raise ValueError(
+            "A step's arguments, real or abstract, name the mesh that they lie on; given none that does. Place them "
+            "with jax.device_put(x, jax.sharding.NamedSharding(mesh, spec)), or give "
+            "jax.ShapeDtypeStruct(shape, dtype, sharding=...)."
+        )
+    mesh, path = next((pair for pair in meshes if isinstance(pair[0], Mesh)), meshes[0])
+    for other, there in meshes:
+        concrete = [each.devices.tolist() for each in (other, mesh) if isinstance(each, Mesh)]
+        if other.shape != mesh.shape or (len(concrete) == 2 and concrete[0] != concrete[1]):
+            raise ValueError(
+                f"All arguments of a step lie on one mesh; given {path} on {_axes(mesh)} and {there} on "
+                f"{_axes(other)}. Place them on one, with spec PartitionSpec() for what every device has whole."
+            )
+    return mesh
+
+
+def _axes(mesh: Mesh | AbstractMesh) -> str:
+    sizes = " × ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    return f"{sizes} ({mesh.devices.flat[0]}, …)" if isinstance(mesh, Mesh) else f"{sizes} of {mesh.size} devices"

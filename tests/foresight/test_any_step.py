@@ -1,0 +1,332 @@
+"""`jdp.foresee` and `jdp.verify` of jitted steps that jdp did not make: NNX, equinox and plain jax."""
+
+import json
+import pathlib
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jdp
+from jdp.foresight.any_step.moved import moved_sizes
+from jdp.foresight.program.collectives import collectives, total_wire_bytes
+from jdp.foresight.targets.resolve import target
+from jdp.foresight.verify import operands
+
+HERE = pathlib.Path(__file__)
+WIDTH, ROWS, LENGTH = 64, 64, 64
+
+
+def mesh_of(count=4, *, names=("data",), shape=None, first=0, kind=AxisType.Auto):
+    devices = np.array(jax.devices()[first : first + count]).reshape(shape or (count,))
+    return Mesh(devices, names, axis_types=(kind,) * len(names))
+
+
+def line_with(text):
+    """The place of a line of this file, as reports name it: the last that begins so."""
+    numbers = [n for n, line in enumerate(HERE.read_text().splitlines(), 1) if line.strip().startswith(text)]
+    return f"{HERE}:{numbers[-1]}"
+
+
+# A plain Flax step, as the NNX sharding guide writes it: metadata on the weights, constraints on the state, nnx.jit.
+
+
+def linear(rows, columns, rngs):
+    init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "data"))
+    return nnx.Linear(rows, columns, kernel_init=init, use_bias=False, rngs=rngs)
+
+
+class Block(nnx.Module):
+    """Tokens, embedded; a multilayer perceptron; nothing that says where activations lie, unless `constrained`."""
+
+    def __init__(self, rngs, *, constrained):
+        init = nnx.with_partitioning(nnx.initializers.normal(), (None, "data"))
+        self.embed = nnx.Embed(128, WIDTH, embedding_init=init, rngs=rngs)
+        self.up, self.down = linear(WIDTH, 4 * WIDTH, rngs), linear(4 * WIDTH, WIDTH, rngs)
+        self.constrained = constrained
+
+    def __call__(self, tokens):
+        x = self.embed(tokens)
+        if self.constrained:
+            x = jax.lax.with_sharding_constraint(x, P("data"))
+        hidden = nnx.gelu(self.up(x))
+        return x + self.down(hidden)
+
+
+def guides_step(mesh, *, constrained=False, donate=()):
+    @nnx.jit
+    def create():
+        model = Block(nnx.Rngs(0), constrained=constrained)
+        optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+        state = nnx.state((model, optimizer))
+        nnx.update((model, optimizer), jax.lax.with_sharding_constraint(state, nnx.get_partition_spec(state)))
+        return model, optimizer
+
+    @nnx.jit(donate_argnums=donate)
+    def train_step(model, optimizer, tokens):
+        loss, grads = nnx.value_and_grad(lambda model: jnp.mean(model(tokens) ** 2))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    with jax.set_mesh(mesh):
+        model, optimizer = create()
+    tokens = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32, sharding=NamedSharding(mesh, P("data")))
+    return train_step, model, optimizer, tokens
+
+
+@pytest.mark.aot
+def test_the_nnx_guides_step_sends_activations_and_is_told_the_line():
+    mesh = mesh_of()
+    with jax.set_mesh(mesh):
+        report = jdp.verify(*guides_step(mesh), target="h100:1x8", against="zero3", params="model")
+        kept = jdp.verify(*guides_step(mesh, constrained=True), target="h100:1x8", against="zero3", params="model")
+    assert report.mesh == {"data": 8}
+    assert not report.kept
+    assert report.ratio > 3
+    lines = [line_with("hidden = nnx.gelu(self.up(x))"), line_with("return x + self.down(hidden)")]
+    assert any(line in report.symptoms[0] for line in lines)
+    assert "no argument has these shapes" in report.symptoms[0]
+    assert any(line in report.breaches[0] for line in lines)
+    assert kept.kept
+    assert kept.breaches == ()
+    assert not any(each.startswith("Activations") for each in kept.symptoms)
+    assert all(each.like for each in kept.sent if each.wire_bytes > 1000)
+    assert [each.bytes for each in report.memory.arguments if each.path == "model/up/kernel"] == [4 * 4 * WIDTH**2 // 8]
+    assert report.memory.headroom.fits
+    assert report.timeline.step_seconds > kept.timeline.step_seconds > 0
+    text = str(report)
+    assert text.startswith("train_step on data=8 for h100:1x8\nBROKEN: a device sends ")
+    assert "model/up/kernel" in text
+    assert json.loads(json.dumps(report.to_json(), allow_nan=False))["kept"] is False
+
+
+def test_what_is_reported_is_what_the_users_own_jit_compiles_to():
+    mesh = mesh_of()
+    step, *arguments = guides_step(mesh, donate=(0, 1))
+    report = jdp.foresee(step, *arguments)
+    compiled = step.lower(*arguments).compile()
+    assert report.wire_bytes_per_device == total_wire_bytes(collectives(compiled.compiled.as_text()))
+    sizes = compiled.compiled.memory_analysis()
+    assert report.memory.temporaries == sizes.temp_size_in_bytes
+    assert sum(each.bytes for each in report.memory.arguments) == sizes.argument_size_in_bytes
+    assert report.kept is None
+    assert {each.path for each in report.memory.arguments if each.donated and each.in_place} >= {"model/up/kernel"}
+    assert not any("no argument is donated" in each for each in report.symptoms)
+    alone = jdp.foresee(jax.jit(lambda w: w * 2), jax.device_put(jnp.ones((64, 64)), NamedSharding(mesh, P("data"))))
+    assert any("no argument is donated, so w (4 KiB a device)" in each for each in alone.symptoms)
+
+
+# equinox
+
+
+def test_an_equinox_step():
+    mesh = mesh_of()
+    tx = optax.sgd(0.1)
+
+    @eqx.filter_jit(donate="all")
+    def train_step(model, opt_state, x, key):
+        grads = eqx.filter_grad(lambda model: jnp.mean(jax.vmap(model)(x) ** 2))(model)
+        updates, opt_state = tx.update(grads, opt_state, model)
+        return eqx.apply_updates(model, updates), opt_state, jax.random.split(key)[0]
+
+    model = eqx.nn.MLP(64, 64, 128, depth=1, key=jax.random.key(0))
+    arrays, static = eqx.partition(model, eqx.is_array)
+    model = eqx.combine(jax.device_put(arrays, NamedSharding(mesh, P())), static)
+    x = jax.device_put(jnp.ones((ROWS, 64)), NamedSharding(mesh, P("data")))
+    state = tx.init(eqx.filter(model, eqx.is_array))
+    report = jdp.verify(train_step, model, state, x, jax.random.key(1), target="cpu:8", against="ddp", params=0)
+    assert report.mesh == {"data": 8}
+    assert report.kept
+    assert report.ratio == pytest.approx(1, abs=0.01)
+    assert "model/layers/0/weight" in {each.path for each in report.memory.arguments}
+    assert any("model/layers/0/weight" in each.like for each in report.sent)
+    assert {each.source.partition(":")[0] for each in report.sent if each.source} == {str(HERE)}
+
+
+# jdp's own gradient in a step of the user's, which follows to other sizes though it is a shard_map
+
+
+@pytest.mark.parametrize("partitioning", ["auto", "manual"])
+def test_jdps_gradient_in_a_users_jit(partitioning):
+    mesh = mesh_of()
+    plan = jdp.Plan(mesh, "zero1", min_shard_size=64)
+
+    def loss_fn(params, batch, rng):
+        return jdp.Loss(jnp.sum((batch["x"] @ params["w"]) ** 2), jnp.float32(len(batch["x"])))
+
+    gradient = jdp.value_and_grad(loss_fn, plan, partitioning=partitioning, check_loss=False)
+
+    @jax.jit
+    def step(params, batch, rng):
+        _, grads = gradient(params, batch, rng)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    params = jdp.place({"w": jnp.ones((64, 64))}, plan)
+    batch = {"x": jax.ShapeDtypeStruct((20, 64), jnp.float32, sharding=plan.batch_sharding)}
+    report = jdp.verify(step, params, batch, jax.random.key(0), target="cpu:8", against="zero1", params="params")
+    assert report.mesh == {"data": 8}
+    assert report.wire_bytes_per_device > 0
+    assert "a batch's rows must divide by data=8; given 20: 24 are taken" in report.notes
+    assert report.kept or partitioning == "auto"
+    again = jdp.verify(step, params, batch, jax.random.key(0))  # nothing of the target is left in jax's caches
+    assert (again.target, again.mesh) == ("cpu:4", {"data": 4})
+
+
+# What a function closed over
+
+
+def closing_over(mesh, *, local):
+    def summed(x):
+        return jax.lax.psum(x, "data")
+
+    @jax.jit
+    def step(w, x):
+        y = jax.lax.with_sharding_constraint(x @ w, NamedSharding(mesh, P("data", None)))
+        if local:
+            y = jax.shard_map(summed, mesh=mesh, in_specs=P("data"), out_specs=P())(y)
+        return y.sum()
+
+    array = lambda shape, spec: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))  # noqa: E731
+    return step, array((64, 64), P()), array((16, 64), P("data"))
+
+
+def test_meshes_that_a_step_closed_over_move_too():
+    elsewhere = mesh_of(first=4)
+    same = jdp.foresee(*closing_over(elsewhere, local=True), target="cpu:4")
+    assert [each.wire_bytes for each in same.sent if each.dims == (4, 64)] == [2 * 3 / 4 * 4 * 64 * 4]
+    assert jdp.foresee(*closing_over(elsewhere, local=False), target="cpu:8").mesh == {"data": 8}
+
+
+def test_a_mesh_that_is_the_callers_context_too_moves_inside_of_loops():
+    mesh = mesh_of()
+
+    @jax.jit
+    def step(w, x):
+        def body(h, _):
+            h = jax.lax.with_sharding_constraint(jnp.tanh(h @ w), NamedSharding(mesh, P("data", None)))
+            return jax.lax.with_sharding_constraint(h, P("data")), None
+
+        return jax.lax.scan(jax.checkpoint(body), x, None, length=3)[0].sum()
+
+    _, w, x = closing_over(mesh, local=False)
+    with jax.set_mesh(mesh):
+        report = jdp.verify(jax.jit(jax.grad(step)), w, x, target="cpu:8", against="ddp", params="w")
+    assert report.mesh == {"data": 8}
+    assert {each.axes for each in report.sent} == {("data",)}
+
+
+def test_a_shard_map_over_its_own_mesh_keeps_its_size():
+    with pytest.raises(
+        ValueError, match=r"shard_map over a mesh of its own .*; given data=4 at .*test_any_step.py:\d+"
+    ):
+        jdp.foresee(*closing_over(mesh_of(), local=True), target="cpu:8")
+
+
+def test_explicit_axes_and_abstract_meshes():
+    step = jax.jit(lambda w, x: (x @ w).sum())
+    for mesh in (mesh_of(kind=AxisType.Explicit), AbstractMesh((4,), ("data",))):
+        array = lambda shape, spec: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))  # noqa: B023, E731
+        report = jdp.foresee(step, array((64, 64), P()), array((16, 64), P("data")), target="cpu:4")
+        assert [each.kind for each in report.sent] == ["all-reduce"]
+    with pytest.raises(ValueError, match=r"Without a target .*; given an abstract mesh"):
+        jdp.foresee(step, array((64, 64), P()), array((16, 64), P("data")))
+
+
+# Bounds and parameters
+
+
+def test_given_bytes_and_parameters_by_number_path_and_pattern():
+    step, w, x = closing_over(mesh_of(), local=True)
+    assert jdp.verify(step, w, x, against=1e6).kept
+    broken = jdp.verify(step, w, x, against=100)
+    assert not broken.kept
+    assert "of the 100 B that were given" in str(broken)
+    assert broken.breaches[0].startswith("all-reduce of f32[4, 64], at ")
+    wanted = {params: jdp.verify(step, w, x, against="ddp", params=params).bound for params in (0, "w", "w*")}
+    assert {each.wire_bytes for each in wanted.values()} == {2 * 3 / 4 * 4 * 64 * 64}
+
+
+BAD = {
+    "a function that is not jitted": (
+        lambda step, w, x: jdp.verify(lambda w, x: (x @ w).sum() * 2, w, x),
+        r"one jitted function; given <lambda>, which runs \d operations one by one",
+    ),
+    "no mesh": (
+        lambda step, w, x: jdp.verify(jax.jit(lambda a: a + 1), np.ones(4)),
+        "name the mesh that they lie on; given none that does",
+    ),
+    "two meshes": (
+        lambda step, w, x: jdp.verify(jax.jit(lambda a, b: a.sum() + b.sum()), other_mesh(w), x),
+        r"lie on one mesh; given a on data=4 \(.*\) and b on data=4",
+    ),
+    "one device": (
+        lambda step, w, x: jdp.verify(step, jax.device_put(np.ones((64, 64)), jax.devices()[0]), x),
+        "on a mesh with named axes; given w as SingleDeviceSharding",
+    ),
+    "an axis that is not there": (
+        lambda step, w, x: jdp.verify(step, w, x, target="cpu:8", mesh={"modle": 2}),
+        "mesh gives sizes to the axes that .* has: data; given 'modle'",
+    ),
+    "sizes that do not fit": (
+        lambda step, w, x: jdp.verify(step, w, x, target="cpu:8", mesh={"data": 3}),
+        "multiply to its devices; given data=3 for the 8 devices of cpu:8",
+    ),
+    "a strategy without parameters": (
+        lambda step, w, x: jdp.verify(step, w, x, against="zero3"),
+        "given against='zero3' and no params",
+    ),
+    "parameters that are not there": (
+        lambda step, w, x: jdp.verify(step, w, x, against="zero3", params="model"),
+        "given 'model', which none matches",
+    ),
+    "a word that is no strategy": (
+        lambda step, w, x: jdp.verify(step, w, x, against="zero4", params=0),
+        "given 'zero4'; did you mean zero",
+    ),
+    "bytes below 0": (lambda step, w, x: jdp.verify(step, w, x, against=-1), "given -1"),
+}
+
+
+def other_mesh(array):
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh_of(first=4), array.sharding.spec))
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_calls(name):
+    call, words = BAD[name]
+    with pytest.raises(ValueError, match=words):
+        call(*closing_over(mesh_of(), local=False))
+
+
+def test_a_weight_that_does_not_divide_is_named():
+    mesh = mesh_of()
+    w = jax.ShapeDtypeStruct((12, 4), jnp.float32, sharding=NamedSharding(mesh, P("data")))
+    with pytest.raises(ValueError, match=r"given w \[12, 4\], whose dimension 0 is sharded over data, 8 on the target"):
+        jdp.foresee(jax.jit(lambda w: w * 2), w, target="cpu:8")
+
+
+def test_which_axis_takes_the_devices_that_are_left():
+    devices = target("cpu:8")
+    assert moved_sizes({"data": 2, "model": 2}, ("data",), devices) == {"data": 4, "model": 2}
+    assert moved_sizes({"data": 1, "fsdp": 4}, ("data", "fsdp"), devices) == {"data": 1, "fsdp": 8}
+    assert moved_sizes({"data": 2, "model": 2}, ("data",), devices, {"model": -1}) == {"data": 2, "model": 4}
+
+
+def test_a_step_of_jdps_takes_its_own_arguments():
+    plan = jdp.Plan(mesh_of(), "zero1")
+    step = jdp.make_train_step(lambda params, batch, rng: jdp.Loss(jnp.sum(params["w"]), jnp.float32(1)), plan)
+    assert operands("verify", ("s", "b", "cpu:4"), None, {}) == ("s", "b", "cpu:4")
+    assert operands("verify", ("s",), "cpu:4", {"batch": "b"}) == ("s", "b", "cpu:4")
+    with pytest.raises(ValueError, match="given 3 arguments"):
+        operands("verify", ("s", "b", "cpu:4"), "cpu:8", {})
+    for call in (jdp.verify, jdp.foresee):
+        with pytest.raises(
+            ValueError, match=r"given 1 arguments, against=. Call jdp\.\w+\(step, state, batch, target\)"
+        ):
+            call(step, {}, against="zero3")
