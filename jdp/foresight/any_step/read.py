@@ -207,7 +207,7 @@ def signs(compiled: Compiled, sites: Sites, moved: Moved, shapes: Parameters, se
 def _offloads(moved: Moved) -> bool:
     """Return whether an argument or a result is meant to lie in the host's memory."""
     named = [*(each.sharding for each in moved.traced.arguments), *moved.traced.out_shardings]
-    return any(each is not None and "host" in str(each.memory_kind) for each in named)
+    return any(each is not None and each.memory_kind == "pinned_host" for each in named)
 
 
 def _activations(sent: Sequence[Sent], batch_axes: Sequence[str]) -> Iterator[str]:
