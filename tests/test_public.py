@@ -19,7 +19,10 @@ SIGNATURES = {
     "initialize": "(coordinator=None, num_processes=None, process_id=None, *, timeout_seconds=300)",
     "keep_programs": "(folder=None, *, limit_bytes=1073741824)",
     "make_mesh": "(*, devices=None, **axes)",
-    "Plan": "(mesh, strategy='ddp', *, rules=(), min_shard_size=1024, offload=None)",
+    "Plan": (
+        "(mesh, strategy='ddp', *, rules=(), min_shard_size=1024, offload=None, data='data', replica='replica', "
+        "home=None)"
+    ),
     "init_state": "(init, tx, plan, *, rng, wrt=None)",
     "abstract_state": "(init, tx, plan, *, rng, wrt=None)",
     "make_train_step": (

@@ -16,6 +16,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jdp.core.local_steps import stack, unstack
 from jdp.core.notices import notice
+from jdp.core.sharding.axes import DATA
+from jdp.core.sharding.home import auto_axes, entered, mesh_of_home
 from jdp.core.sharding.placement import rest_spec
 from jdp.core.state import STACKED
 
@@ -96,8 +98,7 @@ def read_optimizer_state(
 
     arrays = read(sources)
     return {
-        path: jax.jit(lambda x, leaf=wanted[path]: convert(x, leaf), out_shardings=wanted[path].sharding)(arrays[path])
-        for path in sources
+        path: _computed(lambda x, leaf=wanted[path]: convert(x, leaf), wanted[path], arrays[path]) for path in sources
     }
 
 
@@ -116,7 +117,7 @@ def _as_saved(saved: str, leaf: Any) -> jax.ShapeDtypeStruct | None:
     if saved != _text(leaf.dtype, shape):
         return None
     mesh, own = leaf.sharding.mesh, PartitionSpec(*leaf.sharding.spec[1:])
-    spec, _ = rest_spec(shape[1:], own, dict(mesh.shape), 0)
+    spec = rest_spec(shape[1:], own, dict(mesh.shape), 0)[0] if DATA in mesh.shape else own
     return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(mesh, PartitionSpec(None, *spec)))
 
 
@@ -124,8 +125,15 @@ def _shared_out(array: jax.Array, leaf: Any) -> jax.Array:
     def share(x: jax.Array) -> jax.Array:
         return jnp.broadcast_to(x.sum(axis=0, keepdims=True) / leaf.shape[0], leaf.shape)
 
-    return jax.jit(share, out_shardings=leaf.sharding)(array)
+    return _computed(share, leaf, array)
 
 
 def _zeros(leaf: Any) -> jax.Array:
-    return jax.jit(lambda: jnp.zeros(leaf.shape, leaf.dtype), out_shardings=leaf.sharding)()
+    return _computed(lambda: jnp.zeros(leaf.shape, leaf.dtype), leaf)
+
+
+def _computed(function: Callable[..., jax.Array], leaf: Any, *arrays: jax.Array) -> jax.Array:
+    """Return what a function makes of arrays, sharded as `leaf` is, whose mesh may have axes of any type."""
+    mesh = mesh_of_home(leaf.sharding.mesh)
+    with auto_axes(mesh):
+        return jax.jit(lambda *given: function(*entered(given, mesh)), out_shardings=leaf.sharding)(*arrays)

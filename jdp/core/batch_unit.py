@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from jdp.core.sharding.axes import DATA, REPLICA, equation
 
@@ -46,15 +47,22 @@ class BatchUnit:
             raise ValueError(f"{self.rule(rows, subject)}: the nearest that fit: {near}")
 
 
-def batch_unit(mesh: Mapping[str, int], accumulate: int = 1, group: int = 1, local_steps: int = 1) -> BatchUnit:
+def batch_unit(
+    mesh: Mapping[str, int],
+    accumulate: int = 1,
+    group: int = 1,
+    local_steps: int = 1,
+    named: Mapping[str, str] = MappingProxyType({}),
+) -> BatchUnit:
     """Return what a global batch's rows must divide by: shards × steps × microbatches × group.
 
     Args:
-        mesh: axis -> size, such as `plan.mesh.shape`; the batch is split over `replica` and `data`.
+        mesh: axis -> size: a mesh's, of which the batch is split over `replica` and `data`.
+        named: axis -> what a message calls it, where that is another name.
         accumulate: microbatches a step; of several numbers that are compared, their least common multiple.
         group: number of neighbouring rows that are never split.
         local_steps: steps of the optimizer in a call.
     """
-    factors = {axis: mesh[axis] for axis in (REPLICA, DATA) if axis in mesh}
+    factors = {named.get(axis, axis): mesh[axis] for axis in (REPLICA, DATA) if axis in mesh}
     counts = {"local_steps": local_steps, "accumulate": accumulate, "group": group}
     return BatchUnit(factors | {name: count for name, count in counts.items() if count > 1})

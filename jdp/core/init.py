@@ -23,6 +23,7 @@ from jdp.core.keys import typed_key
 from jdp.core.notices import notice
 from jdp.core.optim.checks import check_optimizer, check_update, first_state
 from jdp.core.paths import path_of
+from jdp.core.sharding.home import auto_axes
 from jdp.core.sharding.plan import Plan
 from jdp.core.state import Static, TrainState, trained_part
 from jdp.core.trainable import resolve
@@ -60,17 +61,20 @@ def init_state(
             the key or the program of `init`.
         RuntimeError: another process did not come to this call.
     """
-    make, abstract = _prepare(init, tx, rng, wrt)
+    rng = plan.entered(rng)
+    with auto_axes(plan.mesh):
+        make, abstract = _prepare(init, tx, rng, wrt)
     notice(str(plan))
     _report_multi_steps(abstract.opt_state)
     plan.report_replicated(abstract)
     shardings = plan.shardings(abstract)
     out_shardings = {name: value for name, value in vars(shardings).items() if name != "static"}
     key = typed_key(rng)
-    if len(processes_of(plan.mesh)) > 1:
-        agree("init_state", [plan_fact(plan), key_fact(key, "The key")], plan.mesh)
-        agree("init_state", [program_fact(jax.jit(make, out_shardings=out_shardings).lower(key))], plan.mesh)
-    return TrainState(**run_init(make, key, out_shardings), static=abstract.static)
+    with auto_axes(plan.mesh):
+        if len(processes_of(plan.mesh)) > 1:
+            agree("init_state", [plan_fact(plan), key_fact(key, "The key")], plan.mesh)
+            agree("init_state", [program_fact(jax.jit(make, out_shardings=out_shardings).lower(key))], plan.mesh)
+        return TrainState(**run_init(make, key, out_shardings), static=abstract.static)
 
 
 def abstract_state(
@@ -92,7 +96,8 @@ def abstract_state(
     Raises:
         ValueError: an argument does not fit, for the reasons that `init_state` lists.
     """
-    _, abstract = _prepare(init, tx, rng, wrt)
+    with auto_axes(plan.mesh):
+        _, abstract = _prepare(init, tx, plan.entered(rng), wrt)
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         abstract,

@@ -95,7 +95,7 @@ class PartitionedLoss:
     @property
     def batch_unit(self) -> BatchUnit:
         """What a global batch's rows must divide by."""
-        return batch_unit(self.plan.mesh.shape, self.accumulate, self.group)
+        return batch_unit(self.plan.mesh.shape, self.accumulate, self.group, named=self.plan.called)
 
     def choose_partitioning(self, state: TrainState, batch: Batch, *, values: bool = False) -> str:
         """Check the batch, choose the partitioning for these shapes, and report it once.
@@ -116,7 +116,7 @@ class PartitionedLoss:
         self.precision.check_params(trained_part(state.params, state.static.trained))
         shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves((state.params, batch)))
         if shapes not in self._choices or values:
-            state = on_device(state)
+            state, batch = self.plan.entered((on_device(state), batch))
             request = self._request(state)
             known = self._choices.pop(shapes, None) or request.choose(state, batch)
             known = next(iter(self._corrected), known)  # what the check found holds for batches of other shapes too

@@ -47,6 +47,7 @@ from jdp.core.optim.checks import update
 from jdp.core.partitioned_loss import PartitionedLoss, means
 from jdp.core.precision import Precision
 from jdp.core.sharding.axes import REPLICA
+from jdp.core.sharding.home import auto_axes
 from jdp.core.sharding.mesh import mesh_of, tracing_on
 from jdp.core.sharding.plan import Plan
 from jdp.core.state import STACKED, TrainState, trained_part, with_trained
@@ -245,7 +246,7 @@ class Step(PartitionedLoss):
     def batch_unit(self) -> BatchUnit:
         """What a global batch's rows must divide by."""
         steps = self.local_steps.steps if self.local_steps else 1
-        return batch_unit(self.plan.mesh.shape, self.accumulate, self.group, steps)
+        return batch_unit(self.plan.mesh.shape, self.accumulate, self.group, steps, named=self.plan.called)
 
     @property
     def batch_parts(self) -> int:
@@ -282,12 +283,13 @@ class Step(PartitionedLoss):
 
         def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
             with tracing_on(mesh):
-                return _train(self, state, batch)
+                return _train(self, *self.plan.entered((state, batch)))
 
         def eval_step(state: TrainState, batch: Batch) -> Metrics:
             with tracing_on(mesh):
+                state, batch = self.plan.entered((state, batch))
                 computing = replace(state, params=_params_on_device(self.plan, state))
-                return means(self.evaluate(computing, batch))
+                return self.plan.left(means(self.evaluate(computing, batch)), self.plan.replicated)
 
         options = self.compiler_options or None
         if not self.train:
@@ -386,17 +388,20 @@ class Step(PartitionedLoss):
         was_stacked = STACKED in state.sync
 
         def converted(opt_state: PyTree) -> dict[str, PyTree]:
+            opt_state = self.plan.entered(opt_state)
             one = unstack(opt_state) if was_stacked else opt_state
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
             return {"opt_state": stack(one, replicas) if self.local_steps else one, "sync": zeros}
 
-        changed = jax.eval_shape(converted, state.opt_state)
+        with auto_axes(self.plan.mesh):
+            changed = jax.eval_shape(converted, state.opt_state)
         shardings = self.plan.shardings(replace(state, **changed))
         placed = {name: getattr(shardings, name) for name in changed}
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state.params)):
             describe = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)  # noqa: E731
             return replace(state, **jax.tree.map(describe, changed, placed))
-        return replace(state, **jax.jit(converted, out_shardings=placed)(state.opt_state))
+        with auto_axes(self.plan.mesh):
+            return replace(state, **jax.jit(converted, out_shardings=placed)(state.opt_state))
 
     def bare(self, state: TrainState) -> TrainState:
         """Return an abstract state without what `complete` adds, whose shapes belong to a mesh; without shardings.
@@ -418,9 +423,9 @@ class Step(PartitionedLoss):
         Raises:
             ValueError: the plan does not fit the mesh.
         """
-        if mesh == self.plan.mesh:
+        if (plan := self.plan.on(mesh)) == self.plan:
             return self
-        step = replace(self, plan=self.plan.on(mesh))
+        step = replace(self, plan=plan)
         step._corrected.extend(self._corrected)
         return step
 
@@ -437,7 +442,8 @@ def _train(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState, Met
         new, sums, norm = train_round(step.local_steps, step.plan, step.group, once, state, batch)
     new = _constrained(step.plan, new)
     measured = {"noise_scale": noise_scale.ratio(new.sync["noise"])} if step.noise_scale else {}
-    return new, {**means(sums), "grad_norm": norm, "skipped": new.skipped, **measured}
+    metrics = {**means(sums), "grad_norm": norm, "skipped": new.skipped, **measured}
+    return step.plan.left(new, step.plan.shardings(state)), step.plan.left(metrics, step.plan.replicated)
 
 
 def _update(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState, Sums, jax.Array]:
@@ -491,8 +497,6 @@ def _params_on_device(plan: Plan, state: TrainState) -> PyTree:
 
 def _constrained(plan: Plan, state: TrainState) -> TrainState:
     """Return a new state sharded as it rests. What rests on the host is already: `streamed` put it there."""
-    if plan.offload is None:
-        return jax.lax.with_sharding_constraint(state, plan.shardings(state))
     return jax.tree.map(
         lambda x, p: x if p.on_host else jax.lax.with_sharding_constraint(x, rest_sharding(plan.mesh, p)),
         state,

@@ -72,6 +72,18 @@ def manual_batch_axes() -> tuple[str, ...]:
     return () if traced is None else tuple(axis for axis in traced.batch_axes if axis in manual)
 
 
+def mesh_inside() -> Mesh | None:
+    """Return the mesh of a `shard_map` inside of another, with the context's types; None leaves it to the context.
+
+    Of a context's mesh alone jax takes the axes' names from the mesh that the user has set, which may name them
+    otherwise.
+    """
+    traced, context = _CURRENT.get(), jax.sharding.get_abstract_mesh()
+    if traced is None or traced.mesh.axis_names != context.axis_names:
+        return None
+    return Mesh(traced.mesh.devices, context.axis_names, axis_types=context.axis_types)
+
+
 def is_traced_by_shard() -> bool:
     """Return True inside of `shard_map`, where the code being traced sees a device's own arrays."""
     return bool(_manual_axes())

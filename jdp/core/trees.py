@@ -13,13 +13,13 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding
 
 from jdp.core import flax_nnx
 from jdp.core.agreement import agree, key_fact, processes_of, program_fact
 from jdp.core.batch import plan_fact
 from jdp.core.init_program import run_init
 from jdp.core.keys import typed_key
+from jdp.core.sharding.home import auto_axes, padded
 from jdp.core.sharding.placement import Placement
 from jdp.core.sharding.plan import Plan
 from jdp.core.state import TrainState
@@ -59,25 +59,23 @@ def init(init: Callable[..., Any], plan: Plan, *, rng: jax.Array | None = None, 
     found: list[tuple[Any, Any]] = []  # (what makes the tree of its leaves, specs of its metadata), one for each trace
 
     def make(given: Any) -> PyTree:
-        model, specs = flax_nnx.built(init, given)
+        model, specs = flax_nnx.built(init, plan.entered(given))
         check_tree(model, of)
         tree, rebuild = flax_nnx.opened(model)
         found.append((rebuild, specs))
         return tree
 
-    if of is not None:
-        params = flax_nnx.parameters(of)
-        shapes = jax.eval_shape(make, params)
+    with auto_axes(plan.mesh):
+        given = flax_nnx.parameters(of) if rng is None else typed_key(plan.entered(rng))
+        shapes = jax.eval_shape(make, given)
         rebuild, specs = found[-1]
-        return rebuild(jax.jit(make, out_shardings=_shardings(shapes, plan, specs, of))(params))
-    key = typed_key(rng)
-    shapes = jax.eval_shape(make, key)
-    rebuild, specs = found[-1]
-    shardings = _shardings(shapes, plan, specs, None)
-    if len(processes_of(plan.mesh)) > 1:
-        agree("jdp.init", [plan_fact(plan), key_fact(key, "The key")], plan.mesh)
-        agree("jdp.init", [program_fact(jax.jit(make, out_shardings=shardings).lower(key))], plan.mesh)
-    return rebuild(run_init(make, key, shardings))
+        shardings = _shardings(shapes, plan, specs, of)
+        if of is not None:
+            return rebuild(jax.jit(make, out_shardings=shardings)(given))
+        if len(processes_of(plan.mesh)) > 1:
+            agree("jdp.init", [plan_fact(plan), key_fact(given, "The key")], plan.mesh)
+            agree("jdp.init", [program_fact(jax.jit(make, out_shardings=shardings).lower(given))], plan.mesh)
+        return rebuild(run_init(make, given, shardings))
 
 
 def place(tree: Any, plan: Plan, *, of: Any = None) -> Any:
@@ -97,16 +95,20 @@ def place(tree: Any, plan: Plan, *, of: Any = None) -> Any:
             no array, modules inside of a pytree, or is an `nnx.Optimizer` and `of` is None.
     """
     if isinstance(tree, TrainState):
-        return _put(tree, plan.shardings(tree))
+        return _put(tree, plan, plan.shardings(tree))
     check_tree(tree, of)
     opened, rebuild = flax_nnx.opened(tree)
     opened = jax.tree.map(lambda x: x if hasattr(x, "dtype") else np.asarray(x), opened)
-    return rebuild(_put(opened, _shardings(opened, plan, flax_nnx.metadata(tree), of)))
+    return rebuild(_put(opened, plan, _shardings(opened, plan, flax_nnx.metadata(tree), of)))
 
 
-def _put(tree: PyTree, shardings: PyTree) -> PyTree:
+def _put(tree: PyTree, plan: Plan, shardings: PyTree) -> PyTree:
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree)):
-        return jax.lax.with_sharding_constraint(tree, shardings)
+        with auto_axes(plan.mesh):
+            tree = plan.entered(tree)
+            if plan.home == plan.mesh:
+                return jax.lax.with_sharding_constraint(tree, shardings)
+            return plan.left(tree, shardings)
     return jax.device_put(tree, shardings)
 
 
@@ -117,14 +119,12 @@ def _shardings(opened: PyTree, plan: Plan, specs: Any, of: Any) -> PyTree:
         params: dict[str, Placement] = {}
         for placement in jax.tree.leaves(plan.tree_placements(flax_nnx.split(of)[0], flax_nnx.metadata(of))):
             params[placement.path] = placement
-        placed = plan.tree_placements(opened, of=params)
-        return jax.tree.map(lambda placement: NamedSharding(plan.mesh, placement.rest), placed)
+        return jax.tree.map(plan.rest_sharding, plan.tree_placements(opened, of=params))
 
     def sharded(params: PyTree) -> PyTree:
-        placed = plan.tree_placements(params, specs)
-        return jax.tree.map(lambda placement: NamedSharding(plan.mesh, placement.rest), placed)
+        return jax.tree.map(plan.rest_sharding, plan.tree_placements(params, specs))
 
-    return flax_nnx.map_parameters(opened, sharded, lambda leaf: plan.replicated)
+    return flax_nnx.map_parameters(opened, sharded, lambda leaf: padded(plan.replicated, np.ndim(leaf)))
 
 
 def check_tree(tree: Any, of: Any = None, *, arrays: bool = False) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jdp.core import flax_nnx
 from jdp.core.batch import owned_batch
@@ -204,19 +204,23 @@ class ValueAndGrad(PartitionedLoss):
         return treedef.unflatten(marked)
 
     def _compute(self, state: TrainState, batch: Batch) -> tuple[Metrics, PyTree, PyTree]:
-        keep, mesh = jax.lax.with_sharding_constraint, self.plan.mesh
+        keep, plan, own = jax.lax.with_sharding_constraint, self.plan, state.model_state
 
-        def changed(before: jax.Array, after: jax.Array) -> jax.Array:
-            return after if before is after else keep(after, self.plan.replicated)
+        def changed(own: jax.Array, before: jax.Array, after: jax.Array) -> jax.Array:
+            return own if before is after else plan.left(keep(after, replicated), plan.replicated)
 
-        with tracing_on(mesh):
+        with tracing_on(plan.mesh):
+            state, batch = plan.entered((state, batch))
             # A model that the same jitted function has updated would be gathered there, and stay so, without this.
-            rest = jax.tree.map(lambda placement: NamedSharding(mesh, placement.rest), self.param_placements(state))
+            placements, replicated = self.param_placements(state), NamedSharding(plan.mesh, PartitionSpec())
+            rest = jax.tree.map(lambda placement: NamedSharding(plan.mesh, placement.rest), placements)
             state = replace(state, params=jax.tree.map(keep, state.params, rest))
             grads, sums, model_state, _ = self.gradients(state, batch, state.rng, {})
             trained = trained_part(state.params, state.static.trained)
             grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, trained)
-            return means(sums), grads, jax.tree.map(changed, state.model_state, model_state)
+            grads = plan.left(grads, trained_part(jax.tree.map(plan.rest_sharding, placements), state.static.trained))
+            model_state = jax.tree.map(changed, own, state.model_state, model_state)
+            return plan.left(means(sums), plan.replicated), grads, model_state
 
     def _checked_arguments(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Check how many arguments there are, and where this is called. Raises ValueError."""
@@ -226,7 +230,7 @@ class ValueAndGrad(PartitionedLoss):
                 f"A gradient takes what its loss takes: models, a batch and a key; given {len(arguments)} arguments, "
                 f"with argnums={self.argnums}. Call it as gradient(model, batch, rng)."
             )
-        if manual := {*jax.sharding.get_abstract_mesh().manual_axes} & {*self.plan.mesh.axis_names}:
+        if manual := {*jax.sharding.get_abstract_mesh().manual_axes} & {*self.plan.axis_names}:
             raise ValueError(
                 "A gradient is of global arrays: it goes over the plan's mesh itself; given a call inside a shard_map "
                 f"over {', '.join(sorted(manual))}. Call it outside."
@@ -281,12 +285,12 @@ class ValueAndGrad(PartitionedLoss):
                     f"A model must hold its arrays; {placement.path} was donated to a jitted function before. Go on "
                     "with the model that it returned, and donate each model once."
                 )
-            rest = NamedSharding(self.plan.mesh, placement.rest)
+            rest = self.plan.rest_sharding(placement)
             if not isinstance(leaf, jax.Array) or not leaf.sharding.is_equivalent_to(rest, leaf.ndim):
                 given = leaf.sharding if isinstance(leaf, jax.Array) else "a NumPy array"
                 raise ValueError(
                     f"All models of a gradient lie as its plan says ({self.plan}), else each call would move them; "
-                    f"{placement.path} is to lie as {placement.rest} and is {given}. Lay it out: "
+                    f"{placement.path} is to lie as {rest.spec} and is {given}. Lay it out: "
                     "model = jdp.place(model, plan), by the gradient's own plan."
                 )
         self._laid_out.add(lies)

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from jdp.core.gradients import auto
@@ -139,6 +140,7 @@ class Inspection:
         step = self._step
 
         def flags(state: TrainState, batch: Batch, consumed: jax.Array) -> dict[str, Any]:
+            state, batch = step.plan.entered((state, batch))
             spec = replace(step.gradient_spec(state), wire=WIDE, buckets=None)  # before anything is encoded
             gradients = VIEWS[step.choose_partitioning(state, batch)].gradients(spec, step.plan)
             key, params = jax.random.fold_in(state.rng, consumed), on_device(state.params)
@@ -146,11 +148,12 @@ class Inspection:
             trees = {"batch": batch, "params": params, "gradients": grads}
             return {name: _flagged(tree) for name, tree in trees.items()} | {"loss": sums.total / sums.weight}
 
-        return jax.jit(flags, out_shardings=step.plan.replicated)
+        return jax.jit(flags, out_shardings=NamedSharding(step.plan.mesh, PartitionSpec()))
 
     def _backward_order(self, state: TrainState, batch: Batch) -> list[str]:
         """Return the paths of the trained leaves, in the order in which the backward pass makes their gradients."""
         step = self._step
+        state, batch = step.plan.entered((state, batch))
         spec = replace(step.gradient_spec(state), accumulate=1, wire=WIDE, buckets=None)
 
         def grads(params: PyTree) -> PyTree:

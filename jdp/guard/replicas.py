@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from jdp.core.agreement import processes_of
 from jdp.core.host_memory import is_on_host, on_device, to_device, to_host
 from jdp.core.paths import path_of
+from jdp.core.sharding.home import entered, mesh_of_home
 from jdp.core.sharding.mesh import tracing_on
 from jdp.core.types import Device, PyTree
 
@@ -151,6 +152,8 @@ def fingerprints(state: PyTree, *, every_leaf: bool = False) -> Fingerprints | N
     if mesh is None or not chosen:
         return None
     paths, leaves, specs, parts = zip(*chosen, strict=True)
+    mesh = mesh_of_home(mesh)
+    leaves = entered(leaves, mesh)
     with tracing_on(mesh):
         values = _computed(leaves, mesh, specs, len(processes_of(mesh)) > 1)
     return Fingerprints(paths, tuple(mesh.devices.flat), np.stack(parts, axis=1), values)

@@ -74,4 +74,5 @@ def make_collectives(spec: GradientSpec, plan: Plan) -> Collectives:
 
 def _constrained(plan: Plan, batch: Batch) -> Batch:
     """Shard a batch over the batch axes, however it was sharded before."""
-    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, plan.batch_sharding), batch)
+    sharding = NamedSharding(plan.mesh, plan.batch_spec)
+    return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, sharding), batch)

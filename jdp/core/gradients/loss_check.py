@@ -21,6 +21,7 @@ import jax
 import jax.extend.random as jexr
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jdp.core.batch import batch_rows
 from jdp.core.gradients.accumulate import GradientSpec, traced_loss, working_copy
@@ -117,6 +118,7 @@ def _difference(
     spec = replace(spec, precision=Precision(spec.precision.params, "fp32", "fp32"), accumulate=1)
     collectives = make_collectives(spec, plan)
     loss = replace(traced_loss(spec, collectives), training=False)
+    replicated = NamedSharding(plan.mesh, PartitionSpec())
 
     def compare(params: Any, model_state: Any, batch: Batch, chunks: jax.Array) -> Any:
         key = jax.random.wrap_key_data(jnp.zeros(1, jnp.uint32), impl=_constant_bits()) if train else None
@@ -126,17 +128,17 @@ def _difference(
         operands = working_copy(spec, collectives, params)
 
         def take(rows: jax.Array) -> Batch:
-            return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x[rows], plan.replicated), batch)
+            return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x[rows], replicated), batch)
 
         def forward(batch: Batch) -> Sums:
             return loss(operands, model_state, batch, key)[0]
 
-        together = jax.lax.with_sharding_constraint(jnp.sort(chunks.ravel()), plan.replicated)
+        together = jax.lax.with_sharding_constraint(jnp.sort(chunks.ravel()), replicated)
         return forward(take(together)), jax.lax.map(forward, take(chunks))
 
     with jax.default_matmul_precision("highest"):  # GPUs would take TF32, of another rounding for other shapes
         shape = jax.ShapeDtypeStruct(trials[0].shape, jnp.int32)
-        traced = jax.jit(compare, out_shardings=plan.replicated).trace(state.params, state.model_state, batch, shape)
+        traced = jax.jit(compare, out_shardings=replicated).trace(state.params, state.model_state, batch, shape)
         if traced.jaxpr.effects:
             raise Untried("it prints or calls back, which a trial would do too")
         if redraws(traced.jaxpr.jaxpr):

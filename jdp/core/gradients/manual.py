@@ -28,6 +28,7 @@ from jdp.core.sharding.mesh import batch_axes
 from jdp.core.sharding.placement import Placement, axes_of
 from jdp.core.sharding.plan import Plan
 from jdp.core.state import trained_part, with_trained
+from jdp.core.traced_device import mesh_inside
 from jdp.core.types import Batch, PyTree
 
 
@@ -77,7 +78,7 @@ def _shard_map(local: Callable[..., Any], plan: Plan, in_specs: Any, out_specs: 
     # check_vma off: the gather boundary is a custom_vjp whose two sides vary over different axes.
     return jax.shard_map(
         local,
-        mesh=None if is_inside_a_replica() else plan.mesh,
+        mesh=mesh_inside() if is_inside_a_replica() else plan.mesh,
         in_specs=in_specs,
         out_specs=out_specs,
         axis_names=set(batch_axes(plan.mesh)),

@@ -26,7 +26,7 @@ from jdp.core.gradients.wire import WIDE, Wire
 from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.mesh import own_axes
 from jdp.core.sharding.placement import Placement, axes_of, shards, spec_entry
-from jdp.core.traced_device import traced_device
+from jdp.core.traced_device import mesh_inside, traced_device
 from jdp.core.types import PyTree
 
 
@@ -169,4 +169,9 @@ def on_model_shards(function: Callable[[Any], Any], tree: PyTree, before: PyTree
         return PartitionSpec(*(tuple(axis for axis in axes_of(entry) if axis in own) for entry in spec))
 
     specs = [jax.tree.map(own_part, tree, each, is_leaf=lambda x: x is None) for each in (before, after)]
-    return jax.shard_map(function, in_specs=(specs[0],), out_specs=specs[1], axis_names=own, check_vma=False)(tree)
+    before, after = specs
+    inside: Any = mesh_inside()
+    own_shards = jax.shard_map(
+        function, mesh=inside, in_specs=(before,), out_specs=after, axis_names=own, check_vma=False
+    )
+    return own_shards(tree)

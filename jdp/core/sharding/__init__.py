@@ -1,5 +1,5 @@
 """How state and batch are sharded: the mesh (`mesh.py`), the table of strategies (`strategy.py`), the plan (`plan.py`).
 
 `placement.py` chooses how one array is sharded; `optimizer_state.py` finds the parameter that a leaf of the optimizer
-state belongs to.
+state belongs to; `home.py` goes between the user's own mesh and jdp's; `rules.py` checks the form of rules.
 """

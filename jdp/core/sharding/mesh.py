@@ -32,6 +32,7 @@ from jdp.core.handshake import check_device_counts
 from jdp.core.machine import choose_platform
 from jdp.core.notices import notice
 from jdp.core.sharding.axes import DATA, REPLICA, axis_sizes
+from jdp.core.sharding.home import auto_axes
 from jdp.core.traced_device import tracing_for
 from jdp.core.types import Device, PyTree
 
@@ -92,11 +93,9 @@ def mesh_of(tree: PyTree) -> Mesh | None:
 def tracing_on(mesh: Mesh) -> Generator[None]:
     """Have code traced for `mesh` while the context lasts: `traced_device` is one of its devices.
 
-    `mesh` with Auto axes replaces a mesh with Explicit axes that the caller has set.
+    `mesh`, which has Auto axes, replaces another one that the caller has set.
     """
-    explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
-    with_auto_axes = jax.sharding.use_abstract_mesh(mesh.abstract_mesh) if explicit else contextlib.nullcontext()
-    with tracing_for(mesh, batch_axes(mesh)), with_auto_axes:
+    with tracing_for(mesh, batch_axes(mesh)), auto_axes(mesh):
         yield
 
 

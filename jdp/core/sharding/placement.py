@@ -65,6 +65,18 @@ def spec_entry(spec: PartitionSpec, dim: int) -> object:
     return spec[dim] if dim < len(spec) else None
 
 
+def data_last(entry: object) -> object:
+    """Move `data` to the end of a spec's entry: then gathering over `data` yields each device's shard over the rest."""
+    axes = axes_of(entry)
+    return (*(axis for axis in axes if axis != DATA), DATA) if DATA in axes and len(axes) > 1 else entry
+
+
+def keep_axes(axes: set[str], entry: object) -> object:
+    """Return a spec's entry without the names that are not in `axes`."""
+    kept = tuple(axis for axis in axes_of(entry) if axis in axes)
+    return kept[0] if len(kept) == 1 else (kept or None)
+
+
 def shards(spec: PartitionSpec, mesh_shape: dict[str, int]) -> int:
     """Return into how many shards `spec` splits an array, on a mesh with these axes (axis -> size)."""
     return math.prod(mesh_shape[axis] for entry in spec for axis in axes_of(entry))
@@ -79,7 +91,11 @@ def bytes_per_device(shape: tuple[int, ...], dtype: jax.typing.DTypeLike, pieces
 
 
 def rest_spec(
-    shape: tuple[int, ...], compute: PartitionSpec, mesh_shape: dict[str, int], min_shard_size: int
+    shape: tuple[int, ...],
+    compute: PartitionSpec,
+    mesh_shape: dict[str, int],
+    min_shard_size: int,
+    name: str = DATA,
 ) -> tuple[PartitionSpec, str]:
     """Add `data` to one dimension of the compute spec.
 
@@ -93,13 +109,14 @@ def rest_spec(
         compute: the compute spec.
         mesh_shape: mesh axis -> size.
         min_shard_size: arrays with fewer elements keep the compute spec.
+        name: what the reason calls the axis.
 
     Returns:
         The rest spec, and the reason for it in words.
     """
     count = mesh_shape[DATA]
     if count == 1:
-        return compute, "the data axis has one device"
+        return compute, f"the {name} axis has one device"
     if math.prod(shape) < min_shard_size:
         return compute, f"replicated: {math.prod(shape)} elements, fewer than min_shard_size={min_shard_size}"
 
@@ -113,8 +130,8 @@ def rest_spec(
 
     candidates = [dim for dim in range(len(shape)) if divides(dim)]
     if not candidates:
-        return compute, f"replicated: no dimension of {list(shape)} divides by data={count}"
+        return compute, f"replicated: no dimension of {list(shape)} divides by {name}={count}"
     dim = max(candidates, key=preference)
     entries = [spec_entry(compute, i) for i in range(max(len(compute), dim + 1))]
     entries[dim] = (*axes_of(entries[dim]), DATA) if axes_of(entries[dim]) else DATA
-    return PartitionSpec(*entries), f"sharded on dimension {dim}: {shape[dim]} over data={count}"
+    return PartitionSpec(*entries), f"sharded on dimension {dim}: {shape[dim]} over {name}={count}"

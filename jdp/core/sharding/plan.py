@@ -11,22 +11,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdp.core.formatting import listed
 from jdp.core.host_memory import check_offload, rest_sharding
 from jdp.core.notices import notice
 from jdp.core.numbers import is_integer
 from jdp.core.paths import matches, path_of
+from jdp.core.sharding import home as homes
 from jdp.core.sharding.axes import DATA, REPLICA, factors
 from jdp.core.sharding.mesh import batch_axes, hosts_along, replicas_for_hosts
 from jdp.core.sharding.optimizer_state import specs_for_leaf
-from jdp.core.sharding.placement import Placement, axes_of, bytes_per_device, rest_spec, shards, spec_entry
+from jdp.core.sharding.placement import (
+    Placement,
+    axes_of,
+    bytes_per_device,
+    data_last,
+    keep_axes,
+    rest_spec,
+    shards,
+    spec_entry,
+)
+from jdp.core.sharding.rules import checked_rules
 from jdp.core.sharding.strategy import Strategy, strategy
 from jdp.core.state import STACKED, Static, TrainState
 from jdp.core.types import PyTree
@@ -40,8 +51,10 @@ class Plan:
     """A mesh, a strategy, and from them how every leaf of a state is sharded. Immutable; `print(plan)` describes it.
 
     Args:
-        mesh: a mesh with a `data` axis (`jdp.make_mesh`). Axes of type Explicit (the default of `jax.make_mesh`) become
-            Auto: `plan.mesh` is the mesh with Auto axes.
+        mesh: a mesh with a `data` axis: of `jdp.make_mesh`, whose axes have type Auto, or of `jax.make_mesh`, whose
+            axes have type Explicit by default. What jdp returns lies on this mesh, `plan.home`; under Explicit axes
+            with the sharding in its type (`jax.typeof`). What jdp calls (losses, `init`) is traced for `plan.mesh`: the
+            same devices, all axes Auto, those of the batch called `data` and `replica`.
         strategy: "ddp" replicates everything; "zero1", "zero2" and "zero3" shard parameters and optimizer state over
             `data`, and differ in when gradients are reduced and weights gathered (`jdp.core.sharding.strategy`).
         rules: pairs of a path pattern and a `PartitionSpec`, which shard parameters over the model's own axes, such as
@@ -50,14 +63,17 @@ class Plan:
             that names `data` fixes the dimension that ZeRO shards; otherwise the plan chooses it.
         min_shard_size: parameters with fewer elements than this stay replicated, because gathering them would take
             latency, not bandwidth.
-
         offload: "optimizer" keeps the optimizer's state and the master weights, all but leaves of fewer than
             `min_shard_size` elements, in the hosts' pinned memory between steps. None: everything is on the devices.
+        data, replica: what the mesh calls the axes that carry the batch. Rules and metadata name axes as the mesh does;
+            placements (`rest`, `compute`), and `plan.mesh`, have jdp's names.
+        home: leave it out; `dataclasses.replace` passes on the mesh that was given.
 
     Raises:
-        ValueError: the strategy is unknown; the mesh has no `data` axis, or one of type Manual; a rule is no pair of a
-            pattern and a spec, or names `replica` or an axis that the mesh lacks; `min_shard_size` is no whole number;
-            or `offload` is unknown, or asks for memory that the mesh's devices do not have.
+        ValueError: the strategy is unknown; the mesh has no axis called `data`, or one of type Manual; `data` and
+            `replica` are the same, or name what the mesh lacks; a rule is no pair of a pattern and a spec, or names the
+            replicas' axis or an axis that the mesh lacks; `min_shard_size` is no whole number; or `offload` is unknown,
+            or asks for memory that the mesh's devices do not have.
     """
 
     mesh: Mesh
@@ -65,42 +81,42 @@ class Plan:
     rules: Sequence[tuple[str, PartitionSpec]] = field(default=(), kw_only=True)
     min_shard_size: int = field(default=MIN_SHARD_SIZE, kw_only=True)
     offload: str | None = field(default=None, kw_only=True)
+    data: str = field(default=DATA, kw_only=True)
+    replica: str = field(default=REPLICA, kw_only=True)
+    home: Mesh = field(default=cast(Any, None), kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
         strategy(self.strategy)
-        object.__setattr__(self, "rules", _checked_rules(self.rules))
         if not is_integer(self.min_shard_size) or self.min_shard_size < 0:
             given = repr(self.min_shard_size)
             raise ValueError(f"min_shard_size is a whole number of elements, 0 or more; given {given}. Give 0 or 1024.")
-        if DATA not in self.mesh.shape:
-            raise ValueError(
-                f"A plan needs a mesh with a `data` axis; given axes {tuple(self.mesh.shape)}. Use jdp.make_mesh."
-            )
-        object.__setattr__(self, "mesh", _with_auto_axes(self.mesh))
+        home = cast("Mesh | None", self.home)
+        if home is None or self.data not in home.shape or self.mesh != homes.mesh_of_home(home, self.axis_names):
+            object.__setattr__(self, "home", self.mesh)
+        object.__setattr__(self, "mesh", homes.mesh_of_home(self.home, self.axis_names))
+        object.__setattr__(self, "rules", checked_rules(self.rules, tuple(self.axis_names), self.data, self.replica))
         check_offload(self.offload, self.mesh)
-        for pattern, spec in self.rules:
-            for axis in (axis for entry in spec for axis in axes_of(entry)):
-                if axis not in self.mesh.shape:
-                    raise ValueError(
-                        f"A rule may name axes of the mesh only, {tuple(self.mesh.shape)}; "
-                        f"the rule for {pattern!r} names {axis!r}. Add that axis to the mesh, or change the rule."
-                    )
-                if axis == REPLICA:
-                    raise ValueError(
-                        f"The `replica` axis carries the batch only: nothing is sharded over it; the rule for "
-                        f"{pattern!r} names it. Use `data`, or an axis of the model's own."
-                    )
 
     def __str__(self) -> str:
         gather = {"never": "everything replicated", "step": "gathered once a step", "use": "gathered at each use"}
         platform = self.mesh.devices.flat[0].platform
         host = "" if self.offload is None else "; optimizer state and master weights in host memory"
-        return f"{self.strategy} on {factors(self.mesh.shape)} {platform} devices: {gather[self.row.gather]}{host}"
+        return f"{self.strategy} on {factors(self.home.shape)} {platform} devices: {gather[self.row.gather]}{host}"
 
     @property
     def row(self) -> Strategy:
         """The strategy's row of the table of strategies."""
         return strategy(self.strategy)
+
+    @property
+    def axis_names(self) -> dict[str, str]:
+        """The name of each axis of `home` -> its name in `mesh`."""
+        return homes.axis_names(self.home, self.data, self.replica)
+
+    @property
+    def called(self) -> dict[str, str]:
+        """The name of each axis of `mesh` -> its name in `home`."""
+        return {ours: name for name, ours in self.axis_names.items()}
 
     @property
     def batch_shards(self) -> int:
@@ -119,24 +135,64 @@ class Plan:
 
     @property
     def batch_sharding(self) -> NamedSharding:
-        """Sharding of a batch: its leading dimension over `replica` and `data`."""
-        return NamedSharding(self.mesh, self.batch_spec)
+        """Sharding of a batch, on `home`: its leading dimension over `replica` and `data`."""
+        return NamedSharding(self.home, homes.renamed(self.batch_spec, self.called))
 
     @property
     def replicated(self) -> NamedSharding:
-        """Sharding of an array that every device holds in full."""
-        return NamedSharding(self.mesh, PartitionSpec())
+        """Sharding of an array that every device holds in full, on `home`."""
+        return NamedSharding(self.home, PartitionSpec())
+
+    def rest_sharding(self, placement: Placement) -> NamedSharding:
+        """Return the sharding on `home` that a leaf has between steps, with the kind of its memory.
+
+        Args:
+            placement: the leaf's.
+        """
+        own = replace(placement, rest=homes.renamed(placement.rest, self.called))
+        return homes.padded(rest_sharding(self.home, own), len(placement.shape))
+
+    def entered(self, tree: PyTree) -> PyTree:
+        """Return a tree with the arrays that lie on `home` on `mesh`, where jdp's own code is traced.
+
+        Args:
+            tree: any pytree: of real arrays, of abstract ones, or inside of a traced function.
+        """
+        return homes.entered(tree, self.mesh)
+
+    def left(self, tree: PyTree, shardings: PyTree) -> PyTree:
+        """Return results of a traced function on `home`, while it is traced: the reverse of `entered`.
+
+        Args:
+            tree: a pytree of arrays; where `home` is `mesh` it is returned as it is.
+            shardings: on `home`: one for all of the tree, or a tree like it.
+        """
+        if self.home == self.mesh:
+            return tree
+        if isinstance(shardings, NamedSharding):
+            shardings = jax.tree.map(lambda _: shardings, tree)
+        return jax.tree.map(lambda x, sharding: homes.left(x, sharding, self.mesh), tree, shardings)
 
     def on(self, mesh: Mesh) -> Plan:
         """Return this plan for another mesh.
 
         Args:
-            mesh: as for `Plan`, for example of devices that are only described.
+            mesh: as for `Plan`, for example of devices that are only described; its axes are called as this plan's
+                mesh calls them, or as jdp does.
 
         Raises:
             ValueError: as `Plan` does.
         """
-        return replace(self, mesh=mesh)
+        if mesh in (self.mesh, self.home):
+            return self
+        if self.data in mesh.shape:
+            return replace(self, mesh=mesh, replica=self.replica if self.replica in mesh.shape else REPLICA)
+        return replace(self, mesh=mesh, rules=self._our_rules, data=DATA, replica=REPLICA)
+
+    @property
+    def _our_rules(self) -> tuple[tuple[str, PartitionSpec], ...]:
+        """The rules in the names of `mesh`."""
+        return tuple((pattern, homes.renamed(spec, self.axis_names)) for pattern, spec in self.rules)
 
     def param_placements(self, params: PyTree, static: Static | None = None) -> PyTree:
         """Return a tree like `params` with a `Placement` for each leaf; paths start at the parameters.
@@ -243,7 +299,7 @@ class Plan:
         Raises:
             ValueError: a rule matches nothing; a rule or the metadata shards a dimension that does not divide.
         """
-        return jax.tree.map(lambda p: rest_sharding(self.mesh, p), self.state_placements(state))
+        return jax.tree.map(self.rest_sharding, self.state_placements(state))
 
     def report_replicated(self, state: TrainState) -> None:
         """Report once which parameters a ZeRO strategy cannot shard, and why; under ddp, which rules name `data`.
@@ -251,21 +307,22 @@ class Plan:
         Args:
             state: a train state, real or abstract.
         """
-        if self.mesh.shape[DATA] == 1:
+        data = self.mesh.shape[DATA]
+        if data == 1:
             return
         if not self.row.shard_state:
-            for pattern in (pattern for pattern, spec in self.rules if any(DATA in axes_of(entry) for entry in spec)):
+            name = self.data
+            for pattern in (pattern for pattern, spec in self.rules if any(name in axes_of(entry) for entry in spec)):
                 notice(
-                    f"the rule for {pattern!r} shards over data, which {self.strategy} does not: what it matches is "
-                    "replicated over data; take zero1, zero2 or zero3, or leave data out of the rule"
+                    f"the rule for {pattern!r} shards over {name}, which {self.strategy} does not: what it matches is "
+                    f"replicated over {name}; take zero1, zero2 or zero3, or leave {name} out of the rule"
                 )
             return
         if (replicas := replicas_for_hosts(self.mesh)) is not None:
-            data, hosts = self.mesh.shape[DATA], hosts_along(self.mesh, DATA)
+            inside, hosts = factors({self.replica: replicas, self.data: data // replicas}), hosts_along(self.mesh, DATA)
             notice(
-                f"{self.strategy} gathers and reduces along data={data}, which spans {hosts} hosts; "
-                f"replica={replicas} × data={data // replicas} does it on each host's fast links, and every device "
-                f"then holds {replicas} times as much state"
+                f"{self.strategy} gathers and reduces along {self.data}={data}, which spans {hosts} hosts; {inside} "
+                f"does it on each host's fast links, and every device then holds {replicas} times as much state"
             )
         params = jax.tree.leaves(self.param_placements(state.params, state.static))
         replicated = [p for p in params if p.dim is None]
@@ -280,35 +337,36 @@ class Plan:
 
     def _on_this_mesh(self, specs: Sequence[tuple[str, PartitionSpec]]) -> dict[str, PartitionSpec]:
         """Return the metadata's specs without the axis names that the mesh lacks; report those names once."""
-        known = set(self.mesh.shape) - {REPLICA}
+        known = set(self.home.shape) - {self.replica}
         names = {axis for _, spec in specs for entry in spec for axis in axes_of(entry)}
         if dropped := sorted(names - known):
             notice(
                 f"the model's sharding metadata names {', '.join(map(repr, dropped))}, no axes of the mesh "
-                f"({', '.join(self.mesh.shape)}) that parameters are sharded over: dropped there; Plan(rules=...) goes "
+                f"({', '.join(self.home.shape)}) that parameters are sharded over: dropped there; Plan(rules=...) goes "
                 "before metadata"
             )
-        return {path: PartitionSpec(*(_keep_axes(known, entry) for entry in spec)) for path, spec in specs}
+        kept = ((path, PartitionSpec(*(keep_axes(known, entry) for entry in spec))) for path, spec in specs)
+        return {path: homes.renamed(spec, self.axis_names) for path, spec in kept}
 
     def _place_param(self, path: str, leaf: Any, metadata: dict[str, PartitionSpec]) -> Placement:
-        pattern, rule = next((rule for rule in self.rules if matches(path, [rule[0]])), ("", None))
+        pattern, rule = next((rule for rule in self._our_rules if matches(path, [rule[0]])), ("", None))
         source = "the model's metadata" if rule is None else f"the rule for {pattern!r}"
-        spec = PartitionSpec(*map(_data_last, metadata.get(path, PartitionSpec()) if rule is None else rule))
-        compute = PartitionSpec(*(_keep_axes(set(self.mesh.shape) - {DATA}, entry) for entry in spec))
+        spec = PartitionSpec(*map(data_last, metadata.get(path, PartitionSpec()) if rule is None else rule))
+        compute = PartitionSpec(*(keep_axes(set(self.mesh.shape) - {DATA}, entry) for entry in spec))
         self._check_fits(path, leaf.shape, spec, source)
         if not self.row.shard_state:
             return self._placement(path, leaf, compute, compute, f"{self.strategy} replicates it over data")
         if compute != spec:
             reason = f"sharded as {source if rule is None else 'its rule'} says: {spec}"
             return self._placement(path, leaf, spec, compute, reason)
-        rest, reason = rest_spec(leaf.shape, compute, dict(self.mesh.shape), self.min_shard_size)
+        rest, reason = rest_spec(leaf.shape, compute, dict(self.mesh.shape), self.min_shard_size, self.data)
         return self._placement(path, leaf, rest, compute, reason)
 
     def _place_optimizer_leaf(self, path: str, leaf: Any, params: Mapping[str, Placement]) -> Placement:
         specs = specs_for_leaf(path.removeprefix("opt_state/"), tuple(leaf.shape), params)
         if specs.final or not self.row.shard_state or any(DATA in axes_of(entry) for entry in specs.rest):
             return self._placement(path, leaf, specs.rest, specs.compute, specs.reason)
-        rest, reason = rest_spec(leaf.shape, specs.compute, dict(self.mesh.shape), self.min_shard_size)
+        rest, reason = rest_spec(leaf.shape, specs.compute, dict(self.mesh.shape), self.min_shard_size, self.data)
         return self._placement(path, leaf, rest, specs.compute, f"{reason} ({specs.reason})")
 
     def _placement(self, path: str, leaf: Any, rest: PartitionSpec, compute: PartitionSpec, reason: str) -> Placement:
@@ -338,62 +396,5 @@ class Plan:
                 raise ValueError(
                     f"{subject} must shard dimensions that divide: dimension {dim} of {path} {list(shape)} "
                     f"is {size}, and {spec} splits it into {pieces}. Change the size, or the mesh "
-                    f"({factors(self.mesh.shape)}), or the rule: Plan(rules=...) goes before metadata."
+                    f"({factors(self.home.shape)}), or the rule: Plan(rules=...) goes before metadata."
                 )
-
-
-def _with_auto_axes(mesh: Mesh) -> Mesh:
-    """Return a mesh of the same devices whose axes have type Auto, as GSPMD and jdp's own `shard_map` need."""
-    types = mesh.axis_types
-    if AxisType.Manual in types:
-        axes = factors(mesh.shape).replace(" × ", ", ")
-        raise ValueError(
-            f"A plan's mesh has axes of type Auto; given {types}. Write jdp.make_mesh({axes}), and leave "
-            "partitioning='manual' to make_train_step."
-        )
-    if AxisType.Explicit not in types:
-        return mesh
-    notice(
-        "the mesh's axes are Explicit (jax.make_mesh's default): jdp takes them as Auto, as jdp.make_mesh makes them"
-    )
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(types))
-
-
-def _checked_rules(rules: Any) -> tuple[tuple[str, PartitionSpec], ...]:
-    """Return the rules as a tuple of pairs, after checking their types."""
-    example = 'rules=[("*/kernel", PartitionSpec(None, "model"))]'
-    if isinstance(rules, Mapping | str) or not isinstance(rules, Iterable):
-        raise ValueError(
-            f"A plan's rules are a sequence of pairs, as in {example}; given {rules!r}. Give a list of pairs."
-        )
-    pairs: list[tuple[str, PartitionSpec]] = []
-    for rule in rules:  # pyright: ignore[reportUnknownVariableType]
-        match rule:
-            case (str() as pattern, PartitionSpec() as spec):
-                pass
-            case _:
-                raise ValueError(
-                    f"A rule is a pair of a path pattern and a PartitionSpec, as in {example}; given {rule!r}. Give "
-                    "a PartitionSpec."
-                )
-        for entry in spec:
-            axes: Any = entry if isinstance(entry, tuple | list) else () if entry is None else (entry,)
-            if not all(isinstance(axis, str) for axis in axes):
-                raise ValueError(
-                    f"A dimension in a rule is None, an axis or a tuple of axes; the rule for {pattern!r} has "
-                    f"{entry!r}. Write None for a dimension that is not sharded."
-                )
-        pairs.append((pattern, spec))
-    return tuple(pairs)
-
-
-def _data_last(entry: object) -> object:
-    """Move `data` to the end of a spec's entry: then gathering over `data` yields each device's shard over the rest."""
-    axes = axes_of(entry)
-    return (*(axis for axis in axes if axis != DATA), DATA) if DATA in axes and len(axes) > 1 else entry
-
-
-def _keep_axes(axes: set[str], entry: object) -> object:
-    """Return a spec's entry without the names that are not in `axes`."""
-    kept = tuple(axis for axis in axes_of(entry) if axis in axes)
-    return kept[0] if len(kept) == 1 else (kept or None)

@@ -191,7 +191,7 @@ def abstract_on(
         lambda leaf, sharding: _abstract(leaf, leaf.shape, sharding, keep=keep), state, plan.shardings(state)
     )
     abstract_batch = jax.tree.map(lambda leaf: _abstract(leaf, (rows, *leaf.shape[1:]), plan.batch_sharding), batch)
-    step = step.on(plan.mesh)
+    step = step.on(plan.home)
     cudnn = None if target is None or target.config is None else version_in(target.config)
     return Candidate(step, step.complete(abstract_state), abstract_batch, notes, axes=axes, cudnn=cudnn)
 

@@ -1,0 +1,59 @@
+"""The form of a plan's rules: pairs of a path pattern and a `PartitionSpec`."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from jdp.core.sharding.placement import axes_of
+
+
+def checked_rules(
+    rules: Any, mesh_axes: Sequence[str], data: str, replica: str
+) -> tuple[tuple[str, PartitionSpec], ...]:
+    """Return the rules as a tuple of pairs, after checking their types and the axes that they name.
+
+    Args:
+        rules: what the user gave.
+        mesh_axes: the mesh's.
+        data, replica: which of them carry the batch.
+
+    Raises:
+        ValueError: they are no sequence of pairs of a path pattern and a spec, or an entry of a spec is no axis of the
+            mesh, or `replica`.
+    """
+    example = 'rules=[("*/kernel", PartitionSpec(None, "model"))]'
+    if isinstance(rules, Mapping | str) or not isinstance(rules, Iterable):
+        raise ValueError(
+            f"A plan's rules are a sequence of pairs, as in {example}; given {rules!r}. Give a list of pairs."
+        )
+    pairs: list[tuple[str, PartitionSpec]] = []
+    for rule in rules:  # pyright: ignore[reportUnknownVariableType]
+        match rule:
+            case (str() as pattern, PartitionSpec() as spec):
+                pass
+            case _:
+                raise ValueError(
+                    f"A rule is a pair of a path pattern and a PartitionSpec, as in {example}; given {rule!r}. Give "
+                    "a PartitionSpec."
+                )
+        for entry in spec:
+            axes: Any = entry if isinstance(entry, tuple | list) else () if entry is None else (entry,)
+            if not all(isinstance(axis, str) for axis in axes):
+                raise ValueError(
+                    f"A dimension in a rule is None, an axis or a tuple of axes; the rule for {pattern!r} has "
+                    f"{entry!r}. Write None for a dimension that is not sharded."
+                )
+        for axis in (axis for entry in spec for axis in axes_of(entry)):
+            if axis not in mesh_axes:
+                raise ValueError(
+                    f"A rule may name axes of the mesh only, {tuple(mesh_axes)}; "
+                    f"the rule for {pattern!r} names {axis!r}. Add that axis to the mesh, or change the rule."
+                )
+            if axis == replica:
+                raise ValueError(
+                    f"The `{axis}` axis carries the batch only: nothing is sharded over it; the rule for {pattern!r} "
+                    f"names it. Use `{data}`, or an axis of the model's own."
+                )
+        pairs.append((pattern, spec))
+    return tuple(pairs)
