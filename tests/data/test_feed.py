@@ -93,7 +93,8 @@ def test_a_process_reads_the_rows_of_its_own_devices(blocks, expected):
     indices = {f"device {i}": (slice(block, block + 1),) for i, block in enumerate(blocks)}
     mesh = SimpleNamespace(shape={"data": 4})
     sharding = SimpleNamespace(addressable_devices_indices_map=lambda shape: indices if shape == (4,) else None)
-    assert jdp.process_rows(SimpleNamespace(mesh=mesh, batch_shards=4, batch_sharding=sharding), 12) == expected
+    plan = SimpleNamespace(mesh=mesh, called={}, batch_shards=4, batch_sharding=sharding)
+    assert jdp.process_rows(plan, 12) == expected
 
 
 def test_rows_that_do_not_divide_are_refused():

@@ -89,7 +89,7 @@ def test_the_page_has_the_numbers_of_the_run():
         "resumed on 4 × cpu",
         "it was killed, or its machine was lost",
         "Dashed: the batch size",
-        "1,234,567,890",  # bytes of parameters
+        "1.15 GiB",  # bytes of parameters: 1,234,567,890
         "params/head/kernel",
         "16,384",
         "Times are simulated.",
