@@ -309,7 +309,7 @@ def _read_arrays(folder: Path, wanted: Mapping[str, Any], fix: str) -> dict[str,
     """Read the arrays of these paths onto the shardings of these leaves; Orbax has none of those without elements."""
     shapes = {path: _stored_form(leaf, path) for path, leaf in wanted.items()}
     none = {path: x for path, x in shapes.items() if not x.size}
-    empty = {
+    empty: dict[str, Any] = {
         path: x if isinstance(x, np.ndarray) else jax.device_put(jax.numpy.zeros(x.shape, x.dtype), x.sharding)
         for path, x in none.items()
     }
