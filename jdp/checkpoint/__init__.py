@@ -2,7 +2,7 @@
 
 Checkpoints are written in the background, and always restored onto the plan at hand.
 
-`errors` reports what went wrong in one sentence; `content` is what one checkpoint holds and how it is read onto a
+`errors` reports what went wrong in one sentence; `trees` is what is saved, and `content` how it is held and read onto a
 target; `checksums` finds what has changed on the disk since it was saved, and `damage` reads the newest that is whole
 in its place; `ownership` decides what in a directory may be moved or deleted; `directory` keeps several checkpoints,
 one a step; `single` is one in a folder of its own. `safetensors` is weights alone, in files that other libraries read.

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,14 +29,13 @@ from jdp.checkpoint.checksums import COMMITTED
 from jdp.checkpoint.committing import METADATA
 from jdp.checkpoint.errors import CheckpointError, DamagedError, reading
 from jdp.checkpoint.sync_state import PREFIX, Read, read_optimizer_state, read_sync
+from jdp.checkpoint.trees import Content, fill, leaves_of
 from jdp.checkpoint.whole import require_whole
-from jdp.core import flax_nnx
-from jdp.core.paths import matches, path_of
+from jdp.core.paths import matches
 from jdp.core.state import TrainState
 from jdp.core.types import PyTree
 
 FORMAT = 1
-_FIELDS = ("step", "params", "opt_state", "model_state", "rng", "skipped", "sync")
 _ARRAYS = "state/"
 _FOR_INFERENCE = ("params", "model_state")
 
@@ -48,46 +47,6 @@ def item_handlers() -> dict[str, Any]:
         "leaves": ocp.JsonCheckpointHandler(),
         "record": ocp.JsonCheckpointHandler(),
     }
-
-
-@dataclass(frozen=True)
-class Content:
-    """What a checkpoint holds of a tree, or what a tree takes of one.
-
-    A train state has fields of its own; any other tree is one field, `tree`, with dicts of arrays for its modules.
-
-    Attributes:
-        holder: has the fields as attributes.
-        fields: their names.
-        back: filled fields by name -> a tree like the given one.
-    """
-
-    holder: Any
-    fields: Sequence[str]
-    back: Callable[[dict[str, PyTree]], Any]
-
-    @staticmethod
-    def of(tree: Any) -> Content:
-        """Return the content of a train state, or of any other tree, real or abstract."""
-        if isinstance(tree, TrainState):
-            return Content(tree, _FIELDS, lambda filled: replace(tree, **filled))
-        arrays, back = flax_nnx.plain(tree)
-        return Content(SimpleNamespace(tree=arrays), ("tree",), lambda filled: back(filled["tree"]))
-
-    @property
-    def leaves(self) -> dict[str, Any]:
-        """The leaves by path; numbers of Python as arrays of NumPy. Raises CheckpointError for what is no array."""
-        return {path: _as_array(path, leaf) for path, leaf in leaves_of(self.holder, self.fields).items()}
-
-
-def _as_array(path: str, leaf: Any) -> Any:
-    if hasattr(leaf, "dtype"):
-        return leaf
-    if isinstance(leaf, bool | int | float):
-        return np.asarray(leaf)
-    raise CheckpointError(
-        f"A checkpoint holds a tree of arrays and numbers; {path} is {leaf!r}. Leave it out: text goes into `record`."
-    )
 
 
 def save_arguments(state: Any, record: Mapping[str, Any]) -> tuple[ocp.args.Composite, bool]:
@@ -117,20 +76,6 @@ def _versions() -> dict[str, str]:
     return {"jdp": own, "jax": jax.__version__, "orbax-checkpoint": ocp.__version__}
 
 
-def leaves_of(state: Any, fields: Sequence[str]) -> dict[str, Any]:
-    """Return the leaves of these fields of a state by path, such as "params/layers/kernel".
-
-    Raises:
-        ValueError: two leaves have the same path.
-    """
-    leaves: dict[str, Any] = {}
-    for path, leaf in jax.tree.leaves_with_path({name: getattr(state, name) for name in fields}):
-        if (name := path_of(path)) in leaves:
-            raise ValueError(f"Every leaf of a state needs a path of its own; two have {name}. Rename one.")
-        leaves[name] = leaf
-    return leaves
-
-
 def is_checkpoint(folder: Path) -> bool:
     """Return True if `folder` holds a checkpoint that was written to its end."""
     return (folder / COMMITTED).is_file() and (folder / "leaves").is_dir() and (folder / "state").is_dir()
@@ -158,7 +103,7 @@ def read_state(folder: Path, target: Any, fix: str) -> Any:
     arrays = read({path: leaf for path, leaf in own.items() if path not in converted}) | converted
     arrays |= read_sync(saved_sync, sync, read, str(folder))
     given = {path: _as_given(wanted[path], array) for path, array in arrays.items()}
-    return content.back(_fill(content.holder, content.fields, given))
+    return content.filled(given)
 
 
 def _as_given(leaf: Any, array: jax.Array) -> Any:
@@ -206,7 +151,7 @@ def read_params(
     check_kept(kept, folder)
     wanted = {path: leaf for path, leaf in wanted.items() if path not in kept}
     _check_match(saved, _describe(wanted), folder, params_only=True)
-    filled = _fill(state, fields, {**kept, **_reader(folder, fix)(wanted)})
+    filled = fill(state, fields, {**kept, **_reader(folder, fix)(wanted)})
     return replace(target, **filled) if is_state else filled["params"]
 
 
@@ -331,17 +276,6 @@ def _restore(folder: Path, fix: str, **items: Any) -> Any:
     handler, meeting = ocp.CompositeCheckpointHandler(**item_handlers()), committing.multiprocessing_options()
     with reading(str(folder), fix), ocp.Checkpointer(handler, multiprocessing_options=meeting) as reader:
         return reader.restore(folder, args=ocp.args.Composite(**items))
-
-
-def _fill(state: Any, fields: Sequence[str], leaves: Mapping[str, Any]) -> dict[str, PyTree]:
-    """Return these fields of `state` by name, with their leaves replaced by those of the same paths."""
-    trees = {name: getattr(state, name) for name in fields}
-
-    def filled(path: Any, leaf: Any) -> Any:
-        value = leaves[path_of(path)]
-        return type(leaf)(value) if isinstance(leaf, bool | int | float) else value
-
-    return jax.tree.map_with_path(filled, trees)
 
 
 def _stored_form(leaf: Any, path: str) -> Any:

@@ -25,10 +25,9 @@ from jdp.checkpoint.checks import check_values
 from jdp.checkpoint.errors import CheckpointError, hush, write_error
 from jdp.checkpoint.ownership import Lineage
 from jdp.checkpoint.retention import PreserveForeign, metric, policy
+from jdp.checkpoint.trees import Content, number_of
 from jdp.core.meeting import from_first_process, meet
 from jdp.core.notices import notice
-from jdp.core.numbers import is_integer
-from jdp.core.state import TrainState
 from jdp.core.types import PyTree
 from jdp.core.user_path import user_path
 from jdp.launch.progress import note_progress
@@ -162,13 +161,13 @@ class Checkpoints:
                 f"{self.directory} was closed, and nothing is saved after that. Save before close(), inside `with`, or "
                 "open it again: jdp.Checkpoints(...)."
             )
-        check_values(content.Content.of(state).leaves)  # before the step's number is taken
+        check_values(Content.of(state).leaves)  # before the step's number is taken
         numbers = {name: metric(name, value) for name, value in (metrics or {}).items()}
         if numbers and self._best is not None and self._best not in numbers:
             raise ValueError(
                 f"The best checkpoint is chosen by {self._best!r}; given the metrics {list(numbers)}. Pass it too."
             )
-        step = _number(state, step)
+        step = number_of(state, step)
         self.wait()
         if step == self._lineage.last:
             if self._lineage.is_other(state):
@@ -398,21 +397,3 @@ class Checkpoints:
 
 def _listed(steps: Sequence[int]) -> str:
     return f"checkpoint {steps[0]}" if len(steps) == 1 else f"checkpoints {', '.join(map(str, steps))}"
-
-
-def _number(state: Any, step: Any) -> int:
-    """Return the number under which a state or a tree is saved. Raises ValueError."""
-    if isinstance(state, TrainState):
-        own = int(state.consumed)
-        if step not in (None, own):
-            raise ValueError(
-                f"A train state is saved under the number of batches that it has consumed, {own}; given step={step!r}. "
-                "Leave step out."
-            )
-        return own
-    if not is_integer(step) or step < 0:
-        raise ValueError(
-            f"A tree is saved under a number of its own, 0 or more; given step={step!r}. Write "
-            "checkpoints.save(tree, step=1000)."
-        )
-    return int(step)

@@ -17,6 +17,7 @@ from jdp.checkpoint import content, damage, ownership
 from jdp.checkpoint.checks import check_values
 from jdp.checkpoint.directory import Checkpoints
 from jdp.checkpoint.errors import CheckpointError, write_error
+from jdp.checkpoint.trees import Content
 from jdp.core.meeting import meet
 from jdp.core.state import TrainState
 from jdp.core.types import PyTree
@@ -37,7 +38,7 @@ def save(path: str | Path, state: Any, *, overwrite: bool = False) -> None:
         CheckpointError: `path` is taken, or cannot be written, or the state is abstract; nothing was changed.
         ValueError: the path is an address such as gs://bucket/run.
     """
-    check_values(content.Content.of(state).leaves)
+    check_values(Content.of(state).leaves)
     step = int(state.consumed) if isinstance(state, TrainState) else 0
     path = user_path(path).absolute()
     path = path.resolve() if path.is_symlink() else path
