@@ -75,10 +75,8 @@ class Adapter:
             if isinstance(variable, nnx.RngState):
                 value = _seeded(variable, rng, len(filled))
             else:
-                value = params if isinstance(variable, nnx.Param) else model_state
-                for key in path:
-                    value = value[str(key)]
-            filled[path] = variable.replace(value) if isinstance(variable, nnx.Variable) else value
+                value = at(params if isinstance(variable, nnx.Param) else model_state, path)
+            filled[path] = with_value(variable, value)
         module = nnx.merge(self.graphdef, nnx.from_flat_state(filled))
         for _, norm in _batch_norms(module):
             synchronise(norm, sync_axes)
@@ -88,7 +86,7 @@ class Adapter:
 
     def changed(self, module: nnx.Module) -> dict[str, Any]:
         """Return the model state after the module was called; variables that the call added are dropped."""
-        after = {path: value_of(leaf) for path, leaf in _flat(module).items() if _is_model_state(leaf)}
+        after = {path: value_of(leaf) for path, leaf in _flat(module).items() if is_model_state(leaf)}
         if added := [path for path in after if path not in self.variables]:
             notice(f"{'/'.join(map(str, added[0]))} was added to the model by its call, and is not kept between steps")
         return nested({path: value for path, value in after.items() if path in self.variables})
@@ -175,7 +173,7 @@ def split(model: Any) -> tuple[Any, Any, Adapter | None]:
         return model, {}, None
     variables = _flat(model)
     params = nested({path: value_of(leaf) for path, leaf in variables.items() if isinstance(leaf, nnx.Param)})
-    state = {path: value_of(leaf) for path, leaf in variables.items() if _is_model_state(leaf)}
+    state = {path: value_of(leaf) for path, leaf in variables.items() if is_model_state(leaf)}
     _check_state(state)
     model_state = jax.tree.map(jax.numpy.asarray, nested(state))
     shapes = {path: _shape(leaf) for path, leaf in variables.items()}
@@ -224,12 +222,13 @@ def _shape(leaf: Any) -> Any:
     return leaf.replace(shapes) if isinstance(leaf, nnx.Variable) else shapes
 
 
-def _is_model_state(variable: Any) -> bool:
+def is_model_state(variable: Any) -> bool:
+    """Return True for what is neither a parameter nor a random stream."""
     return not isinstance(variable, nnx.RngState | nnx.Param)
 
 
 def _is_statistic(variable: Any) -> bool:
-    return _is_model_state(variable) and isinstance(variable, nnx.Variable)
+    return is_model_state(variable) and isinstance(variable, nnx.Variable)
 
 
 def _batch_norms(module: nnx.Module) -> list[tuple[tuple[Any, ...], nnx.BatchNorm]]:
@@ -246,6 +245,19 @@ def _seeded(variable: Any, rng: jax.Array | None, index: int) -> jax.Array:
         return key
     each = jax.numpy.arange(math.prod(aval.shape))
     return jax.vmap(lambda i: jax.random.fold_in(key, i))(each).reshape(aval.shape)
+
+
+def at(tree: Mapping[str, Any], path: tuple[Any, ...]) -> Any:
+    """Return what nested dicts with text keys, as `nested` makes them, have at a path."""
+    value: Any = tree
+    for key in path:
+        value = value[str(key)]
+    return value
+
+
+def with_value(leaf: Any, value: Any) -> Any:
+    """Return a variable with another value; of an array that is a plain attribute the value itself."""
+    return leaf.replace(value) if isinstance(leaf, nnx.Variable) else value
 
 
 def nested(flat: Flat) -> dict[str, Any]:

@@ -53,13 +53,9 @@ def _backward(dims: Any, native: bool, kept: Any, gradient: jax.Array) -> tuple[
     (w_bits, w_scale), (g_bits, g_scale) = _rounded(weight, FORWARD), _rounded(gradient, BACKWARD)
     dtype = None if native else gradient.dtype
     x8, w8, g8 = (_numbers(x_bits, FORWARD, dtype), _numbers(w_bits, FORWARD, dtype), _numbers(g_bits, BACKWARD, dtype))
-    options: dict[
-        str, Any
-    ] = {  # the highest precision: cuBLASLt then adds up in full float32, which a gradient's long sums need
-        "dimension_numbers": dims,
-        "precision": jax.lax.Precision.HIGHEST,
-        "preferred_element_type": gradient.dtype,
-    }
+    # With the highest precision cuBLASLt adds up in full float32, which a gradient's long sums need.
+    options: dict[str, Any] = {"dimension_numbers": dims, "precision": jax.lax.Precision.HIGHEST}
+    options["preferred_element_type"] = gradient.dtype
     of_x = fp8_ops.dot_general_transpose_lhs(g8, x8, w8, **options)
     of_weight = fp8_ops.dot_general_transpose_rhs(g8, x8, w8, **options)
     return of_x * (g_scale * w_scale).astype(of_x.dtype), of_weight * (g_scale * x_scale).astype(of_weight.dtype)

@@ -14,7 +14,7 @@ import jax
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from jdp.core.flax_nnx.adapter import Adapter, nested, param_specs, value_of
+from jdp.core.flax_nnx.adapter import Adapter, at, is_model_state, nested, param_specs, value_of, with_value
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,7 @@ def gradient_state(module: nnx.Module, grads: Any) -> nnx.State[Any, Any]:
     """
     found = {}
     for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
-        value = grads
-        for key in path:
-            value = value[str(key)]
-        if value is not None:
+        if (value := at(grads, path)) is not None:
             found[path] = variable.replace(value)
     return nnx.from_flat_state(found)
 
@@ -106,13 +103,9 @@ def write_back(module: nnx.Module, before: Any, after: Any) -> None:
     """
     changed = {}
     for path, variable in nnx.to_flat_state(nnx.state(module)):
-        old, new = before, after
-        for key in path:
-            if not isinstance(old, dict) or str(key) not in old:
-                break
-            old, new = old[str(key)], new[str(key)]
-        else:
-            if isinstance(variable, nnx.Variable) and old is not new:
+        if isinstance(variable, nnx.Variable) and is_model_state(variable):
+            new = at(after, path)
+            if new is not at(before, path):
                 changed[path] = variable.replace(new)
     if changed:
         nnx.update(module, nnx.from_flat_state(changed))
@@ -124,7 +117,7 @@ def opened(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
     Args:
         tree: an NNX module or optimizer, whose arrays are an `nnx.State`; any other pytree is returned as it is.
     """
-    if not isinstance(tree, nnx.Module | nnx.Optimizer):
+    if not _has_variables(tree):
         return tree, lambda arrays: arrays
     graphdef, state = nnx.split(tree)
     return state, lambda arrays: nnx.merge(graphdef, arrays)
@@ -136,9 +129,8 @@ def plain(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
     Args:
         tree: any pytree; NNX modules and optimizers may be anywhere in it.
     """
-    is_node = lambda node: isinstance(node, nnx.Module | nnx.Optimizer)  # noqa: E731
-    nodes, treedef = jax.tree.flatten(tree, is_leaf=is_node)
-    split = [nnx.split(node) if is_node(node) else None for node in nodes]
+    nodes, treedef = jax.tree.flatten(tree, is_leaf=_has_variables)
+    split = [nnx.split(node) if _has_variables(node) else None for node in nodes]
     flat = [None if parts is None else dict(nnx.to_flat_state(parts[1])) for parts in split]
     dicts = [
         node if own is None else nested({path: value_of(leaf) for path, leaf in own.items()})
@@ -149,12 +141,7 @@ def plain(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
         def node(parts: Any, own: Any, values: Any) -> Any:
             if parts is None:
                 return values
-            filled = {}
-            for path, leaf in own.items():
-                value = values
-                for key in path:
-                    value = value[str(key)]
-                filled[path] = leaf.replace(value) if isinstance(leaf, nnx.Variable) else value
+            filled = {path: with_value(leaf, at(values, path)) for path, leaf in own.items()}
             return nnx.merge(parts[0], nnx.from_flat_state(filled))
 
         return treedef.unflatten(map(node, split, flat, treedef.flatten_up_to(arrays)))
@@ -186,12 +173,7 @@ def map_parameters(opened: Any, parameters: Callable[[Any], Any], others: Callab
     own = parameters(nested({path: variable.get_value() for path, variable in flat.items() if is_parameter(variable)}))
 
     def mapped(path: tuple[Any, ...], leaf: Any) -> Any:
-        if not is_parameter(leaf):
-            return jax.tree.map(others, leaf)
-        value = own
-        for key in path:
-            value = value[str(key)]
-        return leaf.replace(value)
+        return leaf.replace(at(own, path)) if is_parameter(leaf) else jax.tree.map(others, leaf)
 
     return nnx.from_flat_state({path: mapped(path, leaf) for path, leaf in flat.items()})
 
@@ -208,13 +190,17 @@ def is_optimizer(tree: Any) -> bool:
 
 def module_inside(tree: Any) -> str | None:
     """Return the path of an NNX module or optimizer inside a pytree that is neither itself; None if there is none."""
-    if isinstance(tree, nnx.Module | nnx.Optimizer):
+    if _has_variables(tree):
         return None
-    is_one = lambda node: isinstance(node, nnx.Module | nnx.Optimizer)  # noqa: E731
-    found = (path for path, node in jax.tree.leaves_with_path(tree, is_leaf=is_one) if is_one(node))
+    nodes = jax.tree.leaves_with_path(tree, is_leaf=_has_variables)
+    found = (path for path, node in nodes if _has_variables(node))
     return next((jax.tree_util.keystr(path) for path in found), None)
 
 
 def is_parameter(variable: Any) -> bool:
     """Return whether a leaf of a module's state is a parameter."""
     return isinstance(variable, nnx.Param)
+
+
+def _has_variables(node: Any) -> bool:
+    return isinstance(node, nnx.Module | nnx.Optimizer)
