@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from jdp.core.gradients.jaxprs import bind
+from jdp.core.gradients.jaxprs import bind, inlined
 from jdp.core.threefry import derived, random_bits
 
 _CALLS = ("jit", "pjit")
@@ -89,7 +89,7 @@ def run_init(make: Callable[[jax.Array], Any], key: jax.Array, shardings: Any) -
         return jax.jit(make, out_shardings=shardings)(key)
     nodes: list[_Node] = []
     arguments = [_Value(jax.typeof(key), keyed=True, known=key)]
-    outputs = _inlined(program.jaxpr, [_constant(value) for value in program.consts], arguments, nodes)
+    outputs = _read_program(program, arguments, nodes)
     _derive_keys(nodes, outputs)
     leaves, tree = jax.tree.flatten(shardings)
     results: list[Any] = [None] * len(outputs)
@@ -106,31 +106,20 @@ def run_init(make: Callable[[jax.Array], Any], key: jax.Array, shardings: Any) -
     return tree.unflatten(results)
 
 
-def _constant(value: Any) -> _Value:
-    return _Value(jax.typeof(value), known=value)
-
-
-def _inlined(
-    jaxpr: Jaxpr, constants: Iterable[_Value], arguments: Iterable[_Value], nodes: list[_Node]
-) -> list[_Value]:
+def _read_program(program: ClosedJaxpr, arguments: Sequence[_Value], nodes: list[_Node]) -> list[_Value]:
     """Add a program's operations to `nodes`, those of the functions that it calls too; return its results."""
-    env: dict[Any, _Value] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *arguments], strict=True))
 
-    def read(atom: Any) -> _Value:
-        return _Value(atom.aval, known=atom.val, literal=True) if isinstance(atom, Literal) else env[atom]
+    def add(equation: JaxprEqn, inputs: list[_Value]) -> list[_Value]:
+        node, keyed = _Node(len(nodes), equation, inputs), any(value.keyed for value in inputs)
+        node.outputs = [_Value(var.aval, node, keyed) for var in equation.outvars]
+        nodes.append(node)
+        return node.outputs
 
-    for equation in jaxpr.eqns:
-        inputs: list[_Value] = [read(atom) for atom in equation.invars]
-        if equation.primitive.name in _CALLS:
-            inner: Any = equation.params["jaxpr"]
-            outputs = _inlined(inner.jaxpr, [_constant(value) for value in inner.consts], inputs, nodes)
-        else:
-            node = _Node(len(nodes), equation, inputs)
-            keyed = any(value.keyed for value in inputs)
-            outputs = node.outputs = [_Value(var.aval, node, keyed) for var in equation.outvars]
-            nodes.append(node)
-        env.update(zip(equation.outvars, outputs, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    def constant(aval: Any, value: Any, literal: bool) -> _Value:
+        return _Value(aval, known=value, literal=literal)
+
+    constants = [_Value(jax.typeof(value), known=value) for value in program.consts]
+    return inlined(program.jaxpr, [*constants, *arguments], _CALLS, constant, add)
 
 
 def _derive_keys(nodes: Sequence[_Node], outputs: Sequence[_Value]) -> None:

@@ -19,10 +19,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
+from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jdp.core.formatting import format_bytes
+from jdp.core.gradients.jaxprs import bind, inlined
 from jdp.core.host_memory import to_device, to_host
 from jdp.core.notices import notice
 from jdp.core.sharding.placement import Placement, shards, spec_entry
@@ -35,8 +36,8 @@ SLICE_BYTES = 128 * 2**20
 _AHEAD = 2
 """A group that is copied whole waits until the group so many places before it is computed."""
 
-_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call": "call_jaxpr"}
-"""Operations that only call a function -> the parameter that has it."""
+_CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call")
+"""Operations that only call a function."""
 
 _ELEMENTWISE = frozenset(
     """
@@ -84,12 +85,10 @@ class _Operation:
 
     def run(self, inputs: Sequence[Any], shape: tuple[int, ...] | None) -> list[Any]:
         """Compute the results: of slices of `shape`, where the trace has whole leaves."""
-        primitive, parameters = self.equation.primitive, self.equation.params
-        if shape is not None and primitive.name == "broadcast_in_dim":
-            parameters = {**parameters, "shape": shape}
-        with self.equation.ctx.manager:
-            outputs = primitive.bind(*inputs, **primitive.get_bind_params(parameters))
-        return list(outputs) if primitive.multiple_results else [outputs]
+        equation = self.equation
+        if shape is not None and equation.primitive.name == "broadcast_in_dim":
+            equation = equation.replace(params={**equation.params, "shape": shape})
+        return bind(equation, inputs)
 
 
 @dataclass
@@ -135,7 +134,7 @@ def streamed(
     program, structure = traced(*shapes)
 
     arguments = [_Value(x, leaf=i, moved=True) if i in on_host else _Value(x) for i, x in enumerate(shapes)]
-    outputs = _inlined(program.jaxpr, [_Value(jax.typeof(x), known=x) for x in program.consts], arguments, [])
+    outputs = _read_trace(program, arguments)
     kept = {i for i in on_host if outputs[i] is arguments[i]}
     moved = [i for i, value in enumerate(outputs) if (value.moved or i in on_host) and i not in kept]
     groups = _groups({i: outputs[i] for i in moved})
@@ -157,27 +156,21 @@ def streamed(
 # The trace.
 
 
-def _inlined(
-    jaxpr: Jaxpr, constants: Iterable[_Value], arguments: Iterable[_Value], operations: list[_Operation]
-) -> list[_Value]:
-    """Add a trace's operations to `operations`, those of the functions that it calls too; return its results."""
-    env: dict[Any, _Value] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *arguments], strict=True))
+def _read_trace(program: ClosedJaxpr, arguments: Sequence[_Value]) -> list[_Value]:
+    """Return the results of a trace, from which its operations can be followed back."""
+    operations: list[_Operation] = []
 
-    def read(atom: Any) -> _Value:
-        return _Value(atom.aval, known=atom.val) if isinstance(atom, Literal) else env[atom]
+    def add(equation: Any, inputs: list[_Value]) -> list[_Value]:
+        operation, moved = _Operation(len(operations), equation, inputs), any(value.moved for value in inputs)
+        operation.outputs = [_Value(var.aval, operation, moved=moved) for var in equation.outvars]
+        operations.append(operation)
+        return operation.outputs
 
-    for equation in jaxpr.eqns:
-        inputs = [read(atom) for atom in equation.invars]
-        inner = equation.params.get(_CALLS.get(equation.primitive.name, ""))
-        if isinstance(inner, ClosedJaxpr):
-            constants = [_Value(jax.typeof(x), known=x) for x in inner.consts]
-            outputs = _inlined(inner.jaxpr, constants, inputs, operations)
-        else:
-            operation, moved = _Operation(len(operations), equation, inputs), any(value.moved for value in inputs)
-            outputs = operation.outputs = [_Value(var.aval, operation, moved=moved) for var in equation.outvars]
-            operations.append(operation)
-        env.update(zip(equation.outvars, outputs, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    def constant(aval: Any, value: Any, _: bool) -> _Value:
+        return _Value(aval, known=value)
+
+    constants = [_Value(jax.typeof(x), known=x) for x in program.consts]
+    return inlined(program.jaxpr, [*constants, *arguments], _CALLS, constant, add)
 
 
 def _groups(results: dict[int, _Value]) -> list[_Group]:

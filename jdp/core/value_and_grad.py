@@ -84,7 +84,8 @@ def value_and_grad(
 
     Raises:
         ValueError: a setting is out of range. The call itself raises it for what `jdp.make_train_step` lists, for
-            models that lie on other devices or were donated, and inside a `jax.shard_map` over the plan's axes.
+            models that lie otherwise than the plan says or were donated (neither can be seen inside of jit), and inside
+            a `jax.shard_map` over the plan's axes.
     """
     refuse_offload(plan)
     check_settings(accumulate, group, partitioning)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 
 from jdp.core.paths import PACKAGE
 
+_Value = TypeVar("_Value")
 _MOVES = ("convert_element_type", "copy", "mul", "reshape", "sharding_constraint", "squeeze", "transpose")
 """Operations that change how a gradient looks, after the backward pass has made it."""
 
@@ -70,6 +71,41 @@ def user_line(eqn: JaxprEqn) -> str:
     lines = source_lines(eqn)
     own = (line for line in lines if "site-packages" not in line and not line.startswith(f"{PACKAGE}{os.sep}"))
     return next(own, next(iter(lines), "an unknown line"))
+
+
+def inlined(
+    jaxpr: Jaxpr,
+    arguments: Sequence[_Value],
+    calls: Collection[str],
+    constant: Callable[[Any, Any, bool], _Value],
+    operation: Callable[[JaxprEqn, list[_Value]], Sequence[_Value]],
+) -> list[_Value]:
+    """Go through a program's operations in order, those of the functions that it calls too; return its results.
+
+    Args:
+        jaxpr: the program.
+        arguments: what stands for its constants, then for its inputs.
+        calls: names of the operations that only call a function.
+        constant: (aval, array or number, whether it is a literal of the program) -> what stands for it.
+        operation: (operation, what stands for its operands) -> what stands for each of its results.
+    """
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], arguments, strict=True))
+
+    def read(atom: Any) -> _Value:
+        return constant(atom.aval, atom.val, True) if isinstance(atom, Literal) else values[atom]
+
+    for eqn in jaxpr.eqns:
+        operands = [read(atom) for atom in eqn.invars]
+        inner: Any = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")) if eqn.primitive.name in calls else None
+        if inner is None:
+            results = operation(eqn, operands)
+        else:
+            body = getattr(inner, "jaxpr", inner)
+            pairs = zip(body.constvars, getattr(inner, "consts", ()), strict=True)
+            constants = [constant(var.aval, value, False) for var, value in pairs]
+            results = inlined(body, [*constants, *operands], calls, constant, operation)
+        values.update(zip(eqn.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
 
 
 def bind(eqn: JaxprEqn, arrays: Sequence[Any]) -> list[Any]:

@@ -22,7 +22,7 @@ from jax.core import Tracer
 
 from jdp.core.batch import batch_rows
 from jdp.core.gather_rows import recording
-from jdp.core.gradients.jaxprs import every_eqn, inner_jaxprs, user_line
+from jdp.core.gradients.jaxprs import every_eqn, inlined, inner_jaxprs, user_line
 from jdp.core.gradients.loss_call import as_sums
 from jdp.core.gradients.pairs import is_random
 from jdp.core.paths import path_of
@@ -240,7 +240,19 @@ def trace_loss(
         closed = jax.make_jaxpr(probe)(*arguments)
     inputs = [TracedValue(aval) for aval in closed.in_avals]
     operations = list[Operation]()
-    total, weight = _inlined(closed.jaxpr, closed.consts, inputs, operations)
+
+    def add(eqn: Any, operands: list[TracedValue]) -> list[TracedValue]:
+        results = [TracedValue(var.aval) for var in eqn.outvars]
+        operations.append(Operation(eqn.primitive.name, operands, results, eqn))
+        return results
+
+    def constant(aval: Any, value: Any, _: bool) -> TracedValue:
+        return TracedValue(aval, constant=value)
+
+    constants = [
+        TracedValue(var.aval, constant=x) for var, x in zip(closed.jaxpr.constvars, closed.consts, strict=True)
+    ]
+    total, weight = inlined(closed.jaxpr, [*constants, *inputs], _INLINED, constant, add)
     names = [[path_of(path) for path, _ in jax.tree.leaves_with_path(tree)] for tree in (params, batch)]
     first, last = len(names[0]), len(inputs) - int(train)
     of_batch = last - len(names[1])
@@ -278,25 +290,6 @@ def computes_in_float32(jaxpr: Any) -> bool:
     """Return True if no operation of `jaxpr` makes floating-point numbers of fewer than 32 bits."""
     dtypes = {getattr(var.aval, "dtype", None) for eqn in every_eqn(jaxpr) for var in eqn.outvars}
     return not any(dtype and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 for dtype in dtypes)
-
-
-def _inlined(jaxpr: Any, consts: Any, inputs: list[TracedValue], into: list[Operation]) -> list[TracedValue]:
-    """Append the operations of `jaxpr` to `into`, calls replaced by what they call; return the outputs' values."""
-    known = dict(zip(jaxpr.invars, inputs, strict=True))
-    known |= {var: TracedValue(var.aval, constant=const) for var, const in zip(jaxpr.constvars, consts, strict=True)}
-
-    def value(var: Any) -> TracedValue:
-        return TracedValue(var.aval, constant=var.val) if hasattr(var, "val") else known[var]
-
-    for eqn in jaxpr.eqns:
-        operands, inner = [value(var) for var in eqn.invars], eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-        if eqn.primitive.name in _INLINED and inner is not None:
-            results = _inlined(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), operands, into)
-        else:
-            results = [TracedValue(var.aval) for var in eqn.outvars]
-            into.append(Operation(eqn.primitive.name, operands, results, eqn))
-        known |= dict(zip(eqn.outvars, results, strict=True))
-    return [value(var) for var in jaxpr.outvars]
 
 
 def _constant(value: TracedValue) -> str:
