@@ -39,6 +39,7 @@ published
 memory
 overlap
 layer_traffic
+plain_nnx
 attention
 loss
 input
