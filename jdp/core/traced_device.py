@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 import jax
+from jax._src.mesh import get_concrete_mesh  # nothing public says inside of jit which mesh the user has set
 from jax.sharding import Mesh
 
 from jdp.core.types import Device
@@ -75,11 +76,12 @@ def manual_batch_axes() -> tuple[str, ...]:
 def mesh_inside() -> Mesh | None:
     """Return the mesh of a `shard_map` inside of another, with the context's types; None leaves it to the context.
 
-    Of a context's mesh alone jax takes the axes' names from the mesh that the user has set, which may name them
-    otherwise.
+    Of a context's mesh alone jax takes the axes' names from the mesh that the user has set. Only one that names them
+    otherwise is answered with a mesh of devices: jax refuses that beside a kernel of cuDNN.
     """
-    traced, context = _CURRENT.get(), jax.sharding.get_abstract_mesh()
-    if traced is None or traced.mesh.axis_names != context.axis_names:
+    traced, context, set_by_user = _CURRENT.get(), jax.sharding.get_abstract_mesh(), get_concrete_mesh()
+    is_alike = set_by_user.empty or set_by_user.axis_names == context.axis_names
+    if is_alike or traced is None or traced.mesh.axis_names != context.axis_names:
         return None
     return Mesh(traced.mesh.devices, context.axis_names, axis_types=context.axis_types)
 
