@@ -7,6 +7,7 @@ import atexit
 import gc
 import os
 import shutil
+import signal
 import tempfile
 from importlib import metadata
 from pathlib import Path
@@ -34,6 +35,10 @@ import jax
 import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
+
+for ignored, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(ignored) == signal.SIG_IGN:  # `nohup` and `&` do that, and processes of the tests inherit it
+        signal.signal(ignored, usual)
 
 # A tenth of the time otherwise goes into looking for cycles: tracing makes millions of objects that no cycle holds.
 gc.set_threshold(50_000, 20, 50)
