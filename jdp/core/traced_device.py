@@ -49,6 +49,11 @@ def traced_device() -> Device:
     return jax.local_devices(backend=device)[0] if device is None or isinstance(device, str) else device
 
 
+def traced_mesh() -> Mesh | None:
+    """Return the mesh that the code being traced will run on; None outside of a step."""
+    return None if (traced := _CURRENT.get()) is None else traced.mesh
+
+
 def traced_shards() -> int:
     """Return over how many devices the rows are sharded that the code being traced sees.
 

@@ -19,6 +19,7 @@ import jax
 
 from jdp.core.batch import batch_rows
 from jdp.core.disk_cache import Cache
+from jdp.core.gradients.loss_trace import sharing_traces
 from jdp.core.paths import path_of
 from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.strategy import STRATEGIES, strategy
@@ -175,10 +176,11 @@ def make_plan_report(
         )
     store, estimates = Cache.usual(cache), list[Estimate]()
     count, unit = (tokens, "tokens") if tokens else count_batch(candidates[0].batch)
-    for done, candidate in enumerate(candidates):
-        if progress is not None:
-            progress(done, len(candidates), candidate.name)
-        estimates.append(estimate(candidate, target, tokens=count, cache=store))
+    with sharing_traces():
+        for done, candidate in enumerate(candidates):
+            if progress is not None:
+                progress(done, len(candidates), candidate.name)
+            estimates.append(estimate(candidate, target, tokens=count, cache=store))
     if progress is not None:
         progress(len(candidates), len(candidates), "")
     choice, why = advise(estimates)

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -15,7 +16,10 @@ import pytest
 
 import jdp
 from jdp.cli import main as cli
-from jdp.foresight.foresee import count_batch
+from jdp.core.gradients.loss_trace import sharing_traces
+from jdp.foresight.foresee import candidates, count_batch
+from jdp.foresight.targets import resolve
+from jdp.foresight.timing.model_flops import model_flops
 
 EXPERIMENT = """
 name = "small"
@@ -344,3 +348,30 @@ def test_from_python_around_ones_own_model(folder, monkeypatch):
     assert step.plan.strategy == "zero3" and step.partitioning is None, "the step itself is left alone"
     with pytest.raises(ValueError, match="training step"):
         jdp.foresee(jdp.make_eval_step(own_loss, plan), state, batch, "h100:1x8")
+
+
+def test_strategies_that_are_planned_together_share_what_is_read_off_their_loss():
+    """Each step traces its own program; what chooses its partitioning and counts its FLOPs is traced once for all."""
+    traced = []
+
+    def loss(params, batch, rng):
+        traced.append(len(batch["x"]))
+        noise = jax.random.normal(rng, batch["x"].shape) if is_noisy else 0.0
+        return jdp.Loss((((batch["x"] + noise) @ params["w"]) ** 2).sum(), len(batch["x"]))
+
+    plan = jdp.Plan(jdp.make_mesh(data=8), min_shard_size=1)
+    state = jdp.abstract_state(lambda rng: {"w": jnp.zeros((16, 8))}, optax.sgd(1e-2), plan, rng=jax.random.key(0))
+    batch = {"x": jax.ShapeDtypeStruct((32, 16), jnp.float32)}
+    step = jdp.make_train_step(loss, plan, partitioning="manual")
+    ways = candidates(step, state, batch, resolve.target("cpu:8"))
+    for is_noisy in (False, True):
+        with sharing_traces():
+            for number, way in enumerate(ways):
+                way.lower()
+                model_flops(way.step, way.state, way.batch)
+                own = [4, 32] if is_noisy else [4, 4]  # noise is drawn as for the whole batch; else that is not traced
+                assert sorted(traced) == sorted([*own, *([4, 32, 32] if number == 0 else [])])
+                traced.clear()
+        ways = [replace(way, step=replace(way.step)) for way in ways]  # traced anew
+    ways[0].lower()
+    assert sorted(traced) == [4, 4, 32, 32], "alone, every step traces its loss itself"

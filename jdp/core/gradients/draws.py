@@ -1,11 +1,11 @@
 """The loss with its noise drawn by global row: what draws per example draws the rows of the global draw.
 
-Where the loss is called on some rows of the batch only (`BatchKey`), it is traced twice, abstractly: for these rows
-(the local program), and for the whole batch (the global program). Both make the same draws in the same order. A draw of
-the same shape in both is shared by all examples: it stays as it is, and is the same on every device. A draw with one
-dimension that counts local rows in the one and global rows in the other is drawn by global row, whichever dimension
-that is and however few the rows are. A dimension that counts rows × n (examples flattened into tokens) is taken to have
-the rows first.
+Where the loss is called on some rows of the batch only (`BatchKey`), it is traced abstractly: for these rows (the local
+program), and where that draws, for the whole batch (the global program). Both make the same draws in the same order. A
+draw of the same shape in both is shared by all examples: it stays as it is, and is the same on every device. A draw
+with one dimension that counts local rows in the one and global rows in the other is drawn by global row, whichever
+dimension that is and however few the rows are. A dimension that counts rows × n (examples flattened into tokens) is
+taken to have the rows first.
 
 What is numbered by row (`fold_in(rng, i)` for `i` of `arange(rows)`) gets the numbers of the global rows. So `split`,
 `gamma` and loops that draw until a sample is accepted are right too.
@@ -25,7 +25,7 @@ import jax
 
 from jdp.core.batch_keys import BatchKey
 from jdp.core.gradients.loss_call import Sums, TracedLoss
-from jdp.core.gradients.pairs import GlobalProgram, differs
+from jdp.core.gradients.pairs import GlobalProgram, differs, is_random
 from jdp.core.gradients.replay import BY_ROW, Replay, Value
 from jdp.core.notices import notice
 from jdp.core.types import Batch, PyTree
@@ -44,7 +44,7 @@ class RowwiseLoss:
             return self.loss(operands, model_state, batch, key)
         args = (operands, model_state, batch, key.key)
         if not self._programs:
-            self._programs.append(_trace_twice(self.loss, args, key.total))
+            self._programs.append(_programs_of(self.loss, args, key.total))
         local, full, structure = self._programs[0]
         if full is not None and not differs(local.jaxpr, full.jaxpr):
             return self.loss(*args)
@@ -54,13 +54,15 @@ class RowwiseLoss:
         return jax.tree.unflatten(structure, [value.array for value in results])
 
 
-def _trace_twice(loss: TracedLoss, args: tuple[Any, ...], total: int) -> tuple[Any, Any, Any]:
+def _programs_of(loss: TracedLoss, args: tuple[Any, ...], total: int) -> tuple[Any, Any, Any]:
     """Return the jaxprs of the loss for the batch in `args` and for `total` rows, and the structure of its result.
 
-    The second is None where the loss cannot be traced for so many rows.
+    The second is None where the loss cannot be traced for so many rows, and the first again where that draws nothing.
     """
     operands, model_state, batch, key = args
     local, shape = jax.make_jaxpr(loss, return_shape=True)(*args)
+    if not any(map(is_random, local.eqns)):
+        return local, local, jax.tree.structure(shape)
     all_rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((total, *x.shape[1:]), x.dtype), batch)
     try:
         full = jax.make_jaxpr(loss)(operands, model_state, all_rows, key)

@@ -10,7 +10,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -29,6 +31,7 @@ from jdp.core.paths import path_of
 from jdp.core.precision import Precision
 from jdp.core.sharding.placement import axes_of
 from jdp.core.state import TrainState
+from jdp.core.traced_device import traced_mesh
 from jdp.core.types import Batch, Loss, LossFn
 
 _INLINED = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2"}
@@ -201,12 +204,28 @@ class LossTrace:
         return self._signatures.get(value) or _constant(value)
 
 
+_SHARED: ContextVar[dict[Any, LossTrace] | None] = ContextVar("jdp_shared_traces", default=None)
+
+
+@contextmanager
+def sharing_traces() -> Generator[None]:
+    """Trace a loss once for each precision, mesh and shapes while the context lasts, however many steps have it.
+
+    For steps that are planned together: a loss that is traced once must do the same the next time.
+    """
+    token = _SHARED.set({})
+    try:
+        yield
+    finally:
+        _SHARED.reset(token)
+
+
 def trace_loss(
     loss_fn: LossFn, precision: Precision, state: TrainState, batch: Batch, rows: int, train: bool = True
 ) -> LossTrace:
     """Trace one call of `loss_fn` on `rows` rows shaped like the batch's; nothing is computed.
 
-    In evaluation (`train=False`) the loss gets `rng=None`.
+    In evaluation (`train=False`) the loss gets `rng=None`. Within `sharing_traces` a trace may be an earlier one's.
 
     Raises:
         NameError: the loss names a mesh axis (`jax.lax.psum(x, "data")`), which exists under `shard_map` only.
@@ -236,6 +255,10 @@ def trace_loss(
         jax.tree.map(fewer, batch),
         plain(state.rng) if train else None,
     )
+    shared, inputs = _SHARED.get(), jax.tree.flatten(arguments)
+    key = (loss_fn, adapter, traced_mesh(), inputs[1], *((leaf.shape, leaf.dtype) for leaf in inputs[0]))
+    if shared is not None and key in shared:
+        return shared[key]
     with recording() as gathered:
         closed = jax.make_jaxpr(probe)(*arguments)
     inputs = [TracedValue(aval) for aval in closed.in_avals]
@@ -256,7 +279,7 @@ def trace_loss(
     names = [[path_of(path) for path, _ in jax.tree.leaves_with_path(tree)] for tree in (params, batch)]
     first, last = len(names[0]), len(inputs) - int(train)
     of_batch = last - len(names[1])
-    return LossTrace(
+    trace = LossTrace(
         closed.jaxpr,
         operations,
         dict(zip(names[0], inputs[:first], strict=True)),
@@ -268,6 +291,9 @@ def trace_loss(
         shapes,
         bool(gathered),
     )
+    if shared is not None:
+        shared[key] = trace
+    return trace
 
 
 def count_uses(jaxpr: Any, var: Any) -> int:

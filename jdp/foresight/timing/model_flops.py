@@ -13,9 +13,11 @@ from typing import Any
 
 import jax
 
+from jdp.core.batch import batch_rows
+from jdp.core.gradients.loss_trace import trace_loss
 from jdp.core.state import TrainState
 from jdp.core.step import Step
-from jdp.core.types import Batch, Loss
+from jdp.core.types import Batch
 
 
 def model_flops(step: Step, state: TrainState, batch: Batch) -> float:
@@ -25,16 +27,8 @@ def model_flops(step: Step, state: TrainState, batch: Batch) -> float:
         step: a training step.
         state, batch: real or abstract; `batch` is the global one, of all microbatches.
     """
-    adapter = state.static.adapter
-
-    def loss(params: Any, model_state: Any, batch: Any, rng: jax.Array) -> Any:
-        model = params if adapter is None else adapter.merge(params, model_state, rng)
-        value = step.loss_fn(model, batch, rng)
-        return value.total if isinstance(value, Loss) else value
-
-    working = step.precision.working_shapes(state.params)
-    plain = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (state.model_state, batch))
-    forward = count_flops(jax.make_jaxpr(loss)(working, *plain, jax.eval_shape(lambda: jax.random.key(0))).jaxpr)
+    rows = batch_rows(batch)
+    forward = count_flops(trace_loss(step.loss_fn, step.precision, state, batch, rows).jaxpr)
     if (trained := state.static.trained) is None:
         return 3.0 * forward
     sizes = [leaf.size for leaf in jax.tree.leaves(state.params)]
