@@ -5,6 +5,9 @@ floats on NVIDIA GPUs since Ampere; `cudnn_refuses` has the rules, which are tho
 
 On a CPU causal attention is computed in two to four blocks of queries, each with the keys that it may see: of the
 products and the softmax a quarter and more falls away, and what is left stays in one layout.
+
+Rows of several documents that are longer than a block are attended block by block where the device is no CPU
+(`blockwise.py`).
 """
 
 import math
@@ -18,7 +21,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from jdp.core.layers import ATTENTION
-from jdp.core.traced_device import is_traced_by_shard, traced_device, traced_model_axes
+from jdp.core.traced_device import is_traced_by_shard, traced_device, traced_model_axes, traced_shards
+from jdp.models.blockwise import attend_in_documents, block_size
 from jdp.models.checks import require
 from jdp.models.configs.choices import Attend
 
@@ -42,9 +46,9 @@ def attend(
         query: [batch, length, heads, D].
         key, value: [batch, length, kv_heads, D]; query head h reads head h // (heads / kv_heads) (arXiv:2305.13245).
         causal: a position attends to itself and those before it; else to all.
-        run: [batch, length] integers, the document of each token, which attends inside of it; None: one document.
+        run: [batch, length] integers >= 0, the document of each token, which attends inside of it; None: one document.
         by: "cudnn"; "xla", which runs anywhere in any dtype; or "auto": cuDNN if the devices that are traced for, the
-            dtype and the shapes allow it, else XLA, on a CPU in blocks.
+            dtype and the shapes allow it, else XLA, in blocks: on a CPU if causal, elsewhere within long documents.
 
     Returns:
         [batch, length, heads, D] in query's dtype.
@@ -55,15 +59,22 @@ def attend(
     refused = None if by == "xla" else cudnn_refuses(query, key, packed=run is not None, device=traced_device())
     if by == "cudnn" and refused is not None:
         require(False, *refused)
-    # [batch, 1, length, length], computed in every layer: a comparison that fuses into the softmax, where a mask made
-    # once would be kept, and read, for all layers.
-    mask = None if run is None else (run[:, :, None] == run[:, None, :])[:, None]
     if by != "xla" and refused is None:
         return _by_cudnn(query, key, value, causal)
-    blocks = _blocks(query.shape[1]) if traced_device().platform == "cpu" and causal and run is None else 1
+    batch, length, heads, _ = query.shape
+    on_cpu = traced_device().platform == "cpu"
+    if by == "auto" and run is not None and not on_cpu:
+        shards, head_shards = math.gcd(traced_shards(), batch), math.gcd(math.prod(traced_model_axes().values()), heads)
+        size = block_size(batch // shards, length, heads // head_shards)
+        if size < length:
+            return attend_in_documents(query, key, value, run, causal=causal, size=size)
+    blocks = _blocks(length) if on_cpu and causal and run is None else 1
     if by == "auto" and blocks > 1:
         mixed = _causal_in_blocks(query, key, value, blocks)
     else:
+        # [batch, 1, length, length], computed in every layer: a comparison that fuses into the softmax, where a mask
+        # made once would be kept, and read, for all layers.
+        mask = None if run is None else (run[:, :, None] == run[:, None, :])[:, None]
         mixed = jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=causal, implementation="xla")
     return checkpoint_name(mixed, ATTENTION)
 

@@ -38,7 +38,8 @@ class GPTConfig:
         remat: what is saved of each layer for the backward pass: None, everything; "dots", its matrix products;
             "full", only its input.
         attention: "cudnn" is fused, on NVIDIA GPUs, for 16-bit floats; "xla" runs anywhere in any dtype; "auto" is the
-            first where the devices, the dtype and the shapes allow it, else the second.
+            first where the devices, the dtype and the shapes allow it, else the second, within the documents of long
+            packed rows block by block.
         lora_rank: adds a low-rank update (arXiv:2106.09685) to every kernel of the layers: `nnx.LoRAParam` leaves
             `.../lora_a` and `.../lora_b`. The function and all other initial values do not change. To train them alone:
             `jdp.init_state(..., wrt=nnx.LoRAParam)`. None: no such leaves.

@@ -1,0 +1,162 @@
+"""Attention within the documents of packed rows, a block of queries and a block of keys at a time.
+
+    for each pair of blocks (i, j), (i, i) first:
+        s = query[i] key[j]^T / sqrt(D), -inf where a query does not see the key
+        m, t, o = what the maximum, the sum of exponentials and the sum of values of rows i are with s
+
+No array is [length, length] (Rabe and Staats 2021, arXiv:2112.05682). The backward pass computes the scores again, from
+the logarithm of each row's sum (Dao et al. 2022, arXiv:2205.14135, algorithm 4). Of causal rows the pairs that no query
+sees are left out: all others are computed, whatever the documents, so that the number of rounds is known.
+
+It is for devices where a kernel for such rows is not known to be right: cuDNN's takes a fixed number of documents.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jdp.core.layers import ATTENTION
+
+SCORE_BYTES = 128 * 2**20
+"""Of a block's float32 scores, all rows and heads, at most, unless the smallest block has more."""
+_SIZES = (1024, 512, 256)
+_TILE = 64
+
+Results = tuple[jax.Array, ...]
+
+
+def block_size(batch: int, length: int, heads: int) -> int:
+    """Return how many positions a block has: the fewest, in multiples of 64, that need no more blocks than the most.
+
+    The most are 1024, 512 or 256: larger blocks are read and written in fewer passes, and hold more. At least `length`
+    for one block.
+    """
+    most = next((size for size in _SIZES if 4 * batch * heads * size**2 <= SCORE_BYTES), _SIZES[-1])
+    blocks = math.ceil(length / most)
+    return math.ceil(length / (blocks * _TILE)) * _TILE
+
+
+def attend_in_documents(
+    query: jax.Array, key: jax.Array, value: jax.Array, run: jax.Array, *, causal: bool, size: int
+) -> jax.Array:
+    """Return softmax(query key^T / sqrt(D)) value within documents; statistics and sums in float32.
+
+    Args:
+        query: [batch, length, heads, D].
+        key, value: [batch, length, kv_heads, D]; query head h reads head h // (heads / kv_heads).
+        run: [batch, length] integers >= 0, the document of each token.
+        causal: a position attends to itself and those before it in its document; else to all of it.
+        size: positions of a block.
+
+    Returns:
+        [batch, length, heads, D] in query's dtype.
+    """
+    batch, length, heads, width = query.shape
+    more = -length % size
+    query, key, value = (jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0))) for x in (query, key, value))
+    run = jnp.pad(run, ((0, 0), (0, more)), constant_values=-1)  # a document of its own, so that no row sees nothing
+    query = query.reshape(batch, length + more, key.shape[2], -1, width).transpose(0, 2, 3, 1, 4)
+    key, value = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
+    mixed = _differentiable(query, key, value, run, causal, size)
+    return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, length + more, heads, width)[:, :length]
+
+
+def _forward(
+    query: jax.Array, key: jax.Array, value: jax.Array, run: jax.Array, causal: bool, size: int
+) -> tuple[jax.Array, Results]:
+    """Return what attention gives, and what its backward pass takes.
+
+    Query and result are [batch, kv_heads, heads of each, length, D], key and value [batch, kv_heads, length, D].
+    """
+
+    def pair(carry: Results, places: Results) -> tuple[Results, None]:
+        (most, total, mixed), (i, j) = carry, places
+        scores = _scores(query, key, run, i, j, causal, size)
+        before = _block(most, i, size)
+        now = jnp.maximum(before, scores.max(axis=-1))  # finite: the first pair is (i, i), where each sees itself
+        weights, kept = jnp.exp(scores - now[..., None]), jnp.exp(before - now)
+        total = _set(total, kept * _block(total, i, size) + weights.sum(axis=-1), i, size)
+        values = _product("bkqs,bksd->bkqd", _rows(weights.astype(value.dtype)), _block(value, j, size, 2))
+        mixed = _set(mixed, kept[..., None] * _block(mixed, i, size) + values.reshape(*kept.shape, -1), i, size)
+        return (_set(most, now, i, size), total, mixed), None
+
+    zeros = jnp.zeros(query.shape, jnp.float32)
+    start = (zeros[..., 0] - jnp.inf, zeros[..., 0], zeros)
+    (most, total, mixed), _ = jax.lax.scan(pair, start, _pairs(query.shape[3] // size, causal))
+    out = checkpoint_name((mixed / total[..., None]).astype(query.dtype), ATTENTION)
+    return out, (query, key, value, run, out, checkpoint_name(most + jnp.log(total), ATTENTION))
+
+
+def _backward(causal: bool, size: int, kept: Results, cotangent: jax.Array) -> tuple[jax.Array | None, ...]:
+    query, key, value, run, out, logs = kept
+    scale = 1 / math.sqrt(query.shape[-1])
+    inner = jnp.sum(cotangent.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+
+    def pair(carry: Results, places: Results) -> tuple[Results, None]:
+        (d_query, d_key, d_value), (i, j) = carry, places
+        weights = jnp.exp(_scores(query, key, run, i, j, causal, size) - _block(logs, i, size)[..., None])
+        given = _rows(_block(cotangent, i, size))
+        d_weights = _product("bkqd,bksd->bkqs", given, _block(value, j, size, 2)).reshape(weights.shape)
+        d_scores = scale * weights * (d_weights - _block(inner, i, size)[..., None])
+        d_scores, weights = _rows(d_scores.astype(query.dtype)), _rows(weights.astype(value.dtype))
+        more = _product("bkqs,bksd->bkqd", d_scores, _block(key, j, size, 2))
+        d_query = _set(d_query, _block(d_query, i, size) + more.reshape(_block(query, i, size).shape), i, size)
+        more = _product("bkqs,bkqd->bksd", d_scores, _rows(_block(query, i, size)))
+        d_key = _set(d_key, _block(d_key, j, size, 2) + more, j, size, 2)
+        more = _product("bkqs,bkqd->bksd", weights, given)
+        return (d_query, d_key, _set(d_value, _block(d_value, j, size, 2) + more, j, size, 2)), None
+
+    start = tuple(jnp.zeros(x.shape, jnp.float32) for x in (query, key, value))
+    sums, _ = jax.lax.scan(pair, start, _pairs(query.shape[3] // size, causal))
+    return *(x.astype(like.dtype) for x, like in zip(sums, (query, key, value), strict=True)), None
+
+
+def _attend(*given: Any) -> jax.Array:
+    return _forward(*given)[0]
+
+
+_differentiable = jax.custom_vjp(_attend, nondiff_argnums=(4, 5))
+_differentiable.defvjp(_forward, _backward)
+
+
+def _pairs(blocks: int, causal: bool) -> Results:
+    """Return the blocks of queries and of keys of each pair; of the pairs of a block of queries (i, i) is the first."""
+    pairs = [(i, j) for i in range(blocks) for j in (i, *(j for j in range(i if causal else blocks) if j != i))]
+    return tuple(jnp.asarray(blocks, jnp.int32) for blocks in zip(*pairs, strict=True))
+
+
+def _scores(
+    query: jax.Array, key: jax.Array, run: jax.Array, i: jax.Array, j: jax.Array, causal: bool, size: int
+) -> jax.Array:
+    """Return the scores of a pair of blocks, [batch, kv_heads, heads of each, queries, keys] in float32.
+
+    The barrier makes what is seen depend on the layer: a loop over layers would compute it once, for all pairs.
+    """
+    rows, columns = _block(query, i, size), _block(key, j, size, 2)
+    scores = _product("bkqd,bksd->bkqs", _rows(rows), columns).reshape(*rows.shape[:-1], size)
+    scores, run, i, j = jax.lax.optimization_barrier((scores, run, i, j))
+    seen = _block(run, i, size, 1)[:, :, None] == _block(run, j, size, 1)[:, None]
+    if causal:
+        place = jnp.arange(size, dtype=jnp.int32)
+        seen &= (i * size + place)[:, None] >= j * size + place
+    return jnp.where(seen[:, None, None], scores / math.sqrt(query.shape[-1]), -jnp.inf)
+
+
+def _rows(x: jax.Array) -> jax.Array:
+    """Make the heads that share a key the rows of one matrix."""
+    return x.reshape(*x.shape[:2], -1, x.shape[-1])
+
+
+def _product(letters: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.einsum(letters, x, y, preferred_element_type=jnp.float32)
+
+
+def _block(x: jax.Array, i: jax.Array, size: int, dim: int = 3) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(x, i * size, size, dim)
+
+
+def _set(x: jax.Array, block: jax.Array, i: jax.Array, size: int, dim: int = 3) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(x, block, i * size, dim)
