@@ -9,6 +9,8 @@ import optax
 from jax.sharding import PartitionSpec
 
 from jdp.core.host_memory import on_device
+from jdp.core.leaves import leaf_text, leaves_of
+from jdp.core.notebook import Drawn
 from jdp.core.types import PyTree
 
 
@@ -37,7 +39,7 @@ STACKED = "rounds"
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class TrainState:
+class TrainState(Drawn):
     """Everything a step changes, as a pytree of global arrays. Immutable: a step returns a new one.
 
     By default a step donates the old state's memory to the new one: go on with the state that it returned.
@@ -68,6 +70,9 @@ class TrainState:
     skipped: jax.Array
     sync: dict[str, PyTree]
     static: Static = field(metadata={"static": True})
+
+    def __repr__(self) -> str:
+        return leaf_text("TrainState", leaves_of(self))
 
     @property
     def consumed(self) -> jax.Array:

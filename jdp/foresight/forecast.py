@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jdp.core.formatting import align_columns, format_bytes, format_percent, format_rate, format_seconds
+from jdp.core.notebook import Drawn
 from jdp.foresight.bill import Bill
 from jdp.foresight.goodput import Goodput
 from jdp.foresight.max_batch import MaxBatch
@@ -240,7 +241,7 @@ SPEED = ("candidate", "partitioning", "sends", "of theory", "hidden", "waits", "
 
 
 @dataclass(frozen=True)
-class PlanReport:
+class PlanReport(Drawn):
     """Every candidate that was compiled, and which to take.
 
     Attributes:
@@ -268,6 +269,14 @@ class PlanReport:
     bill: Bill | None = None
 
     @property
+    def verdict(self) -> str:
+        """Which candidate to take, in a sentence."""
+        if self.choice is not None:
+            return f"Take {self.choice.name}."
+        compiled = any(estimate.memory is not None for estimate in self.estimates)
+        return "No candidate fits." if compiled else "No candidate compiled."
+
+    @property
     def memory_headings(self) -> tuple[str, ...]:
         """`MEMORY`, with "host" where a candidate keeps something in host memory."""
         return (*MEMORY, HOST) if self._uses_host else MEMORY
@@ -292,6 +301,10 @@ class PlanReport:
     def speed_table(self) -> list[tuple[str, ...]]:
         """Return a row for each estimate, under `speed_headings`: traffic and time of a step, per device."""
         return [_speed_row(estimate) for estimate in self.estimates]
+
+    def __repr__(self) -> str:
+        of = f"{len(self.estimates)} candidates for {self.target}, {self.devices} devices"
+        return f"<PlanReport of {of}: {self.verdict} print() says all>"
 
     def __str__(self) -> str:
         tables = [

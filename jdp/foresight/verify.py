@@ -16,6 +16,7 @@ from typing import Any, overload
 
 from jdp.core.disk_cache import Cache
 from jdp.core.formatting import align_columns, format_bytes
+from jdp.core.notebook import Drawn
 from jdp.core.state import TrainState
 from jdp.core.step import Step
 from jdp.core.types import Batch
@@ -208,7 +209,7 @@ def _notes(step: Step, promised: Theory, rows: Iterable[Row], collectives: Itera
 
 
 @dataclass(frozen=True)
-class Report:
+class Report(Drawn):
     """What a compiled training step sends, against its contract.
 
     Attributes:
@@ -283,10 +284,12 @@ class Report:
             "notes": list(self.notes),
         }
 
+    def __repr__(self) -> str:
+        return f"<Report of {self.heading}. {' '.join([self.verdict, *self.breaches[:1]])} print() says all>"
+
     def __str__(self) -> str:
-        axes = " × ".join(f"{name}={count}" for name, count in self.mesh.items())
-        head = f"{self.strategy} on {axes} for {self.target}, K={self.accumulate}, {self.partitioning}: {self.why}"
-        paragraphs = [[head, self._verdict(), *filter(None, [self.like_zero2])]]
+        head = f"{self.heading}, {self.partitioning}: {self.why}"
+        paragraphs = [[head, self.verdict, *filter(None, [self.like_zero2])]]
         if self.rows:
             paragraphs.append(_table(self.rows))
         if self.gathering is not None and self.gathering.gathered:
@@ -312,8 +315,15 @@ class Report:
                 paragraphs.append([f"{title}:", *(f"- {sentence}" for sentence in sentences)])
         return "\n\n".join("\n".join(lines) for lines in paragraphs)
 
-    def _verdict(self) -> str:
-        """Say whether the contract is kept, and which of its rules is broken."""
+    @property
+    def heading(self) -> str:
+        """What was compiled, in words: "zero3 on data=8 for h100:1x8, K=1"."""
+        axes = " × ".join(f"{name}={count}" for name, count in self.mesh.items())
+        return f"{self.strategy} on {axes} for {self.target}, K={self.accumulate}"
+
+    @property
+    def verdict(self) -> str:
+        """Whether the contract is kept, in a sentence, and which of its rules is broken."""
         if not self.theory_wire_bytes_per_device:
             return "Kept: one shard of the batch, so nothing is sent."
         sends = (

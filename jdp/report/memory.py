@@ -10,7 +10,7 @@ from jdp.foresight.memory.peak import CLASSES, Memory
 from jdp.foresight.memory.zero_formula import zero_bytes
 from jdp.report import page as look
 from jdp.report.bars import Bar, stacked_bars
-from jdp.report.page import Markup, details, element, joined, paragraphs, table
+from jdp.report.page import Markup, details, element, joined, key, paragraphs, table
 
 _COLOURS = dict(
     zip(
@@ -31,7 +31,7 @@ def memory_bars(estimates: Sequence[tuple[str, Estimate]], chosen: str | None) -
     held = [(name, estimate, estimate.memory) for name, estimate in estimates if estimate.memory is not None]
     if not held:
         return element("p", "No candidate compiled, so nothing is known.")
-    keys = [_key(CLASSES[name], _COLOURS[name]) for name in CLASSES if any(m.by_class()[name] for _, _, m in held)]
+    keys = [key(CLASSES[name], _COLOURS[name]) for name in CLASSES if any(m.by_class()[name] for _, _, m in held)]
     most = max(max(memory.total, estimate.available_bytes or 0) for _, estimate, memory in held)
     unit, symbol = next((each for each in ((2**30, "GiB"), (2**20, "MiB")) if most >= each[0]), (2**10, "KiB"))
     picture = stacked_bars(
@@ -61,10 +61,6 @@ def _tight(held: Sequence[tuple[str, Estimate, Memory]]) -> list[str]:
     """Return a sentence for each candidate that does not fit, or fits only with a setting."""
     known = ((name, estimate.headroom) for name, estimate, _ in held)
     return [f"{name} {each.words}." for name, each in known if each is not None and (each.fraction or not each.fits)]
-
-
-def _key(text: str, colour: str) -> Markup:
-    return element("span", element("i", style=f"background:{colour}"), text, class_="key")
 
 
 def _by_class(held: Sequence[tuple[str, Estimate, Memory]]) -> Markup:

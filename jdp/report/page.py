@@ -5,6 +5,7 @@
 2. `table` and `details` are the two blocks that every report has.
 3. `page` joins sections under one head. Nothing is loaded: the style, the script and the pictures are in the page, and
    its content security policy has the browser refuse anything else.
+4. `fragment` is a part of somebody else's page: in a notebook.
 
 Pages follow the reader's light or dark setting, and read without scripts: a script only adds the zoom of timelines.
 """
@@ -100,6 +101,11 @@ def tagged(text: str, tag: str | None) -> Markup:
     return joined([text] if tag is None else [text, " ", element("span", tag, class_="tag good")])
 
 
+def key(text: str, colour: str) -> Markup:
+    """Return an entry of a picture's legend."""
+    return element("span", element("i", style=f"background:{colour}"), text, class_="key")
+
+
 def paragraphs(texts: Sequence[str], class_: str | None = None) -> Markup:
     return joined([element("p", text, class_=class_) for text in texts])
 
@@ -140,6 +146,15 @@ def page(title: str, sections: Sequence[Section], *, lead: str = "") -> str:
     return f"<!DOCTYPE html>\n{element('html', head, body, lang='en')}\n"
 
 
+def fragment(*parts: str) -> Markup:
+    """Return a part of somebody else's page, a notebook's, with its own look and without a script.
+
+    Args:
+        parts: in order; text that is no `Markup` is escaped.
+    """
+    return element("div", element("style", Markup(FRAGMENT_CSS)), *parts, class_="jdp")
+
+
 def _policy() -> str:
     """Return the content policy: nothing but this page's own style and its one script."""
     digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
@@ -150,14 +165,13 @@ def _policy() -> str:
 BLUE, VERMILION, GREEN, SKY = "#0072b2", "#d55e00", "#009e73", "#56b4e9"
 ORANGE, PURPLE, GREY, PALE, YELLOW = "#e69f00", "#cc79a7", "#7f7f7f", "#c0c0c0", "#f0e442"
 
-CSS = f"""
-:root {{ color-scheme: light dark; --paper: #fff; --ink: #1b1f24; --faint: #59636e; --line: #d1d9e0; --raised: #f4f6f8;
-  --good: #ddf4e4; --good-ink: #0b5d33; --bad: #ffe5df; --bad-ink: #a3200d; }}
-@media (prefers-color-scheme: dark) {{ :root {{ --paper: #14171b; --ink: #e4e8ec; --faint: #9aa5b1; --line: #363e47;
-  --raised: #1d2228; --good: #123524; --good-ink: #7fe0a8; --bad: #431a13; --bad-ink: #ffab9c; }} }}
+_LIGHT = """color-scheme: light dark; --paper: #fff; --ink: #1b1f24; --faint: #59636e; --line: #d1d9e0;
+  --raised: #f4f6f8; --good: #ddf4e4; --good-ink: #0b5d33; --bad: #ffe5df; --bad-ink: #a3200d;"""
+_DARK = """--paper: #14171b; --ink: #e4e8ec; --faint: #9aa5b1; --line: #363e47; --raised: #1d2228;
+  --good: #123524; --good-ink: #7fe0a8; --bad: #431a13; --bad-ink: #ffab9c;"""
+_TEXT = "background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sans-serif;"
+_LOOK = f"""
 * {{ box-sizing: border-box; }}
-body {{ margin: 0; background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }}
-main {{ max-width: 80rem; margin: 0 auto; padding: 1.5rem 1.25rem 4rem; }}
 h1 {{ font-size: 1.5rem; margin: 0 0 .25rem; overflow-wrap: anywhere; }}
 h2 {{ font-size: 1.2rem; margin: 2.5rem 0 .75rem; padding-top: .75rem; border-top: 1px solid var(--line); }}
 h3 {{ font-size: 1rem; margin: 1.5rem 0 .35rem; overflow-wrap: anywhere; }}
@@ -223,11 +237,25 @@ figure.picture svg, .charts figure > svg {{ width: 100%; height: auto; }}
 .lanes rect:hover {{ fill: {YELLOW}; fill-opacity: 1; }}
 @media (min-width: 52rem) {{ .charts .large {{ grid-column: span 2; grid-row: span 2; }}
   .charts .large text {{ font-size: 6px !important; }} }}
-@media (max-width: 40rem) {{ main {{ padding: 1rem .8rem 3rem; }}
+@media (max-width: 40rem) {{
   figure.picture {{ overflow-x: auto; }} figure.picture svg {{ min-width: 44rem; }}
   .lanes {{ grid-template-columns: 6.3rem minmax(0, 1fr); }}
   .lanes .odd {{ display: none; }} .zoomed .lanes .odd {{ display: block; }} }}
 """
+CSS = f"""
+:root {{ {_LIGHT} }}
+@media (prefers-color-scheme: dark) {{ :root {{ {_DARK} }} }}
+body {{ margin: 0; {_TEXT} }}
+main {{ max-width: 80rem; margin: 0 auto; padding: 1.5rem 1.25rem 4rem; }}
+@media (max-width: 40rem) {{ main {{ padding: 1rem .8rem 3rem; }} }}
+{_LOOK}"""
+"""The look of a page."""
+FRAGMENT_CSS = f"""
+.jdp {{ {_LIGHT} {_TEXT} padding: .5rem .75rem; overflow-x: auto;
+@media (prefers-color-scheme: dark) {{ {_DARK} }}
+{_LOOK}}}
+"""
+"""The look of a part of somebody else's page: every rule is inside one for the class "jdp", and holds nowhere else."""
 
 # Timelines widen together about their middle, and scroll together.
 SCRIPT = """

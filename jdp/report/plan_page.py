@@ -33,8 +33,8 @@ def plan_page(forecast: PlanReport, *, title: str, described: str = "") -> str:
     reports = [(name, estimate.report) for name, estimate in estimates if estimate.report is not None]
     lead = f"{forecast.devices} devices, {forecast.target}. Compiled, not run; numbers are for one device and one step."
     sections = [
-        Section("answer", "What to launch", _answer(forecast, chosen)),
-        Section("candidates", "The candidates compared", _tables(forecast)),
+        Section("answer", "What to launch", answer(forecast)),
+        Section("candidates", "The candidates compared", tables(forecast)),
         Section("memory", "What a device holds", memory_bars(estimates, chosen)),
         Section("time", "Where a step’s time goes", times(estimates, chosen)),
         Section("sent", "What a device sends", traffic(reports, chosen)),
@@ -47,14 +47,17 @@ def plan_page(forecast: PlanReport, *, title: str, described: str = "") -> str:
 # The answer.
 
 
-def _answer(forecast: PlanReport, chosen: str | None) -> Markup:
-    none = "No candidate fits." if _compiled(forecast) else "No candidate compiled."
-    verdict = none if chosen is None else f"Take {chosen}."
+def answer(forecast: PlanReport) -> Markup:
+    """Return the large numbers, and which candidate to take and why.
+
+    Args:
+        forecast: what `jdp.foresee` returned.
+    """
     box = element(
         "div",
-        element("p", element("strong", verdict)),
+        element("p", element("strong", forecast.verdict)),
         paragraphs(forecast.why),
-        class_="answer" if chosen is not None else "answer none",
+        class_="answer" if forecast.choice is not None else "answer none",
     )
     shown_below = [estimate.error for estimate in forecast.estimates if estimate.error is not None]
     notes = [f"Note: {note}" for note in forecast.notes if not any(error in note for error in shown_below)]
@@ -62,14 +65,15 @@ def _answer(forecast: PlanReport, chosen: str | None) -> Markup:
     return joined([head(forecast), box, paragraphs([*bill, *notes], "note")])
 
 
-def _compiled(forecast: PlanReport) -> bool:
-    return any(estimate.memory is not None for estimate in forecast.estimates)
-
-
 # The table.
 
 
-def _tables(forecast: PlanReport) -> Markup:
+def tables(forecast: PlanReport) -> Markup:
+    """Return the candidates in two tables, of times and of memory.
+
+    Args:
+        forecast: what `jdp.foresee` returned.
+    """
     unkept = [o.report is not None and not o.report.kept for o in forecast.estimates]
     failed = [o.error is not None for o in forecast.estimates]
     errors = [

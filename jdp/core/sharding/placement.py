@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import PartitionSpec
 
+from jdp.core.formatting import format_bytes
 from jdp.core.sharding.axes import DATA
 
 
@@ -38,6 +39,17 @@ class Placement:
     reason: str
     trained: bool = True
     memory: str = "device"
+
+    def __repr__(self) -> str:
+        used = "" if self.compute == self.rest else f", {self.compute} while used"
+        held = f"{format_bytes(self.bytes_per_device)} a device" + (" in host memory" if self.on_host else "")
+        kind = "" if self.trained else ", frozen"
+        return f"Placement({self.path!r}, {self.array}, {self.rest} at rest{used}, {held}{kind}: {self.reason})"
+
+    @property
+    def array(self) -> str:
+        """Dtype and shape, such as "float32[64, 512]"."""
+        return f"{self.dtype}{[*self.shape]}"
 
     @property
     def on_host(self) -> bool:

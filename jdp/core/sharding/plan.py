@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, cast
 
 import jax
@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdp.core.formatting import listed
 from jdp.core.host_memory import check_offload, rest_sharding
+from jdp.core.notebook import Drawn
 from jdp.core.notices import notice
 from jdp.core.numbers import is_integer
 from jdp.core.paths import matches, path_of
@@ -37,6 +38,7 @@ from jdp.core.sharding.placement import (
     shards,
     spec_entry,
 )
+from jdp.core.sharding.placements import Placements
 from jdp.core.sharding.rules import checked_rules
 from jdp.core.sharding.strategy import Strategy, strategy
 from jdp.core.state import STACKED, Static, TrainState
@@ -47,7 +49,7 @@ MIN_SHARD_SIZE = 1024
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Drawn):
     """A mesh, a strategy, and from them how every leaf of a state is sharded. Immutable; `print(plan)` describes it.
 
     Args:
@@ -96,6 +98,13 @@ class Plan:
         object.__setattr__(self, "mesh", homes.mesh_of_home(self.home, self.axis_names))
         object.__setattr__(self, "rules", checked_rules(self.rules, tuple(self.axis_names), self.data, self.replica))
         check_offload(self.offload, self.mesh)
+
+    def __repr__(self) -> str:
+        usual = {each.name: each.default for each in fields(self)}
+        own = {name: getattr(self, name) for name in ("rules", "min_shard_size", "offload", "data", "replica")}
+        changed = "".join(f", {name}={value!r}" for name, value in own.items() if value != usual[name])
+        platform = self.mesh.devices.flat[0].platform
+        return f"Plan({factors(self.home.shape)} {platform} devices, {self.strategy!r}{changed})"
 
     def __str__(self) -> str:
         gather = {"never": "everything replicated", "step": "gathered once a step", "use": "gathered at each use"}
@@ -279,7 +288,7 @@ class Plan:
 
         return jax.tree.map_with_path(place, state)
 
-    def placements(self, state: TrainState) -> list[Placement]:
+    def placements(self, state: TrainState) -> Placements:
         """Return how every leaf of a state is sharded, and why: path, shape, dtype, specs, bytes per device, reason.
 
         Args:
@@ -288,7 +297,7 @@ class Plan:
         Raises:
             ValueError: a rule matches nothing; a rule or the metadata shards a dimension that does not divide.
         """
-        return jax.tree.leaves(self.state_placements(state))
+        return Placements(jax.tree.leaves(self.state_placements(state)))
 
     def shardings(self, state: TrainState) -> TrainState:
         """Return a tree like `state` with the `NamedSharding` that each leaf has between steps.

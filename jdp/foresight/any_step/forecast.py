@@ -16,6 +16,7 @@ from typing import Any
 
 from jdp.core.disk_cache import Cache
 from jdp.core.formatting import align_columns, format_bytes, format_percent, format_seconds
+from jdp.core.notebook import Drawn
 from jdp.foresight.any_step.against import Bound, bound, chosen
 from jdp.foresight.any_step.moved import Moved, lowering, move
 from jdp.foresight.any_step.read import HeldArgument, Sent, StepMemory, memory_of, sent_by, shapes_of, signs
@@ -104,7 +105,7 @@ def _notes(sent: Iterable[Sent], target: Target, limit: Bound | None) -> Iterabl
 
 
 @dataclass(frozen=True)
-class StepForecast:
+class StepForecast(Drawn):
     """What a jitted step will hold, send and wait for.
 
     Attributes:
@@ -179,22 +180,30 @@ class StepForecast:
             "notes": list(self.notes),
         }
 
+    def __repr__(self) -> str:
+        return f"<StepForecast of {' '.join([f'{self.heading}.', self.verdict, *self.schedule])} print() says all>"
+
     def __str__(self) -> str:
-        split = {name: count for name, count in self.mesh.items() if count > 1} or self.mesh
-        axes = " × ".join(f"{name}={count}" for name, count in split.items())
-        paragraphs = [[f"{self.name} on {axes} for {self.target}", self._verdict(), *self._schedule()], self._held()]
+        largest = [f"  {each}" for each in self.memory.largest[:3]]
+        paragraphs = [[self.heading, self.verdict, *self.schedule], [*align_columns(self.held_table()), *largest]]
         if self.sent:
-            rows = [_row(each) for each in self.sent[:_LISTED]]
-            rest = sum(each.wire_bytes for each in self.sent[_LISTED:])
-            others = [("others", "", "", "", format_bytes(rest), "", "")] if rest else []
-            paragraphs.append(align_columns([_SENT, *rows, *others]))
+            paragraphs.append(align_columns(self.sent_table()))
         lists = {"Breaches": self.breaches, "Symptoms": self.symptoms, "Notes": self.notes}
         for title, sentences in lists.items():
             if sentences:
                 paragraphs.append([f"{title}:", *(f"- {sentence}" for sentence in sentences)])
         return "\n\n".join("\n".join(lines) for lines in paragraphs)
 
-    def _verdict(self) -> str:
+    @property
+    def heading(self) -> str:
+        """What was compiled, in words: "step on data=8 for h100:1x8"."""
+        split = {name: count for name, count in self.mesh.items() if count > 1} or self.mesh
+        axes = " × ".join(f"{name}={count}" for name, count in split.items())
+        return f"{self.name} on {axes} for {self.target}"
+
+    @property
+    def verdict(self) -> str:
+        """What a device sends, in a sentence, and whether it is too much."""
         sends = f"a device sends {format_bytes(self.wire_bytes_per_device)} a step"
         if self.bound is None:
             return f"{sends[0].upper()}{sends[1:]}."
@@ -204,7 +213,9 @@ class StepForecast:
         ratio = "" if self.ratio is None else f"{self.ratio:.3f} of "
         return f"{'Kept' if self.kept else 'BROKEN'}: {sends}, {ratio}{of}."
 
-    def _schedule(self) -> list[str]:
+    @property
+    def schedule(self) -> list[str]:
+        """A sentence on the time of a step; none where the devices' rates are not known."""
         time = self.timeline
         if time is None:
             return []
@@ -213,7 +224,8 @@ class StepForecast:
         computing = f"{format_seconds(time.compute_seconds)} of computing"
         return [f"A step takes {format_seconds(time.step_seconds)}: {computing}, {sent}."]
 
-    def _held(self) -> list[str]:
+    def held_table(self) -> list[tuple[str, ...]]:
+        """Return headings, and a row for each of the largest arguments and for each other part of the memory."""
         memory = self.memory
         largest = sorted(memory.arguments, key=lambda each: -each.bytes)
         rest = sum(each.bytes for each in largest[_LISTED:])
@@ -225,8 +237,13 @@ class StepForecast:
         rows += [("in the host's memory", format_bytes(memory.host), "")] if memory.host else []
         fits = memory.headroom.words if memory.headroom is not None else ""
         rows += [("total a device", format_bytes(memory.total), fits)]
-        lines = align_columns([("held on a device", "bytes", ""), *rows])
-        return [*lines, *(f"  {each}" for each in memory.largest[:3])]
+        return [("held on a device", "bytes", ""), *rows]
+
+    def sent_table(self) -> list[tuple[str, ...]]:
+        """Return headings, and a row for each of the tensors that send most."""
+        rest = sum(each.wire_bytes for each in self.sent[_LISTED:])
+        others = [("others", "", "", "", format_bytes(rest), "", "")] if rest else []
+        return [_SENT, *map(_row, self.sent[:_LISTED]), *others]
 
 
 _LISTED = 12
