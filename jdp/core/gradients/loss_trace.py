@@ -256,7 +256,7 @@ def trace_loss(
         plain(state.rng) if train else None,
     )
     shared, inputs = _SHARED.get(), jax.tree.flatten(arguments)
-    key = (loss_fn, adapter, traced_mesh(), inputs[1], *((leaf.shape, leaf.dtype) for leaf in inputs[0]))
+    key = (id(loss_fn), adapter, traced_mesh(), inputs[1], *((leaf.shape, leaf.dtype) for leaf in inputs[0]))
     if shared is not None and key in shared:
         return shared[key]
     with recording() as gathered:
