@@ -18,16 +18,21 @@ import pytest
 from flax import nnx
 
 import jdp
+from jdp.cli import main as cli
 
 LOOPS = Path(__file__).parents[2] / "experiments" / "loops"
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
-STORIES = sorted({path.stem for path in LOOPS.glob("*.py")} - {"story"})
+STORIES = sorted({path.stem for path in LOOPS.glob("*.py")} - {"story", "tfrecord_files"})
+FED = ("grain_loader", "tfrecords", "torch_loader")
+"""Those whose data other libraries read."""
 
 
 def story(name):
     """Import a program; its folder is on the path, as it is when Python runs it."""
     if str(LOOPS) not in sys.path:
         sys.path.append(str(LOOPS))
+    if name == "torch_loader":
+        pytest.importorskip("torch")
     return importlib.import_module(name)
 
 
@@ -82,6 +87,73 @@ def test_a_program_runs_from_the_command_line(monkeypatch, capsys):
     assert first.startswith("zero2 on data=8 cpu devices")
     assert len(steps) == 3
     assert "'confusion': array([[" in steps[0]
+
+
+# Each process feeds its own rows.
+
+
+def batches_of(name, rows, folder):
+    program = story(name)
+    return list(program.loader(folder, rows) if name == "tfrecords" else program.loader(rows))
+
+
+@pytest.mark.parametrize("name", FED)
+def test_processes_together_feed_each_row_once(name, tmp_path):
+    """Rows as `jdp.process_rows` gives them to two processes, and to two that hold a part of the same rows."""
+    if name == "tfrecords":
+        story(name).write_data(tmp_path)
+    whole = batches_of(name, list(range(32)), tmp_path)
+    for rows in (list(range(16)), list(range(16, 32)), [*range(8), *range(16, 24)]):
+        parts = batches_of(name, rows, tmp_path)
+        assert len(parts) == len(whole) > 1
+        for part, batch in zip(parts, whole, strict=True):
+            jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, np.asarray(y)[rows]), part, batch)  # noqa: B023
+    first, second = (np.asarray(jax.tree.leaves(batch)[-1]) for batch in whole[:2])
+    assert not np.array_equal(first, second)
+
+
+def test_two_processes_learn_what_one_learns(capfd):
+    """The program as its docstring says to start it, on real processes; losses are printed to some seven digits."""
+    command = ["launch", "-n", "2", "--devices-per-process", "2", "--", str(LOOPS / "grain_loader.py"), "zero1"]
+    assert cli.main(command) == 0
+    losses = [float(line.rpartition(" ")[2]) for line in capfd.readouterr().out.splitlines() if "step " in line]
+    np.testing.assert_allclose(losses, on_one_device("grain_loader")[0], rtol=1e-6, atol=2e-6)
+
+
+WRITTEN_BY_ANOTHER = bytes.fromhex(
+    "39000000000000008b0737f10a370a0d0a016212080a060a04007261770a130a016e120e1a0c0a0af9ffffffffffffffff010a110a01781"
+    "20c120a0a080000003f00000040bd254316"
+)
+"""Of x = [0.5, 2], n = [-7], b = "\\0raw", by `tfrecord` 1.14.6's writer."""
+
+
+def test_records_of_other_writers_are_read(tmp_path):
+    files = story("tfrecord_files")
+    (tmp_path / "one").write_bytes(2 * WRITTEN_BY_ANOTHER)
+    assert files.record_offsets(tmp_path / "one") == [0, 73]
+    read = files.as_arrays(files.read_record(tmp_path / "one", 73))
+    expected = {"x": np.float32([0.5, 2]), "n": np.array([-7]), "b": np.array([b"\0raw"], object)}
+    assert read.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(read[name], array, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("damaged", "message"),
+    [
+        (WRITTEN_BY_ANOTHER[:40] + b"?" + WRITTEN_BY_ANOTHER[41:], "must match its checksums; at byte 12 "),
+        (b"?" + WRITTEN_BY_ANOTHER[1:], "must match its checksums; at byte 0 "),
+        (WRITTEN_BY_ANOTHER + WRITTEN_BY_ANOTHER[:60], "must end with a whole record; it is cut at byte 133"),
+        (WRITTEN_BY_ANOTHER + WRITTEN_BY_ANOTHER[:6], "must match its checksums; at byte 73 "),
+    ],
+    ids=["a flipped bit", "a flipped length", "cut in a record", "cut in a header"],
+)
+def test_a_damaged_record_is_one_clear_error(damaged, message, tmp_path):
+    files = story("tfrecord_files")
+    (tmp_path / "one").write_bytes(damaged)
+    with pytest.raises(ValueError, match=message):
+        for offset in files.record_offsets(tmp_path / "one"):
+            files.read_record(tmp_path / "one", offset)
 
 
 # Against plain JAX, and with other settings of the same gradient.
