@@ -7,8 +7,12 @@ what every device will hold, send and wait for.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jdp import checkpoint as checkpoint
+    from jdp import data as data
     from jdp import export as export
     from jdp import guard as guard
+    from jdp import models as models
+    from jdp import prove as prove
     from jdp.checkpoint.directory import Checkpoints as Checkpoints
     from jdp.checkpoint.errors import CheckpointError as CheckpointError
     from jdp.checkpoint.single import restore as restore
@@ -88,7 +92,7 @@ _HOMES = {
     "warmup": "core.optim.schedules",
     "with_ema": "core.optim.ema",
 }
-_MODULES = ("export", "guard")
+_MODULES = ("checkpoint", "data", "export", "guard", "models", "prove")
 """Modules that `import jdp` alone makes reachable, when they are first used."""
 __all__ = ["__version__", *_HOMES, *_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]
 
