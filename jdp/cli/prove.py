@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 DIFFERENT = 1
 DEVICES = 8
+STEPS, QUICK_STEPS = 10, 2
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,12 @@ class Options:
 
     file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE")]
     """The experiment (TOML)."""
-    steps: Annotated[int, tyro.conf.arg(metavar="N")] = 10
-    """Optimizer steps of each run."""
+    steps: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Optimizer steps of each run. Default: 10; with --quick 2."""
+    quick: bool = False
+    """Make one run, in a part of the time: the experiment's own setting, saved and resumed for its last step under the
+    one that differs most. The other pairs of strategy, partitioning, devices and microbatches are left out, which the
+    result says, and LLVM's optimisations are off. For the quickstart some 30 s of processor time."""
     only: Annotated[str | None, tyro.conf.arg(metavar="TEXTS")] = None
     """Make only the runs whose names contain one of these, such as zero3 or "8 devices", with commas between."""
     full: bool = False
@@ -46,7 +51,9 @@ class Options:
 def run(arguments: list[str]) -> int:
     """Prove an experiment and print the proof. Raises UsageError."""
     options, overrides = parse_with_overrides(Options, "prove", arguments)
-    if options.steps < 1:
+    if options.quick and (other := "--full" if options.full else "--only" if options.only is not None else None):
+        raise UsageError(f"--quick chooses the runs itself; given {other} too: remove one of them")
+    if options.steps is not None and options.steps < 1:
         raise UsageError(f"--steps must be 1 or more optimizer steps of each run; given {options.steps}: raise it")
     with stdout_to_stderr() if options.json else contextlib.nullcontext():
         proof = _prove(options, overrides)
@@ -64,9 +71,10 @@ def _prove(options: Options, overrides: dict[str, str]) -> "Proof":
     from jdp.cli.terminal import Progress
     from jdp.experiment.prove import prove_experiment
 
+    steps = options.steps or (QUICK_STEPS if options.quick else STEPS)
     logging.getLogger("jdp").setLevel(logging.ERROR)  # dozens of plans, whose notices are not about the proof
     only = () if options.only is None else tuple(words(options.only, "--only"))
     with Progress() as progress:
         return prove_experiment(
-            experiment, steps=options.steps, full=options.full, only=only, progress=progress.running
+            experiment, steps=steps, full=options.full, quick=options.quick, only=only, progress=progress.running
         )

@@ -7,7 +7,7 @@ differ.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 
@@ -25,6 +25,7 @@ def prove_experiment(
     steps: int = 10,
     devices: Sequence[Device] | int | None = None,
     full: bool = False,
+    quick: bool = False,
     only: str | Sequence[str] = (),
     progress: OnProgress | None = None,
 ) -> Proof:
@@ -38,6 +39,7 @@ def prove_experiment(
         steps: optimizer steps of each run.
         devices: devices to compare, or how many; None: all.
         full: every combination of choices, instead of every pair.
+        quick: one run only, as for `jdp.prove.prove`.
         only: make only the runs whose names contain one of these.
         progress: called with (runs done, runs in all, the name of the next).
 
@@ -65,7 +67,8 @@ def prove_experiment(
         train = experiment.train.model_copy(update={"accumulate": setting.accumulate})
         changed = {"strategy": setting.strategy, "partitioning": setting.partitioning, "train": train}
         assembly = Assembly(experiment.model_copy(update=changed), space.mesh(setting.devices))
-        return Made(assembly.train_step, assembly.state, assembly.abstract_state)
+        step = replace(assembly.train_step, check_loss=False)  # the proof itself compares losses
+        return Made(step, assembly.state, assembly.abstract_state)
 
     check_for_devices(experiment, len(space.devices))
     step, count = own.train_step, experiment.train.accumulate
@@ -73,7 +76,16 @@ def prove_experiment(
         jax.eval_shape(step, own.abstract_state(), own.abstract_batch())
     setting = Setting(experiment.strategy, step.partitioning or "auto", len(space.devices), count)
     return prove_training(
-        training, make, _Reader(own), space, own=setting, steps=steps, full=full, only=only, progress=progress
+        training,
+        make,
+        _Reader(own),
+        space,
+        own=setting,
+        steps=steps,
+        full=full,
+        quick=quick,
+        only=only,
+        progress=progress,
     )
 
 

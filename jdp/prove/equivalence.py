@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec
 
 from jdp.core.batch import batch_rows
 from jdp.core.batch_keys import THREEFRY
+from jdp.core.compiler import Compiler, CompilerValue
 from jdp.core.init import abstract_state, init_state
 from jdp.core.machine import available_memory
 from jdp.core.precision import Precision
@@ -40,6 +41,9 @@ from jdp.prove.settings import Resume, RunSpec, Setting, Skip, Space, causal_ord
 from jdp.prove.trials import Batches, Made, Make, Trials, record_reference
 
 __all__ = ["Difference", "Made", "Proof", "Run", "Setting", "Skip", "Training", "prove", "prove_training", "space_of"]
+
+QUICK: dict[str, CompilerValue] = {"xla_backend_optimization_level": 0}
+"""Compiles in half of the time on CPU. What is proven is the same: XLA partitions the program before that."""
 
 OnProgress = Callable[[int, int, str], None]
 """`progress(done, total, name)`: `done` of `total` runs, shadows included, are done; `name` is next, "" at the end."""
@@ -63,6 +67,7 @@ def prove(
     rules: Sequence[tuple[str, PartitionSpec]] = (),
     min_shard_size: int = MIN_SHARD_SIZE,
     full: bool = False,
+    quick: bool = False,
     only: str | Sequence[str] = (),
     progress: OnProgress | None = None,
 ) -> Proof:
@@ -91,6 +96,8 @@ def prove(
         rules: as for `jdp.Plan`.
         min_shard_size: as for `jdp.Plan`, in elements.
         full: run every combination, not only every pair of choices.
+        quick: make one run only, the own setting resumed under the one that differs most for the last step, with
+            LLVM's optimisations off.
         only: keep the runs whose names have this text, or one of these, such as "zero3" or "8 devices".
         progress: called before each run, and at the end, with the number of runs done, of all, and the next one's name.
 
@@ -125,7 +132,9 @@ def prove(
             lambda: abstract_state(init, tx, plan, rng=key, wrt=wrt),
         )
 
-    return prove_training(training, make, batches, space, steps=steps, full=full, only=only, progress=progress)
+    return prove_training(
+        training, make, batches, space, steps=steps, full=full, quick=quick, only=only, progress=progress
+    )
 
 
 def prove_training(
@@ -137,6 +146,7 @@ def prove_training(
     own: Setting | None = None,
     steps: int = 10,
     full: bool = False,
+    quick: bool = False,
     only: str | Sequence[str] = (),
     progress: OnProgress | None = None,
 ) -> Proof:
@@ -150,6 +160,8 @@ def prove_training(
         own: the setting the user trains under, which is run first and resumed; None: `zero3` on all devices.
         steps: optimizer steps of each run; a resumed run is saved after half of them.
         full: run every combination, not only every pair of choices.
+        quick: make one run only, the own setting resumed under the one that differs most for the last step, with
+            LLVM's optimisations off.
         only: keep the runs whose names have this text, or one of these.
         progress: called before each run, and at the end.
 
@@ -163,16 +175,18 @@ def prove_training(
     if steps < 1:
         raise ValueError(f"steps is how many optimizer steps each run takes, at least 1; given {steps}. Take 10.")
     count = len(space.devices)
-    reference, first = Reference(training, space.devices[0]), batches(0)
+    reference, first = Reference(training, space.devices[0], QUICK if quick else {}), batches(0)
     rows = batch_rows(first)
     abstract = reference.abstract_state(first)
     check_memory(abstract, devices=count, steps=steps, precision=training.precision, available=available_memory())
     space = _with_limits(space, rows, reference, abstract)
     texts = (only,) if isinstance(only, str) else tuple(only)
-    runs, skips = choose_runs(space, own or Setting("zero3", "auto", count), steps=steps, full=full, only=texts)
+    own = own or Setting("zero3", "auto", count)
+    runs, skips = choose_runs(space, own, steps=steps, full=full, only=texts, quick=quick)
 
     count_run = _ProgressCounter(progress, total=1 + 2 * PAIRS + len(runs))
-    trials = Trials(make, batches, steps, record_reference(reference, batches, steps, count_run))
+    record = record_reference(reference, batches, steps, count_run)
+    trials = Trials(_quickly(make) if quick else make, batches, steps, record)
     if not math.isfinite(loss := float(trials.record.values[1]["loss"])):
         raise ValueError(f"One device's own loss is {loss} at the first step: there is nothing to compare with.")
     results: dict[RunSpec, Closest] = {}
@@ -187,7 +201,19 @@ def prove_training(
     proven = tuple(Run(str(run), at.ratio <= 1, at.difference, at.bound, at) for run, at in results.items())
     first_difference = _first_difference(results, trials.record)
     notes = (*_notes(training.rng, space.devices[0]), *trials.record.notes())
+    notes += ("--quick: compiled with LLVM's optimisations off, which jdp train has on",) * quick
     return Proof(all(run.equal for run in proven), proven, first_difference, tuple(skips), steps, notes)
+
+
+def _quickly(make: Make) -> Make:
+    """Have the steps compiled with `QUICK` too."""
+
+    def made(setting: Setting) -> Made:
+        plain = make(setting)
+        compiler = Compiler.of({**dict(plain.step.compiler.options), **QUICK})
+        return replace(plain, step=replace(plain.step, compiler=compiler))
+
+    return made
 
 
 def _suspects(results: Mapping[RunSpec, Closest]) -> list[Setting]:

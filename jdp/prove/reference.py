@@ -13,6 +13,7 @@ is the reference itself.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -23,6 +24,7 @@ import numpy as np
 import optax
 
 from jdp.core import flax_nnx
+from jdp.core.compiler import CompilerValue
 from jdp.core.gradients.fp8 import with_fp8_products
 from jdp.core.gradients.loss_call import as_sums
 from jdp.core.precision import Precision
@@ -83,10 +85,12 @@ class Reference:
     Attributes:
         training: what is trained.
         device: the one device.
+        compiler_options: of XLA's compiler.
     """
 
     training: Training
     device: Device
+    compiler_options: Mapping[str, CompilerValue] = field(default_factory=dict[str, CompilerValue])
     _traced: dict[str, bool] = field(default_factory=dict[str, bool], repr=False, compare=False)
 
     @property
@@ -110,11 +114,11 @@ class Reference:
 
     @cached_property
     def _jitted_initial(self) -> Any:
-        return jax.jit(self._initial)
+        return jax.jit(self._initial, compiler_options={**self.compiler_options})
 
     @cached_property
     def _jitted_step(self) -> Any:
-        return jax.jit(self._next, donate_argnums=0)
+        return jax.jit(self._next, donate_argnums=0, compiler_options={**self.compiler_options})
 
     def _initial(self, rng: jax.Array) -> TrainState:
         model, specs = flax_nnx.built(self.training.init, jax.random.fold_in(rng, 0))

@@ -3,7 +3,8 @@
 A fault of a data-parallel step shows in a combination of two choices: a strategy and a partitioning, a partitioning and
 a number of microbatches, a strategy and a number of devices. So the default list has every such *pair* at least once (a
 pairwise covering array; Kuhn, Wallace and Gallo 2004, doi:10.1109/TSE.2004.24, found that pairs show most faults), in
-about as many programs as the two longest lists multiply to; `full` runs every combination.
+about as many programs as the two longest lists multiply to; `full` runs every combination, `quick` one pair of
+settings: the user's own, resumed under the one that differs most.
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ def format_devices(devices: int) -> str:
 
 
 def choose_runs(
-    space: Space, own: Setting, *, steps: int, full: bool, only: Sequence[str]
+    space: Space, own: Setting, *, steps: int, full: bool, only: Sequence[str], quick: bool = False
 ) -> tuple[list[RunSpec], list[Skip]]:
     """Return the runs of a proof in their order, and what is left out because it cannot be run.
 
@@ -175,6 +176,7 @@ def choose_runs(
         full: every combination instead of every pair.
         only: texts; keep the runs with one of them in their names. A text that is in no name of the covering list
             selects among all combinations. Empty: keep all.
+        quick: make one run instead, in which the user's own setting is resumed under another.
 
     Raises:
         ValueError: one of `only` is in no name, or there is nothing to run.
@@ -195,6 +197,10 @@ def choose_runs(
     runs += [run for text in wanted for run in _named(text, every) if run not in runs]
     named = (skip for setting, skip in obstacles.items() if not only or any(text in str(setting) for text in only))
     skips = list(dict.fromkeys(skip for skip in named if skip is not None))
+    if quick:
+        kept = _quick(possible, own, steps)
+        why = f"the {len(runs)} runs that have every pair of choices; jdp prove without --quick makes them"
+        runs, skips = kept, [*skips, Skip("--quick", why)]
     if steps < 2:
         skips.append(Skip("resume", "saving in the middle takes at least 2 steps"))
     if not runs or (not only and not any(setting.devices > 1 for setting in possible)):
@@ -224,10 +230,28 @@ def _pairs(setting: Setting) -> set[tuple[tuple[int, object], ...]]:
     return set(itertools.combinations(enumerate(setting.choices), 2))
 
 
+def _quick(possible: list[Setting], own: Setting, steps: int) -> list[RunSpec]:
+    """Return one run: the user's own setting but for the last step, which is done under the one that differs most.
+
+    Of several that differ as much it is the highest stage.
+    """
+    many = [setting for setting in possible if setting.devices > 1]
+    if not many:
+        return []
+    first = own if own in many else max(many, key=lambda setting: setting.devices)
+    stages = list(STRATEGIES)
+    other = max(many, key=lambda s: (_differences(s, first), stages.index(s.strategy), s.devices))
+    return [Resume(steps - 1, first, other) if steps > 1 else first]
+
+
+def _differences(one: Setting, other: Setting) -> int:
+    return sum(a != b for a, b in zip(one.choices, other.choices, strict=True))
+
+
 def _runs(settings: list[Setting], own: Setting, steps: int) -> list[RunSpec]:
     """Return the settings, and two resumed runs: of the user's own, and from that onto the one that differs most."""
     if steps < 2 or not settings:
         return [*settings]
     first = own if own in settings else max(settings, key=lambda s: s.devices)
-    other = max(settings, key=lambda s: (sum(a != b for a, b in zip(s.choices, first.choices, strict=True)), s.devices))
+    other = max(settings, key=lambda s: (_differences(s, first), s.devices))
     return [*settings, *dict.fromkeys((Resume(steps // 2, first, first), Resume(steps // 2, first, other)))]

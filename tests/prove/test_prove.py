@@ -286,6 +286,36 @@ def test_gradients_rounded_to_bf16_on_their_way_are_seen(monkeypatch):
     assert first.difference > WIDE * first.bound
 
 
+# Quickly
+
+
+def test_quick_is_the_own_setting_resumed_under_the_one_that_differs_most():
+    own = Setting("zero1", "manual", 4, 1)
+    runs, skips = choose_runs(space(devices=4), own, steps=2, full=False, only=(), quick=True)
+    assert runs == [Resume(1, own, Setting("zero3", "auto", 2, 2))]
+    [(name, why)] = [(skip.name, skip.reason) for skip in skips]
+    assert name == "--quick" and "runs that have every pair of choices" in why
+
+
+def test_quick_is_equal_with_room_and_says_what_it_leaves_out():
+    proof = run(steps=2, devices=2, quick=True)
+    assert proof.equal, str(proof)
+    assert [each.name for each in proof.runs] == [
+        "resume after step 1: zero3 auto 2 devices K=1, onto zero2 manual 2 devices K=2"
+    ]
+    assert max(ratios(proof).values()) < ROOM, str(proof)
+    assert "not run: --quick: the " in str(proof) and "LLVM's optimisations off" in str(proof)
+
+
+def test_quick_sees_a_planted_fault_and_names_the_setting_that_has_it(monkeypatch):
+    forgets_a_bias(monkeypatch)
+    proof = run(steps=2, devices=2, quick=True, min_shard_size=64)
+    assert not proof.equal
+    first = proof.first_difference
+    assert first.run == "zero2 manual 2 devices K=2" and first.leaf.endswith("layers/0/bias")
+    assert first.difference > WIDE * first.bound
+
+
 # What is run, and what is not
 
 
