@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -95,6 +95,7 @@ def read_state(folder: Path, target: Any, fix: str) -> Any:
     """
     content = Content.of(target)
     wanted, saved = content.leaves, _read_table(folder, fix)
+    _check_kind(saved, content.fields, folder)
     read = _reader(folder, fix)
     converted = read_optimizer_state(saved, wanted, read, str(folder))
     (sync, own), (saved_sync, saved) = _split_sync(wanted), _split_sync(saved)
@@ -141,8 +142,9 @@ def read_params(
     """
     is_state = isinstance(target, TrainState)
     fields, state = (_FOR_INFERENCE, target) if is_state else (("params",), SimpleNamespace(params=target))
-    wanted = leaves_of(state, fields)
-    saved = {path: kind for path, kind in _read_table(folder, fix).items() if path.partition("/")[0] in fields}
+    wanted, table = leaves_of(state, fields), _read_table(folder, fix)
+    _check_kind(table, fields, folder)
+    saved = {path: kind for path, kind in table.items() if path.partition("/")[0] in fields}
     ignored = ignored_names({path: (_path_in_field(path),) for path in saved}, ignore, folder)
     saved = {path: kind for path, kind in saved.items() if path not in ignored}
     kept = {path: leaf for path, leaf in wanted.items() if path not in saved and matches(_path_in_field(path), missing)}
@@ -293,6 +295,22 @@ def _stored_form(leaf: Any, path: str) -> Any:
 def _describe(leaves: Mapping[str, Any]) -> dict[str, str]:
     """Return the dtype and shape of each leaf as text: path -> "float32[4, 8]"."""
     return {path: f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves.items()}
+
+
+def _check_kind(saved: Iterable[str], fields: Sequence[str], folder: Path) -> None:
+    """Raise CheckpointError where a train state was saved and a tree is wanted, or the other way round."""
+    is_tree = {path.partition("/")[0] for path in saved} == {"tree"}
+    if is_tree == ("tree" in fields):
+        return
+    if is_tree:
+        raise CheckpointError(
+            f"A train state is read from a checkpoint of one, and so are its parameters; {folder} holds another tree. "
+            "Read it whole: jdp.restore(path, target), onto a tree like the one that was saved."
+        )
+    raise CheckpointError(
+        f"A checkpoint is restored onto what it holds; {folder} holds a train state, and a tree is wanted. Pass "
+        "jdp.abstract_state(...), or read the parameters alone: jdp.restore_params(path, params)."
+    )
 
 
 def _check_match(

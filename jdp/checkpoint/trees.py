@@ -15,6 +15,7 @@ from jdp.core import flax_nnx
 from jdp.core.numbers import is_integer
 from jdp.core.paths import path_of
 from jdp.core.state import TrainState
+from jdp.core.trees import check_keys
 from jdp.core.types import PyTree
 
 _FIELDS = ("step", "params", "opt_state", "model_state", "rng", "skipped", "sync")
@@ -38,9 +39,14 @@ class Content:
 
     @staticmethod
     def of(tree: Any) -> Content:
-        """Return the content of a train state, or of any other tree, real or abstract."""
+        """Return the content of a train state, or of any other tree, real or abstract.
+
+        Raises:
+            ValueError: a dict has keys that cannot be compared.
+        """
         if isinstance(tree, TrainState):
             return Content(tree, _FIELDS, lambda filled: replace(tree, **filled))
+        check_keys(tree)
         arrays, back = flax_nnx.plain(tree)
         return Content(SimpleNamespace(tree=arrays), ("tree",), lambda filled: back(filled["tree"]))
 

@@ -23,6 +23,7 @@ from jdp.core.sharding.home import auto_axes, padded
 from jdp.core.sharding.placement import Placement
 from jdp.core.sharding.plan import Plan
 from jdp.core.state import TrainState
+from jdp.core.toml import cut
 from jdp.core.types import PyTree
 
 
@@ -138,6 +139,7 @@ def check_tree(tree: Any, of: Any = None, *, arrays: bool = False) -> None:
     Raises:
         ValueError: it holds modules, or something that is no array; or it is an `nnx.Optimizer`, and `of` is None.
     """
+    check_keys(tree)
     if flax_nnx.is_optimizer(tree) and of is None:
         raise ValueError(
             "An optimizer's state lies as the parameters lie that it belongs to; given an nnx.Optimizer without them. "
@@ -154,6 +156,28 @@ def check_tree(tree: Any, of: Any = None, *, arrays: bool = False) -> None:
                 f"A tree that is laid out holds arrays only; {jax.tree_util.keystr(path) or 'it'} is {leaf!r}. Split "
                 "it, and close over what is no array (in equinox: params, static = eqx.partition(model, eqx.is_array))."
             )
+
+
+def check_keys(tree: Any) -> None:
+    """Check that JAX can order the keys of each dict of a tree.
+
+    Args:
+        tree: any pytree.
+
+    Raises:
+        ValueError: one has keys that cannot be compared, such as 0 and "0".
+    """
+    if isinstance(tree, dict):
+        try:
+            sorted(tree)
+        except TypeError as error:
+            raise ValueError(
+                f"The keys of a dict in a tree must have an order, as JAX sorts them; given {cut(repr([*tree]), 100)}. "
+                "Write all of them as text."
+            ) from error
+    children = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    for child in children:
+        check_keys(child)
 
 
 def refuse_offload(plan: Plan) -> None:

@@ -153,6 +153,7 @@ class ValueAndGrad(PartitionedLoss):
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, batch))):
             if not self._checked and self.check_loss:
                 self._report_untried(state, batch)
+            self._report_closed_over(state)
             metrics, grads, model_state = self._compute(state, batch)
         else:
             self._check_models(state)
@@ -295,6 +296,16 @@ class ValueAndGrad(PartitionedLoss):
                     "model = jdp.place(model, plan), by the gradient's own plan."
                 )
         self._laid_out.add(lies)
+
+    def _report_closed_over(self, state: TrainState) -> None:
+        for number in self._numbers:
+            leaves = jax.tree.leaves(state.params[number])
+            if leaves and not any(isinstance(leaf, Tracer) for leaf in leaves):
+                notice(
+                    "a gradient inside a jitted function, of a model that this function closes over: the model's "
+                    "weights are constants of what is compiled, which no update changes there and no later one "
+                    "reaches; pass the model as an argument"
+                )
 
     def _report_untried(self, state: TrainState, batch: Batch) -> None:
         with tracing_on(self.plan.mesh):

@@ -106,7 +106,7 @@ class Tuned:
 
     @property
     def fits(self) -> bool:
-        """Whether there is a way that fits."""
+        """Whether there is a way that fits, as far as the devices' memory is known."""
         return self.best is not None and self.best.estimate.fits is not False
 
     def table(self) -> list[tuple[str, ...]]:
@@ -126,6 +126,8 @@ class Tuned:
             available = format_bytes(best.estimate.available_bytes or 0)
             return (tried, f"None fits; the nearest is {best.name}, which needs {held} of {available}.")
         seconds, before = best.estimate.step_seconds or 0.0, start.estimate.step_seconds
+        if best.estimate.fits is None:
+            held += ", and whether that fits is not known, as these devices share a machine's memory"
         sentence = f"{best.name} takes {format_seconds(seconds)} a step and holds {held}"
         if best is start:
             return (tried, f"{sentence}: where it began, nothing was found that is faster.")

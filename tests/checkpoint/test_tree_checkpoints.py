@@ -100,3 +100,21 @@ def test_bad_trees_are_refused(saved, tmp_path):
         assert checkpoints.steps == []
     with pytest.raises(jdp.CheckpointError, match=r"has tree/epoch as .*nothing is wanted"):
         jdp.restore(folder / "one", {"model": tree["model"]})
+    for given in ({0: np.ones(3), "0": np.ones(3)}, {"a": [{None: 1.0, "b": 2.0}]}):
+        with pytest.raises(ValueError, match=r"keys of a dict in a tree must have an order.*given \[.*as text"):
+            jdp.save(tmp_path / "keys", given)
+
+
+def test_a_train_state_and_a_tree_are_not_taken_for_each_other(saved, tmp_path):
+    folder, tree = saved
+    plan = jdp.Plan(jdp.make_mesh(data=8))
+    state = jdp.init_state(lambda _: {"w": np.ones(8, "f")}, optax.sgd(1.0), plan, rng=tree["rng"])
+    jdp.save(tmp_path / "state", state)
+    whole = r"holds another tree\. Read it whole: jdp\.restore\(path, target\)"
+    for read in (jdp.restore, jdp.restore_params):
+        with pytest.raises(jdp.CheckpointError, match=whole):
+            read(folder / "one", state)
+    with pytest.raises(jdp.CheckpointError, match=whole):
+        jdp.restore_params(folder / "one", state.params)
+    with pytest.raises(jdp.CheckpointError, match=r"holds a train state, and a tree is wanted.*jdp\.restore_params"):
+        jdp.restore(tmp_path / "state", state.params)

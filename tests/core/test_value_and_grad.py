@@ -305,6 +305,13 @@ def in_shard_map():
     jax.jit(mapped)(params(plan_of("ddp")), batch_of())
 
 
+def closed_over():
+    """A jitted function closes over a module with batch statistics, which the call would change."""
+    model = jdp.init(lambda rng: nnx.BatchNorm(8, rngs=nnx.Rngs(rng)), plan_of(), rng=KEY)
+    grad = jdp.value_and_grad(lambda model, batch, rng: jnp.square(model(batch["x"])).mean(), plan_of())
+    nnx.jit(lambda batch: grad(model, batch, KEY)[0]["loss"])({"x": jnp.ones((8, 8))})
+
+
 ARGNUMS = "argnums is the number of a model, counted from 0, or several different ones; given "
 ARRAYS = r"A tree that is laid out holds arrays only; \['f'\] is "
 INSIDE = "A tree is one module, one nnx.Optimizer, or a pytree of arrays; given a "
@@ -326,6 +333,7 @@ CALLS = {
     "NumPy": (lambda: gradient()(jax.device_get(params()), batch_of(), KEY), "b is to lie as .* is a NumPy array"),
     "donated": (donated, "A model must hold its arrays; b was donated to a jitted function before. Go on with"),
     "in shard_map": (in_shard_map, "given a call inside a shard_map over data. Call it outside"),
+    "a module closed over": (closed_over, r"given one that the function closes over, and mean, var would .*Pass it: "),
     "no array": (lambda: gradient()({**params(), "f": jnp.tanh}, batch_of(), KEY), ARRAYS + "<PjitFunction.*Split it"),
     "modules in a dict": (
         lambda: gradient()({"m": jdp.init(net, plan_of(), rng=KEY)}, batch_of(), KEY),
@@ -342,6 +350,7 @@ CALLS = {
     "init: no array": (lambda: jdp.init(lambda rng: {"f": "relu"}, plan_of(), rng=KEY), ARRAYS + "'relu'"),
     "init: modules in a dict": (lambda: jdp.init(lambda rng: {"m": net(rng)}, plan_of(), rng=KEY), INSIDE + "dict"),
     "place: no array": (lambda: jdp.place({"f": jnp.tanh}, plan_of()), ARRAYS + "<PjitFunction"),
+    "place: keys": (lambda: jdp.place({0: 1.0, "0": 1.0}, plan_of()), r"must have an order.*given \[0, '0'\]\. Write"),
     "place: no tree": (lambda: jdp.place("weights", plan_of()), "holds arrays only; it is 'weights'"),
     "place: an optimizer": (
         lambda: jdp.place(nnx.Optimizer(net(KEY), optax.sgd(0.1), wrt=nnx.Param), plan_of()),
@@ -359,6 +368,17 @@ def test_a_call_that_cannot_mean_anything_is_refused(name):
     call, message = CALLS[name]
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_a_model_that_is_closed_over_is_reported(capfd, monkeypatch):
+    """Its weights are constants of the program: a loop that updates it outside trains on the first ones for ever."""
+    monkeypatch.setattr("jdp.core.notices._said", set())
+    model, grad, batch = params(), gradient(check_loss=False), batch_of()
+    told = "of a model that this function closes over"
+    jax.jit(lambda model, batch: grad(model, batch, KEY)[0])(model, batch)
+    assert told not in capfd.readouterr().err
+    jax.jit(lambda batch: grad(model, batch, KEY)[0])(batch)
+    assert told in capfd.readouterr().err
 
 
 def test_a_plan_that_offloads_is_refused():

@@ -7,12 +7,14 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+from huggingface_hub.utils import http_backoff
 
 import jdp
 from jdp.cli import main as cli
 from jdp.cli.main import main
 from jdp.data import global_batches, mixture, text_data
 from jdp.data.feed import process_rows
+from jdp.data.sources.hub import _reading
 from jdp.data.text import samples as reads_text
 from jdp.data.text.documents import read_corpus
 from jdp.run.outputs.metrics import read
@@ -66,6 +68,16 @@ def test_what_a_stream_cannot_do_is_a_users_mistake(folder, split):
     ) as caught:
         text_data(f"hf-stream:{folder}:{split}", length=16)
     assert cli._is_users_mistake(caught.value)
+
+
+def test_a_hub_that_does_not_answer_is_told_once(capfd, monkeypatch):
+    """The hub's own client, against a port where nobody listens."""
+    monkeypatch.setattr("jdp.core.notices._said", set())
+    ask = lambda: http_backoff("HEAD", "http://127.0.0.1:9/", max_retries=3, base_wait_time=0.01)  # noqa: E731
+    with pytest.raises(ValueError, match=r"must be readable; given hf:x: .*or look at the network"):
+        _reading("hf:x", ask)
+    told = capfd.readouterr().err
+    assert told.count("does not answer") == 1 and "Retrying" not in told and "HEAD" not in told
 
 
 def test_a_stream_that_breaks_off_leaves_nothing(folder, tmp_path):

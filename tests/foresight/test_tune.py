@@ -78,6 +78,14 @@ def test_what_fits_goes_before_what_is_fast():
     assert none.best is None and none.to_json()["tuned"] is None and "XLA did not compile" in none.why[1]
 
 
+def test_where_memory_is_not_known_that_is_said():
+    class OnThisMachine(Made):
+        fits = None
+
+    tuned, _ = found([dimension("a")], lambda name: OnThisMachine(1.0))
+    assert "holds 50 B, and whether that fits is not known" in tuned.why[1]
+
+
 def test_it_ends_when_the_time_is_up():
     left = iter([True, False])
     tuned, tried = found([dimension(*"abcd")], lambda name: Made(1.0 / ord(name)), more=lambda: next(left))

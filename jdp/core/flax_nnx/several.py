@@ -12,9 +12,11 @@ from typing import Any
 
 import jax
 from flax import nnx
+from flax.errors import TraceContextError
 from jax.sharding import PartitionSpec
 
 from jdp.core.flax_nnx.adapter import Adapter, at, is_model_state, nested, param_specs, value_of, with_value
+from jdp.core.formatting import listed
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,9 @@ def write_back(module: nnx.Module, before: Any, after: Any) -> None:
     Args:
         module: the module.
         before, after: nested dicts of its model state.
+
+    Raises:
+        ValueError: instead of flax's TraceContextError, where a jitted function closes over the module.
     """
     changed = {}
     for path, variable in nnx.to_flat_state(nnx.state(module)):
@@ -107,8 +112,14 @@ def write_back(module: nnx.Module, before: Any, after: Any) -> None:
             new = at(after, path)
             if new is not at(before, path):
                 changed[path] = variable.replace(new)
-    if changed:
+    try:
         nnx.update(module, nnx.from_flat_state(changed))
+    except TraceContextError as error:
+        names = listed("/".join(map(str, path)) for path in changed)
+        raise ValueError(
+            "A module that a call changes is an argument of the jitted function around it; given one that the function "
+            f"closes over, and {names} would change. Pass it: @nnx.jit, def step(model, batch)."
+        ) from error
 
 
 def opened(tree: Any) -> tuple[Any, Callable[[Any], Any]]:

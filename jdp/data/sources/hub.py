@@ -7,6 +7,7 @@ folder are refused. A link in the folder is somebody's own choice, and followed.
 """
 
 import json
+import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from jdp.core.notices import notice
 from jdp.core.toml import cut
 from jdp.core.user_path import user_path
 from jdp.data.sources.optional_packages import optional
@@ -112,6 +114,8 @@ def _tables(rows: Any, source: str) -> Iterator[Any]:
 
 def _reading(source: str, read: Callable[[], T]) -> T:
     """Return what `read` returns. Raises ValueError for what it raises."""
+    log, once = logging.getLogger("huggingface_hub.utils._http"), _SaidOnce()
+    log.addFilter(once)
     try:
         return read()
     except OutsideError:
@@ -119,9 +123,22 @@ def _reading(source: str, read: Callable[[], T]) -> T:
     except Exception as error:  # network, permissions, builders: each raises its own kinds
         words = cut(" ".join(str(error).split()).rstrip(".") or type(error).__name__, 400)
         raise ValueError(
-            f"a Hugging Face data set must be readable; given {source}: {words}; fix its name or path, or log "
-            "in to the hub"
+            f"a Hugging Face data set must be readable; given {source}: {words}; fix its name or path, log in "
+            "to the hub, or look at the network"
         ) from error
+    finally:
+        log.removeFilter(once)
+
+
+class _SaidOnce(logging.Filter):
+    """Of the lines that the hub's client writes while it tries again, for half a minute, leaves one in jdp's words."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        words = record.getMessage()
+        retries = words.startswith("Retrying in")
+        if retries:
+            notice("the Hugging Face hub does not answer; it is asked again for half a minute")
+        return not retries and "thrown while requesting" not in words
 
 
 def main_split(splits: Mapping[str, Any], source: str) -> str:
