@@ -10,9 +10,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
+
+import jax
 
 from jdp.core.disk_cache import Cache
 from jdp.core.formatting import align_columns, format_bytes
@@ -145,6 +148,7 @@ def report(step: Step, state: TrainState, compiled: Compiled, target_name: str, 
         wire=step.wire,
         buckets=step.buckets,
         local_steps=step.local_steps.steps if step.local_steps else None,
+        metrics=_metrics(step, state, compiled),
     )
     sites = Sites(compiled.program, step.accumulate)
     collectives = collectives_on(step.plan.mesh, compiled, sites, promised.statistics)
@@ -179,6 +183,14 @@ def report(step: Step, state: TrainState, compiled: Compiled, target_name: str, 
         ),
         notes=tuple(dict.fromkeys((*notes, *_notes(step, promised, verdict.rows, collectives)))),
     )
+
+
+def _metrics(step: Step, state: TrainState, compiled: Compiled) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of the metrics that are arrays of no parameter's shape: a step's results are state, metrics."""
+    root = next((each for each in compiled.program[compiled.program.entry] if each.is_root), None)
+    results, parameters = () if root is None else root.shapes, Parameters.of(step.plan, state)
+    found = (dims for _, dims in results[len(jax.tree.leaves(state)) :])
+    return tuple(dims for dims in found if math.prod(dims) > 1 and not parameters.like(dims))
 
 
 def _notes(step: Step, promised: Theory, rows: Iterable[Row], collectives: Iterable[MeshCollective]) -> Iterable[str]:
@@ -221,8 +233,8 @@ class Report(Drawn):
             there is no other device.
         rows: one a kind of collective, found and promised.
         model_axes: one a kind of what runs along the model's own axes only, about which nothing is promised.
-        statistics: one for the statistics of batch norms over all devices, which the contract leaves out too; None:
-            there are none.
+        statistics: one for the statistics of batch norms over all devices, and metrics that are arrays, which the
+            contract leaves out too; None: there are none.
         collectives: each collective that sends something, in schedule order.
         breaches: why it is not kept, a sentence each, with parameter, source line and remedy; empty when it is kept.
         strays: what is sent besides and belongs to no parameter, a sentence each; those that break the contract are
@@ -300,7 +312,7 @@ class Report(Drawn):
             title = "Along the model's own axes, which the contract leaves to the model:"
             paragraphs.append([title, *_table(self.model_axes)])
         if self.statistics is not None:
-            title = "Statistics of batch norms over all devices, which the contract leaves out:"
+            title = "Statistics of batch norms, and metrics, over all devices, which the contract leaves out:"
             paragraphs.append([title, *_table([self.statistics])])
         if self.collectives:
             paragraphs.append(align_columns([_LISTED, *_grouped(self.collectives)]))
@@ -364,7 +376,7 @@ def _grouped(collectives: Iterable[MeshCollective]) -> Iterable[tuple[str, ...]]
     for each in collectives:
         c, remark = each.collective, "" if each.over_batch else "the model's own"
         if each.statistics_bytes:
-            remark = "batch statistics" + (" among others" if each.payload_bytes else "")
+            remark = "batch statistics or metrics" + (" among others" if each.payload_bytes else "")
         loop = "in" if each.in_accumulation_loop else "out"
         key = (c.kind, c.dtype, format_bytes(c.payload_bytes), ", ".join(each.axes), loop, remark)
         groups.setdefault(key, []).append(c)

@@ -69,7 +69,7 @@ def _rows(report: Report) -> Iterator[tuple[Row, Markup]]:
         yield row, _KEPT if row.kept else Markup("more, but all kinds together less") if report.kept else _BROKEN
     yield from ((row, Markup("the model’s own axes")) for row in report.model_axes)
     if report.statistics is not None:
-        yield report.statistics, Markup("batch statistics")
+        yield report.statistics, Markup("batch statistics or metrics")
 
 
 def _candidate(name: str, report: Report, most: int, *, is_choice: bool) -> Markup:

@@ -167,6 +167,26 @@ def test_batch_statistics_are_counted_apart():
     assert compiled(VIT, "zero3", None, 1, on="h100:8x8").report.statistics is None
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_metrics_that_are_arrays_are_counted_apart(strategy):
+    """A confusion matrix of 40 KB beside gradients of 160 KB."""
+
+    def loss_fn(params, batch, rng):
+        logits = batch["x"] @ params["kernel"]
+        of_class, answers = (jax.nn.one_hot(x, 100) for x in (batch["y"], logits.argmax(-1)))
+        total = optax.softmax_cross_entropy(logits, of_class).sum()
+        metrics = {"confusion": jnp.einsum("ri,rj->ij", of_class, answers), "recall": of_class.sum(0)}
+        return jdp.Loss(total, jnp.float32(len(logits)), metrics)
+
+    plan = jdp.Plan(jdp.make_mesh(data=8), strategy)
+    init = lambda rng: {"kernel": jnp.zeros((400, 100))}  # noqa: E731
+    state = jdp.abstract_state(init, optax.adam(1e-3), plan, rng=jax.random.key(0))
+    batch = {"x": jax.ShapeDtypeStruct((64, 400), "float32"), "y": jax.ShapeDtypeStruct((64,), "int32")}
+    report = jdp.verify(jdp.make_train_step(loss_fn, plan, partitioning="manual"), state, batch, "h100:1x8")
+    assert report.kept and not report.strays, str(report)
+    assert report.statistics.found_bytes == 4 * (100 * 100 + 100)
+
+
 # Partial training
 
 

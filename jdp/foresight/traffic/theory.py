@@ -10,7 +10,7 @@ along `data`, R along `replica` (over which nothing is sent where R is 1):
     zero3     r·Ψ/N over replica   K·r·Ψ           2·K·c·Ψ at most
 
 Which gathers zero3 makes is read from its own trace (`core/gradients/gathers.py`). Two things are sent beside the row,
-by plan: statistics of batch norms (`batch_statistics.py`), and gradients of parameters too small to shard
+by plan: statistics of batch norms, and metrics (`batch_statistics.py`), and gradients of parameters too small to shard
 (`Unsharded`).
 
 Encoded gradients (`Wire`) have rows of their own, with b bytes of codes and scales for an element (int8: 1 + 4/256):
@@ -80,7 +80,7 @@ class Theory:
         parameters: Ψ, frozen ones among them; with axes of the model's own, the elements that each of their shards
             computes with.
         promises: the kinds of collective that the row names.
-        statistics: what batch norms send beside the row, as their part of the model asks.
+        statistics: what batch norms send beside the row, as their part of the model asks, and metrics that are arrays.
         unsharded: the parameters of Ψ whose gradients are all-reduced by plan, though the row has no all-reduce.
         gathered: under zero3, what the step's own trace gathers; None: not known, and the row is its upper bound.
         most_gathered_bytes: that upper bound, 2·K·c·Ψ; for another strategy what its row gathers.
@@ -127,6 +127,7 @@ def theory(
     wire: Wire = WIDE,
     buckets: int | str | None = None,
     local_steps: int | None = None,
+    metrics: tuple[tuple[int, ...], ...] = (),
 ) -> Theory:
     """Return the row of the contract (the table above) that a training step promises.
 
@@ -144,6 +145,7 @@ def theory(
             parameters too small to shard as if they were sharded.
         wire, buckets: as in `jdp.make_train_step`.
         local_steps: H; None: every step is synchronised over `replica`.
+        metrics: shapes of those that are arrays.
     """
     sizes = dict(plan.mesh.shape)
     placements: list[Placement] = jax.tree.leaves(plan.param_placements(params, static))
@@ -191,7 +193,7 @@ def theory(
     if wire.weights is not None and gathers is not None:
         packed["all-gather"] = packed.get("all-gather", 0.0) + exact
     adapter = static.adapter if static is not None and sync_batch_norm else None
-    statistics = BatchStatistics(() if adapter is None else adapter.batch_statistics, accumulate)
+    statistics = BatchStatistics(() if adapter is None else adapter.batch_statistics, accumulate, metrics)
     promises = tuple(promise for promise in promises if promise.devices > 1)
     return Theory(psi, promises, statistics, unsharded, gathered, most, packed)
 
