@@ -6,7 +6,9 @@ devices and microbatches (`jdp.core.gradients`). What becomes of the gradients i
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -14,8 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jdp.core.batch import batch_rows
+from jdp.core.agreement import processes_of
+from jdp.core.batch import agree_on_inputs, agree_on_program, batch_rows, check_global
 from jdp.core.batch_unit import BatchUnit, batch_unit
+from jdp.core.compiler import CompilerValue
 from jdp.core.gradients import auto, manual
 from jdp.core.gradients.accumulate import GradientSpec
 from jdp.core.gradients.loss_call import Sums
@@ -62,6 +66,7 @@ class PartitionedLoss:
     buckets: int | str | None = field(default=None, kw_only=True)
     overlap: bool | None = field(default=None, kw_only=True)
     check_loss: bool = field(default=True, kw_only=True)
+    _agreed: set[Any] = field(init=False, default_factory=set[Any], repr=False, compare=False)
     _choices: dict[Any, Choice] = field(init=False, default_factory=dict[Any, Choice], repr=False, compare=False)
     _checked: list[bool] = field(init=False, default_factory=list[bool], repr=False, compare=False)
     _corrected: list[Choice] = field(init=False, default_factory=list[Choice], repr=False, compare=False)
@@ -144,6 +149,42 @@ class PartitionedLoss:
             with tracing_on(self.plan.mesh):
                 self.choose_partitioning(state, batch, values=True)
             self._checked.append(True)
+
+    @cached_property
+    def is_of_several(self) -> bool:
+        """Whether the mesh has devices of several processes."""
+        return len(processes_of(self.plan.mesh)) > 1
+
+    def agree(
+        self,
+        caller: str,
+        shapes: Any,
+        state: TrainState,
+        batch: Batch,
+        lower: Callable[[], jax.stages.Lowered],
+        compiler_options: Mapping[str, CompilerValue] | None = None,
+    ) -> None:
+        """Check once for these shapes that all processes agree, before they compute together.
+
+        Args:
+            caller: name of the call in errors.
+            shapes: what a program is made for (`signature`); None where it is traced: nothing is compared.
+            state, batch: real.
+            lower: returns the program, after the loss was tried.
+            compiler_options: that it is compiled with.
+
+        Raises:
+            ValueError: a leaf of the batch is on this process alone; what `check_first` raises; as `Mismatch`, where
+                processes differ.
+        """
+        if shapes is None or shapes in self._agreed:
+            return
+        check_global(batch)
+        agree_on_inputs(caller, state, batch, self.plan)
+        if not self._checked:
+            self.check_first(state, batch)
+        agree_on_program(caller, lower(), self.plan, compiler_options or {})
+        self._agreed.add(shapes)
 
     def param_placements(self, state: TrainState) -> PyTree:
         """Return a tree like the parameters, of `Placement`.

@@ -22,13 +22,9 @@ import optax
 from jax.sharding import Mesh
 
 from jdp.core import noise_scale
-from jdp.core.agreement import processes_of
 from jdp.core.batch import (
-    agree_on_inputs,
-    agree_on_program,
     batch_rows,
     check_alive,
-    check_global,
     owned_batch,
     signature,
 )
@@ -224,14 +220,13 @@ class Step(PartitionedLoss):
     noise_scale: bool = field(default=False, kw_only=True)
     donate: bool = field(default=True, kw_only=True)
     compiler: Compiler = field(default=DEFAULT, kw_only=True)
-    _agreed: set[Any] = field(init=False, default_factory=set[Any], repr=False, compare=False)
     _kept: list[Any] = field(init=False, default_factory=list[Any], repr=False, compare=False)
     _collectives: list[TracedCollectives] = field(init=False, default_factory=list[Any], repr=False, compare=False)
 
     def __call__(self, state: TrainState, batch: Batch) -> Any:
         check_alive(state)
         state = self.complete(state)
-        batch = self._agreed_on(state, batch) if self._several else owned_batch(batch)
+        batch = self._agreed_on(state, batch) if self.is_of_several else owned_batch(batch)
         if not self._checked:
             self.check_first(state, batch)
         debugs: bool = jax.config.jax_debug_nans  # pyright: ignore[reportAttributeAccessIssue]
@@ -273,11 +268,6 @@ class Step(PartitionedLoss):
         """XLA's options that the step is compiled with on its mesh. Raises ValueError for a value that XLA refuses."""
         return self.compiler.for_mesh(self.plan.mesh)
 
-    @cached_property
-    def _several(self) -> bool:
-        """Whether the mesh has devices of several processes."""
-        return len(processes_of(self.plan.mesh)) > 1
-
     def _jit(self, donated: tuple[int, ...]) -> Any:
         mesh = self.plan.mesh
 
@@ -298,15 +288,14 @@ class Step(PartitionedLoss):
 
     def _agreed_on(self, state: TrainState, batch: Batch) -> Batch:
         """Return the batch after checking that all processes agree, once for each shape: each has its own program."""
-        shapes = signature(batch)
-        if shapes is not None and shapes not in self._agreed:
-            check_global(batch)
-            caller = "the train step" if self.train else "the evaluation step"
-            agree_on_inputs(caller, state, batch, self.plan)
-            if not self._checked:
-                self.check_first(state, batch)
-            agree_on_program(caller, self.jitted.lower(state, batch), self.plan, self.compiler_options)
-            self._agreed.add(shapes)
+        self.agree(
+            "the train step" if self.train else "the evaluation step",
+            signature(batch),
+            state,
+            batch,
+            lambda: self.jitted.lower(state, batch),  # what the check finds may change `jitted`
+            self.compiler_options,
+        )
         return batch
 
     def lower(self, state: TrainState, batch: Batch) -> jax.stages.Lowered:

@@ -18,7 +18,7 @@ from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jdp.core import flax_nnx
-from jdp.core.batch import owned_batch
+from jdp.core.batch import owned_batch, signature
 from jdp.core.gradients.wire import Wire
 from jdp.core.keys import typed_key
 from jdp.core.notices import notice
@@ -56,9 +56,10 @@ def value_and_grad(
         metrics, grads = generator_gradient(generator, discriminator, batch, rng)
 
     It is called beside other such gradients, in a `jax.lax.scan`, under `jax.jit` or `nnx.jit`, or by itself, when it
-    compiles what it computes. Inside a jitted function the loss cannot be tried on a few rows: call `check` once
-    outside. Gradients lie where the parameters rest, and so does what an optimizer makes of both. A jitted function
-    that computes with an updated model in other ways too returns `jdp.place(model, plan)`: XLA may leave it gathered.
+    compiles what it computes, and several processes are compared as before a training step. Inside a jitted function
+    the loss cannot be tried on a few rows: call `check` once outside. Gradients lie where the parameters rest, and so
+    does what an optimizer makes of both. A jitted function that computes with an updated model in other ways too
+    returns `jdp.place(model, plan)`: XLA may leave it gathered.
 
     Args:
         loss_fn: `loss_fn(*models, batch, rng)` -> `Loss`, or a scalar, which is taken as the mean over the batch's
@@ -157,7 +158,10 @@ class ValueAndGrad(PartitionedLoss):
             metrics, grads, model_state = self._compute(state, batch)
         else:
             self._check_models(state)
-            if not self._checked:
+            if self.is_of_several:
+                shapes = signature((state.params, batch))
+                self.agree("the gradient", shapes, state, batch, lambda: self.jitted.lower(state, batch))
+            elif not self._checked:
                 self.check_first(state, batch)
             metrics, grads, model_state = self.jitted(state, owned_batch(batch))
         return metrics, self._taken_apart(models, state, grads, model_state)

@@ -79,10 +79,9 @@ def settings_of(experiment: Experiment, candidate: Candidate, *, max_batch: bool
         max_batch: the largest batch is searched.
     """
     model, step = experiment.model.config, candidate.step
-    compiler = experiment.compiler
     return Settings(
         precision=experiment.precision,
-        compiler=compiler if isinstance(compiler, str) else "own",
+        compiler=candidate.compiler,
         remat=getattr(model, "remat", "") or ("none" if hasattr(model, "remat") else ""),
         scan=getattr(model, "scan", False),
         attention=getattr(model, "attention", None),

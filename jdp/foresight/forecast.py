@@ -28,7 +28,7 @@ class Settings:
 
     Attributes:
         precision: "fp32", "bf16" or "fp8".
-        compiler: "default", "overlap", or another word for options of one's own.
+        compiler: "default", "overlap", "own" for options of one's own, or "none" on devices that no preset is for.
         remat: the model's policy: "none", "dots" or "full"; "" for a model that has none.
         scan: True where layers are scanned.
         attention: "auto", "cudnn" or "xla".
@@ -66,7 +66,7 @@ class Estimate:
         devices: how many share the work.
         compile_seconds: what compiling took; 0 when it was found in the cache (`cached`).
         error: why the step did not compile; None when it did.
-        settings: what the experiment has set already; nothing is known of it in a step of one's own.
+        settings: what the experiment has set already; of a step of one's own only the compiler's options are known.
     """
 
     strategy: str

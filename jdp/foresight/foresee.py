@@ -28,7 +28,7 @@ from jdp.core.step import Step
 from jdp.core.types import Batch
 from jdp.foresight.advice import advise
 from jdp.foresight.any_step.forecast import StepForecast, forecast
-from jdp.foresight.forecast import Estimate, PlanReport
+from jdp.foresight.forecast import Estimate, PlanReport, Settings
 from jdp.foresight.max_batch import OnProgress, largest_batch
 from jdp.foresight.memory.peak import memory
 from jdp.foresight.program.compiled import CompileError
@@ -226,6 +226,7 @@ def estimate(candidate: Candidate, target: Target, *, tokens: int, cache: Cache 
         tokens=tokens,
         compile_seconds=0.0 if compiled.cached else compiled.seconds,
         cached=compiled.cached,
+        settings=Settings(compiler=candidate.compiler),
     )
 
 

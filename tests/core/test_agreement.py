@@ -71,13 +71,23 @@ other = jdp.make_train_step(lambda p, b, r: jdp.Loss(loss(p, b, r).total * (1 + 
 refused("program", lambda: other(state, fed(4)))
 apart = jdp.make_train_step(loss, plan, compiler={"xla_cpu_enable_fast_math": rank == 1})
 refused("compiler", lambda: apart(state, fed(4)))
+weights, key = jdp.init(params, plan, rng=jax.random.key(0)), jax.random.key(3)
+gradient = jdp.value_and_grad(loss, plan)
+refused("gradient batch", lambda: gradient(weights, {"x": half}, key))
+refused("gradient rows", lambda: gradient(weights, fed(4 * (1 + rank)), key))
+refused("gradient key", lambda: gradient(weights, fed(4), jax.random.key(rank)))
+scaled = jdp.value_and_grad(lambda p, b, r: jdp.Loss(loss(p, b, r).total * (1 + rank), 8.0), plan)
+refused("gradient program", lambda: scaled(weights, fed(4), key))
 refused("place", lambda: make() if rank else step(state, fed(4)))
 
+metrics, grads = gradient(weights, fed(4), key)
+assert float(metrics["weight"]) == 8.0
 state, metrics = step(state, fed(4))
 calls, real = [], agreement.agree
 import jdp.core.batch
 jdp.core.batch.agree = lambda place, facts, mesh: calls.append(place) or real(place, facts, mesh)
 state, metrics = step(state, fed(4))
+gradient(weights, fed(4), jax.random.key(4))
 assert calls == [], "a batch of the shapes before asks nobody"
 state, metrics = step(state, fed(8))
 assert calls == ["the train step"] * 2, calls
@@ -122,6 +132,9 @@ WORDS = {
     r"process 1 has .*dense<2\.0",
     "compiler": "The compiler's options must be the same .*at the train step; process 1 differs: process 0 has "
     "xla_cpu_enable_fast_math = False, process 1 has xla_cpu_enable_fast_math = True. Give every process the same",
+    "gradient rows": r"The batch's shapes and dtypes .*, at the gradient; process 1 differs: process 0 has x: ",
+    "gradient key": r"The state's key must be the same on every process, at the gradient; process 1 differs",
+    "gradient program": r"The program .*at the gradient; process 1 differs: .*dense<2\.0",
     "place": "The place in the program must be the same on every process; process 1 differs: process 0 has the train "
     "step, process 1 has init_state",
 }
@@ -134,7 +147,14 @@ def test_processes_that_differ_raise_the_same_error(reported, case):
     assert "\n" not in reported[0][case]
 
 
-@pytest.mark.parametrize(("case", "kind"), [("numpy batch", r"a numpy\.ndarray"), ("local jax batch", "an array")])
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    [
+        ("numpy batch", r"a numpy\.ndarray"),
+        ("local jax batch", "an array"),
+        ("gradient batch", r"a numpy\.ndarray"),
+    ],
+)
 def test_the_rows_of_one_process_are_not_taken_for_all_rows(reported, case, kind):
     for rank in (0, 1):
         assert re.search(

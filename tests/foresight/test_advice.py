@@ -212,6 +212,7 @@ COSTS = {"copies": Part(0.02), "attention": Part(0.02, unfused=0.02), "matrix pr
         ({"compiler": "default"}, ('compiler = "overlap"',), ("--max-batch",)),
         ({"compiler": None}, ('compiler = "overlap"',), ()),
         ({"compiler": "own"}, (), ("overlap",)),
+        ({"compiler": "none"}, (), ("overlap",)),
         ({"max_batch": False}, ("--max-batch finds",), ("overlap",)),
         ({"scan": True}, ("scan = false",), ()),
         (

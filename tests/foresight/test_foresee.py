@@ -364,6 +364,7 @@ def test_strategies_that_are_planned_together_share_what_is_read_off_their_loss(
     batch = {"x": jax.ShapeDtypeStruct((32, 16), jnp.float32)}
     step = jdp.make_train_step(loss, plan, partitioning="manual")
     ways = candidates(step, state, batch, resolve.target("cpu:8"))
+    assert ways[0].compiler == "none", "so no advice names a preset: they are for GPUs"
     for is_noisy in (False, True):
         with sharing_traces():
             for number, way in enumerate(ways):

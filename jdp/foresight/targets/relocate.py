@@ -89,6 +89,12 @@ class Candidate:
         """Strategy, mesh, microbatches and rematerialisation policy: `candidate_name`."""
         return candidate_name(self.step.plan.strategy, self.step.accumulate, self.remat, self.axes)
 
+    @property
+    def compiler(self) -> str:
+        """What XLA's compiler is set to: "default", "overlap" or "own"; "none" on devices that no preset is for."""
+        is_gpu = self.step.plan.mesh.devices.flat[0].platform == "gpu"
+        return (self.step.compiler.preset or "own") if is_gpu else "none"
+
     def with_rows(self, rows: int) -> "Candidate":
         """Return the same step on a global batch of `rows` rows."""
 
