@@ -1,7 +1,7 @@
 """`jdp plan`: compile an experiment's step in every variant asked for, for one target or several."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from jdp.cli.options import UsageError, choose_target_platform, counts, words
@@ -48,6 +48,7 @@ def compile_plans(
     from jdp.experiment.file import load
 
     assert options.file is not None
+    check_axes_free(options, overrides)
     strategies = words(options.strategy, "--strategy")
     remats: list[str | None] = [None] if options.remat is None else [*words(options.remat, "--remat")]
     settings = [overrides | ({} if remat is None else {"model.remat": remat}) for remat in remats]
@@ -57,31 +58,40 @@ def compile_plans(
     choose_target_platform(_widest(targets), first.devices)
 
     from jdp.cli.terminal import Progress
-    from jdp.experiment.plan import advised, candidates_of, described_batch, settings_of
+    from jdp.experiment.plan import advised, candidates_of, described_batch, search_meshes, settings_of
     from jdp.foresight.foresee import make_plan_report
     from jdp.foresight.targets.this_machine import target_of
 
     resolved = [target_of(name) for name in targets]
+    searches = [
+        search_meshes(first, target, strategies=strategies, accumulate=accumulate[0]) if options.axes else None
+        for target in resolved
+    ]
     candidates = [
         [
             candidate
             for remat, each in experiments.items()
-            for candidate in candidates_of(each, target, strategies=strategies, accumulate=accumulate, remat=remat)
+            for candidate in candidates_of(
+                each, target, strategies=strategies, accumulate=accumulate, remat=remat, search=search
+            )
         ]
-        for target in resolved
+        for target, search in zip(resolved, searches, strict=True)
     ]
     reports = list["PlanReport"]()
-    for target, tried in zip(resolved, candidates, strict=True):
+    for target, tried, search in zip(resolved, candidates, searches, strict=True):
         with Progress() as progress:
             report = make_plan_report(
                 tried,
                 target,
                 max_batch=options.max_batch,
+                smallest=options.smallest and target.kind not in {each.kind for each in resolved[: len(reports)]},
                 cache=not options.no_cache,
                 progress=progress.compiling,
             )
         given = [settings_of(experiments[one.remat], one, max_batch=options.max_batch) for one in tried]
         report = advised(report, given)
+        if search is not None:
+            report = replace(report, axes=search, notes=(search.words, *report.notes))
         is_compiled = any(estimate.error is None for estimate in report.estimates)
         if failures is not None and is_compiled:
             report = failures.added_to(report, target, first.train.checkpoint_every)
@@ -90,6 +100,20 @@ def compile_plans(
         raise UsageError("\n".join(dict.fromkeys(note for report in reports for note in report.notes)))
     described = [f"{first.model.name}, {first.precision}, batches of {described_batch(c[0].batch)}" for c in candidates]
     return Plans(first.name, options.file.stem, tuple(reports), tuple(described))
+
+
+def check_axes_free(options: Options, overrides: Mapping[str, str]) -> None:
+    """Check that --axes is free to choose the mesh.
+
+    Args:
+        options: the command's.
+        overrides: keys of the experiment that were given.
+
+    Raises:
+        UsageError: a key of [mesh] is given too.
+    """
+    if options.axes and (given := next((key for key in overrides if key.partition(".")[0] == "mesh"), None)):
+        raise UsageError(f"--axes searches the mesh, and keys that are given stay; given --{given} too: remove one")
 
 
 def _widest(targets: Sequence[str | None]) -> str | None:

@@ -35,6 +35,10 @@ class Options:
     """Microbatches a step to compile, such as 1,4. Default: the experiment's."""
     remat: Annotated[str | None, tyro.conf.arg(metavar="POLICIES")] = None
     """Rematerialisation policies to compile, such as none,dots,full. Default: the experiment's."""
+    axes: bool = False
+    """Search the mesh too: replicas of whole hosts, and other sizes of the model's own axis, where [rules] shard over
+    one. Closed forms of bytes leave most meshes out, which the report says; those that send for the shortest time are
+    compiled. With --tune the search goes on from them."""
     tune: bool = False
     """Search for the fastest way that fits, by compiling: strategy and mesh, rematerialisation, microbatches of the
     same batch, the compiler's options, scanned layers or not; one at a time from the best so far. Keys given on the
@@ -45,6 +49,9 @@ class Options:
     """For --tune: write the experiment with what was found, for jdp train FILE."""
     max_batch: bool = False
     """Find the largest batch that fits under the chosen strategy, by compiling."""
+    smallest: bool = False
+    """Compile for the smallest cluster of these GPUs that is foreseen to fit the same batch, and for the size below it;
+    without it the smallest is foreseen only, from what was compiled for --target."""
     tokens: Annotated[float | None, tyro.conf.arg(metavar="COUNT")] = None
     """Say how many days --target takes for so many tokens (examples, where a batch is counted in these), such as 1e12,
     and how far off that may be by the published runs that the times were compared with."""

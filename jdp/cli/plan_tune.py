@@ -16,6 +16,7 @@ from jdp.cli.options import (
     words,
     write_file,
 )
+from jdp.cli.plan_compile import check_axes_free
 from jdp.cli.plan_options import Options
 from jdp.core.toml import brief
 
@@ -35,7 +36,7 @@ def check_tune(options: Options) -> None:
             if given is not None:
                 raise UsageError(f"{flag} is for --tune, which is not given: add --tune, or remove {flag}")
         return
-    others = ("max_batch", "tokens", "mtbf", "html", "trace")
+    others = ("max_batch", "smallest", "tokens", "mtbf", "html", "trace")
     if beside := [f"--{name.replace('_', '-')}" for name in others if getattr(options, name)]:
         raise UsageError(f"--tune goes without {beside[0]}; given both: tune first, then plan what -o wrote")
     if options.target is None:
@@ -76,6 +77,7 @@ def _search(options: Options, overrides: dict[str, str]) -> "tuple[Tuning, Tuned
     from jdp.experiment.file import load
 
     assert options.file is not None
+    check_axes_free(options, overrides)
     strategies, accumulate = words(options.strategy, "--strategy"), counts(options.accumulate, "--accumulate")
     remats = None if options.remat is None else words(options.remat, "--remat")
     choose_target_platform(options.target, load(options.file, overrides).devices)
@@ -89,7 +91,7 @@ def _search(options: Options, overrides: dict[str, str]) -> "tuple[Tuning, Tuned
         raise UsageError(f"--tune needs devices whose rates are known; given {target}: name another --target")
     if target.devices[0].platform != "cpu":  # the experiment may be one of virtual CPU devices
         overrides = {"devices": "none", **overrides}
-    tuning = Tuning(options.file, overrides, target, strategies, accumulate, remats)
+    tuning = Tuning(options.file, overrides, target, strategies, accumulate, remats, options.axes)
     with Progress() as progress:
         found = tuning.search(
             minutes=options.tune_minutes or MINUTES,

@@ -89,8 +89,9 @@ def show_plan(report: PlanReport, name: str, described: str) -> None:
     print()
     for sentence in report.why:
         print(sentence)
-    if report.bill is not None:
-        print(report.bill)
+    for also in (report.smallest, report.bill):
+        if also is not None:
+            print(also)
     for note in report.notes:
         print(f"Note: {note}")
     if report.max_batch is not None:

@@ -6,17 +6,21 @@ through the same functions as `jdp.foresee` and `jdp.verify`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from jdp.core.batch import batch_rows
 from jdp.core.sharding.axes import DATA
+from jdp.core.sharding.placement import axes_of
 from jdp.core.types import Batch
 from jdp.experiment.assembly import Assembly
+from jdp.experiment.file import ExperimentError
 from jdp.experiment.schema.experiment import Experiment
 from jdp.foresight.advice import advise
+from jdp.foresight.axes import MeshSearch, search_axes
 from jdp.foresight.forecast import PlanReport, Settings
-from jdp.foresight.foresee import candidates
+from jdp.foresight.foresee import candidates, count_batch
 from jdp.foresight.targets.relocate import Candidate
 from jdp.foresight.targets.resolve import Target
 
@@ -29,6 +33,7 @@ def candidates_of(
     accumulate: Sequence[int],
     remat: str | None = None,
     hybrid: bool = True,
+    search: MeshSearch | None = None,
 ) -> list[Candidate]:
     """Return the experiment's step under each strategy and number of microbatches, on the target's devices.
 
@@ -40,6 +45,7 @@ def candidates_of(
         accumulate: numbers of microbatches a step.
         remat: the rematerialisation policy that the experiment was loaded with, to name the candidates; None: its own.
         hybrid: add zero3 on replicas (HSDP), where [mesh] is left free and there are several hosts.
+        search: add what it keeps of other meshes, in place of that.
 
     Raises:
         ExperimentError: the experiment's mesh does not fit the number of the target's devices.
@@ -54,7 +60,54 @@ def candidates_of(
         strategies=strategies,
         accumulate=accumulate,
         remat=remat,
-        hybrid=hybrid and experiment.mesh == {DATA: -1},
+        hybrid=hybrid and search is None and experiment.mesh == {DATA: -1},
+        others=[] if search is None else [(way.strategy, way.axes) for way in search.kept],
+    )
+
+
+def search_meshes(experiment: Experiment, target: Target, *, strategies: Sequence[str], accumulate: int) -> MeshSearch:
+    """Choose strategies on other meshes of a target that are worth compiling (`foresight/axes.py`).
+
+    Args:
+        experiment: validated, without local steps.
+        target: the devices.
+        strategies: names of strategies.
+        accumulate: microbatches a step.
+
+    Raises:
+        ExperimentError: the experiment has local steps; or its mesh does not fit the number of the target's devices.
+    """
+    if experiment.local_steps.steps is not None:
+        raise ExperimentError(
+            "[local_steps] trains each replica by itself, so another mesh would learn something else; given --axes: "
+            "remove it"
+        )
+    assembly = Assembly.on_devices(experiment, list(target.devices))
+    batch, config = assembly.abstract_batch(), experiment.model.config
+    heads = {name: getattr(config, name, None) for name in ("heads", "key_value_heads")}
+    over = {
+        axis
+        for path, rule in experiment.rules.items()
+        if "attention" in path
+        for entry in rule
+        for axis in axes_of(entry or None)
+    }
+
+    def refuse(axes: Mapping[str, int]) -> str | None:
+        for axis, (name, count) in itertools.product(over & {*axes}, heads.items()):
+            if isinstance(count, int) and count % axes[axis]:
+                return f"{axis}={axes[axis]} does not divide the {count} {name.replace('_', ' ')}"
+        return None
+
+    return search_axes(
+        assembly.train_step,
+        assembly.abstract_state(),
+        batch,
+        target,
+        strategies=strategies,
+        accumulate=accumulate,
+        tokens=count_batch(batch)[0],
+        refuse=refuse,
     )
 
 

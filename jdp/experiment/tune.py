@@ -18,11 +18,11 @@ from jdp.core.sharding.axes import DATA
 from jdp.core.toml import toml_value
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError, check_for_devices, load
-from jdp.experiment.plan import candidates_of
+from jdp.experiment.plan import candidates_of, search_meshes
 from jdp.experiment.schema.experiment import NONE, Experiment
 from jdp.foresight.forecast import Estimate
 from jdp.foresight.foresee import ZERO3, count_batch, estimate
-from jdp.foresight.targets.relocate import hybrid_axes
+from jdp.foresight.targets.relocate import candidate_name, hybrid_axes
 from jdp.foresight.targets.resolve import Target
 from jdp.foresight.tune import Choice, Dimension, Trial, Tuned, Way, name_of, overrides_of, search
 from jdp.models import GPTConfig, ViTConfig
@@ -52,6 +52,7 @@ class Tuning:
         overrides: the keys that were given on the command line, which stay as they are.
         target: the devices.
         strategies, accumulate, remats: to choose from; None: all that there are.
+        axes: strategies on other meshes are tried too, those that `search_meshes` keeps.
     """
 
     file: Path
@@ -60,6 +61,7 @@ class Tuning:
     strategies: Sequence[str]
     accumulate: Sequence[int] | None = None
     remats: Sequence[str] | None = None
+    axes: bool = False
 
     def experiment(self, way: Way) -> Experiment:
         """Return the experiment with a way's keys. Raises ExperimentError for keys that do not go together."""
@@ -130,13 +132,22 @@ class Tuning:
     def _strategies(self, own: Experiment) -> Dimension:
         names = sorted(self.strategies, key=lambda name: name != own.strategy)
         choices = [Choice(name, (("strategy", name),)) for name in names]
-        if ZERO3 in names and own.mesh == {DATA: -1}:
-            state = Assembly.on_devices(own, list(self.target.devices)).abstract_state()
-            if axes := hybrid_axes(self.target, state):
-                label = " ".join([ZERO3, *(f"{axis}={size}" for axis, size in axes.items())])
-                sizes = ((f"mesh.{axis}", str(size)) for axis, size in axes.items())
-                choices.append(Choice(label, (("strategy", ZERO3), *sizes)))
+        for name, axes in self._other_meshes(own):
+            sizes = ((f"mesh.{axis}", str(size)) for axis, size in axes.items())
+            choices.append(Choice(candidate_name(name, 1, None, axes), (("strategy", name), *sizes)))
         return Dimension(tuple(choices))
+
+    def _other_meshes(self, own: Experiment) -> list[tuple[str, Mapping[str, int]]]:
+        """Return strategies on other meshes. Raises ExperimentError if the mesh does not fit, or may not change."""
+        if self.axes:
+            count = own.train.accumulate
+            search = search_meshes(own, self.target, strategies=self.strategies, accumulate=count)
+            return [(way.strategy, way.axes) for way in search.kept]
+        if ZERO3 not in self.strategies or own.mesh != {DATA: -1}:
+            return []
+        state = Assembly.on_devices(own, list(self.target.devices)).abstract_state()
+        axes = hybrid_axes(self.target, state)
+        return [(ZERO3, axes)] if axes else []
 
     def _remats(self, own: Experiment) -> Dimension:
         config = own.model.config

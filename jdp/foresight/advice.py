@@ -37,6 +37,9 @@ def advise(estimates: Sequence[Estimate]) -> tuple[Estimate | None, tuple[str, .
         return None, (*sentences, *_nothing_fits(compiled))
     choice = _fastest(fitting)
     sentences += _why_fastest(choice, fitting)
+    if choice.axes is not None:
+        flags = " ".join(f"--mesh.{axis} {size}" for axis, size in choice.axes.items())
+        sentences.append(f"Its mesh is not the experiment's own: {flags}.")
     if choice.headroom is not None and choice.headroom.fraction is not None:
         sentences.append(f"{choice.name} {choice.headroom.words}.")
     sentences += [*_computing(choice), *_communication(choice), *_host(choice), *_to_change(choice)]

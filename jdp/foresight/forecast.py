@@ -12,11 +12,13 @@ from typing import Any
 
 from jdp.core.formatting import align_columns, format_bytes, format_percent, format_rate, format_seconds
 from jdp.core.notebook import Drawn
+from jdp.foresight.axes import MeshSearch
 from jdp.foresight.bill import Bill
 from jdp.foresight.goodput import Goodput
 from jdp.foresight.max_batch import MaxBatch
 from jdp.foresight.memory.peak import Headroom, Memory
 from jdp.foresight.memory.zero_formula import zero_bytes
+from jdp.foresight.smallest import Smallest
 from jdp.foresight.targets.relocate import candidate_name
 from jdp.foresight.timing.timeline import Timeline
 from jdp.foresight.verify import Report
@@ -255,6 +257,8 @@ class PlanReport(Drawn):
         max_batch: the largest batch that fits the choice, where it was asked for.
         goodput: which share of its time the choice is expected to train when devices fail, where it was asked for.
         bill: the days and the money of a number of tokens under the choice, where it was asked for and one fits.
+        axes: which other meshes were searched, where that was asked for.
+        smallest: the smallest cluster of these devices that the batch fits; None where that is not known.
     """
 
     target: str
@@ -267,6 +271,8 @@ class PlanReport(Drawn):
     max_batch: MaxBatch | None = None
     goodput: Goodput | None = None
     bill: Bill | None = None
+    axes: MeshSearch | None = None
+    smallest: Smallest | None = None
 
     @property
     def verdict(self) -> str:
@@ -315,12 +321,12 @@ class PlanReport(Drawn):
         notes = [f"Note: {note}" for note in self.notes]
         largest = [] if self.max_batch is None else [str(self.max_batch)]
         goodput = [] if self.goodput is None else ["", str(self.goodput)]
-        bill = [] if self.bill is None else [str(self.bill)]
+        bill = [str(each) for each in (self.bill, self.smallest) if each is not None]
         head = f"{self.devices} devices, {self.target}"
         return "\n".join([head, *tables, "", *self.why, *bill, *notes, *largest, *goodput])
 
     def to_json(self) -> dict[str, Any]:
-        """Return the object that `jdp plan --json` prints; `max_batch`, `goodput`, `bill` where asked for."""
+        """Return the object that `jdp plan --json` prints; `max_batch`, `goodput`, `bill`, `axes` where asked for."""
         largest = {} if self.max_batch is None else {"max_batch": self.max_batch.to_json()}
         goodput = {} if self.goodput is None else {"goodput": self.goodput.to_json()}
         return {
@@ -336,6 +342,8 @@ class PlanReport(Drawn):
             **largest,
             **goodput,
             **({} if self.bill is None else {"bill": self.bill.to_json()}),
+            **({} if self.axes is None else {"axes": self.axes.to_json()}),
+            "smallest": None if self.smallest is None else self.smallest.to_json(),
         }
 
 

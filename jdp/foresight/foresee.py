@@ -21,7 +21,7 @@ from jdp.core.batch import batch_rows
 from jdp.core.disk_cache import Cache
 from jdp.core.gradients.loss_trace import sharing_traces
 from jdp.core.paths import path_of
-from jdp.core.sharding.axes import DATA
+from jdp.core.sharding.axes import DATA, REPLICA
 from jdp.core.sharding.strategy import STRATEGIES, strategy
 from jdp.core.state import TrainState
 from jdp.core.step import Step
@@ -32,6 +32,7 @@ from jdp.foresight.forecast import Estimate, PlanReport, Settings
 from jdp.foresight.max_batch import OnProgress, largest_batch
 from jdp.foresight.memory.peak import memory
 from jdp.foresight.program.compiled import CompileError
+from jdp.foresight.smallest import foreseen, sizes_of, verified
 from jdp.foresight.targets.chips import XLA_TYPES
 from jdp.foresight.targets.relocate import Candidate, abstract_on, hybrid_axes, state_bytes
 from jdp.foresight.targets.resolve import Target
@@ -55,6 +56,7 @@ def foresee(
     accumulate: Sequence[int] | None = None,
     tokens: int | None = None,
     max_batch: bool = False,
+    smallest: bool = False,
     cache: bool = True,
     progress: OnProgress | None = None,
 ) -> PlanReport: ...
@@ -89,8 +91,9 @@ def foresee(step: Any, *arguments: Any, target: str | Target | None = None, cach
         other: for a step of jdp's. `strategies`: which to try. `accumulate`: microbatches a step, each to try; None:
             the step's own. `tokens`: what one global batch counts for in `tokens_per_second`; None: the elements of its
             leaf named "tokens", else its rows, which are then called examples. `max_batch`: also find the largest batch
-            that fits the choice, by compiling. `progress`: called before each compilation and at the end. For another
-            step `mesh`: axis -> size on the target, as for `jdp.verify`.
+            that fits the choice, by compiling. `smallest`: compile for the smallest cluster of the target's devices
+            that is foreseen to fit, and the one below. `progress`: called before each compilation and at the end. For
+            another step `mesh`: axis -> size on the target, as for `jdp.verify`.
 
     Returns:
         A `PlanReport` of a step of jdp's: `.choice`, `.estimates`, `.why`; `print(report)` is two tables and the
@@ -103,7 +106,7 @@ def foresee(step: Any, *arguments: Any, target: str | Target | None = None, cach
     if not isinstance(step, Step):
         return forecast(step, arguments, target=target, cache=cache, **other)
     tried = {name: other.pop(name) for name in ("strategies", "accumulate") if name in other}
-    settings = {name: other.pop(name) for name in ("tokens", "max_batch", "progress") if name in other}
+    settings = {name: other.pop(name) for name in ("tokens", "max_batch", "smallest", "progress") if name in other}
     state, batch, target = operands("foresee", arguments, target, other)
     devices = target_of(target, state)
     ways = candidates(step, state, batch, devices, **tried)
@@ -120,6 +123,7 @@ def candidates(
     accumulate: Sequence[int] | None = None,
     remat: str | None = None,
     hybrid: bool = False,
+    others: Sequence[tuple[str, Mapping[str, int]]] = (),
 ) -> list[Candidate]:
     """Return the step under each strategy and number of microbatches, on the target's devices.
 
@@ -130,6 +134,7 @@ def candidates(
         target: the devices.
         remat: name of the rematerialisation policy that `step` was made with, where several are compared.
         hybrid: on a target of several hosts, add `zero3` on the mesh of `hybrid_axes` (HSDP).
+        others: strategies on other meshes (axis -> size) to add.
 
     Raises:
         ValueError: an evaluation step; an unknown strategy; what `abstract_on` raises.
@@ -140,7 +145,7 @@ def candidates(
         )
     counts = tuple(accumulate or (step.accumulate,))
     axes = hybrid_axes(target, state) if hybrid and ZERO3 in strategies else None
-    ways = [(name, None) for name in strategies] + ([(ZERO3, axes)] if axes else [])
+    ways = [*((name, None) for name in strategies), *([(ZERO3, axes)] if axes else []), *others]
 
     def candidate(count: int, name: str, axes: Mapping[str, int] | None) -> Candidate:
         other = replace(step, plan=replace(step.plan, strategy=strategy(name).name), accumulate=count)
@@ -156,6 +161,7 @@ def make_plan_report(
     *,
     tokens: int | None = None,
     max_batch: bool = False,
+    smallest: bool = False,
     cache: bool = True,
     progress: OnProgress | None = None,
 ) -> PlanReport:
@@ -164,11 +170,17 @@ def make_plan_report(
     Args:
         candidates: one or more, on the target's devices.
         target: those devices.
-        tokens, max_batch, cache, progress: as for `foresee`.
+        tokens, max_batch, smallest, cache, progress: as for `foresee`.
 
     Raises:
-        ValueError: `max_batch` for a target whose memory is not known; a loss that cannot be lowered for the target.
+        ValueError: `max_batch` for a target whose memory is not known; `smallest` for one that is not described; a loss
+            that cannot be lowered for the target.
     """
+    if smallest and not sizes_of(target):
+        raise ValueError(
+            f"The smallest cluster is one of described GPUs; given {target}: name them, such as h100:1x8, or leave "
+            "`smallest` (--smallest) out"
+        )
     if max_batch and target.memory_bytes is None:
         raise ValueError(
             f"The largest batch needs a target whose memory is known; given {target}, whose devices share a machine's: "
@@ -188,8 +200,14 @@ def make_plan_report(
     if max_batch and choice is not None:
         chosen = next(c for c, e in zip(candidates, estimates, strict=True) if e is choice)
         largest = largest_batch(chosen, target, cache=store, progress=progress)
+    held = [each.memory for each in estimates]
+    if smallest:
+        cluster = verified(candidates, held, target, cache=store, progress=progress)
+    else:
+        cluster = foreseen(candidates, held, target)
     notes = _notes(candidates, estimates)
-    return PlanReport(str(target), len(target.devices), tuple(estimates), choice, why, notes, unit, largest)
+    report = PlanReport(str(target), len(target.devices), tuple(estimates), choice, why, notes, unit, largest)
+    return replace(report, smallest=cluster)
 
 
 def estimate(candidate: Candidate, target: Target, *, tokens: int, cache: Cache | None = None) -> Estimate:
@@ -247,10 +265,10 @@ def _notes(candidates: Sequence[Candidate], estimates: Sequence[Estimate]) -> tu
         f"with local steps a step here is a round of {steps}: its rows, bytes and time" for steps in sorted(rounds)
     ]
     notes += [caveat for e in estimates if e.timeline is not None for caveat in e.timeline.caveats]
-    if any(candidate.axes for candidate in candidates):
+    if any((candidate.axes or {}).get(REPLICA, 1) > 1 for candidate in candidates):
         notes.append(
-            "zero3 with replicas (HSDP) keeps its gathers within a replica of as few hosts as hold its state: [mesh] "
-            "in the experiment, or jdp.make_mesh"
+            "with replicas (HSDP) what ZeRO gathers and reduces stays within a replica of whole hosts, and a shard of "
+            "the gradients crosses: [mesh] in the experiment, or jdp.make_mesh"
         )
     if {("zero1", 1), ("zero2", 1)} <= {(e.strategy, e.accumulate) for e in estimates}:
         notes.append("zero1 and zero2 differ in when gradients are reduced: with one microbatch they are one program")

@@ -71,11 +71,21 @@ class Scaling:
             sentences.append(
                 f"The smallest of these that it fits, by the compiled sizes: {least.target}, under {least.choice.name}."
             )
+        beyond = dict.fromkeys(str(report.smallest) for report in self._firsts_of_a_kind if report.smallest is not None)
+        sentences += beyond
         paid = [(report.bill.device_hours, report) for report in self.reports if report.bill is not None]
         if paid:
             hours, best = min(paid, key=lambda pair: pair[0])
             sentences.append(f"Fewest device-hours: {format_amount(hours)}, on {best.target}.")
         return tuple(sentences)
+
+    @property
+    def _firsts_of_a_kind(self) -> list[PlanReport]:
+        """The first report for each kind of device: of others of the kind the smallest cluster is foreseen too."""
+        kinds = dict[str, PlanReport]()
+        for report in self.reports:
+            kinds.setdefault(report.target.rpartition(":")[0], report)
+        return [*kinds.values()]
 
     @property
     def notes(self) -> tuple[str, ...]:

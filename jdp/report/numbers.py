@@ -47,7 +47,15 @@ def _numbers(forecast: PlanReport) -> list[Number]:
             (f"{forecast.unit} a second", format_rate(shown.tokens_per_second or 0), _all_devices(forecast, shown)),
             ("hidden", hidden, waits if timeline.communication_seconds else "nothing is sent"),
         ]
-    return [*found, *_bill(forecast)]
+    return [*found, *_smallest(forecast), *_bill(forecast)]
+
+
+def _smallest(forecast: PlanReport) -> list[Number]:
+    least = forecast.smallest
+    if least is None:
+        return []
+    how = "compiled" if least.compiled else "foreseen"
+    return [("smallest that fits", least.target, f"{least.name}, {least.held}, {how}")]
 
 
 def _fits(shown: Estimate) -> Number:

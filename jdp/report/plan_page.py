@@ -61,7 +61,7 @@ def answer(forecast: PlanReport) -> Markup:
     )
     shown_below = [estimate.error for estimate in forecast.estimates if estimate.error is not None]
     notes = [f"Note: {note}" for note in forecast.notes if not any(error in note for error in shown_below)]
-    bill = [] if forecast.bill is None else [str(forecast.bill)]
+    bill = [str(each) for each in (forecast.smallest, forecast.bill) if each is not None]
     return joined([head(forecast), box, paragraphs([*bill, *notes], "note")])
 
 
