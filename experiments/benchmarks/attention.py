@@ -4,7 +4,7 @@
 
 Causal, grouped heads, bf16 for a GPU (described, compiled, not run: bytes of temporaries and of memory traffic, and
 simulated time) and fp32 on this CPU (processor time in turns, and temporaries). A row of shapes is
-rows × length × heads / kv_heads × width of a head.
+rows × length × heads / kv_heads × width of a head; "packed": its rows hold several documents.
 
 2026-11-22 (jax 0.10.2; 2 cores, load 12; forward and backward pass):
 
@@ -13,6 +13,9 @@ rows × length × heads / kv_heads × width of a head.
 | gpt2-124m, 8 × 1024 × 12 / 12 × 64, H100 | 24 MiB, 0.17 GiB, 0.21 ms | 972 MiB, 3.9 GiB, 1.5 ms |
 | gpt-1b, 4 × 2048 × 32 / 8 × 64, H100 | 65 MiB, 0.30 GiB, 0.80 ms | 5.0 GiB, 24 GiB, 8.9 ms |
 | llama-8b, 1 × 8192 × 32 / 8 × 128, H100 | 129 MiB, 0.60 GiB, 4.2 ms | 20 GiB, 93 GiB, 35 ms |
+| gpt2-124m, packed, H100 | 391 MiB, 4.3 GiB, 1.8 ms | 972 MiB, 3.9 GiB, 1.5 ms |
+| gpt-1b, packed, H100 | 534 MiB, 16 GiB, 6.9 ms | 5.0 GiB, 24 GiB, 8.9 ms |
+| llama-8b, packed, H100 | 661 MiB, 59 GiB, 24 ms | 20 GiB, 93 GiB, 35 ms |
 | quickstart, 4 × 128 × 4 / 2 × 32, CPU | 2.4 MiB, processor time 0.75 ± 0.10 | 4.1 MiB, 1 |
 | one row of gpt2-124m, CPU | 93 MiB, 0.466 ± 0.019 | 195 MiB, 1 |
 """
@@ -46,11 +49,11 @@ Shapes = dict[str, tuple[int, ...]]
 Operands = Callable[[tuple[int, ...], Any], list[jax.ShapeDtypeStruct]]
 
 
-def differentiated(by: Any, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
+def differentiated(by: Any, query: jax.Array, key: jax.Array, value: jax.Array, run: jax.Array | None = None) -> Any:
     """Return the gradients of the summed squares of what attention returns."""
 
     def loss(*operands: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.square(attend(*operands, causal=True, by=by).astype(jnp.float32)))
+        return jnp.sum(jnp.square(attend(*operands, causal=True, run=run, by=by).astype(jnp.float32)))
 
     return jax.grad(loss, argnums=(0, 1, 2))(query, key, value)
 
@@ -69,6 +72,10 @@ def operands(shape: tuple[int, ...], dtype: Any) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct((rows, length, n, width), dtype) for n in (heads, kv_heads, kv_heads)]
 
 
+def packed(shape: tuple[int, ...], dtype: Any) -> list[jax.ShapeDtypeStruct]:
+    return [*operands(shape, dtype), jax.ShapeDtypeStruct(shape[:2], jnp.int32)]
+
+
 def foreseen(
     shapes: Shapes, forms: dict[str, Any], operands: Operands, on: Target, *, quiet: bool
 ) -> dict[str, dict[str, Any]]:
@@ -80,7 +87,7 @@ def foreseen(
         held, moved, us = compiled.temp_bytes / MIB, line.bytes / MIB, 1e6 * line.compute_seconds
         found[name][words] = {"temp_mib": held, "traffic_mib": moved, "us": us}
         if not quiet:
-            print(f"{on} {name:12} {words:14} {held:8.0f} MiB held, {moved:8.0f} MiB moved, {us:7.0f} us", flush=True)
+            print(f"{on} {name:17} {words:14} {held:8.0f} MiB held, {moved:8.0f} MiB moved, {us:7.0f} us", flush=True)
     return found
 
 
@@ -127,10 +134,11 @@ def main() -> None:
     on = target(given.target)
     forms = {words: functools.partial(differentiated, by) for by, words in FORMS.items()}
     gpu = foreseen(ON_GPU, forms, operands, on, quiet=given.json)
+    gpu |= foreseen({f"{name}, packed": shape for name, shape in ON_GPU.items()}, forms, packed, on, quiet=given.json)
     cpu = measured(ON_CPU, forms, operands, given.rounds, quiet=given.json)
     times = ", ".join(f"{one['chosen']['us'] / one['whole weights']['us']:.3f}" for one in gpu.values())
     ratios = ", ".join(f"{one['cpu_ratio']['median']:.2f}" for one in cpu.values())
-    measures = f"attention as chosen over whole weights: simulated time ({on}: {', '.join(gpu)}), processor time"
+    measures = f"attention as chosen over whole weights: simulated time ({on}: {'; '.join(gpu)}), processor time"
     finish({"target": str(on), "found": gpu | cpu}, given.json, Row(measures, f"{times}; {ratios}"))
 
 

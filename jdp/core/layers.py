@@ -184,7 +184,7 @@ class _Body:
         step. What is rematerialised or gathered needs the loop, which keeps XLA from merging the second time with the
         first.
         """
-        few = self.operands[0].shape[0] <= _MOST_UNROLLED
+        few = jax.tree.leaves(self.operands)[0].shape[0] <= _MOST_UNROLLED
         return few and not self.is_rematerialised and traced_device().platform == "cpu"
 
     @property

@@ -62,6 +62,19 @@ def nested_loss(model, batch, rng):
     return jdp.Loss(jnp.sum(jnp.square(model(batch["x"]))), jnp.float32(batch["x"].shape[0]))
 
 
+def twice_loss(model, batch, rng):
+    """A loss that runs the same layers twice, so that each round would reduce twice."""
+    x = jdp.scan_layers(lambda layer, x: layer(x), model.layers, batch["x"])
+    return jdp.Loss(jnp.sum(jnp.square(jdp.scan_layers(lambda layer, x: layer(x), model.layers, x))), jnp.float32(16))
+
+
+class Stack(nnx.Module):
+    """Three layers, some of whose parameters are too small to shard."""
+
+    def __init__(self, rngs):
+        self.layers = jax.vmap(lambda key: Counting(nnx.Rngs(key)))(jax.random.split(rngs.params(), 3))
+
+
 def run(init, loss, batch, strategy, overlap, *, mesh=None, **settings):
     plan = jdp.Plan(mesh or jdp.make_mesh(data=8), strategy, min_shard_size=64)
     state = jdp.init_state(init, optax.sgd(0.1), plan, rng=jax.random.key(0))
@@ -79,6 +92,13 @@ CASES = {
     "zero3": (partial(init_gpt, remat=None), gpt_loss, gpt_batch(8), "zero3", {}),
     "zero3 dots": (partial(init_gpt, remat="dots"), gpt_loss, gpt_batch(16), "zero3", {"accumulate": 2}),
     "zero1": (partial(init_gpt, remat="full", tied=True), gpt_loss, gpt_batch(16), "zero1", {"clip_norm": 0.1}),
+    "zero1, 4": (partial(init_gpt, remat="dots", tied=True), gpt_loss, gpt_batch(32), "zero1", {"accumulate": 4}),
+    "zero2, 2": (partial(init_gpt, remat="full"), gpt_loss, gpt_batch(16), "zero2", {"accumulate": 2}),
+    "ddp, 2": (partial(init_gpt, remat="full"), gpt_loss, gpt_batch(16), "ddp", {"accumulate": 2, "clip_norm": 0.1}),
+    "zero1, 2, layers used twice": (
+        *(lambda rng: Stack(nnx.Rngs(rng)), twice_loss),
+        *({"x": np.ones((32, 16), np.float32)}, "zero1", {"accumulate": 2}),
+    ),
     "ddp": (partial(init_gpt, remat=None), gpt_loss, gpt_batch(8), "ddp", {}),
     "zero2 nested": (lambda rng: Nested(nnx.Rngs(rng)), nested_loss, {"x": np.ones((16, 16), np.float32)}, "zero2", {}),
     "zero3 nested": (lambda rng: Nested(nnx.Rngs(rng)), nested_loss, {"x": np.ones((16, 16), np.float32)}, "zero3", {}),
@@ -92,6 +112,20 @@ def test_results_are_those_without(case):
     assert scans
     for one, other in zip(*map(jax.tree.leaves, (plain, ahead)), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
+def test_with_several_microbatches_layers_are_reduced_one_by_one_and_what_is_sent_stays(strategy):
+    devices, rows = target("h100:1x8").devices, 3 * 64
+    plan = jdp.Plan(jdp.make_mesh(devices=devices, data=8), strategy, min_shard_size=64)
+    init = partial(init_gpt, layers=6, width=64, remat="full", tied=True, dropout=0.0)
+    state = jdp.abstract_state(init, optax.sgd(0.1), plan, rng=jax.random.key(0))
+    step = jdp.make_train_step(gpt_loss, plan, precision="bf16", accumulate=3)
+    compiled = compile_step(step.lower(state, gpt_batch(rows)))
+    made = report(step, state, compiled, "h100:1x8")
+    assert made.kept and made.ratio <= 1.001
+    rounds = {each.collective.count for each in made.collectives if "reduce" in each.collective.kind}
+    assert any(count >= (2 if strategy == "ddp" else 6) for count in rounds)  # in a loop over pairs of layers
 
 
 def test_matrices_are_multiplied_while_a_layer_is_gathered_and_reduced():

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -24,23 +23,21 @@ import optax
 
 from jdp.core.batch import batch_rows
 from jdp.core.batch_keys import BatchKey
+from jdp.core.gradients.boundary import Collective, Held, cast_and_gather, gather_with_reduced_grad, is_reduced_at_use
 from jdp.core.gradients.draws import RowwiseLoss
-from jdp.core.gradients.gathers import parameter_scope, reduced_by_layer, reduction_scope
+from jdp.core.gradients.gathers import reduced_by_layer
 from jdp.core.gradients.jaxprs import places_made
 from jdp.core.gradients.loss_call import Sums, TracedLoss
 from jdp.core.gradients.model_state import changed_leaves, refuse_varying
 from jdp.core.gradients.pipeline import pipelined
 from jdp.core.gradients.synchronise import Synchroniser
 from jdp.core.gradients.wire import WIDE, Wire
-from jdp.core.layers import Gather
 from jdp.core.precision import Precision
 from jdp.core.sharding.placement import Placement
 from jdp.core.sharding.strategy import Strategy
 from jdp.core.state import trained_part, with_trained
 from jdp.core.types import Batch, LossFn, PyTree
 
-Collective = Callable[[jax.Array, Placement, int], jax.Array]
-"""(array, placement of its parameter, leading) -> array; `leading` counts dimensions that a layer loop sliced off."""
 Kept = dict[str, PyTree]
 """What a synchroniser keeps between steps, by name; {} for nothing."""
 SQUARES = "squares"
@@ -147,42 +144,57 @@ def step_gradients(
     """
     count = spec.accumulate
     rows = batch_rows(batch) // count
-    if collectives.overlap and count == 1 and SQUARES not in kept:
-        spec, collectives = _by_layer(
-            spec, collectives, params, model_state, batch, collectives.key_of(key, rows, 0, 1)
-        )
-    loss, operands = RowwiseLoss(traced_loss(spec, collectives)), working_copy(spec, collectives, params)
     micro = batch if count == 1 else collectives.microbatches(batch, count)
     first = (micro if count == 1 else jax.tree.map(lambda x: x[0], micro), collectives.key_of(key, rows, 0, count))
+    by_layer = spec, collectives
+    if collectives.overlap and SQUARES not in kept and (count == 1 or spec.strategy.gather != "use"):
+        by_layer = _by_layer(spec, collectives, params, model_state, *first)
+    if count == 1:
+        spec, collectives = by_layer
+    loss, operands = RowwiseLoss(traced_loss(spec, collectives)), working_copy(spec, collectives, params)
     if math.prod(map(jax.lax.axis_size, collectives.axes)) > 1:
         refuse_varying(lambda *given: loss(operands, *given)[1], model_state, *first, carried=count > 1)
 
     collectives = _ready_first(spec, collectives, loss, operands, model_state, *first)
-    differentiate = partial(_microbatch_gradients, spec, collectives, loss, operands)
+    each, last = partial(_microbatch_gradients, spec, collectives, loss, operands), None
+    if count > 1 and by_layer[0] is not spec:
+        last = partial(_microbatch_gradients, *by_layer, RowwiseLoss(traced_loss(*by_layer)), params, copies=operands)
+        if spec.strategy.reduce_each_microbatch:
+            each, last, (spec, collectives) = last, None, by_layer
     if count == 1:
-        grads, sums, after, kept = differentiate(model_state, *first, kept)
+        grads, sums, after, kept = each(model_state, *first, kept)
     else:
         changed: list[bool] = []  # the leaves of the model state that the model's calls change: only those are carried
 
         def probe(microbatch: Batch, key: jax.Array | BatchKey) -> Any:
-            grads, sums, after, _ = differentiate(model_state, microbatch, key, kept)
+            grads, sums, after, _ = each(model_state, microbatch, key, kept)
             changed[:] = changed_leaves(model_state, after)
             return grads, sums
 
+        def one_more(before: Any, xs: Any, differentiate: Any) -> Any:
+            (sums, state, kept), (index, microbatch) = before, xs
+            state, its_key = with_trained(model_state, state, changed), collectives.key_of(key, rows, index, count)
+            grads, more, after, kept = differentiate(state, microbatch, its_key, kept)
+            return grads, (jax.tree.map(jnp.add, sums, more), trained_part(after, changed), kept)
+
         def body(carry: Any, xs: Any) -> tuple[Any, None]:
-            grads, sums, state, kept = carry
-            index, microbatch = xs
-            before, its_key = with_trained(model_state, state, changed), collectives.key_of(key, rows, index, count)
-            more, more_sums, after, kept = differentiate(before, microbatch, its_key, kept)
-            added = jax.tree.map(jnp.add, (grads, sums), (more, more_sums))
-            return (*added, trained_part(after, changed), kept), None
+            more, others = one_more(carry[1], xs, each)
+            return (jax.tree.map(jnp.add, carry[0], more), others), None
 
         zero_grads, zero_sums = jax.tree.map(
             lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(probe, *first)
         )
         zero_grads = _map(collectives.constrain, zero_grads, spec.trained_placements)
-        start = (zero_grads, zero_sums, trained_part(model_state, changed), kept)
-        (grads, sums, state, kept), _ = jax.lax.scan(body, start, (jnp.arange(count, dtype=jnp.uint32), micro))
+        start = zero_grads, (zero_sums, trained_part(model_state, changed), kept)
+        slices = (jnp.arange(count, dtype=jnp.uint32), micro)
+        if last is None:
+            (grads, (sums, state, kept)), _ = jax.lax.scan(body, start, slices)
+        else:
+            (grads, before), _ = jax.lax.scan(body, start, jax.tree.map(lambda x: x[:-1], slices))
+            # Without the barrier XLA may run the forward pass before the others', and hold the activations of two.
+            earlier, xs = jax.lax.optimization_barrier((grads, jax.tree.map(lambda x: x[-1], slices)))
+            grads, (sums, state, kept) = one_more(before, xs, partial(last, earlier=earlier))
+            spec, collectives = by_layer
         after = with_trained(model_state, state, changed)
 
     if not spec.strategy.reduce_each_microbatch:
@@ -196,11 +208,13 @@ def step_gradients(
 def _by_layer(
     spec: GradientSpec, collectives: Collectives, params: PyTree, *given: Any
 ) -> tuple[GradientSpec, Collectives]:
-    """Have gathers and reductions made layer by layer, inside the forward and the backward pass of the one microbatch.
+    """Have gathers and reductions made layer by layer, inside the forward and the backward pass of a microbatch.
 
     Every strategy then is as zero3 is; but what the forward pass gathered is kept for the backward pass, and under ddp
-    nothing is gathered. Nothing changes for a loss without a layer loop, for one that uses a layer's weights in several
-    places, each of which would reduce, and for gradients in buckets, encoded, or of another dtype than the parameters.
+    nothing is gathered. Of several microbatches all take the weights that were gathered before the first (`Held`), and
+    of ddp's and zero1's only the last reduces, with the gradients of the others added before. Nothing changes for a
+    loss without a layer loop, for one that uses a layer's weights in several places, each of which would reduce, and
+    for gradients in buckets, encoded, or of another dtype than the parameters.
     """
     if collectives.synchroniser is not None or spec.precision.params != spec.precision.reduce:
         return spec, collectives
@@ -266,14 +280,14 @@ def working_copy(spec: GradientSpec, collectives: Collectives, params: PyTree) -
     if spec.strategy.gather == "use":
         return params
     dtype = spec.precision.compute_dtype
-    return _map(partial(_cast_and_gather, collectives, dtype), params, spec.placements)
+    return _map(partial(cast_and_gather, collectives.gather, dtype), params, spec.placements)
 
 
 def traced_loss(spec: GradientSpec, collectives: Collectives) -> TracedLoss:
     """Return the loss as a function of the working copy."""
     gather, whole = None, not spec.strategy.shard_state
     if spec.strategy.gather == "use":
-        gather = gather_with_reduced_grad(collectives, spec.precision, whole)
+        gather = gather_with_reduced_grad(collectives.gather, collectives.reduce, spec.precision, whole)
     sync_axes = collectives.axes if spec.sync_batch_norm else ()
     return TracedLoss(
         spec.loss_fn,
@@ -296,73 +310,36 @@ def _microbatch_gradients(
     batch: Batch,
     key: Any,
     kept: Kept,
+    *,
+    copies: PyTree = None,
+    earlier: PyTree = None,
 ) -> tuple[PyTree, Sums, PyTree, Kept]:
+    """Return the gradients of one microbatch, its sums, the model state afterwards, and `kept`.
+
+    With `copies`, the working copy of the operands, and `earlier`, the gradients of the microbatches before, as `Held`
+    has them: then the gradients are of all of these.
+    """
+    before = jax.tree.map(lambda _: None, spec.placements) if earlier is None else earlier
+
     def total(trained: PyTree) -> tuple[jax.Array, tuple[Sums, PyTree]]:
-        sums, after = loss(with_trained(operands, trained, spec.trained), model_state, batch, key)
+        weights = with_trained(operands, trained, spec.trained)
+        if copies is not None:
+            weights = jax.tree.map(lambda _, *given: Held(*given), spec.placements, weights, copies, before)
+        sums, after = loss(weights, model_state, batch, key)
         return sums.total, (sums, after)
 
     differentiate = jax.value_and_grad(total, has_aux=True)
     if collectives.overlap and spec.strategy.gather == "use":
-        differentiate = pipelined(differentiate)
+        differentiate = pipelined(differentiate, after=jax.tree.leaves(earlier))
     (_, (sums, after)), grads = differentiate(trained_part(operands, spec.trained))
     grads = jax.tree.map(lambda g: g.astype(spec.precision.reduce_dtype), grads)
+    if earlier is not None:
+        whole = not spec.strategy.shard_state
+        add = partial(jax.tree.map, lambda g, e, placement: g if is_reduced_at_use(placement, whole) else g + e)
+        grads = add(grads, earlier, spec.trained_placements)
     if spec.strategy.gather == "step" and spec.strategy.reduce_each_microbatch:
         grads, kept = collectives.reduce_all(grads, spec.trained_placements, kept)
     return grads, sums, after, kept
-
-
-def gather_with_reduced_grad(collectives: Collectives, precision: Precision, whole: bool = False) -> Gather:
-    """Return the gather boundary: forward, a shard is cast to compute dtype and gathered; backward, its gradient is
-    reduced straight to the shard's spec.
-
-    Under ZeRO-3 XLA would move the activations instead without the boundary: 60 times the traffic.
-
-    Args:
-        collectives: how to gather and reduce.
-        precision: the dtypes.
-        whole: gradients of parameters that rest whole are reduced here too.
-    """
-
-    def gather(shard: jax.Array, placement: Placement, leading: int) -> jax.Array:
-        if placement.dim is None and not whole:
-            return _cast_and_gather(collectives, precision.compute_dtype, shard, placement, leading)
-
-        def named_gather(shard: jax.Array) -> jax.Array:
-            with parameter_scope(placement.path) if placement.dim is not None else nullcontext():
-                return _cast_and_gather(collectives, precision.compute_dtype, shard, placement, leading)
-
-        if not placement.trained:
-            return named_gather(shard)
-
-        def backward(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
-            with reduction_scope(placement.path):
-                reduced = collectives.reduce(cotangent.astype(precision.reduce_dtype), placement, leading)
-                return (reduced.astype(shard.dtype),)
-
-        boundary = jax.custom_vjp(named_gather)
-        boundary.defvjp(lambda shard: (named_gather(shard), None), backward)
-        return boundary(shard)
-
-    return gather
-
-
-def _cast_and_gather(
-    collectives: Collectives, dtype: jnp.dtype, shard: jax.Array, placement: Placement, leading: int
-) -> jax.Array:
-    """Cast, then gather: the barrier keeps XLA from moving the cast behind the gather, which doubles the bytes.
-
-    Frozen weights may rest in fewer bytes than are computed with: they are gathered as they rest. What is not floating
-    point is never cast.
-    """
-    if not jnp.issubdtype(shard.dtype, jnp.floating):
-        return collectives.gather(shard, placement, leading)
-    if not placement.trained and shard.dtype.itemsize < dtype.itemsize:
-        return collectives.gather(shard, placement, leading).astype(dtype)
-    if shard.dtype != dtype:
-        shard = shard.astype(dtype)
-        if placement.dim is not None:
-            shard = jax.lax.optimization_barrier(shard)
-    return collectives.gather(shard, placement, leading)
 
 
 def _map(collective: Collective, tree: PyTree, placements: PyTree) -> PyTree:

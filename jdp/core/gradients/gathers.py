@@ -1,6 +1,6 @@
 """Which collectives a step issues, read from its trace before any compiler has seen it: ZeRO-3's gathers, above all.
 
-The gather boundary (`accumulate.gather_with_reduced_grad`) names each gather after its parameter, and `TracedLoss`
+The gather boundary (`boundary.gather_with_reduced_grad`) names each gather after its parameter, and `TracedLoss`
 marks those at the top of the loss. A trace without its dead code then holds one operation for every gather of a step:
 in a layer loop one in the forward pass and, where the backward pass needs the weight, one more; at the top one, whose
 result is kept for the backward pass. Operations in a scan count as often as it runs.

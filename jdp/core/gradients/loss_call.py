@@ -69,8 +69,9 @@ class TracedLoss:
         if self.gather is not None:
             gather = self.gather
             with top_scope():
-                weights = jax.tree.map(lambda shard, placement: gather(shard, placement, 0), operands, self.placements)
-            leaves = zip(*map(jax.tree.leaves, (weights, operands, self.placements)), strict=True)
+                weights = jax.tree.map(lambda placement, shard: gather(shard, placement, 0), self.placements, operands)
+            placements, tree = jax.tree.flatten(self.placements)
+            leaves = zip(jax.tree.leaves(weights), tree.flatten_up_to(operands), placements, strict=True)
             table = {id(leaf): (leaf, shard, placement) for leaf, shard, placement in leaves}
             gathers = GatherTable(gather, table, self.keep, self.whole)
             context = gathering(gathers)

@@ -33,7 +33,17 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jdp.core.gradients.gathers import is_gather, is_reduction
-from jdp.core.gradients.jaxprs import bind, every_eqn, inner_jaxprs, scan_counts, traced_at
+from jdp.core.gradients.jaxprs import (
+    bind,
+    eqns_after,
+    eqns_before,
+    every_eqn,
+    inner_jaxprs,
+    inputs_of,
+    outputs_of,
+    scan_counts,
+    traced_at,
+)
 
 _CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2"}
 _COLLECTIVES = {"all_gather", "reduce_scatter", "psum", "psum_invariant", "all_to_all", "shard_map"}
@@ -42,18 +52,19 @@ Values = dict[Any, Any]
 """The value of each variable of a jaxpr."""
 
 
-def pipelined(function: Callable[..., Any]) -> Callable[..., Any]:
+def pipelined(function: Callable[..., Any], after: Sequence[Any] = ()) -> Callable[..., Any]:
     """Return a function with the results of `function` whose layer loops gather one layer ahead.
 
     Args:
         function: of pytrees of arrays; it is not differentiated afterwards.
+        after: arrays that are there before its loops get memory for what they stack, where XLA would take it at once.
     """
 
     def run(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
         if not _has_layer_loop(closed.jaxpr):
             return function(*args)
-        return jax.tree.unflatten(jax.tree.structure(shape), _run_in_turn(closed, jax.tree.leaves(args)))
+        return jax.tree.unflatten(jax.tree.structure(shape), _run_in_turn(closed, jax.tree.leaves(args), after))
 
     return run
 
@@ -80,16 +91,16 @@ def _run(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     return _read(closed.jaxpr.outvars, values)
 
 
-def _run_in_turn(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+def _run_in_turn(closed: ClosedJaxpr, args: Sequence[Any], after: Sequence[Any]) -> list[Any]:
     """Evaluate a jaxpr as `_run` does, its collectives outside of loops in turn with those of the loops."""
     eqns = closed.jaxpr.eqns
     values: Values = {**_paired(closed.jaxpr.constvars, closed.consts), **_paired(closed.jaxpr.invars, args)}
     scans = [eqn for eqn in eqns if eqn.primitive.name == "scan"]
-    after_any = _after(eqns, _outputs(scans))
+    after_any = eqns_after(eqns, outputs_of(scans))
     reducing = [
         eqn for eqn in scans if any(is_reduction(each) for inner in inner_jaxprs(eqn) for each in every_eqn(inner))
     ]
-    after_loops, last = _after(eqns, _outputs(reducing)), _Last()
+    after_loops, last = eqns_after(eqns, outputs_of(reducing)), _Last(after)
     for eqn in _in_turn(eqns, {id(eqn) for eqn in eqns if is_gather(eqn)} - after_any):
         operands = _read(eqn.invars, values)
         is_collective = eqn.primitive.name in _COLLECTIVES
@@ -110,19 +121,19 @@ def _in_turn(eqns: Sequence[JaxprEqn], movable: set[int]) -> list[JaxprEqn]:
     makers = {var: eqn for eqn in eqns for var in eqn.outvars}
     users: dict[int, list[JaxprEqn]] = {}
     for eqn in eqns:
-        for maker in {id(makers[var]): makers[var] for var in _inputs([eqn]) if var in makers}.values():
+        for maker in {id(makers[var]): makers[var] for var in inputs_of([eqn]) if var in makers}.values():
             users.setdefault(id(maker), []).append(eqn)
     ordered: dict[int, JaxprEqn] = {}
 
     def add(eqn: JaxprEqn) -> None:
         if id(eqn) in ordered:
             return
-        for var in _inputs([eqn]):
+        for var in inputs_of([eqn]):
             if var in makers:
                 add(makers[var])
         ordered[id(eqn)] = eqn
         for user in users.get(id(eqn), ()):
-            if is_reduction(user) and all(var not in makers or id(makers[var]) in ordered for var in _inputs([user])):
+            if is_reduction(user) and all(var not in makers or id(makers[var]) in ordered for var in inputs_of([user])):
                 add(user)
 
     for eqn in eqns:
@@ -139,11 +150,20 @@ class _Last:
 
     XLA joins collectives that may begin at once, and begins none before all can; and it gathers at the start of the
     step what is taken only after the loop, where there is nothing to compute yet. So one kind waits for the other.
+    `before` is `after` of `pipelined`.
     """
 
+    before: Sequence[Any] = ()
     gathered: list[Any] = field(default_factory=list[Any])
     reduced: list[Any] = field(default_factory=list[Any])
     early: list[Any] = field(default_factory=list[Any])
+
+    def empty(self, length: int, avals: Iterable[Any]) -> list[jax.Array]:
+        """Return zeros for `length` arrays of each kind, stacked."""
+        zero = jnp.zeros(())
+        if self.before:
+            zero, _ = jax.lax.optimization_barrier((zero, list(self.before)))
+        return [jnp.full((length, *aval.shape), zero.astype(aval.dtype)) for aval in avals]
 
 
 def _evaluate(eqns: Iterable[JaxprEqn], values: Values) -> None:
@@ -161,6 +181,9 @@ def _results(eqn: JaxprEqn, operands: list[Any], last: _Last) -> list[Any]:
             if eqn.primitive.name in _CALLS and not eqn.params.get("prevent_cse"):
                 inner: Any = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
                 return _run(inner if hasattr(inner, "consts") else ClosedJaxpr(inner, ()), operands)
+    if eqn.primitive.name == "scan" and last.before:
+        with traced_at(eqn):
+            return _in_order(eqn.params["jaxpr"], eqn, operands, last)
     return bind(eqn, operands)
 
 
@@ -173,13 +196,24 @@ def _scan(eqn: JaxprEqn, operands: list[Any], last: _Last) -> list[Any]:
     if length > 1 and (parts.ahead or parts.behind):
         return _Loop(parts, operands, length, reverse).run(last)
 
-    def step(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-        out = _run(body, [*operands[:first], *carry, *xs])
-        return out[:carried], out[carried:]
+    return _in_order(body, eqn, operands, last)
 
+
+def _in_order(body: ClosedJaxpr, eqn: JaxprEqn, operands: list[Any], last: _Last) -> list[Any]:
+    """Run a scan round by round, with another jaxpr as its body; `last` says when its stacks take memory."""
+    (first, carried), length, reverse = scan_counts(eqn), eqn.params["length"], eqn.params["reverse"]
     end = first + carried
-    carry, ys = jax.lax.scan(step, operands[first:end], operands[end:], length=length, reverse=reverse)
-    return [*carry, *ys]
+
+    def step(k: Any, state: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
+        index = length - 1 - k if reverse else k
+        slices = [jax.lax.dynamic_index_in_dim(x, index, 0, keepdims=False) for x in operands[end:]]
+        out = _run(body, [*operands[:first], *state[0], *slices])
+        pairs = zip(state[1], out[carried:], strict=True)
+        return out[:carried], [jax.lax.dynamic_update_index_in_dim(stack, new, index, 0) for stack, new in pairs]
+
+    stacks = last.empty(length, (var.aval for var in body.jaxpr.outvars[carried:]))
+    carry, stacks = jax.lax.fori_loop(0, length, step, (operands[first:end], stacks))
+    return [*carry, *stacks]
 
 
 def _like(aval: Any) -> jax.ShapeDtypeStruct:
@@ -213,18 +247,18 @@ class _Parts:
         """Split a scan's body with `first` constants and `carried` carried inputs."""
         eqns, inputs, outputs = body.jaxpr.eqns, body.jaxpr.invars, body.jaxpr.outvars
         constants, state, sliced = inputs[:first], inputs[first : first + carried], inputs[first + carried :]
-        of_layer, of_state = _after(eqns, sliced), _after(eqns, state)
+        of_layer, of_state = eqns_after(eqns, sliced), eqns_after(eqns, state)
         gathers = [e for e in eqns if is_gather(e) and id(e) in of_layer - of_state]
-        ahead = _before(eqns, _outputs(gathers))
-        carries_on = _before(eqns, outputs[:carried])
+        ahead = eqns_before(eqns, outputs_of(gathers))
+        carries_on = eqns_before(eqns, outputs[:carried])
         reductions = [e for e in eqns if is_reduction(e) and id(e) not in carries_on | ahead]
-        behind = _after(eqns, _outputs(reductions)) | set(map(id, reductions))
+        behind = eqns_after(eqns, outputs_of(reductions)) | set(map(id, reductions))
         first_part, last_part = ([e for e in eqns if id(e) in part] for part in (ahead, behind))
         main = [e for e in eqns if id(e) not in ahead | behind]
-        used = {*_inputs(main), *_inputs(last_part), *(var for var in outputs if not isinstance(var, Literal))}
-        given = {*constants, *body.jaxpr.constvars, *_outputs(last_part)}
-        gathered = [var for var in _outputs(first_part) if var in used]
-        kept = [var for var in _inputs(last_part) if var not in given]
+        used = {*inputs_of(main), *inputs_of(last_part), *(var for var in outputs if not isinstance(var, Literal))}
+        given = {*constants, *body.jaxpr.constvars, *outputs_of(last_part)}
+        gathered = [var for var in outputs_of(first_part) if var in used]
+        kept = [var for var in inputs_of(last_part) if var not in given]
         return _Parts(body, constants, state, sliced, first_part, main, last_part, gathered, kept)
 
 
@@ -271,7 +305,8 @@ class _Loop:
         parts, last, begin = self.parts, self.length - 1, 0
         first = len(parts.constants)
         gathered = self._ahead(0, before.gathered)
-        state = _State(self.operands[first : first + len(parts.carried)], self._empty(), [], gathered, [])
+        stacks = before.empty(self.length, (var.aval for var in parts.body.jaxpr.outvars[len(parts.carried) :]))
+        state = _State(self.operands[first : first + len(parts.carried)], stacks, [], gathered, [])
         if parts.behind:
             state, begin = self._main(0, replace(state, gathered=self._ahead(1, gathered)), gathered), 1
             if before.early:
@@ -297,14 +332,10 @@ class _Loop:
         reduced = self._behind(k - 1, state)
         return replace(self._main(k, reduced, state.gathered), gathered=gathered)
 
-    def _empty(self) -> list[jax.Array]:
-        shapes = [var.aval for var in self.parts.body.jaxpr.outvars[len(self.parts.carried) :]]
-        return [jnp.zeros((self.length, *shape.shape), shape.dtype) for shape in shapes]
-
     def _ahead(self, k: Any, after: list[Any] | None = None) -> list[Any]:
         """Return what is gathered for round k, which begins when `after` is there: XLA joins what may begin at once."""
         parts = self.parts
-        values = self._given(k, _inputs(parts.ahead))
+        values = self._given(k, inputs_of(parts.ahead))
         if after:
             slices = {var: values[var] for var in parts.sliced if var in values}
             slices, _ = jax.lax.optimization_barrier((list(slices.values()), after))
@@ -315,10 +346,10 @@ class _Loop:
     def _main(self, k: Any, state: _State, gathered: list[Any]) -> _State:
         """Compute round k."""
         parts, outputs = self.parts, self.parts.body.jaxpr.outvars
-        used = [*_inputs(parts.main), *parts.kept, *outputs]
+        used = [*inputs_of(parts.main), *parts.kept, *outputs]
         values = {**self._given(k, used), **_paired(parts.carried, state.carry), **_paired(parts.gathered, gathered)}
         _evaluate(parts.main, values)
-        stacks = self._put(k, state.stacks, {**values, **dict.fromkeys(_outputs(parts.behind))})
+        stacks = self._put(k, state.stacks, {**values, **dict.fromkeys(outputs_of(parts.behind))})
         carry = _read(outputs[: len(parts.carried)], values)
         return replace(state, carry=carry, stacks=stacks, kept=_read(parts.kept, values))
 
@@ -331,7 +362,7 @@ class _Loop:
             kept, _ = jax.lax.optimization_barrier((kept, state.sent))
         values = {**self._given(k, []), **_paired(parts.kept, kept)}
         _evaluate(parts.behind, values)
-        made = [var for var in dict.fromkeys(self.parts.body.jaxpr.outvars) if var in set(_outputs(parts.behind))]
+        made = [var for var in dict.fromkeys(self.parts.body.jaxpr.outvars) if var in set(outputs_of(parts.behind))]
         # The barrier keeps XLA from delaying the reduction by one more round.
         sent = jax.lax.optimization_barrier(_read(made, values))
         return replace(state, stacks=self._put(k, state.stacks, _paired(made, sent)), sent=sent)
@@ -364,34 +395,3 @@ def _paired(variables: Iterable[Any], values: Iterable[Any]) -> Values:
 
 def _read(atoms: Iterable[Any], values: Values) -> list[Any]:
     return [atom.val if isinstance(atom, Literal) else values[atom] for atom in atoms]
-
-
-def _inputs(eqns: Iterable[JaxprEqn]) -> list[Any]:
-    """Return the variables that operations take and do not make, in order."""
-    made = set(_outputs(eqns))
-    taken = (var for eqn in eqns for var in eqn.invars if not isinstance(var, Literal))
-    return list(dict.fromkeys(var for var in taken if var not in made))
-
-
-def _outputs(eqns: Iterable[JaxprEqn]) -> list[Any]:
-    return [var for eqn in eqns for var in eqn.outvars]
-
-
-def _after(eqns: Sequence[JaxprEqn], variables: Iterable[Any]) -> set[int]:
-    """Return the ids of the operations that depend on `variables`."""
-    known, found = set(variables), set[int]()
-    for eqn in eqns:
-        if any(not isinstance(var, Literal) and var in known for var in eqn.invars):
-            known.update(eqn.outvars)
-            found.add(id(eqn))
-    return found
-
-
-def _before(eqns: Sequence[JaxprEqn], variables: Iterable[Any]) -> set[int]:
-    """Return the ids of the operations that `variables` depend on."""
-    needed, found = {var for var in variables if not isinstance(var, Literal)}, set[int]()
-    for eqn in reversed(eqns):
-        if not needed.isdisjoint(eqn.outvars):
-            needed.update(var for var in eqn.invars if not isinstance(var, Literal))
-            found.add(id(eqn))
-    return found
