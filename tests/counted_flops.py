@@ -26,7 +26,7 @@ def flops_per_token(config: GPTConfig | MLPConfig, length: int) -> float:
         return 6.0 * sum(sizes.values())
     looked_up = {"embed/positions"} if config.tied else {"embed/positions", "embed/tokens"}
     multiplied = sum(size for path, size in sizes.items() if path not in looked_up)
-    return 6.0 * multiplied + 12.0 * config.layers * config.width * length
+    return 6.0 * multiplied + 12.0 * config.layers * config.heads * config.head_width * length
 
 
 def flops_per_example(config: ModelConfig) -> float:

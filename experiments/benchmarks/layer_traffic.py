@@ -117,7 +117,7 @@ def parameters(candidate: Candidate, layers: int) -> tuple[int, int]:
 def least(config: GPTConfig, in_layer: int, outside: int, rows: int) -> dict[str, int]:
     """Return the bytes of the closed forms in the module's docstring; `rows` of the batch are on a device."""
     tokens, width, heads = rows * config.context, config.width, config.heads
-    shared, ups = config.key_value_heads * config.head_width, 1 + (config.activation == "swiglu")
+    shared, ups = config.key_value_heads * config.head_width, 1 + config.gated
     residual = tokens * COMPUTE_BYTES * width
     kept = 3 * residual + tokens * COMPUTE_BYTES * (2 * shared + ups * config.hidden_width) + 4 * tokens * heads
     weights = COMPUTE_BYTES * in_layer

@@ -7,7 +7,7 @@ On a CPU causal attention is computed in two to four blocks of queries, each wit
 products and the softmax a quarter and more falls away, and what is left stays in one layout.
 
 Rows of several documents that are longer than a block are attended block by block where the device is no CPU
-(`blockwise.py`).
+(`blockwise.py`), but not with a window.
 """
 
 import math
@@ -37,6 +37,8 @@ def attend(
     value: jax.Array,
     *,
     causal: bool,
+    window: int | None = None,
+    attends_to_all: jax.Array | None = None,
     run: jax.Array | None = None,
     by: Attend = "auto",
 ) -> jax.Array:
@@ -46,6 +48,8 @@ def attend(
         query: [batch, length, heads, D].
         key, value: [batch, length, kv_heads, D]; query head h reads head h // (heads / kv_heads) (arXiv:2305.13245).
         causal: a position attends to itself and those before it; else to all.
+        window: of a causal model, how many positions it attends to at most, itself included; None: all.
+        attends_to_all: bool [], whether the window is left out, of a layer that is traced once for several; None: not.
         run: [batch, length] integers >= 0, the document of each token, which attends inside of it; None: one document.
         by: "cudnn"; "xla", which runs anywhere in any dtype; or "auto": cuDNN if the devices that are traced for, the
             dtype and the shapes allow it, else XLA, in blocks: on a CPU if causal, elsewhere within long documents.
@@ -56,32 +60,50 @@ def attend(
     Raises:
         ValueError: "cudnn" where cuDNN has no such attention.
     """
-    refused = None if by == "xla" else cudnn_refuses(query, key, packed=run is not None, device=traced_device())
+    if window is None or window >= key.shape[1]:
+        window = attends_to_all = None  # all that are before
+    packed, alternating, device = run is not None, attends_to_all is not None, traced_device()
+    refused = cudnn_refuses(query, key, packed=packed, alternating=alternating, device=device) if by != "xla" else None
     if by == "cudnn" and refused is not None:
         require(False, *refused)
     if by != "xla" and refused is None:
-        return _by_cudnn(query, key, value, causal)
+        return _by_cudnn(query, key, value, causal, window)
     batch, length, heads, _ = query.shape
-    on_cpu = traced_device().platform == "cpu"
-    if by == "auto" and run is not None and not on_cpu:
+    on_cpu = device.platform == "cpu"
+    if by == "auto" and run is not None and window is None and not on_cpu:
         shards, head_shards = math.gcd(traced_shards(), batch), math.gcd(math.prod(traced_model_axes().values()), heads)
         size = block_size(batch // shards, length, heads // head_shards)
         if size < length:
             return attend_in_documents(query, key, value, run, causal=causal, size=size)
-    blocks = _blocks(length) if on_cpu and causal and run is None else 1
+    blocks = _blocks(length) if on_cpu and causal and not packed and not alternating else 1
     if by == "auto" and blocks > 1:
-        mixed = _causal_in_blocks(query, key, value, blocks)
+        mixed = _causal_in_blocks(query, key, value, blocks, window)
     else:
-        # [batch, 1, length, length], computed in every layer: a comparison that fuses into the softmax, where a mask
-        # made once would be kept, and read, for all layers.
-        mask = None if run is None else (run[:, :, None] == run[:, None, :])[:, None]
+        mask = _mask(length, window, attends_to_all, run)
         mixed = jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=causal, implementation="xla")
     return checkpoint_name(mixed, ATTENTION)
 
 
-def _by_cudnn(query: jax.Array, key: jax.Array, value: jax.Array, causal: bool) -> jax.Array:
+def _mask(length: int, window: int | None, attends_to_all: jax.Array | None, run: jax.Array | None) -> jax.Array | None:
+    """Return which keys a query sees beside the causal rule: bool [batch or 1, 1, length, length]; None: all.
+
+    It is computed in every layer: a comparison that fuses into the softmax, where a mask made once would be kept, and
+    read, for all layers.
+    """
+    mask = None if run is None else (run[:, :, None] == run[:, None, :])[:, None]
+    if window is None:
+        return mask
+    index = jnp.arange(length, dtype=jnp.int32)
+    near = (index[:, None] - index < window)[None, None]
+    near = near if attends_to_all is None else near | attends_to_all
+    return near if mask is None else mask & near
+
+
+def _by_cudnn(query: jax.Array, key: jax.Array, value: jax.Array, causal: bool, window: int | None) -> jax.Array:
+    near = None if window is None else (window - 1, 0)
+
     def run(*operands: jax.Array) -> jax.Array:
-        return jax.nn.dot_product_attention(*operands, is_causal=causal, implementation="cudnn")
+        return jax.nn.dot_product_attention(*operands, is_causal=causal, local_window_size=near, implementation="cudnn")
 
     if is_traced_by_shard() and traced_model_axes():  # where jax's rule for sharding this call fails
         heads = PartitionSpec(None, None, MODEL, None)
@@ -95,8 +117,8 @@ def _blocks(length: int) -> int:
     return blocks if blocks and length % blocks == 0 else 1
 
 
-def _causal_in_blocks(query: jax.Array, key: jax.Array, value: jax.Array, blocks: int) -> jax.Array:
-    """Return what `attend` does, causal: queries in blocks, each with the keys up to its own last position.
+def _causal_in_blocks(query: jax.Array, key: jax.Array, value: jax.Array, blocks: int, window: int | None) -> jax.Array:
+    """Return what `attend` does, causal: queries in blocks, each with the keys that one of them sees.
 
     The heads that share a key are rows of one matrix: [batch, kv_heads, heads / kv_heads * block, D].
     """
@@ -107,26 +129,34 @@ def _causal_in_blocks(query: jax.Array, key: jax.Array, value: jax.Array, blocks
     mixed: list[jax.Array] = []
     for first, last in zip(range(0, length, size), range(size, length + 1, size), strict=True):
         rows = query[:, :, :, first:last].reshape(batch, -1, shared * size, width)
-        scores = jnp.einsum("bkqd,bksd->bkqs", rows, key[:, :, :last], preferred_element_type=jnp.float32)
-        seen = np.tile(np.arange(first, last), shared)[:, None] >= np.arange(last)
+        begin = 0 if window is None else max(0, first - window + 1)
+        scores = jnp.einsum("bkqd,bksd->bkqs", rows, key[:, :, begin:last], preferred_element_type=jnp.float32)
+        before = np.tile(np.arange(first, last), shared)[:, None] - np.arange(begin, last)
+        seen = (before >= 0) & (before < (window or length))
         weights = jax.nn.softmax(jnp.where(seen, scores / math.sqrt(width), -jnp.inf)).astype(value.dtype)
-        block = jnp.einsum("bkqs,bksd->bkqd", weights, value[:, :, :last])
+        block = jnp.einsum("bkqs,bksd->bkqd", weights, value[:, :, begin:last])
         mixed.append(block.reshape(batch, -1, shared, size, width))
     return jnp.concatenate(mixed, axis=3).transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, width)
 
 
-def cudnn_refuses(query: jax.Array, key: jax.Array, *, packed: bool, device: Any) -> tuple[str, str, str] | None:
+def cudnn_refuses(
+    query: jax.Array, key: jax.Array, *, packed: bool, alternating: bool = False, device: Any
+) -> tuple[str, str, str] | None:
     """Return (rule, what was given, fix) if cuDNN has no attention for this on `device`; None if it has.
 
     Args:
         query: [batch, length, heads, D].
         key: [batch, length, kv_heads, D], in query's dtype.
         packed: whether rows hold several documents.
+        alternating: whether the call is traced once for layers with a window and layers without.
         device: a device of the kind that it would run on.
     """
     kind, xla = getattr(device, "device_kind", device.platform), 'set attention = "xla"'
     if packed:
         return "cudnn attention takes no segments", "segments", 'Set attention = "auto" or "xla"'
+    if alternating:
+        rule = "cudnn attention takes one window for all layers that are scanned"
+        return rule, "global_every", f"Set scan = false, or {xla}"
     if device.platform != "gpu" or not hasattr(device, "compute_capability"):
         return "cudnn attention runs on NVIDIA GPUs", kind, 'Set attention = "auto" or "xla"'
     if query.dtype not in (jnp.bfloat16, jnp.float16):

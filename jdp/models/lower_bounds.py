@@ -42,8 +42,8 @@ def traced_layers(config: ModelConfig) -> int:
 
 
 def _gpt(config: GPTConfig) -> int:
-    width, keys = config.width, config.key_value_heads * config.head_width
-    layer = 2 * width * (width + keys) + (3 if config.activation == "swiglu" else 2) * width * config.hidden_width
+    width, heads = config.width, (config.heads + config.key_value_heads) * config.head_width
+    layer = 2 * width * heads + (3 if config.gated else 2) * width * config.hidden_width
     ends = config.vocab_size * (1 if config.tied else 2) + (config.context if config.positions == "learned" else 0)
     return config.layers * layer + ends * width
 

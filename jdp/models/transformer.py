@@ -6,7 +6,7 @@ these are the slices of the stack, bit for bit.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
@@ -49,16 +49,18 @@ class LayerConfig:
     """Shape and choices of one layer, with every default resolved. A model's configuration builds and checks it.
 
     Fields:
-        width, heads, kv_heads, hidden: as `GPTConfig` has them; `hidden` is the feed-forward's.
+        width, heads, kv_heads, head_width, hidden: as `GPTConfig` has them; `hidden` is the feed-forward's.
         std, residual_std: of kernels, and of the two that write to the residual stream; None: Glorot's, by shape.
         causal: a position sees itself and those before it; else all.
         rope_theta: base of the rotary wavelengths; None: queries and keys are not turned.
         rope_scaling: of the rotary frequencies; None: they stay.
+        qkv_bias, qk_norm, post_norm, window, rope_local_theta: as `GPTConfig` has them.
     """
 
     width: int
     heads: int
     kv_heads: int
+    head_width: int
     hidden: int
     activation: Activation
     norm: NormKind
@@ -69,19 +71,32 @@ class LayerConfig:
     causal: bool
     rope_theta: float | None = None
     rope_scaling: RopeScaling | None = None
+    rope_local_theta: float | None = None
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    post_norm: bool = False
+    window: int | None = None
     std: float | None = None
     residual_std: float | None = None
     lora: LoRA | None = None
 
-    def make_norm(self) -> Norm:
-        """Return a new norm of the residual stream."""
-        centered = self.norm == "layer"
-        return Norm(self.width, center=centered, bias=self.bias and centered, eps=self.norm_eps)
+    def make_norm(self, width: int | None = None) -> Norm:
+        """Return a new norm of the residual stream; with a width, an RMS norm of heads."""
+        centered, plus_one = self.norm == "layer" and width is None, self.norm == "rms_plus_one"
+        bias = self.bias and centered
+        return Norm(width or self.width, center=centered, bias=bias, eps=self.norm_eps, plus_one=plus_one)
 
-    def linear(self, features_in: int, features_out: int, *, residual: bool = False, rngs: nnx.Rngs) -> Linear:
+    def linear(
+        self, features_in: int, features_out: int, *, bias: bool = False, residual: bool = False, rngs: nnx.Rngs
+    ) -> Linear:
         """Return a new linear map; with `residual`, one that writes to the residual stream."""
         std = self.residual_std if residual else self.std
-        return Linear(features_in, features_out, std=std, bias=self.bias, lora=self.lora, rngs=rngs)
+        return Linear(features_in, features_out, std=std, bias=self.bias or bias, lora=self.lora, rngs=rngs)
+
+    @property
+    def everywhere(self) -> "LayerConfig":
+        """The layer that attends to all before it, where others have the window."""
+        return replace(self, window=None, rope_local_theta=None)
 
 
 class Segments(NamedTuple):
@@ -106,62 +121,103 @@ class Segments(NamedTuple):
 
 
 class Layer(nnx.Module):
-    """Pre-norm transformer layer: [batch, length, width] -> [batch, length, width]."""
+    """Pre-norm transformer layer: [batch, length, width] -> [batch, length, width].
+
+    In a stack where some layers have the window and some attend to all, `attends_to_all` is a bool [] of the layer.
+    """
 
     def __init__(self, config: LayerConfig, *, rngs: nnx.Rngs) -> None:
         self.attention_norm = config.make_norm()
         self.attention = Attention(config, rngs=rngs)
         self.mlp_norm = config.make_norm()
         self.mlp = FeedForward(config, rngs=rngs)
+        self.attention_post_norm = config.make_norm() if config.post_norm else None
+        self.mlp_post_norm = config.make_norm() if config.post_norm else None
         self.dropout = config.dropout
 
-    def __call__(self, x: jax.Array, key: jax.Array | None, segments: Segments | None = None) -> jax.Array:
-        x = x + dropout(self.attention(self.attention_norm(x), segments), self.dropout, key, site=0)
-        return x + dropout(self.mlp(self.mlp_norm(x)), self.dropout, key, site=1)
+    def __call__(
+        self,
+        x: jax.Array,
+        key: jax.Array | None,
+        segments: Segments | None = None,
+        attends_to_all: jax.Array | None = None,
+    ) -> jax.Array:
+        y = self.attention(self.attention_norm(x), segments, attends_to_all)
+        y = y if self.attention_post_norm is None else self.attention_post_norm(y)
+        x = x + dropout(y, self.dropout, key, site=0)
+        y = self.mlp(self.mlp_norm(x))
+        y = y if self.mlp_post_norm is None else self.mlp_post_norm(y)
+        return x + dropout(y, self.dropout, key, site=1)
 
 
 class Attention(nnx.Module):
     """Self-attention (arXiv:1706.03762) with grouped key and value heads, on [batch, length, width]."""
 
     def __init__(self, config: LayerConfig, *, rngs: nnx.Rngs) -> None:
-        width, shared = config.width, config.kv_heads * (config.width // config.heads)
+        width, size, bias = config.width, config.head_width, config.qkv_bias
         self.config = config
-        self.query = config.linear(width, width, rngs=rngs)
-        self.key = config.linear(width, shared, rngs=rngs)
-        self.value = config.linear(width, shared, rngs=rngs)
-        self.output = config.linear(width, width, residual=True, rngs=rngs)
+        self.query = config.linear(width, config.heads * size, bias=bias, rngs=rngs)
+        self.key = config.linear(width, config.kv_heads * size, bias=bias, rngs=rngs)
+        self.value = config.linear(width, config.kv_heads * size, bias=bias, rngs=rngs)
+        self.output = config.linear(config.heads * size, width, residual=True, rngs=rngs)
+        self.query_norm = config.make_norm(size) if config.qk_norm else None
+        self.key_norm = config.make_norm(size) if config.qk_norm else None
 
-    def __call__(self, x: jax.Array, segments: Segments | None = None) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, segments: Segments | None = None, attends_to_all: jax.Array | None = None
+    ) -> jax.Array:
         config = self.config
         query, key, value = (
-            project(x).reshape(*x.shape[:-1], -1, config.width // config.heads)
-            for project in (self.query, self.key, self.value)
+            project(x).reshape(*x.shape[:-1], -1, config.head_width) for project in (self.query, self.key, self.value)
         )
-        if config.rope_theta is not None:
-            position = None if segments is None else segments.position
-            query, key = (rotate(x, config.rope_theta, position, config.rope_scaling) for x in (query, key))
-        run = None if segments is None else segments.run
-        mixed = attend(query, key, value, causal=config.causal, run=run, by=config.attention)
-        return self.output(mixed.reshape(x.shape))
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        position = None if segments is None else segments.position
+        query, key = (self._turn(x, position, attends_to_all) for x in (query, key))
+        mixed = attend(
+            query,
+            key,
+            value,
+            causal=config.causal,
+            window=config.window,
+            attends_to_all=attends_to_all,
+            run=None if segments is None else segments.run,
+            by=config.attention,
+        )
+        return self.output(mixed.reshape(*x.shape[:-1], -1))
+
+    def _turn(self, x: jax.Array, position: jax.Array | None, attends_to_all: jax.Array | None) -> jax.Array:
+        """Return heads with rotary positions, if the model has these: the layer's own wavelengths."""
+        config = self.config
+        if config.rope_theta is None:
+            return x
+        if config.rope_local_theta is None:
+            return rotate(x, config.rope_theta, position, config.rope_scaling)
+        local = rotate(x, config.rope_local_theta, position)
+        if attends_to_all is None:
+            return local
+        return jnp.where(attends_to_all, rotate(x, config.rope_theta, position, config.rope_scaling), local)
 
 
 class FeedForward(nnx.Module):
     """`down(gelu(up(x)))`, or `down(silu(gate(x)) * up(x))` for swiglu, on [batch, length, width].
 
-    gelu is the tanh form, as GPT-2 has it, or with `gelu_exact` that with the error function (arXiv:1606.08415).
+    geglu has gelu in place of silu. gelu is the tanh form, as GPT-2 has it, or with `gelu_exact` that with the error
+    function (arXiv:1606.08415).
     """
 
     def __init__(self, config: LayerConfig, *, rngs: nnx.Rngs) -> None:
         self.up = config.linear(config.width, config.hidden, rngs=rngs)
-        gated = config.activation == "swiglu"
+        gated = config.activation in ("swiglu", "geglu")
         self.gate = config.linear(config.width, config.hidden, rngs=rngs) if gated else None
         self.down = config.linear(config.hidden, config.width, residual=True, rngs=rngs)
-        self.approximate = config.activation != "gelu_exact"
+        self.activation = config.activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
         if self.gate is None:
-            return self.down(jax.nn.gelu(self.up(x), approximate=self.approximate))
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+            return self.down(jax.nn.gelu(self.up(x), approximate=self.activation != "gelu_exact"))
+        gate = self.gate(x)
+        return self.down((jax.nn.silu(gate) if self.activation == "swiglu" else jax.nn.gelu(gate)) * self.up(x))
 
 
 def rotate(
@@ -193,14 +249,28 @@ def rotate(
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
-def make_layers(config: LayerConfig, count: int, key: jax.Array, *, scan: bool) -> Layer | nnx.List[Layer]:
-    """Return all layers, stacked or as a list. Layer i's values depend on (key, i) only, so both have equal values."""
+def make_layers(
+    config: LayerConfig, count: int, key: jax.Array, *, scan: bool, global_every: int | None = None
+) -> Layer | nnx.List[Layer]:
+    """Return all layers, stacked or as a list. Layer i's values depend on (key, i) only, so both have equal values.
 
-    def make(key: jax.Array) -> Layer:
+    In a list each layer whose number from 1 `global_every` divides is one without the window; in a stack `run_layers`
+    says it to the layer.
+    """
+
+    def make(key: jax.Array, config: LayerConfig = config) -> Layer:
         return Layer(config, rngs=nnx.Rngs(key))
 
     keys = fold_range(key, count)
-    return jax.vmap(make)(keys) if scan else nnx.List([make(keys[i]) for i in range(count)])
+    if scan:
+        return jax.vmap(make)(keys)
+    attends_to_all = _attends_to_all(count, global_every)
+    return nnx.List([make(keys[i], config.everywhere if attends_to_all[i] else config) for i in range(count)])
+
+
+def _attends_to_all(count: int, global_every: int | None) -> np.ndarray:
+    """Return for each layer whether it attends to all before it, where others have the window: bool [count]."""
+    return np.arange(1, count + 1) % global_every == 0 if global_every else np.zeros(count, bool)
 
 
 def run_layers(
@@ -210,6 +280,7 @@ def run_layers(
     *,
     remat: Remat | None,
     segments: Segments | None = None,
+    global_every: int | None = None,
 ) -> jax.Array:
     """Apply all layers to x.
 
@@ -219,16 +290,19 @@ def run_layers(
         keys: [layers] typed keys for dropout; None: no dropout.
         remat: as for `scan_layers`.
         segments: documents of packed rows, which do not attend to each other; None: a row is one document.
+        global_every: as `make_layers` got it.
     """
     # The parameters are passed as the module's own arrays: a sharding plan recognises them by identity, and gathers a
     # layer's when the loop reaches it. `scan_layers` unrolls a list, and scans a tuple as one tree.
-    stacked = (layers, keys)
     if isinstance(layers, nnx.List):
-        stacked = [(layer, None if keys is None else keys[i]) for i, layer in enumerate(layers)]
+        stacked = [(layer, None if keys is None else keys[i], None) for i, layer in enumerate(layers)]
+    else:
+        count = layers.mlp_norm.scale.shape[0]
+        stacked = (layers, keys, jnp.asarray(_attends_to_all(count, global_every)) if global_every else None)
 
-    def block(layer_and_key: tuple[Layer, jax.Array | None], x: jax.Array) -> jax.Array:
-        layer, key = layer_and_key
-        return layer(x, key, segments)
+    def block(operands: tuple[Layer, jax.Array | None, jax.Array | None], x: jax.Array) -> jax.Array:
+        layer, key, attends_to_all = operands
+        return layer(x, key, segments, attends_to_all)
 
     return scan_layers(block, stacked, x, remat=remat)
 

@@ -73,6 +73,7 @@ def _layer(config: ViTConfig) -> LayerConfig:
         width=config.width,
         heads=config.heads,
         kv_heads=config.heads,
+        head_width=config.width // config.heads,
         hidden=4 * config.width if config.mlp_width is None else config.mlp_width,
         activation="gelu",
         norm="layer",

@@ -20,7 +20,11 @@ LLAMA = GPTConfig(vocab_size=19, context=8, layers=2, width=16, heads=4, kv_head
 GPT2 = dataclasses.replace(
     LLAMA, kv_heads=None, mlp_width=None, positions="learned", activation="gelu", norm="layer", tied=True, bias=True
 )
-STYLES = pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+GEMMA = dataclasses.replace(  # Gemma 3 with the biases of Qwen2: the first layer has the window, the second has not
+    LLAMA, head_dim=6, activation="geglu", norm="rms_plus_one", tied=True, qkv_bias=True, qk_norm=True, post_norm=True,
+    scale_embedding=True, window=3, global_every=2, rope_local_theta=100.0,
+)  # fmt: skip
+STYLES = pytest.mark.parametrize("config", [LLAMA, GPT2, GEMMA], ids=["llama", "gpt2", "gemma"])
 TOKENS = jax.random.randint(jax.random.key(7), (2, 8), 0, 19)
 KEY = jax.random.key(3)
 
@@ -69,42 +73,54 @@ def reference(model, tokens):
 
     def norm(x, name, i=...):
         y = x - x.mean(-1, keepdims=True) if config.norm == "layer" else x
-        y = y / np.sqrt((y**2).mean(-1, keepdims=True) + config.norm_eps) * p[f"{name}/scale"][i]
+        scale = p[f"{name}/scale"][i] + (config.norm == "rms_plus_one")
+        y = y / np.sqrt((y**2).mean(-1, keepdims=True) + config.norm_eps) * scale
         return y + p[f"{name}/bias"][i] if config.norm == "layer" else y
 
     def linear(x, name, i):
-        return x @ p[f"layers/{name}/kernel"][i] + (p[f"layers/{name}/bias"][i] if config.bias else 0)
+        return x @ p[f"layers/{name}/kernel"][i] + p.get(f"layers/{name}/bias", np.zeros(9))[i]
 
-    def turned(x):  # rotary, as complex numbers
+    def turned(x, theta):  # rotary, as complex numbers
         z = x[:, : size // 2] + 1j * x[:, size // 2 :]
-        z = z * np.exp(1j * np.outer(np.arange(len(x)), config.rope_theta ** (-2 * np.arange(size // 2) / size)))
+        z = z * np.exp(1j * np.outer(np.arange(len(x)), theta ** (-2 * np.arange(size // 2) / size)))
         return np.concatenate([z.real, z.imag], -1)
 
     def attention(x, i):
+        local = config.window is not None and (i + 1) % (config.global_every or 9) > 0
+        theta, window = (config.rope_local_theta, config.window) if local else (config.rope_theta, len(x))
         query, key, value = (linear(x, f"attention/{name}", i) for name in ("query", "key", "value"))
         heads = []
         for h in range(config.heads):
             q, k, v = query[:, h * size :][:, :size], key[:, h // share * size :][:, :size], value
             v = v[:, h // share * size :][:, :size]
-            q, k = (turned(q), turned(k)) if config.positions == "rotary" else (q, k)
-            rows = [np.exp(q[t] @ k[: t + 1].T / np.sqrt(size)) for t in range(len(x))]
-            heads.append([row / row.sum() @ v[: t + 1] for t, row in enumerate(rows)])
+            if config.qk_norm:
+                q, k = norm(q, "layers/attention/query_norm", i), norm(k, "layers/attention/key_norm", i)
+            q, k = (turned(q, theta), turned(k, theta)) if config.positions == "rotary" else (q, k)
+            seen = [slice(max(0, t + 1 - window), t + 1) for t in range(len(x))]
+            rows = [np.exp(q[t] @ k[seen[t]].T / np.sqrt(size)) for t in range(len(x))]
+            heads.append([row / row.sum() @ v[seen[t]] for t, row in enumerate(rows)])
         return linear(np.concatenate(heads, -1), "attention/output", i)
 
     def feed_forward(x, i):
         up = linear(x, "mlp/up", i)
         if config.activation == "gelu":
-            hidden = up * (1 + np.tanh(np.sqrt(2 / np.pi) * (up + 0.044715 * up**3))) / 2
+            hidden = gelu(up)
         else:
             gate = linear(x, "mlp/gate", i)
-            hidden = up * gate / (1 + np.exp(-gate))
+            hidden = up * (gelu(gate) if config.activation == "geglu" else gate / (1 + np.exp(-gate)))
         return linear(hidden, "mlp/down", i)
 
-    x = p["embed/tokens"][tokens]
+    def gelu(x):
+        return x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))) / 2
+
+    def after(x, name, i):
+        return norm(x, f"layers/{name}_post_norm", i) if config.post_norm else x
+
+    x = p["embed/tokens"][tokens] * (np.sqrt(config.width) if config.scale_embedding else 1)
     x = x + p["embed/positions"][: len(x)] if config.positions == "learned" else x
     for i in range(config.layers):
-        x = x + attention(norm(x, "layers/attention_norm", i), i)
-        x = x + feed_forward(norm(x, "layers/mlp_norm", i), i)
+        x = x + after(attention(norm(x, "layers/attention_norm", i), i), "attention", i)
+        x = x + after(feed_forward(norm(x, "layers/mlp_norm", i), i), "mlp", i)
     return norm(x, "final_norm") @ (p["embed/tokens"].T if config.tied else p["head/kernel"])
 
 
@@ -337,13 +353,22 @@ def test_gpt_learns_a_sequence_by_heart():
         ({"kv_heads": 0}, r"kv_heads is a positive integer; given 0"),
         ({"width": 16.0}, r"width is a positive integer; given 16\.0"),
         ({"dropout": 1.0}, r"dropout is a rate in \[0, 1\); given 1\.0"),
-        ({"norm": "batch"}, r"no norm of that name; given 'batch'\. Choose one of \('rms', 'layer'\)"),
+        ({"norm": "batch"}, r"no norm of that name; given 'batch'\. Choose one of \('rms', 'rms_plus_one', 'layer'\)"),
         ({"remat": "some"}, r"no remat of that name; given 'some'\. Choose one of \(None, 'full', 'dots'\)"),
         (
             {"attention": "flash"},
             r"no attention of that name; given 'flash'\. Choose one of \('auto', 'xla'",
         ),
         ({"rope_theta": 0.0}, r"rope_theta is positive"),
+        ({"head_dim": 5}, r"must be even; given 5\. Change width, heads or head_dim"),
+        ({"window": 0}, r"window is a positive integer; given 0"),
+        (
+            {"global_every": 2},
+            r"global_every is for layers with a window; given 2 without one\. Set window, or remove it",
+        ),
+        ({"rope_local_theta": 9.0}, r"rope_local_theta is for layers with a window; given 9\.0 without one"),
+        ({"rope_local_theta": 0.0, "window": 2}, r"rope_local_theta is positive; given 0\.0"),
+        ({"rope_local_theta": 9.0, "window": 2, "positions": "learned"}, r"is for rotary positions; given \"learned\""),
         ({"rope_factor": 0.0}, r"rope_factor is positive"),
         (
             {"rope_factor": 8.0, "rope_high_freq_factor": 1.0},
