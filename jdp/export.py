@@ -4,9 +4,11 @@ from jdp.checkpoint.safetensors import (
     Names,
     Part,
     Tensor,
+    export_hf,
     export_safetensors,
     gpt2_names,
     gpt_config_from_hf,
+    hf_names,
     import_safetensors,
     llama_names,
 )
@@ -15,9 +17,11 @@ __all__ = [
     "Names",
     "Part",
     "Tensor",
+    "export_hf",
     "export_safetensors",
     "gpt2_names",
     "gpt_config_from_hf",
+    "hf_names",
     "import_safetensors",
     "llama_names",
 ]

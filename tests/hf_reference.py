@@ -2,6 +2,7 @@
 
     python tests/hf_reference.py            # writes the file again: needs `pip install torch transformers`
     python tests/hf_reference.py --check    # computes them again and holds them against the file
+    python tests/hf_reference.py --loads FOLDER ...    # prints what transformers says of exported models
 
 Made with transformers 5.23.0 and torch 2.13.0 (CPU, float32, eager attention). Weights are not kept: each tensor's are
 drawn from its name, so that a test without torch draws the same ones.
@@ -30,7 +31,9 @@ LLAMA31 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }  # fmt: skip
-HEADS = {"Llama": "ForCausalLM", "GPT2": "LMHeadModel"}
+HEADS = {"GPT2": "LMHeadModel"}
+LLAMA_LIKE = {key: value for key, value in LLAMA.items() if key != "rope_theta"}
+WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
 GPT2 = {"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4}
 
 CASES = {
@@ -45,6 +48,13 @@ CASES = {
     "gpt2 gelu": ("GPT2", {**GPT2, "activation_function": "gelu"}),
     "gpt2 eps": ("GPT2", {**GPT2, "layer_norm_epsilon": 0.1}),
     "gpt2 untied": ("GPT2", {**GPT2, "tie_word_embeddings": False, "n_inner": 48}),
+    "mistral": ("Mistral", {**LLAMA_LIKE, "sliding_window": 8}),
+    "mistral plain": ("Mistral", {**LLAMA_LIKE, "sliding_window": None}),
+    "qwen2": ("Qwen2", LLAMA_LIKE),
+    "qwen2 windows": ("Qwen2", {**LLAMA_LIKE, **WINDOWS, "use_sliding_window": True}),
+    "qwen3": ("Qwen3", {**LLAMA_LIKE, "head_dim": 8}),
+    "gemma": ("Gemma", {**LLAMA_LIKE, "head_dim": 24}),
+    "gemma3_text": ("Gemma3Text", {**LLAMA_LIKE, **WINDOWS, "head_dim": 8, "query_pre_attn_scalar": 8}),
 }
 """name -> the family, and what its configuration is made with."""
 
@@ -66,7 +76,7 @@ def computed(case):
 
     family, settings = CASES[case]
     config = getattr(transformers, f"{family}Config")(**settings, attn_implementation="eager")
-    model = getattr(transformers, family + HEADS[family])(config).eval()
+    model = getattr(transformers, family.removesuffix("Text") + HEADS.get(family, "ForCausalLM"))(config).eval()
     parameters = dict(model.named_parameters())  # a tied head is none of its own
     shapes = {name: list(parameter.shape) for name, parameter in parameters.items()}
     with torch.no_grad():
@@ -79,7 +89,24 @@ def computed(case):
     return {"config": kept, "shapes": shapes, "logits": np.round(logits.astype(float), 6).tolist()}
 
 
+def loaded(folder):
+    """What `transformers` says of an exported model, and its logits."""
+    import torch
+    import transformers
+
+    model, said = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, attn_implementation="eager", dtype=torch.float32
+    )
+    with torch.no_grad():
+        logits = model.eval()(torch.from_numpy(TOKENS)).logits[0, list(POSITIONS)].numpy()
+    left = {kind: sorted(map(str, said[kind])) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")}
+    return {**left, "type": type(model).__name__, "logits": logits.astype(float).tolist()}
+
+
 def main():
+    if "--loads" in sys.argv:
+        print(json.dumps({folder: loaded(folder) for folder in sys.argv[2:]}))
+        return
     made = {case: computed(case) for case in CASES}
     if "--check" not in sys.argv:
         FILE.parent.mkdir(exist_ok=True)

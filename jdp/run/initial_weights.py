@@ -107,12 +107,12 @@ def _import(path: Path, state: TrainState, experiment: Experiment) -> TrainState
     names: Names | None = None  # the parameters' own paths
     config: Any = experiment.model.config
     try:
-        if (
-            experiment.train.init_names == "gpt2"
-        ):  # the hub's own files lack the prefix that Hugging Face's library writes
+        given = experiment.train.init_names
+        if given == "gpt2" or (given == "hf" and config.positions == "learned"):
+            # the hub's own files lack the prefix that Hugging Face's library writes
             prefixed = any(name.startswith("transformer.") for name in files.read(path))
             names = gpt2_names(config, prefix="transformer." if prefixed else "")
-        elif experiment.train.init_names == "llama":
+        elif given in ("hf", "llama"):
             names = llama_names(config)
         return import_safetensors(path, state, names=names, missing=LORA)
     except CheckpointError as error:
@@ -120,5 +120,5 @@ def _import(path: Path, state: TrainState, experiment: Experiment) -> TrainState
             raise
         raise ExperimentError(
             f'train.init_from: {error} (Names were read as train.init_names = "{experiment.train.init_names}" says; a '
-            'GPT from Hugging Face has those of "gpt2" or "llama".)'
+            'GPT from Hugging Face has those of "hf".)'
         ) from error

@@ -1,22 +1,24 @@
 """Weights to and from safetensors files, under jdp's names or another library's.
 
 `files` reads and writes the files and their index; `names` maps the tensors of a file to parameters; `hugging_face` has
-the names of Hugging Face's GPT-2 and Llama, `hugging_face_config` reads the configuration beside their weights;
-`transfer` exports and imports, tensor by tensor.
+Hugging Face's names, `families` the table of its model types, `hugging_face_config` reads and writes the configuration
+beside their weights (`config_table` its keys by type); `transfer` exports and imports, tensor by tensor.
 """
 
-from jdp.checkpoint.safetensors.hugging_face import gpt2_names, llama_names
+from jdp.checkpoint.safetensors.hugging_face import gpt2_names, hf_names, llama_names
 from jdp.checkpoint.safetensors.hugging_face_config import gpt_config_from_hf
 from jdp.checkpoint.safetensors.names import Names, Part, Tensor
-from jdp.checkpoint.safetensors.transfer import export_safetensors, import_safetensors
+from jdp.checkpoint.safetensors.transfer import export_hf, export_safetensors, import_safetensors
 
 __all__ = [
     "Names",
     "Part",
     "Tensor",
+    "export_hf",
     "export_safetensors",
     "gpt2_names",
     "gpt_config_from_hf",
+    "hf_names",
     "import_safetensors",
     "llama_names",
 ]

@@ -1,4 +1,4 @@
-"""The names of Hugging Face's GPT-2 and Llama for the parameters of `jdp.models.GPT`.
+"""The names of Hugging Face's GPT-2, and of Llama and its relatives, for the parameters of `jdp.models.GPT`.
 
 GPT-2 (`transformers` GPT2LMHeadModel; its maps are Conv1D, [in, out] as ours):
 
@@ -23,6 +23,16 @@ Llama (LlamaForCausalLM; its maps are nn.Linear, [out, in], so transposed; the r
 | model.norm.weight | final_norm/scale |
 | lm_head.weight, untied models only | head/kernel |
 
+Mistral, Qwen2, Qwen3 and Gemma have the same names, and beside them, where the configuration has these options:
+
+| option | file | jdp |
+|---|---|---|
+| qkv_bias | model.layers.N.self_attn.q_proj, k_proj, v_proj .bias | layers/attention/query, key, value /bias |
+| qk_norm | model.layers.N.self_attn.q_norm, k_norm .weight | layers/attention/query_norm, key_norm /scale |
+| post_norm | model.layers.N.post_attention_layernorm .weight | layers/attention_post_norm/scale |
+| | model.layers.N.pre_feedforward_layernorm .weight | layers/mlp_norm/scale |
+| | model.layers.N.post_feedforward_layernorm .weight | layers/mlp_post_norm/scale |
+
 `layers/...` is index N of a stack in a scanned model, and `layers/N/...` in an unrolled one.
 """
 
@@ -46,6 +56,7 @@ def gpt2_names(config: GPTConfig, *, prefix: str = "transformer.") -> Names:
         ValueError: the configuration is of another architecture.
     """
     _require(config, "GPT-2", positions="learned", activation=("gelu", "gelu_exact"), norm="layer", bias=True)
+    _require(config, "GPT-2", qk_norm=False, post_norm=False)
     if config.key_value_heads != config.heads:
         raise ValueError(
             f"GPT-2 has a key and value head for each query head; given kv_heads={config.kv_heads}. Other models need "
@@ -77,29 +88,65 @@ def gpt2_names(config: GPTConfig, *, prefix: str = "transformer.") -> Names:
 def llama_names(config: GPTConfig) -> Names:
     """Return the names of Llama in Hugging Face's layout, for `export_safetensors` and `import_safetensors`.
 
+    Those of Mistral, Qwen2, Qwen3, Gemma and Gemma 3 are these, with more where the configuration has more parameters.
+
     Args:
-        config: a GPT with rotary positions, swiglu, RMS norms and no biases.
+        config: a GPT with rotary positions, swiglu or geglu, RMS norms and no biases but those of `qkv_bias`.
 
     Raises:
         ValueError: the configuration is of another architecture.
     """
-    _require(config, "Llama", positions="rotary", activation="swiglu", norm="rms", bias=False)
+    gated, norms = ("swiglu", "geglu"), ("rms", "rms_plus_one")
+    _require(config, "Llama", positions="rotary", activation=gated, norm=norms, bias=False)
     tensors = {"model.embed_tokens.weight": _one("embed/tokens"), "model.norm.weight": _one("final_norm/scale")}
     for n in range(config.layers):
         layer = f"model.layers.{n}."
-        for theirs, ours in (("input_layernorm", "attention_norm"), ("post_attention_layernorm", "mlp_norm")):
-            tensors[f"{layer}{theirs}.weight"] = Tensor((_in_layer(config, n, f"{ours}/scale"),))
-        for theirs, ours in (
-            ("self_attn.q_proj", "attention/query"),
-            ("self_attn.k_proj", "attention/key"),
-            ("self_attn.v_proj", "attention/value"),
-            ("self_attn.o_proj", "attention/output"),
-            ("mlp.gate_proj", "mlp/gate"),
-            ("mlp.up_proj", "mlp/up"),
-            ("mlp.down_proj", "mlp/down"),
-        ):
+        for theirs, ours in _llama_vectors(config).items():
+            tensors[f"{layer}{theirs}"] = Tensor((_in_layer(config, n, ours),))
+        for theirs, ours in LLAMA_MAPS.items():
             tensors[f"{layer}{theirs}.weight"] = Tensor((_in_layer(config, n, f"{ours}/kernel"),), transposed=True)
     return Names({**tensors, **_head(config)}, ("model.layers.*.rotary_emb.inv_freq", *_tied(config)), config)
+
+
+def hf_names(config: GPTConfig) -> Names:
+    """Return the names that `transformers` has for a model: `gpt2_names`, or `llama_names` with rotary positions.
+
+    Args:
+        config: a GPT that one of these is for.
+
+    Raises:
+        ValueError: the configuration is of another architecture.
+    """
+    return llama_names(config) if isinstance(config, GPTConfig) and config.positions == "rotary" else gpt2_names(config)  # pyright: ignore[reportUnnecessaryIsInstance]
+
+
+LLAMA_MAPS = {
+    "self_attn.q_proj": "attention/query",
+    "self_attn.k_proj": "attention/key",
+    "self_attn.v_proj": "attention/value",
+    "self_attn.o_proj": "attention/output",
+    "mlp.gate_proj": "mlp/gate",
+    "mlp.up_proj": "mlp/up",
+    "mlp.down_proj": "mlp/down",
+}
+"""The linear maps of a layer: their names in Llama's files -> jdp's."""
+
+
+def _llama_vectors(config: GPTConfig) -> dict[str, str]:
+    """Return the scales and biases of a layer: their names in the file -> jdp's."""
+    vectors = {"input_layernorm.weight": "attention_norm/scale"}
+    if config.post_norm:
+        vectors["post_attention_layernorm.weight"] = "attention_post_norm/scale"
+        vectors["pre_feedforward_layernorm.weight"] = "mlp_norm/scale"
+        vectors["post_feedforward_layernorm.weight"] = "mlp_post_norm/scale"
+    else:
+        vectors["post_attention_layernorm.weight"] = "mlp_norm/scale"
+    for short, name in (("q", "query"), ("k", "key"), ("v", "value")):
+        if config.qkv_bias:
+            vectors[f"self_attn.{short}_proj.bias"] = f"attention/{name}/bias"
+        if config.qk_norm and short != "v":
+            vectors[f"self_attn.{short}_norm.weight"] = f"attention/{name}_norm/scale"
+    return vectors
 
 
 def _one(path: str) -> Tensor:

@@ -8,6 +8,7 @@ slice of the file, so nothing is read that no device keeps.
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,8 +23,9 @@ from jdp.checkpoint.checks import check_kept, check_sharding, check_values, igno
 from jdp.checkpoint.errors import CheckpointError, write_error
 from jdp.checkpoint.safetensors import files
 from jdp.checkpoint.safetensors.files import Spec, Stored
+from jdp.checkpoint.safetensors.hugging_face import hf_names
 from jdp.checkpoint.safetensors.hugging_face_config import NAME as CONFIG
-from jdp.checkpoint.safetensors.hugging_face_config import differences
+from jdp.checkpoint.safetensors.hugging_face_config import differences, read, written
 from jdp.checkpoint.safetensors.names import Names, Part, Tensor, check_cover, file_shape, part_shape, resolve
 from jdp.core.hints import nearest
 from jdp.core.host_memory import on_device
@@ -33,6 +35,7 @@ from jdp.core.paths import matches, path_of
 from jdp.core.state import TrainState
 from jdp.core.types import PyTree
 from jdp.core.user_path import user_path
+from jdp.models import GPTConfig
 
 GivenNames = Names | Mapping[str, str | Tensor] | None
 
@@ -50,8 +53,8 @@ def export_safetensors(
     Args:
         path: ends with ".safetensors"; an existing file is replaced.
         params: a tree of parameters, or a state, whose model state (such as BatchNorm statistics) is written too.
-        names: `gpt2_names(config)`, `llama_names(config)`, or a mapping from names in the file to slash paths; None:
-            the paths, with dots for slashes ("layers.attention.query.kernel"), stacked layers as they are.
+        names: `hf_names(config)`, or a mapping from names in the file to slash paths; None: the paths, with dots for
+            slashes ("layers.attention.query.kernel"), stacked layers as they are.
         dtype: what floating-point weights are cast to, such as `jnp.bfloat16`; None: no cast.
         max_shard_bytes: size in bytes beyond which several files are written, `NAME-00001-of-00003.safetensors`, with
             an index, `NAME.safetensors.index.json`. A tensor is never split.
@@ -81,6 +84,49 @@ def export_safetensors(
     meet("the end of jdp.export_safetensors")
 
 
+def export_hf(
+    folder: str | Path,
+    params: PyTree,
+    config: GPTConfig,
+    *,
+    dtype: Any = None,
+    max_shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Write a model as `transformers` reads it: `model.safetensors` and `config.json`. Every process calls this.
+
+    The model type is the first that computes the same: GPT-2, Llama, Mistral, Qwen2, Qwen3, Gemma, Gemma 3. Tokenizers
+    are not written.
+
+    Args:
+        folder: made if there is none. A `config.json` in it stays if it describes this model.
+        params: the parameters of a `jdp.models.GPT`, or a state.
+        config: the model's.
+        dtype: what the weights are cast to, such as `jnp.bfloat16`; None: no cast.
+        max_shard_bytes: as for `export_safetensors`.
+
+    Raises:
+        CheckpointError: no model type computes what this model does, the parameters are not of this configuration, a
+            `config.json` of another model is in the way, or a file cannot be written.
+        ValueError: the path is an address such as gs://bucket/model, or the names are not known for this configuration.
+    """
+    folder = user_path(folder).absolute()
+    names = hf_names(config)
+    own = next((leaf.dtype for leaf in _leaves(params).values()), np.float32)
+    keys = written(config, np.dtype(own if dtype is None else dtype).name)
+    file = folder / CONFIG
+    there = file.exists()
+    if there and (read(folder) is None or differences(folder, config)):
+        raise CheckpointError(f"{file} is there, and describes another model. Export to another folder, or move it.")
+    path = folder / f"model{files.SUFFIX}"
+    export_safetensors(path, params, names=names, dtype=dtype, max_shard_bytes=max_shard_bytes)
+    if jax.process_index() == 0 and not there:
+        try:
+            file.write_text(json.dumps(keys, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise write_error(f"{file} was not written", error) from error
+    meet("the end of jdp.export_hf")
+
+
 def import_safetensors(
     path: str | Path,
     target: PyTree,
@@ -98,14 +144,14 @@ def import_safetensors(
         path: a file; an index, or the name the single file would have; or a folder with `model.safetensors` or its
             index in it, as Hugging Face's have.
         target: a state, `jdp.abstract_state(...)` or real; or a tree of parameters that have shardings.
-        names: `gpt2_names(config)`, `llama_names(config)`, or a mapping from names in the file to slash paths; None:
-            the paths with dots for slashes.
+        names: `hf_names(config)`, or a mapping from names in the file to slash paths; None: the paths with dots for
+            slashes.
         missing: path patterns (`fnmatch`) of parameters that the file may lack, such as `("*/lora_*",)`; they keep the
             values of `target`, which must be real.
         ignore: patterns of tensors in the file that are left unread, as if it lacked them: of their names, or of these
             with slashes for dots, `("*/lora_*",)`. Each must match.
-        check_config: compare a `config.json` beside the weights with the model that `gpt2_names` or `llama_names` were
-            made for. False: read the weights whatever it has, such as those of a model type that jdp does not know.
+        check_config: compare a `config.json` beside the weights with the model that `hf_names` were made for. False:
+            read the weights whatever it has, such as those of a model type that jdp does not know.
 
     Returns:
         `target` with new `params` (and `model_state`, if the names have it): on an abstract state everything else stays
@@ -143,8 +189,8 @@ def import_safetensors(
                     f"{part.path}. It is incomplete: copy it again."
                 )
     check_kept({leaf_path: leaf for leaf_path, leaf in leaves.items() if leaf_path not in sources}, path)
-    read = {leaf_path: _read_leaf(leaves[leaf_path], stored_in, leaves) for leaf_path, stored_in in sources.items()}
-    return _with_leaves(target, {**leaves, **read})
+    found = {leaf_path: _read_leaf(leaves[leaf_path], stored_in, leaves) for leaf_path, stored_in in sources.items()}
+    return _with_leaves(target, {**leaves, **found})
 
 
 def _leaves(tree: PyTree) -> dict[str, Any]:

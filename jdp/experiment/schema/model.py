@@ -12,7 +12,7 @@ from jdp.models.configs.mlp import MLPConfig
 from jdp.models.configs.sizes import SIZES, ModelConfig
 
 HF = "hf:"
-"""Prefix of a folder with the config.json of a GPT-2 or Llama, in place of the name of a size."""
+"""Prefix of a folder with the config.json of a model of Hugging Face's, in place of the name of a size."""
 
 
 def _build(config: ModelConfig, rngs: Any) -> Any:
@@ -40,7 +40,7 @@ def model_entry(name: str) -> Entry:
 
     Raises:
         KeyError: there is no such model.
-        ValueError: there is no such folder, or no config.json of a GPT-2 or Llama in it.
+        ValueError: there is no such folder, or no config.json in it of a model that jdp builds.
     """
     if not name.startswith(HF):
         return MODELS.entries[name]
@@ -55,7 +55,7 @@ def _model_name(name: str) -> str:
     try:
         model_entry(name)
     except ValueError as error:
-        raise ValueError(f"must lead to the config.json of a GPT-2 or Llama: {error}".rstrip(".")) from None
+        raise ValueError(f"must lead to the config.json of a model that jdp builds: {error}".rstrip(".")) from None
     return name
 
 
@@ -63,8 +63,8 @@ class Model(Section):
     """[model]: what to train. The size named, with any of its fields changed."""
 
     name: Annotated[str, AfterValidator(_model_name)]
-    """Which size to start from, or "hf:FOLDER" for what the config.json of a GPT-2 or Llama there says, or a model that
-    the plug-in registers; any of its fields may be given beside it."""
+    """Which size to start from, or "hf:FOLDER" for what the config.json of a model of Hugging Face's
+    there says, or a model that the plug-in registers; any of its fields may be given beside it."""
 
     @property
     def entry(self) -> Entry:

@@ -24,8 +24,9 @@ class Train(Section):
     init_from: PathText | None = None
     """Where the parameters start: the folder of a run (its newest checkpoint), a checkpoint, a .safetensors file or a
     folder with model.safetensors. LoRA parameters that it lacks start fresh. Relative as data.source; none = random."""
-    init_names: Literal["jdp", "gpt2", "llama"] = "jdp"
-    """Names that tensors have in that safetensors file: jdp's paths, or those of Hugging Face's GPT-2 or Llama."""
+    init_names: Literal["jdp", "hf", "gpt2", "llama"] = "jdp"
+    """Names that tensors have in that safetensors file: jdp's paths, or "hf", those of Hugging Face for this model
+    ("gpt2" or "llama": of this layout; the second is that of Mistral, Qwen2, Qwen3 and Gemma too)."""
     log_every: Positive = 10
     """Steps between lines of metrics."""
     eval_every: Count = 0

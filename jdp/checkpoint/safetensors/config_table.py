@@ -1,0 +1,92 @@
+"""The keys of a JSON file that describes a model, read by type: a wrong value is an error that names file and key."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jdp.checkpoint.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Table:
+    """The keys of a file, read by type; each method raises CheckpointError for a value of another type.
+
+    Attributes:
+        file: for errors.
+        keys: the table.
+        place: of the table in the file, with a dot at its end.
+    """
+
+    file: Path
+    keys: Mapping[str, Any]
+    place: str = ""
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a number; it must be there if it has no default."""
+        value = self._or_default(key, default)
+        if type(value) not in (int, float) or not -1e30 < value < 1e30:  # an int may be past all floats
+            raise self.wrong(key, "a finite number", value)
+        return float(value)
+
+    def count(self, key: str, default: int | None = None) -> int:
+        """Return a whole number; it must be there if it has no default."""
+        value = self._or_default(key, default)
+        if type(value) is not int:
+            raise self.wrong(key, "a whole number", value)
+        return value
+
+    def count_or_none(self, key: str, default: int | None) -> int | None:
+        """Return a whole number, or None for null."""
+        value = self.keys.get(key, default)
+        return None if value is None else self.count(key, default)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """Return a boolean."""
+        value = self._or_default(key, default)
+        if type(value) is not bool:
+            raise self.wrong(key, "true or false", value)
+        return value
+
+    def choice(self, key: str, among: Mapping[str, Any], default: str | None = None) -> Any:
+        """Return the value of `among` that a word stands for."""
+        value = self._or_default(key, default)
+        if not isinstance(value, str) or value not in among:
+            raise self.wrong(key, " or ".join(among), value)
+        return among[value]
+
+    def require(self, key: str, *allowed: object) -> None:
+        """Raise CheckpointError for any value but these, the only ones a GPT can have; the first is the default."""
+        value = self.keys.get(key, allowed[0])
+        if not any(type(value) is type(each) and value == each for each in allowed):
+            raise self.wrong(key, " or ".join(map(json.dumps, allowed)), value)
+
+    def inner(self, *keys: str) -> Table:
+        """Return the table at the first of these keys that has one; an empty one if none does."""
+        for key in keys:
+            value = self.keys.get(key)
+            if isinstance(value, dict) and value:
+                return Table(self.file, value, f"{self.place}{key}.")
+            if value:
+                raise self.wrong(key, "a table", value)
+        return Table(self.file, {}, f"{self.place}{keys[0]}.")
+
+    def _or_default(self, key: str, default: object) -> Any:
+        value = self.keys.get(key)
+        return default if value is None else value
+
+    def wrong(self, key: str, rule: str, value: object) -> CheckpointError:
+        """Return the error for a value that breaks a rule."""
+        return CheckpointError(
+            f"{self.file}: {self.place}{key} must be {rule} for a model that jdp builds; given {shortened(value)}. "
+            "Take a model that has it so, or correct the file."
+        )
+
+
+def shortened(value: object) -> str:
+    """Return a value as JSON has it, cut to 100 characters."""
+    given = json.dumps(value)
+    return given if len(given) <= 100 else given[:100] + " …"
