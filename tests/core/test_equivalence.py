@@ -29,11 +29,26 @@ GPT = GPTConfig(vocab_size=64, context=LENGTH, layers=3, width=32, heads=4, kv_h
 MODELS = {
     "gpt-scanned": GPT,
     "gpt-unrolled": dataclasses.replace(GPT, scan=False, layers=2),
+    "gemma": dataclasses.replace(
+        GPT,
+        layers=2,
+        head_dim=6,
+        activation="geglu",
+        norm="rms_plus_one",
+        qkv_bias=True,
+        qk_norm=True,
+        post_norm=True,
+        scale_embedding=True,
+        window=3,
+        global_every=2,
+        rope_local_theta=100.0,
+    ),
     "mlp": MLPConfig(features_in=16, hidden=(64, 64), features_out=8, dropout=0.1),
 }
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 WAYS = list(itertools.product(STRATEGIES, ("auto", "manual"), (1, 4)))
 UNROLLED = (("ddp", "manual", 4), ("zero3", "auto", 4), ("zero3", "manual", 1))
+GEMMA = (("ddp", "auto", 1), ("zero1", "manual", 1), ("zero2", "manual", 4), ("zero3", "manual", 1))
 
 
 def gpt_loss(model, batch, rng):
@@ -95,12 +110,13 @@ def reference(name):
 def cases():
     """The MLP goes every way. The scanned GPT goes every second way, so that it meets every pair of strategy,
     partitioning and microbatches. The unrolled one differs from it in the loop over the layers only: it goes the ways
-    of UNROLLED. The others are slow to compile."""
+    of UNROLLED; the one with every option of Gemma 3 and Qwen2 those of GEMMA. The others are slow to compile."""
     for name in MODELS:
         for strategy, partitioning, accumulate in WAYS:
             odd = (STRATEGIES.index(strategy) + (partitioning == "auto") + (accumulate == 4)) % 2
             unrolled = (strategy, partitioning, accumulate) in UNROLLED
-            left_out = {"gpt-scanned": odd, "gpt-unrolled": not unrolled, "mlp": False}[name]
+            gemma = (strategy, partitioning, accumulate) in GEMMA
+            left_out = {"gpt-scanned": odd, "gpt-unrolled": not unrolled, "gemma": not gemma, "mlp": False}[name]
             yield pytest.param(name, strategy, partitioning, accumulate, marks=[pytest.mark.slow] if left_out else [])
 
 

@@ -54,7 +54,7 @@ def compiled_for_h100s(strategy, *, partitioning=None, model=1, **changes):
     ("strategy", "changes", "expected"),
     [
         ("zero3", {"remat": "dots"}, 3),  # once in each of three peeled rounds: its output and statistics are kept
-        ("ddp", {"remat": "full", "attention": "cudnn", "partitioning": "auto"}, 2),
+        ("ddp", {"remat": "full", "attention": "cudnn", "partitioning": "auto", "window": 64, "qk_norm": True}, 2),
         ("zero1", {"remat": "dots", "attention": "xla"}, 0),
     ],
     ids=["zero3", "auto partitioning", "xla"],
@@ -64,6 +64,7 @@ def test_compiled_for_h100s_auto_is_cudnn_and_no_strategy_sends_more(strategy, c
     assert text.count('custom_call_target="__cudnn$fmhaSoftmax"') == expected
     assert ('custom_call_target="__cudnn$fmhaSoftmaxBackward"' in text) == bool(expected)
     assert verdict.kept or "partitioning" in changes, verdict.breaches
+    assert ('"sliding_window_length":64' in text.replace(" ", "")) == ("window" in changes)
     assert "[16,160,4,16]" not in text  # of a device, not gathered
     if expected:
         assert "160,160]" not in text
@@ -85,6 +86,31 @@ def test_what_is_traced_for_described_gpus_leaves_this_machine_as_it_was():
     assert traced_device().platform == "cpu"
     with pytest.raises(ValueError, match=r'runs on NVIDIA GPUs; given cpu\. Set attention = "auto" or "xla"'):
         attend(QUERY, QUERY, QUERY, causal=True, by="cudnn")
+
+
+@pytest.mark.parametrize(
+    ("changes", "fused"),
+    [
+        ({"window": 64}, 1),  # in one scan
+        ({"window": 64, "global_every": 2, "scan": False}, 3),
+        ({"window": 64, "global_every": 2}, 0),
+        ({"window": 160, "global_every": 2}, 1),  # of the whole row
+    ],
+)
+def test_scanned_layers_that_alternate_have_no_fused_attention_and_those_of_a_list_have(changes, fused):
+    config = dataclasses.replace(CONFIG, **changes)
+    model = jax.eval_shape(lambda: build(config, rngs=nnx.Rngs(0)))
+    model = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.bfloat16), model)
+    devices = target("h100:1x1").devices
+    with tracing_on(jdp.make_mesh(devices=devices)), answered_for(devices[0], 91_000):
+        traced = str(jax.make_jaxpr(lambda model: model.features(jnp.zeros((2, 160), jnp.int32)))(model))
+        assert traced.count("dot_product_attention_fwd_wrapper[") == fused
+        if not fused:
+            fixed = build(dataclasses.replace(config, attention="cudnn"), rngs=nnx.Rngs(0))
+            with pytest.raises(
+                ValueError, match=r"one window for all layers that are scanned; given global_every\. Set"
+            ):
+                jax.eval_shape(fixed, jnp.zeros((2, 160), jnp.int32))
 
 
 QUERY = jnp.zeros((2, 8, 4, 16), jnp.bfloat16)
