@@ -5,12 +5,15 @@ from jdp.checkpoint.safetensors import (
     Part,
     Tensor,
     export_hf,
+    export_peft,
     export_safetensors,
     gpt2_names,
     gpt_config_from_hf,
     hf_names,
+    import_peft,
     import_safetensors,
     llama_names,
+    lora_from_peft,
 )
 
 __all__ = [
@@ -18,10 +21,13 @@ __all__ = [
     "Part",
     "Tensor",
     "export_hf",
+    "export_peft",
     "export_safetensors",
     "gpt2_names",
     "gpt_config_from_hf",
     "hf_names",
+    "import_peft",
     "import_safetensors",
     "llama_names",
+    "lora_from_peft",
 ]

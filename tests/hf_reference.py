@@ -1,6 +1,6 @@
 """Logits that Hugging Face's own models give for small random weights, kept in checkpoint/hf_logits.json.
 
-    python tests/hf_reference.py            # writes the file again: needs `pip install torch transformers`
+    python tests/hf_reference.py            # writes the file again: needs `pip install torch transformers peft`
     python tests/hf_reference.py --check    # computes them again and holds them against the file
     python tests/hf_reference.py --loads FOLDER ...    # prints what transformers says of exported models
 
@@ -10,6 +10,7 @@ drawn from its name, so that a test without torch draws the same ones.
 
 import json
 import sys
+import tempfile
 import zlib
 from pathlib import Path
 
@@ -35,6 +36,9 @@ HEADS = {"GPT2": "LMHeadModel"}
 LLAMA_LIKE = {key: value for key, value in LLAMA.items() if key != "rope_theta"}
 WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
 GPT2 = {"vocab_size": VOCABULARY, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4}
+
+PEFT = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+"""An adapter, by PEFT 0.21.2, on the model of the first case."""
 
 CASES = {
     "llama": ("Llama", LLAMA),
@@ -69,8 +73,8 @@ def weights(shapes):
     return drawn
 
 
-def computed(case):
-    """The config.json, the shapes and the logits of a case, by transformers."""
+def made_by_transformers(case):
+    """The model of a case, with its weights drawn."""
     import torch
     import transformers
 
@@ -82,11 +86,50 @@ def computed(case):
     with torch.no_grad():
         for name, values in weights(shapes).items():
             parameters[name].copy_(torch.from_numpy(values))
-        logits = model(torch.from_numpy(TOKENS)).logits[0, list(POSITIONS)].numpy()
+    return model, shapes
+
+
+def logits_of(model):
+    import torch
+
+    with torch.no_grad():
+        return model.eval()(torch.from_numpy(TOKENS)).logits[0, list(POSITIONS)].numpy().astype(float)
+
+
+def computed(case):
+    """The config.json, the shapes and the logits of a case, by transformers."""
+    model, shapes = made_by_transformers(case)
     # As the library writes it beside weights: what is not its default, less what it says of itself.
-    written = json.loads(config.to_json_string())
+    written = json.loads(model.config.to_json_string())
     kept = {key: value for key, value in written.items() if key not in ("transformers_version", "_name_or_path")}
-    return {"config": kept, "shapes": shapes, "logits": np.round(logits.astype(float), 6).tolist()}
+    return {"config": kept, "shapes": shapes, "logits": np.round(logits_of(model), 6).tolist()}
+
+
+def adapted():
+    """The adapter_config.json, the shapes and the merged logits of an adapter, by PEFT."""
+    import peft
+    import torch
+    from safetensors.numpy import load_file, save_file
+
+    with tempfile.TemporaryDirectory() as folder:
+        peft.get_peft_model(made_by_transformers("llama")[0], peft.LoraConfig(**PEFT)).save_pretrained(folder)
+        file = Path(folder) / "adapter_model.safetensors"
+        shapes = {name: list(values.shape) for name, values in load_file(file).items()}
+        save_file(weights(shapes), file, {"format": "pt"})
+        keys = json.loads((Path(folder) / "adapter_config.json").read_text(encoding="utf-8"))
+        with torch.no_grad():
+            model = peft.PeftModel.from_pretrained(made_by_transformers("llama")[0], folder).merge_and_unload()
+        return {"config": keys, "shapes": shapes, "logits": np.round(logits_of(model), 6).tolist()}
+
+
+def adapter_loaded(folder):
+    """What PEFT says of an exported adapter, and the merged logits."""
+    import peft
+
+    model = peft.PeftModel.from_pretrained(made_by_transformers("llama")[0], folder)
+    found = peft.get_peft_model_state_dict(model)
+    shapes = {name: list(values.shape) for name, values in found.items()}
+    return {"shapes": shapes, "logits": logits_of(model.merge_and_unload()).tolist()}
 
 
 def loaded(folder):
@@ -94,20 +137,20 @@ def loaded(folder):
     import torch
     import transformers
 
+    if (Path(folder) / "adapter_config.json").exists():
+        return adapter_loaded(folder)
     model, said = transformers.AutoModelForCausalLM.from_pretrained(
         folder, output_loading_info=True, attn_implementation="eager", dtype=torch.float32
     )
-    with torch.no_grad():
-        logits = model.eval()(torch.from_numpy(TOKENS)).logits[0, list(POSITIONS)].numpy()
     left = {kind: sorted(map(str, said[kind])) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")}
-    return {**left, "type": type(model).__name__, "logits": logits.astype(float).tolist()}
+    return {**left, "type": type(model).__name__, "logits": logits_of(model).tolist()}
 
 
 def main():
     if "--loads" in sys.argv:
         print(json.dumps({folder: loaded(folder) for folder in sys.argv[2:]}))
         return
-    made = {case: computed(case) for case in CASES}
+    made = {case: computed(case) for case in CASES} | {"peft": adapted()}
     if "--check" not in sys.argv:
         FILE.parent.mkdir(exist_ok=True)
         lines = (f"{json.dumps(case)}: {json.dumps(found)}" for case, found in made.items())

@@ -162,7 +162,7 @@ def _layer(config: GPTConfig) -> LayerConfig:
         rope_local_theta=config.rope_local_theta,
         std=INIT_STD,
         residual_std=INIT_STD / math.sqrt(2 * config.layers),  # two kernels a layer write to the residual stream
-        lora=None if config.lora_rank is None else LoRA(config.lora_rank, config.lora_alpha),
+        lora=None if config.lora_rank is None else LoRA(config.lora_rank, config.lora_alpha, config.lora_targets),
     )
 
 

@@ -17,10 +17,14 @@ from jax.lax import DotAlgorithmPreset
 
 @dataclass(frozen=True)
 class LoRA:
-    """A low-rank update of a kernel: kernel + alpha / rank * lora_a @ lora_b (arXiv:2106.09685, section 4.1)."""
+    """A low-rank update of a kernel: kernel + alpha / rank * lora_a @ lora_b (arXiv:2106.09685, section 4.1).
+
+    Of the kernels that a layer has, those that `targets` names have one; None: all.
+    """
 
     rank: int
     alpha: float
+    targets: tuple[str, ...] | None = None
 
     @property
     def scale(self) -> float:

@@ -86,12 +86,12 @@ class LayerConfig:
         bias = self.bias and centered
         return Norm(width or self.width, center=centered, bias=bias, eps=self.norm_eps, plus_one=plus_one)
 
-    def linear(
-        self, features_in: int, features_out: int, *, bias: bool = False, residual: bool = False, rngs: nnx.Rngs
-    ) -> Linear:
-        """Return a new linear map; with `residual`, one that writes to the residual stream."""
-        std = self.residual_std if residual else self.std
-        return Linear(features_in, features_out, std=std, bias=self.bias or bias, lora=self.lora, rngs=rngs)
+    def linear(self, name: str, features_in: int, features_out: int, *, bias: bool = False, rngs: nnx.Rngs) -> Linear:
+        """Return a new linear map, by its name in the layer: "output" and "down" write to the residual stream."""
+        std = self.residual_std if name in ("output", "down") else self.std
+        lora = self.lora
+        lora = lora if lora is None or lora.targets is None or name in lora.targets else None
+        return Linear(features_in, features_out, std=std, bias=self.bias or bias, lora=lora, rngs=rngs)
 
     @property
     def everywhere(self) -> "LayerConfig":
@@ -156,10 +156,10 @@ class Attention(nnx.Module):
     def __init__(self, config: LayerConfig, *, rngs: nnx.Rngs) -> None:
         width, size, bias = config.width, config.head_width, config.qkv_bias
         self.config = config
-        self.query = config.linear(width, config.heads * size, bias=bias, rngs=rngs)
-        self.key = config.linear(width, config.kv_heads * size, bias=bias, rngs=rngs)
-        self.value = config.linear(width, config.kv_heads * size, bias=bias, rngs=rngs)
-        self.output = config.linear(config.heads * size, width, residual=True, rngs=rngs)
+        self.query = config.linear("query", width, config.heads * size, bias=bias, rngs=rngs)
+        self.key = config.linear("key", width, config.kv_heads * size, bias=bias, rngs=rngs)
+        self.value = config.linear("value", width, config.kv_heads * size, bias=bias, rngs=rngs)
+        self.output = config.linear("output", config.heads * size, width, rngs=rngs)
         self.query_norm = config.make_norm(size) if config.qk_norm else None
         self.key_norm = config.make_norm(size) if config.qk_norm else None
 
@@ -207,10 +207,10 @@ class FeedForward(nnx.Module):
     """
 
     def __init__(self, config: LayerConfig, *, rngs: nnx.Rngs) -> None:
-        self.up = config.linear(config.width, config.hidden, rngs=rngs)
+        self.up = config.linear("up", config.width, config.hidden, rngs=rngs)
         gated = config.activation in ("swiglu", "geglu")
-        self.gate = config.linear(config.width, config.hidden, rngs=rngs) if gated else None
-        self.down = config.linear(config.hidden, config.width, residual=True, rngs=rngs)
+        self.gate = config.linear("gate", config.width, config.hidden, rngs=rngs) if gated else None
+        self.down = config.linear("down", config.hidden, config.width, rngs=rngs)
         self.activation = config.activation
 
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jdp.checkpoint.errors import CheckpointError
+from jdp.core.user_path import check_regular
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,20 @@ class Table:
             f"{self.file}: {self.place}{key} must be {rule} for a model that jdp builds; given {shortened(value)}. "
             "Take a model that has it so, or correct the file."
         )
+
+
+def read_json(file: Path) -> Any:
+    """Return what a JSON file has; None if there is no such file. Raises CheckpointError if it cannot be read."""
+    try:
+        if file.exists():
+            check_regular(file)
+        return json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is damaged: it is not JSON ({str(error)[:100]}). Download it again.") from error
 
 
 def shortened(value: object) -> str:

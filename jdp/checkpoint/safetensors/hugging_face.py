@@ -71,16 +71,16 @@ def gpt2_names(config: GPTConfig, *, prefix: str = "transformer.") -> Names:
     for n in range(config.layers):
         layer = f"{prefix}h.{n}."
         for theirs, ours in (("ln_1", "attention_norm"), ("ln_2", "mlp_norm")):
-            tensors[f"{layer}{theirs}.weight"] = Tensor((_in_layer(config, n, f"{ours}/scale"),))
-            tensors[f"{layer}{theirs}.bias"] = Tensor((_in_layer(config, n, f"{ours}/bias"),))
+            tensors[f"{layer}{theirs}.weight"] = Tensor((in_layer(config, n, f"{ours}/scale"),))
+            tensors[f"{layer}{theirs}.bias"] = Tensor((in_layer(config, n, f"{ours}/bias"),))
         for theirs, ours in (
             ("attn.c_attn", ("attention/query", "attention/key", "attention/value")),
             ("attn.c_proj", ("attention/output",)),
             ("mlp.c_fc", ("mlp/up",)),
             ("mlp.c_proj", ("mlp/down",)),
         ):
-            tensors[f"{layer}{theirs}.weight"] = Tensor(tuple(_in_layer(config, n, f"{path}/kernel") for path in ours))
-            tensors[f"{layer}{theirs}.bias"] = Tensor(tuple(_in_layer(config, n, f"{path}/bias") for path in ours))
+            tensors[f"{layer}{theirs}.weight"] = Tensor(tuple(in_layer(config, n, f"{path}/kernel") for path in ours))
+            tensors[f"{layer}{theirs}.bias"] = Tensor(tuple(in_layer(config, n, f"{path}/bias") for path in ours))
     constants = (f"{prefix}h.*.attn.bias", f"{prefix}h.*.attn.masked_bias")  # the causal mask
     return Names({**tensors, **_head(config)}, (*constants, *_tied(config)), config)
 
@@ -102,9 +102,9 @@ def llama_names(config: GPTConfig) -> Names:
     for n in range(config.layers):
         layer = f"model.layers.{n}."
         for theirs, ours in _llama_vectors(config).items():
-            tensors[f"{layer}{theirs}"] = Tensor((_in_layer(config, n, ours),))
+            tensors[f"{layer}{theirs}"] = Tensor((in_layer(config, n, ours),))
         for theirs, ours in LLAMA_MAPS.items():
-            tensors[f"{layer}{theirs}.weight"] = Tensor((_in_layer(config, n, f"{ours}/kernel"),), transposed=True)
+            tensors[f"{layer}{theirs}.weight"] = Tensor((in_layer(config, n, f"{ours}/kernel"),), transposed=True)
     return Names({**tensors, **_head(config)}, ("model.layers.*.rotary_emb.inv_freq", *_tied(config)), config)
 
 
@@ -153,7 +153,8 @@ def _one(path: str) -> Tensor:
     return Tensor((Part(path),))
 
 
-def _in_layer(config: GPTConfig, n: int, path: str) -> Part:
+def in_layer(config: GPTConfig, n: int, path: str) -> Part:
+    """Return the part that layer n of a model has of a parameter, by its path in the layer."""
     return Part(f"layers/{path}", n) if config.scan else Part(f"layers/{n}/{path}")
 
 

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from jdp.checkpoint.errors import CheckpointError
-from jdp.checkpoint.safetensors.config_table import Table, shortened
+from jdp.checkpoint.safetensors.config_table import Table, read_json, shortened
 from jdp.checkpoint.safetensors.families import FAMILIES, REFUSED
-from jdp.core.user_path import check_regular, user_path
+from jdp.core.user_path import user_path
 from jdp.models import GPTConfig
 
 NAME = "config.json"
-_INERT = frozenset(("dropout", "scan", "remat", "attention", "lora_rank", "lora_alpha"))
+_INERT = frozenset(("dropout", "scan", "remat", "attention", "lora_rank", "lora_alpha", "lora_targets"))
 """Fields that do not change what the weights compute (LoRA's begin at zero)."""
 
 
@@ -55,16 +55,7 @@ def read(path: Path) -> GPTConfig | None:
         CheckpointError: it is damaged, or `jdp.models.GPT` cannot compute the model.
     """
     file = (path if path.is_dir() else path.parent) / NAME
-    try:
-        if file.exists():
-            check_regular(file)
-        table: Any = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}.") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} is damaged: it is not JSON ({str(error)[:100]}). Download it again.") from error
+    table = read_json(file)
     if not isinstance(table, dict) or "model_type" not in table:
         return None
     values = Table(file, table)

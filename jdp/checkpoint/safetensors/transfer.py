@@ -67,7 +67,7 @@ def export_safetensors(
     path = user_path(path).absolute()
     if path.suffix != files.SUFFIX:
         raise CheckpointError(f"A safetensors file is named NAME{files.SUFFIX}; given {path.name}. Add the suffix.")
-    leaves = _leaves(params)
+    leaves = weights_of(params)
     check_values(leaves)
     tensors = resolve(names, leaves)
     check_cover(tensors, leaves)
@@ -110,8 +110,13 @@ def export_hf(
         ValueError: the path is an address such as gs://bucket/model, or the names are not known for this configuration.
     """
     folder = user_path(folder).absolute()
+    if config.lora_rank is not None:
+        raise CheckpointError(
+            "A model with updates is its base and an adapter; given lora_rank="
+            f"{config.lora_rank}. Export the adapter: jdp.export.export_peft."
+        )
     names = hf_names(config)
-    own = next((leaf.dtype for leaf in _leaves(params).values()), np.float32)
+    own = next((leaf.dtype for leaf in weights_of(params).values()), np.float32)
     keys = written(config, np.dtype(own if dtype is None else dtype).name)
     file = folder / CONFIG
     there = file.exists()
@@ -164,7 +169,7 @@ def import_safetensors(
         ValueError: a leaf of `target` has no sharding, or the path is an address such as gs://bucket/model.safetensors.
     """
     path = user_path(path).absolute()
-    leaves = _leaves(target)
+    leaves = weights_of(target)
     stored = files.read(path)
     expected = resolve(names, leaves)
     if check_config:
@@ -190,11 +195,15 @@ def import_safetensors(
                 )
     check_kept({leaf_path: leaf for leaf_path, leaf in leaves.items() if leaf_path not in sources}, path)
     found = {leaf_path: _read_leaf(leaves[leaf_path], stored_in, leaves) for leaf_path, stored_in in sources.items()}
-    return _with_leaves(target, {**leaves, **found})
+    return _withweights_of(target, {**leaves, **found})
 
 
-def _leaves(tree: PyTree) -> dict[str, Any]:
-    """Return weights by slash path: of a state, its parameters and model state, which make one model."""
+def weights_of(tree: PyTree) -> dict[str, Any]:
+    """Return weights by slash path: of a state, its parameters and model state, which make one model.
+
+    Raises:
+        CheckpointError: two have the same path.
+    """
     trees = [tree.params, tree.model_state] if isinstance(tree, TrainState) else [tree]
     pairs = [(path_of(path), leaf) for each in trees for path, leaf in jax.tree.leaves_with_path(each)]
     leaves = dict(pairs)
@@ -204,7 +213,7 @@ def _leaves(tree: PyTree) -> dict[str, Any]:
     return leaves
 
 
-def _with_leaves(tree: PyTree, leaves: Mapping[str, Any]) -> PyTree:
+def _withweights_of(tree: PyTree, leaves: Mapping[str, Any]) -> PyTree:
     """Return a state or tree with the weights replaced by those of the same slash paths."""
 
     def fill(tree: PyTree) -> PyTree:

@@ -8,6 +8,7 @@ from jdp.models.checks import require, require_choice, require_heads, require_po
 from jdp.models.configs.choices import Activation, Attend, NormKind, Remat
 
 Positions = Literal["rotary", "learned"]
+LoRATarget = Literal["query", "key", "value", "output", "gate", "up", "down"]
 
 
 @dataclass(frozen=True)
@@ -49,10 +50,11 @@ class GPTConfig:
         attention: "cudnn" is fused, on NVIDIA GPUs, for 16-bit floats; "xla" runs anywhere in any dtype; "auto" is the
             first where the devices, the dtype and the shapes allow it, else the second, within the documents of long
             packed rows block by block.
-        lora_rank: adds a low-rank update (arXiv:2106.09685) to every kernel of the layers: `nnx.LoRAParam` leaves
+        lora_rank: adds a low-rank update (arXiv:2106.09685) to kernels of the layers: `nnx.LoRAParam` leaves
             `.../lora_a` and `.../lora_b`. The function and all other initial values do not change. To train them alone:
             `jdp.init_state(..., wrt=nnx.LoRAParam)`. None: no such leaves.
         lora_alpha: updates are multiplied by lora_alpha / lora_rank.
+        lora_targets: which kernels have one, of "query", "key", "value", "output", "gate", "up" and "down"; None: all.
 
     Raises:
         ValueError: a size that does not fit another, or a choice that does not exist.
@@ -90,6 +92,7 @@ class GPTConfig:
     attention: Attend = "auto"
     lora_rank: int | None = None
     lora_alpha: float = 16.0
+    lora_targets: tuple[LoRATarget, ...] | None = None
 
     def __post_init__(self) -> None:
         require_choice(
@@ -107,6 +110,7 @@ class GPTConfig:
         require_rates(self)
         require(self.rope_theta > 0, "rope_theta is positive", f"{self.rope_theta}", "10000 is usual")
         require(self.lora_alpha > 0, "lora_alpha is positive", f"{self.lora_alpha}", "16 is usual")
+        self._check_lora_targets()
         self._check_heads()
         self._check_window()
         self._check_rope_scaling()
@@ -127,6 +131,14 @@ class GPTConfig:
             f"width({width}) / heads({heads}) = {self.head_width}" if self.head_dim is None else f"{self.head_dim}",
             "Change width, heads or head_dim, or use learned positions",
         )
+
+    def _check_lora_targets(self) -> None:
+        if self.lora_targets is None:
+            return
+        among = tuple(name for name in get_args(LoRATarget) if name != "gate" or self.gated)
+        fits = bool(self.lora_targets) and set(self.lora_targets) <= set(among)
+        require(fits, "lora_targets are kernels of a layer", f"{self.lora_targets}", f"Choose among {among}")
+        require(self.lora_rank is not None, "lora_targets is for updates", "no rank", "Set lora_rank, or remove it")
 
     def _check_window(self) -> None:
         theta = self.rope_local_theta

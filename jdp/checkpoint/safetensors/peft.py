@@ -1,0 +1,197 @@
+"""LoRA's updates in the format of Hugging Face's PEFT: `adapter_model.safetensors` beside `adapter_config.json`.
+
+| file (base_model.model.model.layers.N.) | jdp (layers/) |
+|---|---|
+| self_attn.q_proj, k_proj, v_proj, o_proj | attention/query, key, value, output |
+| mlp.gate_proj, up_proj, down_proj | mlp/gate, up, down |
+| each with .lora_A.weight [r, in], .lora_B.weight [out, r] | /lora_a, /lora_b, transposed |
+
+Both multiply the product of the two by lora_alpha / r. What else PEFT knows (DoRA, rank-stabilised scales, ranks by
+layer, biases, whole modules beside the updates, ...) is refused by name, as is an option that this file does not name,
+unless it is empty. Adapters of GPT-2 are refused: there one update serves queries, keys and values, and jdp has three.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jdp.checkpoint.errors import CheckpointError, write_error
+from jdp.checkpoint.safetensors import files
+from jdp.checkpoint.safetensors.config_table import Table, read_json, shortened
+from jdp.checkpoint.safetensors.hugging_face import LLAMA_MAPS, in_layer, llama_names
+from jdp.checkpoint.safetensors.names import Names, Tensor
+from jdp.checkpoint.safetensors.transfer import export_safetensors, import_safetensors, weights_of
+from jdp.core.meeting import meet
+from jdp.core.notices import notice
+from jdp.core.types import PyTree
+from jdp.core.user_path import user_path
+from jdp.models import GPTConfig
+
+CONFIG, WEIGHTS = "adapter_config.json", f"adapter_model{files.SUFFIX}"
+_ONLY: dict[str, tuple[object, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "init_lora_weights": (True, False, "gaussian"),  # others change the base model's weights too
+    "task_type": (None, "CAUSAL_LM"),
+}
+_INERT = (
+    *("r", "lora_alpha", "target_modules", "exclude_modules", "lora_dropout", "inference_mode", "auto_mapping"),
+    *("base_model_name_or_path", "revision", "peft_version", "megatron_core", "qalora_group_size", "layers_pattern"),
+)
+_NAME = re.compile(r"base_model\.model\.model\.layers\.\d+\.(\w+\.\w+)\.lora_[AB]\.weight")
+
+
+def lora_from_peft(folder: str | Path) -> dict[str, Any]:
+    """Return the rank, alpha and targets of the adapter in a folder, as arguments of `GPTConfig`.
+
+    With the model's: `dataclasses.replace(gpt_config_from_hf(base), **lora_from_peft(folder))`.
+
+    Args:
+        folder: as PEFT's `save_pretrained` writes it.
+
+    Raises:
+        CheckpointError: there is no adapter, it is damaged, or it is none that `jdp.models.GPT` computes.
+        ValueError: the path is an address such as gs://bucket/adapter.
+    """
+    folder = user_path(folder).absolute()
+    table = _read_config(folder)
+    targets: set[str] = set()
+    for name in files.read(folder / WEIGHTS):
+        found = _NAME.fullmatch(name)
+        if found is None or found[1] not in LLAMA_MAPS:
+            raise CheckpointError(
+                f"{folder / WEIGHTS} has {shortened(name)}, which is no update of a linear map in the layers of a "
+                "Llama or a relative of it (base_model.model.model.layers.N.self_attn.q_proj.lora_A.weight, ...). Take "
+                "an adapter of these alone."
+            )
+        targets.add(LLAMA_MAPS[found[1]].rpartition("/")[2])
+    every = [path.rpartition("/")[2] for path in LLAMA_MAPS.values()]
+    return {
+        "lora_rank": table.count("r", 8),
+        "lora_alpha": table.number("lora_alpha", 8),
+        "lora_targets": tuple(name for name in every if name in targets),
+    }
+
+
+def import_peft(folder: str | Path, target: PyTree, config: GPTConfig) -> PyTree:
+    """Read an adapter onto the LoRA parameters of `target`; its other weights stay as they are.
+
+    Args:
+        folder: as PEFT's `save_pretrained` writes it.
+        target: a state or a tree of parameters, with values, of a model of this configuration.
+        config: the model's, with `lora_rank`, `lora_alpha` and `lora_targets` as `lora_from_peft` returns them.
+
+    Returns:
+        `target` with the adapter's values.
+
+    Raises:
+        CheckpointError: there is no adapter, it is damaged, is none that `jdp.models.GPT` computes, or differs from the
+            configuration or the parameters.
+        ValueError: the path is an address such as gs://bucket/adapter, or the model is no Llama or relative of it.
+    """
+    folder = user_path(folder).absolute()
+    names = _names(config)
+    found = lora_from_peft(folder)
+    given = {field: getattr(config, field) for field in found} | {"lora_targets": _targets(config)}
+    differing = [f"{field} = {value} (given {given[field]})" for field, value in found.items() if value != given[field]]
+    if differing:
+        raise CheckpointError(
+            f"{folder / CONFIG} describes another adapter than the model has: {', '.join(differing)}. Build the model "
+            f"with these: lora_from_peft({str(folder)!r})."
+        )
+    base = [path for path in weights_of(target) if not _is_update(path)]
+    return import_safetensors(folder / WEIGHTS, target, names=names, missing=base)
+
+
+def export_peft(
+    folder: str | Path, params: PyTree, config: GPTConfig, *, base: str | None = None, dtype: Any = None
+) -> None:
+    """Write the LoRA parameters as PEFT reads them. Every process calls this; process 0 writes.
+
+    Args:
+        folder: made if there is none; files of these names in it are replaced.
+        params: the parameters of a `jdp.models.GPT`, or a state.
+        config: the model's, with `lora_rank`.
+        base: name or folder of the model that the updates are of, for `base_model_name_or_path`; None: unknown.
+        dtype: what the weights are cast to; None: no cast.
+
+    Raises:
+        CheckpointError: the parameters are not of this configuration, or a file cannot be written.
+        ValueError: the path is an address such as gs://bucket/adapter, or the model has no updates, or is no Llama or
+            relative of it.
+    """
+    folder = user_path(folder).absolute()
+    names = _names(config)
+    updates = {path: leaf for path, leaf in weights_of(params).items() if _is_update(path)}
+    export_safetensors(folder / WEIGHTS, updates, names=names, dtype=dtype)
+    keys = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": config.lora_rank,
+        "lora_alpha": config.lora_alpha,
+        "target_modules": [name.rpartition(".")[2] for name in _targeted(config)],
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    if jax.process_index() == 0:
+        try:
+            (folder / CONFIG).write_text(json.dumps(keys, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise write_error(f"{folder / CONFIG} was not written", error) from error
+    meet("the end of jdp.export_peft")
+
+
+def _read_config(folder: Path) -> Table:
+    """Read `adapter_config.json`. Raises CheckpointError if it is missing, damaged, or no plain LoRA."""
+    keys = read_json(folder / CONFIG)
+    if not isinstance(keys, dict) or "peft_type" not in keys:
+        raise CheckpointError(f"{folder} has no {CONFIG} of an adapter of PEFT's. Give the folder that it is in.")
+    table = Table(folder / CONFIG, keys)
+    for key, allowed in _ONLY.items():
+        table.require(key, *allowed)
+    for key, value in table.keys.items():
+        if value and key not in (*_ONLY, *_INERT):
+            raise CheckpointError(
+                f"{table.file}: {key} = {shortened(value)} makes another update than x @ lora_A @ lora_B * alpha / r, "
+                "which is jdp's. Take an adapter without it."
+            )
+    if table.number("lora_dropout", 0.0):
+        notice(f"{table.file} was trained with lora_dropout; jdp has none: the function is the same, training is not")
+    return table
+
+
+def _names(config: GPTConfig) -> Names:
+    """Return PEFT's names. Raises ValueError for a model without updates, or of another architecture."""
+    llama_names(config)  # refuses other architectures
+    if config.lora_rank is None:
+        raise ValueError("An adapter is of a model with updates; given lora_rank=None. Set lora_rank.")
+    tensors: dict[str, Tensor] = {}
+    for n in range(config.layers):
+        for theirs, ours in _targeted(config).items():
+            for part in "AB":
+                name = f"base_model.model.model.layers.{n}.{theirs}.lora_{part}.weight"
+                tensors[name] = Tensor((in_layer(config, n, f"{ours}/lora_{part.lower()}"),), transposed=True)
+    return Names(tensors)
+
+
+def _targeted(config: GPTConfig) -> dict[str, str]:
+    """Return the maps that have an update: PEFT's name -> jdp's."""
+    return {theirs: ours for theirs, ours in LLAMA_MAPS.items() if ours.rpartition("/")[2] in _targets(config)}
+
+
+def _targets(config: GPTConfig) -> tuple[str, ...]:
+    """Return `lora_targets` with its default resolved, in the order of the layer."""
+    every = [path.rpartition("/")[2] for path in LLAMA_MAPS.values()]
+    return tuple(name for name in every if config.lora_targets is None or name in config.lora_targets)
+
+
+def _is_update(path: str) -> bool:
+    return path.endswith(("/lora_a", "/lora_b"))
