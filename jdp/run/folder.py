@@ -58,7 +58,7 @@ MAY_CHANGE = frozenset(
 )
 """Keys and tables that may differ when a run is resumed, except `FIXED`, and `train.steps` if the learning rate's
 schedule runs over them."""
-FIXED = frozenset(("train.batch_size", "train.wrt", "train.init_from", "train.init_names"))
+FIXED = frozenset(("train.batch_size", "train.wrt", "train.init_from", "train.init_names", "train.init_adapter"))
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENOTDIR)
 """Errors of a disk that cannot be written; other errors of the system are not about writing."""
 

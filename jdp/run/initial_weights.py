@@ -2,7 +2,7 @@
 
 1. Check the path before anything is written.
 2. Read parameters and model state onto the state's shardings. LoRA parameters may be missing: they keep their initial
-   values.
+   values, or get those of `train.init_adapter`.
 3. Make the optimizer's state for these weights: an average of parameters begins at them.
 """
 
@@ -15,9 +15,10 @@ from typing import Any
 import jax
 
 from jdp.checkpoint import CheckpointError, restore_params
-from jdp.checkpoint.safetensors import Names, files, gpt2_names, import_safetensors, llama_names
+from jdp.checkpoint.safetensors import Names, files, gpt2_names, import_peft, import_safetensors, llama_names
 from jdp.checkpoint.safetensors.hugging_face_config import NAME as CONFIG
 from jdp.checkpoint.safetensors.hugging_face_config import differences
+from jdp.checkpoint.safetensors.peft import check_adapter
 from jdp.core.host_memory import on_device
 from jdp.core.optim.checks import first_state
 from jdp.core.paths import path_of
@@ -34,6 +35,8 @@ SAFETENSORS = ".safetensors"
 def check_init_from(experiment: Experiment) -> None:
     """Check that `train.init_from` exists and, by the `config.json` beside it, has the weights of this model.
 
+    Likewise `train.init_adapter`, by its `adapter_config.json`.
+
     Args:
         experiment: validated.
 
@@ -49,6 +52,11 @@ def check_init_from(experiment: Experiment) -> None:
             "fix the path, or remove it"
         )
     config: Any = experiment.model.config
+    if experiment.train.init_adapter is not None:
+        try:
+            check_adapter(experiment.train.init_adapter, config)
+        except ValueError as error:
+            raise ExperimentError(f"train.init_adapter: {error}") from error
     if experiment.train.init_names == "jdp" or not _is_safetensors(path):
         return
     try:
@@ -84,9 +92,12 @@ def load_parameters(state: TrainState, experiment: Experiment, plan: Plan) -> tu
     """
     path = Path(experiment.train.init_from or "")
     read = _import(path, state, experiment) if _is_safetensors(path) else restore_params(path, state, missing=LORA)
+    adapter, config = experiment.train.init_adapter, experiment.model.config
+    if adapter is not None:
+        read = import_peft(adapter, read, config)
     before, after = jax.tree.leaves_with_path(state.params), jax.tree.leaves(read.params)
     fresh = [path_of(leaf_path) for (leaf_path, old), new in zip(before, after, strict=True) if old is new]
-    message = f"parameters from {path}"
+    message = f"parameters from {path}" + (f", updates from {adapter}" if adapter is not None else "")
     if fresh:
         shown = ", ".join(fresh[:2]) + ", …" * (len(fresh) > 2)
         message += f", except {len(fresh)} that it does not have and that start fresh: {shown}"

@@ -16,7 +16,9 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import jdp
+from jdp.cli.main import main
 from jdp.core import notices
+from jdp.experiment.file import ExperimentError, from_table, to_toml
 from jdp.export import (
     export_hf,
     export_peft,
@@ -144,7 +146,7 @@ TENSORS = {
     "another target": (
         {f"base_model.model.model.layers.{n}.self_attn.k_proj.lora_{part}.weight": shape
          for n in (0, 1) for part, shape in (("A", [4, 32]), ("B", [16, 4]))},
-        r"lora_targets = \('query', 'key', 'value', 'down'\) \(given \('query', 'value', 'down'\)\)",
+        r'lora_targets = \["query", "key", "value", "down"\] \(given \["query", "value", "down"\]\)',
     ),
     "a layer less": ({"base_model.model.model.layers.1.mlp.down_proj.lora_A.weight": None}, "has no base_model.*s.1"),
     "a shape": (
@@ -190,6 +192,47 @@ def test_dropout_of_updates_is_said_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(notices, "_said", set())
     lora_from_peft(written(tmp_path / "adapter", ADAPTER, "adapter_model", lora_dropout=0.1))
     assert "was trained with lora_dropout; jdp has none: the function is the same" in capsys.readouterr().err
+
+
+def experiment_for(folders, tmp_path, **model):
+    np.savez(tmp_path / "tokens.npz", tokens=np.random.default_rng(0).integers(0, 40, 2000).astype(np.int32))
+    table = {
+        "name": "tuned",
+        "devices": 8,
+        "model": {"name": f"hf:{folders[0]}", "lora_rank": 4, "lora_alpha": 6.0, **model},
+        "data": {"source": str(tmp_path / "tokens.npz"), "tokenizer": "none", "length": 16},
+        "optimizer": {"name": "sgd", "lr": 0.1},
+        "train": {
+            "steps": 1, "batch_size": 8, "wrt": "*/lora_*", "init_from": str(folders[0]), "init_names": "hf",
+            "init_adapter": str(folders[1]),
+        },
+    }  # fmt: skip
+    (tmp_path / "tuned.toml").write_text(to_toml(from_table(table)))
+    return main(["train", str(tmp_path / "tuned.toml"), "--run-dir", str(tmp_path / "runs")])
+
+
+def test_a_run_goes_on_from_an_adapter(folders, tmp_path, capsys):
+    targets = ["query", "value", "down"]
+    assert experiment_for(folders, tmp_path, lora_targets=targets) == 0
+    assert f"parameters from {folders[0]}, updates from {folders[1]}\n" in capsys.readouterr().out, "and none is fresh"
+    with pytest.raises(
+        ExperimentError, match=r"train.init_adapter updates the weights of a GPT, train.init_from: give"
+    ):
+        from_table(
+            {
+                "name": "tuned", "model": {"name": "gpt-nano"}, "data": {"source": "stdlib"},
+                "train": {"steps": 1, "batch_size": 8, "init_adapter": str(folders[1])},
+            }
+        )  # fmt: skip
+
+
+def test_a_run_from_an_adapter_of_another_shape_is_refused_before_it_begins(folders, tmp_path, capsys):
+    assert experiment_for(folders, tmp_path) == 2
+    error = capsys.readouterr().err
+    assert (
+        "train.init_adapter: " in error and 'lora_targets = ["query", "value", "down"] (given ["query", "key"' in error
+    )
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.slow

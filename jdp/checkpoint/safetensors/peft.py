@@ -95,17 +95,34 @@ def import_peft(folder: str | Path, target: PyTree, config: GPTConfig) -> PyTree
         ValueError: the path is an address such as gs://bucket/adapter, or the model is no Llama or relative of it.
     """
     folder = user_path(folder).absolute()
+    names = check_adapter(folder, config)
+    base = [path for path in weights_of(target) if not _is_update(path)]
+    return import_safetensors(folder / WEIGHTS, target, names=names, missing=base)
+
+
+def check_adapter(folder: str | Path, config: GPTConfig) -> Names:
+    """Return the names of a model's updates in PEFT's file.
+
+    Raises:
+        CheckpointError: there is no adapter in the folder, it is damaged, none that `jdp.models.GPT` computes, or
+            another than the configuration has.
+        ValueError: the path is an address such as gs://bucket/adapter, or the model is no Llama or relative of it.
+    """
+    folder = user_path(folder).absolute()
     names = _names(config)
     found = lora_from_peft(folder)
     given = {field: getattr(config, field) for field in found} | {"lora_targets": _targets(config)}
-    differing = [f"{field} = {value} (given {given[field]})" for field, value in found.items() if value != given[field]]
+    differing = [
+        f"{field} = {json.dumps(value)} (given {json.dumps(given[field])})"
+        for field, value in found.items()
+        if value != given[field]
+    ]
     if differing:
         raise CheckpointError(
             f"{folder / CONFIG} describes another adapter than the model has: {', '.join(differing)}. Build the model "
             f"with these: lora_from_peft({str(folder)!r})."
         )
-    base = [path for path in weights_of(target) if not _is_update(path)]
-    return import_safetensors(folder / WEIGHTS, target, names=names, missing=base)
+    return names
 
 
 def export_peft(

@@ -27,6 +27,9 @@ class Train(Section):
     init_names: Literal["jdp", "hf", "gpt2", "llama"] = "jdp"
     """Names that tensors have in that safetensors file: jdp's paths, or "hf", those of Hugging Face for this model
     ("gpt2" or "llama": of this layout; the second is that of Mistral, Qwen2, Qwen3 and Gemma too)."""
+    init_adapter: PathText | None = None
+    """The folder of a LoRA adapter in PEFT's format, read after init_from; model.lora_rank, lora_alpha and lora_targets
+    are the adapter's. Relative as data.source; none = no adapter."""
     log_every: Positive = 10
     """Steps between lines of metrics."""
     eval_every: Count = 0
