@@ -36,6 +36,7 @@ class Leaf:
         bytes_per_device: of one device's part; of the whole array, "at most", where its sharding is not known.
         why: the reason for it; "" where there is none.
         is_sharding_known: where it is not, `bytes_per_device` is an upper bound.
+        on_host: these bytes rest in the host's memory, not in the device's.
     """
 
     path: str
@@ -45,6 +46,7 @@ class Leaf:
     bytes_per_device: int
     why: str = ""
     is_sharding_known: bool = True
+    on_host: bool = False
 
 
 def leaves_of(tree: PyTree) -> list[Leaf]:
@@ -66,8 +68,13 @@ def _leaf(path: str, value: Any) -> Leaf:
         with suppress(ValueError):  # a spec that does not fit
             part = sharding.shard_shape(shape)
     held = bytes_per_device(part, dtype, 1)
-    known = sharding is not None or isinstance(value, np.ndarray | np.generic)
-    return Leaf(path, f"{dtype}{[*shape]}", _lies(value, sharding), math.prod(shape), held, is_sharding_known=known)
+    known, on_host = sharding is not None or isinstance(value, np.ndarray | np.generic), _is_on_host(sharding)
+    words, where = f"{dtype}{[*shape]}", _lies(value, sharding)
+    return Leaf(path, words, where, math.prod(shape), held, is_sharding_known=known, on_host=on_host)
+
+
+def _is_on_host(sharding: Any) -> bool:
+    return getattr(sharding, "memory_kind", None) == PINNED
 
 
 def _lies(value: Any, sharding: Any) -> str:
@@ -76,7 +83,7 @@ def _lies(value: Any, sharding: Any) -> str:
         return "being traced" if isinstance(value, Tracer) else "NumPy"
     where = "not said" if sharding is None else type(sharding).__name__
     if isinstance(sharding, NamedSharding):
-        where = f"{sharding.spec}" + (" in host memory" if sharding.memory_kind == PINNED else "")
+        where = f"{sharding.spec}" + (" in host memory" if _is_on_host(sharding) else "")
     return f"{where}, donated" if isinstance(value, jax.Array) and value.is_deleted() else where
 
 
@@ -97,6 +104,8 @@ def leaf_table(leaves: Sequence[Leaf], most: int) -> list[tuple[str, ...]]:
     if len(parts) > 1:
         rows += [_sum(f"all of {name}", of) for name, of in parts.items() if len(of) > 1]
     rows = [("leaf", "array", "lies as", "a device", "why"), *rows, _sum("total", leaves)]
+    if on_host := [leaf for leaf in leaves if leaf.on_host]:
+        rows.append(_sum("of it in host memory", on_host))
     return rows if any(leaf.why for leaf in leaves) else [row[:-1] for row in rows]
 
 

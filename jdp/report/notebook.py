@@ -148,7 +148,7 @@ def _parts(leaves: Sequence[Leaf]) -> Markup:
     for leaf in leaves:
         part = leaf.path.partition("/")[0]
         sizes[part] = sizes.get(part, 0) + leaf.bytes_per_device
-    colours = {part: colour for part, colour in zip(sizes, _endless(len(sizes)), strict=True) if sizes[part]}
+    colours = {part: SERIES[i % len(SERIES)] for i, part in enumerate(sizes) if sizes[part]}
     total = sum(sizes.values())
     if not total:
         return Markup()
@@ -157,10 +157,6 @@ def _parts(leaves: Sequence[Leaf]) -> Markup:
     picture = stacked_bars([bar], colours, unit, symbol, "Bytes at rest on a device, by part; the table has the same.")
     keys = [key(part, colour) for part, colour in colours.items()]
     return element("figure", picture, element("figcaption", *keys), class_="picture")
-
-
-def _endless(count: int) -> list[str]:
-    return [SERIES[i % len(SERIES)] for i in range(count)]
 
 
 # A mesh.

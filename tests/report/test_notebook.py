@@ -120,6 +120,7 @@ def test_placements_are_a_list_with_the_reason_for_each(gone):
     assert text.splitlines()[0] == "3 placements"
     assert "sharded on dimension 0: 64 over data=4" in page.text
     assert "P('data',) in host memory" in text
+    assert re.search(r"of it in host memory +8\.19k elements in 2 +8 KiB", repr(placements[:6]))
 
 
 def test_a_plan_is_one_line_and_a_picture_of_its_mesh():

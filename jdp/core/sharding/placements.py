@@ -36,6 +36,7 @@ class Placements(list[Placement], Drawn):
                 math.prod(place.shape),
                 place.bytes_per_device,
                 place.reason,
+                on_host=place.on_host,
             )
             for place in self
         ]
