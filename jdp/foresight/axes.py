@@ -7,11 +7,12 @@ within a host, and is searched where the plan's rules shard parameters over it. 
 
 - a rule, the batch or what `refuse` names does not divide, or the state at rest alone is more than a device has: they
   cannot run; or
-- others send for less time: `MOST` are kept, of each strategy the one that sends for the shortest time, then the next
-  of any. Counted are the strategy's row of the contract (`traffic/theory.py`), under zero3 layer by layer, and for the
-  model's axis an all-reduce of the activations [tokens of a device, width] for each matrix that it shards (Shoeybi et
-  al. 2019, arXiv:1909.08053, section 3), each by the links that it crosses (`timing/collectives.py`). How much of that
-  is hidden behind computation only compiling tells.
+- `MOST` others are kept: each strategy on replicas of as few hosts as hold its state (`hybrid_axes`), which hid most
+  where all sizes were compiled; then of each strategy the one that sends for the shortest time. Counted are the
+  strategy's row of the contract (`traffic/theory.py`), under zero3 layer by layer, and for the model's axis an
+  all-reduce of the activations [tokens of a device, width] for each matrix that it shards (Shoeybi et al. 2019,
+  arXiv:1909.08053, section 3), each by the links that it crosses (`timing/collectives.py`). How much of that is hidden
+  behind computation only compiling tells.
 
 What is the same program as another is no way of its own: ddp sums over `replica` as over `data`, and with one
 microbatch zero2 is zero1.
@@ -38,7 +39,7 @@ from jdp.core.state import TrainState
 from jdp.core.step import Step
 from jdp.core.types import Batch
 from jdp.foresight.memory.peak import available_bytes
-from jdp.foresight.targets.relocate import Candidate, abstract_on, candidate_name
+from jdp.foresight.targets.relocate import Candidate, abstract_on, candidate_name, hybrid_axes
 from jdp.foresight.targets.resolve import Target
 from jdp.foresight.timing.collectives import Groups, collective_seconds
 from jdp.foresight.traffic.reductions import ring_bytes
@@ -76,7 +77,7 @@ class MeshSearch:
     """Which ways on other meshes are compiled, and why the others are not.
 
     Attributes:
-        kept: those to compile, the one that sends for the shortest time first.
+        kept: those to compile, in order.
         ways: how many there are.
         left_out: why the others are left out, a clause for each reason.
         in_seconds: whether `MeshWay.sends` are seconds.
@@ -97,7 +98,9 @@ class MeshSearch:
         if not self.ways:
             return f"--axes: no other mesh can be tried. Left out: {'; '.join(self.left_out) or 'nothing'}"
         kept = ", ".join(f"{way} {self.amount(way)}" for way in self.kept) or "none"
-        found = f"--axes: of {self.ways} ways on other meshes {len(self.kept)} compiled, by what they send: {kept}"
+        found = (
+            f"--axes: of {self.ways} ways on other meshes {len(self.kept)} compiled, beside what a step sends: {kept}"
+        )
         return f"{found}. Left out: {'; '.join(self.left_out)}" if self.left_out else found
 
     def to_json(self) -> dict[str, Any]:
@@ -155,9 +158,7 @@ def search_axes(
                 large.append(replace(way, sends=held))
             else:
                 kept.append(replace(way, sends=_sends(found, target, tokens / accumulate)))
-    kept.sort(key=lambda way: way.sends)
-    firsts = [next(way for way in kept if way.strategy == name) for name in {way.strategy: None for way in kept}]
-    kept = sorted(firsts, key=lambda way: way.sends)[:MOST] + [way for way in kept if way not in firsts]
+    kept = _in_order(kept, hybrid_axes(target, own.state))
     search = MeshSearch(tuple(kept[:MOST]), len(kept) + len(large) + sum(reasons.values()), (), target.chip is not None)
     left_out += [f"{count}, as {reason}" for reason, count in reasons.items()]
     if large:
@@ -167,8 +168,17 @@ def search_axes(
         )
     if longer := kept[MOST:]:
         shown = ", ".join(f"{way} {search.amount(way)}" for way in longer[:NAMED])
-        left_out.append(f"{len(longer)} that send no less, {'such as ' * (len(longer) > NAMED)}{shown}")
+        left_out.append(f"{len(longer)} others, {'such as ' * (len(longer) > NAMED)}{shown}")
     return replace(search, left_out=tuple(left_out))
+
+
+def _in_order(ways: Sequence[MeshWay], hybrid: Mapping[str, int] | None) -> list[MeshWay]:
+    """Return the ways, first those on the mesh `hybrid`, then the first of each strategy by what it sends."""
+    by_sends = sorted(ways, key=lambda way: way.sends)
+    preferred = [way for way in by_sends if way.axes == hybrid]
+    named = {way.strategy: way for way in reversed(by_sends) if way not in preferred}
+    firsts = [way for way in by_sends if way in named.values()]
+    return [*preferred, *firsts, *(way for way in by_sends if way not in (*preferred, *firsts))]
 
 
 def factorisations(target: Target, own: Mapping[str, int], model_axis: str | None) -> list[dict[str, int]]:

@@ -99,6 +99,12 @@ def test_why_it_is_faster():
     assert "ddp takes 20 % longer: it computes 20 ms longer" in why
 
 
+def test_a_mesh_of_its_own_is_named_as_keys():
+    far = replace(estimate("zero3", gib=31, step=0.09), axes={"replica": 8, "data": 8})
+    assert "--mesh.replica 8 --mesh.data 8" in words(estimate("zero1", gib=60), far)[1]
+    assert "--mesh" not in words(estimate("zero1", gib=30, step=0.08), far)[1], "the experiment's own is set already"
+
+
 def test_equals_are_named_too():
     same = [estimate("zero1", gib=60), estimate("zero2", gib=60), estimate("ddp", gib=65, step=0.13)]
     _, why = words(*same)

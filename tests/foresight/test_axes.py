@@ -56,11 +56,13 @@ def test_factorisations_keep_replicas_on_whole_hosts_and_the_models_axis_within_
     ]
 
 
-def test_what_sends_least_of_each_strategy_is_kept_and_the_rest_is_told():
+def test_replicas_of_few_hosts_are_kept_then_what_sends_least_and_the_rest_is_told():
     found = searched("h100:8x8")
-    assert {way.strategy for way in found.kept} == {"zero1", "zero3"} and len(found.kept) == MOST
+    whole_hosts = {"replica": 8, "data": 8}
+    assert [way.axes == whole_hosts for way in found.kept] == [True, True, False] and len(found.kept) == MOST
+    assert {way.strategy for way in found.kept[:2]} == {"zero1", "zero3"}
     assert found.ways == 3 * 2, "ddp sums over replica as over data, and with one microbatch zero2 is zero1"
-    assert "no [rules] shard parameters" in found.words and "3 that send no less" in found.words
+    assert "no [rules] shard parameters" in found.words and "3 others, zero" in found.words
     assert searched("h100:8x8", accumulate=2, train={"steps": 1, "batch_size": 128}).ways == 3 * 3
     alone = searched("h100:1x8")
     assert not alone.kept and "no other mesh can be tried" in alone.words

@@ -14,6 +14,7 @@ from jdp.cli import main as cli
 from jdp.foresight.bill import Bill
 from jdp.foresight.forecast import PlanReport
 from jdp.foresight.scaling import Scaling
+from jdp.foresight.smallest import Smallest
 from jdp.report.scaling_page import scaling_page
 
 ROOT = Path(__file__).parents[2]
@@ -62,6 +63,13 @@ def test_the_sentences_name_the_smallest_and_the_fewest_hours():
     assert "The smallest of these that it fits, by the compiled sizes: h100:8x1, under zero1." in scaling.why
     assert "Fewest device-hours: 1,700, on h100:8x1." in scaling.why
     assert scaling.notes == ("h100:1x1: rounded up", "of all")
+
+
+def test_the_smallest_beyond_those_given_is_told_once_for_a_kind():
+    least = Smallest("h100:1x1", "zero3", 60 * 2**30, 77 * 2**30)
+    scaling = Scaling((plan_for(8, 0.1, smallest=least), plan_for(64, 0.02, smallest=replace(least, name="zero1"))))
+    [told] = [sentence for sentence in scaling.why if "zero3 on h100:1x1, 60 GiB of 77 GiB" in sentence]
+    assert "foreseen, not compiled (--smallest compiles it)" in told and "zero1 on h100:1x1" not in str(scaling.why)
 
 
 def test_the_page_has_numbers_table_and_two_pictures():
