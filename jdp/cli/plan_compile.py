@@ -64,7 +64,7 @@ def compile_plans(
 
     resolved = [target_of(name) for name in targets]
     searches = [
-        search_meshes(first, target, strategies=strategies, accumulate=accumulate[0]) if options.axes else None
+        search_meshes(first, target, strategies=strategies, accumulate=accumulate) if options.axes else None
         for target in resolved
     ]
     candidates = [

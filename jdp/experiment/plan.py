@@ -65,14 +65,16 @@ def candidates_of(
     )
 
 
-def search_meshes(experiment: Experiment, target: Target, *, strategies: Sequence[str], accumulate: int) -> MeshSearch:
+def search_meshes(
+    experiment: Experiment, target: Target, *, strategies: Sequence[str], accumulate: Sequence[int]
+) -> MeshSearch:
     """Choose strategies on other meshes of a target that are worth compiling (`foresight/axes.py`).
 
     Args:
         experiment: validated, without local steps.
         target: the devices.
         strategies: names of strategies.
-        accumulate: microbatches a step.
+        accumulate: numbers of microbatches a step.
 
     Raises:
         ExperimentError: the experiment has local steps; or its mesh does not fit the number of the target's devices.

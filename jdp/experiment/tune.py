@@ -140,8 +140,8 @@ class Tuning:
     def _other_meshes(self, own: Experiment) -> list[tuple[str, Mapping[str, int]]]:
         """Return strategies on other meshes. Raises ExperimentError if the mesh does not fit, or may not change."""
         if self.axes:
-            count = own.train.accumulate
-            search = search_meshes(own, self.target, strategies=self.strategies, accumulate=count)
+            counts = [own.train.accumulate]
+            search = search_meshes(own, self.target, strategies=self.strategies, accumulate=counts)
             return [(way.strategy, way.axes) for way in search.kept]
         if ZERO3 not in self.strategies or own.mesh != {DATA: -1}:
             return []

@@ -117,7 +117,7 @@ def search_axes(
     target: Target,
     *,
     strategies: Sequence[str],
-    accumulate: int,
+    accumulate: Sequence[int],
     tokens: int,
     refuse: Refuse = lambda axes: None,
 ) -> MeshSearch:
@@ -128,14 +128,15 @@ def search_axes(
         state, batch: of it, real or abstract.
         target: the devices.
         strategies: names of those to choose from.
-        accumulate: microbatches a step.
+        accumulate: microbatches a step, all of which the ways are compiled with; what is sent is counted for the first.
         tokens: rows of activations in a batch: its tokens, or examples.
         refuse: what else a mesh must fit.
     """
-    own = abstract_on(replace(step, accumulate=accumulate), state, batch, target)
+    count, rounded = accumulate[0], math.lcm(*accumulate)
+    own = abstract_on(replace(step, accumulate=count), state, batch, target, microbatches=rounded)
     sizes, rows = dict(own.step.plan.mesh.shape), batch_rows(own.batch)
     model_axis, left_out = _model_axis(own.step)
-    names = [name for name in strategies if name != "zero2" or accumulate > 1 or "zero1" not in strategies]
+    names = [name for name in strategies if name != "zero2" or rounded > 1 or "zero1" not in strategies]
     kept, large, reasons = list[MeshWay](), list[MeshWay](), dict[str, int]()
     for axes in factorisations(target, sizes, model_axis):
         replicas = axes.get(REPLICA, 1) != sizes.get(REPLICA, 1)
@@ -146,7 +147,9 @@ def search_axes(
         for name in tried:
             way = MeshWay(name, axes)
             try:
-                found = _on(own.step, state, batch, target, way)
+                plan = replace(own.step.plan, strategy=name)
+                other = replace(own.step, plan=plan)
+                found = abstract_on(other, state, batch, target, microbatches=rounded, axes=axes)
                 held = _bytes_at_rest(found)
             except ValueError as error:  # a rule that does not divide
                 reasons[str(error).split(". ")[0]] = reasons.get(str(error).split(". ")[0], 0) + 1
@@ -157,7 +160,7 @@ def search_axes(
             elif target.memory_bytes is not None and held > available_bytes(target.memory_bytes):
                 large.append(replace(way, sends=held))
             else:
-                kept.append(replace(way, sends=_sends(found, target, tokens / accumulate)))
+                kept.append(replace(way, sends=_sends(found, target, tokens / count)))
     kept = _in_order(kept, hybrid_axes(target, own.state))
     search = MeshSearch(tuple(kept[:MOST]), len(kept) + len(large) + sum(reasons.values()), (), target.chip is not None)
     left_out += [f"{count}, as {reason}" for reason, count in reasons.items()]
@@ -213,12 +216,6 @@ def _model_axis(step: Step) -> tuple[str | None, list[str]]:
     if named:
         return None, [f"other sizes of {' and '.join(sorted(named))}, as one axis of the model's is searched"]
     return None, ["axes of the model's own, as no [rules] shard parameters over one"]
-
-
-def _on(step: Step, state: TrainState, batch: Batch, target: Target, way: MeshWay) -> Candidate:
-    """Return the step as a candidate on the way's mesh. Raises ValueError for rules that do not divide there."""
-    other = replace(step, plan=replace(step.plan, strategy=way.strategy))
-    return abstract_on(other, state, batch, target, axes=way.axes)
 
 
 def _bytes_at_rest(candidate: Candidate) -> int:

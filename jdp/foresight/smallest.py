@@ -44,7 +44,7 @@ class Smallest:
         needed: bytes a device holds; compiled or foreseen.
         available: bytes of a device's memory that a step can have.
         compiled: whether the sizes were compiled.
-        below: the size below it and what a device would hold there; None: there is none.
+        below: the size below it and what a device would hold there, None where XLA gives up on it; None: there is none.
     """
 
     target: str
@@ -52,7 +52,7 @@ class Smallest:
     needed: int
     available: int
     compiled: bool = False
-    below: tuple[str, int] | None = None
+    below: tuple[str, int | None] | None = None
 
     @property
     def held(self) -> str:
@@ -61,7 +61,10 @@ class Smallest:
 
     def __str__(self) -> str:
         how = "as compiled" if self.compiled else "foreseen, not compiled (--smallest compiles it)"
-        below = "" if self.below is None else f"; on {self.below[0]} it needs {format_bytes(self.below[1])}"
+        below = ""
+        if self.below is not None:
+            name, needed = self.below
+            below = f"; on {name} it {'does not compile' if needed is None else f'needs {format_bytes(needed)}'}"
         return f"Smallest that fits the same batch, {how}: {self.name} on {self.target}, {self.held}{below}."
 
     def to_json(self) -> dict[str, Any]:
@@ -132,30 +135,32 @@ def verified(
     if guess is None:
         return None
     sizes = [name for name in sizes_of(target) if _needs(candidates, held, _count(name))]
-    seen, at = dict[int, tuple[int, str]](), sizes.index(guess.target)
-    fits: int | None = None
+    seen, at = dict[int, int | None](), sizes.index(guess.target)
+    least: Smallest | None = None
     while 0 <= at < len(sizes) and at not in seen and len(seen) < PROBES:
         chosen = min(_needs(candidates, held, _count(sizes[at])), key=lambda pair: pair[0])[1]
         if progress is not None:
             progress(0, None, f"{chosen.name} on {sizes[at]}")
-        seen[at] = _compiled(chosen, sizes[at], guess.available, cache), chosen.name
-        if seen[at][0] <= guess.available:
-            fits = at if fits is None else min(at, fits)
-        at += -1 if seen[at][0] <= guess.available else 1
-    if fits is None:
-        return None
-    below = (sizes[fits - 1], seen[fits - 1][0]) if fits - 1 in seen else None
-    return Smallest(sizes[fits], seen[fits][1], seen[fits][0], guess.available, compiled=True, below=below)
+        seen[at] = needed = _compiled(chosen, sizes[at], cache)
+        if needed is not None and needed <= guess.available:
+            below = (sizes[at - 1], seen[at - 1]) if at - 1 in seen else None
+            least = Smallest(sizes[at], chosen.name, needed, guess.available, compiled=True, below=below)
+            at -= 1
+        else:
+            if least is not None:
+                least = replace(least, below=(sizes[at], needed))
+            at += 1
+    return least
 
 
-def _compiled(candidate: Candidate, name: str, available: int, cache: Cache | None) -> int:
-    """Return the bytes that a device holds; what XLA gives up on is more than it has."""
+def _compiled(candidate: Candidate, name: str, cache: Cache | None) -> int | None:
+    """Return the bytes that a device holds; None of what XLA gives up on."""
     target = resolve.target(name)
     moved = abstract_on(candidate.step, candidate.state, candidate.batch, target)
     try:
         compiled = replace(moved, remat=candidate.remat).compile(target, cache)
     except CompileError:
-        return available + 1
+        return None
     return memory(compiled, moved.step, moved.state).total
 
 

@@ -4,6 +4,7 @@ The search compiles nothing; what it keeps is compiled by the command on a small
 """
 
 import json
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import pytest
 from jdp.cli import main as cli
 from jdp.experiment.file import from_table
 from jdp.experiment.plan import search_meshes
+from jdp.experiment.tune import Tuning
 from jdp.foresight.axes import MOST, factorisations
 from jdp.foresight.smallest import sizes_of
 from jdp.foresight.targets.resolve import target
@@ -40,7 +42,7 @@ GPT = {
 
 
 def searched(name, *, strategies=STRATEGIES, accumulate=1, **changed):
-    return search_meshes(from_table(GPT | changed), target(name), strategies=strategies, accumulate=accumulate)
+    return search_meshes(from_table(GPT | changed), target(name), strategies=strategies, accumulate=[accumulate])
 
 
 def test_factorisations_keep_replicas_on_whole_hosts_and_the_models_axis_within_one():
@@ -136,9 +138,16 @@ def test_other_meshes_are_rows_of_table_object_and_page(plan, tmp_path):
     assert "foreseen, not compiled (--smallest compiles it): zero3 on h100:1x1" in table
 
 
-def _texts(page):
-    import re
+def test_tuning_goes_on_from_other_meshes(tmp_path):
+    (tmp_path / "digits.toml").write_text(DIGITS)
+    tuning = Tuning(tmp_path / "digits.toml", {}, target("h100:2x2"), ["zero1", "zero3"], axes=True)
+    meshes = tuning.dimensions()[0].choices
+    assert [choice.label for choice in meshes[:2]] == ["zero1", "zero3"]
+    assert {choice.label for choice in meshes[2:]} == {"zero1 replica=2 data=2", "zero3 replica=2 data=2"}
+    assert ("mesh.replica", "2") in meshes[2].overrides
 
+
+def _texts(page):
     return [text.strip() for text in re.split(r"<[^>]*>", page.read_text("utf-8"))]
 
 
