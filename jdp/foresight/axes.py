@@ -98,9 +98,8 @@ class MeshSearch:
         if not self.ways:
             return f"--axes: no other mesh can be tried. Left out: {'; '.join(self.left_out) or 'nothing'}"
         kept = ", ".join(f"{way} {self.amount(way)}" for way in self.kept) or "none"
-        found = (
-            f"--axes: of {self.ways} ways on other meshes {len(self.kept)} compiled, beside what a step sends: {kept}"
-        )
+        ways = f"{self.ways} way{'s' * (self.ways > 1)} on other meshes"
+        found = f"--axes: of {ways} {len(self.kept)} compiled, beside what a step sends: {kept}"
         return f"{found}. Left out: {'; '.join(self.left_out)}" if self.left_out else found
 
     def to_json(self) -> dict[str, Any]:

@@ -134,7 +134,7 @@ def test_other_meshes_are_rows_of_table_object_and_page(plan, tmp_path):
     assert found["smallest"]["target"] == "h100:1x1" and found["smallest"]["compiled"] is False
     assert {"zero3 replica=2 data=2", "smallest that fits"} <= {*_texts(page)}
     table = plan(*given).out
-    assert "zero3 replica=2 data=2" in table and "--axes: of 1 ways on other meshes 1 compiled" in table
+    assert "zero3 replica=2 data=2" in table and "--axes: of 1 way on other meshes 1 compiled" in table
     assert "foreseen, not compiled (--smallest compiles it): zero3 on h100:1x1" in table
 
 
