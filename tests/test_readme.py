@@ -16,6 +16,7 @@ from test_packages import MODULES, ORDER
 import jdp
 from jdp.cli.main import COMMANDS
 from jdp.experiment.file import load
+from jdp.models import GPT, GPTConfig
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -24,7 +25,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 def test_the_example_runs(capsys):
     """As printed, on eight devices; the loss it ends with is that of a model that has learned ten one-hot rows. What is
     said of optimizers, partial training and loops of one's own goes on from there."""
-    example, further, own, sending, _ = re.findall(r"```python\n(.*?)```", README, flags=re.S)
+    example, further, _, own, sending, _ = re.findall(r"```python\n(.*?)```", README, flags=re.S)
     names = {}
     exec(compile(example, "README.md", "exec"), names)
     plan, loss, *placements = capsys.readouterr().out.splitlines()
@@ -38,6 +39,20 @@ def test_the_example_runs(capsys):
     assert 0 < float(names["metrics"]["loss"]) < 4
     names["plan"] = jdp.Plan(jdp.make_mesh(replica=2, data=4), "zero2")
     exec(compile(sending, "README.md", "exec"), names)
+
+
+def test_a_model_of_hugging_faces_comes_in_and_goes_out(tmp_path, monkeypatch):
+    """As printed; what goes out is what came in."""
+    monkeypatch.chdir(tmp_path)
+    transfer = re.findall(r"```python\n(.*?)```", README, flags=re.S)[2]
+    config = GPTConfig(vocab_size=16, context=8, layers=2, width=16, heads=2, qk_norm=True)
+    plan = jdp.Plan(jdp.make_mesh(), "zero3")
+    init = lambda rng: GPT(config, rngs=nnx.Rngs(rng))  # noqa: E731
+    state = jdp.init_state(init, optax.sgd(0.1), plan, rng=jax.random.key(0))
+    jdp.export.export_hf("in", state, config)
+    exec(compile(transfer, "README.md", "exec"), {"jdp": jdp, "folder": "in", "state": state})
+    for file in ("config.json", "model.safetensors"):
+        assert Path("in", file).read_bytes() == Path("out", file).read_bytes()
 
 
 def test_the_step_of_your_own_is_foreseen(capsys):
