@@ -242,7 +242,7 @@ class PartitionedLoss:
         """
         view = VIEWS[self.choose_partitioning(state, batch)]
         run = view.gradients(self.gradient_spec(state), self.plan)
-        grads, sums, model_state, kept = run(state.params, state.model_state, batch, key, kept)
+        grads, sums, model_state, kept = run(self._computed_with(state), state.model_state, batch, key, kept)
         self._request(state).check_metrics(sums, state, batch)
         return jax.tree.map(lambda g: g.astype(jnp.float32) / sums.weight, grads), sums, model_state, kept
 
@@ -260,6 +260,17 @@ class PartitionedLoss:
         sums = view.evaluation(self.gradient_spec(state), self.plan)(state.params, state.model_state, batch)
         self._request(state).check_metrics(sums, state, batch)
         return sums
+
+    def _computed_with(self, state: TrainState) -> PyTree:
+        """Return the parameters; of what rests on the host and is trained the device holds the compute dtype alone."""
+        if self.plan.offload is None:
+            return state.params
+        dtype = self.precision.compute_dtype
+        return jax.tree.map(
+            lambda x, placement: x.astype(dtype) if placement.on_host and placement.trained else x,
+            state.params,
+            self.param_placements(state),
+        )
 
     def _request(self, state: TrainState) -> PartitioningRequest:
         return PartitioningRequest(self.gradient_spec(state), self.plan, self.requested, self.train)

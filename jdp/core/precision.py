@@ -109,6 +109,11 @@ class Precision:
         return jax.tree.map(shape, params)
 
     @property
+    def params_dtype(self) -> jnp.dtype:
+        """`params` as a dtype."""
+        return jnp.dtype(DTYPES[self.params])
+
+    @property
     def compute_dtype(self) -> jnp.dtype:
         """`compute` as a dtype."""
         return jnp.dtype(DTYPES[self.compute])

@@ -46,10 +46,10 @@ def batches():
     return [{"x": random.normal(size=(16, WIDTH)).astype("float32"), "y": random.integers(0, 64, 16)} for _ in range(3)]
 
 
-def make(strategy, offload, tx=None) -> tuple[jdp.TrainState, Step]:
+def make(strategy, offload, tx=None, **settings) -> tuple[jdp.TrainState, Step]:
     plan = jdp.Plan(jdp.make_mesh(data=8), strategy, offload=offload)
     state = jdp.init_state(Model, tx or optax.adamw(1e-2), plan, rng=jax.random.key(0))
-    return state, jdp.make_train_step(loss, plan, precision="bf16", clip_norm=1.0)
+    return state, jdp.make_train_step(loss, plan, precision="bf16", clip_norm=1.0, **settings)
 
 
 def kinds(tree) -> dict[str, str]:
@@ -96,6 +96,17 @@ def test_same_bits_through_steps_and_checkpoints(strategy, tmp_path, monkeypatch
     plan = off_step.plan
     evaluated = [float(jdp.make_eval_step(loss, p)(s, third)["loss"]) for p, s in ((step.plan, state), (plan, off))]
     assert evaluated[0] == evaluated[1]
+
+
+@pytest.mark.parametrize(("strategy", "accumulate"), [("zero3", 1), ("zero1", 2)])
+def test_same_bits_where_layers_send_while_they_compute(strategy, accumulate):
+    """The shards come in bf16 there, and their gradients in float32, as they do without offload."""
+    found = []
+    for offload in (None, "optimizer"):
+        state, step = make(strategy, offload, accumulate=accumulate, overlap=True, partitioning="manual")
+        state, metrics = step(state, batches()[0])
+        found.append((state.params, state.opt_state, metrics))
+    assert_same_bits(*jax.device_get(found))
 
 
 def test_a_step_that_is_not_finite_changes_nothing():

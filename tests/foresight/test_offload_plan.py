@@ -1,5 +1,7 @@
 """What `jdp plan` says of a step whose optimizer rests in host memory: compiled for eight H100s, none of them here."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -13,7 +15,7 @@ from jdp.foresight.program.module import HOST_MEMORY, parse
 from jdp.foresight.targets.resolve import target
 from jdp.foresight.timing.timeline import timeline
 
-WIDTH, LAYERS, ROWS = 256, 4, 64
+WIDTH, LAYERS, ROWS = 256, 6, 64
 
 
 class Layer(nnx.Module):
@@ -60,6 +62,14 @@ def test_the_compiler_has_in_host_memory_what_the_plan_puts_there(foreseen):
     assert told.memory.parameters == 0 and told.memory.optimizer == 4  # the counter
     assert told.memory.total == compiled.total_bytes
     assert str(told.memory).splitlines()[-1].startswith("in host memory, per device")
+
+
+def test_the_layers_run_over_bf16_copies_and_no_wider_ones(foreseen):
+    _, compiled, _ = foreseen
+    loops = [line for line in compiled.text.splitlines() if re.search(r"op_name=\"[^\"]*/jvp\(\)/while\"", line)]
+    forward = next(line for line in loops if " while(" in line)
+    assert f"bf16[{LAYERS},{WIDTH},{WIDTH // 2}]" in forward
+    assert f"f32[{LAYERS}," not in forward.replace("bf16", "")
 
 
 def test_copies_are_timed_once_by_the_host_link(foreseen):

@@ -319,19 +319,24 @@ def _microbatch_gradients(
     With `copies`, the working copy of the operands, and `earlier`, the gradients of the microbatches before, as `Held`
     has them: then the gradients are of all of these.
     """
-    before = jax.tree.map(lambda _: None, spec.placements) if earlier is None else earlier
+    nothing = jax.tree.map(lambda _: None, spec.placements)
+    narrow, shards = nothing, operands
+    if spec.strategy.gather == "use" and _is_narrow(spec, operands):
+        dtype, narrow = spec.precision.params_dtype, operands
+        shards = jax.tree.map(lambda x, p: jnp.zeros(x.shape, dtype) if p.trained else x, operands, spec.placements)
 
     def total(trained: PyTree) -> tuple[jax.Array, tuple[Sums, PyTree]]:
-        weights = with_trained(operands, trained, spec.trained)
-        if copies is not None:
-            weights = jax.tree.map(lambda _, *given: Held(*given), spec.placements, weights, copies, before)
+        weights = with_trained(shards, trained, spec.trained)
+        if copies is not None or narrow is not nothing:
+            held = [nothing if tree is None else tree for tree in (copies, earlier)]
+            weights = jax.tree.map(lambda _, *given: Held(*given), spec.placements, weights, narrow, *held)
         sums, after = loss(weights, model_state, batch, key)
         return sums.total, (sums, after)
 
     differentiate = jax.value_and_grad(total, has_aux=True)
     if collectives.overlap and spec.strategy.gather == "use":
         differentiate = pipelined(differentiate, after=jax.tree.leaves(earlier))
-    (_, (sums, after)), grads = differentiate(trained_part(operands, spec.trained))
+    (_, (sums, after)), grads = differentiate(trained_part(shards, spec.trained))
     grads = jax.tree.map(lambda g: g.astype(spec.precision.reduce_dtype), grads)
     if earlier is not None:
         whole = not spec.strategy.shard_state
@@ -340,6 +345,11 @@ def _microbatch_gradients(
     if spec.strategy.gather == "step" and spec.strategy.reduce_each_microbatch:
         grads, kept = collectives.reduce_all(grads, spec.trained_placements, kept)
     return grads, sums, after, kept
+
+
+def _is_narrow(spec: GradientSpec, params: PyTree) -> bool:
+    """Return True if trained parameters come in another dtype than they rest in."""
+    return any(x.dtype != spec.precision.params_dtype for x in jax.tree.leaves(trained_part(params, spec.trained)))
 
 
 def _map(collective: Collective, tree: PyTree, placements: PyTree) -> PyTree:

@@ -29,13 +29,15 @@ class Held:
 
     Attributes:
         shard: at rest, which the loss is differentiated by.
+        narrow: the same in compute dtype, where that is all there is of it: then of `shard` only the dtype counts.
         copy: gathered, in compute dtype; None where it is gathered at use.
         earlier: the sum of the device's own gradients of the microbatches before; None where there is none.
     """
 
     shard: jax.Array
-    copy: jax.Array | None
-    earlier: jax.Array | None
+    narrow: jax.Array | None = None
+    copy: jax.Array | None = None
+    earlier: jax.Array | None = None
 
 
 def gather_with_reduced_grad(send: Collective, reduce: Collective, precision: Precision, whole: bool = False) -> Gather:
@@ -52,26 +54,30 @@ def gather_with_reduced_grad(send: Collective, reduce: Collective, precision: Pr
     """
 
     def gather(operand: jax.Array | Held, placement: Placement, leading: int) -> jax.Array:
-        held = operand if isinstance(operand, Held) else Held(operand, None, None)
+        held = operand if isinstance(operand, Held) else Held(operand)
         dtype = held.shard.dtype
-        if not is_reduced_at_use(placement, whole):
-            return cast_and_gather(send, precision.compute_dtype, held.shard, placement, leading)
 
         def gathered(held: Held) -> jax.Array:
             if held.copy is not None:
                 return held.copy
+            source = held.shard if held.narrow is None else held.narrow
             with parameter_scope(placement.path) if placement.dim is not None else nullcontext():
-                return cast_and_gather(send, precision.compute_dtype, held.shard, placement, leading)
+                return cast_and_gather(send, precision.compute_dtype, source, placement, leading)
 
         if not placement.trained:
             return gathered(held)
+        at_use = is_reduced_at_use(placement, whole)
+        if not at_use and held.narrow is None:
+            return cast_and_gather(send, precision.compute_dtype, held.shard, placement, leading)
 
         def backward(earlier: jax.Array | None, cotangent: jax.Array) -> tuple[Held]:
+            if not at_use:
+                return (Held(cotangent.astype(dtype)),)
             if earlier is not None:
                 cotangent = earlier + cotangent.astype(precision.reduce_dtype)
             with reduction_scope(placement.path):
                 reduced = reduce(cotangent.astype(precision.reduce_dtype), placement, leading)
-                return (Held(reduced.astype(dtype), None, None),)
+                return (Held(reduced.astype(dtype)),)
 
         boundary = jax.custom_vjp(gathered)
         boundary.defvjp(lambda held: (gathered(held), held.earlier), backward)
