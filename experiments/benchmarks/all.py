@@ -38,6 +38,7 @@ predicted
 published
 memory
 overlap
+overlap --accumulate 4 --cases gpt_1b@h100:8x8:ddp,zero1,zero2
 layer_traffic
 plain_nnx
 attention

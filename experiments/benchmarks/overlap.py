@@ -78,8 +78,10 @@ def row(rows: list[dict[str, Any]]) -> Row:
     """The line of the README's table."""
     hidden = [f"{100 * one['hidden']:.0f} ({one['experiment']} {one['strategy']}, {one['target']})" for one in rows]
     promised = {one["experiment"]: one["promised"] for one in rows if one["promised"] is not None}
+    several = {one["accumulate"] for one in rows} - {1}
+    per = f" and microbatch, {max(several)} of them" if several else ""
     return Row(
-        "communication hidden behind computing, % of its simulated time, 8192 tokens a device",
+        f"communication hidden behind computing, % of its simulated time, 8192 tokens a device{per}",
         ", ".join(hidden),
         ", ".join(f"≥ {100 * share:.0f} ({name})" for name, share in promised.items()) or "–",
     )
