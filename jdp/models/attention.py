@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 
 from jdp.core.layers import ATTENTION
 from jdp.core.traced_device import is_traced_by_shard, traced_device, traced_model_axes, traced_shards
-from jdp.models.blockwise import attend_in_documents, block_size
+from jdp.models.blockwise import Sight, attend_in_documents, block_size
 from jdp.models.checks import require
 from jdp.models.configs.choices import Attend
 
@@ -70,11 +70,11 @@ def attend(
         return _by_cudnn(query, key, value, causal, window)
     batch, length, heads, _ = query.shape
     on_cpu = device.platform == "cpu"
-    if by == "auto" and run is not None and window is None and not on_cpu:
+    if by == "auto" and run is not None and not on_cpu:
         shards, head_shards = math.gcd(traced_shards(), batch), math.gcd(math.prod(traced_model_axes().values()), heads)
         size = block_size(batch // shards, length, heads // head_shards)
         if size < length:
-            return attend_in_documents(query, key, value, run, causal=causal, size=size)
+            return attend_in_documents(query, key, value, run, Sight(causal, window, size), attends_to_all)
     blocks = _blocks(length) if on_cpu and causal and not packed and not alternating else 1
     if by == "auto" and blocks > 1:
         mixed = _causal_in_blocks(query, key, value, blocks, window)

@@ -5,14 +5,15 @@
         m, t, o = what the maximum, the sum of exponentials and the sum of values of rows i are with s
 
 No array is [length, length] (Rabe and Staats 2021, arXiv:2112.05682). The backward pass computes the scores again, from
-the logarithm of each row's sum (Dao et al. 2022, arXiv:2205.14135, algorithm 4). Of causal rows the pairs that no query
-sees are left out: all others are computed, whatever the documents, so that the number of rounds is known.
+the logarithm of each row's sum (Dao et al. 2022, arXiv:2205.14135, algorithm 4). Pairs that lie after the queries, or
+before their window, are left out: all others are computed, whatever the documents, so that the number of rounds is
+known.
 
 It is for devices where a kernel for such rows is not known to be right: cuDNN's takes a fixed number of documents.
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -39,8 +40,27 @@ def block_size(batch: int, length: int, heads: int) -> int:
     return math.ceil(length / (blocks * _TILE)) * _TILE
 
 
+class Sight(NamedTuple):
+    """Which keys a query sees in its document: `causal` and `window` as `attend` has them.
+
+    Fields:
+        causal: those up to its own position; else all.
+        window: of these the last so many; None: all.
+        size: positions of a block.
+    """
+
+    causal: bool
+    window: int | None
+    size: int
+
+
 def attend_in_documents(
-    query: jax.Array, key: jax.Array, value: jax.Array, run: jax.Array, *, causal: bool, size: int
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    run: jax.Array,
+    sight: Sight,
+    attends_to_all: jax.Array | None = None,
 ) -> jax.Array:
     """Return softmax(query key^T / sqrt(D)) value within documents; statistics and sums in float32.
 
@@ -48,33 +68,34 @@ def attend_in_documents(
         query: [batch, length, heads, D].
         key, value: [batch, length, kv_heads, D]; query head h reads head h // (heads / kv_heads).
         run: [batch, length] integers >= 0, the document of each token.
-        causal: a position attends to itself and those before it in its document; else to all of it.
-        size: positions of a block.
+        sight: what a position attends to, and the size of a block.
+        attends_to_all: bool [], whether the window is left out; None: not.
 
     Returns:
         [batch, length, heads, D] in query's dtype.
     """
     batch, length, heads, width = query.shape
-    more = -length % size
+    more = -length % sight.size
     query, key, value = (jnp.pad(x, ((0, 0), (0, more), (0, 0), (0, 0))) for x in (query, key, value))
     run = jnp.pad(run, ((0, 0), (0, more)), constant_values=-1)  # a document of its own, so that no row sees nothing
     query = query.reshape(batch, length + more, key.shape[2], -1, width).transpose(0, 2, 3, 1, 4)
     key, value = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
-    mixed = _differentiable(query, key, value, run, causal, size)
+    mixed = _differentiable(query, key, value, run, attends_to_all, sight)
     return mixed.transpose(0, 3, 1, 2, 4).reshape(batch, length + more, heads, width)[:, :length]
 
 
 def _forward(
-    query: jax.Array, key: jax.Array, value: jax.Array, run: jax.Array, causal: bool, size: int
-) -> tuple[jax.Array, Results]:
+    query: jax.Array, key: jax.Array, value: jax.Array, run: jax.Array, to_all: jax.Array | None, sight: Sight
+) -> tuple[jax.Array, tuple[Any, ...]]:
     """Return what attention gives, and what its backward pass takes.
 
     Query and result are [batch, kv_heads, heads of each, length, D], key and value [batch, kv_heads, length, D].
     """
+    size = sight.size
 
     def pair(carry: Results, places: Results) -> tuple[Results, None]:
         (most, total, mixed), (i, j) = carry, places
-        scores = _scores(query, key, run, i, j, causal, size)
+        scores = _scores(query, key, run, to_all, i, j, sight)
         before = _block(most, i, size)
         now = jnp.maximum(before, scores.max(axis=-1))  # finite: the first pair is (i, i), where each sees itself
         weights, kept = jnp.exp(scores - now[..., None]), jnp.exp(before - now)
@@ -85,19 +106,19 @@ def _forward(
 
     zeros = jnp.zeros(query.shape, jnp.float32)
     start = (zeros[..., 0] - jnp.inf, zeros[..., 0], zeros)
-    (most, total, mixed), _ = jax.lax.scan(pair, start, _pairs(query.shape[3] // size, causal))
+    (most, total, mixed), _ = jax.lax.scan(pair, start, _pairs(query.shape[3] // size, sight, to_all is None))
     out = checkpoint_name((mixed / total[..., None]).astype(query.dtype), ATTENTION)
-    return out, (query, key, value, run, out, checkpoint_name(most + jnp.log(total), ATTENTION))
+    return out, (query, key, value, run, to_all, out, checkpoint_name(most + jnp.log(total), ATTENTION))
 
 
-def _backward(causal: bool, size: int, kept: Results, cotangent: jax.Array) -> tuple[jax.Array | None, ...]:
-    query, key, value, run, out, logs = kept
+def _backward(sight: Sight, kept: tuple[Any, ...], cotangent: jax.Array) -> tuple[jax.Array | None, ...]:
+    (query, key, value, run, to_all, out, logs), size = kept, sight.size
     scale = 1 / math.sqrt(query.shape[-1])
     inner = jnp.sum(cotangent.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
 
     def pair(carry: Results, places: Results) -> tuple[Results, None]:
         (d_query, d_key, d_value), (i, j) = carry, places
-        weights = jnp.exp(_scores(query, key, run, i, j, causal, size) - _block(logs, i, size)[..., None])
+        weights = jnp.exp(_scores(query, key, run, to_all, i, j, sight) - _block(logs, i, size)[..., None])
         given = _rows(_block(cotangent, i, size))
         d_weights = _product("bkqd,bksd->bkqs", given, _block(value, j, size, 2)).reshape(weights.shape)
         d_scores = scale * weights * (d_weights - _block(inner, i, size)[..., None])
@@ -110,38 +131,55 @@ def _backward(causal: bool, size: int, kept: Results, cotangent: jax.Array) -> t
         return (d_query, d_key, _set(d_value, _block(d_value, j, size, 2) + more, j, size, 2)), None
 
     start = tuple(jnp.zeros(x.shape, jnp.float32) for x in (query, key, value))
-    sums, _ = jax.lax.scan(pair, start, _pairs(query.shape[3] // size, causal))
-    return *(x.astype(like.dtype) for x, like in zip(sums, (query, key, value), strict=True)), None
+    sums, _ = jax.lax.scan(pair, start, _pairs(query.shape[3] // size, sight, to_all is None))
+    return *(x.astype(like.dtype) for x, like in zip(sums, (query, key, value), strict=True)), None, None
 
 
 def _attend(*given: Any) -> jax.Array:
     return _forward(*given)[0]
 
 
-_differentiable = jax.custom_vjp(_attend, nondiff_argnums=(4, 5))
+_differentiable = jax.custom_vjp(_attend, nondiff_argnums=(5,))
 _differentiable.defvjp(_forward, _backward)
 
 
-def _pairs(blocks: int, causal: bool) -> Results:
+def _pairs(blocks: int, sight: Sight, in_window: bool) -> Results:
     """Return the blocks of queries and of keys of each pair; of the pairs of a block of queries (i, i) is the first."""
-    pairs = [(i, j) for i in range(blocks) for j in (i, *(j for j in range(i if causal else blocks) if j != i))]
+    nearest = math.inf if sight.window is None or not in_window else sight.window
+    pairs = [
+        (i, j)
+        for i in range(blocks)
+        for j in (i, *(j for j in range(i if sight.causal else blocks) if j != i))
+        if (i - j - 1) * sight.size + 1 < nearest  # the distance of the first query of i from the last key of j
+    ]
     return tuple(jnp.asarray(blocks, jnp.int32) for blocks in zip(*pairs, strict=True))
 
 
 def _scores(
-    query: jax.Array, key: jax.Array, run: jax.Array, i: jax.Array, j: jax.Array, causal: bool, size: int
+    query: jax.Array,
+    key: jax.Array,
+    run: jax.Array,
+    to_all: jax.Array | None,
+    i: jax.Array,
+    j: jax.Array,
+    sight: Sight,
 ) -> jax.Array:
     """Return the scores of a pair of blocks, [batch, kv_heads, heads of each, queries, keys] in float32.
 
     The barrier makes what is seen depend on the layer: a loop over layers would compute it once, for all pairs.
     """
+    size = sight.size
     rows, columns = _block(query, i, size), _block(key, j, size, 2)
     scores = _product("bkqd,bksd->bkqs", _rows(rows), columns).reshape(*rows.shape[:-1], size)
     scores, run, i, j = jax.lax.optimization_barrier((scores, run, i, j))
     seen = _block(run, i, size, 1)[:, :, None] == _block(run, j, size, 1)[:, None]
-    if causal:
-        place = jnp.arange(size, dtype=jnp.int32)
-        seen &= (i * size + place)[:, None] >= j * size + place
+    place = jnp.arange(size, dtype=jnp.int32)
+    distance = (i * size + place)[:, None] - (j * size + place)
+    if sight.causal:
+        seen &= distance >= 0
+    if sight.window is not None:
+        near = distance < sight.window
+        seen &= near if to_all is None else near | to_all
     return jnp.where(seen[:, None, None], scores / math.sqrt(query.shape[-1]), -jnp.inf)
 
 

@@ -22,21 +22,26 @@ from jdp.foresight.timing.timeline import timeline
 from jdp.foresight.verify import report
 from jdp.models import GPTConfig, build
 from jdp.models.attention import attend
-from jdp.models.blockwise import attend_in_documents, block_size
+from jdp.models.blockwise import Sight, attend_in_documents, block_size
 
 CONFIG = GPTConfig(vocab_size=64, context=2048, layers=3, width=32, heads=4, kv_heads=2, tied=True, remat="dots")
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "all"])
+@pytest.mark.parametrize(
+    ("causal", "seen"),
+    [(True, {}), (False, {}), (True, {"window": 40}), (True, {"window": 40, "attends_to_all": jnp.array(True)})],
+    ids=["causal", "all", "window", "window left out"],
+)
 @pytest.mark.parametrize(("dtype", "bound"), [(jnp.float32, 1e-5), (jnp.bfloat16, 3e-2)])
-def test_blocks_give_what_the_whole_gives_forward_and_backward(dtype, bound, causal):
+def test_blocks_give_what_the_whole_gives_forward_and_backward(dtype, bound, causal, seen):
     rng = np.random.default_rng(0)
     query, key, value, cotangent = (jnp.asarray(rng.normal(size=(2, 150, heads, 8)), dtype) for heads in (4, 2, 2, 4))
-    run = jnp.asarray(np.sort(rng.integers(0, 6, (2, 150))), jnp.int32)  # documents end anywhere in a block
+    run = jnp.asarray(np.sort(rng.integers(0, 6, (2, 150)), axis=1), jnp.int32)  # documents end anywhere in a block
+    to_all = {name: value for name, value in seen.items() if name == "attends_to_all"}
     found = []
     for form in (
-        functools.partial(attend_in_documents, run=run, causal=causal, size=64),
-        functools.partial(attend, run=run, causal=causal, by="xla"),
+        functools.partial(attend_in_documents, run=run, sight=Sight(causal, seen.get("window"), 64), **to_all),
+        functools.partial(attend, run=run, causal=causal, by="xla", **seen),
     ):
         mixed, pull = jax.vjp(form, query, key, value)
         found.append((mixed, *pull(cotangent)))
