@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,18 +64,29 @@ class _Hashed:
             future.cancel()
 
 
-def manager_options(kept: Any, score: Any) -> ocp.CheckpointManagerOptions:
+def manager_options(
+    kept: Any, score: Any, committed: Callable[[Path], None] | None = None
+) -> ocp.CheckpointManagerOptions:
     """Return the options of a directory of checkpoints.
 
     Args:
         kept: Orbax' policy of which checkpoints stay.
         score: the metric that the best one goes by; what makes Orbax keep the metrics beside each checkpoint.
+        committed: on process 0 it is called with the folder of each checkpoint that is whole, before this counts as
+            saved; what it raises is the save's error.
     """
+
+    class Committed(CommittedWithChecksums):
+        async def finalize(self) -> None:
+            await super().finalize()
+            if committed is not None and self._checkpoint_metadata_store is not None:
+                await asyncio.to_thread(committed, Path(self.get()))
+
     return ocp.CheckpointManagerOptions(
         preservation_policy=kept,
         best_fn=score,
         atomicity_options=ocp.options.AtomicityOptions(mode=ocp.options.AtomicityMode.COMMIT_FILE),
-        temporary_path_class=CommittedWithChecksums,
+        temporary_path_class=Committed,
         multiprocessing_options=multiprocessing_options(),
         create=False,
     )

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, TypeVar
 
 import jax
 
-from jdp.checkpoint import checksums, content, ownership
+from jdp.checkpoint import checksums, content, held, ownership
 from jdp.checkpoint.errors import CheckpointError, DamagedError
 from jdp.core.meeting import from_every_process, from_first_process, meet
-from jdp.core.notices import notice
+from jdp.core.notices import notice, shown
+from jdp.core.storage.address import address_of
 from jdp.core.user_path import user_path
 
 RUN_FOLDER = "checkpoints"
@@ -48,21 +49,27 @@ def check(path: str | Path) -> list[Checked]:
     No devices and no other processes are needed. What is being written or deleted is left out.
 
     Args:
-        path: the folder of a run, a directory of checkpoints, or one checkpoint.
+        path: the folder of a run, a directory of checkpoints, or one checkpoint; or the address of one of these.
 
     Returns:
         One entry a checkpoint, oldest first; none if there are no checkpoints.
 
     Raises:
-        ValueError: the path is an address such as gs://bucket/run.
+        ValueError: what is behind an address cannot be reached.
     """
-    path = user_path(path).absolute()
+    if address_of(path) is None:
+        return _check(user_path(path).absolute(), lambda folder: folder)
+    found = held.read(path, _check, together=False)
+    return [replace(each, folder=Path(shown(str(each.folder)))) for each in found]
+
+
+def _check(path: Path, fetched: Callable[[Path], Path]) -> list[Checked]:
     if content.is_checkpoint(path):
-        return [_checked(path)]
+        return [_checked(fetched(path))]
     directories = [path, path / RUN_FOLDER]
     steps = {step: directory for directory in directories for step in ownership.committed_steps(directory)}
     lost = {step: directory for directory in directories for step in ownership.uncommitted_steps(directory)}
-    found = [_checked(folder / str(step)) for step, folder in sorted((steps | lost).items())]
+    found = [_checked(fetched(folder / str(step))) for step, folder in sorted((steps | lost).items())]
     return [each for each in found if each.status != "damaged" or _stays(each.folder)]
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar, cast
 
 import jax
 import orbax.checkpoint as ocp
@@ -28,6 +28,7 @@ from jdp.checkpoint.retention import PreserveForeign, metric, policy
 from jdp.checkpoint.trees import Content, number_of
 from jdp.core.meeting import from_first_process, meet
 from jdp.core.notices import notice
+from jdp.core.storage.address import address_of
 from jdp.core.types import PyTree
 from jdp.core.user_path import user_path
 from jdp.launch.progress import note_progress
@@ -46,7 +47,7 @@ class Checkpoints:
     damaged, the one before it is restored, and the damaged one set aside as `damaged-STEP`, which is reported.
 
     Args:
-        directory: created if it does not exist; `~` is expanded. All processes must see the same one.
+        directory: created if it does not exist; `~` is expanded. All processes see the same one. Or s3://bucket/run, …
         keep: how many of the newest to keep; None: all.
         keep_every: also keep every step that this divides, for good; None: no others.
         best: also keep the one that is best by this metric, among those saved with a finite value of it; the newest of
@@ -56,8 +57,16 @@ class Checkpoints:
     Raises:
         CheckpointError: the directory cannot be created, or is none; it has an entry named by a number that is no
             checkpoint; or the metrics of one are damaged.
-        ValueError: `keep`, `keep_every` or `mode` is out of range, or the path is an address such as gs://bucket/run.
+        ValueError: `keep`, `keep_every` or `mode` is out of range, or what is behind an address cannot be reached.
     """
+
+    at_addresses: ClassVar[type[Checkpoints] | None] = None
+    _committed: Callable[[Path], None] | None = None
+
+    def __new__(cls, *directory: Any, **options: Any) -> Self:
+        """Return the directory; one behind an address is of a subclass."""
+        is_address = address_of(directory[0] if directory else options.get("directory")) is not None
+        return object.__new__(cast("type[Self]", cls.at_addresses or cls) if is_address else cls)
 
     def __init__(
         self,
@@ -96,7 +105,7 @@ class Checkpoints:
             return ocp.CheckpointManager(
                 self.directory,
                 item_handlers=content.item_handlers(),
-                options=committing.manager_options(kept, self._score),
+                options=committing.manager_options(kept, self._score, self._committed),
             )
         except ValueError as error:  # what Orbax keeps of each step is JSON, but no table
             raise CheckpointError(
@@ -359,7 +368,7 @@ class Checkpoints:
             self._warned = True
             notice(
                 f"{self.directory}: step {self._lineage.last} was restored, and step {step} is saved behind "
-                f"{_listed(skipped)}, which stay; if training went back to {self._lineage.last}, they are of "
+                f"{ownership.listed(skipped)}, which stay; if training went back to {self._lineage.last}, they are of "
                 "the abandoned run, and yours to remove"
             )
 
@@ -367,20 +376,16 @@ class Checkpoints:
         aside = ownership.set_aside(self.directory, abandoned)
         back = f"after step {self._lineage.last}" if self._lineage.last is not None else "of this run"
         notice(
-            f"{self.directory}: checkpoint {step} {back} differs from what was there: {_listed(abandoned)} set aside "
-            f"in {aside.name}, which can be restored from and is yours to delete"
+            f"{self.directory}: checkpoint {step} {back} differs from what was there: {ownership.listed(abandoned)} "
+            f"set aside in {aside.name}, which can be restored from and is yours to delete"
         )
 
     def _reload_if_changed(self) -> None:
         """Have Orbax read the directory again if another process wrote to it or steps were set aside."""
-        if sorted(self._manager.all_steps()) != ownership.committed_steps(self.directory):
-            self._check_metrics()
+        if sorted(self._manager.all_steps()) != (steps := ownership.committed_steps(self.directory)):
+            for step in steps:  # Orbax reads all of them
+                content.check_metrics(self.directory / str(step))
             self._manager.reload()
-
-    def _check_metrics(self) -> None:
-        """Raise CheckpointError if metrics are damaged: Orbax reads all of them when it opens a directory."""
-        for step in ownership.committed_steps(self.directory):
-            content.check_metrics(self.directory / str(step))
 
     def _mark_for_deletion(self, steps: Sequence[int]) -> None:
         """Mark these steps before any of them is deleted."""
@@ -393,7 +398,3 @@ class Checkpoints:
         """Return the metric `best`, its sign such that more is better; minus infinity if it was not measured."""
         value = None if metrics is None else metrics.get(self._best or "")
         return -math.inf if value is None else self._sign * value
-
-
-def _listed(steps: Sequence[int]) -> str:
-    return f"checkpoint {steps[0]}" if len(steps) == 1 else f"checkpoints {', '.join(map(str, steps))}"

@@ -33,7 +33,7 @@ from jdp.checkpoint.errors import CheckpointError
 
 MARK, ABANDONED, DAMAGED = ".unfinished-", "abandoned-", "damaged-"
 _STEP = re.compile(r"0|[1-9][0-9]*")
-_ENTRIES = frozenset(
+ENTRIES = frozenset(
     ("state", "leaves", "record", "metrics", METADATA, TABLE, content.COMMITTED, f"{content.COMMITTED}.new")
 )
 """What Orbax and jdp write into the folder of a step."""
@@ -182,7 +182,12 @@ def _numbered(directory: Path) -> Iterator[Path]:
 
 def _may_be_unfinished(folder: Path) -> bool:
     """Return True for a folder with nothing in it but what Orbax writes, or nothing at all."""
-    return folder.is_dir() and not folder.is_symlink() and {entry.name for entry in folder.iterdir()} <= _ENTRIES
+    return folder.is_dir() and not folder.is_symlink() and {entry.name for entry in folder.iterdir()} <= ENTRIES
+
+
+def listed(steps: Sequence[int]) -> str:
+    """Return steps in words: "checkpoints 2, 3"."""
+    return f"checkpoint {steps[0]}" if len(steps) == 1 else f"checkpoints {', '.join(map(str, steps))}"
 
 
 class Lineage:

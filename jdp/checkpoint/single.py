@@ -13,13 +13,14 @@ from typing import Any, TypeVar
 
 import jax
 
-from jdp.checkpoint import content, damage, ownership
+from jdp.checkpoint import content, damage, held, ownership
 from jdp.checkpoint.checks import check_values
 from jdp.checkpoint.directory import Checkpoints
 from jdp.checkpoint.errors import CheckpointError, write_error
 from jdp.checkpoint.trees import Content
 from jdp.core.meeting import meet
 from jdp.core.state import TrainState
+from jdp.core.storage.address import address_of
 from jdp.core.types import PyTree
 from jdp.core.user_path import user_path
 
@@ -30,15 +31,18 @@ def save(path: str | Path, state: Any, *, overwrite: bool = False) -> None:
     """Write `state` to the folder `path`, and return when it is written. Every process calls this.
 
     Args:
-        path: a folder that does not exist or is empty. All processes must see the same one.
+        path: a folder that does not exist or is empty; all processes must see the same one. Or an address such as
+            s3://bucket/run/weights.
         state: the whole train state, of any plan; or any tree of arrays, numbers, NNX modules and optimizers.
         overwrite: replace a checkpoint at `path`; anything else is never replaced.
 
     Raises:
         CheckpointError: `path` is taken, or cannot be written, or the state is abstract; nothing was changed.
-        ValueError: the path is an address such as gs://bucket/run.
+        ValueError: what is behind an address cannot be reached.
     """
     check_values(Content.of(state).leaves)
+    if address_of(path) is not None:
+        return held.save(path, lambda folder: save(folder, state), overwrite=overwrite)
     step = int(state.consumed) if isinstance(state, TrainState) else 0
     path = user_path(path).absolute()
     path = path.resolve() if path.is_symlink() else path
@@ -57,6 +61,7 @@ def save(path: str | Path, state: Any, *, overwrite: bool = False) -> None:
     finally:
         if jax.process_index() == 0:
             shutil.rmtree(staging, ignore_errors=True)
+    return None
 
 
 def restore(path: str | Path, target: _T) -> _T:
@@ -64,8 +69,8 @@ def restore(path: str | Path, target: _T) -> _T:
 
     Args:
         path: what `jdp.save` wrote; or a directory of `jdp.Checkpoints` or the folder of a run, of which the newest
-            that is whole is read;
-            or the folder of one step.
+            that is whole is read; or the folder of one step. Or the address of one of these, such as s3://bucket/run:
+            its files are fetched first.
         target: `jdp.abstract_state(...)`, a real state, or a tree like the one that was saved; its values are not read.
 
     Returns:
@@ -74,9 +79,9 @@ def restore(path: str | Path, target: _T) -> _T:
     Raises:
         CheckpointError: there is no checkpoint, it does not fit `target` (the first leaf that differs is named), or it
             is damaged.
-        ValueError: a leaf of `target` has no sharding, or the path is an address such as gs://bucket/run.
+        ValueError: a leaf of `target` has no sharding, or what is behind an address cannot be reached.
     """
-    return _read(user_path(path).absolute(), lambda folder, fix: content.read_state(folder, target, fix))
+    return _read(path, lambda folder, fix: content.read_state(folder, target, fix))
 
 
 def restore_params(
@@ -88,8 +93,8 @@ def restore_params(
 
     Args:
         path: what `jdp.save` wrote; or a directory of `jdp.Checkpoints` or the folder of a run, of which the newest
-            that is whole is read;
-            or the folder of one step.
+            that is whole is read; or the folder of one step. Or the address of one of these, such as s3://bucket/run:
+            its files are fetched first.
         target: a state, real or abstract, with any optimizer; or a tree of parameters that have shardings, such as
             `jdp.abstract_state(...).params`: then a tree of parameters is returned.
         missing: path patterns (`fnmatch`, as in `Plan.rules`) of parameters that the checkpoint may lack, such as
@@ -105,10 +110,10 @@ def restore_params(
     Raises:
         CheckpointError: there is no checkpoint, it does not fit `target` (the first leaf that differs is named), or it
             is damaged; or a pattern of `ignore` matches nothing.
-        ValueError: a leaf of `target` has no sharding, or the path is an address such as gs://bucket/run.
+        ValueError: a leaf of `target` has no sharding, or what is behind an address cannot be reached.
     """
     return _read(
-        user_path(path).absolute(),
+        path,
         lambda folder, fix: content.read_params(folder, target, fix, missing=missing, ignore=ignore),
     )
 
@@ -144,8 +149,14 @@ def _on_first_process(action: Callable[[], None]) -> None:
     meet("jdp.save")
 
 
-def _read(path: Path, read: Callable[[Path, str], _T]) -> _T:
-    """Read the checkpoint that `path` leads to: of a directory, the newest that is whole."""
+def _read(path: str | Path, read: Callable[[Path, str], _T]) -> _T:
+    """Read the checkpoint that a path or an address leads to: of a directory, the newest that is whole."""
+    if address_of(path) is not None:
+        return held.read(path, lambda here, fetched: _read_here(here, lambda folder, fix: read(fetched(folder), fix)))
+    return _read_here(user_path(path).absolute(), read)
+
+
+def _read_here(path: Path, read: Callable[[Path, str], _T]) -> _T:
     if content.is_checkpoint(path):
         return read(path, "Restore another checkpoint")
     for directory in (path, path / damage.RUN_FOLDER):

@@ -9,12 +9,14 @@ import sys
 
 logger = logging.getLogger("jdp")
 _said: set[str] = set()
+_shown_as: dict[str, str] = {}
 
 
 def notice(message: str) -> None:
     """Report `message` at level INFO the first time it is given in this process; only process 0 reports."""
     import jax
 
+    message = shown(message)
     if message in _said or jax.process_index() != 0:
         return
     _said.add(message)
@@ -22,3 +24,15 @@ def notice(message: str) -> None:
         logger.info(message)
     elif logger.getEffectiveLevel() <= logging.WARNING:
         print(f"jdp: {message}", file=sys.stderr)
+
+
+def show_as(path: str, name: str) -> None:
+    """Have messages show `name` in place of a path, as its user knows it."""
+    _shown_as[path] = name
+
+
+def shown(message: str) -> str:
+    """Return a message with the names that `show_as` gave to paths."""
+    for path, name in _shown_as.items():
+        message = message.replace(path, name)
+    return message

@@ -2,20 +2,18 @@
 
 To pathlib `gs://bucket/run` is a folder `gs:` below the working directory, so what is written there would be on this
 machine's disk only; other paths make it raise errors without a rule or a fix. Therefore every path that comes from a
-user goes through `user_path`.
+user goes through `user_path`; where an address may stand, `jdp.core.storage` has looked at it before.
 """
 
 import errno
 import os
-import re
 import stat
 from pathlib import Path
 
+from jdp.core.storage.address import address_of, scheme_of
 from jdp.core.toml import brief
 
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
-_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://|(gs|gcs|s3a?|az|abfss?|adl|hdfs|https?|ftp|file|memory):/")
-"""Known kinds also with one slash: pathlib reduces two to one."""
 
 
 class PathError(ValueError):
@@ -66,10 +64,10 @@ def check_regular(path: str | os.PathLike[str]) -> None:
 def _check_text(text: str) -> None:
     if "\0" in text:
         raise PathError(f"a path must have no NUL character, given {brief(text)}: remove it")
-    if address := _ADDRESS.match(text):
+    if address := address_of(text):
         raise PathError(
-            f"a path must be on a disk of this machine, given {brief(text)}: {address[1] or address[2]}:// is not read "
-            "or written yet; mount it (gcsfuse, mountpoint-s3, rclone) or copy it, and give that folder"
+            f"a path must be on a disk of this machine, given {brief(text)}: {scheme_of(address)}:// is taken for "
+            "runs, checkpoints and data only; mount it (gcsfuse, mountpoint-s3, rclone) or copy it, and give the folder"
         )
     try:
         text.encode()

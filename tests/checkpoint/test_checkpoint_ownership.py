@@ -244,9 +244,7 @@ def test_a_single_save_deletes_nothing_that_is_not_its_own(tmp_path, base):
 
 
 ADDRESSES = {
-    "gs://bucket/run": r'on a disk of this machine, given "gs:/.*: gs:// is not read or written yet; mount it',
-    "s3://bucket/run": "s3:// is not read or written yet",
-    "file:///tmp/x": "file:// is not read or written yet",
+    "file:///tmp/x": r"file:// is (on this one; write the folder|taken for runs, checkpoints and data only; mount it)",
     "~nosuchuser/run": "~nosuchuser has none; write the folder",
     "a\0b": "must have no NUL character",
     f"{'long' * 64}/run": "File name too long; fix it",

@@ -1,0 +1,95 @@
+"""A directory of checkpoints behind an address, such as s3://bucket/run, used as one on a disk. `held` has how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import jax
+
+from jdp.checkpoint.directory import Checkpoints
+from jdp.checkpoint.held import Held, named, require_shared
+
+_T = TypeVar("_T")
+
+
+class RemoteCheckpoints(Checkpoints):
+    """A directory of checkpoints behind an address."""
+
+    def __init__(self, directory: str | Path, **options: Any) -> None:
+        self._held = Held(directory)
+        self._checked = self._began = False
+        self._announced: list[int] = []
+        self.before_commit: Callable[[], None] = lambda: None
+        with named():
+            super().__init__(self._held.folder, **options)
+            self._follow()
+
+    @property
+    def steps(self) -> list[int]:
+        """Return all steps, as of any directory; those of another process are looked for until this one saves."""
+        if not self._began and jax.process_index() == 0:
+            self._held.look()
+        return super().steps
+
+    def save(self, *arguments: Any, **options: Any) -> None:
+        """Save as `Checkpoints.save` does.
+
+        Raises:
+            CheckpointError: as there; or the processes do not see one scratch folder.
+        """
+        if not self._checked:
+            self._checked = True
+            require_shared(self._held.scratch, self._held.remote.address)
+        with named():
+            super().save(*arguments, **options)
+
+    def restore(self, *arguments: Any, **options: Any) -> Any:
+        """Read as `Checkpoints.restore` does."""
+        with named():
+            return super().restore(*arguments, **options)
+
+    def restore_params(self, *arguments: Any, **options: Any) -> Any:
+        """Read as `Checkpoints.restore_params` does; all arrays are fetched."""
+        with named():
+            return super().restore_params(*arguments, **options)
+
+    def wait(self) -> None:
+        """Return when everything saved so far is behind the address.
+
+        Raises:
+            CheckpointError: it could not be; raised once.
+        """
+        with named():
+            super().wait()
+        gone, self._announced = self._announced, []
+        if jax.process_index() == 0:
+            self._held.delete([str(step) for step in gone if not (self.directory / str(step)).exists()])
+
+    def _mark_for_deletion(self, steps: Sequence[int]) -> None:
+        super()._mark_for_deletion(steps)
+        self._announced += steps
+
+    def _committed(self, folder: Path) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.before_commit()
+        self._held.send(folder)
+
+    def _read(self, step: int | Literal["best"] | None, read: Callable[[Path, str], _T]) -> tuple[int, _T]:
+        found = super()._read(step, lambda folder, fix: read(self._held.fetched(folder), fix))
+        self._follow()
+        return found
+
+    def _prepare(self, step: int) -> None:
+        super()._prepare(step)
+        self._follow()
+        if not self._began and jax.process_index() == 0:
+            self._held.delete(self._held.unfinished)
+        self._began = True
+
+    def _follow(self) -> None:
+        if jax.process_index() == 0:
+            self._held.follow()
+
+
+Checkpoints.at_addresses = RemoteCheckpoints

@@ -1,0 +1,233 @@
+"""A folder behind an address, such as s3://bucket/run: what is in it, and files to and from a disk of this machine.
+
+fsspec does the work, with the package of each kind of storage (s3fs, gcsfs, adlfs), their credentials and retries. An
+object store has no folders, no renaming and no appending: a file is there whole or not at all, which is what a marker
+that is written last is good for. Nothing is cached: every call asks the storage.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from jdp.core.storage.address import address_of, scheme_of
+from jdp.core.toml import brief
+from jdp.core.user_path import PathError
+
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
+_PACKAGES = {"az": "adlfs", "abfs": "adlfs", "abfss": "adlfs", "adl": "adlfs"}
+_ON_THIS_MACHINE = ("file", "local", "memory")
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_MOST_AT_ONCE = 1000
+"""Files in one call."""
+
+
+class RemoteError(PathError):
+    """What is behind an address cannot be reached, read or written; the message has the rule, the address, the fix."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What storage says of a file: `size` in bytes, and a `tag` that changes with its content."""
+
+    size: int
+    tag: str
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A folder behind an address. Nothing need be there.
+
+    Attributes:
+        address: of the folder, as `address_of` returns it.
+    """
+
+    address: str
+
+    @staticmethod
+    def at(given: str | Path) -> Remote:
+        """Return the folder behind what a user wrote; its package is imported, and nothing else is asked yet.
+
+        Raises:
+            RemoteError: fsspec does not know such addresses, their package is not installed, the address has no name
+                of a bucket, or it leads to this machine.
+        """
+        address = address_of(given)
+        if address is None:
+            raise RemoteError(f"an address must begin with its kind, given {brief(str(given))}: s3://bucket/folder")
+        scheme, _, rest = address.partition("://")
+        if scheme.lower() in _ON_THIS_MACHINE:
+            raise RemoteError(
+                f"an address must lead to storage that other machines reach, given {brief(address)}: {scheme}:// is on "
+                "this one; write the folder itself"
+            )
+        if not rest or "\0" in rest:
+            raise RemoteError(f"an address must name a bucket, given {brief(address)}: {scheme}://BUCKET/FOLDER")
+        remote = Remote(address)
+        _ = remote._opened
+        return remote
+
+    @cached_property
+    def _opened(self) -> tuple[Any, str]:
+        """Return fsspec's file system, and the path in it."""
+        import fsspec
+
+        scheme = scheme_of(self.address)
+        extra = _EXTRAS.get(scheme)
+        try:
+            return fsspec.core.url_to_fs(self.address, use_listings_cache=False)
+        except ImportError as error:
+            package = f"'jdp[{extra}]'" if extra else _PACKAGES.get(scheme)
+            fix = f"pip install {package}" if package else f"install what it needs ({error})"
+            raise RemoteError(
+                f"{scheme}:// needs a package that is not installed, given {brief(self.address)}: {fix}"
+            ) from None
+        except ValueError:
+            raise RemoteError(
+                f"an address must be of a kind that fsspec knows, given {brief(self.address)}: {scheme}:// is none; "
+                "s3://, gs:// and az:// are some"
+            ) from None
+        except Exception as error:
+            raise self._error("be opened", error) from error
+
+    def files(self, below: str = "") -> dict[str, Stored]:
+        """Return all files, by their path in the folder, in order. Empty if nothing is there.
+
+        Args:
+            below: only those below this folder of it.
+
+        Raises:
+            RemoteError: there is no such bucket, or it may not be read.
+        """
+        fs, root = self._opened
+        with self._doing("be listed"):
+            found: Mapping[str, Any] = fs.find(f"{root}/{below}".rstrip("/"), detail=True)
+        prefix = f"{root.rstrip('/')}/"
+        files = {
+            name.removeprefix(prefix): Stored(int(info.get("size") or 0), _tag(info))
+            for name, info in found.items()
+            if name.startswith(prefix) and not name.endswith("/") and info.get("type") == "file"
+        }
+        return {name: files[name] for name in sorted(files) if _is_safe(name)}
+
+    def read(self, name: str) -> bytes | None:
+        """Return the content of a small file; None if there is none. Raises RemoteError."""
+        fs, root = self._opened
+        with self._doing("be read"):
+            try:
+                return fs.cat_file(f"{root}/{name}")
+            except FileNotFoundError:
+                return None
+
+    def write(self, name: str, content: bytes, *, new: bool = False) -> bool:
+        """Write a small file, whole or not at all.
+
+        Args:
+            name: its path in the folder.
+            content: its bytes.
+            new: only if there is none: of several that try, one succeeds.
+
+        Returns:
+            False if `new` is asked for and there is one.
+
+        Raises:
+            RemoteError: it cannot be written.
+        """
+        fs, root = self._opened
+        with self._doing("be written"):
+            try:
+                fs.pipe_file(f"{root}/{name}", content, mode="create" if new else "overwrite")
+            except FileExistsError:
+                return False
+        return True
+
+    def fetch(self, names: Sequence[str], folder: Path) -> None:
+        """Read these files to the same paths below a folder of this machine. Raises RemoteError, OSError."""
+        fs, root = self._opened
+        for some in _pieces(names):
+            for parent in {folder / PurePosixPath(name).parent for name in some}:
+                parent.mkdir(parents=True, exist_ok=True)
+            with self._doing("be read"):
+                fs.get([f"{root}/{name}" for name in some], [str(folder / name) for name in some])
+
+    def send(self, names: Sequence[str], folder: Path, into: str = "") -> None:
+        """Write these files from a folder of this machine to the same paths here, or below `into`.
+
+        Raises:
+            RemoteError: one cannot be written, or does not arrive with its size.
+        """
+        fs, root = self._opened
+        for some in _pieces(names):
+            with self._doing("be written"):
+                there = [f"{root}/{into}/{name}" if into else f"{root}/{name}" for name in some]
+                fs.put([str(folder / name) for name in some], there)
+
+    def move(self, names: Sequence[str], source: str, target: str) -> None:
+        """Move files below `source` to the same paths below `target`, in order: the last one counts as a marker.
+
+        It is the last to arrive, and the first to go. Raises RemoteError.
+        """
+        fs, root = self._opened
+        *most, marker = names
+        with self._doing("be written"):
+            for some in [*_pieces(most), [marker]]:
+                fs.copy([f"{root}/{source}/{name}" for name in some], [f"{root}/{target}/{name}" for name in some])
+        self.delete([f"{source}/{marker}"])
+        self.delete([f"{source}/{name}" for name in most])
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Delete these files; those that are not there are left out. Raises RemoteError."""
+        fs, root = self._opened
+        for some in _pieces(names):
+            with self._doing("be deleted"):
+                try:
+                    fs.rm([f"{root}/{name}" for name in some])
+                except FileNotFoundError:
+                    continue
+
+    @contextmanager
+    def _doing(self, what: str) -> Generator[None]:
+        """Turn any exception of the storage into a RemoteError."""
+        try:
+            yield
+        except (RemoteError, MemoryError):
+            raise
+        except OSError as error:
+            if error.errno in _DISK_FULL:
+                raise
+            raise self._error(what, error) from error
+        except Exception as error:
+            raise self._error(what, error) from error
+
+    def _error(self, what: str, error: Exception) -> RemoteError:
+        words = " ".join((str(error).strip() or type(error).__name__).split())[:200].rstrip(".")
+        if isinstance(error, FileNotFoundError):
+            fix = "make that bucket, or fix its name"
+        elif isinstance(error, PermissionError) or "redential" in words:
+            fix = "give this process credentials that may (environment, a file in the home folder, the machine's role)"
+        else:
+            fix = "see that the storage can be reached from here, and run again"
+        return RemoteError(
+            f"storage must be there for this process to use; {self.address} cannot {what}: {words}; {fix}"
+        )
+
+
+def _tag(info: Mapping[str, Any]) -> str:
+    """Return what storage calls the version of a file's content: S3 and Azure an ETag, Google a checksum."""
+    keys = ("ETag", "etag", "md5Hash", "crc32c", "generation", "LastModified", "mtime", "updated")
+    return next((str(info[key]) for key in keys if info.get(key)), "")
+
+
+def _is_safe(name: str) -> bool:
+    """Return False for a name that no file below a folder can have, such as "../x"."""
+    return "\0" not in name and all(part not in ("", ".", "..") for part in name.split("/"))
+
+
+def _pieces(names: Iterable[str]) -> Iterable[list[str]]:
+    every = list(names)
+    return [every[i : i + _MOST_AT_ONCE] for i in range(0, len(every), _MOST_AT_ONCE)]

@@ -1,0 +1,241 @@
+"""Checkpoints behind an address, on a real S3 server on this machine: complete or invisible; never a folder `s3:`."""
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jdp
+from jdp.core import notices
+from jdp.core.storage.remote import Remote
+from jdp.launch import launch
+
+PLAN = jdp.Plan(jdp.make_mesh(data=4, devices=jax.devices()[:4]), "zero3", min_shard_size=1)
+
+
+@pytest.fixture(scope="module")
+def base():
+    return jdp.init_state(lambda rng: {"w": jnp.ones((4, 8))}, optax.adam(0.1), PLAN, rng=jax.random.key(0))
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """Whatever is written by mistake to a folder `s3:` is seen."""
+    monkeypatch.chdir(tmp_path)
+    notices._said.clear()
+    yield
+    assert list(Path.cwd().iterdir()) == []
+
+
+def at(base, step):
+    weights = jax.device_put(jnp.full((4, 8), float(step)), base.params["w"].sharding)
+    return replace(base, params={"w": weights}, step=jax.device_put(jnp.int32(step), PLAN.replicated))
+
+
+def target():
+    return jdp.abstract_state(lambda rng: {"w": jnp.zeros((4, 8))}, optax.adam(0.1), PLAN, rng=jax.random.key(0))
+
+
+def weight(state):
+    return float(state.params["w"][0, 0])
+
+
+def tops(address):
+    return sorted({name.split("/")[0] for name in Remote(address).files()})
+
+
+def test_steps_are_kept_restored_and_deleted_as_on_a_disk(bucket, base):
+    with jdp.Checkpoints(f"{bucket}/run", keep=2, best="loss") as saved:
+        for step, loss in ((1, 0.5), (2, 1.0), (3, 2.0), (4, 3.0)):
+            saved.save(at(base, step), {"step": step}, {"loss": loss})
+        saved.wait()
+        assert saved.steps == [1, 3, 4] and saved.best == 1
+        assert weight(saved.restore(target())[0]) == 4
+    assert tops(f"{bucket}/run") == ["1", "3", "4"]
+    with jdp.Checkpoints(f"{bucket}/run", keep=2, best="loss") as again:
+        state, record = again.restore(target(), "best")
+        assert weight(state) == 1 and record == {"step": 1}
+        np.testing.assert_array_equal(again.restore_params(target()).params["w"], np.full((4, 8), 4.0))
+    assert weight(jdp.restore(f"{bucket}/run", target())) == 4 and weight(jdp.restore(f"{bucket}/run/3", target())) == 3
+    assert [(each.step, each.status) for each in jdp.checkpoint.check(f"{bucket}/run")] == [
+        (1, "whole"),
+        (3, "whole"),
+        (4, "whole"),
+    ]
+
+
+def test_a_run_that_goes_back_sets_the_later_steps_aside_there_too(bucket, base):
+    with jdp.Checkpoints(f"{bucket}/run") as saved:
+        for step in (1, 2, 3):
+            saved.save(at(base, step))
+    with jdp.Checkpoints(f"{bucket}/run") as saved:
+        saved.restore(target(), 1)
+        saved.save(at(base, 2))
+    assert tops(f"{bucket}/run") == ["1", "2", "abandoned-1"]
+    assert weight(jdp.restore(f"{bucket}/run/abandoned-1", target())) == 3
+
+
+def test_a_flipped_bit_is_found_and_the_step_set_aside_there_too(bucket, base, capsys):
+    with jdp.Checkpoints(f"{bucket}/run") as saved:
+        for step in (1, 2):
+            saved.save(at(base, step))
+    remote = Remote(f"{bucket}/run")
+    largest = max(remote.files("2/state"), key=lambda name: remote.files("2/state")[name].size)
+    content = bytearray(remote.read(largest))
+    content[len(content) // 2] ^= 1
+    remote.write(largest, bytes(content))
+    with jdp.Checkpoints(f"{bucket}/run") as saved:
+        assert weight(saved.restore(target())[0]) == 1
+    assert tops(f"{bucket}/run") == ["1", "damaged-2"]
+    said = capsys.readouterr().err
+    assert f"{bucket}/run: checkpoint 2 is damaged" in said and "1 is read in its place" in said
+
+
+def test_what_was_half_sent_is_invisible_and_removed_by_the_next_save(bucket, base):
+    with jdp.Checkpoints(f"{bucket}/run") as saved:
+        saved.save(at(base, 1))
+        saved.save(at(base, 2))
+    remote = Remote(f"{bucket}/run")
+    remote.write("2/.unfinished", b"")
+    remote.delete(["2/commit_success.txt", "2/checksums.json"])
+    remote.write("mine/notes.txt", b"mine")
+    with jdp.Checkpoints(f"{bucket}/run") as saved:
+        assert saved.steps == [1]
+        assert "2" in tops(f"{bucket}/run"), "looking changes nothing"
+        saved.save(at(base, 3))
+    assert tops(f"{bucket}/run") == ["1", "3", "mine"]
+    with jdp.Checkpoints(f"{bucket}/run") as reader, jdp.Checkpoints(f"{bucket}/run") as writer:
+        writer.restore(target())
+        writer.save(at(base, 4))
+        writer.wait()
+        assert reader.latest == 4 and weight(reader.restore(target())[0]) == 4, "a reader sees what another saves"
+
+
+def test_what_is_not_jdps_under_a_number_is_refused(bucket):
+    Remote(f"{bucket}/run").write("2024/notes.txt", b"mine")
+    with pytest.raises(jdp.CheckpointError, match=rf"{bucket}/run has 2024, which is none"):
+        jdp.Checkpoints(f"{bucket}/run")
+    assert tops(f"{bucket}/run") == ["2024"]
+
+
+def test_a_single_checkpoint_is_replaced_only_if_asked(bucket, base):
+    address = f"{bucket}/models/one"
+    jdp.save(address, at(base, 1))
+    with pytest.raises(jdp.CheckpointError, match=rf"{address} holds a checkpoint already.*overwrite=True"):
+        jdp.save(address, at(base, 2))
+    jdp.save(Path(address), at(base, 2), overwrite=True)
+    assert weight(jdp.restore(Path(address), target())) == 2 and tops(f"{bucket}/models") == ["one"]
+    Remote(bucket).write("models/text", b"mine")
+    Remote(bucket).write("models/other/text", b"mine")
+    with pytest.raises(jdp.CheckpointError, match="is there already and is not a checkpoint"):
+        jdp.save(f"{bucket}/models/other", at(base, 2), overwrite=True)
+    with pytest.raises(jdp.CheckpointError, match=f"{bucket}/models/none is not a checkpoint and holds none"):
+        jdp.restore(f"{bucket}/models/none", target())
+
+
+def test_a_save_that_cannot_be_sent_is_an_error_and_the_step_does_not_count(bucket, base):
+    saved = jdp.Checkpoints(f"{bucket}/run")
+    saved.save(at(base, 1))
+    saved.wait()
+    remote = Remote(f"{bucket}/run")
+    fs, root = remote._opened
+    fs.rm(root, recursive=True)
+    fs.rmdir(root.split("/")[0])
+    with pytest.raises(jdp.CheckpointError, match=r"Checkpoint 2 was not saved .*bucket does not exist"):
+        saved.save(at(base, 2))
+        saved.wait()
+    fs.mkdir(root.split("/")[0])
+    saved.save(at(base, 3))
+    saved.close()
+    assert tops(f"{bucket}/run") == ["3"]
+
+
+BAD = {
+    "s3://no-such-bucket-here/run": r"no-such-bucket-here.* cannot be listed: .*does not exist; make that bucket",
+    "s3://": "an address must name a bucket",
+    "nosuch://a": "of a kind that fsspec knows.*nosuch:// is none",
+    "file:///tmp/x": "file:// is on this one; write the folder itself",
+    "memory://x/y": "memory:// is on this one",
+    "az://c/x": "needs a package that is not installed.*pip install adlfs",
+}
+
+ODD = ("nosuch://a", Path)  # pathlib makes `nosuch:/a` of it, which may be a path
+
+
+@pytest.mark.parametrize(
+    ("address", "kind"), [(address, kind) for address in BAD for kind in (str, Path) if (address, kind) != ODD]
+)
+def test_an_address_that_leads_nowhere_is_one_error(bucket, base, address, kind):
+    for use in (
+        jdp.Checkpoints,
+        lambda given: jdp.save(given, base),
+        lambda given: jdp.restore(given, target()),
+        lambda given: jdp.restore_params(given, target()),
+        jdp.checkpoint.check,
+    ):
+        with pytest.raises(ValueError, match=BAD[address]):
+            use(kind(address))
+
+
+PROGRAM = """
+import os, signal, sys
+from dataclasses import replace
+import jax, jax.numpy as jnp, numpy as np, optax
+import jdp
+from jdp.core.storage.remote import Remote
+
+jdp.initialize(timeout_seconds=60)
+plan = jdp.Plan(jdp.make_mesh(data=4), "zero3", min_shard_size=1)
+make = lambda rng: {"w": jax.random.normal(rng, (8, 16))}
+state = jdp.init_state(make, optax.adamw(1.0), plan, rng=jax.random.key(0))
+target = jdp.abstract_state(make, optax.adamw(1.0), plan, rng=jax.random.key(1))
+
+def check(got):
+    for a, b in zip(jax.tree.leaves((got.params, got.opt_state)), jax.tree.leaves((state.params, state.opt_state))):
+        for mine, other in zip(a.addressable_shards, b.addressable_shards, strict=True):
+            np.testing.assert_array_equal(mine.data, other.data)
+
+def at(step):
+    return replace(state, step=jax.device_put(jnp.int32(step), plan.replicated))
+
+address = sys.argv[1]
+jdp.save(f"{address}/one", state)
+jdp.save(f"{address}/one", state, overwrite=True)
+check(jdp.restore(f"{address}/one", target))
+with jdp.Checkpoints(f"{address}/many", keep=1) as saved:
+    for step in (1, 2, 3):
+        saved.save(at(step), {"step": step})
+    check(saved.restore(target, 3)[0])
+with jdp.Checkpoints(f"{address}/many", keep=2) as saved:
+    assert saved.restore(target)[1] == {"step": 3} and saved.steps == [3]
+    saved.save(at(4), {"step": 4})
+    assert saved.restore(target)[1] == {"step": 4}
+try:
+    jdp.save(f"{address}/one", state)
+except jdp.CheckpointError as error:
+    print("refused", error, flush=True)
+print("same", jax.process_index(), flush=True)
+"""
+
+
+def test_two_processes_save_and_restore(bucket, s3_server, tmp_path_factory, capfd):
+    folder = tmp_path_factory.mktemp("program")
+    (folder / "program.py").write_text(PROGRAM)
+    here = Path(__file__).parents[2]
+    paths = os.pathsep.join([str(here), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | s3_server | {"PYTHONPATH": paths}
+    code = launch(
+        [sys.executable, str(folder / "program.py"), bucket], 2, devices_per_process=2, environment=environment
+    )
+    out, err = capfd.readouterr()
+    assert code == 0, err
+    assert out.count("same") == 2 and out.count(f"refused {bucket}/one holds a checkpoint already") == 2
+    assert tops(f"{bucket}/many") == ["3", "4"]
+    scratch = Path(os.environ["JDP_CACHE_DIR"], "storage")
+    assert not list(scratch.glob("*/*/many")), "nothing stays on this host"
