@@ -21,7 +21,7 @@ class RemoteCheckpoints(Checkpoints):
         self._held = Held(directory)
         self._checked = self._began = False
         self._announced: list[int] = []
-        self.before_commit: Callable[[], None] = lambda: None
+        self.before_commit: Callable[[Path], None] | None = None
         with named():
             super().__init__(self._held.folder, **options)
             self._follow()
@@ -72,7 +72,8 @@ class RemoteCheckpoints(Checkpoints):
         self._announced += steps
 
     def _committed(self, folder: Path) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        self.before_commit()
+        if self.before_commit is not None:
+            self.before_commit(folder)
         self._held.send(folder)
 
     def _read(self, step: int | Literal["best"] | None, read: Callable[[Path, str], _T]) -> tuple[int, _T]:

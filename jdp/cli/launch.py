@@ -15,6 +15,7 @@ import tyro
 
 from jdp.cli import sweep, train_options
 from jdp.cli.options import UsageError, parse, parse_with_overrides
+from jdp.core.storage.address import address_of
 
 if TYPE_CHECKING:
     from jdp.experiment.schema.experiment import Experiment
@@ -81,7 +82,7 @@ def run(arguments: list[str]) -> int:
     if not command and not {"-h", "--help"} & set(own):
         given = "nothing after --" if "--" in arguments else "no --"
         raise UsageError(f"what to launch comes after --; given {given}: write jdp launch -n 2 -- FILE …")
-    return _launch(parse(Options, "launch", own), command)
+    return _launch(parse(Options, "launch", own, addresses=("run_dir",)), command)
 
 
 def _launch(options: Options, command: list[str]) -> int:
@@ -107,7 +108,7 @@ def _launch(options: Options, command: list[str]) -> int:
     else:
         added = ["--json"] if options.json else []
         added += [f"--run-dir={_expand_home(str(options.run_dir))}"] if options.run_dir is not None else []
-        given, overrides = parse_with_overrides(train_options.Options, "train", [*command, *added])
+        given, overrides = _train_options([*command, *added])
         if given.sweep and nodes is not None:
             raise UsageError("--sweep runs on one machine; given --nodes: start a job for each value, with --name")
         if given.sweep:
@@ -118,7 +119,8 @@ def _launch(options: Options, command: list[str]) -> int:
         fits = partial(_fits, experiment, options, len(visible_gpus(environment)))
         if experiment.devices is not None:
             environment["JAX_PLATFORMS"] = "cpu"
-        log_dir = log_dir or given.run_dir / experiment.name / LOGS
+        own = Path("runs") if address_of(given.run_dir) else given.run_dir
+        log_dir = log_dir or own / experiment.name / LOGS
         started = [sys.executable, "-m", "jdp", "train", *command, *added]
     return start(
         started,
@@ -244,12 +246,16 @@ def _expand_home(word: str) -> str:
         raise UsageError(f"there is no home folder {Path(word).parts[0]}, in {word}: write the folder") from None
 
 
+def _train_options(arguments: list[str]) -> tuple[train_options.Options, dict[str, str]]:
+    return parse_with_overrides(train_options.Options, "train", arguments, addresses=("run_dir",))
+
+
 def _check_before_launch(arguments: list[str], processes: int) -> "Experiment":
     """Report a mistake in the experiment once, instead of in every process; return the experiment."""
     from jdp.experiment.file import check_for_devices, load
     from jdp.run.outputs.profiler import profiled_steps
 
-    options, overrides = parse_with_overrides(train_options.Options, "train", arguments)
+    options, overrides = _train_options(arguments)
     experiment = load(options.file, overrides)
     profiled_steps(options.profile, experiment.train.steps)
     if experiment.devices is not None:

@@ -31,6 +31,7 @@ import jdp
 from jdp.cli import help_text
 from jdp.cli.options import UsageError, wrapped
 from jdp.core.hints import nearest
+from jdp.core.notices import shown
 from jdp.core.toml import cut
 
 USER_ERROR, SOFTWARE_ERROR, INTERRUPTED, READER_LEFT = 2, 70, 130, 141
@@ -134,10 +135,10 @@ def _printable(error: Exception) -> str:
     def escaped(letter: str) -> str:
         return letter if letter.isprintable() or letter == "\t" else repr(letter)[1:-1]
 
-    lines = str(error).split("\n")
-    shown = ["".join(map(escaped, cut(line, _LONGEST_LINE))) for line in lines[:_MOST_LINES]]
+    lines = shown(str(error)).split("\n")
+    kept = ["".join(map(escaped, cut(line, _LONGEST_LINE))) for line in lines[:_MOST_LINES]]
     more = [f"  … and {len(lines) - _MOST_LINES:,} more lines"] if len(lines) > _MOST_LINES else []
-    return "\n".join([*shown, *more])
+    return "\n".join([*kept, *more])
 
 
 def _is_users_mistake(error: Exception) -> bool:

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from jdp.core.hints import nearest
+from jdp.core.storage.address import address_of
+from jdp.core.storage.remote import Remote
 from jdp.core.toml import brief
 from jdp.core.user_path import user_path
 
@@ -19,13 +21,14 @@ class UsageError(ValueError):
     """A mistake on the command line itself."""
 
 
-def parse(options: type[Any], name: str, arguments: list[str]) -> Any:
+def parse(options: type[Any], name: str, arguments: list[str], *, addresses: Sequence[str] = ()) -> Any:
     """Parse a command's options; `~` in paths is resolved. tyro reports a mistake and exits with 2.
 
     Args:
         options: the command's dataclass.
         name: the command's.
         arguments: without the command's name.
+        addresses: fields that may also have an address, such as s3://bucket/runs: `address_of` tells.
 
     Raises:
         UsageError: a path that the file system cannot have.
@@ -38,18 +41,23 @@ def parse(options: type[Any], name: str, arguments: list[str]) -> Any:
         value = getattr(parsed, field.name)
         if isinstance(value, Path):
             try:
-                paths[field.name] = user_path(value)
+                if field.name in addresses and address_of(value):
+                    Remote.at(value)  # its package is there
+                else:
+                    paths[field.name] = user_path(value)
             except ValueError as error:
                 flag = "FILE" if field.name == "file" else f"--{field.name.replace('_', '-')}"
                 raise UsageError(f"{flag}: {error}") from None
     return dataclasses.replace(parsed, **paths)
 
 
-def parse_with_overrides(options: type[Any], name: str, arguments: list[str]) -> tuple[Any, dict[str, str]]:
+def parse_with_overrides(
+    options: type[Any], name: str, arguments: list[str], *, addresses: Sequence[str] = ()
+) -> tuple[Any, dict[str, str]]:
     """Parse the options of a command that takes an experiment, and the overrides of the experiment's keys.
 
     Args:
-        options, name, arguments: as for `parse`.
+        options, name, arguments, addresses: as for `parse`.
 
     Returns:
         The options, and dotted key -> text.
@@ -62,7 +70,7 @@ def parse_with_overrides(options: type[Any], name: str, arguments: list[str]) ->
         raise SystemExit(0)
     flags = flags_of(options)
     own, overrides = split_overrides(arguments, flags)
-    return parse(options, name, own), overrides
+    return parse(options, name, own, addresses=addresses), overrides
 
 
 def flags_of(options: type[Any]) -> list[str]:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from jdp.cli.options import UsageError, check_writable, choose_target_platform, parse, stdout_to_stderr, write_file
+from jdp.core.storage.address import address_of
 from jdp.core.toml import cut, toml_value
-from jdp.core.user_path import PathError, user_path
+from jdp.core.user_path import PathError
 
 if TYPE_CHECKING:
     from jdp.foresight.targets.resolve import Target
@@ -35,9 +36,10 @@ class Options:
     """
 
     runs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN…")] = ()
-    """Folders of runs, or names of runs in --run-dir."""
+    """Folders of runs or their addresses (s3://…), or names of runs in --run-dir."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="PAGE", aliases=["-o"])] = None
-    """The page. Default: report.html in the run's folder; for several runs, in the current one."""
+    """The page. Default: report.html in the run's folder; for several runs, or one behind an address, in the current
+    one."""
     run_dir: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs")
     """Folder that holds the runs that are named without a folder."""
     target: Annotated[str | None, tyro.conf.arg(metavar="KIND:HOSTSxPER_HOST")] = None
@@ -54,13 +56,14 @@ class Options:
 
 def run(arguments: list[str]) -> int:
     """Read the runs, compile their steps, write the page, and print where it is."""
-    options = parse(Options, "report", arguments)
+    options = parse(Options, "report", arguments, addresses=("run_dir",))
     with stdout_to_stderr() if options.json else contextlib.nullcontext():
         from jdp.report.run_page import run_page
         from jdp.run.recorded import read_run
 
         folders = _folders(options.runs, options.run_dir)
-        path = options.output or (folders[0] / PAGE if len(folders) == 1 else Path(PAGE))
+        behind = any(address_of(each) for each in (*options.runs, options.run_dir))
+        path = options.output or (Path(PAGE) if behind or len(folders) > 1 else folders[0] / PAGE)
         check_writable(path)
         names = _names(folders)
         recorded = dict(zip(names, map(read_run, folders), strict=True))
@@ -79,7 +82,7 @@ def _folders(given: Sequence[str], runs: Path) -> list[Path]:
     if not given:
         raise UsageError("jdp report takes one or more runs; given none: name their folders, such as runs/quickstart")
     try:
-        folders = [find_run(user_path(each), runs) for each in given]
+        folders = [find_run(each, runs) for each in given]
     except PathError as error:
         raise UsageError(f"RUN: {error}") from None
     seen: dict[Path, Path] = {}

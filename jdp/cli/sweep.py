@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from jdp.cli.options import UsageError, stdout_to_stderr
 from jdp.cli.train_options import Options
+from jdp.core.storage.address import address_of
 
 if TYPE_CHECKING:
     from jdp.run.sweep.grid import Member
@@ -44,6 +45,11 @@ def run(options: Options, overrides: Mapping[str, str], command: Sequence[str] =
 
     if command == TRAIN:
         _check_alone()
+    if address := address_of(options.run_dir):
+        raise UsageError(
+            f"a sweep keeps its runs in a folder of this machine, given --run-dir {address}: leave it out, and start "
+            "runs one by one for storage"
+        )
     sweep = members(options.file, options.sweep, overrides)
     for member in sweep:
         profiled_steps(options.profile, member.experiment.train.steps)

@@ -8,7 +8,8 @@ from typing import Annotated
 import tyro
 
 from jdp.cli.options import UsageError, parse
-from jdp.core.user_path import PathError, user_path
+from jdp.core.notices import shown
+from jdp.core.user_path import PathError
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Options:
     """
 
     run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
-    """The folder of a run, or the name of a run in --run-dir."""
+    """The folder of a run or its address (s3://…), or the name of a run in --run-dir."""
     run_dir: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs")
     """Folder that holds the runs."""
     json: bool = False
@@ -31,18 +32,18 @@ class Options:
 
 def run(arguments: list[str]) -> int:
     """Read the recorders and print what they say. Raises UsageError."""
-    options = parse(Options, "why", arguments)
+    options = parse(Options, "why", arguments, addresses=("run_dir",))
     from jdp.guard.diagnosis import diagnose
     from jdp.run.recorded import find_run
 
     try:
-        folder = find_run(user_path(options.run), options.run_dir)
+        folder = find_run(options.run, options.run_dir)
     except PathError as error:
         raise UsageError(f"RUN: {error}") from None
     found = diagnose(folder)
     if options.json:
-        shown = {"run": str(folder), "state": found.state, "began": found.began, "words": found.words}
-        print(as_json.dumps(shown | {"steps": found.pace, "goodput": found.goodput.as_summary()}))
+        values = {"run": shown(str(folder)), "state": found.state, "began": found.began, "words": found.words}
+        print(as_json.dumps(values | {"steps": found.pace, "goodput": found.goodput.as_summary()}))
     else:
-        print(f"{folder}: {found.state}", *found.words, sep="\n")
+        print(shown("\n".join([f"{folder}: {found.state}", *found.words])))
     return 0

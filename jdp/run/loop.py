@@ -46,6 +46,7 @@ from jdp.run.outputs.metrics import Metrics, json_safe, numbers
 from jdp.run.outputs.profiler import Profile
 from jdp.run.outputs.terminal import Display
 from jdp.run.progress import Progress
+from jdp.run.remote import at_hand
 from jdp.run.resume import open_checkpoints, start
 from jdp.run.signals import Stopped, StopRequest
 from jdp.run.summary import summary
@@ -63,7 +64,7 @@ def run(
 
     Args:
         experiment: validated, and checked against the devices.
-        root: the folder that holds the runs.
+        root: the folder that holds the runs, or its address, such as s3://bucket/runs.
         quiet: print progress on stderr instead of stdout.
         profile: steps to trace into the run's folder; None: none.
         settings: what was set before JAX started, a line each; they are reported once the run's folder is taken.
@@ -98,7 +99,8 @@ def _visit(
     experiment, progress = assembly.experiment, Progress()
     limits = Deadline(experiment.guard.deadline_seconds, experiment.guard.first_deadline_seconds)
     with (
-        claimed(experiment, root) as folder,
+        at_hand(root, experiment.name) as here,
+        claimed(experiment, here) as folder,
         writing(folder),
         watching(folder, limits, devices_of(assembly.mesh), done=lambda: progress.done) as watch,
     ):

@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from jdp.core.hints import nearest
+from jdp.core.storage.address import address_of
 from jdp.core.toml import parse, toml_key, toml_value
+from jdp.core.user_path import user_path
 from jdp.experiment.file import ExperimentError
 from jdp.guard.flight import FLIGHT, read
 from jdp.guard.goodput import account
 from jdp.run.folder import CHECKPOINTS, FILE, SUMMARY
 from jdp.run.outputs.history import HISTORY, read_history
 from jdp.run.outputs.metrics import JSONL, read_counted
+from jdp.run.remote import fetched
 
 
 @dataclass(frozen=True)
@@ -50,16 +53,25 @@ class Recorded:
     goodput: str | None = None
 
 
-def find_run(given: Path, runs: Path) -> Path:
-    """Return the folder of a run.
+def find_run(given: str, runs: Path) -> Path:
+    """Return the folder of a run; of one behind an address, a copy.
 
     Args:
-        given: the folder, or the name of a run in `runs`.
-        runs: the folder that holds the runs.
+        given: the folder or its address, or the name of a run in `runs`.
+        runs: the folder that holds the runs, or its address.
 
     Raises:
         ExperimentError: neither is a run.
+        PathError: a path that no file can have, or storage cannot be read.
     """
+    if address_of(given):
+        return fetched(given)
+    if (address := address_of(runs)) and len(Path(given).parts) == 1:
+        return fetched(f"{address}/{given}")
+    return _find(user_path(given), runs)
+
+
+def _find(given: Path, runs: Path) -> Path:
     named = [runs / given] if len(given.parts) == 1 else []
     folder = next((path for path in (given, *named) if (path / FILE).is_file()), None)
     if folder is not None:

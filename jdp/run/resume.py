@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jdp.checkpoint import Checkpoints
+from jdp.checkpoint import Checkpoints, RemoteCheckpoints
 from jdp.core.state import TrainState
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError
@@ -17,13 +17,19 @@ from jdp.run.evaluation import Best
 from jdp.run.folder import CHECKPOINTS
 from jdp.run.initial_weights import load_parameters
 from jdp.run.progress import Progress, check_record
+from jdp.run.remote import held_at
 
 
 def open_checkpoints(experiment: Experiment, folder: Path) -> Checkpoints:
     """Open the run's checkpoints; [train] says which of them are kept."""
     train, best = experiment.train, experiment.train.best_metric
     by: dict[str, Any] = {"best": best, "mode": Best(best).mode} if best else {}
-    return Checkpoints(folder / CHECKPOINTS, keep=train.keep_checkpoints, keep_every=train.keep_every, **by)
+    by |= {"keep": train.keep_checkpoints, "keep_every": train.keep_every}
+    if (run := held_at(folder)) is None:
+        return Checkpoints(folder / CHECKPOINTS, **by)
+    saved = RemoteCheckpoints(f"{run.remote.address}/{CHECKPOINTS}", **by)
+    saved.before_commit = run.before_commit
+    return saved
 
 
 def start(

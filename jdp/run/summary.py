@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from jdp.core.formatting import finite_or_none
+from jdp.core.notices import shown
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.optimizer import peak_rate
 from jdp.guard.flight import FLIGHT, read
@@ -53,5 +54,5 @@ def summary(assembly: Assembly, progress: Progress, folder: Path) -> dict[str, A
         "left_out": sum(step <= progress.done for step in progress.bad.left_out),
         "resumed_from": progress.resumed_from,
         "goodput": account(read(folder / FLIGHT / "rank-00000.jsonl")).as_summary(),
-        "folder": str(folder),
+        "folder": shown(str(folder)),
     }

@@ -1,0 +1,266 @@
+"""A run behind an address: its folder is s3://bucket/runs/NAME, and a scratch folder of this host stands for it.
+
+Process 0 fetches what is there but the checkpoints, which `jdp.Checkpoints` keeps there itself; every `EVERY_SECONDS`,
+before each checkpoint counts and at the end it sends whole the files that have changed, as storage appends nothing. So
+a run that is killed loses what it logged in its last seconds after the newest checkpoint, which it does again.
+
+A file `.lock` there names the process that holds the run. It is made only if there is none, and renewed with the files;
+one that was not renewed for `LEASE_SECONDS`, or whose process on this host has ended, is taken over. Who finds that it
+is another's stops: nothing is written by two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jdp.core.meeting import meet
+from jdp.core.notices import notice
+from jdp.core.storage.address import address_of
+from jdp.core.storage.remote import Remote, RemoteError
+from jdp.core.storage.scratch import Scratch
+from jdp.experiment.file import ExperimentError
+from jdp.run.folder import CHECKPOINTS, FILE
+from jdp.run.lock import LOCK
+
+EVERY_SECONDS, LEASE_SECONDS = 30.0, 180.0
+_COMMIT = "commit_success.txt"
+
+
+class RemoteRun:
+    """The folder of a run behind an address.
+
+    Args:
+        address: of the folder.
+        together: all processes of the cluster make this one together.
+
+    Attributes:
+        remote: the folder there.
+        folder: the scratch folder that stands for it.
+    """
+
+    def __init__(self, address: str, *, together: bool) -> None:
+        self.remote = Remote.at(address)
+        self._scratch = Scratch(self.remote.address, together=together)
+        self.folder = self._scratch.folder
+        self._sent: dict[str, tuple[int, int]] = {}
+        self._busy, self._ended = threading.Lock(), threading.Event()
+        self._token, self._since = "", 0.0
+        self._problem: RemoteError | None = None
+
+    def fetch(self) -> bool:
+        """Fetch the run's files but its checkpoints, of which empty folders tell; return whether there is a run.
+
+        Of a folder that is no run's there are only the names. Raises RemoteError.
+        """
+        files = self.remote.files()
+        parts = [name.split("/") for name in files]
+        for step in {part[1] for part in parts if part[0] == CHECKPOINTS and part[2:] == [_COMMIT]}:
+            (self.folder / CHECKPOINTS / step).mkdir(parents=True, exist_ok=True)
+        names = [name for name in files if name != LOCK and not name.startswith(f"{CHECKPOINTS}/")]
+        if FILE in files:
+            self.remote.fetch(names, self.folder)
+        else:
+            for top in {name.split("/")[0] for name in names}:
+                (self.folder / top).touch()
+        self._sent = self._files()
+        return FILE in files
+
+    def push(self) -> None:
+        """Send the files that have changed, after the lock was found to be this process'. Raises RemoteError."""
+        with self._busy:
+            if self._problem is not None:
+                raise self._problem
+            self._renew()
+            now = self._files()
+            changed = [name for name, seen in now.items() if self._sent.get(name) != seen]
+            for names in ([FILE] if FILE in changed else [], [name for name in changed if name != FILE]):
+                self.remote.send(names, self.folder)  # the first makes it a run's folder
+            self.remote.delete([name for name in self._sent if name not in now])
+            self._sent = now
+
+    def before_commit(self, checkpoint: Path) -> None:
+        """Send the rows of the steps before a checkpoint, which counts next. Raises RemoteError."""
+        self.push()
+        (self.folder / CHECKPOINTS / checkpoint.name).mkdir(parents=True, exist_ok=True)
+
+    @contextlib.contextmanager
+    def held(self) -> Generator[None]:
+        """Hold the lock, with the run's files here; send them in the background, and at the end.
+
+        Raises:
+            ExperimentError: another run holds it.
+            RemoteError: storage cannot be read or written; or the lock was lost: another run has taken the folder.
+        """
+        self._take()
+        sender = threading.Thread(target=self._send_now_and_then, name="jdp sender", daemon=True)
+        try:
+            self.fetch()
+            sender.start()
+            yield
+        except BaseException:
+            try:
+                self._finish(sender)
+            except RemoteError as error:
+                notice(str(error))  # the exception that is being raised already matters more
+            raise
+        self._finish(sender)
+
+    def _finish(self, sender: threading.Thread) -> None:
+        """Send what is left, or remove what was sent of a run that was discarded, and give the lock back."""
+        self._ended.set()
+        try:
+            if sender.is_alive():  # else what is here may be half-fetched
+                sender.join()
+                self.push()
+        except RemoteError as error:
+            kept = self._scratch.keep()
+            raise RemoteError(f"{error}. What was not sent is in {kept}: copy it there".replace("..", ".")) from error
+        finally:
+            with contextlib.suppress(RemoteError):
+                if self.remote.read(LOCK) == self._mine(self._since):
+                    self.remote.delete([LOCK])
+
+    def _send_now_and_then(self) -> None:
+        while not self._ended.wait(EVERY_SECONDS):
+            try:
+                self.push()
+            except RemoteError as error:
+                notice(f"{error}; it is tried again")
+
+    def _files(self) -> dict[str, tuple[int, int]]:
+        """Return the files to send, with what changes when they do."""
+        files: dict[str, tuple[int, int]] = {}
+        for path in self.folder.rglob("*"):
+            name = path.relative_to(self.folder).as_posix()
+            if name != LOCK and not name.startswith(f"{CHECKPOINTS}/"):
+                with contextlib.suppress(FileNotFoundError):
+                    if path.is_file():
+                        files[name] = path.stat().st_mtime_ns, path.stat().st_size
+        return files
+
+    # The lock.
+
+    def _take(self) -> None:
+        """Make the lock, or take over that of a run that has ended. Raises ExperimentError, RemoteError."""
+        self._token, self._since = secrets.token_hex(8), time.time()
+        mine = self._mine(self._since)
+        if not self.remote.write(LOCK, mine, new=True):
+            holder = _parsed(self.remote.read(LOCK))
+            if not _has_ended(holder):
+                raise ExperimentError(
+                    f"a folder is for one run at a time; {self.remote.address} has a run that goes on, "
+                    f"{holder.get('holder')}: wait for its end (of a process that was killed, {LEASE_SECONDS:.0f} "
+                    "seconds), or choose another `name` (--name NEW) or --run-dir"
+                )
+            self.remote.write(LOCK, mine)
+            time.sleep(1)  # of two that take it over, the later one has it
+        if self.remote.read(LOCK) != mine:
+            raise ExperimentError(
+                f"a folder is for one run at a time; {self.remote.address} was taken by another one just now: choose "
+                "another `name` (--name NEW) or --run-dir"
+            )
+
+    def _renew(self) -> None:
+        """Say in the lock that this run goes on. Raises RemoteError if it is another's."""
+        if self.remote.read(LOCK) != self._mine(self._since):
+            self._problem = RemoteError(
+                f"a folder is for one run at a time; {self.remote.address} was taken over by another run, as this one "
+                f"had not been heard of for {LEASE_SECONDS:.0f} seconds: end one of them"
+            )
+            raise self._problem
+        self._since = time.time()
+        self.remote.write(LOCK, self._mine(self._since))
+
+    def _mine(self, since: float) -> bytes:
+        here, pid = socket.gethostname(), os.getpid()
+        holder = {"holder": f"process {pid} on {here}", "host": here, "pid": pid, "token": self._token, "heard": since}
+        return json.dumps(holder).encode()
+
+
+_held: dict[Path, RemoteRun] = {}
+
+
+def held_at(folder: Path) -> RemoteRun | None:
+    """Return the run that a scratch folder stands for; None for a run's own folder."""
+    return _held.get(folder)
+
+
+@contextlib.contextmanager
+def at_hand(root: Path, name: str) -> Generator[Path]:
+    """Have the folder of a run on this host, and where it is to be in the end.
+
+    Args:
+        root: the folder that holds the runs, or its address.
+        name: the run's.
+
+    Yields:
+        The folder that holds the run's here: `root`, if that is a path.
+
+    Raises:
+        ExperimentError: another run holds the folder.
+        RemoteError: storage cannot be read or written.
+    """
+    if (address := address_of(root)) is None:
+        yield root
+        return
+    run = RemoteRun(f"{address}/{name}", together=True)
+    with run.held() if jax.process_index() == 0 else contextlib.nullcontext():
+        meet("the folder of a run, which process 0 fetches")
+        _held[run.folder] = run
+        try:
+            yield run.folder.parent
+        finally:
+            del _held[run.folder]
+
+
+def fetched(address: str) -> Path:
+    """Return a copy of a run's folder, for those who look at it; it is removed when this process ends.
+
+    Raises:
+        ExperimentError: there is no run.
+        RemoteError: storage cannot be read.
+    """
+    run = RemoteRun(address, together=False)
+    if not run.fetch():
+        raise ExperimentError(f"a run is a folder with an {FILE}; given {run.remote.address}, which has none: fix it")
+    _looked_at.append(run)
+    return run.folder
+
+
+_looked_at: list[RemoteRun] = []
+
+
+def _parsed(lock: bytes | None) -> dict[str, Any]:
+    """Return what a lock says; {} for one that is damaged, or gone."""
+    try:
+        found = json.loads(lock or b"{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _has_ended(holder: dict[str, Any]) -> bool:
+    """Return True if a lock's process has ended, as far as can be known."""
+    heard, pid = holder.get("heard"), holder.get("pid")
+    if not isinstance(heard, int | float) or time.time() - heard > LEASE_SECONDS:
+        return True
+    if holder.get("host") != socket.gethostname() or not isinstance(pid, int):
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        pass
+    return False

@@ -1,0 +1,158 @@
+"""Runs whose folder is behind an address, on a real S3 server on this machine; never a folder `s3:`."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tiny_experiment import points_text, write_points
+
+from jdp.cli.main import main
+from jdp.core.storage.remote import Remote
+from jdp.run import remote as remote_runs
+
+HERE = Path(__file__).parents[2]
+TRAIN = "[train]\nsteps = 6\nbatch_size = 16\nlog_every = 1\ncheckpoint_every = 2\n"
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return write_points(tmp_path, points_text(TRAIN))
+
+
+def files(address):
+    return [name for name in Remote(address).files() if not name.startswith("checkpoints/")]
+
+
+def steps(address):
+    content = Remote(address).read("metrics.jsonl")
+    return [row["step"] for row in map(json.loads, content.splitlines()) if "loss" in row]
+
+
+def saved(address):
+    return sorted(
+        int(name.split("/")[1]) for name in Remote(address).files() if name.count("/") == 2 and "commit_s" in name
+    )
+
+
+def no_folder_of_ours(folder):
+    return sorted(path.name for path in folder.iterdir() if path.name not in ("points.toml", "points.npz")) == []
+
+
+def test_a_run_is_kept_resumed_and_reported_behind_an_address(bucket, file, capsys):
+    runs, run = f"{bucket}/some/runs", f"{bucket}/some/runs/points"
+    assert main(["train", str(file), "--run-dir", runs, "--train.steps", "4", "--optimizer.schedule", "constant"]) == 0
+    assert steps(run) == [1, 2, 3, 4] and saved(run) == [2, 4]
+    assert {"experiment.toml", "history.jsonl", "metrics.jsonl", "summary.json"} <= set(files(run))
+    assert ".lock" not in files(run) and no_folder_of_ours(file.parent)
+    assert json.loads(Remote(run).read("summary.json"))["folder"] == run
+    capsys.readouterr()
+    assert main(["train", str(file), "--run-dir", f"{runs}/", "--optimizer.schedule", "constant"]) == 0
+    assert "resumed after step 4" in capsys.readouterr().out and steps(run) == [1, 2, 3, 4, 5, 6]
+    assert main(["train", str(file), "--run-dir", runs, "--optimizer.schedule", "constant"]) == 0
+    assert f"{run} has all of its 6 steps" in capsys.readouterr().out
+    assert main(["train", str(file), "--run-dir", runs, "--seed", "5"]) == 2
+    assert f"{run} holds a run of another experiment" in capsys.readouterr().err
+    assert main(["why", run]) == 0 and main(["why", "points", "--run-dir", runs]) == 0
+    assert f"{run}: " in capsys.readouterr().out
+    assert no_folder_of_ours(file.parent)
+    assert main(["report", run, "--no-compile"]) == 0
+    page = (file.parent / "report.html").read_text()
+    assert "points" in page and saved(run) == [2, 4, 6]
+
+
+def test_what_is_no_run_is_left_alone_and_a_failed_first_visit_leaves_nothing(bucket, file, capsys):
+    Remote(f"{bucket}/runs/points").write("notes/mine.txt", b"mine")
+    assert main(["train", str(file), "--run-dir", f"{bucket}/runs"]) == 2
+    assert f"{bucket}/runs/points is not empty and has no experiment.toml" in capsys.readouterr().err
+    assert files(f"{bucket}/runs/points") == ["notes/mine.txt"]
+    wrong = [str(file), "--run-dir", f"{bucket}/other", "--train.init_from", str(file.parent / "points.npz")]
+    assert main(["train", *wrong]) == 2 and files(f"{bucket}/other") == [], capsys.readouterr().err
+    assert main(["report", f"{bucket}/other/points", "--no-compile"]) == 2
+    assert "which has none" in capsys.readouterr().err
+
+
+def test_one_run_at_a_time(bucket, file, capsys, monkeypatch):
+    remote = Remote(f"{bucket}/runs/points")
+    other = {"holder": "process 1 on elsewhere", "host": "elsewhere", "pid": 1, "token": "x", "heard": time.time()}
+    remote.write(".lock", json.dumps(other).encode())
+    arguments = ["train", str(file), "--run-dir", f"{bucket}/runs", "--train.steps", "1"]
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert (
+        "for one run at a time" in said
+        and "goes on, process 1 on elsewhere" in said
+        and files(remote.address) == [".lock"]
+    )
+    remote.write(".lock", json.dumps(other | {"heard": time.time() - 1000}).encode())
+    assert main(arguments) == 0 and ".lock" not in files(remote.address), "one that was not heard of is taken over"
+
+    began = remote_runs.RemoteRun.before_commit
+
+    def loses_the_lock(self, checkpoint):
+        remote.write(".lock", json.dumps(other | {"heard": time.time()}).encode())
+        began(self, checkpoint)
+
+    monkeypatch.setattr(remote_runs.RemoteRun, "before_commit", loses_the_lock)
+    arguments[-1] = "2"
+    assert main([*arguments, "--name", "points", "--optimizer.schedule", "constant"]) == 2
+    said = capsys.readouterr().err
+    assert "was taken over by another run" in said and "Traceback" not in said
+    assert json.loads(remote.read(".lock"))["token"] == "x" and saved(remote.address) == [1]
+
+
+def start(file, runs, s3_server, *arguments):
+    paths = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | s3_server | {"PYTHONPATH": paths}
+    command = [sys.executable, "-m", "jdp", *arguments, str(file), "--run-dir", runs]
+    return subprocess.Popen(command, env=environment, cwd=file.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def test_a_killed_run_goes_on_from_its_newest_checkpoint(bucket, file, s3_server):
+    run = f"{bucket}/runs/points"
+    more = ["--train.steps", "400", "--train.checkpoint_every", "20", "--optimizer.schedule", "constant"]
+    process = start(file, f"{bucket}/runs", s3_server, "train", *more)
+    until = time.monotonic() + 120
+    while time.monotonic() < until and process.poll() is None and not saved(run):
+        time.sleep(0.2)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    there = saved(run)
+    assert there and steps(run)[: there[-1]] == [*range(1, there[-1] + 1)], "the rows before a checkpoint are there"
+    assert ".lock" in files(run)
+    more[1] = str(there[-1] + 5)
+    process = start(file, f"{bucket}/runs", s3_server, "train", *more)
+    said = process.communicate(timeout=200)[0].decode()
+    assert process.returncode == 0, said
+    assert f"resumed after step {there[-1]}" in said and steps(run) == [*range(1, there[-1] + 6)]
+
+
+def test_two_processes_train_into_storage(bucket, file, s3_server):
+    run = f"{bucket}/runs/points"
+    process = start(file, f"{bucket}/runs", s3_server, "launch", "-n", "2", "--devices-per-process", "2", "--")
+    said = process.communicate(timeout=200)[0].decode()
+    assert process.returncode == 0, said
+    assert steps(run) == [1, 2, 3, 4, 5, 6] and saved(run) == [2, 4, 6]
+    assert "flight/rank-00001.jsonl" in files(run) and not Path(file.parent, "s3:").exists()
+
+
+REFUSED = {
+    "no bucket": (["--run-dir", "s3://no-such-bucket-here/runs"], "make that bucket, or fix its name"),
+    "no package": (["--run-dir", "az://box/runs"], "--run-dir: az:// needs a package.*pip install adlfs"),
+    "a sweep": (["--run-dir", "s3://b/runs", "--sweep", "seed=1:2"], "a sweep keeps its runs in a folder of this"),
+    "a program's file": (["--data.source", "memory://x"], "that other machines reach|on a disk of this machine"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_is_one_error_and_nothing_is_made(bucket, file, capsys, case):
+    arguments, said = REFUSED[case]
+    assert main(["train", str(file), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert "Traceback" not in error and __import__("re").search(said, " ".join(error.split())), error
+    assert no_folder_of_ours(file.parent)
