@@ -176,7 +176,7 @@ MISTAKES = {
     "a file": (["runs/tiny/metrics.jsonl"], "it is a file"),
     "other runs": (["tiny", "--run-dir", "x"], "there is no such folder; x has no runs"),
     "twice": (["tiny", "runs/tiny"], "given one twice, runs/tiny and runs/tiny"),
-    "an address": (["gs://bucket/run"], "RUN: a path must be on a disk of this machine"),
+    "an address": (["memory://bucket/run"], "RUN: an address must lead to storage that other machines reach"),
     "a name of NUL": (["a\0b"], "RUN: a path must have no NUL character"),
     "a page nowhere": (["tiny", "-o", "no/p.html"], "no/p.html cannot be written: there is no folder no"),
     "a page that is a folder": (["tiny", "--output", "runs"], "runs cannot be written: it is a folder"),

@@ -317,7 +317,7 @@ def test_a_run_that_was_killed_before_its_first_step_leaves_its_folder_to_the_ne
     ("arguments", "said"),
     [
         (("--name", "n" * 300), "name"),
-        (("--run-dir", "gs://bucket/runs"), "--run-dir: a path must be on a disk of this machine"),
+        (("--run-dir", "memory://runs"), "--run-dir: an address must lead to storage that other machines reach"),
         (("--run-dir", "~nosuchuser/runs"), "--run-dir: a path must begin with a user who has a home folder"),
     ],
 )

@@ -8,6 +8,7 @@ that is written last is good for. Nothing is cached: every call asks the storage
 from __future__ import annotations
 
 import errno
+import logging
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -77,6 +78,7 @@ class Remote:
         """Return fsspec's file system, and the path in it."""
         import fsspec
 
+        logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # what it logs with a traceback it raises, too
         scheme = scheme_of(self.address)
         extra = _EXTRAS.get(scheme)
         try:
@@ -107,7 +109,20 @@ class Remote:
         fs, root = self._opened
         with self._doing("be listed"):
             found: Mapping[str, Any] = fs.find(f"{root}/{below}".rstrip("/"), detail=True)
-        prefix = f"{root.rstrip('/')}/"
+        return self._stored(found)
+
+    def matching(self, pattern: str) -> dict[str, Stored]:
+        """Return the files that a pattern matches (`**` goes down), by their path in the folder, in order.
+
+        Raises:
+            RemoteError: there is no such bucket, or it may not be read.
+        """
+        fs, root = self._opened
+        with self._doing("be listed"):
+            return self._stored(fs.glob(f"{root}/{pattern}", detail=True))
+
+    def _stored(self, found: Mapping[str, Any]) -> dict[str, Stored]:
+        prefix = f"{self._opened[1].rstrip('/')}/"
         files = {
             name.removeprefix(prefix): Stored(int(info.get("size") or 0), _tag(info))
             for name, info in found.items()

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jdp.core.notices import notice
-from jdp.core.user_path import user_path
 from jdp.data.images.decode import Pictures
 from jdp.data.images.from_arrays import DIGITS, array_pictures, digits
 from jdp.data.images.from_folders import HELD_OUT_FOLDERS, picture_files, two_sets
@@ -14,6 +13,7 @@ from jdp.data.images.from_tables import Columns, TablePictures, file_table_pictu
 from jdp.data.images.from_tars import COMPRESSED_TARS, TAR, tar_pictures
 from jdp.data.sources.array_files import read_arrays
 from jdp.data.sources.compressed import unreadable
+from jdp.data.sources.fetched import local_path
 from jdp.data.sources.hub import HF, hub_splits, main_split
 from jdp.data.sources.optional_packages import optional
 from jdp.data.sources.tables import ARROW_SUFFIXES
@@ -55,7 +55,7 @@ def _open(source: PathLike, columns: Columns, classes: Classes) -> PictureSets:
         return PictureSets(digits(), channels=1)
     if str(source).startswith(HF):
         return _from_hub(str(source), columns, classes)
-    path = user_path(source)
+    path = local_path(source)
     if path.suffix == ".npz":
         return _from_arrays(path, classes)
     tables, tars = _files(path, ARROW_SUFFIXES), _files(path, (TAR, *COMPRESSED_TARS))

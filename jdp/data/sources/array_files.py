@@ -19,8 +19,9 @@ from jdp.core.formatting import format_bytes
 from jdp.core.machine import memory_bytes
 from jdp.core.notices import notice
 from jdp.core.toml import cut
-from jdp.core.user_path import check_regular, user_path
+from jdp.core.user_path import check_regular
 from jdp.data.sources.compressed import unreadable
+from jdp.data.sources.fetched import local_path
 
 Arrays = dict[str, NDArray[Any]]
 ArraySource = str | os.PathLike[str] | Mapping[str, ArrayLike]
@@ -38,7 +39,7 @@ def read_arrays(source: ArraySource) -> tuple[Arrays, str]:
     if isinstance(source, Mapping):
         arrays, name = {str(key): np.asarray(value) for key, value in source.items()}, "the arrays given"
     else:
-        arrays, name = _read_path(user_path(source)), str(source)
+        arrays, name = _read_path(local_path(source)), str(source)
     if not arrays:
         raise ValueError(
             f"data must have at least one array; given none in {name}: give some, such as features and labels"

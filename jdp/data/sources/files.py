@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jdp.core.notices import notice
-from jdp.core.user_path import user_path
 from jdp.data.sources.compressed import plain_name, unreadable
+from jdp.data.sources.fetched import local_path
 
 STDLIB = "stdlib"
 # What is not the library's own text: packages installed beside it, and its tests, which some distributions leave out.
@@ -60,7 +60,7 @@ def find_files(entries: Sequence[PathLike], kinds: Kinds) -> list[Path]:
 def _files(entry: PathLike, kinds: Kinds) -> list[Path]:
     if entry == STDLIB:
         return _stdlib_files()
-    path = user_path(entry)
+    path = local_path(entry)
     if path.is_file():
         return [path]
     if path.is_dir():

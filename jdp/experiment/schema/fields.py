@@ -11,6 +11,8 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
 from jdp.core.compiler import Compiler
+from jdp.core.storage.address import address_of
+from jdp.core.storage.remote import Remote
 from jdp.core.toml import cut
 from jdp.core.user_path import user_path
 
@@ -85,7 +87,10 @@ def _words(value: Any, rule: str) -> Any:
 def _source(source: Any) -> Any:
     source = _words(source, 'must be "stdlib", a path or glob, "hf:NAME", for images "digits"')
     for word in (source,) if isinstance(source, str) else source or ():
-        user_path(word.removeprefix(STREAM).removeprefix(HUB))
+        if address_of(word) is None:
+            user_path(word.removeprefix(STREAM).removeprefix(HUB))
+        else:
+            Remote.at(word)
     return source
 
 
