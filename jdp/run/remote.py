@@ -154,18 +154,17 @@ class RemoteRun:
     def _take(self) -> None:
         """Make the lock, or take over that of a run that has ended. Raises ExperimentError, RemoteError."""
         self._token, self._since = secrets.token_hex(8), time.time()
-        mine = self._mine(self._since)
-        if not self.remote.write(LOCK, mine, new=True):
-            holder = _parsed(self.remote.read(LOCK))
-            if not _has_ended(holder):
-                raise ExperimentError(
-                    f"a folder is for one run at a time; {self.remote.address} has a run that goes on, "
-                    f"{holder.get('holder')}: wait for its end (of a process that was killed, {LEASE_SECONDS:.0f} "
-                    "seconds), or choose another `name` (--name NEW) or --run-dir"
-                )
-            self.remote.write(LOCK, mine)
+        mine, there = self._mine(self._since), self.remote.read(LOCK)
+        if there is not None and not _has_ended(holder := _parsed(there)):
+            raise ExperimentError(
+                f"a folder is for one run at a time; {self.remote.address} has a run that goes on, "
+                f"{holder.get('holder')}: wait for its end (of a process that was killed, {LEASE_SECONDS:.0f} s), "
+                "or choose another `name` (--name NEW) or --run-dir"
+            )
+        made = self.remote.write(LOCK, mine, new=there is None)
+        if there is not None:
             time.sleep(1)  # of two that take it over, the later one has it
-        if self.remote.read(LOCK) != mine:
+        if not made or self.remote.read(LOCK) != mine:
             raise ExperimentError(
                 f"a folder is for one run at a time; {self.remote.address} was taken by another one just now: choose "
                 "another `name` (--name NEW) or --run-dir"

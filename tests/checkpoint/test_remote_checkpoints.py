@@ -14,6 +14,7 @@ import pytest
 import jdp
 from jdp.core import notices
 from jdp.core.storage.remote import Remote
+from jdp.data.sources.fetched import local_path
 from jdp.launch import launch
 
 PLAN = jdp.Plan(jdp.make_mesh(data=4, devices=jax.devices()[:4]), "zero3", min_shard_size=1)
@@ -154,6 +155,22 @@ def test_a_save_that_cannot_be_sent_is_an_error_and_the_step_does_not_count(buck
     saved.save(at(base, 3))
     saved.close()
     assert tops(f"{bucket}/run") == ["3"]
+
+
+def test_googles_storage_takes_the_same_road(google_bucket, base):
+    with jdp.Checkpoints(f"{google_bucket}/run", keep=1) as saved:
+        for step in (1, 2):
+            saved.save(at(base, step), {"step": step})
+    with jdp.Checkpoints(Path(f"{google_bucket}/run"), keep=1) as saved:
+        state, record = saved.restore(target())
+        assert weight(state) == 2 and record == {"step": 2} and saved.steps == [2]
+    jdp.save(f"{google_bucket}/one", at(base, 1))
+    jdp.save(f"{google_bucket}/one", at(base, 3), overwrite=True)
+    assert weight(jdp.restore(f"{google_bucket}/one", target())) == 3 and tops(google_bucket) == ["one", "run"]
+    Remote(google_bucket).write("corpus/a.txt", b"text")
+    assert (local_path(f"{google_bucket}/corpus") / "a.txt").read_text() == "text"
+    with pytest.raises(ValueError, match=r"gs://no-such-box.* cannot be listed: .*make that bucket, or fix its name"):
+        jdp.Checkpoints("gs://no-such-box/run")
 
 
 BAD = {
