@@ -335,7 +335,7 @@ class Checkpoints:
         except (OSError, ValueError) as error:
             step, self._saving, self._writing = self._saving, None, None
             unfinished, self._deleting = [*self._deleting, *([] if step is None else [step])], []
-            self._lineage.failed()
+            self._lineage.failed(step)
             for each in unfinished if jax.process_index() == 0 else ():
                 ownership.discard_unfinished(self.directory, each)
             self._manager.reload()

@@ -19,6 +19,8 @@ from typing import Any
 
 import jax
 
+from jdp.core.storage.remote import RemoteError
+
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 _ORBAX = f"{os.sep}orbax{os.sep}"
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -128,8 +130,10 @@ def _reason(error: BaseException) -> str:
     number = _os_number(error)
     if number is not None:
         return os.strerror(number)
-    while error.__cause__ is not None:
+    while error.__cause__ is not None and not isinstance(error, RemoteError):
         error = error.__cause__
+    if isinstance(error, RemoteError):
+        return str(error)
     lines = str(error).strip().splitlines() or [type(error).__name__]
     # TensorStore nests what went wrong, innermost last, and appends a description of the store in brackets.
     return lines[0].partition(" [tensorstore_spec")[0].rpartition(": ")[2].strip().rstrip(".")[:200]

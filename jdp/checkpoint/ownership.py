@@ -223,9 +223,10 @@ class Lineage:
         self._own, self._abandoned = {other for other in existing if other < step} | {step}, set()
         self.last, self._arrays = step, _references(state)
 
-    def failed(self) -> None:
-        """Record that the last save failed."""
+    def failed(self, step: int | None) -> None:
+        """Record that the last save failed, of this step if it had begun."""
         self.last = self._arrays = None
+        self._own -= {step}
 
     def abandoned_by(self, step: int, existing: Sequence[int]) -> list[int]:
         """Return the existing steps that are no longer this run's once it saves `step`.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -71,6 +72,16 @@ class RemoteCheckpoints(Checkpoints):
         super()._mark_for_deletion(steps)
         self._announced += steps
 
+    @contextmanager
+    def _save_errors(self) -> Generator[None]:
+        """As of any directory; for a step that was not saved, no other is deleted."""
+        try:
+            with super()._save_errors():
+                yield
+        except BaseException:
+            self._announced, self._began = [], False
+            raise
+
     def _committed(self, folder: Path) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         if self.before_commit is not None:
             self.before_commit(folder)
@@ -82,10 +93,11 @@ class RemoteCheckpoints(Checkpoints):
         return found
 
     def _prepare(self, step: int) -> None:
+        if not self._began and jax.process_index() == 0:
+            self._held.look()
+            self._held.delete(self._held.unfinished)
         super()._prepare(step)
         self._follow()
-        if not self._began and jax.process_index() == 0:
-            self._held.delete(self._held.unfinished)
         self._began = True
 
     def _follow(self) -> None:

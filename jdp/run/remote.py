@@ -125,7 +125,7 @@ class RemoteRun:
                 self.push()
         except RemoteError as error:
             kept = self._scratch.keep()
-            raise RemoteError(f"{error}. What was not sent is in {kept}: copy it there".replace("..", ".")) from error
+            raise RemoteError(f"{error}; what was not sent is kept in {kept}") from error
         finally:
             with contextlib.suppress(RemoteError):
                 if self.remote.read(LOCK) == self._mine(self._since):
@@ -161,6 +161,7 @@ class RemoteRun:
                 f"{holder.get('holder')}: wait for its end (of a process that was killed, {LEASE_SECONDS:.0f} s), "
                 "or choose another `name` (--name NEW) or --run-dir"
             )
+        self._wait_for_life(there)
         made = self.remote.write(LOCK, mine, new=there is None)
         if there is not None:
             time.sleep(1)  # of two that take it over, the later one has it
@@ -168,6 +169,20 @@ class RemoteRun:
             raise ExperimentError(
                 f"a folder is for one run at a time; {self.remote.address} was taken by another one just now: choose "
                 "another `name` (--name NEW) or --run-dir"
+            )
+
+    def _wait_for_life(self, there: bytes | None) -> None:
+        """Wait whether a lock of another host is renewed: the clocks may differ. Raises ExperimentError if it is."""
+        if there is None or _parsed(there).get("host") == socket.gethostname():
+            return
+        notice(
+            f"{self.remote.address} has the lock of a run that ended on another host, it seems: waiting for its life"
+        )
+        time.sleep(1.5 * EVERY_SECONDS)
+        if self.remote.read(LOCK) != there:
+            raise ExperimentError(
+                f"a folder is for one run at a time; {self.remote.address} has a run that goes on, by a clock that "
+                "differs from this host's: wait for its end, or choose another `name` (--name NEW) or --run-dir"
             )
 
     def _renew(self) -> None:

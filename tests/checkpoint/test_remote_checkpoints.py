@@ -13,7 +13,7 @@ import pytest
 
 import jdp
 from jdp.core import notices
-from jdp.core.storage.remote import Remote
+from jdp.core.storage.remote import Remote, RemoteError
 from jdp.data.sources.fetched import local_path
 from jdp.launch import launch
 
@@ -157,6 +157,22 @@ def test_a_save_that_cannot_be_sent_is_an_error_and_the_step_does_not_count(buck
     assert tops(f"{bucket}/run") == ["3"]
 
 
+def test_nothing_is_deleted_for_a_step_that_was_not_saved(bucket, base, monkeypatch):
+    with jdp.Checkpoints(f"{bucket}/run", keep=1) as saved:
+        saved.save(at(base, 1))
+    saved = jdp.Checkpoints(f"{bucket}/run", keep=1)
+    saved.restore(target())
+    with monkeypatch.context() as patched:
+        patched.setattr(Remote, "send", lambda *_: (_ for _ in ()).throw(RemoteError("the network is gone")))
+        with pytest.raises(jdp.CheckpointError, match=r"Checkpoint 2 was not saved .*the network is gone"):
+            saved.save(at(base, 2))
+            saved.wait()
+    assert saved.steps == [1] and weight(saved.restore(target())[0]) == 1
+    saved.save(at(base, 3))
+    saved.close()
+    assert tops(f"{bucket}/run") == ["3"]
+
+
 def test_googles_storage_takes_the_same_road(google_bucket, base):
     with jdp.Checkpoints(f"{google_bucket}/run", keep=1) as saved:
         for step in (1, 2):
@@ -237,6 +253,12 @@ try:
     jdp.save(f"{address}/one", state)
 except jdp.CheckpointError as error:
     print("refused", error, flush=True)
+os.environ["JDP_CACHE_DIR"] += f"/host-{jax.process_index()}"  # as on two hosts, from here on
+check(jdp.restore(f"{address}/one", target))
+try:
+    jdp.save(f"{address}/two", state)
+except jdp.CheckpointError as error:
+    print("apart", error, flush=True)
 print("same", jax.process_index(), flush=True)
 """
 
@@ -253,6 +275,7 @@ def test_two_processes_save_and_restore(bucket, s3_server, tmp_path_factory, cap
     out, err = capfd.readouterr()
     assert code == 0, err
     assert out.count("same") == 2 and out.count(f"refused {bucket}/one holds a checkpoint already") == 2
-    assert tops(f"{bucket}/many") == ["3", "4"]
+    assert out.count(f"apart Processes that save to {bucket}/two must see one folder") == 2
+    assert tops(f"{bucket}/many") == ["3", "4"] and tops(bucket) == ["many", "one"]
     scratch = Path(os.environ["JDP_CACHE_DIR"], "storage")
     assert not list(scratch.glob("*/*/many")), "nothing stays on this host"

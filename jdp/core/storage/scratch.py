@@ -21,7 +21,7 @@ import jax
 from jdp.core.disk_cache import default_folder
 from jdp.core.meeting import from_every_process, from_first_process, meet
 from jdp.core.notices import show_as
-from jdp.core.storage.address import address_of
+from jdp.core.user_path import PathError
 
 _LOCK, _TURN, _TOKEN, _KEEP = ".lock", ".turn", ".token", ".keep"
 
@@ -37,19 +37,25 @@ class Scratch:
         folder: is there, and empty unless another process of this host has begun.
 
     Raises:
-        OSError: it cannot be made.
+        PathError: it cannot be made.
     """
 
     def __init__(self, address: str, *, together: bool) -> None:
         root = (default_folder() / "storage").absolute()
         name = secrets.token_hex(6)
         name = from_first_process("the name of a scratch folder", name) if together else name
-        _remove_dead(root)
         self._home = root / name
-        self._handle = _hold(self._home)
-        scheme, _, rest = (address_of(address) or address).partition("://")
+        scheme, _, rest = address.partition("://")
         self.folder = self._home / rest
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            _remove_dead(root)
+            self._handle = _hold(self._home)
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise PathError(
+                f"what is behind an address needs a scratch folder on this host, and {root} cannot be written: "
+                f"{error.strerror}; set JDP_CACHE_DIR to a folder that can"
+            ) from error
         show_as(f"{self._home}/", f"{scheme}://")
         self._closing = weakref.finalize(self, _leave, self._home, self._handle)
 
@@ -70,8 +76,9 @@ class Scratch:
         return len(set(from_every_process("the token in a scratch folder", seen))) == 1
 
     def keep(self) -> Path:
-        """Have the folder stay when its processes end: it holds what could not be sent. Return it."""
+        """Have the folder stay when its processes end: it holds what could not be sent. Messages show its own path."""
         (self._home / _KEEP).touch()
+        show_as(f"{self._home}/", f"{self._home}/")
         return self.folder
 
 

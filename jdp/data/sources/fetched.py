@@ -16,7 +16,7 @@ from jdp.core.formatting import format_bytes
 from jdp.core.notices import notice, show_as
 from jdp.core.storage.address import address_of
 from jdp.core.storage.remote import Remote, RemoteError, Stored
-from jdp.core.user_path import user_path
+from jdp.core.user_path import PathError, user_path
 
 _WHOLE = "fetched.json"
 
@@ -65,7 +65,13 @@ def _fetch(remote: Remote, files: dict[str, Stored]) -> Path:
     show_as(f"{folder}", remote.address)
     if (home / _WHOLE).exists():
         return folder
-    home.mkdir(parents=True, exist_ok=True)
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PathError(
+            f"data behind an address needs a folder on this host, and {home.parent} cannot be written: "
+            f"{error.strerror}; set JDP_CACHE_DIR to a folder that can"
+        ) from error
     with (home / ".lock").open("ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if (home / _WHOLE).exists():
