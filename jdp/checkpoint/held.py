@@ -163,8 +163,12 @@ def send(remote: Remote, folder: Path, name: str) -> None:
 
 def move(remote: Remote, source: str, target: str) -> None:
     """Move a checkpoint: its commit file arrives last, and goes first. Raises RemoteError."""
-    files = _ordered(remote.files(source), source)
+    marks = [f"{target}/{_UNFINISHED}", f"{source}/{_UNFINISHED}"]
+    files = [name for name in _ordered(remote.files(source), source) if name not in marks]
+    for mark in marks:
+        remote.write(mark, b"")
     remote.move([each.removeprefix(f"{source}/") for each in files], source, target)
+    remote.delete(marks)
 
 
 def delete(remote: Remote, name: str) -> None:
@@ -227,15 +231,17 @@ def save(address: str | Path, write: Callable[[Path], None], *, overwrite: bool)
 
 def _check_free(remote: Remote, name: str, overwrite: bool) -> None:
     """Raise CheckpointError if there is something, except for a checkpoint to overwrite, or one half-written."""
-    files, shown_name = remote.files(name), f"{remote.address}/{name}"
-    if not files or f"{name}/{_UNFINISHED}" in files:
-        return
-    if name not in _checkpoints(files):
+    for place in (f".{name}.old", name):
+        files = remote.files(place)
+        if files and place not in _checkpoints(files) and f"{place}/{_UNFINISHED}" not in files:
+            taken = f"{remote.address}/{place}"
+            raise CheckpointError(
+                f"{taken} is there already and is not a checkpoint, so it is left alone. Choose another."
+            )
+    if name in _checkpoints(remote.files(name)) and not overwrite:
         raise CheckpointError(
-            f"{shown_name} is there already and is not a checkpoint, so it is left alone. Choose another."
+            f"{remote.address}/{name} holds a checkpoint already. Choose another path, or pass overwrite=True."
         )
-    if not overwrite:
-        raise CheckpointError(f"{shown_name} holds a checkpoint already. Choose another path, or pass overwrite=True.")
 
 
 def _replace(remote: Remote, name: str, folder: Path) -> None:
