@@ -16,7 +16,19 @@ _T = TypeVar("_T")
 
 
 class RemoteCheckpoints(Checkpoints):
-    """A directory of checkpoints behind an address."""
+    """A directory of checkpoints behind an address.
+
+    Args:
+        directory: the address, such as s3://bucket/run.
+        options: those of `Checkpoints`.
+
+    Attributes:
+        before_commit: called on process 0 with the folder of a checkpoint before it counts behind the address.
+
+    Raises:
+        CheckpointError: as `Checkpoints` does.
+        RemoteError: what is behind the address cannot be reached.
+    """
 
     def __init__(self, directory: str | Path, **options: Any) -> None:
         self._held = Held(directory)

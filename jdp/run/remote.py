@@ -5,8 +5,8 @@ before each checkpoint counts and at the end it sends whole the files that have 
 a run that is killed loses what it logged in its last seconds after the newest checkpoint, which it does again.
 
 A file `.lock` there names the process that holds the run. It is made only if there is none, and renewed with the files;
-one that was not renewed for `LEASE_SECONDS`, or whose process on this host has ended, is taken over. Who finds that it
-is another's stops: nothing is written by two.
+one whose process on this host has ended is taken over, and another host's when it was watched for `LEASE_SECONDS` and
+not renewed. Who finds that it is another's stops: nothing is written by two.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 
 import jax
 
+from jdp.checkpoint.checksums import COMMITTED
 from jdp.core.meeting import meet
 from jdp.core.notices import notice
 from jdp.core.storage.address import address_of
@@ -34,7 +35,6 @@ from jdp.run.folder import CHECKPOINTS, FILE
 from jdp.run.lock import LOCK
 
 EVERY_SECONDS, LEASE_SECONDS = 30.0, 180.0
-_COMMIT = "commit_success.txt"
 
 
 class RemoteRun:
@@ -65,7 +65,7 @@ class RemoteRun:
         """
         files = self.remote.files()
         parts = [name.split("/") for name in files]
-        for step in {part[1] for part in parts if part[0] == CHECKPOINTS and part[2:] == [_COMMIT]}:
+        for step in {part[1] for part in parts if part[0] == CHECKPOINTS and part[2:] == [COMMITTED]}:
             (self.folder / CHECKPOINTS / step).mkdir(parents=True, exist_ok=True)
         names = [name for name in files if name != LOCK and not name.startswith(f"{CHECKPOINTS}/")]
         if FILE in files:
@@ -85,9 +85,18 @@ class RemoteRun:
             now = self._files()
             changed = [name for name, seen in now.items() if self._sent.get(name) != seen]
             for names in ([FILE] if FILE in changed else [], [name for name in changed if name != FILE]):
-                self.remote.send(names, self.folder)  # the first makes it a run's folder
+                self._send(names)  # the first makes it a run's folder
             self.remote.delete([name for name in self._sent if name not in now])
             self._sent = now
+
+    def _send(self, names: list[str]) -> None:
+        try:
+            self.remote.send(names, self.folder)
+        except RemoteError:
+            left = [name for name in names if (self.folder / name).exists()]
+            if left == names:
+                raise
+            self.remote.send(left, self.folder)  # one was renamed meanwhile
 
     def before_commit(self, checkpoint: Path) -> None:
         """Send the rows of the steps before a checkpoint, which counts next. Raises RemoteError."""
@@ -143,7 +152,7 @@ class RemoteRun:
         files: dict[str, tuple[int, int]] = {}
         for path in self.folder.rglob("*"):
             name = path.relative_to(self.folder).as_posix()
-            if name != LOCK and not name.startswith(f"{CHECKPOINTS}/"):
+            if name != LOCK and not name.startswith(f"{CHECKPOINTS}/") and not name.endswith(".new"):
                 with contextlib.suppress(FileNotFoundError):
                     if path.is_file():
                         files[name] = path.stat().st_mtime_ns, path.stat().st_size
@@ -153,17 +162,12 @@ class RemoteRun:
 
     def _take(self) -> None:
         """Make the lock, or take over that of a run that has ended. Raises ExperimentError, RemoteError."""
+        if (there := self.remote.read(LOCK)) is not None:
+            self._wait_for_its_end(there)
         self._token, self._since = secrets.token_hex(8), time.time()
-        mine, there = self._mine(self._since), self.remote.read(LOCK)
-        if there is not None and not _has_ended(holder := _parsed(there)):
-            raise ExperimentError(
-                f"a folder is for one run at a time; {self.remote.address} has a run that goes on, "
-                f"{holder.get('holder')}: wait for its end (of a process that was killed, {LEASE_SECONDS:.0f} s), "
-                "or choose another `name` (--name NEW) or --run-dir"
-            )
-        self._wait_for_life(there)
-        made = self.remote.write(LOCK, mine, new=there is None)
-        if there is not None:
+        mine, held = self._mine(self._since), self.remote.read(LOCK) is not None
+        made = self.remote.write(LOCK, mine, new=not held)
+        if held:
             time.sleep(1)  # of two that take it over, the later one has it
         if not made or self.remote.read(LOCK) != mine:
             raise ExperimentError(
@@ -171,18 +175,23 @@ class RemoteRun:
                 "another `name` (--name NEW) or --run-dir"
             )
 
-    def _wait_for_life(self, there: bytes | None) -> None:
-        """Wait whether a lock of another host is renewed: the clocks may differ. Raises ExperimentError if it is."""
-        if there is None or _parsed(there).get("host") == socket.gethostname():
-            return
-        notice(
-            f"{self.remote.address} has the lock of a run that ended on another host, it seems: waiting for its life"
-        )
-        time.sleep(1.5 * EVERY_SECONDS)
-        if self.remote.read(LOCK) != there:
+    def _wait_for_its_end(self, there: bytes) -> None:
+        """Return when the run whose lock it is has ended. Of another host's that shows only when it is not renewed."""
+        holder, until = _parsed(there), time.monotonic() + LEASE_SECONDS
+        lives, now = _lives(holder), there
+        if lives is None:
+            notice(
+                f"{self.remote.address} has the lock of {holder.get('holder')}: it is taken over if that does not renew "
+                f"it for {LEASE_SECONDS:.0f} s"
+            )
+        while lives is None and now is not None and time.monotonic() < until:
+            time.sleep(EVERY_SECONDS / 10)
+            now = self.remote.read(LOCK)
+            lives = True if now not in (None, there) else None
+        if lives:
             raise ExperimentError(
-                f"a folder is for one run at a time; {self.remote.address} has a run that goes on, by a clock that "
-                "differs from this host's: wait for its end, or choose another `name` (--name NEW) or --run-dir"
+                f"a folder is for one run at a time; {self.remote.address} has a run that goes on, "
+                f"{_parsed(now).get('holder')}: wait for its end, or choose another `name` (--name NEW) or --run-dir"
             )
 
     def _renew(self) -> None:
@@ -190,7 +199,7 @@ class RemoteRun:
         if self.remote.read(LOCK) != self._mine(self._since):
             self._problem = RemoteError(
                 f"a folder is for one run at a time; {self.remote.address} was taken over by another run, as this one "
-                f"had not been heard of for {LEASE_SECONDS:.0f} seconds: end one of them"
+                f"had not renewed its lock for {LEASE_SECONDS:.0f} seconds: end one of them"
             )
             raise self._problem
         self._since = time.time()
@@ -264,17 +273,15 @@ def _parsed(lock: bytes | None) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _has_ended(holder: dict[str, Any]) -> bool:
-    """Return True if a lock's process has ended, as far as can be known."""
-    heard, pid = holder.get("heard"), holder.get("pid")
-    if not isinstance(heard, int | float) or time.time() - heard > LEASE_SECONDS:
-        return True
+def _lives(holder: dict[str, Any]) -> bool | None:
+    """Return whether a lock's process lives; None for another host's."""
+    pid = holder.get("pid")
     if holder.get("host") != socket.gethostname() or not isinstance(pid, int):
-        return False
+        return None
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
-        return True
+        return False
     except OSError:
         pass
-    return False
+    return pid != os.getpid()  # its own: of a container that was started again under the same name

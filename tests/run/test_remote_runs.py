@@ -3,8 +3,10 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -78,20 +80,31 @@ def test_what_is_no_run_is_left_alone_and_a_failed_first_visit_leaves_nothing(bu
 
 
 def test_one_run_at_a_time(bucket, file, capsys, monkeypatch):
-    monkeypatch.setattr(remote_runs, "EVERY_SECONDS", 0.5)
+    monkeypatch.setattr(remote_runs, "EVERY_SECONDS", 1.0)
+    monkeypatch.setattr(remote_runs, "LEASE_SECONDS", 3.0)
     remote = Remote(f"{bucket}/runs/points")
-    other = {"holder": "process 1 on elsewhere", "host": "elsewhere", "pid": 1, "token": "x", "heard": time.time()}
-    remote.write(".lock", json.dumps(other).encode())
+    other = {"holder": "process 1 on elsewhere", "host": "elsewhere", "pid": 1, "token": "x"}
+    ended = threading.Event()
+
+    def goes_on():
+        while not ended.wait(0.3):
+            remote.write(".lock", json.dumps(other | {"heard": time.time()}).encode())
+
     arguments = ["train", str(file), "--run-dir", f"{bucket}/runs", "--train.steps", "1"]
+    remote.write(".lock", json.dumps(other).encode())
+    renewing = threading.Thread(target=goes_on)
+    renewing.start()
     assert main(arguments) == 2
+    ended.set()
+    renewing.join()
     said = capsys.readouterr().err
-    assert (
-        "for one run at a time" in said
-        and "goes on, process 1 on elsewhere" in said
-        and files(remote.address) == [".lock"]
-    )
-    remote.write(".lock", json.dumps(other | {"heard": time.time() - 1000}).encode())
-    assert main(arguments) == 0 and ".lock" not in files(remote.address), "one that was not heard of is taken over"
+    assert "for one run at a time" in said and "goes on, process 1 on elsewhere" in said
+    assert "it is taken over if that does not renew" in said
+    assert files(remote.address) == [".lock"]
+    remote.write(".lock", json.dumps(other | {"host": socket.gethostname(), "pid": os.getppid()}).encode())
+    assert main(arguments) == 2, "a process of this host that lives"
+    remote.write(".lock", json.dumps(other).encode())
+    assert main(arguments) == 0 and ".lock" not in files(remote.address), "one that is not renewed is taken over"
 
     began = remote_runs.RemoteRun.before_commit
 
