@@ -248,9 +248,10 @@ def _hint(name: str, part: Part, choice: Estimate) -> str | None:
         if given.attention in ("auto", "cudnn") and given.precision == "fp32":
             return 'Attention is not fused, as fused kernels take 16-bit floats: precision = "bf16" has them.'
         if given.attention in ("auto", "cudnn"):
+            scanned = ", or for scanned layers of which some have a window (scan = false)"
             return (
-                "Attention is not fused: cuDNN has no kernel for these shapes, packed rows or devices, or for scanned "
-                "layers of which some have a window and some not (scan = false)."
+                "Attention is not fused: cuDNN has no kernel for these shapes, packed rows or devices"
+                f"{scanned if given.scan is not False else ''}."
             )
         return (
             "Unfused attention writes and reads arrays of [length, length]: fused attention does not "

@@ -192,6 +192,7 @@ UNKNOWN = {
         GEMMA3 | {"layer_types": ["full_attention", *3 * ["sliding_attention"]]},
         r"layer_types must be such that .*given \[.full_attention",
     ),
+    "layers past counting": (GEMMA3 | {"num_hidden_layers": 10**18}, "layer_types must be a list of 10000000000000"),
     "an option": (QWEN3 | {"attention_sinks": 4}, "attention_sinks = 4 is no option of Qwen3 that jdp knows. If the m"),
     "code of its own": (LLAMA | {"auto_map": {"AutoModel": "own.py"}}, "auto_map = .* is no option of Llama that jdp"),
     "negative window": (QWEN3 | {"use_sliding_window": True, "sliding_window": -1, "max_window_layers": 0,

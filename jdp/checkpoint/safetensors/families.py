@@ -140,26 +140,24 @@ class Family:
     def _read_windows(self, table: Table, layers: int) -> dict[str, Any]:
         """Return the window, and which layers are without it."""
         window = table.count_or_none("sliding_window", 4096)
-        if self.windows == "flag" and not table.flag("use_sliding_window", False):
-            window = None
-        if self.windows == "flag":
-            first = table.count("max_window_layers", 28)
-            local = [n >= first for n in range(layers)]
-        else:
-            every = table.count("sliding_window_pattern", 6) if self.windows == "pattern" else 0
-            local = [every <= 0 or (n + 1) % every > 0 for n in range(layers)]
+        if window is None or (self.windows == "flag" and not table.flag("use_sliding_window", False)):
+            return {"window": None, "global_every": None}
+        rule = "such that every layer has the window, or all but each second, third, ... one"
+        every = table.count("sliding_window_pattern", 6) if self.windows == "pattern" else None
         if (kinds := table.keys.get("layer_types")) is not None and self.windows != "always":
             among = ("sliding_attention", "full_attention")
             if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in among for kind in kinds):  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
                 raise table.wrong("layer_types", f"a list of {layers} of {' or '.join(among)}", kinds)  # pyright: ignore[reportUnknownArgumentType]
-            local = [kind == among[0] for kind in kinds]  # pyright: ignore[reportUnknownVariableType]
-        if window is None or not any(local):
+            every = kinds.index(among[1]) + 1 if among[1] in kinds else None  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+            if every and kinds != [among[(n + 1) % every == 0] for n in range(layers)] and among[0] in kinds:
+                raise table.wrong("layer_types", rule, kinds)  # pyright: ignore[reportUnknownArgumentType]
+        elif self.windows == "flag" and (first := table.count("max_window_layers", 28)) > 0:  # those before have none
+            if first < layers:
+                raise table.wrong("max_window_layers", rule, first)
+            every = 1
+        every = every if every and every <= layers else None
+        if every == 1:
             return {"window": None, "global_every": None}
-        every = local.index(False) + 1 if False in local else None
-        if every and local != [(n + 1) % every > 0 for n in range(layers)]:
-            key = "max_window_layers" if kinds is None else "layer_types"
-            rule = "such that every layer has the window, or all but each second, third, ... one"
-            raise table.wrong(key, rule, table.keys.get(key))
         return {"window": window, "global_every": every}
 
     def _read_rope(self, table: Table, context: int, *, local: bool) -> dict[str, Any]:

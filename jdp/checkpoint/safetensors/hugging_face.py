@@ -117,7 +117,7 @@ def hf_names(config: GPTConfig) -> Names:
     Raises:
         ValueError: the configuration is of another architecture.
     """
-    return llama_names(config) if isinstance(config, GPTConfig) and config.positions == "rotary" else gpt2_names(config)  # pyright: ignore[reportUnnecessaryIsInstance]
+    return llama_names(config) if getattr(config, "positions", None) == "rotary" else gpt2_names(config)
 
 
 LLAMA_MAPS = {
