@@ -7,7 +7,7 @@ On a CPU causal attention is computed in two to four blocks of queries, each wit
 products and the softmax a quarter and more falls away, and what is left stays in one layout.
 
 Rows of several documents that are longer than a block are attended block by block where the device is no CPU
-(`blockwise.py`), but not with a window.
+(`blockwise.py`), with a window too.
 """
 
 import math
