@@ -181,8 +181,8 @@ class RemoteRun:
         lives, now = _lives(holder), there
         if lives is None:
             notice(
-                f"{self.remote.address} has the lock of {holder.get('holder')}: it is taken over if that does not renew "
-                f"it for {LEASE_SECONDS:.0f} s"
+                f"{self.remote.address} has the lock of {holder.get('holder')}: it is taken over if that does not "
+                f"renew it for {LEASE_SECONDS:.0f} s"
             )
         while lives is None and now is not None and time.monotonic() < until:
             time.sleep(EVERY_SECONDS / 10)
