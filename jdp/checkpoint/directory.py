@@ -63,10 +63,11 @@ class Checkpoints:
     at_addresses: ClassVar[type[Checkpoints] | None] = None
     _committed: Callable[[Path], None] | None = None
 
-    def __new__(cls, *directory: Any, **options: Any) -> Self:
+    def __new__(
+        cls, directory: str | Path, *, keep: Any = 3, keep_every: Any = None, best: Any = None, mode: Any = "min"
+    ) -> Self:
         """Return the directory; one behind an address is of a subclass."""
-        is_address = address_of(directory[0] if directory else options.get("directory")) is not None
-        return object.__new__(cast("type[Self]", cls.at_addresses or cls) if is_address else cls)
+        return object.__new__(cast("type[Self]", cls.at_addresses or cls) if address_of(directory) else cls)
 
     def __init__(
         self,
@@ -383,8 +384,8 @@ class Checkpoints:
     def _reload_if_changed(self) -> None:
         """Have Orbax read the directory again if another process wrote to it or steps were set aside."""
         if sorted(self._manager.all_steps()) != (steps := ownership.committed_steps(self.directory)):
-            for step in steps:  # Orbax reads all of them
-                content.check_metrics(self.directory / str(step))
+            for step in steps:
+                content.check_metrics(self.directory / str(step))  # Orbax reads all of them
             self._manager.reload()
 
     def _mark_for_deletion(self, steps: Sequence[int]) -> None:

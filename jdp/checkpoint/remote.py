@@ -30,7 +30,9 @@ class RemoteCheckpoints(Checkpoints):
         RemoteError: what is behind the address cannot be reached.
     """
 
-    def __init__(self, directory: str | Path, **options: Any) -> None:
+    def __init__(  # pyright: ignore[reportInconsistentConstructor]
+        self, directory: str | Path, **options: Any
+    ) -> None:
         self._held = Held(directory)
         self._checked = self._began = False
         self._announced: list[int] = []
