@@ -277,7 +277,15 @@ def named() -> Generator[None]:
 
 
 def require_shared(scratch: Scratch, address: str) -> None:
-    """Raise CheckpointError on every process if they do not see one scratch folder."""
+    """Check on every process that they see one scratch folder.
+
+    Args:
+        scratch: this process'.
+        address: what it stands for.
+
+    Raises:
+        CheckpointError: they do not.
+    """
     if not scratch.is_shared():
         raise CheckpointError(
             f"Processes that save to {address} must see one folder in which they write a checkpoint before it is sent, "

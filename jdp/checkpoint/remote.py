@@ -51,6 +51,9 @@ class RemoteCheckpoints(Checkpoints):
     def save(self, *arguments: Any, **options: Any) -> None:
         """Save as `Checkpoints.save` does.
 
+        Args:
+            arguments, options: those of `Checkpoints.save`.
+
         Raises:
             CheckpointError: as there; or the processes do not see one scratch folder.
         """
@@ -61,12 +64,20 @@ class RemoteCheckpoints(Checkpoints):
             super().save(*arguments, **options)
 
     def restore(self, *arguments: Any, **options: Any) -> Any:
-        """Read as `Checkpoints.restore` does."""
+        """Read as `Checkpoints.restore` does.
+
+        Args:
+            arguments, options: those of `Checkpoints.restore`.
+        """
         with named():
             return super().restore(*arguments, **options)
 
     def restore_params(self, *arguments: Any, **options: Any) -> Any:
-        """Read as `Checkpoints.restore_params` does; all arrays are fetched."""
+        """Read as `Checkpoints.restore_params` does; all arrays are fetched.
+
+        Args:
+            arguments, options: those of `Checkpoints.restore_params`.
+        """
         with named():
             return super().restore_params(*arguments, **options)
 
