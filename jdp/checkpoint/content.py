@@ -28,14 +28,18 @@ from jdp.checkpoint.checks import check_kept, check_sharding, check_values, igno
 from jdp.checkpoint.checksums import COMMITTED
 from jdp.checkpoint.committing import METADATA
 from jdp.checkpoint.errors import CheckpointError, DamagedError, reading
+from jdp.checkpoint.padding import at_rest_as, converting, described_flat, flat_leaves, own_shape, stored_flat
 from jdp.checkpoint.sync_state import PREFIX, Read, read_optimizer_state, read_sync
 from jdp.checkpoint.trees import Content, fill, leaves_of
 from jdp.checkpoint.whole import require_whole
 from jdp.core.paths import matches
+from jdp.core.sharding.flat import Flat
 from jdp.core.state import TrainState
 from jdp.core.types import PyTree
 
 FORMAT = 1
+FORMAT_FLAT = 2
+"""Of a checkpoint in which leaves are stored flat and padded, which a reader of format 1 does not know."""
 _ARRAYS = "state/"
 _FOR_INFERENCE = ("params", "model_state")
 
@@ -59,7 +63,10 @@ def save_arguments(state: Any, record: Mapping[str, Any]) -> tuple[ocp.args.Comp
     """
     leaves = Content.of(state).leaves
     check_values(leaves)
-    table = {"format": FORMAT, "leaves": _describe(leaves), "written_by": _versions()}
+    flat = flat_leaves(state, leaves)
+    table = {"format": FORMAT, "leaves": _describe(leaves, flat), "written_by": _versions()}
+    if flat:
+        table |= {"format": FORMAT_FLAT, "flat": described_flat(flat)}
     arrays = {path: jax.random.key_data(x) if _is_key(x) else x for path, x in leaves.items() if x.size}
     copies = committing.snapshot(arrays)
     items = ocp.args.Composite(
@@ -94,12 +101,13 @@ def read_state(folder: Path, target: Any, fix: str) -> Any:
         ValueError: a leaf of `target` has no sharding.
     """
     content = Content.of(target)
-    wanted, saved = content.leaves, _read_table(folder, fix)
+    wanted, (saved, stored) = content.leaves, _read_table(folder, fix)
     _check_kind(saved, content.fields, folder)
-    read = _reader(folder, fix)
-    converted = read_optimizer_state(saved, wanted, read, str(folder))
-    (sync, own), (saved_sync, saved) = _split_sync(wanted), _split_sync(saved)
-    described = _describe(own)
+    flat = flat_leaves(target, wanted)
+    read, saved_at_rest = _reader(folder, fix, stored, flat), at_rest_as(saved, flat)
+    converted = read_optimizer_state(saved_at_rest, wanted, read, str(folder))
+    (sync, own), (_, saved), (saved_sync, _) = map(_split_sync, (wanted, saved, saved_at_rest))
+    described = _describe(own, flat)
     _check_match({**saved, **{path: described[path] for path in converted}}, described, folder)
     arrays = read({path: leaf for path, leaf in own.items() if path not in converted}) | converted
     arrays |= read_sync(saved_sync, sync, read, str(folder))
@@ -142,7 +150,8 @@ def read_params(
     """
     is_state = isinstance(target, TrainState)
     fields, state = (_FOR_INFERENCE, target) if is_state else (("params",), SimpleNamespace(params=target))
-    wanted, table = leaves_of(state, fields), _read_table(folder, fix)
+    wanted = leaves_of(state, fields)
+    table, stored = _read_table(folder, fix)
     _check_kind(table, fields, folder)
     saved = {path: kind for path, kind in table.items() if path.partition("/")[0] in fields}
     ignored = ignored_names({path: (_path_in_field(path),) for path in saved}, ignore, folder)
@@ -152,8 +161,9 @@ def read_params(
         raise needed_but_ignored(_path_in_field(path))
     check_kept(kept, folder)
     wanted = {path: leaf for path, leaf in wanted.items() if path not in kept}
-    _check_match(saved, _describe(wanted), folder, params_only=True)
-    filled = fill(state, fields, {**kept, **_reader(folder, fix)(wanted)})
+    flat = flat_leaves(target, wanted)
+    _check_match(saved, _describe(wanted, flat), folder, params_only=True)
+    filled = fill(state, fields, {**kept, **_reader(folder, fix, stored, flat)(wanted)})
     return replace(target, **filled) if is_state else filled["params"]
 
 
@@ -220,16 +230,19 @@ def check_metrics(folder: Path) -> None:
         )
 
 
-def _read_table(folder: Path, fix: str) -> dict[str, str]:
-    """Read what the checkpoint holds: path -> "float32[4, 8]"; first all of its files but the arrays' are verified."""
+def _read_table(folder: Path, fix: str) -> tuple[dict[str, str], dict[str, Flat]]:
+    """Read what the checkpoint holds, path -> "float32[4, 8]", and what of it is stored flat and padded.
+
+    First all of its files but the arrays' are verified.
+    """
     require_whole(folder, fix, lambda name: not name.startswith(_ARRAYS))
     table = _require_object(_restore(folder, fix, leaves=ocp.args.JsonRestore())["leaves"], folder / "leaves", fix)
-    if table.get("format") != FORMAT:
+    if table.get("format") not in (FORMAT, FORMAT_FLAT):
         raise CheckpointError(
-            f"{folder} was written by another version of jdp, in format {table.get('format')}; this one reads format "
-            f"{FORMAT}. Restore it with the version that wrote it."
+            f"{folder} was written by another version of jdp, in format {table.get('format')}; this one reads formats "
+            f"{FORMAT} and {FORMAT_FLAT}. Restore it with the version that wrote it."
         )
-    return _require_object(table.get("leaves"), folder / "leaves", fix)
+    return _require_object(table.get("leaves"), folder / "leaves", fix), stored_flat(table)
 
 
 def _require_object(value: Any, file: Path, fix: str) -> dict[str, Any]:
@@ -239,8 +252,13 @@ def _require_object(value: Any, file: Path, fix: str) -> dict[str, Any]:
     return value
 
 
-def _reader(folder: Path, fix: str) -> Read:
-    """Return what reads arrays of a checkpoint; before the first, the files of all of them are verified."""
+def _reader(folder: Path, fix: str, stored: Mapping[str, Flat], flat: Mapping[str, Flat]) -> Read:
+    """Return what reads arrays of a checkpoint; before the first, the files of all of them are verified.
+
+    Args:
+        folder, fix: as for `read_state`.
+        stored, flat: how leaves are stored flat and padded, and how the target's rest so.
+    """
     verified: list[bool] = []
 
     def read(wanted: Mapping[str, Any]) -> dict[str, Any]:
@@ -249,7 +267,7 @@ def _reader(folder: Path, fix: str) -> Read:
             verified.append(True)
         return _read_arrays(folder, wanted, fix)
 
-    return read
+    return converting(read, stored, flat)
 
 
 def _read_arrays(folder: Path, wanted: Mapping[str, Any], fix: str) -> dict[str, Any]:
@@ -292,9 +310,9 @@ def _stored_form(leaf: Any, path: str) -> Any:
     return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=leaf.sharding)
 
 
-def _describe(leaves: Mapping[str, Any]) -> dict[str, str]:
-    """Return the dtype and shape of each leaf as text: path -> "float32[4, 8]"."""
-    return {path: f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves.items()}
+def _describe(leaves: Mapping[str, Any], flat: Mapping[str, Flat]) -> dict[str, str]:
+    """Return the dtype and own shape of each leaf as text: path -> "float32[4, 8]"."""
+    return {path: f"{leaf.dtype}{list(own_shape(leaf.shape, flat.get(path)))}" for path, leaf in leaves.items()}
 
 
 def _check_kind(saved: Iterable[str], fields: Sequence[str], folder: Path) -> None:

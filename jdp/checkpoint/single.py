@@ -96,7 +96,8 @@ def restore_params(
             that is whole is read; or the folder of one step. Or the address of one of these, such as s3://bucket/run:
             its files are fetched first.
         target: a state, real or abstract, with any optimizer; or a tree of parameters that have shardings, such as
-            `jdp.abstract_state(...).params`: then a tree of parameters is returned.
+            `jdp.abstract_state(...).params`: then a tree of parameters is returned. Where leaves rest flat and padded
+            (`Plan.pad`), give the state, or the `.params` of `jdp.abstract_state(...).unpadded()`.
         missing: path patterns (`fnmatch`, as in `Plan.rules`) of parameters that the checkpoint may lack, such as
             `("*/lora_*",)`; they keep the values of `target`, which must be real.
         ignore: path patterns of parameters in the checkpoint that are left unread, as if it lacked them; each must

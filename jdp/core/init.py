@@ -2,6 +2,7 @@
 
 1. `jax.eval_shape` runs `init` and `tx.init` without memory and returns the tree of shapes.
 2. The plan gives the sharding of every leaf.
+   Leaves that are to rest flat and padded (`Plan.pad`) are made in their own shapes, one at a time, by every device.
 3. Jitted programs with those shardings as their `out_shardings` compute the values (`init_program.py`): every device
    computes the shard it keeps. With JAX's partitionable random numbers an element's value depends on the key and its
    index alone, so the weights are bitwise the same on any mesh.
@@ -18,6 +19,7 @@ import optax
 from jdp.core import flax_nnx
 from jdp.core.agreement import agree, key_fact, processes_of, program_fact
 from jdp.core.batch import plan_fact
+from jdp.core.flat_update import at_rest, flattened
 from jdp.core.init_program import run_init
 from jdp.core.keys import typed_key
 from jdp.core.notices import notice
@@ -36,6 +38,8 @@ def init_state(
     init: InitFn, tx: optax.GradientTransformation, plan: Plan, *, rng: jax.Array, wrt: Any = None
 ) -> TrainState:
     """Make the train state with every leaf sharded as the plan says. No device ever holds more than its shards.
+
+    Except while a leaf is made that rests flat and padded (`Plan.pad`): then it may hold all of that leaf.
 
     The weights depend on `init` and `rng` only: they are bitwise the same on any mesh and under any strategy.
 
@@ -63,7 +67,7 @@ def init_state(
     """
     rng = plan.entered(rng)
     with auto_axes(plan.mesh):
-        make, abstract = _prepare(init, tx, rng, wrt)
+        make, abstract = _prepare(init, tx, plan, rng, wrt)
     notice(str(plan))
     _report_multi_steps(abstract.opt_state)
     plan.report_replicated(abstract)
@@ -97,7 +101,7 @@ def abstract_state(
         ValueError: an argument does not fit, for the reasons that `init_state` lists.
     """
     with auto_axes(plan.mesh):
-        _, abstract = _prepare(init, tx, plan.entered(rng), wrt)
+        _, abstract = _prepare(init, tx, plan, plan.entered(rng), wrt)
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         abstract,
@@ -105,7 +109,8 @@ def abstract_state(
     )
 
 
-def _prepare(init: InitFn, tx: Any, rng: jax.Array, wrt: Any) -> tuple[Any, TrainState]:
+def _prepare(init: InitFn, tx: Any, plan: Plan, rng: jax.Array, wrt: Any) -> tuple[Any, TrainState]:
+    """Return what makes the fields of the state, in their shapes at rest, and the abstract state."""
     check_optimizer(tx)
     statics: list[Static] = []  # one for each trace
 
@@ -132,7 +137,14 @@ def _prepare(init: InitFn, tx: Any, rng: jax.Array, wrt: Any) -> tuple[Any, Trai
         jax.eval_shape(lambda rng: make(rng), typed_key(rng))
         _report_recompiling(*statics)
     check_update(tx, trained_part(shapes["params"], static.trained), shapes["opt_state"])
-    return make, TrainState(**shapes, static=static)
+    abstract = flattened(plan, TrainState(**shapes, static=static))
+
+    def make_at_rest(rng: jax.Array) -> dict[str, PyTree]:
+        made = make(rng)
+        laid = at_rest(TrainState(**made, static=static), abstract.static)
+        return {name: getattr(laid, name) for name in made}
+
+    return make_at_rest if abstract.static.flat else make, abstract
 
 
 def _report_recompiling(first: Static, second: Static) -> None:

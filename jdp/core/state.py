@@ -1,16 +1,23 @@
 """The train state: everything a step changes, in one pytree."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import jax
 import optax
-from jax.sharding import PartitionSpec
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdp.core.host_memory import on_device
 from jdp.core.leaves import leaf_text, leaves_of
 from jdp.core.notebook import Drawn
+from jdp.core.paths import path_of
+from jdp.core.sharding.flat import Change, Flat
+from jdp.core.sharding.home import auto_axes, entered, mesh_of_home
 from jdp.core.types import PyTree
 
 
@@ -25,12 +32,14 @@ class Static:
         specs: (path, PartitionSpec) for the parameters that the model's own metadata shards; the plan's rules override
             them.
         trained: for each leaf of the parameters, in order, whether it is trained; None if all are.
+        flat: (path in the state, such as "params/embedding", `Flat`) for the leaves that rest flat and padded.
     """
 
     tx: optax.GradientTransformation
     adapter: Any = None
     specs: tuple[tuple[str, PartitionSpec], ...] = ()
     trained: tuple[bool, ...] | None = None
+    flat: tuple[tuple[str, Flat], ...] = ()
 
 
 STACKED = "rounds"
@@ -47,7 +56,8 @@ class TrainState(Drawn):
     Attributes:
         step: int32 scalar: optimizer steps taken. Schedules count these.
         params: master weights, trained and frozen ones, sharded as the plan says between steps. Nested dicts for an NNX
-            module, else the pytree that `init` returned.
+            module, else the pytree that `init` returned. A leaf of which no dimension divides by the number of devices
+            rests flat, with zeros behind its elements (`Plan.pad`); `unpadded()` has all leaves in their own shapes.
         opt_state: the optimizer's state; leaves that mirror a parameter are sharded as it is. Frozen parameters have
             none.
         model_state: nested dict of NNX variables that are not parameters (BatchNorm statistics), replicated; `{}` if
@@ -83,12 +93,106 @@ class TrainState(Drawn):
     def model(self) -> Any:
         """The model with these weights: an NNX module in evaluation mode, or `params` if `init` returned a pytree.
 
-        Weights that rest in host memory (`Plan.offload`) are copied to the devices.
+        Weights that rest in host memory (`Plan.offload`) are copied to the devices, and those that rest flat and padded
+        (`Plan.pad`) gathered.
         """
-        params = on_device(self.params)
+        params = on_device(own_shaped(self.params, "params", self.static))
         if self.static.adapter is None:
             return params
         return self.static.adapter.merge(params, self.model_state, rng=None)
+
+    def unpadded(self) -> TrainState:
+        """Return the state with every leaf in its own shape; those that rest flat and padded are then replicated.
+
+        `jdp.place` lays it out again. What synchronisation keeps (`sync`) stays as it is.
+        """
+        fields = own_shaped({"params": self.params, "opt_state": self.opt_state}, "", self.static)
+        return replace(self, **fields, static=replace(self.static, flat=()))
+
+
+def map_flat(function: Callable[[Any, Flat], Any], tree: PyTree, name: str, static: Static) -> PyTree:
+    """Return a tree with the leaves that rest flat and padded replaced by what a function makes of them.
+
+    Args:
+        function: of the leaf, and how it rests.
+        tree: like the field of a state, or like a part of it.
+        name: of that field, "params" or "opt_state"; "" for a dict of them.
+        static: the state's.
+    """
+    if not static.flat:
+        return tree
+    flat = dict(static.flat)
+
+    def mapped(path: Any, leaf: Any) -> Any:
+        own = flat.get(f"{name}/{path_of(path)}".strip("/"))
+        return leaf if own is None else function(leaf, own)
+
+    return jax.tree.map_with_path(mapped, tree)
+
+
+def own_shapes(params: PyTree, static: Static) -> PyTree:
+    """Return parameters in their own shapes, as `jax.ShapeDtypeStruct` where they rest flat and padded.
+
+    Args:
+        params: real or abstract.
+        static: the state's.
+    """
+    return map_flat(lambda x, flat: jax.ShapeDtypeStruct(flat.shape, x.dtype), params, "params", static)
+
+
+def own_shaped(tree: PyTree, name: str, static: Static) -> PyTree:
+    """Return fields of a state, real, abstract or traced, with every leaf in its own shape.
+
+    Args:
+        tree, name, static: as for `map_flat`.
+    """
+    gathered = list[tuple[jax.Array, Change, Any]]()
+
+    def own(x: Any, flat: Flat) -> Any:
+        if isinstance(x, Tracer):
+            return flat.from_rest(x)
+        sharding = getattr(x, "sharding", None)
+        if isinstance(sharding, NamedSharding):
+            sharding = NamedSharding(sharding.mesh, PartitionSpec())
+        if isinstance(x, jax.ShapeDtypeStruct):
+            shape = (*x.shape[: len(x.shape) - len(flat.at_rest)], *flat.shape)
+            return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
+        if isinstance(x, jax.Array) and not x.is_deleted():  # else it was donated, and who reads it says so
+            gathered.append((x, Change(flat, None), sharding))
+        return x
+
+    tree = map_flat(own, tree, name, static)
+    made = {id(x): new for (x, _, _), new in zip(gathered, changed(gathered), strict=True)}
+    return jax.tree.map(lambda x: made.get(id(x), x), tree) if made else tree
+
+
+def changed(leaves: Sequence[tuple[jax.Array, Change, Any]]) -> list[jax.Array]:
+    """Return leaves of one mesh, of axes of any type, in other forms, made by one program.
+
+    On CPUs it has ended then: of several at once each would hold threads that the others' collectives wait for.
+
+    Args:
+        leaves: (a real array, the change of its form, the sharding of the result on the same devices) of each.
+    """
+    if not leaves:
+        return []
+    arrays, changes, shardings = zip(*leaves, strict=True)
+    if not isinstance(shardings[0], NamedSharding):
+        return [change(x) for x, change in zip(arrays, changes, strict=True)]
+    mesh, program = _program(changes, shardings)
+    with auto_axes(mesh):
+        made = program(arrays)
+    return jax.block_until_ready(made) if mesh.devices.flat[0].platform == "cpu" else made
+
+
+@lru_cache
+def _program(changes: tuple[Change, ...], shardings: tuple[Any, ...]) -> tuple[Mesh, Callable[..., list[jax.Array]]]:
+    mesh = mesh_of_home(shardings[0].mesh)
+
+    def make(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        return [change(x) for x, change in zip(entered(arrays, mesh), changes, strict=True)]
+
+    return mesh, jax.jit(make, out_shardings=list(shardings))
 
 
 def trained_part(tree: PyTree, trained: Sequence[bool] | None) -> PyTree:

@@ -30,6 +30,7 @@ from jdp.core.batch import (
 )
 from jdp.core.batch_unit import BatchUnit, batch_unit
 from jdp.core.compiler import DEFAULT, Compiler, CompilerOptions, CompilerValue
+from jdp.core.flat_update import optimized
 from jdp.core.gradients import manual
 from jdp.core.gradients.accumulate import SQUARES
 from jdp.core.gradients.gathers import TracedCollectives, read_collectives
@@ -39,7 +40,6 @@ from jdp.core.gradients.wire import Wire
 from jdp.core.host_memory import is_described, mark_host_leaves, on_device, rest_sharding, to_device, to_host
 from jdp.core.local_steps import LocalSteps, stack, train_round, unstack
 from jdp.core.notices import notice
-from jdp.core.optim.checks import update
 from jdp.core.partitioned_loss import PartitionedLoss, means
 from jdp.core.precision import Precision
 from jdp.core.sharding.axes import REPLICA
@@ -393,15 +393,15 @@ class Step(PartitionedLoss):
             return replace(state, **jax.jit(converted, out_shardings=placed)(state.opt_state))
 
     def bare(self, state: TrainState) -> TrainState:
-        """Return an abstract state without what `complete` adds, whose shapes belong to a mesh; without shardings.
+        """Return an abstract state without what belongs to a mesh: shardings, padding, and what `complete` adds.
 
         Args:
             state: a train state, real or abstract.
         """
         shapes = jax.eval_shape(lambda state: state, replace(state, sync={}))
-        if STACKED not in state.sync:
-            return shapes
-        return replace(shapes, opt_state=jax.eval_shape(unstack, shapes.opt_state))
+        if STACKED in state.sync:
+            shapes = replace(shapes, opt_state=jax.eval_shape(unstack, shapes.opt_state))
+        return shapes.unpadded()
 
     def on(self, mesh: Mesh) -> Step:
         """Return this step for another mesh.
@@ -467,8 +467,8 @@ def _apply(
         grads = jax.tree.map(lambda g: g * scale, grads)
     grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
 
-    updates, opt_state = update(state.static.tx, grads, state.opt_state, params, sums.total / sums.weight)
-    params = with_trained(state.params, optax.apply_updates(params, updates), trained)
+    params, opt_state = optimized(state.static, grads, state.opt_state, params, sums.total / sums.weight)
+    params = with_trained(state.params, params, trained)
     updated = replace(
         state, step=state.step + 1, params=params, opt_state=opt_state, model_state=model_state, sync=sync
     )

@@ -23,7 +23,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jdp.core.formatting import format_bytes
-from jdp.core.gradients.jaxprs import bind, inlined
+from jdp.core.gradients.jaxprs import ELEMENTWISE, bind, inlined
 from jdp.core.host_memory import to_device, to_host
 from jdp.core.notices import notice
 from jdp.core.sharding.placement import Placement, shards, spec_entry
@@ -38,14 +38,6 @@ _AHEAD = 2
 
 _CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call")
 """Operations that only call a function."""
-
-_ELEMENTWISE = frozenset(
-    """
-    abs add add_any and atan2 cbrt ceil clamp convert_element_type copy copy_p cos div eq erf erf_inv exp exp2 expm1
-    floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg nextafter not or pow reduce_precision
-    rem round rsqrt select_n sign sin sqrt square stop_gradient sub tan tanh xor
-    """.split()  # noqa: SIM905
-)
 
 
 @dataclass(eq=False)
@@ -81,7 +73,7 @@ class _Operation:
         """Whether element i of the results takes element i of the operands, or scalars."""
         if self.equation.primitive.name == "broadcast_in_dim":
             return self.inputs[0].aval.shape == ()
-        return self.equation.primitive.name in _ELEMENTWISE
+        return self.equation.primitive.name in ELEMENTWISE
 
     def run(self, inputs: Sequence[Any], shape: tuple[int, ...] | None) -> list[Any]:
         """Compute the results: of slices of `shape`, where the trace has whole leaves."""

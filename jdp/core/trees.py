@@ -2,7 +2,8 @@
 
 A tree is an NNX module, an `nnx.Optimizer`, a `TrainState` or any pytree of arrays. Parameters (of a pytree, all its
 arrays) lie at their rest specs; other variables of a module are replicated. With `of`, the tree belongs to parameters,
-as an optimizer's state does, and each leaf lies as the parameter does that it belongs to.
+as an optimizer's state does, and each leaf lies as the parameter does that it belongs to. All leaves have their own
+shapes: only those of a train state may rest flat and padded (`Plan.pad`).
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ from jax.core import Tracer
 from jdp.core import flax_nnx
 from jdp.core.agreement import agree, key_fact, processes_of, program_fact
 from jdp.core.batch import plan_fact
+from jdp.core.flat_update import at_rest, flattened
 from jdp.core.init_program import run_init
 from jdp.core.keys import typed_key
+from jdp.core.paths import path_of
+from jdp.core.sharding.flat import Change
 from jdp.core.sharding.home import auto_axes, padded
 from jdp.core.sharding.placement import Placement
 from jdp.core.sharding.plan import Plan
-from jdp.core.state import TrainState
+from jdp.core.state import STACKED, TrainState, changed
 from jdp.core.toml import cut
 from jdp.core.types import PyTree
 
@@ -38,7 +42,8 @@ def init(init: Callable[..., Any], plan: Plan, *, rng: jax.Array | None = None, 
     Args:
         init: `init(rng)` -> an `nnx.Module` or a pytree of arrays; with `of`, `init(of)` -> what belongs to it. Traced
             under `jit`; its arrays are global.
-        plan: the mesh, the strategy and the rules. A rule need not match: it may be for another tree.
+        plan: the mesh, the strategy and the rules. A rule need not match: it may be for another tree. What no dimension
+            divides of stays replicated: only a train state's leaves can be padded (`Plan.pad`).
         rng: one key, the same on every process.
         of: the parameters that the tree belongs to: a module (`init` gets its `nnx.Param` state) or a pytree.
 
@@ -85,7 +90,8 @@ def place(tree: Any, plan: Plan, *, of: Any = None) -> Any:
     Args:
         tree: an NNX module, an `nnx.Optimizer`, a `TrainState`, or any pytree of arrays (NumPy's too); with several
             processes, the same values on each.
-        plan: the mesh, the strategy and the rules. A rule need not match: it may be for another tree.
+        plan: the mesh, the strategy and the rules. A rule need not match: it may be for another tree. What no dimension
+            divides of stays replicated: only a train state's leaves can be padded (`Plan.pad`).
         of: the parameters that the tree belongs to, for an optimizer or its state: a module or a pytree.
 
     Returns:
@@ -96,11 +102,35 @@ def place(tree: Any, plan: Plan, *, of: Any = None) -> Any:
             no array, modules inside of a pytree, or is an `nnx.Optimizer` and `of` is None.
     """
     if isinstance(tree, TrainState):
-        return _put(tree, plan, plan.shardings(tree))
+        return _put(tree, plan, plan.shardings(tree)) if STACKED in tree.sync else _placed_state(tree, plan)
     check_tree(tree, of)
     opened, rebuild = flax_nnx.opened(tree)
     opened = jax.tree.map(lambda x: x if hasattr(x, "dtype") else np.asarray(x), opened)
     return rebuild(_put(opened, plan, _shardings(opened, plan, flax_nnx.metadata(tree), of)))
+
+
+def _placed_state(state: TrainState, plan: Plan) -> TrainState:
+    """Lay out a train state as `init_state` would, also one that was padded for another number of devices."""
+    state = state.unpadded()
+    laid = flattened(plan, state)
+    shardings, flat = plan.shardings(laid), dict(laid.static.flat)
+    if not flat or any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(state)):
+        return _put(at_rest(state, laid.static), plan, shardings)
+
+    lies, treedef = jax.tree.flatten(shardings)
+    paths = [path_of(path) for path, _ in jax.tree.leaves_with_path(laid)]
+    whole = padded(plan.replicated, 0)
+    wanted = [whole if path in flat else sharding for path, sharding in zip(paths, lies, strict=True)]
+    arrays: list[Any] = jax.device_put(jax.tree.leaves(state), wanted)
+    made = changed(
+        [
+            (x, Change(None, flat[path]), sharding)
+            for path, x, sharding in zip(paths, arrays, lies, strict=True)
+            if path in flat
+        ]
+    )
+    new = iter(made)
+    return treedef.unflatten([next(new) if path in flat else x for path, x in zip(paths, arrays, strict=True)])
 
 
 def _put(tree: PyTree, plan: Plan, shardings: PyTree) -> PyTree:

@@ -66,7 +66,8 @@ def value_and_grad(
             rows. A model is an `nnx.Module`, or any pytree of arrays, laid out by `jdp.init` or `jdp.place`; the loss
             gets it in the compute dtype, gathered as the strategy says. Modules keep their mode (`train()`, `eval()`),
             and draw from `rng`, not from streams of their own.
-        plan: the mesh and the strategy, of all models.
+        plan: the mesh and the strategy, of all models. A parameter of which no dimension divides by the devices stays
+            replicated here: only a train state's can be padded (`Plan.pad`).
         argnums: which of the models are differentiated; the others are only read, at rest sharded alike.
         wrt: which parameters of those are trained, as for `jdp.init_state`: None for all; path patterns ("head/*"), or
             for a module a filter of nnx. For one differentiated model.

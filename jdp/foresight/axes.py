@@ -35,7 +35,7 @@ from jdp.core.sharding.axes import DATA, REPLICA
 from jdp.core.sharding.mesh import own_axes
 from jdp.core.sharding.placement import Placement, axes_of, spec_entry
 from jdp.core.sharding.strategy import strategy
-from jdp.core.state import TrainState
+from jdp.core.state import TrainState, own_shapes
 from jdp.core.step import Step
 from jdp.core.types import Batch
 from jdp.foresight.memory.peak import available_bytes
@@ -259,7 +259,8 @@ def _sends(candidate: Candidate, target: Target, tokens: float) -> float:
 
 def _layers(state: TrainState) -> int:
     """Return the largest leading dimension of parameters of rank 3 or more, whose layers are stacked, or 1."""
-    return max((leaf.shape[0] for leaf in jax.tree.leaves(state.params) if len(leaf.shape) > 2), default=1)
+    leaves = jax.tree.leaves(own_shapes(state.params, state.static))
+    return max((leaf.shape[0] for leaf in leaves if len(leaf.shape) > 2), default=1)
 
 
 def _activations(placements: Sequence[Placement], axis: str) -> dict[str, tuple[int, int]]:

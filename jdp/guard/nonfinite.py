@@ -26,7 +26,7 @@ from jdp.core.host_memory import on_device
 from jdp.core.partitioned_loss import VIEWS
 from jdp.core.paths import path_of
 from jdp.core.sharding.mesh import tracing_on
-from jdp.core.state import TrainState, trained_part
+from jdp.core.state import TrainState, own_shaped, trained_part
 from jdp.core.step import Step
 from jdp.core.types import Batch, PyTree
 
@@ -145,7 +145,8 @@ class Inspection:
             gradients = VIEWS[step.choose_partitioning(state, batch)].gradients(spec, step.plan)
             key, params = jax.random.fold_in(state.rng, consumed), on_device(state.params)
             grads, sums, _, _ = gradients(params, state.model_state, batch, key, {})
-            trees = {"batch": batch, "params": params, "gradients": grads}
+            own = [own_shaped(tree, "params", state.static) for tree in (params, grads)]
+            trees = {"batch": batch, "params": own[0], "gradients": own[1]}
             return {name: _flagged(tree) for name, tree in trees.items()} | {"loss": sums.total / sums.weight}
 
         return jax.jit(flags, out_shardings=NamedSharding(step.plan.mesh, PartitionSpec()))

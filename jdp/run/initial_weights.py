@@ -23,7 +23,8 @@ from jdp.core.host_memory import on_device
 from jdp.core.optim.checks import first_state
 from jdp.core.paths import path_of
 from jdp.core.sharding.plan import Plan
-from jdp.core.state import TrainState, trained_part
+from jdp.core.state import TrainState, map_flat, own_shaped, trained_part
+from jdp.core.types import PyTree
 from jdp.experiment.file import ExperimentError
 from jdp.experiment.schema.experiment import Experiment
 
@@ -102,10 +103,13 @@ def load_parameters(state: TrainState, experiment: Experiment, plan: Plan) -> tu
         shown = ", ".join(fresh[:2]) + ", …" * (len(fresh) > 2)
         message += f", except {len(fresh)} that it does not have and that start fresh: {shown}"
     tx, trained = state.static.tx, state.static.trained
-    begin = jax.jit(
-        lambda params: first_state(tx, trained_part(on_device(params), trained)),
-        out_shardings=plan.shardings(state).opt_state,
-    )
+
+    def optimizer_state(params: PyTree) -> PyTree:
+        own = own_shaped(on_device(params), "params", state.static)
+        first = first_state(tx, trained_part(own, trained))
+        return map_flat(lambda x, flat: flat.to_rest(x), first, "opt_state", state.static)
+
+    begin = jax.jit(optimizer_state, out_shardings=plan.shardings(state).opt_state)
     state = replace(state, params=read.params, model_state=read.model_state)
     return replace(state, opt_state=begin(state.params)), message
 

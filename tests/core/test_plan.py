@@ -309,6 +309,8 @@ def test_the_bytes_foreseen_are_the_bytes_held(mesh, strategy):
     data, scalars = 1 if strategy == "ddp" else axes["data"], 3 * 4 + 8
     sizes = {name: math.prod(shape) for name, shape in SHAPES.items()}
     cut = {"w": data * (2 if rules else 1), "stacked": data}
+    if not rules:  # no dimension of `odd` divides: flat, and padded
+        sizes["odd"], cut["odd"] = -(-33 * 35 // data) * data, data
     assert sum(p.bytes_per_device for p in places) == scalars + sum(12 * n // cut.get(k, 1) for k, n in sizes.items())
 
 
@@ -324,11 +326,16 @@ def test_adam_costs_twelve_bytes_a_parameter_and_zero_divides_them(strategy, sha
 
 
 def test_what_could_not_be_sharded_is_reported_once_with_reason_and_bytes(reported):
-    plan = jdp.Plan(jdp.make_mesh(), "zero2")
-    state = abstract(plan, {"w": (64, 64), "odd": (33, 101), "b1": (64,), "b2": (64,), "b3": (64,), "b4": (64,)})
-    for _ in range(2):
-        plan.report_replicated(state)
-    assert reported() == [
+    shapes = {"w": (64, 64), "odd": (33, 101), "b1": (64,), "b2": (64,), "b3": (64,), "b4": (64,)}
+    for pad in (True, True, False):
+        plan = jdp.Plan(jdp.make_mesh(), "zero2", pad=pad)
+        plan.report_replicated(abstract(plan, shapes))
+    padded, small, odd = reported()
+    assert padded == (
+        "odd [33, 101], of which no dimension divides by data=8, rests flat and padded (1,668 bytes on every device); "
+        "state.unpadded() has it in its own shape"
+    )
+    assert [odd, small] == [
         "odd [33, 101] is replicated: no dimension of [33, 101] divides by data=8 (13,332 bytes on every device)",
         "4 parameters of fewer than 1024 elements stay replicated (1,024 bytes on every device): b1, b2, b3 and 1 more",
     ]

@@ -163,6 +163,7 @@ def trained(case, setting, folder, precision="fp32", evaluates=True):
             group=case.group,
         )
         evaluated = evaluate(state, placed if setting.then is None else batch)
+    state = state.unpadded()
     trees = (one_device.by_path(tree) for tree in (state.params, state.model_state, state.opt_state))
     return one_device.Run(rows, *map(jax.device_get, trees), {name: float(value) for name, value in evaluated.items()})
 

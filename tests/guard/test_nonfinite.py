@@ -72,10 +72,9 @@ def test_gradients_break_where_the_backward_pass_does(trainer):
 
 
 def test_parameters_that_are_not_finite_come_before_the_loss(trainer):
-    params = trainer.state.params
-    broken = params["out"]["c"].at[2].set(jnp.inf)
-    broken = jax.device_put(broken, params["out"]["c"].sharding)
-    trainer.state = dataclasses.replace(trainer.state, params={**params, "out": {"c": broken}})
+    own = trainer.state.unpadded()
+    broken = own.params["out"]["c"].at[2].set(jnp.inf)
+    trainer.state = jdp.place(dataclasses.replace(own, params={**own.params, "out": {"c": broken}}), trainer.step.plan)
     finding = trainer.finding()
     assert [str(bad) for bad in finding.params] == ["out/c (at 2 of 4 along its first dimension)"]
     assert finding.sentences[0] == f"Before step 1 parameters were not finite: {finding.params[0]}."

@@ -32,7 +32,8 @@ from jdp.core.host_memory import on_device
 from jdp.core.meeting import meet
 from jdp.core.notices import notice
 from jdp.core.paths import matches, path_of
-from jdp.core.state import TrainState
+from jdp.core.sharding.flat import Change
+from jdp.core.state import TrainState, changed, own_shaped
 from jdp.core.types import PyTree
 from jdp.core.user_path import user_path
 from jdp.models import GPTConfig
@@ -195,16 +196,18 @@ def import_safetensors(
                 )
     check_kept({leaf_path: leaf for leaf_path, leaf in leaves.items() if leaf_path not in sources}, path)
     found = {leaf_path: _read_leaf(leaves[leaf_path], stored_in, leaves) for leaf_path, stored_in in sources.items()}
-    return _withweights_of(target, {**leaves, **found})
+    return _withweights_of(target, found)
 
 
 def weights_of(tree: PyTree) -> dict[str, Any]:
-    """Return weights by slash path: of a state, its parameters and model state, which make one model.
+    """Return weights by slash path, in their own shapes: of a state, its parameters and model state, one model.
 
     Raises:
         CheckpointError: two have the same path.
     """
-    trees = [tree.params, tree.model_state] if isinstance(tree, TrainState) else [tree]
+    trees = [tree]
+    if isinstance(tree, TrainState):
+        trees = [own_shaped(tree.params, "params", tree.static), tree.model_state]
     pairs = [(path_of(path), leaf) for each in trees for path, leaf in jax.tree.leaves_with_path(each)]
     leaves = dict(pairs)
     if len(leaves) < len(pairs):
@@ -214,14 +217,18 @@ def weights_of(tree: PyTree) -> dict[str, Any]:
 
 
 def _withweights_of(tree: PyTree, leaves: Mapping[str, Any]) -> PyTree:
-    """Return a state or tree with the weights replaced by those of the same slash paths."""
+    """Return a state or tree with some weights replaced by those of the same slash paths, laid out as they were."""
+    if not isinstance(tree, TrainState):
+        return _filled(tree, leaves)
+    flat = {path.partition("/")[2]: each for path, each in tree.static.flat if path.partition("/")[0] == "params"}
+    shardings = {path_of(path): leaf.sharding for path, leaf in jax.tree.leaves_with_path(tree.params)}
+    changes = {path: (leaf, Change(None, flat[path]), shardings[path]) for path, leaf in leaves.items() if path in flat}
+    laid = {**leaves, **dict(zip(changes, changed(list(changes.values())), strict=True))}
+    return replace(tree, params=_filled(tree.params, laid), model_state=_filled(tree.model_state, laid))
 
-    def fill(tree: PyTree) -> PyTree:
-        return jax.tree.map_with_path(lambda path, _: leaves[path_of(path)], tree)
 
-    if isinstance(tree, TrainState):
-        return replace(tree, params=fill(tree.params), model_state=fill(tree.model_state))
-    return fill(tree)
+def _filled(tree: PyTree, leaves: Mapping[str, Any]) -> PyTree:
+    return jax.tree.map_with_path(lambda path, leaf: leaves.get(path_of(path), leaf), tree)
 
 
 # Export.

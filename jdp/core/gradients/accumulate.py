@@ -49,8 +49,8 @@ class Collectives:
     """How arrays are gathered, reduced and sharded in one partitioning.
 
     Attributes:
-        gather: a shard at its rest spec -> the array at its compute spec.
-        reduce: a gradient at its compute spec -> at its rest spec, summed over `data`.
+        gather: a shard at its rest spec -> the array at its compute spec, still flat and padded if it rests so.
+        reduce: a gradient at its compute spec, flat and padded likewise -> at its rest spec, summed over `data`.
         constrain: an accumulator of gradients -> the same values, sharded as the strategy accumulates.
         finish: a gradient at its rest spec -> summed over the batch axes that `reduce` left out.
         sum: scalar -> its sum over the batch axes.
@@ -338,6 +338,9 @@ def _microbatch_gradients(
         differentiate = pipelined(differentiate, after=jax.tree.leaves(earlier))
     (_, (sums, after)), grads = differentiate(trained_part(shards, spec.trained))
     grads = jax.tree.map(lambda g: g.astype(spec.precision.reduce_dtype), grads)
+    if spec.strategy.gather != "use":
+        to_rest: Any = lambda g, placement: g if placement.flat is None else placement.flat.to_rest(g)  # noqa: E731
+        grads = jax.tree.map(to_rest, grads, spec.trained_placements)
     if earlier is not None:
         whole = not spec.strategy.shard_state
         add = partial(jax.tree.map, lambda g, e, placement: g if is_reduced_at_use(placement, whole) else g + e)

@@ -31,7 +31,8 @@ class Held:
         shard: at rest, which the loss is differentiated by.
         narrow: the same in compute dtype, where that is all there is of it: then of `shard` only the dtype counts.
         copy: gathered, in compute dtype; None where it is gathered at use.
-        earlier: the sum of the device's own gradients of the microbatches before; None where there is none.
+        earlier: the sum of the device's own gradients of the microbatches before, flat and padded if the parameter
+            rests so; None where there is none.
     """
 
     shard: jax.Array
@@ -47,8 +48,8 @@ def gather_with_reduced_grad(send: Collective, reduce: Collective, precision: Pr
     Under ZeRO-3 XLA would move the activations instead without the boundary: 60 times the traffic.
 
     Args:
-        send: a shard at its rest spec -> the array at its compute spec.
-        reduce: a gradient at its compute spec -> at its rest spec, summed over `data`.
+        send: a shard at its rest spec -> the array at its compute spec, still flat and padded if it rests so.
+        reduce: a gradient at its compute spec, flat and padded likewise -> at its rest spec, summed over `data`.
         precision: the dtypes.
         whole: gradients of parameters that rest whole are reduced here too.
     """
@@ -73,10 +74,13 @@ def gather_with_reduced_grad(send: Collective, reduce: Collective, precision: Pr
         def backward(earlier: jax.Array | None, cotangent: jax.Array) -> tuple[Held]:
             if not at_use:
                 return (Held(cotangent.astype(dtype)),)
+            gradient = cotangent.astype(precision.reduce_dtype)
+            if placement.flat is not None:
+                gradient = placement.flat.to_rest(gradient)
             if earlier is not None:
-                cotangent = earlier + cotangent.astype(precision.reduce_dtype)
+                gradient = earlier + gradient
             with reduction_scope(placement.path):
-                reduced = reduce(cotangent.astype(precision.reduce_dtype), placement, leading)
+                reduced = reduce(gradient, placement, leading)
                 return (Held(reduced.astype(dtype)),)
 
         boundary = jax.custom_vjp(gathered)
@@ -99,12 +103,13 @@ def cast_and_gather(
     Frozen weights may rest in fewer bytes than are computed with: they are gathered as they rest. What is not floating
     point is never cast.
     """
-    if not jnp.issubdtype(shard.dtype, jnp.floating):
-        return gather(shard, placement, leading)
-    if not placement.trained and shard.dtype.itemsize < dtype.itemsize:
-        return gather(shard, placement, leading).astype(dtype)
-    if shard.dtype != dtype:
+    cast = jnp.issubdtype(shard.dtype, jnp.floating) and shard.dtype != dtype
+    narrow = not placement.trained and shard.dtype.itemsize < dtype.itemsize
+    if cast and not narrow:
         shard = shard.astype(dtype)
         if placement.dim is not None:
             shard = jax.lax.optimization_barrier(shard)
-    return gather(shard, placement, leading)
+    gathered = gather(shard, placement, leading)
+    if placement.flat is not None:
+        gathered = placement.flat.from_rest(gathered)
+    return gathered.astype(dtype) if cast and narrow else gathered

@@ -15,8 +15,16 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 from jdp.core.paths import PACKAGE
 
 _Value = TypeVar("_Value")
-_MOVES = ("convert_element_type", "copy", "mul", "reshape", "sharding_constraint", "squeeze", "transpose")
+_MOVES = ("convert_element_type", "copy", "mul", "pad", "reshape", "sharding_constraint", "squeeze", "transpose")
 """Operations that change how a gradient looks, after the backward pass has made it."""
+ELEMENTWISE = frozenset(
+    """
+    abs add add_any and atan2 cbrt ceil clamp convert_element_type copy copy_p cos div eq erf erf_inv exp exp2 expm1
+    floor ge gt integer_pow is_finite le log log1p logistic lt max min mul ne neg nextafter not or pow reduce_precision
+    rem round rsqrt select_n sign sin sqrt square stop_gradient sub tan tanh xor
+    """.split()  # noqa: SIM905
+)
+"""Operations whose results have at each place what they make of the operands' elements there, or of scalars."""
 
 
 def inner_jaxprs(eqn: JaxprEqn) -> Iterator[Jaxpr]:

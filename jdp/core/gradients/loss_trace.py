@@ -30,7 +30,7 @@ from jdp.core.gradients.pairs import is_random
 from jdp.core.paths import path_of
 from jdp.core.precision import Precision
 from jdp.core.sharding.placement import axes_of
-from jdp.core.state import TrainState
+from jdp.core.state import TrainState, own_shapes
 from jdp.core.traced_device import traced_mesh
 from jdp.core.types import Batch, Loss, LossFn
 
@@ -248,7 +248,7 @@ def trace_loss(
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)  # NumPy's int64 becomes int32
         return jax.ShapeDtypeStruct((rows * leaf.shape[0] // batch_size, *leaf.shape[1:]), dtype)
 
-    params = precision.working_shapes(state.params)
+    params = precision.working_shapes(own_shapes(state.params, state.static))
     arguments = (
         params,
         jax.tree.map(plain, state.model_state),

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
+import jax
+
 from jdp.core.batch import batch_rows
 from jdp.core.gradients.accumulate import GradientSpec
 from jdp.core.gradients.loss_call import Sums
@@ -165,7 +167,8 @@ class PartitioningRequest:
             return Choice("auto", "an evaluation step has no gradients to reduce")
         assert trace is not None
         trained = self.spec.trained or (True,) * len(trace.params)
-        breach = auto_breach(self.plan, self.spec.accumulate, self.spec.precision, trace.reused(trained))
+        flat = any(p.flat is not None for p in jax.tree.leaves(self.spec.trained_placements))
+        breach = auto_breach(self.plan, self.spec.accumulate, self.spec.precision, trace.reused(trained), flat)
         if breach is None:
             return Choice("auto", "XLA keeps the communication contract")
         if names := _unsynchronised(state):
@@ -235,13 +238,19 @@ class PartitioningRequest:
     def _drawback(self, state: TrainState) -> str | None:
         """Describe what the user may not expect of the requested partitioning; None if there is nothing."""
         if self.requested == "auto":
-            return _dtype_breach(self.spec.precision)
+            flat = any(p.flat is not None for p in jax.tree.leaves(self.spec.trained_placements))
+            return _dtype_breach(self.spec.precision) or (_FLAT if flat else None)
         if names := _unsynchronised(state, floating=True):
             return f"each device then computes {names[0]} over its own rows, and the values are averaged"
         return None
 
 
-def auto_breach(plan: Plan, accumulate: int, precision: Precision, reused: str | None) -> str | None:
+_FLAT = "auto would all-reduce the gradients of parameters that rest flat and padded"
+
+
+def auto_breach(
+    plan: Plan, accumulate: int, precision: Precision, reused: str | None, flat: bool = False
+) -> str | None:
     """Describe how auto would break the communication contract; None if it keeps it.
 
     Measured on compiled programs, experiments/benchmarks/traffic.py.
@@ -253,6 +262,8 @@ def auto_breach(plan: Plan, accumulate: int, precision: Precision, reused: str |
         return lower
     if row.shard_state and any(plan.mesh.shape[axis] > 1 for axis in own_axes(plan.mesh)):
         return "auto may move activations along data where they meet gradients that the model's axes shard too"
+    if flat:
+        return _FLAT
     if reused is not None:
         return f"{reused} is used more than once, and auto reduces its gradient at each use"
     return None

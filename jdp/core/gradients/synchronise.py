@@ -143,9 +143,9 @@ class Synchroniser:
     def is_low_rank(self, index: int) -> bool:
         """Return True if PowerSGD sends this leaf: a matrix whose factors have fewer elements, on no model axis."""
         placement = self.placements[index]
-        if self.wire.gradients != "powersgd" or self._model_shards(placement) > 1 or len(placement.shape) < 2:
+        if self.wire.gradients != "powersgd" or self._model_shards(placement) > 1 or len(placement.own_shape) < 2:
             return False
-        _, rows, columns = matrices(placement.shape)
+        _, rows, columns = matrices(placement.own_shape)
         return self.wire.rank * (rows + columns) < rows * columns
 
     def buckets_of(self, indices: Sequence[int], devices: int, bytes_of: Callable[[int], int]) -> Iterator[Bucket]:
@@ -170,7 +170,7 @@ class Synchroniser:
         yield from (Bucket(tuple(bucket), encoded) for encoded, bucket in open_buckets.items() if bucket)
 
     def _factor_shape(self, placement: Placement) -> tuple[int, int, int]:
-        count, _, columns = matrices(placement.shape)
+        count, _, columns = matrices(placement.own_shape)
         return count, columns, self.wire.rank
 
     @property
@@ -284,18 +284,23 @@ class Synchroniser:
         """Sum leaves over all shards of the batch by two factors: P = M Q, orthonormal; then Q = Mᵀ P; P Qᵀ for M."""
         axes = batch_axes(self.mesh)
         corrected = [work.grads[i].astype(jnp.float32) + work.errors[i][0] for i in leaves]
-        views = [x.reshape(matrices(x.shape)) for x in corrected]
+        flats = [self.placements[i].flat for i in leaves]
+        own = [x if flat is None else flat.from_rest(x) for x, flat in zip(corrected, flats, strict=True)]
+        views = [x.reshape(matrices(x.shape)) for x in own]
         starts = [_started(work.factors[i], i) for i in leaves]
         left = _summed([m @ q for m, q in zip(views, starts, strict=True)], axes)
         left = [jnp.linalg.qr(p)[0] for p in left]
-        own = [jnp.swapaxes(m, 1, 2) @ p for m, p in zip(views, left, strict=True)]
-        right = _summed(own, axes)
-        for i, x, m, p, mine, q in zip(leaves, corrected, views, left, own, right, strict=True):
-            total, dim = (p @ jnp.swapaxes(q, 1, 2)).reshape(x.shape), self.placements[i].dim
-            work.errors[i] = (m - p @ jnp.swapaxes(mine, 1, 2)).reshape(x.shape)[None]
+        products = [jnp.swapaxes(m, 1, 2) @ p for m, p in zip(views, left, strict=True)]
+        right = _summed(products, axes)
+        for i, x, m, p, mine, q in zip(leaves, own, views, left, products, right, strict=True):
+            flat, dim = self.placements[i].flat, self.placements[i].dim
+            total, lost = (y.reshape(x.shape) for y in (p @ jnp.swapaxes(q, 1, 2), m - p @ jnp.swapaxes(mine, 1, 2)))
+            if flat is not None:
+                total, lost = flat.to_rest(total), flat.to_rest(lost)
+            work.errors[i] = lost[None]
             work.factors[i] = q
             if dim is not None:
-                size = x.shape[dim] // self.mesh.shape[DATA]
+                size = total.shape[dim] // self.mesh.shape[DATA]
                 total = jax.lax.dynamic_slice_in_dim(total, jax.lax.axis_index(DATA) * size, size, dim)
             work.grads[i] = total
 

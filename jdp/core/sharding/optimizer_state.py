@@ -69,6 +69,16 @@ def specs_for_leaf(path: str, shape: tuple[int, ...], params: Mapping[str, Place
     return LeafSpecs(rest, compute, f"dimensions {shared} of params/{parameter.path}")
 
 
+def mirrored(path: str, shape: tuple[int, ...], params: Mapping[str, Placement]) -> Placement | None:
+    """Return the parameter of whose shape a leaf of the optimizer state is, and to which it belongs; None without one.
+
+    Args:
+        path, shape, params: as for `specs_for_leaf`.
+    """
+    parameter = _owner(path, shape, params) if shape else None
+    return parameter if parameter is not None and parameter.shape == shape else None
+
+
 def _owner(path: str, shape: tuple[int, ...], params: Mapping[str, Placement]) -> Placement | None:
     """Return the parameter whose path is part of `path`: the one nearest to its end, and of those the longest.
 

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from jdp.core.formatting import format_bytes
 from jdp.core.sharding.axes import DATA
+from jdp.core.sharding.flat import Flat
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Placement:
 
     Attributes:
         path: slash-joined path in the state, such as "params/layers/attention/query/kernel".
-        shape: global shape.
+        shape: global shape at rest.
         dtype: name of the dtype, such as "float32".
         rest: spec between steps.
         compute: spec while the leaf is used; `rest` without the `data` that ZeRO adds.
@@ -28,6 +29,7 @@ class Placement:
         reason: why it is sharded or replicated, in words.
         trained: True if a step changes it; False for frozen parameters (`wrt`).
         memory: where those bytes are: "device", or "host" (`Plan.offload`).
+        flat: how it rests flat and padded; None for a leaf that rests in its own shape.
     """
 
     path: str
@@ -39,6 +41,12 @@ class Placement:
     reason: str
     trained: bool = True
     memory: str = "device"
+    flat: Flat | None = None
+
+    @property
+    def own_shape(self) -> tuple[int, ...]:
+        """The global shape that it has while it is used; another one than `shape` if it rests flat and padded."""
+        return self.shape if self.flat is None else self.flat.shape
 
     def __repr__(self) -> str:
         used = "" if self.compute == self.rest else f", {self.compute} while used"

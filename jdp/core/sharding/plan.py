@@ -26,6 +26,7 @@ from jdp.core.numbers import is_integer
 from jdp.core.paths import matches, path_of
 from jdp.core.sharding import home as homes
 from jdp.core.sharding.axes import DATA, REPLICA, factors
+from jdp.core.sharding.flat import Flat
 from jdp.core.sharding.mesh import batch_axes, hosts_along, replicas_for_hosts
 from jdp.core.sharding.optimizer_state import specs_for_leaf
 from jdp.core.sharding.placement import (
@@ -41,7 +42,7 @@ from jdp.core.sharding.placement import (
 from jdp.core.sharding.placements import Placements
 from jdp.core.sharding.rules import checked_rules
 from jdp.core.sharding.strategy import Strategy, strategy
-from jdp.core.state import STACKED, Static, TrainState
+from jdp.core.state import STACKED, Static, TrainState, map_flat, own_shapes
 from jdp.core.types import PyTree
 
 MIN_SHARD_SIZE = 1024
@@ -65,6 +66,11 @@ class Plan(Drawn):
             that names `data` fixes the dimension that ZeRO shards; otherwise the plan chooses it.
         min_shard_size: parameters with fewer elements than this stay replicated, because gathering them would take
             latency, not bandwidth.
+        pad: parameters of which no dimension divides by the size of `data` rest flat, with zeros behind their elements
+            (`Flat`), and so does their optimizer's state: the leaves of a train state then have other shapes between
+            steps than the model's (`TrainState.unpadded`). False: they stay replicated. So they do, which is reported,
+            beside a model axis or `offload`, under a rule of their own, and where the optimizer's update mixes the
+            elements of one (adafactor, muon); and in any other tree than a train state (`jdp.init`, `jdp.place`).
         offload: "optimizer" keeps the optimizer's state and the master weights, all but leaves of fewer than
             `min_shard_size` elements, in the hosts' pinned memory between steps. None: everything is on the devices.
         data, replica: what the mesh calls the axes that carry the batch. Rules and metadata name axes as the mesh does;
@@ -82,6 +88,7 @@ class Plan(Drawn):
     strategy: str = "ddp"
     rules: Sequence[tuple[str, PartitionSpec]] = field(default=(), kw_only=True)
     min_shard_size: int = field(default=MIN_SHARD_SIZE, kw_only=True)
+    pad: bool = field(default=True, kw_only=True)
     offload: str | None = field(default=None, kw_only=True)
     data: str = field(default=DATA, kw_only=True)
     replica: str = field(default=REPLICA, kw_only=True)
@@ -101,7 +108,7 @@ class Plan(Drawn):
 
     def __repr__(self) -> str:
         usual = {each.name: each.default for each in fields(self)}
-        own = {name: getattr(self, name) for name in ("rules", "min_shard_size", "offload", "data", "replica")}
+        own = {name: getattr(self, name) for name in ("rules", "min_shard_size", "pad", "offload", "data", "replica")}
         changed = "".join(f", {name}={value!r}" for name, value in own.items() if value != usual[name])
         platform = self.mesh.devices.flat[0].platform
         return f"Plan({factors(self.home.shape)} {platform} devices, {self.strategy!r}{changed})"
@@ -214,9 +221,12 @@ class Plan(Drawn):
             ValueError: a rule matches nothing; a rule or the metadata shards a dimension that does not divide.
         """
         self.check_rules([path_of(path) for path, _ in jax.tree.leaves_with_path(params)])
-        placements = self.tree_placements(params, () if static is None else static.specs)
+        if static is None:
+            return jax.tree.map(self._in_memory, self.tree_placements(params))
+        placements = self.tree_placements(own_shapes(params, static), static.specs)
+        placements = map_flat(self._placed_flat, placements, "params", static)
         leaves, treedef = jax.tree.flatten(placements)
-        if static is not None and static.trained is not None:
+        if static.trained is not None:
             leaves = [replace(p, trained=t) for p, t in zip(leaves, static.trained, strict=True)]
         return treedef.unflatten(list(map(self._in_memory, leaves)))
 
@@ -267,6 +277,7 @@ class Plan(Drawn):
             ValueError: as `param_placements` does.
         """
         params = {p.path: p for p in jax.tree.leaves(self.param_placements(state.params, state.static))}
+        flat = dict(state.static.flat)
 
         def place(key_path: Any, leaf: Any) -> Placement:
             path = path_of(key_path)
@@ -276,11 +287,13 @@ class Plan(Drawn):
             if head == "opt_state" and STACKED in state.sync:
                 one = self._place_optimizer_leaf(path, jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params)
                 rest, compute = (PartitionSpec(REPLICA, *spec) for spec in (one.rest, one.compute))
-                return self._placement(path, leaf, rest, compute, f"each replica's own; {one.reason}")
+                placement = self._placement(path, leaf, rest, compute, f"each replica's own; {one.reason}")
+                return replace(placement, flat=flat.get(path))
             if path.startswith("sync/momentum/"):
                 return replace(params[tail.partition("/")[2]], path=path)
             if head == "opt_state":
-                return self._in_memory(self._place_optimizer_leaf(path, leaf, params))
+                placement = self._in_memory(self._place_optimizer_leaf(path, leaf, params))
+                return replace(placement, flat=flat.get(path))
             if path.startswith("sync/error/"):
                 spec = PartitionSpec(self.batch_axes, *params[tail.partition("/")[2]].compute)
                 return self._placement(path, leaf, spec, spec, "each shard of the batch has its own")
@@ -334,6 +347,15 @@ class Plan(Drawn):
                 f"does it on each host's fast links, and every device then holds {replicas} times as much state"
             )
         params = jax.tree.leaves(self.param_placements(state.params, state.static))
+        if flat := [p for p in params if p.flat is not None]:
+            most, shared = max(flat, key=lambda p: p.bytes_per_device), factors({self.data: data})
+            several = len(flat) > 1
+            notice(
+                f"{most.path} {list(most.own_shape)}{f' and {len(flat) - 1} more' * several}, of which no dimension "
+                f"divides by {shared}, {'rest' if several else 'rests'} flat and padded "
+                f"({sum(p.bytes_per_device for p in flat):,} bytes on every device); state.unpadded() has "
+                f"{'them in their own shapes' if several else 'it in its own shape'}"
+            )
         replicated = [p for p in params if p.dim is None]
         small = [p for p in replicated if "min_shard_size" in p.reason]
         for p in (p for p in replicated if p not in small):
@@ -381,6 +403,24 @@ class Plan(Drawn):
     def _placement(self, path: str, leaf: Any, rest: PartitionSpec, compute: PartitionSpec, reason: str) -> Placement:
         size = bytes_per_device(leaf.shape, leaf.dtype, shards(rest, dict(self.mesh.shape)))
         return Placement(path, tuple(leaf.shape), str(leaf.dtype), rest, compute, size, reason)
+
+    def _placed_flat(self, placement: Placement, flat: Flat) -> Placement:
+        """Return the placement of a parameter that rests flat and padded.
+
+        Raises:
+            ValueError: it does so for another number of devices.
+        """
+        count = self.mesh.shape[DATA]
+        if flat.at_rest[-1] % count:
+            raise ValueError(
+                f"A state lies on the mesh of its plan; {placement.path} {list(flat.shape)} is padded to "
+                f"{list(flat.at_rest)}, which does not divide by {self.data}={count}. Lay it out anew: "
+                "jdp.place(state, plan)."
+            )
+        spec = PartitionSpec(*(None,) * (len(flat.at_rest) - 1), DATA)
+        size = bytes_per_device(flat.at_rest, placement.dtype, count)
+        reason = f"sharded flat: {list(flat.shape)} padded to {list(flat.at_rest)} over {self.data}={count}"
+        return Placement(placement.path, flat.at_rest, placement.dtype, spec, PartitionSpec(), size, reason, flat=flat)
 
     def _in_memory(self, placement: Placement) -> Placement:
         """Return the placement of a parameter or a leaf of the optimizer's state, in the memory where it rests."""

@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jdp.core.batch import batch_rows
 from jdp.core.batch_unit import BatchUnit
 from jdp.core.disk_cache import Cache
+from jdp.core.flat_update import flattened
 from jdp.core.sharding.axes import DATA, REPLICA
 from jdp.core.sharding.mesh import make_mesh, mesh_of
 from jdp.core.state import TrainState
@@ -192,7 +193,7 @@ def abstract_on(
         rows, notes = round_up_rows(rows, relocated.batch_unit)
     keep = target is None
     if target is not None:
-        state = step.bare(state)
+        state = flattened(plan, step.bare(state))
     abstract_state = jax.tree.map(
         lambda leaf, sharding: _abstract(leaf, leaf.shape, sharding, keep=keep), state, plan.shardings(state)
     )

@@ -267,7 +267,8 @@ class Parameters:
             slices = [(*dims[:dim], *dims[dim + 1 :]) for dims in (working, shard) for dim in stacks]
             count = math.prod(working) // max(math.prod(shard), 1)
             beside = [(count, *dims) for dims in (shard, *([shard[1:]] if stacks else []))]
-            for table, row in zip(tables, ((working, shard), slices, (placement.shape,), beside), strict=True):
+            rows = ((working, shard), slices, (placement.shape, placement.own_shape), beside)
+            for table, row in zip(tables, rows, strict=True):
                 for key in {_key(dims) for dims in row}:
                     table.setdefault(key, []).append(placement)
         return tables

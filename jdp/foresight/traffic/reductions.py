@@ -133,7 +133,7 @@ class Reductions:
 
     def _factors(self, leaf: tuple[int, Placement]) -> int:
         """Return the elements of the two factors that PowerSGD sends of a leaf; 0 where it sends the leaf itself."""
-        shape, model_shards = leaf[1].shape, shards(leaf[1].compute, dict(self.plan.mesh.shape))
+        shape, model_shards = leaf[1].own_shape, shards(leaf[1].compute, dict(self.plan.mesh.shape))
         if self.wire.gradients != "powersgd" or len(shape) < 2 or model_shards > 1:
             return 0
         count, *rest = (1, *shape) if len(shape) == 2 else shape

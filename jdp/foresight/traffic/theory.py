@@ -149,7 +149,7 @@ def theory(
     """
     sizes = dict(plan.mesh.shape)
     placements: list[Placement] = jax.tree.leaves(plan.param_placements(params, static))
-    counts = [math.prod(placement.shape) // shards(placement.compute, sizes) for placement in placements]
+    counts = [math.prod(placement.own_shape) // shards(placement.compute, sizes) for placement in placements]
     psi = sum(counts)
     trained = sum(count for count, placement in zip(counts, placements, strict=True) if placement.trained)
     c, r = precision.compute_dtype.itemsize, precision.reduce_dtype.itemsize
@@ -222,7 +222,7 @@ def _unsharded(plan: Plan, placements: Sequence[Placement], counts: Sequence[int
     small = [
         (placement.path, count)
         for placement, count in zip(placements, counts, strict=True)
-        if placement.trained and placement.dim is None and math.prod(placement.shape) < limit
+        if placement.trained and placement.dim is None and math.prod(placement.own_shape) < limit
     ]
     payload = bytes_each * sum(count for _, count in small)
     return Unsharded(tuple(path for path, _ in small), limit, payload, plan.batch_shards)
