@@ -26,7 +26,7 @@ from jdp.core.notices import notice
 from jdp.core.optim.checks import check_optimizer, check_update, first_state
 from jdp.core.paths import path_of
 from jdp.core.sharding.home import auto_axes
-from jdp.core.sharding.plan import Plan
+from jdp.core.sharding.plan import Plan, check_plan
 from jdp.core.state import Static, TrainState, trained_part
 from jdp.core.trainable import resolve
 from jdp.core.types import InitFn, PyTree
@@ -65,6 +65,7 @@ def init_state(
             the key or the program of `init`.
         RuntimeError: another process did not come to this call.
     """
+    check_plan(plan)
     rng = plan.entered(rng)
     with auto_axes(plan.mesh):
         make, abstract = _prepare(init, tx, plan, rng, wrt)
@@ -100,6 +101,7 @@ def abstract_state(
     Raises:
         ValueError: an argument does not fit, for the reasons that `init_state` lists.
     """
+    check_plan(plan)
     with auto_axes(plan.mesh):
         _, abstract = _prepare(init, tx, plan, plan.entered(rng), wrt)
     return jax.tree.map(

@@ -45,7 +45,7 @@ from jdp.core.precision import Precision
 from jdp.core.sharding.axes import REPLICA
 from jdp.core.sharding.home import auto_axes
 from jdp.core.sharding.mesh import mesh_of, tracing_on
-from jdp.core.sharding.plan import Plan
+from jdp.core.sharding.plan import Plan, check_plan
 from jdp.core.state import STACKED, TrainState, trained_part, with_trained
 from jdp.core.step_settings import check_settings, check_training_settings, settled_partitioning
 from jdp.core.streamed_update import streamed
@@ -129,6 +129,7 @@ def make_train_step(
             also for a batch of this process alone, and if processes differ in the shapes, the plan, the key or the
             program.
     """
+    check_plan(plan)
     check_settings(accumulate, group, partitioning)
     check_training_settings(clip_norm, noise_scale, overlap, donate)
     wire, local = Wire.of(wire), LocalSteps.of(local_steps, plan)
@@ -187,6 +188,7 @@ def make_eval_step(
         ValueError: a setting is out of range. The step itself raises it for a batch whose rows do not divide, and for
             what `make_train_step` lists about the loss and about several processes.
     """
+    check_plan(plan)
     check_settings(accumulate, group, partitioning)
     return Step(
         loss_fn,

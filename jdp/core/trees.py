@@ -25,7 +25,7 @@ from jdp.core.paths import path_of
 from jdp.core.sharding.flat import Change
 from jdp.core.sharding.home import auto_axes, padded
 from jdp.core.sharding.placement import Placement
-from jdp.core.sharding.plan import Plan
+from jdp.core.sharding.plan import Plan, check_plan
 from jdp.core.state import STACKED, TrainState, changed
 from jdp.core.toml import cut
 from jdp.core.types import PyTree
@@ -56,6 +56,7 @@ def init(init: Callable[..., Any], plan: Plan, *, rng: jax.Array | None = None, 
             `nnx.Optimizer` without `of`; or processes differ in plan, key or program.
         RuntimeError: another process did not come to this call.
     """
+    check_plan(plan)
     if (rng is None) == (of is None):
         given = "neither" if rng is None else "both"
         raise ValueError(
@@ -101,6 +102,7 @@ def place(tree: Any, plan: Plan, *, of: Any = None) -> Any:
         ValueError: a rule or the metadata shards a dimension that does not divide; or the tree holds something that is
             no array, modules inside of a pytree, or is an `nnx.Optimizer` and `of` is None.
     """
+    check_plan(plan)
     if isinstance(tree, TrainState):
         return _put(tree, plan, plan.shardings(tree)) if STACKED in tree.sync else _placed_state(tree, plan)
     check_tree(tree, of)

@@ -26,7 +26,7 @@ from jdp.core.numbers import is_integer
 from jdp.core.partitioned_loss import PartitionedLoss, means
 from jdp.core.precision import Precision
 from jdp.core.sharding.mesh import followed, tracing_on
-from jdp.core.sharding.plan import Plan
+from jdp.core.sharding.plan import Plan, check_plan
 from jdp.core.state import Static, TrainState, trained_part
 from jdp.core.step_settings import check_settings, check_training_settings, settled_partitioning
 from jdp.core.trainable import resolve
@@ -89,6 +89,7 @@ def value_and_grad(
             models that lie otherwise than the plan says or were donated (neither can be seen inside of jit), and inside
             a `jax.shard_map` over the plan's axes.
     """
+    check_plan(plan)
     refuse_offload(plan)
     check_settings(accumulate, group, partitioning)
     check_training_settings(None, False, overlap, True)
@@ -303,11 +304,12 @@ class ValueAndGrad(PartitionedLoss):
         self._laid_out.add(lies)
 
     def _report_closed_over(self, state: TrainState) -> None:
-        for number in self._numbers:
-            leaves = jax.tree.leaves(state.params[number])
+        for number, params in enumerate(state.params):
+            leaves = jax.tree.leaves(params)
             if leaves and not any(isinstance(leaf, Tracer) for leaf in leaves):
+                takes = "of" if number in self._numbers else "which reads"
                 notice(
-                    "a gradient inside a jitted function, of a model that this function closes over: the model's "
+                    f"a gradient inside a jitted function, {takes} a model that this function closes over: the model's "
                     "weights are constants of what is compiled, which no update changes there and no later one "
                     "reaches; pass the model as an argument"
                 )

@@ -20,7 +20,7 @@ import numpy as np
 
 from jdp.core.batch import batch_rows, owned
 from jdp.core.batch_unit import BatchUnit, batch_unit
-from jdp.core.sharding.plan import Plan
+from jdp.core.sharding.plan import Plan, check_plan
 from jdp.core.types import Batch
 
 
@@ -32,8 +32,9 @@ def process_rows(plan: Plan, batch_size: int) -> list[int]:
         batch_size: rows of the global batch.
 
     Raises:
-        ValueError: `batch_size` does not divide by the plan's batch shards.
+        ValueError: `batch_size` does not divide by the plan's batch shards; or `plan` is no `jdp.Plan`.
     """
+    check_plan(plan)
     batch_unit(plan.mesh.shape, named=plan.called).check(batch_size)
     rows = batch_size // plan.batch_shards
     return [row for block in _local_blocks(plan) for row in range(block * rows, (block + 1) * rows)]
@@ -54,8 +55,9 @@ def shard_batches(loader: Iterable[Batch], plan: Plan, *, prefetch: int = 2) -> 
         loader raises, and ValueError for a batch whose rows do not divide by this process' batch shards.
 
     Raises:
-        ValueError: `prefetch` is less than 1.
+        ValueError: `prefetch` is less than 1; or `plan` is no `jdp.Plan`.
     """
+    check_plan(plan)
     return Feed(loader, plan, prefetch)
 
 

@@ -374,11 +374,31 @@ def test_a_model_that_is_closed_over_is_reported(capfd, monkeypatch):
     """Its weights are constants of the program: a loop that updates it outside trains on the first ones for ever."""
     monkeypatch.setattr("jdp.core.notices._said", set())
     model, grad, batch = params(), gradient(check_loss=False), batch_of()
-    told = "of a model that this function closes over"
+    told = "{} a model that this function closes over"
     jax.jit(lambda model, batch: grad(model, batch, KEY)[0])(model, batch)
-    assert told not in capfd.readouterr().err
+    assert told.format("") not in capfd.readouterr().err
     jax.jit(lambda batch: grad(model, batch, KEY)[0])(batch)
-    assert told in capfd.readouterr().err
+    assert told.format("of") in capfd.readouterr().err
+    teacher, match = params(), jdp.value_and_grad(distance, plan_of(), check_loss=False)
+    jax.jit(lambda model, batch: match(model, teacher, batch, KEY)[0])(model, batch)
+    assert told.format("which reads") in capfd.readouterr().err
+
+
+def test_a_word_in_place_of_a_plan_is_refused_everywhere():
+    loss, init, key = (lambda *_: 0.0), params, jax.random.key(0)
+    for call in (
+        lambda plan: jdp.make_train_step(loss, plan),
+        lambda plan: jdp.make_eval_step(loss, plan),
+        lambda plan: jdp.value_and_grad(loss, plan),
+        lambda plan: jdp.init_state(init, optax.sgd(0.1), plan, rng=key),
+        lambda plan: jdp.abstract_state(init, optax.sgd(0.1), plan, rng=key),
+        lambda plan: jdp.init(init, plan, rng=key),
+        lambda plan: jdp.place({}, plan),
+        lambda plan: jdp.shard_batches([], plan),
+        lambda plan: jdp.process_rows(plan, 8),
+    ):
+        with pytest.raises(ValueError, match=r"A plan is a jdp\.Plan, .*; given 'zero1'\. Write jdp\.Plan\("):
+            call("zero1")
 
 
 def test_a_plan_that_offloads_is_refused():

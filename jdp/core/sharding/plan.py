@@ -43,6 +43,7 @@ from jdp.core.sharding.placements import Placements
 from jdp.core.sharding.rules import checked_rules
 from jdp.core.sharding.strategy import Strategy, strategy
 from jdp.core.state import STACKED, Static, TrainState, map_flat, own_shapes
+from jdp.core.toml import cut
 from jdp.core.types import PyTree
 
 MIN_SHARD_SIZE = 1024
@@ -447,3 +448,12 @@ class Plan(Drawn):
                     f"is {size}, and {spec} splits it into {pieces}. Change the size, or the mesh "
                     f"({factors(self.home.shape)}), or the rule: Plan(rules=...) goes before metadata."
                 )
+
+
+def check_plan(plan: object) -> None:
+    """Check that a plan is one: a strategy's word is often given in its place. Raises ValueError."""
+    if not isinstance(plan, Plan):
+        raise ValueError(
+            f"A plan is a jdp.Plan, of a mesh and a strategy; given {cut(repr(plan), 100)}. Write "
+            'jdp.Plan(jdp.make_mesh(data=-1), "zero1").'
+        )
