@@ -222,7 +222,7 @@ UNKNOWN = {
     "tied in words": (LLAMA | {"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
     "not JSON": ("{", "is damaged: it is not JSON"),
     "nested without end": ("[" * 100_000, "is damaged: it is not JSON"),
-    "another's": ({"learning_rate": 1}, "has no config.json of a model of Hugging Face's"),
+    "another's": ({"learning_rate": 1}, "has no config.json of .*, as it says no model_type"),
     "a list of it": ([LLAMA], "has no config.json of a model"),
 }  # fmt: skip
 
@@ -237,6 +237,8 @@ def test_a_configuration_that_jdp_does_not_build_is_one_clear_error(tmp_path, ki
 
 def test_a_folder_without_a_configuration_is_said(tmp_path):
     with pytest.raises(jdp.CheckpointError, match=r"has no config.json of a model of Hugging Face's. Give the folder"):
+        gpt_config_from_hf(tmp_path)
+    with pytest.raises(jdp.CheckpointError, match=r"none is not on this machine\. Download the model first"):
         gpt_config_from_hf(tmp_path / "none")
 
 

@@ -43,8 +43,13 @@ def gpt_config_from_hf(folder: str | Path) -> GPTConfig:
     path = user_path(folder)
     config = read(path)
     if config is None:
+        if not path.exists():
+            raise CheckpointError(f"{path} is not on this machine. Download the model first, and give its folder.")
         parent = path if path.is_dir() else path.parent
-        raise CheckpointError(f"{parent} has no {NAME} of a model of Hugging Face's. Give the folder that it is in.")
+        why = ", as it says no model_type" if (parent / NAME).exists() else ""
+        raise CheckpointError(
+            f"{parent} has no {NAME} of a model of Hugging Face's{why}. Give the folder that has one."
+        )
     return config
 
 
