@@ -135,6 +135,8 @@ def search_axes(
     own = abstract_on(replace(step, accumulate=count), state, batch, target, microbatches=rounded)
     sizes, rows = dict(own.step.plan.mesh.shape), batch_rows(own.batch)
     model_axis, left_out = _model_axis(own.step)
+    if target.hosts == 1:
+        left_out.insert(0, "replicas, as there is one host")
     names = [name for name in strategies if name != "zero2" or rounded > 1 or "zero1" not in strategies]
     kept, large, reasons = list[MeshWay](), list[MeshWay](), dict[str, int]()
     for axes in factorisations(target, sizes, model_axis):
