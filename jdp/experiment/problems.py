@@ -85,7 +85,7 @@ def _problem(dashes: str, path: Path, detail: ErrorDetails, schemas: Schemas) ->
     if kind == "literal_error":
         words = [word for position, word in enumerate(limits["expected"].split("'")) if position % 2]
         hint = nearest(detail["input"], words) if isinstance(detail["input"], str) else ""
-        among = f"one of {', '.join(words)}" if len(words) > 1 else f"{words[0]}, or left out"
+        among = f"one of {', '.join(words)}" if len(words) > 1 else f"{words[0]}, the only one there is"
         return f"{key} must be {among}; {given}{hint}"
     if kind in _LIMITS:
         name, rule = _LIMITS[kind]

@@ -177,7 +177,7 @@ WRONG_OVERRIDES = {
     "text": ("train.steps", "fifty", '--train.steps must be a whole number; given "fifty"'),
     "fraction": ("train.steps", "1.5", "--train.steps must be a whole number; given 1.5"),
     "word": ("strategy", "zero9", '--strategy must be one of ddp, zero1, zero2, zero3; given "zero9"; did you mean'),
-    "the only word": ("offload", "params", '--offload must be optimizer, or left out; given "params"'),
+    "the only word": ("offload", "params", '--offload must be optimizer, the only one there is; given "params"'),
     "inside a number": ("seed.x", "1", "--seed must be a whole number; given {x = 1}"),
     "more than a value": ("train.steps", "1\nname = 'y'", "--train.steps must be a whole number; given"),
     "none where it may not be": ("train.steps", "none", '--train.steps must be a whole number; given "none"'),

@@ -114,7 +114,10 @@ MISTAKES = {
     "out of range": (["--loss.share=1"], "--loss.share must be less than 1; given 1"),
     "no such word": (["--model.activation=rely"], 'must be one of relu, tanh; given "rely"; did you mean relu?'),
     "a rule of its own": (["--data.points=5"], "--data: points must be two a ring or more; given 5 for 3: raise it"),
-    "no such name": (["--loss.name=smothed"], 'one of smoothed; given "smothed"; did you mean smoothed?'),
+    "no such name": (
+        ["--loss.name=smothed"],
+        'smoothed, the only one there is; given "smothed"; did you mean smoothed?',
+    ),
     "no such optimizer": (["--optimizer.name=sgn"], "lars, rmsprop, adagrad, signum; given"),
     "a key of jdp's data": (
         ["--data.flip=true"],

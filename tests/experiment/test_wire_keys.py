@@ -47,7 +47,7 @@ WRONG = {
     ),
     "block of 4": (["--wire.block", "4"], "--wire.block must be"),
     "int7": (["--wire.gradients", "int7"], 'given "int7"; did you mean int8?'),
-    "weights in fp8": (["--wire.weights", "fp8"], '--wire.weights must be int8, or left out; given "fp8"'),
+    "weights in fp8": (["--wire.weights", "fp8"], '--wire.weights must be int8, the only one there is; given "fp8"'),
     "reduce in int8": (["--reduce", "int8"], "--reduce must be one of fp32, bf16"),
     "unknown key": (["--wire.gradient", "int8"], "did you mean --wire.gradients?"),
     "a word for the table": (["--wire", "int8"], "--wire must be"),

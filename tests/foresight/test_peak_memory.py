@@ -153,8 +153,10 @@ def test_activations_grow_with_the_batch_and_nothing_else_does():
 
 def test_rematerialisation_saves_activations():
     kept, dropped = held(GPT, "zero2", 4, 8), held(REMAT, "zero2", 4, 8)
-    assert dropped.activations < 0.5 * kept.activations
     assert dropped.saved < 0.15 * kept.saved
+    # Of the rest of so small a model two thirds are partial sums of weights' gradients, of two layers at once: one is
+    # computed while the other is reduced.
+    assert dropped.activations < 0.75 * kept.activations
     assert (dropped.parameters, dropped.optimizer) == (kept.parameters, kept.optimizer)
 
 
