@@ -219,7 +219,7 @@ def save(address: str | Path, write: Callable[[Path], None], *, overwrite: bool)
     parent, _, name = Remote.at(address).address.rpartition("/")
     if parent.endswith("/"):
         raise CheckpointError(
-            f"A checkpoint has a folder in its bucket; given {parent}{name}. Write {parent}{name}/NAME."
+            f"A checkpoint has a folder in its bucket; given {parent}/{name}. Write {parent}/{name}/NAME."
         )
     remote, scratch = Remote(parent), Scratch(f"{parent}/{name}", together=True)
     require_shared(scratch, f"{parent}/{name}")

@@ -1,6 +1,7 @@
 """Checkpoints behind an address, on a real S3 server on this machine: complete or invisible; never a folder `s3:`."""
 
 import os
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -279,3 +280,22 @@ def test_two_processes_save_and_restore(bucket, s3_server, tmp_path_factory, cap
     assert tops(f"{bucket}/many") == ["3", "4"] and tops(bucket) == ["many", "one"]
     scratch = Path(os.environ["JDP_CACHE_DIR"], "storage")
     assert not list(scratch.glob("*/*/many")), "nothing stays on this host"
+
+
+def test_what_pathlib_makes_of_an_address_is_one_and_what_cannot_be_is_refused(bucket, base):
+    box = bucket.removeprefix("s3://")
+    jdp.save(Path(f"S3://{box}/ck"), at(base, 3))
+    assert weight(jdp.restore(f"{bucket}/ck", target())) == 3
+    for given in (Path("oss://mine/ck"), Path("no-such.kind://mine/ck"), "s3:mine/ck", Path("S3:mine")):
+        with pytest.raises(ValueError, match=r"ossfs|that fsspec knows|two slashes"):
+            jdp.save(given, base)
+    with pytest.raises(jdp.CheckpointError, match=rf"given {bucket}\. Write {bucket}/NAME\."):
+        jdp.save(bucket, base)
+
+
+def test_a_folder_that_is_here_is_one_whatever_its_name(base, tmp_path):
+    folder = tmp_path / "notes:"
+    folder.mkdir()
+    jdp.save("notes:/ck", at(base, 2))
+    assert weight(jdp.restore(Path("notes:/ck"), target())) == 2
+    shutil.rmtree(folder)

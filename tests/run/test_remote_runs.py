@@ -155,9 +155,23 @@ def test_two_processes_train_into_storage(bucket, file, s3_server):
     assert "flight/rank-00001.jsonl" in files(run) and not Path(file.parent, "s3:").exists()
 
 
+@pytest.mark.parametrize("kind", ["S3://", "s3:/"])
+def test_an_address_is_one_in_upper_case_and_with_one_slash(bucket, file, kind):
+    box = bucket.removeprefix("s3://")
+    assert main(["train", str(file), "--run-dir", f"{kind}{box}/runs", "--train.steps", "1"]) == 0
+    assert "summary.json" in files(f"{bucket}/runs/points") and no_folder_of_ours(file.parent)
+
+
 REFUSED = {
     "no bucket": (["--run-dir", "s3://no-such-bucket-here/runs"], "make that bucket, or fix its name"),
     "no package": (["--run-dir", "az://box/runs"], "--run-dir: az:// needs a package.*pip install adlfs"),
+    "no package, one slash": (["--run-dir", "oss:/box/runs"], "--run-dir: oss:// needs a package.*pip install ossfs"),
+    "upper case": (["--run-dir", "S3://no-such-bucket-here/runs"], "s3://no-such-bucket-here.* make that bucket"),
+    "an unknown kind": (["--run-dir", "Nosuch+1://box/runs"], "of a kind that fsspec knows, given .nosuch"),
+    "no slashes": (["--run-dir", "s3:box"], 'two slashes, given "s3:box": write "s3://box"'),
+    "no slashes in upper case": (["--run-dir", "S3:box/runs"], 'given "S3:box/runs": write "s3://box/runs"'),
+    "a kind alone": (["--run-dir", "s3:"], "must name a bucket"),
+    "data without slashes": (["--data.source", "gs:box/points.npz"], 'two slashes|write "gs://box/points.npz"'),
     "a sweep": (["--run-dir", "s3://b/runs", "--sweep", "seed=1:2"], "a sweep keeps its runs in a folder of this"),
     "a program's file": (["--data.source", "memory://x"], "that other machines reach|on a disk of this machine"),
 }

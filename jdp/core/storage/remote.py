@@ -21,7 +21,7 @@ from jdp.core.toml import brief
 from jdp.core.user_path import PathError
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
-_PACKAGES = {"az": "adlfs", "abfs": "adlfs", "abfss": "adlfs", "adl": "adlfs"}
+_PACKAGES = {"az": "adlfs", "abfs": "adlfs", "abfss": "adlfs", "adl": "adlfs", "oss": "ossfs"}
 _ON_THIS_MACHINE = ("file", "local", "memory")
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MOST_AT_ONCE = 1000
@@ -55,18 +55,21 @@ class Remote:
         """Return the folder behind what a user wrote; its package is imported, and nothing else is asked yet.
 
         Raises:
-            RemoteError: fsspec does not know such addresses, their package is not installed, the address has no name
-                of a bucket, or it leads to this machine.
+            RemoteError: fsspec does not know such addresses, their package is not installed, the address has no slashes
+                or no name of a bucket, or it leads to this machine.
         """
         address = address_of(given)
         if address is None:
             raise RemoteError(f"an address must begin with its kind, given {brief(str(given))}: s3://bucket/folder")
-        scheme, _, rest = address.partition("://")
-        if scheme.lower() in _ON_THIS_MACHINE:
+        scheme, rest = scheme_of(address), address.partition("://")[2]
+        if scheme in _ON_THIS_MACHINE:
             raise RemoteError(
                 f"an address must lead to storage that other machines reach, given {brief(address)}: {scheme}:// is on "
                 "this one; write the folder itself"
             )
+        if "://" not in address:
+            fixed = f"{scheme}://{address.partition(':')[2]}"
+            raise RemoteError(f"an address must have two slashes, given {brief(address)}: write {brief(fixed)}")
         if not rest or "\0" in rest:
             raise RemoteError(f"an address must name a bucket, given {brief(address)}: {scheme}://BUCKET/FOLDER")
         remote = Remote(address)
