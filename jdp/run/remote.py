@@ -5,8 +5,8 @@ before each checkpoint counts and at the end it sends whole the files that have 
 a run that is killed loses what it logged in its last seconds after the newest checkpoint, which it does again.
 
 A file `.lock` there names the process that holds the run. It is made only if there is none, and renewed with the files;
-one whose process on this host has ended is taken over, and another host's when it was watched for `LEASE_SECONDS` and
-not renewed. Who finds that it is another's stops: nothing is written by two.
+one whose process on this host has ended is taken over, and one of another host or container when it was watched for
+`LEASE_SECONDS` and not renewed. Who finds that it is another's stops: nothing is written by two.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class RemoteRun:
         self.folder = self._scratch.folder
         self._sent: dict[str, tuple[int, int]] = {}
         self._busy, self._ended = threading.Lock(), threading.Event()
-        self._token, self._since = "", 0.0
+        self._token = ""
         self._problem: RemoteError | None = None
 
     def fetch(self) -> bool:
@@ -129,33 +129,41 @@ class RemoteRun:
         """Send what is left, or remove what was sent of a run that was discarded, and give the lock back."""
         self._ended.set()
         try:
-            if sender.is_alive():  # else what is here may be half-fetched
+            if sender.ident is not None:  # it was started; else what is here may be half-fetched
                 sender.join()
                 self.push()
-        except RemoteError as error:
+        except Exception as error:
             kept = self._scratch.keep()
-            raise RemoteError(f"{error}; what was not sent is kept in {kept}") from error
+            raise RemoteError(f"{self._in_words(error)}; what was not sent is kept in {kept}") from error
         finally:
             with contextlib.suppress(RemoteError):
-                if self.remote.read(LOCK) == self._mine(self._since):
+                if self._is_mine(self.remote.read(LOCK)):
                     self.remote.delete([LOCK])
 
     def _send_now_and_then(self) -> None:
         while not self._ended.wait(EVERY_SECONDS):
             try:
                 self.push()
-            except RemoteError as error:
-                notice(f"{error}; it is tried again")
+            except Exception as error:  # of any kind: nothing would be sent from then on
+                notice(f"{self._in_words(error)}; it is tried again")
+
+    def _in_words(self, error: Exception) -> str:
+        if isinstance(error, RemoteError):
+            return str(error)
+        return f"files must be sent while a run goes on; {self.remote.address} was not: {type(error).__name__}: {error}"
 
     def _files(self) -> dict[str, tuple[int, int]]:
         """Return the files to send, with what changes when they do."""
         files: dict[str, tuple[int, int]] = {}
-        for path in self.folder.rglob("*"):
-            name = path.relative_to(self.folder).as_posix()
-            if name != LOCK and not name.startswith(f"{CHECKPOINTS}/") and not name.endswith(".new"):
+        for parent, folders, names in os.walk(self.folder, onerror=_raise_unless_gone):
+            if Path(parent) == self.folder:
+                folders[:] = [name for name in folders if name != CHECKPOINTS]
+            for path in (Path(parent, name) for name in names if not name.endswith(".new")):
                 with contextlib.suppress(FileNotFoundError):
                     if path.is_file():
-                        files[name] = path.stat().st_mtime_ns, path.stat().st_size
+                        seen = path.stat()
+                        files[path.relative_to(self.folder).as_posix()] = seen.st_mtime_ns, seen.st_size
+        files.pop(LOCK, None)
         return files
 
     # The lock.
@@ -164,19 +172,19 @@ class RemoteRun:
         """Make the lock, or take over that of a run that has ended. Raises ExperimentError, RemoteError."""
         if (there := self.remote.read(LOCK)) is not None:
             self._wait_for_its_end(there)
-        self._token, self._since = secrets.token_hex(8), time.time()
-        mine, held = self._mine(self._since), self.remote.read(LOCK) is not None
-        made = self.remote.write(LOCK, mine, new=not held)
+        self._token = secrets.token_hex(8)
+        held = self.remote.read(LOCK) is not None
+        self.remote.write(LOCK, self._mine(), new=not held)
         if held:
             time.sleep(1)  # of two that take it over, the later one has it
-        if not made or self.remote.read(LOCK) != mine:
+        if not self._is_mine(self.remote.read(LOCK)):
             raise ExperimentError(
                 f"a folder is for one run at a time; {self.remote.address} was taken by another one just now: choose "
                 "another `name` (--name NEW) or --run-dir"
             )
 
     def _wait_for_its_end(self, there: bytes) -> None:
-        """Return when the run whose lock it is has ended. Of another host's that shows only when it is not renewed."""
+        """Return when the run whose lock it is has ended. Of one elsewhere that shows only when it is not renewed."""
         holder, until = _parsed(there), time.monotonic() + LEASE_SECONDS
         lives, now = _lives(holder), there
         if lives is None:
@@ -195,20 +203,23 @@ class RemoteRun:
             )
 
     def _renew(self) -> None:
-        """Say in the lock that this run goes on. Raises RemoteError if it is another's."""
-        if self.remote.read(LOCK) != self._mine(self._since):
+        """Say in the lock that this run goes on. Raises RemoteError if it is another's, or cannot be written now."""
+        if not self._is_mine(self.remote.read(LOCK)):
             self._problem = RemoteError(
                 f"a folder is for one run at a time; {self.remote.address} was taken over by another run, as this one "
                 f"had not renewed its lock for {LEASE_SECONDS:.0f} seconds: end one of them"
             )
             raise self._problem
-        self._since = time.time()
-        self.remote.write(LOCK, self._mine(self._since))
+        self.remote.write(LOCK, self._mine())
 
-    def _mine(self, since: float) -> bytes:
+    def _mine(self) -> bytes:
         here, pid = socket.gethostname(), os.getpid()
-        holder = {"holder": f"process {pid} on {here}", "host": here, "pid": pid, "token": self._token, "heard": since}
-        return json.dumps(holder).encode()
+        holder = {"holder": f"process {pid} on {here}", "host": here, "within": within(), "pid": pid}
+        return json.dumps(holder | {"token": self._token, "heard": time.time()}).encode()
+
+    def _is_mine(self, lock: bytes | None) -> bool:
+        """Return whether a lock is this run's, whenever it was renewed: a write may arrive whose answer is lost."""
+        return _parsed(lock).get("token") == self._token
 
 
 _held: dict[Path, RemoteRun] = {}
@@ -273,10 +284,25 @@ def _parsed(lock: bytes | None) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def within() -> str:
+    """Return what tells this host's start, and a container's processes, from others of the same name; "" off Linux."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+        return f"{boot} {Path('/proc/self/ns/pid').stat().st_ino}"
+    except OSError:
+        return ""
+
+
+def _raise_unless_gone(error: OSError) -> None:
+    """Raise what kept a folder from being listed: its files would be taken for deleted ones."""
+    if not isinstance(error, FileNotFoundError):
+        raise error
+
+
 def _lives(holder: dict[str, Any]) -> bool | None:
-    """Return whether a lock's process lives; None for another host's."""
+    """Return whether a lock's process lives; None for one of another host or container."""
     pid = holder.get("pid")
-    if holder.get("host") != socket.gethostname() or not isinstance(pid, int):
+    if (holder.get("host"), holder.get("within")) != (socket.gethostname(), within()) or not isinstance(pid, int):
         return None
     try:
         os.kill(pid, 0)
@@ -284,4 +310,4 @@ def _lives(holder: dict[str, Any]) -> bool | None:
         return False
     except OSError:
         pass
-    return pid != os.getpid()  # its own: of a container that was started again under the same name
+    return pid != os.getpid()  # its own: of a process that ended before this one got its number

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,7 +15,7 @@ import pytest
 from tiny_experiment import points_text, write_points
 
 from jdp.cli.main import main
-from jdp.core.storage.remote import Remote
+from jdp.core.storage.remote import Remote, RemoteError
 from jdp.run import remote as remote_runs
 
 HERE = Path(__file__).parents[2]
@@ -101,8 +102,12 @@ def test_one_run_at_a_time(bucket, file, capsys, monkeypatch):
     assert "for one run at a time" in said and "goes on, process 1 on elsewhere" in said
     assert "it is taken over if that does not renew" in " ".join(said.split())
     assert files(remote.address) == [".lock"]
-    remote.write(".lock", json.dumps(other | {"host": socket.gethostname(), "pid": os.getppid()}).encode())
+    here = {"host": socket.gethostname(), "within": remote_runs.within(), "pid": os.getppid()}
+    remote.write(".lock", json.dumps(other | here).encode())
     assert main(arguments) == 2, "a process of this host that lives"
+    lives = remote_runs._lives
+    assert lives(here) is True and lives(here | {"pid": 2**22 + 1}) is False
+    assert lives(here | {"within": "a container of the same name"}) is None is lives({**here, "within": None})
     remote.write(".lock", json.dumps(other).encode())
     assert main(arguments) == 0 and ".lock" not in files(remote.address), "one that is not renewed is taken over"
 
@@ -118,6 +123,85 @@ def test_one_run_at_a_time(bucket, file, capsys, monkeypatch):
     said = capsys.readouterr().err
     assert "Checkpoint 2 was not saved" in said and "was taken over by another run" in said and "Traceback" not in said
     assert json.loads(remote.read(".lock"))["token"] == "x" and saved(remote.address) == [1]
+
+
+@pytest.fixture
+def run(bucket, monkeypatch):
+    """A run whose files are sent every tenth of a second."""
+    monkeypatch.setattr(remote_runs, "EVERY_SECONDS", 0.1)
+    return remote_runs.RemoteRun(f"{bucket}/runs/one", together=False)
+
+
+def failing(times, original, error, *, done=False):
+    """Return a function that raises the first times; `done`: after its work, as where only the reply is lost."""
+    left = [times]
+
+    def fails(*arguments, **options):
+        left[0] -= 1
+        if left[0] >= 0 and not done:
+            raise error
+        result = original(*arguments, **options)
+        if left[0] >= 0:
+            raise error
+        return result
+
+    return fails
+
+
+@pytest.mark.parametrize("arrived", [False, True])
+def test_a_write_of_the_lock_that_fails_once_ends_no_run(run, monkeypatch, arrived):
+    with run.held():
+        (run.folder / "experiment.toml").write_text("x")
+        with run._busy, monkeypatch.context() as patched:
+            slow = RemoteError("503, slow down")
+            patched.setattr(Remote, "write", failing(1, Remote.write, slow, done=arrived))
+            with pytest.raises(RemoteError, match="503"):
+                run._renew()
+        run.push()
+    assert files(run.remote.address) == ["experiment.toml"], "the lock is given back"
+
+
+def test_the_sender_goes_on_after_any_exception_and_the_last_files_are_sent(run, monkeypatch, capsys):
+    gone = FileNotFoundError(2, "a folder went while it was listed")
+    tried = threading.Event()
+    with run.held():
+        with monkeypatch.context() as patched:
+            fails = failing(10**9, run._files, gone)
+            patched.setattr(run, "_files", lambda: (tried.set(), fails())[1])
+            assert tried.wait(20)
+        (run.folder / "metrics.jsonl").write_text("first")
+        until = time.monotonic() + 20
+        while time.monotonic() < until and "metrics.jsonl" not in files(run.remote.address):
+            time.sleep(0.05)
+        assert "metrics.jsonl" in files(run.remote.address), "sent by the thread"
+        (run.folder / "metrics.jsonl").write_text("all that was logged")
+    assert run.remote.read("metrics.jsonl") == b"all that was logged" and ".lock" not in files(run.remote.address)
+    assert "a folder went while it was listed; it is tried again" in " ".join(capsys.readouterr().err.split())
+
+
+def test_what_cannot_be_sent_at_the_end_is_kept(run, monkeypatch):
+    with pytest.raises(RemoteError, match=r"OSError: .*no room.*is kept in") as raised, run.held():
+        (run.folder / "metrics.jsonl").write_text("all")
+        monkeypatch.setattr(Remote, "send", failing(10**9, Remote.send, OSError(28, "no room")))
+    kept = Path(str(raised.value).rpartition(" ")[2])
+    run._scratch._closing()
+    assert (kept / "metrics.jsonl").read_text() == "all" and ".lock" not in files(run.remote.address)
+
+
+def test_folders_that_go_while_they_are_listed_are_left_out(run):
+    ended = threading.Event()
+
+    def make_and_remove():
+        while not ended.is_set():
+            for part in range(30):
+                (run.folder / "profile" / str(part)).mkdir(parents=True)
+            shutil.rmtree(run.folder / "profile")
+
+    beside = threading.Thread(target=make_and_remove)
+    beside.start()
+    assert [each for each in (run._files() for _ in range(200)) if each] == []
+    ended.set()
+    beside.join()
 
 
 def start(file, runs, s3_server, *arguments):
