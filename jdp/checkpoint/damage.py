@@ -55,7 +55,7 @@ def check(path: str | Path) -> list[Checked]:
         One entry a checkpoint, oldest first; none if there are no checkpoints.
 
     Raises:
-        ValueError: what is behind an address cannot be reached.
+        CheckpointError: what is behind an address cannot be reached.
     """
     if address_of(path) is None:
         return _check(user_path(path).absolute(), lambda folder: folder)

@@ -56,8 +56,8 @@ class Checkpoints:
 
     Raises:
         CheckpointError: the directory cannot be created, or is none; it has an entry named by a number that is no
-            checkpoint; or the metrics of one are damaged.
-        ValueError: `keep`, `keep_every` or `mode` is out of range, or what is behind an address cannot be reached.
+            checkpoint; or the metrics of one are damaged; or what is behind an address cannot be reached.
+        ValueError: `keep`, `keep_every` or `mode` is out of range.
     """
 
     at_addresses: ClassVar[type[Checkpoints] | None] = None

@@ -195,11 +195,10 @@ def read(address: str | Path, read: Callable[[Path, Callable[[Path], Path]], _T]
         together: all processes of the cluster call this.
 
     Raises:
-        CheckpointError: what `read` raises.
-        RemoteError: nothing there can be reached.
+        CheckpointError: what `read` raises; or nothing there can be reached.
     """
-    held = Held(address, together=together)
     with named():
+        held = Held(address, together=together)
         return read(held.folder, held.fetched)
 
 
@@ -213,10 +212,10 @@ def save(address: str | Path, write: Callable[[Path], None], *, overwrite: bool)
 
     Raises:
         CheckpointError: the address is taken, or the checkpoint cannot be written; or the processes do not see one
-            scratch folder.
-        RemoteError: storage cannot be reached.
+            scratch folder; or storage cannot be reached.
     """
-    parent, _, name = Remote.at(address).address.rpartition("/")
+    with named():
+        parent, _, name = Remote.at(address).address.rpartition("/")
     if parent.endswith("/"):
         raise CheckpointError(
             f"A checkpoint has a folder in its bucket; given {parent}/{name}. Write {parent}/{name}/NAME."
@@ -268,12 +267,18 @@ def _on_first_process(action: Callable[[], None]) -> None:
 
 @contextmanager
 def named() -> Generator[None]:
-    """Have errors of checkpoints name the address in place of the scratch folder."""
+    """Have errors name the address in place of the scratch folder.
+
+    Raises:
+        CheckpointError: storage cannot be reached.
+    """
     try:
         yield
     except CheckpointError as error:
         error.args = (shown(str(error)),)
         raise
+    except RemoteError as error:
+        raise CheckpointError(shown(str(error))) from error
 
 
 def require_shared(scratch: Scratch, address: str) -> None:

@@ -26,14 +26,14 @@ class RemoteCheckpoints(Checkpoints):
         before_commit: called on process 0 with the folder of a checkpoint before it counts behind the address.
 
     Raises:
-        CheckpointError: as `Checkpoints` does.
-        RemoteError: what is behind the address cannot be reached.
+        CheckpointError: as `Checkpoints` does; or what is behind the address cannot be reached.
     """
 
     def __init__(  # pyright: ignore[reportInconsistentConstructor]
         self, directory: str | Path, **options: Any
     ) -> None:
-        self._held = Held(directory)
+        with named():
+            self._held = Held(directory)
         self._checked = self._began = False
         self._announced: list[int] = []
         self.before_commit: Callable[[Path], None] | None = None
@@ -45,7 +45,8 @@ class RemoteCheckpoints(Checkpoints):
     def steps(self) -> list[int]:
         """Return all steps, as of any directory; those of another process are looked for until this one saves."""
         if not self._began and jax.process_index() == 0:
-            self._held.look()
+            with named():
+                self._held.look()
         return super().steps
 
     def save(self, *arguments: Any, **options: Any) -> None:
@@ -89,9 +90,9 @@ class RemoteCheckpoints(Checkpoints):
         """
         with named():
             super().wait()
-        gone, self._announced = self._announced, []
-        if jax.process_index() == 0:
-            self._held.delete([str(step) for step in gone if not (self.directory / str(step)).exists()])
+            gone, self._announced = self._announced, []
+            if jax.process_index() == 0:
+                self._held.delete([str(step) for step in gone if not (self.directory / str(step)).exists()])
 
     def _mark_for_deletion(self, steps: Sequence[int]) -> None:
         super()._mark_for_deletion(steps)

@@ -37,8 +37,8 @@ def save(path: str | Path, state: Any, *, overwrite: bool = False) -> None:
         overwrite: replace a checkpoint at `path`; anything else is never replaced.
 
     Raises:
-        CheckpointError: `path` is taken, or cannot be written, or the state is abstract; nothing was changed.
-        ValueError: what is behind an address cannot be reached.
+        CheckpointError: `path` is taken, or cannot be written, or the state is abstract; nothing was changed. Or what
+            is behind an address cannot be reached.
     """
     check_values(Content.of(state).leaves)
     if address_of(path) is not None:
@@ -78,8 +78,8 @@ def restore(path: str | Path, target: _T) -> _T:
 
     Raises:
         CheckpointError: there is no checkpoint, it does not fit `target` (the first leaf that differs is named), or it
-            is damaged.
-        ValueError: a leaf of `target` has no sharding, or what is behind an address cannot be reached.
+            is damaged; or what is behind an address cannot be reached.
+        ValueError: a leaf of `target` has no sharding.
     """
     return _read(path, lambda folder, fix: content.read_state(folder, target, fix))
 
@@ -110,8 +110,8 @@ def restore_params(
 
     Raises:
         CheckpointError: there is no checkpoint, it does not fit `target` (the first leaf that differs is named), or it
-            is damaged; or a pattern of `ignore` matches nothing.
-        ValueError: a leaf of `target` has no sharding, or what is behind an address cannot be reached.
+            is damaged; or a pattern of `ignore` matches nothing; or what is behind an address cannot be reached.
+        ValueError: a leaf of `target` has no sharding.
     """
     return _read(
         path,

@@ -213,7 +213,7 @@ def test_an_address_that_leads_nowhere_is_one_error(bucket, base, address, kind)
         lambda given: jdp.restore_params(given, target()),
         jdp.checkpoint.check,
     ):
-        with pytest.raises(ValueError, match=BAD[address]):
+        with pytest.raises(jdp.CheckpointError, match=BAD[address]):
             use(kind(address))
 
 
@@ -291,6 +291,11 @@ def test_what_pathlib_makes_of_an_address_is_one_and_what_cannot_be_is_refused(b
             jdp.save(given, base)
     with pytest.raises(jdp.CheckpointError, match=rf"given {bucket}\. Write {bucket}/NAME\."):
         jdp.save(bucket, base)
+
+
+def test_moving_nothing_does_nothing(bucket):
+    Remote(bucket).move([], "one", "two")
+    assert tops(bucket) == []
 
 
 def test_a_folder_that_is_here_is_one_whatever_its_name(base, tmp_path):

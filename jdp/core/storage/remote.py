@@ -188,8 +188,10 @@ class Remote:
     def move(self, names: Sequence[str], source: str, target: str) -> None:
         """Move files below `source` to the same paths below `target`, in order: the last one counts as a marker.
 
-        It is the last to arrive, and the first to go. Raises RemoteError.
+        It is the last to arrive, and the first to go. No names: nothing is done. Raises RemoteError.
         """
+        if not names:
+            return
         fs, root = self._opened
         *most, marker = names
         with self._doing("be written"):
