@@ -16,8 +16,14 @@ def notice(message: str) -> None:
     """Report `message` at level INFO the first time it is given in this process; only process 0 reports."""
     import jax
 
+    if jax.process_index() == 0:
+        notice_anywhere(message)
+
+
+def notice_anywhere(message: str) -> None:
+    """Report as `notice` does, whichever process this is: for what comes before JAX has chosen its devices."""
     message = shown(message)
-    if message in _said or jax.process_index() != 0:
+    if message in _said:
         return
     _said.add(message)
     if logger.isEnabledFor(logging.INFO) and logger.hasHandlers():

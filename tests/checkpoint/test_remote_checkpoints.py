@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 
 import jdp
 from jdp.core import notices
+from jdp.core.storage import remote as remote_storage
 from jdp.core.storage.remote import Remote, RemoteError
 from jdp.data.sources.fetched import local_path
 from jdp.launch import launch
@@ -291,6 +293,25 @@ def test_what_pathlib_makes_of_an_address_is_one_and_what_cannot_be_is_refused(b
             jdp.save(given, base)
     with pytest.raises(jdp.CheckpointError, match=rf"given {bucket}\. Write {bucket}/NAME\."):
         jdp.save(bucket, base)
+
+
+def test_storage_that_does_not_answer_is_named_once_while_it_is_waited_for(bucket, monkeypatch, capsys):
+    monkeypatch.setattr(remote_storage, "SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(remote_storage, "_answered", set())
+    fs, _ = Remote(bucket)._opened
+    with monkeypatch.context() as patched:
+        patched.setattr(fs, "find", lambda *_, **__: time.sleep(0.5) or (_ for _ in ()).throw(TimeoutError("no route")))
+        for _ in range(2):
+            with pytest.raises(RemoteError, match="no route"):
+                Remote(bucket).files()
+    assert capsys.readouterr().err.count(f"{bucket}: s3:// has not answered for 0 s; it is waited for") == 1
+    notices._said.clear()
+    monkeypatch.setattr(remote_storage, "SILENT_SECONDS", 60)
+    assert Remote(bucket).files() == {}
+    monkeypatch.setattr(remote_storage, "SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(fs, "find", lambda *_, **__: time.sleep(0.3) or {})
+    assert Remote(bucket).files() == {}, "a long listing, of storage that has answered before"
+    assert capsys.readouterr().err == ""
 
 
 def test_moving_nothing_does_nothing(bucket):

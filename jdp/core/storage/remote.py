@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import threading
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from jdp.core.notices import notice_anywhere
 from jdp.core.storage.address import address_of, scheme_of
 from jdp.core.toml import brief
 from jdp.core.user_path import PathError
@@ -26,6 +28,9 @@ _ON_THIS_MACHINE = ("file", "local", "memory")
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MOST_AT_ONCE = 1000
 """Files in one call."""
+SILENT_SECONDS = 5.0
+_answered: set[str] = set()
+"""Kinds of storage that have answered in this process."""
 
 
 class RemoteError(PathError):
@@ -85,7 +90,8 @@ class Remote:
         scheme = scheme_of(self.address)
         extra = _EXTRAS.get(scheme)
         try:
-            return fsspec.core.url_to_fs(self.address, use_listings_cache=False)
+            with _waiting(self.address):
+                return fsspec.core.url_to_fs(self.address, use_listings_cache=False)
         except ImportError as error:
             package = f"'jdp[{extra}]'" if extra else _PACKAGES.get(scheme)
             fix = f"pip install {package}" if package else f"install what it needs ({error})"
@@ -214,7 +220,9 @@ class Remote:
     def _doing(self, what: str) -> Generator[None]:
         """Turn any exception of the storage into a RemoteError."""
         try:
-            yield
+            with _waiting(self.address):
+                yield
+            _answered.add(scheme_of(self.address))
         except (RemoteError, MemoryError):
             raise
         except OSError as error:
@@ -235,6 +243,25 @@ class Remote:
         return RemoteError(
             f"storage must be there for this process to use; {self.address} cannot {what}: {words}; {fix}"
         )
+
+
+@contextmanager
+def _waiting(address: str) -> Generator[None]:
+    """Say once that storage has not answered, if a call before its kind's first answer takes long.
+
+    The packages ask again for up to a minute, and say nothing of it.
+    """
+    if (scheme := scheme_of(address)) in _answered:
+        yield
+        return
+    said = f"{address}: {scheme}:// has not answered for {SILENT_SECONDS:.0f} s; it is waited for, and asked again"
+    timer = threading.Timer(SILENT_SECONDS, notice_anywhere, [said])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _tag(info: Mapping[str, Any]) -> str:
