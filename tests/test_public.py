@@ -20,8 +20,8 @@ SIGNATURES = {
     "keep_programs": "(folder=None, *, limit_bytes=1073741824)",
     "make_mesh": "(*, devices=None, **axes)",
     "Plan": (
-        "(mesh, strategy='ddp', *, rules=(), min_shard_size=1024, offload=None, data='data', replica='replica', "
-        "home=None)"
+        "(mesh, strategy='ddp', *, rules=(), min_shard_size=1024, pad=True, offload=None, data='data', "
+        "replica='replica', home=None)"
     ),
     "init_state": "(init, tx, plan, *, rng, wrt=None)",
     "abstract_state": "(init, tx, plan, *, rng, wrt=None)",
@@ -102,7 +102,7 @@ def test_what_public_objects_offer(name, members):
 
 def test_records_have_the_promised_fields():
     fields = lambda kind: list(kind.__dataclass_fields__)  # noqa: E731
-    placement = ["path", "shape", "dtype", "rest", "compute", "bytes_per_device", "reason", "trained", "memory"]
+    placement = ["path", "shape", "dtype", "rest", "compute", "bytes_per_device", "reason", "trained", "memory", "flat"]
     assert fields(jdp.Placement) == placement
     assert {"step", "params", "opt_state", "model_state", "rng"} <= set(fields(jdp.TrainState))
 

@@ -37,6 +37,7 @@ _SAME_SECONDS = 0.5  # a launcher and a scheduler may both pass on the same sign
 _POLL_SECONDS = 0.5  # how often a process looks for a request that another one heard
 _ANSWER_SECONDS = 60.0
 _UNWIND_SECONDS = 2.0  # how long the main thread may take to leave at once by itself
+_AGAIN_SECONDS = 0.05  # between two tries to have it leave: where it runs, Python may ignore what is raised
 _NOTHING = "before the first step there is nothing to save"
 _SHOW_CURSOR = b"\x1b[?25h"
 
@@ -66,7 +67,7 @@ class StopRequest:
         self.signal: signal.Signals | None = None
         self.on_signal: Callable[[signal.Signals], None] = lambda number: None
         self._heard: signal.Signals | None = None
-        self._leaving = self._under_way = False
+        self._leaving = self._raised = self._under_way = False
         self._before: dict[signal.Signals, Any] = {}
         self._wakeup = -1
         self._done = threading.Event()
@@ -125,9 +126,10 @@ class StopRequest:
         assert self.signal is not None
         return EXIT_CODES[self.signal]
 
-    def _handle(self, number: int, _: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         """Leave, in the main thread, if that was decided; `_listen` gets the signal itself."""
-        if self._leaving and self.signal is not None:
+        if self._leaving and self.signal is not None and not _is_ignored_in(frame):
+            self._raised = True
             raise Stopped(self.exit_code, {"stopped": self.signal.name})
 
     def _listen(self, pipe: int) -> None:
@@ -165,14 +167,27 @@ class StopRequest:
             os.write(2, f"stopped by {by.name}, at once: {why}; what is on the disk is whole\n".encode())
         main = threading.main_thread().ident
         assert main is not None
-        signal.pthread_kill(main, next(iter(self._before)))  # has Python call `_handle`
-        if self._done.wait(_UNWIND_SECONDS):
+        end = time.monotonic() + _UNWIND_SECONDS
+        while not self._raised and time.monotonic() < end:
+            signal.pthread_kill(main, next(iter(self._before)))  # has Python call `_handle`
+            if self._done.wait(_AGAIN_SECONDS):
+                return
+        if self._done.wait(max(0.0, end - time.monotonic())):
             return
         with contextlib.suppress(OSError):
             if os.isatty(2):
                 os.write(2, _SHOW_CURSOR)  # a progress bar hides it
         distributed.leave_after_failure(self.exit_code)
         os._exit(self.exit_code)
+
+
+def _is_ignored_in(frame: FrameType | None) -> bool:
+    """Return True where Python prints an exception and goes on: in JAX's callback of its collector, in a destructor."""
+    while frame is not None:
+        if frame.f_code.co_name in ("_xla_gc_callback", "__del__"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 class _Agreement:

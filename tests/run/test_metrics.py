@@ -4,6 +4,8 @@ import importlib
 import io
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -275,3 +277,12 @@ def test_durations(seconds: float, text: str):
 @pytest.mark.parametrize(("value", "text"), [(12345, "12.3k"), (999, "999"), (2.5e6, "2.5M"), (1e9, "1G")])
 def test_rates(value: float, text: str):
     assert format_rate(value) == text
+
+
+def test_packages_of_storage_are_not_imported_for_files_on_this_machine():
+    """Where they are installed tensorboardX imports them, which takes longer than all else of it."""
+    program = "import sys; from jdp.run.outputs.metrics import _writer_of_events as w; w(); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    modules = set(done.stdout.split())
+    assert "tensorboardX.record_writer" in modules
+    assert not modules & {"google.cloud.storage", "boto3"}

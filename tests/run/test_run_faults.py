@@ -259,3 +259,35 @@ def test_leaving_at_once_does_not_need_the_main_thread(tmp_path, when):
         _, error = process.communicate(timeout=30)
     assert process.returncode == 75
     assert words in error
+
+
+COLLECTING = """
+import time
+from jdp.run.signals import StopRequest
+
+class Slow:
+    def __del__(self):
+        print("ready", flush=True)
+        end = time.monotonic() + 0.5
+        while time.monotonic() < end:  # Python runs here, and prints what is raised
+            pass
+
+with StopRequest():
+    Slow()
+    time.sleep(20)
+"""
+
+
+def test_leaving_at_once_waits_for_the_end_of_a_destructor(tmp_path):
+    """Python prints an exception that is raised in one, or in JAX's callback of the collector, and goes on."""
+    (tmp_path / "program.py").write_text(COLLECTING)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(tmp_path / "program.py")]
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "stopped by SIGINT, at once" in error and "Traceback" not in error

@@ -15,6 +15,7 @@ import json
 import math
 import shutil
 import struct
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,8 +49,7 @@ class Metrics:
         self._trackers = trackers
         if not self._speaks:
             return
-        from tensorboardX.event_file_writer import EventsWriter
-
+        writer = _writer_of_events()
         self._event: Any = _message_types().Event
         _cut_jsonl(folder / JSONL, resumed_step)
         for file in folder.glob(f"{EVENTS}.out.tfevents.*"):
@@ -57,7 +57,7 @@ class Metrics:
         self._jsonl = (folder / JSONL).open("a", encoding="utf-8")
         # tensorboardX names files by the second, and overwrites. Two files with this suffix in one second start after
         # the same step, so the first has no row that is still wanted.
-        self._events = EventsWriter(str(folder / EVENTS), filename_suffix=f".after{resumed_step}")
+        self._events = writer(str(folder / EVENTS), filename_suffix=f".after{resumed_step}")
         self._event_file: Any = vars(self._events)["_py_recordio_writer"]  # which its owner leaves open on a full disk
         self._hide_older_events_after(resumed_step)
 
@@ -153,6 +153,22 @@ def json_safe(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row with null for NaN and infinities, and their names and texts under "nonfinite"."""
     bad = {name: str(value) for name, value in row.items() if isinstance(value, float) and not math.isfinite(value)}
     return {name: None if name in bad else value for name, value in row.items()} | ({"nonfinite": bad} if bad else {})
+
+
+def _writer_of_events() -> Any:
+    """Return tensorboardX's class, imported without the packages of Google's and Amazon's storage.
+
+    Where these are installed it imports them, which takes longer than all else of it, and is for files that are not
+    here: a run's folder is on this machine.
+    """
+    absent = [name for name in ("boto3", "google.cloud.storage") if name not in sys.modules]
+    modules: dict[str, Any] = sys.modules
+    modules.update(dict.fromkeys(absent))  # None: an import of it fails
+    try:
+        return importlib.import_module("tensorboardX.event_file_writer").EventsWriter
+    finally:
+        for name in absent:
+            del modules[name]
 
 
 def _message_types() -> Any:
