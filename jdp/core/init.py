@@ -27,6 +27,7 @@ from jdp.core.optim.checks import check_optimizer, check_update, first_state
 from jdp.core.paths import path_of
 from jdp.core.sharding.home import auto_axes
 from jdp.core.sharding.plan import Plan, check_plan
+from jdp.core.sharding.reports import report_placements
 from jdp.core.state import Static, TrainState, trained_part
 from jdp.core.trainable import resolve
 from jdp.core.types import InitFn, PyTree
@@ -71,7 +72,7 @@ def init_state(
         make, abstract = _prepare(init, tx, plan, rng, wrt)
     notice(str(plan))
     _report_multi_steps(abstract.opt_state)
-    plan.report_replicated(abstract)
+    report_placements(plan, abstract)
     shardings = plan.shardings(abstract)
     out_shardings = {name: value for name, value in vars(shardings).items() if name != "static"}
     key = typed_key(rng)

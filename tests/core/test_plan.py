@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jdp
 from jdp.core import notices
 from jdp.core.sharding.placement import rest_spec
+from jdp.core.sharding.reports import report_placements
 from jdp.core.sharding.strategy import STRATEGIES
 
 
@@ -329,7 +330,7 @@ def test_what_could_not_be_sharded_is_reported_once_with_reason_and_bytes(report
     shapes = {"w": (64, 64), "odd": (33, 101), "b1": (64,), "b2": (64,), "b3": (64,), "b4": (64,)}
     for pad in (True, True, False):
         plan = jdp.Plan(jdp.make_mesh(), "zero2", pad=pad)
-        plan.report_replicated(abstract(plan, shapes))
+        report_placements(plan, abstract(plan, shapes))
     padded, small, odd = reported()
     assert padded == (
         "odd [33, 101], of which no dimension divides by data=8, rests flat and padded (1,668 bytes on every device); "
@@ -344,7 +345,7 @@ def test_what_could_not_be_sharded_is_reported_once_with_reason_and_bytes(report
 @pytest.mark.parametrize(("strategy", "devices"), [("ddp", 8), ("zero3", 1)])
 def test_where_nothing_is_sharded_nothing_is_reported(strategy, devices, reported):
     plan = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:devices]), strategy)
-    plan.report_replicated(abstract(plan, {"odd": (33, 101)}))
+    report_placements(plan, abstract(plan, {"odd": (33, 101)}))
     assert reported() == []
 
 

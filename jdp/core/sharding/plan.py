@@ -27,7 +27,7 @@ from jdp.core.paths import matches, path_of
 from jdp.core.sharding import home as homes
 from jdp.core.sharding.axes import DATA, REPLICA, factors
 from jdp.core.sharding.flat import Flat
-from jdp.core.sharding.mesh import batch_axes, hosts_along, replicas_for_hosts
+from jdp.core.sharding.mesh import batch_axes
 from jdp.core.sharding.optimizer_state import specs_for_leaf
 from jdp.core.sharding.placement import (
     Placement,
@@ -323,49 +323,6 @@ class Plan(Drawn):
             ValueError: a rule matches nothing; a rule or the metadata shards a dimension that does not divide.
         """
         return jax.tree.map(self.rest_sharding, self.state_placements(state))
-
-    def report_replicated(self, state: TrainState) -> None:
-        """Report once which parameters a ZeRO strategy cannot shard, and why; under ddp, which rules name `data`.
-
-        Args:
-            state: a train state, real or abstract.
-        """
-        data = self.mesh.shape[DATA]
-        if data == 1:
-            return
-        if not self.row.shard_state:
-            name = self.data
-            for pattern in (pattern for pattern, spec in self.rules if any(name in axes_of(entry) for entry in spec)):
-                notice(
-                    f"the rule for {pattern!r} shards over {name}, which {self.strategy} does not: what it matches is "
-                    f"replicated over {name}; take zero1, zero2 or zero3, or leave {name} out of the rule"
-                )
-            return
-        if (replicas := replicas_for_hosts(self.mesh)) is not None:
-            inside, hosts = factors({self.replica: replicas, self.data: data // replicas}), hosts_along(self.mesh, DATA)
-            notice(
-                f"{self.strategy} gathers and reduces along {self.data}={data}, which spans {hosts} hosts; {inside} "
-                f"does it on each host's fast links, and every device then holds {replicas} times as much state"
-            )
-        params = jax.tree.leaves(self.param_placements(state.params, state.static))
-        if flat := [p for p in params if p.flat is not None]:
-            most, shared = max(flat, key=lambda p: p.bytes_per_device), factors({self.data: data})
-            several = len(flat) > 1
-            notice(
-                f"{most.path} {list(most.own_shape)}{f' and {len(flat) - 1} more' * several}, of which no dimension "
-                f"divides by {shared}, {'rest' if several else 'rests'} flat and padded "
-                f"({sum(p.bytes_per_device for p in flat):,} bytes on every device); state.unpadded() has "
-                f"{'them in their own shapes' if several else 'it in its own shape'}"
-            )
-        replicated = [p for p in params if p.dim is None]
-        small = [p for p in replicated if "min_shard_size" in p.reason]
-        for p in (p for p in replicated if p not in small):
-            notice(f"{p.path} {list(p.shape)} is {p.reason} ({p.bytes_per_device:,} bytes on every device)")
-        if small:
-            notice(
-                f"{len(small)} parameters of fewer than {self.min_shard_size} elements stay replicated "
-                f"({sum(p.bytes_per_device for p in small):,} bytes on every device): {listed(p.path for p in small)}"
-            )
 
     def _on_this_mesh(self, specs: Sequence[tuple[str, PartitionSpec]]) -> dict[str, PartitionSpec]:
         """Return the metadata's specs without the axis names that the mesh lacks; report those names once."""
