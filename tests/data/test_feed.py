@@ -88,13 +88,12 @@ def test_a_single_process_reads_whole_batches():
     ("blocks", "expected"),
     [([0, 1], [0, 1, 2, 3, 4, 5]), ([2, 3], [6, 7, 8, 9, 10, 11]), ([3, 0, 0], [0, 1, 2, 9, 10, 11])],
 )
-def test_a_process_reads_the_rows_of_its_own_devices(blocks, expected):
+def test_a_process_reads_the_rows_of_its_own_devices(blocks, expected, monkeypatch):
     """Four shards of twelve rows; a process may hold any of them, some on several devices (a model's axis)."""
     indices = {f"device {i}": (slice(block, block + 1),) for i, block in enumerate(blocks)}
-    mesh = SimpleNamespace(shape={"data": 4})
     sharding = SimpleNamespace(addressable_devices_indices_map=lambda shape: indices if shape == (4,) else None)
-    plan = SimpleNamespace(mesh=mesh, called={}, batch_shards=4, batch_sharding=sharding)
-    assert jdp.process_rows(plan, 12) == expected
+    monkeypatch.setattr(jdp.Plan, "batch_sharding", sharding)
+    assert jdp.process_rows(plan_of(data=4, model=2), 12) == expected
 
 
 def test_rows_that_do_not_divide_are_refused():
