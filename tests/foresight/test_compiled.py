@@ -8,6 +8,7 @@ import assembler
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdp.core.disk_cache import Cache
@@ -33,6 +34,29 @@ def test_the_second_time_it_comes_from_disk(tmp_path):
     first, second = compile_step(program, cache=cache), compile_step(program, cache=cache)
     assert (first.cached, second.cached) == (False, True)
     assert (second.text, second.total_bytes, second.warnings) == (first.text, first.total_bytes, first.warnings)
+
+
+@pytest.mark.aot
+def test_programs_that_jax_keeps_are_neither_read_nor_written(tmp_path):
+    """It could not read again what is compiled for described devices, and warns of that, here an error."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    for name, value in zip(names, (str(tmp_path), 0.0), strict=True):
+        jax.config.update(name, value)
+    reset_cache()
+    try:
+        sharding = NamedSharding(Mesh(target("h100:1x2").devices, "data"), PartitionSpec("data"))
+        x = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=sharding)
+        for _ in range(2):
+            assert compile_step(jax.jit(lambda x: x * 2.5).lower(x)).output_bytes == 128
+        assert not list(tmp_path.iterdir())
+        assert compile_step(lowered()).output_bytes == 256 and not list(tmp_path.iterdir())
+        lowered().compile()
+        assert list(tmp_path.iterdir())  # JAX keeps other programs as before
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        reset_cache()
 
 
 @pytest.mark.parametrize(
