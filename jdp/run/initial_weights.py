@@ -24,13 +24,19 @@ from jdp.core.optim.checks import first_state
 from jdp.core.paths import path_of
 from jdp.core.sharding.plan import Plan
 from jdp.core.state import TrainState, map_flat, own_shaped, trained_part
+from jdp.core.storage.address import address_of
+from jdp.core.storage.remote import Remote
 from jdp.core.types import PyTree
+from jdp.core.user_path import PathError
+from jdp.data.sources.fetched import fetch, local_path
 from jdp.experiment.file import ExperimentError
 from jdp.experiment.schema.experiment import Experiment
 
 LORA = ("*lora_*",)
 """Parameters that a model without LoRA does not have."""
 SAFETENSORS = ".safetensors"
+_IN_FOLDER = (f"model{SAFETENSORS}", f"model{SAFETENSORS}.index.json")
+"""What a folder has that is no run's and no checkpoint's."""
 
 
 def check_init_from(experiment: Experiment) -> None:
@@ -46,25 +52,18 @@ def check_init_from(experiment: Experiment) -> None:
     """
     if experiment.train.init_from is None:
         return
-    path = Path(experiment.train.init_from)
-    if not path.exists():
-        raise ExperimentError(
-            f"train.init_from must be a {SAFETENSORS} file, the folder of a run or a checkpoint; there is no {path}: "
-            "fix the path, or remove it"
-        )
     config: Any = experiment.model.config
+    try:
+        path = _safetensors(experiment.train.init_from, weights=False)
+        keys = [] if path is None or experiment.train.init_names == "jdp" else differences(path, config)
+    except (CheckpointError, PathError) as error:
+        raise ExperimentError(f"train.init_from: {error}") from error
     if experiment.train.init_adapter is not None:
         try:
-            check_adapter(experiment.train.init_adapter, config)
+            check_adapter(local_path(experiment.train.init_adapter), config)
         except ValueError as error:
             raise ExperimentError(f"train.init_adapter: {error}") from error
-    if experiment.train.init_names == "jdp" or not _is_safetensors(path):
-        return
-    try:
-        keys = differences(path, config)
-    except CheckpointError as error:
-        raise ExperimentError(f"train.init_from: {error}") from error
-    if keys:
+    if path is not None and keys:
         folder = path if path.is_dir() else path.parent
         raise ExperimentError(
             f"train.init_from leads to weights of another model, as {folder / CONFIG} says: set "
@@ -72,9 +71,41 @@ def check_init_from(experiment: Experiment) -> None:
         )
 
 
-def _is_safetensors(path: Path) -> bool:
-    folder = (path / f"model{SAFETENSORS}", path / f"model{SAFETENSORS}.index.json")
-    return path.suffix == SAFETENSORS or any(file.exists() for file in folder)
+def _safetensors(given: str, *, weights: bool = True) -> Path | None:
+    """Return the path of a safetensors file, or of a folder of them; None if it is a run or a checkpoint.
+
+    Args:
+        given: a path; or an address, from which they are fetched.
+        weights: False: from an address only what is beside them in JSON is fetched; None if there is nothing.
+
+    Raises:
+        ExperimentError: there is nothing.
+        PathError: storage cannot be read.
+    """
+    if (address := address_of(given)) is None:
+        path = Path(given)
+        _check_there(given, path.exists())
+        return path if path.suffix == SAFETENSORS or any((path / file).exists() for file in _IN_FOLDER) else None
+    folder, _, name = address.rpartition("/")
+    if not name.endswith(SAFETENSORS):
+        folder, name = address, ""
+    remote = Remote.at(folder)
+    files = remote.matching("*") if name else remote.files()
+    _check_there(address, name in files if name else bool(files))
+    if not name and not files.keys() & set(_IN_FOLDER):
+        return None
+    wanted = {file for file in files if file == name or (not name and file.endswith(SAFETENSORS))} if weights else set()
+    wanted |= {file for file in files if file.endswith(".json")}
+    parts = {file: stored for file, stored in files.items() if file in wanted and "/" not in file}
+    return fetch(remote, parts) / name if parts else None
+
+
+def _check_there(given: str, there: bool) -> None:
+    if not there:
+        raise ExperimentError(
+            f"train.init_from must be a {SAFETENSORS} file, the folder of a run or a checkpoint; there is no {given}: "
+            "fix the path, or remove it"
+        )
 
 
 def load_parameters(state: TrainState, experiment: Experiment, plan: Plan) -> tuple[TrainState, str]:
@@ -89,16 +120,18 @@ def load_parameters(state: TrainState, experiment: Experiment, plan: Plan) -> tu
         The state with these parameters and a new state of the optimizer, and a line about what was read.
 
     Raises:
-        ValueError: there is no checkpoint, it does not fit the model (the first leaf that differs), or it is damaged.
+        ValueError: there is no checkpoint, it does not fit the model (the first leaf that differs), or it is damaged;
+            or what is behind an address cannot be reached.
     """
-    path = Path(experiment.train.init_from or "")
-    read = _import(path, state, experiment) if _is_safetensors(path) else restore_params(path, state, missing=LORA)
+    given = experiment.train.init_from or ""
+    path = _safetensors(given)
+    read = restore_params(given, state, missing=LORA) if path is None else _import(path, state, experiment)
     adapter, config = experiment.train.init_adapter, experiment.model.config
     if adapter is not None:
-        read = import_peft(adapter, read, config)
+        read = import_peft(local_path(adapter), read, config)
     before, after = jax.tree.leaves_with_path(state.params), jax.tree.leaves(read.params)
     fresh = [path_of(leaf_path) for (leaf_path, old), new in zip(before, after, strict=True) if old is new]
-    message = f"parameters from {path}" + (f", updates from {adapter}" if adapter is not None else "")
+    message = f"parameters from {given}" + (f", updates from {adapter}" if adapter is not None else "")
     if fresh:
         shown = ", ".join(fresh[:2]) + ", …" * (len(fresh) > 2)
         message += f", except {len(fresh)} that it does not have and that start fresh: {shown}"

@@ -8,15 +8,12 @@ from tiny_experiment import points_text, write_points
 
 import jdp
 from jdp.cli.main import main
-from jdp.data import open_tokenizer
 from jdp.export import export_safetensors, gpt_config_from_hf, import_safetensors
 
 WORDS = r"must be on a disk of this machine, given .*(gs|s3):// is taken for runs, checkpoints and data only; mount it"
 COMMANDS = {
     "an experiment": ["train", "s3://bucket/points.toml"],
     "a sweep": ["train", "FILE", "--run-dir", "s3://bucket/runs", "--sweep", "seed=1:2"],
-    "initial weights": ["train", "FILE", "--train.init_from", "gs://bucket/run"],
-    "a model's folder": ["train", "FILE", "--model.name", "hf:s3://bucket/gpt"],
     "a plan's page": ["plan", "FILE", "--target", "cpu:2", "--html", "gs://bucket/plan.html"],
     "a trace": ["plan", "FILE", "--target", "cpu:2", "--trace", "s3://bucket/trace.json"],
     "a target": ["plan", "FILE", "--target", "s3://bucket/mine.toml:1x8"],
@@ -67,7 +64,6 @@ def test_a_function_for_disks_refuses_it(file, address, kind):
         lambda given: import_safetensors(given, {"w": jax.numpy.ones(2)}),
         gpt_config_from_hf,
         jdp.keep_programs,
-        lambda given: open_tokenizer(str(given)),
     ):
         with pytest.raises(ValueError, match=WORDS):
             use(kind(address))

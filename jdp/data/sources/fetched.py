@@ -9,6 +9,7 @@ import fcntl
 import glob
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
 from jdp.core.disk_cache import Cache, default_folder
@@ -21,11 +22,12 @@ from jdp.core.user_path import PathError, user_path
 _WHOLE = "fetched.json"
 
 
-def local_path(source: str | os.PathLike[str]) -> Path:
+def local_path(source: str | os.PathLike[str], *, only: Callable[[str], bool] | None = None) -> Path:
     """Return the path of data: as it is written, or where a copy of what is behind an address is.
 
     Args:
         source: a path; or the address of a file, a folder or a glob.
+        only: of a folder behind an address, the paths in it that are fetched; None: all.
 
     Raises:
         ValueError: a path that no file can have; storage that cannot be read, or has nothing there.
@@ -35,17 +37,18 @@ def local_path(source: str | os.PathLike[str]) -> Path:
     remote = Remote.at(os.fspath(source))
     base, pattern = _split(remote.address)
     remote_folder = Remote(base)
-    files = remote_folder.matching(pattern) if pattern else remote_folder.files()
+    found = remote_folder.matching(pattern) if pattern else remote_folder.files()
+    files = {name: stored for name, stored in found.items() if only is None or only(name)}
     if not files and not pattern:  # it may be one file
         base, _, pattern = remote.address.rpartition("/")
         remote_folder = Remote(base)
         files = {} if base.endswith("/") else remote_folder.matching(pattern)
     if not files:
         raise ValueError(
-            f"source must be a file, a glob or a directory that exists; given {remote.address}, where there is "
-            "nothing: fix the address"
+            f"an address must lead to a file, a glob or a folder that exists; given {remote.address}, where there is "
+            f"nothing{' of the files that are read' if found else ''}: fix the address"
         )
-    folder = _fetch(remote_folder, files)
+    folder = fetch(remote_folder, files)
     return folder / pattern if pattern else folder
 
 
@@ -57,8 +60,17 @@ def _split(address: str) -> tuple[str, str]:
     return f"{scheme}://{'/'.join(parts[:first])}", "/".join(parts[first:])
 
 
-def _fetch(remote: Remote, files: dict[str, Stored]) -> Path:
-    """Return the folder with copies of these files. Raises RemoteError."""
+def fetch(remote: Remote, files: dict[str, Stored]) -> Path:
+    """Return the folder of this host with copies of some files, fetched unless they are there.
+
+    Args:
+        remote: the folder behind an address.
+        files: those of its files that are wanted, as `remote` lists them.
+
+    Raises:
+        PathError: no folder of this host can be written.
+        RemoteError: storage cannot be read, or a file changes meanwhile.
+    """
     facts = [remote.address, *(f"{name} {stored.size} {stored.tag}" for name, stored in sorted(files.items()))]
     home = default_folder().absolute() / "fetched" / Cache.key(*facts)[:32]
     folder = home / PurePosixPath(remote.address).name

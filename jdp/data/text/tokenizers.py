@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from jdp.core.user_path import user_path
+from jdp.core.storage.address import address_of
+from jdp.data.sources.fetched import local_path
 from jdp.data.sources.optional_packages import optional
 from jdp.data.text.token_array import TokenArray, bounds_of, smallest_uint
 
@@ -60,12 +61,14 @@ def open_tokenizer(name: str) -> Tokenizer:
     """Return a tokenizer.
 
     Args:
-        name: "bytes", or the path of a tokenizer.json of Hugging Face tokenizers, or of the folder that holds one.
+        name: "bytes", or the path of a tokenizer.json of Hugging Face tokenizers, or of the folder that holds one; or
+            an address of these, such as s3://bucket/gpt, from which they are fetched.
 
     Raises:
-        ValueError: a file that does not exist or is no tokenizer, or one without a token that closes documents.
+        ValueError: a file that does not exist or is no tokenizer, or one without a token that closes documents; or
+            what is behind an address cannot be reached.
     """
-    return Bytes() if name == BYTES else _open_file(user_path(name))
+    return Bytes() if name == BYTES else _open_file(_fetched(name))
 
 
 @dataclass(frozen=True)
@@ -161,6 +164,14 @@ def _batches(documents: Sequence[bytes], name_of: Callable[[int], str]) -> Itera
             batch, size = [], 0
     if batch:
         yield batch
+
+
+def _fetched(name: str) -> Path:
+    """Return the path of a tokenizer; from an address the settings beside it are fetched, too."""
+    folder, _, file = (address_of(name) or "").rpartition("/")
+    if not file.endswith(".json"):
+        folder, file = name, ""
+    return local_path(folder, only=lambda found: "/" not in found and found.endswith(".json")) / file
 
 
 def _open_file(path: Path) -> FileTokenizer:

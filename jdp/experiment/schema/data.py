@@ -47,8 +47,8 @@ class Data(Section):
     """Column or array of the classes (images, features), or in .tar files their ending or their key in .json; none =
     the usual: the only classes, "labels", .cls."""
     tokenizer: PathText = "bytes"
-    """"bytes"; a tokenizer.json of Hugging Face tokenizers or the folder that holds it, relative as in source; or
-    "none" where the rows of the source are lists of token ids."""
+    """"bytes"; a tokenizer.json of Hugging Face tokenizers or the folder that holds it, relative as in source, or an
+    address of these; or "none" where the rows of the source are lists of token ids."""
     packing: Literal["stream", "documents"] = "stream"
     """How documents fill a sample: end to end, cut anywhere; or whole, attention and positions within each only."""
     length: Count = 0

@@ -53,8 +53,11 @@ def package_name(name: str) -> str:
 
 
 def _path(path: str) -> str:
-    """Return the path if a file or folder can have it; a word such as "stdlib" is a path too. Raises PathError."""
-    user_path(path)
+    """Return what a file or folder can have, a word such as "stdlib" too, or an address. Raises PathError."""
+    if address_of(path) is None:
+        user_path(path)
+    else:
+        Remote.at(path)
     return path
 
 

@@ -23,13 +23,14 @@ class Train(Section):
     the others are frozen, without gradients and optimizer state. none = all."""
     init_from: PathText | None = None
     """Where the parameters start: the folder of a run (its newest checkpoint), a checkpoint, a .safetensors file or a
-    folder with model.safetensors. LoRA parameters that it lacks start fresh. Relative as data.source; none = random."""
+    folder with model.safetensors; or an address of these. LoRA parameters that it lacks start fresh. Relative as
+    data.source; none = random."""
     init_names: Literal["jdp", "hf", "gpt2", "llama"] = "jdp"
     """Names that tensors have in that safetensors file: jdp's paths, or "hf", those of Hugging Face for this model
     ("gpt2" or "llama": of this layout; the second is that of Mistral, Qwen2, Qwen3 and Gemma too)."""
     init_adapter: PathText | None = None
-    """The folder of a LoRA adapter in PEFT's format, read after init_from; model.lora_rank, lora_alpha and lora_targets
-    are the adapter's. Relative as data.source; none = no adapter."""
+    """The folder of a LoRA adapter in PEFT's format, or its address, read after init_from; model.lora_rank, lora_alpha
+    and lora_targets are the adapter's. Relative as data.source; none = no adapter."""
     log_every: Positive = 10
     """Steps between lines of metrics."""
     eval_every: Count = 0
