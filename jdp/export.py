@@ -14,6 +14,7 @@ from jdp.checkpoint.safetensors import (
     import_safetensors,
     llama_names,
     lora_from_peft,
+    merge_lora,
 )
 
 __all__ = [
@@ -30,4 +31,5 @@ __all__ = [
     "import_safetensors",
     "llama_names",
     "lora_from_peft",
+    "merge_lora",
 ]

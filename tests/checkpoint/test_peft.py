@@ -27,6 +27,7 @@ from jdp.export import (
     import_peft,
     import_safetensors,
     lora_from_peft,
+    merge_lora,
 )
 from jdp.models import GPT, GPTConfig
 
@@ -95,6 +96,25 @@ def test_it_leaves_again_bit_for_bit_with_its_configuration(tuned, tmp_path):
     assert lora_from_peft(tmp_path) == {
         key: getattr(config, key) for key in ("lora_rank", "lora_alpha", "lora_targets")
     }
+
+
+def test_merged_it_is_a_plain_model_of_hugging_face(tuned, tmp_path):
+    state, config = tuned
+    params, plain = merge_lora(state, config)
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(params)]
+    assert plain.lora_rank is None and paths and not any("lora" in path for path in paths)
+    shardings = {path: leaf.sharding for path, leaf in jax.tree.leaves_with_path(state.unpadded().params)}
+    assert all(leaf.sharding == shardings[path] for path, leaf in jax.tree.leaves_with_path(params))
+    export_hf(tmp_path, params, plain)
+    fresh, plan = lambda rng: GPT(plain, rngs=nnx.Rngs(rng)), plan_of("zero1")
+    again = jdp.init_state(fresh, optax.sgd(0.1), plan, rng=jax.random.key(1))
+    again = import_safetensors(tmp_path, again, names=hf_names(plain))
+    logits = jax.jit(lambda model: model(jnp.asarray(hf_reference.TOKENS)))(again.model)
+    np.testing.assert_allclose(logits[0, jnp.array(hf_reference.POSITIONS)], ADAPTER["logits"], rtol=0, atol=ATOL)
+    with pytest.raises(ValueError, match=r"given lora_rank=None\. Export it as it is"):
+        merge_lora(params, plain)
+    with pytest.raises(ValueError, match=r"without any of rank 4\. Give those"):
+        merge_lora(params, config)
 
 
 def test_only_the_targets_have_updates_and_are_trained(folders):

@@ -9,7 +9,7 @@ tensor.
 from jdp.checkpoint.safetensors.hugging_face import gpt2_names, hf_names, llama_names
 from jdp.checkpoint.safetensors.hugging_face_config import gpt_config_from_hf
 from jdp.checkpoint.safetensors.names import Names, Part, Tensor
-from jdp.checkpoint.safetensors.peft import export_peft, import_peft, lora_from_peft
+from jdp.checkpoint.safetensors.peft import export_peft, import_peft, lora_from_peft, merge_lora
 from jdp.checkpoint.safetensors.transfer import export_hf, export_safetensors, import_safetensors
 
 __all__ = [
@@ -26,4 +26,5 @@ __all__ = [
     "import_safetensors",
     "llama_names",
     "lora_from_peft",
+    "merge_lora",
 ]

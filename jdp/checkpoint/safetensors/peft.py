@@ -9,16 +9,20 @@
 Both multiply the product of the two by lora_alpha / r. What else PEFT knows (DoRA, rank-stabilised scales, ranks by
 layer, biases, whole modules beside the updates, ...) is refused by name, as is an option that this file does not name,
 unless it is empty. Adapters of GPT-2 are refused: there one update serves queries, keys and values, and jdp has three.
+`merge_lora` makes a plain model of any of them.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jdp.checkpoint.errors import CheckpointError, write_error
 from jdp.checkpoint.safetensors import files
@@ -26,8 +30,10 @@ from jdp.checkpoint.safetensors.config_table import Table, read_json, shortened
 from jdp.checkpoint.safetensors.hugging_face import LLAMA_MAPS, in_layer, llama_names
 from jdp.checkpoint.safetensors.names import Names, Tensor
 from jdp.checkpoint.safetensors.transfer import export_safetensors, import_safetensors, weights_of
+from jdp.core.host_memory import on_device
 from jdp.core.meeting import meet
 from jdp.core.notices import notice
+from jdp.core.state import TrainState, own_shaped
 from jdp.core.types import PyTree
 from jdp.core.user_path import user_path
 from jdp.models import GPTConfig
@@ -183,6 +189,52 @@ def _read_config(folder: Path) -> Table:
     if table.number("lora_dropout", 0.0):
         notice(f"{table.file} was trained with lora_dropout; jdp has none: the function is the same, training is not")
     return table
+
+
+def merge_lora(params: PyTree, config: GPTConfig) -> tuple[PyTree, GPTConfig]:
+    """Add each update to its kernel, and leave the updates out: a plain model, which `export_hf` writes.
+
+    A kernel becomes kernel + lora_alpha / lora_rank * lora_a @ lora_b (arXiv:2106.09685, section 4.1), computed in
+    float32 and rounded to its own dtype; it keeps its sharding.
+
+    Args:
+        params: the parameters of a `jdp.models.GPT` as nested dicts, or a state; with values.
+        config: the model's, with `lora_rank`.
+
+    Returns:
+        The parameters as nested dicts, and their configuration.
+
+    Raises:
+        ValueError: the model has no updates, or the parameters none of this rank.
+    """
+    if config.lora_rank is None:
+        raise ValueError("An update is merged into a model that has some; given lora_rank=None. Export it as it is.")
+    tree = own_shaped(params.params, "params", params.static) if isinstance(params, TrainState) else params
+    scale, merged = config.lora_alpha / config.lora_rank, 0
+
+    def plain(node: Any) -> Any:
+        nonlocal merged
+        if not isinstance(node, Mapping):
+            return node
+        rest = {name: plain(inner) for name, inner in node.items() if name not in ("lora_a", "lora_b")}
+        if "lora_a" in node and node["lora_a"].shape[-1] == config.lora_rank:
+            kernel, merged = node["kernel"], merged + 1
+            add = jax.jit(_add, out_shardings=kernel.sharding)
+            rest["kernel"] = add(*(on_device(node[name]) for name in ("kernel", "lora_a", "lora_b")), scale)
+        return rest
+
+    found = plain(tree)
+    if not merged:
+        raise ValueError(
+            f"An update is merged into a model that has some; given parameters without any of rank {config.lora_rank}. "
+            "Give those of this configuration."
+        )
+    return found, replace(config, lora_rank=None, lora_targets=None)
+
+
+def _add(kernel: jax.Array, a: jax.Array, b: jax.Array, scale: jax.Array) -> jax.Array:
+    product = jnp.matmul(a.astype(jnp.float32), b.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST)
+    return (kernel.astype(jnp.float32) + scale * product).astype(kernel.dtype)
 
 
 def _names(config: GPTConfig) -> Names:

@@ -114,7 +114,7 @@ def export_hf(
     if config.lora_rank is not None:
         raise CheckpointError(
             "A model with updates is its base and an adapter; given lora_rank="
-            f"{config.lora_rank}. Export the adapter: jdp.export.export_peft."
+            f"{config.lora_rank}. Export the adapter, jdp.export.export_peft; or the sum, jdp.export.merge_lora."
         )
     names = hf_names(config)
     own = next((leaf.dtype for leaf in weights_of(params).values()), np.float32)
