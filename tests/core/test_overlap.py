@@ -20,11 +20,12 @@ from jdp.models import next_token_loss
 
 
 def init_layers(rng, layers=5, width=32, vocabulary=64):
-    """Tied embeddings and stacked layers of two matrices and a bias."""
+    """Tied embeddings; stacked layers of two matrices and a bias, which is too small to shard, as the scale is."""
     keys = jax.random.split(rng, 3)
     up, down = (0.2 * jax.random.normal(key, (layers, width, 2 * width)) for key in keys[:2])
     embed = 0.5 * jax.random.normal(keys[2], (vocabulary, width))
-    return {"embed": embed, "layers": {"up": up, "down": down.mT, "bias": jnp.zeros((layers, width))}}
+    layers = {"up": up, "down": down.mT, "bias": jnp.zeros(layers)}
+    return {"embed": embed, "layers": layers, "scale": jnp.ones(width)}
 
 
 def layers_loss(params, batch, rng, remat=None, dropout=0.1):
@@ -37,7 +38,7 @@ def layers_loss(params, batch, rng, remat=None, dropout=0.1):
         return x + (jax.random.bernoulli(key, 1 - dropout, out.shape) * out if dropout else out)
 
     x = jdp.scan_layers(layer, (params["layers"], keys), params["embed"][batch["tokens"]], remat=remat)
-    return jdp.Loss(*next_token_loss(x @ params["embed"].T, batch["targets"], batch["weights"]))
+    return jdp.Loss(*next_token_loss((x * params["scale"]) @ params["embed"].T, batch["targets"], batch["weights"]))
 
 
 def tokens_of(rows):
@@ -88,7 +89,6 @@ def twice_loss(params, batch, rng):
 ROWS = {"x": np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)}
 MODELS = {
     "layers": (init_layers, layers_loss, tokens_of(16)),
-    # three biases are too small to shard
     "twice": (partial(init_layers, layers=3, width=16), twice_loss, ROWS),
     "nested": (lambda rng: Nested(nnx.Rngs(rng)), nested_loss, ROWS),
 }
