@@ -18,7 +18,7 @@ import jdp
 from jdp.core import notices
 from jdp.core.sharding.flat import Flat
 from jdp.foresight.targets.resolve import target
-from jdp.models import GPTConfig, build, next_token_loss
+from jdp.models import build
 from jdp.models.configs.sizes import SIZES
 
 LOSS_BOUND, WEIGHT_BOUND = 5e-6, 3e-5
@@ -26,11 +26,14 @@ IN, HIDDEN, OUT, STEPS = 13, 101, 11, 3
 FLAT = 3 * 4  # all but `down/b`: the weights, two moments, the average
 
 
+def drawn(*shape):
+    return np.random.default_rng(len(shape)).normal(size=shape).astype(np.float32)
+
+
 def init(rng):
-    first, second = jax.random.split(rng)
     return {
-        "up": {"w": 0.3 * jax.random.normal(first, (IN, HIDDEN)), "b": jnp.zeros(HIDDEN)},
-        "down": {"w": 0.1 * jax.random.normal(second, (HIDDEN, OUT)), "b": jnp.zeros(OUT)},
+        "up": {"w": 0.3 * jnp.asarray(drawn(IN, HIDDEN)), "b": jnp.zeros(HIDDEN)},
+        "down": {"w": 0.1 * jnp.asarray(drawn(HIDDEN, OUT)), "b": jnp.zeros(OUT)},
     }
 
 
@@ -99,18 +102,30 @@ def padding(state):
 def test_a_flat_leaf_has_its_elements_in_order_and_zeros_behind_them(shape, count):
     flat = Flat.of(shape, count)
     assert flat is not None
-    x = jnp.arange(1.0, np.prod(shape) + 1).reshape(shape)
-    rest = flat.to_rest(x)
+    stacked = len(flat.at_rest) == 2  # a loop over layers slices the leading dimension off
+
+    @jax.jit
+    def made(x, more):
+        rest, layer = flat.to_rest(x), x[0] if stacked else x
+        return {
+            "rest": rest,
+            "there and back": (flat.from_rest(rest), flat.from_rest(flat.to_rest(more))),
+            "masked": (flat.masked(rest + 1), flat.to_rest(x + 1)),
+            "layer": (flat.to_rest(layer), flat.from_rest(flat.to_rest(layer))),
+        }
+
+    x = np.arange(1, np.prod(shape) + 1, dtype=np.float32).reshape(shape)
+    more = np.stack([x, -x])  # as the replicas' optimizer states are
+    found = jax.device_get(made(x, more))
+    rest = found["rest"]
     assert rest.shape == flat.at_rest
     assert rest.shape[-1] % count == 0
-    assert np.array_equal(flat.from_rest(rest), x)
-    assert np.array_equal(np.asarray(rest)[..., flat.row :], np.zeros_like(np.asarray(rest)[..., flat.row :]))
-    assert np.array_equal(flat.masked(rest + 1), flat.to_rest(x + 1))
-    more = jnp.stack([x, -x])  # as the replicas' optimizer states are
-    assert np.array_equal(flat.from_rest(flat.to_rest(more)), more)
-    if len(flat.at_rest) == 2:  # a loop over layers slices the leading dimension off
-        assert np.array_equal(flat.to_rest(x[0]), rest[0])
-        assert np.array_equal(flat.from_rest(rest[0]), x[0])
+    assert np.array_equal(rest[..., : flat.row], x.reshape(*rest.shape[:-1], -1))
+    assert not rest[..., flat.row :].any()
+    assert all(map(np.array_equal, found["there and back"], (x, more)))
+    assert np.array_equal(*found["masked"])
+    if stacked:
+        assert all(map(np.array_equal, found["layer"], (rest[0], x[0])))
 
 
 @pytest.mark.parametrize("shape", ["1x3", "1x5", "1x6", "1x7", "64x8"])
@@ -152,10 +167,6 @@ def test_padded_training_equals_one_device(strategy, devices, settings):
     np.testing.assert_allclose(*averages, atol=WEIGHT_BOUND)
 
 
-def lamb():
-    return optax.lamb(3e-3, weight_decay=0.1)
-
-
 def by_blocks():
     """Root mean squares of each parameter, updates every other step, and one part frozen by path."""
     tx = optax.chain(optax.clip_by_block_rms(0.01), optax.scale_by_trust_ratio(), optax.sgd(0.1, momentum=0.9))
@@ -166,9 +177,8 @@ def without_eps():
     return optax.adam(1e-3, eps=0.0)
 
 
-@pytest.mark.parametrize(("make_tx", "flat"), [(lamb, 9), (by_blocks, 9)])
-def test_norms_of_a_parameter_leave_the_padding_out(make_tx, flat):
-    state = assert_equals_one_device(plan_of(5), make_tx, flat)
+def test_norms_of_a_parameter_leave_the_padding_out():
+    state = assert_equals_one_device(plan_of(5), by_blocks, 9)
     assert not any(behind.any() for behind in padding(state))
 
 
@@ -241,8 +251,9 @@ def test_padded_gradients_are_encoded_as_they_are_replicated(settings):
 def test_local_steps_on_padded_parameters():
     plan = plan_of(6, "zero2", mesh={"replica": 2, "data": 3})
     settings = {"local_steps": jdp.LocalSteps(2, momentum=0.5, lr=0.7), "partitioning": "manual", "rows": 60}
-    state, padded = train(plan, optax.adam(1e-3), **settings)
-    other, plain = train(dataclasses.replace(plan, pad=False), optax.adam(1e-3), **settings)
+    tx = optax.sgd(0.1, momentum=0.9)
+    state, padded = train(plan, tx, **settings)
+    other, plain = train(dataclasses.replace(plan, pad=False), tx, **settings)
     np.testing.assert_allclose(padded, plain, rtol=LOSS_BOUND)
     assert not any(behind.any() for behind in padding(state))
     for got, wanted in zip(*map(jax.tree.leaves, (state.unpadded().params, other.params)), strict=True):
@@ -265,33 +276,41 @@ def test_beside_a_rule_or_a_model_axis_parameters_stay_replicated():
     assert jdp.abstract_state(init, optax.sgd(0.1), beside, rng=jax.random.key(0)).static.flat == ()
 
 
-GPT = GPTConfig(vocab_size=61, context=8, layers=3, width=32, heads=4, kv_heads=2, tied=True)
+def init_layers(rng):
+    layers = {"up": 0.2 * drawn(3, 13, 31), "down": 0.2 * drawn(3, 31, 13), "bias": np.zeros((3, 13), np.float32)}
+    return jax.tree.map(jnp.asarray, {"layers": layers, "head": 0.2 * drawn(13, 11)})
 
 
-def gpt_loss(model, batch, rng):
-    return jdp.Loss(*next_token_loss(model(batch["x"], rng=rng), batch["y"], batch["weight"]))
+def layers_loss(params, batch, rng):
+    layer = lambda each, x: x + jnp.tanh(x @ each["up"]) @ each["down"] + each["bias"]  # noqa: E731
+    y = jdp.scan_layers(layer, params["layers"], batch["x"]) @ params["head"]
+    return jdp.Loss((((y - batch["y"]) ** 2).mean(1) * batch["weight"]).sum(), batch["weight"].sum())
+
+
+def train_layers(plan, **settings):
+    state = jdp.init_state(init_layers, optax.sgd(0.3, momentum=0.9), plan, rng=jax.random.key(7))
+    step = jdp.make_train_step(layers_loss, plan, **settings)
+    losses = []
+    for batch in batches(10):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return losses, state, step
+
+
+@pytest.fixture(scope="module")
+def layers_alone():
+    return train_layers(plan_of(1))[0]
 
 
 @pytest.mark.parametrize(
     ("strategy", "overlap", "accumulate"), [("zero3", False, 1), ("zero3", True, 2), ("zero1", True, 2)]
 )
-def test_layers_are_gathered_one_at_a_time(strategy, overlap, accumulate):
+def test_layers_are_gathered_one_at_a_time(strategy, overlap, accumulate, layers_alone):
     """Stacked layers keep their leading dimension: zero3 gathers them in the loop, also one ahead."""
-    model = lambda rng: build(GPT, rngs=nnx.Rngs(rng))  # noqa: E731
-    x, y = np.random.default_rng(0).integers(0, 61, (2, 10, 8))
-    batch, losses = {"x": x, "y": y, "weight": np.ones((10, 8), "float32")}, []
-    for plan in (plan_of(5, strategy), plan_of(1)):
-        state = jdp.init_state(model, optax.adam(1e-2, eps=1e-6), plan, rng=jax.random.key(7))
-        step = jdp.make_train_step(gpt_loss, plan, overlap=overlap, accumulate=accumulate)
-        found = []
-        for _ in range(2):
-            state, metrics = step(state, batch)
-            found.append(float(metrics["loss"]))
-        losses.append(found)
-        if plan.batch_shards > 1:
-            assert step.partitioning == "manual"
-            assert state.params["layers"]["mlp"]["down"]["kernel"].shape == (3, 4100)
-    np.testing.assert_allclose(*losses, rtol=LOSS_BOUND)
+    losses, state, step = train_layers(plan_of(5, strategy), overlap=overlap, accumulate=accumulate)
+    assert step.partitioning == "manual"
+    assert state.params["layers"]["down"].shape == (3, 405)
+    np.testing.assert_allclose(losses, layers_alone, rtol=LOSS_BOUND)
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
@@ -315,7 +334,7 @@ def test_checkpoints_fit_any_number_of_devices(tmp_path):
     tx = decayed()
     first, _ = train(plan_of(5), tx)
     expected, state = jax.device_get(first.unpadded()), first
-    for number, (devices, strategy) in enumerate([(8, "zero1"), (3, "zero3"), (1, "ddp"), (7, "zero2"), (5, "zero3")]):
+    for number, (devices, strategy) in enumerate([(8, "zero1"), (1, "ddp"), (3, "zero3")]):
         jdp.save(tmp_path / str(number), state)
         plan = plan_of(devices, strategy)
         abstract = jdp.abstract_state(init, tx, plan, rng=jax.random.key(0))
@@ -331,7 +350,13 @@ def test_checkpoints_fit_any_number_of_devices(tmp_path):
     taken = jdp.export.import_safetensors(tmp_path / "model.safetensors", fresh)
     assert jax.tree.all(jax.tree.map(np.array_equal, taken.model, expected.params))
     with pytest.raises(ValueError, match=r"padded to \[1115\], which does not divide by data=3"):
-        plan_of(3).placements(state)
+        plan_of(3).placements(first)
+
+
+def plus_one(tree):
+    """What is kept is zero before the first step."""
+    shardings = jax.tree.map(lambda x: x.sharding, tree)
+    return jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), out_shardings=shardings)(tree)
 
 
 def test_what_encoding_lost_fits_another_number_of_devices(tmp_path):
@@ -339,9 +364,8 @@ def test_what_encoding_lost_fits_another_number_of_devices(tmp_path):
     for devices in (5, 3):
         plan = plan_of(devices, "zero2")
         step = jdp.make_train_step(loss, plan, wire="int8", partitioning="manual")
-        states.append(step.complete(jdp.init_state(init, optax.adam(1e-3), plan, rng=jax.random.key(7))))
-    errors = jax.tree.map(jnp.ones_like, states[0].sync)
-    jdp.save(tmp_path / "saved", dataclasses.replace(states[0], sync=errors))
+        states.append(step.complete(jdp.init_state(init, optax.sgd(1e-3), plan, rng=jax.random.key(7))))
+    jdp.save(tmp_path / "saved", dataclasses.replace(states[0], sync=plus_one(states[0].sync)))
     read = jdp.restore(tmp_path / "saved", states[1]).sync["error"]["up"]["w"]
     flat = dict(states[1].static.flat)["params/up/w"]
     np.testing.assert_allclose(flat.from_rest(read).sum(axis=0), np.full((IN, HIDDEN), 5.0), rtol=1e-6)
@@ -352,9 +376,9 @@ def test_a_checkpoint_of_local_steps_fits_another_number_of_devices(tmp_path):
     for devices in (3, 2):
         plan = plan_of(2 * devices, "zero2", mesh={"replica": 2, "data": devices})
         step = jdp.make_train_step(loss, plan, local_steps=jdp.LocalSteps(2, momentum=0.5), partitioning="manual")
-        state = step.complete(jdp.init_state(init, optax.adam(1e-3), plan, rng=jax.random.key(7)))
+        state = step.complete(jdp.init_state(init, optax.sgd(1e-3, momentum=0.9), plan, rng=jax.random.key(7)))
         states.append(state)
-    saved = dataclasses.replace(states[0], sync=jax.tree.map(lambda x: x + 1, states[0].sync))
+    saved = dataclasses.replace(states[0], sync=plus_one(states[0].sync))
     jdp.save(tmp_path / "saved", saved)
     read = jdp.restore(tmp_path / "saved", states[1])
     momentum = read.sync["momentum"]["up"]["w"]
