@@ -10,40 +10,13 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from plain_layers import init_layers, layers_loss, tokens_of
 
 import jdp
 from jdp.core.gradients.jaxprs import every_eqn
 from jdp.foresight.program.compiled import compile_step
 from jdp.foresight.targets.resolve import target
 from jdp.foresight.verify import report
-from jdp.models import next_token_loss
-
-
-def init_layers(rng, layers=5, width=32, vocabulary=64):
-    """Tied embeddings; stacked layers of two matrices and a bias, which is too small to shard, as the scale is."""
-    keys = jax.random.split(rng, 3)
-    up, down = (0.2 * jax.random.normal(key, (layers, width, 2 * width)) for key in keys[:2])
-    embed = 0.5 * jax.random.normal(keys[2], (vocabulary, width))
-    layers = {"up": up, "down": down.mT, "bias": jnp.zeros(layers)}
-    return {"embed": embed, "layers": layers, "scale": jnp.ones(width)}
-
-
-def layers_loss(params, batch, rng, remat=None, dropout=0.1):
-    """The next token's, through layers with dropout."""
-    keys = jax.random.split(rng, len(params["layers"]["bias"]))
-
-    def layer(each, x):
-        weights, key = each
-        out = jax.nn.silu(x @ weights["up"]) @ weights["down"] + weights["bias"]
-        return x + (jax.random.bernoulli(key, 1 - dropout, out.shape) * out if dropout else out)
-
-    x = jdp.scan_layers(layer, (params["layers"], keys), params["embed"][batch["tokens"]], remat=remat)
-    return jdp.Loss(*next_token_loss((x * params["scale"]) @ params["embed"].T, batch["targets"], batch["weights"]))
-
-
-def tokens_of(rows):
-    tokens = np.random.default_rng(0).integers(0, 64, (2, rows, 8), dtype=np.int32)
-    return {"tokens": tokens[0], "targets": tokens[1], "weights": np.ones((rows, 8), np.float32)}
 
 
 class Counting(nnx.Module):
@@ -87,21 +60,21 @@ def twice_loss(params, batch, rng):
 
 
 ROWS = {"x": np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)}
+PLAIN, FULL, DOTS = (partial(layers_loss, dropout=0.1, remat=remat) for remat in (None, "full", "dots"))
 MODELS = {
-    "layers": (init_layers, layers_loss, tokens_of(16)),
+    "layers": (init_layers, PLAIN, tokens_of(16)),
     "twice": (partial(init_layers, layers=3, width=16), twice_loss, ROWS),
     "nested": (lambda rng: Nested(nnx.Rngs(rng)), nested_loss, ROWS),
 }
-FULL, DOTS = (partial(layers_loss, remat=remat) for remat in ("full", "dots"))
 CASES = {
-    "zero3": ("layers", layers_loss, "zero3", {}),
+    "zero3": ("layers", PLAIN, "zero3", {}),
     "zero3 dots": ("layers", DOTS, "zero3", {"accumulate": 2}),
     "zero1": ("layers", FULL, "zero1", {"clip_norm": 0.1}),
     "zero1, 4": ("layers", DOTS, "zero1", {"accumulate": 4}),
     "zero2, 2": ("layers", FULL, "zero2", {"accumulate": 2}),
     "ddp, 2": ("layers", FULL, "ddp", {"accumulate": 2, "clip_norm": 0.1}),
     "zero1, 2, layers used twice": ("twice", twice_loss, "zero1", {"accumulate": 2}),
-    "ddp": ("layers", layers_loss, "ddp", {}),
+    "ddp": ("layers", PLAIN, "ddp", {}),
     "zero2 nested": ("nested", nested_loss, "zero2", {}),
     "zero3 nested": ("nested", nested_loss, "zero3", {}),
 }
@@ -139,7 +112,7 @@ def test_with_several_microbatches_layers_are_reduced_one_by_one_and_what_is_sen
     init = partial(init_layers, layers=6)
     state = jdp.abstract_state(init, optax.sgd(0.1), plan, rng=jax.random.key(0))
     quick = {"xla_gpu_enable_triton_gemm": False}  # what is sent does not depend on it
-    loss = partial(FULL, dropout=0.0)
+    loss = partial(layers_loss, remat="full")
     step = jdp.make_train_step(loss, plan, precision="bf16", accumulate=3, compiler=quick)
     compiled = compile_step(step.lower(state, tokens_of(3 * 64)))
     made = report(step, state, compiled, "h100:1x8")
@@ -151,7 +124,7 @@ def test_with_several_microbatches_layers_are_reduced_one_by_one_and_what_is_sen
 def test_matrices_are_multiplied_while_a_layer_is_gathered_and_reduced():
     devices = target("h100:1x8").devices
     plan = jdp.Plan(jdp.make_mesh(devices=devices, data=8), "zero3")
-    init, loss = partial(init_layers, layers=6, width=512), partial(FULL, dropout=0.0)
+    init, loss = partial(init_layers, layers=6, width=512, hidden=1024), partial(layers_loss, remat="full")
     state = jdp.abstract_state(init, optax.sgd(0.1), plan, rng=jax.random.key(0))
     step = jdp.make_train_step(loss, plan, precision="bf16", compiler="overlap")
     dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "weights": jnp.float32}
