@@ -1,6 +1,7 @@
 """A state made by small programs is that of one program, bit for bit, and what is alike is compiled once."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -60,8 +61,8 @@ UNROLLED = GPTConfig(vocab_size=64, context=16, layers=5, width=32, heads=2, sca
 CASES = {
     "drawn": drawn,
     "talking": talking,
-    "scanned": model(GPTConfig(vocab_size=64, context=16, layers=3, width=32, heads=2)),
-    "unrolled": model(UNROLLED),
+    "scanned": model(GPTConfig(vocab_size=64, context=16, layers=2, width=32, heads=2)),
+    "unrolled": model(replace(UNROLLED, layers=2)),
     "residual": model(ResNetConfig(classes=3, blocks=(1, 1), width=8, image_size=8, stem="small")),
 }
 
