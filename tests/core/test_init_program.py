@@ -1,7 +1,6 @@
 """A state made by small programs is that of one program, bit for bit, and what is alike is compiled once."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -52,6 +51,12 @@ def drawn(key: jax.Array) -> dict[str, Any]:
     }
 
 
+def unrolled(key: jax.Array) -> Any:
+    """Layers with names of their own, which differ in nothing but their keys, and one that is wider."""
+    rngs = nnx.Rngs(key)
+    return nnx.state(nnx.Sequential(*(nnx.Linear(16, wide, rngs=rngs) for wide in (16, 16, 16, 24))))
+
+
 def talking(key: jax.Array) -> jax.Array:
     jax.debug.callback(lambda _: None, key[None].shape[0])
     return jax.random.normal(key, (4,))
@@ -62,7 +67,7 @@ CASES = {
     "drawn": drawn,
     "talking": talking,
     "scanned": model(GPTConfig(vocab_size=64, context=16, layers=2, width=32, heads=2)),
-    "unrolled": model(replace(UNROLLED, layers=2)),
+    "unrolled": unrolled,
     "residual": model(ResNetConfig(classes=3, blocks=(1, 1), width=8, image_size=8, stem="small")),
 }
 

@@ -14,7 +14,8 @@ from jdp.core import streamed_update
 from jdp.core.host_memory import PINNED, check_memory_kinds
 from jdp.core.step import Step
 
-LAYERS, WIDTH = 4, 32
+LAYERS, WIDTH = 2, 32
+MESH = jdp.make_mesh(data=4, devices=jax.devices()[:4])
 
 
 class Layer(nnx.Module):
@@ -46,7 +47,7 @@ def batches():
 
 
 def make(strategy, offload, tx=None, **settings) -> tuple[jdp.TrainState, Step]:
-    plan = jdp.Plan(jdp.make_mesh(data=8), strategy, offload=offload)
+    plan = jdp.Plan(MESH, strategy, offload=offload)
     state = jdp.init_state(Model, tx or optax.adamw(1e-2), plan, rng=jax.random.key(0))
     return state, jdp.make_train_step(loss, plan, precision="bf16", clip_norm=1.0, **settings)
 
@@ -137,7 +138,7 @@ def test_plan_says_what_rests_on_the_host():
     state, step = make("zero1", "optimizer")
     placements = {p.path: p for p in step.plan.placements(state)}
     head = placements["params/head/kernel"]
-    assert head.on_host and head.reason.endswith("in host memory") and head.bytes_per_device == 4 * WIDTH * 64 // 8
+    assert head.on_host and head.reason.endswith("in host memory") and head.bytes_per_device == 4 * WIDTH * 64 // 4
     assert placements["params/head/bias"].memory == "device"
     assert str(step.plan).endswith("gathered once a step; optimizer state and master weights in host memory")
     assert not any(p.on_host for p in replace(step.plan, offload=None).placements(state))
