@@ -160,8 +160,9 @@ def test_zero3_rounds_without_bias():
     whole = sum(1 + i / 100 for i in range(steps))
     for name in ("a", "b"):
         moved, once = jax.device_get(state.params)[name], -RATE * gradient(name, batch(0))
-        # one rounding is off by up to a code, 1/127 of the block's largest on each of 8 devices; 40 of them average out
-        np.testing.assert_allclose(moved / whole, once, atol=0.01 * np.abs(once).max(), rtol=0)
+        # One rounding is off by up to a code, 1/127 of the largest of a block, on each of 8 devices. 40 average out;
+        # rounded to the nearest, the same way each time, they would not.
+        np.testing.assert_allclose(moved / whole, once, atol=0.003 * np.abs(once).max(), rtol=0)
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3"])
