@@ -121,6 +121,7 @@ def _prepare(init: InitFn, tx: Any, plan: Plan, rng: jax.Array, wrt: Any) -> tup
         model, specs = flax_nnx.built(init, jax.random.fold_in(rng, 0))
         params, model_state, adapter = flax_nnx.split(model)
         _check_arrays(params)
+        params, model_state = jax.tree.map(_strong, (params, model_state))
         trained = resolve(params, adapter, wrt)
         _check_collections(trained_part(params, trained))
         statics.append(Static(tx, adapter, specs, trained))
@@ -148,6 +149,11 @@ def _prepare(init: InitFn, tx: Any, plan: Plan, rng: jax.Array, wrt: Any) -> tup
         return {name: getattr(laid, name) for name in made}
 
     return make_at_rest if abstract.static.flat else make, abstract
+
+
+def _strong(leaf: Any) -> Any:
+    """Return an array without a weak type (`jnp.full(8, 0.1)`): a step returns none, and would be compiled twice."""
+    return leaf.astype(leaf.dtype) if getattr(leaf, "weak_type", False) else leaf
 
 
 def _report_recompiling(first: Static, second: Static) -> None:

@@ -148,6 +148,21 @@ def test_dtypes_stay_as_init_made_them():
     assert (state.params["a"].dtype, state.params["b"].dtype) == (jnp.bfloat16, jnp.float32)
 
 
+class Filled(nnx.Module):
+    def __init__(self):
+        self.w, self.seen = nnx.Param(jnp.full(8, 0.1)), nnx.BatchStat(jnp.full(8, 2))
+
+
+@pytest.mark.parametrize("init", [lambda _: {"w": jnp.full(8, 0.1)}, lambda _: Filled()], ids=["tree", "module"])
+def test_a_filled_array_does_not_compile_the_step_twice(init):
+    """`jnp.full` without a dtype is weakly typed, which is another type to JAX than what a step returns."""
+    state = initial(plan_of("ddp", data=2), init=init)
+    described = jdp.abstract_state(init, optax.adamw(1e-3), plan_of("ddp", data=2), rng=jax.random.key(3))
+    for leaf, about in zip(jax.tree.leaves(state), jax.tree.leaves(described), strict=True):
+        assert jax.typeof(leaf).str_short() == jax.typeof(about).str_short()
+        assert not getattr(leaf, "weak_type", False)
+
+
 @pytest.mark.parametrize(
     ("init", "message"),
     [
