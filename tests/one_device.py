@@ -149,7 +149,8 @@ def train(
     def make(key):
         model = init(key)
         kind[:] = [Parted(model) if isinstance(model, nnx.Module) else Whole(model)]
-        return kind[0].params, kind[0].state
+        strong = lambda leaf: jnp.asarray(leaf, leaf.dtype)  # noqa: E731  a weak type would compile `step` twice
+        return jax.tree.map(strong, (kind[0].params, kind[0].state))
 
     params, state = jax.jit(make)(jax.random.fold_in(rng, 0))
     kind = kind[0]
