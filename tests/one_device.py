@@ -129,8 +129,22 @@ def as_sums(value, batch):
     return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), (total, weight, pairs))
 
 
+def initial(init, seed):
+    """What `init` makes of the key: its kind (`Whole` or `Parted`), parameters and other variables."""
+    kind = []
+
+    def make(key):
+        model = init(key)
+        kind[:] = [Parted(model) if isinstance(model, nnx.Module) else Whole(model)]
+        strong = lambda leaf: jnp.asarray(leaf, leaf.dtype)  # noqa: E731  a weak type would compile `step` twice
+        return jax.tree.map(strong, (kind[0].params, kind[0].state))
+
+    params, state = jax.jit(make)(jax.random.fold_in(jax.random.key(seed), 0))
+    return kind[0], params, state
+
+
 def train(
-    init,
+    initial,
     loss,
     tx,
     batches,
@@ -142,18 +156,9 @@ def train(
     group=1,
     evaluates=True,
 ):
-    """Train on `batches`, and evaluate on the last. `loss(model, batch, key)` is as `as_sums` takes it."""
+    """Train what `initial` made on `batches`, and evaluate on the last. `loss(model, batch, key)`: as for `as_sums`."""
     rng = jax.random.key(seed)
-    kind = []
-
-    def make(key):
-        model = init(key)
-        kind[:] = [Parted(model) if isinstance(model, nnx.Module) else Whole(model)]
-        strong = lambda leaf: jnp.asarray(leaf, leaf.dtype)  # noqa: E731  a weak type would compile `step` twice
-        return jax.tree.map(strong, (kind[0].params, kind[0].state))
-
-    params, state = jax.jit(make)(jax.random.fold_in(rng, 0))
-    kind = kind[0]
+    kind, params, state = initial
     trained = [is_trained(path) for path in by_path(params)]
 
     def part(tree):

@@ -107,7 +107,7 @@ def test_one_key_an_example():
 
 def test_draws_without_a_batch_dimension_are_the_plain_draws():
     shapes = ((), (5,), (3, 4), (4, 0), (1, 7), (6, 2))
-    whole = [jax.random.bits(KEY, shape) for shape in shapes]
+    whole = jax.jit(lambda: [jax.random.bits(KEY, shape) for shape in shapes])()
     drawn = on_batch_key(lambda key, rows: [jax.random.bits(key, shape) for shape in shapes], 6, 2)(jnp.uint32(1))
     jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), drawn, whole)
 
@@ -137,7 +137,7 @@ def test_products_of_32_bit_numbers_are_exact():
     random = np.random.default_rng(0)
     factors = np.concatenate([np.array(EDGES), random.integers(0, 2**32, 200)]).astype(np.uint32)
     for b in [*EDGES, *map(int, random.integers(0, 2**32, 4))]:
-        high, low = keys._multiply(factors, b)
+        high, low = map(np.asarray, keys._multiply(factors, b))
         got = [(int(h) << 32) | int(w) for h, w in zip(high, low, strict=True)]
         assert got == [int(a) * b for a in factors], b
 
@@ -159,11 +159,11 @@ def test_elements_beyond_two_to_the_32_have_indices_of_64_bits(offset, stride, s
 def test_a_draw_hashes_the_64_bit_index_of_each_element():
     offset, stride, size = 858_993_458, 1, 5  # rows 858,993,458 .. 461: the second crosses 2**32 within itself
     place = keys.batch_key(KEY, rows=4, total=2**31, offset=offset, stride=stride)
-    drawn = jax.random.bits(place.row_key(KEY), (4, size))
+    drawn = np.asarray(jax.random.bits(place.row_key(KEY), (4, size)))
     for row in range(4):
         for column in range(size):
             index = (offset + stride * row) * size + column
-            count = jnp.array([index >> 32, index & 0xFFFFFFFF], jnp.uint32)
+            count = np.array([index >> 32, index & 0xFFFFFFFF], np.uint32)
             first, second = jexr.threefry_2x32(jax.random.key_data(KEY), count)
             assert int(drawn[row, column]) == int(first) ^ int(second)
     assert offset * size < 2**32 < (offset + 1) * size + size
@@ -252,16 +252,18 @@ BY_ROW = {
 SAMPLERS = {
     "gamma": lambda k, ids: R.gamma(k, 2.0, (len(ids), WIDTH)),
     "gamma, time leads": lambda k, ids: R.gamma(k, 2.0, (WIDTH, len(ids))).T,
-    "beta": lambda k, ids: R.beta(k, 2.0, 3.0, (len(ids), WIDTH)),
-    "dirichlet": lambda k, ids: R.dirichlet(k, jnp.ones(WIDTH), (len(ids),)),
     "poisson": lambda k, ids: R.poisson(k, 3.0, (len(ids), WIDTH)).astype(jnp.float32),
-    "categorical": lambda k, ids: R.categorical(k, jnp.zeros((len(ids), WIDTH, 9))).astype(jnp.float32),
     "choice": lambda k, ids: R.choice(k, 10.0 * jnp.arange(9), (len(ids), WIDTH)),
     "shuffled inside": lambda k, ids: R.permutation(
         k, jnp.ones((len(ids), 1)) * jnp.arange(9.0), axis=1, independent=True
     )[:, :WIDTH],
-    "truncated normal": lambda k, ids: R.truncated_normal(k, -1.0, 1.0, (len(ids), WIDTH)),
     "multivariate normal": lambda k, ids: R.multivariate_normal(k, jnp.zeros(2), jnp.eye(2), (len(ids),)),
+}
+MADE_OF_THESE = {  # gammas, one after another or of a vector, and bits
+    "beta": lambda k, ids: R.beta(k, 2.0, 3.0, (len(ids), WIDTH)),
+    "dirichlet": lambda k, ids: R.dirichlet(k, jnp.ones(WIDTH), (len(ids),)),
+    "categorical": lambda k, ids: R.categorical(k, jnp.zeros((len(ids), WIDTH, 9))).astype(jnp.float32),
+    "truncated normal": lambda k, ids: R.truncated_normal(k, -1.0, 1.0, (len(ids), WIDTH)),
 }
 SAID = {
     "scan of splits": (scan_of_splits, "the key is carried from row to row"),
@@ -302,7 +304,7 @@ def global_noise_by_row(words, total):
 
 
 SETTINGS = [("manual", 1, 4), ("manual", 2, 2), ("auto", 4, 1)]  # four rows in all for one a device
-QUICK = [(1, 1), (2, 1), (3, 0), (8, 2)]  # every number of rows but 4, every setting, and one row of microbatches
+QUICK = [(1, 1), (2, 0), (8, 2)]  # every setting; one row; two, as many as WIDTH; and one device's microbatches
 
 
 @pytest.mark.parametrize(
@@ -330,10 +332,11 @@ def test_every_draw_is_by_global_row_or_reported(rows, partitioning, accumulate,
         assert len(np.unique(got[name].round(5), axis=0)) == len(got[name])
 
 
-def test_samplers_are_by_global_row_too():
+@pytest.mark.parametrize("draws", [SAMPLERS, pytest.param(MADE_OF_THESE, marks=pytest.mark.slow)], ids=["own", "made"])
+def test_samplers_are_by_global_row_too(draws):
     """What splits keys, or draws until it accepts: at two rows a device, where `split(key, 2)` has two meanings."""
-    got, key = noise_of_a_step(SAMPLERS, 2, "manual", 2, 2)
-    for name, noise in global_noise(SAMPLERS, key, 8).items():
+    got, key = noise_of_a_step(draws, 2, "manual", 2, 2)
+    for name, noise in global_noise(draws, key, 8).items():
         np.testing.assert_allclose(got[name], noise, rtol=1e-5, atol=1e-5, err_msg=name)
 
 

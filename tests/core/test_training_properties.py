@@ -45,14 +45,18 @@ import jdp
 BOUND = 5e-6
 REFUSALS = "must not mix examples|its term at .* does not depend on the batch|would be another one on each device"
 FIXED = (31, 40, 97, 124, 146, 171, 192, 198, 205, 218, 219, 265)  # chosen so that they take every option
+QUICK = ((171, 2), (205, 1), (218, 2), (219, 1))  # draws and settings: with KEPT they take every option too
 KEPT = (
     # What a layer changes inside scan_layers, and what it reaches in its parent.
     (
-        Case(model="nnx", layers=2, inner="norm", rows=16, remat="full", walk="twice"),
+        Case(model="nnx", layers=2, inner="norm", state="seen", rows=16, remat="full", walk="twice"),
         Setting("zero3", "manual", 2),
     ),
-    (Case(model="nnx", layers=3, inner="one_rngs", walk="twice", remat="dots"), Setting("ddp", "manual")),
-    (Case(model="nnx", layers=3, inner="dropout", stacked=True), Setting("zero3", "manual", 1, "data=4")),
+    (
+        Case(model="nnx", layers=3, inner="one_rngs", state="table", walk="twice", remat="dots"),
+        Setting("ddp", "manual"),
+    ),
+    (Case(model="nnx", layers=3, inner="dropout", state="norm", stacked=True), Setting("zero3", "manual", 1, "data=4")),
     (Case(model="nnx", layers=3, noise="parents", stacked=True), Setting("zero3", "auto", 2)),
     (Case(model="nnx", layers=2, inner="calls", state="layer_calls", walk="tree"), Setting("zero2", "manual", 2)),
     # Tables that no call changes, masked norms, counts of the batch.
@@ -61,25 +65,28 @@ KEPT = (
     (Case(model="nnx", state="counted"), Setting("zero1", None, 2, "data=4")),
     # Terms that are no sums over examples.
     (Case(term="bare_decay"), Setting("ddp", "auto", 1)),
-    (Case(term="pairs", tied=True), Setting("zero2", None, 1)),
-    (Case(term="grouped_pairs", rows=16), Setting("zero2", "manual", 2)),
+    (Case(term="pairs", tied=True, walk="numbered"), Setting("zero2", None, 1)),
     (Case(term="negatives", tied=True), Setting("zero2", None, 1)),  # of four rows, few apart from one another
     # Noise: two rows a device, numbers of rows, rows last, one row a device, as many layers as rows.
-    (Case(noise="keys"), Setting("ddp", "manual", 2)),
-    (Case(noise="mask", term="grouped_pairs", rows=16), Setting("ddp", "manual", 2)),
-    (Case(noise="gamma"), Setting("zero2", "manual", 1, "data=4")),
-    (Case(noise="numbered", layers=2, inputs="tokens", stacked=True), Setting("zero1", "auto", 2)),
-    (Case(noise="last_rows", inputs="tokens"), Setting("zero2", "manual", 2)),
-    (Case(noise="vector"), Setting("zero2", "manual", 1, "data=8")),
+    (Case(noise="keys", optimizer="momentum"), Setting("ddp", "manual", 2)),
+    (Case(noise="mask", term="grouped_pairs", metrics="own", rows=16), Setting("zero2", "manual", 2)),
+    (Case(noise="gamma", weights="half"), Setting("zero2", "manual", 1, "data=4")),
+    (
+        Case(noise="numbered", layers=2, inputs="tokens", stacked=True, optimizer="adamw"),
+        Setting("zero1", "auto", 2),
+    ),
+    (Case(noise="last_rows", inputs="tokens", walk="own", optimizer="masked"), Setting("zero2", "manual", 2)),
+    (Case(noise="vector", optimizer="average"), Setting("zero2", "manual", 1, "data=8")),
     (Case(noise="layer_split", layers=4, rows=16), Setting("zero3", "manual", 1, "data=4")),
-    (Case(noise="flat", inputs="tokens", rows=12), Setting("zero1", "manual", 2, "data=3")),
-    (Case(noise="choice"), Setting("ddp", "manual", 4)),
-    (Case(noise="split"), Setting("zero2", "auto", 4)),
+    (Case(noise="layer_fold", layers=2, stacked=True), Setting("zero3", "manual", 2, "replica=2 data=2")),
+    (Case(noise="flat", inputs="tokens", rows=12, width=7), Setting("zero1", "manual", 2, "data=3")),
+    (Case(noise="choice", bad="infinite"), Setting("ddp", "manual", 4)),
+    (Case(noise="split", optimizer="lamb"), Setting("zero2", "auto", 4)),
     (Case(noise="folded", optimizer="clipped"), Setting("ddp", "manual", 1, "data=8")),
-    (Case(noise="dropout"), Setting("zero2", "manual", 2, "data=4")),
-    (Case(noise="normal"), Setting("zero1", "auto", 4)),
+    (Case(noise="normal", optimizer="blocks"), Setting("zero1", "auto", 4)),
     (Case(noise="scalar", optimizer="frozen_moment"), Setting("zero2", None, 1, "data=8")),
     (Case(noise="inside", layers=2, stacked=True, remat="dots"), Setting("zero3", "manual", 2, "data=4")),
+    (Case(noise="dropout"), Setting("zero1", "manual", 2, "replica=2 data=2")),
     (Case(model="nnx", noise="held"), Setting("zero3", "manual", 2)),
 )
 
@@ -89,10 +96,23 @@ def optimizer(name):
     return OPTIMIZERS[name]()
 
 
+def made_alike(case):
+    """The simplest case with the same initial parameters: they are made once for all of those."""
+    if case.model == "nnx":
+        return case
+    names = ("seed", "inputs", "width", "layers", "stacked", "tied", "shared", "frozen")
+    return Case(**{name: getattr(case, name) for name in names})
+
+
+@functools.cache
+def alone(case):
+    return one_device.initial(functools.partial(drawn_models.init, case), case.seed)
+
+
 @functools.cache
 def expected(case, microbatches, evaluates=True):
     return one_device.train(
-        functools.partial(drawn_models.init, case),
+        alone(made_alike(case)),
         functools.partial(drawn_models.loss, case, one_device.loop),
         optimizer(case.optimizer),
         drawn_models.batches(case),
@@ -123,9 +143,12 @@ def plan_of(case, strategy, mesh):
     return jdp.Plan(jdp.make_mesh(devices=devices, **sizes), strategy, rules=rules, min_shard_size=8)
 
 
-def trained(case, setting, folder, precision="fp32", evaluates=True):
-    """Train the case by jdp, and evaluate. `folder`: where a checkpoint may go."""
-    start = functools.partial(drawn_models.init, case)
+def trained(case, setting, folder, precision="fp32", evaluates=True, *, given=False):
+    """Train the case by jdp, and evaluate. `folder`: where a checkpoint may go.
+
+    `given`: with the reference's parameters, in place of those that jdp makes."""
+    values = jax.device_get(alone(made_alike(case))[1]) if given else None
+    start = (lambda _: values) if given else functools.partial(drawn_models.init, case)
     wrt = "[!e]*" if case.frozen else None
     loss_fn, key = loss_of(case), jax.random.key(case.seed)
 
@@ -193,10 +216,10 @@ def distance(got, want):
     return float(np.abs(got[finite] - want[finite]).max(initial=0) / max(0.1, np.abs(want[finite]).max(initial=0)))
 
 
-def check(case, setting, folder, evaluates=True):
+def check(case, setting, folder, evaluates=True, **options):
     want = expected(case, setting.accumulate if case.keeps else 1, evaluates)
     try:
-        got = trained(case, setting, folder, evaluates=evaluates)
+        got = trained(case, setting, folder, evaluates=evaluates, **options)
     except ValueError as error:
         if may_be_refused(case, setting) and re.search(REFUSALS, str(error)):
             return
@@ -207,11 +230,11 @@ def check(case, setting, folder, evaluates=True):
 
 
 def fixed_runs():
-    """Every setting of the fixed draws; all but one of each take long enough to be left to `pytest -m slow`."""
+    """Every setting of the fixed draws; all but QUICK take long enough to be left to `pytest -m slow`."""
     for number in FIXED:
         case, settings = draw(number)
         for index, setting in enumerate(settings):
-            marks = [] if index == number % len(settings) else [pytest.mark.slow]
+            marks = [] if (number, index) in QUICK else [pytest.mark.slow]
             yield pytest.param(case, setting, marks=marks, id=f"{number}-{index}")
 
 
@@ -222,8 +245,10 @@ def test_draws_equal_one_device(case, setting, tmp_path):
 
 @pytest.mark.parametrize(("case", "setting"), KEPT, ids=str)
 def test_kept_cases_equal_one_device(case, setting, tmp_path):
-    """An evaluation has no noise, and no term went wrong in one: those cases are left without."""
-    check(case, setting, tmp_path, evaluates=case.noise is None and case.term is None)
+    """An evaluation has no noise, and no term went wrong in one: those cases are left without. Pytrees of equal
+    parameters start from one reference's; modules, and the draws, are made by jdp."""
+    evaluates = case.noise is None and case.term is None
+    check(case, setting, tmp_path, evaluates=evaluates, given=case.model == "tree")
 
 
 def test_the_fixed_draws_take_every_option():
@@ -232,9 +257,12 @@ def test_the_fixed_draws_take_every_option():
     assert {(s.strategy, s.partitioning, s.accumulate) for _, s in runs} >= set(PLACES)
     assert {s.mesh for _, s in runs} == set(MESHES)
     assert {min(rows_a_device(case, s), 4) for case, s in runs} == {1, 2, 3, 4}
-    cases = [case for case, _ in (*runs, *KEPT)]
-    taken = {(name, getattr(case, name)) for case in cases for name in OPTIONS}
-    assert taken >= {(name, option) for name, options in OPTIONS.items() for option in options}
+    quick = [(case, settings[index]) for (case, settings), index in ((draw(number), index) for number, index in QUICK)]
+    for cases in ([case for case, _ in (*runs, *KEPT)], [case for case, _ in (*quick, *KEPT)]):
+        taken = {(name, getattr(case, name)) for case in cases for name in OPTIONS}
+        assert taken >= {(name, option) for name, options in OPTIONS.items() for option in options}
+    pairs = {(s.strategy, s.partitioning) for _, s in (*quick, *KEPT)}
+    assert pairs >= {(strategy, partitioning) for strategy, partitioning, _ in PLACES}
 
 
 @pytest.mark.parametrize(
@@ -267,6 +295,7 @@ def test_many_draws_equal_one_device(tmp_path):
                 check(case, setting, tmp_path / f"{number}-{index}")
             except Exception as error:
                 failed.append(f"draw {number}: {case!r}\n{setting!r}\n{type(error).__name__}: {error}")
+        alone.cache_clear()
         expected.cache_clear()
         jax.clear_caches()
     assert not failed, "\n\n".join(failed)
