@@ -266,9 +266,9 @@ class Counting(nnx.Module):
         return x * scale[...]
 
 
-def step_of(what, partitioning, accumulate, devices=4):
+def step_of(what, partitioning, accumulate, devices=4, make=jdp.abstract_state):
     plan = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:devices]), "zero3")
-    state = jdp.init_state(lambda rng: Counting(nnx.Rngs(rng), what), TX, plan, rng=jax.random.key(0))
+    state = make(lambda rng: Counting(nnx.Rngs(rng), what), TX, plan, rng=jax.random.key(0))
     return jdp.make_train_step(loss_fn, plan, partitioning=partitioning, accumulate=accumulate), state
 
 
@@ -286,7 +286,7 @@ def test_manual_refuses_counts_of_the_batch(what, accumulate):
 @pytest.mark.parametrize(("what", "accumulate"), [("nothing", 2), ("through seen", 1)])
 def test_manual_counts_calls(what, accumulate):
     """Also those of a scanned layer; and what follows from state that all devices share."""
-    step, state = step_of(what, "manual", accumulate)
+    step, state = step_of(what, "manual", accumulate, make=jdp.init_state)
     for _ in range(2):
         state, _ = step(state, {"x": data()})
     got = jax.device_get(state.model_state)
