@@ -96,7 +96,8 @@ def place(tree: Any, plan: Plan, *, of: Any = None) -> Any:
         of: the parameters that the tree belongs to, for an optimizer or its state: a module or a pytree.
 
     Returns:
-        The same values on the plan's devices. A module is a new one; the old one stays as it is.
+        The same values on the plan's devices. A module is a new one; the old one stays as it is. An array that lies so
+        already is the same one, as of `jax.device_put`: a step that donates its state takes it from both.
 
     Raises:
         ValueError: a rule or the metadata shards a dimension that does not divide; or the tree holds something that is
