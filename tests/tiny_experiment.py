@@ -1,6 +1,12 @@
 """Experiments that are as small as they can be, in a file beside their data: a GPT on text, an MLP on points."""
 
+import jax
 import numpy as np
+import pytest
+
+from jdp.core.sharding.mesh import make_mesh
+from jdp.experiment.file import load
+from jdp.run import loop
 
 MODEL_AND_DATA = """
 [model]
@@ -39,3 +45,11 @@ def write_points(folder, text):
     np.savez(folder / "points.npz", features=features, labels=labels)
     (folder / "points.toml").write_text(text)
     return folder / "points.toml"
+
+
+def train_here(file, root, settings, *, devices):
+    """Train an experiment in this process, on the first of its devices, and return the summary."""
+    first = jax.devices()[:devices]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("jdp.experiment.assembly.make_mesh", lambda devices, **axes: make_mesh(devices=first, **axes))
+        return loop.run(load(file, settings), root=root)

@@ -19,7 +19,7 @@ _step = Display.step
 
 
 def step(display, done):
-    what = FAULTS.get(f"{WHO}:{done}")
+    what = FAULTS.get(f"{WHO}:{done}", "")
     if what:
         Path(f"{FAULTS['folder']}/{WHO}").write_text(str(time.monotonic()))
     if what == "kill":
@@ -27,6 +27,9 @@ def step(display, done):
     if what == "kill the node":  # its supervisor, and so all its processes
         os.kill(os.getppid(), signal.SIGKILL)
         signal.pause()
+    if what.startswith("wait for "):
+        while not Path(what.removeprefix("wait for ")).exists():
+            time.sleep(0.02)
     _step(display, done)
 
 
