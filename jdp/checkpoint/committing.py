@@ -16,14 +16,19 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
+from orbax.checkpoint import type_handlers
 from orbax.checkpoint._src.handlers.base_pytree_checkpoint_handler import BasePyTreeCheckpointHandler
+from orbax.checkpoint._src.metadata import array_metadata_store
 from orbax.checkpoint.path import atomicity
 
 from jdp.checkpoint import checksums
 
 METADATA = "_CHECKPOINT_METADATA"
 """Orbax' notes about a checkpoint: which handlers wrote it, and when."""
+_LEAST_PART_BYTES = 2**20
+"""Of an array that several devices have whole: what one of them sends to be written."""
 
 
 class CommittedWithChecksums(atomicity.CommitFileTemporaryPath):
@@ -112,5 +117,15 @@ def snapshot(arrays: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def array_handler() -> ocp.PyTreeCheckpointHandler:
-    """Return Orbax' handler of the arrays."""
-    return ocp.PyTreeCheckpointHandler(handler_impl=_Arrays(use_compression=False))
+    """Return Orbax' handler of the arrays.
+
+    Each device sends a part of an array that they all have, if that is a large one: cutting it is a program of its own
+    for each shape and each device, which the first save would wait for.
+    """
+    arrays = type_handlers.ArrayHandler(
+        array_metadata_store=array_metadata_store.Store(), min_slice_bytes_for_replica_parallel=_LEAST_PART_BYTES
+    )
+    others = ((kind, type_handlers.get_type_handler(kind)) for kind in (int, float, bytes, str, np.number, np.ndarray))
+    registry = type_handlers.create_type_handler_registry((jax.Array, arrays), *others)
+    handler = _Arrays(use_compression=False, type_handler_registry=registry)
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry, handler_impl=handler)

@@ -410,6 +410,18 @@ def test_a_checkpoint_that_was_being_written_when_the_run_died_is_ignored(tmp_pa
     assert sorted(path.name for path in tmp_path.iterdir()) == [str(i) for i in range(1, 4) if i <= newest or i == 3]
 
 
+def test_devices_share_the_writing_of_what_they_all_have_if_it_is_large(tmp_path):
+    """To cut a small array for eight of them would be eight programs, which the first save would wait for."""
+    plan, shapes = plan_of("ddp"), {"large": (8, 2**18), "small": (8, 2**17)}  # a MiB a device, and half of one
+    init = lambda rng: {name: jnp.zeros(shape) for name, shape in shapes.items()}  # noqa: E731
+    jdp.save(tmp_path / "one", jdp.init_state(init, optax.identity(), plan, rng=jax.random.key(0)))
+    written = json.loads((tmp_path / "one" / "state" / "array_metadatas" / "process_0").read_text())["array_metadatas"]
+    parts = {part["array_metadata"]["param_name"]: part["array_metadata"]["write_shape"] for part in written}
+    assert (parts["params/large"], parts["params/small"]) == ([1, 2**18], [8, 2**17])
+    state = jdp.restore(tmp_path / "one", target(plan, init, optax.identity()))
+    assert jax.tree.map(jnp.shape, state.params) == shapes
+
+
 def test_what_is_still_being_written_can_be_asked_for(tmp_path):
     with jdp.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(tiny(1))
