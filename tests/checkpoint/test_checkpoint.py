@@ -271,12 +271,17 @@ def test_parameters_that_a_checkpoint_may_lack_keep_their_values(tmp_path):
 # Which checkpoints there are.
 
 
+@functools.cache
+def tiny_born():
+    return jdp.init_state(lambda rng: {"w": jnp.ones(4)}, TX, plan_of("ddp", data=1), rng=jax.random.key(0))
+
+
 def tiny(count, skipped=0):
-    made = jdp.init_state(lambda rng: {"w": jnp.ones(4)}, TX, plan_of("ddp", data=1), rng=jax.random.key(0))
     weights = {"w": jnp.full(4, float(count))}
-    return replace(made, params=weights, step=jnp.int32(count - skipped), skipped=jnp.int32(skipped))
+    return replace(tiny_born(), params=weights, step=jnp.int32(count - skipped), skipped=jnp.int32(skipped))
 
 
+@functools.cache
 def tiny_target():
     return target(plan_of("ddp", data=1), lambda rng: {"w": jnp.zeros(4)})
 

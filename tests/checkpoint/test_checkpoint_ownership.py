@@ -1,6 +1,7 @@
 """A directory of checkpoints loses nothing: not what a run that went back learns, nor what it left, nor what is not
 ours; and what it cannot take is refused in words."""
 
+import functools
 import json
 import os
 import shutil
@@ -36,6 +37,7 @@ def at(base, step, weight=None):
     return replace(base, params={"w": jnp.full(4, weight)}, step=jnp.int32(step))
 
 
+@functools.cache
 def target():
     return jdp.abstract_state(lambda rng: {"w": jnp.zeros(4)}, optax.sgd(0.1), PLAN, rng=jax.random.key(0))
 

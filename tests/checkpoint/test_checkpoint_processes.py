@@ -23,7 +23,7 @@ jdp.initialize(timeout_seconds=60)
 folder = sys.argv[1]
 config = GPTConfig(vocab_size=48, context=8, layers=2, width=16, heads=4, kv_heads=2, mlp_width=24)
 plan = jdp.Plan(jdp.make_mesh(data=4), "zero3", min_shard_size=16)
-arguments = (lambda rng: GPT(config, rngs=nnx.Rngs(rng)), optax.adamw(1.0), plan)
+arguments = (lambda rng: GPT(config, rngs=nnx.Rngs(rng)), optax.sgd(1.0, momentum=0.9), plan)
 state = jdp.init_state(*arguments, rng=jax.random.key(0))
 target = jdp.abstract_state(*arguments, rng=jax.random.key(1))
 

@@ -47,6 +47,10 @@ def abstract(config):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), params)
 
 
+def filled(params, value):
+    return jax.tree.map(lambda x: jax.device_put(np.full(x.shape, value, x.dtype), x.sharding), params)
+
+
 @jax.jit
 def logits_of(model):
     return model(jnp.asarray(hf_reference.TOKENS))[0, jnp.array(hf_reference.POSITIONS)]
@@ -77,8 +81,9 @@ def test_layers_that_alternate_compute_the_same_in_a_list(tmp_path, case):
     """Scanned ones are told which they are; those of a list are made so."""
     config = replace(imported(tmp_path, case)[0], scan=False)
     params = import_safetensors(tmp_path, abstract(config), names=hf_names(config))
-    assert [layer.attention.config.window for layer in GPT(config, rngs=nnx.Rngs(0)).layers] == [8, None, 8, None]
-    np.testing.assert_allclose(logits_of(model_of(config, params)), STORED[case]["logits"], rtol=0, atol=ATOL)
+    model = model_of(config, params)
+    assert [layer.attention.config.window for layer in model.layers] == [8, None, 8, None]
+    np.testing.assert_allclose(logits_of(model), STORED[case]["logits"], rtol=0, atol=ATOL)
 
 
 @pytest.mark.parametrize("case", STORED)
@@ -280,7 +285,7 @@ def test_what_does_not_change_the_function_is_no_difference(tmp_path):
         config, context=16, dropout=0.1, scan=False, remat="full", attention="cudnn", lora_rank=2,
         rope_original_context=99,
     )  # fmt: skip
-    params = jax.tree.map(lambda x: jnp.ones(x.shape), abstract(replace(config, scan=False)))
+    params = filled(abstract(replace(config, scan=False)), 1.0)
     export_safetensors(tmp_path / "model.safetensors", params, names=hf_names(same))
     read = import_safetensors(tmp_path, params, names=hf_names(same))
     assert jax.tree.structure(read) == jax.tree.structure(params)
@@ -289,7 +294,7 @@ def test_what_does_not_change_the_function_is_no_difference(tmp_path):
 def test_weights_of_a_model_type_that_jdp_does_not_know_are_read_when_asked_for(tmp_path):
     """DeepSeek's first tensors, for one, are those of a Llama."""
     config = replace(gpt_config_from_hf(config_in(tmp_path, LLAMA)), scan=False)
-    params = jax.tree.map(lambda x: jnp.full(x.shape, 2.0), abstract(config))
+    params = filled(abstract(config), 2.0)
     export_safetensors(tmp_path / "model.safetensors", params, names=hf_names(config))
     config_in(tmp_path, LLAMA | {"model_type": "deepseek"})
     with pytest.raises(jdp.CheckpointError, match=r"model_type must be gpt2 or llama.*check_config=False"):

@@ -1,5 +1,6 @@
 """Adapters in the format of PEFT compute here what they compute there, or are refused in words."""
 
+import functools
 import importlib.util
 import json
 import subprocess
@@ -53,16 +54,16 @@ def folders(tmp_path_factory):
     return written(folder / "base", BASE, "model"), written(folder / "adapter", ADAPTER, "adapter_model")
 
 
-def plan_of(strategy):
-    return jdp.Plan(jdp.make_mesh(data=8), strategy, min_shard_size=16)
+PLAN = jdp.Plan(jdp.make_mesh(data=8), "zero3", min_shard_size=16)
 
 
-def state_of(folders, strategy="zero3", **changes):
+@functools.cache
+def state_of(folders, scan):
     """A sharded state of base and adapter, and its configuration."""
     base, adapter = folders
-    config, plan = replace(gpt_config_from_hf(base), **lora_from_peft(adapter), **changes), plan_of(strategy)
+    config = replace(gpt_config_from_hf(base), **lora_from_peft(adapter), scan=scan)
     state = jdp.init_state(
-        lambda rng: GPT(config, rngs=nnx.Rngs(rng)), optax.sgd(0.1), plan, rng=jax.random.key(0), wrt="*/lora_*"
+        lambda rng: GPT(config, rngs=nnx.Rngs(rng)), optax.sgd(0.1), PLAN, rng=jax.random.key(0), wrt="*/lora_*"
     )
     state = import_safetensors(base, state, names=hf_names(config), missing="*/lora_*")
     return import_peft(adapter, state, config), config
@@ -70,7 +71,7 @@ def state_of(folders, strategy="zero3", **changes):
 
 @pytest.fixture(scope="module", params=[True, False], ids=["scanned", "unrolled"])
 def tuned(request, folders):
-    return state_of(folders, scan=request.param)
+    return state_of(folders, request.param)
 
 
 def test_an_adapter_of_peft_gives_its_merged_logits(tuned):
@@ -118,7 +119,7 @@ def test_merged_it_is_a_plain_model_of_hugging_face(tuned, tmp_path):
 
 
 def test_only_the_targets_have_updates_and_are_trained(folders):
-    state, _ = state_of(folders, "zero1")
+    state, _ = state_of(folders, True)
     paths = ["/".join(map(str, path)) for path, _ in nnx.to_flat_state(nnx.state(state.model, nnx.LoRAParam))]
     maps = ("attention/query", "attention/value", "mlp/down")
     assert set(paths) == {f"layers/{name}/lora_{part}" for name in maps for part in "ab"}
@@ -129,7 +130,7 @@ def test_only_the_targets_have_updates_and_are_trained(folders):
         return jdp.Loss(total, weight)
 
     before = jax.device_get(state.params)
-    step = jdp.make_train_step(loss, plan_of("zero1"), donate=False)
+    step = jdp.make_train_step(loss, PLAN, donate=False)
     after, _ = step(state, {"tokens": np.random.default_rng(0).integers(0, 40, (8, 16))})
     pairs = zip(jax.tree.leaves_with_path(before), jax.tree.leaves(jax.device_get(after.params)), strict=True)
     moved = {jax.tree_util.keystr(path, simple=True, separator="/") for (path, old), new in pairs if (old != new).any()}

@@ -23,7 +23,7 @@ forward = jax.jit(lambda model: model(TOKENS))
 def born(scan, rank):
     """A model and the logits that it starts with."""
     config = dataclasses.replace(BASE, scan=scan, lora_rank=rank, lora_alpha=6.0)
-    model = jax.jit(lambda: GPT(config, rngs=nnx.Rngs(0)))()
+    model = GPT(config, rngs=nnx.Rngs(0))
     return model, forward(model)
 
 

@@ -113,8 +113,11 @@ def train(name, strategy, partitioning, devices=8, accumulate=2):
     return jax.device_get(state.params), [*losses, float(evaluation["loss"])], state
 
 
-@pytest.mark.parametrize(("strategy", "partitioning"), [("zero1", "manual"), ("zero3", "auto")])
-@pytest.mark.parametrize("name", FRAMEWORKS)
+# "manual" has code of its own for what a loss draws: for all rows at once (linen), and by a key a row (equinox).
+@pytest.mark.parametrize(
+    ("name", "strategy", "partitioning"),
+    [("linen", "zero1", "manual"), ("equinox", "zero1", "manual"), ("raw", "zero3", "auto")],
+)
 def test_any_tree_of_arrays_trains_as_on_one_device(name, strategy, partitioning):
     params, losses, state = train(name, strategy, partitioning)
     wanted, alone, _ = train(name, "ddp", "auto", devices=1, accumulate=1)

@@ -3,6 +3,7 @@
 import json
 
 import datasets
+import jax
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -113,13 +114,17 @@ def test_a_mixture_of_all_has_one_order_on_any_number_of_devices_and_processes(f
 
 
 def test_a_stream_trains_and_resumes(tmp_path):
-    """From an experiment file beside it, mixed with text: 4 steps at once, or 2 and 2 more, end alike."""
+    """From an experiment file beside it, mixed with text: 4 steps at once, or 2 and 2 more, end alike.
+
+    The three runs are one compilation: programs are kept in the folder of `offline`, be they small.
+    """
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # after a file conftest sets it back
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     (tmp_path / "a.txt").write_text("".join(TEXTS))
     model = '[model]\nname = "gpt-nano"\nlayers = 1\nwidth = 16\nheads = 2\nkv_heads = 1\ncontext = 8\n'
     parts = '[data.mixture]\na.source = "hf-stream:./rows:train"\na.weight = 2.0\nb.source = "a.txt"\n'
-    (tmp_path / "x.toml").write_text(f'name = "x"\n{model}{parts}[optimizer]\nschedule = "constant"\n')
+    (tmp_path / "x.toml").write_text(f'name = "x"\n{model}{parts}[optimizer]\nname = "sgd"\nschedule = "constant"\n')
     last = []
     for name, stops in (("once", (4,)), ("twice", (2, 4))):
         for steps in stops:

@@ -13,9 +13,8 @@ from tiny_experiment import points_text, write_points
 from jdp.core.distributed import FAILED
 
 ROOT = Path(__file__).parents[2]
-VERSIONS = pytest.mark.parametrize("version", MPIRUNS)
 PROGRAM = """
-import sys, jax, jdp
+import sys, time, jax, jdp, jdp.core.meeting
 jdp.initialize(timeout_seconds=60)
 assert "mpi4py" not in sys.modules
 mesh = jdp.make_mesh(data=-1)
@@ -24,6 +23,10 @@ ones = jax.make_array_from_callback((4,), sharding, lambda index: jax.numpy.ones
 # A file a rank: mpirun joins what the ranks print, in the middle of a line too.
 joined = open(f"joined {jax.process_index()}", "w")
 print(jax.device_count(), int(ones.sum()), file=joined, flush=True)
+jdp.core.meeting.meet("both files are written")
+if jax.process_index():
+    raise KeyError("the cause")
+time.sleep(100)
 """
 
 
@@ -35,14 +38,6 @@ def ranks(version, *command, folder):
     return done.returncode, done.stdout + done.stderr
 
 
-@VERSIONS
-def test_two_ranks_join_on_loopback(version, tmp_path):
-    (tmp_path / "program.py").write_text(PROGRAM)
-    code, printed = ranks(version, "program.py", folder=tmp_path)
-    assert code == 0, printed
-    assert [(tmp_path / f"joined {rank}").read_text() for rank in (0, 1)] == ["4 4\n", "4 4\n"], printed
-
-
 def test_two_ranks_train_one_run(tmp_path):
     train = "[train]\nsteps = 3\nbatch_size = 8\nlog_every = 1\neval_batches = 1\n"
     write_points(tmp_path, points_text(train, top="devices = 2\n"))
@@ -52,9 +47,9 @@ def test_two_ranks_train_one_run(tmp_path):
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3]
 
 
-@VERSIONS
-def test_a_rank_that_fails_ends_the_other(version, tmp_path):
-    fails = "\nif jax.process_index(): raise KeyError('the cause')\nimport time; time.sleep(100)"
-    (tmp_path / "program.py").write_text(PROGRAM + fails)
+@pytest.mark.parametrize("version", MPIRUNS)
+def test_two_ranks_join_on_loopback_and_one_that_fails_ends_the_other(version, tmp_path):
+    (tmp_path / "program.py").write_text(PROGRAM)
     code, printed = ranks(version, "program.py", folder=tmp_path)
     assert code == FAILED and "KeyError: 'the cause'" in printed, printed
+    assert [(tmp_path / f"joined {rank}").read_text() for rank in (0, 1)] == ["4 4\n", "4 4\n"], printed
