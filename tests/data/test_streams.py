@@ -3,16 +3,15 @@
 import json
 
 import datasets
-import jax
 import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
 from huggingface_hub.utils import http_backoff
+from tiny_experiment import train_here
 
 import jdp
 from jdp.cli import main as cli
-from jdp.cli.main import main
 from jdp.data import global_batches, mixture, text_data
 from jdp.data.feed import process_rows
 from jdp.data.sources.hub import _reading
@@ -114,32 +113,20 @@ def test_a_mixture_of_all_has_one_order_on_any_number_of_devices_and_processes(f
 
 
 def test_a_stream_trains_and_resumes(tmp_path):
-    """From an experiment file beside it, mixed with text: 4 steps at once, or 2 and 2 more, end alike.
-
-    The three runs are one compilation: programs are kept in the folder of `offline`, be they small.
-    """
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # after a file conftest sets it back
+    """From an experiment file beside it, mixed with text: 4 steps at once, or 2 and 2 more, end alike."""
     (tmp_path / "rows").mkdir()
     (tmp_path / "rows" / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
     (tmp_path / "a.txt").write_text("".join(TEXTS))
     model = '[model]\nname = "gpt-nano"\nlayers = 1\nwidth = 16\nheads = 2\nkv_heads = 1\ncontext = 8\n'
     parts = '[data.mixture]\na.source = "hf-stream:./rows:train"\na.weight = 2.0\nb.source = "a.txt"\n'
     (tmp_path / "x.toml").write_text(f'name = "x"\n{model}{parts}[optimizer]\nname = "sgd"\nschedule = "constant"\n')
+    jdp.keep_programs()  # of the first run, for the two others; after this file conftest undoes it
     last = []
     for name, stops in (("once", (4,)), ("twice", (2, 4))):
         for steps in stops:
-            told = ("--name", name, "--run-dir", str(tmp_path / "runs"), "--train.steps", str(steps))
-            told += (
-                "--train.batch_size",
-                "8",
-                "--train.eval_batches",
-                "1",
-                "--sample.length",
-                "1",
-                "--train.log_every",
-                "1",
-            )
-            assert main(["train", str(tmp_path / "x.toml"), *told]) == 0
+            settings = {"name": name, "train.steps": str(steps), "train.batch_size": "8", "train.log_every": "1"}
+            settings |= {"train.eval_batches": "1", "sample.length": "1"}
+            train_here(tmp_path / "x.toml", tmp_path / "runs", settings, devices=1)
         lines = [line for line in read(tmp_path / "runs" / name / "metrics.jsonl") if line["step"] == 4]
         last.append({key: value for line in lines for key, value in line.items()})
     assert last[0]["eval_a_loss"] == last[1]["eval_a_loss"]
