@@ -107,8 +107,8 @@ def test_merged_it_is_a_plain_model_of_hugging_face(tuned, tmp_path):
     shardings = {path: leaf.sharding for path, leaf in jax.tree.leaves_with_path(state.unpadded().params)}
     assert all(leaf.sharding == shardings[path] for path, leaf in jax.tree.leaves_with_path(params))
     export_hf(tmp_path, params, plain)
-    fresh, plan = lambda rng: GPT(plain, rngs=nnx.Rngs(rng)), plan_of("zero1")
-    again = jdp.init_state(fresh, optax.sgd(0.1), plan, rng=jax.random.key(1))
+    fresh = lambda rng: GPT(plain, rngs=nnx.Rngs(rng))  # noqa: E731
+    again = jdp.abstract_state(fresh, optax.sgd(0.1), PLAN, rng=jax.random.key(1))
     again = import_safetensors(tmp_path, again, names=hf_names(plain))
     logits = jax.jit(lambda model: model(jnp.asarray(hf_reference.TOKENS)))(again.model)
     np.testing.assert_allclose(logits[0, jnp.array(hf_reference.POSITIONS)], ADAPTER["logits"], rtol=0, atol=ATOL)
