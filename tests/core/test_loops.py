@@ -1,4 +1,4 @@
-"""The programs of `experiments/loops`: on four devices, under two strategies, each learns what one device learns.
+"""The programs of `experiments/loops`: on four devices, under every strategy, each learns what one device learns.
 
 Tolerances: a loss is of order 1 to 10 and the same sum in another order, 1e-6 of it a step; parameters are compared
 within 2e-6, as Adam divides by small numbers. Every parameter ends where the plan says, as it began.
@@ -21,14 +21,8 @@ import jdp
 from jdp.cli import main as cli
 
 LOOPS = Path(__file__).parents[2] / "experiments" / "loops"
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 STORIES = sorted({path.stem for path in LOOPS.glob("*.py")} - {"story", "tfrecord_files"})
-COVERED = [
-    (name, strategy)
-    for number, name in enumerate(STORIES)
-    for strategy in ("zero3", ("zero2", "ddp", "zero1")[number % 3])
-]
-"""Each under `zero3`, which shards all there is, and under another: the story does not know which, and what a strategy
-does with any loop is in `test_value_and_grad.py` and `test_training_properties.py`."""
 FED = ("grain_loader", "tfrecords", "torch_loader")
 """Those whose data other libraries read."""
 
@@ -62,7 +56,8 @@ def each_model(models):
     return models if isinstance(models, tuple) else (models,)
 
 
-@pytest.mark.parametrize(("name", "strategy"), COVERED)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", STORIES)
 def test_four_devices_learn_what_one_learns(name, strategy):
     plan = plan_on(4, strategy)
     found = story(name).train(plan)
