@@ -14,6 +14,9 @@ from jdp.foresight.program.collectives import collectives, traffic
 from jdp.foresight.targets.resolve import target
 
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+QUICK = {"xla_gpu_enable_triton_gemm": False, "xla_disable_hlo_passes": "triton-softmax-rewriter"}
+"""What is held and sent depends little on how products and softmax are computed: 6.6 GB of temporaries for 6.3. With
+Triton's kernel for a softmax, XLA looks for the best tiles of whatever may be fused with it: two thirds of its time."""
 CASES = {"gpt2_124m": "h100:1x8", "llama_8b_zero3": "h100:8x8"}
 
 
@@ -25,8 +28,7 @@ def test_compiles_for_its_gpus_and_fits(name):
     check_for_devices(experiment, len(chip.devices))
     assembly = Assembly(experiment, make_mesh(devices=chip.devices, **experiment.mesh))
     state = assembly.abstract_state()
-    quick = {"xla_gpu_enable_triton_gemm": False}  # what is held and sent depends little on how products are computed
-    compiled = assembly.train_step.compile(state, assembly.abstract_batch(), **quick)
+    compiled = assembly.train_step.compile(state, assembly.abstract_batch(), **QUICK)
     memory = compiled.memory_analysis()
     held = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     assert held < 0.9 * chip.memory_bytes

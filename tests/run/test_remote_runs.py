@@ -1,4 +1,7 @@
-"""Runs whose folder is behind an address, on a real S3 server on this machine; never a folder `s3:`."""
+"""Runs whose folder is behind an address, on a real S3 server on this machine; never a folder `s3:`.
+
+One of two processes is in `test_train.py`.
+"""
 
 import json
 import os
@@ -204,17 +207,13 @@ def test_folders_that_go_while_they_are_listed_are_left_out(run):
     beside.join()
 
 
-def start(file, runs, s3_server, *arguments):
-    paths = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | s3_server | {"PYTHONPATH": paths}
-    command = [sys.executable, "-m", "jdp", *arguments, str(file), "--run-dir", runs]
-    return subprocess.Popen(command, env=environment, cwd=file.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-
-
-def test_a_killed_run_goes_on_from_its_newest_checkpoint(bucket, file, s3_server):
+def test_a_killed_run_goes_on_from_its_newest_checkpoint(bucket, file, capsys):
     run = f"{bucket}/runs/points"
     more = ["--train.steps", "400", "--train.checkpoint_every", "20", "--optimizer.schedule", "constant"]
-    process = start(file, f"{bucket}/runs", s3_server, "train", *more)
+    paths = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": paths}
+    command = [sys.executable, "-m", "jdp", "train", *more, str(file), "--run-dir", f"{bucket}/runs"]
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     until = time.monotonic() + 120
     while time.monotonic() < until and process.poll() is None and not saved(run):
         time.sleep(0.2)
@@ -224,19 +223,9 @@ def test_a_killed_run_goes_on_from_its_newest_checkpoint(bucket, file, s3_server
     assert there and steps(run)[: there[-1]] == [*range(1, there[-1] + 1)], "the rows before a checkpoint are there"
     assert ".lock" in files(run)
     more[1] = str(there[-1] + 5)
-    process = start(file, f"{bucket}/runs", s3_server, "train", *more)
-    said = process.communicate(timeout=200)[0].decode()
-    assert process.returncode == 0, said
-    assert f"resumed after step {there[-1]}" in said and steps(run) == [*range(1, there[-1] + 6)]
-
-
-def test_two_processes_train_into_storage(bucket, file, s3_server):
-    run = f"{bucket}/runs/points"
-    process = start(file, f"{bucket}/runs", s3_server, "launch", "-n", "2", "--devices-per-process", "2", "--")
-    said = process.communicate(timeout=200)[0].decode()
-    assert process.returncode == 0, said
-    assert steps(run) == [1, 2, 3, 4, 5, 6] and saved(run) == [2, 4, 6]
-    assert "flight/rank-00001.jsonl" in files(run) and not Path(file.parent, "s3:").exists()
+    assert main(["train", str(file), "--run-dir", f"{bucket}/runs", *more]) == 0, "here, on other devices"
+    assert f"resumed after step {there[-1]}" in capsys.readouterr().out
+    assert steps(run) == [*range(1, there[-1] + 6)]
 
 
 @pytest.mark.parametrize("kind", ["S3://", "s3:/"])

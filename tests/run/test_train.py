@@ -15,44 +15,39 @@ from tiny_experiment import points_text, write_points
 import jdp
 from jdp.checkpoint import Checkpoints
 from jdp.cli.main import main
+from jdp.core.storage.remote import Remote
 from jdp.guard.flight import read_ranks
 from jdp.guard.goodput import KINDS
 from jdp.run import signals
 from jdp.run.outputs.metrics import read
 
-EXPERIMENT = """
-name = "tiny"
-strategy = "zero1"
-
-[model]
-name = "gpt-nano"
-layers = 1
-width = 32
-heads = 2
-kv_heads = 1
-context = 16
-dropout = 0.1
-
-[data]
-source = "text.txt"
-heldout_fraction = 0.1
-
+POINTS = points_text(
+    """
 [optimizer]
+name = "adamw"
 lr = 1e-2
 warmup_steps = 2
 schedule = "cosine"
 
 [train]
 steps = 8
-batch_size = 16
+batch_size = 64
 accumulate = 2
 log_every = 1
 eval_every = 4
-eval_batches = 2
+eval_batches = 1
 checkpoint_every = 3
+""",
+    hidden=256,
+    top='strategy = "zero1"\n',
+).replace("hidden = [256]", "hidden = [256]\ndropout = 0.1")
+"""What a step is made of is in it: a key for dropout, a rate of its own, microbatches, shards of a kernel."""
+GPT_EXPERIMENT = """
+name = "tiny"
+model = {name = "gpt-nano", layers = 1, width = 32, heads = 2, kv_heads = 1, context = 16}
+data = {source = "text.txt", heldout_fraction = 0.1}
+train = {steps = 8, batch_size = 16, accumulate = 2}
 """
-
-
 MLP_EXPERIMENT = """
 name = "tiny"
 model = {name = "mlp"}
@@ -61,23 +56,15 @@ train = {steps = 8, batch_size = 16}
 """
 
 
-def write_experiment(folder):
-    """An experiment file and its text in `folder`."""
-    words = ["data", "parallel", "training", "on", "every", "device", "mesh"]
-    (folder / "text.txt").write_text(" ".join(np.random.default_rng(0).choice(words, 2000)))
-    (folder / "tiny.toml").write_text(EXPERIMENT)
-    return folder / "tiny.toml"
-
-
 @pytest.fixture
 def experiment(tmp_path):
-    return write_experiment(tmp_path)
+    return write_points(tmp_path, POINTS)
 
 
 def train(experiment, *arguments, runs="runs"):
     """Run the command in this process; returns its exit code and the run's folder."""
     root = experiment.parent / runs
-    return main(["train", str(experiment), "--run-dir", str(root), *arguments]), root / "tiny"
+    return main(["train", str(experiment), "--run-dir", str(root), *arguments]), root / experiment.stem
 
 
 def rows(folder, key="loss"):
@@ -102,7 +89,7 @@ def tree(folder):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """The folder of an undisturbed run of eight steps."""
-    code, folder = train(write_experiment(tmp_path_factory.mktemp("whole")))
+    code, folder = train(write_points(tmp_path_factory.mktemp("whole"), POINTS))
     assert code == 0
     return folder
 
@@ -110,9 +97,9 @@ def whole(tmp_path_factory):
 def test_writes_what_it_promises(whole):
     logged = [row for row in read(whole / "metrics.jsonl") if "loss" in row]
     assert [row["step"] for row in logged] == list(range(1, 9))
-    promised = {"step", "loss", "grad_norm", "weight", "lr", "step_seconds", "data_wait_seconds", "tokens_per_second"}
+    promised = {"step", "loss", "grad_norm", "weight", "lr", "step_seconds", "data_wait_seconds", "examples_per_second"}
     assert all(promised | {"skipped"} <= row.keys() for row in logged[1:])
-    assert all(row["weight"] == 16 * 16 for row in logged)
+    assert all(row["weight"] == 64 for row in logged)
     assert sorted(rows(whole, "eval_loss")) == [4, 8]
     assert logged[-1]["loss"] < logged[0]["loss"] - 0.3
     assert [row["lr"] for row in logged[:2]] == pytest.approx([0.005, 0.01])  # warm-up: half, then all of it
@@ -172,14 +159,14 @@ def test_one_word_changes_the_strategy_not_the_losses(whole, experiment, capsys)
     assert code == 0
     expected = rows(whole)[8]
     assert summary["final_loss"] == pytest.approx(expected, abs=5e-6)
-    assert {"name": "tiny", "steps": 8, "devices": 8, "strategy": "ddp"}.items() <= summary.items()
+    assert {"name": "points", "steps": 8, "devices": 8, "strategy": "ddp"}.items() <= summary.items()
     assert summary["final_eval_loss"] == pytest.approx(rows(whole, "eval_loss")[8], abs=5e-6)
     assert summary["seconds"] > 0
 
 
 def test_a_finished_run_says_so_and_changes_nothing(whole, capsys):
     before = tree(whole / "checkpoints")
-    code, folder = train(whole.parent.parent / "tiny.toml", "--json")
+    code, folder = train(whole.parent.parent / "points.toml", "--json")
     assert code == 0
     summary = json.loads(capsys.readouterr().out)
     assert (summary["steps"], summary["resumed_from"]) == (8, 8)
@@ -191,14 +178,14 @@ def test_a_finished_run_says_so_and_changes_nothing(whole, capsys):
 def test_a_finished_run_is_not_said_to_be_another_one(whole, capsys):
     """Nothing is trained under the new word, so the folder's record keeps the old one."""
     before = (whole / "experiment.toml").read_bytes()
-    code, _ = train(whole.parent.parent / "tiny.toml", "--strategy", "ddp")
+    code, _ = train(whole.parent.parent / "points.toml", "--strategy", "ddp")
     assert code == 0
     assert "has all of its 8 steps: nothing to do (--name NEW starts another run)" in capsys.readouterr().out
     assert (whole / "experiment.toml").read_bytes() == before
 
 
 def test_the_steps_of_a_schedule_cannot_change_under_it(whole, capsys):
-    code, _ = train(whole.parent.parent / "tiny.toml", "--train.steps", "12")
+    code, _ = train(whole.parent.parent / "points.toml", "--train.steps", "12")
     assert code == 2
     assert "train.steps was 8, is 12" in capsys.readouterr().err
 
@@ -208,7 +195,7 @@ def test_skips_before_a_stop_are_not_counted_again(experiment, monkeypatch, caps
     with monkeypatch.context() as patched:
         stop_after(patched, 2)
         patched.setattr("jdp.run.health.Health._check", lambda *_: None)
-        patched.setattr("jdp.experiment.assembly.text_loss", lambda *_: jdp.Loss(np.float32("nan"), np.float32(1)))
+        patched.setattr("jdp.experiment.assembly.features_loss", lambda *_: jdp.Loss(np.float32("nan"), np.float32(1)))
         train(experiment)
     code, folder = train(experiment, "--train.max_skips_in_a_row", "1")
     assert code == 0, capsys.readouterr().err
@@ -265,13 +252,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_bad_input_gets_one_error_and_leaves_nothing_behind(experiment, capsys, monkeypatch, case):
+def test_bad_input_gets_one_error_and_leaves_nothing_behind(tmp_path, capsys, monkeypatch, case):
     arguments, said = REFUSED[case]
-    monkeypatch.chdir(experiment.parent)
-    Path("empty.txt").write_text("")
-    Path("short.txt").write_text("shorter")
-    if case == "model":
-        experiment.write_text(MLP_EXPERIMENT)
+    monkeypatch.chdir(tmp_path)
+    for name, text in {"text": "data parallel training " * 500, "empty": "", "short": "shorter"}.items():
+        Path(f"{name}.txt").write_text(text)
+    experiment = tmp_path / "tiny.toml"
+    experiment.write_text(MLP_EXPERIMENT if case == "model" else GPT_EXPERIMENT)
     code, folder = train(experiment, *arguments)
     error = capsys.readouterr().err
     assert code == 2
@@ -282,7 +269,7 @@ def test_bad_input_gets_one_error_and_leaves_nothing_behind(experiment, capsys, 
 
 def test_refuses_the_folder_of_another_experiment(whole, capsys):
     before = tree(whole)
-    code, _ = train(whole.parent.parent / "tiny.toml", "--optimizer.lr", "0.5")
+    code, _ = train(whole.parent.parent / "points.toml", "--optimizer.lr", "0.5")
     error = capsys.readouterr().err
     assert code == 2
     assert "optimizer.lr was 0.01, is 0.5" in error
@@ -290,21 +277,22 @@ def test_refuses_the_folder_of_another_experiment(whole, capsys):
 
 
 def test_refuses_a_folder_that_is_not_a_run(experiment, capsys):
-    (experiment.parent / "runs" / "tiny").mkdir(parents=True)
-    (experiment.parent / "runs" / "tiny" / "thesis.tex").write_text("precious")
+    (experiment.parent / "runs" / "points").mkdir(parents=True)
+    (experiment.parent / "runs" / "points" / "thesis.tex").write_text("precious")
     code, folder = train(experiment)
     assert code == 2
     assert "is not empty and has no experiment.toml" in capsys.readouterr().err
     assert [path.name for path in folder.iterdir()] == ["thesis.tex"]
 
 
-def test_refuses_to_resume_on_other_text(experiment, capsys, monkeypatch):
+def test_refuses_to_resume_on_other_data(experiment, capsys, monkeypatch):
     with monkeypatch.context() as patched:
         stop_after(patched, 3)
         train(experiment)
-    (experiment.parent / "text.txt").write_text("something else entirely " * 500)
-    code, _ = train(experiment)
-    assert code == 2
+    with np.load(experiment.parent / "points.npz") as points:
+        changed = {**points, "features": points["features"] + 1}
+    np.savez(experiment.parent / "points.npz", **changed)
+    assert train(experiment)[0] == 2
     assert "was trained on other data" in capsys.readouterr().err
 
 
@@ -341,22 +329,31 @@ def test_ctrl_c_saves_and_leaves_cleanly(tmp_path):
         assert saved.latest == last
 
 
-def test_two_processes_train_the_quickstart_as_one(tmp_path, capsys):
-    """2 processes × 4 devices over Gloo: the losses of this process with its eight devices, the sample included.
+def test_two_processes_train_the_quickstart_as_one(tmp_path, capsys, bucket):
+    """2 processes × 4 devices over Gloo, into storage: the losses of this process with its eight devices.
 
     Bound: Gloo adds in another order than XLA's in-process all-reduce; see test_equivalence.
     """
     quickstart = Path(__file__).parents[2] / "experiments" / "quickstart.toml"
     short = ["--train.steps", "5", "--train.log_every", "1", "--train.batch_size", "8", "--optimizer.warmup_steps", "2"]
-    short += ["--train.eval_batches", "2", "--sample.length", "2", "--json"]
+    short += ["--train.eval_batches", "2", "--train.checkpoint_every", "2", "--sample.length", "2", "--json"]
     short += ["--data.length", "16", "--model.layers", "1", "--model.width", "64", "--model.heads", "2"]
-    launched = ["launch", "-n", "2", "--devices-per-process", "4", "--", str(quickstart), "--run-dir", "two", *short]
+    launched = ["launch", "-n", "2", "--devices-per-process", "4", "--", str(quickstart), "--run-dir", bucket, *short]
     process = command(tmp_path, *launched)
     assert main(["train", str(quickstart), "--run-dir", f"{tmp_path}/one", "--devices", "none", *short]) == 0
     one, two = json.loads(capsys.readouterr().out), json.loads(finish(process))
     assert (one["devices"], one["processes"]) == (8, 1)
     assert (two["devices"], two["processes"]) == (8, 2)
-    first, second = rows(tmp_path / "one" / "quickstart"), rows(tmp_path / "two" / "quickstart")
-    assert list(first) == list(second) == [1, 2, 3, 4, 5]
-    assert list(second.values()) == pytest.approx(list(first.values()), abs=5e-6)
+    remote, files = (
+        Remote(f"{bucket}/quickstart"),
+        [tmp_path / "one" / "quickstart" / "metrics.jsonl", tmp_path / "two"],
+    )
+    files[1].write_bytes(remote.read("metrics.jsonl"))
+    logged = [[row for row in read(file) if "loss" in row] for file in files]
+    assert [row["step"] for row in logged[0]] == [row["step"] for row in logged[1]] == [1, 2, 3, 4, 5]
+    assert [row["loss"] for row in logged[1]] == pytest.approx([row["loss"] for row in logged[0]], abs=5e-6)
+    assert all("tokens_per_second" in row for row in logged[1][1:])
     assert two["final_eval_loss"] == pytest.approx(one["final_eval_loss"], abs=5e-6)
+    commits = [name.split("/") for name in remote.files() if name.count("/") == 2 and "commit_s" in name]
+    assert sorted(int(step) for _, step, _ in commits) == [2, 4, 5]
+    assert "flight/rank-00001.jsonl" in remote.files() and not (tmp_path / "s3:").exists()
