@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tiny_experiment import write_tiny
+from tiny_experiment import points_text, write_points
 
 from jdp.cli.main import main
 from jdp.cli.report import target_of_run
@@ -33,17 +33,17 @@ checkpoint_every = 0
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> Path:
     """The folder of a run that was made by `jdp train` on eight devices, and whose data are gone."""
-    folder = tmp_path_factory.mktemp("tiny")
-    assert main(["train", str(write_tiny(folder, TABLES)), "--run-dir", str(folder / "runs")]) == 0
-    (folder / "text.txt").unlink()
-    return folder / "runs" / "tiny"
+    folder = tmp_path_factory.mktemp("points")
+    assert main(["train", str(write_points(folder, points_text(TABLES))), "--run-dir", str(folder / "runs")]) == 0
+    (folder / "points.npz").unlink()
+    return folder / "runs" / "points"
 
 
 @pytest.fixture
 def runs(trained, tmp_path, monkeypatch) -> Path:
     """A folder RUNS with a copy of that run, in the current one."""
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(trained, tmp_path / "runs" / "tiny", ignore=shutil.ignore_patterns("checkpoints"))
+    shutil.copytree(trained, tmp_path / "runs" / "points", ignore=shutil.ignore_patterns("checkpoints"))
     return Path("runs")
 
 
@@ -52,16 +52,16 @@ def text_of(page: Path) -> str:
 
 
 def test_a_run_becomes_a_page(runs, capsys):
-    assert main(["report", "runs/tiny"]) == 0
-    page = runs / "tiny" / "report.html"
-    assert capsys.readouterr().out == f"wrote {page}: tiny\n"
+    assert main(["report", "runs/points"]) == 0
+    page = runs / "points" / "report.html"
+    assert capsys.readouterr().out == f"wrote {page}: points\n"
     text = text_of(page)
     for expected in (
-        "Run tiny",
+        "Run points",
         "finished",
         "4 of 4",
         "8 × cpu",
-        "tokens/s",
+        "examples/s",
         "Compiled again for cpu:8, not run",
         "parameters (master weights, at rest)",
         "params/",  # leaves at rest
@@ -74,19 +74,19 @@ def test_a_run_becomes_a_page(runs, capsys):
 
 
 def test_runs_are_named_and_compared_and_json_is_all_there_is_on_stdout(runs, capfd):
-    shutil.copytree(runs / "tiny", runs / "other")
+    shutil.copytree(runs / "points", runs / "other")
     experiment = runs / "other" / "experiment.toml"
     experiment.write_text(experiment.read_text().replace("lr = 0.1", "lr = 0.7"))
-    assert main(["report", "tiny", "runs/other", "--no-compile", "--json"]) == 0
+    assert main(["report", "points", "runs/other", "--no-compile", "--json"]) == 0
     shown = capfd.readouterr()
-    assert json.loads(shown.out) == {"path": "report.html", "runs": ["tiny", "other"]} and shown.out.count("\n") == 1
+    assert json.loads(shown.out) == {"path": "report.html", "runs": ["points", "other"]} and shown.out.count("\n") == 1
     assert "optimizer.lr 0.1 0.7" in text_of(Path("report.html"))
 
 
 def test_runs_of_one_name_go_by_their_paths(runs, capsys):
     shutil.copytree(runs, "elsewhere")
-    assert main(["report", "tiny", "elsewhere/tiny", "--no-compile", "-o", "p.html"]) == 0
-    assert capsys.readouterr().out == "wrote p.html: runs/tiny, elsewhere/tiny\n"
+    assert main(["report", "points", "elsewhere/points", "--no-compile", "-o", "p.html"]) == 0
+    assert capsys.readouterr().out == "wrote p.html: runs/points, elsewhere/points\n"
 
 
 def damage_metrics(run):
@@ -121,32 +121,32 @@ DAMAGED = {
 
 @pytest.mark.parametrize(("damage", "expected"), DAMAGED.values(), ids=DAMAGED)
 def test_a_damaged_run_has_a_page_that_says_so(runs, damage, expected, capsys):
-    damage(runs / "tiny")
-    assert main(["report", "tiny", "--no-compile"]) == 0
-    text = text_of(runs / "tiny" / "report.html")
+    damage(runs / "points")
+    assert main(["report", "points", "--no-compile"]) == 0
+    text = text_of(runs / "points" / "report.html")
     assert expected in text and "What happened" in text
 
 
 @pytest.mark.parametrize("experiment", ['name = "x"\nnew_key = 1\n', "[[", '[model]\nname = "hf:/nowhere"\n'])
 def test_an_experiment_that_cannot_be_compiled_again_is_a_reason_on_the_page(runs, experiment):
-    (runs / "tiny" / "experiment.toml").write_text(experiment)
-    assert main(["report", "tiny"]) == 0
-    assert "The step was not compiled: runs/tiny/experiment.toml" in text_of(runs / "tiny" / "report.html")
+    (runs / "points" / "experiment.toml").write_text(experiment)
+    assert main(["report", "points"]) == 0
+    assert "The step was not compiled: runs/points/experiment.toml" in text_of(runs / "points" / "report.html")
 
 
 def test_devices_that_no_target_describes_are_a_reason_on_the_page(runs):
-    history = runs / "tiny" / "history.jsonl"
+    history = runs / "points" / "history.jsonl"
     history.write_text(
         history.read_text().replace('"platform": "cpu", "device": "cpu"', '"platform": "x", "device": "y"')
     )
-    assert main(["report", "tiny"]) == 0
+    assert main(["report", "points"]) == 0
     assert "which devices the run had is not recorded, or they have no description; name some (--target)" in text_of(
-        runs / "tiny" / "report.html"
+        runs / "points" / "report.html"
     )
 
 
 def test_the_devices_of_the_last_visit_are_those_that_are_compiled_for(runs):
-    recorded = read_run(runs / "tiny")
+    recorded = read_run(runs / "points")
     gpus = {"event": "resumed", "platform": "gpu", "devices": 16, "hosts": 2}
     for kind, chip in GPUS.items():
         later = dataclasses.replace(recorded, history=[*recorded.history, {**gpus, "device": chip.name}])
@@ -160,9 +160,9 @@ def test_the_devices_of_the_last_visit_are_those_that_are_compiled_for(runs):
 def test_a_run_whose_folder_may_not_be_written_is_reported_elsewhere(runs, tmp_path):
     if os.geteuid() == 0:
         pytest.skip("root may write anywhere")
-    (runs / "tiny").chmod(0o500)
-    assert main(["report", "tiny", "--no-compile"]) == 2
-    assert main(["report", "tiny", "--no-compile", "-o", "p.html"]) == 0
+    (runs / "points").chmod(0o500)
+    assert main(["report", "points", "--no-compile"]) == 2
+    assert main(["report", "points", "--no-compile", "-o", "p.html"]) == 0
 
 
 MISTAKES = {
@@ -171,16 +171,16 @@ MISTAKES = {
         ["nowhere"],
         "a run is a folder with an experiment.toml, or its name in runs; given nowhere: there is no such",
     ),
-    "misspelt": (["tny"], "did you mean runs/tiny?"),
-    "a folder that is no run": (["runs"], "given runs: it has no experiment.toml; runs has tiny"),
-    "a file": (["runs/tiny/metrics.jsonl"], "it is a file"),
-    "other runs": (["tiny", "--run-dir", "x"], "there is no such folder; x has no runs"),
-    "twice": (["tiny", "runs/tiny"], "given one twice, runs/tiny and runs/tiny"),
+    "misspelt": (["pints"], "did you mean runs/points?"),
+    "a folder that is no run": (["runs"], "given runs: it has no experiment.toml; runs has points"),
+    "a file": (["runs/points/metrics.jsonl"], "it is a file"),
+    "other runs": (["points", "--run-dir", "x"], "there is no such folder; x has no runs"),
+    "twice": (["points", "runs/points"], "given one twice, runs/points and runs/points"),
     "an address": (["memory://bucket/run"], "RUN: an address must lead to storage that other machines reach"),
     "a name of NUL": (["a\0b"], "RUN: a path must have no NUL character"),
-    "a page nowhere": (["tiny", "-o", "no/p.html"], "no/p.html cannot be written: there is no folder no"),
-    "a page that is a folder": (["tiny", "--output", "runs"], "runs cannot be written: it is a folder"),
-    "a target of nothing": (["tiny", "--target", "cpu:"], "a target is KIND:HOSTSxPER_HOST"),
+    "a page nowhere": (["points", "-o", "no/p.html"], "no/p.html cannot be written: there is no folder no"),
+    "a page that is a folder": (["points", "--output", "runs"], "runs cannot be written: it is a folder"),
+    "a target of nothing": (["points", "--target", "cpu:"], "a target is KIND:HOSTSxPER_HOST"),
 }
 
 
