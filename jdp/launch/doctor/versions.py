@@ -62,8 +62,8 @@ def _mismatched(found: dict[str, str]) -> list[Finding]:
             f"{name} is {version}, and jaxlib {found['jaxlib']}: they must be equal",
             f"pip install 'jax[{name.split('-')[1]}]=={found['jax']}'",
         )
-        for name, version in _plugins().items()
-        if version != found["jaxlib"]
+        for name, version in found.items()
+        if _PLUGIN.fullmatch(name) and version != found["jaxlib"]
     ]
 
 
@@ -88,8 +88,8 @@ def driver_version() -> str | None:
 
 
 def _plugins() -> dict[str, str]:
-    installed = (each.name for each in importlib.metadata.distributions() if each.name)
-    return {name: _version(name) for name in sorted(set(installed)) if _PLUGIN.fullmatch(name)}
+    installed = {each.name for each in importlib.metadata.distributions()}  # each name is a whole file that is parsed
+    return {name: _version(name) for name in sorted(filter(None, installed)) if _PLUGIN.fullmatch(name)}
 
 
 def _version(package: str) -> str:
