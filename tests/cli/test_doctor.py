@@ -20,9 +20,17 @@ from damaged_files import flip, without_checksums
 import jdp
 from jdp.cli import main as cli
 from jdp.launch import launch
+from jdp.launch.doctor import devices
 
 ROOT = Path(__file__).parents[2]
+SHORT, SMALL = 0.1, (2**16, 2**18)  # seconds of all-reduces, in place of two, and bytes of each
 pytestmark = pytest.mark.faults
+
+
+@pytest.fixture(autouse=True)
+def all_reduces_are_few(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(devices, "SECONDS", SHORT)
+    monkeypatch.setitem(devices.PAYLOADS, "cpu", SMALL)
 
 
 def doctor(tmp_path: Path, *arguments: str, before: str = "") -> list[str]:
@@ -34,6 +42,8 @@ def doctor(tmp_path: Path, *arguments: str, before: str = "") -> list[str]:
         "rank = int(os.environ.get('JDP_PROCESS_ID', 0))\n"
         f"{before}\n"
         "from jdp.cli.main import main\n"
+        "from jdp.launch.doctor import devices\n"
+        f"devices.SECONDS, devices.PAYLOADS['cpu'] = {SHORT}, {SMALL}\n"
         f"sys.exit(main(['doctor', *{list(arguments)!r}]))\n"
     )
     return [sys.executable, str(path)]
@@ -93,7 +103,7 @@ else:
 def test_a_process_that_stops_in_the_all_reduce(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     """Nothing in JAX ends that wait; here it is told, with all that was found before."""
     before = """
-import jdp.launch.doctor.devices as devices
+from jdp.launch.doctor import devices
 if rank == 1: devices.time_all_reduce = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
 """
     command = doctor(tmp_path, "--json", "--timeout", "8", before=before)
