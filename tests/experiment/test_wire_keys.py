@@ -8,7 +8,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from tiny_experiment import write_tiny
+from tiny_experiment import points_text, write_points
 
 from jdp.checkpoint import Checkpoints
 from jdp.cli.main import main
@@ -27,8 +27,9 @@ checkpoint_every = 100
 
 [optimizer]
 name = "sgd"
-lr = 0.5
+lr = 0.1
 """
+POINTS = points_text(TRAIN, hidden=256)
 BLOCK = ("--wire.block", "8")
 INT8 = ("--wire.gradients", "int8", *BLOCK)
 
@@ -67,7 +68,7 @@ WRONG = {
 
 @pytest.mark.parametrize(("arguments", "expected"), WRONG.values(), ids=WRONG)
 def test_a_bad_value_is_one_error_and_exit_2(arguments, expected, tmp_path, capfd):
-    file = write_tiny(tmp_path, TRAIN)
+    file = write_points(tmp_path, POINTS)
     assert main(["train", str(file), "--run-dir", str(tmp_path / "runs"), *arguments]) == 2
     shown = capfd.readouterr()
     assert shown.err.startswith("error: ") and shown.err.count("\n") == 1 and not shown.out, shown.err
@@ -77,7 +78,7 @@ def test_a_bad_value_is_one_error_and_exit_2(arguments, expected, tmp_path, capf
 
 def train(file, runs, *arguments):
     code = main(["train", str(file), "--run-dir", str(runs), "--strategy", "zero1", *arguments])
-    return code, runs / "tiny"
+    return code, runs / "points"
 
 
 def losses(folder):
@@ -97,7 +98,7 @@ def state_at(file, folder, step):
 def stopped(tmp_path_factory):
     """An experiment file, and the folder of its run with int8 gradients, which a signal stopped after two steps."""
     folder = tmp_path_factory.mktemp("stopped")
-    file = write_tiny(folder, TRAIN)
+    file = write_points(folder, POINTS)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(signals.StopRequest, "at_step", _stop_at_two)
         code, run = train(file, folder / "runs", *INT8)
@@ -147,14 +148,14 @@ def test_resumed_on_other_devices_it_shares_out_what_was_lost(stopped, tmp_path)
     )
     assert done.returncode == 0, done.stderr
     assert "what encoding lost on 8 devices is shared out over 4, its sum unchanged" in done.stderr
-    assert max(losses(tmp_path / "runs" / "tiny")) == 4
-    assert np.isfinite([loss for loss, _ in losses(tmp_path / "runs" / "tiny").values()]).all()
+    assert max(losses(tmp_path / "runs" / "points")) == 4
+    assert np.isfinite([loss for loss, _ in losses(tmp_path / "runs" / "points").values()]).all()
 
 
 @pytest.mark.parametrize("wire", [(), INT8])
 def test_an_experiment_as_resolved_is_read_back(wire, tmp_path):
     """It names settings of every encoding, with their defaults."""
     overrides = {wire[i].removeprefix("--"): wire[i + 1] for i in range(0, len(wire), 2)}
-    experiment = load(write_tiny(tmp_path, TRAIN), overrides)
+    experiment = load(write_points(tmp_path, POINTS), overrides)
     (tmp_path / "resolved.toml").write_text(to_toml(experiment))
     assert load(tmp_path / "resolved.toml") == experiment
