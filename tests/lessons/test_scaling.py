@@ -3,7 +3,7 @@
 import jax
 import pytest
 from load import load
-from tiny_experiment import write_tiny
+from tiny_experiment import points_text, write_points
 
 from jdp.foresight.program.collectives import collectives, traffic
 
@@ -35,8 +35,9 @@ def test_every_device_sends_the_whole_gradient_however_many_share_the_rows(devic
 
 @pytest.mark.aot
 def test_fewer_sequences_a_gpu_scale_worse_and_hold_less(tmp_path, monkeypatch):
-    write_tiny(tmp_path, "[train]\nsteps = 1\nbatch_size = 8\n")
+    text = points_text('[optimizer]\nname = "sgd"\nlr = 0.1\n[train]\nsteps = 1\nbatch_size = 8\n', hidden=256)
+    write_points(tmp_path, text)
     monkeypatch.setattr(lesson, "FILES", tmp_path)
-    monkeypatch.setattr(lesson, "MODELS", {("tiny", 1): "ddp", ("tiny", 64): "ddp"})
-    few, many = lesson.foreseen("tiny", 1, 1), lesson.foreseen("tiny", 64, 1)
+    monkeypatch.setattr(lesson, "MODELS", {("points", 1): "ddp", ("points", 64): "ddp"})
+    few, many = lesson.foreseen("points", 1, 1), lesson.foreseen("points", 64, 1)
     assert 0 < few[0] < many[0] < 1 and few[1] < many[1] and few[2] < many[2]

@@ -18,7 +18,8 @@ ROOT = Path(__file__).parents[2]
 POINTS = points_text(
     """
 [optimizer]
-name = "adamw"
+name = "sgd"
+momentum = 0.9
 lr = 0.01
 [train]
 steps = 10

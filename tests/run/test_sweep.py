@@ -6,7 +6,7 @@ import re
 import signal
 import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
 
 import pytest
@@ -247,34 +247,36 @@ def test_why_a_child_failed_is_what_it_said_last(file, capfd):
     assert "error: too hot\nbye\n" in capfd.readouterr().err
 
 
-def command(folder, *arguments):
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    start = [sys.executable, "-m", "jdp", "train", *arguments]
-    return subprocess.Popen(
-        start, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-
-
-def test_a_sweep_end_to_end_stopped_and_resumed(tmp_path):
+def test_a_sweep_end_to_end_stopped_and_resumed(tmp_path, monkeypatch, capfd):
     """Ctrl-C comes in the second run, which stops both; the same command goes on with it, and not with the first."""
     file = write_points(tmp_path, points_text(TABLES.replace("steps = 4", "steps = 100"), top="devices = 2\n"))
-    arguments = ("points.toml", "--sweep", "optimizer.lr=0.1,0.2", "--json")
     first, second = (file.parent / "runs" / f"points-optimizer.lr={lr}" for lr in (0.1, 0.2))
-    process = command(file.parent, *arguments)
-    while not (second / "experiment.toml").exists():
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    out, error = process.communicate(timeout=240)
-    assert process.returncode == 130 and "Traceback" not in error, error
-    told = json.loads(out)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    monkeypatch.chdir(tmp_path)
+    arguments = ["train", "points.toml", "--sweep", "optimizer.lr=0.1,0.2", "--json"]
+    ended = threading.Event()
+
+    def ctrl_c():
+        while not (there := (second / "experiment.toml").exists()) and not ended.wait(0.02):
+            pass
+        if there:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    waiting = threading.Thread(target=ctrl_c)
+    waiting.start()
+    code = main(arguments)
+    ended.set()
+    waiting.join()
+    shown = capfd.readouterr()
+    assert code == 130 and "Traceback" not in shown.err, shown.err
+    told = json.loads(shown.out)
     assert [(run["name"], run["status"]) for run in told["runs"]] == [(first.name, DONE), (second.name, STOPPED)]
     assert not (second / "summary.json").exists()
-    process = command(file.parent, *arguments)
-    out, error = process.communicate(timeout=240)
-    assert process.returncode == 0, error
-    told = json.loads(out)
+    code = main(arguments)
+    shown = capfd.readouterr()
+    assert code == 0, shown.err
+    told = json.loads(shown.out)
     assert sorted(run["name"] for run in told["runs"]) == [first.name, second.name]
     assert told["best"] == told["runs"][0]["name"]
-    assert f"[1/2] {first.name}: done before" in error
+    assert f"[1/2] {first.name}: done before" in shown.err
     assert json.loads((file.parent / "runs" / "points.sweep.json").read_text()) == told

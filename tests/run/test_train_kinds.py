@@ -99,9 +99,9 @@ def test_a_resnet_trains_on_digits_with_its_statistics(folder, tmp_path, capsys)
 
 def test_lora_fine_tunes_a_run_and_leaves_its_weights_alone(folder, tmp_path, capsys):
     """Trained on a mixture, whose texts are evaluated one by one, then fine-tuned on one of them."""
-    file, runs = written(folder, "mixture"), ("--run-dir", str(tmp_path), "--sample.length", "1")
-    runs += ("--train.eval_batches", "1", "--optimizer.name", "sgd")
-    assert main(["train", str(file), *runs]) == 0
+    file, runs = written(folder, "mixture"), ("--run-dir", str(tmp_path), "--train.eval_batches", "1")
+    runs += ("--optimizer.name", "sgd")
+    assert main(["train", str(file), *runs, "--sample.length", "1"]) == 0
     evaluated = read(tmp_path / "kind" / "metrics.jsonl")[-1]
     assert {"eval_loss", "eval_bits_per_token", "eval_a_loss", "eval_b_loss"} <= evaluated.keys()
     file = written(folder, "text")
