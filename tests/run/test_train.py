@@ -137,17 +137,19 @@ def test_stop_and_resume_is_bitwise_the_undisturbed_run(whole, experiment, monke
     assert rows(folder, "grad_norm") == rows(whole, "grad_norm")
 
 
-def test_a_crash_repeats_the_steps_since_the_last_checkpoint(whole, experiment, monkeypatch):
+def test_a_crash_repeats_the_steps_since_the_last_checkpoint(whole, experiment, monkeypatch, capsys):
     """Nothing was saved at step 5: the run goes on from 3, and no step is there twice."""
     with monkeypatch.context() as patched:
         stop_after(patched, 5)
         save = Checkpoints.save
-        patched.setattr(
-            Checkpoints, "save", lambda self, state, record: save(self, state, record) if record["done"] < 5 else None
-        )
-        train(experiment)
+
+        def save_before_5(self, state, record, *metrics):
+            return save(self, state, record, *metrics) if record["done"] < 5 else None
+
+        patched.setattr(Checkpoints, "save", save_before_5)
+        assert train(experiment)[0] == 130
     code, folder = train(experiment)
-    assert code == 0
+    assert code == 0 and "resumed after step 3" in capsys.readouterr().out
     assert [row["step"] for row in read(folder / "metrics.jsonl") if "loss" in row] == list(range(1, 9))
     assert rows(folder) == rows(whole)
 
