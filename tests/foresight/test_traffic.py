@@ -23,8 +23,8 @@ from jdp.foresight.targets.resolve import target
 from jdp.foresight.verify import Report, report
 from jdp.models import SIZES, GPTConfig, MLPConfig, ResNetConfig, ViTConfig, build, classification_loss
 
-# Wide against its small leaves: the norms' scales, which stay replicated, are 0.2 % of the bytes. Compiling takes as long
-# as there are kernels: each layer counts, also of scanned ones, whose ends are peeled; GPT-2's layers have fewest.
+# Wide against its small leaves: the norms' scales, which stay replicated, are 0.2 % of the bytes. Compiling takes its
+# time by the kernels: each layer counts, also of scanned ones, whose ends are peeled; GPT-2's layers have fewest.
 # `UNROLLED` has Llama's.
 GPT2 = {"vocab_size": 512, "context": 64, "width": 256, "heads": 4, "positions": "learned", "activation": "gelu"}
 GPT = GPTConfig(**GPT2, layers=2, kv_heads=2, tied=True, remat="full")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +24,9 @@ from jdp.models import GPTConfig, build
 from jdp.models.attention import attend, cudnn_refuses
 
 CONFIG = GPTConfig(vocab_size=128, context=160, layers=3, width=64, heads=4, kv_heads=2, tied=True)
+QUICK = {"xla_gpu_enable_triton_gemm": False}  # compiles in two thirds of the time
 
-
-COLUMNS = ("attention/query", "attention/key", "attention/value", "mlp/gate", "mlp/up")
+COLUMNS = ("attention/query", "attention/key", "attention/value", "mlp/up")
 TENSOR_PARALLEL = [
     *((f"*/{name}/kernel", PartitionSpec(None, None, "model")) for name in COLUMNS),
     *((f"*/{name}/kernel", PartitionSpec(None, "model")) for name in ("attention/output", "mlp/down")),
@@ -35,14 +36,14 @@ TENSOR_PARALLEL = [
 
 @functools.cache
 def compiled_for_h100s(strategy, *, partitioning=None, model=1, **changes):
-    config = dataclasses.replace(CONFIG, **changes)
+    config = dataclasses.replace(CONFIG, activation="gelu", **changes)
     axes = {"data": 1, "model": model} if model > 1 else {"data": 1}
     mesh = jdp.make_mesh(devices=jax.devices()[:model], **axes)
     plan = jdp.Plan(mesh, strategy, rules=TENSOR_PARALLEL if model > 1 else ())
     state = jdp.abstract_state(
         lambda rng: build(config, rngs=nnx.Rngs(rng)), optax.sgd(1e-3), plan, rng=jax.random.key(0)
     )
-    step = jdp.make_train_step(text_loss, plan, precision="bf16", partitioning=partitioning)
+    step = jdp.make_train_step(text_loss, plan, precision="bf16", partitioning=partitioning, compiler=QUICK)
     batch = {name: np.zeros((16, 160), np.int32) for name in ("tokens", "targets", "weights")}
     devices = target("h100:1x8")
     candidate = abstract_on(step, state, batch, devices)
@@ -54,8 +55,12 @@ def compiled_for_h100s(strategy, *, partitioning=None, model=1, **changes):
     ("strategy", "changes", "expected"),
     [
         ("zero3", {"remat": "dots"}, 3),  # once in each of three peeled rounds: its output and statistics are kept
-        ("ddp", {"remat": "full", "attention": "cudnn", "partitioning": "auto", "window": 64, "qk_norm": True}, 2),
-        ("zero1", {"remat": "dots", "attention": "xla"}, 0),
+        (
+            "ddp",
+            {"layers": 2, "remat": "full", "attention": "cudnn", "partitioning": "auto", "window": 64, "qk_norm": True},
+            2,
+        ),
+        ("zero1", {"layers": 2, "remat": "dots", "attention": "xla"}, 0),
     ],
     ids=["zero3", "auto partitioning", "xla"],
 )
@@ -68,11 +73,11 @@ def test_compiled_for_h100s_auto_is_cudnn_and_no_strategy_sends_more(strategy, c
     assert "[16,160,4,16]" not in text  # of a device, not gathered
     if expected:
         assert "160,160]" not in text
-    assert "[3,2,4,160,160]" not in text  # no weights of attention are kept for the backward pass
+    assert not re.search(r"\[[23],2,4,160,160\]", text)  # no weights of attention are kept for the backward pass
 
 
 def test_heads_and_a_vocabulary_sharded_over_model_stay_where_they_are():
-    text, verdict = compiled_for_h100s("zero1", model=2, remat="full")
+    text, verdict = compiled_for_h100s("zero1", model=2, layers=2, remat="full")
     assert 'custom_call_target="__cudnn$fmhaSoftmaxBackward"' in text
     assert verdict.kept, verdict.breaches
     assert {each.collective.kind for each in verdict.collectives if not each.over_batch} == {"all-reduce"}
@@ -142,6 +147,17 @@ def test_the_version_of_cudnn_is_the_descriptions():
     assert version_in("") == 91_000
 
 
+def with_gradients(form):
+    """The results of `form` and the gradients of its arguments, in one program."""
+
+    @jax.jit
+    def run(cotangent, *arguments):
+        mixed, pull = jax.vjp(form, *arguments)
+        return mixed, *pull(cotangent)
+
+    return run
+
+
 @pytest.mark.parametrize(
     ("dtype", "bound", "window"), [(jnp.float32, 1e-5, None), (jnp.bfloat16, 3e-2, None), (jnp.float32, 1e-5, 40)]
 )
@@ -150,8 +166,9 @@ def test_on_a_cpu_blocks_of_queries_give_what_the_whole_gives(dtype, bound, wind
     query, key, value, cotangent = (jnp.asarray(rng.normal(size=(2, 128, heads, 8)), dtype) for heads in (4, 2, 2, 4))
     found = {}
     for by in ("auto", "xla"):
-        mixed, pull = jax.vjp(functools.partial(attend, causal=True, window=window, by=by), query, key, value)
-        found[by] = mixed, *pull(cotangent)
+        found[by] = with_gradients(functools.partial(attend, causal=True, window=window, by=by))(
+            cotangent, query, key, value
+        )
     assert [x.dtype for x in found["auto"]] == [dtype] * 4
     for ours, theirs in zip(*found.values(), strict=True):
         np.testing.assert_allclose(np.float32(ours), np.float32(theirs), atol=bound, rtol=bound)
