@@ -63,7 +63,7 @@ def guides_step(mesh, *, constrained=False, donate=()):
     @nnx.jit
     def create():
         model = Block(nnx.Rngs(0), constrained=constrained)
-        optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+        optimizer = nnx.Optimizer(model, optax.sgd(1e-3), wrt=nnx.Param)
         state = nnx.state((model, optimizer))
         nnx.update((model, optimizer), jax.lax.with_sharding_constraint(state, nnx.get_partition_spec(state)))
         return model, optimizer

@@ -6,6 +6,7 @@ and the most it holds live - is the other side of every account.
 """
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +21,15 @@ from jdp.foresight.program.compiled import compile_step
 from jdp.foresight.targets.resolve import target
 from jdp.models import GPTConfig, MLPConfig, build
 
-GPT = GPTConfig(vocab_size=512, context=64, layers=4, width=256, heads=4, tied=True)
-REMAT = GPTConfig(vocab_size=512, context=64, layers=4, width=256, heads=4, tied=True, remat="full")
-UNROLLED = GPTConfig(vocab_size=512, context=64, layers=2, width=256, heads=4, scan=False)
+# GPT-2's layers: compiling takes its time by the kernels, and these have fewest.
+GPT = GPTConfig(
+    vocab_size=512, context=64, layers=3, width=256, heads=4, positions="learned", activation="gelu", tied=True
+)
+REMAT = replace(GPT, remat="full")
+UNROLLED = GPTConfig(vocab_size=512, context=64, layers=1, width=256, heads=4, scan=False)
 MLP = MLPConfig(features_in=256, hidden=(512, 512), features_out=64)
 DEVICES = 8
+QUICK = {"xla_gpu_enable_triton_gemm": False}  # for GPTs: cuBLAS's products, which have workspaces, and no Triton
 
 
 def mlp_loss(model, batch, rng):
@@ -50,7 +55,8 @@ def abstract(config, strategy, rows):
 def compiled(config, strategy, accumulate, rows=2):
     """(what XLA says, the step, its state, its memory); `rows` of a microbatch on each device."""
     plan, state, batch, loss = abstract(config, strategy, rows * accumulate)
-    step = jdp.make_train_step(loss, plan, accumulate=accumulate, precision="bf16")
+    compiler = QUICK if isinstance(config, GPTConfig) else "default"
+    step = jdp.make_train_step(loss, plan, accumulate=accumulate, precision="bf16", compiler=compiler)
     found = compile_step(step.lower(state, batch))
     return found, step, state, memory(found, step, state)
 
@@ -66,8 +72,7 @@ def count(config):
 
 CASES = [
     (MLP, "zero1", 1, 1024),
-    (MLP, "ddp", 1, 1024),
-    (GPT, "ddp", 4),
+    (MLP, "ddp", 4, 256),
     (GPT, "zero2", 4, 8),
     (GPT, "zero3", 4),
     (UNROLLED, "zero1", 1),
@@ -114,7 +119,7 @@ def test_nothing_but_gaps_in_the_heap_is_unattributed(case):
 def test_an_mlp_by_hand():
     """Kernels are sharded over 8 devices, biases too small for it; Adam has two moments of each and a counter."""
     kernels, biases = 256 * 512 + 512 * 512 + 512 * 64, 512 + 512 + 64
-    zero1, ddp = held(MLP, "zero1", 1, 1024), held(MLP, "ddp", 1, 1024)
+    zero1, ddp = held(MLP, "zero1", 1, 1024), held(MLP, "ddp", 4, 256)
     assert zero1.parameters == 4 * (kernels // 8 + biases)
     assert zero1.optimizer == 2 * zero1.parameters + 4
     assert ddp.parameters == 4 * (kernels + biases)
@@ -123,19 +128,18 @@ def test_an_mlp_by_hand():
 
 
 def test_gradients_are_accumulated_whole_under_ddp_and_sharded_under_zero2():
-    psi = count(GPT)
-    ddp, zero2 = held(GPT, "ddp", 4), held(GPT, "zero2", 4, 8)
-    assert ddp.gradients >= 4 * psi  # the accumulator, fp32
+    ddp, zero2 = held(MLP, "ddp", 4, 256), held(GPT, "zero2", 4, 8)
+    assert ddp.gradients >= 4 * count(MLP)  # the accumulator, fp32
     assert ddp.most["gradients"] >= ddp.gradients
-    # zero2: an eighth of that, and the gradient of the microbatch at hand, as the backward pass makes it in bf16.
-    assert 4 * psi / 8 < zero2.gradients < ddp.gradients - 3 * psi
+    # zero2: an eighth of that, and of the microbatch at hand what the backward pass has made, in bf16, and not reduced.
+    assert 4 * count(GPT) / 8 < zero2.gradients < count(GPT)
 
 
 def test_the_working_copy_is_whole_under_zero2_and_a_layer_under_zero3():
     psi = count(GPT)
     zero2, zero3 = held(GPT, "zero2", 4, 8), held(GPT, "zero3", 4)
     assert 2 * psi * 0.98 < zero2.working < 2 * psi * 1.25  # and slices of it, of the layer at work
-    # A layer of four, cast shards of all, and the embedding.
+    # A layer of three, cast shards of all, and the embedding.
     assert zero3.working < 2 * psi * 0.6
     assert zero3.most["working"] < zero2.most["working"]
 
@@ -166,10 +170,11 @@ def test_the_largest_buffers_are_named():
     bytes_of = [one.bytes for one in memory.largest]
     assert bytes_of == sorted(bytes_of, reverse=True)
     assert sum(bytes_of) <= memory.total - memory.parameters - memory.optimizer - memory.batch
-    stacked = next(one for one in memory.largest if one.dims[:3] == (4, 8, 64))
+    stacked = next(one for one in memory.largest if one.dims[:3] == (3, 8, 64))
     assert stacked.role == "activations"
     assert "layers.py" in stacked.source
-    assert memory.at is not None and ".py:" in memory.at
+    at = held(UNROLLED, "zero1", 1).at
+    assert at is not None and ".py:" in at
 
 
 def test_an_evaluation_step_leaves_the_optimizer_state_outside():
@@ -199,7 +204,7 @@ def test_fits_as_jax_allocates():
 
 
 def test_text():
-    text = str(held(GPT, "ddp", 4))
+    text = str(held(GPT, "zero3", 4))
     for words in CLASSES.values():
         assert words in text
     assert "total per device" in text

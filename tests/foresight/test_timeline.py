@@ -371,18 +371,17 @@ def test_flops_in_nested_loops():
 def test_a_training_step_does_three_times_the_forward_pass():
     """And a fourth time the layers that are recomputed. Forward, a token: 2 FLOPs a weight, tied embedding included
     (its product makes the logits), and 4 · length · width a layer for attention (Kaplan et al. 2020, table 1)."""
-    length, layers, width, vocabulary, rows = 128, 3, 256, 512, 2
+    length, layers, width, vocabulary, rows = 128, 2, 256, 512, 2
     config = GPTConfig(
         vocab_size=vocabulary, context=length, layers=layers, width=width, heads=4, mlp_width=4 * width, tied=True,
         activation="gelu", remat="full",
     )  # fmt: skip
     plan = jdp.Plan(jdp.make_mesh(devices=h100().devices), "zero3")
-    state = jdp.abstract_state(
-        lambda r: build(config, rngs=nnx.Rngs(r)), optax.adamw(1e-3), plan, rng=jax.random.key(0)
-    )
+    state = jdp.abstract_state(lambda r: build(config, rngs=nnx.Rngs(r)), optax.sgd(1e-3), plan, rng=jax.random.key(0))
     shapes = dict.fromkeys(("tokens", "targets"), "int32") | {"weights": "float32"}
     batch = {name: jax.ShapeDtypeStruct((8 * rows, length), dtype) for name, dtype in shapes.items()}
-    step = jdp.make_train_step(text_loss, plan, precision="bf16")
+    quick = {"xla_gpu_enable_triton_gemm": False}  # cuBLAS's products; the programs around this one have Triton's
+    step = jdp.make_train_step(text_loss, plan, precision="bf16", compiler=quick)
     result = timeline(parse(step.compile(state, batch).as_text()), h100())
     tokens = rows * length
     block = tokens * layers * (2 * 12 * width**2 + 4 * length * width)

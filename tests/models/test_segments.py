@@ -16,12 +16,16 @@ LLAMA = GPTConfig(vocab_size=19, context=12, layers=2, width=16, heads=4, kv_hea
 GPT2 = dataclasses.replace(
     LLAMA, kv_heads=None, mlp_width=None, positions="learned", activation="gelu", norm="layer", bias=True, scan=True
 )
-TOKENS = jax.random.randint(jax.random.key(7), (2, 12), 0, 19)
-PACKED = jnp.array([[1] * 5 + [2] * 4 + [0] * 3, [7] * 3 + [8] * 9])  # two documents and padding; two that fill a row
+TOKENS = np.array(jax.random.randint(jax.random.key(7), (2, 12), 0, 19))
+PACKED = np.array([[1] * 5 + [2] * 4 + [0] * 3, [7] * 3 + [8] * 9])  # two documents and padding; two that fill a row
 DOCUMENTS = [(0, 0, 5), (0, 5, 9), (1, 0, 3), (1, 3, 12)]
 WINDOWS = dataclasses.replace(LLAMA, scan=True, window=3, global_every=2, rope_local_theta=100.0)
 STYLES = pytest.mark.parametrize("config", [LLAMA, GPT2, WINDOWS], ids=["llama", "gpt2", "windows"])
 forward = jax.jit(lambda model, tokens, segments=None: model(tokens, segments=segments))
+
+
+def padded(row, start, end):
+    return np.pad(TOKENS[row, start:end], (0, 12 - end + start))
 
 
 @functools.cache
@@ -32,7 +36,7 @@ def make(config):
 
     def fill(path, leaf):
         start = 1.0 if "scale" in str(path[-2]) else 0.0
-        return jnp.float32(start + 0.2 * draw(size=leaf.shape))
+        return jax.device_put(np.float32(start + 0.2 * draw(size=leaf.shape)))
 
     return jax.tree.map_with_path(fill, shapes)
 
@@ -40,10 +44,10 @@ def make(config):
 @STYLES
 def test_a_packed_document_has_the_logits_that_it_has_alone(config):
     model = make(config)
-    packed = forward(model, TOKENS, PACKED)
-    assert jnp.any(jnp.abs(packed - forward(model, TOKENS))[:, 5:] > 0.1)  # what the segments shut out mattered
+    packed, plain = np.asarray(forward(model, TOKENS, PACKED)), np.asarray(forward(model, TOKENS))
+    assert np.any(np.abs(packed - plain)[:, 5:] > 0.1)  # what the segments shut out mattered
     for row, start, end in DOCUMENTS:
-        alone = forward(model, jnp.pad(TOKENS[row : row + 1, start:end], ((0, 0), (0, 12 - end + start))))
+        alone = np.asarray(forward(model, np.stack([padded(row, start, end)] * 2)))  # two rows: the program of `plain`
         # Softmax over the row adds exact zeros for what is masked, but sums in another order.
         np.testing.assert_allclose(packed[row, start:end], alone[0, : end - start], rtol=1e-4, atol=1e-4)
 
@@ -57,18 +61,18 @@ def test_a_packed_batch_has_the_gradients_of_its_documents():
     gradient = jax.jit(jax.grad(total))
     inside = (PACKED[:, 1:] == PACKED[:, :-1]) & (PACKED[:, 1:] > 0)
     packed = gradient(model, TOKENS, PACKED, inside)
-    rows = [jnp.pad(TOKENS[row, start:end], (0, 12 - end + start)) for row, start, end in DOCUMENTS]
-    lengths = jnp.array([end - start for _, start, end in DOCUMENTS])
-    weights = jnp.arange(1, 12) < lengths[:, None]
-    apart = gradient(model, jnp.stack(rows), jnp.ones((4, 12), jnp.int32), weights)
-    largest = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(apart))
+    rows = [padded(*document) for document in DOCUMENTS]
+    lengths = np.array([end - start for _, start, end in DOCUMENTS])
+    weights = np.arange(1, 12) < lengths[:, None]
+    apart = gradient(model, np.stack(rows), np.ones((4, 12), np.int32), weights)
+    largest = max(float(np.abs(leaf).max()) for leaf in jax.tree.leaves(apart))
     for (path, mine), other in zip(jax.tree.leaves_with_path(packed), jax.tree.leaves(apart), strict=True):
         np.testing.assert_allclose(mine, other, rtol=1e-3, atol=1e-5 * largest, err_msg=jax.tree_util.keystr(path))
 
 
 def test_one_segment_is_no_segments():
     model = make(LLAMA)
-    whole = forward(model, TOKENS, jnp.full((2, 12), 3))
+    whole = forward(model, TOKENS, np.full((2, 12), 3, PACKED.dtype))
     np.testing.assert_allclose(whole, forward(model, TOKENS), rtol=1e-4, atol=1e-4)
 
 
