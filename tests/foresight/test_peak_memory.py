@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
+from without_triton import WITHOUT_TRITON
 
 import jdp
 from jdp.experiment.assembly import text_loss
@@ -29,7 +30,6 @@ REMAT = replace(GPT, remat="full")
 UNROLLED = GPTConfig(vocab_size=512, context=64, layers=1, width=256, heads=4, scan=False)
 MLP = MLPConfig(features_in=256, hidden=(512, 512), features_out=64)
 DEVICES = 8
-QUICK = {"xla_gpu_enable_triton_gemm": False}  # for GPTs: cuBLAS's products, which have workspaces, and no Triton
 
 
 def mlp_loss(model, batch, rng):
@@ -55,7 +55,7 @@ def abstract(config, strategy, rows):
 def compiled(config, strategy, accumulate, rows=2):
     """(what XLA says, the step, its state, its memory); `rows` of a microbatch on each device."""
     plan, state, batch, loss = abstract(config, strategy, rows * accumulate)
-    compiler = QUICK if isinstance(config, GPTConfig) else "default"
+    compiler = WITHOUT_TRITON if isinstance(config, GPTConfig) else "default"  # cuBLAS's products have workspaces
     step = jdp.make_train_step(loss, plan, accumulate=accumulate, precision="bf16", compiler=compiler)
     found = compile_step(step.lower(state, batch))
     return found, step, state, memory(found, step, state)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
+from without_triton import WITHOUT_TRITON
 
 import jdp
 from jdp.experiment.losses import text_loss
@@ -380,8 +381,7 @@ def test_a_training_step_does_three_times_the_forward_pass():
     state = jdp.abstract_state(lambda r: build(config, rngs=nnx.Rngs(r)), optax.sgd(1e-3), plan, rng=jax.random.key(0))
     shapes = dict.fromkeys(("tokens", "targets"), "int32") | {"weights": "float32"}
     batch = {name: jax.ShapeDtypeStruct((8 * rows, length), dtype) for name, dtype in shapes.items()}
-    quick = {"xla_gpu_enable_triton_gemm": False}  # cuBLAS's products; the programs around this one have Triton's
-    step = jdp.make_train_step(text_loss, plan, precision="bf16", compiler=quick)
+    step = jdp.make_train_step(text_loss, plan, precision="bf16", compiler=WITHOUT_TRITON)
     result = timeline(parse(step.compile(state, batch).as_text()), h100())
     tokens = rows * length
     block = tokens * layers * (2 * 12 * width**2 + 4 * length * width)

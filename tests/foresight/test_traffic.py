@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
+from without_triton import WITHOUT_TRITON
 
 import jdp
 from jdp.experiment.losses import text_loss
@@ -41,7 +42,6 @@ WIDE = {
     "mlp": MLPConfig(features_in=256, hidden=(2048, 2048), features_out=64),
 }
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
-QUICK = {"xla_gpu_enable_triton_gemm": False}  # compiles in two thirds of the time
 
 
 def mlp_loss(model, batch, rng):
@@ -90,7 +90,7 @@ def compiled(config, strategy, partitioning, accumulate, precision="bf16", on="h
     init = lambda rng: build(config, rngs=nnx.Rngs(rng))  # noqa: E731
     state = jdp.abstract_state(init, optax.sgd(1e-3), plan, rng=jax.random.key(0), wrt=wrt)
     batch, loss = abstract_batch(config, len(devices) * accumulate * 2), LOSSES[type(config)]
-    settings = {"precision": precision, "partitioning": partitioning, "compiler": QUICK}
+    settings = {"precision": precision, "partitioning": partitioning, "compiler": WITHOUT_TRITON}
     step = jdp.make_train_step(loss, plan, accumulate=accumulate, **settings)
     program = compile_step(step.lower(state, batch))
     return Program(step, program, report(step, state, program, on))

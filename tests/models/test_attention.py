@@ -11,6 +11,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
+from without_triton import WITHOUT_TRITON
 
 import jdp
 from jdp.core.sharding.mesh import tracing_on
@@ -24,7 +25,6 @@ from jdp.models import GPTConfig, build
 from jdp.models.attention import attend, cudnn_refuses
 
 CONFIG = GPTConfig(vocab_size=128, context=160, layers=3, width=64, heads=4, kv_heads=2, tied=True)
-QUICK = {"xla_gpu_enable_triton_gemm": False}  # compiles in two thirds of the time
 
 COLUMNS = ("attention/query", "attention/key", "attention/value", "mlp/up")
 TENSOR_PARALLEL = [
@@ -43,7 +43,7 @@ def compiled_for_h100s(strategy, *, partitioning=None, model=1, **changes):
     state = jdp.abstract_state(
         lambda rng: build(config, rngs=nnx.Rngs(rng)), optax.sgd(1e-3), plan, rng=jax.random.key(0)
     )
-    step = jdp.make_train_step(text_loss, plan, precision="bf16", partitioning=partitioning, compiler=QUICK)
+    step = jdp.make_train_step(text_loss, plan, precision="bf16", partitioning=partitioning, compiler=WITHOUT_TRITON)
     batch = {name: np.zeros((16, 160), np.int32) for name in ("tokens", "targets", "weights")}
     devices = target("h100:1x8")
     candidate = abstract_on(step, state, batch, devices)

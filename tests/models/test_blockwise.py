@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from without_triton import WITHOUT_TRITON
 
 import jdp
 from jdp.core.sharding.mesh import tracing_on
@@ -27,7 +28,6 @@ from jdp.models.blockwise import Sight, attend_in_documents, block_size
 CONFIG = GPTConfig(
     vocab_size=64, context=2048, layers=2, width=32, heads=4, kv_heads=2, activation="gelu", tied=True, remat="dots"
 )
-QUICK = {"xla_gpu_enable_triton_gemm": False}  # compiles in two thirds of the time
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_compiled_for_h100s_nothing_holds_the_length_twice_and_no_strategy_sends
     state = jdp.abstract_state(
         lambda rng: build(CONFIG, rngs=nnx.Rngs(rng)), optax.sgd(1e-3), plan, rng=jax.random.key(0)
     )
-    step = jdp.make_train_step(text_loss, plan, precision="bf16", partitioning=partitioning, compiler=QUICK)
+    step = jdp.make_train_step(text_loss, plan, precision="bf16", partitioning=partitioning, compiler=WITHOUT_TRITON)
     batch = {name: np.zeros((16, 2048), np.int32) for name in ("tokens", "targets", "weights", "segments")}
     devices = target("h100:1x8")
     candidate = abstract_on(step, state, batch, devices)
