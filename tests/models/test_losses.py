@@ -35,9 +35,11 @@ def test_chunks_have_the_loss_and_the_gradients_of_the_whole(dtype, bound, tied)
 
             return jax.value_and_grad(of, argnums=(0, 1, 2), has_aux=True)(features, head, weights)
 
-        return [total(chunk_bytes) for chunk_bytes in (2**30, SMALL, 1)]
+        undifferentiated = linear_next_token_loss(features, head, TARGETS, weights, tied=tied, chunk_bytes=SMALL)
+        return undifferentiated, [total(chunk_bytes) for chunk_bytes in (2**30, SMALL, 1)]
 
-    whole, *chunked = differentiate(features, head, WEIGHTS)
+    undifferentiated, (whole, *chunked) = differentiate(features, head, WEIGHTS)
+    np.testing.assert_allclose(3 * undifferentiated[0], whole[0][0], rtol=1e-6)
     products = "btd,vd->btv" if tied else "btd,dv->btv"
     logits = np.einsum(products, np.float32(features), np.float32(head))
     np.testing.assert_allclose(whole[0][0], 3 * whole_loss(logits, TARGETS, WEIGHTS)[0], rtol=1e-5)
