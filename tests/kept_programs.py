@@ -13,7 +13,7 @@ from jax._src import compilation_cache
 
 from jdp.core.kept_programs import SETTINGS, keep_programs
 
-FOLDERS = ("launch", "checkpoint", "guard", "report", "prove", "experiment", "run", "cli")
+FOLDERS = ("core", "models", "launch", "checkpoint", "guard", "report", "prove", "experiment", "run", "cli")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import version
@@ -137,10 +138,14 @@ def _accepted(device: Device, options: tuple[tuple[str, CompilerValue], ...]) ->
     import jax
     from jax.sharding import SingleDeviceSharding
 
+    from jdp.core.kept_programs import without_kept_programs
+
     def trial() -> str:
         scalar = jax.ShapeDtypeStruct((), "float32", sharding=SingleDeviceSharding(device))
+        is_described = not device.addressable_memories()
         try:
-            jax.jit(lambda x: x, compiler_options=dict(options)).lower(scalar).compile()
+            with without_kept_programs() if is_described else nullcontext():
+                jax.jit(lambda x: x, compiler_options=dict(options)).lower(scalar).compile()
         except jax.errors.JaxRuntimeError as error:
             return str(error)
         return ""

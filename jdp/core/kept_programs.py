@@ -18,6 +18,7 @@ import hashlib
 import os
 import platform
 import secrets
+from collections.abc import Generator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -97,6 +98,23 @@ def keep_programs(folder: str | Path | None = None, *, limit_bytes: int = LIMIT_
         if name.upper() not in os.environ:
             jax.config.update(name, value)
     return own
+
+
+@contextlib.contextmanager
+def without_kept_programs() -> Generator[None]:
+    """Have JAX compile, and neither read programs from disk nor write them.
+
+    It writes programs of described devices, which no process can read again, and warns of each when it is compiled
+    the next time; and what it reads comes without XLA's warnings.
+    """
+    wanted: bool = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # JAX asks the setting only once
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", wanted)
+        compilation_cache.reset_cache()
 
 
 class _Programs:

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import jax
-from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from jdp.core.disk_cache import Cache
+from jdp.core.kept_programs import without_kept_programs
 from jdp.core.notices import notice
 from jdp.foresight.program.collectives import Collective, collectives
 from jdp.foresight.program.module import Program, parse
@@ -127,7 +127,7 @@ def _read_entry(file: BinaryIO) -> Compiled:
 
 def _compile(lowered: jax.stages.Lowered) -> Compiled:
     begin = time.perf_counter()
-    with _LOCK, _without_kept_programs(), _standard_error() as lines:
+    with _LOCK, without_kept_programs(), _standard_error() as lines:
         try:
             compiled = _with_or_without_triton(lowered)
         except jax.errors.JaxRuntimeError as error:
@@ -147,23 +147,6 @@ def _compile(lowered: jax.stages.Lowered) -> Compiled:
         warnings=tuple(lines),
         seconds=time.perf_counter() - begin,
     )
-
-
-@contextmanager
-def _without_kept_programs() -> Generator[None]:
-    """Have JAX's own cache of programs off meanwhile.
-
-    It writes programs of described devices, which no process can read again, and warns of each when it is compiled
-    the next time; and what is read from it comes without XLA's warnings.
-    """
-    wanted: bool = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
-    jax.config.update("jax_enable_compilation_cache", False)
-    reset_cache()  # JAX asks the setting only once
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_compilation_cache", wanted)
-        reset_cache()
 
 
 def _with_or_without_triton(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
