@@ -106,8 +106,8 @@ def multiprocessing_options() -> ocp.options.MultiprocessingOptions:
 def snapshot(arrays: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return copies of arrays in host memory, which no step can take over; None where Orbax is to copy them itself.
 
-    Only for one process on CPU devices, whose memory is the host's. From others Orbax copies less: of an array that is
-    replicated a part from each.
+    Only for one process on CPU devices, whose memory is the host's. From others Orbax copies less: of a large array
+    that is replicated a part from each.
     """
     on_host = all(isinstance(x, jax.Array) and next(iter(x.devices())).platform == "cpu" for x in arrays.values())
     if jax.process_count() > 1 or not on_host:

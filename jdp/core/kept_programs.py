@@ -18,6 +18,7 @@ import hashlib
 import os
 import platform
 import secrets
+import threading
 from collections.abc import Generator
 from pathlib import Path
 from typing import BinaryIO
@@ -41,6 +42,9 @@ SETTINGS = {
 }
 """What JAX is told, unless the environment says it already."""
 _DIGEST_BYTES = 16
+_SWITCH = threading.Lock()
+_wanted: list[bool] = []
+"""Whether programs are kept, as each of those that have it off now found it: the first one's is the user's."""
 
 
 def kept_in() -> Path | None:
@@ -102,19 +106,25 @@ def keep_programs(folder: str | Path | None = None, *, limit_bytes: int = LIMIT_
 
 @contextlib.contextmanager
 def without_kept_programs() -> Generator[None]:
-    """Have JAX compile, and neither read programs from disk nor write them.
+    """Have JAX compile, and neither read programs from disk nor write them: this process, its other threads too.
 
     It writes programs of described devices, which no process can read again, and warns of each when it is compiled
     the next time; and what it reads comes without XLA's warnings.
     """
-    wanted: bool = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # JAX asks the setting only once
+    with _SWITCH:
+        _wanted.append(jax.config.jax_enable_compilation_cache)  # pyright: ignore[reportAttributeAccessIssue]
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()  # JAX asks the setting only once
     try:
         yield
     finally:
-        jax.config.update("jax_enable_compilation_cache", wanted)
-        compilation_cache.reset_cache()
+        with _SWITCH:
+            if len(_wanted) == 1:  # of several at a time the last one to leave
+                jax.config.update("jax_enable_compilation_cache", _wanted[0])
+                compilation_cache.reset_cache()
+                _wanted.clear()
+            else:
+                _wanted.pop()
 
 
 class _Programs:

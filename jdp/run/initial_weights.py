@@ -18,7 +18,8 @@ from jdp.checkpoint import CheckpointError, restore_params
 from jdp.checkpoint.safetensors import Names, files, gpt2_names, import_peft, import_safetensors, llama_names
 from jdp.checkpoint.safetensors.hugging_face_config import NAME as CONFIG
 from jdp.checkpoint.safetensors.hugging_face_config import differences
-from jdp.checkpoint.safetensors.peft import check_adapter
+from jdp.checkpoint.safetensors.peft import CONFIG as ADAPTER_CONFIG
+from jdp.checkpoint.safetensors.peft import WEIGHTS, check_adapter
 from jdp.core.host_memory import on_device
 from jdp.core.optim.checks import first_state
 from jdp.core.paths import path_of
@@ -37,6 +38,7 @@ LORA = ("*lora_*",)
 SAFETENSORS = ".safetensors"
 _IN_FOLDER = (f"model{SAFETENSORS}", f"model{SAFETENSORS}.index.json")
 """What a folder has that is no run's and no checkpoint's."""
+ADAPTER = (ADAPTER_CONFIG, WEIGHTS).__contains__
 
 
 def check_init_from(experiment: Experiment) -> None:
@@ -60,7 +62,7 @@ def check_init_from(experiment: Experiment) -> None:
         raise ExperimentError(f"train.init_from: {error}") from error
     if experiment.train.init_adapter is not None:
         try:
-            check_adapter(local_path(experiment.train.init_adapter), config)
+            check_adapter(local_path(experiment.train.init_adapter, only=ADAPTER), config)
         except ValueError as error:
             raise ExperimentError(f"train.init_adapter: {error}") from error
     if path is not None and keys:
@@ -76,7 +78,7 @@ def _safetensors(given: str, *, weights: bool = True) -> Path | None:
 
     Args:
         given: a path; or an address, from which they are fetched.
-        weights: False: from an address only what is beside them in JSON is fetched; None if there is nothing.
+        weights: False: from an address only the `config.json` beside them is fetched; None if there is none.
 
     Raises:
         ExperimentError: there is nothing.
@@ -90,13 +92,14 @@ def _safetensors(given: str, *, weights: bool = True) -> Path | None:
     if not name.endswith(SAFETENSORS):
         folder, name = address, ""
     remote = Remote.at(folder)
-    files = remote.matching("*") if name else remote.files()
-    _check_there(address, name in files if name else bool(files))
-    if not name and not files.keys() & set(_IN_FOLDER):
+    files = remote.matching("*")
+    whole = {name} if name else files.keys() & set(_IN_FOLDER)
+    _check_there(address, name in files if name else bool(files or remote.files()))
+    if not whole:
         return None
-    wanted = {file for file in files if file == name or (not name and file.endswith(SAFETENSORS))} if weights else set()
-    wanted |= {file for file in files if file.endswith(".json")}
-    parts = {file: stored for file, stored in files.items() if file in wanted and "/" not in file}
+    shards = {file for file in files if not name and file.startswith("model") and file.endswith(SAFETENSORS)}
+    wanted = {CONFIG, *whole, *shards} if weights else {CONFIG}
+    parts = {file: stored for file, stored in files.items() if file in wanted}
     return fetch(remote, parts) / name if parts else None
 
 
@@ -128,7 +131,7 @@ def load_parameters(state: TrainState, experiment: Experiment, plan: Plan) -> tu
     read = restore_params(given, state, missing=LORA) if path is None else _import(path, state, experiment)
     adapter, config = experiment.train.init_adapter, experiment.model.config
     if adapter is not None:
-        read = import_peft(local_path(adapter), read, config)
+        read = import_peft(local_path(adapter, only=ADAPTER), read, config)
     before, after = jax.tree.leaves_with_path(state.params), jax.tree.leaves(read.params)
     fresh = [path_of(leaf_path) for (leaf_path, old), new in zip(before, after, strict=True) if old is new]
     message = f"parameters from {given}" + (f", updates from {adapter}" if adapter is not None else "")

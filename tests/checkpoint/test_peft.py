@@ -17,6 +17,7 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import jdp
+from jdp.checkpoint import CheckpointError
 from jdp.cli.main import main
 from jdp.core import notices
 from jdp.experiment.file import ExperimentError, from_table, to_toml
@@ -116,6 +117,23 @@ def test_merged_it_is_a_plain_model_of_hugging_face(tuned, tmp_path):
         merge_lora(params, plain)
     with pytest.raises(ValueError, match=r"without any of rank 4\. Give those"):
         merge_lora(params, config)
+    with pytest.raises(ValueError, match=r"as nested dicts; given a GPT"):
+        merge_lora(state.model, config)
+    with pytest.raises(CheckpointError, match=r"abstract|no values"):
+        merge_lora(jax.eval_shape(lambda: state), config)
+    host, _ = merge_lora(jax.device_get(state.unpadded().params), config)
+    for one, other in zip(*map(jax.tree.leaves, (host, params)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+def test_an_update_of_padded_leaves_asks_for_the_state(folders):
+    base, adapter = folders
+    config = replace(gpt_config_from_hf(base), **lora_from_peft(adapter))
+    plan = jdp.Plan(jdp.make_mesh(data=3, devices=jax.devices()[:3]), "zero3", min_shard_size=16)
+    state = jdp.init_state(lambda rng: GPT(config, rngs=nnx.Rngs(rng)), optax.sgd(0.1), plan, rng=jax.random.key(0))
+    assert state.static.flat and merge_lora(state, config)
+    with pytest.raises(ValueError, match=r"Give (the state|those)"):
+        merge_lora(state.params, config)
 
 
 def test_only_the_targets_have_updates_and_are_trained(folders):

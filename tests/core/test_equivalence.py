@@ -49,8 +49,8 @@ STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
 WAYS = list(itertools.product(STRATEGIES, ("auto", "manual"), (1, 4)))
 QUICK = {
     "gpt-scanned": (
-        *(("zero1", "manual", 4), ("zero2", "auto", 4), ("zero2", "manual", 4), ("zero3", "auto", 1)),
-        ("zero3", "manual", 4),
+        *(("ddp", "auto", 1), ("zero1", "manual", 4), ("zero2", "auto", 4), ("zero2", "manual", 4)),
+        *(("zero3", "auto", 1), ("zero3", "manual", 4)),
     ),
     "gpt-unrolled": (("zero3", "auto", 4), ("zero3", "manual", 1)),
     "gemma": (("ddp", "manual", 4), ("zero3", "manual", 1)),

@@ -1,9 +1,14 @@
 """A model, its weights, tokenizer and adapter behind an address, on a real S3 server on this machine."""
 
 import json
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import hf_reference
+import numpy as np
 import pytest
 from safetensors.numpy import save_file
 from tiny_experiment import points_text, write_points
@@ -12,6 +17,7 @@ from jdp.cli.main import main
 from jdp.core.storage.remote import Remote
 
 tokenizers = pytest.importorskip("tokenizers")
+HERE = Path(__file__).parents[2]
 STORED = json.loads(hf_reference.FILE.read_text(encoding="utf-8"))
 TEXT = """
 name = "llama"
@@ -48,7 +54,8 @@ def llama(tmp_path, monkeypatch):
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<stop>"}')
-    (folder / "pytorch_model.bin").write_bytes(b"the same again")
+    for again in ("pytorch_model.bin", "consolidated.safetensors", "other.json"):
+        (folder / again).write_bytes(b"the same again")
     (tmp_path / "a.txt").write_text("\n\n".join(" ".join(words[i : i + 12]) for i in range(20)))
     return folder
 
@@ -73,10 +80,18 @@ def test_a_hugging_face_model_is_all_behind_an_address(bucket, llama, tmp_path, 
     assert found == expected and len(found) == 2
     assert f"parameters from {address}" in printed.out + printed.err and "<stop> closes a document" in printed.out
     fetched = {path.name for path in (tmp_path / "cache/fetched").rglob("*") if path.is_file()}
-    assert "model.safetensors" in fetched and "pytorch_model.bin" not in fetched
-    one = there.with_name("one.toml")
-    one.write_text(there.read_text().replace('/llama"\ninit_names', '/llama/model.safetensors"\ninit_names'))
-    assert losses(one, "c", capsys)[0] == expected
+    read = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert fetched - {".lock", "fetched.json"} == read
+    # One file of weights, in a process that has nothing of it: JAX starts after what is fetched is said.
+    one = there.read_text().replace('/llama"\ninit_names', '/llama/model.safetensors"\ninit_names')
+    there.with_name("one.toml").write_text(f"devices = 2\n{one}")
+    program = [sys.executable, "-m", "jdp", "train", "one.toml", "--run-dir", "c"]
+    cold = {"JDP_CACHE_DIR": str(tmp_path / "cold"), "PYTHONPATH": str(HERE)}
+    done = subprocess.run(program, env=os.environ | cold, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert "llama: 1 files" in done.stderr + done.stdout
+    found = [json.loads(row) for row in (tmp_path / "c/llama/metrics.jsonl").read_text().splitlines()]
+    np.testing.assert_allclose([row["loss"] for row in found if "loss" in row], expected[0], rtol=1e-6)
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("s3")) == []
 
 

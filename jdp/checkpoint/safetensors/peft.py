@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jdp.checkpoint.checks import check_values
 from jdp.checkpoint.errors import CheckpointError, write_error
 from jdp.checkpoint.safetensors import files
 from jdp.checkpoint.safetensors.config_table import Table, read_json, shortened
@@ -202,14 +203,22 @@ def merge_lora(params: PyTree, config: GPTConfig) -> tuple[PyTree, GPTConfig]:
         config: the model's, with `lora_rank`.
 
     Returns:
-        The parameters as nested dicts, and their configuration.
+        The parameters as nested dicts, and their configuration. What no update is added to is the same array: a step
+        that donates the state takes it from both.
 
     Raises:
+        CheckpointError: the parameters are abstract, or not in their own shapes.
         ValueError: the model has no updates, or the parameters none of this rank.
     """
     if config.lora_rank is None:
         raise ValueError("An update is merged into a model that has some; given lora_rank=None. Export it as it is.")
     tree = own_shaped(params.params, "params", params.static) if isinstance(params, TrainState) else params
+    if not isinstance(tree, Mapping):
+        raise ValueError(
+            f"An update is merged into a state, or into parameters as nested dicts; given a {type(tree).__name__}. "
+            "Give one of these."
+        )
+    check_values(weights_of(tree))
     scale, merged = config.lora_alpha / config.lora_rank, 0
 
     def plain(node: Any) -> Any:
@@ -219,7 +228,12 @@ def merge_lora(params: PyTree, config: GPTConfig) -> tuple[PyTree, GPTConfig]:
         rest = {name: plain(inner) for name, inner in node.items() if name not in ("lora_a", "lora_b")}
         if "lora_a" in node and node["lora_a"].shape[-1] == config.lora_rank:
             kernel, merged = node["kernel"], merged + 1
-            add = jax.jit(_add, out_shardings=kernel.sharding)
+            if kernel.shape != (*node["lora_a"].shape[:-1], node["lora_b"].shape[-1]):
+                raise CheckpointError(
+                    f"An update is merged into a kernel of its own shape; given one of {list(kernel.shape)}, padded. "
+                    "Give the state, not its params."
+                )
+            add = jax.jit(_add, out_shardings=getattr(kernel, "sharding", None))
             rest["kernel"] = add(*(on_device(node[name]) for name in ("kernel", "lora_a", "lora_b")), scale)
         return rest
 

@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 
 from jdp.core.disk_cache import Cache, default_folder
 from jdp.core.formatting import format_bytes
-from jdp.core.notices import notice, show_as
+from jdp.core.notices import notice_anywhere, show_as
 from jdp.core.storage.address import address_of
 from jdp.core.storage.remote import Remote, RemoteError, Stored
 from jdp.core.user_path import PathError, user_path
@@ -27,7 +27,7 @@ def local_path(source: str | os.PathLike[str], *, only: Callable[[str], bool] | 
 
     Args:
         source: a path; or the address of a file, a folder or a glob.
-        only: of a folder behind an address, the paths in it that are fetched; None: all.
+        only: of a folder behind an address, which of the files right in it are fetched; None: all there is.
 
     Raises:
         ValueError: a path that no file can have; storage that cannot be read, or has nothing there.
@@ -37,7 +37,7 @@ def local_path(source: str | os.PathLike[str], *, only: Callable[[str], bool] | 
     remote = Remote.at(os.fspath(source))
     base, pattern = _split(remote.address)
     remote_folder = Remote(base)
-    found = remote_folder.matching(pattern) if pattern else remote_folder.files()
+    found = remote_folder.matching(pattern or "*") if pattern or only else remote_folder.files()
     files = {name: stored for name, stored in found.items() if only is None or only(name)}
     if not files and not pattern:  # it may be one file
         base, _, pattern = remote.address.rpartition("/")
@@ -89,7 +89,7 @@ def fetch(remote: Remote, files: dict[str, Stored]) -> Path:
         if (home / _WHOLE).exists():
             return folder
         size = format_bytes(sum(stored.size for stored in files.values()))
-        notice(f"{remote.address}: {len(files):,} files, {size}, are fetched once, to {home}")
+        notice_anywhere(f"{remote.address}: {len(files):,} files, {size}, are fetched once, to {home}")
         remote.fetch([name for name, stored in files.items() if not _has(folder / name, stored)], folder)
         for name, stored in files.items():
             if not _has(folder / name, stored):

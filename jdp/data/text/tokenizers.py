@@ -23,6 +23,7 @@ from jdp.data.text.token_array import TokenArray, bounds_of, smallest_uint
 VOCAB_SIZE = 256
 SEPARATOR = 0  # the byte that closes each document: text does not use it (but UTF-16 and binaries do)
 BYTES, NONE = "bytes", "none"
+_FILE, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
 
 # What published tokenizers close a document with, if no tokenizer_config.json names it.
 _SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
@@ -171,11 +172,11 @@ def _fetched(name: str) -> Path:
     folder, _, file = (address_of(name) or "").rpartition("/")
     if not file.endswith(".json"):
         folder, file = name, ""
-    return local_path(folder, only=lambda found: "/" not in found and found.endswith(".json")) / file
+    return local_path(folder, only=(file or _FILE, _SETTINGS).__contains__) / file
 
 
 def _open_file(path: Path) -> FileTokenizer:
-    file = path / "tokenizer.json" if path.is_dir() else path
+    file = path / _FILE if path.is_dir() else path
     if not file.is_file():
         raise ValueError(
             f'tokenizer must be "{BYTES}", "{NONE}" (token ids, not text), or a tokenizer.json or the folder that '
@@ -205,7 +206,7 @@ def _open_file(path: Path) -> FileTokenizer:
 
 def _separator(vocabulary: dict[str, int], file: Path) -> str:
     """Return the eos_token of the tokenizer_config.json beside the file, else one of the usual names."""
-    config = file.with_name("tokenizer_config.json")
+    config = file.with_name(_SETTINGS)
     named = _eos_token(config) if config.is_file() else None
     names = _SEPARATORS if named is None else (named,)
     for name in names:
