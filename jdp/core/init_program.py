@@ -202,15 +202,19 @@ def _described(ordered: Sequence[_Node], wanted: Sequence[_Value]) -> tuple[list
 def _name_of(node: _Node) -> Any:
     """Return the parameters as text; the node itself where that does not say all: of arrays in them, at any depth."""
     waiting: list[Any] = list(node.equation.params.values())
+    seen: dict[int, Any] = {}
     while waiting:
         value = waiting.pop()
         if isinstance(value, np.ndarray | jax.Array):
             return node
-        if isinstance(value, ClosedJaxpr):
-            waiting += [*value.consts, value.jaxpr]
-        elif isinstance(value, Jaxpr):
-            waiting += [atom.val for eqn in value.eqns for atom in eqn.invars if isinstance(atom, Literal)]
-            waiting += [inner for eqn in value.eqns for inner in eqn.params.values()]
+        if isinstance(value, ClosedJaxpr | Jaxpr):  # one class from jax 0.12 on, whose `jaxpr` is itself
+            if id(value) in seen:
+                continue
+            seen[id(value)] = value
+            program: Any = getattr(value, "jaxpr", value)
+            waiting += getattr(value, "consts", ())
+            waiting += [atom.val for eqn in program.eqns for atom in eqn.invars if isinstance(atom, Literal)]
+            waiting += [inner for eqn in program.eqns for inner in eqn.params.values()]
         elif isinstance(value, dict):
             waiting += value.values()
         elif isinstance(value, tuple | list):
