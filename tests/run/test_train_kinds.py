@@ -100,7 +100,6 @@ def test_a_resnet_trains_on_digits_with_its_statistics(folder, tmp_path, capsys)
 def test_lora_fine_tunes_a_run_and_leaves_its_weights_alone(folder, tmp_path, capsys):
     """Trained on a mixture, whose texts are evaluated one by one, then fine-tuned on one of them."""
     file, runs = written(folder, "mixture"), ("--run-dir", str(tmp_path), "--train.eval_batches", "1")
-    # Sharded and wide: a step of what is replicated has another program.
     runs += ("--optimizer.name", "sgd", "--strategy", "zero3", "--model.width", "64")
     assert main(["train", str(file), *runs, "--sample.length", "1"]) == 0
     evaluated = read(tmp_path / "kind" / "metrics.jsonl")[-1]

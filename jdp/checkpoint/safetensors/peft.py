@@ -207,8 +207,8 @@ def merge_lora(params: PyTree, config: GPTConfig) -> tuple[PyTree, GPTConfig]:
         that donates the state takes it from both.
 
     Raises:
-        CheckpointError: the parameters are abstract, or not in their own shapes.
-        ValueError: the model has no updates, or the parameters none of this rank.
+        CheckpointError: the parameters are abstract, not in their own shapes, or an update has another rank.
+        ValueError: the model has no updates, or the parameters none.
     """
     if config.lora_rank is None:
         raise ValueError("An update is merged into a model that has some; given lora_rank=None. Export it as it is.")
@@ -226,12 +226,15 @@ def merge_lora(params: PyTree, config: GPTConfig) -> tuple[PyTree, GPTConfig]:
         if not isinstance(node, Mapping):
             return node
         rest = {name: plain(inner) for name, inner in node.items() if name not in ("lora_a", "lora_b")}
-        if "lora_a" in node and node["lora_a"].shape[-1] == config.lora_rank:
+        if "lora_a" in node:
             kernel, merged = node["kernel"], merged + 1
-            if kernel.shape != (*node["lora_a"].shape[:-1], node["lora_b"].shape[-1]):
+            *stacked, width_in, width_out = kernel.shape if kernel.ndim > 1 else (0, 0)
+            wanted = (*stacked, width_in, config.lora_rank), (*stacked, config.lora_rank, width_out)
+            if wanted != (node["lora_a"].shape, node["lora_b"].shape):
                 raise CheckpointError(
-                    f"An update is merged into a kernel of its own shape; given one of {list(kernel.shape)}, padded. "
-                    "Give the state, not its params."
+                    f"An update of rank {config.lora_rank} fits its kernel; given a kernel {list(kernel.shape)} with "
+                    f"lora_a {list(node['lora_a'].shape)} and lora_b {list(node['lora_b'].shape)}. Give the parameters "
+                    "of this configuration; of padded leaves the state, not its params."
                 )
             add = jax.jit(_add, out_shardings=getattr(kernel, "sharding", None))
             rest["kernel"] = add(*(on_device(node[name]) for name in ("kernel", "lora_a", "lora_b")), scale)
@@ -240,8 +243,8 @@ def merge_lora(params: PyTree, config: GPTConfig) -> tuple[PyTree, GPTConfig]:
     found = plain(tree)
     if not merged:
         raise ValueError(
-            f"An update is merged into a model that has some; given parameters without any of rank {config.lora_rank}. "
-            "Give those of this configuration."
+            "An update is merged into a model that has some; given parameters without any. Give those of this "
+            "configuration."
         )
     return found, replace(config, lora_rank=None, lora_targets=None)
 
