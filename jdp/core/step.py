@@ -1,8 +1,8 @@
 """The training step and the evaluation step, read top to bottom.
 
 A step, traced once for each shape of batch and compiled:
-1. check the batch against mesh and accumulation, choose the partitioning, and, before the first step, check on a few
-   rows that the loss may be called on parts of the batch;
+1. check the batch against mesh and accumulation, choose the partitioning, and prove, or try on a few rows, that the
+   loss may be called on parts of the batch;
 2. compute the gradient: Σ∇total and Σweight over all devices and microbatches (`jdp.core.gradients`), divided once;
 3. clip by the global norm;
 4. update the sharded master weights;
@@ -77,9 +77,10 @@ def make_train_step(
     arrays, or with several processes the global arrays that `jdp.shard_batches` makes.
 
     Args:
-        loss_fn: `loss_fn(model, batch, rng)` -> `Loss`, or a scalar, which is taken as the mean over the batch's rows.
-            `model` is the NNX module in training mode if `init` returned one, else the parameters, in the compute
-            dtype; `batch` is the whole batch or a part of its rows; `rng` is a key.
+        loss_fn: `loss_fn(model, batch, rng)` -> `Loss`, or a scalar: a mean over the batch's rows, or a quotient of two
+            sums over rows, such as `(nll * mask).sum() / mask.sum()`, which is read as total and weight. `model` is the
+            NNX module in training mode if `init` returned one, else the parameters, in the compute dtype; `batch` is
+            the whole batch or a part of its rows; `rng` is a key.
         plan: the mesh and the strategy.
         accumulate: number of microbatches per step, K. The rows of a batch must divide by K × the plan's batch shards.
         precision: "fp32"; "bf16" (bfloat16 compute and gathers, float32 master weights and reduction); "fp8" (the same,
@@ -111,8 +112,9 @@ def make_train_step(
         overlap: under "manual", have `scan_layers` send while it computes: a layer's weights are gathered during the
             layer before, and its gradient is reduced during the next. That takes memory for one more layer's weights
             and gradient, and some compile time. None: on devices that can do both at once, which CPUs cannot.
-        check_loss: before the first step, if the loss will be called on parts of the batch ("manual", or K > 1),
-            compare its value on up to four groups of rows together with the sum of its values on each of them.
+        check_loss: before a loss is called on parts of the batch ("manual", or K > 1), prove from its program that it
+            is a sum over examples, or else compare its value on a few rows together and apart. A loss that mixes
+            examples, or of which neither is known, gets "auto" with K = 1, or an error. False: you know that it is one.
         donate: False keeps the old state, in memory of its own. So does `jax_debug_nans`, which runs a step whose
             result is not finite once more, operation by operation.
         compiler: options of XLA's compiler: "default"; "overlap", which hides more communication where XLA's default
@@ -176,8 +178,7 @@ def make_eval_step(
         precision: "fp32", "bf16", "fp8" or a `Precision`.
         partitioning: "auto", "manual", or None: jdp chooses.
         group: number of neighbouring rows that belong together and are never split over devices or microbatches.
-        check_loss: before the first batch, if the loss will be called on parts of it, compare its value on a few rows
-            together with the sum of its values on each of them.
+        check_loss: as for `make_train_step`.
         compiler: options of XLA's compiler, as for `make_train_step`.
 
     Returns:
@@ -321,8 +322,9 @@ class Step(PartitionedLoss):
                 return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=step.plan.batch_sharding)
             return leaf
 
-        state = step.complete(state)
-        traced = step.jitted.trace(state, jax.tree.map(sharded, batch))
+        state, batch = step.complete(state), jax.tree.map(sharded, batch)
+        step.check_first(state, batch)
+        traced = step.jitted.trace(state, batch)
         step._collectives[:] = [read_collectives(traced)]
         lowered = traced.lower()
         if step.plan.offload is not None and is_described(step.plan.mesh):

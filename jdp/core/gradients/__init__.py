@@ -12,8 +12,11 @@ more dimension; under ddp, and for leaves too small to shard, the two are equal.
     ├─ core/step.py    choose_partitioning "auto" or "manual"?
     │  ├─ partitioning.py  choose          for each shape of batch; the loss is traced, not run
     │  │   ├─ loss_trace.py                its jaxpr (read by jaxprs.py): what only a global view can run
-    │  │   └─ loss_check.py  constant_term terms that would be counted once a call, such as a weight penalty
-    │  └─ partitioning.py  check           before the first step, on values: keeps the choice, takes auto, or raises
+    │  │   ├─ loss_check.py  constant_term terms that would be counted once a call, such as a weight penalty
+    │  │   └─ row_proof.py  prove          a sum over rows? `row_states` follow the rows through the jaxpr by rules for
+    │  │       │                           each primitive: row_rules.py, row_shapes.py, row_products.py, row_gathers.py
+    │  │       └─ quotients.py             a scalar that ends in a quotient of sums is read as total and weight
+    │  └─ partitioning.py  check           a loss that is not proven, on values: keeps the choice, takes auto, or raises
     │      └─ loss_check.py  mixing        Σtotal / Σweight of a few rows in one call, and in several
     │
     └─ core/step.py    _train              traced by jit; key = fold_in(state.rng, state.consumed)

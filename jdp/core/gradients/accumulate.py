@@ -30,6 +30,7 @@ from jdp.core.gradients.jaxprs import places_made
 from jdp.core.gradients.loss_call import Sums, TracedLoss
 from jdp.core.gradients.model_state import changed_leaves, refuse_varying
 from jdp.core.gradients.pipeline import pipelined
+from jdp.core.gradients.quotients import Reading
 from jdp.core.gradients.synchronise import Synchroniser
 from jdp.core.gradients.wire import WIDE, Wire
 from jdp.core.precision import Precision
@@ -103,6 +104,7 @@ class GradientSpec:
         placements: a tree like the parameters, of `Placement`.
         strategy: the strategy's row of the table.
         keep_gathered: the backward pass uses the weights that the forward pass gathered.
+        reading: how a loss that returns a quotient of sums is read; None for other losses.
     """
 
     loss_fn: LossFn
@@ -118,6 +120,12 @@ class GradientSpec:
     buckets: int | str | None = None
     overlap: bool = False
     keep_gathered: bool = False
+    reading: Reading | None = None
+
+    def summed(self, collectives: Collectives, sums: Sums) -> Sums:
+        """Return the sums over the batch axes, and what the loss divides by as their weight."""
+        sums = jax.tree.map(collectives.sum, sums)
+        return sums if self.reading is None else replace(sums, weight=self.reading.divisor(sums.weight))
 
     @property
     def trained_placements(self) -> PyTree:
@@ -202,7 +210,7 @@ def step_gradients(
     grads, kept = collectives.finish_all(grads, spec.trained_placements, kept)
     if SQUARES in kept:
         kept = {**kept, SQUARES: collectives.sum(kept[SQUARES])}
-    return grads, jax.tree.map(collectives.sum, sums), collectives.average(model_state, after), kept
+    return grads, spec.summed(collectives, sums), collectives.average(model_state, after), kept
 
 
 def _by_layer(
@@ -272,7 +280,7 @@ def evaluate(spec: GradientSpec, collectives: Collectives, params: PyTree, model
     else:
         each = jax.lax.map(forward, collectives.microbatches(batch, spec.accumulate))
         sums = jax.tree.map(lambda x: x.sum(axis=0), each)
-    return jax.tree.map(collectives.sum, sums)
+    return spec.summed(collectives, sums)
 
 
 def working_copy(spec: GradientSpec, collectives: Collectives, params: PyTree) -> PyTree:
@@ -298,6 +306,7 @@ def traced_loss(spec: GradientSpec, collectives: Collectives) -> TracedLoss:
         keep=spec.keep_gathered,
         whole=whole,
         products=spec.precision.products,
+        reading=spec.reading,
     )
 
 
