@@ -22,12 +22,7 @@ import optax
 from jax.sharding import Mesh
 
 from jdp.core import noise_scale
-from jdp.core.batch import (
-    batch_rows,
-    check_alive,
-    owned_batch,
-    signature,
-)
+from jdp.core.batch import check_alive, owned_batch, signature
 from jdp.core.batch_unit import BatchUnit, batch_unit
 from jdp.core.compiler import DEFAULT, Compiler, CompilerOptions, CompilerValue
 from jdp.core.flat_update import optimized
@@ -105,9 +100,10 @@ def make_train_step(
             with 1/H of its rows, and only then the replicas' weights are averaged; or a `LocalSteps`, with an outer
             optimizer (DiLoCo). A batch is then the rows of H steps, and metrics are means over them. Takes
             partitioning="manual", and no `wire` or `buckets`.
-        noise_scale: add the gradient noise scale (McCandlish et al. 2018, arXiv:1812.06162) to the metrics, in rows,
-            averaged over some 20 steps: the batch size up to which more rows a step pay. Takes partitioning="manual",
-            and a strategy other than zero3, which never has a device's whole gradient.
+        noise_scale: add the gradient noise scale (McCandlish et al. 2018, arXiv:1812.06162) to the metrics, averaged
+            over some 20 steps: the batch size up to which more rows a step pay, in the unit of the metric `weight`:
+            rows, or tokens where the loss's weight counts tokens. Takes partitioning="manual", and a strategy other
+            than zero3, which never has a device's whole gradient.
         overlap: under "manual", have `scan_layers` send while it computes: a layer's weights are gathered during the
             layer before, and its gradient is reduced during the next. That takes memory for one more layer's weights
             and gradient, and some compile time. None: on devices that can do both at once, which CPUs cannot.
@@ -244,11 +240,6 @@ class Step(PartitionedLoss):
         """What a global batch's rows must divide by."""
         steps = self.local_steps.steps if self.local_steps else 1
         return batch_unit(self.plan.mesh.shape, self.accumulate, self.group, steps, named=self.plan.called)
-
-    @property
-    def batch_parts(self) -> int:
-        """Of how many parts of a batch a device has the gradient before it is reduced, over all devices."""
-        return self.plan.batch_shards * (self.accumulate if self.plan.row.reduce_each_microbatch else 1)
 
     @property
     def sends(self) -> TracedCollectives | None:
@@ -442,25 +433,23 @@ def _update(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState, Su
     key = jax.random.fold_in(state.rng, state.consumed)
     kept = {name: tree for name, tree in state.sync.items() if name != "noise"}
     if step.noise_scale:
-        kept[SQUARES] = jnp.zeros((), jnp.float32)
+        kept[SQUARES] = jnp.zeros(2, jnp.float32)
     computing = replace(state, params=_params_on_device(step.plan, state))
     grads, sums, model_state, sync = step.gradients(computing, batch, key, kept)
-    apply, given = partial(_apply, step, batch_rows(batch)), (grads, sums, model_state, sync)
+    apply, given = partial(_apply, step), (grads, sums, model_state, sync)
     new, norm = apply(state, *given) if step.plan.offload is None else streamed(apply, state, given, step.plan)
     return new, sums, norm
 
 
 def _apply(
-    step: Step, rows: int, state: TrainState, grads: PyTree, sums: Sums, model_state: PyTree, sync: dict[str, PyTree]
+    step: Step, state: TrainState, grads: PyTree, sums: Sums, model_state: PyTree, sync: dict[str, PyTree]
 ) -> tuple[TrainState, jax.Array]:
-    """Return the state after the optimizer's update by these gradients of `rows` rows, and the gradient's norm."""
+    """Return the state after the optimizer's update by these gradients, and the gradient's norm."""
     trained = state.static.trained
     params = trained_part(state.params, trained)
     norm, square = _norm(grads, state.step)
     if step.noise_scale:
-        parts = step.batch_parts
-        small = parts * sync[SQUARES] / sums.weight**2
-        noise = noise_scale.updated(state.sync["noise"], small, norm**2, rows, parts)
+        noise = noise_scale.updated(state.sync["noise"], sync[SQUARES], norm**2, sums.weight)
         sync = {name: tree for name, tree in sync.items() if name != SQUARES} | {"noise": noise}
     finite = jnp.isfinite(norm if step.clip_norm is not None else square) & jnp.isfinite(sums.total)
     finite &= stays_finite(state.model_state, model_state)
