@@ -31,6 +31,7 @@ from jdp.core.gradients.accumulate import SQUARES
 from jdp.core.gradients.gathers import TracedCollectives, read_collectives
 from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.model_state import stays_finite
+from jdp.core.gradients.partitioning import PartitioningRequest
 from jdp.core.gradients.wire import Wire
 from jdp.core.host_memory import is_described, mark_host_leaves, on_device, rest_sharding, to_device, to_host
 from jdp.core.local_steps import LocalSteps, stack, train_round, unstack
@@ -260,6 +261,10 @@ class Step(PartitionedLoss):
     def compiler_options(self) -> dict[str, CompilerValue]:
         """XLA's options that the step is compiled with on its mesh. Raises ValueError for a value that XLA refuses."""
         return self.compiler.for_mesh(self.plan.mesh)
+
+    def _request(self, state: TrainState) -> PartitioningRequest:
+        steps = self.local_steps.steps if self.local_steps else 0
+        return replace(super()._request(state), local_steps=steps)
 
     def _jit(self, donated: tuple[int, ...]) -> Any:
         mesh = self.plan.mesh
