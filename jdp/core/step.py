@@ -243,6 +243,11 @@ class Step(PartitionedLoss):
         return batch_unit(self.plan.mesh.shape, self.accumulate, self.group, steps, named=self.plan.called)
 
     @property
+    def gathers_rows(self) -> bool:
+        """Whether the loss calls `jdp.gather_rows`; False if it was not traced yet."""
+        return self._last is not None and self._last.gathers_rows
+
+    @property
     def sends(self) -> TracedCollectives | None:
         """The collectives that the step's trace asks for, when it was last lowered; None if it was not."""
         return self._collectives[-1] if self._collectives else None
@@ -441,6 +446,11 @@ def _update(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState, Su
         kept[SQUARES] = jnp.zeros(2, jnp.float32)
     computing = replace(state, params=_params_on_device(step.plan, state))
     grads, sums, model_state, sync = step.gradients(computing, batch, key, kept)
+    if step.noise_scale and step.gathers_rows:
+        raise ValueError(
+            "noise_scale compares gradients of rows that do not depend on each other; given a loss that calls "
+            "jdp.gather_rows: leave noise_scale out."
+        )
     apply, given = partial(_apply, step), (grads, sums, model_state, sync)
     new, norm = apply(state, *given) if step.plan.offload is None else streamed(apply, state, given, step.plan)
     return new, sums, norm
