@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -169,6 +169,13 @@ class PartitionedLoss:
             self.choose(state, batch, values=values, assume=not values)
         if values:
             self._checked.append(True)
+
+    def under(self, plan: Plan, **changes: Any) -> Self:
+        """Return the same for another plan, with what was found when the loss was tried."""
+        other = replace(self, plan=plan, **changes)
+        other._checked.extend(self._checked)
+        other._corrected.extend(self._corrected)
+        return other
 
     @cached_property
     def is_of_several(self) -> bool:

@@ -150,7 +150,7 @@ class ValueAndGrad(PartitionedLoss):
 
     def __call__(self, *arguments: Any) -> tuple[Metrics, Any]:
         if (mesh := followed(self.plan.mesh)) is not self.plan.mesh:
-            return replace(self, plan=self.plan.on(mesh))(*arguments)
+            return self.under(self.plan.on(mesh))(*arguments)
         *models, batch, rng = self._checked_arguments(arguments)
         state = self._joined(models, rng)
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, batch))):

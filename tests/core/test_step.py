@@ -501,6 +501,23 @@ def test_evaluation_is_the_loss_without_randomness_or_donation():
         assert float(value) == float(folded[name]) == float(manual[name]) == float(trained[name]), name
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"accumulate": 2, "group": 2},
+        {"accumulate": 2, "partitioning": "manual", "wire": "int8"},
+        {"local_steps": 2},
+    ],
+)
+def test_an_array_of_rows_without_elements_changes_nothing(settings):
+    plan, batch = jdp.Plan(jdp.make_mesh(replica=2, data=4), "zero2", **SHARDED), whole_numbers()
+    losses = []
+    for more in ({}, {"none": np.zeros((ROWS, 0), np.float32)}):
+        step = jdp.make_train_step(weighted_sum, plan, **settings)
+        losses.append(float(step(state_of(plan, optax.sgd(0.1)), batch | more)[1]["loss"]))
+    assert losses[0] == losses[1]
+
+
 # Metrics that are arrays.
 
 

@@ -42,7 +42,7 @@ from jdp.core.types import Batch, LossFn, PyTree
 Kept = dict[str, PyTree]
 """What a synchroniser keeps between steps, by name; {} for nothing."""
 SQUARES = "squares"
-"""The entry of `Kept` to which squared norms are added, of every device's gradient before it is reduced."""
+"""The entry of `Kept` to which squares of every gradient before it is reduced are added: of its norm, of its weight."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,9 @@ class Collectives:
     synchroniser: Synchroniser | None = None
     overlap: bool = False
 
-    def reduce_all(self, grads: PyTree, placements: PyTree, kept: Kept) -> tuple[PyTree, Kept]:
-        """Reduce every leaf, compute spec -> rest spec; return `kept` as it is afterwards."""
-        kept = _with_squares(kept, grads)
+    def reduce_all(self, grads: PyTree, placements: PyTree, kept: Kept, weight: jax.Array) -> tuple[PyTree, Kept]:
+        """Reduce every leaf, compute spec -> rest spec, of rows of this weight; return `kept` as it is afterwards."""
+        kept = _with_squares(kept, grads, weight)
         if self.synchroniser is not None:
             grads, own = self.synchroniser.reduce(grads, {name: kept[name] for name in kept if name != SQUARES})
             return grads, {**kept, **own}
@@ -206,7 +206,7 @@ def step_gradients(
         after = with_trained(model_state, state, changed)
 
     if not spec.strategy.reduce_each_microbatch:
-        grads, kept = collectives.reduce_all(grads, spec.trained_placements, kept)
+        grads, kept = collectives.reduce_all(grads, spec.trained_placements, kept, sums.weight)
     grads, kept = collectives.finish_all(grads, spec.trained_placements, kept)
     if SQUARES in kept:
         kept = {**kept, SQUARES: collectives.sum(kept[SQUARES])}
@@ -247,11 +247,12 @@ def _by_layer(
     return (new, within) if once else (spec, collectives)
 
 
-def _with_squares(kept: Kept, grads: PyTree) -> Kept:
-    """Add the squared norm of these gradients, where it is asked for."""
+def _with_squares(kept: Kept, grads: PyTree, weight: jax.Array) -> Kept:
+    """Add the squared norm of these gradients and their rows' squared weight, where they are asked for."""
     if SQUARES not in kept:
         return kept
-    return {**kept, SQUARES: kept[SQUARES] + optax.tree.norm(grads, squared=True).astype(jnp.float32)}
+    own = optax.tree.norm(grads, squared=True).astype(jnp.float32)
+    return {**kept, SQUARES: kept[SQUARES] + jnp.stack([own, weight**2])}
 
 
 def _ready_first(
@@ -355,7 +356,7 @@ def _microbatch_gradients(
         add = partial(jax.tree.map, lambda g, e, placement: g if is_reduced_at_use(placement, whole) else g + e)
         grads = add(grads, earlier, spec.trained_placements)
     if spec.strategy.gather == "step" and spec.strategy.reduce_each_microbatch:
-        grads, kept = collectives.reduce_all(grads, spec.trained_placements, kept)
+        grads, kept = collectives.reduce_all(grads, spec.trained_placements, kept, sums.weight)
     return grads, sums, after, kept
 
 

@@ -60,6 +60,7 @@ class PartitioningRequest:
         requested: the partitioning that the user asked for; None leaves the choice to jdp.
         train: True for a training step, False for an evaluation step.
         check_loss: False calls a loss on parts of the batch whatever its program says.
+        local_steps: how many of `spec.accumulate` are steps that a replica takes by itself; 0: it takes none.
     """
 
     spec: GradientSpec
@@ -67,6 +68,7 @@ class PartitioningRequest:
     requested: str | None
     train: bool
     check_loss: bool = True
+    local_steps: int = 0
 
     def choose(self, state: TrainState, batch: Batch) -> Choice:
         """Choose the partitioning from shapes alone.
@@ -90,6 +92,11 @@ class PartitioningRequest:
             notice(
                 f"batch[{wide[0]!r}] is float32 and meets bf16 weights at {wide[1]}: that product, and what follows "
                 f"from it, is computed in float32; cast it in the loss: batch[{wide[0]!r}].astype(jax.numpy.bfloat16)"
+            )
+        if trace.gathers_rows and self.local_steps:
+            raise ValueError(
+                "jdp.gather_rows gathers the rows of the whole batch, and in local steps a replica sees its own alone; "
+                f"given local_steps={self.local_steps}. Leave local_steps out."
             )
         if trace.gathers_rows and self.spec.accumulate > 1:
             raise ValueError(
@@ -168,9 +175,10 @@ class PartitioningRequest:
         if self.requested is None and self.spec.accumulate == 1:
             why = f"the loss mixes examples ({found}), and only auto sees the whole batch, although {choice.why}"
             return replace(choice, partitioning="auto", why=why, proven=True)
+        fewer = "accumulate=1, no local_steps," if self.local_steps else "accumulate=1"
         raise ValueError(
             f"A loss must not mix examples where it is called on parts of the batch "
-            f"({self._calls_as_product(choice)}): {found}. Take accumulate=1 and leave partitioning to jdp, which "
+            f"({self._calls_as_product(choice)}): {found}. Take {fewer} and leave partitioning to jdp, which "
             "then shows it the whole batch; if the weight is a constant, count rows instead; if neighbouring rows "
             "belong together, say group=2 (or more). check_loss=False turns this check off."
         )
@@ -298,9 +306,16 @@ class PartitioningRequest:
         try:
             return trace_loss(self.spec.loss_fn, self.spec.precision, state, batch, rows, self.train, training)
         except NameError as error:
+            named = re.search(r"unbound axis name:? (\w+)", str(error))
+            if named and named[1] not in self.plan.batch_axes:
+                raise ValueError(
+                    f"A loss names no mesh axis but the batch's, {' and '.join(self.plan.batch_axes)}, and those under "
+                    f"partitioning='manual' only; given {named[1]!r}. Leave it out: without axis_name flax.linen's "
+                    "BatchNorm takes its statistics over the rows that the loss sees, under 'auto' all of the batch."
+                ) from error
             if self.requested == "manual":
                 return None
-            if not (named := re.search(r"unbound axis name:? (\w+)", str(error))):
+            if not named:
                 raise
             raise ValueError(
                 f"The loss names the mesh axis {named[1]!r}, which exists under partitioning='manual' only; given "
@@ -332,7 +347,8 @@ class PartitioningRequest:
     def _calls_as_product(self, choice: Choice) -> str:
         sizes = [f"{axis}={self.plan.mesh.shape[axis]}" for axis in self.plan.batch_axes]
         sizes = sizes if choice.partitioning == "manual" else []
-        return " × ".join([*sizes, *([f"accumulate={self.spec.accumulate}"] if self.spec.accumulate > 1 else [])])
+        counts = {"local_steps": self.local_steps, "accumulate": self.spec.accumulate // (self.local_steps or 1)}
+        return " × ".join([*sizes, *(f"{name}={count}" for name, count in counts.items() if count > 1)])
 
     def _drawback(self, state: TrainState) -> str | None:
         """Describe what the user may not expect of the requested partitioning; None if there is nothing."""
