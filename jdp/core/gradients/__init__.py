@@ -68,7 +68,7 @@ more dimension; under ddp, and for leaves too small to shard, the two are equal.
 Where devices send while they compute (`overlap`), `pipeline.py` rebuilds the differentiated loss under manual, so that
 a layer loop gathers one layer ahead and reduces one behind; and every strategy goes zero3's way, with what it gathered
 kept for the backward pass (`accumulate._by_layer`): zero2 in each microbatch, ddp and zero1 in the last, where the
-gather boundary (`boundary.py`) adds the gradients of the others before it reduces.
+gather boundary (`boundary.py`) adds the gradients of the others before it reduces. zero2 sums over `replica` so.
 
 With precision="fp8" `fp8.py` traces `TracedLoss`, and runs it again with its products with weights in float8.
 

@@ -34,6 +34,7 @@ from jdp.core.gradients.quotients import Reading
 from jdp.core.gradients.synchronise import Synchroniser
 from jdp.core.gradients.wire import WIDE, Wire
 from jdp.core.precision import Precision
+from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.placement import Placement
 from jdp.core.sharding.strategy import Strategy
 from jdp.core.state import trained_part, with_trained
@@ -61,6 +62,8 @@ class Collectives:
         key_of: (step key, rows of a microbatch, its index, K) -> the key that the loss gets; a `BatchKey` where the
             loss is called on some of the rows only.
         axes: the mesh axes along which a call of the loss gets only its device's rows; empty where it gets all rows.
+        finish_at_use: `finish` for the gather boundary, which first adds the shards of the microbatches before; None
+            where it only reduces.
         synchroniser: takes the place of `reduce` and `finish` for whole gradients, in buckets or encoded; None where
             every leaf has a collective of its own.
         overlap: True if layer loops gather one layer ahead and reduce one behind.
@@ -75,6 +78,7 @@ class Collectives:
     microbatches: Callable[[Batch, int], Batch]
     key_of: Callable[[jax.Array, int, Any, int], jax.Array | BatchKey]
     axes: tuple[str, ...] = ()
+    finish_at_use: Collective | None = None
     synchroniser: Synchroniser | None = None
     overlap: bool = False
 
@@ -168,7 +172,11 @@ def step_gradients(
     if count > 1 and by_layer[0] is not spec:
         last = partial(_microbatch_gradients, *by_layer, RowwiseLoss(traced_loss(*by_layer)), params, copies=operands)
         if spec.strategy.reduce_each_microbatch:
-            each, last, (spec, collectives) = last, None, by_layer
+            spec = by_layer[0]
+            loss = RowwiseLoss(traced_loss(spec, collectives))
+            each = partial(_microbatch_gradients, spec, collectives, loss, params, copies=operands)
+            replicas = math.prod(jax.lax.axis_size(axis) for axis in collectives.axes if axis != DATA)
+            last = last if replicas > 1 else None  # which differs in what it sends over `replica` alone
     if count == 1:
         grads, sums, after, kept = each(model_state, *first, kept)
     else:
@@ -220,9 +228,10 @@ def _by_layer(
 
     Every strategy then is as zero3 is; but what the forward pass gathered is kept for the backward pass, and under ddp
     nothing is gathered. Of several microbatches all take the weights that were gathered before the first (`Held`), and
-    of ddp's and zero1's only the last reduces, with the gradients of the others added before. Nothing changes for a
-    loss without a layer loop, for one that uses a layer's weights in several places, each of which would reduce, and
-    for gradients in buckets, encoded, or of another dtype than the parameters.
+    the last alone sends what is sent once a step, with the gradients of the others added before: all gradients of ddp
+    and zero1, zero2's shards over `replica`. Nothing changes for a loss without a layer loop, for one that uses a
+    layer's weights in several places, each of which would reduce, and for gradients in buckets, encoded, or of another
+    dtype than the parameters.
     """
     if collectives.synchroniser is not None or spec.precision.params != spec.precision.reduce:
         return spec, collectives
@@ -236,7 +245,11 @@ def _by_layer(
 
     row = replace(spec.strategy, gather="use", reduce_each_microbatch=True)
     new = replace(spec, strategy=row, keep_gathered=spec.strategy.gather != "use")
-    within = replace(collectives, reduce=reduce, finish=finish)
+    within = replace(collectives, finish=finish)
+    if spec.accumulate > 1 and spec.strategy.reduce_each_microbatch:
+        within = replace(within, finish_at_use=collectives.finish)  # zero2's last microbatch
+    else:
+        within = replace(within, reduce=reduce)
     if not new.keep_gathered:
         return new, within
     plain = replace(within, overlap=False)
@@ -296,7 +309,8 @@ def traced_loss(spec: GradientSpec, collectives: Collectives) -> TracedLoss:
     """Return the loss as a function of the working copy."""
     gather, whole = None, not spec.strategy.shard_state
     if spec.strategy.gather == "use":
-        gather = gather_with_reduced_grad(collectives.gather, collectives.reduce, spec.precision, whole)
+        reduce, finish = collectives.reduce, collectives.finish_at_use
+        gather = gather_with_reduced_grad(collectives.gather, reduce, spec.precision, whole, finish)
     sync_axes = collectives.axes if spec.sync_batch_norm else ()
     return TracedLoss(
         spec.loss_fn,
