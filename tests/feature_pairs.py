@@ -1,8 +1,8 @@
-"""Features of a training step, each as a change of one small setup, and training with any two of them.
+"""Features of a training step, each as a change of one small setup, and training with any of them together.
 
 `FEATURES` is the table. `by_jdp` trains a setup as a user would; `by_hand` on one device by `one_device`, where local
-steps are taken replica after replica. `check` compares the two. What loses digits (`LOSSY`) is held to the error of
-its encoding, relative to how far the parameters moved, and to exact weights and first losses.
+steps are taken replica after replica. `check` compares. What loses digits (`LOSSY`) is held to the error of its
+encoding, as a part of how far the parameters moved, and to exact weights and first losses.
 """
 
 import functools
@@ -30,11 +30,10 @@ LOCAL = jdp.LocalSteps(2, lr=0.7, momentum=0.5)
 
 @dataclass(frozen=True)
 class Feature:
-    """What a feature changes, in which strategies it does something, and of which other one it is another setting."""
+    """What a feature changes, where it does something, and of which others it is another setting (`kind`)."""
 
     case: dict = field(default_factory=dict)
     mesh: dict = field(default_factory=dict)
-    plan: dict = field(default_factory=dict)
     step: dict = field(default_factory=dict)
     strategies: tuple = ALL
     kind: str | None = None
@@ -56,7 +55,7 @@ FEATURES = {
     "buckets": Feature(step={"buckets": 300}),
     "local_steps": Feature(mesh={"replica": 2}, step={"local_steps": LOCAL}, kind="replica"),
     "replica": Feature(mesh={"replica": 2}, kind="replica"),
-    "offload": Feature(plan={"offload": "optimizer"}),
+    "offload": Feature(),
     "pad": Feature({"width": 7}, mesh={"data": 4}),
     "ema": Feature(),
     "lora": Feature({"model": "nnx"}, kind="wrt"),
@@ -69,30 +68,34 @@ FEATURES = {
     "batch_norm": Feature({"model": "nnx", "state": "norm"}),
     "dropout": Feature({"noise": "mask"}),
     "group": Feature({"term": "grouped_pairs"}, step={"group": 2}),
-    "own_loop": Feature(),
+    "own_loop": Feature({"model": "nnx"}),
     "resume": Feature(),
     "model_axis": Feature(mesh={"model": 2}),
     "gather_rows": Feature(),
     "clip_norm": Feature({"clip_norm": 0.3}, step={"clip_norm": 0.3}),
     "eval": Feature(),
 }
-LOSSY = {"bf16": 0.02, "int8": 0.05, "fp8": 0.15, "topk": 1.0, "powersgd": 1.0, "int8_weights": 0.1, "products": 0.2}
+LOSSY = {"bf16": 3e-3, "int8": 0.01, "fp8": 0.03, "topk": 0.3, "powersgd": 0.6, "int8_weights": 0.02, "products": 0.02}
 INEXACT = {"products", "int8_weights"}  # in the forward pass, too
-NOT_BOTH = (
-    {"own_loop", "local_steps"},  # settings of a step, which own loops do not have
-    {"own_loop", "noise_scale"},
-    {"own_loop", "clip_norm"},
-    {"own_loop", "eval"},
+STEPS_ALONE = ("local_steps", "noise_scale", "clip_norm", "eval")  # a loop of one's own has no such settings
+_REFUSED = (
+    ("local_steps", (*list(FEATURES)[:6], "buckets"), "local_steps takes neither wire nor buckets"),
+    ("local_steps", ("offload",), "local_steps keeps an optimizer on every replica"),
+    ("local_steps", ("noise_scale",), "noise_scale needs each device's own gradient of a step; given local_steps"),
+    ("gather_rows", ("accumulate",), "gather_rows gathers the rows of one microbatch.*accumulate=2"),
+    ("gather_rows", ("local_steps",), "gather_rows.*local_steps"),
+    ("own_loop", ("topk", "powersgd"), "needs error feedback, which jdp.value_and_grad has no state for"),
+    ("own_loop", ("offload",), "offload"),
 )
-REFUSED: dict[frozenset, str] = {}
+REFUSED = {frozenset((one, two)): words for one, others, words in _REFUSED for two in others}
 """Pairs that are refused, in these words."""
 
 
 def pairs():
-    """Every two features that are not one setting, or settings of different calls."""
+    """Every two features that are not one setting."""
     for one, two in itertools.combinations(FEATURES, 2):
         same = FEATURES[one].kind is not None and FEATURES[one].kind == FEATURES[two].kind
-        if not same and {one, two} not in NOT_BOTH:
+        if not same and not ("own_loop" in (one, two) and {one, two} & {*STEPS_ALONE}):
             yield one, two
 
 
@@ -102,78 +105,73 @@ class Setup:
 
     names: frozenset
     case: Case
-    strategy: str
-    axes: dict
-    plan: dict
-    settings: dict
+    strategy: str = "ddp"
+    axes: dict = field(default_factory=dict)
+    settings: dict = field(default_factory=dict)
 
     def has(self, name):
         return name in self.names
 
     @property
-    def shards(self):
-        return self.axes["data"] * self.axes.get("replica", 1)
-
-    @property
     def wrt(self):
-        return nnx.LoRAParam if self.has("lora") else "[!e]*" if self.has("wrt") else None
+        own = {"wrt": nnx.All(nnx.Param, nnx.Not(nnx.PathContains("enter")))} if self.case.model == "nnx" else {}
+        return next(({"lora": nnx.LoRAParam, "wrt": "[!e]*", **own}[n] for n in ("lora", "wrt") if self.has(n)), None)
 
     def is_trained(self, path):
-        return ("lora_" in path) if self.has("lora") else not (self.has("wrt") and path.startswith("e"))
-
-    @property
-    def start_case(self):
-        """The case without what does not change initial parameters."""
-        return replace(self.case, clip_norm=None, weights="ones", noise=None, term=None, optimizer="sgd")
-
-    def by_hand_loss(self):
-        return functools.partial(loss, self, one_device.loop, lambda x: (x, jnp.arange(len(x))))
+        return "lora_" in path if self.has("lora") else not (self.has("wrt") and path.startswith("e"))
 
     def tx(self):
         tx = OPTIMIZERS[self.case.optimizer]()
         return jdp.with_ema(tx, DECAY) if self.has("ema") else tx
 
-    def made_plan(self):
-        rules = {"rules": [("*enter*kernel" if self.case.model == "nnx" else "enter", PartitionSpec(None, "model"))]}
-        rules = rules if "model" in self.axes and self.case.width % 2 == 0 else {}
-        count = int(np.prod(list(self.axes.values())))
-        mesh = jdp.make_mesh(devices=jax.devices()[:count], **self.axes)
-        return jdp.Plan(mesh, self.strategy, min_shard_size=8, **rules, **self.plan)
+    def plan(self):
+        name = "*enter*kernel" if self.case.model == "nnx" else "enter"
+        fits = "model" in self.axes and self.case.width % 2 == 0
+        rules = [(name, PartitionSpec(None, "model"))] if fits else []
+        mesh = jdp.make_mesh(devices=jax.devices()[: int(np.prod([*self.axes.values()]))], **self.axes)
+        offload = "optimizer" if self.has("offload") else None
+        return jdp.Plan(mesh, self.strategy, min_shard_size=8, rules=rules, offload=offload)
 
     def elsewhere(self):
         """The same run under another strategy, on another number of devices."""
         allowed = strategies(self.names)
-        strategy = allowed[(allowed.index(self.strategy) + 1) % len(allowed)]
-        return replace(self, strategy=strategy, axes={**self.axes, "data": 6 - self.axes["data"]})
+        other = allowed[(allowed.index(self.strategy) + 1) % len(allowed)]
+        return replace(self, strategy=other, axes={**self.axes, "data": 6 - self.axes["data"]})
+
+    def batches(self):
+        """Three, the second one with eight times the first's weights."""
+        drawn = zip(drawn_models.batches(self.case), (1, 8, 0.5), strict=True)
+        return [{**batch, "weight": batch["weight"] * np.float32(factor)} for batch, factor in drawn]
+
+    def key(self, number):
+        """Of the batch after `number` others."""
+        return jax.random.fold_in(jax.random.fold_in(jax.random.key(self.case.seed), 1), number)
 
 
 def strategies(names):
     return [s for s in ALL if all(s in FEATURES[name].strategies for name in names)]
 
 
-def setup(*names):
-    """The setup with these features: strategies, and who chooses the partitioning, go around the table."""
-    fields, axes, plan, settings = {}, {}, {}, {}
-    for feature in (FEATURES[name] for name in names):
-        fields |= feature.case
-        axes |= feature.mesh
-        plan |= feature.plan
-        settings |= feature.step
-    allowed, number = strategies(names), sum((i + 1) * list(FEATURES).index(name) for i, name in enumerate(names))
-    weights = {"weights": "uneven", "metrics": "own", "optimizer": "adamw", "width": 8}
-    model = {"state": None} if fields.get("model") != "nnx" else {}
-    axes = {"replica": axes.get("replica"), "data": 2 if "replica" in axes or "model" in axes else 4, **axes}
-    axes = {name: size for name, size in axes.items() if size}
-    if number % 2:
+def setup(names, turn=0):
+    """The setup with these features: strategies, and who chooses the partitioning, go around; `turn` shifts them."""
+    merged = ({}, {}, {})
+    for name in names:
+        for whole, own in zip(merged, (FEATURES[name].case, FEATURES[name].mesh, FEATURES[name].step), strict=True):
+            whole.update(own)
+    fields, mesh, settings = merged
+    allowed = strategies(names)
+    number = turn + sum((i + 1) * list(FEATURES).index(name) for i, name in enumerate(sorted(names)))
+    if number // len(allowed) % 2:
         settings["partitioning"] = "manual"
-    case = Case(rows=ROWS, **{**weights, **model, **fields})
-    return Setup(frozenset(names), case, allowed[number % len(allowed)], axes, plan, settings)
-
-
-# The model and its loss.
+    case = Case(**{"rows": ROWS, "weights": "uneven", "metrics": "own", "optimizer": "adamw", **fields})
+    axes = {"data": 2 if mesh.keys() & {"replica", "model"} else 4} | mesh
+    axes = {name: axes[name] for name in ("replica", "data", "model") if name in axes}
+    return Setup(frozenset(names), case, allowed[number % len(allowed)], axes, settings)
 
 
 class Adapted(drawn_models.Net):
+    """The drawn model with a low-rank update of its first layer."""
+
     def __init__(self, case, rngs):
         super().__init__(case, rngs)
         self.enter = nnx.LoRA(drawn_models.FEATURES, 4, case.width, base_module=self.enter, rngs=rngs)
@@ -185,18 +183,14 @@ def init(made, key):
 
 def loss(made, loop, gather, model, batch, key):
     """The drawn models' (total, weight, metrics), with negatives of the whole batch where rows are gathered."""
-    if made.has("products"):
-        batch = {**batch, "x": batch["x"].astype(jnp.bfloat16)} if gather is jdp.gather_rows else batch
+    if made.has("products") and loop is jdp.scan_layers:  # else float32 batches make float32 products
+        batch = {**batch, "x": batch["x"].astype(jnp.bfloat16)}
     total, weight, metrics = drawn_models.loss(made.case, loop, model, batch, key)
     if made.has("gather_rows"):
-        x = batch["x"] @ (model.enter(jnp.eye(6)) if made.case.model == "nnx" else model["enter"])
-        others, own = gather(x)
-        total += optax.softmax_cross_entropy_with_integer_labels(x @ others.T, own).sum()
+        first = model.enter(jnp.eye(drawn_models.FEATURES)) if made.case.model == "nnx" else model["enter"]
+        others, own = gather(batch["x"] @ first)
+        total += optax.softmax_cross_entropy_with_integer_labels(batch["x"] @ first @ others.T, own).sum()
     return total, weight, metrics
-
-
-def batches(made):
-    return list(drawn_models.batches(made.case))
 
 
 # By hand.
@@ -204,29 +198,31 @@ def batches(made):
 
 @functools.cache
 def initial(names, case):
-    return one_device.initial(functools.partial(init, Setup(names, case, "ddp", {}, {}, {})), case.seed)
+    return one_device.initial(functools.partial(init, Setup(names, case)), case.seed)
 
 
-def by_hand(made):
-    """Train on one device: (the run, what it began with)."""
-    start = initial(made.names & {"lora"}, made.start_case)
-    settings = {"clip_norm": made.case.clip_norm, "is_trained": made.is_trained, "group": made.case.group}
-    if made.case.keeps:
-        settings["microbatches"] = made.settings.get("accumulate", 1)
-    loop = one_device.Loop(start, made.by_hand_loss(), made.tx(), **settings)
-    train = rounds if made.has("local_steps") else steps
-    rows, params, opt_state, state = train(made, loop)
-    averages = average(made, opt_state)
-    evaluated = {}
+def loop_of(made):
+    simplest = replace(made.case, clip_norm=None, weights="ones", noise=None, term=None, optimizer="sgd")
+    return one_device.Loop(
+        initial(made.names & {"lora"}, simplest),
+        functools.partial(loss, made, one_device.loop, lambda x: (x, jnp.arange(len(x)))),
+        made.tx(),
+        clip_norm=made.case.clip_norm,
+        is_trained=made.is_trained,
+        microbatches=made.settings.get("accumulate", 1) if made.case.keeps else 1,
+        group=made.case.group,
+    )
+
+
+def by_hand(made, loop):
+    """Train on one device."""
+    rows, params, opt_state, state = (rounds if made.has("local_steps") else steps)(made, loop)
+    averages, evaluated = average(made, opt_state), {}
     if made.has("eval"):
         seen = loop.together(params, averages) if made.has("ema") else params
-        evaluated = one_device.evaluation(loop, seen, state, batches(made)[-1])
-    trees = map(jax.device_get, (one_device.by_path(params), {**state, **numbered(averages)}))
-    return one_device.Run(rows, *trees, jax.device_get(one_device.by_path(opt_state)), evaluated), start[1]
-
-
-def key_of(made, number):
-    return jax.random.fold_in(jax.random.fold_in(jax.random.key(made.case.seed), 1), number)
+        evaluated = one_device.evaluation(loop, seen, state, made.batches()[-1])
+    trees = (one_device.by_path(params), {**state, **numbered(averages)}, one_device.by_path(opt_state))
+    return one_device.Run(rows, *map(jax.device_get, trees), evaluated)
 
 
 def floats(row):
@@ -235,8 +231,8 @@ def floats(row):
 
 def steps(made, loop):
     params, opt_state, state, rows = loop.params, loop.start(), loop.state, []
-    for number, batch in enumerate(batches(made)):
-        (params, opt_state, state), row, _ = loop.step(params, opt_state, state, batch, key_of(made, number))
+    for number, batch in enumerate(made.batches()):
+        (params, opt_state, state), row, _ = loop.step(params, opt_state, state, batch, made.key(number))
         rows.append(floats(row))
     return rows, params, opt_state, state
 
@@ -245,10 +241,10 @@ def rounds(made, loop):
     """Local steps: each replica's, one after another, and the outer step; optimizer states are stacked."""
     params, states, state, rows = loop.params, [loop.start()] * 2, loop.state, []
     held = jax.tree.map(jnp.zeros_like, loop.part(params))
-    for number, batch in enumerate(batches(made)):
+    for number, batch in enumerate(made.batches()):
         ends, norms, found = [], [], None
         for replica in range(2):
-            key, own, kept = jax.random.fold_in(key_of(made, number), replica), params, state
+            key, own, kept = jax.random.fold_in(made.key(number), replica), params, state
             for h in range(LOCAL.steps):
                 place = np.arange(ROWS).reshape(2, -1, LOCAL.steps, loop.group)[replica, :, h].ravel()
                 part = jax.tree.map(lambda x, place=place: x[place], batch)
@@ -284,131 +280,107 @@ def by_jdp(made, folder):
     loss_fn = lambda *given: jdp.Loss(*loss(made, jdp.scan_layers, jdp.gather_rows, *given))  # noqa: E731
     start, key = functools.partial(init, made), jax.random.key(made.case.seed)
     if made.has("own_loop"):
-        return own_loop(made, loss_fn, start, key, folder)
-    plan, tx = made.made_plan(), made.tx()
+        return own_loop(made, loss_fn, start, jax.random.fold_in(key, 0), folder)
+    plan, tx, rows, evaluated, averages = made.plan(), made.tx(), [], {}, {}
     step = jdp.make_train_step(loss_fn, plan, **made.settings)
-    state, rows = jdp.init_state(start, tx, plan, rng=key, wrt=made.wrt), []
-    for number, batch in enumerate(batches(made)):
+    state = jdp.init_state(start, tx, plan, rng=key, wrt=made.wrt)
+    for number, batch in enumerate(made.batches()):
         if number == 2 and made.has("resume"):
             jdp.save(folder / "saved", state)
-            plan = made.elsewhere().made_plan()
+            plan = made.elsewhere().plan()
             step = jdp.make_train_step(loss_fn, plan, **made.settings)
             target = step.complete(jdp.abstract_state(start, tx, plan, rng=key, wrt=made.wrt))
             state = jdp.restore(folder / "saved", target)
         state, metrics = step(state, batch)
         rows.append(floats(metrics))
-    averages = jdp.ema_params(state) if made.has("ema") else None
-    evaluated = {}
-    if made.has("eval"):
-        settings = {k: v for k, v in made.settings.items() if k in ("accumulate", "precision", "partitioning", "group")}
-        evaluated = floats(jdp.make_eval_step(loss_fn, plan, **settings)(averages or state, batch))
-    if averages is not None:
-        leaves = one_device.by_path(averages.unpadded().params)
+    seen = jdp.ema_params(state) if made.has("ema") else state
+    if made.has("ema"):
+        leaves = one_device.by_path(seen.unpadded().params)
         averages = {path: leaf for path, leaf in leaves.items() if made.is_trained(path)}
+    if made.has("eval"):
+        names = {"accumulate", "precision", "partitioning", "group"} & made.settings.keys()
+        step = jdp.make_eval_step(loss_fn, plan, **{name: made.settings[name] for name in names})
+        evaluated = floats(step(seen, batch))
     state = state.unpadded()
-    paths = map(one_device.by_path, (state.params, state.model_state, state.opt_state))
-    params, others, opt_state = map(jax.device_get, paths)
-    run = one_device.Run(rows, params, {**others, **numbered(jax.device_get(averages))}, opt_state, evaluated)
-    return run, f"{plan!r}, {step.partitioning}"
+    others = {**one_device.by_path(state.model_state), **numbered(averages)}
+    trees = (one_device.by_path(state.params), others, one_device.by_path(state.opt_state))
+    return one_device.Run(rows, *map(jax.device_get, trees), evaluated)
 
 
 def own_loop(made, loss_fn, start, key, folder):
     """The same by `jdp.value_and_grad`, with an optimizer of one's own: without norms, and what a step skips."""
-    settings = {name: value for name, value in made.settings.items() if name != "clip_norm"}
-    module, tx = made.case.model == "nnx", made.tx()
 
     def begin(plan):
-        model = jdp.init(start, plan, rng=jax.random.fold_in(key, 0))
-        gradient = jdp.value_and_grad(loss_fn, plan, wrt=made.wrt, **settings)
-        if module:
-            make = lambda model: nnx.Optimizer(model, tx, wrt=made.wrt or nnx.Param)  # noqa: E731
-            return gradient, model, jdp.init(make, plan, of=model)
-        return gradient, model, jdp.init(tx.init, plan, of=part(model))
+        gradient = jdp.value_and_grad(loss_fn, plan, wrt=made.wrt, **made.settings)
+        make = lambda model: nnx.Optimizer(model, made.tx(), wrt=made.wrt or nnx.Param)  # noqa: E731
+        model = jdp.init(start, plan, rng=key)
+        return gradient, model, jdp.init(make, plan, of=model)
 
-    def part(tree):
-        return {name: leaf if made.is_trained(name) else None for name, leaf in tree.items()}
-
-    @jax.jit
-    def update(grads, opt_state, model):
-        updates, opt_state = tx.update(grads, opt_state, part(model))
-        return {
-            **model,
-            **{k: v for k, v in optax.apply_updates(part(model), updates).items() if v is not None},
-        }, opt_state
-
-    (gradient, model, optimizer), rows = begin(made.made_plan()), []
-    for number, batch in enumerate(batches(made)):
+    (gradient, model, optimizer), rows = begin(made.plan()), []
+    for number, batch in enumerate(made.batches()):
         if number == 2 and made.has("resume"):
             jdp.save(folder / "saved", (model, optimizer))
-            gradient, *target = begin(made.elsewhere().made_plan())
+            gradient, *target = begin(made.elsewhere().plan())
             model, optimizer = jdp.restore(folder / "saved", tuple(target))
-        metrics, grads = gradient(model, batch, key_of(made, number))
-        if module:
-            optimizer.update(model, grads)
-        else:
-            model, optimizer = update(grads, optimizer, model)
+        metrics, grads = gradient(model, batch, made.key(number))
+        optimizer.update(model, grads)
         rows.append(floats(metrics))
-    if module:
-        parted, averages = one_device.Parted(model), average(made, optimizer.opt_state if made.has("ema") else None)
-        params, state = one_device.by_path(parted.params), parted.state
-    else:
-        params, state, averages = one_device.by_path(model), {}, average(made, optimizer)
-    return one_device.Run(rows, *map(jax.device_get, (params, {**state, **numbered(averages)})), {}, {}), repr(
-        gradient.plan
-    )
+    parted, averages = one_device.Parted(model), average(made, optimizer.opt_state)
+    trees = (one_device.by_path(parted.params), {**parted.state, **numbered(averages)}, {})
+    return one_device.Run(rows, *map(jax.device_get, trees), {})
 
 
 # Comparing.
 
 
-def check(names, folder):
-    """Train with these features: equal to one device, or refused before the first step as `REFUSED` says."""
-    made = setup(*names)
+def check(names, folder, turn=0):
+    """Train with these features: equal to one device, or refused as `REFUSED` says."""
+    made = setup(names, turn)
     if words := REFUSED.get(made.names):
         try:
             by_jdp(made, folder)
         except ValueError as error:
             assert re.search(words, str(error)), error
             return
-        raise AssertionError(f"{sorted(names)} is not refused")
-    (got, plan_text), (want, start) = by_jdp(made, folder), by_hand(made)
+        raise AssertionError(f"{names} are not refused")
+    loop = loop_of(made)
+    got, want, bound = by_jdp(made, folder), by_hand(made, loop), sum(LOSSY.get(name, 0) for name in names)
     if made.has("own_loop"):
         want.opt_state, want.metrics = {}, [{name: row[name] for name in got.metrics[0]} for row in want.metrics]
-    bound = sum(LOSSY.get(name, 0) for name in names)
     apart = [entry for entry in one_device.compared(got, want) if not entry[1] <= BOUND]
     if bound:
         exact = "step .: (weight|skipped)" if made.names & INEXACT else "step .: (weight|skipped)|step 0: (loss|size)"
-        apart = [entry for entry in apart if re.match(exact, entry[0])] + strayed(got, want, start, bound)
+        apart = [entry for entry in apart if re.match(exact, entry[0])] + strayed(got, want, loop, bound)
     elif made.has("noise_scale") and not made.names & {"group", "batch_norm", "gather_rows"}:
-        measured, expected = got.metrics[0]["noise_scale"], noise_scale_by_hand(made)
+        measured, expected = got.metrics[0]["noise_scale"], noise_scale_by_hand(made, loop)
         apart += [("noise scale", 0, measured, expected)] if not abs(measured / expected - 1) < 1e-3 else []
     listed = "\n".join(f"  {name}: got {a}, expected {b}" for name, _, a, b in apart[:12])
-    assert not apart, f"{made}\n{plan_text}\n{listed}"
+    assert not apart, f"{made}\n{listed}"
 
 
-def strayed(got, want, start, bound):
-    """What is further off than `bound`: losses, and parameters in relation to how far they moved."""
+def strayed(got, want, loop, bound):
+    """What is further off than `bound`: losses, and parameters as a part of how far they moved."""
     square = lambda a, b: sum(np.square(a[path] - np.asarray(b[path])).sum() for path in b)  # noqa: E731
-    update = float(np.sqrt(square(got.params, want.params) / square(want.params, one_device.by_path(start))))
+    update = float(np.sqrt(square(got.params, want.params) / square(want.params, one_device.by_path(loop.params))))
     losses = [(a["loss"], b["loss"]) for a, b in zip(got.metrics, want.metrics, strict=True)]
     found = [("update", update, update, bound), *((f"loss {a}", abs(a / b - 1), a, b) for a, b in losses)]
     return [entry for entry in found if not entry[1] <= bound]
 
 
-def noise_scale_by_hand(made):
-    """Of the first step (`jdp.core.noise_scale`), from the gradient of each part of the batch."""
-    kind, params, state = initial(made.names & {"lora"}, made.start_case)
+def noise_scale_by_hand(made, loop):
+    """Of the first step, from the gradient of each part of the batch (`jdp.core.noise_scale`)."""
+    shards = made.axes["data"] * made.axes.get("replica", 1)
     microbatches = made.settings.get("accumulate", 1) if made.strategy == "zero2" else 1
-    parts, batch = made.shards * microbatches, batches(made)[0]
-    numbers = np.arange(ROWS).reshape(made.shards, -1, microbatches)
-    loop = one_device.Loop((kind, params, state), made.by_hand_loss(), made.tx(), is_trained=made.is_trained)
+    parts, batch = shards * microbatches, made.batches()[0]
 
+    @jax.jit
+    @jax.vmap
     def square(counts):
-        weighed = {**batch, "weight": batch["weight"] * counts}
-        grads = jax.grad(lambda some: loop.sums(some, params, state, weighed, key_of(made, 0))[0])(loop.part(params))
-        return optax.tree.norm(grads, squared=True)
+        given = (loop.params, loop.state, {**batch, "weight": counts}, made.key(0))
+        return optax.tree.norm(jax.grad(lambda some: loop.sums(some, *given)[0])(loop.part(loop.params)), squared=True)
 
-    masks = [np.isin(np.arange(ROWS), numbers[d, :, k]) for d in range(made.shards) for k in range(microbatches)]
-    small = np.mean(jax.vmap(square)(jnp.stack(masks).astype(jnp.float32))) / (ROWS / parts) ** 2
-    big = square(jnp.ones(ROWS)) / ROWS**2
+    rows = np.arange(ROWS).reshape(shards, -1, microbatches).swapaxes(1, 2).reshape(parts, -1)
+    masks = np.stack([np.isin(np.arange(ROWS), part) for part in rows] + [np.ones(ROWS)]).astype(np.float32)
+    *small, big = square(masks)
+    small, big = np.mean(small) / (ROWS / parts) ** 2, big / ROWS**2
     return float(noise_scale.ratio(noise_scale.updated(jnp.zeros(3), small, big, ROWS, parts)))
