@@ -160,7 +160,7 @@ def setup(names, turn=0):
             whole.update(own)
     fields, mesh, settings = merged
     allowed = strategies(names)
-    number = turn + sum((i + 1) * list(FEATURES).index(name) for i, name in enumerate(sorted(names)))
+    number = turn + sum(list(FEATURES).index(name) for name in names)
     if number // len(allowed) % 2:
         settings["partitioning"] = "manual"
     case = Case(**{"rows": ROWS, "weights": "uneven", "metrics": "own", "optimizer": "adamw", **fields})
