@@ -143,10 +143,6 @@ class Setup:
         drawn = zip(drawn_models.batches(self.case), (1, 8, 0.5), strict=True)
         return [{**batch, "weight": batch["weight"] * np.float32(factor)} for batch, factor in drawn]
 
-    def key(self, number):
-        """Of the batch after `number` others."""
-        return jax.random.fold_in(jax.random.fold_in(jax.random.key(self.case.seed), 1), number)
-
 
 def strategies(names):
     return [s for s in ALL if all(s in FEATURES[name].strategies for name in names)]
@@ -216,50 +212,15 @@ def loop_of(made):
 
 def by_hand(made, loop):
     """Train on one device."""
-    rows, params, opt_state, state = (rounds if made.has("local_steps") else steps)(made, loop)
+    given = (loop, made.batches(), made.case.seed)
+    trained = one_device.rounds(*given, LOCAL, 2) if made.has("local_steps") else one_device.steps(*given)
+    rows, params, opt_state, state = trained
     averages, evaluated = average(made, opt_state), {}
     if made.has("eval"):
         seen = loop.together(params, averages) if made.has("ema") else params
         evaluated = one_device.evaluation(loop, seen, state, made.batches()[-1])
     trees = (one_device.by_path(params), {**state, **numbered(averages)}, one_device.by_path(opt_state))
     return one_device.Run(rows, *map(jax.device_get, trees), evaluated)
-
-
-def floats(row):
-    return {name: float(value) for name, value in row.items()}
-
-
-def steps(made, loop):
-    params, opt_state, state, rows = loop.params, loop.start(), loop.state, []
-    for number, batch in enumerate(made.batches()):
-        (params, opt_state, state), row, _ = loop.step(params, opt_state, state, batch, made.key(number))
-        rows.append(floats(row))
-    return rows, params, opt_state, state
-
-
-def rounds(made, loop):
-    """Local steps: each replica's, one after another, and the outer step; optimizer states are stacked."""
-    params, states, state, rows = loop.params, [loop.start()] * 2, loop.state, []
-    held = jax.tree.map(jnp.zeros_like, loop.part(params))
-    for number, batch in enumerate(made.batches()):
-        ends, norms, found = [], [], None
-        for replica in range(2):
-            key, own, kept = jax.random.fold_in(made.key(number), replica), params, state
-            for h in range(LOCAL.steps):
-                place = np.arange(ROWS).reshape(2, -1, LOCAL.steps, loop.group)[replica, :, h].ravel()
-                part = jax.tree.map(lambda x, place=place: x[place], batch)
-                after, row, sums = loop.step(own, states[replica], kept, part, jax.random.fold_in(key, h))
-                own, states[replica], kept = after
-                norms.append(row["grad_norm"])
-                found = sums if found is None else jax.tree.map(jnp.add, found, sums)
-            ends.append((loop.part(own), kept))
-        mean, state = jax.tree.map(lambda a, b: (a + b) / 2, *ends)
-        delta = jax.tree.map(jnp.subtract, loop.part(params), mean)
-        held = jax.tree.map(lambda m, d: LOCAL.momentum * m + d, held, delta)
-        agreed = jax.tree.map(lambda p, d, m: p - LOCAL.lr * (d + LOCAL.momentum * m), loop.part(params), delta, held)
-        params = loop.together(params, agreed)
-        rows.append({**floats(one_device.means(found)), "grad_norm": float(np.mean(norms)), "skipped": 0.0})
-    return rows, params, jax.tree.map(lambda *leaves: jnp.stack(leaves), *states), state
 
 
 def average(made, opt_state):
@@ -292,7 +253,7 @@ def by_jdp(made, folder):
             target = step.complete(jdp.abstract_state(start, tx, plan, rng=key, wrt=made.wrt))
             state = jdp.restore(folder / "saved", target)
         state, metrics = step(state, batch)
-        rows.append(floats(metrics))
+        rows.append(one_device.floats(metrics))
     seen = jdp.ema_params(state) if made.has("ema") else state
     if made.has("ema"):
         leaves = one_device.by_path(seen.unpadded().params)
@@ -300,7 +261,7 @@ def by_jdp(made, folder):
     if made.has("eval"):
         names = {"accumulate", "precision", "partitioning", "group"} & made.settings.keys()
         step = jdp.make_eval_step(loss_fn, plan, **{name: made.settings[name] for name in names})
-        evaluated = floats(step(seen, batch))
+        evaluated = one_device.floats(step(seen, batch))
     state = state.unpadded()
     others = {**one_device.by_path(state.model_state), **numbered(averages)}
     trees = (one_device.by_path(state.params), others, one_device.by_path(state.opt_state))
@@ -322,9 +283,9 @@ def own_loop(made, loss_fn, start, key, folder):
             jdp.save(folder / "saved", (model, optimizer))
             gradient, *target = begin(made.elsewhere().plan())
             model, optimizer = jdp.restore(folder / "saved", tuple(target))
-        metrics, grads = gradient(model, batch, made.key(number))
+        metrics, grads = gradient(model, batch, one_device.key_of(made.case.seed, number))
         optimizer.update(model, grads)
-        rows.append(floats(metrics))
+        rows.append(one_device.floats(metrics))
     parted, averages = one_device.Parted(model), average(made, optimizer.opt_state)
     trees = (one_device.by_path(parted.params), {**parted.state, **numbered(averages)}, {})
     return one_device.Run(rows, *map(jax.device_get, trees), {})
@@ -376,7 +337,7 @@ def noise_scale_by_hand(made, loop):
     @jax.jit
     @jax.vmap
     def square(counts):
-        given = (loop.params, loop.state, {**batch, "weight": counts}, made.key(0))
+        given = (loop.params, loop.state, {**batch, "weight": counts}, one_device.key_of(made.case.seed, 0))
         return optax.tree.norm(jax.grad(lambda some: loop.sums(some, *given)[0])(loop.part(loop.params)), squared=True)
 
     rows = np.arange(ROWS).reshape(shards, -1, microbatches).swapaxes(1, 2).reshape(parts, -1)
