@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 
@@ -143,73 +144,148 @@ def initial(init, seed):
     return kind[0], params, state
 
 
-def train(
-    initial,
-    loss,
-    tx,
-    batches,
-    *,
-    seed,
-    clip_norm=None,
-    is_trained=lambda path: True,
-    microbatches=1,
-    group=1,
-    evaluates=True,
-):
-    """Train what `initial` made on `batches`, and evaluate on the last. `loss(model, batch, key)`: as for `as_sums`."""
-    rng = jax.random.key(seed)
-    kind, params, state = initial
-    trained = [is_trained(path) for path in by_path(params)]
+class Loop:
+    """What is trained, and how: `step` is a step of one device, `start` what the optimizer begins with."""
 
-    def part(tree):
+    def __init__(self, initial, loss, tx, *, clip_norm=None, is_trained=lambda path: True, microbatches=1, group=1):
+        self.kind, self.params, self.state = initial
+        self.loss, self.tx, self.clip_norm = loss, tx, clip_norm
+        self.microbatches, self.group = microbatches, group
+        self.trained = [is_trained(path) for path in by_path(self.params)]
+        self.step = jax.jit(self._step)
+
+    def start(self):
+        return jax.tree.map(jnp.asarray, jax.jit(self.tx.init)(self.part(self.params)))
+
+    def part(self, tree):
+        """The tree with None for what is frozen."""
         leaves, treedef = jax.tree.flatten(tree)
-        return treedef.unflatten([leaf if kept else None for leaf, kept in zip(leaves, trained, strict=True)])
+        return treedef.unflatten([leaf if kept else None for leaf, kept in zip(leaves, self.trained, strict=True)])
 
-    def together(tree, some):
+    def together(self, tree, some):
         leaves, treedef = jax.tree.flatten(tree)
         new = iter(jax.tree.leaves(some))
-        return treedef.unflatten([next(new) if kept else leaf for leaf, kept in zip(leaves, trained, strict=True)])
+        return treedef.unflatten([next(new) if kept else leaf for leaf, kept in zip(leaves, self.trained, strict=True)])
 
-    def sums(some, params, state, batch, key):
-        whole = jax.tree.map(as_computed, together(params, some))
-        model = kind.model(whole, state, key)
-        total, weight, metrics = as_sums(loss(model, batch, key), batch)
-        return total, ((total, weight, metrics), kind.changed(model))
+    def sums(self, some, params, state, batch, key):
+        whole = jax.tree.map(as_computed, self.together(params, some))
+        model = self.kind.model(whole, state, key)
+        total, weight, metrics = as_sums(self.loss(model, batch, key), batch)
+        return total, ((total, weight, metrics), self.kind.changed(model))
 
-    @jax.jit
-    def step(params, opt_state, state, batch, key):
+    def _step(self, params, opt_state, state, batch, key):
+        """((params, opt_state, state) afterwards, metrics, the sums that they are of)."""
         grads, found, now = None, None, state
-        for k in range(microbatches):
-            numbers = jnp.arange(len(jax.tree.leaves(batch)[0])).reshape(-1, microbatches, group)[:, k].ravel()
-            rows = jax.tree.map(lambda x, numbers=numbers: x[numbers], batch)
-            (_, (more, now)), grad = jax.value_and_grad(sums, has_aux=True)(part(params), params, now, rows, key)
+        for k in range(self.microbatches):
+            numbers = jnp.arange(len(jax.tree.leaves(batch)[0])).reshape(-1, self.microbatches, self.group)[:, k]
+            rows = jax.tree.map(lambda x, numbers=numbers: x[numbers.ravel()], batch)
+            (_, (more, now)), grad = jax.value_and_grad(self.sums, has_aux=True)(
+                self.part(params), params, now, rows, key
+            )
             grads = grad if grads is None else jax.tree.map(jnp.add, grads, grad)
             found = more if found is None else jax.tree.map(jnp.add, found, more)
-        total, weight, metrics = found
+        total, weight, _ = found
         grads = jax.tree.map(lambda g: g / weight, grads)
         norm = optax.tree.norm(grads)
         used = grads
-        if clip_norm is not None:
-            used = jax.tree.map(lambda g: g * jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30)), grads)
-        update = optax.with_extra_args_support(tx).update
-        updates, new_opt = update(used, opt_state, part(params), value=total / weight)
-        new_params = together(params, optax.apply_updates(part(params), updates))
+        if self.clip_norm is not None:
+            used = jax.tree.map(lambda g: g * jnp.minimum(1.0, self.clip_norm / jnp.maximum(norm, 1e-30)), grads)
+        update = optax.with_extra_args_support(self.tx).update
+        updates, new_opt = update(used, opt_state, self.part(params), value=total / weight)
+        new_params = self.together(params, optax.apply_updates(self.part(params), updates))
         good = jnp.isfinite(norm) & jnp.isfinite(total)
         old, new = (params, opt_state, state), (new_params, new_opt, now)
         kept = jax.tree.map(lambda a, b: jnp.where(good, a, b), new, old)
-        own = {name: a / b for name, (a, b) in metrics.items()}
-        return kept, {**own, "loss": total / weight, "weight": weight, "grad_norm": norm, "skipped": 1 - good}
+        return kept, {**means(found), "grad_norm": norm, "skipped": 1 - good}, found
 
-    opt_state = jax.tree.map(jnp.asarray, jax.jit(tx.init)(part(params)))
+
+def means(sums):
+    total, weight, metrics = sums
+    return {**{name: a / b for name, (a, b) in metrics.items()}, "loss": total / weight, "weight": weight}
+
+
+def train(initial, loss, tx, batches, *, seed, evaluates=True, **settings):
+    """Train what `initial` made on `batches`, and evaluate on the last. `loss(model, batch, key)`: as for `as_sums`.
+
+    `settings`: those of `Loop`."""
+    loop, batches = Loop(initial, loss, tx, **settings), list(batches)
+    rows, params, opt_state, state = steps(loop, batches, seed)
+    evaluated = evaluation(loop, params, state, batches[-1]) if evaluates else {}
+    return Run(rows, *map(jax.device_get, (by_path(params), state, by_path(opt_state))), evaluated)
+
+
+def steps(loop, batches, seed):
+    """Take a step with each batch: (metrics of each, params, opt_state, state)."""
+    params, opt_state, state = loop.params, loop.start(), loop.state
     rows, skipped = [], 0
     for number, batch in enumerate(batches):
-        key = jax.random.fold_in(jax.random.fold_in(rng, 1), number)
-        (params, opt_state, state), row = step(params, opt_state, state, batch, key)
+        (params, opt_state, state), row, _ = loop.step(params, opt_state, state, batch, key_of(seed, number))
         skipped += int(row["skipped"])
-        rows.append({**{name: float(value) for name, value in row.items()}, "skipped": skipped})
-    evaluated = {}
-    if evaluates:
-        _, ((total, weight, metrics), _) = jax.jit(lambda *args: sums(part(args[0]), *args, None))(params, state, batch)
-        own = {name: float(a / b) for name, (a, b) in metrics.items()}
-        evaluated = {**own, "loss": float(total / weight), "weight": float(weight)}
-    return Run(rows, *map(jax.device_get, (by_path(params), state, by_path(opt_state))), evaluated)
+        rows.append({**floats(row), "skipped": skipped})
+    return rows, params, opt_state, state
+
+
+def rounds(loop, batches, seed, local, replicas):
+    """Take a round of `local.steps` with each batch, replica after replica, as `steps` does; optimizers are stacked."""
+    params, opt_states, state, rows = loop.params, [loop.start()] * replicas, loop.state, []
+    held = jax.tree.map(jnp.zeros_like, loop.part(params))
+    for number, batch in enumerate(batches):
+        ends, norms, found = [], [], []
+        for replica in range(replicas):
+            key, own, kept = jax.random.fold_in(key_of(seed, number), replica), params, state
+            numbers = jnp.arange(len(jax.tree.leaves(batch)[0])).reshape(replicas, -1, local.steps, loop.group)
+            for h in range(local.steps):
+                here = numbers[replica, :, h].ravel()
+                part = jax.tree.map(lambda x, here=here: x[here], batch)
+                after, row, sums = loop.step(own, opt_states[replica], kept, part, jax.random.fold_in(key, h))
+                own, opt_states[replica], kept = after
+                norms.append(row["grad_norm"])
+                found.append(sums)
+            ends.append((loop.part(own), kept))
+        mean, state = jax.tree.map(lambda *ends: sum(ends) / replicas, *ends)
+        delta = jax.tree.map(jnp.subtract, loop.part(params), mean)
+        held = jax.tree.map(lambda m, d: local.momentum * m + d, held, delta)
+        change = jax.tree.map(lambda m, d: local.lr * (d + local.momentum * m), held, delta)
+        params = loop.together(params, jax.tree.map(jnp.subtract, loop.part(params), change))
+        sums = jax.tree.map(lambda *parts: sum(parts), *found)
+        rows.append({**floats(means(sums)), "grad_norm": float(sum(norms) / len(norms)), "skipped": 0})
+    return rows, params, jax.tree.map(lambda *leaves: jnp.stack(leaves), *opt_states), state
+
+
+def key_of(seed, number):
+    """The key of the batch after `number` others."""
+    return jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 1), number)
+
+
+def floats(row):
+    return {name: float(value) for name, value in row.items()}
+
+
+def evaluation(loop, params, state, batch):
+    _, (sums, _) = jax.jit(lambda *args: loop.sums(loop.part(args[0]), *args, None))(params, state, batch)
+    return floats(means(sums))
+
+
+def compared(got, want):
+    """What two runs have, the second one's names: [(name, distance, got, expected)]."""
+    assert len(got.metrics) == len(want.metrics)
+    named = [
+        (f"step {i}: {name}", row[name], other[name])
+        for i, (row, other) in enumerate(zip(got.metrics, want.metrics, strict=True))
+        for name in other
+    ]
+    named += [(f"evaluation: {name}", got.evaluated[name], want.evaluated[name]) for name in want.evaluated]
+    for part in ("params", "state", "opt_state"):
+        mine, others = getattr(got, part), getattr(want, part)
+        assert mine.keys() == others.keys()
+        named += [(f"{part}/{path}", mine[path], others[path]) for path in others]
+    return [(name, distance(a, b), a, b) for name, a, b in named]
+
+
+def distance(got, want):
+    """The largest difference, relative to the largest value, or to 0.1; what is not finite must be alike."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    finite = np.isfinite(want)
+    if not np.array_equal(got[~finite], want[~finite], equal_nan=True) or not np.isfinite(got[finite]).all():
+        return np.inf
+    return float(np.abs(got[finite] - want[finite]).max(initial=0) / max(0.1, np.abs(want[finite]).max(initial=0)))

@@ -192,31 +192,6 @@ def trained(case, setting, folder, precision="fp32", evaluates=True, *, given=Fa
     return one_device.Run(rows, *map(jax.device_get, trees), {name: float(value) for name, value in evaluated.items()})
 
 
-def compared(got, want):
-    """[(name, distance, got, expected)]."""
-    assert len(got.metrics) == len(want.metrics)
-    named = [
-        (f"step {i}: {name}", row[name], other[name])
-        for i, (row, other) in enumerate(zip(got.metrics, want.metrics, strict=True))
-        for name in other
-    ]
-    named += [(f"evaluation: {name}", got.evaluated[name], want.evaluated[name]) for name in want.evaluated]
-    for part in ("params", "state", "opt_state"):
-        mine, others = getattr(got, part), getattr(want, part)
-        assert mine.keys() == others.keys()
-        named += [(f"{part}/{path}", mine[path], others[path]) for path in others]
-    return [(name, distance(a, b), a, b) for name, a, b in named]
-
-
-def distance(got, want):
-    """The largest difference, relative to the largest value, or to 0.1; what is not finite must be alike."""
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    finite = np.isfinite(want)
-    if not np.array_equal(got[~finite], want[~finite], equal_nan=True) or not np.isfinite(got[finite]).all():
-        return np.inf
-    return float(np.abs(got[finite] - want[finite]).max(initial=0) / max(0.1, np.abs(want[finite]).max(initial=0)))
-
-
 def check(case, setting, folder, evaluates=True, **options):
     want = expected(case, setting.accumulate if case.keeps else 1, evaluates)
     try:
@@ -225,7 +200,7 @@ def check(case, setting, folder, evaluates=True, **options):
         if may_be_refused(case, setting) and re.search(REFUSALS, str(error)):
             return
         raise
-    apart = [entry for entry in compared(got, want) if not entry[1] <= BOUND]
+    apart = [entry for entry in one_device.compared(got, want) if not entry[1] <= BOUND]
     listed = "\n".join(f"  {name}: got {got}, expected {want}" for name, _, got, want in apart[:12])
     assert not apart, f"\n{case!r}\n{setting!r}\n{listed}"
 
