@@ -146,11 +146,14 @@ class ValueAndGrad(PartitionedLoss):
 
     argnums: int | tuple[int, ...] = field(default=0, kw_only=True)
     wrt: Any = field(default=None, kw_only=True)
+    _on_meshes: dict[Any, Any] = field(init=False, default_factory=dict[Any, Any], repr=False, compare=False)
     _laid_out: set[Any] = field(init=False, default_factory=set[Any], repr=False, compare=False)
 
     def __call__(self, *arguments: Any) -> tuple[Metrics, Any]:
         if (mesh := followed(self.plan.mesh)) is not self.plan.mesh:
-            return self.under(self.plan.on(mesh))(*arguments)
+            if mesh not in self._on_meshes:
+                self._on_meshes[mesh] = self.under(self.plan.on(mesh))
+            return self._on_meshes[mesh](*arguments)
         *models, batch, rng = self._checked_arguments(arguments)
         state = self._joined(models, rng)
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, batch))):
