@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, MutableSequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -23,12 +23,14 @@ from jdp.core.notices import notice
 from jdp.core.sharding.placement import Placement
 from jdp.core.traced_device import traced_device
 from jdp.core.types import PyTree
+from jdp.core.words import Rematerialise
 
 Gather = Callable[[jax.Array, Placement, int], jax.Array]
 """`gather(shard, placement, leading)`: gather a shard of which a loop sliced off the first `leading` dimensions."""
 
-Remat = str | Callable[..., bool] | None
+Remat = Rematerialise | Callable[..., bool] | None
 Block = Callable[[Any, Any], Any]
+Activations = TypeVar("Activations")
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ def gathering(gathers: GatherTable) -> Generator[None]:
         _CURRENT.reset(token)
 
 
-def scan_layers(block: Block, stacked: PyTree, x: PyTree, *, remat: Remat = None) -> PyTree:
+def scan_layers(block: Block, stacked: PyTree, x: Activations, *, remat: Remat = None) -> Activations:
     """Run `x = block(layer, x)` over all layers.
 
     Under zero3 each layer's weights are gathered inside the loop, and again in the backward pass; otherwise, and
@@ -150,7 +152,8 @@ class _Body:
         sources = [
             _operand(name, leaf, None if is_state else gathers, leading) for name, leaf, is_state in layer.arrays
         ]
-        self.block, self.layer, self.gathers, self.leading, self.remat = block, layer, gathers, leading, remat
+        self.block, self.layer, self.gathers, self.leading = block, layer, gathers, leading
+        self.remat: Remat = remat
         self.operands, self.placements = [leaf for leaf, _ in sources], [placement for _, placement in sources]
         self.keep = gathers is not None and gathers.keep
         gathers_again = not self.keep and any(placement is not None for placement in self.placements)

@@ -31,6 +31,7 @@ from jdp.core.sharding.mesh import tracing_on
 from jdp.core.sharding.plan import Plan
 from jdp.core.state import TrainState, trained_part
 from jdp.core.types import Batch, LossFn, PyTree
+from jdp.core.words import Buckets, Partitioning
 
 VIEWS = {"auto": auto, "manual": manual}
 
@@ -57,13 +58,13 @@ class PartitionedLoss:
     loss_fn: LossFn
     plan: Plan
     precision: Precision
-    requested: str | None = None
+    requested: Partitioning | None = None
     accumulate: int = 1
     train: bool = field(default=True, kw_only=True)
     sync_batch_norm: bool = field(default=True, kw_only=True)
     group: int = field(default=1, kw_only=True)
     wire: Wire = field(default=WIDE, kw_only=True)
-    buckets: int | str | None = field(default=None, kw_only=True)
+    buckets: Buckets | None = field(default=None, kw_only=True)
     overlap: bool | None = field(default=None, kw_only=True)
     check_loss: bool = field(default=True, kw_only=True)
     _agreed: set[Any] = field(init=False, default_factory=set[Any], repr=False, compare=False)
@@ -72,7 +73,7 @@ class PartitionedLoss:
     _corrected: list[Choice] = field(init=False, default_factory=list[Choice], repr=False, compare=False)
 
     @property
-    def partitioning(self) -> str | None:
+    def partitioning(self) -> Partitioning | None:
         """ "auto" or "manual"; None if jdp is to choose and has not traced the loss yet."""
         return self._last.partitioning if self._last else self.requested
 

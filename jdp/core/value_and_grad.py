@@ -7,10 +7,10 @@ differentiated count as frozen; from there on everything is as in a step (`Parti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Generic, TypeVarTuple
 
 import jax
 import numpy as np
@@ -32,24 +32,27 @@ from jdp.core.step_settings import check_settings, check_training_settings, sett
 from jdp.core.trainable import resolve
 from jdp.core.trees import check_tree, refuse_offload
 from jdp.core.types import Batch, LossFn, Metrics, PyTree
+from jdp.core.words import Buckets, Encoding, Partitioning, PrecisionName
+
+Arguments = TypeVarTuple("Arguments")
 
 
 def value_and_grad(
-    loss_fn: LossFn,
+    loss_fn: Callable[[*Arguments], Any],
     plan: Plan,
     *,
     argnums: int | Sequence[int] = 0,
     wrt: Any = None,
     accumulate: int = 1,
-    precision: str | Precision = "fp32",
-    partitioning: str | None = None,
+    precision: PrecisionName | Precision = "fp32",
+    partitioning: Partitioning | None = None,
     sync_batch_norm: bool = True,
     group: int = 1,
-    wire: str | Wire | None = None,
-    buckets: int | str | None = None,
+    wire: Encoding | Wire | None = None,
+    buckets: Buckets | None = None,
     overlap: bool | None = None,
     check_loss: bool = True,
-) -> ValueAndGrad:
+) -> ValueAndGrad[*Arguments]:
     """Make `gradient(*models, batch, rng) -> (metrics, gradients)`, to call in a jitted function of your own.
 
         generator_gradient = jdp.value_and_grad(generator_loss, plan)  # of (generator, discriminator, batch, rng)
@@ -136,7 +139,7 @@ def _unpacked(loss_fn: Any) -> LossFn:
 
 
 @dataclass(frozen=True)
-class ValueAndGrad(PartitionedLoss):
+class ValueAndGrad(PartitionedLoss, Generic[*Arguments]):
     """A gradient: call it as `gradient(*models, batch, rng)`. `jdp.value_and_grad` makes one.
 
     Attributes:
@@ -148,7 +151,7 @@ class ValueAndGrad(PartitionedLoss):
     wrt: Any = field(default=None, kw_only=True)
     _laid_out: set[Any] = field(init=False, default_factory=set[Any], repr=False, compare=False)
 
-    def __call__(self, *arguments: Any) -> tuple[Metrics, Any]:
+    def __call__(self, *arguments: *Arguments) -> tuple[Metrics, Any]:
         if (mesh := followed(self.plan.mesh)) is not self.plan.mesh:
             return replace(self, plan=self.plan.on(mesh))(*arguments)
         *models, batch, rng = self._checked_arguments(arguments)
@@ -168,7 +171,7 @@ class ValueAndGrad(PartitionedLoss):
             metrics, grads, model_state = self.jitted(state, owned_batch(batch))
         return metrics, self._taken_apart(models, state, grads, model_state)
 
-    def check(self, *arguments: Any) -> None:
+    def check(self, *arguments: *Arguments) -> None:
         """Try the loss on a few rows, as the first step of `jdp.make_train_step` does; for calls inside of jit.
 
         Args:

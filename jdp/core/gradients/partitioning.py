@@ -22,6 +22,7 @@ from jdp.core.sharding.mesh import own_axes
 from jdp.core.sharding.plan import Plan
 from jdp.core.state import TrainState
 from jdp.core.types import Batch
+from jdp.core.words import Partitioning
 
 REQUESTED = "asked for"
 
@@ -30,7 +31,7 @@ REQUESTED = "asked for"
 class Choice:
     """A step's partitioning, "auto" or "manual", the reason for it, and whether the loss calls `jdp.gather_rows`."""
 
-    partitioning: str
+    partitioning: Partitioning
     why: str
     gathers_rows: bool = False
 
@@ -48,7 +49,7 @@ class PartitioningRequest:
 
     spec: GradientSpec
     plan: Plan
-    requested: str | None
+    requested: Partitioning | None
     train: bool
 
     def choose(self, state: TrainState, batch: Batch) -> Choice:
