@@ -29,7 +29,7 @@ from jdp.core.host_memory import on_device
 from jdp.core.precision import Precision
 from jdp.core.sharding.mesh import tracing_on
 from jdp.core.sharding.plan import Plan
-from jdp.core.state import TrainState, trained_part
+from jdp.core.state import TrainState
 from jdp.core.types import Batch, LossFn, PyTree
 from jdp.core.words import Buckets, Partitioning
 
@@ -119,7 +119,8 @@ class PartitionedLoss:
                 loss is no sum over examples but has to be.
         """
         self.batch_unit.check(batch_rows(batch))
-        self.precision.check_params(trained_part(state.params, state.static.trained))
+        placed = zip(jax.tree.leaves(self.param_placements(state)), jax.tree.leaves(state.params), strict=True)
+        self.precision.check_params({placement.path: leaf for placement, leaf in placed if placement.trained})
         shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves((state.params, batch)))
         if shapes not in self._choices or values:
             state, batch = self.plan.entered((on_device(state), batch))

@@ -24,6 +24,7 @@ from jdp.core.keys import typed_key
 from jdp.core.notices import notice
 from jdp.core.numbers import is_integer
 from jdp.core.partitioned_loss import PartitionedLoss, means
+from jdp.core.paths import path_in_model
 from jdp.core.precision import Precision
 from jdp.core.sharding.mesh import followed, tracing_on
 from jdp.core.sharding.plan import Plan, check_plan
@@ -204,13 +205,13 @@ class ValueAndGrad(PartitionedLoss, Generic[*Arguments]):
         Raises:
             ValueError: a rule of the plan matches nothing or does not divide.
         """
-        several, adapter = len(state.params) > 1, state.static.adapter
+        models, adapter = len(state.params), state.static.adapter
         placed = tuple(map(self.plan.tree_placements, state.params, adapter.specs))
         self.plan.check_rules([placement.path for placement in jax.tree.leaves(placed)])
         leaves, treedef = jax.tree.flatten(placed)
         trained = state.static.trained or (True,) * len(leaves)
         owners = [number for number, tree in enumerate(placed) for _ in jax.tree.leaves(tree)]
-        paths = [f"{owner}/{leaf.path}" if several else leaf.path for owner, leaf in zip(owners, leaves, strict=True)]
+        paths = [path_in_model(owner, models, leaf.path) for owner, leaf in zip(owners, leaves, strict=True)]
         marked = [replace(leaf, path=p, trained=t) for leaf, p, t in zip(leaves, paths, trained, strict=True)]
         return treedef.unflatten(marked)
 
