@@ -26,6 +26,7 @@ from jdp.core.sharding.mesh import own_axes
 from jdp.core.sharding.plan import Plan
 from jdp.core.state import TrainState
 from jdp.core.types import Batch
+from jdp.core.words import Partitioning
 
 REQUESTED = "asked for"
 
@@ -42,7 +43,7 @@ class Choice:
         reading: how a scalar that ends in a quotient of sums is read.
     """
 
-    partitioning: str
+    partitioning: Partitioning
     why: str
     gathers_rows: bool = False
     proven: bool = True
@@ -66,7 +67,7 @@ class PartitioningRequest:
 
     spec: GradientSpec
     plan: Plan
-    requested: str | None
+    requested: Partitioning | None
     train: bool
     check_loss: bool = True
     local_steps: int = 0
