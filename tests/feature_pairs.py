@@ -198,7 +198,7 @@ def initial(names, case):
 
 
 def loop_of(made):
-    simplest = replace(made.case, clip_norm=None, weights="ones", noise=None, term=None, optimizer="sgd")
+    simplest = replace(made.case, clip_norm=None, weights="ones", term=None, optimizer="sgd")
     return one_device.Loop(
         initial(made.names & {"lora"}, simplest),
         functools.partial(loss, made, one_device.loop, lambda x: (x, jnp.arange(len(x)))),
