@@ -47,7 +47,7 @@ def interleave(x: jax.Array, count: int, group: int = 1) -> jax.Array:
         group: number of neighbouring rows that stay together: groups are dealt out in place of rows.
     """
     rows, dims = x.shape[0], x.shape[1:]
-    return x.reshape(-1, count, group, *dims).swapaxes(0, 1).reshape(count, rows // count, *dims)
+    return x.reshape(rows // (count * group), count, group, *dims).swapaxes(0, 1).reshape(count, rows // count, *dims)
 
 
 def owned(leaf: Any) -> Any:

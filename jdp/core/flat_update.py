@@ -21,9 +21,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.extend.core import ClosedJaxpr
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jdp.core.formatting import listed
 from jdp.core.gradients.jaxprs import ELEMENTWISE, bind
+from jdp.core.local_steps import unstack
 from jdp.core.notices import notice
 from jdp.core.optim.checks import update
 from jdp.core.paths import matches, path_of
@@ -32,7 +34,7 @@ from jdp.core.sharding.flat import Flat
 from jdp.core.sharding.mesh import own_axes
 from jdp.core.sharding.optimizer_state import mirrored
 from jdp.core.sharding.plan import Plan
-from jdp.core.state import Static, TrainState, map_flat, own_shaped, trained_part
+from jdp.core.state import MOMENTUM, STACKED, Static, TrainState, map_flat, own_shaped, trained_part
 from jdp.core.types import PyTree
 
 FIELDS = ("params", "opt_state")
@@ -97,7 +99,7 @@ def optimized(static: Static, grads: PyTree, opt_state: PyTree, params: PyTree, 
     if not static.flat:
         return plain(grads, opt_state, params, loss)
     given = [(grads, "params"), (opt_state, "opt_state"), (params, "params"), (loss, "")]
-    abstract = [own_shaped(jax.eval_shape(lambda x: x, tree), name, static) for tree, name in given]
+    abstract = [own_shaped(_on_this_mesh(tree), name, static) for tree, name in given]
     traced, shapes = jax.make_jaxpr(plain, return_shape=True)(*abstract)
     leaves = [_Value(leaf, *_how(name, path, static)) for tree, name in given for path, leaf in _paths(tree)]
     results = _run(traced, leaves)
@@ -109,6 +111,13 @@ def optimized(static: Static, grads: PyTree, opt_state: PyTree, params: PyTree, 
     new = jax.tree.unflatten(jax.tree.structure(shapes), arrays)
     masked: Any = lambda x, flat: flat.masked(x)  # noqa: E731
     return tuple(map_flat(masked, tree, name, static) for name, tree in zip(FIELDS, new, strict=True))
+
+
+def _on_this_mesh(tree: PyTree) -> PyTree:
+    """Return what describes a tree's leaves on the context's mesh: of leaves on none jax would move some to it."""
+    mesh = jax.sharding.get_abstract_mesh()
+    sharding = None if mesh.empty else NamedSharding(mesh, PartitionSpec())
+    return jax.tree.map(lambda x: x.update(sharding=sharding), jax.eval_shape(lambda x: x, tree))
 
 
 def flattened(plan: Plan, state: TrainState) -> TrainState:
@@ -125,6 +134,9 @@ def flattened(plan: Plan, state: TrainState) -> TrainState:
     """
     assert not state.static.flat
     state = jax.eval_shape(lambda state: state, state)
+    if STACKED in state.sync:
+        one = replace(state, opt_state=jax.eval_shape(unstack, state.opt_state), sync={})
+        return at_rest(state, flattened(plan, one).static)
     found = _candidates(plan, state)
     while found:
         static = _with_opt_state(plan, state, found)
@@ -151,7 +163,7 @@ def at_rest(state: TrainState, static: Static) -> TrainState:
     """Return a state in its shapes at rest, abstract or traced, of one in its own shapes.
 
     Args:
-        state: the state; what synchronisation keeps stays as it is.
+        state: the state; of what synchronisation keeps only "momentum" changes.
         static: says which leaves rest flat and padded, and replaces the state's.
     """
 
@@ -159,7 +171,8 @@ def at_rest(state: TrainState, static: Static) -> TrainState:
         return jax.eval_shape(flat.to_rest, x) if isinstance(x, jax.ShapeDtypeStruct) else flat.to_rest(x)
 
     fields = {name: map_flat(rest, getattr(state, name), name, static) for name in FIELDS}
-    return replace(state, **fields, static=static)
+    own = {MOMENTUM: map_flat(rest, state.sync[MOMENTUM], "params", static)} if MOMENTUM in state.sync else {}
+    return replace(state, **fields, sync={**state.sync, **own}, static=static)
 
 
 def _candidates(plan: Plan, state: TrainState) -> dict[str, Flat]:

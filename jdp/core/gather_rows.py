@@ -24,7 +24,8 @@ def gather_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     Under partitioning="manual" a loss sees one device's rows: the others' are gathered (all_gather over the batch axes;
     their gradient comes back by a reduce-scatter, so that the sum over devices is the gradient of the whole batch's
     loss). Elsewhere a loss sees the whole batch, and `x` is returned. A loss that calls this is taken to mix examples
-    on purpose; with several microbatches, each of which would have other negatives, it is refused.
+    on purpose; with several microbatches or local steps, each of which would have other negatives, it is refused, and
+    with a measured noise scale, which is of rows that do not depend on each other.
 
     Args:
         x: [rows, ...], one for each row of the batch that the loss was called with, in order.

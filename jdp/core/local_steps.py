@@ -16,18 +16,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
 
 from jdp.core.batch import interleave
 from jdp.core.numbers import is_integer, is_number
 from jdp.core.sharding.axes import DATA, REPLICA
+from jdp.core.sharding.home import auto_axes, entered, mesh_of_home
 from jdp.core.sharding.plan import Plan
-from jdp.core.state import STACKED, TrainState, trained_part, with_trained
+from jdp.core.state import MOMENTUM, STACKED, TrainState, trained_part, with_trained
 from jdp.core.types import Batch, PyTree
 
 Once = Callable[[Plan, TrainState, Batch], tuple[TrainState, PyTree, jax.Array]]
@@ -91,7 +94,7 @@ class LocalSteps:
         """
         shapes: dict[str, PyTree] = {STACKED: jax.ShapeDtypeStruct((), jnp.int32)}
         if self.momentum:
-            shapes["momentum"] = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), params)
+            shapes[MOMENTUM] = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), params)
         return shapes
 
 
@@ -133,12 +136,12 @@ def train_round(
     finite = (skipped == 0).all()
     before = trained_part(state.params, trained)
     delta = _mean_change(plan, state, before, params)
-    momentum, change = state.sync.get("momentum"), delta
+    momentum, change = state.sync.get(MOMENTUM), delta
     if local.momentum:
         momentum = jax.tree.map(lambda m, d: local.momentum * m + d, momentum, delta)
         change = jax.tree.map(lambda m, d: d + local.momentum * m, momentum, delta)
     agreed = jax.tree.map(lambda p, c: (p - local.lr * c).astype(p.dtype), before, change)
-    sync = {STACKED: state.sync[STACKED] + 1, **({"momentum": momentum} if local.momentum else {})}
+    sync = {STACKED: state.sync[STACKED] + 1, **({MOMENTUM: momentum} if local.momentum else {})}
     updated = replace(
         state,
         step=state.step + 1,
@@ -169,6 +172,34 @@ def unstack(opt_state: PyTree) -> PyTree:
         opt_state: as `stack` returns it.
     """
     return jax.tree.map(lambda x: x.mean(axis=0) if jnp.issubdtype(x.dtype, jnp.floating) else x[0], opt_state)
+
+
+def of_replicas(function: Callable[[PyTree, PyTree], PyTree], opt_state: PyTree, params: PyTree) -> PyTree:
+    """Return `function(opt_state of all replicas, params)`, which lies as the parameters do.
+
+    Args:
+        function: of trees, always the same object; it returns one like the parameters.
+        opt_state: an optimizer's state, or a part of it, as `stack` returns it.
+        params: real or traced.
+    """
+    leaves = jax.tree.leaves((opt_state, params))
+    if not leaves or not all(isinstance(x, jax.Array) and not isinstance(x, Tracer) for x in leaves):
+        return function(unstack(opt_state), params)
+    shardings, tree = jax.tree.flatten(jax.tree.map(lambda x: x.sharding, params))
+    mesh, program = _of_replicas(function, tuple(shardings), tree)
+    with auto_axes(mesh):
+        return program(opt_state, params)
+
+
+@lru_cache
+def _of_replicas(function: Callable[..., Any], shardings: tuple[Any, ...], tree: Any) -> tuple[Mesh, Any]:
+    mesh = mesh_of_home(shardings[0].mesh)
+
+    def one(*given: PyTree) -> PyTree:
+        opt_state, params = entered(given, mesh)
+        return function(unstack(opt_state), params)
+
+    return mesh, jax.jit(one, out_shardings=tree.unflatten(shardings))
 
 
 def _mean_change(plan: Plan, state: TrainState, before: PyTree, after: PyTree) -> PyTree:

@@ -1,42 +1,50 @@
 """The gradient noise scale: how large a batch may usefully be, measured at the cost of a few scalars.
 
-McCandlish et al. 2018 (arXiv:1812.06162), appendix A.1: with the squared norms of the mean gradient of a whole batch of
-B rows, and of its parts of b rows on average,
+McCandlish et al. 2018 (arXiv:1812.06162), appendix A.1, estimate without bias the squared norm of the true gradient G,
+and the trace S of its covariance for one row, from the mean gradients of few and of many rows. Their ratio S / |G|², of
+averages over steps, is the noise scale: with fewer rows steps are mostly noise and more devices help almost in full;
+with many more they hardly help (section 2.2).
 
-    |G|² = (B · |G_B|² - b · |G_b|²) / (B - b)        S = (|G_b|² - |G_B|²) / (1 / b - 1 / B)
+Here rows count as the loss weighs them, so that padding counts nothing, and the unit is that of `Loss.weight`: rows, or
+tokens where it counts tokens. A batch of weight W has the mean gradient G_W; its parts p have the sums g_p of weight
+w_p, where E|g_p|² = w_p² · |G|² + w_p · S. With q = Σ|g_p|² / W² and v = Σw_p² / W²
 
-estimate the squared norm of the true gradient and the trace of its covariance for one row, without bias. Their ratio
-S / |G|², of averages over steps, is the noise scale in rows: with fewer rows steps are mostly noise and more devices
-help almost in full; with many more they hardly help (section 2.2).
+    |G|² = (|G_W|² - q) / (1 - v)        S = W · (q - v · |G|²)
+
+which is the paper's for parts of equal weight.
 """
 
 from __future__ import annotations
+
+import math
 
 import jax
 import jax.numpy as jnp
 
 SMOOTHING = 0.95
 """Share of the old average that a step keeps; |G|² and S are averaged apart, as a mean of ratios would be biased."""
+LEAST = 1e-3
+"""The least 1 - v of a step that counts: with all weight in one part there is nothing to compare, only rounding."""
 
 
-def updated(kept: jax.Array, small: jax.Array, big: jax.Array, rows: int, parts: int) -> jax.Array:
+def updated(kept: jax.Array, parts: jax.Array, big: jax.Array, weight: jax.Array) -> jax.Array:
     """Return the averages with one more step's estimates.
 
     Args:
-        kept: float32 [3]: the averages of |G|² and S, and how much of 1 their weights add up to.
-        small: squared norm of a part's mean gradient, averaged over the parts.
-        big: squared norm of the whole batch's.
-        rows: of the batch, B.
-        parts: that it was split into, 2 or more; each has b = B / parts rows.
+        kept: float32 [3]: the averages of |G|², S, and S / W.
+        parts: float32 [2]: Σ|g_p|² and Σw_p² over the parts of the batch.
+        big: |G_W|².
+        weight: W.
     """
-    part = rows / parts
-    signal = (rows * big - part * small) / (rows - part)
-    noise = (small - big) / (1 / part - 1 / rows)
-    return SMOOTHING * kept + (1 - SMOOTHING) * jnp.stack([signal, noise, jnp.ones_like(signal)])
+    q, v = parts[0] / weight**2, parts[1] / weight**2
+    signal = (big - q) / (1 - v)
+    noise = q - v * signal
+    new = SMOOTHING * kept + (1 - SMOOTHING) * jnp.stack([signal, weight * noise, noise])
+    return jnp.where(1 - v > LEAST, new, kept)
 
 
 def ratio(kept: jax.Array) -> jax.Array:
-    """Return the noise scale in rows; infinite while no signal shows in the noise.
+    """Return the noise scale, in the unit of the loss's weight; infinite while no signal shows in the noise.
 
     Args:
         kept: as `updated` returns it.
@@ -44,16 +52,18 @@ def ratio(kept: jax.Array) -> jax.Array:
     return jnp.where(kept[0] > 0, kept[1] / jnp.where(kept[0] > 0, kept[0], 1), jnp.inf)
 
 
-def hint(noise_scale: float, rows: int) -> str:
-    """Return what a noise scale says about a batch, in a sentence.
+def hint(kept: jax.Array, unit: str) -> str:
+    """Return what the averages of a run's last steps say about its batches, in a sentence.
 
     Args:
-        noise_scale: in rows, the last of a run.
-        rows: of a batch.
+        kept: as `updated` returns it.
+        unit: what the loss's weight counts, in the plural.
     """
-    scale = f"noise scale: about {noise_scale:,.0f} rows at the end, and a batch has {rows:,}"
-    if rows < noise_scale / 2:
+    (_, noise, of_batch), found = map(float, kept), float(ratio(kept))
+    batch = noise / of_batch if of_batch else math.nan
+    scale = f"noise scale: about {found:,.0f} {unit} at the end, and a batch has {batch:,.0f}"
+    if batch < found / 2:
         return f"{scale}: larger batches would still save steps, almost in proportion"
-    if rows > 2 * noise_scale:
+    if batch > 2 * found:
         return f"{scale}: smaller batches would learn almost as much from a step; more devices help little here"
     return f"{scale}: a fair balance of steps and samples"

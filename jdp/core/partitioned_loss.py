@@ -7,9 +7,9 @@ devices and microbatches (`jdp.core.gradients`). What becomes of the gradients i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from jdp.core.gradients import auto, manual
 from jdp.core.gradients.accumulate import GradientSpec
 from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.partitioning import REQUESTED, Choice, PartitioningRequest
+from jdp.core.gradients.quotients import Reading
 from jdp.core.gradients.wire import WIDE, Wire
 from jdp.core.host_memory import on_device
 from jdp.core.precision import Precision
@@ -102,20 +103,30 @@ class PartitionedLoss:
         """What a global batch's rows must divide by."""
         return batch_unit(self.plan.mesh.shape, self.accumulate, self.group, named=self.plan.called)
 
-    def choose_partitioning(self, state: TrainState, batch: Batch, *, values: bool = False) -> str:
+    def choose_partitioning(self, state: TrainState, batch: Batch) -> str:
+        """Return "auto" or "manual", as `choose` does.
+
+        Args:
+            state: a train state, real or abstract.
+            batch: a batch, real or abstract.
+
+        Raises:
+            ValueError: as `choose` does.
+        """
+        return self.choose(state, batch).partitioning
+
+    def choose(self, state: TrainState, batch: Batch, *, values: bool = False, assume: bool = False) -> Choice:
         """Check the batch, choose the partitioning for these shapes, and report it once.
 
         Args:
             state: a train state, real or abstract.
             batch: a batch, real or abstract.
-            values: True if both have values: then the loss is tried on a few rows (`check_loss`).
-
-        Returns:
-            "auto" or "manual".
+            values: True if both have values: then a loss that is not proven a sum over examples is tried on a few rows.
+            assume: True if nothing is computed now, and the loss will be tried before it is.
 
         Raises:
             ValueError: the batch's rows do not divide, a parameter has another dtype than `Precision.params`, or the
-                loss is no sum over examples but has to be.
+                loss is no sum over examples but has to be, or is not known to be one.
         """
         self.batch_unit.check(batch_rows(batch))
         self.precision.check_params(trained_part(state.params, state.static.trained))
@@ -124,18 +135,24 @@ class PartitionedLoss:
             state, batch = self.plan.entered((on_device(state), batch))
             request = self._request(state)
             known = self._choices.pop(shapes, None) or request.choose(state, batch)
-            known = next(iter(self._corrected), known)  # what the check found holds for batches of other shapes too
+            for found in self._corrected:  # what the check found holds for batches of other shapes too
+                known = replace(known, partitioning=found.partitioning, why=found.why, proven=True)
             chosen = request.check(known, state, batch) if values and self.check_loss else known
-            if chosen != known:
+            if not (chosen.proven or values or self._checked):
+                chosen = request.assumed(chosen) if assume else request.without_values(chosen)
+            if values and chosen.partitioning != known.partitioning:
                 self._corrected.append(chosen)
                 for name in ("jitted", "_keeping"):
                     self.__dict__.pop(name, None)  # it may have been lowered for the choice before
             self._choices[shapes] = chosen
             request.announce(chosen, state, self.noun)
-        return self._choices[shapes].partitioning
+        return self._choices[shapes]
 
     def check_first(self, state: TrainState, batch: Batch) -> None:
-        """Choose the partitioning on real values, which tries the loss once; for abstract values the trace chooses.
+        """Choose the partitioning before the first trace, which tries the loss once where there are values.
+
+        Abstract values are taken to be of a program that is only looked at. While a user's function is traced, the
+        trace chooses.
 
         Args:
             state: a train state, real or abstract.
@@ -145,10 +162,20 @@ class PartitionedLoss:
             ValueError: as `choose_partitioning` does.
         """
         leaves = jax.tree.leaves((state, batch))
-        if all(isinstance(leaf, jax.Array | np.ndarray) and not isinstance(leaf, Tracer) for leaf in leaves):
-            with tracing_on(self.plan.mesh):
-                self.choose_partitioning(state, batch, values=True)
+        if self._checked or any(isinstance(leaf, Tracer) for leaf in leaves):
+            return
+        values = all(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves)
+        with tracing_on(self.plan.mesh):
+            self.choose(state, batch, values=values, assume=not values)
+        if values:
             self._checked.append(True)
+
+    def under(self, plan: Plan, **changes: Any) -> Self:
+        """Return the same for another plan, with what was found when the loss was tried."""
+        other = replace(self, plan=plan, **changes)
+        other._checked.extend(self._checked)
+        other._corrected.extend(self._corrected)
+        return other
 
     @cached_property
     def is_of_several(self) -> bool:
@@ -197,11 +224,12 @@ class PartitionedLoss:
         """
         return self.plan.param_placements(state.params, state.static)
 
-    def gradient_spec(self, state: TrainState) -> GradientSpec:
+    def gradient_spec(self, state: TrainState, reading: Reading | None = None) -> GradientSpec:
         """Return what the gradient code needs: the loss, the placements and the settings.
 
         Args:
             state: a train state, real or abstract.
+            reading: of the `Choice`: how a loss that returns a quotient is read.
 
         Raises:
             ValueError: a rule of the plan matches nothing or does not divide.
@@ -219,6 +247,7 @@ class PartitionedLoss:
             self.wire,
             self.buckets,
             self.plan.mesh.devices.flat[0].platform != "cpu" if self.overlap is None else self.overlap,
+            reading=reading,
         )
 
     def gradients(
@@ -240,8 +269,8 @@ class PartitionedLoss:
             ValueError: as `choose_partitioning` does; model state that is not floating point would differ between
                 devices; or the shape of a metric depends on the number of rows.
         """
-        view = VIEWS[self.choose_partitioning(state, batch)]
-        run = view.gradients(self.gradient_spec(state), self.plan)
+        choice = self.choose(state, batch)
+        run = VIEWS[choice.partitioning].gradients(self.gradient_spec(state, choice.reading), self.plan)
         grads, sums, model_state, kept = run(self._computed_with(state), state.model_state, batch, key, kept)
         self._request(state).check_metrics(sums, state, batch)
         return jax.tree.map(lambda g: g.astype(jnp.float32) / sums.weight, grads), sums, model_state, kept
@@ -256,8 +285,9 @@ class PartitionedLoss:
         Raises:
             ValueError: as `choose_partitioning` does, or the shape of a metric depends on the number of rows.
         """
-        view = VIEWS[self.choose_partitioning(state, batch)]
-        sums = view.evaluation(self.gradient_spec(state), self.plan)(state.params, state.model_state, batch)
+        choice = self.choose(state, batch)
+        evaluate = VIEWS[choice.partitioning].evaluation(self.gradient_spec(state, choice.reading), self.plan)
+        sums = evaluate(state.params, state.model_state, batch)
         self._request(state).check_metrics(sums, state, batch)
         return sums
 
@@ -273,7 +303,8 @@ class PartitionedLoss:
         )
 
     def _request(self, state: TrainState) -> PartitioningRequest:
-        return PartitioningRequest(self.gradient_spec(state), self.plan, self.requested, self.train)
+        spec = self.gradient_spec(state)
+        return PartitioningRequest(spec, self.plan, self.requested, self.train, self.check_loss)
 
 
 def means(sums: Sums) -> dict[str, jax.Array]:

@@ -45,6 +45,9 @@ class Static:
 STACKED = "rounds"
 """The entry of `TrainState.sync` that counts rounds of local steps; where it is, `opt_state` is each replica's own."""
 
+MOMENTUM = "momentum"
+"""The entry of `TrainState.sync` that is like the trained parameters, and rests as they do."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -104,10 +107,12 @@ class TrainState(Drawn):
     def unpadded(self) -> TrainState:
         """Return the state with every leaf in its own shape; those that rest flat and padded are then replicated.
 
-        `jdp.place` lays it out again. What synchronisation keeps (`sync`) stays as it is.
+        `jdp.place` lays it out again. Of what synchronisation keeps (`sync`) only "momentum" changes.
         """
         fields = own_shaped({"params": self.params, "opt_state": self.opt_state}, "", self.static)
-        return replace(self, **fields, static=replace(self.static, flat=()))
+        momentum = own_shaped(self.sync[MOMENTUM], "params", self.static) if MOMENTUM in self.sync else None
+        sync = self.sync if momentum is None else {**self.sync, MOMENTUM: momentum}
+        return replace(self, **fields, sync=sync, static=replace(self.static, flat=()))
 
 
 def map_flat(function: Callable[[Any, Flat], Any], tree: PyTree, name: str, static: Static) -> PyTree:

@@ -1,8 +1,8 @@
 """The training step and the evaluation step, read top to bottom.
 
 A step, traced once for each shape of batch and compiled:
-1. check the batch against mesh and accumulation, choose the partitioning, and, before the first step, check on a few
-   rows that the loss may be called on parts of the batch;
+1. check the batch against mesh and accumulation, choose the partitioning, and prove, or try on a few rows, that the
+   loss may be called on parts of the batch;
 2. compute the gradient: Σ∇total and Σweight over all devices and microbatches (`jdp.core.gradients`), divided once;
 3. clip by the global norm;
 4. update the sharded master weights;
@@ -22,12 +22,7 @@ import optax
 from jax.sharding import Mesh
 
 from jdp.core import noise_scale
-from jdp.core.batch import (
-    batch_rows,
-    check_alive,
-    owned_batch,
-    signature,
-)
+from jdp.core.batch import check_alive, owned_batch, signature
 from jdp.core.batch_unit import BatchUnit, batch_unit
 from jdp.core.compiler import DEFAULT, Compiler, CompilerOptions, CompilerValue
 from jdp.core.flat_update import optimized
@@ -36,6 +31,7 @@ from jdp.core.gradients.accumulate import SQUARES
 from jdp.core.gradients.gathers import TracedCollectives, read_collectives
 from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.model_state import stays_finite
+from jdp.core.gradients.partitioning import PartitioningRequest
 from jdp.core.gradients.wire import Wire
 from jdp.core.host_memory import is_described, mark_host_leaves, on_device, rest_sharding, to_device, to_host
 from jdp.core.local_steps import LocalSteps, stack, train_round, unstack
@@ -77,9 +73,10 @@ def make_train_step(
     arrays, or with several processes the global arrays that `jdp.shard_batches` makes.
 
     Args:
-        loss_fn: `loss_fn(model, batch, rng)` -> `Loss`, or a scalar, which is taken as the mean over the batch's rows.
-            `model` is the NNX module in training mode if `init` returned one, else the parameters, in the compute
-            dtype; `batch` is the whole batch or a part of its rows; `rng` is a key.
+        loss_fn: `loss_fn(model, batch, rng)` -> `Loss`, or a scalar: a mean over the batch's rows, or a quotient of two
+            sums over rows, such as `(nll * mask).sum() / mask.sum()`, which is read as total and weight. `model` is the
+            NNX module in training mode if `init` returned one, else the parameters, in the compute dtype; `batch` is
+            the whole batch or a part of its rows; `rng` is a key.
         plan: the mesh and the strategy.
         accumulate: number of microbatches per step, K. The rows of a batch must divide by K × the plan's batch shards.
         precision: "fp32"; "bf16" (bfloat16 compute and gathers, float32 master weights and reduction); "fp8" (the same,
@@ -105,14 +102,16 @@ def make_train_step(
             with 1/H of its rows, and only then the replicas' weights are averaged; or a `LocalSteps`, with an outer
             optimizer (DiLoCo). A batch is then the rows of H steps, and metrics are means over them. Takes
             partitioning="manual", and no `wire` or `buckets`.
-        noise_scale: add the gradient noise scale (McCandlish et al. 2018, arXiv:1812.06162) to the metrics, in rows,
-            averaged over some 20 steps: the batch size up to which more rows a step pay. Takes partitioning="manual",
-            and a strategy other than zero3, which never has a device's whole gradient.
+        noise_scale: add the gradient noise scale (McCandlish et al. 2018, arXiv:1812.06162) to the metrics, averaged
+            over some 20 steps: the batch size up to which more rows a step pay, in the unit of the metric `weight`:
+            rows, or tokens where the loss's weight counts tokens. Takes partitioning="manual", and a strategy other
+            than zero3, which never has a device's whole gradient.
         overlap: under "manual", have `scan_layers` send while it computes: a layer's weights are gathered during the
             layer before, and its gradient is reduced during the next. That takes memory for one more layer's weights
             and gradient, and some compile time. None: on devices that can do both at once, which CPUs cannot.
-        check_loss: before the first step, if the loss will be called on parts of the batch ("manual", or K > 1),
-            compare its value on up to four groups of rows together with the sum of its values on each of them.
+        check_loss: before a loss is called on parts of the batch ("manual", or K > 1), prove from its program that it
+            is a sum over examples, or else compare its value on a few rows together and apart. A loss that mixes
+            examples, or of which neither is known, gets "auto" with K = 1, or an error. False: you know that it is one.
         donate: False keeps the old state, in memory of its own. So does `jax_debug_nans`, which runs a step whose
             result is not finite once more, operation by operation.
         compiler: options of XLA's compiler: "default"; "overlap", which hides more communication where XLA's default
@@ -176,8 +175,7 @@ def make_eval_step(
         precision: "fp32", "bf16", "fp8" or a `Precision`.
         partitioning: "auto", "manual", or None: jdp chooses.
         group: number of neighbouring rows that belong together and are never split over devices or microbatches.
-        check_loss: before the first batch, if the loss will be called on parts of it, compare its value on a few rows
-            together with the sum of its values on each of them.
+        check_loss: as for `make_train_step`.
         compiler: options of XLA's compiler, as for `make_train_step`.
 
     Returns:
@@ -246,9 +244,9 @@ class Step(PartitionedLoss):
         return batch_unit(self.plan.mesh.shape, self.accumulate, self.group, steps, named=self.plan.called)
 
     @property
-    def batch_parts(self) -> int:
-        """Of how many parts of a batch a device has the gradient before it is reduced, over all devices."""
-        return self.plan.batch_shards * (self.accumulate if self.plan.row.reduce_each_microbatch else 1)
+    def gathers_rows(self) -> bool:
+        """Whether the loss calls `jdp.gather_rows`; False if it was not traced yet."""
+        return self._last is not None and self._last.gathers_rows
 
     @property
     def sends(self) -> TracedCollectives | None:
@@ -269,6 +267,10 @@ class Step(PartitionedLoss):
     def compiler_options(self) -> dict[str, CompilerValue]:
         """XLA's options that the step is compiled with on its mesh. Raises ValueError for a value that XLA refuses."""
         return self.compiler.for_mesh(self.plan.mesh)
+
+    def _request(self, state: TrainState) -> PartitioningRequest:
+        steps = self.local_steps.steps if self.local_steps else 0
+        return replace(super()._request(state), local_steps=steps)
 
     def _jit(self, donated: tuple[int, ...]) -> Any:
         mesh = self.plan.mesh
@@ -321,8 +323,9 @@ class Step(PartitionedLoss):
                 return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=step.plan.batch_sharding)
             return leaf
 
-        state = step.complete(state)
-        traced = step.jitted.trace(state, jax.tree.map(sharded, batch))
+        state, batch = step.complete(state), jax.tree.map(sharded, batch)
+        step.check_first(state, batch)
+        traced = step.jitted.trace(state, batch)
         step._collectives[:] = [read_collectives(traced)]
         lowered = traced.lower()
         if step.plan.offload is not None and is_described(step.plan.mesh):
@@ -416,9 +419,7 @@ class Step(PartitionedLoss):
         """
         if (plan := self.plan.on(mesh)) == self.plan:
             return self
-        step = replace(self, plan=plan)
-        step._corrected.extend(self._corrected)
-        return step
+        return self.under(plan)
 
 
 def _train(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
@@ -428,7 +429,7 @@ def _train(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState, Met
         step.choose_partitioning(state, batch)
 
         def once(plan: Plan, state: TrainState, batch: Batch) -> tuple[TrainState, Sums, jax.Array]:
-            return _update(replace(step, plan=plan, local_steps=None), state, batch)
+            return _update(step.under(plan, local_steps=None), state, batch)
 
         new, sums, norm = train_round(step.local_steps, step.plan, step.group, once, state, batch)
     new = _constrained(step.plan, new)
@@ -442,25 +443,28 @@ def _update(step: Step, state: TrainState, batch: Batch) -> tuple[TrainState, Su
     key = jax.random.fold_in(state.rng, state.consumed)
     kept = {name: tree for name, tree in state.sync.items() if name != "noise"}
     if step.noise_scale:
-        kept[SQUARES] = jnp.zeros((), jnp.float32)
+        kept[SQUARES] = jnp.zeros(2, jnp.float32)
     computing = replace(state, params=_params_on_device(step.plan, state))
     grads, sums, model_state, sync = step.gradients(computing, batch, key, kept)
-    apply, given = partial(_apply, step, batch_rows(batch)), (grads, sums, model_state, sync)
+    if step.noise_scale and step.gathers_rows:
+        raise ValueError(
+            "noise_scale compares gradients of rows that do not depend on each other; given a loss that calls "
+            "jdp.gather_rows: leave noise_scale out."
+        )
+    apply, given = partial(_apply, step), (grads, sums, model_state, sync)
     new, norm = apply(state, *given) if step.plan.offload is None else streamed(apply, state, given, step.plan)
     return new, sums, norm
 
 
 def _apply(
-    step: Step, rows: int, state: TrainState, grads: PyTree, sums: Sums, model_state: PyTree, sync: dict[str, PyTree]
+    step: Step, state: TrainState, grads: PyTree, sums: Sums, model_state: PyTree, sync: dict[str, PyTree]
 ) -> tuple[TrainState, jax.Array]:
-    """Return the state after the optimizer's update by these gradients of `rows` rows, and the gradient's norm."""
+    """Return the state after the optimizer's update by these gradients, and the gradient's norm."""
     trained = state.static.trained
     params = trained_part(state.params, trained)
     norm, square = _norm(grads, state.step)
     if step.noise_scale:
-        parts = step.batch_parts
-        small = parts * sync[SQUARES] / sums.weight**2
-        noise = noise_scale.updated(state.sync["noise"], small, norm**2, rows, parts)
+        noise = noise_scale.updated(state.sync["noise"], sync[SQUARES], norm**2, sums.weight)
         sync = {name: tree for name, tree in sync.items() if name != SQUARES} | {"noise": noise}
     finite = jnp.isfinite(norm if step.clip_norm is not None else square) & jnp.isfinite(sums.total)
     finite &= stays_finite(state.model_state, model_state)

@@ -22,11 +22,12 @@ from jdp.core.flat_update import at_rest, flattened
 from jdp.core.init_program import run_init
 from jdp.core.keys import typed_key
 from jdp.core.paths import path_of
+from jdp.core.sharding.axes import REPLICA
 from jdp.core.sharding.flat import Change
 from jdp.core.sharding.home import auto_axes, padded
 from jdp.core.sharding.placement import Placement
 from jdp.core.sharding.plan import Plan, check_plan
-from jdp.core.state import STACKED, TrainState, changed
+from jdp.core.state import MOMENTUM, STACKED, TrainState, changed
 from jdp.core.toml import cut
 from jdp.core.types import PyTree
 
@@ -105,7 +106,7 @@ def place(tree: Any, plan: Plan, *, of: Any = None) -> Any:
     """
     check_plan(plan)
     if isinstance(tree, TrainState):
-        return _put(tree, plan, plan.shardings(tree)) if STACKED in tree.sync else _placed_state(tree, plan)
+        return _placed_state(tree, plan)
     check_tree(tree, of)
     opened, rebuild = flax_nnx.opened(tree)
     opened = jax.tree.map(lambda x: x if hasattr(x, "dtype") else np.asarray(x), opened)
@@ -113,10 +114,24 @@ def place(tree: Any, plan: Plan, *, of: Any = None) -> Any:
 
 
 def _placed_state(state: TrainState, plan: Plan) -> TrainState:
-    """Lay out a train state as `init_state` would, also one that was padded for another number of devices."""
+    """Lay out a train state as `init_state` would, also one that was padded for another number of devices.
+
+    Raises:
+        ValueError: its optimizer state is of other replicas than the plan's.
+    """
+    replicas, sizes = plan.mesh.shape.get(REPLICA, 1), {x.shape[0] for x in jax.tree.leaves(state.opt_state) if x.ndim}
+    if STACKED in state.sync and sizes - {replicas}:
+        raise ValueError(
+            "After local steps a state keeps each replica's own optimizer state, and is laid out for as many replicas; "
+            f"given {max(sizes)} and a plan of {replicas}. Save it, and restore it onto a state of that plan, which "
+            "takes their mean."
+        )
     state = state.unpadded()
     laid = flattened(plan, state)
     shardings, flat = plan.shardings(laid), dict(laid.static.flat)
+    flat |= {
+        path.replace("params", f"sync/{MOMENTUM}", 1): own for path, own in flat.items() if path.startswith("params")
+    }
     if not flat or any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(state)):
         return _put(at_rest(state, laid.static), plan, shardings)
 

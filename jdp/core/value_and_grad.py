@@ -57,9 +57,9 @@ def value_and_grad(
 
     It is called beside other such gradients, in a `jax.lax.scan`, under `jax.jit` or `nnx.jit`, or by itself, when it
     compiles what it computes, and several processes are compared as before a training step. Inside a jitted function
-    the loss cannot be tried on a few rows: call `check` once outside. Gradients lie where the parameters rest, and so
-    does what an optimizer makes of both. A jitted function that computes with an updated model in other ways too
-    returns `jdp.place(model, plan)`: XLA may leave it gathered.
+    a loss that its program does not prove a sum over examples cannot be tried: call `check` once outside. Gradients lie
+    where the parameters rest, and so does what an optimizer makes of both. A jitted function that computes with an
+    updated model in other ways too returns `jdp.place(model, plan)`: XLA may leave it gathered.
 
     Args:
         loss_fn: `loss_fn(*models, batch, rng)` -> `Loss`, or a scalar, which is taken as the mean over the batch's
@@ -146,16 +146,17 @@ class ValueAndGrad(PartitionedLoss):
 
     argnums: int | tuple[int, ...] = field(default=0, kw_only=True)
     wrt: Any = field(default=None, kw_only=True)
+    _on_meshes: dict[Any, Any] = field(init=False, default_factory=dict[Any, Any], repr=False, compare=False)
     _laid_out: set[Any] = field(init=False, default_factory=set[Any], repr=False, compare=False)
 
     def __call__(self, *arguments: Any) -> tuple[Metrics, Any]:
         if (mesh := followed(self.plan.mesh)) is not self.plan.mesh:
-            return replace(self, plan=self.plan.on(mesh))(*arguments)
+            if mesh not in self._on_meshes:
+                self._on_meshes[mesh] = self.under(self.plan.on(mesh))
+            return self._on_meshes[mesh](*arguments)
         *models, batch, rng = self._checked_arguments(arguments)
         state = self._joined(models, rng)
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, batch))):
-            if not self._checked and self.check_loss:
-                self._report_untried(state, batch)
             self._report_closed_over(state)
             metrics, grads, model_state = self._compute(state, batch)
         else:
@@ -169,7 +170,7 @@ class ValueAndGrad(PartitionedLoss):
         return metrics, self._taken_apart(models, state, grads, model_state)
 
     def check(self, *arguments: Any) -> None:
-        """Try the loss on a few rows, as the first step of `jdp.make_train_step` does; for calls inside of jit.
+        """Try a loss that its program does not prove a sum over examples; for calls inside of jit.
 
         Args:
             arguments: what the call itself gets, with real values.
@@ -313,12 +314,3 @@ class ValueAndGrad(PartitionedLoss):
                     "weights are constants of what is compiled, which no update changes there and no later one "
                     "reaches; pass the model as an argument"
                 )
-
-    def _report_untried(self, state: TrainState, batch: Batch) -> None:
-        with tracing_on(self.plan.mesh):
-            chosen = self.choose_partitioning(state, batch)
-        if self.accumulate * self.plan.batch_shards > 1 and (chosen == "manual" or self.accumulate > 1):
-            notice(
-                "a gradient inside a jitted function: its loss is called on parts of the batch, and whether it mixes "
-                "examples could not be tried there; call gradient.check(...) once outside, with real values"
-            )

@@ -141,8 +141,10 @@ class Inspection:
 
         def flags(state: TrainState, batch: Batch, consumed: jax.Array) -> dict[str, Any]:
             state, batch = step.plan.entered((state, batch))
-            spec = replace(step.gradient_spec(state), wire=WIDE, buckets=None)  # before anything is encoded
-            gradients = VIEWS[step.choose_partitioning(state, batch)].gradients(spec, step.plan)
+            choice = step.choose(state, batch)
+            spec = step.gradient_spec(state, choice.reading)
+            spec = replace(spec, wire=WIDE, buckets=None)  # before anything is encoded
+            gradients = VIEWS[choice.partitioning].gradients(spec, step.plan)
             key, params = jax.random.fold_in(state.rng, consumed), on_device(state.params)
             grads, sums, _, _ = gradients(params, state.model_state, batch, key, {})
             own = [own_shaped(tree, "params", state.static) for tree in (params, grads)]

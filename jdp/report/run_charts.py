@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jdp.report.curves import FEWEST_TO_SMOOTH, Chart, Curve, draw, smoothing
@@ -25,11 +25,10 @@ _APART = 100.0  # times another run's peak: a learning rate on a logarithmic axi
 
 @dataclass(frozen=True)
 class Series:
-    """What a run gives to the charts: rows of metrics, the events of its visits, its settings."""
+    """What a run gives to the charts: rows of metrics, and the events of its visits."""
 
     rows: Sequence[Mapping[str, float]]
     history: Sequence[Mapping[str, Any]] = ()
-    settings: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def curve(self, run: int, name: str, kind: str = "line", *, per: str | None = None) -> list[Curve]:
         """Return the curve of a metric, or of its ratio to another; an empty list if the run has none."""
@@ -104,10 +103,9 @@ def speed(runs: Sequence[Series], legend: Markup) -> Markup:
 
 def noise(runs: Sequence[Series], legend: Markup) -> Markup:
     """Return the chart of the gradient noise scale with the batch sizes; empty if no run measured it."""
-    sizes = [run.settings.get("train.batch_size", "") for run in runs]
-    known = [(i, float(size)) for i, size in enumerate(sizes) if size.isdecimal() and len(size) < 16]
-    shown = [(i, size) for i, size in known if any(NOISE in row for row in runs[i].rows)]
-    chart = replace(_chart(runs, "Noise scale", (NOISE, "smoothed")), levels=shown, note=_ABOUT_NOISE)
+    weights = [[row["weight"] for row in run.rows if NOISE in row and "weight" in row] for run in runs]
+    levels = [(i, statistics.median(found)) for i, found in enumerate(weights) if found]
+    chart = replace(_chart(runs, "Noise scale", (NOISE, "smoothed")), levels=levels, note=_ABOUT_NOISE)
     return _grid([chart], legend)
 
 
@@ -121,8 +119,8 @@ def others(runs: Sequence[Series], legend: Markup) -> Markup:
 
 _UP: dict[str, Any] = {"from_zero": True, "may_be_log": False}
 _ABOUT_NOISE = (
-    "Dashed: the batch size. Well below the noise scale a larger batch saves almost as many steps as it has more "
-    "samples; well above it hardly saves any (McCandlish et al. 2018)."
+    "Dashed: the batch size, as the loss counts it, in samples or tokens. Well below the noise scale a larger batch "
+    "saves almost as many steps as it has more samples; well above it hardly saves any (McCandlish et al. 2018)."
 )
 
 

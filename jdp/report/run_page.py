@@ -78,7 +78,7 @@ def run_page(runs: Sequence[Run], *, title: str = "") -> str:
     names = [run.name for run in runs]
     several = len(runs) > 1
     shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
-    charted = [Series(run.rows, run.history, run.settings) for run in runs]
+    charted = [Series(run.rows, run.history) for run in runs]
     legend = element("p", *(swatch(i, name) for i, name in enumerate(names)), class_="legend") if several else Markup()
     sections = [
         Section("overview", "The runs" if several else "The run", _overview(runs)),

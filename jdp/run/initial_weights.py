@@ -21,10 +21,12 @@ from jdp.checkpoint.safetensors.hugging_face_config import differences
 from jdp.checkpoint.safetensors.peft import CONFIG as ADAPTER_CONFIG
 from jdp.checkpoint.safetensors.peft import WEIGHTS, check_adapter
 from jdp.core.host_memory import on_device
+from jdp.core.local_steps import stack
 from jdp.core.optim.checks import first_state
 from jdp.core.paths import path_of
+from jdp.core.sharding.axes import REPLICA
 from jdp.core.sharding.plan import Plan
-from jdp.core.state import TrainState, map_flat, own_shaped, trained_part
+from jdp.core.state import STACKED, TrainState, map_flat, own_shaped, trained_part
 from jdp.core.storage.address import address_of
 from jdp.core.storage.remote import Remote
 from jdp.core.types import PyTree
@@ -143,7 +145,8 @@ def load_parameters(state: TrainState, experiment: Experiment, plan: Plan) -> tu
     def optimizer_state(params: PyTree) -> PyTree:
         own = own_shaped(on_device(params), "params", state.static)
         first = first_state(tx, trained_part(own, trained))
-        return map_flat(lambda x, flat: flat.to_rest(x), first, "opt_state", state.static)
+        one = map_flat(lambda x, flat: flat.to_rest(x), first, "opt_state", state.static)
+        return stack(one, plan.mesh.shape[REPLICA]) if STACKED in state.sync else one
 
     begin = jax.jit(optimizer_state, out_shardings=plan.shardings(state).opt_state)
     state = replace(state, params=read.params, model_state=read.model_state)

@@ -162,9 +162,9 @@ def _train(
         display.say(f"sample:\n{text}")
     results = summary(assembly, progress, folder)
     if assembly.experiment.train.noise_scale:
-        measured = float(jax.device_get(ratio(state.sync["noise"])))
-        results["noise_scale"] = finite_or_none(measured)
-        display.say(hint(measured, experiment.train.batch_size))
+        measured = jax.device_get(state.sync["noise"])
+        results["noise_scale"] = finite_or_none(float(ratio(measured)))
+        display.say(hint(measured, assembly.unit))
     if progress.done > progress.resumed_from or not (folder / SUMMARY).exists():
         record_summary(json_safe(results), folder)
     return results

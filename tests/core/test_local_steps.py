@@ -111,6 +111,51 @@ def test_one_local_step_of_sgd_is_a_plain_step():
         np.testing.assert_allclose(a, b, atol=1e-6)  # float32
 
 
+def test_the_average_of_one_local_step_of_sgd_is_that_of_a_plain_step():
+    """Averages of the replicas' weights average to that of their mean, in the shapes and places of the parameters."""
+    plan, tx = plan_of("zero1", 2, 3), jdp.with_ema(optax.sgd(0.1), 0.6, debias=True)  # "c" rests padded
+    found, evaluate = [], jdp.make_eval_step(loss_fn, plan)
+    for step in (jdp.make_train_step(loss_fn, plan, check_loss=False), step_of(plan, 1)):
+        state = start(plan, tx)
+        for number in range(2):
+            state, _ = step(state, batch(number, 48))
+        average = jdp.ema_params(state)
+        assert dict(state.static.flat).keys() >= {"params/c", "opt_state/average/c"}
+        for a, b in zip(*map(jax.tree.leaves, (average.params, state.params)), strict=True):
+            assert a.shape == b.shape and a.sharding == b.sharding
+        inside = jax.jit(jdp.ema_params)(state)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), inside.params, average.params)
+        found.append((average.model, float(evaluate(average, batch(9, 48))["loss"])))
+    (plain, plain_loss), (local, loss) = found
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), plain, local)  # float32
+    assert loss == pytest.approx(plain_loss, rel=1e-6)
+
+
+@pytest.mark.parametrize("tx", [optax.lamb(1e-2), optax.lars(1e-1, momentum=0.9), optax.fromage(1e-2)])
+def test_updates_that_take_norms_of_padded_parameters(tx):
+    mesh, ends = jdp.make_mesh(devices=jax.devices()[:6], replica=2, data=3), []
+    for pad in (True, False):
+        plan = jdp.Plan(mesh, "zero1", min_shard_size=8, pad=pad)
+        state, _ = step_of(plan, STEPS)(start(plan, tx), batch(0, 48))
+        assert bool(state.static.flat) == pad
+        ends.append(jax.device_get(state.unpadded().params))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), *ends)
+
+
+def test_a_padded_state_is_laid_out_again_for_other_devices_and_the_same_replicas():
+    plan, other = plan_of("zero1", 2, 3), plan_of("zero1", 2, 4)
+    state, _ = step_of(plan, DILOCO)(start(plan), batch(0, 48))
+    there = jdp.place(state, other)
+    assert state.static.flat and not there.static.flat and there.sync["momentum"]["c"].shape == (8,)
+    for back in (jdp.place(there, plan), jdp.place(state.unpadded(), plan)):
+        assert back.static == state.static
+        for a, b in zip(*(jax.tree.leaves((s.params, s.opt_state, s.sync)) for s in (back, state)), strict=True):
+            assert a.sharding == b.sharding
+            np.testing.assert_array_equal(a, b)
+    with pytest.raises(ValueError, match=r"each replica's own optimizer state.*given 2 and a plan of 4"):
+        jdp.place(state, plan_of("zero1", 4, 2))
+
+
 def test_a_round_with_a_gradient_that_is_not_finite_changes_nothing():
     plan = plan_of("zero1")
     step = step_of(plan, DILOCO, donate=False)

@@ -206,11 +206,57 @@ def test_rows_that_cannot_stand_alone_are_tried_as_the_step_takes_them():
     check_equals_whole_batch(reshaped_pairs, {"accumulate": 2, "group": 2})
 
 
-def test_a_weighted_mean_over_microbatches_is_refused():
-    """A plain scalar counts as the mean over the rows: with uneven weights that is another thing for each part."""
-    check_equals_whole_batch(weighted_mean, {})
+def guarded_mean(params, batch, rng):
+    return 0.5 * squares(params, batch) / jnp.maximum(batch["weight"].sum(), 100.0)  # of a sum below 100
+
+
+def offset_mean(params, batch, rng):
+    return (squares(params, batch) / (batch["weight"].sum() + 5.0)).astype(jnp.float32)
+
+
+def mean_and_penalty(params, batch, rng):
+    kept = batch["weight"] > 0
+    return jnp.mean(jnp.square(outputs(params, batch)).sum(axis=1), where=kept) + penalty(params)
+
+
+def average(params, batch, rng):
+    return jnp.average(jnp.square(outputs(params, batch)).mean(axis=1), weights=batch["weight"])
+
+
+def mean_over_mean(params, batch, rng):
+    return (jnp.square(outputs(params, batch)).mean(axis=1) * batch["weight"]).mean() / batch["weight"].mean()
+
+
+QUOTIENTS = [weighted_mean, guarded_mean, offset_mean, mean_and_penalty, average, mean_over_mean]
+PARTS_OF_A_BATCH = [{}, {"accumulate": 4}, {"partitioning": "manual"}, {"partitioning": "auto", "accumulate": 2}]
+
+
+@pytest.mark.parametrize("settings", PARTS_OF_A_BATCH, ids=str)
+@pytest.mark.parametrize("loss", QUOTIENTS, ids=lambda loss: loss.__name__)
+def test_a_quotient_of_sums_is_read_as_total_and_weight(loss, settings):
+    """Each part of the batch has another denominator, and some of its rows weigh nothing."""
+    check_equals_whole_batch(loss, settings)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_a_part_of_padding_alone_changes_nothing(strategy):
+    batch = batch_of()
+    batch["weight"][: ROWS // 2] = 0  # two devices' rows: 0 / 0
+    expected = float(weighted_mean(init(None), batch, None))
+    for settings in PARTS_OF_A_BATCH:
+        *_, after, metrics = one_step(weighted_mean, settings, batch=batch, strategy=strategy)
+        np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
+        np.testing.assert_allclose(metrics["weight"], batch["weight"].sum())
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(after))
+
+
+def test_two_denominators_are_no_one_weight():
+    def two(params, batch, rng):
+        return weighted_mean(params, batch, rng) + squares(params, batch) / jnp.square(batch["weight"]).sum()
+
+    check_equals_whole_batch(two, {})
     with pytest.raises(ValueError, match="must not mix"):
-        one_step(weighted_mean, {"accumulate": 4})
+        one_step(two, {"accumulate": 2})
 
 
 def test_an_evaluation_over_microbatches_is_checked_too():
@@ -319,11 +365,29 @@ def test_a_loss_that_draws_until_a_draw_is_accepted_is_not_tried(monkeypatch, ca
         def draw(carry):
             return jax.random.split(carry[0])[0], jax.random.uniform(carry[0])
 
-        _, factor = jax.lax.while_loop(lambda carry: carry[1] < 0.7, draw, (rng, jnp.float32(0)))
+        limit = jnp.where(batch["weight"].sum() < 0, 0.0, 0.7)  # no program says that this is the same for all parts
+        _, factor = jax.lax.while_loop(lambda carry: carry[1] < limit, draw, (rng, jnp.float32(0)))
         return jdp.Loss(squares(params, batch) * factor, batch["weight"].sum())
 
-    one_step(redrawn, {"accumulate": 2})
+    step, *_ = one_step(redrawn, {"precision": jdp.Precision(reduce="bf16")})
     assert any("could not be tried" in line and "until a draw is accepted" in line for line in caplog.messages)
+    assert step.partitioning == "auto" and "is not known" in step.why
+    with pytest.raises(ValueError, match=r"must be known to be a sum .*until a draw is accepted.*check_loss=False"):
+        one_step(redrawn, {"accumulate": 2})
+    assert one_step(redrawn, {"accumulate": 2, "check_loss": False})[0].partitioning == "manual"
+
+
+def test_rows_that_each_draw_until_a_draw_is_accepted_are_proven_and_drawn_by_row():
+    def redrawn(params, batch, rng):
+        def of_row(key):
+            draw = lambda carry: (jax.random.split(carry[0])[0], jax.random.uniform(carry[0]))  # noqa: E731
+            return jax.lax.while_loop(lambda carry: carry[1] < 0.7, draw, (key, jnp.float32(0)))[1]
+
+        factors = jax.vmap(of_row)(jax.random.split(rng, len(batch["x"])))
+        return jdp.Loss(squares(params, {**batch, "weight": batch["weight"] * factors}), batch["weight"].sum())
+
+    losses = [float(one_step(redrawn, settings)[3]["loss"]) for settings in PARTS_OF_A_BATCH]
+    np.testing.assert_allclose(losses, losses[0], rtol=1e-6)
 
 
 def test_every_step_is_checked_once():

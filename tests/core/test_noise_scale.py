@@ -13,8 +13,9 @@ ROWS, SIZE = 64, 2048
 
 
 def linear(params, batch, rng):
-    """Its gradient for a row is the row itself."""
-    return jdp.Loss((batch["x"] @ params["w"]).sum(), jnp.float32(batch["x"].shape[0]))
+    """Its gradient for a row is the row itself, as often as the row weighs."""
+    weights = batch.get("weights", np.ones(batch["x"].shape[0], np.float32))
+    return jdp.Loss((batch["x"] @ params["w"] * weights).sum(), weights.sum())
 
 
 def batch(number):
@@ -23,7 +24,24 @@ def batch(number):
     return {"x": (0.2 + random.normal(size=(ROWS, SIZE))).astype(np.float32)}
 
 
-def trained(strategy, steps=3, accumulate=1, **settings):
+def weighted(kind):
+    """The rows of `batch`, or others that have the same mean and variance, with weights."""
+
+    def made(number):
+        x, weights = batch(number)["x"], np.ones(ROWS, np.float32)
+        if kind == "padding":  # behind each device's own rows
+            x, weights = (np.pad(a.reshape(8, 8, -1), ((0, 0), (0, 8), (0, 0))) for a in (x, weights))
+            x, weights = x.reshape(-1, SIZE), weights.ravel()
+        if kind == "tokens":
+            weights = 32 * weights
+        if kind == "uneven":  # devices of 8, 8, 8, 8, 8, 4, 0 and 0 rows that count
+            weights[44:] = 0
+        return {"x": x, "weights": weights}
+
+    return made
+
+
+def trained(strategy, steps=3, accumulate=1, batch=batch, **settings):
     plan = jdp.Plan(jdp.make_mesh(replica=2, data=4), strategy)
     state = jdp.init_state(lambda _: {"w": jnp.zeros(SIZE)}, optax.sgd(0.1), plan, rng=jax.random.key(0))
     step = jdp.make_train_step(linear, plan, noise_scale=True, accumulate=accumulate, check_loss=False, **settings)
@@ -65,6 +83,25 @@ def test_it_is_the_estimate_of_the_paper(strategy, settings, parts):
     assert state.sync["noise"].shape == (3,)
 
 
+@pytest.mark.parametrize(("strategy", "accumulate"), [("ddp", 1), ("zero2", 2)])
+def test_padding_counts_nothing_and_the_unit_is_that_of_the_weight(strategy, accumulate):
+    def measured(**given):
+        return trained(strategy, accumulate=accumulate, **given)[1]
+
+    plain = measured()
+    assert measured(batch=weighted("padding")) == pytest.approx(plain, rel=1e-4)
+    assert measured(batch=weighted("tokens")) == pytest.approx(32 * plain, rel=1e-4)
+    assert measured(batch=weighted("uneven")) == pytest.approx(25, rel=0.2)  # 43 if all parts counted alike
+
+
+def test_rows_of_one_part_alone_say_nothing():
+    def alone(number):
+        return {"x": batch(number)["x"], "weights": np.arange(ROWS, dtype=np.float32) < 8 if number else np.ones(ROWS)}
+
+    state, measured = trained("ddp", steps=2, batch=lambda n: jax.tree.map(np.float32, alone(n)))
+    assert measured == pytest.approx(trained("ddp", steps=1)[1], rel=1e-5) and int(state.skipped) == 0
+
+
 def test_a_skipped_step_leaves_the_average():
     plan = jdp.Plan(jdp.make_mesh(), "zero1")
     state = jdp.init_state(lambda _: {"w": jnp.zeros(SIZE)}, optax.sgd(0.1), plan, rng=jax.random.key(0))
@@ -90,6 +127,9 @@ def test_where_there_is_nothing_to_compare(strategy, mesh, settings, words):
 
 
 def test_what_it_says_about_a_batch():
-    assert "larger batches would still" in hint(1000, 64)
-    assert "fair balance" in hint(80, 64)
-    assert "smaller batches" in hint(10, 64)
+    def said(scale, batch):
+        return hint(np.float32([2, 2 * scale, 2 * scale / batch]), "tokens")
+
+    assert "1,000 tokens at the end, and a batch has 64: larger batches would still" in said(1000, 64)
+    assert "fair balance" in said(80, 64)
+    assert "smaller batches" in said(10, 64)

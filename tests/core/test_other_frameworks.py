@@ -132,10 +132,12 @@ def test_any_tree_of_arrays_trains_as_on_one_device(name, strategy, partitioning
 
 
 class LinenNormed(nn.Module):
+    axis_name: str | None = None
+
     @nn.compact
     def __call__(self, x, *, train):
         x = nn.Dense(32)(x)
-        x = nn.BatchNorm(use_running_average=not train, momentum=0.9)(x)
+        x = nn.BatchNorm(use_running_average=not train, momentum=0.9, axis_name=self.axis_name)(x)
         return nn.Dense(CLASSES)(nn.relu(x))
 
 
@@ -162,3 +164,22 @@ def test_a_linen_module_with_statistics_comes_over_flaxs_bridge():
     for (path, got), other in zip(jax.tree.leaves_with_path(ends[0]), jax.tree.leaves(ends[1]), strict=True):
         np.testing.assert_allclose(got, other, rtol=1e-4, atol=1e-5, err_msg=jax.tree_util.keystr(path))
     assert jax.tree.map(jnp.shape, ends[0][1]) == {"BatchNorm_0": {"mean": (32,), "var": (32,)}}
+
+
+@pytest.mark.parametrize("partitioning", [None, "auto", "manual"])
+def test_a_linen_batch_norm_over_an_axis_that_nobody_binds_is_told_to_leave_it_out(partitioning):
+    """What the error says of auto is what the test above holds."""
+    normed, plan = LinenNormed(axis_name="batch"), jdp.Plan(jdp.make_mesh(), "zero1", min_shard_size=64)
+
+    def init(rng):
+        return normed.init(rng, jnp.zeros((1, FEATURES)), train=False)["params"]
+
+    def loss(params, batch, rng):
+        logits, _ = normed.apply({"params": params}, batch["x"], train=True, mutable=["batch_stats"])
+        return jdp.Loss(jnp.square(logits).sum(), jnp.float32(ROWS))
+
+    step = jdp.make_train_step(loss, plan, partitioning=partitioning)
+    with pytest.raises(
+        ValueError, match=r"no mesh axis but the batch's, data, .*given 'batch'\. Leave it out: without"
+    ):
+        step(jdp.init_state(init, TX, plan, rng=jax.random.key(0)), next(batches()))

@@ -72,6 +72,7 @@ CASES = {
     "zero1": ("layers", FULL, "zero1", {"clip_norm": 0.1}),
     "zero1, 4": ("layers", DOTS, "zero1", {"accumulate": 4}),
     "zero2, 2": ("layers", FULL, "zero2", {"accumulate": 2}),
+    "zero2, 4, replicas": ("layers", FULL, "zero2", {"accumulate": 4, "replica": 2}),
     "ddp, 2": ("layers", FULL, "ddp", {"accumulate": 2, "clip_norm": 0.1}),
     "zero1, 2, layers used twice": ("twice", twice_loss, "zero1", {"accumulate": 2}),
     "ddp": ("layers", PLAIN, "ddp", {}),
@@ -80,9 +81,11 @@ CASES = {
 }
 
 
-def run(model, loss, strategy, overlap, **settings):
+def run(model, loss, strategy, overlap, replica=1, **settings):
     init, _, batch = MODELS[model]
-    plan = jdp.Plan(jdp.make_mesh(data=4, devices=jax.devices()[:4]), strategy, min_shard_size=64)
+    axes = {"replica": replica} if replica > 1 else {}
+    mesh = jdp.make_mesh(**axes, data=4 // replica, devices=jax.devices()[:4])
+    plan = jdp.Plan(mesh, strategy, min_shard_size=64)
     state = jdp.init_state(init, optax.sgd(0.1), plan, rng=jax.random.key(0))
     step = jdp.make_train_step(loss, plan, partitioning="manual", overlap=overlap, check_loss=False, **settings)
     traced = step.jitted.trace(state, batch).jaxpr.jaxpr if overlap else None
@@ -106,9 +109,10 @@ def test_results_are_those_without(case):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero2"])
-def test_with_several_microbatches_layers_are_reduced_one_by_one_and_what_is_sent_stays(strategy):
-    plan = jdp.Plan(jdp.make_mesh(devices=target("h100:1x8").devices, data=8), strategy, min_shard_size=64)
+@pytest.mark.parametrize(("strategy", "axes"), [("ddp", {"data": 8}), ("zero2", {"replica": 2, "data": 4})])
+def test_with_several_microbatches_layers_are_reduced_one_by_one_and_what_is_sent_stays(strategy, axes):
+    """Over `replica` too: only with the last microbatch, layer by layer."""
+    plan = jdp.Plan(jdp.make_mesh(devices=target("h100:1x8").devices, **axes), strategy, min_shard_size=64)
     init = partial(init_layers, layers=6)
     state = jdp.abstract_state(init, optax.sgd(0.1), plan, rng=jax.random.key(0))
     quick = {"xla_gpu_enable_triton_gemm": False}  # what is sent does not depend on it
@@ -117,8 +121,12 @@ def test_with_several_microbatches_layers_are_reduced_one_by_one_and_what_is_sen
     compiled = compile_step(step.lower(state, tokens_of(3 * 64)))
     made = report(step, state, compiled, "h100:1x8")
     assert made.kept and made.ratio <= 1.001
-    rounds = {each.collective.count for each in made.collectives if "reduce" in each.collective.kind}
-    assert any(count >= (2 if strategy == "ddp" else 6) for count in rounds)  # in a loop over pairs of layers
+    looped = {"reduce-scatter"} if strategy == "zero2" else set()
+    sent = [each for each in made.collectives if each.collective.payload_bytes > 1000]
+    assert {each.collective.kind for each in sent if each.in_accumulation_loop} == looped
+    most = {s.collective.kind: s.collective.count for s in sorted(sent, key=lambda s: s.collective.count)}
+    assert most["all-reduce"] >= 2  # in a loop over pairs of layers
+    assert strategy == "ddp" or most["reduce-scatter"] >= 6
 
 
 def test_matrices_are_multiplied_while_a_layer_is_gathered_and_reduced():

@@ -326,7 +326,7 @@ def test_results_stay_where_the_plan_wants_them(name, strategy, partitioning, ca
 
 
 def tied(params, batch, rng):
-    return jdp.Loss((predict(params, batch) * params["w"].sum()).sum(), jnp.float32(1))
+    return jdp.Loss((predict(params, batch) * params["w"].sum()).sum(), jnp.float32(len(batch["x"])))
 
 
 ALIKE_BF16 = jdp.Precision(compute="bf16", reduce="bf16")
@@ -342,7 +342,7 @@ ALIKE_BF16 = jdp.Precision(compute="bf16", reduce="bf16")
         ("zero1", {"accumulate": 4}, weighted_sum, "manual", "auto may synchronise inside the accumulation loop"),
         ("zero2", {"accumulate": 4}, weighted_sum, "auto", "XLA keeps"),
         ("zero3", {"accumulate": 4}, weighted_sum, "auto", "XLA keeps"),
-        ("ddp", {"accumulate": 4}, mean, "auto", "the loss returns a mean, although auto may synchronise inside"),
+        ("ddp", {"accumulate": 4}, mean, "manual", "auto may synchronise inside the accumulation loop"),
         ("ddp", {"precision": "bf16"}, weighted_sum, "manual", "reduce gradients in bf16, and fp32 is asked for"),
         ("ddp", {"precision": ALIKE_BF16}, weighted_sum, "auto", "XLA keeps"),
         ("ddp", {}, tied, "manual", "w is used more than once"),
@@ -361,7 +361,7 @@ def test_the_partitioning_chosen_and_why(strategy, settings, loss_fn, expected, 
     assert why in step.why
     notice = f"train step under {strategy}: partitioning={expected!r}: {step.why}"
     if expected == "manual":
-        notice += "; the loss sees each device's rows alone, so examples must not mix"
+        notice += "; the loss is a sum over examples, and sees each device's rows alone"
     assert [message for message in reported() if " step under " in message] == ([] if asked else [notice])
 
 
@@ -490,7 +490,7 @@ def test_evaluation_is_the_loss_without_randomness_or_donation():
     plan, batch = plan_of("zero3"), whole_numbers()
     state, evaluate = state_of(plan, optax.sgd(0.1)), jdp.make_eval_step(loss_fn, plan)
     first, again = evaluate(state, batch), evaluate(state, batch)
-    assert given == [None]  # traced once
+    assert given == [None, None]  # traced to be read, and compiled once
     assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
     assert first.keys() == {"loss", "weight", "hits", "share"}
     assert {k: float(v) for k, v in first.items()} == {k: float(v) for k, v in again.items()}
@@ -499,6 +499,23 @@ def test_evaluation_is_the_loss_without_randomness_or_donation():
     _, trained = jdp.make_train_step(weighted_sum, plan)(state, batch)
     for name, value in first.items():
         assert float(value) == float(folded[name]) == float(manual[name]) == float(trained[name]), name
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"accumulate": 2, "group": 2},
+        {"accumulate": 2, "partitioning": "manual", "wire": "int8"},
+        {"local_steps": 2},
+    ],
+)
+def test_an_array_of_rows_without_elements_changes_nothing(settings):
+    plan, batch = jdp.Plan(jdp.make_mesh(replica=2, data=4), "zero2", **SHARDED), whole_numbers()
+    losses = []
+    for more in ({}, {"none": np.zeros((ROWS, 0), np.float32)}):
+        step = jdp.make_train_step(weighted_sum, plan, **settings)
+        losses.append(float(step(state_of(plan, optax.sgd(0.1)), batch | more)[1]["loss"]))
+    assert losses[0] == losses[1]
 
 
 # Metrics that are arrays.

@@ -43,6 +43,7 @@ from jax.sharding import PartitionSpec
 import jdp
 
 BOUND = 5e-6
+FIRST_DRAW = int(os.environ.get("JDP_FIRST_DRAW", "1000"))
 REFUSALS = "must not mix examples|its term at .* does not depend on the batch|would be another one on each device"
 FIXED = (31, 40, 97, 124, 146, 171, 192, 198, 205, 218, 219, 265)  # chosen so that they take every option
 QUICK = ((171, 2), (205, 1), (218, 2), (219, 1))  # draws and settings: with KEPT they take every option too
@@ -259,20 +260,19 @@ def test_bf16_stays_close(case, setting, tmp_path):
 
 
 @pytest.mark.slow
-def test_many_draws_equal_one_device(tmp_path):
-    """All that fail are reported together."""
-    first, count = int(os.environ.get("JDP_FIRST_DRAW", "1000")), int(os.environ.get("JDP_DRAWS", "300"))
+@pytest.mark.parametrize("number", range(FIRST_DRAW, FIRST_DRAW + int(os.environ.get("JDP_DRAWS", "300"))))
+def test_many_draws_equal_one_device(number, tmp_path):
+    """All settings of a draw that fail are reported together."""
     failed = []
-    for number in range(first, first + count):
-        case, settings = draw(number)
-        for index, setting in enumerate(settings):
-            try:
-                check(case, setting, tmp_path / f"{number}-{index}")
-            except Exception as error:
-                failed.append(f"draw {number}: {case!r}\n{setting!r}\n{type(error).__name__}: {error}")
-        alone.cache_clear()
-        expected.cache_clear()
-        jax.clear_caches()
+    case, settings = draw(number)
+    for index, setting in enumerate(settings):
+        try:
+            check(case, setting, tmp_path / f"{index}")
+        except Exception as error:
+            failed.append(f"{case!r}\n{setting!r}\n{type(error).__name__}: {error}")
+    alone.cache_clear()
+    expected.cache_clear()
+    jax.clear_caches()
     assert not failed, "\n\n".join(failed)
 
 

@@ -162,6 +162,56 @@ def test_both_of_two_models_are_differentiated(partitioning):
     assert specs(grads[1]) == specs(params)
 
 
+def contrastive(params, batch, rng):
+    """Each row's two views against all rows' (CLIP, arXiv:2103.00020), by one encoder."""
+    first, second = (jnp.tanh(view @ params["w"] + params["b"]) for view in (batch["x"], 2 * batch["x"]))
+    logits = 3 * first @ second.T
+    nll = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.arange(len(logits)))
+    return jdp.Loss(nll.sum(), jnp.float32(len(logits)))
+
+
+def with_advantages(params, batch, rng):
+    """Normalised over the batch, as PPO has them, beside a weight that is used twice."""
+    values = (jnp.tanh(batch["x"] @ params["w"]) @ params["w"].T + params["b"].sum()).mean(1)
+    advantages = (batch["weight"] - batch["weight"].mean()) / batch["weight"].std()
+    return jdp.Loss((advantages * values**2).sum(), jnp.float32(len(values)))
+
+
+def undecided(params, batch, rng):
+    """A sum over rows that its program does not tell: it sorts rows with their numbers."""
+    order = jnp.argsort(batch["weight"])
+    y = jnp.tanh(batch["x"] @ params["w"]) @ params["w"].T + params["b"].sum()
+    return jdp.Loss(jnp.square(y)[order].mean(1).sum(), jnp.float32(len(order)))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("loss", [contrastive, with_advantages, undecided], ids=lambda loss: loss.__name__)
+def test_inside_jit_only_a_proven_loss_is_called_on_parts_of_the_batch(loss, strategy):
+    """Auto would break the contract (`w` is used twice); there it is taken all the same."""
+    plan = plan_of(strategy)
+    params = jdp.init(init, plan, rng=KEY)
+    expected = loss(jax.device_get(params), batch_of(), KEY)
+    gradient = jdp.value_and_grad(loss, plan)
+    metrics, _ = jax.jit(gradient)(params, batch_of(), KEY)
+    np.testing.assert_allclose(metrics["loss"], expected.total / expected.weight, rtol=1e-5)
+    assert gradient.partitioning == "auto"
+    for settings in ({"accumulate": 2}, {"partitioning": "manual"}):
+        gradient = jdp.value_and_grad(loss, plan, **settings)
+        with pytest.raises(ValueError, match=r"A loss must .*sum over examples|A loss must not mix examples .*, at "):
+            jax.jit(gradient)(params, batch_of(), KEY)
+
+
+def test_what_was_tried_before_jit_holds_inside():
+    plan = plan_of("zero3")
+    params = jdp.init(init, plan, rng=KEY)
+    gradient = jdp.value_and_grad(lambda *args: undecided(*args), plan, accumulate=2)
+    gradient.check(params, batch_of(), KEY)  # conftest has every trial succeed
+    metrics, _ = jax.jit(gradient)(params, batch_of(), KEY)
+    expected = undecided(jax.device_get(params), batch_of(), KEY)
+    np.testing.assert_allclose(metrics["loss"], expected.total / expected.weight, rtol=1e-5)
+    assert gradient.partitioning == "manual"
+
+
 def test_a_filter_leaves_the_rest_without_gradients_and_optimizer_state():
     module = jdp.init(net, plan_of(), rng=KEY)
     gradient = jdp.value_and_grad(net_loss, plan_of(), wrt=nnx.LoRAParam)

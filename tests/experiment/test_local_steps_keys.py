@@ -46,7 +46,6 @@ def test_a_round_reaches_the_step_and_the_rate_falls_by_rounds(tmp_path):
         ("local_steps = {lr = 0.7}", "local_steps.steps is none"),
         ("local_steps = {steps = 4}\nmesh = {replica = 2}\nwire = {gradients = 'int8'}", "do not go together"),
         ("local_steps = {steps = 4}\nmesh = {replica = 2}\npartitioning = 'auto'", "partitioning"),
-        ("local_steps = {steps = 4}\nmesh = {replica = 2}\noptimizer = {ema_decay = 0.9}", "ema_decay"),
         ("local_steps = {steps = 4, momentum = 1.0}\nmesh = {replica = 2}", "local_steps.momentum"),
     ],
 )

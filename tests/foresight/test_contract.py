@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jdp
+from jdp.core.gradients import model_axes
 from jdp.foresight.program.collectives import Collective, collectives
 from jdp.foresight.program.module import parse
 from jdp.foresight.targets.resolve import target
@@ -341,6 +342,28 @@ def test_auto_synchronises_in_the_loop():
     assert "840 KiB a device too much" in first  # three of four rounds of 7/8 of 320 KiB
     looped = [s for s in report.collectives if s.in_accumulation_loop]
     assert {s.collective.kind for s in looped} == {"reduce-scatter"}
+
+
+def sums_gradients_by_hand(params, batch, mesh):
+    w = params["w"]
+    return plain({**params, "w": w + jax.lax.psum(jax.lax.stop_gradient(w), "data") * 1e-3}, batch, mesh)
+
+
+def test_by_hand_jdp_is_blamed_for_what_it_sends_and_the_loss_for_its_own(monkeypatch):
+    by_loss = verified(sums_gradients_by_hand, "ddp", partitioning="manual")
+    assert not by_loss.kept
+    assert all("the loss itself asks for it: look at that line" in breach for breach in by_loss.breaches)
+    scatter = model_axes.psum_scatter
+
+    def finished_each_time(x, placement, leading, mesh, wire):
+        return model_axes.psum(scatter(x, placement, leading, mesh, wire), ("replica",), placement, leading, mesh)
+
+    monkeypatch.setattr(model_axes, "psum_scatter", finished_each_time)
+    mesh, settings = (("replica", 2), ("data", 4)), {"accumulate": 2, "partitioning": "manual", "rows": 192}
+    by_jdp = verified(plain, "zero2", mesh=mesh, **settings)
+    assert not by_jdp.kept
+    words = "jdp itself sends it, not the loss: report that as a fault of jdp. Until then, try make_train_step(overlap="
+    assert all(words in breach for breach in by_jdp.breaches)
 
 
 def test_the_remedy_of_a_mean_is_to_return_a_loss():

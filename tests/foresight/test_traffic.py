@@ -6,7 +6,6 @@ gathers are those of the step's own trace (`test_gathers`). At least 0.98 of it 
 mean something not counted, or not synchronised.
 """
 
-import dataclasses
 import functools
 from dataclasses import dataclass, replace
 
@@ -82,7 +81,9 @@ def abstract_batch(config, rows):
 
 
 @functools.cache
-def compiled(config, strategy, partitioning, accumulate, precision="bf16", on="h100:1x8", wrt=None):
+def compiled(
+    config, strategy, partitioning, accumulate, precision="bf16", on="h100:1x8", wrt=None, triton=False, overlap=None
+):
     """The train step of `config`, compiled for the target `on`. What is sent, and which weights are gathered when,
     depends neither on the optimizer nor on how matrix products are computed: no AdamW, no Triton kernels."""
     devices = target(on).devices
@@ -90,7 +91,8 @@ def compiled(config, strategy, partitioning, accumulate, precision="bf16", on="h
     init = lambda rng: build(config, rngs=nnx.Rngs(rng))  # noqa: E731
     state = jdp.abstract_state(init, optax.sgd(1e-3), plan, rng=jax.random.key(0), wrt=wrt)
     batch, loss = abstract_batch(config, len(devices) * accumulate * 2), LOSSES[type(config)]
-    settings = {"precision": precision, "partitioning": partitioning, "compiler": WITHOUT_TRITON}
+    compiler = {"xla_disable_hlo_passes": "triton-softmax-rewriter"} if triton else WITHOUT_TRITON
+    settings = {"precision": precision, "partitioning": partitioning, "compiler": compiler, "overlap": overlap}
     step = jdp.make_train_step(loss, plan, accumulate=accumulate, **settings)
     program = compile_step(step.lower(state, batch))
     return Program(step, program, report(step, state, program, on))
@@ -285,8 +287,8 @@ def test_gathering_by_layer_saves_memory():
 
 @pytest.mark.slow
 def test_a_length_that_xla_finds_no_tiles_for_compiles_all_the_same(capfd, monkeypatch):
-    """A ViT's 197 tokens, whose gradient products XLA's own kernels have no tiles for where no GPU is there to try."""
+    """A ViT's 197 tokens, where XLA computes attention, gathers without overlap and has no GPU to try tiles on."""
     monkeypatch.setattr("jdp.core.notices._said", set())
-    deit = dataclasses.replace(SIZES["vit-s16"], layers=2)
-    keeps(compiled(deit, "zero3", None, 1, on="h100:8x8").report)
+    deit = replace(SIZES["vit-s16"], layers=2, attention="xla")
+    keeps(compiled(deit, "zero3", None, 1, triton=True, overlap=False).report)
     assert "no tiles for a matrix product" in capfd.readouterr().err

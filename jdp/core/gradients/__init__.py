@@ -12,8 +12,11 @@ more dimension; under ddp, and for leaves too small to shard, the two are equal.
     ├─ core/step.py    choose_partitioning "auto" or "manual"?
     │  ├─ partitioning.py  choose          for each shape of batch; the loss is traced, not run
     │  │   ├─ loss_trace.py                its jaxpr (read by jaxprs.py): what only a global view can run
-    │  │   └─ loss_check.py  constant_term terms that would be counted once a call, such as a weight penalty
-    │  └─ partitioning.py  check           before the first step, on values: keeps the choice, takes auto, or raises
+    │  │   ├─ loss_check.py  constant_term terms that would be counted once a call, such as a weight penalty
+    │  │   └─ row_proof.py  prove          a sum over rows? `row_states` follow the rows through the jaxpr by rules for
+    │  │       │                           each primitive: row_rules.py, row_shapes.py, row_products.py, row_gathers.py
+    │  │       └─ quotients.py             a scalar that ends in a quotient of sums is read as total and weight
+    │  └─ partitioning.py  check           a loss that is not proven, on values: keeps the choice, takes auto, or raises
     │      └─ loss_check.py  mixing        Σtotal / Σweight of a few rows in one call, and in several
     │
     └─ core/step.py    _train              traced by jit; key = fold_in(state.rng, state.consumed)
@@ -65,7 +68,7 @@ more dimension; under ddp, and for leaves too small to shard, the two are equal.
 Where devices send while they compute (`overlap`), `pipeline.py` rebuilds the differentiated loss under manual, so that
 a layer loop gathers one layer ahead and reduces one behind; and every strategy goes zero3's way, with what it gathered
 kept for the backward pass (`accumulate._by_layer`): zero2 in each microbatch, ddp and zero1 in the last, where the
-gather boundary (`boundary.py`) adds the gradients of the others before it reduces.
+gather boundary (`boundary.py`) adds the gradients of the others before it reduces. zero2 sums over `replica` so.
 
 With precision="fp8" `fp8.py` traces `TracedLoss`, and runs it again with its products with weights in float8.
 

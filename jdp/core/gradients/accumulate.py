@@ -30,9 +30,11 @@ from jdp.core.gradients.jaxprs import places_made
 from jdp.core.gradients.loss_call import Sums, TracedLoss
 from jdp.core.gradients.model_state import changed_leaves, refuse_varying
 from jdp.core.gradients.pipeline import pipelined
+from jdp.core.gradients.quotients import Reading
 from jdp.core.gradients.synchronise import Synchroniser
 from jdp.core.gradients.wire import WIDE, Wire
 from jdp.core.precision import Precision
+from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.placement import Placement
 from jdp.core.sharding.strategy import Strategy
 from jdp.core.state import trained_part, with_trained
@@ -41,7 +43,7 @@ from jdp.core.types import Batch, LossFn, PyTree
 Kept = dict[str, PyTree]
 """What a synchroniser keeps between steps, by name; {} for nothing."""
 SQUARES = "squares"
-"""The entry of `Kept` to which squared norms are added, of every device's gradient before it is reduced."""
+"""The entry of `Kept` to which squares of every gradient before it is reduced are added: of its norm, of its weight."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ class Collectives:
         key_of: (step key, rows of a microbatch, its index, K) -> the key that the loss gets; a `BatchKey` where the
             loss is called on some of the rows only.
         axes: the mesh axes along which a call of the loss gets only its device's rows; empty where it gets all rows.
+        finish_at_use: `finish` for the gather boundary, which first adds the shards of the microbatches before; None
+            where it only reduces.
         synchroniser: takes the place of `reduce` and `finish` for whole gradients, in buckets or encoded; None where
             every leaf has a collective of its own.
         overlap: True if layer loops gather one layer ahead and reduce one behind.
@@ -74,12 +78,13 @@ class Collectives:
     microbatches: Callable[[Batch, int], Batch]
     key_of: Callable[[jax.Array, int, Any, int], jax.Array | BatchKey]
     axes: tuple[str, ...] = ()
+    finish_at_use: Collective | None = None
     synchroniser: Synchroniser | None = None
     overlap: bool = False
 
-    def reduce_all(self, grads: PyTree, placements: PyTree, kept: Kept) -> tuple[PyTree, Kept]:
-        """Reduce every leaf, compute spec -> rest spec; return `kept` as it is afterwards."""
-        kept = _with_squares(kept, grads)
+    def reduce_all(self, grads: PyTree, placements: PyTree, kept: Kept, weight: jax.Array) -> tuple[PyTree, Kept]:
+        """Reduce every leaf, compute spec -> rest spec, of rows of this weight; return `kept` as it is afterwards."""
+        kept = _with_squares(kept, grads, weight)
         if self.synchroniser is not None:
             grads, own = self.synchroniser.reduce(grads, {name: kept[name] for name in kept if name != SQUARES})
             return grads, {**kept, **own}
@@ -103,6 +108,7 @@ class GradientSpec:
         placements: a tree like the parameters, of `Placement`.
         strategy: the strategy's row of the table.
         keep_gathered: the backward pass uses the weights that the forward pass gathered.
+        reading: how a loss that returns a quotient of sums is read; None for other losses.
     """
 
     loss_fn: LossFn
@@ -118,6 +124,12 @@ class GradientSpec:
     buckets: int | str | None = None
     overlap: bool = False
     keep_gathered: bool = False
+    reading: Reading | None = None
+
+    def summed(self, collectives: Collectives, sums: Sums) -> Sums:
+        """Return the sums over the batch axes, and what the loss divides by as their weight."""
+        sums = jax.tree.map(collectives.sum, sums)
+        return sums if self.reading is None else replace(sums, weight=self.reading.divisor(sums.weight))
 
     @property
     def trained_placements(self) -> PyTree:
@@ -160,7 +172,11 @@ def step_gradients(
     if count > 1 and by_layer[0] is not spec:
         last = partial(_microbatch_gradients, *by_layer, RowwiseLoss(traced_loss(*by_layer)), params, copies=operands)
         if spec.strategy.reduce_each_microbatch:
-            each, last, (spec, collectives) = last, None, by_layer
+            spec = by_layer[0]
+            loss = RowwiseLoss(traced_loss(spec, collectives))
+            each = partial(_microbatch_gradients, spec, collectives, loss, params, copies=operands)
+            replicas = math.prod(jax.lax.axis_size(axis) for axis in collectives.axes if axis != DATA)
+            last = last if replicas > 1 else None  # which differs in what it sends over `replica` alone
     if count == 1:
         grads, sums, after, kept = each(model_state, *first, kept)
     else:
@@ -198,11 +214,11 @@ def step_gradients(
         after = with_trained(model_state, state, changed)
 
     if not spec.strategy.reduce_each_microbatch:
-        grads, kept = collectives.reduce_all(grads, spec.trained_placements, kept)
+        grads, kept = collectives.reduce_all(grads, spec.trained_placements, kept, sums.weight)
     grads, kept = collectives.finish_all(grads, spec.trained_placements, kept)
     if SQUARES in kept:
         kept = {**kept, SQUARES: collectives.sum(kept[SQUARES])}
-    return grads, jax.tree.map(collectives.sum, sums), collectives.average(model_state, after), kept
+    return grads, spec.summed(collectives, sums), collectives.average(model_state, after), kept
 
 
 def _by_layer(
@@ -212,9 +228,10 @@ def _by_layer(
 
     Every strategy then is as zero3 is; but what the forward pass gathered is kept for the backward pass, and under ddp
     nothing is gathered. Of several microbatches all take the weights that were gathered before the first (`Held`), and
-    of ddp's and zero1's only the last reduces, with the gradients of the others added before. Nothing changes for a
-    loss without a layer loop, for one that uses a layer's weights in several places, each of which would reduce, and
-    for gradients in buckets, encoded, or of another dtype than the parameters.
+    the last alone sends what is sent once a step, with the gradients of the others added before: all gradients of ddp
+    and zero1, zero2's shards over `replica`. Nothing changes for a loss without a layer loop, for one that uses a
+    layer's weights in several places, each of which would reduce, and for gradients in buckets, encoded, or of another
+    dtype than the parameters.
     """
     if collectives.synchroniser is not None or spec.precision.params != spec.precision.reduce:
         return spec, collectives
@@ -228,7 +245,11 @@ def _by_layer(
 
     row = replace(spec.strategy, gather="use", reduce_each_microbatch=True)
     new = replace(spec, strategy=row, keep_gathered=spec.strategy.gather != "use")
-    within = replace(collectives, reduce=reduce, finish=finish)
+    within = replace(collectives, finish=finish)
+    if spec.accumulate > 1 and spec.strategy.reduce_each_microbatch:
+        within = replace(within, finish_at_use=collectives.finish)  # zero2's last microbatch
+    else:
+        within = replace(within, reduce=reduce)
     if not new.keep_gathered:
         return new, within
     plain = replace(within, overlap=False)
@@ -239,11 +260,12 @@ def _by_layer(
     return (new, within) if once else (spec, collectives)
 
 
-def _with_squares(kept: Kept, grads: PyTree) -> Kept:
-    """Add the squared norm of these gradients, where it is asked for."""
+def _with_squares(kept: Kept, grads: PyTree, weight: jax.Array) -> Kept:
+    """Add the squared norm of these gradients and their rows' squared weight, where they are asked for."""
     if SQUARES not in kept:
         return kept
-    return {**kept, SQUARES: kept[SQUARES] + optax.tree.norm(grads, squared=True).astype(jnp.float32)}
+    own = optax.tree.norm(grads, squared=True).astype(jnp.float32)
+    return {**kept, SQUARES: kept[SQUARES] + jnp.stack([own, weight**2])}
 
 
 def _ready_first(
@@ -272,7 +294,7 @@ def evaluate(spec: GradientSpec, collectives: Collectives, params: PyTree, model
     else:
         each = jax.lax.map(forward, collectives.microbatches(batch, spec.accumulate))
         sums = jax.tree.map(lambda x: x.sum(axis=0), each)
-    return jax.tree.map(collectives.sum, sums)
+    return spec.summed(collectives, sums)
 
 
 def working_copy(spec: GradientSpec, collectives: Collectives, params: PyTree) -> PyTree:
@@ -287,7 +309,8 @@ def traced_loss(spec: GradientSpec, collectives: Collectives) -> TracedLoss:
     """Return the loss as a function of the working copy."""
     gather, whole = None, not spec.strategy.shard_state
     if spec.strategy.gather == "use":
-        gather = gather_with_reduced_grad(collectives.gather, collectives.reduce, spec.precision, whole)
+        reduce, finish = collectives.reduce, collectives.finish_at_use
+        gather = gather_with_reduced_grad(collectives.gather, reduce, spec.precision, whole, finish)
     sync_axes = collectives.axes if spec.sync_batch_norm else ()
     return TracedLoss(
         spec.loss_fn,
@@ -298,6 +321,7 @@ def traced_loss(spec: GradientSpec, collectives: Collectives) -> TracedLoss:
         keep=spec.keep_gathered,
         whole=whole,
         products=spec.precision.products,
+        reading=spec.reading,
     )
 
 
@@ -346,7 +370,7 @@ def _microbatch_gradients(
         add = partial(jax.tree.map, lambda g, e, placement: g if is_reduced_at_use(placement, whole) else g + e)
         grads = add(grads, earlier, spec.trained_placements)
     if spec.strategy.gather == "step" and spec.strategy.reduce_each_microbatch:
-        grads, kept = collectives.reduce_all(grads, spec.trained_placements, kept)
+        grads, kept = collectives.reduce_all(grads, spec.trained_placements, kept, sums.weight)
     return grads, sums, after, kept
 
 

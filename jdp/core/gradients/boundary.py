@@ -31,8 +31,8 @@ class Held:
         shard: at rest, which the loss is differentiated by.
         narrow: the same in compute dtype, where that is all there is of it: then of `shard` only the dtype counts.
         copy: gathered, in compute dtype; None where it is gathered at use.
-        earlier: the sum of the device's own gradients of the microbatches before, flat and padded if the parameter
-            rests so; None where there is none.
+        earlier: the sum of the gradients of the microbatches before, flat and padded if the parameter rests so: the
+            device's own, or shards where each was reduced; None where there is none.
     """
 
     shard: jax.Array
@@ -41,7 +41,13 @@ class Held:
     earlier: jax.Array | None = None
 
 
-def gather_with_reduced_grad(send: Collective, reduce: Collective, precision: Precision, whole: bool = False) -> Gather:
+def gather_with_reduced_grad(
+    send: Collective,
+    reduce: Collective,
+    precision: Precision,
+    whole: bool = False,
+    finish: Collective | None = None,
+) -> Gather:
     """Return the gather boundary: forward, a shard is cast to compute dtype and gathered; backward, its gradient is
     reduced straight to the shard's spec.
 
@@ -52,6 +58,8 @@ def gather_with_reduced_grad(send: Collective, reduce: Collective, precision: Pr
         reduce: a gradient at its compute spec, flat and padded likewise -> at its rest spec, summed over `data`.
         precision: the dtypes.
         whole: gradients of parameters that rest whole are reduced here too.
+        finish: a gradient at its rest spec, the earlier ones added -> summed over the batch axes that `reduce` left
+            out; None where `reduce` takes the sum with the earlier ones.
     """
 
     def gather(operand: jax.Array | Held, placement: Placement, leading: int) -> jax.Array:
@@ -77,10 +85,12 @@ def gather_with_reduced_grad(send: Collective, reduce: Collective, precision: Pr
             gradient = cotangent.astype(precision.reduce_dtype)
             if placement.flat is not None:
                 gradient = placement.flat.to_rest(gradient)
-            if earlier is not None:
+            if earlier is not None and finish is None:
                 gradient = earlier + gradient
             with reduction_scope(placement.path):
                 reduced = reduce(gradient, placement, leading)
+                if finish is not None:
+                    reduced = finish(reduced if earlier is None else earlier + reduced, placement, leading)
                 return (Held(reduced.astype(dtype)),)
 
         boundary = jax.custom_vjp(gathered)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jdp.core.batch import batch_rows
 from jdp.core.gradients.fp8 import with_fp8_products
 from jdp.core.gradients.gathers import top_scope
+from jdp.core.gradients.quotients import Reading, sums_of_quotient
 from jdp.core.layers import Gather, GatherTable, gathering
 from jdp.core.notices import notice
 from jdp.core.types import Batch, Loss, LossFn, PyTree
@@ -46,6 +47,7 @@ class TracedLoss:
         sync_axes: the mesh axes that batch statistics are taken over, in addition to the rows of the call.
         training: True puts a module in training mode, with the key to draw from.
         products: as in `Precision`.
+        reading: how a scalar that ends in a quotient of sums is read; None for other losses.
     """
 
     fn: LossFn
@@ -57,14 +59,30 @@ class TracedLoss:
     keep: bool = False
     whole: bool = False
     products: str | None = None
+    reading: Reading | None = None
 
     def __call__(self, operands: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[Sums, PyTree]:
         """Return the sums over the rows of `batch`, and the model state afterwards."""
+        call = self._called if self.reading is None else self._read
         if self.products is None:
-            return self._sums(operands, model_state, batch, key)
-        return with_fp8_products(self._sums, operands, model_state, batch, key)
+            return call(operands, model_state, batch, key)
+        return with_fp8_products(call, operands, model_state, batch, key)
 
-    def _sums(self, operands: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[Sums, PyTree]:
+    def _called(self, operands: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[Sums, PyTree]:
+        value, model_state = self._value(operands, model_state, batch, key)
+        return as_sums(value, batch), model_state
+
+    def _read(self, operands: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[Sums, PyTree]:
+        """Return the total and the weight of which the loss returns the quotient."""
+        assert self.reading is not None
+        call = lambda operands, batch, *others: self._value(operands, others[0], batch, others[1])  # noqa: E731
+        total, weight, model_state = sums_of_quotient(call, operands, batch, model_state, key)
+        factor = batch_rows(batch) if self.reading.of_means else 1
+        total, weight = (x.astype(jnp.float32) * factor for x in (total, weight))
+        return Sums(total, weight, {}), model_state
+
+    def _value(self, operands: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[Any, PyTree]:
+        """Return what the loss function returns, and the model state afterwards."""
         weights, context, gathers = operands, contextlib.nullcontext(), None
         if self.gather is not None:
             gather = self.gather
@@ -77,10 +95,10 @@ class TracedLoss:
             context = gathering(gathers)
         with context:
             if self.adapter is None:
-                sums = as_sums(self.fn(weights, batch, key), batch)
+                value = self.fn(weights, batch, key)
             else:
                 model = self.adapter.merge(weights, model_state, key if self.training else None, self.sync_axes)
-                sums = as_sums(self.fn(model, batch, key), batch)
+                value = self.fn(model, batch, key)
                 model_state = self.adapter.changed(model)
         sharded = [placement.path for placement in jax.tree.leaves(self.placements) if placement.dim is not None]
         if gathers is not None and not self.keep and not gathers.used and self.training and key is not None and sharded:
@@ -90,7 +108,7 @@ class TracedLoss:
                 "the backward pass is done, as zero2 does: run the layers through jdp.scan_layers, which gathers one "
                 "at a time"
             )
-        return sums, model_state
+        return value, model_state
 
 
 def as_sums(value: Any, batch: Batch) -> Sums:

@@ -1,7 +1,8 @@
 """Check a loss's promise before the first step: `total` and `weight` are sums over examples.
 
 A step calls the loss on parts of the batch: on each device's rows under "manual", on each microbatch where there are
-several. A loss that is no sum over examples then means something else than on the whole batch. Two checks, once:
+several. A loss that is no sum over examples then means something else than on the whole batch. Where `row_proof` does
+not tell, two checks, once:
 
 1. `constant_term` reads the trace: a term of `total` that no leaf of the batch reaches, and that does not change with
    the number of rows (a weight penalty), is counted once for every part.
@@ -75,32 +76,47 @@ def mixing(spec: GradientSpec, plan: Plan, state: TrainState, batch: Batch, trai
             one call of all their rows.
 
     Raises:
-        Untried: the loss draws again until a draw is accepted, which may never end where all draws are the same; or
-            it has effects, such as a callback.
+        Untried: the loss draws again until a draw is accepted, which may never end where all draws are the same; it has
+            effects, such as a callback; or no rows that were tried have a weight and a finite loss.
         Exception: whatever the loss raises for these numbers of rows.
     """
-    difference = functools.partial(_difference, spec, plan, state, batch, train)
-    trials = _few_groups(batch_rows(batch), spec.group)
+    trial = functools.partial(_Trial, spec, plan, state, batch, train)
+    groups = np.arange(batch_rows(batch) // spec.group)
+    trials = _few_groups(groups, spec.group)
     try:
-        message = difference(trials, 1.0)
+        message, weighty = trial(trials[0].shape, 1.0).difference(trials)
+        if not message and len(weighty) < len(np.unique(np.concatenate(trials), axis=0)):
+            trials = _with_weight(trial(trials[0].shape, 1.0), groups, spec.group)
+            message, _ = trial(trials[0].shape, 1.0).difference(trials)
     except Untried:
         raise
     except Exception:
         if 2 * rows > LARGEST:
             raise
         trials = [_two_calls(rows, spec.accumulate, spec.group)]
-        message = difference(trials, 1.0)
+        message, _ = trial(trials[0].shape, 1.0).difference(trials)
     # Of a loss that is zero with these weights (a distance to the model it starts from) only rounding errors are left.
-    return message if message and difference(trials, 1.25) else None
+    return message if message and trial(trials[0].shape, 1.25).difference(trials)[0] else None
 
 
-def _few_groups(rows: int, group: int) -> list[Chunks]:
-    """Choose at most four groups of a batch, each a chunk: far apart (padding is often contiguous), and neighbours."""
-    groups = rows // group
-    count = min(MOST, groups)
-    spread, near = np.arange(count) * (groups // count), np.arange(count)
-    choices = [spread, spread + (groups - 1) - spread[-1], near, near + (groups - count) // 2]
-    return [choice[:, None] * group + np.arange(group) for choice in choices]
+def _few_groups(groups: np.ndarray[Any, Any], group: int) -> list[Chunks]:
+    """Choose at most four of these groups, each a chunk: far apart (padding is often contiguous), and neighbours."""
+    count = min(MOST, len(groups))
+    spread, near = np.arange(count) * (len(groups) // count), np.arange(count)
+    choices = [spread, spread + (len(groups) - 1) - spread[-1], near, near + (len(groups) - count) // 2]
+    return [groups[choice][:, None] * group + np.arange(group) for choice in choices]
+
+
+def _with_weight(trial: _Trial, groups: np.ndarray[Any, Any], group: int) -> list[Chunks]:
+    """Choose groups that have a weight, of `LARGEST` neighbours here and there. Raises Untried if there are none."""
+    count = min(MOST, len(groups))
+    starts = np.linspace(0, len(groups) - count, min(LARGEST // MOST, len(groups) // count)).astype(int)
+    blocks = [(start + np.arange(count))[:, None] * group + np.arange(group) for start in starts]
+    _, weighty = trial.difference(blocks)
+    if not weighty:
+        raise Untried("none of the rows that were tried has a weight and a finite loss")
+    found = np.array(sorted(chunk[0] // group for chunk in weighty))
+    return _few_groups(np.concatenate([found, np.setdiff1d(groups, found)[: max(0, count - len(found))]]), group)
 
 
 def _two_calls(rows: int, accumulate: int, group: int) -> Chunks:
@@ -111,54 +127,72 @@ def _two_calls(rows: int, accumulate: int, group: int) -> Chunks:
     return groups.swapaxes(0, 1).reshape(accumulate, rows)[:2]
 
 
-def _difference(
-    spec: GradientSpec, plan: Plan, state: TrainState, batch: Batch, train: bool, trials: list[Chunks], factor: float
-) -> str | None:
-    """Describe the first difference in `trials`, with all parameters times `factor`; see `mixing`."""
-    spec = replace(spec, precision=Precision(spec.precision.params, "fp32", "fp32"), accumulate=1)
-    collectives = make_collectives(spec, plan)
-    loss = replace(traced_loss(spec, collectives), training=False)
-    replicated = NamedSharding(plan.mesh, PartitionSpec())
+class _Trial:
+    """The loss, compiled for chunks of this shape together and apart, with all parameters times `factor`."""
 
-    def compare(params: Any, model_state: Any, batch: Batch, chunks: jax.Array) -> Any:
-        key = jax.random.wrap_key_data(jnp.zeros(1, jnp.uint32), impl=_constant_bits()) if train else None
-        if factor != 1:
-            scaled = lambda p: (p * factor).astype(p.dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p  # noqa: E731
-            params = jax.tree.map(scaled, params)
-        operands = working_copy(spec, collectives, params)
+    def __init__(
+        self,
+        spec: GradientSpec,
+        plan: Plan,
+        state: TrainState,
+        batch: Batch,
+        train: bool,
+        shape: tuple[int, ...],
+        factor: float,
+    ) -> None:
+        spec = replace(spec, precision=Precision(spec.precision.params, "fp32", "fp32"), accumulate=1)
+        collectives = make_collectives(spec, plan)
+        loss = replace(traced_loss(spec, collectives), training=False)
+        replicated = NamedSharding(plan.mesh, PartitionSpec())
 
-        def take(rows: jax.Array) -> Batch:
-            return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x[rows], replicated), batch)
+        def compare(params: Any, model_state: Any, batch: Batch, chunks: jax.Array) -> Any:
+            key = jax.random.wrap_key_data(jnp.zeros(1, jnp.uint32), impl=_constant_bits()) if train else None
+            if factor != 1:
+                scaled = lambda p: (p * factor).astype(p.dtype) if jnp.issubdtype(p.dtype, jnp.floating) else p  # noqa: E731
+                params = jax.tree.map(scaled, params)
+            operands = working_copy(spec, collectives, params)
 
-        def forward(batch: Batch) -> Sums:
-            return loss(operands, model_state, batch, key)[0]
+            def take(rows: jax.Array) -> Batch:
+                return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x[rows], replicated), batch)
 
-        together = jax.lax.with_sharding_constraint(jnp.sort(chunks.ravel()), replicated)
-        return forward(take(together)), jax.lax.map(forward, take(chunks))
+            def forward(batch: Batch) -> Sums:
+                return loss(operands, model_state, batch, key)[0]
 
-    with jax.default_matmul_precision("highest"):  # GPUs would take TF32, of another rounding for other shapes
-        shape = jax.ShapeDtypeStruct(trials[0].shape, jnp.int32)
-        traced = jax.jit(compare, out_shardings=replicated).trace(state.params, state.model_state, batch, shape)
-        if traced.jaxpr.effects:
-            raise Untried("it prints or calls back, which a trial would do too")
-        if redraws(traced.jaxpr.jaxpr):
-            raise Untried("it draws again until a draw is accepted")
-        run = traced.lower().compile()
-    tolerance = TOLERANCE[computes_in_float32(traced.jaxpr.jaxpr)]
-    for chunks in trials:
-        together, apart = jax.device_get(run(state.params, state.model_state, batch, chunks.astype(np.int32)))
-        total, weight = float(together.total), float(together.weight)
-        totals, weights = float(apart.total.sum()), float(apart.weight.sum())
-        if not np.isfinite([total, totals]).all() or 0 in (weight, weights):
-            continue  # such as rows that all weigh nothing
-        _report_metrics(together, apart, tolerance, chunks)
-        scale = np.abs(apart.total).sum() / abs(weights) + abs(total / weight)
-        if abs(total / weight - totals / weights) > tolerance * scale:
-            return (
-                f"Σtotal / Σweight is {total / weight:.6g} of {chunks.size} rows together, {totals / weights:.6g} of "
-                f"them in {len(chunks)} parts"
-            )
-    return None
+            together = jax.lax.with_sharding_constraint(jnp.sort(chunks.ravel()), replicated)
+            return forward(take(together)), jax.lax.map(forward, take(chunks))
+
+        with jax.default_matmul_precision("highest"):  # GPUs would take TF32, of another rounding for other shapes
+            chunks = jax.ShapeDtypeStruct(shape, jnp.int32)
+            traced = jax.jit(compare, out_shardings=replicated).trace(state.params, state.model_state, batch, chunks)
+            if traced.jaxpr.effects:
+                raise Untried("it prints or calls back, which a trial would do too")
+            if redraws(traced.jaxpr.jaxpr):
+                raise Untried("it draws again until a draw is accepted")
+            run = traced.lower().compile()
+        self._run = lambda chunks: jax.device_get(run(state.params, state.model_state, batch, chunks))
+        self._tolerance = TOLERANCE[computes_in_float32(traced.jaxpr.jaxpr)]
+
+    def difference(self, trials: list[Chunks]) -> tuple[str | None, list[Any]]:
+        """Describe the first difference in `trials`, or None; return also the chunks that have a weight."""
+        weighty: dict[int, Any] = {}
+        for chunks in trials:
+            together, apart = self._run(chunks.astype(np.int32))
+            total, weight = float(together.total), float(together.weight)
+            totals, weights = float(apart.total.sum()), float(apart.weight.sum())
+            if not np.isfinite(total) or weight == 0:
+                continue  # such as rows that all weigh nothing
+            if not np.isfinite(totals):
+                return f"the loss of {chunks.size} rows together is finite, and that of a part of them is not", []
+            weighty |= {int(chunk[0]): chunk for chunk, own in zip(chunks, apart.weight, strict=True) if own != 0}
+            _report_metrics(together, apart, self._tolerance, chunks)
+            scale = np.abs(apart.total).sum() / abs(weights) + abs(total / weight) if weights else np.inf
+            if not weights or abs(total / weight - totals / weights) > self._tolerance * scale:
+                apart_now = f"{totals / weights:.6g}" if weights else "nothing"
+                return (
+                    f"Σtotal / Σweight is {total / weight:.6g} of {chunks.size} rows together, {apart_now} of them in "
+                    f"{len(chunks)} parts"
+                ), []
+        return None, list(weighty.values())
 
 
 def _report_metrics(together: Sums, apart: Sums, tolerance: float, chunks: Chunks) -> None:

@@ -83,7 +83,10 @@ class LossTrace:
     """The trace of one call of a loss function.
 
     Attributes:
-        jaxpr: the trace as jax made it; its first inputs are the parameters' leaves.
+        closed: the trace as jax made it. Its first inputs are the parameters' leaves; its results are the total, the
+            weight, and both of each metric.
+        rows: that it was traced for.
+        batch_inputs: which of its inputs are the batch's leaves.
         operations: its operations in order, the calls among them replaced by the operations that they call.
         params, state, batch: the inputs, by path; `state` holds the model state and the key.
         total, weight: the outputs; of a plain scalar, as `as_sums` makes them.
@@ -92,7 +95,9 @@ class LossTrace:
         gathers_rows: True if it calls `jdp.gather_rows`.
     """
 
-    jaxpr: Any
+    closed: Any
+    rows: int
+    batch_inputs: range
     operations: list[Operation]
     params: dict[str, TracedValue]
     state: list[TracedValue]
@@ -102,6 +107,10 @@ class LossTrace:
     is_sum: bool
     metrics: dict[str, tuple[int, ...]]
     gathers_rows: bool = False
+
+    @property
+    def jaxpr(self) -> Any:
+        return self.closed.jaxpr
 
     def reused(self, counted: tuple[bool, ...]) -> str | None:
         """Return the path of the first parameter marked in `counted` that several operations take, or None."""
@@ -221,11 +230,18 @@ def sharing_traces() -> Generator[None]:
 
 
 def trace_loss(
-    loss_fn: LossFn, precision: Precision, state: TrainState, batch: Batch, rows: int, train: bool = True
+    loss_fn: LossFn,
+    precision: Precision,
+    state: TrainState,
+    batch: Batch,
+    rows: int,
+    train: bool = True,
+    training: bool = True,
 ) -> LossTrace:
     """Trace one call of `loss_fn` on `rows` rows shaped like the batch's; nothing is computed.
 
-    In evaluation (`train=False`) the loss gets `rng=None`. Within `sharing_traces` a trace may be an earlier one's.
+    In evaluation (`train=False`) the loss gets `rng=None`; without `training` its modules are in evaluation mode.
+    Within `sharing_traces` a trace may be an earlier one's.
 
     Raises:
         NameError: the loss names a mesh axis (`jax.lax.psum(x, "data")`), which exists under `shard_map` only.
@@ -233,13 +249,13 @@ def trace_loss(
     """
     adapter, is_sum, shapes = state.static.adapter, list[bool](), dict[str, tuple[int, ...]]()
 
-    def probe(params: Any, model_state: Any, batch: Any, rng: Any) -> tuple[Any, Any]:
-        model = params if adapter is None else adapter.merge(params, model_state, rng)
+    def probe(params: Any, model_state: Any, batch: Any, rng: Any) -> tuple[Any, ...]:
+        model = params if adapter is None else adapter.merge(params, model_state, rng if training else None)
         value = loss_fn(model, batch, rng)
         is_sum.append(isinstance(value, Loss))
         sums = as_sums(value, batch)
         shapes.update({name: pair[0].shape for name, pair in sums.metrics.items()})
-        return sums.total, sums.weight
+        return sums.total, sums.weight, *sums.metrics.values()
 
     batch_size = batch_rows(batch)
     plain = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)  # noqa: E731
@@ -256,7 +272,7 @@ def trace_loss(
         plain(state.rng) if train else None,
     )
     shared, inputs = _SHARED.get(), jax.tree.flatten(arguments)
-    key = (id(loss_fn), adapter, traced_mesh(), inputs[1], *((leaf.shape, leaf.dtype) for leaf in inputs[0]))
+    key = (id(loss_fn), adapter, traced_mesh(), training, inputs[1], *((leaf.shape, leaf.dtype) for leaf in inputs[0]))
     if shared is not None and key in shared:
         return shared[key]
     with recording() as gathered:
@@ -275,12 +291,14 @@ def trace_loss(
     constants = [
         TracedValue(var.aval, constant=x) for var, x in zip(closed.jaxpr.constvars, closed.consts, strict=True)
     ]
-    total, weight = inlined(closed.jaxpr, [*constants, *inputs], _INLINED, constant, add)
+    total, weight, *_ = inlined(closed.jaxpr, [*constants, *inputs], _INLINED, constant, add)
     names = [[path_of(path) for path, _ in jax.tree.leaves_with_path(tree)] for tree in (params, batch)]
     first, last = len(names[0]), len(inputs) - int(train)
     of_batch = last - len(names[1])
     trace = LossTrace(
-        closed.jaxpr,
+        closed,
+        rows,
+        range(of_batch, last),
         operations,
         dict(zip(names[0], inputs[:first], strict=True)),
         [*inputs[first:of_batch], *inputs[last:]],

@@ -1,7 +1,8 @@
 """Which partitioning a step gets, and why; and whether its loss may be called on parts of a batch.
 
-Auto, unless auto cannot keep the communication contract and the loss returns a `Loss`, which promises that its total is
-a sum over examples: then manual. A loss that needs the whole batch gets auto with one microbatch, or an error.
+Auto, unless auto cannot keep the communication contract: then manual, for a loss that is a sum over examples. That is
+proven from the loss' program (`row_proof`), or tried on values before the first step (`loss_check`). A loss that mixes
+examples, or of which neither is known, gets auto with one microbatch, or an error.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from jdp.core.gradients.accumulate import GradientSpec
 from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.loss_check import constant_term, mixing
 from jdp.core.gradients.loss_trace import LossTrace, trace_loss
+from jdp.core.gradients.quotients import Reading
+from jdp.core.gradients.row_proof import ends_in_quotient, prove
 from jdp.core.notices import notice
 from jdp.core.precision import Precision
 from jdp.core.sharding.mesh import own_axes
@@ -28,11 +31,23 @@ REQUESTED = "asked for"
 
 @dataclass(frozen=True)
 class Choice:
-    """A step's partitioning, "auto" or "manual", the reason for it, and whether the loss calls `jdp.gather_rows`."""
+    """A step's partitioning, "auto" or "manual", and the reason for it.
+
+    Attributes:
+        gathers_rows: True if the loss calls `jdp.gather_rows`.
+        proven: True if the loss may be called as this choice does, as far as is known without values.
+        unproven: why its program does not prove that; "" where it does.
+        metrics: True if the metrics are proven sums over examples too.
+        reading: how a scalar that ends in a quotient of sums is read.
+    """
 
     partitioning: str
     why: str
     gathers_rows: bool = False
+    proven: bool = True
+    unproven: str = ""
+    metrics: bool = True
+    reading: Reading | None = None
 
 
 @dataclass(frozen=True)
@@ -44,35 +59,44 @@ class PartitioningRequest:
         plan: mesh and strategy.
         requested: the partitioning that the user asked for; None leaves the choice to jdp.
         train: True for a training step, False for an evaluation step.
+        check_loss: False calls a loss on parts of the batch whatever its program says.
+        local_steps: how many of `spec.accumulate` are steps that a replica takes by itself; 0: it takes none.
     """
 
     spec: GradientSpec
     plan: Plan
     requested: str | None
     train: bool
+    check_loss: bool = True
+    local_steps: int = 0
 
     def choose(self, state: TrainState, batch: Batch) -> Choice:
         """Choose the partitioning from shapes alone.
 
         Raises:
-            ValueError: the loss cannot run under the requested partitioning, or `Loss.total` has a term that is no sum
-                over examples and would be counted several times.
+            ValueError: the loss cannot run under the requested partitioning, `Loss.total` has a term that is no sum
+                over examples and would be counted several times, or the loss mixes examples and has to be called on
+                parts of the batch.
         """
         trace = self._trace(state, batch, batch_rows(batch) // self.spec.accumulate)
         choice = self._choose(state, trace)
         if trace is None:
-            return choice
+            rows = batch_rows(batch) // self.spec.accumulate
+            known = self._calls(choice) == 1 or rows == 0 or self._names_axes(state, batch)
+            return replace(choice, proven=known, metrics=False, unproven=f"it does not take {rows} rows")
         if choice.partitioning == "manual" and (line := trace.global_only(self.plan.batch_axes)):
             choice = self._for_global_loss(line)
-        if (calls := self._calls(choice)) > 1:
-            rows = batch_rows(batch) // calls
-            other = self._trace(state, batch, rows if choice.partitioning == "manual" else batch_rows(batch))
-            if other is not None and (line := constant_term(trace, other)):
-                choice = self._for_constant_term(choice, line)
+        if self._calls(choice) > 1 or ends_in_quotient(trace):
+            choice = self._with_proof(choice, trace, state, batch)
         if self.spec.precision.compute == "bf16" and (wide := trace.widened()):
             notice(
                 f"batch[{wide[0]!r}] is float32 and meets bf16 weights at {wide[1]}: that product, and what follows "
                 f"from it, is computed in float32; cast it in the loss: batch[{wide[0]!r}].astype(jax.numpy.bfloat16)"
+            )
+        if trace.gathers_rows and self.local_steps:
+            raise ValueError(
+                "jdp.gather_rows gathers the rows of the whole batch, and in local steps a replica sees its own alone; "
+                f"given local_steps={self.local_steps}. Leave local_steps out."
             )
         if trace.gathers_rows and self.spec.accumulate > 1:
             raise ValueError(
@@ -81,36 +105,108 @@ class PartitioningRequest:
             )
         return replace(choice, gathers_rows=trace.gathers_rows)
 
+    def _with_proof(self, choice: Choice, trace: LossTrace, state: TrainState, batch: Batch) -> Choice:
+        """Return the choice with what the loss' program says of it, or auto where that mixes examples."""
+        pair, adapter = self._two_traces(trace, state, batch), state.static.adapter
+        normed = adapter is not None and bool(adapter.batch_statistics)
+        if pair is not None and self._calls(choice) > 1 and (line := constant_term(*pair)):
+            choice = self._for_constant_term(choice, line)
+        if pair is not None and normed:  # whose statistics are known to be those of all devices
+            alike = [self._trace(state, batch, each.rows, optional=True, training=False) for each in pair]
+            pair = None if alike[0] is None or alike[1] is None else (alike[0], alike[1])
+        if pair is None:
+            only = f"it takes no other number of rows than {trace.rows}"
+            return replace(choice, proven=self._calls(choice) == 1, metrics=False, unproven=only)
+        first, second = pair
+        proof = prove(first, second, self.spec.group)
+        neighbours = batch_rows(batch) // self.plan.batch_shards  # stay together where each device makes one call
+        one_call = choice.partitioning == "manual" and self.spec.accumulate == 1
+        divides = one_call and not (first.rows % neighbours or second.rows % neighbours)
+        if proof.verdict == "mixes" and divides and prove(first, second, neighbours).verdict == "sum":
+            proof = replace(proof, verdict="unknown")
+        choice = replace(choice, reading=proof.reading, metrics=proof.of_metrics)
+        if self._calls(choice) == 1 or proof.verdict == "sum" or trace.gathers_rows:
+            return choice
+        if proof.verdict == "unknown" or normed or not self.check_loss:
+            return replace(choice, proven=False, unproven=proof.why)
+        return self._for_mixing(choice, proof.why)
+
+    def _two_traces(self, trace: LossTrace, state: TrainState, batch: Batch) -> tuple[LossTrace, LossTrace] | None:
+        """Return traces on two numbers of rows, two groups of rows or more; None if the loss takes one number only."""
+        least = 2 * self.spec.group
+        half = trace.rows // 2 if trace.rows % least == 0 and trace.rows > least else 0
+        base = trace if trace.rows >= least else self._trace(state, batch, least, optional=True)
+        tries = (self._trace(state, batch, rows, optional=True) for rows in (2 * max(trace.rows, least), half))
+        other = next((other for other in tries if other is not None), None)
+        return None if base is None or other is None else (base, other)
+
+    def without_values(self, choice: Choice) -> Choice:
+        """Return auto for a loss that nothing proves a sum over examples, where it cannot be tried on values.
+
+        Raises:
+            ValueError: it would be called on parts of the batch all the same.
+        """
+        if self._calls(choice) == 1 or not self.check_loss:
+            return choice
+        return self._for_unknown(choice, f"its program does not tell ({choice.unproven}), and there are no values here")
+
+    def assumed(self, choice: Choice) -> Choice:
+        """Return the choice for a program that is only looked at."""
+        if self._calls(choice) > 1 and self.check_loss:
+            notice(
+                "the program is made as if the loss were a sum over examples, which its own program does not tell "
+                f"({choice.unproven}); a step tries it on values before it calls it on parts of a batch"
+            )
+        return replace(choice, proven=True)
+
+    def _for_unknown(self, choice: Choice, reason: str) -> Choice:
+        if self.requested is None and self.spec.accumulate == 1:
+            why = f"whether the loss is a sum over examples is not known: {reason}; although {choice.why}"
+            return replace(choice, partitioning="auto", why=why, proven=True)
+        raise ValueError(
+            f"A loss must be known to be a sum over examples where it is called on parts of the batch "
+            f"({self._calls_as_product(choice)}); {reason}. Try it on values before: gradient.check(model, batch, rng) "
+            "outside of jit, or a call of the step itself; or take accumulate=1 and leave partitioning to jdp. "
+            "check_loss=False says that you know it is one."
+        )
+
+    def _for_mixing(self, choice: Choice, found: str) -> Choice:
+        """Return auto for a loss that mixes examples, if auto shows it the whole batch; else raise ValueError."""
+        if self.requested is None and self.spec.accumulate == 1:
+            why = f"the loss mixes examples ({found}), and only auto sees the whole batch, although {choice.why}"
+            return replace(choice, partitioning="auto", why=why, proven=True)
+        fewer = "accumulate=1, no local_steps," if self.local_steps else "accumulate=1"
+        raise ValueError(
+            f"A loss must not mix examples where it is called on parts of the batch "
+            f"({self._calls_as_product(choice)}): {found}. Take {fewer} and leave partitioning to jdp, which "
+            "then shows it the whole batch; if the weight is a constant, count rows instead; if neighbouring rows "
+            "belong together, say group=2 (or more). check_loss=False turns this check off."
+        )
+
     def check(self, choice: Choice, state: TrainState, batch: Batch) -> Choice:
         """Compare the loss of a few rows together and apart; return the choice, or auto where only auto is right.
 
         Raises:
-            ValueError: the loss mixes examples, and the user's settings call it on parts of the batch.
+            ValueError: the loss mixes examples, or nothing can be known of it, and the user's settings call it on parts
+                of the batch.
         """
         calls, adapter = self._calls(choice), state.static.adapter
-        if calls == 1 or choice.gathers_rows:
+        if calls == 1 or choice.gathers_rows or (choice.proven and choice.metrics):
             return choice
         try:
             difference = mixing(self.spec, self.plan, state, batch, self.train, batch_rows(batch) // calls)
         except Exception as error:  # a faulty loss raises in the step's own trace too, with its own message
             first_line = str(error).partition("\n")[0]
             pairs = "" if self.spec.group > 1 else "; if neighbouring rows belong together, say group=2 (or more)"
-            notice(f"whether the loss mixes examples could not be tried on a few rows: {first_line}{pairs}")
-            return choice
+            tried = f"whether the loss mixes examples could not be tried on a few rows: {first_line}{pairs}"
+            notice(tried)
+            return choice if choice.proven else self._for_unknown(choice, tried)
         if difference is None:
-            return choice
+            return replace(choice, proven=True)
         if adapter is not None and adapter.batch_statistics:
             notice(f"the loss may mix examples beyond its batch norms: {difference}")
-            return choice
-        if self.requested is None and self.spec.accumulate == 1:
-            why = f"the loss mixes examples ({difference}), and only auto sees the whole batch, although {choice.why}"
-            return Choice("auto", why)
-        raise ValueError(
-            f"A loss must not mix examples where it is called on parts of the batch "
-            f"({self._calls_as_product(choice)}): {difference}. Take accumulate=1 and leave partitioning to jdp, which "
-            "then shows it the whole batch; if the weight is a constant, count rows instead; if neighbouring rows "
-            "belong together, say group=2 (or more). check_loss=False turns this check off."
-        )
+            return replace(choice, proven=True)
+        return self._for_mixing(choice, difference)
 
     def check_metrics(self, sums: Sums, state: TrainState, batch: Batch) -> None:
         """Check that metrics are sums over examples, as far as shapes tell: only arrays can be anything else.
@@ -148,7 +244,7 @@ class PartitioningRequest:
         if self.plan.batch_shards == 1:
             return
         if self.requested is None or choice.why != REQUESTED:
-            local = "; the loss sees each device's rows alone, so examples must not mix"
+            local = "; the loss is a sum over examples, and sees each device's rows alone"
             notice(
                 f"{noun} under {self.plan.strategy}: partitioning={choice.partitioning!r}: {choice.why}"
                 f"{local if choice.partitioning == 'manual' else ''}"
@@ -174,17 +270,13 @@ class PartitioningRequest:
         if names := _unsynchronised(state):
             why = f"{names[0]} may be a statistic of the batch, which only auto sees whole, although {breach}"
             return Choice("auto", why)
-        if not trace.is_sum:
-            return Choice(
-                "auto", f"the loss returns a mean, although {breach}; a loss that returns jdp.Loss gets manual"
-            )
         return Choice("manual", breach)
 
     def _for_constant_term(self, choice: Choice, line: str) -> Choice:
         """Return auto for a loss with the term at `line`, if auto counts that once; else raise ValueError."""
         if self.requested is None and self.spec.accumulate == 1:
             why = f"the term of Loss.total at {line} does not depend on the batch, and auto alone counts it once"
-            return Choice("auto", f"{why}, although {choice.why}")
+            return replace(choice, partitioning="auto", why=f"{why}, although {choice.why}")
         raise ValueError(
             f"Loss.total is a sum over examples, but its term at {line} does not depend on the batch: it would be "
             f"counted once for each of {self._calls_as_product(choice)} parts of a batch. Multiply it by the weight: "
@@ -201,20 +293,29 @@ class PartitioningRequest:
             "partitioning='auto' or None."
         )
 
-    def _trace(self, state: TrainState, batch: Batch, rows: int) -> LossTrace | None:
+    def _trace(
+        self, state: TrainState, batch: Batch, rows: int, optional: bool = False, training: bool = True
+    ) -> LossTrace | None:
         """Trace the loss on `rows` rows; None where only checks need the trace and the loss does not take so many rows.
 
         Raises:
             ValueError: the loss names a mesh axis that only manual binds.
         """
-        if rows == 0 or not (self.train or self.requested == "manual" or self.spec.accumulate > 1):
+        if rows == 0:
             return None
         try:
-            return trace_loss(self.spec.loss_fn, self.spec.precision, state, batch, rows, self.train)
+            return trace_loss(self.spec.loss_fn, self.spec.precision, state, batch, rows, self.train, training)
         except NameError as error:
+            named = re.search(r"unbound axis name:? (\w+)", str(error))
+            if named and named[1] not in self.plan.batch_axes:
+                raise ValueError(
+                    f"A loss names no mesh axis but the batch's, {' and '.join(self.plan.batch_axes)}, and those under "
+                    f"partitioning='manual' only; given {named[1]!r}. Leave it out: without axis_name flax.linen's "
+                    "BatchNorm takes its statistics over the rows that the loss sees, under 'auto' all of the batch."
+                ) from error
             if self.requested == "manual":
                 return None
-            if not (named := re.search(r"unbound axis name:? (\w+)", str(error))):
+            if not named:
                 raise
             raise ValueError(
                 f"The loss names the mesh axis {named[1]!r}, which exists under partitioning='manual' only; given "
@@ -222,9 +323,22 @@ class PartitioningRequest:
                 "the loss, or ask for partitioning='manual'."
             ) from error
         except Exception:
-            if self.requested is None and self.train:
+            if self.requested is None and self.train and not optional:
                 raise
             return None
+
+    def _names_axes(self, state: TrainState, batch: Batch) -> bool:
+        """Return True for a loss that names an axis which manual binds: it knows that it gets parts of a batch.
+
+        Raises:
+            Exception: whatever the loss raises for the rows of one call.
+        """
+        rows = batch_rows(batch) // (self.spec.accumulate * self.plan.batch_shards)
+        try:
+            trace_loss(self.spec.loss_fn, self.spec.precision, state, batch, rows, self.train)
+        except NameError:
+            return True
+        return False
 
     def _calls(self, choice: Choice) -> int:
         """Return on how many parts of a batch the loss is called."""
@@ -233,7 +347,8 @@ class PartitioningRequest:
     def _calls_as_product(self, choice: Choice) -> str:
         sizes = [f"{axis}={self.plan.mesh.shape[axis]}" for axis in self.plan.batch_axes]
         sizes = sizes if choice.partitioning == "manual" else []
-        return " × ".join([*sizes, *([f"accumulate={self.spec.accumulate}"] if self.spec.accumulate > 1 else [])])
+        counts = {"local_steps": self.local_steps, "accumulate": self.spec.accumulate // (self.local_steps or 1)}
+        return " × ".join([*sizes, *(f"{name}={count}" for name, count in counts.items() if count > 1)])
 
     def _drawback(self, state: TrainState) -> str | None:
         """Describe what the user may not expect of the requested partitioning; None if there is nothing."""

@@ -274,11 +274,17 @@ class Replay:
         while True:
             test, _ = traced("cond_jaxpr", 0, tests)
             body, marks = traced("body_jaxpr", tests, first)
-            out = jax.lax.while_loop(
-                lambda carry, test=test: test(*arrays[:tests], *carry)[0],
-                lambda carry, body=body: body(*arrays[tests:first], *carry),
-                arrays[first:],
-            )
+
+            def goes_on(carry: list[Any], test: Any = test) -> jax.Array:
+                return test(*arrays[:tests], *carry)[0]
+
+            def once(carry: list[Any], body: Any = body, goes_on: Any = goes_on) -> list[Any]:
+                """Under vmap each row stops by itself."""
+                new, test = body(*arrays[tests:first], *carry), goes_on(carry)
+                spread = lambda x: test.reshape(test.shape + (1,) * (x.ndim - test.ndim))  # noqa: E731
+                return [jnp.where(spread(a), a, b) for a, b in zip(new, carry, strict=True)] if test.ndim else new
+
+            out = jax.lax.while_loop(lambda carry, goes_on=goes_on: goes_on(carry).any(), once, arrays[first:])
             joined = [a or b for a, b in zip(counts[first:], marks, strict=True)]
             if joined == counts[first:]:
                 return list(map(Value, out, joined))

@@ -8,6 +8,7 @@ with it, has no leaf for frozen parameters, and does not change when a step is s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,9 +18,10 @@ import jax.numpy as jnp
 import optax
 
 from jdp.core.host_memory import on_device
+from jdp.core.local_steps import of_replicas
 from jdp.core.numbers import is_number
 from jdp.core.optim.checks import check_optimizer
-from jdp.core.state import TrainState, trained_part, with_trained
+from jdp.core.state import STACKED, TrainState, trained_part, with_trained
 from jdp.core.types import PyTree
 
 
@@ -84,7 +86,9 @@ def ema_params(state: TrainState) -> TrainState:
 
     Averages inside `optax.masked` or `multi_transform` are used too; parameters that they leave out stay as they are.
     So does the model state: BatchNorm's statistics, which are moving averages of their own, remain those of the weights
-    in training. The result shares memory with `state`: do not train on it, and make it anew after each step.
+    in training. After local steps, where each replica has an average of its own weights, it is the mean of these: the
+    average of the replicas' mean weights. The result shares memory with `state`: do not train on it, and make it anew
+    after each step.
 
     Args:
         state: a train state, whose optimizer `with_ema` made.
@@ -98,10 +102,17 @@ def ema_params(state: TrainState) -> TrainState:
     averages = [node for node in jax.tree.leaves(state.opt_state, is_leaf=_is_ema) if _is_ema(node)]
     if not averages:
         raise ValueError("ema_params needs an optimizer that keeps an average: jdp.with_ema(tx, decay=0.999).")
-    mean = on_device(trained_part(state.params, state.static.trained))
-    for ema in averages:  # several if a `multi_transform` has one for each of its groups
-        mean = jax.tree.map(partial(_averaged, ema.weight), on_device(ema.average), mean, is_leaf=_is_masked)
+    given = [(ema.weight, on_device(ema.average)) for ema in averages]
+    params = on_device(trained_part(state.params, state.static.trained))
+    mean = of_replicas(_means, given, params) if STACKED in state.sync else _means(given, params)
     return replace(state, params=with_trained(state.params, mean, state.static.trained))
+
+
+def _means(averages: Sequence[tuple[jax.Array | None, PyTree]], params: PyTree) -> PyTree:
+    """Return parameters with those averaged that have an average; of several each may have some (`multi_transform`)."""
+    for weight, average in averages:
+        params = jax.tree.map(partial(_averaged, weight), average, params, is_leaf=_is_masked)
+    return params
 
 
 def _averaged(weight: jax.Array | None, average: Any, param: Any) -> Any:

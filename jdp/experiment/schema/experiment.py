@@ -269,7 +269,7 @@ def _wire(experiment: Experiment) -> Iterator[str]:
 
 
 def _local_steps(experiment: Experiment) -> Iterator[str]:
-    """Yield what is wrong between [local_steps] and the mesh, the partitioning, [wire] and the optimizer."""
+    """Yield what is wrong between [local_steps] and the mesh, the partitioning, [wire] and offload."""
     wire, given = experiment.wire, experiment.local_steps
     if given.steps is None:
         if (given.lr, given.momentum) != (1.0, 0.0):
@@ -281,8 +281,6 @@ def _local_steps(experiment: Experiment) -> Iterator[str]:
         yield "[local_steps] and [wire] do not go together: remove one of the tables"
     if experiment.partitioning == "auto":
         yield '[local_steps] is for partitioning = "manual"; given "auto": remove that key'
-    if experiment.optimizer.ema_decay is not None:
-        yield "optimizer.ema_decay averages weights at every step, which differ between replicas: remove it"
     if experiment.offload is not None:
         yield "[local_steps] keeps an optimizer on every replica's devices: remove it, or offload"
 

@@ -15,13 +15,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from jdp.core.formatting import format_bytes
+from jdp.core.gradients.gathers import Issued
 from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.placement import Placement
 from jdp.core.state import TrainState
 from jdp.core.step import Step
 from jdp.foresight.program.module import bits
 from jdp.foresight.traffic.contract import SLACK, TINY, TOLERANCE, MeshCollective, Verdict
-from jdp.foresight.traffic.origin import Parameters, Piece, Sites, list_paths, users_line
+from jdp.foresight.traffic.origin import Parameters, Piece, Sites, is_own_line, list_paths, users_line
 from jdp.foresight.traffic.theory import Promise, Theory
 
 _MENTIONED = 0.002  # of theory: what explains less is not worth a sentence, unless nothing explains more
@@ -173,9 +174,8 @@ class _Judge:
                 continue
             if not parameters:
                 # Where the step's trace has a collective like this one, its source line is exact.
-                issued = self.step.sends.issued if self.step.sends is not None else ()
-                alike = [each for each in issued if (each.kind, each.dims) == (c.kind, piece.dims)]
-                lines = {written for each in alike if (written := users_line(each.source_lines)) is not None}
+                issued = self._issued(c.kind, piece)
+                lines = {written for each in issued if (written := users_line(each.source_lines)) is not None}
                 line = lines.pop() if len(lines) == 1 else line
             key = (c.kind, piece.dtype, c.loops, sent_by.in_accumulation_loop, line, reason.words)
             fault = faults.setdefault(key, Fault(reason, sent_by, piece.dtype, line))
@@ -195,19 +195,19 @@ class _Judge:
                 return None
             words = "no parameter has this shape, so it is activations or a part of the batch"
             return Reason(words, self._keep_local())
-        paths = tuple(placement.path for placement in parameters)
+        paths, remedy = tuple(placement.path for placement in parameters), self._manual(c.kind, piece)
         if c.kind == "all-reduce" and all(path in self.promised.unsharded.paths for path in paths):
             rounds = step.accumulate if row.reduce_each_microbatch else 1
             planned = rounds * step.precision.reduce_dtype.itemsize * self.parameters.working_elements(parameters)
             left = self._use_up(("unsharded", paths), planned, size)
             if size <= left:
                 return None
-            return Reason("sent more often, or wider, than planned", self._manual(), 1 - max(left, 0) / size)
+            return Reason("sent more often, or wider, than planned", remedy, 1 - max(left, 0) / size)
         if promise is None:
-            return self._unpromised(c.kind, parameters)
+            return self._unpromised(c.kind, parameters, remedy)
         if sent_by.in_accumulation_loop and promise.rounds == 1:
             words = "sent for every microbatch, and promised once a step"
-            return Reason(words, self._manual(), 1 - 1 / max(step.accumulate, 1))
+            return Reason(words, remedy, 1 - 1 / max(step.accumulate, 1))
         allowance = self._allowance(promise, parameters)
         left = self._use_up((c.kind, paths), allowance, size)
         if size <= left + (TOLERANCE - 1) * allowance:
@@ -220,7 +220,7 @@ class _Judge:
                 remedy = f"Cast it to {compute} before it is gathered, or use the working copy that the loss gets."
             words = f"sent in {itemsize} bytes an element, and {promise.itemsize} are promised"
             return Reason(words, remedy, excess)
-        remedy, requested = self._manual(), sum(each.payload_bytes for each in self.promised.gathered or ())
+        requested = sum(each.payload_bytes for each in self.promised.gathered or ())
         if requested > TOLERANCE * self.promised.most_gathered_bytes:
             remedy = (
                 "The step itself asks for it: a weight that is given to several layers or layer loops is gathered, and "
@@ -229,8 +229,8 @@ class _Judge:
             )
         return Reason("sent more often than promised", remedy, excess)
 
-    def _unpromised(self, kind: str, parameters: tuple[Placement, ...]) -> Reason:
-        """Return what is wrong with a kind that the strategy's row does not name."""
+    def _unpromised(self, kind: str, parameters: tuple[Placement, ...], remedy: str) -> Reason:
+        """Return what is wrong with a kind that the strategy's row does not name; `remedy`: that of `_manual`."""
         plan = self.step.plan
         if kind != "all-reduce" or not plan.row.shard_state:
             return Reason(f"{plan.row.name} promises no {kind}", self._keep_local())
@@ -244,7 +244,6 @@ class _Judge:
                 remedy = "Lower Plan(min_shard_size=...), so that it is sharded."
             words = f"cannot be sharded, so its gradient is summed on every device; it is {unsharded[0].reason}"
             return Reason(words, remedy, bytes_at_rest=sum(placement.bytes_per_device for placement in unsharded))
-        remedy = self._manual()
         if plan.mesh.devices.flat[0].platform == "cpu":
             remedy = (
                 "XLA:CPU makes no reduce-scatter of a sharding constraint, XLA:GPU does: judge the GPU's program "
@@ -269,9 +268,19 @@ class _Judge:
         self._left[key] = left - size
         return left
 
-    def _manual(self) -> str:
+    def _issued(self, kind: str, piece: Piece) -> list[Issued]:
+        """Return the collectives of the step's trace that may be the one that sends this tensor."""
+        sizes = [size for size in piece.dims if size > 1]
+        issued = self.step.sends.issued if self.step.sends is not None else ()
+        return [each for each in issued if each.kind == kind and [size for size in each.dims if size > 1] == sizes]
+
+    def _manual(self, kind: str, piece: Piece) -> str:
         """Return the remedy: have each device sum its own gradients first."""
         if self.step.partitioning == "manual":
+            innermost = [line for each in self._issued(kind, piece) for line in each.source_lines[:1]]
+            if innermost and all(map(is_own_line, innermost)):
+                meanwhile = "" if self.step.overlap is False else " Until then, try make_train_step(overlap=False)."
+                return f"jdp itself sends it, not the loss: report that as a fault of jdp.{meanwhile}"
             return "The step is partitioned by hand already, so the loss itself asks for it: look at that line."
         if self.step.requested is None and "jdp.Loss" in self.step.why:
             return "Return jdp.Loss(total, weight) from the loss: then partitioning=None picks manual."

@@ -215,9 +215,14 @@ def users_line(source_lines: Iterable[str]) -> str | None:
         posix = line.replace("\\", "/")
         if _STEP.match(posix):
             return None
-        if not _LIBRARIES.search(posix) and not _OWN.match(posix):
+        if not _LIBRARIES.search(posix) and not is_own_line(line):
             return line
     return None
+
+
+def is_own_line(line: str) -> bool:
+    """Return True for a line of jdp, whose models are the user's."""
+    return _OWN.match(line.replace("\\", "/")) is not None
 
 
 # Parameters.

@@ -1,0 +1,130 @@
+"""What a loss' program proves: the table of losses, and forms that a rule could take for a sum by mistake.
+
+That the table itself is true is computed in `test_losses_table.py`. A loss that mixes rows must never be proven a sum;
+one that is a sum and not proven so is tried on values, or shown the whole batch.
+"""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from losses_that_mix import MIXES
+from losses_that_sum import SUMS
+
+import jdp
+from jdp.core.gradients.loss_trace import trace_loss
+from jdp.core.gradients.row_proof import prove
+from jdp.core.precision import Precision
+
+PLAN = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:1]))
+UNDECIDED = {"sorted_against_sorted", "mixup_by_a_permutation", "state_from_row_to_row", "moco_with_the_new_queue"}
+"""Losses that mix, of which their programs do not tell it."""
+
+
+def proof_of(init, loss, batch, group=1, rows=8):
+    state = jdp.abstract_state(init, optax.sgd(0.1), PLAN, rng=jax.random.key(0))
+    first, second = (trace_loss(loss, Precision(), state, batch(rows), n) for n in (rows, 2 * rows))
+    return prove(first, second, group)
+
+
+@pytest.mark.parametrize("each", SUMS, ids=repr)
+def test_a_sum_over_rows_is_proven(each):
+    proof = proof_of(each.init, each.loss, each.batch)
+    assert proof.verdict == "sum" and (proof.reading is not None) == (each.as_sum is not None), proof.why
+
+
+@pytest.mark.parametrize("each", MIXES, ids=repr)
+def test_a_loss_that_mixes_rows_is_never_proven(each):
+    proof = proof_of(each.init, each.loss, each.batch)
+    assert proof.verdict == ("unknown" if each.name in UNDECIDED else "mixes"), proof
+    if proof.verdict == "mixes" and (found := re.search(r"losses_that_mix.py:(\d+)", proof.why)):
+        assert int(found[1]) in each.marked_lines
+
+
+def batch_of(rows):
+    random = np.random.default_rng(0)
+    return {"x": random.normal(size=(rows, 6)).astype("f"), "w": random.uniform(size=rows).astype("f")}
+
+
+def init(_):
+    return {"w": jnp.ones((6, 6))}
+
+
+def of_rows(form):
+    """A loss of x · w, [rows, 6], and the rows' weights, as `form` makes total and weight of them."""
+    return lambda params, batch, rng: jdp.Loss(*form(batch["x"] @ params["w"], batch["w"]))
+
+
+FORMS = {
+    "views put one after another, and taken apart": (
+        lambda y, w: (jnp.multiply(*jnp.split(jnp.concatenate([y, 2 * y]) ** 2, 2)).sum(), w.sum()),
+        "sum",
+    ),
+    "views put one after another, compared with the other row's": (
+        lambda y, w: ((jnp.concatenate([y, 2 * y]) * jnp.repeat(y, 2, axis=0)).sum(), w.sum()),
+        "mixes",
+    ),
+    "the last rows only": (lambda y, w: ((y[4:] ** 2).sum(), w.sum()), "mixes"),
+    "all rows but one": (lambda y, w: ((y[:-1] ** 2).sum(), w.sum()), "mixes"),
+    "a weight for each row's number": (lambda y, w: ((y.sum(1) * jnp.arange(len(w))).sum(), w.sum()), "unknown"),
+    "a constant weight": (lambda y, w: ((y**2).sum(), 100.0), "mixes"),
+    "a sum over a mean's weight": (lambda y, w: ((y**2).sum(), w.mean()), "mixes"),
+    "a mean of weight one": (lambda y, w: ((y**2).mean(), 1.0), "sum"),
+    "one added to the sum": (lambda y, w: ((y**2).sum() + 1.0, w.sum()), "unknown"),
+    "one added for each row": (lambda y, w: ((y**2).sum() + len(w), w.sum()), "sum"),
+    "rows divided by their number": (lambda y, w: ((y**2 / len(w)).sum(), 1.0), "sum"),
+    "a function of rows divided by their number": (lambda y, w: (jnp.exp(y / len(w)).sum(), w.sum()), "unknown"),
+    "rows as a matrix of their own": (lambda y, w: ((y.reshape(4, -1, 6).sum(1) ** 2).sum(), w.sum()), "mixes"),
+    "rows in chunks": (lambda y, w: ((y.reshape(4, -1, 6) ** 2).sum((0, 2)).sum(), w.sum()), "sum"),
+    "a part of the chunks": (lambda y, w: ((y.reshape(4, -1, 6) ** 2).sum(1)[:2].sum(), w.sum()), "mixes"),
+    "reversed rows": (lambda y, w: ((y[::-1] ** 2).sum(), w.sum()), "sum"),
+    "reversed rows times rows": (lambda y, w: ((y[::-1] * y).sum(), w.sum()), "mixes"),
+    "a running sum over features": (lambda y, w: (jnp.cumsum(y, axis=1).sum(), w.sum()), "sum"),
+    "a running sum over rows": (lambda y, w: (jnp.cumsum(y, axis=0).sum(), w.sum()), "mixes"),
+    "decay in a loop over rows": (
+        lambda y, w: (jax.lax.scan(lambda c, v: (0.9 * c + v.sum(), None), 0.0, y)[0], w.sum()),
+        "mixes",
+    ),
+    "a sum in a loop over rows": (
+        lambda y, w: (jax.lax.scan(lambda c, v: (c + v.sum(), None), 0.0, y)[0], w.sum()),
+        "sum",
+    ),
+    "an index of each row": (lambda y, w: (y[jnp.arange(len(w)), (w * 5).astype(int)].sum(), w.sum()), "sum"),
+    "an index of another row": (lambda y, w: (y[(w * 5).astype(int)].sum(), w.sum()), "unknown"),
+    "two products contracted over rows": (lambda y, w: (jnp.einsum("rf,r->", y, w), w.sum()), "sum"),
+    "a covariance": (lambda y, w: (jnp.square(y.T @ y).sum(), w.sum()), "mixes"),
+    "a branch by rows": (lambda y, w: (jax.lax.cond(w.sum() > 3, jnp.sum, jnp.max, y), w.sum()), "mixes"),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_forms_that_look_alike_are_told_apart(name):
+    form, verdict = FORMS[name]
+    proof = proof_of(init, of_rows(form), batch_of)
+    assert proof.verdict == verdict, proof.why
+
+
+def test_pairs_are_units_of_a_group_of_two():
+    def pairs(params, batch, rng):
+        y = batch["x"] @ params["w"]
+        return jdp.Loss(jnp.square(y[0::2] - y[1::2]).sum(), batch["w"].sum())
+
+    def neighbours(params, batch, rng):
+        y = (batch["x"] @ params["w"]).reshape(-1, 2, 6)
+        return jdp.Loss(jax.nn.logsumexp(y, axis=1).sum(), batch["w"].sum())
+
+    for loss in (pairs, neighbours):
+        assert proof_of(init, loss, batch_of, group=2).verdict == "sum"
+        assert proof_of(init, loss, batch_of).verdict == "mixes"
+
+
+def test_a_metric_that_is_no_sum_is_told():
+    def loss(params, batch, rng):
+        y = batch["x"] @ params["w"]
+        return jdp.Loss((y**2).sum(), batch["w"].sum(), {"largest": y.max()})
+
+    proof = proof_of(init, loss, batch_of)
+    assert proof.verdict == "sum" and not proof.of_metrics
