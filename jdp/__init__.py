@@ -96,18 +96,19 @@ _MODULES = ("checkpoint", "data", "export", "guard", "models", "prove")
 """Modules that `import jdp` alone makes reachable, when they are first used."""
 __all__ = ["__version__", *_HOMES, *_MODULES]  # pyright: ignore[reportUnsupportedDunderAll]
 
+if not TYPE_CHECKING:  # else each name would be there, misspelt ones too
 
-def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used: `jdp --help` then needs no JAX."""
-    if name not in (*_HOMES, *_MODULES):
-        raise AttributeError(f"module 'jdp' has no attribute {name!r}")
-    import importlib
+    def __getattr__(name: str) -> Any:
+        """Import a public name when it is first used: `jdp --help` then needs no JAX."""
+        if name not in (*_HOMES, *_MODULES):
+            raise AttributeError(f"module 'jdp' has no attribute {name!r}")
+        import importlib
 
-    if name in _MODULES:
-        return importlib.import_module(f"jdp.{name}")
-    value = getattr(importlib.import_module(f"jdp.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+        if name in _MODULES:
+            return importlib.import_module(f"jdp.{name}")
+        value = getattr(importlib.import_module(f"jdp.{_HOMES[name]}"), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -143,6 +143,7 @@ def possible(case, settings):
         change["bad"] = "empty"
     if case.loss == "mean":
         change["metrics"] = None
+        change["term"] = None if case.term == "grouped_pairs" else case.term  # a sum beside a mean
     if case.term == "pairs" and case.rows % 2:
         change["term"] = None
     if case.noise == "last_rows" and case.inputs == "floats":

@@ -126,6 +126,7 @@ def test_type_checkers_see_the_names_that_there_are():
         for block in tree.body
         if isinstance(block, ast.If)
         for node in block.body
+        if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
     there = {name: getattr(jdp, name) for name in dir(jdp) if not name.startswith("_")}

@@ -13,10 +13,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from jdp.core.hints import nearest
 from jdp.core.notices import notice
+from jdp.core.words import CompilerPreset
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -24,12 +25,12 @@ if TYPE_CHECKING:
     from jdp.core.types import Device
 
 CompilerValue = bool | int | float | str
-CompilerOptions = str | Mapping[str, CompilerValue]
+CompilerOptions = CompilerPreset | Mapping[str, CompilerValue]
 
 _JOINED = 2**30
 """Bytes: a layer's collectives of one kind become one. XLA's limit of 30 MiB leaves several, each of which its
 scheduler takes to last as long as a few matrix products."""
-PRESETS: dict[str, Mapping[str, CompilerValue]] = {
+PRESETS: dict[CompilerPreset, Mapping[str, CompilerValue]] = {
     "default": {},
     "overlap": {
         # Starts collectives as early and awaits them as late as it can. XLA's default for H100, not for A100: there
@@ -59,7 +60,7 @@ class Compiler:
         options: of one's own, sorted by name.
     """
 
-    preset: str = "default"
+    preset: CompilerPreset | Literal[""] = "default"
     options: tuple[tuple[str, CompilerValue], ...] = ()
 
     @staticmethod

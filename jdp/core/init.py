@@ -30,14 +30,14 @@ from jdp.core.sharding.plan import Plan, check_plan
 from jdp.core.sharding.reports import report_placements
 from jdp.core.state import Static, TrainState, trained_part
 from jdp.core.trainable import resolve
-from jdp.core.types import InitFn, PyTree
+from jdp.core.types import InitFn, Model, PyTree
 
 LINEN_STATE = frozenset(("batch_stats", "cache", "intermediates", "perturbations"))
 
 
 def init_state(
-    init: InitFn, tx: optax.GradientTransformation, plan: Plan, *, rng: jax.Array, wrt: Any = None
-) -> TrainState:
+    init: InitFn[Model], tx: optax.GradientTransformation, plan: Plan, *, rng: jax.Array, wrt: Any = None
+) -> TrainState[Model]:
     """Make the train state with every leaf sharded as the plan says. No device ever holds more than its shards.
 
     Except while a leaf is made that rests flat and padded (`Plan.pad`): then it may hold all of that leaf.
@@ -84,8 +84,8 @@ def init_state(
 
 
 def abstract_state(
-    init: InitFn, tx: optax.GradientTransformation, plan: Plan, *, rng: jax.Array, wrt: Any = None
-) -> TrainState:
+    init: InitFn[Model], tx: optax.GradientTransformation, plan: Plan, *, rng: jax.Array, wrt: Any = None
+) -> TrainState[Model]:
     """Return the shapes, dtypes and shardings of the state that `init_state` would make, without using memory.
 
     Args:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, MutableSequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -23,12 +23,14 @@ from jdp.core.notices import notice
 from jdp.core.sharding.placement import Placement
 from jdp.core.traced_device import traced_device
 from jdp.core.types import PyTree
+from jdp.core.words import Rematerialise
 
 Gather = Callable[[jax.Array, Placement, int], jax.Array]
 """`gather(shard, placement, leading)`: gather a shard of which a loop sliced off the first `leading` dimensions."""
 
-Remat = str | Callable[..., bool] | None
+Remat = Rematerialise | Callable[..., bool] | None
 Block = Callable[[Any, Any], Any]
+Activations = TypeVar("Activations")
 
 
 @dataclass(frozen=True)
@@ -64,11 +66,17 @@ def gathering(gathers: GatherTable) -> Generator[None]:
         _CURRENT.reset(token)
 
 
-def scan_layers(block: Block, stacked: PyTree, x: PyTree, *, remat: Remat = None) -> PyTree:
+def scan_layers(block: Block, stacked: PyTree, x: Activations, *, remat: Remat = None) -> Activations:
     """Run `x = block(layer, x)` over all layers.
 
     Under zero3 each layer's weights are gathered inside the loop, and again in the backward pass; otherwise, and
     outside of a step, this is a plain scan (or loop) over the layers.
+
+        x = jdp.scan_layers(lambda layer, x: layer(x), model.layers, x)  # NNX; equinox: model = eqx.combine(...)
+        x = jdp.scan_layers(lambda layer, x: Block().apply({"params": layer}, x), params["layers"], x)  # linen
+
+    The loop of a linen model, `nn.scan` or Python's, is not seen: its weights are gathered at the top. Inside such a
+    model the block is `Block(parent=None)`, and the layers' parameters are in `self.variables["params"]`.
 
     What a block changes in an NNX module (batch statistics, counters, the state of random streams) is kept, as in a
     Python loop over the layers: in the elements of a list, or in the stacked variables. Variables that the layers share
@@ -79,7 +87,7 @@ def scan_layers(block: Block, stacked: PyTree, x: PyTree, *, remat: Remat = None
             parameters.
         stacked: either a pytree (an NNX module, or for example a tuple of a module and per-layer keys) whose leaves all
             have shape [layers, ...]: the loop is a `jax.lax.scan`, compiled once. Or a list (`nnx.List`) of per-layer
-            pytrees: the loop is unrolled.
+            pytrees: the loop is unrolled. What is no array is passed on as it is.
         x: the activations that enter the first layer: a pytree of arrays.
         remat: what the backward pass keeps. None: every activation. "dots": the results of matrix products without
             batch dimensions and of fused attention, so nothing of [length, length]. "full": each layer's input only. Or
@@ -138,6 +146,7 @@ class _Body:
     Attributes:
         layer: the layer, or all of them stacked, flattened.
         outside: variables that the block can change although they are not in the layer.
+        fixed: index -> leaf of `layer` that is no array (an equinox module's function): the same in each layer.
         operands: what the loop runs over, for each array of `layer`: its shard if it has one, else the array.
         placements: of the parameters whose shards are operands; None for the other operands.
         is_traced: True if the call gets a trace of its own (a scan or a checkpoint).
@@ -147,10 +156,15 @@ class _Body:
     def __init__(
         self, block: Block, layer: changes.Flattened, gathers: GatherTable | None, *, leading: int, remat: Remat
     ) -> None:
+        leaves = layer.arrays
+        self.fixed = {i: leaf for i, (_, leaf, _) in enumerate(leaves) if not hasattr(leaf, "shape")}
         sources = [
-            _operand(name, leaf, None if is_state else gathers, leading) for name, leaf, is_state in layer.arrays
+            _operand(name, leaf, None if is_state else gathers, leading)
+            for i, (name, leaf, is_state) in enumerate(leaves)
+            if i not in self.fixed
         ]
-        self.block, self.layer, self.gathers, self.leading, self.remat = block, layer, gathers, leading, remat
+        self.block, self.layer, self.gathers, self.leading = block, layer, gathers, leading
+        self.remat: Remat = remat
         self.operands, self.placements = [leaf for leaf, _ in sources], [placement for _, placement in sources]
         self.keep = gathers is not None and gathers.keep
         gathers_again = not self.keep and any(placement is not None for placement in self.placements)
@@ -167,6 +181,8 @@ class _Body:
             leaf if gathers is None or placement is None else gathers.gather(leaf, placement, leading)
             for leaf, placement in zip(operands, self.placements, strict=True)
         ]
+        for i, leaf in self.fixed.items():
+            arrays.insert(i, leaf)
         layer = self.layer.unflatten(arrays)
         with changes.substituted(self.outside, outside), changes.explaining_trace_errors():
             x = self.block(layer, x)
@@ -281,6 +297,8 @@ def _check_stacked(stacked: PyTree) -> None:
     counts: dict[int, str] = {}
     for path, leaf in jax.tree.leaves_with_path(stacked):
         name = jax.tree_util.keystr(path)
+        if not hasattr(leaf, "shape"):
+            continue
         if not leaf.shape:
             raise ValueError(f"scan_layers: every leaf needs a leading layer dimension; {name} is a scalar.")
         counts.setdefault(leaf.shape[0], name)

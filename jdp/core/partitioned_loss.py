@@ -30,8 +30,9 @@ from jdp.core.host_memory import on_device
 from jdp.core.precision import Precision
 from jdp.core.sharding.mesh import tracing_on
 from jdp.core.sharding.plan import Plan
-from jdp.core.state import TrainState, trained_part
+from jdp.core.state import TrainState
 from jdp.core.types import Batch, LossFn, PyTree
+from jdp.core.words import Buckets, Partitioning
 
 VIEWS = {"auto": auto, "manual": manual}
 
@@ -58,13 +59,13 @@ class PartitionedLoss:
     loss_fn: LossFn
     plan: Plan
     precision: Precision
-    requested: str | None = None
+    requested: Partitioning | None = None
     accumulate: int = 1
     train: bool = field(default=True, kw_only=True)
     sync_batch_norm: bool = field(default=True, kw_only=True)
     group: int = field(default=1, kw_only=True)
     wire: Wire = field(default=WIDE, kw_only=True)
-    buckets: int | str | None = field(default=None, kw_only=True)
+    buckets: Buckets | None = field(default=None, kw_only=True)
     overlap: bool | None = field(default=None, kw_only=True)
     check_loss: bool = field(default=True, kw_only=True)
     _agreed: set[Any] = field(init=False, default_factory=set[Any], repr=False, compare=False)
@@ -73,7 +74,7 @@ class PartitionedLoss:
     _corrected: list[Choice] = field(init=False, default_factory=list[Choice], repr=False, compare=False)
 
     @property
-    def partitioning(self) -> str | None:
+    def partitioning(self) -> Partitioning | None:
         """ "auto" or "manual"; None if jdp is to choose and has not traced the loss yet."""
         return self._last.partitioning if self._last else self.requested
 
@@ -129,7 +130,8 @@ class PartitionedLoss:
                 loss is no sum over examples but has to be, or is not known to be one.
         """
         self.batch_unit.check(batch_rows(batch))
-        self.precision.check_params(trained_part(state.params, state.static.trained))
+        placed = zip(jax.tree.leaves(self.param_placements(state)), jax.tree.leaves(state.params), strict=True)
+        self.precision.check_params({placement.path: leaf for placement, leaf in placed if placement.trained})
         shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves((state.params, batch)))
         if shapes not in self._choices or values:
             state, batch = self.plan.entered((on_device(state), batch))

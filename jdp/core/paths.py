@@ -16,6 +16,11 @@ def path_of(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def path_in_model(number: int, models: int, path: str) -> str:
+    """Return the path of a leaf of one of the models that a gradient takes: which model, where there are several."""
+    return path if models == 1 else f"model {number}: {path}"
+
+
 def matches(path: str, patterns: str | Iterable[str]) -> bool:
     """Return True if one of the patterns matches the path; `*` matches any characters, slashes too.
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jdp.core.paths import path_of
 from jdp.core.types import PyTree
+from jdp.core.words import DtypeName, PrecisionName, Products
 
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 SHORT = (*DTYPES, "fp8")
@@ -39,10 +40,10 @@ class Precision:
             another `compute` than "bf16".
     """
 
-    params: str = "fp32"
-    compute: str = "fp32"
-    reduce: str = "fp32"
-    products: str | None = None
+    params: DtypeName = "fp32"
+    compute: DtypeName = "fp32"
+    reduce: DtypeName = "fp32"
+    products: Products | None = None
 
     def __post_init__(self) -> None:
         for field in ("params", "compute", "reduce"):
@@ -58,7 +59,7 @@ class Precision:
             )
 
     @staticmethod
-    def of(precision: str | Precision) -> Precision:
+    def of(precision: PrecisionName | Precision) -> Precision:
         """Return the `Precision` that a short name stands for.
 
         Args:

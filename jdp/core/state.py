@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Generic
 
 import jax
 import optax
@@ -18,7 +18,7 @@ from jdp.core.notebook import Drawn
 from jdp.core.paths import path_of
 from jdp.core.sharding.flat import Change, Flat
 from jdp.core.sharding.home import auto_axes, entered, mesh_of_home
-from jdp.core.types import PyTree
+from jdp.core.types import Model, PyTree
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ MOMENTUM = "momentum"
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class TrainState(Drawn):
+class TrainState(Drawn, Generic[Model]):
     """Everything a step changes, as a pytree of global arrays. Immutable: a step returns a new one.
 
     By default a step donates the old state's memory to the new one: go on with the state that it returned.
@@ -93,7 +93,7 @@ class TrainState(Drawn):
         return self.step + self.skipped
 
     @property
-    def model(self) -> Any:
+    def model(self) -> Model:
         """The model with these weights: an NNX module in evaluation mode, or `params` if `init` returned a pytree.
 
         Weights that rest in host memory (`Plan.offload`) are copied to the devices, and those that rest flat and padded
@@ -104,7 +104,7 @@ class TrainState(Drawn):
             return params
         return self.static.adapter.merge(params, self.model_state, rng=None)
 
-    def unpadded(self) -> TrainState:
+    def unpadded(self) -> TrainState[Model]:
         """Return the state with every leaf in its own shape; those that rest flat and padded are then replicated.
 
         `jdp.place` lays it out again. Of what synchronisation keeps (`sync`) only "momentum" changes.

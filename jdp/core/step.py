@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Generic, Literal, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,10 @@ from jdp.core.sharding.plan import Plan, check_plan
 from jdp.core.state import STACKED, TrainState, trained_part, with_trained
 from jdp.core.step_settings import check_settings, check_training_settings, settled_partitioning
 from jdp.core.streamed_update import streamed
-from jdp.core.types import Batch, LossFn, Metrics, PyTree
+from jdp.core.types import Batch, LossFn, Metrics, Model, PyTree
+from jdp.core.words import Buckets, Encoding, Partitioning, PrecisionName
+
+Kind = TypeVar("Kind")
 
 
 def make_train_step(
@@ -53,20 +56,20 @@ def make_train_step(
     plan: Plan,
     *,
     accumulate: int = 1,
-    precision: str | Precision = "fp32",
-    partitioning: str | None = None,
+    precision: PrecisionName | Precision = "fp32",
+    partitioning: Partitioning | None = None,
     clip_norm: float | None = None,
     sync_batch_norm: bool = True,
     group: int = 1,
-    wire: str | Wire | None = None,
-    buckets: int | str | None = None,
+    wire: Encoding | Wire | None = None,
+    buckets: Buckets | None = None,
     local_steps: int | LocalSteps | None = None,
     noise_scale: bool = False,
     overlap: bool | None = None,
     check_loss: bool = True,
     donate: bool = True,
     compiler: CompilerOptions | Compiler = "default",
-) -> Step:
+) -> Step[Literal["train"]]:
     """Make `train_step(state, batch) -> (state, metrics)`. The state is donated: the new state takes its memory.
 
     The batch is a pytree of arrays that share their leading dimension, the rows (examples) of the global batch: NumPy
@@ -158,12 +161,12 @@ def make_eval_step(
     plan: Plan,
     *,
     accumulate: int = 1,
-    precision: str | Precision = "fp32",
-    partitioning: str | None = None,
+    precision: PrecisionName | Precision = "fp32",
+    partitioning: Partitioning | None = None,
     group: int = 1,
     check_loss: bool = True,
     compiler: CompilerOptions | Compiler = "default",
-) -> Step:
+) -> Step[Literal["eval"]]:
     """Make `eval_step(state, batch) -> metrics`: forward only, without gradients; the state is not donated.
 
     Args:
@@ -202,7 +205,7 @@ def make_eval_step(
 
 
 @dataclass(frozen=True)
-class Step(PartitionedLoss):
+class Step(PartitionedLoss, Generic[Kind]):
     """A step: call it as `step(state, batch)`, or `lower` and `compile` it like a jitted function.
 
     `make_train_step` and `make_eval_step` make one.
@@ -223,6 +226,12 @@ class Step(PartitionedLoss):
     _kept: list[Any] = field(init=False, default_factory=list[Any], repr=False, compare=False)
     _collectives: list[TracedCollectives] = field(init=False, default_factory=list[Any], repr=False, compare=False)
 
+    @overload
+    def __call__(
+        self: Step[Literal["train"]], state: TrainState[Model], batch: Batch
+    ) -> tuple[TrainState[Model], Metrics]: ...
+    @overload
+    def __call__(self: Step[Literal["eval"]], state: TrainState, batch: Batch) -> Metrics: ...
     def __call__(self, state: TrainState, batch: Batch) -> Any:
         check_alive(state)
         state = self.complete(state)
@@ -408,7 +417,7 @@ class Step(PartitionedLoss):
             shapes = replace(shapes, opt_state=jax.eval_shape(unstack, shapes.opt_state))
         return shapes.unpadded()
 
-    def on(self, mesh: Mesh) -> Step:
+    def on(self, mesh: Mesh) -> Step[Kind]:
         """Return this step for another mesh.
 
         Args:

@@ -7,9 +7,10 @@ from jdp.core.local_steps import LocalSteps
 from jdp.core.notices import notice
 from jdp.core.numbers import is_integer, is_number
 from jdp.core.sharding.plan import Plan
+from jdp.core.words import Partitioning
 
 
-def check_settings(accumulate: int, group: int, partitioning: str | None) -> None:
+def check_settings(accumulate: int, group: int, partitioning: Partitioning | None) -> None:
     """Check what every step has. Raises ValueError."""
     counts = (
         ("accumulate", "the number of microbatches", accumulate),
@@ -37,13 +38,13 @@ def check_training_settings(clip_norm: float | None, noise_scale: bool, overlap:
 
 
 def settled_partitioning(
-    partitioning: str | None,
+    partitioning: Partitioning | None,
     plan: Plan,
     wire: Wire,
     buckets: Any,
     local: LocalSteps | None,
     noise_scale: bool,
-) -> str | None:
+) -> Partitioning | None:
     """Return "manual" if a setting of a training step takes that, else what was asked for.
 
     Raises:
@@ -64,7 +65,7 @@ def settled_partitioning(
     return "manual" if local is not None or sends_otherwise or noise_scale else partitioning
 
 
-def _check_local_steps(wire: Wire, buckets: Any, partitioning: str | None) -> None:
+def _check_local_steps(wire: Wire, buckets: Any, partitioning: Partitioning | None) -> None:
     others = {"wire": wire != WIDE, "buckets": buckets is not None, 'partitioning="auto"': partitioning == "auto"}
     if given := [name for name, is_given in others.items() if is_given]:
         raise ValueError(
@@ -73,7 +74,7 @@ def _check_local_steps(wire: Wire, buckets: Any, partitioning: str | None) -> No
         )
 
 
-def _check_synchronisation(wire: Wire, buckets: Any, partitioning: str | None, plan: Plan) -> None:
+def _check_synchronisation(wire: Wire, buckets: Any, partitioning: Partitioning | None, plan: Plan) -> None:
     """Check wire and buckets against the partitioning and the strategy; report what a strategy leaves out of them."""
     whole = is_integer(buckets) and buckets > 0
     if buckets is not None and buckets != "auto" and not whole:
@@ -102,7 +103,7 @@ def _check_synchronisation(wire: Wire, buckets: Any, partitioning: str | None, p
         notice(f"{plan.strategy} reduces each layer where it is computed: buckets={buckets!r} holds for small leaves")
 
 
-def _check_noise_scale(plan: Plan, partitioning: str | None, local: LocalSteps | None) -> None:
+def _check_noise_scale(plan: Plan, partitioning: Partitioning | None, local: LocalSteps | None) -> None:
     fix = "leave noise_scale out"
     if partitioning == "auto" or local is not None:
         given = 'partitioning="auto"' if partitioning == "auto" else "local_steps"

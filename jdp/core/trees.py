@@ -9,7 +9,7 @@ shapes: only those of a train state may rest flat and padded (`Plan.pad`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -31,8 +31,10 @@ from jdp.core.state import MOMENTUM, STACKED, TrainState, changed
 from jdp.core.toml import cut
 from jdp.core.types import PyTree
 
+Tree = TypeVar("Tree")
 
-def init(init: Callable[..., Any], plan: Plan, *, rng: jax.Array | None = None, of: Any = None) -> Any:
+
+def init(init: Callable[[Any], Tree], plan: Plan, *, rng: jax.Array | None = None, of: Any = None) -> Tree:
     """Make a tree with every leaf sharded as the plan says. No device ever holds more than its shards.
 
     The values are bit for bit those of `jax.jit(init)` on one device.

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -12,6 +12,8 @@ Device = Any
 Batch = PyTree
 """A pytree of arrays whose leading dimension is the example; global arrays inside a step."""
 Metrics = dict[str, jax.Array]
+Model = TypeVar("Model", covariant=True)
+"""What `init` returns: an `nnx.Module`, or a pytree of parameters."""
 
 
 @jax.tree_util.register_dataclass
@@ -38,11 +40,11 @@ class Loss:
     """
 
     total: jax.Array
-    weight: jax.Array
+    weight: jax.Array | float
     metrics: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 LossFn = Callable[[Any, Batch, Any], Any]
 """`loss_fn(model_or_params, batch, rng)` -> `Loss`, or a scalar, which is taken as the mean over the batch's rows."""
-InitFn = Callable[[jax.Array], Any]
+InitFn = Callable[[jax.Array], Model]
 """`init(rng)` -> an `nnx.Module`, or any pytree of parameters."""

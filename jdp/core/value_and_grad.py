@@ -7,10 +7,10 @@ differentiated count as frozen; from there on everything is as in a step (`Parti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Generic, TypeVarTuple
 
 import jax
 import numpy as np
@@ -24,6 +24,7 @@ from jdp.core.keys import typed_key
 from jdp.core.notices import notice
 from jdp.core.numbers import is_integer
 from jdp.core.partitioned_loss import PartitionedLoss, means
+from jdp.core.paths import path_in_model
 from jdp.core.precision import Precision
 from jdp.core.sharding.mesh import followed, tracing_on
 from jdp.core.sharding.plan import Plan, check_plan
@@ -32,24 +33,27 @@ from jdp.core.step_settings import check_settings, check_training_settings, sett
 from jdp.core.trainable import resolve
 from jdp.core.trees import check_tree, refuse_offload
 from jdp.core.types import Batch, LossFn, Metrics, PyTree
+from jdp.core.words import Buckets, Encoding, Partitioning, PrecisionName
+
+Arguments = TypeVarTuple("Arguments")
 
 
 def value_and_grad(
-    loss_fn: LossFn,
+    loss_fn: Callable[[*Arguments], Any],
     plan: Plan,
     *,
     argnums: int | Sequence[int] = 0,
     wrt: Any = None,
     accumulate: int = 1,
-    precision: str | Precision = "fp32",
-    partitioning: str | None = None,
+    precision: PrecisionName | Precision = "fp32",
+    partitioning: Partitioning | None = None,
     sync_batch_norm: bool = True,
     group: int = 1,
-    wire: str | Wire | None = None,
-    buckets: int | str | None = None,
+    wire: Encoding | Wire | None = None,
+    buckets: Buckets | None = None,
     overlap: bool | None = None,
     check_loss: bool = True,
-) -> ValueAndGrad:
+) -> ValueAndGrad[*Arguments]:
     """Make `gradient(*models, batch, rng) -> (metrics, gradients)`, to call in a jitted function of your own.
 
         generator_gradient = jdp.value_and_grad(generator_loss, plan)  # of (generator, discriminator, batch, rng)
@@ -136,7 +140,7 @@ def _unpacked(loss_fn: Any) -> LossFn:
 
 
 @dataclass(frozen=True)
-class ValueAndGrad(PartitionedLoss):
+class ValueAndGrad(PartitionedLoss, Generic[*Arguments]):
     """A gradient: call it as `gradient(*models, batch, rng)`. `jdp.value_and_grad` makes one.
 
     Attributes:
@@ -149,7 +153,7 @@ class ValueAndGrad(PartitionedLoss):
     _on_meshes: dict[Any, Any] = field(init=False, default_factory=dict[Any, Any], repr=False, compare=False)
     _laid_out: set[Any] = field(init=False, default_factory=set[Any], repr=False, compare=False)
 
-    def __call__(self, *arguments: Any) -> tuple[Metrics, Any]:
+    def __call__(self, *arguments: *Arguments) -> tuple[Metrics, Any]:
         if (mesh := followed(self.plan.mesh)) is not self.plan.mesh:
             if mesh not in self._on_meshes:
                 self._on_meshes[mesh] = self.under(self.plan.on(mesh))
@@ -169,7 +173,7 @@ class ValueAndGrad(PartitionedLoss):
             metrics, grads, model_state = self.jitted(state, owned_batch(batch))
         return metrics, self._taken_apart(models, state, grads, model_state)
 
-    def check(self, *arguments: Any) -> None:
+    def check(self, *arguments: *Arguments) -> None:
         """Try a loss that its program does not prove a sum over examples; for calls inside of jit.
 
         Args:
@@ -202,13 +206,13 @@ class ValueAndGrad(PartitionedLoss):
         Raises:
             ValueError: a rule of the plan matches nothing or does not divide.
         """
-        several, adapter = len(state.params) > 1, state.static.adapter
+        models, adapter = len(state.params), state.static.adapter
         placed = tuple(map(self.plan.tree_placements, state.params, adapter.specs))
         self.plan.check_rules([placement.path for placement in jax.tree.leaves(placed)])
         leaves, treedef = jax.tree.flatten(placed)
         trained = state.static.trained or (True,) * len(leaves)
         owners = [number for number, tree in enumerate(placed) for _ in jax.tree.leaves(tree)]
-        paths = [f"{owner}/{leaf.path}" if several else leaf.path for owner, leaf in zip(owners, leaves, strict=True)]
+        paths = [path_in_model(owner, models, leaf.path) for owner, leaf in zip(owners, leaves, strict=True)]
         marked = [replace(leaf, path=p, trained=t) for leaf, p, t in zip(leaves, paths, trained, strict=True)]
         return treedef.unflatten(marked)
 

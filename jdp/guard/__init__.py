@@ -9,11 +9,12 @@ if TYPE_CHECKING:
 
 __all__ = ["CorruptState", "check_replicas"]
 
+if not TYPE_CHECKING:  # else each name would be there, misspelt ones too
 
-def __getattr__(name: str) -> Any:
-    """Import what needs JAX when it is first used: what reads a run's files answers without."""
-    if name not in __all__:
-        raise AttributeError(f"module 'jdp.guard' has no attribute {name!r}")
-    from jdp.guard import replicas
+    def __getattr__(name: str) -> Any:
+        """Import what needs JAX when it is first used: what reads a run's files answers without."""
+        if name not in __all__:
+            raise AttributeError(f"module 'jdp.guard' has no attribute {name!r}")
+        from jdp.guard import replicas
 
-    return getattr(replicas, name)
+        return getattr(replicas, name)

@@ -33,6 +33,7 @@ from jdp.core.sharding.plan import MIN_SHARD_SIZE, Plan
 from jdp.core.state import TrainState
 from jdp.core.step import make_train_step
 from jdp.core.types import Device, InitFn, LossFn
+from jdp.core.words import PrecisionName
 from jdp.prove.bounds import PAIRS, Closest, Record
 from jdp.prove.memory_check import check_memory
 from jdp.prove.proof import Difference, Proof, Run, difference_in_words
@@ -56,7 +57,7 @@ def prove(
     batches: Batches,
     *,
     steps: int = 10,
-    precision: str | Precision = "fp32",
+    precision: PrecisionName | Precision = "fp32",
     clip_norm: float | None = None,
     wrt: Any = None,
     sync_batch_norm: bool = True,

@@ -21,6 +21,7 @@ from jdp.core.sharding.mesh import make_mesh
 from jdp.core.sharding.plan import Plan
 from jdp.core.sharding.strategy import STRATEGIES
 from jdp.core.types import Device
+from jdp.core.words import Partitioning, StrategyName
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class Setting:
         accumulate: microbatches a step, K.
     """
 
-    strategy: str = "ddp"
-    partitioning: str = "auto"
+    strategy: StrategyName = "ddp"
+    partitioning: Partitioning = "auto"
     devices: int = 1
     accumulate: int = 1
 

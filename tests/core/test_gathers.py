@@ -188,7 +188,7 @@ def test_a_step_reports_once_that_no_layer_is_gathered_by_itself(zero2_notices):
     assert zero2_notices()[0].startswith(
         "zero3 gathers its weights (head and 3 more) at the top of the step and holds them whole"
     )
-    assert "run the layers through jdp.scan_layers" in zero2_notices()[0]
+    assert "jdp.scan_layers gathers one layer at a time" in zero2_notices()[0]
 
 
 # Compiled

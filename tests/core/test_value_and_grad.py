@@ -362,6 +362,25 @@ def closed_over():
     nnx.jit(lambda batch: grad(model, batch, KEY)[0]["loss"])({"x": jnp.ones((8, 8))})
 
 
+class Largest(nnx.Module):
+    """It keeps a whole number that depends on the rows."""
+
+    def __init__(self, rngs):
+        self.w, self.row = nnx.Param(jnp.ones(8)), nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x):
+        self.row.set_value(jnp.argmax(x @ self.w[...]).astype(jnp.int32))
+        return x @ self.w[...]
+
+
+def whole_number_kept(models):
+    loss_fn = lambda *arguments: jnp.square(arguments[-3](arguments[-2]["x"])).mean()  # noqa: E731
+    grad = jdp.value_and_grad(loss_fn, plan_of(), argnums=models - 1, partitioning="manual")
+    model = jdp.init(lambda rng: Largest(nnx.Rngs(rng)), plan_of(), rng=KEY)
+    grad(*[model] * models, {"x": jnp.ones((8, 8))}, KEY)
+
+
+BF16 = jdp.Precision(params="bf16")
 ARGNUMS = "argnums is the number of a model, counted from 0, or several different ones; given "
 ARRAYS = r"A tree that is laid out holds arrays only; \['f'\] is "
 INSIDE = "A tree is one module, one nnx.Optimizer, or a pytree of arrays; given a "
@@ -379,7 +398,14 @@ CALLS = {
     "a setting": (lambda: gradient(accumulate=0), "accumulate is .* at least 1; given 0"),
     "rows": (lambda: jax.jit(gradient())(params(), batch_of(6), KEY), "rows must divide by data=4; given 6"),
     "no key": (lambda: gradient()(params(), KEY, batch_of()), "rng is a key, .*; given a dict"),
-    "another plan": (two_plans, r"lie as its plan says \(zero2 .*; 1/b is to lie as .*'data'.* Lay it out: model ="),
+    "another dtype": (lambda: gradient(precision=BF16)(params(), batch_of(), KEY), "bf16, but b rests in float32"),
+    "another dtype of two": (
+        lambda: jdp.value_and_grad(distance, plan_of(), precision=BF16)(params(), params(), batch_of(), KEY),
+        "bf16, but model 0: b rests in float32",
+    ),
+    "a whole number kept": (lambda: whole_number_kept(1), r"its own rows, and row \(int32\), which depends"),
+    "a whole number kept by one of two": (lambda: whole_number_kept(2), r"its own rows, and model 1: row \(int32\)"),
+    "another plan": (two_plans, r"its plan says \(zero2 .*; model 1: b is to lie as .*'data'.* Lay it out: model ="),
     "NumPy": (lambda: gradient()(jax.device_get(params()), batch_of(), KEY), "b is to lie as .* is a NumPy array"),
     "donated": (donated, "A model must hold its arrays; b was donated to a jitted function before. Go on with"),
     "in shard_map": (in_shard_map, "given a call inside a shard_map over data. Call it outside"),

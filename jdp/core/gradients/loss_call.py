@@ -105,8 +105,8 @@ class TracedLoss:
             others = f" and {len(sharded) - 1} more" if len(sharded) > 1 else ""
             notice(
                 f"zero3 gathers its weights ({sharded[0]}{others}) at the top of the step and holds them whole until "
-                "the backward pass is done, as zero2 does: run the layers through jdp.scan_layers, which gathers one "
-                "at a time"
+                "the backward pass is done, as zero2 does. jdp.scan_layers gathers one layer at a time, also of linen "
+                "and equinox: help(jdp.scan_layers)"
             )
         return value, model_state
 

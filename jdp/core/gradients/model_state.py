@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import partial_eval
 
-from jdp.core.paths import path_of
+from jdp.core.paths import path_in_model, path_of
 from jdp.core.types import Batch, PyTree
 
 
@@ -64,8 +64,10 @@ def refuse_varying(
         varies = [v or any(map(and_, used, varies)) for v, used in zip(varies, needs, strict=True)]
     for (path, leaf), is_fixed, is_varying in zip(leaves, fixed, varies, strict=True):
         if is_fixed and is_varying:
+            joined = isinstance(model_state, tuple)  # of the models of a gradient
+            name = path_in_model(path[0].idx, len(model_state), path_of(path[1:])) if joined else path_of(path)
             raise ValueError(
-                f"Under partitioning='manual' each device calls the model with its own rows, and {path_of(path)} "
+                f"Under partitioning='manual' each device calls the model with its own rows, and {name} "
                 f"({leaf.dtype}), which depends on them, would be another one on each device; only floating-point "
                 "state is averaged. Use partitioning='auto', which sees the whole batch, or keep it in floating point."
             )

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from jdp.core.gradients.jaxprs import ELEMENTWISE, bind, user_line
+from jdp.core.gradients.jaxprs import ELEMENTWISE, bind, source_lines, user_line
 from jdp.core.gradients.row_states import (
     LARGEST,
     Const,
@@ -43,6 +43,10 @@ KEEPS = frozenset(
     "neg convert_element_type copy copy_p name reduce_precision stop_gradient real sharding_constraint".split()  # noqa: SIM905
 )
 """Operations on one value that keep its power, and sums over rows."""
+
+
+STATISTICS = "a batch norm takes its statistics over rows"
+_NORMS = ("normalization.py", "batch_norm.py", "norms.py")
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,8 @@ class Op:
         return self.caller.line if self.caller is not None and "(" not in line else line
 
     def mixed(self, why: str) -> Mixed:
-        return Mixed(why, self.line)
+        of_norm = any(file in line for line in source_lines(self.eqn) for file in _NORMS)
+        return Mixed(STATISTICS if of_norm else why, self.line)
 
     def unknown(self, why: str | None = None) -> Unknown:
         return Unknown(why or f"what {self.name} makes of rows is not known", self.line)
@@ -232,6 +237,8 @@ def _sum_of_terms(op: Op, sums: list[RowSum], rows: list[Rows]) -> State:
         return op.unknown()
     constants = [x for x in op.operands if isinstance(x, Const)]
     powers = {state.power for state in (*sums, *rows)}
+    if len({state.power for state in sums}) > 1:
+        return op.mixed("a sum and a mean over rows are added")
     odd = [c for c in constants if c.power is None or {c.power - 1} != powers or sums[0].dims]
     if len(powers) > 1 or not all(constant.is_zero for constant in odd):
         return op.unknown("a sum over rows and what is none are added: they grow differently with the rows")

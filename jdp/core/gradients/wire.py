@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from jdp.core.hints import nearest
 from jdp.core.numbers import is_integer, is_number
+from jdp.core.words import Encoding, WeightEncoding
 
 QUANTISED = ("bf16", "int8", "fp8")
 GRADIENTS = (*QUANTISED, "topk", "powersgd")
@@ -40,8 +41,8 @@ class Wire:
         ValueError: a setting is unknown or out of range.
     """
 
-    gradients: str | None = None
-    weights: str | None = None
+    gradients: Encoding | None = None
+    weights: WeightEncoding | None = None
     block: int = 256
     fraction: float = 0.01
     rank: int = 4
@@ -82,7 +83,7 @@ class Wire:
             )
 
     @staticmethod
-    def of(wire: str | Wire | None) -> Wire:
+    def of(wire: Encoding | Wire | None) -> Wire:
         """Return the `Wire` that a short name stands for.
 
         Args:

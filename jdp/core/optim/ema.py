@@ -22,7 +22,7 @@ from jdp.core.local_steps import of_replicas
 from jdp.core.numbers import is_number
 from jdp.core.optim.checks import check_optimizer
 from jdp.core.state import STACKED, TrainState, trained_part, with_trained
-from jdp.core.types import PyTree
+from jdp.core.types import Model, PyTree
 
 
 class EmaState(NamedTuple):
@@ -81,7 +81,7 @@ def with_ema(tx: Any, decay: float, *, debias: bool = False) -> optax.GradientTr
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def ema_params(state: TrainState) -> TrainState:
+def ema_params(state: TrainState[Model]) -> TrainState[Model]:
     """Return the state with averaged parameters instead of the trained ones, for evaluation.
 
     Averages inside `optax.masked` or `multi_transform` are used too; parameters that they leave out stay as they are.

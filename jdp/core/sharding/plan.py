@@ -45,6 +45,7 @@ from jdp.core.sharding.strategy import Strategy, strategy
 from jdp.core.state import STACKED, Static, TrainState, map_flat, own_shapes
 from jdp.core.toml import cut
 from jdp.core.types import PyTree
+from jdp.core.words import Offload, StrategyName
 
 MIN_SHARD_SIZE = 1024
 """Parameters with fewer elements (4 KiB of fp32) stay replicated: gathering them takes latency, not bandwidth."""
@@ -86,11 +87,11 @@ class Plan(Drawn):
     """
 
     mesh: Mesh
-    strategy: str = "ddp"
+    strategy: StrategyName = "ddp"
     rules: Sequence[tuple[str, PartitionSpec]] = field(default=(), kw_only=True)
     min_shard_size: int = field(default=MIN_SHARD_SIZE, kw_only=True)
     pad: bool = field(default=True, kw_only=True)
-    offload: str | None = field(default=None, kw_only=True)
+    offload: Offload | None = field(default=None, kw_only=True)
     data: str = field(default=DATA, kw_only=True)
     replica: str = field(default=REPLICA, kw_only=True)
     home: Mesh = field(default=cast(Any, None), kw_only=True, repr=False)

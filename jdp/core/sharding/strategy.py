@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jdp.core.hints import nearest
+from jdp.core.words import StrategyName
 
 
 @dataclass(frozen=True)
@@ -30,13 +31,13 @@ class Strategy:
         gather: when the working copy of a sharded parameter is gathered: "never", once per "step", or at each "use".
     """
 
-    name: str
+    name: StrategyName
     shard_state: bool
     reduce_each_microbatch: bool
     gather: Literal["never", "step", "use"]
 
 
-STRATEGIES = {
+STRATEGIES: dict[StrategyName, Strategy] = {
     row.name: row
     for row in (
         Strategy("ddp", shard_state=False, reduce_each_microbatch=False, gather="never"),

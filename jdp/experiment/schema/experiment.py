@@ -24,6 +24,7 @@ from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, mod
 from jdp.core.hints import nearest
 from jdp.core.sharding.axes import DATA, REPLICA, check_axes
 from jdp.core.toml import cut
+from jdp.core.words import DtypeName, Offload, Partitioning, PrecisionName, StrategyName
 from jdp.experiment.schema.chosen import TABLES, chosen_tables
 from jdp.experiment.schema.data import DATASETS, OF_EVERY, Data, EvalSet, Ingredient
 from jdp.experiment.schema.fields import NONE, CompilerTable, PackageName, Rule, RunName, Section, named
@@ -91,17 +92,17 @@ class Experiment(Section):
     --plugin PACKAGE --help. It is code, which a file alone does not run: give --plugin on the command line too."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Where all randomness starts: initial weights, dropout, sample order."""
-    strategy: Literal["ddp", "zero1", "zero2", "zero3"] = "ddp"
+    strategy: StrategyName = "ddp"
     """What is sharded over the data axis: nothing; master weights and optimizer state; gradients too; weights in use
     too."""
-    partitioning: Literal["auto", "manual"] | None = None
+    partitioning: Partitioning | None = None
     """Who places the collectives: XLA, or jdp; "none" = jdp picks and says why."""
-    precision: Literal["fp32", "bf16", "fp8"] = "fp32"
+    precision: PrecisionName = "fp32"
     """Type of the working copy of the weights; master weights are fp32. fp8: bf16's working copy, and the products with
     weights in float8, except the logits'; for H100 GPUs and later."""
-    reduce: Literal["fp32", "bf16"] = "fp32"
+    reduce: DtypeName = "fp32"
     """Type in which gradients are summed over devices and microbatches, under manual partitioning."""
-    offload: Literal["optimizer"] | None = None
+    offload: Offload | None = None
     """Keep the optimizer's state and the master weights in the hosts' pinned memory; a step copies them layer by layer.
     "none": everything is in the devices' memory."""
     sync_batch_norm: bool = True

@@ -15,6 +15,7 @@ from jdp.core.storage.address import address_of
 from jdp.core.storage.remote import Remote
 from jdp.core.toml import cut
 from jdp.core.user_path import user_path
+from jdp.core.words import CompilerPreset
 
 NONE = "none"
 """What stands for None, which TOML does not have: `clip_norm = "none"`."""
@@ -146,7 +147,7 @@ MaybeSource = Annotated[str | tuple[str, ...] | None, PlainValidator(_source)]
 Patterns = Annotated[str | tuple[str, ...] | None, PlainValidator(_patterns)]
 Batches = Annotated[int | typing.Literal["all"], PlainValidator(_batches)]
 Best = Annotated[bool | str, PlainValidator(_best)]
-CompilerTable = Annotated[typing.Literal["default", "overlap"] | dict[str, Any], PlainValidator(_compiler)]
+CompilerTable = Annotated[CompilerPreset | dict[str, Any], PlainValidator(_compiler)]
 Rule = Annotated[tuple[str | tuple[str, ...], ...], PlainValidator(_rule)]
 
 

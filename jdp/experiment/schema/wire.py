@@ -1,9 +1,10 @@
 """The table [wire]: how gradients and weights are sent between devices."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator
 
+from jdp.core.words import Buckets, Encoding, WeightEncoding
 from jdp.experiment.schema.fields import Positive, Section, Single
 
 _MOST_BYTES = 2**40
@@ -15,16 +16,16 @@ def _buckets(given: Any) -> Any:
     return given
 
 
-Buckets = Annotated[int | Literal["auto"], PlainValidator(_buckets)]
+BucketSize = Annotated[Buckets, PlainValidator(_buckets)]
 
 
 class WireTable(Section):
     """[wire]: fewer bytes between devices, and fewer, larger messages. jdp then places the collectives (manual)."""
 
-    gradients: Literal["bf16", "int8", "fp8", "topk", "powersgd"] | None = None
+    gradients: Encoding | None = None
     """How gradients are encoded; they are added up in fp32, and what encoding loses is added to the next. none = as
     `reduce` says. topk and powersgd are for sgd: with adamw the quickstart's loss is 20 % higher."""
-    weights: Literal["int8"] | None = None
+    weights: WeightEncoding | None = None
     """How weights are encoded where zero1, zero2 and zero3 gather them; none = as `precision` says."""
     block: Annotated[int, Field(ge=8, le=2**20)] = 256
     """Elements that share a scale, for int8 and fp8."""
@@ -34,5 +35,5 @@ class WireTable(Section):
     """Rank of the factors of powersgd."""
     error_feedback: bool = True
     """Keep what encoding lost, in fp32 on every device, and add it to the next gradient."""
-    buckets: Buckets | None = None
+    buckets: BucketSize | None = None
     """Bytes of gradients in one collective, "auto" = jdp chooses; none = one for each parameter."""

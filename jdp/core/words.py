@@ -1,0 +1,15 @@
+"""The words that settings take, as types: a type checker finds a misspelt one, where a program is written."""
+
+from typing import Literal
+
+StrategyName = Literal["ddp", "zero1", "zero2", "zero3"]
+PrecisionName = Literal["fp32", "bf16", "fp8"]
+DtypeName = Literal["fp32", "bf16"]
+Products = Literal["fp8"]
+Partitioning = Literal["auto", "manual"]
+Encoding = Literal["bf16", "int8", "fp8", "topk", "powersgd"]
+WeightEncoding = Literal["int8"]
+Buckets = int | Literal["auto"]
+CompilerPreset = Literal["default", "overlap"]
+Offload = Literal["optimizer"]
+Rematerialise = Literal["full", "dots"]
