@@ -50,6 +50,17 @@ def interleave(x: jax.Array, count: int, group: int = 1) -> jax.Array:
     return x.reshape(-1, count, group, *dims).swapaxes(0, 1).reshape(count, rows // count, *dims)
 
 
+def joined(x: jax.Array, group: int = 1) -> jax.Array:
+    """Undo `interleave`: [count, rows / count, ...] -> [rows, ...].
+
+    Args:
+        x: the rows of each microbatch.
+        group: number of neighbouring rows that stayed together.
+    """
+    count, rows, dims = x.shape[0], x.shape[0] * x.shape[1], x.shape[2:]
+    return x.reshape(count, -1, group, *dims).swapaxes(0, 1).reshape(rows, *dims)
+
+
 def owned(leaf: Any) -> Any:
     """Copy an array that is no `jax.Array`, because its owner may write into its memory again.
 

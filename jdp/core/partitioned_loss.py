@@ -222,7 +222,12 @@ class PartitionedLoss:
         )
 
     def gradients(
-        self, state: TrainState, batch: Batch, key: jax.Array, kept: dict[str, PyTree]
+        self,
+        state: TrainState,
+        batch: Batch,
+        key: jax.Array,
+        kept: dict[str, PyTree],
+        spec: GradientSpec | None = None,
     ) -> tuple[PyTree, Sums, PyTree, dict[str, PyTree]]:
         """Return the gradient of Σtotal / Σweight, float32 at rest specs, while a step is traced.
 
@@ -231,6 +236,7 @@ class PartitionedLoss:
             batch: global arrays.
             key: from which everything random in the loss derives.
             kept: what the synchronisation keeps between steps; {} for nothing.
+            spec: None for `gradient_spec(state)`.
 
         Returns:
             (gradients, with None for frozen parameters; sums over the whole batch; model state afterwards; `kept`
@@ -241,7 +247,7 @@ class PartitionedLoss:
                 devices; or the shape of a metric depends on the number of rows.
         """
         view = VIEWS[self.choose_partitioning(state, batch)]
-        run = view.gradients(self.gradient_spec(state), self.plan)
+        run = view.gradients(spec or self.gradient_spec(state), self.plan)
         grads, sums, model_state, kept = run(self._computed_with(state), state.model_state, batch, key, kept)
         self._request(state).check_metrics(sums, state, batch)
         return jax.tree.map(lambda g: g.astype(jnp.float32) / sums.weight, grads), sums, model_state, kept

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -19,6 +19,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jdp.core import flax_nnx
 from jdp.core.batch import owned_batch, signature
+from jdp.core.gradients import manual
+from jdp.core.gradients.accumulate import GradientSpec
+from jdp.core.gradients.loss_call import LossWithAux
+from jdp.core.gradients.outputs import with_outputs
 from jdp.core.gradients.wire import Wire
 from jdp.core.keys import typed_key
 from jdp.core.notices import notice
@@ -31,7 +35,7 @@ from jdp.core.state import Static, TrainState, trained_part
 from jdp.core.step_settings import check_settings, check_training_settings, settled_partitioning
 from jdp.core.trainable import resolve
 from jdp.core.trees import check_tree, refuse_offload
-from jdp.core.types import Batch, LossFn, Metrics, PyTree
+from jdp.core.types import Batch, LossFn, PyTree
 
 
 def value_and_grad(
@@ -39,6 +43,7 @@ def value_and_grad(
     plan: Plan,
     *,
     argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
     wrt: Any = None,
     accumulate: int = 1,
     precision: str | Precision = "fp32",
@@ -69,6 +74,11 @@ def value_and_grad(
         plan: the mesh and the strategy, of all models. A parameter of which no dimension divides by the devices stays
             replicated here: only a train state's can be padded (`Plan.pad`).
         argnums: which of the models are differentiated; the others are only read, at rest sharded alike.
+        has_aux: the loss returns a pair (loss, aux), aux a pytree of arrays, and the gradient
+            `((metrics, aux), gradients)`. Arrays of aux whose first dimension is the rows (logits, predictions) come
+            back for all rows, in the order of the batch, sharded over them. An array without rows is returned where
+            every call of the loss has the same; with partitioning="auto" and accumulate=1, where there is one call, any
+            array is. A sum over examples belongs into `Loss.metrics`.
         wrt: which parameters of those are trained, as for `jdp.init_state`: None for all; path patterns ("head/*"), or
             for a module a filter of nnx. For one differentiated model.
         accumulate: number of microbatches, K. The rows of a batch must divide by K × the plan's batch shards.
@@ -114,7 +124,7 @@ def value_and_grad(
         wire = replace(wire, error_feedback=False)
     partitioning = settled_partitioning(partitioning, plan, wire, buckets, None, False)
     return ValueAndGrad(
-        _unpacked(loss_fn),
+        LossWithAux(_unpacked(loss_fn)) if has_aux else _unpacked(loss_fn),
         plan,
         Precision.of(precision),
         partitioning,
@@ -148,7 +158,7 @@ class ValueAndGrad(PartitionedLoss):
     wrt: Any = field(default=None, kw_only=True)
     _laid_out: set[Any] = field(init=False, default_factory=set[Any], repr=False, compare=False)
 
-    def __call__(self, *arguments: Any) -> tuple[Metrics, Any]:
+    def __call__(self, *arguments: Any) -> tuple[Any, Any]:
         if (mesh := followed(self.plan.mesh)) is not self.plan.mesh:
             return replace(self, plan=self.plan.on(mesh))(*arguments)
         *models, batch, rng = self._checked_arguments(arguments)
@@ -157,7 +167,7 @@ class ValueAndGrad(PartitionedLoss):
             if not self._checked and self.check_loss:
                 self._report_untried(state, batch)
             self._report_closed_over(state)
-            metrics, grads, model_state = self._compute(state, batch)
+            values, grads, model_state = self._compute(state, batch)
         else:
             self._check_models(state)
             if self.is_of_several:
@@ -165,8 +175,8 @@ class ValueAndGrad(PartitionedLoss):
                 self.agree("the gradient", shapes, state, batch, lambda: self.jitted.lower(state, batch))
             elif not self._checked:
                 self.check_first(state, batch)
-            metrics, grads, model_state = self.jitted(state, owned_batch(batch))
-        return metrics, self._taken_apart(models, state, grads, model_state)
+            values, grads, model_state = self.jitted(state, owned_batch(batch))
+        return values, self._taken_apart(models, state, grads, model_state)
 
     def check(self, *arguments: Any) -> None:
         """Try the loss on a few rows, as the first step of `jdp.make_train_step` does; for calls inside of jit.
@@ -211,7 +221,7 @@ class ValueAndGrad(PartitionedLoss):
         marked = [replace(leaf, path=p, trained=t) for leaf, p, t in zip(leaves, paths, trained, strict=True)]
         return treedef.unflatten(marked)
 
-    def _compute(self, state: TrainState, batch: Batch) -> tuple[Metrics, PyTree, PyTree]:
+    def _compute(self, state: TrainState, batch: Batch) -> tuple[Any, PyTree, PyTree]:
         keep, plan, own = jax.lax.with_sharding_constraint, self.plan, state.model_state
 
         def changed(own: jax.Array, before: jax.Array, after: jax.Array) -> jax.Array:
@@ -223,12 +233,26 @@ class ValueAndGrad(PartitionedLoss):
             placements, replicated = self.param_placements(state), NamedSharding(plan.mesh, PartitionSpec())
             rest = jax.tree.map(lambda placement: NamedSharding(plan.mesh, placement.rest), placements)
             state = replace(state, params=jax.tree.map(keep, state.params, rest))
-            grads, sums, model_state, _ = self.gradients(state, batch, state.rng, {})
+            spec = self._spec_with_outputs(state, batch)
+            grads, sums, model_state, _ = self.gradients(state, batch, state.rng, {}, spec)
             trained = trained_part(state.params, state.static.trained)
             grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, trained)
             grads = plan.left(grads, trained_part(jax.tree.map(plan.rest_sharding, placements), state.static.trained))
             model_state = jax.tree.map(changed, own, state.model_state, model_state)
-            return plan.left(means(sums), plan.replicated), grads, model_state
+            values = plan.left(means(sums), plan.replicated)
+            if isinstance(spec.loss_fn, LossWithAux):
+                rows, whole = plan.left(sums.rows, plan.batch_sharding), plan.left(sums.whole, plan.replicated)
+                values = values, spec.loss_fn.aux(replace(sums, rows=rows, whole=whole))
+            return values, grads, model_state
+
+    def _spec_with_outputs(self, state: TrainState, batch: Batch) -> GradientSpec:
+        spec, plan = self.gradient_spec(state), self.plan
+        if not isinstance(spec.loss_fn, LossWithAux):
+            return spec
+        is_local = self.choose_partitioning(state, batch) == "manual"
+        calls = self.accumulate * (plan.batch_shards if is_local else 1)
+        within = partial(manual.replicated_within, plan=plan) if is_local else lambda function: function
+        return with_outputs(spec, within, calls, state, batch)
 
     def _checked_arguments(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Check how many arguments there are, and where this is called. Raises ValueError."""

@@ -26,8 +26,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jdp.core.batch import batch_rows
 from jdp.core.gradients.accumulate import GradientSpec, traced_loss, working_copy
 from jdp.core.gradients.auto import make_collectives
-from jdp.core.gradients.loss_call import Sums
+from jdp.core.gradients.loss_call import LossWithAux, Sums
 from jdp.core.gradients.loss_trace import LossTrace, computes_in_float32, redraws
+from jdp.core.gradients.outputs import rows_that_mix, with_outputs
 from jdp.core.notices import notice
 from jdp.core.precision import Precision
 from jdp.core.sharding.plan import Plan
@@ -117,6 +118,8 @@ def _difference(
     """Describe the first difference in `trials`, with all parameters times `factor`; see `mixing`."""
     spec = replace(spec, precision=Precision(spec.precision.params, "fp32", "fp32"), accumulate=1)
     collectives = make_collectives(spec, plan)
+    if isinstance(spec.loss_fn, LossWithAux):
+        spec = with_outputs(spec, lambda loss: loss, 1, state, batch)
     loss = replace(traced_loss(spec, collectives), training=False)
     replicated = NamedSharding(plan.mesh, PartitionSpec())
 
@@ -152,6 +155,8 @@ def _difference(
         if not np.isfinite([total, totals]).all() or 0 in (weight, weights):
             continue  # such as rows that all weigh nothing
         _report_metrics(together, apart, tolerance, chunks)
+        if message := rows_that_mix(together.rows, apart.rows, chunks, tolerance):
+            return message
         scale = np.abs(apart.total).sum() / abs(weights) + abs(total / weight)
         if abs(total / weight - totals / weights) > tolerance * scale:
             return (
