@@ -21,7 +21,7 @@ from jdp.core.agreement import agree, key_fact, processes_of, program_fact
 from jdp.core.batch import plan_fact
 from jdp.core.flat_update import at_rest, flattened
 from jdp.core.init_program import run_init
-from jdp.core.keys import typed_key
+from jdp.core.keys import key_of_init, typed_key
 from jdp.core.notices import notice
 from jdp.core.optim.checks import check_optimizer, check_update, first_state
 from jdp.core.paths import path_of
@@ -42,7 +42,8 @@ def init_state(
 
     Except while a leaf is made that rests flat and padded (`Plan.pad`): then it may hold all of that leaf.
 
-    The weights depend on `init` and `rng` only: they are bitwise the same on any mesh and under any strategy.
+    The weights are those of `init(jax.random.fold_in(rng, 0))`, as of `jdp.init`: bitwise the same on any mesh and under
+    any strategy.
 
     Args:
         init: `init(rng)` -> an `nnx.Module`, or a pytree of arrays (flax.linen's `variables["params"]`, an equinox
@@ -118,7 +119,7 @@ def _prepare(init: InitFn, tx: Any, plan: Plan, rng: jax.Array, wrt: Any) -> tup
     statics: list[Static] = []  # one for each trace
 
     def make(rng: jax.Array) -> dict[str, PyTree]:
-        model, specs = flax_nnx.built(init, jax.random.fold_in(rng, 0))
+        model, specs = flax_nnx.built(init, key_of_init(rng))
         params, model_state, adapter = flax_nnx.split(model)
         _check_arrays(params)
         params, model_state = jax.tree.map(_strong, (params, model_state))

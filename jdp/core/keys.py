@@ -6,6 +6,11 @@ import jax
 import jax.numpy as jnp
 
 
+def key_of_init(rng: jax.Array) -> jax.Array:
+    """Return the key that `init` gets of a user's seed: one seed makes one model, whatever it is made with."""
+    return jax.random.fold_in(rng, 0)
+
+
 def typed_key(rng: Any) -> jax.Array:
     """Return `rng` as a typed key; a legacy uint32 key is accepted as well.
 

@@ -84,9 +84,12 @@ def same(found, expected):
 
 @pytest.mark.parametrize("make", [init, lambda rng: nnx.state(net(rng), nnx.Not(nnx.RngState))], ids=["tree", "module"])
 def test_a_tree_is_born_sharded_with_the_bits_of_one_device(make):
+    """One seed makes one model, of `jdp.init` and of `jdp.init_state`."""
     made = jdp.init(init if make is init else net, plan_of(), rng=KEY)
     made = made if make is init else nnx.state(made, nnx.Not(nnx.RngState))
-    same(made, jax.jit(make)(KEY))
+    same(made, jax.jit(make)(jax.random.fold_in(KEY, 0)))
+    state = jdp.init_state(init if make is init else net, optax.sgd(0.1), plan_of("ddp", 2), rng=KEY)
+    same(made if make is init else nnx.state(made, nnx.Param), state.params)
     parameters = made if make is init else nnx.state(made, nnx.Param)
     assert all(not leaf.is_fully_replicated for leaf in jax.tree.leaves(parameters))
     assert all(len(leaf.addressable_shards) == 4 for leaf in jax.tree.leaves(made))
