@@ -27,6 +27,7 @@ from jdp.core.gradients.partitioning import REQUESTED, Choice, PartitioningReque
 from jdp.core.gradients.wire import WIDE, Wire
 from jdp.core.host_memory import on_device
 from jdp.core.precision import Precision
+from jdp.core.remade import report_remade
 from jdp.core.sharding.mesh import tracing_on
 from jdp.core.sharding.plan import Plan
 from jdp.core.state import TrainState, trained_part
@@ -144,11 +145,13 @@ class PartitionedLoss:
         Raises:
             ValueError: as `choose_partitioning` does.
         """
+        batch_rows(batch)
         leaves = jax.tree.leaves((state, batch))
         if all(isinstance(leaf, jax.Array | np.ndarray) and not isinstance(leaf, Tracer) for leaf in leaves):
             with tracing_on(self.plan.mesh):
                 self.choose_partitioning(state, batch, values=True)
             self._checked.append(True)
+            report_remade(self, (state, batch))
 
     @cached_property
     def is_of_several(self) -> bool:

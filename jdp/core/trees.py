@@ -34,8 +34,8 @@ from jdp.core.types import PyTree
 def init(init: Callable[..., Any], plan: Plan, *, rng: jax.Array | None = None, of: Any = None) -> Any:
     """Make a tree with every leaf sharded as the plan says. No device ever holds more than its shards.
 
-    The values are bit for bit those of `jax.jit(init)(jax.random.fold_in(rng, 0))` on one device, as of `jdp.init_state`:
-    one seed makes one model.
+    The values are bit for bit those of `jax.jit(init)(jax.random.fold_in(rng, 0))` on one device, as of
+    `jdp.init_state`: one seed makes one model.
 
         model = jdp.init(lambda rng: GPT(config, rngs=nnx.Rngs(rng)), plan, rng=jax.random.key(0))
         opt_state = jdp.init(tx.init, plan, of=params)
@@ -75,7 +75,7 @@ def init(init: Callable[..., Any], plan: Plan, *, rng: jax.Array | None = None, 
         return tree
 
     with auto_axes(plan.mesh):
-        given = flax_nnx.parameters(of) if rng is None else typed_key(plan.entered(rng))
+        given = flax_nnx.parameters(of) if rng is None else plan.entered(typed_key(rng))
         shapes = jax.eval_shape(make, given)
         rebuild, specs = found[-1]
         shardings = _shardings(shapes, plan, specs, of)

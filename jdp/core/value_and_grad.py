@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property, partial, wraps
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ from jdp.core.gradients.loss_call import LossWithAux
 from jdp.core.gradients.outputs import with_outputs
 from jdp.core.gradients.wire import Wire
 from jdp.core.keys import typed_key
+from jdp.core.loss_signature import check_loss_takes
 from jdp.core.notices import notice
 from jdp.core.numbers import is_integer
 from jdp.core.partitioned_loss import PartitionedLoss, means
@@ -114,6 +115,7 @@ def value_and_grad(
             f"wrt selects parameters of one model; given argnums={numbers}. Make a gradient for each model, or split "
             "the parameters into a model that is trained and one that is read."
         )
+    check_loss_takes(loss_fn, max(numbers) + 3, more=True)
     wire = Wire.of(wire)
     if wire.gradients in ("topk", "powersgd"):
         raise ValueError(
@@ -142,7 +144,12 @@ def value_and_grad(
 
 def _unpacked(loss_fn: Any) -> LossFn:
     """Return the loss as a function of (models, batch, rng)."""
-    return lambda models, batch, rng: loss_fn(*models, batch, rng)
+
+    @wraps(loss_fn, assigned=(), updated=())
+    def loss_of_models(models: Any, batch: Batch, rng: Any) -> Any:
+        return loss_fn(*models, batch, rng)
+
+    return loss_of_models
 
 
 @dataclass(frozen=True)
@@ -156,6 +163,7 @@ class ValueAndGrad(PartitionedLoss):
 
     argnums: int | tuple[int, ...] = field(default=0, kw_only=True)
     wrt: Any = field(default=None, kw_only=True)
+    _called_with: set[int] = field(init=False, default_factory=set[int], repr=False, compare=False)
     _laid_out: set[Any] = field(init=False, default_factory=set[Any], repr=False, compare=False)
 
     def __call__(self, *arguments: Any) -> tuple[Any, Any]:
@@ -262,6 +270,9 @@ class ValueAndGrad(PartitionedLoss):
                 f"A gradient takes what its loss takes: models, a batch and a key; given {len(arguments)} arguments, "
                 f"with argnums={self.argnums}. Call it as gradient(model, batch, rng)."
             )
+        if len(arguments) not in self._called_with:
+            check_loss_takes(self.loss_fn.fn if isinstance(self.loss_fn, LossWithAux) else self.loss_fn, len(arguments))
+            self._called_with.add(len(arguments))
         if manual := {*jax.sharding.get_abstract_mesh().manual_axes} & {*self.plan.axis_names}:
             raise ValueError(
                 "A gradient is of global arrays: it goes over the plan's mesh itself; given a call inside a shard_map "

@@ -331,6 +331,15 @@ CALLS = {
     "wrt is a filter of a pytree": (lambda: gradient(wrt=nnx.Param)(params(), batch_of(), KEY), "For a pytree, `wrt`"),
     "a setting": (lambda: gradient(accumulate=0), "accumulate is .* at least 1; given 0"),
     "rows": (lambda: jax.jit(gradient())(params(), batch_of(6), KEY), "rows must divide by data=4; given 6"),
+    "a model too many": (
+        lambda: gradient()(params(), params(), batch_of(), KEY),
+        r"function of \(model_0, model_1, .*with 4 arguments by position; given squares\(params, batch, rng\)",
+    ),
+    "text": (
+        lambda: gradient()(params(), {**batch_of(), "t": ["a"] * 16}, KEY),
+        r"numbers; given batch\['t'\]\[0\] = 'a'",
+    ),
+    "an Rngs": (lambda: gradient()(params(), batch_of(), nnx.Rngs(0)), "rng is a key, .*; given a Rngs. Pass one"),
     "no key": (lambda: gradient()(params(), KEY, batch_of()), "rng is a key, .*; given a dict"),
     "another plan": (two_plans, r"lie as its plan says \(zero2 .*; 1/b is to lie as .*'data'.* Lay it out: model ="),
     "NumPy": (lambda: gradient()(jax.device_get(params()), batch_of(), KEY), "b is to lie as .* is a NumPy array"),
@@ -385,6 +394,23 @@ def test_a_model_that_is_closed_over_is_reported(capfd, monkeypatch):
     teacher, match = params(), jdp.value_and_grad(distance, plan_of(), check_loss=False)
     jax.jit(lambda model, batch: match(model, teacher, batch, KEY)[0])(model, batch)
     assert told.format("which reads") in capfd.readouterr().err
+
+
+def test_a_gradient_that_is_made_anew_in_a_loop_is_reported(capfd, monkeypatch):
+    monkeypatch.setattr("jdp.core.notices._said", set())
+    model, told = params(), "the same gradient was made again"
+
+    def scaled(by):
+        return lambda params, batch, rng: by * squares(params, batch, rng).total
+
+    for by in (1.0, 2.0):
+        jdp.value_and_grad(scaled(by), plan_of())(model, batch_of(), KEY)
+    jdp.value_and_grad(scaled(1.0), plan_of(), accumulate=2)(model, batch_of(), KEY)
+    jdp.value_and_grad(scaled(1.0), plan_of())(model, batch_of(32), KEY)
+    assert told not in capfd.readouterr().err
+    for _ in range(2):
+        jdp.value_and_grad(scaled(1.0), plan_of())(model, batch_of(), KEY)
+    assert capfd.readouterr().err.count(told) == 1
 
 
 def test_a_word_in_place_of_a_plan_is_refused_everywhere():

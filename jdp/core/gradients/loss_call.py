@@ -165,6 +165,11 @@ def as_sums(value: Any, batch: Batch) -> Sums:
                 "Sums over examples belong into its metrics; for anything else write jdp.value_and_grad(..., "
                 "has_aux=True)."
             )
+        if shape := jnp.shape(value):
+            raise ValueError(
+                "A loss function returns jdp.Loss(total, weight, metrics) or a scalar, the mean over the batch's rows; "
+                f"given an array of shape {shape}. Return its .mean(), or jdp.Loss(total=loss.sum(), weight=loss.size)."
+            )
         value = _scalar("a loss function's plain return value", value)
         rows = jnp.float32(batch_rows(batch))
         return Sums(value * rows, rows, {})
