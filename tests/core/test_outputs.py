@@ -174,6 +174,7 @@ MIXES = "must not mix examples .*: rows of aux are others in a call on 4 rows th
 REFUSED = {
     "a sum": (of(lambda p, b, rng: {"sum": b["x"].sum()}), VARIES.format(r"\['sum'\]")),
     "noise": (of(lambda p, b, rng: jax.random.normal(rng)), VARIES.format("")),
+    "the number of rows": (of(lambda p, b, rng: [len(b["x"])]), VARIES.format(r"\['0'\]")),
     "rows that are not first": (of(lambda p, b, rng: b["x"].T), r"has the rows as its first .*\[8, 2\] for 2 rows"),
     "rows x n": (of(lambda p, b, rng: b["x"].ravel()), r"\[16\] for 2 rows and \[32\] for 4.*Reshape it to \[rows"),
     "numbers of rows": (
@@ -196,6 +197,33 @@ def test_outputs_that_would_differ_between_parts_are_refused(case, monkeypatch):
     gradient = jdp.value_and_grad(loss, plan_of(), has_aux=True, partitioning="manual", accumulate=2)
     with pytest.raises(ValueError, match=message):
         gradient(jdp.init(init, plan_of(), rng=KEY), batch_of(), KEY)
+
+
+@pytest.mark.parametrize("settings", [{}, {"accumulate": 2}], ids=["K=1", "K=2"])
+def test_a_scalar_that_is_a_quotient_comes_with_its_outputs(settings):
+    """Each part of the batch has another number of masked rows, so a mean of the parts' means is another."""
+
+    def masked(params, batch, rng):
+        logits, mask = batch["x"] @ params["out"], batch["y"] > 0
+        nll = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+        return (nll * mask).sum() / mask.sum(), {"logits": logits, "out": jax.nn.relu(params["out"]).sum()}
+
+    params = jax.jit(init)(KEY)
+    (loss, aux), wanted = jax.value_and_grad(masked, has_aux=True)(params, batch_of(), KEY)
+    gradient = jax.jit(jdp.value_and_grad(masked, plan_of(), has_aux=True, partitioning="manual", **settings))
+    (metrics, found), grads = gradient(jdp.place(params, plan_of()), batch_of(), KEY)
+    jax.tree.map(close, (metrics["loss"], found, grads), (loss, aux, wanted))
+
+
+def test_outputs_that_mix_rows_are_not_taken_from_parts_in_jit_either():
+    """There are no values to try the loss on: what its program says of its outputs counts."""
+    params, batch = jdp.init(init, plan_of("zero1"), rng=KEY), batch_of()
+    loss = of(lambda p, b, rng: b["x"] - b["x"].mean(0))
+    settings = {"has_aux": True, "precision": "bf16"}
+    with pytest.raises(ValueError, match=r"must not mix examples .*: in aux, a sum"):
+        jax.jit(jdp.value_and_grad(loss, plan_of("zero1"), partitioning="manual", **settings))(params, batch, KEY)
+    (_, found), _ = jax.jit(jdp.value_and_grad(loss, plan_of("zero1"), **settings))(params, batch, KEY)
+    close(found, batch["x"] - batch["x"].mean(0), rtol=1e-2, atol=1e-2)
 
 
 def test_one_call_returns_any_array():

@@ -430,6 +430,10 @@ CALLS = {
         lambda: gradient()(params(), params(), batch_of(), KEY),
         r"function of \(model_0, model_1, .*with 4 arguments by position; given squares\(params, batch, rng\)",
     ),
+    "a loss by row": (
+        lambda: jdp.value_and_grad(lambda p, b, rng: b["weight"] * p["b"][0], plan_of())(params(), batch_of(), KEY),
+        r"the mean over the batch's rows; given an array of shape \(16,\)\. Return its \.mean\(\), or jdp\.Loss\(",
+    ),
     "text": (
         lambda: gradient()(params(), {**batch_of(), "t": ["a"] * 16}, KEY),
         r"numbers; given batch\['t'\]\[0\] = 'a'",

@@ -49,13 +49,14 @@ def with_outputs(
     jaxpr, shapes = trace(rows)
     found = jax.tree.leaves_with_path(shapes)
     try:
-        other = jax.tree.leaves(trace(2 * rows)[1])
+        larger, shapes_of_more = trace(2 * rows)
     except Exception as error:  # the user's own code, at a size that it may not expect
         raise ValueError(
             "Which arrays of aux have a row for each example is read from the loss traced for two numbers of rows; "
             f"given a loss that takes {rows} rows and not {2 * rows} ({type(error).__name__}: {str(error)[:200]}). "
             "Write it for any number of rows."
         ) from error
+    other = jax.tree.leaves(shapes_of_more)
     by_row = tuple(
         len(few.shape) > 0 and (few.shape[0], many.shape) == (rows, (2 * rows, *few.shape[1:]))
         for (_, few), many in zip(found, other, strict=True)
@@ -69,7 +70,7 @@ def with_outputs(
                 f"An array of aux that grows with the batch has the rows as its first dimension; given {name}, "
                 f"{list(few.shape)} for {rows} rows and {list(many.shape)} for {2 * rows}. Reshape it to [rows, ...]."
             )
-        if trace.varies(jaxpr, number):
+        if trace.varies(jaxpr, larger, number):
             raise ValueError(
                 f"An array of aux without rows must be the same for every part of the batch; given {name} of shape "
                 f"{list(few.shape)}, which depends on the rows of each of {calls} parts. {FIX}"
@@ -107,11 +108,11 @@ class _Trace:
             _shape(self.state.rng),
         )
 
-    def varies(self, closed: Any, number: int) -> bool:
-        """Return whether an output depends on model state, the batch or the key."""
+    def varies(self, closed: Any, larger: Any, number: int) -> bool:
+        """Return whether an output depends on model state, the batch or the key, or on how many rows there are."""
         kept = [i == number for i in range(len(closed.jaxpr.outvars))]
-        used = partial_eval.dce_jaxpr(closed.jaxpr, kept)[1]
-        return any(used[len(jax.tree.leaves(self.state.params)) :])
+        (needed, used), (of_more, _) = (partial_eval.dce_jaxpr(each.jaxpr, kept) for each in (closed, larger))
+        return any(used[len(jax.tree.leaves(self.state.params)) :]) or str(needed) != str(of_more)
 
 
 def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
