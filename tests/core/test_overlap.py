@@ -126,7 +126,7 @@ def test_with_several_microbatches_layers_are_reduced_one_by_one_and_what_is_sen
     assert {each.collective.kind for each in sent if each.in_accumulation_loop} == looped
     most = {s.collective.kind: s.collective.count for s in sorted(sent, key=lambda s: s.collective.count)}
     assert most["all-reduce"] >= 2  # in a loop over pairs of layers
-    assert strategy == "ddp" or most["reduce-scatter"] >= 6
+    assert strategy == "ddp" or most["reduce-scatter"] >= 2 * 2  # and over the microbatches but the last
 
 
 def test_matrices_are_multiplied_while_a_layer_is_gathered_and_reduced():
