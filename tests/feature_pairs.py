@@ -55,13 +55,13 @@ FEATURES = {
     "local_steps": Feature(mesh={"replica": 2}, step={"local_steps": LOCAL}, kind="replica"),
     "replica": Feature(mesh={"replica": 2}, kind="replica"),
     "offload": Feature(),
-    "pad": Feature({"width": 7}, mesh={"data": 4}),
+    "pad": Feature({"width": 7}, mesh={"data": 4}, kind="width"),
     "ema": Feature(),
     "lora": Feature({"model": "nnx"}, kind="wrt"),
     "wrt": Feature({"frozen": "same"}, kind="wrt"),
     "accumulate": Feature(step={"accumulate": 2}),
     "noise_scale": Feature(step={"noise_scale": True}, strategies=ALL[:3]),
-    "products": Feature({"optimizer": "momentum"}, step={"precision": "fp8"}),
+    "products": Feature({"optimizer": "momentum", "width": 16}, step={"precision": "fp8"}, kind="width"),
     "overlap": Feature(LAYERS, step={"overlap": True}, strategies=ALL[2:]),
     "scan_layers": Feature(LAYERS),
     "batch_norm": Feature({"model": "nnx", "state": "norm"}),
@@ -74,7 +74,7 @@ FEATURES = {
     "clip_norm": Feature({"clip_norm": 0.3}, step={"clip_norm": 0.3}),
     "eval": Feature(),
 }
-LOSSY = {"bf16": 3e-3, "int8": 0.01, "fp8": 0.03, "topk": 0.3, "powersgd": 0.6, "int8_weights": 0.02, "products": 0.02}
+LOSSY = {"bf16": 3e-3, "int8": 0.01, "fp8": 0.03, "topk": 0.3, "powersgd": 0.6, "int8_weights": 0.02, "products": 0.06}
 INEXACT = {"products", "int8_weights"}  # in the forward pass, too
 STEPS_ALONE = ("local_steps", "noise_scale", "clip_norm", "eval")  # a loop of one's own has no such settings
 _REFUSED = (
