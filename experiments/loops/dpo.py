@@ -60,8 +60,8 @@ def train(plan, steps=3):
         return optax.apply_updates(policy, updates), opt_state, jnp.stack([metrics["loss"], metrics["margin"]])
 
     step, losses = jax.jit(step, donate_argnums=(0, 1)), []
-    for batch in batches:
-        policy, opt_state, measured = step(policy, opt_state, reference, batch, jax.random.key(1))
+    for i, batch in enumerate(batches):
+        policy, opt_state, measured = step(policy, opt_state, reference, batch, jax.random.key(i))
         losses.append(measured)
     return losses, policy
 

@@ -151,6 +151,7 @@ class ValueAndGrad(PartitionedLoss, Generic[*Arguments]):
     argnums: int | tuple[int, ...] = field(default=0, kw_only=True)
     wrt: Any = field(default=None, kw_only=True)
     _on_meshes: dict[Any, Any] = field(init=False, default_factory=dict[Any, Any], repr=False, compare=False)
+    _keys: list[bytes] = field(init=False, default_factory=list[bytes], repr=False, compare=False)
     _laid_out: set[Any] = field(init=False, default_factory=set[Any], repr=False, compare=False)
 
     def __call__(self, *arguments: *Arguments) -> tuple[Metrics, Any]:
@@ -163,6 +164,8 @@ class ValueAndGrad(PartitionedLoss, Generic[*Arguments]):
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, batch))):
             self._report_closed_over(state)
             metrics, grads, model_state = self._compute(state, batch)
+            if not isinstance(rng, Tracer):
+                self._report_same_draws("the same key, a constant of the jitted function that it is in")
         else:
             self._check_models(state)
             if self.is_of_several:
@@ -171,6 +174,10 @@ class ValueAndGrad(PartitionedLoss, Generic[*Arguments]):
             elif not self._checked:
                 self.check_first(state, batch)
             metrics, grads, model_state = self.jitted(state, owned_batch(batch))
+            if len(self._keys) < 2:
+                self._keys.append(np.asarray(jax.random.key_data(state.rng)).tobytes())
+                if len(set(self._keys)) < len(self._keys):
+                    self._report_same_draws("one key twice")
         return metrics, self._taken_apart(models, state, grads, model_state)
 
     def check(self, *arguments: *Arguments) -> None:
@@ -307,6 +314,13 @@ class ValueAndGrad(PartitionedLoss, Generic[*Arguments]):
                     "model = jdp.place(model, plan), by the gradient's own plan."
                 )
         self._laid_out.add(lies)
+
+    def _report_same_draws(self, given: str) -> None:
+        if self._last is not None and self._last.draws:
+            notice(
+                f"a gradient whose loss draws (dropout, noise) was given {given}: it draws the same in each step; pass "
+                "a key of the step, jax.random.fold_in(key, step)"
+            )
 
     def _report_closed_over(self, state: TrainState) -> None:
         for number, params in enumerate(state.params):

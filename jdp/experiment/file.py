@@ -21,6 +21,7 @@ from jdp.core.sharding.axes import axis_sizes
 from jdp.core.toml import brief, check, cut, parse, toml_key, toml_value
 from jdp.core.user_path import PathError, check_regular, user_path
 from jdp.experiment.keys import Key, Schemas, config_keys, table_keys
+from jdp.experiment.model_folder import take_tokenizer
 from jdp.experiment.plugins import use
 from jdp.experiment.problems import problems
 from jdp.experiment.schema.chosen import TABLES, chosen_tables
@@ -299,6 +300,7 @@ def _validated(table: dict[str, Any], texts: Mapping[KeyPath, str], *, where: st
     An override that fits only as text (`--name 2024`) is read as text. `plugin` is the one that may be imported.
     """
     _use_plugin(table.get("plugin"), where=where, allowed=plugin)
+    take_tokenizer(table)
     error = _error(table)
     for key, text in texts.items():
         if isinstance(error, ValidationError) and _blamed(error, key):

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jdp
+from jdp.core import notices
 from jdp.foresight.program.collectives import collectives, traffic
 from jdp.foresight.targets.resolve import target
 
@@ -242,6 +243,28 @@ def test_modules_keep_their_mode_and_what_calls_change():
     expected = hidden.mean(0) * (1 - 0.99**2)  # momentum 0.99, twice the same rows
     np.testing.assert_allclose(module.norm.mean.get_value(), expected, rtol=1e-5, atol=1e-7)
     assert module.norm.mean.get_value().is_fully_replicated
+
+
+@pytest.mark.parametrize("way", ["called", "closed over in jit"])
+def test_a_loss_that_draws_the_same_in_each_step_is_reported(way, monkeypatch, caplog):
+    caplog.set_level("INFO", "jdp")
+
+    def reported(loss, model, keys):
+        monkeypatch.setattr(notices, "_said", set())
+        caplog.clear()
+        gradient = jdp.value_and_grad(loss, plan_of("ddp"))
+        for key in keys:
+            if way == "called":
+                gradient(model, batch_of(), key)
+            else:
+                nnx.jit(lambda model, batch, key=key: gradient(model, batch, key))(model, batch_of())
+        return "draws the same in each step" in caplog.text
+
+    module = jdp.init(net, plan_of("ddp"), rng=KEY)  # with dropout
+    assert reported(net_loss, module, [KEY, KEY])
+    assert not reported(squares, jdp.init(init, plan_of("ddp"), rng=KEY), [KEY, KEY])
+    if way == "called":
+        assert not reported(net_loss, module, [KEY, jax.random.key(1)])
 
 
 def test_a_model_that_is_read_after_its_update_stays_sharded():

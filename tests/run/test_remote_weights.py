@@ -14,7 +14,9 @@ from safetensors.numpy import save_file
 from tiny_experiment import points_text, write_points
 
 from jdp.cli.main import main
+from jdp.core import notices
 from jdp.core.storage.remote import Remote
+from jdp.experiment.file import load, to_toml
 
 tokenizers = pytest.importorskip("tokenizers")
 HERE = Path(__file__).parents[2]
@@ -74,7 +76,7 @@ def test_a_hugging_face_model_is_all_behind_an_address(bucket, llama, tmp_path, 
     Remote(address).send([path.name for path in llama.iterdir()], llama)
     here, there = tmp_path / "here.toml", tmp_path / "there.toml"
     here.write_text(TEXT.format(folder=llama))
-    there.write_text(TEXT.format(folder=address))
+    there.write_text(TEXT.format(folder=address).replace(f'tokenizer = "{address}"\n', ""))  # the model's own
     expected, _ = losses(here, "a", capsys)
     found, printed = losses(there, "b", capsys)
     assert found == expected and len(found) == 2
@@ -93,6 +95,18 @@ def test_a_hugging_face_model_is_all_behind_an_address(bucket, llama, tmp_path, 
     found = [json.loads(row) for row in (tmp_path / "c/llama/metrics.jsonl").read_text().splitlines()]
     np.testing.assert_allclose([row["loss"] for row in found if "loss" in row], expected[0], rtol=1e-6)
     assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith("s3")) == []
+
+
+def test_a_model_reads_text_by_the_tokenizer_of_its_folder(llama, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(notices, "_said", set())
+    caplog.set_level("INFO", "jdp")
+    file = tmp_path / "own.toml"
+    file.write_text(TEXT.format(folder="llama").replace('tokenizer = "llama"\n', ""))
+    assert load(file).data.tokenizer == str(llama) and f'tokenizer = "{llama}"' in to_toml(load(file))
+    assert "the model's own" in caplog.text
+    assert load(file, {"data.tokenizer": "bytes"}).data.tokenizer == "bytes"
+    (llama / "tokenizer.json").unlink()
+    assert load(file).data.tokenizer == "bytes" and "text is read as bytes" in caplog.text
 
 
 def test_a_run_behind_an_address_gives_its_weights(bucket, tmp_path, monkeypatch, capsys):

@@ -17,6 +17,7 @@ from jdp.core.gradients.accumulate import GradientSpec
 from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.loss_check import constant_term, mixing
 from jdp.core.gradients.loss_trace import LossTrace, trace_loss
+from jdp.core.gradients.pairs import is_random
 from jdp.core.gradients.quotients import Reading
 from jdp.core.gradients.row_proof import ends_in_quotient, prove
 from jdp.core.gradients.row_rules import STATISTICS
@@ -41,6 +42,7 @@ class Choice:
         unproven: why its program does not prove that; "" where it does.
         metrics: True if the metrics are proven sums over examples too.
         reading: how a scalar that ends in a quotient of sums is read.
+        draws: True if the loss draws random numbers.
     """
 
     partitioning: Partitioning
@@ -50,6 +52,7 @@ class Choice:
     unproven: str = ""
     metrics: bool = True
     reading: Reading | None = None
+    draws: bool = False
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,7 @@ class PartitioningRequest:
                 "jdp.gather_rows gathers the rows of one microbatch, so each number of microbatches would train "
                 f"something else; given accumulate={self.spec.accumulate}. Take accumulate=1."
             )
-        return replace(choice, gathers_rows=trace.gathers_rows)
+        return replace(choice, gathers_rows=trace.gathers_rows, draws=any(map(is_random, trace.jaxpr.eqns)))
 
     def _with_proof(self, choice: Choice, trace: LossTrace, state: TrainState, batch: Batch) -> Choice:
         """Return the choice with what the loss' program says of it, or auto where that mixes examples."""

@@ -48,7 +48,8 @@ class Data(Section):
     the usual: the only classes, "labels", .cls."""
     tokenizer: PathText = "bytes"
     """"bytes"; a tokenizer.json of Hugging Face tokenizers or the folder that holds it, relative as in source, or an
-    address of these; or "none" where the rows of the source are lists of token ids."""
+    address of these; or "none" where the rows of the source are lists of token ids. Not given: that of the folder of a
+    model "hf:FOLDER", else bytes."""
     packing: Literal["stream", "documents"] = "stream"
     """How documents fill a sample: end to end, cut anywhere; or whole, attention and positions within each only."""
     length: Count = 0
