@@ -2,7 +2,8 @@
 
 The one word: `jdp.value_and_grad`, in a loop over epochs and minibatches inside one jitted function. The rollout is
 plain JAX, and XLA gathers the policy's weights for it. A minibatch is taken from the rollout's rows by a permutation of
-all of them. Schulman et al. 2017, arXiv:1707.06347, equation 7; the critic is a second head.
+all of them; its ratios come back by row (`has_aux`). Schulman et al. 2017, arXiv:1707.06347, equation 7; the critic is
+a second head.
 
     python experiments/loops/ppo.py zero1
 """
@@ -57,15 +58,15 @@ def loss_fn(policy, batch, rng):
     mean, value = act(policy, batch["position"])
     ratio = jnp.exp(log_probability(mean, batch["move"]) - batch["before"])
     gain = jnp.minimum(ratio * batch["advantage"], jnp.clip(ratio, 1 - CLIP, 1 + CLIP) * batch["advantage"])
-    return jdp.Loss((0.1 * jnp.square(value - batch["return"]) - gain).sum(), jnp.float32(len(gain)))
+    return jdp.Loss((0.1 * jnp.square(value - batch["return"]) - gain).sum(), jnp.float32(len(gain))), ratio
 
 
 def train(plan, steps=2):
-    """Return the mean reward and the last loss of each step, and the policy."""
+    """Return the mean reward, the last loss and the share of clipped ratios of each step, and the policy."""
     tx = optax.adam(1e-2)
     policy = jdp.init(init, plan, rng=jax.random.key(0))
     opt_state = jdp.init(tx.init, plan, of=policy)
-    gradient = jdp.value_and_grad(loss_fn, plan)
+    gradient = jdp.value_and_grad(loss_fn, plan, has_aux=True)
 
     @jax.jit
     def step(policy, opt_state, rng):
@@ -75,13 +76,14 @@ def train(plan, steps=2):
         order = jax.vmap(lambda key: jax.random.permutation(key, GAMES * LENGTH))(keys)
 
         def update(carry, chosen):
-            metrics, grads = gradient(carry[0], jax.tree.map(lambda x: x[chosen], rows), rng)
+            (metrics, ratio), grads = gradient(carry[0], jax.tree.map(lambda x: x[chosen], rows), rng)
             updates, opt_state = tx.update(grads, carry[1], carry[0])
-            return (optax.apply_updates(carry[0], updates), opt_state), metrics["loss"]
+            clipped = (jnp.abs(ratio - 1) > CLIP).mean()
+            return (optax.apply_updates(carry[0], updates), opt_state), jnp.stack([metrics["loss"], clipped])
 
         chosen = order.reshape(EPOCHS * MINIBATCHES, -1)
-        (policy, opt_state), losses = jax.lax.scan(update, (policy, opt_state), chosen)
-        return policy, opt_state, jnp.stack([reward, losses[-1]])
+        (policy, opt_state), last = jax.lax.scan(update, (policy, opt_state), chosen)
+        return policy, opt_state, jnp.stack([reward, *last[-1]])
 
     measured = []
     for i in range(steps):

@@ -11,6 +11,7 @@ from jdp.core.compiler import CompilerValue
 from jdp.core.paths import path_of
 from jdp.core.sharding.plan import Plan
 from jdp.core.state import TrainState
+from jdp.core.toml import cut
 from jdp.core.types import Batch
 
 
@@ -21,9 +22,18 @@ def batch_rows(batch: Batch) -> int:
         batch: a pytree of arrays, real or abstract.
 
     Raises:
-        ValueError: the batch has no arrays, or a scalar among them, or their leading sizes differ.
+        ValueError: the batch has no arrays, or text or a scalar among them, or their leading sizes differ.
     """
-    sizes = {path: leaf.shape[:1] for path, leaf in jax.tree.leaves_with_path(batch)}
+    sizes: dict[Any, tuple[int, ...]] = {}
+    for path, leaf in jax.tree.leaves_with_path(batch):
+        dtype: Any = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
+        if getattr(dtype, "kind", None) in tuple("OSUMm"):
+            given = f"{dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else cut(repr(leaf), 40)
+            raise ValueError(
+                f"A batch holds arrays of numbers; given batch{jax.tree_util.keystr(path)} = {given}. Leave it out, or "
+                "make numbers of it, as a tokenizer does of text."
+            )
+        sizes[path] = np.shape(leaf)[:1]
     if not sizes or len(set(sizes.values())) != 1 or () in sizes.values():
         by_size = {size: path for path, size in reversed(sizes.items())}
         shown = [f"{jax.tree_util.keystr(p)}: {s[0] if s else 'a scalar'}" for s, p in reversed(by_size.items())]
@@ -48,6 +58,17 @@ def interleave(x: jax.Array, count: int, group: int = 1) -> jax.Array:
     """
     rows, dims = x.shape[0], x.shape[1:]
     return x.reshape(rows // (count * group), count, group, *dims).swapaxes(0, 1).reshape(count, rows // count, *dims)
+
+
+def joined(x: jax.Array, group: int = 1) -> jax.Array:
+    """Undo `interleave`: [count, rows / count, ...] -> [rows, ...].
+
+    Args:
+        x: the rows of each microbatch.
+        group: number of neighbouring rows that stayed together.
+    """
+    count, rows, dims = x.shape[0], x.shape[0] * x.shape[1], x.shape[2:]
+    return x.reshape(count, -1, group, *dims).swapaxes(0, 1).reshape(rows, *dims)
 
 
 def owned(leaf: Any) -> Any:

@@ -21,7 +21,7 @@ from jdp.core.agreement import agree, key_fact, processes_of, program_fact
 from jdp.core.batch import plan_fact
 from jdp.core.flat_update import at_rest, flattened
 from jdp.core.init_program import run_init
-from jdp.core.keys import typed_key
+from jdp.core.keys import key_of_init, typed_key
 from jdp.core.notices import notice
 from jdp.core.optim.checks import check_optimizer, check_update, first_state
 from jdp.core.paths import path_of
@@ -42,7 +42,8 @@ def init_state(
 
     Except while a leaf is made that rests flat and padded (`Plan.pad`): then it may hold all of that leaf.
 
-    The weights depend on `init` and `rng` only: they are bitwise the same on any mesh and under any strategy.
+    The weights are those of `init(jax.random.fold_in(rng, 0))`, as of `jdp.init`: one seed makes one model. They are
+    bitwise the same on any mesh and under any strategy.
 
     Args:
         init: `init(rng)` -> an `nnx.Module`, or a pytree of arrays (flax.linen's `variables["params"]`, an equinox
@@ -67,7 +68,7 @@ def init_state(
         RuntimeError: another process did not come to this call.
     """
     check_plan(plan)
-    rng = plan.entered(rng)
+    rng = plan.entered(typed_key(rng))
     with auto_axes(plan.mesh):
         make, abstract = _prepare(init, tx, plan, rng, wrt)
     notice(str(plan))
@@ -75,12 +76,11 @@ def init_state(
     report_placements(plan, abstract)
     shardings = plan.shardings(abstract)
     out_shardings = {name: value for name, value in vars(shardings).items() if name != "static"}
-    key = typed_key(rng)
     with auto_axes(plan.mesh):
         if len(processes_of(plan.mesh)) > 1:
-            agree("init_state", [plan_fact(plan), key_fact(key, "The key")], plan.mesh)
-            agree("init_state", [program_fact(jax.jit(make, out_shardings=out_shardings).lower(key))], plan.mesh)
-        return TrainState(**run_init(make, key, out_shardings), static=abstract.static)
+            agree("init_state", [plan_fact(plan), key_fact(rng, "The key")], plan.mesh)
+            agree("init_state", [program_fact(jax.jit(make, out_shardings=out_shardings).lower(rng))], plan.mesh)
+        return TrainState(**run_init(make, rng, out_shardings), static=abstract.static)
 
 
 def abstract_state(
@@ -104,7 +104,7 @@ def abstract_state(
     """
     check_plan(plan)
     with auto_axes(plan.mesh):
-        _, abstract = _prepare(init, tx, plan, plan.entered(rng), wrt)
+        _, abstract = _prepare(init, tx, plan, plan.entered(typed_key(rng)), wrt)
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         abstract,
@@ -118,7 +118,7 @@ def _prepare(init: InitFn, tx: Any, plan: Plan, rng: jax.Array, wrt: Any) -> tup
     statics: list[Static] = []  # one for each trace
 
     def make(rng: jax.Array) -> dict[str, PyTree]:
-        model, specs = flax_nnx.built(init, jax.random.fold_in(rng, 0))
+        model, specs = flax_nnx.built(init, key_of_init(rng))
         params, model_state, adapter = flax_nnx.split(model)
         _check_arrays(params)
         params, model_state = jax.tree.map(_strong, (params, model_state))
@@ -135,10 +135,10 @@ def _prepare(init: InitFn, tx: Any, plan: Plan, rng: jax.Array, wrt: Any) -> tup
             "sync": {},
         }
 
-    shapes = jax.eval_shape(make, typed_key(rng))
+    shapes = jax.eval_shape(make, rng)
     static = statics[0]
     if static.adapter is not None and static.adapter.structure.may_differ:
-        jax.eval_shape(lambda rng: make(rng), typed_key(rng))
+        jax.eval_shape(lambda rng: make(rng), rng)
         _report_recompiling(*statics)
     check_update(tx, trained_part(shapes["params"], static.trained), shapes["opt_state"])
     abstract = flattened(plan, TrainState(**shapes, static=static))

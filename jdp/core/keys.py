@@ -6,6 +6,11 @@ import jax
 import jax.numpy as jnp
 
 
+def key_of_init(rng: jax.Array) -> jax.Array:
+    """Return the key that `init` gets of a user's seed: one seed makes one model, whatever it is made with."""
+    return jax.random.fold_in(rng, 0)
+
+
 def typed_key(rng: Any) -> jax.Array:
     """Return `rng` as a typed key; a legacy uint32 key is accepted as well.
 
@@ -15,9 +20,10 @@ def typed_key(rng: Any) -> jax.Array:
     Raises:
         ValueError: it is no key, or several.
     """
-    if not hasattr(rng, "dtype"):
+    if not isinstance(getattr(rng, "shape", None), tuple):  # an nnx.Rngs has every attribute
         given = repr(rng) if rng is None or isinstance(rng, int | float | str) else f"a {type(rng).__name__}"
-        raise ValueError(f"rng is a key, such as jax.random.key(0); given {given}. Make it of the seed.")
+        fix = "Pass one that it makes: rngs.params()" if callable(rng) else "Make it of the seed"
+        raise ValueError(f"rng is a key, such as jax.random.key(0); given {given}. {fix}.")
     if jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
         key = rng
     else:

@@ -28,6 +28,7 @@ from jdp.core.gradients.quotients import Reading
 from jdp.core.gradients.wire import WIDE, Wire
 from jdp.core.host_memory import on_device
 from jdp.core.precision import Precision
+from jdp.core.remade import report_remade
 from jdp.core.sharding.mesh import tracing_on
 from jdp.core.sharding.plan import Plan
 from jdp.core.state import TrainState
@@ -163,6 +164,7 @@ class PartitionedLoss:
         Raises:
             ValueError: as `choose_partitioning` does.
         """
+        batch_rows(batch)
         leaves = jax.tree.leaves((state, batch))
         if self._checked or any(isinstance(leaf, Tracer) for leaf in leaves):
             return
@@ -171,6 +173,7 @@ class PartitionedLoss:
             self.choose(state, batch, values=values, assume=not values)
         if values:
             self._checked.append(True)
+            report_remade(self, (state, batch))
 
     def under(self, plan: Plan, **changes: Any) -> Self:
         """Return the same for another plan, with what was found when the loss was tried."""
@@ -253,7 +256,12 @@ class PartitionedLoss:
         )
 
     def gradients(
-        self, state: TrainState, batch: Batch, key: jax.Array, kept: dict[str, PyTree]
+        self,
+        state: TrainState,
+        batch: Batch,
+        key: jax.Array,
+        kept: dict[str, PyTree],
+        spec: GradientSpec | None = None,
     ) -> tuple[PyTree, Sums, PyTree, dict[str, PyTree]]:
         """Return the gradient of Σtotal / Σweight, float32 at rest specs, while a step is traced.
 
@@ -262,6 +270,7 @@ class PartitionedLoss:
             batch: global arrays.
             key: from which everything random in the loss derives.
             kept: what the synchronisation keeps between steps; {} for nothing.
+            spec: None for `gradient_spec(state)`.
 
         Returns:
             (gradients, with None for frozen parameters; sums over the whole batch; model state afterwards; `kept`
@@ -272,7 +281,8 @@ class PartitionedLoss:
                 devices; or the shape of a metric depends on the number of rows.
         """
         choice = self.choose(state, batch)
-        run = VIEWS[choice.partitioning].gradients(self.gradient_spec(state, choice.reading), self.plan)
+        spec = replace(spec or self.gradient_spec(state), reading=choice.reading)
+        run = VIEWS[choice.partitioning].gradients(spec, self.plan)
         grads, sums, model_state, kept = run(self._computed_with(state), state.model_state, batch, key, kept)
         self._request(state).check_metrics(sums, state, batch)
         return jax.tree.map(lambda g: g.astype(jnp.float32) / sums.weight, grads), sums, model_state, kept

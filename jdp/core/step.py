@@ -35,6 +35,7 @@ from jdp.core.gradients.partitioning import PartitioningRequest
 from jdp.core.gradients.wire import Wire
 from jdp.core.host_memory import is_described, mark_host_leaves, on_device, rest_sharding, to_device, to_host
 from jdp.core.local_steps import LocalSteps, stack, train_round, unstack
+from jdp.core.loss_signature import check_loss_takes
 from jdp.core.notices import notice
 from jdp.core.partitioned_loss import PartitionedLoss, means
 from jdp.core.precision import Precision
@@ -132,6 +133,7 @@ def make_train_step(
             program.
     """
     check_plan(plan)
+    check_loss_takes(loss_fn, 3)
     check_settings(accumulate, group, partitioning)
     check_training_settings(clip_norm, noise_scale, overlap, donate)
     wire, local = Wire.of(wire), LocalSteps.of(local_steps, plan)
@@ -190,6 +192,7 @@ def make_eval_step(
             what `make_train_step` lists about the loss and about several processes.
     """
     check_plan(plan)
+    check_loss_takes(loss_fn, 3)
     check_settings(accumulate, group, partitioning)
     return Step(
         loss_fn,

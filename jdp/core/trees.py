@@ -20,7 +20,7 @@ from jdp.core.agreement import agree, key_fact, processes_of, program_fact
 from jdp.core.batch import plan_fact
 from jdp.core.flat_update import at_rest, flattened
 from jdp.core.init_program import run_init
-from jdp.core.keys import typed_key
+from jdp.core.keys import key_of_init, typed_key
 from jdp.core.paths import path_of
 from jdp.core.sharding.axes import REPLICA
 from jdp.core.sharding.flat import Change
@@ -37,7 +37,8 @@ Tree = TypeVar("Tree")
 def init(init: Callable[[Any], Tree], plan: Plan, *, rng: jax.Array | None = None, of: Any = None) -> Tree:
     """Make a tree with every leaf sharded as the plan says. No device ever holds more than its shards.
 
-    The values are bit for bit those of `jax.jit(init)` on one device.
+    The values are bit for bit those of `jax.jit(init)(jax.random.fold_in(rng, 0))` on one device, as of
+    `jdp.init_state`: one seed makes one model.
 
         model = jdp.init(lambda rng: GPT(config, rngs=nnx.Rngs(rng)), plan, rng=jax.random.key(0))
         opt_state = jdp.init(tx.init, plan, of=params)
@@ -69,14 +70,15 @@ def init(init: Callable[[Any], Tree], plan: Plan, *, rng: jax.Array | None = Non
     found: list[tuple[Any, Any]] = []  # (what makes the tree of its leaves, specs of its metadata), one for each trace
 
     def make(given: Any) -> PyTree:
-        model, specs = flax_nnx.built(init, plan.entered(given))
+        given = plan.entered(given)
+        model, specs = flax_nnx.built(init, given if rng is None else key_of_init(given))
         check_tree(model, of)
         tree, rebuild = flax_nnx.opened(model)
         found.append((rebuild, specs))
         return tree
 
     with auto_axes(plan.mesh):
-        given = flax_nnx.parameters(of) if rng is None else typed_key(plan.entered(rng))
+        given = flax_nnx.parameters(of) if rng is None else plan.entered(typed_key(rng))
         shapes = jax.eval_shape(make, given)
         rebuild, specs = found[-1]
         shardings = _shardings(shapes, plan, specs, of)

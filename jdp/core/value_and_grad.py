@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial, wraps
 from typing import Any, Generic, TypeVarTuple
 
 import jax
@@ -19,8 +19,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jdp.core import flax_nnx
 from jdp.core.batch import owned_batch, signature
+from jdp.core.gradients import manual
+from jdp.core.gradients.accumulate import GradientSpec
+from jdp.core.gradients.loss_call import LossWithAux
+from jdp.core.gradients.outputs import with_outputs
 from jdp.core.gradients.wire import Wire
 from jdp.core.keys import typed_key
+from jdp.core.loss_signature import check_loss_takes
 from jdp.core.notices import notice
 from jdp.core.numbers import is_integer
 from jdp.core.partitioned_loss import PartitionedLoss, means
@@ -32,7 +37,7 @@ from jdp.core.state import Static, TrainState, trained_part
 from jdp.core.step_settings import check_settings, check_training_settings, settled_partitioning
 from jdp.core.trainable import resolve
 from jdp.core.trees import check_tree, refuse_offload
-from jdp.core.types import Batch, LossFn, Metrics, PyTree
+from jdp.core.types import Batch, LossFn, PyTree
 from jdp.core.words import Buckets, Encoding, Partitioning, PrecisionName
 
 Arguments = TypeVarTuple("Arguments")
@@ -43,6 +48,7 @@ def value_and_grad(
     plan: Plan,
     *,
     argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
     wrt: Any = None,
     accumulate: int = 1,
     precision: PrecisionName | Precision = "fp32",
@@ -73,6 +79,11 @@ def value_and_grad(
         plan: the mesh and the strategy, of all models. A parameter of which no dimension divides by the devices stays
             replicated here: only a train state's can be padded (`Plan.pad`).
         argnums: which of the models are differentiated; the others are only read, at rest sharded alike.
+        has_aux: the loss returns a pair (loss, aux), aux a pytree of arrays, and the gradient
+            `((metrics, aux), gradients)`. Arrays of aux whose first dimension is the rows (logits, predictions) come
+            back for all rows, in the order of the batch, sharded over them. An array without rows is returned where
+            every call of the loss has the same; with partitioning="auto" and accumulate=1, where there is one call, any
+            array is. A sum over examples belongs into `Loss.metrics`.
         wrt: which parameters of those are trained, as for `jdp.init_state`: None for all; path patterns ("head/*"), or
             for a module a filter of nnx. For one differentiated model.
         accumulate: number of microbatches, K. The rows of a batch must divide by K × the plan's batch shards.
@@ -108,6 +119,7 @@ def value_and_grad(
             f"wrt selects parameters of one model; given argnums={numbers}. Make a gradient for each model, or split "
             "the parameters into a model that is trained and one that is read."
         )
+    check_loss_takes(loss_fn, max(numbers) + 3, more=True)
     wire = Wire.of(wire)
     if wire.gradients in ("topk", "powersgd"):
         raise ValueError(
@@ -118,7 +130,7 @@ def value_and_grad(
         wire = replace(wire, error_feedback=False)
     partitioning = settled_partitioning(partitioning, plan, wire, buckets, None, False)
     return ValueAndGrad(
-        _unpacked(loss_fn),
+        LossWithAux(_unpacked(loss_fn)) if has_aux else _unpacked(loss_fn),
         plan,
         Precision.of(precision),
         partitioning,
@@ -136,7 +148,12 @@ def value_and_grad(
 
 def _unpacked(loss_fn: Any) -> LossFn:
     """Return the loss as a function of (models, batch, rng)."""
-    return lambda models, batch, rng: loss_fn(*models, batch, rng)
+
+    @wraps(loss_fn, assigned=(), updated=())
+    def loss_of_models(models: Any, batch: Batch, rng: Any) -> Any:
+        return loss_fn(*models, batch, rng)
+
+    return loss_of_models
 
 
 @dataclass(frozen=True)
@@ -152,9 +169,10 @@ class ValueAndGrad(PartitionedLoss, Generic[*Arguments]):
     wrt: Any = field(default=None, kw_only=True)
     _on_meshes: dict[Any, Any] = field(init=False, default_factory=dict[Any, Any], repr=False, compare=False)
     _keys: list[bytes] = field(init=False, default_factory=list[bytes], repr=False, compare=False)
+    _called_with: set[int] = field(init=False, default_factory=set[int], repr=False, compare=False)
     _laid_out: set[Any] = field(init=False, default_factory=set[Any], repr=False, compare=False)
 
-    def __call__(self, *arguments: *Arguments) -> tuple[Metrics, Any]:
+    def __call__(self, *arguments: *Arguments) -> tuple[Any, Any]:
         if (mesh := followed(self.plan.mesh)) is not self.plan.mesh:
             if mesh not in self._on_meshes:
                 self._on_meshes[mesh] = self.under(self.plan.on(mesh))
@@ -163,7 +181,7 @@ class ValueAndGrad(PartitionedLoss, Generic[*Arguments]):
         state = self._joined(models, rng)
         if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((state, batch))):
             self._report_closed_over(state)
-            metrics, grads, model_state = self._compute(state, batch)
+            values, grads, model_state = self._compute(state, batch)
             if not isinstance(rng, Tracer):
                 self._report_same_draws("the same key, a constant of the jitted function that it is in")
         else:
@@ -173,12 +191,12 @@ class ValueAndGrad(PartitionedLoss, Generic[*Arguments]):
                 self.agree("the gradient", shapes, state, batch, lambda: self.jitted.lower(state, batch))
             elif not self._checked:
                 self.check_first(state, batch)
-            metrics, grads, model_state = self.jitted(state, owned_batch(batch))
+            values, grads, model_state = self.jitted(state, owned_batch(batch))
             if len(self._keys) < 2:
                 self._keys.append(np.asarray(jax.random.key_data(state.rng)).tobytes())
                 if len(set(self._keys)) < len(self._keys):
                     self._report_same_draws("one key twice")
-        return metrics, self._taken_apart(models, state, grads, model_state)
+        return values, self._taken_apart(models, state, grads, model_state)
 
     def check(self, *arguments: *Arguments) -> None:
         """Try a loss that its program does not prove a sum over examples; for calls inside of jit.
@@ -223,7 +241,7 @@ class ValueAndGrad(PartitionedLoss, Generic[*Arguments]):
         marked = [replace(leaf, path=p, trained=t) for leaf, p, t in zip(leaves, paths, trained, strict=True)]
         return treedef.unflatten(marked)
 
-    def _compute(self, state: TrainState, batch: Batch) -> tuple[Metrics, PyTree, PyTree]:
+    def _compute(self, state: TrainState, batch: Batch) -> tuple[Any, PyTree, PyTree]:
         keep, plan, own = jax.lax.with_sharding_constraint, self.plan, state.model_state
 
         def changed(own: jax.Array, before: jax.Array, after: jax.Array) -> jax.Array:
@@ -235,12 +253,26 @@ class ValueAndGrad(PartitionedLoss, Generic[*Arguments]):
             placements, replicated = self.param_placements(state), NamedSharding(plan.mesh, PartitionSpec())
             rest = jax.tree.map(lambda placement: NamedSharding(plan.mesh, placement.rest), placements)
             state = replace(state, params=jax.tree.map(keep, state.params, rest))
-            grads, sums, model_state, _ = self.gradients(state, batch, state.rng, {})
+            spec = self._spec_with_outputs(state, batch)
+            grads, sums, model_state, _ = self.gradients(state, batch, state.rng, {}, spec)
             trained = trained_part(state.params, state.static.trained)
             grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, trained)
             grads = plan.left(grads, trained_part(jax.tree.map(plan.rest_sharding, placements), state.static.trained))
             model_state = jax.tree.map(changed, own, state.model_state, model_state)
-            return plan.left(means(sums), plan.replicated), grads, model_state
+            values = plan.left(means(sums), plan.replicated)
+            if isinstance(spec.loss_fn, LossWithAux):
+                rows, whole = plan.left(sums.rows, plan.batch_sharding), plan.left(sums.whole, plan.replicated)
+                values = values, spec.loss_fn.aux(replace(sums, rows=rows, whole=whole))
+            return values, grads, model_state
+
+    def _spec_with_outputs(self, state: TrainState, batch: Batch) -> GradientSpec:
+        spec, plan = self.gradient_spec(state), self.plan
+        if not isinstance(spec.loss_fn, LossWithAux):
+            return spec
+        is_local = self.choose_partitioning(state, batch) == "manual"
+        calls = self.accumulate * (plan.batch_shards if is_local else 1)
+        within = partial(manual.replicated_within, plan=plan) if is_local else lambda function: function
+        return with_outputs(spec, within, calls, state, batch)
 
     def _checked_arguments(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """Check how many arguments there are, and where this is called. Raises ValueError."""
@@ -250,6 +282,9 @@ class ValueAndGrad(PartitionedLoss, Generic[*Arguments]):
                 f"A gradient takes what its loss takes: models, a batch and a key; given {len(arguments)} arguments, "
                 f"with argnums={self.argnums}. Call it as gradient(model, batch, rng)."
             )
+        if len(arguments) not in self._called_with:
+            check_loss_takes(self.loss_fn.fn if isinstance(self.loss_fn, LossWithAux) else self.loss_fn, len(arguments))
+            self._called_with.add(len(arguments))
         if manual := {*jax.sharding.get_abstract_mesh().manual_axes} & {*self.plan.axis_names}:
             raise ValueError(
                 "A gradient is of global arrays: it goes over the plan's mesh itself; given a call inside a shard_map "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jdp.core.notices import notice_anywhere
+from jdp.experiment.schema.fields import NONE
 from jdp.experiment.schema.model import HF
 
 TOKENIZER = "tokenizer.json"
@@ -15,6 +16,8 @@ def take_tokenizer(table: dict[str, Any]) -> None:
     model, data = table.get("model"), table.get("data", {})
     name = model.get("name") if isinstance(model, dict) else None
     if not isinstance(name, str) or not name.startswith(HF) or not isinstance(data, dict) or "tokenizer" in data:
+        return
+    if data.get("name", NONE) != NONE:  # a plug-in's data set
         return
     folder = name.removeprefix(HF).rstrip("/")
     if _has_tokenizer(folder):

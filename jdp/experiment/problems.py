@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from jdp.core.hints import nearest
+from jdp.core.sharding.strategy import strategy_hint
 from jdp.core.toml import LONGEST, brief, cut, shown_key
 from jdp.core.user_path import PathError
 from jdp.experiment.keys import Path, Schemas
@@ -85,6 +86,8 @@ def _problem(dashes: str, path: Path, detail: ErrorDetails, schemas: Schemas) ->
     if kind == "literal_error":
         words = [word for position, word in enumerate(limits["expected"].split("'")) if position % 2]
         hint = nearest(detail["input"], words) if isinstance(detail["input"], str) else ""
+        if path == ("strategy",):
+            hint = strategy_hint(str(detail["input"]))
         among = f"one of {', '.join(words)}" if len(words) > 1 else f"{words[0]}, the only one there is"
         return f"{key} must be {among}; {given}{hint}"
     if kind in _LIMITS:

@@ -42,6 +42,10 @@ def step(**settings):
     return jdp.make_train_step(lambda params, batch, rng: jnp.zeros(()), plan(), **settings)
 
 
+def keywords(p, batch, *, rng):
+    return 0.0
+
+
 PAIR = r"A rule is a pair of a path pattern and a PartitionSpec, as in rules=\[.*\]; given "
 ENTRY = "A dimension in a rule is None, an axis or a tuple of axes; the rule for 'w' has "
 TX_IS = r"tx is an optax optimizer, e\.g\. optax\.adamw\(3e-4\); given "
@@ -64,6 +68,16 @@ CALLS = {
     "tx was not made": (lambda: state(tx=optax.adam), TX_IS + "<function adam.*Call it first"),
     "tx is a class": (lambda: state(tx=optax.MultiSteps), TX_IS + "<class .*MultiSteps"),
     "tx is None": (lambda: state(tx=None), TX_IS + "None"),
+    "rng is an nnx.Rngs": (lambda: state(rng=nnx.Rngs(0)), r"rng is a key, .*; given a Rngs.*rngs\.params\(\)"),
+    "rng of jdp.init is an nnx.Rngs": (lambda: jdp.init(params, plan(), rng=nnx.Rngs(0)), "rng is a key, .* a Rngs"),
+    "a loss is text": (lambda: jdp.make_train_step("mse", plan()), r"function of \(model, batch, rng\); given 'mse'"),
+    "a loss of two": (lambda: jdp.make_eval_step(lambda p, batch: 0.0, plan()), r"given <lambda>\(p, batch\)\. Write "),
+    "a loss of keywords": (lambda: jdp.make_train_step(keywords, plan()), r"given keywords\(p, batch, \*, rng\)\."),
+    "a gradient of a loss of two": (lambda: jdp.value_and_grad(lambda p, batch: 0.0, plan()), r"given <lambda>\(p, b"),
+    "a gradient of two models": (
+        lambda: jdp.value_and_grad(lambda p, batch, rng: 0.0, plan(), argnums=(0, 1)),
+        r"\(model_0, model_1, batch, rng\), called with 4 .*; given <lambda>\(p, batch, rng\)",
+    ),
     "the averaged tx is None": (lambda: jdp.with_ema(None, 0.9), TX_IS + "None"),
     "rng is several keys": (lambda: state(rng=jax.random.split(KEY)), r"rng is one key, .*; given keys of shape \[2\]"),
     "rng is old keys": (

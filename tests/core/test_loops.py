@@ -168,7 +168,7 @@ def test_a_gradient_penalty_is_that_of_plain_jax(settings):
         loss = program.loss_fn(params, batch, rng)
         return loss.total / loss.weight, loss.metrics["slope"] / loss.weight
 
-    params = jax.jit(program.init)(jax.random.key(0))
+    params = jax.jit(program.init)(jax.random.fold_in(jax.random.key(0), 0))
     opt_state, random, measured = tx.init(params), np.random.default_rng(0), []
     shape = (program.ROWS, program.FEATURES)
     for i in range(3):

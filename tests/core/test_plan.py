@@ -184,7 +184,17 @@ def test_replica_carries_the_batch_only(spec):
 
 
 @pytest.mark.parametrize(
-    ("word", "hint"), [("zro3", "did you mean zero3?"), ("dpp", "did you mean ddp?"), ("quux", "Choose one of these.")]
+    ("word", "hint"),
+    [
+        *(("zro3", "did you mean zero3?"), ("dpp", "did you mean ddp?"), ("quux", "Choose one of these.")),
+        *(
+            (word, "; here that is zero3")
+            for word in ("fsdp", "FULL_SHARD", "zero-3", "zero_3", "DeepSpeed stage 3", 3)
+        ),
+        *((word, "; here that is zero3, with a replica axis in the mesh") for word in ("hsdp", "HYBRID_SHARD")),
+        *((word, "; here that is ddp") for word in ("dp", "no_shard", "zero0")),
+        *(("SHARD_GRAD_OP", "; here that is zero2"), ("zero", "; here that is zero1, zero2 or zero3, by its stage")),
+    ],
 )
 def test_a_misspelt_strategy_is_offered_the_nearest(word, hint):
     with pytest.raises(ValueError, match=re.escape("one of ddp, zero1, zero2, zero3; given")) as error:

@@ -85,9 +85,12 @@ def same(found, expected):
 
 @pytest.mark.parametrize("make", [init, lambda rng: nnx.state(net(rng), nnx.Not(nnx.RngState))], ids=["tree", "module"])
 def test_a_tree_is_born_sharded_with_the_bits_of_one_device(make):
+    """One seed makes one model, of `jdp.init` and of `jdp.init_state`."""
     made = jdp.init(init if make is init else net, plan_of(), rng=KEY)
     made = made if make is init else nnx.state(made, nnx.Not(nnx.RngState))
-    same(made, jax.jit(make)(KEY))
+    same(made, jax.jit(make)(jax.random.fold_in(KEY, 0)))
+    state = jdp.init_state(init if make is init else net, optax.sgd(0.1), plan_of("ddp", 2), rng=KEY)
+    same(made if make is init else nnx.state(made, nnx.Param), state.params)
     parameters = made if make is init else nnx.state(made, nnx.Param)
     assert all(not leaf.is_fully_replicated for leaf in jax.tree.leaves(parameters))
     assert all(len(leaf.addressable_shards) == 4 for leaf in jax.tree.leaves(made))
@@ -409,7 +412,10 @@ ARRAYS = r"A tree that is laid out holds arrays only; \['f'\] is "
 INSIDE = "A tree is one module, one nnx.Optimizer, or a pytree of arrays; given a "
 CALLS = {
     "too few": (lambda: gradient()(params(), batch_of()), "models, a batch and a key; given 2 arguments.*Call it as"),
-    "argnums past the models": (lambda: gradient(argnums=1)(params(), batch_of(), KEY), "given 3 .*, with argnums=1"),
+    "argnums past the models": (
+        lambda: gradient(argnums=1)(params(), batch_of(), KEY),
+        "called with 4 arguments by position",
+    ),
     "argnums twice": (lambda: gradient(argnums=(0, 0)), ARGNUMS + r"\(0, 0\)\. Write"),
     "argnums of none": (lambda: gradient(argnums=()), ARGNUMS + r"\(\)"),
     "argnums < 0": (lambda: gradient(argnums=-1), ARGNUMS + "-1"),
@@ -420,6 +426,15 @@ CALLS = {
     "wrt is a filter of a pytree": (lambda: gradient(wrt=nnx.Param)(params(), batch_of(), KEY), "For a pytree, `wrt`"),
     "a setting": (lambda: gradient(accumulate=0), "accumulate is .* at least 1; given 0"),
     "rows": (lambda: jax.jit(gradient())(params(), batch_of(6), KEY), "rows must divide by data=4; given 6"),
+    "a model too many": (
+        lambda: gradient()(params(), params(), batch_of(), KEY),
+        r"function of \(model_0, model_1, .*with 4 arguments by position; given squares\(params, batch, rng\)",
+    ),
+    "text": (
+        lambda: gradient()(params(), {**batch_of(), "t": ["a"] * 16}, KEY),
+        r"numbers; given batch\['t'\]\[0\] = 'a'",
+    ),
+    "an Rngs": (lambda: gradient()(params(), batch_of(), nnx.Rngs(0)), "rng is a key, .*; given a Rngs. Pass one"),
     "no key": (lambda: gradient()(params(), KEY, batch_of()), "rng is a key, .*; given a dict"),
     "another dtype": (lambda: gradient(precision=BF16)(params(), batch_of(), KEY), "bf16, but b rests in float32"),
     "another dtype of two": (
@@ -481,6 +496,23 @@ def test_a_model_that_is_closed_over_is_reported(capfd, monkeypatch):
     teacher, match = params(), jdp.value_and_grad(distance, plan_of(), check_loss=False)
     jax.jit(lambda model, batch: match(model, teacher, batch, KEY)[0])(model, batch)
     assert told.format("which reads") in capfd.readouterr().err
+
+
+def test_a_gradient_that_is_made_anew_in_a_loop_is_reported(capfd, monkeypatch):
+    monkeypatch.setattr("jdp.core.notices._said", set())
+    model, told = params(), "the same gradient was made again"
+
+    def scaled(by):
+        return lambda params, batch, rng: by * jnp.square(batch["x"] @ params["w"]).mean()
+
+    for by in (1.0, 2.0):
+        jdp.value_and_grad(scaled(by), plan_of())(model, batch_of(), KEY)
+    jdp.value_and_grad(scaled(1.0), plan_of(), accumulate=2)(model, batch_of(), KEY)
+    jdp.value_and_grad(scaled(1.0), plan_of())(model, batch_of(32), KEY)
+    assert told not in capfd.readouterr().err
+    for _ in range(2):
+        jdp.value_and_grad(scaled(1.0), plan_of())(model, batch_of(), KEY)
+    assert capfd.readouterr().err.count(told) == 1
 
 
 def test_a_word_in_place_of_a_plan_is_refused_everywhere():

@@ -69,6 +69,7 @@ WRONG_FILES = {
     ),
     "unknown table": (SMALL + "[trian]\nsteps = 3", "trian is not a key of the top level; did you mean train?"),
     "key of another table": ("lr = 1.0\n" + SMALL, "lr is not a key of the top level; did you mean optimizer.lr?"),
+    "another library's word": ('strategy = "fsdp"\n' + SMALL, 'zero3; given "fsdp"; here that is zero3'),
     "misspelt word": ('strategy = "zero4"\n' + SMALL, 'given "zero4"; did you mean zero3?'),
     "misspelt model": (SMALL.replace("gpt-nano", "gpt-nanu"), 'given "gpt-nanu"; did you mean gpt-nano?'),
     "number as text": (

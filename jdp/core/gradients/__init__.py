@@ -70,6 +70,9 @@ a layer loop gathers one layer ahead and reduces one behind; and every strategy 
 kept for the backward pass (`accumulate._by_layer`): zero2 in each microbatch, ddp and zero1 in the last, where the
 gather boundary (`boundary.py`) adds the gradients of the others before it reduces. zero2 sums over `replica` so.
 
+A loss of `jdp.value_and_grad(has_aux=True)` returns arrays beside its `Sums`; `outputs.py` tells those with rows, which
+come back in the order of the batch, from those without.
+
 With precision="fp8" `fp8.py` traces `TracedLoss`, and runs it again with its products with weights in float8.
 
 `gathers.py` stands beside: of a step that is lowered it reads which collectives the trace issues, for `jdp.verify`.

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdp.core.batch import batch_rows
+from jdp.core.batch import batch_rows, joined
 from jdp.core.batch_keys import BatchKey
 from jdp.core.gradients.boundary import Collective, Held, cast_and_gather, gather_with_reduced_grad, is_reduced_at_use
 from jdp.core.gradients.draws import RowwiseLoss
@@ -191,34 +191,39 @@ def step_gradients(
             (sums, state, kept), (index, microbatch) = before, xs
             state, its_key = with_trained(model_state, state, changed), collectives.key_of(key, rows, index, count)
             grads, more, after, kept = differentiate(state, microbatch, its_key, kept)
-            return grads, (jax.tree.map(jnp.add, sums, more), trained_part(after, changed), kept)
+            total = jax.tree.map(jnp.add, sums, more.only)
+            return grads, (total, trained_part(after, changed), kept), (more.rows, more.whole)
 
-        def body(carry: Any, xs: Any) -> tuple[Any, None]:
-            more, others = one_more(carry[1], xs, each)
-            return (jax.tree.map(jnp.add, carry[0], more), others), None
+        def body(carry: Any, xs: Any) -> tuple[Any, Any]:
+            more, others, outputs = one_more(carry[1], xs, each)
+            return (jax.tree.map(jnp.add, carry[0], more), others), outputs
 
         zero_grads, zero_sums = jax.tree.map(
             lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(probe, *first)
         )
         zero_grads = _map(collectives.constrain, zero_grads, spec.trained_placements)
-        start = zero_grads, (zero_sums, trained_part(model_state, changed), kept)
+        start = zero_grads, (zero_sums.only, trained_part(model_state, changed), kept)
         slices = (jnp.arange(count, dtype=jnp.uint32), micro)
         if last is None:
-            (grads, (sums, state, kept)), _ = jax.lax.scan(body, start, slices)
+            (grads, (sums, state, kept)), outputs = jax.lax.scan(body, start, slices)
         else:
-            (grads, before), _ = jax.lax.scan(body, start, jax.tree.map(lambda x: x[:-1], slices))
+            (grads, before), outputs = jax.lax.scan(body, start, jax.tree.map(lambda x: x[:-1], slices))
             # Without the barrier XLA may run the forward pass before the others', and hold the activations of two.
             earlier, xs = jax.lax.optimization_barrier((grads, jax.tree.map(lambda x: x[-1], slices)))
-            grads, (sums, state, kept) = one_more(before, xs, partial(last, earlier=earlier))
+            grads, (sums, state, kept), end = one_more(before, xs, partial(last, earlier=earlier))
+            outputs = jax.tree.map(lambda x, y: jnp.concatenate([x, jnp.expand_dims(y, 0)]), outputs, end)
             spec, collectives = by_layer
         after = with_trained(model_state, state, changed)
+        by_row, whole = [joined(x, spec.group) for x in outputs[0]], [x[-1] for x in outputs[1]]
+        sums = replace(sums, rows=by_row, whole=whole)
 
     if not spec.strategy.reduce_each_microbatch:
         grads, kept = collectives.reduce_all(grads, spec.trained_placements, kept, sums.weight)
     grads, kept = collectives.finish_all(grads, spec.trained_placements, kept)
     if SQUARES in kept:
         kept = {**kept, SQUARES: collectives.sum(kept[SQUARES])}
-    return grads, spec.summed(collectives, sums), collectives.average(model_state, after), kept
+    total = replace(spec.summed(collectives, sums.only), rows=sums.rows, whole=sums.whole)
+    return grads, total, collectives.average(model_state, after), kept
 
 
 def _by_layer(

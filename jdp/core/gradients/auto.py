@@ -7,6 +7,7 @@ dtype that the backward pass produced, and inside the accumulation loop if they 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -28,7 +29,10 @@ def gradients(spec: GradientSpec, plan: Plan) -> Callable[..., Any]:
     collectives = make_collectives(spec, plan)
 
     def run(params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array, kept: Kept) -> Any:
-        return step_gradients(spec, collectives, params, model_state, _constrained(plan, batch), key, kept)
+        given = params, model_state, _constrained(plan, batch), key, kept
+        grads, sums, after, kept = step_gradients(spec, collectives, *given)
+        whole = jax.lax.with_sharding_constraint(sums.whole, NamedSharding(plan.mesh, PartitionSpec()))
+        return grads, replace(sums, rows=_constrained(plan, sums.rows), whole=whole), after, kept
 
     return run
 

@@ -7,7 +7,7 @@ returned.
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -27,11 +27,65 @@ RESERVED = frozenset(("loss", "weight", "grad_norm", "noise_scale", "skipped"))
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sums:
-    """What is summed over examples: float32 scalars; metrics are pairs (total, weight) of float32 arrays."""
+    """What is summed over examples: float32 scalars; metrics are pairs (total, weight) of float32 arrays.
+
+    Beside it, of a `LossWithAux`: `rows`, the arrays with a row for each example, and `whole`, those without.
+    """
 
     total: jax.Array
     weight: jax.Array
     metrics: dict[str, tuple[jax.Array, jax.Array]]
+    rows: list[jax.Array] = field(default_factory=list[Any])
+    whole: list[jax.Array] = field(default_factory=list[Any])
+
+    @property
+    def only(self) -> Sums:
+        """The sums alone."""
+        return Sums(self.total, self.weight, self.metrics)
+
+
+Outputs = tuple[list[jax.Array], list[jax.Array]]
+"""Arrays of aux with a row for each example, and those without."""
+
+
+@dataclass(frozen=True)
+class LossWithAux:
+    """A loss that returns (loss, aux). Called, it returns the loss alone, for what reads or tries that.
+
+    Attributes:
+        fn: the user's loss function, of (models, batch, rng).
+        by_row: for each array of aux, in order, whether it has a row for each example; None: aux is left out.
+        structure: aux's.
+    """
+
+    fn: Any
+    by_row: tuple[bool, ...] | None = None
+    structure: Any = None
+
+    def __call__(self, model: Any, batch: Batch, rng: Any) -> Any:
+        return self.both(model, batch, rng)[0]
+
+    def aux(self, sums: Sums) -> PyTree:
+        """Return aux of what a call with `by_row` returned."""
+        rows, whole = iter(sums.rows), iter(sums.whole)
+        assert self.by_row is not None
+        return self.structure.unflatten([next(rows if by_row else whole) for by_row in self.by_row])
+
+    def both(self, model: Any, batch: Batch, rng: Any) -> tuple[Any, PyTree]:
+        """Return the loss and aux. Raises ValueError where the loss returns something else."""
+        value = self.fn(model, batch, rng)
+        if not isinstance(value, tuple) or len(value) != 2:
+            raise ValueError(
+                f"With has_aux=True a loss returns a pair (loss, aux); given {type(value).__name__}. Write "
+                "`return jdp.Loss(total, weight), aux`."
+            )
+        for path, leaf in jax.tree.leaves_with_path(value[1]):
+            if not hasattr(leaf, "dtype") and not isinstance(leaf, int | float | complex):
+                raise ValueError(
+                    f"aux is a pytree of arrays; {jax.tree_util.keystr(path) or 'it'} is {leaf!r}. Leave out what is "
+                    "no array."
+                )
+        return value
 
 
 @dataclass(frozen=True)
@@ -69,19 +123,23 @@ class TracedLoss:
         return with_fp8_products(call, operands, model_state, batch, key)
 
     def _called(self, operands: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[Sums, PyTree]:
-        value, model_state = self._value(operands, model_state, batch, key)
-        return as_sums(value, batch), model_state
+        value, (rows, whole), model_state = self._value(operands, model_state, batch, key)
+        return replace(as_sums(value, batch), rows=rows, whole=whole), model_state
 
     def _read(self, operands: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[Sums, PyTree]:
         """Return the total and the weight of which the loss returns the quotient."""
         assert self.reading is not None
-        call = lambda operands, batch, *others: self._value(operands, others[0], batch, others[1])  # noqa: E731
-        total, weight, model_state = sums_of_quotient(call, operands, batch, model_state, key)
+
+        def call(operands: PyTree, batch: Batch, model_state: PyTree, key: Any) -> tuple[Any, Any]:
+            value, *others = self._value(operands, model_state, batch, key)
+            return value, others
+
+        total, weight, ((rows, whole), model_state) = sums_of_quotient(call, operands, batch, model_state, key)
         factor = batch_rows(batch) if self.reading.of_means else 1
         total, weight = (x.astype(jnp.float32) * factor for x in (total, weight))
-        return Sums(total, weight, {}), model_state
+        return Sums(total, weight, {}, rows, whole), model_state
 
-    def _value(self, operands: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[Any, PyTree]:
+    def _value(self, operands: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[Any, Outputs, PyTree]:
         """Return what the loss function returns, and the model state afterwards."""
         weights, context, gathers = operands, contextlib.nullcontext(), None
         if self.gather is not None:
@@ -94,11 +152,11 @@ class TracedLoss:
             gathers = GatherTable(gather, table, self.keep, self.whole)
             context = gathering(gathers)
         with context:
-            if self.adapter is None:
-                value = self.fn(weights, batch, key)
-            else:
+            model = weights
+            if self.adapter is not None:
                 model = self.adapter.merge(weights, model_state, key if self.training else None, self.sync_axes)
-                value = self.fn(model, batch, key)
+            value, outputs = self._both(model, batch, key)
+            if self.adapter is not None:
                 model_state = self.adapter.changed(model)
         sharded = [placement.path for placement in jax.tree.leaves(self.placements) if placement.dim is not None]
         if gathers is not None and not self.keep and not gathers.used and self.training and key is not None and sharded:
@@ -108,7 +166,15 @@ class TracedLoss:
                 "the backward pass is done, as zero2 does. jdp.scan_layers gathers one layer at a time, also of linen "
                 "and equinox: help(jdp.scan_layers)"
             )
-        return value, model_state
+        return value, outputs, model_state
+
+    def _both(self, model: Any, batch: Batch, key: Any) -> tuple[Any, Outputs]:
+        if not isinstance(self.fn, LossWithAux) or self.fn.by_row is None:
+            return self.fn(model, batch, key), ([], [])
+        value, aux = self.fn.both(model, batch, key)
+        arrays = list(zip(map(jnp.asarray, jax.tree.leaves(aux)), self.fn.by_row, strict=True))
+        rows, whole = ([x for x, by_row in arrays if by_row is wanted] for wanted in (True, False))
+        return value, (rows, whole)
 
 
 def as_sums(value: Any, batch: Batch) -> Sums:
@@ -122,7 +188,13 @@ def as_sums(value: Any, batch: Batch) -> Sums:
         if not hasattr(value, "dtype") and not isinstance(value, int | float):
             raise ValueError(
                 f"A loss function returns jdp.Loss(total, weight, metrics) or a scalar; given {type(value).__name__}. "
-                "What goes along with a loss belongs into its metrics."
+                "Sums over examples belong into its metrics; for anything else write jdp.value_and_grad(..., "
+                "has_aux=True)."
+            )
+        if shape := jnp.shape(value):
+            raise ValueError(
+                "A loss function returns jdp.Loss(total, weight, metrics) or a scalar, the mean over the batch's rows; "
+                f"given an array of shape {shape}. Return its .mean(), or jdp.Loss(total=loss.sum(), weight=loss.size)."
             )
         value = _scalar("a loss function's plain return value", value)
         rows = jnp.float32(batch_rows(batch))

@@ -27,8 +27,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jdp.core.batch import batch_rows
 from jdp.core.gradients.accumulate import GradientSpec, traced_loss, working_copy
 from jdp.core.gradients.auto import make_collectives
-from jdp.core.gradients.loss_call import Sums
+from jdp.core.gradients.loss_call import LossWithAux, Sums
 from jdp.core.gradients.loss_trace import LossTrace, computes_in_float32, redraws
+from jdp.core.gradients.outputs import rows_that_mix, with_outputs
 from jdp.core.notices import notice
 from jdp.core.precision import Precision
 from jdp.core.sharding.plan import Plan
@@ -142,6 +143,8 @@ class _Trial:
     ) -> None:
         spec = replace(spec, precision=Precision(spec.precision.params, "fp32", "fp32"), accumulate=1)
         collectives = make_collectives(spec, plan)
+        if isinstance(spec.loss_fn, LossWithAux):
+            spec = with_outputs(spec, lambda loss: loss, 1, state, batch)
         loss = replace(traced_loss(spec, collectives), training=False)
         replicated = NamedSharding(plan.mesh, PartitionSpec())
 
@@ -185,6 +188,8 @@ class _Trial:
                 return f"the loss of {chunks.size} rows together is finite, and that of a part of them is not", []
             weighty |= {int(chunk[0]): chunk for chunk, own in zip(chunks, apart.weight, strict=True) if own != 0}
             _report_metrics(together, apart, self._tolerance, chunks)
+            if message := rows_that_mix(together.rows, apart.rows, chunks, self._tolerance):
+                return message, []
             scale = np.abs(apart.total).sum() / abs(weights) + abs(total / weight) if weights else np.inf
             if not weights or abs(total / weight - totals / weights) > self._tolerance * scale:
                 apart_now = f"{totals / weights:.6g}" if weights else "nothing"

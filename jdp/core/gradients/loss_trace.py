@@ -25,7 +25,7 @@ from jax.core import Tracer
 from jdp.core.batch import batch_rows
 from jdp.core.gather_rows import recording
 from jdp.core.gradients.jaxprs import every_eqn, inlined, inner_jaxprs, user_line
-from jdp.core.gradients.loss_call import as_sums
+from jdp.core.gradients.loss_call import LossWithAux, as_sums
 from jdp.core.gradients.pairs import is_random
 from jdp.core.paths import path_of
 from jdp.core.precision import Precision
@@ -93,6 +93,7 @@ class LossTrace:
         is_sum: True if the loss returns a `Loss`, False for a plain scalar.
         metrics: the shapes of its metrics' totals, by name.
         gathers_rows: True if it calls `jdp.gather_rows`.
+        outputs: how many arrays of aux it returns beside: the last results.
     """
 
     closed: Any
@@ -107,6 +108,7 @@ class LossTrace:
     is_sum: bool
     metrics: dict[str, tuple[int, ...]]
     gathers_rows: bool = False
+    outputs: int = 0
 
     @property
     def jaxpr(self) -> Any:
@@ -248,14 +250,18 @@ def trace_loss(
         Exception: whatever the loss itself raises.
     """
     adapter, is_sum, shapes = state.static.adapter, list[bool](), dict[str, tuple[int, ...]]()
+    counted = list[int]()
 
     def probe(params: Any, model_state: Any, batch: Any, rng: Any) -> tuple[Any, ...]:
         model = params if adapter is None else adapter.merge(params, model_state, rng if training else None)
-        value = loss_fn(model, batch, rng)
+        both = loss_fn.both if isinstance(loss_fn, LossWithAux) else lambda *given: (loss_fn(*given), ())
+        value, aux = both(model, batch, rng)
+        outputs = jax.tree.leaves(aux)
+        counted.append(len(outputs))
         is_sum.append(isinstance(value, Loss))
         sums = as_sums(value, batch)
         shapes.update({name: pair[0].shape for name, pair in sums.metrics.items()})
-        return sums.total, sums.weight, *sums.metrics.values()
+        return sums.total, sums.weight, *sums.metrics.values(), *map(jnp.asarray, outputs)
 
     batch_size = batch_rows(batch)
     plain = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)  # noqa: E731
@@ -308,6 +314,7 @@ def trace_loss(
         is_sum[0],
         shapes,
         bool(gathered),
+        counted[0],
     )
     if shared is not None:
         shared[key] = trace

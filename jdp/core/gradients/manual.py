@@ -20,6 +20,7 @@ from jdp.core import batch_keys as keys
 from jdp.core.batch import interleave
 from jdp.core.gradients import model_axes
 from jdp.core.gradients.accumulate import Collectives, GradientSpec, Kept, evaluate, step_gradients
+from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.model_state import changed_leaves, mean_over
 from jdp.core.gradients.synchronise import Synchroniser
 from jdp.core.local_steps import is_inside_a_replica
@@ -46,6 +47,8 @@ def gradients(spec: GradientSpec, plan: Plan) -> Callable[..., Any]:
 
     rest, replicated = _rest_specs(plan, spec.placements), PartitionSpec()
     reduced = _rest_specs(plan, spec.trained_placements)
+    prefix: Any = Sums
+    sums_specs = prefix(replicated, replicated, replicated, rows=plan.batch_spec, whole=replicated)
 
     def run(params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array, kept: Kept) -> Any:
         params = model_axes.to_replica_view(params, spec.placements, plan.mesh)
@@ -54,7 +57,7 @@ def gradients(spec: GradientSpec, plan: Plan) -> Callable[..., Any]:
             local,
             plan,
             (rest, replicated, plan.batch_spec, replicated, kept_specs),
-            (reduced, replicated, replicated, kept_specs),
+            (reduced, sums_specs, replicated, kept_specs),
         )
         grads, sums, after, kept = replicas(params, model_state, batch, key, kept)
         grads = model_axes.from_replica_view(grads, spec.trained_placements, plan.mesh)
@@ -72,6 +75,11 @@ def evaluation(spec: GradientSpec, plan: Plan) -> Callable[..., Any]:
     rest, replicated = _rest_specs(plan, spec.placements), PartitionSpec()
     replicas = _shard_map(local, plan, (rest, replicated, plan.batch_spec), replicated)
     return lambda params, *others: replicas(model_axes.to_replica_view(params, spec.placements, plan.mesh), *others)
+
+
+def replicated_within(function: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
+    """Return a function that every device calls with the same arrays, and with its mesh axes named."""
+    return _shard_map(function, plan, PartitionSpec(), PartitionSpec())
 
 
 def _shard_map(local: Callable[..., Any], plan: Plan, in_specs: Any, out_specs: Any) -> Callable[..., Any]:

@@ -315,6 +315,15 @@ def _proof(first: LossTrace, programs: Sequence[ClosedJaxpr], rows: int, group: 
     ]
     values = dict[Any, State](zip([*program.jaxpr.constvars, *inputs], states, strict=True))
     total, weight, *metrics = reader.read_all(program.jaxpr, other.jaxpr, values)
+    metrics, outputs = metrics[: len(metrics) - first.outputs], metrics[len(metrics) - first.outputs :]
+    by_row = Rows((0,), inner=(group, group))
+    for state in outputs:
+        if isinstance(state, Mixed):
+            return Proof("mixes", f"in aux, {state.why}, at {state.line}")
+        if not (isinstance(state, Rows) and state.place == by_row.place) and not (
+            isinstance(state, Const) and not state.varies
+        ):
+            return Proof("unknown", "an array of aux is not of single rows, as far as its program tells")
     if not first.is_sum:
         quotient = _quotient(first, program)
         if quotient is not None and not isinstance(total, RowSum):

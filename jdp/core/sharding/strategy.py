@@ -12,10 +12,13 @@ stage keeps its fp32 master weights sharded at rest and gathers a working copy i
 SHARD_GRAD_OP (zero2) and FULL_SHARD (zero3) do, so one checkpoint layout serves all of them.
 """
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from jdp.core.hints import nearest
+from jdp.core.toml import LONGEST
 from jdp.core.words import StrategyName
 
 
@@ -48,13 +51,37 @@ STRATEGIES: dict[StrategyName, Strategy] = {
 }
 
 
+_REPLICATED = ", with a replica axis in the mesh"
+_CALLED = {
+    **dict.fromkeys(("fsdp", "fsdp2", "fullshard", "fullyshard", "fullyshardeddataparallel"), "zero3"),
+    **dict.fromkeys(("hsdp", "hybridshard"), "zero3" + _REPLICATED),
+    "shardgradop": "zero2",
+    "hybridshardzero2": "zero2" + _REPLICATED,
+    **dict.fromkeys(("dp", "noshard", "pmap", "dataparallel", "distributeddataparallel"), "ddp"),
+    **dict.fromkeys(("zero", "deepspeed", "deepspeedzero"), "zero1, zero2 or zero3, by its stage"),
+}
+"""What other libraries call a strategy, in small letters and digits alone -> the strategy."""
+
+
 def strategy(name: str) -> Strategy:
     """Return the row of the strategy with this name.
 
     Raises:
         ValueError: no strategy has that name; the message offers the nearest.
     """
-    if name in STRATEGIES:
-        return STRATEGIES[name]
-    hint = nearest(str(name), STRATEGIES, cutoff=0.3) or ". Choose one of these."
+    rows: Mapping[str, Strategy] = STRATEGIES  # pyright: ignore[reportAssignmentType]
+    if str(name) in rows:
+        return rows[name]
+    hint = strategy_hint(str(name)) or ". Choose one of these."
     raise ValueError(f"The strategy is one of {', '.join(STRATEGIES)}; given {name!r}{hint}")
+
+
+def strategy_hint(word: str) -> str:
+    """Return the end of a message about a word that names no strategy: the one that other libraries call so, or the
+    nearest; "" if there is none.
+    """
+    plain = re.sub(r"[^a-z0-9]", "", word.lower()[:LONGEST])
+    stage = re.fullmatch(r"(?:deepspeed)?(?:zero)?(?:stage)?([0-3])", plain)
+    if name := list(STRATEGIES)[int(stage[1])] if stage else _CALLED.get(plain):
+        return f"; here that is {name}"
+    return nearest(word, STRATEGIES, cutoff=0.3)
