@@ -35,7 +35,7 @@ SIGNATURES = {
         "compiler='default')"
     ),
     "value_and_grad": (
-        "(loss_fn, plan, *, argnums=0, wrt=None, accumulate=1, precision='fp32', partitioning=None, "
+        "(loss_fn, plan, *, argnums=0, has_aux=False, wrt=None, accumulate=1, precision='fp32', partitioning=None, "
         "sync_batch_norm=True, group=1, wire=None, buckets=None, overlap=None, check_loss=True)"
     ),
     "init": "(init, plan, *, rng=None, of=None)",

@@ -20,7 +20,7 @@ from jdp.core.state import TrainState, changed
 
 AT_ONCE = 2**30
 """Bytes of leaves that every device holds whole while they are brought into another form; one leaf may be larger."""
-_LIKE_PARAMETERS = ("sync/error/", "sync/momentum/")
+_LIKE_PARAMETERS = ("sync/mean_error/", "sync/momentum/")
 
 
 def flat_leaves(tree: Any, paths: Mapping[str, Any]) -> dict[str, Flat]:

@@ -19,11 +19,11 @@ from jdp.core.notices import notice
 from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.home import auto_axes, entered, mesh_of_home
 from jdp.core.sharding.placement import rest_spec
-from jdp.core.state import STACKED
+from jdp.core.state import ERROR, STACKED
 
 PREFIX = "sync/"
 ROUNDS = f"sync/{STACKED}"
-_ERROR = "sync/error/"
+_ERROR = f"sync/{ERROR}/"
 Read = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 

@@ -49,6 +49,11 @@ MOMENTUM = "momentum"
 """The entry of `TrainState.sync` that is like the trained parameters, and rests as they do."""
 
 
+ERROR = "mean_error"
+"""The entry of `TrainState.sync` for what encoding lost of the mean gradient; runs of before kept "error", of the sum.
+"""
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState(Drawn, Generic[Model]):
@@ -67,11 +72,11 @@ class TrainState(Drawn, Generic[Model]):
             there are none.
         rng: scalar typed PRNG key from which every step's randomness is derived; it never changes.
         skipped: int32 scalar: steps that changed nothing because a gradient or new model state was not finite.
-        sync: what the synchronisation of gradients keeps between steps, by name; {} if it keeps nothing. "error": what
-            encoding lost, [D, ...] for the D shards of the batch, sharded over them; "factor": PowerSGD's, replicated;
-            "noise": averages of the noise scale, float32 [3]; "rounds" of local steps, int32 scalar, and their
-            "momentum", sharded as the parameters are: with these each leaf of `opt_state` is [R, ...] for the R
-            replicas. A step that needs it adds it (`Step.complete`).
+        sync: what the synchronisation of gradients keeps between steps, by name; {} if it keeps nothing. "mean_error":
+            what encoding lost of the mean gradient, [D, ...] for the D shards of the batch, sharded over them;
+            "factor": PowerSGD's, replicated; "noise": averages of the noise scale, float32 [3]; "rounds" of local
+            steps, int32 scalar, and their "momentum", sharded as the parameters are: with these each leaf of
+            `opt_state` is [R, ...] for the R replicas. A step that needs it adds it (`Step.complete`).
         static: the optimizer, and what else is no array; see `Static`.
     """
 

@@ -43,7 +43,7 @@ from jdp.core.sharding.axes import REPLICA
 from jdp.core.sharding.home import auto_axes
 from jdp.core.sharding.mesh import mesh_of, tracing_on
 from jdp.core.sharding.plan import Plan, check_plan
-from jdp.core.state import STACKED, TrainState, trained_part, with_trained
+from jdp.core.state import STACKED, TrainState, map_flat, trained_part, with_trained
 from jdp.core.step_settings import check_settings, check_training_settings, settled_partitioning
 from jdp.core.streamed_update import streamed
 from jdp.core.types import Batch, LossFn, Metrics, Model, PyTree
@@ -226,7 +226,7 @@ class Step(PartitionedLoss, Generic[Kind]):
     noise_scale: bool = field(default=False, kw_only=True)
     donate: bool = field(default=True, kw_only=True)
     compiler: Compiler = field(default=DEFAULT, kw_only=True)
-    _kept: list[Any] = field(init=False, default_factory=list[Any], repr=False, compare=False)
+    _complete: set[Any] = field(init=False, default_factory=set[Any], repr=False, compare=False)
     _collectives: list[TracedCollectives] = field(init=False, default_factory=list[Any], repr=False, compare=False)
 
     @overload
@@ -374,21 +374,22 @@ class Step(PartitionedLoss, Generic[Kind]):
         """
         if not self.train or not (self.wire.gradients or self.local_steps or self.noise_scale or state.sync):
             return state
-        if not self._kept:
-            trained = trained_part(state.params, state.static.trained)
-            local, plan = self.local_steps, self.plan
-            kept = local.kept_shapes(trained) if local else manual.kept_shapes(self.gradient_spec(state), plan)
-            if self.noise_scale:
-                kept["noise"] = jax.ShapeDtypeStruct((3,), jnp.float32)
-            self._kept.append(kept)
-        shapes, replicas = self._kept[0], self.plan.mesh.shape.get(REPLICA, 1)
-        fits = not self.local_steps or all(x.shape[:1] == (replicas,) for x in jax.tree.leaves(state.opt_state))
+        local = self.local_steps
+        like_params = self.wire.gradients or (local and local.momentum)  # else what is kept is the same for any
+        parts = (state.params if like_params else (), state.opt_state if local else (), state.sync)
+        leaves, tree = jax.tree.flatten(parts)
+        known = tree, tuple(leaf.shape for leaf in leaves), state.static.trained
+        if known in self._complete:
+            return state
+        shapes, replicas = self._kept_shapes(state), self.plan.mesh.shape.get(REPLICA, 1)
+        fits = not local or all(x.shape[:1] == (replicas,) for x in jax.tree.leaves(state.opt_state))
         if fits and jax.tree.map(jnp.shape, state.sync) == jax.tree.map(jnp.shape, shapes):
+            self._complete.add(known)
             return state
         if state.sync:
             notice(
                 f"the state kept {' and '.join(state.sync)} for another way to synchronise, which this step does not "
-                f"take over: wire={self.wire.gradients!r}, local_steps={self.local_steps} on "
+                f"take over: wire={self.wire.gradients!r}, local_steps={local} on "
                 f"{self.plan.batch_shards} shards of the batch"
             )
         was_stacked = STACKED in state.sync
@@ -397,7 +398,7 @@ class Step(PartitionedLoss, Generic[Kind]):
             opt_state = self.plan.entered(opt_state)
             one = unstack(opt_state) if was_stacked else opt_state
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-            return {"opt_state": stack(one, replicas) if self.local_steps else one, "sync": zeros}
+            return {"opt_state": stack(one, replicas) if local else one, "sync": zeros}
 
         with auto_axes(self.plan.mesh):
             changed = jax.eval_shape(converted, state.opt_state)
@@ -408,6 +409,12 @@ class Step(PartitionedLoss, Generic[Kind]):
             return replace(state, **jax.tree.map(describe, changed, placed))
         with auto_axes(self.plan.mesh):
             return replace(state, **jax.jit(converted, out_shardings=placed)(state.opt_state))
+
+    def _kept_shapes(self, state: TrainState) -> dict[str, PyTree]:
+        """Return shapes and dtypes of what is kept between steps (`TrainState.sync`) for parameters of these shapes."""
+        trained, local = trained_part(state.params, state.static.trained), self.local_steps
+        kept = local.kept_shapes(trained) if local else manual.kept_shapes(self.gradient_spec(state), self.plan)
+        return {**kept, "noise": jax.ShapeDtypeStruct((3,), jnp.float32)} if self.noise_scale else kept
 
     def bare(self, state: TrainState) -> TrainState:
         """Return an abstract state without what belongs to a mesh: shardings, padding, and what `complete` adds.
@@ -474,7 +481,8 @@ def _apply(
     """Return the state after the optimizer's update by these gradients, and the gradient's norm."""
     trained = state.static.trained
     params = trained_part(state.params, trained)
-    norm, square = _norm(grads, state.step)
+    # Padding counts as zero: divided by a weight of zero it would be NaN where the gradient itself is infinite.
+    norm, square = _norm(map_flat(lambda g, flat: flat.masked(g), grads, "params", state.static), state.step)
     if step.noise_scale:
         noise = noise_scale.updated(state.sync["noise"], sync[SQUARES], norm**2, sums.weight)
         sync = {name: tree for name, tree in sync.items() if name != SQUARES} | {"noise": noise}

@@ -90,7 +90,8 @@ def value_and_grad(
         precision: "fp32", "bf16", "fp8" or a `Precision`, as for `jdp.make_train_step`.
         partitioning: "auto", "manual", or None: the one that keeps the communication contract.
         sync_batch_norm, group, buckets, overlap, check_loss: as for `jdp.make_train_step`.
-        wire: as for `jdp.make_train_step`, without error feedback, which a step keeps in its state.
+        wire: as for `jdp.make_train_step`, without error feedback, which a step keeps in its state. Rounding is drawn
+            from `rng`, and so right on average if each call gets another.
 
     Returns:
         A `ValueAndGrad`. Metrics are global float32: `loss` (Σtotal / Σweight), `weight` and the loss

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jdp
 from jdp.core import notices
 from jdp.core.sharding.flat import Flat
+from jdp.core.state import ERROR
 from jdp.foresight.targets.resolve import target
 from jdp.models import build
 from jdp.models.configs.sizes import SIZES
@@ -366,7 +367,7 @@ def test_what_encoding_lost_fits_another_number_of_devices(tmp_path):
         step = jdp.make_train_step(loss, plan, wire="int8", partitioning="manual")
         states.append(step.complete(jdp.init_state(init, optax.sgd(1e-3), plan, rng=jax.random.key(7))))
     jdp.save(tmp_path / "saved", dataclasses.replace(states[0], sync=plus_one(states[0].sync)))
-    read = jdp.restore(tmp_path / "saved", states[1]).sync["error"]["up"]["w"]
+    read = jdp.restore(tmp_path / "saved", states[1]).sync[ERROR]["up"]["w"]
     flat = dict(states[1].static.flat)["params/up/w"]
     np.testing.assert_allclose(flat.from_rest(read).sum(axis=0), np.full((IN, HIDDEN), 5.0), rtol=1e-6)
 

@@ -451,7 +451,7 @@ ONES = jnp.ones(8)
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (lambda y: y, r"a loss function's plain return value must be a scalar; its shape is \(\d+,\)"),
+        (lambda y: y, r"mean over the batch's rows; given an array of shape \(\d+,\)\. Return its \.mean\(\), or"),
         (lambda y: (y.sum(), {"aux": y}), r"returns jdp.Loss\(total, weight, metrics\) or a scalar; given tuple"),
         (lambda y: jdp.Loss(y, y.sum()), r"Loss.total must be a scalar"),
         (lambda y: jdp.Loss(y.sum(), y), r"Loss.weight must be a scalar"),

@@ -64,6 +64,8 @@ KEPT = (
     (Case(model="nnx", state="half_table"), Setting("zero1", "manual", 2, "data=4")),
     (Case(model="nnx", state="masked_norm", weights="uneven", rows=16), Setting("zero3", "manual", 2)),
     (Case(model="nnx", state="counted"), Setting("zero1", None, 2, "data=4")),
+    # Infinite gradients, with padding behind them.
+    (Case(rows=20, weights="uneven", bad="empty", term="grouped_pairs"), Setting("zero1", "manual", 1, "data=5")),
     # Terms that are no sums over examples.
     (Case(term="bare_decay"), Setting("ddp", "auto", 1)),
     (Case(term="pairs", tied=True, walk="numbered"), Setting("zero2", None, 1)),

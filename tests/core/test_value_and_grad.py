@@ -413,8 +413,8 @@ INSIDE = "A tree is one module, one nnx.Optimizer, or a pytree of arrays; given 
 CALLS = {
     "too few": (lambda: gradient()(params(), batch_of()), "models, a batch and a key; given 2 arguments.*Call it as"),
     "argnums past the models": (
-        lambda: gradient(argnums=1)(params(), batch_of(), KEY),
-        "called with 4 arguments by position",
+        lambda: jdp.value_and_grad(lambda *_: 0.0, plan_of(), argnums=1)(params(), batch_of(), KEY),
+        "given 3 .*, with argnums=1",
     ),
     "argnums twice": (lambda: gradient(argnums=(0, 0)), ARGNUMS + r"\(0, 0\)\. Write"),
     "argnums of none": (lambda: gradient(argnums=()), ARGNUMS + r"\(\)"),
@@ -434,6 +434,7 @@ CALLS = {
         lambda: gradient()(params(), {**batch_of(), "t": ["a"] * 16}, KEY),
         r"numbers; given batch\['t'\]\[0\] = 'a'",
     ),
+    "NumPy's text": (lambda: gradient()(params(), np.array(["a"] * 16), KEY), r"of numbers; given batch = <U1\[16\]"),
     "an Rngs": (lambda: gradient()(params(), batch_of(), nnx.Rngs(0)), "rng is a key, .*; given a Rngs. Pass one"),
     "no key": (lambda: gradient()(params(), KEY, batch_of()), "rng is a key, .*; given a dict"),
     "another dtype": (lambda: gradient(precision=BF16)(params(), batch_of(), KEY), "bf16, but b rests in float32"),

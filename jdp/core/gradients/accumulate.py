@@ -23,7 +23,15 @@ import optax
 
 from jdp.core.batch import batch_rows, joined
 from jdp.core.batch_keys import BatchKey
-from jdp.core.gradients.boundary import Collective, Held, cast_and_gather, gather_with_reduced_grad, is_reduced_at_use
+from jdp.core.gradients import feedback, rounding
+from jdp.core.gradients.boundary import (
+    Collective,
+    Held,
+    Reduction,
+    cast_and_gather,
+    gather_with_reduced_grad,
+    is_reduced_at_use,
+)
 from jdp.core.gradients.draws import RowwiseLoss
 from jdp.core.gradients.gathers import reduced_by_layer
 from jdp.core.gradients.jaxprs import places_made
@@ -70,7 +78,7 @@ class Collectives:
     """
 
     gather: Collective
-    reduce: Collective
+    reduce: Reduction
     constrain: Collective
     finish: Collective
     sum: Callable[[jax.Array], jax.Array]
@@ -82,18 +90,20 @@ class Collectives:
     synchroniser: Synchroniser | None = None
     overlap: bool = False
 
-    def reduce_all(self, grads: PyTree, placements: PyTree, kept: Kept, weight: jax.Array) -> tuple[PyTree, Kept]:
+    def reduce_all(
+        self, grads: PyTree, placements: PyTree, kept: Kept, weight: jax.Array, seed: Any
+    ) -> tuple[PyTree, Kept]:
         """Reduce every leaf, compute spec -> rest spec, of rows of this weight; return `kept` as it is afterwards."""
         kept = _with_squares(kept, grads, weight)
         if self.synchroniser is not None:
-            grads, own = self.synchroniser.reduce(grads, {name: kept[name] for name in kept if name != SQUARES})
+            grads, own = self.synchroniser.reduce(grads, {name: kept[name] for name in kept if name != SQUARES}, seed)
             return grads, {**kept, **own}
         return _map(self.reduce, grads, placements), kept
 
-    def finish_all(self, grads: PyTree, placements: PyTree, kept: Kept) -> tuple[PyTree, Kept]:
+    def finish_all(self, grads: PyTree, placements: PyTree, kept: Kept, seed: Any) -> tuple[PyTree, Kept]:
         """Sum every leaf over the batch axes that `reduce_all` left out; return `kept` as it is afterwards."""
         if self.synchroniser is not None:
-            grads, own = self.synchroniser.finish(grads, {name: kept[name] for name in kept if name != SQUARES})
+            grads, own = self.synchroniser.finish(grads, {name: kept[name] for name in kept if name != SQUARES}, seed)
             return grads, {**kept, **own}
         return _map(self.finish, grads, placements), kept
 
@@ -177,22 +187,31 @@ def step_gradients(
             each = partial(_microbatch_gradients, spec, collectives, loss, params, copies=operands)
             replicas = math.prod(jax.lax.axis_size(axis) for axis in collectives.axes if axis != DATA)
             last = last if replicas > 1 else None  # which differs in what it sends over `replica` alone
+    reduces_each = count > 1 and spec.strategy.reduce_each_microbatch and spec.strategy.gather != "use"
+    seed_of, (kept, lost) = rounding.seeds(spec.wire, key), feedback.split_off(kept)
     if count == 1:
-        grads, sums, after, kept = each(model_state, *first, kept)
+        grads, sums, after = each(model_state, *first, seed_of(0))
     else:
         changed: list[bool] = []  # the leaves of the model state that the model's calls change: only those are carried
 
         def probe(microbatch: Batch, key: jax.Array | BatchKey) -> Any:
-            grads, sums, after, _ = each(model_state, microbatch, key, kept)
+            grads, sums, after = each(model_state, microbatch, key, seed_of(0))
             changed[:] = changed_leaves(model_state, after)
+            if reduces_each:
+                grads, _ = collectives.reduce_all(grads, spec.trained_placements, kept, sums.weight, seed_of(0))
             return grads, sums
 
         def one_more(before: Any, xs: Any, differentiate: Any) -> Any:
-            (sums, state, kept), (index, microbatch) = before, xs
+            (sums, state, kept), (index, microbatch), seed = before, xs, seed_of(xs[0])
             state, its_key = with_trained(model_state, state, changed), collectives.key_of(key, rows, index, count)
-            grads, more, after, kept = differentiate(state, microbatch, its_key, kept)
-            total = jax.tree.map(jnp.add, sums, more.only)
-            return grads, (total, trained_part(after, changed), kept), (more.rows, more.whole)
+            grads, more, after = differentiate(state, microbatch, its_key, seed)
+            sums = jax.tree.map(jnp.add, sums, more.only)
+            if reduces_each:
+                if lost is not None:  # which the last sends: the step's weight is known then
+                    weight = jnp.where(index == count - 1, spec.summed(collectives, sums).weight, 0)
+                    kept = feedback.added(kept, lost, weight)
+                grads, kept = collectives.reduce_all(grads, spec.trained_placements, kept, more.weight, seed)
+            return grads, (sums, trained_part(after, changed), kept), (more.rows, more.whole)
 
         def body(carry: Any, xs: Any) -> tuple[Any, Any]:
             more, others, outputs = one_more(carry[1], xs, each)
@@ -217,12 +236,15 @@ def step_gradients(
         by_row, whole = [joined(x, spec.group) for x in outputs[0]], [x[-1] for x in outputs[1]]
         sums = replace(sums, rows=by_row, whole=whole)
 
-    if not spec.strategy.reduce_each_microbatch:
-        grads, kept = collectives.reduce_all(grads, spec.trained_placements, kept, sums.weight)
-    grads, kept = collectives.finish_all(grads, spec.trained_placements, kept)
+    total = replace(spec.summed(collectives, sums.only), rows=sums.rows, whole=sums.whole)
+    if not reduces_each and spec.strategy.gather != "use":  # else the backward pass reduced, of the last at least
+        if lost is not None:
+            kept = feedback.added(kept, lost, total.weight)
+        grads, kept = collectives.reduce_all(grads, spec.trained_placements, kept, sums.weight, seed_of(0))
+    grads, kept = collectives.finish_all(grads, spec.trained_placements, kept, seed_of(count))
+    kept = feedback.per_weight(kept, total.weight)
     if SQUARES in kept:
         kept = {**kept, SQUARES: collectives.sum(kept[SQUARES])}
-    total = replace(spec.summed(collectives, sums.only), rows=sums.rows, whole=sums.whole)
     return grads, total, collectives.average(model_state, after), kept
 
 
@@ -242,8 +264,8 @@ def _by_layer(
         return spec, collectives
     whole = not spec.strategy.shard_state
 
-    def reduce(x: jax.Array, placement: Placement, leading: int) -> jax.Array:
-        return collectives.finish(collectives.reduce(x, placement, leading), placement, leading)
+    def reduce(x: jax.Array, placement: Placement, leading: int, seed: jax.Array | None = None) -> jax.Array:
+        return collectives.finish(collectives.reduce(x, placement, leading, seed), placement, leading)
 
     def finish(x: jax.Array, placement: Placement, leading: int) -> jax.Array:
         return x if whole or placement.dim is not None else collectives.finish(x, placement, leading)
@@ -260,7 +282,7 @@ def _by_layer(
     plain = replace(within, overlap=False)
     backward = partial(_microbatch_gradients, new, plain, RowwiseLoss(traced_loss(new, plain)), params)
     most = {placement.path: math.prod(placement.shape) for placement in jax.tree.leaves(spec.placements)}
-    reduced = reduced_by_layer(jax.make_jaxpr(backward)(*given, {}).jaxpr)
+    reduced = reduced_by_layer(jax.make_jaxpr(backward)(*given).jaxpr)
     once = reduced and all(elements <= most[path] for path, elements in reduced.items())
     return (new, within) if once else (spec, collectives)
 
@@ -279,8 +301,8 @@ def _ready_first(
     """Have the synchroniser fill its buckets in the order in which the backward pass finishes the gradients."""
     if collectives.synchroniser is None:
         return collectives
-    backward = partial(_microbatch_gradients, spec, replace(collectives, synchroniser=None), loss)
-    jaxpr, shapes = jax.make_jaxpr(backward, return_shape=True)(operands, *given, {})
+    backward = partial(_microbatch_gradients, spec, collectives, loss)
+    jaxpr, shapes = jax.make_jaxpr(backward, return_shape=True)(operands, *given)
     count = len(jax.tree.leaves(shapes[0]))
     places = places_made(jaxpr.jaxpr)[:count]
     order = tuple(sorted(range(count), key=lambda i: (places[i], -i)))
@@ -338,26 +360,29 @@ def _microbatch_gradients(
     model_state: PyTree,
     batch: Batch,
     key: Any,
-    kept: Kept,
+    seed: jax.Array | None = None,
     *,
     copies: PyTree = None,
     earlier: PyTree = None,
-) -> tuple[PyTree, Sums, PyTree, Kept]:
-    """Return the gradients of one microbatch, its sums, the model state afterwards, and `kept`.
+) -> tuple[PyTree, Sums, PyTree]:
+    """Return the gradients of one microbatch, its sums, and the model state afterwards.
 
     With `copies`, the working copy of the operands, and `earlier`, the gradients of the microbatches before, as `Held`
-    has them: then the gradients are of all of these.
+    has them: then the gradients are of all of these. `seed` is of the rounding in the backward pass.
     """
     nothing = jax.tree.map(lambda _: None, spec.placements)
     narrow, shards = nothing, operands
     if spec.strategy.gather == "use" and _is_narrow(spec, operands):
         dtype, narrow = spec.precision.params_dtype, operands
         shards = jax.tree.map(lambda x, p: jnp.zeros(x.shape, dtype) if p.trained else x, operands, spec.placements)
+    seeds = None
+    if seed is not None and spec.strategy.gather == "use":
+        seeds = rounding.seeds_by_row(spec.placements, shards, seed)
 
     def total(trained: PyTree) -> tuple[jax.Array, tuple[Sums, PyTree]]:
         weights = with_trained(shards, trained, spec.trained)
-        if copies is not None or narrow is not nothing:
-            held = [nothing if tree is None else tree for tree in (copies, earlier)]
+        if copies is not None or seeds is not None or narrow is not nothing:
+            held = [nothing if tree is None else tree for tree in (copies, earlier, seeds)]
             weights = jax.tree.map(lambda _, *given: Held(*given), spec.placements, weights, narrow, *held)
         sums, after = loss(weights, model_state, batch, key)
         return sums.total, (sums, after)
@@ -374,9 +399,7 @@ def _microbatch_gradients(
         whole = not spec.strategy.shard_state
         add = partial(jax.tree.map, lambda g, e, placement: g if is_reduced_at_use(placement, whole) else g + e)
         grads = add(grads, earlier, spec.trained_placements)
-    if spec.strategy.gather == "step" and spec.strategy.reduce_each_microbatch:
-        grads, kept = collectives.reduce_all(grads, spec.trained_placements, kept, sums.weight)
-    return grads, sums, after, kept
+    return grads, sums, after
 
 
 def _is_narrow(spec: GradientSpec, params: PyTree) -> bool:

@@ -66,7 +66,7 @@ def make_collectives(spec: GradientSpec, plan: Plan) -> Collectives:
 
     return Collectives(
         gather=lambda x, placement, leading: constrain(x, placement.compute, leading),
-        reduce=lambda x, placement, leading: constrain(x, placement.rest, leading),
+        reduce=lambda x, placement, leading, _=None: constrain(x, placement.rest, leading),
         constrain=constrain_accumulator,
         finish=lambda x, placement, leading: constrain(x, placement.rest, leading),
         sum=lambda x: x,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,14 @@ Collective = Callable[[jax.Array, Placement, int], jax.Array]
 """(array, placement of its parameter, leading) -> array; `leading` counts dimensions that a layer loop sliced off."""
 
 
+class Reduction(Protocol):
+    """A `Collective` that sums gradients, and may draw how they are rounded from a seed (uint32 scalar)."""
+
+    def __call__(self, x: jax.Array, placement: Placement, leading: int, seed: jax.Array | None = None, /) -> jax.Array:
+        """Return the sum of a gradient."""
+        ...
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Held:
@@ -33,17 +42,20 @@ class Held:
         copy: gathered, in compute dtype; None where it is gathered at use.
         earlier: the sum of the gradients of the microbatches before, flat and padded if the parameter rests so: the
             device's own, or shards where each was reduced; None where there is none.
+        seed: uint32, from which the gradient's rounding is drawn, one for each index of the shard's first dimension,
+            which a layer loop may slice off; None where it is not rounded.
     """
 
     shard: jax.Array
     narrow: jax.Array | None = None
     copy: jax.Array | None = None
     earlier: jax.Array | None = None
+    seed: jax.Array | None = None
 
 
 def gather_with_reduced_grad(
     send: Collective,
-    reduce: Collective,
+    reduce: Reduction,
     precision: Precision,
     whole: bool = False,
     finish: Collective | None = None,
@@ -79,7 +91,8 @@ def gather_with_reduced_grad(
         if not at_use and held.narrow is None:
             return cast_and_gather(send, precision.compute_dtype, held.shard, placement, leading)
 
-        def backward(earlier: jax.Array | None, cotangent: jax.Array) -> tuple[Held]:
+        def backward(kept: tuple[jax.Array | None, jax.Array | None], cotangent: jax.Array) -> tuple[Held]:
+            earlier, seed = kept
             if not at_use:
                 return (Held(cotangent.astype(dtype)),)
             gradient = cotangent.astype(precision.reduce_dtype)
@@ -88,13 +101,13 @@ def gather_with_reduced_grad(
             if earlier is not None and finish is None:
                 gradient = earlier + gradient
             with reduction_scope(placement.path):
-                reduced = reduce(gradient, placement, leading)
+                reduced = reduce(gradient, placement, leading, seed if seed is None or leading else seed[0])
                 if finish is not None:
                     reduced = finish(reduced if earlier is None else earlier + reduced, placement, leading)
                 return (Held(reduced.astype(dtype)),)
 
         boundary = jax.custom_vjp(gathered)
-        boundary.defvjp(lambda held: (gathered(held), held.earlier), backward)
+        boundary.defvjp(lambda held: (gathered(held), (held.earlier, held.seed)), backward)
         return boundary(held)
 
     return gather

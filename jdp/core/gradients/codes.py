@@ -20,20 +20,19 @@ _FP8 = jnp.float8_e4m3fn
 _LARGEST = {"int8": 127.0, "fp8": 448.0}
 
 
-def encode(wire: Wire, rows: jax.Array, *, stochastic: bool = True) -> jax.Array:
+def encode(wire: Wire, rows: jax.Array, key: jax.Array | None) -> jax.Array:
     """Return the codes of float32 rows: [n, m] -> [n, codes], where m is a whole number of blocks.
 
-    Stochastic rounding is right on average; its noise is drawn from the bits of the rows themselves, so it needs no key
-    and is another one in each step and on each device. Where error feedback makes up for what is lost, rounding to the
-    nearest has half the variance.
+    With a key rounding is stochastic, and so right on average over keys. None: to the nearest, which has half the
+    variance, where error feedback makes up for what is lost.
     """
     if wire.gradients == "topk":
         return _largest(wire, rows)
     if wire.gradients == "bf16":
-        rounded = _round_bits(rows, 16, _noise(rows, rows.shape)) if stochastic else rows
+        rounded = rows if key is None else _round_bits(rows, 16, _noise(key, rows.shape))
         rounded = rounded.astype(jnp.bfloat16)
         return jax.lax.bitcast_convert_type(rounded, jnp.uint16)  # XLA:CPU sends bfloat16 as float32
-    return _quantised(rows, wire.block, wire.gradients or "", stochastic=stochastic)
+    return _quantised(rows, wire.block, wire.gradients or "", key)
 
 
 def decode(wire: Wire, codes: jax.Array, elements: int) -> jax.Array:
@@ -50,7 +49,7 @@ def decode(wire: Wire, codes: jax.Array, elements: int) -> jax.Array:
 
 def encode_weights(rows: jax.Array, block: int) -> jax.Array:
     """Return int8 codes and scales of rows of weights, rounded to the nearest: [n, m] -> [n, m + 4m / block]."""
-    return _quantised(rows.astype(jnp.float32), block, "int8", stochastic=False)
+    return _quantised(rows.astype(jnp.float32), block, "int8", None)
 
 
 def decode_weights(codes: jax.Array, block: int) -> jax.Array:
@@ -58,16 +57,16 @@ def decode_weights(codes: jax.Array, block: int) -> jax.Array:
     return _dequantised(codes, block, "int8")
 
 
-def _quantised(rows: jax.Array, block: int, scheme: str, *, stochastic: bool) -> jax.Array:
+def _quantised(rows: jax.Array, block: int, scheme: str, key: jax.Array | None) -> jax.Array:
     """Return [n, m] as int8: first the codes, then the bytes of the scales. A block's largest is a largest code."""
     blocks = rows.reshape(rows.shape[0], -1, block)
     scale = jnp.abs(blocks).max(axis=2, keepdims=True) / _LARGEST[scheme]
     scaled = blocks / jnp.where(scale > 0, scale, 1)
     if scheme == "int8":
-        rounded = jnp.floor(scaled + _noise(rows, blocks.shape)) if stochastic else jnp.round(scaled)
+        rounded = jnp.round(scaled) if key is None else jnp.floor(scaled + _noise(key, blocks.shape))
         codes = jnp.clip(rounded, -127, 127).astype(jnp.int8)
     else:
-        rounded = _rounded_to_fp8(scaled, _noise(rows, blocks.shape)) if stochastic else scaled.astype(_FP8)
+        rounded = scaled.astype(_FP8) if key is None else _rounded_to_fp8(scaled, _noise(key, blocks.shape))
         codes = jax.lax.bitcast_convert_type(rounded, jnp.int8)
     scales = jax.lax.bitcast_convert_type(scale[:, :, 0], jnp.int8)
     return jnp.concatenate([x.reshape(rows.shape[0], -1) for x in (codes, scales)], axis=1)
@@ -84,10 +83,8 @@ def _dequantised(codes: jax.Array, block: int, scheme: str) -> jax.Array:
     return jnp.where(jnp.isfinite(scale), values.astype(jnp.float32) * scale, jnp.nan).reshape(n, -1)
 
 
-def _noise(rows: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Return uniform float32 numbers in [0, 1), in steps of 2^-16, drawn from the bits of `rows`."""
-    seed = jax.lax.bitcast_convert_type(rows.sum(), jnp.uint32)
-    key = jax.random.fold_in(jax.random.key(0), seed)
+def _noise(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Return uniform float32 numbers in [0, 1), in steps of 2^-16."""
     return jax.random.bits(key, shape, jnp.uint16).astype(jnp.float32) * 2.0**-16
 
 
@@ -143,11 +140,11 @@ def encoded_gather(wire: Wire, shard: jax.Array, dim: int, count: int) -> jax.Ar
     return from_rows(rows.astype(shard.dtype), whole, dim)
 
 
-def encoded_scatter(wire: Wire, x: jax.Array, dim: int, count: int) -> jax.Array:
+def encoded_scatter(wire: Wire, x: jax.Array, dim: int, count: int, key: jax.Array | None) -> jax.Array:
     """Return a device's shard of the sum over `data` of one leaf, sent as codes, without error feedback."""
     packed = to_rows(x.astype(jnp.float32), dim, count)
     rows = side_by_side([packed], wire)
-    own = decode(wire, exchange(encode(wire, rows), (DATA,)), rows.shape[1]).sum(axis=0)
+    own = decode(wire, exchange(encode(wire, rows, key), (DATA,)), rows.shape[1]).sum(axis=0)
     return own[: packed.shape[1]].reshape(*x.shape[:dim], x.shape[dim] // count, *x.shape[dim + 1 :])
 
 

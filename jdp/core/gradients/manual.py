@@ -28,7 +28,7 @@ from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.mesh import batch_axes
 from jdp.core.sharding.placement import Placement, axes_of
 from jdp.core.sharding.plan import Plan
-from jdp.core.state import trained_part, with_trained
+from jdp.core.state import ERROR, trained_part, with_trained
 from jdp.core.traced_device import mesh_inside
 from jdp.core.types import Batch, PyTree
 
@@ -52,7 +52,7 @@ def gradients(spec: GradientSpec, plan: Plan) -> Callable[..., Any]:
 
     def run(params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array, kept: Kept) -> Any:
         params = model_axes.to_replica_view(params, spec.placements, plan.mesh)
-        kept_specs = {name: plan.batch_spec if name == "error" else replicated for name in kept}
+        kept_specs = {name: plan.batch_spec if name == ERROR else replicated for name in kept}
         replicas = _shard_map(
             local,
             plan,
@@ -130,7 +130,9 @@ def make_collectives(spec: GradientSpec, plan: Plan) -> Collectives:
 
     return Collectives(
         gather=lambda x, placement, leading: model_axes.all_gather(x, placement, leading, mesh, spec.wire),
-        reduce=lambda x, placement, leading: model_axes.psum_scatter(x, placement, leading, mesh, spec.wire),
+        reduce=lambda x, placement, leading, seed=None: model_axes.psum_scatter(
+            x, placement, leading, mesh, spec.wire, seed
+        ),
         constrain=lambda x, placement, leading: x,
         finish=finish,
         sum=lambda x: jax.lax.psum(x, axes),

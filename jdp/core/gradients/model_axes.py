@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jdp.core.gradients.codes import encoded_gather, encoded_scatter
+from jdp.core.gradients.rounding import own_key
 from jdp.core.gradients.wire import WIDE, Wire
 from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.mesh import own_axes
@@ -82,20 +83,29 @@ def all_gather(x: jax.Array, placement: Placement, leading: int, mesh: Mesh, wir
     return _on_model_shards(gather, x, replica_view_spec(placement, mesh), placement.compute, leading, mesh)
 
 
-def psum_scatter(x: jax.Array, placement: Placement, leading: int, mesh: Mesh, wire: Wire = WIDE) -> jax.Array:
-    """Sum a gradient over `data` and scatter it: compute spec, first `leading` dimensions sliced off -> rest spec."""
+def psum_scatter(
+    x: jax.Array, placement: Placement, leading: int, mesh: Mesh, wire: Wire = WIDE, seed: jax.Array | None = None
+) -> jax.Array:
+    """Sum a gradient over `data` and scatter it: compute spec, first `leading` dimensions sliced off -> rest spec.
+
+    If it is sent as codes, each device draws their rounding from `seed` (`own_key`).
+    """
     if placement.dim is None:
         return x
     dim, reshaped = placement.dim - leading, _model_shards(placement, mesh) > 1
 
-    def scatter(gradient: jax.Array) -> jax.Array:
+    def scatter(given: tuple[jax.Array, jax.Array | None]) -> tuple[jax.Array, jax.Array | None]:
+        gradient, seed = given
         if wire.encodes(gradient.size, mesh.shape[DATA]):
-            gradient = encoded_scatter(wire, gradient, dim, mesh.shape[DATA]).astype(gradient.dtype)
+            key = own_key(seed, mesh)
+            gradient = encoded_scatter(wire, gradient, dim, mesh.shape[DATA], key).astype(gradient.dtype)
         else:
             gradient = _scattered(gradient, dim, mesh.shape[DATA])
-        return gradient[(slice(None),) * dim + (None,)] if reshaped else gradient
+        return gradient[(slice(None),) * dim + (None,)] if reshaped else gradient, seed
 
-    return _on_model_shards(scatter, x, placement.compute, replica_view_spec(placement, mesh), leading, mesh)
+    specs = placement.compute, replica_view_spec(placement, mesh)
+    before, after = ((PartitionSpec(*spec[leading:]), PartitionSpec()) for spec in specs)
+    return on_model_shards(scatter, (x, seed), before, after, mesh)[0]
 
 
 def _gathered(shard: jax.Array, dim: int) -> jax.Array:

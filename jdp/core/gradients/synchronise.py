@@ -8,9 +8,9 @@ side by side, so that one collective sends them all:
 
 As they are, rows are reduce-scattered (sharded) or all-reduced (whole). Encoded (`wire.py`), row d of every device goes
 to device d (all-to-all), which decodes and adds them in float32; whole leaves, and shards over `replica`, are then
-encoded once more and gathered. What encoding lost is kept in the train state and added to the next gradient; the loss
-of the second encoding is kept by the device that made it. PowerSGD sums two factors of each matrix instead (Vogels et
-al. 2019, algorithm 1), over all shards of the batch at once.
+encoded once more and gathered. What encoding lost is kept in the train state and added to the next gradient
+(`feedback.py`); the loss of the second encoding is kept by the device that made it. PowerSGD sums two factors of each
+matrix instead (Vogels et al. 2019, algorithm 1), over all shards of the batch at once.
 
 Buckets are filled in the order in which the backward pass finishes its gradients, so that the first can be sent while
 the rest is computed (Li et al. 2020, arXiv:2006.15704, section 3.2.3).
@@ -29,11 +29,13 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jdp.core.gradients import model_axes
 from jdp.core.gradients.codes import decode, encode, exchange, from_rows, side_by_side, split, to_rows
+from jdp.core.gradients.rounding import own_key
 from jdp.core.gradients.wire import Wire
 from jdp.core.precision import Precision
 from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.mesh import batch_axes
 from jdp.core.sharding.placement import Placement, shards
+from jdp.core.state import ERROR
 from jdp.core.types import PyTree
 
 LATENCY_BYTES = 4e6
@@ -55,11 +57,18 @@ class _Work:
     grads: list[Any]
     errors: list[Any]
     factors: list[Any]
+    key: jax.Array | None  # the device's own, for stochastic rounding; None rounds to the nearest
     sent: Any = None  # what the last collective gave
+    drawn: int = 0
 
     def after_the_last(self, packed: jax.Array) -> jax.Array:
         """Have a bucket wait for the one before it; XLA would join collectives that do not depend on each other."""
         return packed if self.sent is None else jax.lax.optimization_barrier((packed, self.sent))[0]
+
+    def encode(self, wire: Wire, rows: jax.Array) -> jax.Array:
+        """Return the codes of rows, rounded by a draw of their own if at all."""
+        self.drawn += 1
+        return encode(wire, rows, None if self.key is None else jax.random.fold_in(self.key, self.drawn))
 
 
 @dataclass(frozen=True)
@@ -99,28 +108,30 @@ class Synchroniser:
             return float(self.buckets)
         return math.sqrt(sum(map(self._bytes, range(len(self.placements)))) * LATENCY_BYTES)
 
-    def reduce(self, grads: PyTree, kept: dict[str, PyTree]) -> tuple[PyTree, dict[str, PyTree]]:
+    def reduce(self, grads: PyTree, kept: dict[str, PyTree], seed: Any) -> tuple[PyTree, dict[str, PyTree]]:
         """Sum gradients over `data` and scatter them: compute spec -> rest spec; what rests whole stays as it is.
 
         Leaves that PowerSGD sends are summed over all shards of the batch.
 
         Args:
             grads: one leaf for each placement, the device's own.
-            kept: "error" and "factor", trees like `grads` with None where nothing is kept; {} to keep nothing.
+            kept: `ERROR`, in the gradients' own units, and "factor": trees like `grads` with None where nothing is
+                kept; {} to keep nothing.
+            seed: uint32, of stochastic rounding: another one for each call, the same on all devices.
 
         Returns:
             The gradients, and `kept` afterwards.
         """
-        return self._run(self._reduce, grads, kept, at_rest=False)
+        return self._run(self._reduce, grads, kept, seed, at_rest=False)
 
-    def finish(self, grads: PyTree, kept: dict[str, PyTree]) -> tuple[PyTree, dict[str, PyTree]]:
+    def finish(self, grads: PyTree, kept: dict[str, PyTree], seed: Any) -> tuple[PyTree, dict[str, PyTree]]:
         """Sum gradients at rest specs over the batch axes that `reduce` left out; takes and returns the same as it."""
-        return self._run(self._finish, grads, kept, at_rest=True)
+        return self._run(self._finish, grads, kept, seed, at_rest=True)
 
     def kept_shapes(self) -> dict[str, list[jax.ShapeDtypeStruct | None]]:
         """Return what is kept between steps, for each leaf: global shapes; {} where nothing is.
 
-        "error" is [D, ...] for the D shards of the batch, each device's own; "factor", PowerSGD's, is [matrices,
+        `ERROR` is [D, ...] for the D shards of the batch, each device's own; "factor", PowerSGD's, is [matrices,
         columns, rank].
         """
         count = self._batch_shards
@@ -128,7 +139,7 @@ class Synchroniser:
             return {}
         encoded = [self.is_encoded(i) or self.is_low_rank(i) for i in range(len(self.placements))]
         shapes = [jax.ShapeDtypeStruct((count, *p.shape), jnp.float32) for p in self.placements]
-        kept = {"error": [s if e else None for s, e in zip(shapes, encoded, strict=True)]}
+        kept = {ERROR: [s if e else None for s, e in zip(shapes, encoded, strict=True)]}
         if self.wire.gradients == "powersgd":
             factors = [self._factor_shape(p) if self.is_low_rank(i) else None for i, p in enumerate(self.placements)]
             kept["factor"] = [s and jax.ShapeDtypeStruct(s, jnp.float32) for s in factors]
@@ -187,24 +198,29 @@ class Synchroniser:
     def _bytes(self, index: int) -> int:
         return self._elements(index) * self.precision.reduce_dtype.itemsize
 
-    def _run(self, stage: Callable[[_Work], None], grads: PyTree, kept: dict[str, PyTree], at_rest: bool) -> Any:
+    def _run(
+        self, stage: Callable[[_Work], None], grads: PyTree, kept: dict[str, PyTree], seed: Any, at_rest: bool
+    ) -> Any:
         """Run a stage on each device's own arrays; `at_rest`: the gradients are at their rest specs already."""
+        stochastic = self.wire.gradients is not None and (self.in_backward or not self.wire.error_feedback)
         leaves, treedef = jax.tree.flatten(grads)
         trees = {name: treedef.flatten_up_to(kept[name]) for name in kept}
         nothing = [None] * len(leaves)
         compute = [p.compute for p in self.placements]
         rest = [model_axes.replica_view_spec(p, self.mesh) for p in self.placements]
-        kept_specs = ([PartitionSpec(None, *spec) for spec in compute], [PartitionSpec()] * len(leaves))
+        replicated = PartitionSpec()
+        others = ([PartitionSpec(None, *spec) for spec in compute], [replicated] * len(leaves), [replicated])
 
         def run(given: list[list[Any]]) -> list[list[Any]]:
-            work = _Work(*map(list, given))
+            grads, errors, factors, [seed] = map(list, given)
+            work = _Work(grads, errors, factors, own_key(seed, self.mesh))
             stage(work)
-            return [work.grads, work.errors, work.factors]
+            return [work.grads, work.errors, work.factors, [seed]]
 
-        given = [leaves, trees.get("error", nothing), trees.get("factor", nothing)]
-        before, after = [[rest if at_rest else compute, *kept_specs], [rest, *kept_specs]]
-        leaves, *others = model_axes.on_model_shards(run, given, before, after, self.mesh)
-        named = dict[str, list[Any]](zip(("error", "factor"), others, strict=True))
+        given = [leaves, trees.get(ERROR, nothing), trees.get("factor", nothing), [seed if stochastic else None]]
+        before, after = [[rest if at_rest else compute, *others], [rest, *others]]
+        leaves, errors, factors, _ = model_axes.on_model_shards(run, given, before, after, self.mesh)
+        named = {ERROR: errors, "factor": factors}
         return treedef.unflatten(leaves), {name: treedef.unflatten(named[name]) for name in kept}
 
     def _reduce(self, work: _Work) -> None:
@@ -241,7 +257,7 @@ class Synchroniser:
             sizes = [rows.shape[1] for rows in packed]
             if bucket.encoded:
                 rows = side_by_side(packed, self.wire)
-                codes = self._encode(rows)
+                codes = work.encode(self.wire, rows)
                 own = decode(self.wire, exchange(codes, (DATA,)), rows.shape[1]).sum(axis=0)
                 lost = rows - decode(self.wire, codes, rows.shape[1])
                 self._keep(bucket, work, split(lost, sizes, self.wire), count)
@@ -269,9 +285,9 @@ class Synchroniser:
             packed = [to_rows(x, None, count) for x in (self._corrected(bucket, work) if whole else grads)]
             sizes = [rows.shape[1] for rows in packed]
             rows = side_by_side(packed, self.wire)
-            codes, width = self._encode(rows), rows.shape[1]
+            codes, width = work.encode(self.wire, rows), rows.shape[1]
             own = decode(self.wire, exchange(codes, axes), width).sum(axis=0, keepdims=True)
-            second = self._encode(own)
+            second = work.encode(self.wire, own)
             total = decode(self.wire, jax.lax.all_gather(second, axes, axis=0, tiled=True), width)
             lost = rows - decode(self.wire, codes, width)
             lost = lost.at[jax.lax.axis_index(axes)].add((own - decode(self.wire, second, width))[0])
@@ -303,9 +319,6 @@ class Synchroniser:
                 size = total.shape[dim] // self.mesh.shape[DATA]
                 total = jax.lax.dynamic_slice_in_dim(total, jax.lax.axis_index(DATA) * size, size, dim)
             work.grads[i] = total
-
-    def _encode(self, rows: jax.Array) -> jax.Array:
-        return encode(self.wire, rows, stochastic=self.in_backward or not self.wire.error_feedback)
 
     def _corrected(self, bucket: Bucket, work: _Work) -> list[jax.Array]:
         """Return the gradients of a bucket, with what encoding lost of the one before; in float32 if to be encoded."""

@@ -33,9 +33,9 @@ class Wire:
         block: elements that share a scale, for "int8" and "fp8". Leaves of which a device owns fewer are not encoded.
         fraction: share of the elements that "topk" sends, above 0 and up to 1.
         rank: of PowerSGD's factors.
-        error_feedback: add to the next step's gradient what encoding this one's lost. It takes memory for a float32
-            gradient on every device, in the train state. zero3 has none: it reduces inside the backward pass. Without
-            it, rounding is stochastic, and so right on average ("topk" and "powersgd" need it).
+        error_feedback: add to the next step's mean gradient what encoding this one's lost. It takes memory for a
+            float32 gradient on every device, in the train state. zero3 has none: it reduces inside the backward pass.
+            Without it, rounding is drawn from the step's key, and so right on average ("topk" and "powersgd" need it).
 
     Raises:
         ValueError: a setting is unknown or out of range.
