@@ -241,7 +241,7 @@ def by_jdp(made, folder):
     loss_fn = lambda *given: jdp.Loss(*loss(made, jdp.scan_layers, jdp.gather_rows, *given))  # noqa: E731
     start, key = functools.partial(init, made), jax.random.key(made.case.seed)
     if made.has("own_loop"):
-        return own_loop(made, loss_fn, start, jax.random.fold_in(key, 0), folder)
+        return own_loop(made, loss_fn, start, key, folder)
     plan, tx, rows, evaluated, averages = made.plan(), made.tx(), [], {}, {}
     step = jdp.make_train_step(loss_fn, plan, **made.settings)
     state = jdp.init_state(start, tx, plan, rng=key, wrt=made.wrt)
