@@ -55,13 +55,13 @@ FEATURES = {
     "local_steps": Feature(mesh={"replica": 2}, step={"local_steps": LOCAL}, kind="replica"),
     "replica": Feature(mesh={"replica": 2}, kind="replica"),
     "offload": Feature(),
-    "pad": Feature({"width": 7}, mesh={"data": 4}),
+    "pad": Feature({"width": 7}, mesh={"data": 4}, kind="width"),
     "ema": Feature(),
     "lora": Feature({"model": "nnx"}, kind="wrt"),
     "wrt": Feature({"frozen": "same"}, kind="wrt"),
     "accumulate": Feature(step={"accumulate": 2}),
     "noise_scale": Feature(step={"noise_scale": True}, strategies=ALL[:3]),
-    "products": Feature({"optimizer": "momentum"}, step={"precision": "fp8"}),
+    "products": Feature({"optimizer": "momentum", "width": 16}, step={"precision": "fp8"}, kind="width"),
     "overlap": Feature(LAYERS, step={"overlap": True}, strategies=ALL[2:]),
     "scan_layers": Feature(LAYERS),
     "batch_norm": Feature({"model": "nnx", "state": "norm"}),
@@ -74,7 +74,7 @@ FEATURES = {
     "clip_norm": Feature({"clip_norm": 0.3}, step={"clip_norm": 0.3}),
     "eval": Feature(),
 }
-LOSSY = {"bf16": 3e-3, "int8": 0.01, "fp8": 0.03, "topk": 0.3, "powersgd": 0.6, "int8_weights": 0.02, "products": 0.02}
+LOSSY = {"bf16": 3e-3, "int8": 0.01, "fp8": 0.03, "topk": 0.3, "powersgd": 0.6, "int8_weights": 0.02, "products": 0.06}
 INEXACT = {"products", "int8_weights"}  # in the forward pass, too
 STEPS_ALONE = ("local_steps", "noise_scale", "clip_norm", "eval")  # a loop of one's own has no such settings
 _REFUSED = (
@@ -241,7 +241,7 @@ def by_jdp(made, folder):
     loss_fn = lambda *given: jdp.Loss(*loss(made, jdp.scan_layers, jdp.gather_rows, *given))  # noqa: E731
     start, key = functools.partial(init, made), jax.random.key(made.case.seed)
     if made.has("own_loop"):
-        return own_loop(made, loss_fn, start, jax.random.fold_in(key, 0), folder)
+        return own_loop(made, loss_fn, start, key, folder)
     plan, tx, rows, evaluated, averages = made.plan(), made.tx(), [], {}, {}
     step = jdp.make_train_step(loss_fn, plan, **made.settings)
     state = jdp.init_state(start, tx, plan, rng=key, wrt=made.wrt)

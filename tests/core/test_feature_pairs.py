@@ -9,12 +9,35 @@ import pytest
 from feature_pairs import FEATURES, check, pairs
 
 TURN = int(os.environ.get("JDP_TURN", "0"))
+QUICK = """
+bf16 replica batch_norm accumulate ema
+int8 pad wrt dropout eval
+fp8 scan_layers lora resume group
+topk model_axis accumulate noise_scale clip_norm
+powersgd offload scan_layers batch_norm resume
+powersgd pad clip_norm eval
+int8_weights overlap dropout clip_norm pad
+local_steps ema batch_norm dropout eval
+local_steps pad group wrt resume scan_layers
+local_steps gather_rows
+noise_scale gather_rows
+own_loop bf16 lora group replica ema
+own_loop int8_weights gather_rows model_axis
+fp8 buckets model_axis wrt offload
+products int8 overlap lora
+products buckets noise_scale offload resume
+gather_rows topk group eval
+"""
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("feature", FEATURES)
-def test_a_feature_alone_equals_one_device(feature, tmp_path):
-    check((feature,), tmp_path, TURN)
+@pytest.mark.parametrize("names", QUICK.split("\n")[1:-1])
+def test_features_together_equal_one_device(names, tmp_path):
+    check(tuple(names.split()), tmp_path)
+
+
+def test_the_quick_ones_take_every_feature_twice():
+    assert set(QUICK.split()) == set(FEATURES)
+    assert all(QUICK.split().count(name) > 1 for name in FEATURES)
 
 
 @pytest.mark.slow

@@ -36,16 +36,17 @@ class RowwiseLoss:
     """A `TracedLoss` that takes a `BatchKey` as well as a key."""
 
     loss: TracedLoss
-    _programs: list[tuple[Any, Any, Any]] = field(default_factory=list[tuple[Any, Any, Any]])
+    _programs: dict[Any, tuple[Any, Any, Any]] = field(default_factory=dict[Any, tuple[Any, Any, Any]])
+    """Structure of the arguments -> programs: operands with seeds of rounding have other leaves than those without."""
 
     def __call__(self, operands: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[Sums, PyTree]:
         """Return the sums over the rows of `batch`, and the model state afterwards."""
         if not isinstance(key, BatchKey):
             return self.loss(operands, model_state, batch, key)
         args = (operands, model_state, batch, key.key)
-        if not self._programs:
-            self._programs.append(_programs_of(self.loss, args, key.total))
-        local, full, structure = self._programs[0]
+        if (given := jax.tree.structure(args)) not in self._programs:
+            self._programs[given] = _programs_of(self.loss, args, key.total)
+        local, full, structure = self._programs[given]
         if full is not None and not differs(local.jaxpr, full.jaxpr):
             return self.loss(*args)
         flat = list(map(Value, jax.tree.leaves(args)))
