@@ -44,7 +44,7 @@ def gather(op: Op) -> State:
             return op.mixed("a sum over rows is read by index")
         return replace(array, dims=frozenset(of_array[dim] for dim in array.dims))
     assert isinstance(array, Rows)
-    places = list[int]()
+    places, numbered = list[int](), set[int]()
     for dim in array.dims:
         if dim in of_batch:
             places.append(of_index[of_batch[dim]])
@@ -54,8 +54,10 @@ def gather(op: Op) -> State:
             return op.mixed("rows are taken by index")
         else:
             places.append(of_index[found])
+            numbered.add(found)
     result = replace(array, dims=tuple(places))
-    if any(isinstance(state, Const) and state.varies and not _is_number_of(state, pieces) for _, state in pieces):
+    varying = [state for _, state in pieces if isinstance(state, Const) and state.varies]
+    if any(not (state.varies <= numbered and is_arange(state, tuple(state.varies))) for state in varying):
         return op.unknown("a row's number counts")
     if by_row is not None:
         index_places = tuple(of_index[dim] for dim in by_row.dims if dim in of_index)
@@ -75,10 +77,6 @@ def _rows_of(index: State) -> Rows | None:
 
 def _varies(index: State) -> frozenset[int]:
     return index.varies if isinstance(index, Const) else frozenset()
-
-
-def _is_number_of(state: Const, pieces: Sequence[tuple[int, State]]) -> bool:
-    return any(is_arange(state, (dim,)) for dim in state.varies)
 
 
 def _numbered_along(
@@ -120,7 +118,11 @@ def scatter(op: Op) -> State:
         if None in dims:
             return _counted(op, array, index, updates, dict(enumerate(into)))
         moved.append(replace(state, dims=tuple(dim for dim in dims if dim is not None)))
-    return joined(op, [array, *moved])
+    result = joined(op, [array, *moved])
+    whole = {into: update for update, into in window.items() if op.shape(2)[update] == op.shape(0)[into]}
+    if isinstance(result, Rows) and not set(result.dims) <= {*whole, *numbers.operand_batching_dims}:
+        return op.unknown("some of the rows are written")
+    return result
 
 
 def _counted(op: Op, array: State, index: State, updates: State, into: dict[int, int]) -> State:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from jdp.core.gradients.row_rules import Op, Rule, dims_of, is_arange, is_of_loop, joined
+from jdp.core.gradients.row_rules import Op, Rule, dims_of, is_arange, joined, part_of
 from jdp.core.gradients.row_states import Const, Rows, RowSum, State, moved, scales
 
 BATCHED_MATRICES = frozenset(
@@ -28,7 +28,7 @@ def dot_general(op: Op) -> State:
         paired = tuple(pairs.get(dim) for dim in left.dims) == right.dims
         if not paired or left.place[1:] != right.place[1:]:
             return op.mixed("rows are multiplied with other rows")
-        return _product(op, left, mappings[0], set(contracted[0]), left.power + right.power)
+        return _product(op, left, mappings[0], set(contracted[0]), left.power + right.power, 0)
     side = 0 if not isinstance(left, Const) else 1
     state, other = states[side], states[1 - side]
     if not isinstance(other, Const):
@@ -39,17 +39,21 @@ def dot_general(op: Op) -> State:
         return op.unknown("a row's number counts")
     if powers[0] is None or powers[1] is None:
         return op.unknown("a factor grows with the rows in no simple way")
-    return _product(op, state, mappings[side], set(contracted[side]), powers[0] + powers[1])
+    return _product(op, state, mappings[side], set(contracted[side]), powers[0] + powers[1], side)
 
 
-def _product(op: Op, state: State, mapping: dict[int, int], contracted: set[int], power: int) -> State:
+def _product(op: Op, state: State, mapping: dict[int, int], contracted: set[int], power: int, side: int) -> State:
     dims = dims_of(state)
+    more = op.growth(side, contracted - dims)
+    if more is None:
+        return op.unknown("what is summed grows with the rows in no simple way")
+    power += more
     left = frozenset(mapping[dim] for dim in dims - contracted)
     if isinstance(state, RowSum):
-        return op.unknown() if state.part == "all" else replace(state, dims=left, power=power)
+        return op.unknown() if state.part in ("all", "every") else replace(state, dims=left, power=power)
     assert isinstance(state, Rows)
     if dims & contracted:
-        return RowSum(left, power, "part" if is_of_loop(state) else None)
+        return RowSum(left, power, part_of(state))
     return replace(moved(state, mapping), power=power)
 
 
@@ -83,7 +87,9 @@ def conv(op: Op) -> State:
 
 def windows(op: Op) -> State:
     sizes = op.params["window_dimensions"]
-    over = {dim for dim, size in enumerate(sizes) if size != 1}
+    plain = {"window_strides": 1, "padding": (0, 0), "base_dilation": 1, "window_dilation": 1, "window_dimensions": 1}
+    given = {name: op.params.get(name) or (usual,) * len(sizes) for name, usual in plain.items()}
+    over = {dim for name, values in given.items() for dim, value in enumerate(values) if value != plain[name]}
     states = [state for i, state in enumerate(op.operands) if len(op.shape(i)) == len(sizes)]
     state = joined(op, states)
     if isinstance(state, Rows) and over & set(state.dims):

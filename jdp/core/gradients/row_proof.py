@@ -8,13 +8,14 @@ as in a Python loop over rows, nothing is known.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from jdp.core.gradients.jaxprs import scan_counts, user_line
+from jdp.core.gradients.jaxprs import scan_counts, source_lines, user_line
 from jdp.core.gradients.loss_trace import LossTrace
 from jdp.core.gradients.quotients import Quotient, Reading, flattened, quotient_of
 from jdp.core.gradients.row_gathers import gather, scatter
@@ -34,6 +35,7 @@ from jdp.core.gradients.row_states import (
     power_of,
     scales,
 )
+from jdp.core.paths import PACKAGE
 
 CALLS = frozenset(
     """
@@ -106,6 +108,9 @@ class RowReader:
         return [apply(op, RULES)] * count
 
     def _called(self, op: Op) -> list[State]:
+        if op.name.startswith("custom_vjp") and not _is_of_library(op):
+            unread = op.unknown("a gradient of the user's own (custom_vjp) is not read")
+            return [first_bad(op.operands) or unread] * len(op.eqn.outvars)
         names = [name for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in op.params]
         if not names:
             return [op.unknown()] * len(op.eqn.outvars)
@@ -118,7 +123,7 @@ class RowReader:
 
     def _cond(self, op: Op) -> list[State]:
         index, *operands = op.operands
-        if not isinstance(index, Const) or index.varies:
+        if not isinstance(index, Const) or index.varies or index.power != 0:
             bad = index if isinstance(index, Mixed | Unknown) else op.unknown("rows decide on a branch")
             return [bad] * len(op.eqn.outvars)
         pairs = zip(op.params["branches"], op.other.params["branches"], strict=True)
@@ -137,14 +142,13 @@ class RowReader:
         carried = _fixpoint(op, carried, body)
         given = [*op.operands[:tests], *carried]
         [ends] = self._inner(op, op.params["cond_jaxpr"], op.other.params["cond_jaxpr"], given)
-        if isinstance(ends, Rows) or (isinstance(ends, Const) and not ends.varies):  # of a row: it stops by itself
+        if isinstance(ends, Rows) or (isinstance(ends, Const) and not ends.varies and ends.power == 0):
             return carried
         bad = op.unknown("rows decide how often a loop runs")
         return [state if isinstance(state, Mixed) else bad for state in carried]
 
     def _scan(self, op: Op) -> list[State]:
         first, carried = scan_counts(op.eqn)
-        alike = op.params["length"] == op.other.params["length"]
         constants, start = list(op.operands[:first]), list(op.operands[first : first + carried])
         slices = [_first_round(op, state) for state in op.operands[first + carried :]]
         if any(0 in dims_of(state) for state in op.operands[first + carried :]):
@@ -153,12 +157,30 @@ class RowReader:
         def body(carry: Sequence[State]) -> list[State]:
             return self._inner(op, op.params["jaxpr"], op.other.params["jaxpr"], [*constants, *carry, *slices])
 
+        if op.params["length"] != op.other.params["length"]:
+            return self._scan_of_chunks(op, constants, start, slices)
         carry = _fixpoint(op, start, lambda carry: body(carry)[:carried])
-        results = [*carry, *(_stacked(state) for state in body(carry)[carried:])]
-        if alike:
-            return results
-        counts = op.unknown("a loop's length depends on the number of rows")
-        return [counts if isinstance(state, Const) else state for state in results]
+        return [*carry, *(_stacked(state) for state in body(carry)[carried:])]
+
+    def _scan_of_chunks(self, op: Op, constants: list[State], start: list[State], slices: list[State]) -> list[State]:
+        """Read a loop over chunks of all rows, more of them where there are more rows: what is carried is their sum."""
+        count, inner = len(start), op.params["jaxpr"]
+        places = inner.jaxpr.invars[len(constants) : len(constants) + count]
+        same = [a is b for a, b in zip(places, inner.jaxpr.outvars[:count], strict=True)]
+        odd = op.unknown("a loop's length depends on the number of rows")
+        zero = [RowSum(part="every") if isinstance(state, Const) and state.is_zero else odd for state in start]
+        carry: list[State] = [state if kept else sums for state, sums, kept in zip(start, zero, same, strict=True)]
+        slices = [replace(x, order=("chunk", x.place)) if isinstance(x, Rows) else x for x in slices]
+        out = self._inner(op, inner, op.other.params["jaxpr"], [*constants, *carry, *slices])
+        lengths = op.other.params["length"] / op.params["length"]
+        more = {self.ratio: 1, 1 / self.ratio: -1}.get(lengths)
+        ends: list[State] = [
+            replace(after, part=None, power=after.power + more)
+            if isinstance(after, RowSum) and after.part == "every" and more is not None and not kept
+            else (after if kept or isinstance(after, Mixed) else odd)
+            for after, kept in zip(out[:count], same, strict=True)
+        ]
+        return [*ends, *(odd for _ in out[count:])]
 
     def _scan_of_rows(self, op: Op, constants: list[State], start: list[State], slices: list[State]) -> list[State]:
         """Read a loop over rows: what is carried is a sum so far, or does not change."""
@@ -185,6 +207,12 @@ class RowReader:
                 ends.append(op.mixed("a value is carried from row to row"))
         layout = next((x for x in op.operands[len(constants) + count :] if isinstance(x, Rows) and 0 in x.dims), None)
         return [*ends, *(_stacked_rows(op, state, layout) for state in out[count:])]
+
+
+def _is_of_library(op: Op) -> bool:
+    """Return True if an installed package or jdp calls a function with a gradient of its own."""
+    line = next(iter(source_lines(op.eqn)), "")
+    return "site-packages" in line or line.startswith(f"{PACKAGE}{os.sep}")
 
 
 def _has_rows(state: State) -> bool:
@@ -231,7 +259,9 @@ def _is_known(state: State) -> bool:
 def _first_round(op: Op, state: State) -> State:
     """Return the state of what one round of a scan gets of an operand."""
     if isinstance(state, Const):
-        return Const(frozenset(dim - 1 for dim in state.varies if dim), state.power)
+        if 0 in state.varies:
+            return op.unknown("a row's number counts")
+        return Const(frozenset(dim - 1 for dim in state.varies), state.power)
     if isinstance(state, RowSum):
         return replace(state, dims=frozenset(dim - 1 for dim in state.dims))
     if isinstance(state, Rows):
@@ -299,13 +329,41 @@ def prove(first: LossTrace, second: LossTrace, group: int) -> Proof:
     """
     programs = [each.closed if each.is_sum else flattened(each.closed) for each in (first, second)]
     try:
-        return _proof(first, [programs[0], programs[1]], second.rows, group)
+        return _proof(first, second, [programs[0], programs[1]], group)
     except Exception as error:  # a program of a form that nobody has thought of: the loss is tried on values instead
         return Proof("unknown", f"its program could not be read: {type(error).__name__}: {error}"[:300], False)
 
 
-def _proof(first: LossTrace, programs: Sequence[ClosedJaxpr], rows: int, group: int) -> Proof:
-    program, other = programs
+def _tail_growth(
+    reader: RowReader, program: ClosedJaxpr, other: ClosedJaxpr, quotient: Quotient, values: dict[Any, State]
+) -> int | None:
+    """Return how a scalar grows with the rows by what follows its quotient: 1, as it is counted by its rows."""
+    pairs = zip(program.jaxpr.eqns, other.jaxpr.eqns, strict=True)
+    others = {eqn.outvars[0]: second for eqn, second in pairs if eqn.outvars}
+
+    def growth(var: Any) -> int | None:
+        eqn, found = quotient.tail[var], list[int | None]()
+        inside = [not isinstance(atom, Literal) and atom in quotient.tail for atom in eqn.invars]
+        if not any(inside):
+            return 0
+        for atom, second, is_tail in zip(eqn.invars, others[var].invars, inside, strict=True):
+            state = reader.constant(atom.val, getattr(second, "val", atom.val)) if isinstance(atom, Literal) else None
+            state = values[atom] if state is None and not is_tail else state
+            found.append(growth(atom) if is_tail else (state.power if isinstance(state, Const) else None))
+        if None in found:
+            return None
+        name, powers = eqn.primitive.name, [power for power in found if power is not None]
+        if name == "mul":
+            return sum(powers)
+        if name == "div":
+            return powers[0] - powers[1]
+        return powers[0] if len(set(powers)) == 1 else None
+
+    return growth(program.jaxpr.outvars[0])
+
+
+def _proof(first: LossTrace, second: LossTrace, programs: Sequence[ClosedJaxpr], group: int) -> Proof:
+    (program, other), rows = programs, second.rows
     reader = RowReader((first.rows // group, rows // group), rows / first.rows)
     states: list[State] = [reader.constant(*pair) for pair in zip(program.consts, other.consts, strict=True)]
     batch = first.batch_inputs
@@ -320,15 +378,20 @@ def _proof(first: LossTrace, programs: Sequence[ClosedJaxpr], rows: int, group: 
     for state in outputs:
         if isinstance(state, Mixed):
             return Proof("mixes", f"in aux, {state.why}, at {state.line}")
-        if not (isinstance(state, Rows) and state.place == by_row.place) and not (
-            isinstance(state, Const) and not state.varies
-        ):
+        if state not in (by_row, Const()):
             return Proof("unknown", "an array of aux is not of single rows, as far as its program tells")
     if not first.is_sum:
         quotient = _quotient(first, program)
         if quotient is not None and not isinstance(total, RowSum):
             proofs = [_verdict(values[n], values[quotient.denominator]) for n in quotient.numerators]
             proof = next((proof for proof in proofs if proof.verdict != "sum"), proofs[0])
+            again = _quotient(second, other)
+            if (
+                again is None
+                or again.guards != quotient.guards
+                or _tail_growth(reader, program, other, quotient, values) != 1
+            ):
+                return Proof("unknown", "what is done to the quotient depends on the number of rows")
             if proof.means and quotient.guards:
                 return Proof("unknown", "a mean is divided by a mean and a constant")
             return replace(proof, reading=Reading(quotient.guards, proof.means)) if proof.verdict == "sum" else proof

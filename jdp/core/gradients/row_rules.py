@@ -6,7 +6,8 @@ What is certain to combine rows in another way than by a sum gives `Mixed`; what
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,9 +35,9 @@ from jdp.core.gradients.row_states import (
 MORE_ELEMENTWISE = frozenset(
     """
     acos acosh asin asinh atan atanh bessel_i0e bessel_i1e bitcast_convert_type clz complex conj cosh digamma erfc
-    igamma igammac imag lgamma name random_clone random_unwrap random_wrap real regularized_incomplete_beta
-    optimization_barrier polygamma population_count reducible_barrier sharding_constraint shift_left
-    shift_right_arithmetic shift_right_logical sinh zeta
+    igamma igammac imag lgamma name one_minus_square random_clone random_unwrap random_wrap real
+    regularized_incomplete_beta optimization_barrier polygamma population_count reducible_barrier sharding_constraint
+    shift_left shift_right_arithmetic shift_right_logical sinh zeta
     """.split()  # noqa: SIM905
 )
 KEEPS = frozenset(
@@ -90,6 +91,12 @@ class Op:
     def counts(self, i: int) -> frozenset[int]:
         """Return the dimensions of an operand that count rows."""
         return scales(*self.shapes(i))
+
+    def growth(self, i: int, axes: Collection[int]) -> int | None:
+        """Return how the number of elements along some of an operand's dimensions grows with the rows."""
+        sizes = [math.prod(shape[dim] for dim in axes) for shape in self.shapes(i)]
+        powers = {1.0: 0, self.ratio: 1, 1 / self.ratio: -1, self.ratio**2: 2}
+        return powers.get(sizes[1] / sizes[0]) if sizes[0] else None
 
     @property
     def line(self) -> str:
@@ -165,6 +172,8 @@ def _that_varies(state: Const) -> Const:
 
 def elementwise(op: Op) -> State:
     states = op.operands
+    if str(op.params.get("y")) != str(op.other.params.get("y")):  # the exponent of integer_pow
+        return op.unknown("single rows count by how many rows there are")
     if op.name == "convert_element_type" and isinstance(states[0], Pieces):
         return states[0]
     sums = [state for state in states if isinstance(state, RowSum)]
@@ -212,15 +221,16 @@ def _of_sums(op: Op, sums: list[RowSum], rows: list[Rows]) -> State:
     first, states = sums[0], op.operands
     nonlinear = op.mixed("a sum over rows enters a product, a quotient or another function that is not linear")
     if op.name in KEEPS:
-        return first
+        kinds = [var.aval.dtype.kind for var in (op.eqn.invars[0], op.eqn.outvars[0])]  # pyright: ignore[reportAttributeAccessIssue]
+        return nonlinear if kinds[1] == "b" or (kinds[1] in "iu" and kinds[0] not in "iub") else first
     if op.name in ("add", "sub", "add_any"):
         return _sum_of_terms(op, sums, rows)
     if op.name == "select_n":
         cases = [x for x in states[1:] if not (isinstance(x, Const) and x.is_zero)]
         same = isinstance(states[0], Const) and len(set(cases)) == 1 and isinstance(cases[0], RowSum)
-        return cases[0] if same and first.part != "all" else nonlinear
+        return cases[0] if same and first.part not in ("all", "every") else nonlinear
     scaled = op.name == "mul" or (op.name == "div" and isinstance(states[0], RowSum))
-    if not scaled or len(sums) > 1 or rows or first.part == "all":
+    if not scaled or len(sums) > 1 or rows or first.part in ("all", "every"):
         return nonlinear
     power = _power(op, states)
     return op.unknown("a factor grows with the rows in no simple way") if power is None else replace(first, power=power)
@@ -229,6 +239,8 @@ def _of_sums(op: Op, sums: list[RowSum], rows: list[Rows]) -> State:
 def _sum_of_terms(op: Op, sums: list[RowSum], rows: list[Rows]) -> State:
     """Return the state of sums over rows and other terms added up."""
     parts = {state.part for state in sums} | ({"part"} if rows else set())
+    if parts == {"every", "chunk"}:
+        parts = {"every"}
     if rows and (any(x.dims for x in rows) or parts - {"part", "all"}):
         return op.mixed("a sum over rows meets single rows")
     if len({frozenset(state.dims) for state in (*sums, *rows)}) > 1 or (len(parts) > 1 and parts != {"part", "all"}):
@@ -237,13 +249,18 @@ def _sum_of_terms(op: Op, sums: list[RowSum], rows: list[Rows]) -> State:
         return op.unknown()
     constants = [x for x in op.operands if isinstance(x, Const)]
     powers = {state.power for state in (*sums, *rows)}
-    if len({state.power for state in sums}) > 1:
+    if len({state.power for state in sums}) > 1 and parts != {"every"}:
         return op.mixed("a sum and a mean over rows are added")
+    if parts == {"every"} and len({state.power for state in sums if state.part == "chunk"}) > 1:
+        return op.unknown()
     odd = [c for c in constants if c.power is None or {c.power - 1} != powers or sums[0].dims]
-    if len(powers) > 1 or not all(constant.is_zero for constant in odd):
+    if (len(powers) > 1 and parts != {"every"}) or not all(constant.is_zero for constant in odd):
         return op.unknown("a sum over rows and what is none are added: they grow differently with the rows")
     if parts != {None} and not all(constant.is_zero for constant in constants):
         return op.unknown("a number is added for each round of a loop over rows")
+    if parts == {"every"}:
+        powers = {state.power for state in sums if state.part == "chunk"} or powers
+        return RowSum(sums[0].dims, powers.pop(), "every")
     return replace(sums[0], part="all" if "all" in parts else sums[0].part)
 
 
@@ -269,8 +286,10 @@ def dims_of(state: State) -> frozenset[int]:
     return state.varies if isinstance(state, Const) else frozenset()
 
 
-def is_of_loop(state: Rows) -> bool:
-    return isinstance(state.order, tuple) and state.order[0] == "loop"
+def part_of(state: Rows) -> str | None:
+    """Return which part of a sum rows make: in a loop over rows, or over chunks of all of them, that of a round."""
+    kind = state.order[0] if isinstance(state.order, tuple) else None
+    return {"loop": "part", "chunk": "chunk"}.get(kind or "")
 
 
 def is_arange(state: State, dims: tuple[int, ...]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from jdp.core.gradients.row_rules import Op, Rule, dims_of, is_of_loop, joined
+from jdp.core.gradients.row_rules import Op, Rule, dims_of, joined, part_of
 from jdp.core.gradients.row_states import (
     Const,
     Mixed,
@@ -66,17 +66,21 @@ def reshape(op: Op) -> State:
 
 def reduce_sum(op: Op) -> State:
     state, axes = op.operands[0], set(op.params["axes"])
+    assert isinstance(state, Const | Rows | RowSum)
     left = [dim for dim in range(len(op.shape(0))) if dim not in axes]
     mapping = {old: new for new, old in enumerate(left)}
-    if isinstance(state, Rows) and axes & set(state.dims):
-        dims = frozenset(mapping[dim] for dim in state.dims if dim in mapping)
-        return RowSum(dims, state.power, "part" if is_of_loop(state) else None)
-    if isinstance(state, RowSum):
-        return replace(state, dims=frozenset(mapping[dim] for dim in state.dims if dim in mapping))
-    if isinstance(state, Const) and (counted := axes & op.counts(0)):
-        power = None if state.power is None or counted & state.varies else state.power + len(counted)
+    over, more = axes & dims_of(state), op.growth(0, axes - dims_of(state))
+    if isinstance(state, Const):
+        more = None if over else more
+        power = None if state.power is None or more is None else state.power + more
         return Const(frozenset(mapping[dim] for dim in state.varies if dim in mapping), power)
-    return _carried(op, state, mapping, "")
+    if more is None:
+        return op.unknown("what is summed grows with the rows in no simple way")
+    state = replace(state, power=state.power + more)
+    dims = frozenset(mapping[dim] for dim in state.dims if dim in mapping)
+    if isinstance(state, Rows) and over:
+        return RowSum(dims, state.power, part_of(state))
+    return replace(state, dims=dims) if isinstance(state, RowSum) else moved(state, mapping)
 
 
 def reduction(op: Op) -> State:
@@ -88,6 +92,8 @@ def reduction(op: Op) -> State:
         return op.mixed("a sum over rows enters a reduction that is not linear")
     if any(isinstance(state, Rows) and axes & set(state.dims) for state in states):
         return op.mixed(f"a {NAMES_OF_REDUCTIONS.get(op.name, op.name)} is taken over rows")
+    if any(axes & op.counts(i) for i in range(count)) and not all(isinstance(state, Const) for state in states):
+        return op.unknown("a dimension that grows with the rows is reduced")
     left = [dim for dim in range(len(op.shape(0))) if dim not in axes]
     state = joined(op, states)
     if isinstance(state, Const):
@@ -104,10 +110,12 @@ def along(op: Op) -> State:
         return state if op.name == "cumsum" and axis not in state.dims else op.mixed("a sum over rows is not the end")
     if isinstance(state, Const):
         return replace(state, varies=state.varies | ({axis} & op.counts(0)))
+    if isinstance(state, Rows) and axis not in state.dims and axis in op.counts(0):
+        return op.unknown("a dimension that grows with the rows is gone through")
     if not isinstance(state, Rows) or axis not in state.dims:
         return state
-    if op.name == "sort" and len(state.dims) == 1:
-        return replace(state, order=("sorted", id(op.eqn)))
+    if op.name == "sort" and len(op.shape(0)) == 1:
+        return replace(state, order=("sorted", object()))
     return op.mixed(
         {"sort": "rows are sorted", "top_k": "the largest of the rows are taken"}.get(
             op.name, f"{op.name} goes from row to row"
@@ -118,7 +126,7 @@ def along(op: Op) -> State:
 def rev(op: Op) -> State:
     state = op.operands[0]
     if isinstance(state, Rows) and set(state.dims) & set(op.params["dimensions"]):
-        return replace(state, order=("reversed", state.order))
+        return replace(state, order=("reversed", state.order)) if len(state.dims) == 1 else op.unknown()
     return state
 
 
@@ -157,6 +165,8 @@ def stack(op: Op) -> State:
 def sliced(op: Op) -> State:
     state = op.operands[0]
     cuts = [_cuts(each.params, shape) for each, shape in zip((op.eqn, op.other), op.shapes(0), strict=True)]
+    if any(cuts[0].get(dim) != cuts[1].get(dim) for dim in {*cuts[0], *cuts[1]} - dims_of(state)):
+        return op.unknown("what is taken depends on the number of rows")
     hit = {dim for cut in cuts for dim in cut} & dims_of(state)
     if not hit or isinstance(state, Const):
         return state
@@ -191,7 +201,7 @@ def _taken(cut: tuple[int, int, int] | None, size: int, state: Rows, trace: int)
 def split(op: Op) -> State:
     """Into whole repetitions of the batch, such as two views that were put one after another; or along no rows."""
     sizes, axis, state = op.params["sizes"], op.params["axis"], op.operands[0]
-    if axis not in dims_of(state):
+    if isinstance(state, Const) or axis not in dims_of(state):
         return state
     parts = len(sizes)
     if isinstance(state, Rows) and len(state.dims) == 1 and len(set(sizes)) == 1:
