@@ -300,7 +300,6 @@ def _validated(table: dict[str, Any], texts: Mapping[KeyPath, str], *, where: st
     An override that fits only as text (`--name 2024`) is read as text. `plugin` is the one that may be imported.
     """
     _use_plugin(table.get("plugin"), where=where, allowed=plugin)
-    take_tokenizer(table)
     error = _error(table)
     for key, text in texts.items():
         if isinstance(error, ValidationError) and _blamed(error, key):
@@ -311,6 +310,7 @@ def _validated(table: dict[str, Any], texts: Mapping[KeyPath, str], *, where: st
             if second is None or not _blamed(second, key):
                 table, error = as_text, second
     if error is None:
+        take_tokenizer(table)
         return Experiment.model_validate(table)
     schemas = Schemas(Experiment, chosen_tables(table))
     count, lines = problems(error, schemas, frozenset(texts))

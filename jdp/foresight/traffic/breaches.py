@@ -282,8 +282,6 @@ class _Judge:
                 meanwhile = "" if self.step.overlap is False else " Until then, try make_train_step(overlap=False)."
                 return f"jdp itself sends it, not the loss: report that as a fault of jdp.{meanwhile}"
             return "The step is partitioned by hand already, so the loss itself asks for it: look at that line."
-        if self.step.requested is None and "jdp.Loss" in self.step.why:
-            return "Return jdp.Loss(total, weight) from the loss: then partitioning=None picks manual."
         return "Use partitioning='manual': each device sums its own first, and they synchronise once."
 
     def _keep_local(self) -> str:
