@@ -24,6 +24,7 @@ class _Traced:
 
 
 _CURRENT: ContextVar[_Traced | None] = ContextVar("jdp_traced", default=None)
+_ROWS: ContextVar[tuple[int, int]] = ContextVar("jdp_traced_rows", default=(1, 1))
 
 
 @contextmanager
@@ -39,6 +40,22 @@ def tracing_for(mesh: Mesh, batch_axes: Iterable[str]) -> Generator[None]:
         yield
     finally:
         _CURRENT.reset(token)
+
+
+@contextmanager
+def sized_for(rows: int, traced: int) -> Generator[None]:
+    """Choose sizes as for `rows` rows while a program is traced on `traced` of them: two traces then compare."""
+    token = _ROWS.set((rows, traced))
+    try:
+        yield
+    finally:
+        _ROWS.reset(token)
+
+
+def rows_for_sizes(rows: int) -> int:
+    """Return for how many rows a model chooses the number of its chunks where it is traced on `rows` of them."""
+    chosen, traced = _ROWS.get()
+    return max(1, rows * chosen // traced)
 
 
 def traced_device() -> Device:

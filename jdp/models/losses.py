@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdp.core.traced_device import traced_device, traced_model_axes, traced_shards
+from jdp.core.traced_device import rows_for_sizes, traced_device, traced_model_axes, traced_shards
 from jdp.models.checks import require
 from jdp.models.modules import product, summed_in_float32
 
@@ -71,7 +71,8 @@ def linear_next_token_loss(
     batch, length, _ = features.shape
     vocabulary = head.shape[0 if tied else 1]
     shards, head_shards = math.gcd(traced_shards(), batch), math.prod(traced_model_axes().values())
-    count = -(-4 * batch // shards * length * -(-vocabulary // head_shards) // chunk_bytes)
+    rows = -(-rows_for_sizes(batch) // shards)
+    count = -(-4 * rows * length * -(-vocabulary // head_shards) // chunk_bytes)
     if count <= 1 and traced_device().platform == "cpu":
         return next_token_loss(product(_FORWARD[tied], features, head), targets, weights)
     weights, of_chunk = weights.astype(jnp.float32), -(-length // count)

@@ -31,7 +31,7 @@ from jdp.core.paths import path_of
 from jdp.core.precision import Precision
 from jdp.core.sharding.placement import axes_of
 from jdp.core.state import TrainState, own_shapes
-from jdp.core.traced_device import traced_mesh
+from jdp.core.traced_device import rows_for_sizes, traced_mesh
 from jdp.core.types import Batch, Loss, LossFn
 
 _INLINED = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2"}
@@ -278,7 +278,8 @@ def trace_loss(
         plain(state.rng) if train else None,
     )
     shared, inputs = _SHARED.get(), jax.tree.flatten(arguments)
-    key = (id(loss_fn), adapter, traced_mesh(), training, inputs[1], *((leaf.shape, leaf.dtype) for leaf in inputs[0]))
+    shapes_of = tuple((leaf.shape, leaf.dtype) for leaf in inputs[0])
+    key = (id(loss_fn), adapter, traced_mesh(), training, rows_for_sizes(rows), inputs[1], shapes_of)
     if shared is not None and key in shared:
         return shared[key]
     with recording() as gathered:

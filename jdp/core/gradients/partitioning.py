@@ -26,6 +26,7 @@ from jdp.core.precision import Precision
 from jdp.core.sharding.mesh import own_axes
 from jdp.core.sharding.plan import Plan
 from jdp.core.state import TrainState
+from jdp.core.traced_device import sized_for
 from jdp.core.types import Batch
 from jdp.core.words import Partitioning
 
@@ -117,7 +118,10 @@ class PartitioningRequest:
         if pair is not None and self._calls(choice) > 1 and (line := constant_term(*pair)):
             choice = self._for_constant_term(choice, line)
         if pair is not None and normed:  # whose statistics are known to be those of all devices
-            alike = [self._trace(state, batch, each.rows, optional=True, training=False) for each in pair]
+            alike = list[LossTrace | None]()
+            for each in pair:
+                with sized_for(pair[0].rows, each.rows):
+                    alike.append(self._trace(state, batch, each.rows, optional=True, training=False))
             pair = None if alike[0] is None or alike[1] is None else (alike[0], alike[1])
         if pair is None:
             only = f"it takes no other number of rows than {trace.rows}"
@@ -142,9 +146,14 @@ class PartitioningRequest:
         least = 2 * self.spec.group
         half = trace.rows // 2 if trace.rows % least == 0 and trace.rows > least else 0
         base = trace if trace.rows >= least else self._trace(state, batch, least, optional=True)
-        tries = (self._trace(state, batch, rows, optional=True) for rows in (2 * max(trace.rows, least), half))
-        other = next((other for other in tries if other is not None), None)
-        return None if base is None or other is None else (base, other)
+        if base is None:
+            return None
+        for rows in (2 * max(trace.rows, least), half):
+            with sized_for(base.rows, rows):
+                other = self._trace(state, batch, rows, optional=True)
+            if other is not None:
+                return base, other
+        return None
 
     def without_values(self, choice: Choice) -> Choice:
         """Return auto for a loss that nothing proves a sum over examples, where it cannot be tried on values.
