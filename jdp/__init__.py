@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from jdp import guard as guard
     from jdp import models as models
     from jdp import prove as prove
+    from jdp.base.cpu_allocator import keep_memory as keep_memory
     from jdp.checkpoint.directory import Checkpoints as Checkpoints
     from jdp.checkpoint.errors import CheckpointError as CheckpointError
     from jdp.checkpoint.single import restore as restore
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from jdp.core.distributed import initialize as initialize
     from jdp.core.gather_rows import gather_rows as gather_rows
     from jdp.core.gradients.wire import Wire as Wire
-    from jdp.core.heap import keep_memory as keep_memory
     from jdp.core.init import abstract_state as abstract_state
     from jdp.core.init import init_state as init_state
     from jdp.core.kept_programs import keep_programs as keep_programs
@@ -74,7 +74,7 @@ _HOMES = {
     "init": "core.trees",
     "init_state": "core.init",
     "initialize": "core.distributed",
-    "keep_memory": "core.heap",
+    "keep_memory": "base.cpu_allocator",
     "keep_programs": "core.kept_programs",
     "make_eval_step": "core.step",
     "make_mesh": "core.sharding.mesh",

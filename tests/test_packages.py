@@ -1,7 +1,7 @@
 """The order of packages, as in the README: a package imports only those before it. Every import counts.
 
 Those for types only count too, and those inside functions; no two files import each other, by whatever detour. One goes
-by name, and against the order: `core/notebook.py` has `report` draw what a notebook asks an object for.
+by name, and against the order: `base/notebook.py` has `report` draw what a notebook asks an object for.
 """
 
 import ast

@@ -55,7 +55,7 @@ from jax.tree_util import keystr
 from measure import Row, finish, parser
 from overlap import EXPERIMENTS, TOKENS
 
-from jdp.core.disk_cache import Cache
+from jdp.base.disk_cache import Cache
 from jdp.experiment.file import load
 from jdp.experiment.plan import candidates_of
 from jdp.foresight.memory.peak import memory

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdp.core.machine import choose_platform
+from jdp.base.machine import choose_platform
 
 
 @dataclass(frozen=True)

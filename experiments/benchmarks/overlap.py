@@ -17,7 +17,7 @@ from typing import Any
 
 from measure import Row, finish, parser
 
-from jdp.core.disk_cache import Cache
+from jdp.base.disk_cache import Cache
 from jdp.experiment.file import load
 from jdp.experiment.plan import candidates_of
 from jdp.foresight.foresee import estimate

@@ -4,7 +4,7 @@
 
 Modes: `eager` and `compiled` under DistributedDataParallel, `fsdp2` (`fully_shard` by layer) and `fsdp2-compiled`; one
 process a core with one thread each, Gloo between them, AdamW in its fused form. With MEMORY=kept the process keeps its
-freed memory as jdp does (`jdp/core/heap.py`).
+freed memory as jdp does (`jdp/base/cpu_allocator.py`).
 """
 
 import math
@@ -82,7 +82,7 @@ def distributed(model: GPT, mode: str) -> nn.Module:
 def main() -> None:
     if os.environ.get("MEMORY") == "kept":
         sys.path.insert(0, str(Path(__file__).parents[2]))
-        from jdp.core.heap import keep_memory
+        from jdp.base.cpu_allocator import keep_memory
 
         assert keep_memory()
     torch.set_num_threads(1)

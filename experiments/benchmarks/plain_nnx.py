@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from measure import Row, finish, parser
 
 import jdp
-from jdp.core.formatting import format_bytes, format_seconds
+from jdp.base.formatting import format_bytes, format_seconds
 
 WIDTH, HEADS, VOCABULARY, LENGTH, ROWS = 768, 12, 50304, 1024, 8
 DEVICES = 8

@@ -70,7 +70,7 @@ from measure import Row, finish, parser
 from published_runs import EXCLUDED, RUNS, SOURCES, Run
 
 import jdp
-from jdp.core.disk_cache import Cache, default_folder
+from jdp.base.disk_cache import Cache, default_folder
 from jdp.experiment.losses import text_loss
 from jdp.foresight.program.module import Program, parse
 from jdp.foresight.targets.cudnn import ASSUMED

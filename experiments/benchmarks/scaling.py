@@ -42,7 +42,7 @@ POINTS: dict[str, tuple[str, list[Any], list[Any]]] = {
 
 def compile_step(layers: int, *, scan: bool) -> dict[str, float]:
     """Compile the quickstart's step with a number of layers."""
-    from jdp.core.machine import choose_platform
+    from jdp.base.machine import choose_platform
     from jdp.experiment.assembly import Assembly
     from jdp.experiment.file import load
 
@@ -95,7 +95,7 @@ def feed(tokens: int) -> dict[str, float]:
     """Read and transfer batches of the quickstart's text."""
     import jax
 
-    from jdp.core.machine import choose_platform
+    from jdp.base.machine import choose_platform
     from jdp.experiment.assembly import Assembly
     from jdp.experiment.file import load
 

@@ -53,7 +53,7 @@ def phases(file: str, overrides: dict[str, str]) -> dict[str, float]:
         now = time.process_time()
         seconds[phase], last = now - last, now
 
-    from jdp.core.machine import choose_platform
+    from jdp.base.machine import choose_platform
     from jdp.experiment.file import load
 
     experiment = load(file, overrides)

@@ -5,7 +5,7 @@ import os
 
 import jax
 
-from jdp.core.machine import visible_gpus
+from jdp.base.machine import visible_gpus
 
 
 def use_eight_devices() -> None:

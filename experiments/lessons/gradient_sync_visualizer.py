@@ -30,7 +30,7 @@ from readiness import Bucket, buckets, readiness
 from toy import ROWS, init, make_batch, total_loss
 
 import jdp
-from jdp.core.paths import path_of
+from jdp.base.tree_paths import path_of
 from jdp.core.sharding.strategy import STRATEGIES
 from jdp.foresight.traffic.theory import ring_bytes
 from jdp.report.charts import SERIES, chart

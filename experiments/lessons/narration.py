@@ -9,7 +9,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from jdp.core.formatting import align_columns
+from jdp.base.formatting import align_columns
 from jdp.report.charts import SETTINGS, chart, inline, write
 from jdp.report.page import Section, element, joined, page, table
 

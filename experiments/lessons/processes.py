@@ -17,7 +17,7 @@ from clock import in_turns
 from jax import NamedSharding, P
 from jax.sharding import Mesh
 
-from jdp.core.machine import visible_gpus
+from jdp.base.machine import visible_gpus
 from jdp.launch import launch
 
 _GIVEN = "JDP_LESSON_GIVEN"

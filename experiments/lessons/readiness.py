@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from jdp.core.paths import path_of
+from jdp.base.tree_paths import path_of
 from jdp.foresight.timing.model_flops import count_flops
 
 

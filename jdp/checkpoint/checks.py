@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 
+from jdp.base.notices import notice
+from jdp.base.tree_paths import matches
 from jdp.checkpoint.errors import CheckpointError
-from jdp.core.notices import notice
-from jdp.core.paths import matches
 
 
 def check_values(leaves: Mapping[str, Any]) -> None:
@@ -37,7 +37,7 @@ def ignored_names(names: Mapping[str, Sequence[str]], ignore: Sequence[str], fil
 
     Args:
         names: each array and the names that a pattern may match it by.
-        ignore: patterns, as `jdp.core.paths.matches` takes them.
+        ignore: patterns, as `jdp.base.tree_paths.matches` takes them.
         file: the file or folder, for messages.
 
     Raises:

@@ -23,6 +23,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from jdp.base.tree_paths import matches
 from jdp.checkpoint import checksums, committing
 from jdp.checkpoint.checks import check_kept, check_sharding, check_values, ignored_names, needed_but_ignored
 from jdp.checkpoint.checksums import COMMITTED
@@ -32,7 +33,6 @@ from jdp.checkpoint.padding import at_rest_as, converting, described_flat, flat_
 from jdp.checkpoint.sync_state import PREFIX, Read, read_optimizer_state, read_sync
 from jdp.checkpoint.trees import Content, fill, leaves_of
 from jdp.checkpoint.whole import require_whole
-from jdp.core.paths import matches
 from jdp.core.sharding.flat import Flat
 from jdp.core.state import TrainState
 from jdp.core.types import PyTree

@@ -14,12 +14,12 @@ from typing import Literal, TypeVar
 
 import jax
 
+from jdp.base.bucket_address import address_of
+from jdp.base.notices import notice, shown
+from jdp.base.user_path import user_path
 from jdp.checkpoint import checksums, content, held, ownership
 from jdp.checkpoint.errors import CheckpointError, DamagedError
 from jdp.core.meeting import from_every_process, from_first_process, meet
-from jdp.core.notices import notice, shown
-from jdp.core.storage.address import address_of
-from jdp.core.user_path import user_path
 
 RUN_FOLDER = "checkpoints"
 """The folder of checkpoints in the folder of a run."""

@@ -20,6 +20,9 @@ from typing import Any, ClassVar, Literal, Self, TypeVar, cast
 import jax
 import orbax.checkpoint as ocp
 
+from jdp.base.bucket_address import address_of
+from jdp.base.notices import notice
+from jdp.base.user_path import user_path
 from jdp.checkpoint import committing, content, damage, ownership
 from jdp.checkpoint.checks import check_values
 from jdp.checkpoint.errors import CheckpointError, hush, write_error
@@ -27,10 +30,7 @@ from jdp.checkpoint.ownership import Lineage
 from jdp.checkpoint.retention import PreserveForeign, metric, policy
 from jdp.checkpoint.trees import Content, number_of
 from jdp.core.meeting import from_first_process, meet
-from jdp.core.notices import notice
-from jdp.core.storage.address import address_of
 from jdp.core.types import PyTree
-from jdp.core.user_path import user_path
 from jdp.launch.progress import note_progress
 
 _T = TypeVar("_T")

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from jdp.core.storage.remote import RemoteError
+from jdp.base.bucket import RemoteError
 
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 _ORBAX = f"{os.sep}orbax{os.sep}"

@@ -22,12 +22,12 @@ from typing import TypeVar
 
 import jax
 
+from jdp.base.bucket import Remote, RemoteError, Stored
+from jdp.base.notices import shown
 from jdp.checkpoint import content, ownership
 from jdp.checkpoint.checksums import COMMITTED
 from jdp.checkpoint.errors import CheckpointError
 from jdp.core.meeting import from_first_process, meet
-from jdp.core.notices import shown
-from jdp.core.storage.remote import Remote, RemoteError, Stored
 from jdp.core.storage.scratch import Scratch
 
 _T = TypeVar("_T")

@@ -8,8 +8,8 @@ from typing import Any
 
 from orbax.checkpoint import checkpoint_managers
 
+from jdp.base.formatting import finite_or_none
 from jdp.checkpoint import ownership
-from jdp.core.formatting import finite_or_none
 
 
 class PreserveForeign:

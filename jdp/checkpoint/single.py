@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 import jax
 
+from jdp.base.bucket_address import address_of
+from jdp.base.user_path import user_path
 from jdp.checkpoint import content, damage, held, ownership
 from jdp.checkpoint.checks import check_values
 from jdp.checkpoint.directory import Checkpoints
@@ -20,9 +22,7 @@ from jdp.checkpoint.errors import CheckpointError, write_error
 from jdp.checkpoint.trees import Content
 from jdp.core.meeting import meet
 from jdp.core.state import TrainState
-from jdp.core.storage.address import address_of
 from jdp.core.types import PyTree
-from jdp.core.user_path import user_path
 
 _T = TypeVar("_T")
 

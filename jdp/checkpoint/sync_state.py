@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jdp.base.notices import notice
 from jdp.core.local_steps import stack, unstack
-from jdp.core.notices import notice
 from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.home import auto_axes, entered, mesh_of_home
 from jdp.core.sharding.placement import rest_spec

@@ -10,10 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from jdp.base.numbers import is_integer
+from jdp.base.tree_paths import path_of
 from jdp.checkpoint.errors import CheckpointError
 from jdp.core import flax_nnx
-from jdp.core.numbers import is_integer
-from jdp.core.paths import path_of
 from jdp.core.state import TrainState
 from jdp.core.trees import check_keys
 from jdp.core.types import PyTree

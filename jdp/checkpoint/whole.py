@@ -7,10 +7,10 @@ from pathlib import Path
 
 import jax
 
+from jdp.base.notices import notice
 from jdp.checkpoint import checksums
 from jdp.checkpoint.errors import DamagedError
 from jdp.core.meeting import from_every_process
-from jdp.core.notices import notice
 
 _HOURS = 4 * 3600.0  # a share of the largest checkpoints takes longer to read than processes wait elsewhere
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 
 import tyro
 
+from jdp.base.user_path import PathError, user_path
 from jdp.cli.options import UsageError, parse, stdout_to_stderr
-from jdp.core.user_path import PathError, user_path
 
 if TYPE_CHECKING:
     from jdp.core.clusters import Cluster
@@ -108,8 +108,8 @@ class _Examination:
 
     def examine(self) -> int:
         """Examine this machine, then the processes together, and return the exit code."""
+        from jdp.base.machine import choose_platform
         from jdp.core.clusters import find_cluster
-        from jdp.core.machine import choose_platform
         from jdp.launch.doctor.findings import Finding
 
         try:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
-from jdp.core.disk_cache import Cache, default_folder
+from jdp.base.disk_cache import Cache, default_folder
 
 
 def show(name: str) -> int:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from jdp.base.bucket_address import address_of
 from jdp.cli import sweep, train_options
 from jdp.cli.options import UsageError, parse, parse_with_overrides
-from jdp.core.storage.address import address_of
 
 if TYPE_CHECKING:
     from jdp.experiment.schema.experiment import Experiment
@@ -87,7 +87,7 @@ def run(arguments: list[str]) -> int:
 
 def _launch(options: Options, command: list[str]) -> int:
     """Check what can be checked once, in this process, then start the processes. Raises UsageError."""
-    from jdp.core.machine import visible_gpus
+    from jdp.base.machine import visible_gpus
     from jdp.launch.output import LOGS
     from jdp.launch.supervisor import launch as start
 

@@ -28,11 +28,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jdp
+from jdp.base.hints import nearest
+from jdp.base.notices import shown
+from jdp.base.toml import cut
 from jdp.cli import help_text
 from jdp.cli.options import UsageError, wrapped
-from jdp.core.hints import nearest
-from jdp.core.notices import shown
-from jdp.core.toml import cut
 
 USER_ERROR, SOFTWARE_ERROR, INTERRUPTED, READER_LEFT = 2, 70, 130, 141
 _DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)

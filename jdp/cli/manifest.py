@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from jdp.base.toml import brief
 from jdp.cli.options import UsageError, check_writable, parse_with_overrides, write_file
-from jdp.core.toml import brief
 
 if TYPE_CHECKING:
     from jdp.experiment.schema.experiment import Experiment

@@ -10,11 +10,11 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jdp.core.hints import nearest
-from jdp.core.storage.address import address_of
-from jdp.core.storage.remote import Remote
-from jdp.core.toml import brief
-from jdp.core.user_path import user_path
+from jdp.base.bucket import Remote
+from jdp.base.bucket_address import address_of
+from jdp.base.hints import nearest
+from jdp.base.toml import brief
+from jdp.base.user_path import user_path
 
 
 class UsageError(ValueError):
@@ -236,7 +236,7 @@ def choose_target_platform(target: str | None, devices: int | None) -> None:
         target: as on the command line; None: this machine's own devices.
         devices: virtual CPU devices that the experiment asks for; None: what the machine has.
     """
-    from jdp.core.machine import choose_platform
+    from jdp.base.machine import choose_platform
 
     kind, _, number = (target or "").partition(":")
     if target is None:

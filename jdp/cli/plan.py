@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jdp.base.toml import brief
 from jdp.cli.options import (
     UsageError,
     check_writable,
@@ -22,7 +23,6 @@ from jdp.cli.plan_failures import read_failures
 from jdp.cli.plan_options import Options
 from jdp.cli.plan_targets import check_targets, page_of, scaling_of, show
 from jdp.cli.plan_tune import check_tune, tune
-from jdp.core.toml import brief
 
 if TYPE_CHECKING:
     from jdp.foresight.forecast import PlanReport

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jdp.base.formatting import format_span
+from jdp.base.toml import brief
 from jdp.cli.options import UsageError
 from jdp.cli.plan_options import Options
-from jdp.core.formatting import format_span
-from jdp.core.toml import brief
 
 if TYPE_CHECKING:
     from jdp.foresight.forecast import PlanReport

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jdp.base.toml import brief
 from jdp.cli.options import (
     UsageError,
     check_writable,
@@ -18,7 +19,6 @@ from jdp.cli.options import (
 )
 from jdp.cli.plan_compile import check_axes_free
 from jdp.cli.plan_options import Options
-from jdp.core.toml import brief
 
 if TYPE_CHECKING:
     from jdp.experiment.tune import Tuning

@@ -62,7 +62,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _prove(options: Options, overrides: dict[str, str]) -> "Proof":
-    from jdp.core.machine import choose_platform
+    from jdp.base.machine import choose_platform
     from jdp.experiment.file import load
 
     experiment = load(options.file, overrides)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from jdp.base.bucket_address import address_of
+from jdp.base.toml import cut, toml_value
+from jdp.base.user_path import PathError
 from jdp.cli.options import UsageError, check_writable, choose_target_platform, parse, stdout_to_stderr, write_file
-from jdp.core.storage.address import address_of
-from jdp.core.toml import cut, toml_value
-from jdp.core.user_path import PathError
 
 if TYPE_CHECKING:
     from jdp.foresight.targets.resolve import Target

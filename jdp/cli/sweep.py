@@ -12,16 +12,16 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from jdp.base.bucket_address import address_of
 from jdp.cli.options import UsageError, stdout_to_stderr
 from jdp.cli.train_options import Options
-from jdp.core.storage.address import address_of
 
 if TYPE_CHECKING:
     from jdp.run.sweep.grid import Member
     from jdp.run.sweep.walk import Result
 
 TRAIN = (sys.executable, "-m", "jdp", "train")
-_COUNT = "from jdp.core.machine import choose_platform as c; c(); import jax; print(jax.device_count())"
+_COUNT = "from jdp.base.machine import choose_platform as c; c(); import jax; print(jax.device_count())"
 
 
 def run(options: Options, overrides: Mapping[str, str], command: Sequence[str] = TRAIN, *, processes: int = 1) -> int:

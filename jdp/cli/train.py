@@ -37,8 +37,8 @@ def run(arguments: list[str]) -> int:
 
 def _train(options: Options, overrides: dict[str, str]) -> dict[str, Any]:
     """Validate, choose the platform, join the cluster, check the number of devices, run; return the summary."""
-    from jdp.core.heap import keep_memory
-    from jdp.core.machine import choose_platform, starts_cpus_alone
+    from jdp.base.cpu_allocator import keep_memory
+    from jdp.base.machine import choose_platform, starts_cpus_alone
     from jdp.experiment.file import check_for_devices, load, to_toml
     from jdp.experiment.plugins import folder_of
     from jdp.run.outputs.profiler import profiled_steps

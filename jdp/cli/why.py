@@ -7,9 +7,9 @@ from typing import Annotated
 
 import tyro
 
+from jdp.base.notices import shown
+from jdp.base.user_path import PathError
 from jdp.cli.options import UsageError, parse
-from jdp.core.notices import shown
-from jdp.core.user_path import PathError
 
 
 @dataclass(frozen=True)

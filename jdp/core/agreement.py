@@ -23,9 +23,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jdp.base.notices import notice
 from jdp.core.coordination import coordination_client, joined_as
 from jdp.core.meeting import WAIT_SECONDS, Store, named
-from jdp.core.notices import notice
 
 ANSWER_SECONDS = 60  # once all have arrived, each has an answer ready
 TEXT_LIMIT = 1_000_000  # characters of a fact that are compared line by line once its digest differs

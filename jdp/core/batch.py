@@ -6,12 +6,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from jdp.base.toml import cut
+from jdp.base.tree_paths import path_of
 from jdp.core.agreement import Fact, agree, key_fact, program_fact
 from jdp.core.compiler import CompilerValue
-from jdp.core.paths import path_of
 from jdp.core.sharding.plan import Plan
 from jdp.core.state import TrainState
-from jdp.core.toml import cut
 from jdp.core.types import Batch
 
 

@@ -24,7 +24,7 @@ import jax.extend.random as jexr
 import jax.numpy as jnp
 import numpy as np
 
-from jdp.core.notices import notice
+from jdp.base.notices import notice
 
 THREEFRY = "threefry2x32"
 

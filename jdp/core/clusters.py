@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from jax._src import cloud_tpu_init  # nothing public says whether this is a TPU VM
 
-from jdp.core.machine import visible_gpus
+from jdp.base.machine import visible_gpus
 
 JDP_VARIABLES = ("JDP_COORDINATOR", "JDP_NUM_PROCESSES", "JDP_PROCESS_ID")
 KUBERNETES_PORT = 8476

@@ -15,9 +15,9 @@ from functools import lru_cache
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Literal
 
-from jdp.core.hints import nearest
-from jdp.core.notices import notice
-from jdp.core.words import CompilerPreset
+from jdp.base.hints import nearest
+from jdp.base.notices import notice
+from jdp.base.words import CompilerPreset
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

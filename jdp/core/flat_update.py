@@ -23,12 +23,12 @@ import optax
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jdp.core.formatting import listed
+from jdp.base.formatting import listed
+from jdp.base.notices import notice
+from jdp.base.tree_paths import matches, path_of
 from jdp.core.gradients.jaxprs import ELEMENTWISE, bind
 from jdp.core.local_steps import unstack
-from jdp.core.notices import notice
 from jdp.core.optim.checks import update
-from jdp.core.paths import matches, path_of
 from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.flat import Flat
 from jdp.core.sharding.mesh import own_axes

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import jax
 
+from jdp.base.tree_paths import PACKAGE
 from jdp.core.agreement import Fact, Mismatch, agree_all
 from jdp.core.coordination import joined_as
 from jdp.core.meeting import named
-from jdp.core.paths import PACKAGE
 
 WAIT_SECONDS = 60  # all have just joined
 _PACKAGES = ("jax", "jaxlib", "numpy")

@@ -16,15 +16,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jdp.base.notices import notice
+from jdp.base.tree_paths import path_of
 from jdp.core import flax_nnx
 from jdp.core.agreement import agree, key_fact, processes_of, program_fact
 from jdp.core.batch import plan_fact
 from jdp.core.flat_update import at_rest, flattened
 from jdp.core.init_program import run_init
 from jdp.core.keys import key_of_init, typed_key
-from jdp.core.notices import notice
 from jdp.core.optim.checks import check_optimizer, check_update, first_state
-from jdp.core.paths import path_of
 from jdp.core.sharding.home import auto_axes
 from jdp.core.sharding.plan import Plan, check_plan
 from jdp.core.sharding.reports import report_placements

@@ -26,12 +26,12 @@ from typing import BinaryIO
 import jax
 from jax._src import compilation_cache  # nothing public takes another store
 
+from jdp.base.disk_cache import Cache, default_folder
+from jdp.base.notices import notice
+from jdp.base.numbers import is_integer
+from jdp.base.user_path import user_path
 from jdp.core.coordination import joined_as
-from jdp.core.disk_cache import Cache, default_folder
 from jdp.core.meeting import from_every_process, from_first_process, meet
-from jdp.core.notices import notice
-from jdp.core.numbers import is_integer
-from jdp.core.user_path import user_path
 
 LIMIT_BYTES = 2**30
 """Of all kept programs together: some thousand of small models, some dozens of large ones."""

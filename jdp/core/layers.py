@@ -18,12 +18,12 @@ from typing import Any, TypeVar
 
 import jax
 
+from jdp.base.notices import notice
+from jdp.base.words import Rematerialise
 from jdp.core.flax_nnx import changes
-from jdp.core.notices import notice
 from jdp.core.sharding.placement import Placement
 from jdp.core.traced_device import traced_device
 from jdp.core.types import PyTree
-from jdp.core.words import Rematerialise
 
 Gather = Callable[[jax.Array, Placement, int], jax.Array]
 """`gather(shard, placement, leading)`: gather a shard of which a loop sliced off the first `leading` dimensions."""

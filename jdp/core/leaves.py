@@ -14,9 +14,9 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from jdp.core.formatting import align_columns, format_bytes, format_rate
+from jdp.base.formatting import align_columns, format_bytes, format_rate
+from jdp.base.tree_paths import path_of
 from jdp.core.host_memory import PINNED
-from jdp.core.paths import path_of
 from jdp.core.sharding.placement import bytes_per_device
 from jdp.core.types import PyTree
 

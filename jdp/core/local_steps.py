@@ -25,8 +25,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import Mesh, PartitionSpec
 
+from jdp.base.numbers import is_integer, is_number
 from jdp.core.batch import interleave
-from jdp.core.numbers import is_integer, is_number
 from jdp.core.sharding.axes import DATA, REPLICA
 from jdp.core.sharding.home import auto_axes, entered, mesh_of_home
 from jdp.core.sharding.plan import Plan

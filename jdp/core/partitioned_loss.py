@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from jdp.base.words import Buckets, Partitioning
 from jdp.core.agreement import processes_of
 from jdp.core.batch import agree_on_inputs, agree_on_program, batch_rows, check_global
 from jdp.core.batch_unit import BatchUnit, batch_unit
@@ -33,7 +34,6 @@ from jdp.core.sharding.mesh import tracing_on
 from jdp.core.sharding.plan import Plan
 from jdp.core.state import TrainState
 from jdp.core.types import Batch, LossFn, PyTree
-from jdp.core.words import Buckets, Partitioning
 
 VIEWS = {"auto": auto, "manual": manual}
 

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jdp.core.paths import path_of
+from jdp.base.tree_paths import path_of
+from jdp.base.words import DtypeName, PrecisionName, Products
 from jdp.core.types import PyTree
-from jdp.core.words import DtypeName, PrecisionName, Products
 
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 SHORT = (*DTYPES, "fp8")

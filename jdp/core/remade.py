@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
+from jdp.base.notices import notice
 from jdp.core.gradients.loss_call import LossWithAux
-from jdp.core.notices import notice
 
 _MADE = set[int]()
 

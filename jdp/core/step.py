@@ -21,6 +21,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
+from jdp.base.notices import notice
+from jdp.base.words import Buckets, Encoding, Partitioning, PrecisionName
 from jdp.core import noise_scale
 from jdp.core.batch import check_alive, owned_batch, signature
 from jdp.core.batch_unit import BatchUnit, batch_unit
@@ -36,7 +38,6 @@ from jdp.core.gradients.wire import Wire
 from jdp.core.host_memory import is_described, mark_host_leaves, on_device, rest_sharding, to_device, to_host
 from jdp.core.local_steps import LocalSteps, stack, train_round, unstack
 from jdp.core.loss_signature import check_loss_takes
-from jdp.core.notices import notice
 from jdp.core.partitioned_loss import PartitionedLoss, means
 from jdp.core.precision import Precision
 from jdp.core.sharding.axes import REPLICA
@@ -47,7 +48,6 @@ from jdp.core.state import STACKED, TrainState, map_flat, trained_part, with_tra
 from jdp.core.step_settings import check_settings, check_training_settings, settled_partitioning
 from jdp.core.streamed_update import streamed
 from jdp.core.types import Batch, LossFn, Metrics, Model, PyTree
-from jdp.core.words import Buckets, Encoding, Partitioning, PrecisionName
 
 Kind = TypeVar("Kind")
 

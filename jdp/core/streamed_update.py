@@ -22,10 +22,10 @@ import jax
 from jax.extend.core import ClosedJaxpr
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jdp.core.formatting import format_bytes
+from jdp.base.formatting import format_bytes
+from jdp.base.notices import notice
 from jdp.core.gradients.jaxprs import ELEMENTWISE, bind, inlined
 from jdp.core.host_memory import to_device, to_host
-from jdp.core.notices import notice
 from jdp.core.sharding.placement import Placement, shards, spec_entry
 from jdp.core.sharding.plan import Plan
 from jdp.core.state import TrainState

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jdp.base.formatting import listed
+from jdp.base.tree_paths import matches, path_of
 from jdp.core import flax_nnx
-from jdp.core.formatting import listed
-from jdp.core.paths import matches, path_of
 from jdp.core.types import PyTree
 
 

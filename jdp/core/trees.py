@@ -15,20 +15,20 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from jdp.base.toml import cut
+from jdp.base.tree_paths import path_of
 from jdp.core import flax_nnx
 from jdp.core.agreement import agree, key_fact, processes_of, program_fact
 from jdp.core.batch import plan_fact
 from jdp.core.flat_update import at_rest, flattened
 from jdp.core.init_program import run_init
 from jdp.core.keys import key_of_init, typed_key
-from jdp.core.paths import path_of
 from jdp.core.sharding.axes import REPLICA
 from jdp.core.sharding.flat import Change
 from jdp.core.sharding.home import auto_axes, padded
 from jdp.core.sharding.placement import Placement
 from jdp.core.sharding.plan import Plan, check_plan
 from jdp.core.state import MOMENTUM, STACKED, TrainState, changed
-from jdp.core.toml import cut
 from jdp.core.types import PyTree
 
 Tree = TypeVar("Tree")

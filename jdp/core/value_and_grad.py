@@ -17,6 +17,10 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jdp.base.notices import notice
+from jdp.base.numbers import is_integer
+from jdp.base.tree_paths import path_in_model
+from jdp.base.words import Buckets, Encoding, Partitioning, PrecisionName
 from jdp.core import flax_nnx
 from jdp.core.batch import owned_batch, signature
 from jdp.core.gradients import manual
@@ -26,10 +30,7 @@ from jdp.core.gradients.outputs import with_outputs
 from jdp.core.gradients.wire import Wire
 from jdp.core.keys import typed_key
 from jdp.core.loss_signature import check_loss_takes
-from jdp.core.notices import notice
-from jdp.core.numbers import is_integer
 from jdp.core.partitioned_loss import PartitionedLoss, means
-from jdp.core.paths import path_in_model
 from jdp.core.precision import Precision
 from jdp.core.sharding.mesh import followed, tracing_on
 from jdp.core.sharding.plan import Plan, check_plan
@@ -38,7 +39,6 @@ from jdp.core.step_settings import check_settings, check_training_settings, sett
 from jdp.core.trainable import resolve
 from jdp.core.trees import check_tree, refuse_offload
 from jdp.core.types import Batch, LossFn, PyTree
-from jdp.core.words import Buckets, Encoding, Partitioning, PrecisionName
 
 Arguments = TypeVarTuple("Arguments")
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jdp.core.notices import notice
+from jdp.base.notices import notice
 from jdp.data.batches import NumpyBatch
 from jdp.data.held_out import fingerprint, split_samples
 from jdp.data.labels import labels_of

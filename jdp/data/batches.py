@@ -16,7 +16,7 @@ import grain
 import numpy as np
 from numpy.typing import NDArray
 
-from jdp.core.notices import notice
+from jdp.base.notices import notice
 from jdp.data.order import sample_index
 
 NumpyBatch = dict[str, NDArray[Any]]

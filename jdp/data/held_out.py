@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from jdp.core.notices import notice
+from jdp.base.notices import notice
 
 _END = 2**15  # bytes
 

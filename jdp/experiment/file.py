@@ -14,12 +14,12 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from jdp.base.formatting import format_bytes
+from jdp.base.hints import nearest
+from jdp.base.toml import brief, check, cut, parse, toml_key, toml_value
+from jdp.base.user_path import PathError, check_regular, user_path
 from jdp.core.batch_unit import BatchUnit, batch_unit
-from jdp.core.formatting import format_bytes
-from jdp.core.hints import nearest
 from jdp.core.sharding.axes import axis_sizes
-from jdp.core.toml import brief, check, cut, parse, toml_key, toml_value
-from jdp.core.user_path import PathError, check_regular, user_path
 from jdp.experiment.keys import Key, Schemas, config_keys, table_keys
 from jdp.experiment.model_folder import take_tokenizer
 from jdp.experiment.plugins import use

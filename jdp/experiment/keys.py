@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from jdp.core.toml import toml_value
+from jdp.base.toml import toml_value
 
 Path = tuple[int | str, ...]
 _FREE_KEYS = {"mesh": "AXIS", "rules": "PATTERN"}

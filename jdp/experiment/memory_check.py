@@ -11,9 +11,9 @@ import math
 
 import jax
 
-from jdp.core.formatting import format_bytes
+from jdp.base.formatting import format_bytes
+from jdp.base.machine import memory_bytes
 from jdp.core.host_memory import PINNED
-from jdp.core.machine import memory_bytes
 from jdp.core.sharding.placement import bytes_per_device
 from jdp.core.types import Device
 from jdp.experiment.assembly import Assembly

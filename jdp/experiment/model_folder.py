@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jdp.core.notices import notice_anywhere
+from jdp.base.notices import notice_anywhere
 from jdp.experiment.schema.fields import NONE
 from jdp.experiment.schema.model import HF
 

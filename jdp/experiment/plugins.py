@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jdp.core.toml import brief, cut
+from jdp.base.toml import brief, cut
 from jdp.experiment.schema.chosen import TABLES
 from jdp.experiment.schema.data import DATASETS
 from jdp.experiment.schema.experiment import Experiment
@@ -31,7 +31,7 @@ NEEDED: dict[Learns, tuple[str, ...]] = {
     "features": ("features_in", "features_out"),
 }
 """What a model learns -> the fields that jdp's data is compared with."""
-_PACKAGE = Path(__file__).parents[1]  # as jdp.core.paths has it, which imports JAX
+_PACKAGE = Path(__file__).parents[1]  # as jdp.base.tree_paths has it, which imports JAX
 _MOST_LINES, _MOST_FRAMES = 14, 3
 _importing: list[str] = []
 

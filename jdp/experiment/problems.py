@@ -11,10 +11,10 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from jdp.core.hints import nearest
+from jdp.base.hints import nearest
+from jdp.base.toml import LONGEST, brief, cut, shown_key
+from jdp.base.user_path import PathError
 from jdp.core.sharding.strategy import strategy_hint
-from jdp.core.toml import LONGEST, brief, cut, shown_key
-from jdp.core.user_path import PathError
 from jdp.experiment.keys import Path, Schemas
 
 MOST, ALIKE = 8, 3

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
+from jdp.base.disk_cache import Cache
+from jdp.base.toml import toml_value
 from jdp.core.batch_unit import batch_unit
 from jdp.core.compiler import PRESETS
-from jdp.core.disk_cache import Cache
 from jdp.core.sharding.axes import DATA
-from jdp.core.toml import toml_value
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError, check_for_devices, load
 from jdp.experiment.plan import candidates_of, search_meshes

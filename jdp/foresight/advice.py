@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jdp.core.formatting import format_bytes, format_percent, format_seconds
+from jdp.base.formatting import format_bytes, format_percent, format_seconds
 from jdp.foresight.forecast import Estimate, Settings
 from jdp.foresight.memory.peak import RESERVED_BYTES
 from jdp.foresight.timing.parts import ATTENTION, COPIES, ELEMENTWISE, LOSS, OPTIMIZER, Part

@@ -29,8 +29,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from jdp.base.formatting import format_bytes, format_seconds
 from jdp.core.batch import batch_rows
-from jdp.core.formatting import format_bytes, format_seconds
 from jdp.core.sharding.axes import DATA, REPLICA
 from jdp.core.sharding.mesh import own_axes
 from jdp.core.sharding.placement import Placement, axes_of, spec_entry

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from jdp.core.formatting import format_percent, format_rate, format_span
+from jdp.base.formatting import format_percent, format_rate, format_span
 
 DAY, HOUR = 86400.0, 3600.0
 

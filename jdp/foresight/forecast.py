@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from jdp.core.formatting import align_columns, format_bytes, format_percent, format_rate, format_seconds
-from jdp.core.notebook import Drawn
+from jdp.base.formatting import align_columns, format_bytes, format_percent, format_rate, format_seconds
+from jdp.base.notebook import Drawn
 from jdp.foresight.axes import MeshSearch
 from jdp.foresight.bill import Bill
 from jdp.foresight.goodput import Goodput

@@ -30,8 +30,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from jdp.base.formatting import align_columns, format_bytes, format_percent, format_span
 from jdp.core.distributed import HEARTBEAT_SECONDS
-from jdp.core.formatting import align_columns, format_bytes, format_percent, format_span
 
 WRITE_BYTES_PER_SECOND = 2**30
 """Of a host, into storage that all share: what is assumed where the time of a save is not given."""

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from jdp.base.disk_cache import Cache
+from jdp.base.formatting import format_bytes
 from jdp.core.batch import batch_rows
-from jdp.core.disk_cache import Cache
-from jdp.core.formatting import format_bytes
 from jdp.foresight.memory.peak import Memory, available_bytes, memory
 from jdp.foresight.program.compiled import CompileError
 from jdp.foresight.targets.relocate import Candidate

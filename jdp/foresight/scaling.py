@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from jdp.core.formatting import format_percent, format_rate, format_seconds
+from jdp.base.formatting import format_percent, format_rate, format_seconds
 from jdp.foresight.bill import format_amount, format_days
 from jdp.foresight.forecast import Estimate, PlanReport
 

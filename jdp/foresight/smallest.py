@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jdp.base.disk_cache import Cache
+from jdp.base.formatting import format_bytes
 from jdp.core.batch import batch_rows
-from jdp.core.disk_cache import Cache
-from jdp.core.formatting import format_bytes
 from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.strategy import strategy
 from jdp.foresight.max_batch import OnProgress

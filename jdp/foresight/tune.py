@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jdp.core.formatting import format_bytes, format_percent, format_seconds
+from jdp.base.formatting import format_bytes, format_percent, format_seconds
 from jdp.foresight.forecast import Estimate
 
 GAIN = 0.005

@@ -17,9 +17,9 @@ from typing import Any, overload
 
 import jax
 
-from jdp.core.disk_cache import Cache
-from jdp.core.formatting import align_columns, format_bytes
-from jdp.core.notebook import Drawn
+from jdp.base.disk_cache import Cache
+from jdp.base.formatting import align_columns, format_bytes
+from jdp.base.notebook import Drawn
 from jdp.core.state import TrainState
 from jdp.core.step import Step
 from jdp.core.types import Batch

@@ -28,9 +28,9 @@ from collections.abc import Callable, Generator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, Self
 
+from jdp.base.machine import visible_gpus
 from jdp.core import distributed
 from jdp.core.coordination import THREAD_SECONDS
-from jdp.core.machine import visible_gpus
 from jdp.guard.whereabouts import Position, whereabouts
 
 TRY_AGAIN = 75

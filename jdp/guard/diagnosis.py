@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jdp.core.formatting import format_seconds
+from jdp.base.formatting import format_seconds
 from jdp.guard.flight import FLIGHT, read, read_ranks
 from jdp.guard.goodput import Account, account
 from jdp.guard.pace import pace

@@ -32,7 +32,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jdp.core.notices import notice
+from jdp.base.notices import notice
 from jdp.guard.goodput import account
 
 FLIGHT = "flight"

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from jdp.core.formatting import format_percent, format_seconds
+from jdp.base.formatting import format_percent, format_seconds
 
 _OF = {"eval": "eval", "save": "save", "wait": "save", "restore": "restore", "compile": "compile"}
 """What a process is doing -> the kind of time."""

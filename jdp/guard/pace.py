@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jdp.core.formatting import format_percent, format_seconds
+from jdp.base.formatting import format_percent, format_seconds
 
 PARTS = ("data", "dispatch", "wait", "host")
 _DATA_SHARE, _HOST_SHARE, _BEHIND_SHARE, _LONG = 0.1, 0.25, 0.05, 3.0

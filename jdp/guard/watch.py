@@ -13,8 +13,8 @@ from typing import Any, Self
 
 import jax
 
+from jdp.base.toml import cut
 from jdp.core import distributed
-from jdp.core.toml import cut
 from jdp.guard.deadline import Deadline
 from jdp.guard.flight import FLIGHT, Flight
 from jdp.guard.whereabouts import DEVICES

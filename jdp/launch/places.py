@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from jdp.core.machine import cpu_only, visible_gpus
+from jdp.base.machine import cpu_only, visible_gpus
 from jdp.launch.wire import listen
 
 LOOPBACK = "127.0.0.1"

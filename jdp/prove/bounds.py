@@ -35,7 +35,7 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from jdp.core.paths import path_of
+from jdp.base.tree_paths import path_of
 from jdp.core.precision import Precision
 from jdp.core.state import TrainState
 from jdp.core.types import Batch, Metrics

@@ -22,18 +22,18 @@ import jax
 import optax
 from jax.sharding import PartitionSpec
 
+from jdp.base.machine import available_memory
+from jdp.base.words import PrecisionName
 from jdp.core.batch import batch_rows
 from jdp.core.batch_keys import THREEFRY
 from jdp.core.compiler import Compiler, CompilerValue
 from jdp.core.init import abstract_state, init_state
-from jdp.core.machine import available_memory
 from jdp.core.precision import Precision
 from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.plan import MIN_SHARD_SIZE, Plan
 from jdp.core.state import TrainState
 from jdp.core.step import make_train_step
 from jdp.core.types import Device, InitFn, LossFn
-from jdp.core.words import PrecisionName
 from jdp.prove.bounds import PAIRS, Closest, Record
 from jdp.prove.memory_check import check_memory
 from jdp.prove.proof import Difference, Proof, Run, difference_in_words

@@ -11,7 +11,7 @@ import math
 
 import jax
 
-from jdp.core.formatting import format_bytes
+from jdp.base.formatting import format_bytes
 from jdp.core.precision import Precision
 from jdp.core.sharding.placement import bytes_per_device
 from jdp.core.state import TrainState

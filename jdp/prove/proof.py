@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from jdp.core.formatting import finite_or_none
+from jdp.base.formatting import finite_or_none
 from jdp.prove.bounds import Closest
 from jdp.prove.settings import Skip
 

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator, NullFormatter
 
-from jdp.core.formatting import format_rate
+from jdp.base.formatting import format_rate
 from jdp.report.charts import FAINT, INK, SERIES, SETTINGS, chart, inline
 from jdp.report.page import Markup, element
 

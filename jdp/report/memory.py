@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jdp.core.formatting import format_bytes
+from jdp.base.formatting import format_bytes
 from jdp.foresight.forecast import Estimate
 from jdp.foresight.memory.peak import CLASSES, Memory
 from jdp.foresight.memory.zero_formula import zero_bytes

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from jdp.core.formatting import format_bytes
+from jdp.base.formatting import format_bytes
 from jdp.core.leaves import Leaf, leaf_table, leaves_of
 from jdp.core.sharding.axes import factors
 from jdp.core.sharding.placements import Placements

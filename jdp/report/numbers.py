@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from jdp.core.formatting import format_bytes, format_percent, format_rate, format_seconds
+from jdp.base.formatting import format_bytes, format_percent, format_rate, format_seconds
 from jdp.foresight.bill import format_amount, format_days
 from jdp.foresight.forecast import Estimate, PlanReport
 from jdp.report.page import Markup, element, joined

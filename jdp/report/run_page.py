@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jdp.core.formatting import format_bytes, format_percent, format_rate, format_seconds
+from jdp.base.formatting import format_bytes, format_percent, format_rate, format_seconds
 from jdp.core.sharding.placement import Placement
 from jdp.foresight.forecast import Estimate
 from jdp.report.curves import swatch

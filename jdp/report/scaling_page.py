@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 
-from jdp.core.formatting import format_rate
+from jdp.base.formatting import format_rate
 from jdp.foresight.bill import format_amount, format_days
 from jdp.foresight.forecast import PlanReport
 from jdp.foresight.scaling import Scaling

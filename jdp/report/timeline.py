@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from jdp.core.formatting import format_bytes, format_seconds
+from jdp.base.formatting import format_bytes, format_seconds
 from jdp.foresight.program.collectives import KINDS
 from jdp.foresight.timing.timeline import COMMUNICATION, COMPUTE, Event, Timeline
 from jdp.report.page import Markup, element, joined

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jdp.core.formatting import format_bytes, format_percent, format_seconds
+from jdp.base.formatting import format_bytes, format_percent, format_seconds
 from jdp.foresight.forecast import Estimate
 from jdp.foresight.timing.timeline import Event, Timeline
 from jdp.report.page import CHOSEN, Markup, details, element, joined, table, tagged

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from jdp.core.formatting import format_bytes
+from jdp.base.formatting import format_bytes
 from jdp.foresight.traffic.contract import SLACK, TOLERANCE, MeshCollective, Row
 from jdp.foresight.verify import Report
 from jdp.report.page import CHOSEN, Markup, details, element, joined, paragraphs, table, tagged

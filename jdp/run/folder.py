@@ -20,8 +20,8 @@ from typing import Any
 
 import jax
 
+from jdp.base.notices import notice
 from jdp.core.meeting import meet
-from jdp.core.notices import notice
 from jdp.experiment.file import ExperimentError, from_table, to_toml
 from jdp.experiment.schema.experiment import Experiment
 from jdp.guard.diagnosis import LOGS

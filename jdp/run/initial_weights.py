@@ -14,6 +14,10 @@ from typing import Any
 
 import jax
 
+from jdp.base.bucket import Remote
+from jdp.base.bucket_address import address_of
+from jdp.base.tree_paths import path_of
+from jdp.base.user_path import PathError
 from jdp.checkpoint import CheckpointError, restore_params
 from jdp.checkpoint.safetensors import Names, files, gpt2_names, import_peft, import_safetensors, llama_names
 from jdp.checkpoint.safetensors.hugging_face_config import NAME as CONFIG
@@ -23,14 +27,10 @@ from jdp.checkpoint.safetensors.peft import WEIGHTS, check_adapter
 from jdp.core.host_memory import on_device
 from jdp.core.local_steps import stack
 from jdp.core.optim.checks import first_state
-from jdp.core.paths import path_of
 from jdp.core.sharding.axes import REPLICA
 from jdp.core.sharding.plan import Plan
 from jdp.core.state import STACKED, TrainState, map_flat, own_shaped, trained_part
-from jdp.core.storage.address import address_of
-from jdp.core.storage.remote import Remote
 from jdp.core.types import PyTree
-from jdp.core.user_path import PathError
 from jdp.data.sources.fetched import fetch, local_path
 from jdp.experiment.file import ExperimentError
 from jdp.experiment.schema.experiment import Experiment

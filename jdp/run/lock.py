@@ -13,7 +13,7 @@ import time
 from collections.abc import Generator
 from pathlib import Path
 
-from jdp.core.notices import notice
+from jdp.base.notices import notice
 from jdp.experiment.file import ExperimentError
 
 LOCK = ".lock"

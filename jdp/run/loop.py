@@ -20,11 +20,11 @@ from typing import Any
 
 import jax
 
+from jdp.base.formatting import finite_or_none
+from jdp.base.notices import notice
 from jdp.checkpoint import Checkpoints
-from jdp.core.formatting import finite_or_none
 from jdp.core.kept_programs import kept_in
 from jdp.core.noise_scale import hint, ratio
-from jdp.core.notices import notice
 from jdp.core.state import TrainState
 from jdp.data.feed import Feed
 from jdp.experiment.assembly import Assembly

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from jdp.base.formatting import finite_or_none
 from jdp.checkpoint import CheckpointError
-from jdp.core.formatting import finite_or_none
 from jdp.experiment.file import to_toml
 from jdp.experiment.schema.experiment import Experiment
 from jdp.guard.bad_steps import BadSteps

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jdp.core.hints import nearest
-from jdp.core.storage.address import address_of
-from jdp.core.toml import parse, toml_key, toml_value
-from jdp.core.user_path import user_path
+from jdp.base.bucket_address import address_of
+from jdp.base.hints import nearest
+from jdp.base.toml import parse, toml_key, toml_value
+from jdp.base.user_path import user_path
 from jdp.experiment.file import ExperimentError
 from jdp.guard.flight import FLIGHT, read
 from jdp.guard.goodput import account

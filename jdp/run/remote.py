@@ -24,11 +24,11 @@ from typing import Any
 
 import jax
 
+from jdp.base.bucket import Remote, RemoteError
+from jdp.base.bucket_address import address_of
+from jdp.base.notices import notice
 from jdp.checkpoint.checksums import COMMITTED
 from jdp.core.meeting import meet
-from jdp.core.notices import notice
-from jdp.core.storage.address import address_of
-from jdp.core.storage.remote import Remote, RemoteError
 from jdp.core.storage.scratch import Scratch
 from jdp.experiment.file import ExperimentError
 from jdp.run.folder import CHECKPOINTS, FILE

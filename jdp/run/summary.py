@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from jdp.core.formatting import finite_or_none
-from jdp.core.notices import shown
+from jdp.base.formatting import finite_or_none
+from jdp.base.notices import shown
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.optimizer import peak_rate
 from jdp.guard.flight import FLIGHT, read

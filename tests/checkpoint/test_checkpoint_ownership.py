@@ -16,7 +16,7 @@ import pytest
 from damaged_files import without_checksums
 
 import jdp
-from jdp.core import notices
+from jdp.base import notices
 from jdp.export import export_safetensors, import_safetensors
 
 PLAN = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:1], data=1), "ddp")

@@ -18,8 +18,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from safetensors import numpy
 
 import jdp
+from jdp.base import notices
 from jdp.checkpoint.safetensors.files import Stored
-from jdp.core import notices
 from jdp.export import Names, Part, Tensor, export_safetensors, gpt2_names, import_safetensors, llama_names
 from jdp.models import GPT, GPTConfig
 

@@ -13,8 +13,8 @@ import pytest
 from damaged_files import cut, flip, without_checksums, zero_page
 
 import jdp
+from jdp.base import notices
 from jdp.checkpoint import check, checksums
-from jdp.core import notices
 
 pytestmark = pytest.mark.faults
 

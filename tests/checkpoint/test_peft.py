@@ -17,9 +17,9 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 import jdp
+from jdp.base import notices
 from jdp.checkpoint import CheckpointError
 from jdp.cli.main import main
-from jdp.core import notices
 from jdp.experiment.file import ExperimentError, from_table, to_toml
 from jdp.export import (
     export_hf,

@@ -15,9 +15,9 @@ import optax
 import pytest
 
 import jdp
-from jdp.core import notices
-from jdp.core.storage import remote as remote_storage
-from jdp.core.storage.remote import Remote, RemoteError
+from jdp.base import bucket as remote_storage
+from jdp.base import notices
+from jdp.base.bucket import Remote, RemoteError
 from jdp.data.sources.fetched import local_path
 from jdp.launch import launch
 
@@ -226,7 +226,7 @@ import os, signal, sys
 from dataclasses import replace
 import jax, jax.numpy as jnp, numpy as np, optax
 import jdp
-from jdp.core.storage.remote import Remote
+from jdp.base.bucket import Remote
 
 jdp.initialize(timeout_seconds=60)
 plan = jdp.Plan(jdp.make_mesh(data=4), "zero3", min_shard_size=1)

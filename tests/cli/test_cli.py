@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 import jdp
+from jdp.base import machine
 from jdp.cli import main as cli
 from jdp.cli.options import UsageError, split_overrides, write_file
-from jdp.core import machine
 from jdp.core.clusters import find_cluster
 from jdp.experiment.file import Experiment, ExperimentError, describe
 from jdp.run.sweep.results import record

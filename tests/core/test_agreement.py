@@ -218,7 +218,7 @@ def test_the_many_are_right_and_the_few_are_named(monkeypatch):
 
 def test_without_a_coordination_service_it_is_reported(monkeypatch, capsys):
     monkeypatch.setattr(agreement, "processes_of", lambda mesh: (0, 1))
-    monkeypatch.setattr("jdp.core.notices._said", set())
+    monkeypatch.setattr("jdp.base.notices._said", set())
     agree("here", [], jdp.make_mesh(data=8))
     assert "whether they agree is not checked" in capsys.readouterr().err
 

@@ -12,8 +12,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jdp
+from jdp.base import notices
 from jdp.core import batch_keys as keys
-from jdp.core import notices
 from jdp.core.gradients.draws import RowwiseLoss
 
 KEY = jax.random.key(11)

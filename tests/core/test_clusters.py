@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from jdp.core import machine
+from jdp.base import machine
 from jdp.core.clusters import Cluster, find_cluster, first_host
 
 SLURM_STEP = {

@@ -7,8 +7,8 @@ import optax
 import pytest
 
 import jdp
+from jdp.base.notices import _said
 from jdp.core.compiler import Compiler
-from jdp.core.notices import _said
 from jdp.foresight.targets.resolve import target
 
 SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"

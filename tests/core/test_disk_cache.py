@@ -4,7 +4,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from jdp.core.disk_cache import Cache
+from jdp.base.disk_cache import Cache
 
 NAMES = [f"{hashlib.sha256(bytes([i])).hexdigest()}.json.z" for i in range(5)]
 

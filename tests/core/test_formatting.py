@@ -2,7 +2,7 @@
 
 import pytest
 
-from jdp.core.formatting import format_bytes, format_percent, format_rate, format_seconds, format_span
+from jdp.base.formatting import format_bytes, format_percent, format_rate, format_seconds, format_span
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import jdp
-from jdp.core import notices
+from jdp.base import notices
 from jdp.core.flax_nnx.fp8 import fp8_product
 from jdp.core.gradients.fp8 import with_fp8_products
 from jdp.core.gradients.jaxprs import every_eqn

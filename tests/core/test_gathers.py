@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jdp
-from jdp.core import notices
+from jdp.base import notices
 from jdp.core.gradients.gathers import Gathered
 from jdp.foresight.targets.resolve import target
 from jdp.foresight.traffic.gathering import Gathering, gathering

@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from jdp.core import heap
+from jdp.base import cpu_allocator
 
 GLIBC = platform.libc_ver()[0] == "glibc"
 PROGRAM = """
 import mmap, resource, sys
 import numpy as np
-from jdp.core.heap import keep_memory
+from jdp.base.cpu_allocator import keep_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -54,5 +54,5 @@ def test_where_addresses_are_limited_the_heap_is_as_it_was():
 
 
 def test_another_allocator_or_library_is_left_alone(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(heap, "_OTHER_ALLOCATORS", ("malloc",))  # a name that every library has
-    assert heap.keep_memory() is None
+    monkeypatch.setattr(cpu_allocator, "_OTHER_ALLOCATORS", ("malloc",))  # a name that every library has
+    assert cpu_allocator.keep_memory() is None

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import jdp
-from jdp.core import notices
+from jdp.base import notices
 
 
 class Model(nnx.Module):

@@ -10,7 +10,8 @@ import pytest
 from jax._src import compilation_cache
 
 import jdp
-from jdp.core import kept_programs, notices
+from jdp.base import notices
+from jdp.core import kept_programs
 
 Compile = Callable[[], bool]
 

@@ -12,7 +12,7 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
 import jdp
-from jdp.core import notices
+from jdp.base import notices
 from jdp.foresight.program.collectives import collectives
 
 LAYERS, WIDTH = 3, 16

@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import jdp
-from jdp.core import notices
+from jdp.base import notices
 
 ROWS, STEPS, ROUNDS = 64, 4, 2
 SHAPES = {"a": (16, 24), "b": (24, 8), "c": (8,)}

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import jdp
-from jdp.core import notices
+from jdp.base import notices
 from jdp.models.batch_norm import BatchNorm
 
 ROWS, WIDTH = 32, 8

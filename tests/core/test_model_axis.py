@@ -220,7 +220,7 @@ def test_stacked_layers_keep_their_metadata(how):
 
 
 def test_names_that_the_mesh_lacks_are_dropped_with_one_notice(capfd, monkeypatch):
-    monkeypatch.setattr("jdp.core.notices._said", set())
+    monkeypatch.setattr("jdp.base.notices._said", set())
     places = places_of(lambda rng: Feed(nnx.Rngs(rng), names=("embed", "mlp")))
     assert {place.compute for place in places.values()} == {P(None, None), P(None), P()}
     reported = [line for line in capfd.readouterr().err.splitlines() if "metadata" in line]

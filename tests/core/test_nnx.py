@@ -10,7 +10,8 @@ import pytest
 from flax import nnx
 
 import jdp
-from jdp.core import flax_nnx, notices
+from jdp.base import notices
+from jdp.core import flax_nnx
 
 FEATURES, ROWS = 8, 16
 

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jdp
-from jdp.core import notices
+from jdp.base import notices
 from jdp.guard.nonfinite import Inspection
 from jdp.guard.replicas import check_replicas
 

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import jdp
-from jdp.core import notices
+from jdp.base import notices
 from jdp.core.sharding.flat import Flat
 from jdp.core.state import ERROR
 from jdp.foresight.targets.resolve import target

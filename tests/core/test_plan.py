@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jdp
-from jdp.core import notices
+from jdp.base import notices
 from jdp.core.sharding.placement import rest_spec
 from jdp.core.sharding.reports import report_placements
 from jdp.core.sharding.strategy import STRATEGIES

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jdp
-from jdp.core import notices
+from jdp.base import notices
 
 FEATURES, ROWS = 16, 64
 SHARDED = {"min_shard_size": 8}

@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jdp
-from jdp.core import notices
+from jdp.base import notices
 from jdp.foresight.program.collectives import collectives, traffic
 from jdp.foresight.targets.resolve import target
 
@@ -491,7 +491,7 @@ def test_a_call_that_cannot_mean_anything_is_refused(name):
 
 def test_a_model_that_is_closed_over_is_reported(capfd, monkeypatch):
     """Its weights are constants of the program: a loop that updates it outside trains on the first ones for ever."""
-    monkeypatch.setattr("jdp.core.notices._said", set())
+    monkeypatch.setattr("jdp.base.notices._said", set())
     model, grad, batch = params(), gradient(check_loss=False), batch_of()
     told = "{} a model that this function closes over"
     jax.jit(lambda model, batch: grad(model, batch, KEY)[0])(model, batch)
@@ -504,7 +504,7 @@ def test_a_model_that_is_closed_over_is_reported(capfd, monkeypatch):
 
 
 def test_a_gradient_that_is_made_anew_in_a_loop_is_reported(capfd, monkeypatch):
-    monkeypatch.setattr("jdp.core.notices._said", set())
+    monkeypatch.setattr("jdp.base.notices._said", set())
     model, told = params(), "the same gradient was made again"
 
     def scaled(by):

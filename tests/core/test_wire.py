@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jdp
-from jdp.core import notices
+from jdp.base import notices
 from jdp.core.gradients import accumulate
 from jdp.core.gradients.codes import decode, decode_weights, encode, encode_weights, from_rows, to_rows
 from jdp.core.gradients.synchronise import matrices

@@ -10,9 +10,9 @@ import pytest
 from PIL import Image
 from tiny_experiment import points_text, write_points
 
+from jdp.base import notices
+from jdp.base.bucket import Remote, RemoteError
 from jdp.cli.main import main
-from jdp.core import notices
-from jdp.core.storage.remote import Remote, RemoteError
 from jdp.data import array_data, image_data, text_data
 from jdp.data.sources.fetched import local_path
 

@@ -72,7 +72,7 @@ def test_what_a_stream_cannot_do_is_a_users_mistake(folder, split):
 
 def test_a_hub_that_does_not_answer_is_told_once(capfd, monkeypatch):
     """The hub's own client, against a port where nobody listens."""
-    monkeypatch.setattr("jdp.core.notices._said", set())
+    monkeypatch.setattr("jdp.base.notices._said", set())
     ask = lambda: http_backoff("HEAD", "http://127.0.0.1:9/", max_retries=3, base_wait_time=0.01)  # noqa: E731
     with pytest.raises(ValueError, match=r"must be readable; given hf:x: .*or look at the network"):
         _reading("hf:x", ask)

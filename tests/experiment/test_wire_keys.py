@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from tiny_experiment import points_text, write_points
 
+from jdp.base import notices
 from jdp.checkpoint import Checkpoints
 from jdp.cli.main import main
-from jdp.core import notices
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import load, to_toml
 from jdp.run import signals

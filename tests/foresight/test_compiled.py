@@ -11,8 +11,8 @@ import pytest
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jdp.base.disk_cache import Cache
 from jdp.core import compiler
-from jdp.core.disk_cache import Cache
 from jdp.foresight.program import compiled as module
 from jdp.foresight.program.compiled import CompileError, compile_step
 from jdp.foresight.targets.resolve import target

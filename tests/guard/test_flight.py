@@ -77,7 +77,7 @@ def test_what_was_recorded_outlives_sigkill(tmp_path):
 
 
 def test_a_disk_that_cannot_be_written_stops_the_recorder_only(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("jdp.core.notices._said", set())
+    monkeypatch.setattr("jdp.base.notices._said", set())
     (tmp_path / "file").write_text("")
     flight = Flight(tmp_path / "file", 0)
     flight.event("step", step=1)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from jdp.core import machine
+from jdp.base import machine
 from jdp.launch import gang, launch, supervisor
 
 ROOT = Path(__file__).parents[2]

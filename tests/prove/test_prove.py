@@ -18,8 +18,8 @@ import pytest
 from flax import nnx
 
 import jdp
+from jdp.base.machine import available_memory
 from jdp.core.gradients import accumulate, manual
-from jdp.core.machine import available_memory
 from jdp.core.state import TrainState
 from jdp.experiment.file import from_table
 from jdp.experiment.prove import prove_experiment

@@ -6,7 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from jdp.core.formatting import format_bytes
+from jdp.base.formatting import format_bytes
 from jdp.foresight.forecast import Estimate, PlanReport
 from jdp.foresight.goodput import foresee_goodput
 from jdp.foresight.memory.peak import Headroom, Held, Memory

@@ -6,9 +6,9 @@ import pytest
 from damaged_files import cut, flip
 from tiny_experiment import write_tiny
 
+from jdp.base import notices
 from jdp.checkpoint import check
 from jdp.cli.main import main
-from jdp.core import notices
 
 pytestmark = pytest.mark.faults
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from jdp.core import notices
-from jdp.core.formatting import format_rate
+from jdp.base import notices
+from jdp.base.formatting import format_rate
 from jdp.run.outputs import metrics
 from jdp.run.outputs import terminal as progress
 from jdp.run.outputs.metrics import Metrics, numbers, read

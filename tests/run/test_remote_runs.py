@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 from tiny_experiment import points_text, write_points
 
+from jdp.base.bucket import Remote, RemoteError
 from jdp.cli.main import main
-from jdp.core.storage.remote import Remote, RemoteError
 from jdp.run import remote as remote_runs
 
 HERE = Path(__file__).parents[2]

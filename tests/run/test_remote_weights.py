@@ -13,9 +13,9 @@ import pytest
 from safetensors.numpy import save_file
 from tiny_experiment import points_text, write_points
 
+from jdp.base import notices
+from jdp.base.bucket import Remote
 from jdp.cli.main import main
-from jdp.core import notices
-from jdp.core.storage.remote import Remote
 from jdp.experiment.file import load, to_toml
 
 tokenizers = pytest.importorskip("tokenizers")

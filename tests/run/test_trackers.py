@@ -10,8 +10,8 @@ import jax
 import pytest
 from tiny_experiment import write_tiny
 
+from jdp.base import notices
 from jdp.cli.main import main
-from jdp.core import notices
 from jdp.experiment.schema.experiment import Track
 from jdp.run import signals
 from jdp.run.outputs import trackers

@@ -13,9 +13,9 @@ import pytest
 from tiny_experiment import points_text, write_points
 
 import jdp
+from jdp.base.bucket import Remote
 from jdp.checkpoint import Checkpoints
 from jdp.cli.main import main
-from jdp.core.storage.remote import Remote
 from jdp.guard.flight import read_ranks
 from jdp.guard.goodput import KINDS
 from jdp.run import signals

@@ -225,7 +225,7 @@ def test_a_rule_with_more_entries_than_dimensions_says_so(file, capsys):
 
 
 def test_a_rule_that_shards_over_data_under_ddp_is_not_silent(file, capsys):
-    from jdp.core import notices
+    from jdp.base import notices
 
     pattern = "layers/0/k*nel"
     (file.parent / "ruled.toml").write_text(POINTS + f'[rules]\n"{pattern}" = ["", "data"]\n')

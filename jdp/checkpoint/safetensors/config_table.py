@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jdp.base.user_path import check_regular
 from jdp.checkpoint.errors import CheckpointError
-from jdp.core.user_path import check_regular
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from jdp.base.user_path import user_path
 from jdp.checkpoint.errors import CheckpointError
 from jdp.checkpoint.safetensors.config_table import Table, read_json, shortened
 from jdp.checkpoint.safetensors.families import FAMILIES, REFUSED
-from jdp.core.user_path import user_path
 from jdp.models import GPTConfig
 
 NAME = "config.json"

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jdp.base.tree_paths import matches
 from jdp.checkpoint.errors import CheckpointError
-from jdp.core.paths import matches
 from jdp.models import GPTConfig
 
 

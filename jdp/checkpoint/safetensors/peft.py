@@ -24,6 +24,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jdp.base.notices import notice
+from jdp.base.user_path import user_path
 from jdp.checkpoint.checks import check_values
 from jdp.checkpoint.errors import CheckpointError, write_error
 from jdp.checkpoint.safetensors import files
@@ -33,10 +35,8 @@ from jdp.checkpoint.safetensors.names import Names, Tensor
 from jdp.checkpoint.safetensors.transfer import export_safetensors, import_safetensors, weights_of
 from jdp.core.host_memory import on_device
 from jdp.core.meeting import meet
-from jdp.core.notices import notice
 from jdp.core.state import TrainState, own_shaped
 from jdp.core.types import PyTree
-from jdp.core.user_path import user_path
 from jdp.models import GPTConfig
 
 CONFIG, WEIGHTS = "adapter_config.json", f"adapter_model{files.SUFFIX}"

@@ -28,9 +28,9 @@ from flax.linen.spmd import LogicallyPartitioned, logical_to_mesh_axes
 from flax.nnx.spmd import get_var_pspec
 from jax.sharding import PartitionSpec
 
+from jdp.base.notices import notice
 from jdp.core.flax_nnx.norms import synchronise
 from jdp.core.flax_nnx.structure import Structure, structure_of
-from jdp.core.notices import notice
 
 Flat = dict[tuple[Any, ...], Any]
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jdp.core.notices import notice
+from jdp.base.notices import notice
 
 
 def synchronise(norm: nnx.BatchNorm, axes: tuple[str, ...]) -> None:

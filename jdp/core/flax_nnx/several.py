@@ -15,8 +15,8 @@ from flax import nnx
 from flax.errors import TraceContextError
 from jax.sharding import PartitionSpec
 
+from jdp.base.formatting import listed
 from jdp.core.flax_nnx.adapter import Adapter, at, is_model_state, nested, param_specs, value_of, with_value
-from jdp.core.formatting import listed
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,11 @@ from typing import Any
 
 import jax
 
+from jdp.base.notices import notice
 from jdp.core.batch_keys import BatchKey
 from jdp.core.gradients.loss_call import Sums, TracedLoss
 from jdp.core.gradients.pairs import GlobalProgram, differs, is_random
 from jdp.core.gradients.replay import BY_ROW, Replay, Value
-from jdp.core.notices import notice
 from jdp.core.types import Batch, PyTree
 
 

@@ -25,9 +25,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
+from jdp.base.notices import notice
 from jdp.core.flax_nnx.fp8 import fp8_product
 from jdp.core.gradients.jaxprs import bind, scan_counts, traced_at, user_line
-from jdp.core.notices import notice
 from jdp.core.traced_device import traced_device
 
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "scan")

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 
-from jdp.core.paths import PACKAGE
+from jdp.base.tree_paths import PACKAGE
 
 _Value = TypeVar("_Value")
 _MOVES = ("convert_element_type", "copy", "mul", "pad", "reshape", "sharding_constraint", "squeeze", "transpose")

@@ -24,13 +24,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jdp.base.notices import notice
 from jdp.core.batch import batch_rows
 from jdp.core.gradients.accumulate import GradientSpec, traced_loss, working_copy
 from jdp.core.gradients.auto import make_collectives
 from jdp.core.gradients.loss_call import LossWithAux, Sums
 from jdp.core.gradients.loss_trace import LossTrace, computes_in_float32, redraws
 from jdp.core.gradients.outputs import rows_that_mix, with_outputs
-from jdp.core.notices import notice
 from jdp.core.precision import Precision
 from jdp.core.sharding.plan import Plan
 from jdp.core.state import TrainState

@@ -22,12 +22,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from jdp.base.tree_paths import path_of
 from jdp.core.batch import batch_rows
 from jdp.core.gather_rows import recording
 from jdp.core.gradients.jaxprs import every_eqn, inlined, inner_jaxprs, user_line
 from jdp.core.gradients.loss_call import LossWithAux, as_sums
 from jdp.core.gradients.pairs import is_random
-from jdp.core.paths import path_of
 from jdp.core.precision import Precision
 from jdp.core.sharding.placement import axes_of
 from jdp.core.state import TrainState, own_shapes

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import partial_eval
 
-from jdp.core.paths import path_in_model, path_of
+from jdp.base.tree_paths import path_in_model, path_of
 from jdp.core.types import Batch, PyTree
 
 

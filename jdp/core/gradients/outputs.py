@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import partial_eval
 
+from jdp.base.tree_paths import path_of
 from jdp.core.batch import batch_rows
 from jdp.core.gradients.accumulate import GradientSpec
 from jdp.core.gradients.loss_call import LossWithAux
-from jdp.core.paths import path_of
 from jdp.core.state import TrainState, own_shapes
 from jdp.core.types import Batch, PyTree
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 
 import jax
 
+from jdp.base.notices import notice
+from jdp.base.words import Partitioning
 from jdp.core.batch import batch_rows
 from jdp.core.gradients.accumulate import GradientSpec
 from jdp.core.gradients.loss_call import Sums
@@ -21,14 +23,12 @@ from jdp.core.gradients.pairs import is_random
 from jdp.core.gradients.quotients import Reading
 from jdp.core.gradients.row_proof import ends_in_quotient, prove
 from jdp.core.gradients.row_rules import STATISTICS
-from jdp.core.notices import notice
 from jdp.core.precision import Precision
 from jdp.core.sharding.mesh import own_axes
 from jdp.core.sharding.plan import Plan
 from jdp.core.state import TrainState
 from jdp.core.traced_device import sized_for
 from jdp.core.types import Batch
-from jdp.core.words import Partitioning
 
 REQUESTED = "asked for"
 

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
+from jdp.base.notices import notice
 from jdp.core.batch_keys import BatchKey, plain
 from jdp.core.gradients.jaxprs import bind, scan_counts, traced_at, user_line
 from jdp.core.gradients.pairs import (
@@ -32,7 +33,6 @@ from jdp.core.gradients.pairs import (
     shape_of,
     sorted_sizes,
 )
-from jdp.core.notices import notice
 
 Known = Sequence[Thunk | None] | None
 """For each operand of the counterpart how to compute it, or None; None where there is no counterpart."""

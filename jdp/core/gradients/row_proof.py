@@ -15,6 +15,7 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
+from jdp.base.tree_paths import PACKAGE
 from jdp.core.gradients.jaxprs import scan_counts, source_lines, user_line
 from jdp.core.gradients.loss_trace import LossTrace
 from jdp.core.gradients.quotients import Quotient, Reading, flattened, quotient_of
@@ -35,7 +36,6 @@ from jdp.core.gradients.row_states import (
     power_of,
     scales,
 )
-from jdp.core.paths import PACKAGE
 
 CALLS = frozenset(
     """

@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from jdp.core.hints import nearest
-from jdp.core.numbers import is_integer, is_number
-from jdp.core.words import Encoding, WeightEncoding
+from jdp.base.hints import nearest
+from jdp.base.numbers import is_integer, is_number
+from jdp.base.words import Encoding, WeightEncoding
 
 QUANTISED = ("bf16", "int8", "fp8")
 GRADIENTS = (*QUANTISED, "topk", "powersgd")

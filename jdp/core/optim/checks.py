@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdp.core.paths import path_of
+from jdp.base.tree_paths import path_of
 from jdp.core.types import PyTree
 
 GIVEN = "value"

@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jdp.base.numbers import is_number
 from jdp.core.host_memory import on_device
 from jdp.core.local_steps import of_replicas
-from jdp.core.numbers import is_number
 from jdp.core.optim.checks import check_optimizer
 from jdp.core.state import STACKED, TrainState, trained_part, with_trained
 from jdp.core.types import Model, PyTree

@@ -3,8 +3,8 @@
 import math
 from collections.abc import Mapping
 
-from jdp.core.numbers import is_integer
-from jdp.core.toml import LONGEST, cut
+from jdp.base.numbers import is_integer
+from jdp.base.toml import LONGEST, cut
 
 DATA = "data"
 """The axis that carries the batch, and that ZeRO shards over."""

@@ -28,9 +28,9 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from jdp.base.machine import choose_platform
+from jdp.base.notices import notice
 from jdp.core.handshake import check_device_counts
-from jdp.core.machine import choose_platform
-from jdp.core.notices import notice
 from jdp.core.sharding.axes import DATA, REPLICA, axis_sizes
 from jdp.core.sharding.home import auto_axes
 from jdp.core.traced_device import tracing_for

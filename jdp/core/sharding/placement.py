@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import PartitionSpec
 
-from jdp.core.formatting import format_bytes
+from jdp.base.formatting import format_bytes
 from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.flat import Flat
 

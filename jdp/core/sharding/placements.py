@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import SupportsIndex, overload
 
+from jdp.base.notebook import Drawn
 from jdp.core.leaves import Leaf, leaf_text
-from jdp.core.notebook import Drawn
 from jdp.core.sharding.placement import Placement
 
 

@@ -18,12 +18,14 @@ from typing import Any, cast
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdp.core.formatting import listed
+from jdp.base.formatting import listed
+from jdp.base.notebook import Drawn
+from jdp.base.notices import notice
+from jdp.base.numbers import is_integer
+from jdp.base.toml import cut
+from jdp.base.tree_paths import matches, path_of
+from jdp.base.words import Offload, StrategyName
 from jdp.core.host_memory import check_offload, rest_sharding
-from jdp.core.notebook import Drawn
-from jdp.core.notices import notice
-from jdp.core.numbers import is_integer
-from jdp.core.paths import matches, path_of
 from jdp.core.sharding import home as homes
 from jdp.core.sharding.axes import DATA, REPLICA, factors
 from jdp.core.sharding.flat import Flat
@@ -43,9 +45,7 @@ from jdp.core.sharding.placements import Placements
 from jdp.core.sharding.rules import checked_rules
 from jdp.core.sharding.strategy import Strategy, strategy
 from jdp.core.state import STACKED, Static, TrainState, map_flat, own_shapes
-from jdp.core.toml import cut
 from jdp.core.types import PyTree
-from jdp.core.words import Offload, StrategyName
 
 MIN_SHARD_SIZE = 1024
 """Parameters with fewer elements (4 KiB of fp32) stay replicated: gathering them takes latency, not bandwidth."""

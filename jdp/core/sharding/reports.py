@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import jax
 
-from jdp.core.formatting import listed
-from jdp.core.notices import notice
+from jdp.base.formatting import listed
+from jdp.base.notices import notice
 from jdp.core.sharding.axes import DATA, factors
 from jdp.core.sharding.mesh import hosts_along, replicas_for_hosts
 from jdp.core.sharding.placement import axes_of

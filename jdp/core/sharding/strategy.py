@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from jdp.core.hints import nearest
-from jdp.core.toml import LONGEST
-from jdp.core.words import StrategyName
+from jdp.base.hints import nearest
+from jdp.base.toml import LONGEST
+from jdp.base.words import StrategyName
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import jax
 
-from jdp.core.disk_cache import default_folder
+from jdp.base.disk_cache import default_folder
+from jdp.base.notices import show_as
+from jdp.base.user_path import PathError
 from jdp.core.meeting import from_every_process, from_first_process, meet
-from jdp.core.notices import show_as
-from jdp.core.user_path import PathError
 
 _LOCK, _TURN, _TOKEN, _KEEP = ".lock", ".turn", ".token", ".keep"
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jdp.core.numbers import is_integer
+from jdp.base.numbers import is_integer
 from jdp.data.batches import Source
 
 _WORDS = 3  # drawn for a sample: the crop's row and column, the flip

@@ -14,8 +14,8 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from jdp.core.notices import notice
-from jdp.core.user_path import check_regular
+from jdp.base.notices import notice
+from jdp.base.user_path import check_regular
 from jdp.data.held_out import ends_score
 from jdp.data.labels import Labels, labels_of
 from jdp.data.sources.compressed import unreadable

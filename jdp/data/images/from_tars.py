@@ -23,9 +23,9 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from jdp.core.disk_cache import Cache, default_folder
-from jdp.core.toml import cut
-from jdp.core.user_path import check_regular
+from jdp.base.disk_cache import Cache, default_folder
+from jdp.base.toml import cut
+from jdp.base.user_path import check_regular
 from jdp.data.held_out import ends_score
 from jdp.data.images.from_folders import PICTURE_SUFFIXES
 from jdp.data.images.from_tables import LABEL_NAMES, Columns

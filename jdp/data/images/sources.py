@@ -5,7 +5,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from jdp.core.notices import notice
+from jdp.base.notices import notice
 from jdp.data.images.decode import Pictures
 from jdp.data.images.from_arrays import DIGITS, array_pictures, digits
 from jdp.data.images.from_folders import HELD_OUT_FOLDERS, picture_files, two_sets

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from jdp.core.formatting import format_bytes
-from jdp.core.machine import memory_bytes
-from jdp.core.notices import notice
-from jdp.core.toml import cut
-from jdp.core.user_path import check_regular
+from jdp.base.formatting import format_bytes
+from jdp.base.machine import memory_bytes
+from jdp.base.notices import notice
+from jdp.base.toml import cut
+from jdp.base.user_path import check_regular
 from jdp.data.sources.compressed import unreadable
 from jdp.data.sources.fetched import local_path
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from jdp.core.user_path import check_regular
+from jdp.base.user_path import check_regular
 from jdp.data.sources.optional_packages import optional
 
 _COMPRESSED = (".gz", ".zst")

@@ -12,12 +12,12 @@ import os
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
-from jdp.core.disk_cache import Cache, default_folder
-from jdp.core.formatting import format_bytes
-from jdp.core.notices import notice_anywhere, show_as
-from jdp.core.storage.address import address_of
-from jdp.core.storage.remote import Remote, RemoteError, Stored
-from jdp.core.user_path import PathError, user_path
+from jdp.base.bucket import Remote, RemoteError, Stored
+from jdp.base.bucket_address import address_of
+from jdp.base.disk_cache import Cache, default_folder
+from jdp.base.formatting import format_bytes
+from jdp.base.notices import notice_anywhere, show_as
+from jdp.base.user_path import PathError, user_path
 
 _WHOLE = "fetched.json"
 

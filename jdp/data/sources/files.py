@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jdp.core.notices import notice
+from jdp.base.notices import notice
 from jdp.data.sources.compressed import plain_name, unreadable
 from jdp.data.sources.fetched import local_path
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jdp.core.notices import notice
-from jdp.core.toml import cut
-from jdp.core.user_path import user_path
+from jdp.base.notices import notice
+from jdp.base.toml import cut
+from jdp.base.user_path import user_path
 from jdp.data.sources.optional_packages import optional
 
 T = TypeVar("T")

@@ -17,8 +17,8 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from jdp.core.toml import cut
-from jdp.core.user_path import check_regular
+from jdp.base.toml import cut
+from jdp.base.user_path import check_regular
 from jdp.data.sources.compressed import is_compressed, plain_name, read_bytes, stream_bytes, unreadable
 from jdp.data.sources.optional_packages import optional
 

@@ -20,9 +20,9 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from jdp.core.disk_cache import Cache
-from jdp.core.formatting import format_bytes, format_percent
-from jdp.core.notices import notice
+from jdp.base.disk_cache import Cache
+from jdp.base.formatting import format_bytes, format_percent
+from jdp.base.notices import notice
 from jdp.data.batches import NumpyBatch
 from jdp.data.held_out import check_fraction
 from jdp.data.text.documents import Found, PathLike, find_text, find_token_ids

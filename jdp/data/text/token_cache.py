@@ -6,7 +6,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from jdp.core.disk_cache import Cache, default_folder
+from jdp.base.disk_cache import Cache, default_folder
 from jdp.data.text.token_array import TokenArray
 
 WORTHWHILE_BYTES = 2**23  # of text: less is tokenised in a few seconds

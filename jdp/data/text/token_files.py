@@ -27,9 +27,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from jdp.core.disk_cache import default_folder
-from jdp.core.formatting import format_bytes
-from jdp.core.notices import notice
+from jdp.base.disk_cache import default_folder
+from jdp.base.formatting import format_bytes
+from jdp.base.notices import notice
 from jdp.data.held_out import document_tails, whole_documents
 from jdp.data.text.token_array import MappedTokens, TokenArray
 from jdp.data.text.tokens import TextSides, TokenisedPart, join_spans

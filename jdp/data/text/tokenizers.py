@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from jdp.core.storage.address import address_of
+from jdp.base.bucket_address import address_of
 from jdp.data.sources.fetched import local_path
 from jdp.data.sources.optional_packages import optional
 from jdp.data.text.token_array import TokenArray, bounds_of, smallest_uint

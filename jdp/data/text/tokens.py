@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jdp.core.notices import notice
+from jdp.base.notices import notice
 from jdp.data.held_out import content_score, split_documents
 from jdp.data.text.documents import Found, corpus_of, text_parts, token_id_parts
 from jdp.data.text.token_array import TokenArray, bounds_of, smallest_uint

@@ -21,10 +21,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
 
-from jdp.core.hints import nearest
+from jdp.base.hints import nearest
+from jdp.base.toml import cut
+from jdp.base.words import DtypeName, Offload, Partitioning, PrecisionName, StrategyName
 from jdp.core.sharding.axes import DATA, REPLICA, check_axes
-from jdp.core.toml import cut
-from jdp.core.words import DtypeName, Offload, Partitioning, PrecisionName, StrategyName
 from jdp.experiment.schema.chosen import TABLES, chosen_tables
 from jdp.experiment.schema.data import DATASETS, OF_EVERY, Data, EvalSet, Ingredient
 from jdp.experiment.schema.fields import NONE, CompilerTable, PackageName, Rule, RunName, Section, named

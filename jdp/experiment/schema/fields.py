@@ -10,12 +10,12 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
+from jdp.base.bucket import Remote
+from jdp.base.bucket_address import address_of
+from jdp.base.toml import cut
+from jdp.base.user_path import user_path
+from jdp.base.words import CompilerPreset
 from jdp.core.compiler import Compiler
-from jdp.core.storage.address import address_of
-from jdp.core.storage.remote import Remote
-from jdp.core.toml import cut
-from jdp.core.user_path import user_path
-from jdp.core.words import CompilerPreset
 
 NONE = "none"
 """What stands for None, which TOML does not have: `clip_norm = "none"`."""

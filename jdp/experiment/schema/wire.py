@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator
 
-from jdp.core.words import Buckets, Encoding, WeightEncoding
+from jdp.base.words import Buckets, Encoding, WeightEncoding
 from jdp.experiment.schema.fields import Positive, Section, Single
 
 _MOST_BYTES = 2**40

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jdp.core.formatting import format_bytes
-from jdp.core.hints import nearest
-from jdp.core.numbers import is_integer
-from jdp.core.paths import matches
+from jdp.base.formatting import format_bytes
+from jdp.base.hints import nearest
+from jdp.base.numbers import is_integer
+from jdp.base.tree_paths import matches
 from jdp.core.sharding.placement import axes_of, bytes_per_device
 from jdp.core.sharding.strategy import strategy
 from jdp.foresight.any_step.moved import Moved

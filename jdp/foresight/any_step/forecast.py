@@ -14,9 +14,9 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from jdp.core.disk_cache import Cache
-from jdp.core.formatting import align_columns, format_bytes, format_percent, format_seconds
-from jdp.core.notebook import Drawn
+from jdp.base.disk_cache import Cache
+from jdp.base.formatting import align_columns, format_bytes, format_percent, format_seconds
+from jdp.base.notebook import Drawn
 from jdp.foresight.any_step.against import Bound, bound, chosen
 from jdp.foresight.any_step.moved import Moved, lowering, move
 from jdp.foresight.any_step.read import HeldArgument, Sent, StepMemory, memory_of, sent_by, shapes_of, signs

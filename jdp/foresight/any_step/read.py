@@ -16,7 +16,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from jdp.core.formatting import format_bytes, format_percent
+from jdp.base.formatting import format_bytes, format_percent
 from jdp.core.sharding.placement import Placement, axes_of
 from jdp.foresight.any_step.moved import Moved
 from jdp.foresight.any_step.traced import Argument

@@ -18,8 +18,8 @@ import jax
 from jax.extend import core
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDeviceSharding
 
+from jdp.base.tree_paths import path_of
 from jdp.core import flax_nnx
-from jdp.core.paths import path_of
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from jdp.core.formatting import format_bytes, format_percent
+from jdp.base.formatting import format_bytes, format_percent
 from jdp.core.sharding.mesh import mesh_of
 from jdp.core.state import TrainState
 from jdp.core.step import Step

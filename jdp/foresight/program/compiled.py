@@ -22,9 +22,9 @@ from typing import Any, BinaryIO
 
 import jax
 
-from jdp.core.disk_cache import Cache
+from jdp.base.disk_cache import Cache
+from jdp.base.notices import notice
 from jdp.core.kept_programs import without_kept_programs
-from jdp.core.notices import notice
 from jdp.foresight.program.collectives import Collective, collectives
 from jdp.foresight.program.module import Program, parse
 

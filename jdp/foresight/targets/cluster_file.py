@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from jdp.core.hints import nearest
-from jdp.core.toml import parse
-from jdp.core.user_path import check_regular, user_path
+from jdp.base.hints import nearest
+from jdp.base.toml import parse
+from jdp.base.user_path import check_regular, user_path
 from jdp.foresight.targets.chips import GPUS, Gpu
 from jdp.foresight.targets.gpu_config import with_config, written
 

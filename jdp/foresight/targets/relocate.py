@@ -14,9 +14,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
+from jdp.base.disk_cache import Cache
 from jdp.core.batch import batch_rows
 from jdp.core.batch_unit import BatchUnit
-from jdp.core.disk_cache import Cache
 from jdp.core.flat_update import flattened
 from jdp.core.sharding.axes import DATA, REPLICA
 from jdp.core.sharding.mesh import make_mesh, mesh_of

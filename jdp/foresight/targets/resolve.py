@@ -22,9 +22,9 @@ from pathlib import Path
 
 import jax
 
-from jdp.core.hints import nearest
+from jdp.base.hints import nearest
+from jdp.base.user_path import user_path
 from jdp.core.types import Device
-from jdp.core.user_path import user_path
 from jdp.foresight.targets.chips import CHIPS, GPUS, TPUS, Chip
 from jdp.foresight.targets.cluster_file import read
 from jdp.foresight.targets.gpu_config import written

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from jdp.core.formatting import format_bytes
+from jdp.base.formatting import format_bytes
 from jdp.core.gradients.gathers import Issued
 from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.placement import Placement

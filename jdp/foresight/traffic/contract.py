@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from jdp.core.formatting import format_bytes
+from jdp.base.formatting import format_bytes
 from jdp.core.sharding.mesh import batch_axes
 from jdp.foresight.program.collectives import Collective
 from jdp.foresight.program.compiled import Compiled

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from jdp.core.formatting import align_columns, format_bytes, format_percent
+from jdp.base.formatting import align_columns, format_bytes, format_percent
 from jdp.core.gradients.gathers import Gathered
 from jdp.core.sharding.placement import Placement, shards
 from jdp.core.state import TrainState

@@ -17,7 +17,7 @@ from functools import cached_property
 
 import jax
 
-from jdp.core.paths import PACKAGE
+from jdp.base.tree_paths import PACKAGE
 from jdp.core.sharding.placement import Placement, axes_of, spec_entry
 from jdp.core.sharding.plan import Plan
 from jdp.core.state import TrainState

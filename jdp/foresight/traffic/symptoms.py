@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
-from jdp.core.formatting import format_bytes
+from jdp.base.formatting import format_bytes
 from jdp.foresight.program.compiled import Compiled
 from jdp.foresight.program.module import HOST_MEMORY, Instruction, Program, array_bytes, shapes
 from jdp.foresight.traffic.origin import Parameters, Sites, line_of, list_paths

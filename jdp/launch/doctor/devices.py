@@ -13,8 +13,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jdp.core.formatting import format_bytes, format_rate, format_seconds, listed
-from jdp.core.machine import has_nvidia
+from jdp.base.formatting import format_bytes, format_rate, format_seconds, listed
+from jdp.base.machine import has_nvidia
 from jdp.core.meeting import from_first_process
 from jdp.launch.doctor.findings import Finding
 

@@ -4,7 +4,7 @@ import os
 import secrets
 from pathlib import Path
 
-from jdp.core.formatting import format_bytes
+from jdp.base.formatting import format_bytes
 from jdp.launch.doctor.findings import Finding
 
 LITTLE_ROOM = 2**30

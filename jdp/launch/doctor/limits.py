@@ -4,8 +4,8 @@ import os
 import resource
 from pathlib import Path
 
-from jdp.core.formatting import format_bytes
-from jdp.core.machine import available_memory, group_numbers, has_nvidia, memory_bytes
+from jdp.base.formatting import format_bytes
+from jdp.base.machine import available_memory, group_numbers, has_nvidia, memory_bytes
 from jdp.launch.doctor.findings import Finding
 
 FEW_FILES = 1024  # a process of a few hundred peers has a connection to each; loaders and checkpoints open tens

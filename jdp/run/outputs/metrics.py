@@ -26,7 +26,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from jdp.core.notices import notice
+from jdp.base.notices import notice
 from jdp.run.outputs.trackers import BackgroundTracker
 
 JSONL = "metrics.jsonl"

@@ -12,8 +12,8 @@ from typing import Any, Self
 
 import jax
 
-from jdp.core.formatting import format_bytes
-from jdp.core.toml import cut
+from jdp.base.formatting import format_bytes
+from jdp.base.toml import cut
 from jdp.run.outputs.terminal import Display
 
 FOLDER = "profile"

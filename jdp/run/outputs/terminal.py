@@ -10,8 +10,8 @@ import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from jdp.core.formatting import format_rate
-from jdp.core.notices import shown
+from jdp.base.formatting import format_rate
+from jdp.base.notices import shown
 
 
 class Display:

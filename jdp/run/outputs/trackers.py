@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import jax
 
-from jdp.core.notices import notice
+from jdp.base.notices import notice
 
 FILE = "trackers.json"
 WAITING_ROWS = 10_000

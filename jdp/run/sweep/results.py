@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jdp.core.formatting import format_rate
+from jdp.base.formatting import format_rate
 from jdp.experiment.file import ExperimentError
 from jdp.run.sweep.walk import DONE, FAILED, Result
 

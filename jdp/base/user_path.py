@@ -10,8 +10,8 @@ import os
 import stat
 from pathlib import Path
 
-from jdp.core.storage.address import address_of, scheme_of
-from jdp.core.toml import brief
+from jdp.base.bucket_address import address_of, scheme_of
+from jdp.base.toml import brief
 
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 

@@ -17,10 +17,10 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from jdp.core.notices import notice_anywhere
-from jdp.core.storage.address import address_of, scheme_of
-from jdp.core.toml import brief
-from jdp.core.user_path import PathError
+from jdp.base.bucket_address import address_of, scheme_of
+from jdp.base.notices import notice_anywhere
+from jdp.base.toml import brief
+from jdp.base.user_path import PathError
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 _PACKAGES = {"az": "adlfs", "abfs": "adlfs", "abfss": "adlfs", "adl": "adlfs", "oss": "ossfs"}

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from jdp.core.notices import notice
-from jdp.core.user_path import user_path
+from jdp.base.notices import notice
+from jdp.base.user_path import user_path
 
 T = TypeVar("T")
 _UNREADABLE = (OSError, ValueError, KeyError, EOFError, zlib.error, zipfile.BadZipFile)

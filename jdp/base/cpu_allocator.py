@@ -11,7 +11,7 @@ import ctypes
 import os
 from collections.abc import Mapping
 
-from jdp.core.machine import available_memory
+from jdp.base.machine import available_memory
 
 OFF = "JDP_FRESH_MEMORY"
 """Environment variable that keeps all as it was, if it is set and neither empty nor "0"."""
