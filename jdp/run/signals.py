@@ -19,9 +19,11 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Self
+from weakref import WeakSet
 
 import jax
 
@@ -39,6 +41,7 @@ _ANSWER_SECONDS = 60.0
 _UNWIND_SECONDS = 2.0  # how long the main thread may take to leave at once by itself
 _AGAIN_SECONDS = 0.05  # between two tries to have it leave: where it runs, Python may ignore what is raised
 _NOTHING = "before the first step there is nothing to save"
+_CALLBACKS = (weakref.__file__, WeakSet.__init__.__code__.co_filename)  # what they do when an object is collected
 _SHOW_CURSOR = b"\x1b[?25h"
 
 
@@ -182,9 +185,9 @@ class StopRequest:
 
 
 def _is_ignored_in(frame: FrameType | None) -> bool:
-    """Return True where Python prints an exception and goes on: in JAX's callback of its collector, in a destructor."""
+    """Return True where Python prints an exception and goes on: in callbacks of its collector and in destructors."""
     while frame is not None:
-        if frame.f_code.co_name in ("_xla_gc_callback", "__del__"):
+        if frame.f_code.co_name in ("_xla_gc_callback", "__del__") or frame.f_code.co_filename in _CALLBACKS:
             return True
         frame = frame.f_back
     return False

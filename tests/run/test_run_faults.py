@@ -262,27 +262,37 @@ def test_leaving_at_once_does_not_need_the_main_thread(tmp_path, when):
 
 
 COLLECTING = """
-import time
+import sys, time, weakref
 from jdp.run.signals import StopRequest
 
+def run(*_):
+    print("ready", flush=True)
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end:  # Python runs here, and prints what is raised
+        pass
+
 class Slow:
+    pass
+
+class Destroyed:
     def __del__(self):
-        print("ready", flush=True)
-        end = time.monotonic() + 0.5
-        while time.monotonic() < end:  # Python runs here, and prints what is raised
-            pass
+        run()
 
 with StopRequest():
-    Slow()
+    slow = Slow() if sys.argv[1] == "weakref" else Destroyed()
+    if sys.argv[1] == "weakref":
+        weakref.finalize(slow, run)
+    del slow
     time.sleep(20)
 """
 
 
-def test_leaving_at_once_waits_for_the_end_of_a_destructor(tmp_path):
+@pytest.mark.parametrize("collected", ["destructor", "weakref"])
+def test_leaving_at_once_waits_for_the_end_of_a_destructor(tmp_path, collected):
     """Python prints an exception that is raised in one, or in JAX's callback of the collector, and goes on."""
     (tmp_path / "program.py").write_text(COLLECTING)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(tmp_path / "program.py")]
+    command = [sys.executable, str(tmp_path / "program.py"), collected]
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
