@@ -6,6 +6,8 @@ what every device will hold, send and wait for.
 
 from typing import TYPE_CHECKING, Any
 
+from jdp.base.notebook import draw_with
+
 if TYPE_CHECKING:
     from jdp import checkpoint as checkpoint
     from jdp import data as data
@@ -19,31 +21,31 @@ if TYPE_CHECKING:
     from jdp.checkpoint.single import restore as restore
     from jdp.checkpoint.single import restore_params as restore_params
     from jdp.checkpoint.single import save as save
-    from jdp.core.distributed import initialize as initialize
+    from jdp.core.cluster.initialize import initialize as initialize
+    from jdp.core.compiling.persistent_cache import keep_programs as keep_programs
     from jdp.core.gather_rows import gather_rows as gather_rows
-    from jdp.core.gradients.wire import Wire as Wire
-    from jdp.core.init import abstract_state as abstract_state
-    from jdp.core.init import init_state as init_state
-    from jdp.core.kept_programs import keep_programs as keep_programs
+    from jdp.core.init.train_state import abstract_state as abstract_state
+    from jdp.core.init.train_state import init_state as init_state
+    from jdp.core.init.trees import init as init
+    from jdp.core.init.trees import place as place
     from jdp.core.layers import scan_layers as scan_layers
-    from jdp.core.local_steps import LocalSteps as LocalSteps
-    from jdp.core.optim.ema import ema_params as ema_params
-    from jdp.core.optim.ema import with_ema as with_ema
-    from jdp.core.optim.schedules import scaled_lr as scaled_lr
-    from jdp.core.optim.schedules import warmup as warmup
+    from jdp.core.plan import Plan as Plan
     from jdp.core.precision import Precision as Precision
     from jdp.core.sharding.mesh import make_mesh as make_mesh
     from jdp.core.sharding.placement import Placement as Placement
-    from jdp.core.sharding.plan import Plan as Plan
     from jdp.core.state import TrainState as TrainState
     from jdp.core.step import Step as Step
     from jdp.core.step import make_eval_step as make_eval_step
     from jdp.core.step import make_train_step as make_train_step
-    from jdp.core.trees import init as init
-    from jdp.core.trees import place as place
     from jdp.core.types import Loss as Loss
+    from jdp.core.update.ema import ema_params as ema_params
+    from jdp.core.update.ema import with_ema as with_ema
+    from jdp.core.update.local_steps import LocalSteps as LocalSteps
+    from jdp.core.update.schedules import scaled_lr as scaled_lr
+    from jdp.core.update.schedules import warmup as warmup
     from jdp.core.value_and_grad import ValueAndGrad as ValueAndGrad
     from jdp.core.value_and_grad import value_and_grad as value_and_grad
+    from jdp.core.wire.settings import Wire as Wire
     from jdp.data.feed import Feed as Feed
     from jdp.data.feed import process_rows as process_rows
     from jdp.data.feed import shard_batches as shard_batches
@@ -58,39 +60,39 @@ _HOMES = {
     "Checkpoints": "checkpoint.directory",
     "Deadline": "guard.deadline",
     "Feed": "data.feed",
-    "LocalSteps": "core.local_steps",
+    "LocalSteps": "core.update.local_steps",
     "Loss": "core.types",
     "Placement": "core.sharding.placement",
-    "Plan": "core.sharding.plan",
+    "Plan": "core.plan",
     "Precision": "core.precision",
     "Step": "core.step",
     "TrainState": "core.state",
     "ValueAndGrad": "core.value_and_grad",
-    "Wire": "core.gradients.wire",
-    "abstract_state": "core.init",
-    "ema_params": "core.optim.ema",
+    "Wire": "core.wire.settings",
+    "abstract_state": "core.init.train_state",
+    "ema_params": "core.update.ema",
     "foresee": "foresight.foresee",
     "gather_rows": "core.gather_rows",
-    "init": "core.trees",
-    "init_state": "core.init",
-    "initialize": "core.distributed",
+    "init": "core.init.trees",
+    "init_state": "core.init.train_state",
+    "initialize": "core.cluster.initialize",
     "keep_memory": "base.cpu_allocator",
-    "keep_programs": "core.kept_programs",
+    "keep_programs": "core.compiling.persistent_cache",
     "make_eval_step": "core.step",
     "make_mesh": "core.sharding.mesh",
     "make_train_step": "core.step",
-    "place": "core.trees",
+    "place": "core.init.trees",
     "process_rows": "data.feed",
     "restore": "checkpoint.single",
     "restore_params": "checkpoint.single",
     "save": "checkpoint.single",
-    "scaled_lr": "core.optim.schedules",
+    "scaled_lr": "core.update.schedules",
     "scan_layers": "core.layers",
     "shard_batches": "data.feed",
     "value_and_grad": "core.value_and_grad",
     "verify": "foresight.verify",
-    "warmup": "core.optim.schedules",
-    "with_ema": "core.optim.ema",
+    "warmup": "core.update.schedules",
+    "with_ema": "core.update.ema",
 }
 _MODULES = ("checkpoint", "data", "export", "guard", "models", "prove")
 """Modules that `import jdp` alone makes reachable, when they are first used."""
@@ -109,6 +111,13 @@ if not TYPE_CHECKING:  # else each name would be there, misspelt ones too
         value = getattr(importlib.import_module(f"jdp.{_HOMES[name]}"), name)
         globals()[name] = value
         return value
+
+    def _draw(given: object) -> str:
+        from jdp.report.notebook import fragment
+
+        return fragment(given)
+
+    draw_with(_draw)
 
 
 def __dir__() -> list[str]:

@@ -329,7 +329,7 @@ def strayed(got, want, loop, bound):
 
 
 def noise_scale_by_hand(made, loop):
-    """Of the first step, from the gradient of each part of the batch (`jdp.core.noise_scale`)."""
+    """Of the first step, from the gradient of each part of the batch (`jdp.core.update.noise_scale`)."""
     shards = made.axes["data"] * made.axes.get("replica", 1)
     microbatches = made.settings.get("accumulate", 1) if made.strategy == "zero2" else 1
     batch = made.batches()[0]

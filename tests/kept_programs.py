@@ -11,7 +11,7 @@ import jax
 import pytest
 from jax._src import compilation_cache
 
-from jdp.core.kept_programs import SETTINGS, keep_programs
+from jdp.core.compiling.persistent_cache import SETTINGS, keep_programs
 
 FOLDERS = ("core", "models", "launch", "checkpoint", "guard", "report", "prove", "experiment", "run", "cli")
 

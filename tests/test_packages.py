@@ -1,7 +1,6 @@
 """The order of packages, as in the README: a package imports only those before it. Every import counts.
 
-Those for types only count too, and those inside functions; no two files import each other, by whatever detour. One goes
-by name, and against the order: `base/notebook.py` has `report` draw what a notebook asks an object for.
+Those for types only count too, and those inside functions; no two files import each other, by whatever detour.
 """
 
 import ast
@@ -14,6 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "jdp"
 
 ORDER = (
+    "base",
     "core",
     "models",
     "data",
@@ -115,8 +115,8 @@ def test_no_circle_among_files():
 @pytest.mark.parametrize(
     ("name", "text", "expected"),
     [
-        ("jdp.core.sharding.plan", "import jdp.data.feed", {"data"}),
-        ("jdp.core.sharding.plan", "from jdp.data import feed, order", {"data"}),
+        ("jdp.core.plan", "import jdp.data.feed", {"data"}),
+        ("jdp.core.plan", "from jdp.data import feed, order", {"data"}),
         ("jdp.core.step", "def f():\n    from jdp.foresight.verify import verify", {"foresight"}),
         ("jdp.core.step", "from jdp.models import GPT", {"models"}),
         ("jdp.checkpoint.single", "from jdp.run.loop import run", {"run"}),
@@ -141,7 +141,7 @@ def test_this_file_sees_a_circle():
 def test_models_know_of_jdp_scan_layers_and_the_device_only(module):
     if module.package == "models":
         others = {name for name in own_imports(module) if MODULES[name].package != "models"}
-        assert others <= {"jdp.core.layers", "jdp.core.traced_device"}
+        assert others <= {"jdp.core.layers", "jdp.core.sharding.traced_mesh"}
 
 
 @EVERY

@@ -75,7 +75,7 @@ def test_what_leads_nowhere_is_found(reference, monkeypatch):
     found = reference.dangling_links({"a/a.html": links, "a/b.html": '<p id="one">'})
     assert list(found) == ["a/a.html links to ../c.html", "a/a.html links to b.html#two"]
     module = ModuleType(
-        "invented", "See `jdp.Plans`, `Plan.offloads`, `jdp/core/nothing.py`, `jdp.core.init`, `any.word`."
+        "invented", "See `jdp.Plans`, `Plan.offloads`, `jdp/core/nothing.py`, `jdp.core.init.train_state`, `any.word`."
     )
     monkeypatch.setitem(sys.modules, "invented", module)
     missing = [re.search("`(.*)`", each)[1] for each in reference.unresolved("invented")]

@@ -62,7 +62,7 @@ def phases(file: str, overrides: dict[str, str]) -> dict[str, float]:
 
     import jax
 
-    from jdp.core.kept_programs import keep_programs
+    from jdp.core.compiling.persistent_cache import keep_programs
     from jdp.experiment.assembly import Assembly
     from jdp.run import loop  # all that a run needs
 

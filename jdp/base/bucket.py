@@ -19,7 +19,7 @@ from typing import Any
 
 from jdp.base.bucket_address import address_of, scheme_of
 from jdp.base.notices import notice_anywhere
-from jdp.base.toml import brief
+from jdp.base.shorten import brief
 from jdp.base.user_path import PathError
 
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}

@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterable
 
-from jdp.base.toml import LONGEST
+from jdp.base.shorten import LONGEST
 
 
 def nearest(word: str, words: Iterable[str], before: str = "; did you mean ", cutoff: float = 0.5) -> str:

@@ -11,7 +11,7 @@ import stat
 from pathlib import Path
 
 from jdp.base.bucket_address import address_of, scheme_of
-from jdp.base.toml import brief
+from jdp.base.shorten import brief
 
 _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 

@@ -15,12 +15,14 @@ import jax
 
 from jdp.base.bucket_address import address_of
 from jdp.base.user_path import user_path
-from jdp.checkpoint import content, damage, held, ownership
-from jdp.checkpoint.checks import check_values
+from jdp.checkpoint import bucket_copies
 from jdp.checkpoint.directory import Checkpoints
 from jdp.checkpoint.errors import CheckpointError, write_error
-from jdp.checkpoint.trees import Content
-from jdp.core.meeting import meet
+from jdp.checkpoint.format import content
+from jdp.checkpoint.format.checks import check_values
+from jdp.checkpoint.format.trees import Content
+from jdp.checkpoint.upkeep import damage, ownership
+from jdp.core.cluster.barrier import meet
 from jdp.core.state import TrainState
 from jdp.core.types import PyTree
 
@@ -42,7 +44,7 @@ def save(path: str | Path, state: Any, *, overwrite: bool = False) -> None:
     """
     check_values(Content.of(state).leaves)
     if address_of(path) is not None:
-        return held.save(path, lambda folder: save(folder, state), overwrite=overwrite)
+        return bucket_copies.save(path, lambda folder: save(folder, state), overwrite=overwrite)
     step = int(state.consumed) if isinstance(state, TrainState) else 0
     path = user_path(path).absolute()
     path = path.resolve() if path.is_symlink() else path
@@ -153,7 +155,9 @@ def _on_first_process(action: Callable[[], None]) -> None:
 def _read(path: str | Path, read: Callable[[Path, str], _T]) -> _T:
     """Read the checkpoint that a path or an address leads to: of a directory, the newest that is whole."""
     if address_of(path) is not None:
-        return held.read(path, lambda here, fetched: _read_here(here, lambda folder, fix: read(fetched(folder), fix)))
+        return bucket_copies.read(
+            path, lambda here, fetched: _read_here(here, lambda folder, fix: read(fetched(folder), fix))
+        )
     return _read_here(user_path(path).absolute(), read)
 
 

@@ -19,7 +19,7 @@ from jdp.base.user_path import PathError, user_path
 from jdp.cli.options import UsageError, parse, stdout_to_stderr
 
 if TYPE_CHECKING:
-    from jdp.core.clusters import Cluster
+    from jdp.core.cluster.schedulers import Cluster
     from jdp.launch.doctor.findings import Finding
 
 UNHEALTHY = 1
@@ -109,7 +109,7 @@ class _Examination:
     def examine(self) -> int:
         """Examine this machine, then the processes together, and return the exit code."""
         from jdp.base.machine import choose_platform
-        from jdp.core.clusters import find_cluster
+        from jdp.core.cluster.schedulers import find_cluster
         from jdp.launch.doctor.findings import Finding
 
         try:
@@ -125,7 +125,7 @@ class _Examination:
             if (cluster is not None and self._cannot_join(cluster)) or not self._examine_together():
                 return self._report()
         except Exception as error:
-            from jdp.core.distributed import is_lost_peer
+            from jdp.core.cluster.initialize import is_lost_peer
 
             if not is_lost_peer(error):
                 raise
@@ -152,7 +152,7 @@ class _Examination:
 
     def _cannot_join(self, cluster: "Cluster") -> bool:
         """Join the cluster; return True, with a finding, if that cannot be."""
-        from jdp.core.distributed import initialize, joined_as
+        from jdp.core.cluster.initialize import initialize, joined_as
         from jdp.launch.doctor.findings import Finding
         from jdp.launch.doctor.network import call_roll
 
@@ -226,7 +226,7 @@ class _Examination:
 
     def _agreed(self, code: int) -> int:
         """Return process 0's exit code in all processes."""
-        from jdp.core.meeting import from_first_process
+        from jdp.core.cluster.barrier import from_first_process
 
         return from_first_process("whether all is well", code, seconds=_VERIFYING if self.run_folder else _REPORTING)
 

@@ -30,7 +30,7 @@ from pathlib import Path
 import jdp
 from jdp.base.hints import nearest
 from jdp.base.notices import shown
-from jdp.base.toml import cut
+from jdp.base.shorten import cut
 from jdp.cli import help_text
 from jdp.cli.options import UsageError, wrapped
 
@@ -156,7 +156,7 @@ def _is_users_mistake(error: Exception) -> bool:
 
 def _is_lost_peer(error: Exception) -> bool:
     """Return True if this error, in a cluster, is about another process that ended or did not come."""
-    distributed = sys.modules.get("jdp.core.distributed")
+    distributed = sys.modules.get("jdp.core.cluster.initialize")
     return distributed is not None and distributed.is_lost_peer(error)
 
 
@@ -168,14 +168,14 @@ def _is_wrong_device(error: Exception) -> bool:
 
 def _leave(code: int, *, lost_peer: bool = False) -> int:
     """Return the code; after a failure in a cluster, end the process with it at once."""
-    if code and (distributed := sys.modules.get("jdp.core.distributed")):
+    if code and (distributed := sys.modules.get("jdp.core.cluster.initialize")):
         distributed.leave_after_failure(code, lost_peer=lost_peer)
     return code
 
 
 def _prefix() -> str:
     """Return what a message of this process begins with in a cluster: "process 0 of 2: "; "" outside of one."""
-    distributed = sys.modules.get("jdp.core.distributed")
+    distributed = sys.modules.get("jdp.core.cluster.initialize")
     joined = distributed.joined_as() if distributed else None
     return f"process {joined[0]} of {joined[1]}: " if joined else ""
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from jdp.base.toml import brief
+from jdp.base.shorten import brief
 from jdp.cli.options import UsageError, check_writable, parse_with_overrides, write_file
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any
 from jdp.base.bucket import Remote
 from jdp.base.bucket_address import address_of
 from jdp.base.hints import nearest
-from jdp.base.toml import brief
+from jdp.base.shorten import brief
 from jdp.base.user_path import user_path
 
 

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jdp.base.toml import brief
+from jdp.base.shorten import brief
 from jdp.cli.options import (
     UsageError,
     check_writable,

@@ -43,7 +43,7 @@ def with_bill(report: "PlanReport", options: Options) -> "PlanReport":
         report: with the goodput, where that was asked for.
         options: the command's, checked.
     """
-    from jdp.foresight.bill import Bill
+    from jdp.foresight.cost.bill import Bill
 
     chosen = report.choice
     if options.tokens is None:

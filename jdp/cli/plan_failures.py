@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jdp.base.formatting import format_span
-from jdp.base.toml import brief
+from jdp.base.shorten import brief
 from jdp.cli.options import UsageError
 from jdp.cli.plan_options import Options
 
@@ -37,7 +37,7 @@ class GivenFailures:
             target: the devices.
             checkpoint_every: the experiment's; 0: at the end only, which is nothing to compare with.
         """
-        from jdp.foresight.goodput import foresee_goodput
+        from jdp.foresight.cost.goodput import foresee_goodput
 
         chosen = report.choice or next(each for each in report.estimates if each.error is None)
         goodput = foresee_goodput(
@@ -87,9 +87,9 @@ def read_failures(options: Options) -> GivenFailures | None:
 
 def _with_measured(given: GivenFailures, folder: Path) -> GivenFailures:
     """Return what a run measured in place of what is not given. Raises UsageError."""
-    from jdp.core.distributed import HEARTBEAT_SECONDS
-    from jdp.guard.flight import FLIGHT, read_ranks
-    from jdp.guard.measured import measured
+    from jdp.core.cluster.initialize import HEARTBEAT_SECONDS
+    from jdp.guard.flight_recorder import FLIGHT, read_ranks
+    from jdp.guard.save_times import measured
 
     events = read_ranks(folder / FLIGHT)
     if not events:

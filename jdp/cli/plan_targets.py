@@ -7,7 +7,7 @@ from jdp.cli.plan_compile import Plans
 from jdp.cli.plan_options import Options
 
 if TYPE_CHECKING:
-    from jdp.foresight.scaling import Scaling
+    from jdp.foresight.advice.scaling import Scaling
 
 
 def check_targets(options: Options) -> list[str | None]:
@@ -33,7 +33,7 @@ def scaling_of(plans: Plans) -> "Scaling":
     Args:
         plans: for two targets or more.
     """
-    from jdp.foresight.scaling import Scaling
+    from jdp.foresight.advice.scaling import Scaling
 
     return Scaling(plans.reports)
 

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jdp.base.toml import brief
+from jdp.base.shorten import brief
 from jdp.cli.options import (
     UsageError,
     check_writable,
@@ -22,7 +22,7 @@ from jdp.cli.plan_options import Options
 
 if TYPE_CHECKING:
     from jdp.experiment.tune import Tuning
-    from jdp.foresight.tune import Trial, Tuned
+    from jdp.foresight.advice.tune import Trial, Tuned
 
 MINUTES = 30.0
 NOTHING_FITS = 1
@@ -103,7 +103,7 @@ def _search(options: Options, overrides: dict[str, str]) -> "tuple[Tuning, Tuned
 
 def _show(tuning: "Tuning", found: "Tuned") -> None:
     from jdp.cli.terminal import show_table
-    from jdp.foresight.tune import TUNED, overrides_of
+    from jdp.foresight.advice.tune import TUNED, overrides_of
 
     marked = None if found.best is None or not found.fits else found.trials.index(found.best)
     show_table(f"{tuning.file.name} on {tuning.target}, as compiled", TUNED, found.table(), marked=marked)

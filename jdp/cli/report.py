@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from jdp.base.bucket_address import address_of
-from jdp.base.toml import cut, toml_value
+from jdp.base.shorten import cut
+from jdp.base.toml import toml_value
 from jdp.base.user_path import PathError
 from jdp.cli.options import UsageError, check_writable, choose_target_platform, parse, stdout_to_stderr, write_file
 
 if TYPE_CHECKING:
     from jdp.foresight.targets.resolve import Target
     from jdp.report.run_page import CompiledStep, Run
-    from jdp.run.recorded import Recorded
+    from jdp.run.read_folder import Recorded
 
 PAGE = "report.html"
 
@@ -59,7 +60,7 @@ def run(arguments: list[str]) -> int:
     options = parse(Options, "report", arguments, addresses=("run_dir",))
     with stdout_to_stderr() if options.json else contextlib.nullcontext():
         from jdp.report.run_page import run_page
-        from jdp.run.recorded import read_run
+        from jdp.run.read_folder import read_run
 
         folders = _folders(options.runs, options.run_dir)
         behind = any(address_of(each) for each in (*options.runs, options.run_dir))
@@ -77,7 +78,7 @@ def run(arguments: list[str]) -> int:
 
 def _folders(given: Sequence[str], runs: Path) -> list[Path]:
     """Return the folders of the runs. Raises UsageError for none, one twice, or a path that cannot be."""
-    from jdp.run.recorded import find_run
+    from jdp.run.read_folder import find_run
 
     if not given:
         raise UsageError("jdp report takes one or more runs; given none: name their folders, such as runs/quickstart")

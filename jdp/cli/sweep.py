@@ -65,7 +65,7 @@ def run(options: Options, overrides: Mapping[str, str], command: Sequence[str] =
 
 def _check_alone() -> None:
     """Raise UsageError in a process of a cluster: the runs would need processes that cannot be started from here."""
-    from jdp.core.clusters import find_cluster
+    from jdp.core.cluster.schedulers import find_cluster
 
     cluster = find_cluster(os.environ)
     if cluster is not None and cluster.num_processes != 1:

@@ -10,8 +10,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from rich.progress import Progress as Bar
 from rich.table import Table
 
+from jdp.foresight.cost.goodput import HEADINGS
 from jdp.foresight.forecast import PlanReport
-from jdp.foresight.goodput import HEADINGS
 
 
 class Progress:

@@ -50,14 +50,15 @@ def _train(options: Options, overrides: dict[str, str]) -> dict[str, Any]:
 
     import jax
 
-    from jdp.core import distributed, handshake
-    from jdp.core.kept_programs import keep_programs
+    from jdp.core.cluster import handshake
+    from jdp.core.cluster.initialize import initialize
+    from jdp.core.compiling.persistent_cache import keep_programs
     from jdp.guard.deadline import set_xla_timeout
     from jdp.run import loop  # takes a second, in which JAX would hear a signal and tell nobody
 
     seconds = 2 * experiment.guard.first_deadline_seconds if experiment.devices is None else 0
     limit = set_xla_timeout(os.environ, seconds)
-    distributed.initialize()
+    initialize()
     handshake.check_experiment(to_toml(experiment), plugin=folder_of(experiment.plugin))
     handshake.check_device_counts()
     check_for_devices(experiment, jax.device_count())

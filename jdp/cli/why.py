@@ -34,7 +34,7 @@ def run(arguments: list[str]) -> int:
     """Read the recorders and print what they say. Raises UsageError."""
     options = parse(Options, "why", arguments, addresses=("run_dir",))
     from jdp.guard.diagnosis import diagnose
-    from jdp.run.recorded import find_run
+    from jdp.run.read_folder import find_run
 
     try:
         folder = find_run(options.run, options.run_dir)

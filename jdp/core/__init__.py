@@ -1,14 +1,18 @@
 """What a training loop of your own uses: mesh, plan, state, step.
 
-sharding/       the mesh, the table of strategies, and the plan: how every leaf of a state is sharded
-init.py         makes the state, sharded from the start
-step.py         a training step and an evaluation step, from top to bottom
-gradients/      the one algorithm behind every strategy, with XLA's collectives (`auto`) or with its own (`manual`)
-layers.py       `scan_layers`: where zero3 gathers weights layer by layer
-flax_nnx/       the only code here that knows Flax NNX
-optim/          weight averages, learning rates, checks of optimizers
-distributed.py  joins a cluster of processes; `handshake.py` compares how they were started, `agreement.py` what they
-                are about to compute, both over JAX's coordination service (`coordination.py`)
-batch.py        checks a batch; `batch_keys.py` draws random numbers by global row
 types.py        `Loss`, and the types in signatures; `state.py` and `precision.py` have the other two that travel
+batch.py        checks a batch
+plan.py         how every leaf of a state is sharded
+layers.py       `scan_layers`: where zero3 gathers weights layer by layer; `gather_rows.py` for contrastive losses
+step.py         a training step and an evaluation step, from top to bottom; `value_and_grad.py` is for your own loop
+init/           makes the state, sharded from the start
+sharding/       the mesh, the table of strategies, how one array is sharded
+gradients/      the one algorithm behind every strategy, with XLA's collectives (`auto`) or with its own (`manual`)
+wire/           what is sent encoded, and in buckets
+update/         how an optimizer updates what is padded or offloaded; weight averages, learning rates, local steps
+tracing/        reads and runs traced programs (jaxprs)
+random/         the same random numbers for a row of the batch on any mesh
+cluster/        joins a cluster of processes, whose programs are compared before the first step
+compiling/      XLA's options; compiled programs on disk
+flax_nnx/       the only code here that knows Flax NNX
 """

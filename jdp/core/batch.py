@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdp.base.toml import cut
+from jdp.base.shorten import cut
 from jdp.base.tree_paths import path_of
-from jdp.core.agreement import Fact, agree, key_fact, program_fact
-from jdp.core.compiler import CompilerValue
-from jdp.core.sharding.plan import Plan
+from jdp.core.cluster.agreement import Fact, agree, key_fact, program_fact
+from jdp.core.compiling.options import CompilerValue
+from jdp.core.plan import Plan
 from jdp.core.state import TrainState
 from jdp.core.types import Batch
 

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 import jax
 import jax.numpy as jnp
 
-from jdp.core.traced_device import manual_batch_axes
+from jdp.core.sharding.traced_mesh import manual_batch_axes
 
 _SEEN: ContextVar[list[bool] | None] = ContextVar("jdp_gathered_rows", default=None)
 

@@ -22,7 +22,7 @@ from jdp.base.notices import notice
 from jdp.base.words import Rematerialise
 from jdp.core.flax_nnx import changes
 from jdp.core.sharding.placement import Placement
-from jdp.core.traced_device import traced_device
+from jdp.core.sharding.traced_mesh import traced_device
 from jdp.core.types import PyTree
 
 Gather = Callable[[jax.Array, Placement, int], jax.Array]

@@ -17,23 +17,23 @@ import numpy as np
 from jax.core import Tracer
 
 from jdp.base.words import Buckets, Partitioning
-from jdp.core.agreement import processes_of
 from jdp.core.batch import agree_on_inputs, agree_on_program, batch_rows, check_global
-from jdp.core.batch_unit import BatchUnit, batch_unit
-from jdp.core.compiler import CompilerValue
+from jdp.core.cluster.agreement import processes_of
+from jdp.core.compiling.options import CompilerValue
+from jdp.core.compiling.remade import report_remade
 from jdp.core.gradients import auto, manual
 from jdp.core.gradients.accumulate import GradientSpec
 from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.partitioning import REQUESTED, Choice, PartitioningRequest
-from jdp.core.gradients.quotients import Reading
-from jdp.core.gradients.wire import WIDE, Wire
-from jdp.core.host_memory import on_device
+from jdp.core.gradients.row_proof.quotients import Reading
+from jdp.core.plan import Plan
 from jdp.core.precision import Precision
-from jdp.core.remade import report_remade
+from jdp.core.sharding.batch_divisor import BatchUnit, batch_unit
+from jdp.core.sharding.host_memory import on_device
 from jdp.core.sharding.mesh import tracing_on
-from jdp.core.sharding.plan import Plan
 from jdp.core.state import TrainState
 from jdp.core.types import Batch, LossFn, PyTree
+from jdp.core.wire.settings import WIDE, Wire
 
 VIEWS = {"auto": auto, "manual": manual}
 

@@ -14,10 +14,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdp.base.notebook import Drawn
 from jdp.base.tree_paths import path_of
-from jdp.core.host_memory import on_device
-from jdp.core.leaves import leaf_text, leaves_of
-from jdp.core.sharding.flat import Change, Flat
-from jdp.core.sharding.home import auto_axes, entered, mesh_of_home
+from jdp.core.sharding.host_memory import on_device
+from jdp.core.sharding.leaf_table import leaf_text, leaves_of
+from jdp.core.sharding.padded import Change, Flat
+from jdp.core.sharding.user_mesh import auto_axes, entered, mesh_of_home
 from jdp.core.types import Model, PyTree
 
 

@@ -23,31 +23,31 @@ from jax.sharding import Mesh
 
 from jdp.base.notices import notice
 from jdp.base.words import Buckets, Encoding, Partitioning, PrecisionName
-from jdp.core import noise_scale
 from jdp.core.batch import check_alive, owned_batch, signature
-from jdp.core.batch_unit import BatchUnit, batch_unit
-from jdp.core.compiler import DEFAULT, Compiler, CompilerOptions, CompilerValue
-from jdp.core.flat_update import optimized
+from jdp.core.compiling.options import DEFAULT, Compiler, CompilerOptions, CompilerValue
 from jdp.core.gradients import manual
 from jdp.core.gradients.accumulate import SQUARES
-from jdp.core.gradients.gathers import TracedCollectives, read_collectives
 from jdp.core.gradients.loss_call import Sums
+from jdp.core.gradients.loss_signature import check_loss_takes
 from jdp.core.gradients.model_state import stays_finite
 from jdp.core.gradients.partitioning import PartitioningRequest
-from jdp.core.gradients.wire import Wire
-from jdp.core.host_memory import is_described, mark_host_leaves, on_device, rest_sharding, to_device, to_host
-from jdp.core.local_steps import LocalSteps, stack, train_round, unstack
-from jdp.core.loss_signature import check_loss_takes
 from jdp.core.partitioned_loss import PartitionedLoss, means
+from jdp.core.plan import Plan, check_plan
 from jdp.core.precision import Precision
 from jdp.core.sharding.axes import REPLICA
-from jdp.core.sharding.home import auto_axes
+from jdp.core.sharding.batch_divisor import BatchUnit, batch_unit
+from jdp.core.sharding.host_memory import is_described, mark_host_leaves, on_device, rest_sharding, to_device, to_host
 from jdp.core.sharding.mesh import mesh_of, tracing_on
-from jdp.core.sharding.plan import Plan, check_plan
+from jdp.core.sharding.user_mesh import auto_axes
 from jdp.core.state import STACKED, TrainState, map_flat, trained_part, with_trained
 from jdp.core.step_settings import check_settings, check_training_settings, settled_partitioning
-from jdp.core.streamed_update import streamed
+from jdp.core.tracing.collectives import TracedCollectives, read_collectives
 from jdp.core.types import Batch, LossFn, Metrics, Model, PyTree
+from jdp.core.update import noise_scale
+from jdp.core.update.local_steps import LocalSteps, stack, train_round, unstack
+from jdp.core.update.offloaded import streamed
+from jdp.core.update.padded import optimized
+from jdp.core.wire.settings import Wire
 
 Kind = TypeVar("Kind")
 
@@ -119,8 +119,8 @@ def make_train_step(
         donate: False keeps the old state, in memory of its own. So does `jax_debug_nans`, which runs a step whose
             result is not finite once more, operation by operation.
         compiler: options of XLA's compiler: "default"; "overlap", which hides more communication where XLA's default
-            does not (`jdp.core.compiler.PRESETS`); or option -> value. They are resolved for the mesh's devices: those
-            that the compiler does not know there are left out, which is reported by name.
+            does not (`jdp.core.compiling.options.PRESETS`); or option -> value. They are resolved for the mesh's
+            devices: those that the compiler does not know there are left out, which is reported by name.
 
     Returns:
         A `Step`. Its metrics are global float32: `loss` (Σtotal / Σweight), `grad_norm` (the global L2 norm

@@ -5,9 +5,9 @@ from typing import Any
 from jdp.base.notices import notice
 from jdp.base.numbers import is_integer, is_number
 from jdp.base.words import Partitioning
-from jdp.core.gradients.wire import WIDE, Wire
-from jdp.core.local_steps import LocalSteps
-from jdp.core.sharding.plan import Plan
+from jdp.core.plan import Plan
+from jdp.core.update.local_steps import LocalSteps
+from jdp.core.wire.settings import WIDE, Wire
 
 
 def check_settings(accumulate: int, group: int, partitioning: Partitioning | None) -> None:

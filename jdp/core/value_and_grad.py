@@ -26,19 +26,19 @@ from jdp.core.batch import owned_batch, signature
 from jdp.core.gradients import manual
 from jdp.core.gradients.accumulate import GradientSpec
 from jdp.core.gradients.loss_call import LossWithAux
+from jdp.core.gradients.loss_signature import check_loss_takes
 from jdp.core.gradients.outputs import with_outputs
-from jdp.core.gradients.wire import Wire
-from jdp.core.keys import typed_key
-from jdp.core.loss_signature import check_loss_takes
+from jdp.core.init.trainable import resolve
+from jdp.core.init.trees import check_tree, refuse_offload
 from jdp.core.partitioned_loss import PartitionedLoss, means
+from jdp.core.plan import Plan, check_plan
 from jdp.core.precision import Precision
+from jdp.core.random.user_keys import typed_key
 from jdp.core.sharding.mesh import followed, tracing_on
-from jdp.core.sharding.plan import Plan, check_plan
 from jdp.core.state import Static, TrainState, trained_part
 from jdp.core.step_settings import check_settings, check_training_settings, settled_partitioning
-from jdp.core.trainable import resolve
-from jdp.core.trees import check_tree, refuse_offload
 from jdp.core.types import Batch, LossFn, PyTree
+from jdp.core.wire.settings import Wire
 
 Arguments = TypeVarTuple("Arguments")
 

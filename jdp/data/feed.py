@@ -19,8 +19,8 @@ import jax
 import numpy as np
 
 from jdp.core.batch import batch_rows, owned
-from jdp.core.batch_unit import BatchUnit, batch_unit
-from jdp.core.sharding.plan import Plan, check_plan
+from jdp.core.plan import Plan, check_plan
+from jdp.core.sharding.batch_divisor import BatchUnit, batch_unit
 from jdp.core.types import Batch
 
 

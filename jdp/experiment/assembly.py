@@ -20,19 +20,19 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec
 
-from jdp.base.toml import cut
+from jdp.base.shorten import cut
 from jdp.base.tree_paths import matches, path_of
 from jdp.core.flax_nnx import built, split
-from jdp.core.gradients.wire import Wire
-from jdp.core.init import abstract_state, init_state
-from jdp.core.local_steps import LocalSteps
-from jdp.core.optim.ema import ema_params
+from jdp.core.init.train_state import abstract_state, init_state
+from jdp.core.plan import Plan
 from jdp.core.precision import Precision
 from jdp.core.sharding.mesh import make_mesh
-from jdp.core.sharding.plan import Plan
 from jdp.core.state import TrainState
 from jdp.core.step import Step, make_eval_step, make_train_step
 from jdp.core.types import Batch, Device, LossFn
+from jdp.core.update.ema import ema_params
+from jdp.core.update.local_steps import LocalSteps
+from jdp.core.wire.settings import Wire
 from jdp.data import VOCAB_SIZE, Source, global_batches
 from jdp.data.feed import Feed, process_rows, shard_batches
 from jdp.experiment.data import open_data, open_eval_sets

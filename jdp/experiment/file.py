@@ -16,10 +16,12 @@ from pydantic import BaseModel, ValidationError
 
 from jdp.base.formatting import format_bytes
 from jdp.base.hints import nearest
-from jdp.base.toml import brief, check, cut, parse, toml_key, toml_value
+from jdp.base.read_toml import check, parse
+from jdp.base.shorten import brief, cut
+from jdp.base.toml import toml_key, toml_value
 from jdp.base.user_path import PathError, check_regular, user_path
-from jdp.core.batch_unit import BatchUnit, batch_unit
 from jdp.core.sharding.axes import axis_sizes
+from jdp.core.sharding.batch_divisor import BatchUnit, batch_unit
 from jdp.experiment.keys import Key, Schemas, config_keys, table_keys
 from jdp.experiment.model_folder import take_tokenizer
 from jdp.experiment.plugins import use

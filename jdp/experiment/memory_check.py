@@ -13,7 +13,7 @@ import jax
 
 from jdp.base.formatting import format_bytes
 from jdp.base.machine import memory_bytes
-from jdp.core.host_memory import PINNED
+from jdp.core.sharding.host_memory import PINNED
 from jdp.core.sharding.placement import bytes_per_device
 from jdp.core.types import Device
 from jdp.experiment.assembly import Assembly

@@ -31,7 +31,7 @@ def take_tokenizer(table: dict[str, Any]) -> None:
 
 
 def _has_tokenizer(folder: str) -> bool:
-    from jdp.data.sources.fetched import local_path  # late: `--help` needs none of it
+    from jdp.data.sources.in_bucket import local_path  # late: `--help` needs none of it
 
     try:
         return (local_path(folder, only=lambda file: file == TOKENIZER) / TOKENIZER).is_file()

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jdp.base.toml import cut
-from jdp.core.optim.ema import with_ema
-from jdp.core.optim.schedules import scaled_lr, warmup
+from jdp.base.shorten import cut
+from jdp.core.update.ema import with_ema
+from jdp.core.update.schedules import scaled_lr, warmup
 from jdp.experiment.file import ExperimentError
 from jdp.experiment.schema.experiment import Experiment
 from jdp.experiment.schema.optimizer import OPTIMIZERS

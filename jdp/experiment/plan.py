@@ -17,8 +17,8 @@ from jdp.core.types import Batch
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError
 from jdp.experiment.schema.experiment import Experiment
-from jdp.foresight.advice import advise
-from jdp.foresight.axes import MeshSearch, search_axes
+from jdp.foresight.advice.advice import advise
+from jdp.foresight.candidates.meshes import MeshSearch, search_axes
 from jdp.foresight.forecast import PlanReport, Settings
 from jdp.foresight.foresee import candidates, count_batch
 from jdp.foresight.targets.relocate import Candidate
@@ -68,7 +68,7 @@ def candidates_of(
 def search_meshes(
     experiment: Experiment, target: Target, *, strategies: Sequence[str], accumulate: Sequence[int]
 ) -> MeshSearch:
-    """Choose strategies on other meshes of a target that are worth compiling (`foresight/axes.py`).
+    """Choose strategies on other meshes of a target that are worth compiling (`foresight/candidates/meshes.py`).
 
     Args:
         experiment: validated, without local steps.

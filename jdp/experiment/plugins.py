@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jdp.base.toml import brief, cut
+from jdp.base.shorten import brief, cut
 from jdp.experiment.schema.chosen import TABLES
 from jdp.experiment.schema.data import DATASETS
 from jdp.experiment.schema.experiment import Experiment

@@ -13,18 +13,18 @@ from typing import get_args
 
 from jdp.base.disk_cache import Cache
 from jdp.base.toml import toml_value
-from jdp.core.batch_unit import batch_unit
-from jdp.core.compiler import PRESETS
+from jdp.core.compiling.options import PRESETS
 from jdp.core.sharding.axes import DATA
+from jdp.core.sharding.batch_divisor import batch_unit
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError, check_for_devices, load
 from jdp.experiment.plan import candidates_of, search_meshes
 from jdp.experiment.schema.experiment import NONE, Experiment
+from jdp.foresight.advice.tune import Choice, Dimension, Trial, Tuned, Way, name_of, overrides_of, search
 from jdp.foresight.forecast import Estimate
 from jdp.foresight.foresee import ZERO3, count_batch, estimate
 from jdp.foresight.targets.relocate import candidate_name, hybrid_axes
 from jdp.foresight.targets.resolve import Target
-from jdp.foresight.tune import Choice, Dimension, Trial, Tuned, Way, name_of, overrides_of, search
 from jdp.models import GPTConfig, ViTConfig
 from jdp.models.configs.choices import Remat
 

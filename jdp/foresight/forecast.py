@@ -12,13 +12,13 @@ from typing import Any
 
 from jdp.base.formatting import align_columns, format_bytes, format_percent, format_rate, format_seconds
 from jdp.base.notebook import Drawn
-from jdp.foresight.axes import MeshSearch
-from jdp.foresight.bill import Bill
-from jdp.foresight.goodput import Goodput
-from jdp.foresight.max_batch import MaxBatch
+from jdp.foresight.candidates.max_batch import MaxBatch
+from jdp.foresight.candidates.meshes import MeshSearch
+from jdp.foresight.candidates.smallest_cluster import Smallest
+from jdp.foresight.cost.bill import Bill
+from jdp.foresight.cost.goodput import Goodput
 from jdp.foresight.memory.peak import Headroom, Memory
 from jdp.foresight.memory.zero_formula import zero_bytes
-from jdp.foresight.smallest import Smallest
 from jdp.foresight.targets.relocate import candidate_name
 from jdp.foresight.timing.timeline import Timeline
 from jdp.foresight.verify import Report

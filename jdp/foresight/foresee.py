@@ -26,13 +26,13 @@ from jdp.core.sharding.strategy import STRATEGIES, strategy
 from jdp.core.state import TrainState
 from jdp.core.step import Step
 from jdp.core.types import Batch
-from jdp.foresight.advice import advise
+from jdp.foresight.advice.advice import advise
 from jdp.foresight.any_step.forecast import StepForecast, forecast
+from jdp.foresight.candidates.max_batch import OnProgress, largest_batch
+from jdp.foresight.candidates.smallest_cluster import foreseen, sizes_of, verified
 from jdp.foresight.forecast import Estimate, PlanReport, Settings
-from jdp.foresight.max_batch import OnProgress, largest_batch
 from jdp.foresight.memory.peak import memory
 from jdp.foresight.program.compiled import CompileError
-from jdp.foresight.smallest import foreseen, sizes_of, verified
 from jdp.foresight.targets.chips import XLA_TYPES
 from jdp.foresight.targets.relocate import Candidate, abstract_on, hybrid_axes, state_bytes
 from jdp.foresight.targets.resolve import Target

@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from jdp.base.machine import visible_gpus
-from jdp.core import distributed
-from jdp.core.coordination import THREAD_SECONDS
-from jdp.guard.whereabouts import Position, whereabouts
+from jdp.core.cluster.initialize import leave_after_failure
+from jdp.core.cluster.service import THREAD_SECONDS, coordination_client, joined_as
+from jdp.guard.who_is_behind import Position, whereabouts
 
 TRY_AGAIN = 75
 MEDIANS = 10
@@ -81,7 +81,7 @@ class Deadline:
 
     def __enter__(self) -> Self:
         self._since = time.monotonic()
-        joined, client = distributed.joined_as(), distributed.coordination_client()
+        joined, client = joined_as(), coordination_client()
         if joined is not None and client is not None:
             self._peers = peers = _Peers(client, *joined, next(_numbers))
             self._start(lambda: self._publish(peers), "jdp whereabouts")
@@ -190,11 +190,11 @@ class Deadline:
             self.on_expired(event)
         with contextlib.suppress(Exception):
             faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
-        joined = distributed.joined_as()
+        joined = joined_as()
         who = f"process {joined[0]} of {joined[1]}: " if joined else ""
         says = f"{who}deadline: {words} Stacks of all threads are above; exit code {TRY_AGAIN}: run again to resume\n"
         os.write(2, says.encode())
-        distributed.leave_after_failure(TRY_AGAIN)
+        leave_after_failure(TRY_AGAIN)
         os._exit(TRY_AGAIN)
 
 

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from jdp.base.formatting import format_seconds
-from jdp.guard.flight import FLIGHT, read, read_ranks
-from jdp.guard.goodput import Account, account
-from jdp.guard.pace import pace
+from jdp.guard.flight_recorder import FLIGHT, read, read_ranks
+from jdp.guard.time_account import Account, account
 from jdp.guard.watch import ALIVE_SECONDS, born
-from jdp.guard.whereabouts import Position, whereabouts
+from jdp.guard.where_time_goes import pace
+from jdp.guard.who_is_behind import Position, whereabouts
 from jdp.launch.output import LOGS
 
 _HUNG_SECONDS, _MEDIANS = 60.0, 10.0

@@ -21,14 +21,14 @@ from numpy.typing import NDArray
 
 from jdp.base.tree_paths import path_of
 from jdp.core.gradients import auto
-from jdp.core.gradients.jaxprs import places_made
-from jdp.core.gradients.wire import WIDE
-from jdp.core.host_memory import on_device
 from jdp.core.partitioned_loss import VIEWS
+from jdp.core.sharding.host_memory import on_device
 from jdp.core.sharding.mesh import tracing_on
 from jdp.core.state import TrainState, own_shaped, trained_part
 from jdp.core.step import Step
+from jdp.core.tracing.jaxprs import places_made
 from jdp.core.types import Batch, PyTree
+from jdp.core.wire.settings import WIDE
 
 SHOWN = 4  # leaves, and rows, that a sentence names
 

@@ -27,10 +27,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from numpy.typing import NDArray
 
 from jdp.base.tree_paths import path_of
-from jdp.core.agreement import processes_of
-from jdp.core.host_memory import is_on_host, on_device, to_device, to_host
-from jdp.core.sharding.home import entered, mesh_of_home
+from jdp.core.cluster.agreement import processes_of
+from jdp.core.sharding.host_memory import is_on_host, on_device, to_device, to_host
 from jdp.core.sharding.mesh import tracing_on
+from jdp.core.sharding.user_mesh import entered, mesh_of_home
 from jdp.core.types import Device, PyTree
 
 Table = NDArray[Any]

@@ -23,7 +23,7 @@ from typing import Any
 
 import jax
 
-from jdp.core import distributed
+from jdp.core.cluster.service import coordination_client
 
 COSTS = 0.05  # of a step: what a warning begins at
 AGAIN = 2  # windows in a row in which it is the same process, before it is named
@@ -84,7 +84,7 @@ class HostTimes:
     """
 
     def __init__(self, every: int) -> None:
-        client = distributed.coordination_client()
+        client = coordination_client()
         self._every, self._client = every, client
         self._results = self._began = time.perf_counter()
         self._late, self._steps, self._window = 0.0, 0, 0

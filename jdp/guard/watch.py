@@ -13,12 +13,13 @@ from typing import Any, Self
 
 import jax
 
-from jdp.base.toml import cut
-from jdp.core import distributed
+from jdp.base.shorten import cut
+from jdp.core.cluster.initialize import is_lost_peer
+from jdp.core.cluster.service import joined_as
 from jdp.guard.deadline import Deadline
-from jdp.guard.flight import FLIGHT, Flight
-from jdp.guard.whereabouts import DEVICES
-from jdp.launch.progress import note_progress
+from jdp.guard.flight_recorder import FLIGHT, Flight
+from jdp.guard.who_is_behind import DEVICES
+from jdp.launch.progress_file import note_progress
 
 ALIVE_SECONDS = 5.0
 """After so long without an event the recorder says that the process is alive."""
@@ -134,7 +135,7 @@ def watching(
     Yields:
         What the loop tells what it does.
     """
-    rank, count = distributed.joined_as() or (0, 1)
+    rank, count = joined_as() or (0, 1)
     flight = Flight(folder / FLIGHT, rank)
     own = {"rank": rank, "of": count, "pid": os.getpid(), "host": socket.gethostname(), "began": born()}
     flight.event("start", **own, **facts)
@@ -146,7 +147,7 @@ def watching(
         flight.event("left", how="stopped", code=leaving.code, step=done())
         raise
     except BaseException as error:
-        lost = distributed.is_lost_peer(error)
+        lost = is_lost_peer(error)
         at = [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in traceback.extract_tb(error.__traceback__)]
         text = cut(f"{type(error).__name__}: {error}", _LONGEST_ERROR)
         flight.event("left", how="error", error=text, at=at[-_MOST_FRAMES:], lost_peer=lost, step=done())

@@ -1,9 +1,9 @@
 """Processes: started as one cluster, watched, and started again when they fail.
 
 supervisor.py  starts the processes of a machine, again and again; `restarts.py` decides whether that can help
-gang.py        the processes of one attempt; `places.py` what each learns, `output.py` where its lines go
-rendezvous.py  where the supervisors of several machines meet; `leaders.py` asks it, `wire.py` carries the messages
-progress.py    how a run tells its supervisor that it has come further
+processes.py   the processes of one attempt; `process_environment.py` what each learns, `output.py` where its lines go
+rendezvous.py  server of the supervisors of several machines; `decisions.py` asks it, `messages.py` carries messages
+progress_file.py  tells the supervisor that a run has made progress
 """
 
 from jdp.launch.rendezvous import Nodes

@@ -20,7 +20,7 @@ from typing import Any
 
 import yaml
 
-from jdp.core.clusters import KUBERNETES_PORT
+from jdp.core.cluster.schedulers import KUBERNETES_PORT
 
 MISTAKES = (1, 2, 78, 130)  # exit codes that another try would repeat
 WORKERS = "workers"

@@ -22,11 +22,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from jdp.launch.gang import ORDERLY, ORDERLY_SECONDS
+from jdp.launch.messages import Lost, Wire, listen, split_address
 from jdp.launch.output import say
-from jdp.launch.places import free_port
+from jdp.launch.process_environment import free_port
+from jdp.launch.processes import ORDERLY, ORDERLY_SECONDS
 from jdp.launch.restarts import MISMATCH, SOFTWARE_ERROR, TRY_AGAIN, Restarts
-from jdp.launch.wire import Lost, Wire, listen, split_address
 
 TURN_SECONDS = 0.2
 STOP_SECONDS = 20  # how long a node may take to end its processes before it counts as lost

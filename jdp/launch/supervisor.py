@@ -21,11 +21,11 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-from jdp.launch.gang import Child, Gang
-from jdp.launch.leaders import Leader, Member, leader
+from jdp.launch.decisions import Leader, Member, leader
 from jdp.launch.output import Outputs, say
-from jdp.launch.places import environments
-from jdp.launch.progress import PROGRESS_FILE
+from jdp.launch.process_environment import environments
+from jdp.launch.processes import Child, Gang
+from jdp.launch.progress_file import PROGRESS_FILE
 from jdp.launch.rendezvous import Nodes
 from jdp.launch.restarts import SOFTWARE_ERROR, Restarts
 

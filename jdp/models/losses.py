@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jdp.core.traced_device import rows_for_sizes, traced_device, traced_model_axes, traced_shards
+from jdp.core.sharding.traced_mesh import rows_for_sizes, traced_device, traced_model_axes, traced_shards
 from jdp.models.checks import require
 from jdp.models.modules import product, summed_in_float32
 

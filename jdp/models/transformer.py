@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from jdp.core.layers import scan_layers
-from jdp.core.traced_device import traced_device
+from jdp.core.sharding.traced_mesh import traced_device
 from jdp.models.attention import attend
 from jdp.models.configs.choices import Activation, Attend, NormKind, Remat
 from jdp.models.modules import Linear, LoRA, Norm, dropout

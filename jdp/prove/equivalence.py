@@ -25,12 +25,12 @@ from jax.sharding import PartitionSpec
 from jdp.base.machine import available_memory
 from jdp.base.words import PrecisionName
 from jdp.core.batch import batch_rows
-from jdp.core.batch_keys import THREEFRY
-from jdp.core.compiler import Compiler, CompilerValue
-from jdp.core.init import abstract_state, init_state
+from jdp.core.compiling.options import Compiler, CompilerValue
+from jdp.core.init.train_state import abstract_state, init_state
+from jdp.core.plan import MIN_SHARD_SIZE, Plan
 from jdp.core.precision import Precision
+from jdp.core.random.row_keys import THREEFRY
 from jdp.core.sharding.axes import DATA
-from jdp.core.sharding.plan import MIN_SHARD_SIZE, Plan
 from jdp.core.state import TrainState
 from jdp.core.step import make_train_step
 from jdp.core.types import Device, InitFn, LossFn

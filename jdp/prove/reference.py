@@ -24,12 +24,12 @@ import numpy as np
 import optax
 
 from jdp.core import flax_nnx
-from jdp.core.compiler import CompilerValue
+from jdp.core.compiling.options import CompilerValue
 from jdp.core.gradients.fp8 import with_fp8_products
 from jdp.core.gradients.loss_call import as_sums
+from jdp.core.init.trainable import resolve
 from jdp.core.precision import Precision
 from jdp.core.state import Static, TrainState, trained_part, with_trained
-from jdp.core.trainable import resolve
 from jdp.core.types import Batch, Device, InitFn, Loss, LossFn, PyTree
 
 FORWARD = 1 / 2

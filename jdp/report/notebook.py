@@ -1,7 +1,8 @@
 """What a notebook shows of a plan, a state, its placements, and of what `jdp.foresee` and `jdp.verify` return.
 
 `fragment` draws each with the parts of the pages (`plan_page.py`, `memory.py`, `times.py`, `traffic.py`). It works on
-what is known of arrays without reading them (`core/leaves.py`): nothing is computed, and nothing leaves a device.
+what is known of arrays without reading them (`core/sharding/leaf_table.py`): nothing is computed, and nothing leaves a
+device.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jdp.base.formatting import format_bytes
-from jdp.core.leaves import Leaf, leaf_table, leaves_of
+from jdp.core.plan import Plan
 from jdp.core.sharding.axes import factors
-from jdp.core.sharding.placements import Placements
-from jdp.core.sharding.plan import Plan
+from jdp.core.sharding.leaf_table import Leaf, leaf_table, leaves_of
+from jdp.core.sharding.placement_list import Placements
 from jdp.core.state import TrainState
 from jdp.foresight.any_step.forecast import StepForecast
 from jdp.foresight.forecast import PlanReport

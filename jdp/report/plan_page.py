@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from jdp.foresight.cost.goodput import HEADINGS, Goodput
 from jdp.foresight.forecast import PlanReport
-from jdp.foresight.goodput import HEADINGS, Goodput
+from jdp.report.headline import head
 from jdp.report.memory import memory_bars
-from jdp.report.numbers import head
 from jdp.report.page import CHOSEN, Markup, Section, details, element, joined, page, paragraphs, table, tagged
 from jdp.report.times import times
 from jdp.report.traffic import traffic

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jdp.report.curves import FEWEST_TO_SMOOTH, Chart, Curve, draw, smoothing
-from jdp.report.happened import resumes
+from jdp.report.history import resumes
 from jdp.report.page import Markup, element, joined
 
 NOISE = "noise_scale"

@@ -15,7 +15,7 @@ from jdp.base.formatting import format_bytes, format_percent, format_rate, forma
 from jdp.core.sharding.placement import Placement
 from jdp.foresight.forecast import Estimate
 from jdp.report.curves import swatch
-from jdp.report.happened import happened, state
+from jdp.report.history import happened, state
 from jdp.report.memory import memory_bars
 from jdp.report.page import Markup, Section, details, element, joined, page, paragraphs, table
 from jdp.report.run_charts import Series, learning, noise, others, per_second, speed

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 
 from jdp.base.formatting import format_rate
-from jdp.foresight.bill import format_amount, format_days
+from jdp.foresight.advice.scaling import Scaling
+from jdp.foresight.cost.bill import format_amount, format_days
 from jdp.foresight.forecast import PlanReport
-from jdp.foresight.scaling import Scaling
 from jdp.report.charts import FAINT, chart, inline
-from jdp.report.numbers import Number, numbers
+from jdp.report.headline import Number, numbers
 from jdp.report.page import BLUE, Markup, Section, element, joined, page, paragraphs, table
 
 

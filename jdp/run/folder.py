@@ -21,11 +21,11 @@ from typing import Any
 import jax
 
 from jdp.base.notices import notice
-from jdp.core.meeting import meet
+from jdp.core.cluster.barrier import meet
 from jdp.experiment.file import ExperimentError, from_table, to_toml
 from jdp.experiment.schema.experiment import Experiment
 from jdp.guard.diagnosis import LOGS
-from jdp.guard.flight import FLIGHT
+from jdp.guard.flight_recorder import FLIGHT
 from jdp.run.lock import LOCK, locked
 from jdp.run.outputs.history import HISTORY
 from jdp.run.outputs.metrics import EVENTS, JSONL

@@ -24,14 +24,14 @@ from jdp.checkpoint.safetensors.hugging_face_config import NAME as CONFIG
 from jdp.checkpoint.safetensors.hugging_face_config import differences
 from jdp.checkpoint.safetensors.peft import CONFIG as ADAPTER_CONFIG
 from jdp.checkpoint.safetensors.peft import WEIGHTS, check_adapter
-from jdp.core.host_memory import on_device
-from jdp.core.local_steps import stack
-from jdp.core.optim.checks import first_state
+from jdp.core.plan import Plan
 from jdp.core.sharding.axes import REPLICA
-from jdp.core.sharding.plan import Plan
+from jdp.core.sharding.host_memory import on_device
 from jdp.core.state import STACKED, TrainState, map_flat, own_shaped, trained_part
 from jdp.core.types import PyTree
-from jdp.data.sources.fetched import fetch, local_path
+from jdp.core.update.local_steps import stack
+from jdp.core.update.optimizer_checks import first_state
+from jdp.data.sources.in_bucket import fetch, local_path
 from jdp.experiment.file import ExperimentError
 from jdp.experiment.schema.experiment import Experiment
 

@@ -23,9 +23,9 @@ import jax
 from jdp.base.formatting import finite_or_none
 from jdp.base.notices import notice
 from jdp.checkpoint import Checkpoints
-from jdp.core.kept_programs import kept_in
-from jdp.core.noise_scale import hint, ratio
+from jdp.core.compiling.persistent_cache import kept_in
 from jdp.core.state import TrainState
+from jdp.core.update.noise_scale import hint, ratio
 from jdp.data.feed import Feed
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import to_toml
@@ -36,9 +36,10 @@ from jdp.experiment.schema.experiment import Experiment, Train
 from jdp.guard.bad_steps import RollBack
 from jdp.guard.deadline import Deadline
 from jdp.guard.watch import Watch, watching
+from jdp.run.bad_steps import Health, went_back
 from jdp.run.evaluation import Best, coverage, evaluate
 from jdp.run.folder import SUMMARY, changed, claimed, record, record_summary, writing
-from jdp.run.health import Health, went_back
+from jdp.run.in_bucket import at_hand
 from jdp.run.initial_weights import check_init_from
 from jdp.run.outputs import trackers
 from jdp.run.outputs.history import devices_of, recorded
@@ -46,7 +47,6 @@ from jdp.run.outputs.metrics import Metrics, json_safe, numbers
 from jdp.run.outputs.profiler import Profile
 from jdp.run.outputs.terminal import Display
 from jdp.run.progress import Progress
-from jdp.run.remote import at_hand
 from jdp.run.resume import open_checkpoints, start
 from jdp.run.signals import Stopped, StopRequest
 from jdp.run.summary import summary

@@ -15,9 +15,9 @@ from jdp.experiment.schema.experiment import Experiment
 from jdp.guard.bad_steps import RollBack
 from jdp.run.evaluation import Best
 from jdp.run.folder import CHECKPOINTS
+from jdp.run.in_bucket import held_at
 from jdp.run.initial_weights import load_parameters
 from jdp.run.progress import Progress, check_record
-from jdp.run.remote import held_at
 
 
 def open_checkpoints(experiment: Experiment, folder: Path) -> Checkpoints:

@@ -27,8 +27,8 @@ from weakref import WeakSet
 
 import jax
 
-from jdp.core import distributed
-from jdp.core.coordination import THREAD_SECONDS
+from jdp.core.cluster.initialize import leave_after_failure
+from jdp.core.cluster.service import THREAD_SECONDS, coordination_client
 
 TRY_AGAIN = 75
 """The exit code of a run that was stopped by another signal than Ctrl-C: run again."""
@@ -76,7 +76,7 @@ class StopRequest:
         self._done = threading.Event()
         self._looking: threading.Thread | None = None
         several = jax.process_count() > 1
-        self._agreement = _Agreement(distributed.coordination_client()) if several else None
+        self._agreement = _Agreement(coordination_client()) if several else None
 
     def __enter__(self) -> Self:
         """Listen for the signals that the process is not to ignore, as `nohup` has it ignore SIGHUP."""
@@ -180,7 +180,7 @@ class StopRequest:
         with contextlib.suppress(OSError):
             if os.isatty(2):
                 os.write(2, _SHOW_CURSOR)  # a progress bar hides it
-        distributed.leave_after_failure(self.exit_code)
+        leave_after_failure(self.exit_code)
         os._exit(self.exit_code)
 
 

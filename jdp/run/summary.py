@@ -11,8 +11,8 @@ from jdp.base.formatting import finite_or_none
 from jdp.base.notices import shown
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.optimizer import peak_rate
-from jdp.guard.flight import FLIGHT, read
-from jdp.guard.goodput import account
+from jdp.guard.flight_recorder import FLIGHT, read
+from jdp.guard.time_account import account
 from jdp.run.progress import Progress
 
 
@@ -20,7 +20,7 @@ def summary(assembly: Assembly, progress: Progress, folder: Path) -> dict[str, A
     """Return the run as one JSON object; `final_…` are of the last row of metrics and of the last evaluation.
 
     "mfu" is that of this visit's steps; it is left out where the devices' peak is not known. "goodput" is process 0's,
-    over all visits: the useful share of all time, and seconds by kind (`jdp.guard.goodput`).
+    over all visits: the useful share of all time, and seconds by kind (`jdp.guard.time_account`).
     """
     chosen, evals, at_peak = assembly.experiment, progress.evals, assembly.seconds_at_peak
     speed = progress.steady_units / progress.steady_seconds if progress.steady_seconds else None

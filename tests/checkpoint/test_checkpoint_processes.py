@@ -15,7 +15,7 @@ import jax, jax.numpy as jnp, numpy as np, optax
 import jdp
 from damaged_files import flip
 from flax import nnx
-from jdp.core.meeting import meet
+from jdp.core.cluster.barrier import meet
 from jdp.export import export_safetensors, import_safetensors, llama_names
 from jdp.models import GPT, GPTConfig
 

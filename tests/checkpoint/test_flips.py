@@ -14,7 +14,8 @@ from damaged_files import cut, flip, without_checksums, zero_page
 
 import jdp
 from jdp.base import notices
-from jdp.checkpoint import check, checksums
+from jdp.checkpoint import check
+from jdp.checkpoint.format import checksums
 
 pytestmark = pytest.mark.faults
 

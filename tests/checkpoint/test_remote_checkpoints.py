@@ -18,7 +18,7 @@ import jdp
 from jdp.base import bucket as remote_storage
 from jdp.base import notices
 from jdp.base.bucket import Remote, RemoteError
-from jdp.data.sources.fetched import local_path
+from jdp.data.sources.in_bucket import local_path
 from jdp.launch import launch
 
 PLAN = jdp.Plan(jdp.make_mesh(data=4, devices=jax.devices()[:4]), "zero3", min_shard_size=1)

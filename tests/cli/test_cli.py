@@ -18,7 +18,7 @@ import jdp
 from jdp.base import machine
 from jdp.cli import main as cli
 from jdp.cli.options import UsageError, split_overrides, write_file
-from jdp.core.clusters import find_cluster
+from jdp.core.cluster.schedulers import find_cluster
 from jdp.experiment.file import Experiment, ExperimentError, describe
 from jdp.run.sweep.results import record
 
@@ -418,7 +418,7 @@ def test_a_lost_peer_is_told_from_faults_of_this_process(monkeypatch: pytest.Mon
         "FAILED_PRECONDITION: Gloo AllReduce failed: [gloo/transport/tcp/pair.cc:547] Connection closed by peer"
     )
     assert not cli._is_lost_peer(gone), "a process on its own has no peers"
-    monkeypatch.setattr("jdp.core.distributed.joined_as", lambda: (0, 2))
+    monkeypatch.setattr("jdp.core.cluster.initialize.joined_as", lambda: (0, 2))
     assert cli._is_lost_peer(gone)
     assert not cli._is_lost_peer(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"))
     assert not cli._is_lost_peer(ConnectionResetError("Connection reset by peer")), "a data server's, not a process's"

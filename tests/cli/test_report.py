@@ -13,7 +13,7 @@ from tiny_experiment import points_text, write_points
 from jdp.cli.main import main
 from jdp.cli.report import target_of_run
 from jdp.foresight.targets.chips import GPUS
-from jdp.run.recorded import read_run
+from jdp.run.read_folder import read_run
 
 TABLES = """
 [optimizer]

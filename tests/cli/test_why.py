@@ -5,7 +5,7 @@ import json
 import pytest
 
 from jdp.cli.main import main
-from jdp.guard.flight import Flight
+from jdp.guard.flight_recorder import Flight
 
 
 @pytest.fixture

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 
 import jdp
-from jdp.core import agreement
-from jdp.core.agreement import Fact, agree, program_fact
+from jdp.core.cluster import agreement
+from jdp.core.cluster.agreement import Fact, agree, program_fact
 
 ROOT = Path(__file__).parents[2]
 
 PROGRAM = """
 import json, jax, jax.numpy as jnp, numpy as np, optax
 import jdp
-from jdp.core import agreement
+from jdp.core.cluster import agreement
 
 jdp.initialize(timeout_seconds=60)
 rank, reported = jax.process_index(), {}

@@ -137,7 +137,7 @@ def test_equals_one_device(name, strategy, partitioning, accumulate):
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_masks_that_depend_on_the_shard_would_be_seen(accumulate, monkeypatch):
     """The bound is tight enough: with plain keys instead of batch keys the losses differ."""
-    monkeypatch.setattr("jdp.core.batch_keys.batch_key", lambda key, **rows: key)
+    monkeypatch.setattr("jdp.core.random.row_keys.batch_key", lambda key, **rows: key)
     losses, _ = train("mlp", "zero1", "manual", accumulate, devices=8)
     assert np.abs(losses - reference("mlp")[0]).max() > 100 * LOSS_BOUND
 

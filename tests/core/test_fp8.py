@@ -14,7 +14,7 @@ import jdp
 from jdp.base import notices
 from jdp.core.flax_nnx.fp8 import fp8_product
 from jdp.core.gradients.fp8 import with_fp8_products
-from jdp.core.gradients.jaxprs import every_eqn
+from jdp.core.tracing.jaxprs import every_eqn
 from jdp.foresight.program.compiled import compile_step
 from jdp.foresight.targets import target
 from jdp.foresight.verify import report

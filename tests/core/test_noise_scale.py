@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import jdp
-from jdp.core.noise_scale import SMOOTHING, hint
+from jdp.core.update.noise_scale import SMOOTHING, hint
 
 ROWS, SIZE = 64, 2048
 

@@ -10,9 +10,9 @@ import pytest
 from flax import nnx
 
 import jdp
-from jdp.core import streamed_update
-from jdp.core.host_memory import PINNED, check_memory_kinds
+from jdp.core.sharding.host_memory import PINNED, check_memory_kinds
 from jdp.core.step import Step
+from jdp.core.update import offloaded
 
 LAYERS, WIDTH = 2, 32
 MESH = jdp.make_mesh(data=4, devices=jax.devices()[:4])
@@ -66,7 +66,7 @@ def assert_same_bits(one, other):
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_same_bits_through_steps_and_checkpoints(strategy, tmp_path, monkeypatch):
     """Three steps with and without; saved after two, and restored onto the other plan. Leaves move row by row."""
-    monkeypatch.setattr(streamed_update, "SLICE_BYTES", 1)
+    monkeypatch.setattr(offloaded, "SLICE_BYTES", 1)
     state, step = make(strategy, None)
     off, off_step = make(strategy, "optimizer")
     before = kinds(off)

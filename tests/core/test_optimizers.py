@@ -329,7 +329,7 @@ def test_wrappers_keep_their_state_sharded_and_train_as_on_one_device(name):
 
 def test_multi_steps_reports_the_better_tool_once(monkeypatch):
     reported = []
-    monkeypatch.setattr("jdp.core.init.notice", reported.append)
+    monkeypatch.setattr("jdp.core.init.train_state.notice", reported.append)
     tx = optax.chain(optax.clip(1.0), optax.MultiSteps(optax.sgd(1e-3), 2))
     jdp.init_state(lambda rng: {"w": jnp.ones(8)}, tx, plan_of("one device"), rng=jax.random.key(0))
     assert sum("make_train_step(accumulate=K)" in words for words in reported) == 1

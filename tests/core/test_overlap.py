@@ -13,7 +13,7 @@ from flax import nnx
 from plain_layers import init_layers, layers_loss, tokens_of
 
 import jdp
-from jdp.core.gradients.jaxprs import every_eqn
+from jdp.core.tracing.jaxprs import every_eqn
 from jdp.foresight.program.compiled import compile_step
 from jdp.foresight.targets.resolve import target
 from jdp.foresight.verify import report

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jdp
 from jdp.base import notices
-from jdp.core.sharding.flat import Flat
+from jdp.core.sharding.padded import Flat
 from jdp.core.state import ERROR
 from jdp.foresight.targets.resolve import target
 from jdp.models import build

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 import jdp
 from jdp.base import notices
+from jdp.core.init.sharding_report import report_placements
 from jdp.core.sharding.placement import rest_spec
-from jdp.core.sharding.reports import report_placements
 from jdp.core.sharding.strategy import STRATEGIES
 
 

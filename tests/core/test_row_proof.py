@@ -16,7 +16,7 @@ from losses_that_sum import SUMS
 
 import jdp
 from jdp.core.gradients.loss_trace import trace_loss
-from jdp.core.gradients.row_proof import prove
+from jdp.core.gradients.row_proof.proof import prove
 from jdp.core.precision import Precision
 
 PLAN = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:1]))

@@ -19,9 +19,9 @@ from jax.sharding import PartitionSpec as P
 import jdp
 from jdp.base import notices
 from jdp.core.gradients import accumulate
-from jdp.core.gradients.codes import decode, decode_weights, encode, encode_weights, from_rows, to_rows
-from jdp.core.gradients.synchronise import matrices
 from jdp.core.state import ERROR
+from jdp.core.wire.buckets import matrices
+from jdp.core.wire.encodings import decode, decode_weights, encode, encode_weights, from_rows, to_rows
 
 ROWS, RATE = 16, 0.5
 SHAPES = {"a": (24, 48), "b": (3, 16, 40), "c": (48,), "d": (7, 5)}

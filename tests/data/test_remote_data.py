@@ -14,7 +14,7 @@ from jdp.base import notices
 from jdp.base.bucket import Remote, RemoteError
 from jdp.cli.main import main
 from jdp.data import array_data, image_data, text_data
-from jdp.data.sources.fetched import local_path
+from jdp.data.sources.in_bucket import local_path
 
 
 @pytest.fixture(autouse=True)

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from jdp.core.gradients.gathers import Gathered
-from jdp.foresight.advice import advise
+from jdp.core.tracing.collectives import Gathered
+from jdp.foresight.advice.advice import advise
 from jdp.foresight.forecast import Estimate, PlanReport, Settings
 from jdp.foresight.memory.peak import Headroom, Memory
 from jdp.foresight.timing.parts import Part

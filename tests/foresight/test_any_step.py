@@ -14,7 +14,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jdp
-from jdp.foresight.any_step.moved import moved_sizes
+from jdp.foresight.any_step.relocate import moved_sizes
 from jdp.foresight.program.collectives import collectives, total_wire_bytes
 from jdp.foresight.targets.resolve import target
 from jdp.foresight.verify import operands

@@ -14,8 +14,8 @@ from jdp.cli import main as cli
 from jdp.experiment.file import from_table
 from jdp.experiment.plan import search_meshes
 from jdp.experiment.tune import Tuning
-from jdp.foresight.axes import MOST, factorisations
-from jdp.foresight.smallest import sizes_of
+from jdp.foresight.candidates.meshes import MOST, factorisations
+from jdp.foresight.candidates.smallest_cluster import sizes_of
 from jdp.foresight.targets.resolve import target
 
 DIGITS = """

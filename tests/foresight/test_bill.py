@@ -3,7 +3,7 @@
 import pytest
 
 from jdp.cli import main as cli
-from jdp.foresight.bill import Bill, format_amount, format_days
+from jdp.foresight.cost.bill import Bill, format_amount, format_days
 from jdp.foresight.targets.chips import GPUS
 
 

@@ -12,7 +12,7 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdp.base.disk_cache import Cache
-from jdp.core import compiler
+from jdp.core.compiling import options
 from jdp.foresight.program import compiled as module
 from jdp.foresight.program.compiled import CompileError, compile_step
 from jdp.foresight.targets.resolve import target
@@ -51,8 +51,8 @@ def test_programs_that_jax_keeps_are_neither_read_nor_written(tmp_path):
         x = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=sharding)
         for _ in range(2):
             assert compile_step(jax.jit(lambda x: x * 2.5).lower(x)).output_bytes == 128
-            compiler._accepted.cache_clear()
-            assert compiler.Compiler.of("overlap").for_mesh(mesh)  # options are tried before they are given
+            options._accepted.cache_clear()
+            assert options.Compiler.of("overlap").for_mesh(mesh)  # options are tried before they are given
         assert not list(tmp_path.iterdir())
         assert compile_step(lowered()).output_bytes == 256 and not list(tmp_path.iterdir())
         lowered().compile()

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jdp.foresight.goodput import Failures, daly, foresee_goodput, young
+from jdp.foresight.cost.goodput import Failures, daly, foresee_goodput, young
 
 HOUR = 3600.0
 

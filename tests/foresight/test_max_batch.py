@@ -2,7 +2,7 @@
 
 import pytest
 
-from jdp.foresight.max_batch import max_batch
+from jdp.foresight.candidates.max_batch import max_batch
 
 CURVES = {
     "a line": lambda rows: 1000 + 7 * rows,

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import jdp
-from jdp.core import streamed_update
+from jdp.core.update import offloaded
 from jdp.foresight.foresee import candidates, estimate
 from jdp.foresight.program.module import HOST_MEMORY, parse
 from jdp.foresight.targets.resolve import target
@@ -39,7 +39,7 @@ def loss(layers, batch, rng):
 @pytest.fixture(scope="module")
 def foreseen():
     """A candidate and its estimate for h100:1x8, where every layer moves by itself."""
-    original, streamed_update.SLICE_BYTES = streamed_update.SLICE_BYTES, 1
+    original, offloaded.SLICE_BYTES = offloaded.SLICE_BYTES, 1
     try:
         plan = jdp.Plan(jdp.make_mesh(data=8), "zero3", offload="optimizer")
         state = jdp.abstract_state(init, optax.adamw(1e-3), plan, rng=jax.random.key(0))
@@ -50,7 +50,7 @@ def foreseen():
         compiled = candidate.compile(devices)
         return candidate, compiled, estimate(candidate, devices, tokens=ROWS)
     finally:
-        streamed_update.SLICE_BYTES = original
+        offloaded.SLICE_BYTES = original
 
 
 def test_the_compiler_has_in_host_memory_what_the_plan_puts_there(foreseen):

@@ -10,8 +10,8 @@ import optax
 import pytest
 
 import jdp
-from jdp.core.batch_unit import batch_unit
-from jdp.foresight.max_batch import largest_batch
+from jdp.core.sharding.batch_divisor import batch_unit
+from jdp.foresight.candidates.max_batch import largest_batch
 from jdp.foresight.targets.relocate import Candidate, abstract_on, hybrid_axes, round_up_rows
 from jdp.foresight.targets.resolve import Target, target
 
@@ -111,7 +111,9 @@ def test_the_largest_batch_counts_rows_that_belong_together(monkeypatch):
     """A device that holds 1 GiB for each of its rows."""
     moved, tried = abstract_on(*made(rows=8, group=2, accumulate=2), "h100:1x8"), []
     monkeypatch.setattr(Candidate, "compile", lambda candidate, *_: tried.append(candidate) or candidate)
-    monkeypatch.setattr("jdp.foresight.max_batch.memory", lambda compiled, *_: Held(len(compiled.batch["x"]) // 16))
+    monkeypatch.setattr(
+        "jdp.foresight.candidates.max_batch.memory", lambda compiled, *_: Held(len(compiled.batch["x"]) // 16)
+    )
     found = largest_batch(moved, target("h100:1x8"))
     assert found.rows % 2 == 0 and found.batch_size == 16 * found.rows and found.too_many == found.rows + 2
     for candidate in tried:

@@ -7,8 +7,8 @@ import pytest
 
 from jdp.cli import main as cli
 from jdp.experiment.file import load
+from jdp.foresight.advice.tune import Choice, Dimension, name_of, search
 from jdp.foresight.forecast import Estimate
-from jdp.foresight.tune import Choice, Dimension, name_of, search
 
 DIGITS = """
 name = "digits"

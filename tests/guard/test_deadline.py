@@ -12,7 +12,7 @@ import pytest
 import jdp
 from jdp.guard import deadline as module
 from jdp.guard.deadline import Deadline, set_xla_timeout
-from jdp.guard.whereabouts import DEVICES, Position, whereabouts
+from jdp.guard.who_is_behind import DEVICES, Position, whereabouts
 
 ROOT = Path(__file__).parents[2]
 

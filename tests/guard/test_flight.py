@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from jdp.guard.deadline import Deadline
-from jdp.guard.flight import Flight, read, read_ranks
-from jdp.guard.goodput import account
+from jdp.guard.flight_recorder import Flight, read, read_ranks
+from jdp.guard.time_account import account
 from jdp.guard.watch import Watch, born
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +64,7 @@ def test_hostile_files_are_not_believed(tmp_path):
 
 def test_what_was_recorded_outlives_sigkill(tmp_path):
     code = (
-        "import os, signal; from pathlib import Path; from jdp.guard.flight import Flight\n"
+        "import os, signal; from pathlib import Path; from jdp.guard.flight_recorder import Flight\n"
         f"flight = Flight(Path({str(tmp_path)!r}), 0)\n"
         "for step in range(50): flight.event('step', step=step)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"

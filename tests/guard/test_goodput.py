@@ -2,7 +2,7 @@
 
 import pytest
 
-from jdp.guard.goodput import account
+from jdp.guard.time_account import account
 
 
 def visit(began, resumed, steps, *, left=None, compiles=5.0, seconds=1.0):

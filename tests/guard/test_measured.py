@@ -4,7 +4,7 @@ import pytest
 from tiny_experiment import write_tiny
 
 from jdp.cli.main import main
-from jdp.guard.measured import Measured, measured
+from jdp.guard.save_times import Measured, measured
 
 START = {"event": "start", "time": 12.0, "began": 10.0}
 

@@ -58,7 +58,7 @@ class Clock:
 @pytest.fixture
 def store(monkeypatch):
     store = Store()
-    monkeypatch.setattr(stragglers.distributed, "coordination_client", lambda: store)
+    monkeypatch.setattr(stragglers, "coordination_client", lambda: store)
     return store
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from full_disk import small_disk
 
-from jdp.core.clusters import Cluster
+from jdp.core.cluster.schedulers import Cluster
 from jdp.launch.doctor.disk import examine_disk, existing
 from jdp.launch.doctor.findings import Examined, Finding
 from jdp.launch.doctor.limits import examine_limits
@@ -184,7 +184,7 @@ def test_a_package_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_own_name_without_an_address():
     """Gloo cannot start then: `jdp launch` fails, so it is wrong in a cluster, and alone a note."""
     script = "from jdp.launch.doctor.network import *; print(*examine_names({}, None), examine_names({}, cluster)[0])"
-    script = f"from jdp.core.clusters import Cluster; cluster = Cluster('x', 'n:1', 2, 0); {script}"
+    script = f"from jdp.core.cluster.schedulers import Cluster; cluster = Cluster('x', 'n:1', 2, 0); {script}"
     done = shell("unshare", "-u", "bash", "-c", 'hostname no-such-host && exec "$0" -c "$1"', sys.executable, script)
     if "Operation not permitted" in done.stderr:
         pytest.skip("this process may not change its host's name")

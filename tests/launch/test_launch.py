@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from jdp.base import machine
-from jdp.launch import gang, launch, supervisor
+from jdp.launch import launch, processes, supervisor
 
 ROOT = Path(__file__).parents[2]
 WHO = "import os, signal, sys, time; rank = int(os.environ['JDP_PROCESS_ID'])\n"
@@ -193,7 +193,7 @@ def test_an_abort_alone_is_reported_as_what_it_is(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     """The other one is up and waits: were it still starting, what ends it could be its own error."""
-    monkeypatch.setattr(gang, "SETTLE_SECONDS", 0.2)
+    monkeypatch.setattr(processes, "SETTLE_SECONDS", 0.2)
     text = WAIT + WRITE_PID + "if rank == 0: wait_for('pid.1'); os.abort()\ntime.sleep(60)"
     assert launch([*program(tmp_path, text), str(tmp_path)], 2) == 128 + signal.SIGABRT
     report = capfd.readouterr().err
@@ -211,7 +211,7 @@ def test_a_process_that_is_killed_is_named_with_the_signal(tmp_path: Path, capfd
 def test_a_process_that_will_not_end_after_anothers_failure_is_killed(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(gang, "LAST_WORDS_SECONDS", 0.5)
+    monkeypatch.setattr(processes, "LAST_WORDS_SECONDS", 0.5)
     text = """
 signal.signal(signal.SIGTERM, lambda *_: print("no"))
 open(f"{sys.argv[1]}/pid.{rank}", "w").write(f"{os.getpid()}\\n")

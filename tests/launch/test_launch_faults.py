@@ -163,7 +163,7 @@ for step in range(4):
 def test_a_process_that_leaves_in_the_middle_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     """With 0, and without a word: to a supervisor it looks like success, until the others miss it.
 
-    `tests/core/test_distributed.py` has scripts of one's own that raise, leave a loop early, and end well.
+    `tests/core/test_initialize.py` has scripts of one's own that raise, leave a loop early, and end well.
     """
     (tmp_path / "script.py").write_text(OWN_SCRIPT)
     command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "when")]

@@ -17,7 +17,7 @@ import pytest
 
 from jdp.cli.launch import Options, _under_slurm
 from jdp.launch import Nodes, launch
-from jdp.launch.wire import split_address
+from jdp.launch.messages import split_address
 
 ROOT = Path(__file__).parents[2]
 WHO = """import os, signal, sys, time

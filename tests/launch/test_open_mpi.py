@@ -10,11 +10,11 @@ import pytest
 from open_mpi import MPIRUNS
 from tiny_experiment import points_text, write_points
 
-from jdp.core.distributed import FAILED
+from jdp.core.cluster.initialize import FAILED
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
-import sys, time, jax, jdp, jdp.core.meeting
+import sys, time, jax, jdp, jdp.core.cluster.barrier
 jdp.initialize(timeout_seconds=60)
 assert "mpi4py" not in sys.modules
 mesh = jdp.make_mesh(data=-1)
@@ -23,7 +23,7 @@ ones = jax.make_array_from_callback((4,), sharding, lambda index: jax.numpy.ones
 # A file a rank: mpirun joins what the ranks print, in the middle of a line too.
 joined = open(f"joined {jax.process_index()}", "w")
 print(jax.device_count(), int(ones.sum()), file=joined, flush=True)
-jdp.core.meeting.meet("both files are written")
+jdp.core.cluster.barrier.meet("both files are written")
 if jax.process_index():
     raise KeyError("the cause")
 time.sleep(100)

@@ -15,7 +15,7 @@ from without_triton import WITHOUT_TRITON
 
 import jdp
 from jdp.core.sharding.mesh import tracing_on
-from jdp.core.traced_device import traced_device
+from jdp.core.sharding.traced_mesh import traced_device
 from jdp.experiment.losses import text_loss
 from jdp.foresight.targets.cudnn import answered_for, version_in
 from jdp.foresight.targets.relocate import abstract_on

@@ -175,7 +175,7 @@ def test_masks_that_are_the_same_at_every_step_are_seen(monkeypatch):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_masks_that_are_the_same_on_every_shard_are_seen(precision, monkeypatch):
-    monkeypatch.setattr("jdp.core.batch_keys.batch_key", lambda key, **_: key)
+    monkeypatch.setattr("jdp.core.random.row_keys.batch_key", lambda key, **_: key)
     proof = run(["zero1 manual 4 devices K=1", "auto 1 device"], steps=1, precision=precision)
     parted = {run.name for run in proof.runs if not run.equal}
     assert "ddp auto 1 device K=1" not in parted

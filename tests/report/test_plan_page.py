@@ -7,8 +7,8 @@ from html.parser import HTMLParser
 import pytest
 
 from jdp.base.formatting import format_bytes
+from jdp.foresight.cost.goodput import foresee_goodput
 from jdp.foresight.forecast import Estimate, PlanReport
-from jdp.foresight.goodput import foresee_goodput
 from jdp.foresight.memory.peak import Headroom, Held, Memory
 from jdp.foresight.memory.zero_formula import zero_bytes
 from jdp.foresight.program.collectives import Collective

@@ -11,7 +11,7 @@ from test_plan_page import FAILED, HOSTILE, Reader, outlook_of
 
 from jdp.core.sharding.placement import Placement
 from jdp.report.curves import MOST_POINTS, smoothed, thinned
-from jdp.report.happened import happened, state
+from jdp.report.history import happened, state
 from jdp.report.page import CSS
 from jdp.report.run_page import CompiledStep, Run, run_page
 

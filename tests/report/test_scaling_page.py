@@ -10,10 +10,10 @@ import pytest
 from test_plan_page import NO_ROOM, Reader, events_of, forecast_of, outlook_of, timeline_of
 
 from jdp.cli import main as cli
-from jdp.foresight.bill import Bill
+from jdp.foresight.advice.scaling import Scaling
+from jdp.foresight.candidates.smallest_cluster import Smallest
+from jdp.foresight.cost.bill import Bill
 from jdp.foresight.forecast import PlanReport
-from jdp.foresight.scaling import Scaling
-from jdp.foresight.smallest import Smallest
 from jdp.report.scaling_page import scaling_page
 
 DIGITS = """

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jdp.checkpoint import save
-from jdp.core.optim.ema import ema_params
+from jdp.core.update.ema import ema_params
 from jdp.data.feed import shard_batches
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import from_table

@@ -5,8 +5,8 @@ from tiny_experiment import write_tiny
 from jdp.cli.main import main
 from jdp.cli.plan import Options
 from jdp.cli.plan_failures import read_failures
-from jdp.guard.flight import read_ranks
-from jdp.guard.measured import measured
+from jdp.guard.flight_recorder import read_ranks
+from jdp.guard.save_times import measured
 
 
 def test_a_run_says_what_its_saves_and_restarts_took(tmp_path):

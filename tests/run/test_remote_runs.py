@@ -19,7 +19,7 @@ from tiny_experiment import points_text, write_points
 
 from jdp.base.bucket import Remote, RemoteError
 from jdp.cli.main import main
-from jdp.run import remote as remote_runs
+from jdp.run import in_bucket as remote_runs
 
 HERE = Path(__file__).parents[2]
 TRAIN = "[train]\nsteps = 6\nbatch_size = 16\nlog_every = 1\ncheckpoint_every = 2\n"

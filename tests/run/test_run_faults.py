@@ -16,7 +16,7 @@ from tiny_experiment import points_text, write_points
 
 from jdp.cli.main import main
 from jdp.guard.diagnosis import diagnose
-from jdp.guard.flight import read_ranks
+from jdp.guard.flight_recorder import read_ranks
 from jdp.run.outputs.metrics import read
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +37,7 @@ from collections import Counter
 from pathlib import Path
 import jax
 import jdp
-from jdp.core import agreement, meeting
+from jdp.core.cluster import agreement, barrier
 from jdp.experiment.file import load
 from jdp.guard.watch import Watch
 from jdp.run import loop
@@ -58,12 +58,12 @@ class Visits(Counter):
         return 1000 * self.visits
 
 
-agreement._rounds, meeting._rounds = Visits(), Visits()
+agreement._rounds, barrier._rounds = Visits(), Visits()
 
 
 def run(name):
     Visits.visits += 1
-    agreement._rounds.clear(), meeting._rounds.clear()
+    agreement._rounds.clear(), barrier._rounds.clear()
     agreed.clear()
     try:
         summary = loop.run(load(folder / "points.toml", {"name": name}), root=folder, quiet=True)
@@ -109,7 +109,7 @@ loop.start = start
 reported = {}
 fault[:] = ["compile", 0, "SIGHUP"]
 reported["compile"] = run("storm")
-jdp.core.meeting.meet("after the first")
+jdp.core.cluster.barrier.meet("after the first")
 reported["left behind"] = (folder / "storm").exists()
 for fault[:] in (["step", 3, "SIGTERM"], ["restore", 0, "SIGTERM"], ["batch", 6, "SIGUSR1"], ["compile", 6, "SIGINT"]):
     case = f"{fault[0]} {fault[2]}"

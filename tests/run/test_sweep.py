@@ -13,7 +13,7 @@ import pytest
 from tiny_experiment import points_text, write_points, write_tiny
 
 from jdp.cli.main import main
-from jdp.core.clusters import Cluster
+from jdp.core.cluster.schedulers import Cluster
 from jdp.experiment.file import ExperimentError, to_toml
 from jdp.run.sweep.children import Children
 from jdp.run.sweep.grid import LONGEST_NAME, check, member_name, members
@@ -125,7 +125,7 @@ def test_a_mistake_is_one_error_before_anything_runs(file, capsys, case):
 
 
 def test_a_process_of_a_cluster_starts_no_sweep(file, capsys, monkeypatch):
-    monkeypatch.setattr("jdp.core.clusters.find_cluster", lambda _: Cluster("Slurm", "host:1234", 4, 1))
+    monkeypatch.setattr("jdp.core.cluster.schedulers.find_cluster", lambda _: Cluster("Slurm", "host:1234", 4, 1))
     assert main(["train", str(file), "--sweep", "seed=1,2"]) == 2
     shown = capsys.readouterr()
     assert "--sweep starts a process for each run" in shown.err and "given one of 4 processes" in shown.err

@@ -16,8 +16,8 @@ import jdp
 from jdp.base.bucket import Remote
 from jdp.checkpoint import Checkpoints
 from jdp.cli.main import main
-from jdp.guard.flight import read_ranks
-from jdp.guard.goodput import KINDS
+from jdp.guard.flight_recorder import read_ranks
+from jdp.guard.time_account import KINDS
 from jdp.run import signals
 from jdp.run.outputs.metrics import read
 
@@ -196,7 +196,7 @@ def test_skips_before_a_stop_are_not_counted_again(experiment, monkeypatch, caps
     """Two skipped steps, a stop, and after the resume one good step: a limit of one in a row is not reached."""
     with monkeypatch.context() as patched:
         stop_after(patched, 2)
-        patched.setattr("jdp.run.health.Health._check", lambda *_: None)
+        patched.setattr("jdp.run.bad_steps.Health._check", lambda *_: None)
         patched.setattr("jdp.experiment.assembly.features_loss", lambda *_: jdp.Loss(np.float32("nan"), np.float32(1)))
         train(experiment)
     code, folder = train(experiment, "--train.max_skips_in_a_row", "1")

@@ -26,15 +26,15 @@ import jax.numpy as jnp
 
 from jdp.base.notices import notice
 from jdp.base.user_path import user_path
-from jdp.checkpoint.checks import check_values
 from jdp.checkpoint.errors import CheckpointError, write_error
+from jdp.checkpoint.format.checks import check_values
 from jdp.checkpoint.safetensors import files
 from jdp.checkpoint.safetensors.config_table import Table, read_json, shortened
 from jdp.checkpoint.safetensors.hugging_face import LLAMA_MAPS, in_layer, llama_names
 from jdp.checkpoint.safetensors.names import Names, Tensor
 from jdp.checkpoint.safetensors.transfer import export_safetensors, import_safetensors, weights_of
-from jdp.core.host_memory import on_device
-from jdp.core.meeting import meet
+from jdp.core.cluster.barrier import meet
+from jdp.core.sharding.host_memory import on_device
 from jdp.core.state import TrainState, own_shaped
 from jdp.core.types import PyTree
 from jdp.models import GPTConfig

@@ -23,17 +23,17 @@ from jdp.base.hints import nearest
 from jdp.base.notices import notice
 from jdp.base.tree_paths import matches, path_of
 from jdp.base.user_path import user_path
-from jdp.checkpoint.checks import check_kept, check_sharding, check_values, ignored_names, needed_but_ignored
 from jdp.checkpoint.errors import CheckpointError, write_error
+from jdp.checkpoint.format.checks import check_kept, check_sharding, check_values, ignored_names, needed_but_ignored
 from jdp.checkpoint.safetensors import files
 from jdp.checkpoint.safetensors.files import Spec, Stored
 from jdp.checkpoint.safetensors.hugging_face import hf_names
 from jdp.checkpoint.safetensors.hugging_face_config import NAME as CONFIG
 from jdp.checkpoint.safetensors.hugging_face_config import differences, read, written
 from jdp.checkpoint.safetensors.names import Names, Part, Tensor, check_cover, file_shape, part_shape, resolve
-from jdp.core.host_memory import on_device
-from jdp.core.meeting import meet
-from jdp.core.sharding.flat import Change
+from jdp.core.cluster.barrier import meet
+from jdp.core.sharding.host_memory import on_device
+from jdp.core.sharding.padded import Change
 from jdp.core.state import TrainState, changed, own_shaped
 from jdp.core.types import PyTree
 from jdp.models import GPTConfig

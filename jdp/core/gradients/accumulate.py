@@ -22,8 +22,6 @@ import jax.numpy as jnp
 import optax
 
 from jdp.core.batch import batch_rows, joined
-from jdp.core.batch_keys import BatchKey
-from jdp.core.gradients import feedback, rounding
 from jdp.core.gradients.boundary import (
     Collective,
     Held,
@@ -32,21 +30,23 @@ from jdp.core.gradients.boundary import (
     gather_with_reduced_grad,
     is_reduced_at_use,
 )
-from jdp.core.gradients.draws import RowwiseLoss
-from jdp.core.gradients.gathers import reduced_by_layer
-from jdp.core.gradients.jaxprs import places_made
 from jdp.core.gradients.loss_call import Sums, TracedLoss
 from jdp.core.gradients.model_state import changed_leaves, refuse_varying
 from jdp.core.gradients.pipeline import pipelined
-from jdp.core.gradients.quotients import Reading
-from jdp.core.gradients.synchronise import Synchroniser
-from jdp.core.gradients.wire import WIDE, Wire
+from jdp.core.gradients.row_proof.quotients import Reading
+from jdp.core.gradients.rowwise_loss import RowwiseLoss
 from jdp.core.precision import Precision
+from jdp.core.random.row_keys import BatchKey
 from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.placement import Placement
 from jdp.core.sharding.strategy import Strategy
 from jdp.core.state import trained_part, with_trained
+from jdp.core.tracing.collectives import reduced_by_layer
+from jdp.core.tracing.jaxprs import places_made
 from jdp.core.types import Batch, LossFn, PyTree
+from jdp.core.wire import feedback, rounding
+from jdp.core.wire.buckets import Synchroniser
+from jdp.core.wire.settings import WIDE, Wire
 
 Kept = dict[str, PyTree]
 """What a synchroniser keeps between steps, by name; {} for nothing."""

@@ -13,11 +13,11 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jdp.core import batch_keys as keys
 from jdp.core.batch import interleave
 from jdp.core.gradients.accumulate import Collectives, GradientSpec, Kept, evaluate, step_gradients
+from jdp.core.plan import Plan
+from jdp.core.random import row_keys as keys
 from jdp.core.sharding.placement import Placement
-from jdp.core.sharding.plan import Plan
 from jdp.core.types import Batch, PyTree
 
 

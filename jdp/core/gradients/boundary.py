@@ -14,10 +14,10 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 
-from jdp.core.gradients.gathers import parameter_scope, reduction_scope
 from jdp.core.layers import Gather
 from jdp.core.precision import Precision
 from jdp.core.sharding.placement import Placement
+from jdp.core.tracing.collectives import parameter_scope, reduction_scope
 
 Collective = Callable[[jax.Array, Placement, int], jax.Array]
 """(array, placement of its parameter, leading) -> array; `leading` counts dimensions that a layer loop sliced off."""

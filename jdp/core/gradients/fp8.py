@@ -27,8 +27,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jdp.base.notices import notice
 from jdp.core.flax_nnx.fp8 import fp8_product
-from jdp.core.gradients.jaxprs import bind, scan_counts, traced_at, user_line
-from jdp.core.traced_device import traced_device
+from jdp.core.sharding.traced_mesh import traced_device
+from jdp.core.tracing.jaxprs import bind, scan_counts, traced_at, user_line
 
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "scan")
 _WEIGHT, _BATCH = 1, 2

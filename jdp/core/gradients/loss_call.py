@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jdp.base.notices import notice
 from jdp.core.batch import batch_rows
 from jdp.core.gradients.fp8 import with_fp8_products
-from jdp.core.gradients.gathers import top_scope
-from jdp.core.gradients.quotients import Reading, sums_of_quotient
+from jdp.core.gradients.row_proof.quotients import Reading, sums_of_quotient
 from jdp.core.layers import Gather, GatherTable, gathering
+from jdp.core.tracing.collectives import top_scope
 from jdp.core.types import Batch, Loss, LossFn, PyTree
 
 RESERVED = frozenset(("loss", "weight", "grad_norm", "noise_scale", "skipped"))

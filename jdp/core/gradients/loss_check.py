@@ -31,8 +31,8 @@ from jdp.core.gradients.auto import make_collectives
 from jdp.core.gradients.loss_call import LossWithAux, Sums
 from jdp.core.gradients.loss_trace import LossTrace, computes_in_float32, redraws
 from jdp.core.gradients.outputs import rows_that_mix, with_outputs
+from jdp.core.plan import Plan
 from jdp.core.precision import Precision
-from jdp.core.sharding.plan import Plan
 from jdp.core.state import TrainState
 from jdp.core.types import Batch
 

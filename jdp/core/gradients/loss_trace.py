@@ -25,13 +25,13 @@ from jax.core import Tracer
 from jdp.base.tree_paths import path_of
 from jdp.core.batch import batch_rows
 from jdp.core.gather_rows import recording
-from jdp.core.gradients.jaxprs import every_eqn, inlined, inner_jaxprs, user_line
 from jdp.core.gradients.loss_call import LossWithAux, as_sums
-from jdp.core.gradients.pairs import is_random
 from jdp.core.precision import Precision
+from jdp.core.random.match_draws import is_random
 from jdp.core.sharding.placement import axes_of
+from jdp.core.sharding.traced_mesh import rows_for_sizes, traced_mesh
 from jdp.core.state import TrainState, own_shapes
-from jdp.core.traced_device import rows_for_sizes, traced_mesh
+from jdp.core.tracing.jaxprs import every_eqn, inlined, inner_jaxprs, user_line
 from jdp.core.types import Batch, Loss, LossFn
 
 _INLINED = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2"}

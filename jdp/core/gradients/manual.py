@@ -16,21 +16,21 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jdp.core import batch_keys as keys
 from jdp.core.batch import interleave
-from jdp.core.gradients import model_axes
 from jdp.core.gradients.accumulate import Collectives, GradientSpec, Kept, evaluate, step_gradients
 from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.model_state import changed_leaves, mean_over
-from jdp.core.gradients.synchronise import Synchroniser
-from jdp.core.local_steps import is_inside_a_replica
+from jdp.core.plan import Plan
+from jdp.core.random import row_keys as keys
 from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.mesh import batch_axes
 from jdp.core.sharding.placement import Placement, axes_of
-from jdp.core.sharding.plan import Plan
+from jdp.core.sharding.traced_mesh import mesh_inside
 from jdp.core.state import ERROR, trained_part, with_trained
-from jdp.core.traced_device import mesh_inside
 from jdp.core.types import Batch, PyTree
+from jdp.core.update.local_steps import is_inside_a_replica
+from jdp.core.wire import collectives
+from jdp.core.wire.buckets import Synchroniser
 
 
 def gradients(spec: GradientSpec, plan: Plan) -> Callable[..., Any]:
@@ -51,7 +51,7 @@ def gradients(spec: GradientSpec, plan: Plan) -> Callable[..., Any]:
     sums_specs = prefix(replicated, replicated, replicated, rows=plan.batch_spec, whole=replicated)
 
     def run(params: PyTree, model_state: PyTree, batch: Batch, key: jax.Array, kept: Kept) -> Any:
-        params = model_axes.to_replica_view(params, spec.placements, plan.mesh)
+        params = collectives.to_replica_view(params, spec.placements, plan.mesh)
         kept_specs = {name: plan.batch_spec if name == ERROR else replicated for name in kept}
         replicas = _shard_map(
             local,
@@ -60,7 +60,7 @@ def gradients(spec: GradientSpec, plan: Plan) -> Callable[..., Any]:
             (reduced, sums_specs, replicated, kept_specs),
         )
         grads, sums, after, kept = replicas(params, model_state, batch, key, kept)
-        grads = model_axes.from_replica_view(grads, spec.trained_placements, plan.mesh)
+        grads = collectives.from_replica_view(grads, spec.trained_placements, plan.mesh)
         return grads, sums, with_trained(model_state, after, changed), kept
 
     return run
@@ -74,7 +74,7 @@ def evaluation(spec: GradientSpec, plan: Plan) -> Callable[..., Any]:
 
     rest, replicated = _rest_specs(plan, spec.placements), PartitionSpec()
     replicas = _shard_map(local, plan, (rest, replicated, plan.batch_spec), replicated)
-    return lambda params, *others: replicas(model_axes.to_replica_view(params, spec.placements, plan.mesh), *others)
+    return lambda params, *others: replicas(collectives.to_replica_view(params, spec.placements, plan.mesh), *others)
 
 
 def replicated_within(function: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
@@ -103,7 +103,7 @@ def _rest_specs(plan: Plan, placements: PyTree) -> PyTree:
         return left[0] if len(left) == 1 else (left or None)
 
     def rest_spec(placement: Placement) -> PartitionSpec:
-        return PartitionSpec(*(keep(entry) for entry in model_axes.replica_view_spec(placement, plan.mesh)))
+        return PartitionSpec(*(keep(entry) for entry in collectives.replica_view_spec(placement, plan.mesh)))
 
     return jax.tree.map(rest_spec, placements)
 
@@ -115,7 +115,7 @@ def make_collectives(spec: GradientSpec, plan: Plan) -> Collectives:
     replicas = plan.batch_shards
 
     def finish(x: jax.Array, placement: Placement, leading: int) -> jax.Array:
-        return model_axes.psum(x, axes if placement.dim is None else others, placement, leading, mesh)
+        return collectives.psum(x, axes if placement.dim is None else others, placement, leading, mesh)
 
     def average(before: Any, after: Any) -> Any:
         unchanged = before is after or not jnp.issubdtype(after.dtype, jnp.floating)
@@ -129,8 +129,8 @@ def make_collectives(spec: GradientSpec, plan: Plan) -> Collectives:
         return keys.batch_key(key, rows=rows, total=rows * count * replicas, offset=first, stride=count, group=group)
 
     return Collectives(
-        gather=lambda x, placement, leading: model_axes.all_gather(x, placement, leading, mesh, spec.wire),
-        reduce=lambda x, placement, leading, seed=None: model_axes.psum_scatter(
+        gather=lambda x, placement, leading: collectives.all_gather(x, placement, leading, mesh, spec.wire),
+        reduce=lambda x, placement, leading, seed=None: collectives.psum_scatter(
             x, placement, leading, mesh, spec.wire, seed
         ),
         constrain=lambda x, placement, leading: x,

@@ -19,15 +19,15 @@ from jdp.core.gradients.accumulate import GradientSpec
 from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.loss_check import constant_term, mixing
 from jdp.core.gradients.loss_trace import LossTrace, trace_loss
-from jdp.core.gradients.pairs import is_random
-from jdp.core.gradients.quotients import Reading
-from jdp.core.gradients.row_proof import ends_in_quotient, prove
-from jdp.core.gradients.row_rules import STATISTICS
+from jdp.core.gradients.row_proof.proof import ends_in_quotient, prove
+from jdp.core.gradients.row_proof.quotients import Reading
+from jdp.core.gradients.row_proof.rules import STATISTICS
+from jdp.core.plan import Plan
 from jdp.core.precision import Precision
+from jdp.core.random.match_draws import is_random
 from jdp.core.sharding.mesh import own_axes
-from jdp.core.sharding.plan import Plan
+from jdp.core.sharding.traced_mesh import sized_for
 from jdp.core.state import TrainState
-from jdp.core.traced_device import sized_for
 from jdp.core.types import Batch
 
 REQUESTED = "asked for"

@@ -32,8 +32,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from jdp.core.gradients.gathers import is_gather, is_reduction
-from jdp.core.gradients.jaxprs import (
+from jdp.core.tracing.collectives import is_gather, is_reduction
+from jdp.core.tracing.jaxprs import (
     bind,
     eqns_after,
     eqns_before,

@@ -1,6 +1,10 @@
-"""How state and batch are sharded: the mesh (`mesh.py`), the table of strategies (`strategy.py`), the plan (`plan.py`).
+"""How one array is sharded: the mesh (`mesh`), the table of strategies (`strategy`), placements.
 
-`placement.py` chooses how one array is sharded; `optimizer_state.py` finds the parameter that a leaf of the optimizer
-state belongs to; `flat.py` is how a leaf rests that no dimension divides of; `home.py` goes between the user's own mesh
-and jdp's; `rules.py` checks the form of rules; `reports.py` says once what is padded, and what stays whole.
+placement        chooses how one array is sharded; `placement_list` and `leaf_table` list them
+optimizer_state  finds the parameter that a leaf of the optimizer state belongs to
+padded           how a leaf is stored when no dimension divides
+rules            checks the form of rules; `axes` names mesh axes; `batch_divisor` what a batch must divide by
+user_mesh        translates between the user's own mesh and jdp's
+traced_mesh      the mesh that a model is being traced for
+host_memory      memory of the host for offloaded state
 """

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 
 from jdp.base.numbers import is_integer
-from jdp.base.toml import LONGEST, cut
+from jdp.base.shorten import LONGEST, cut
 
 DATA = "data"
 """The axis that carries the batch, and that ZeRO shards over."""

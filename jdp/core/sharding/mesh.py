@@ -30,10 +30,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jdp.base.machine import choose_platform
 from jdp.base.notices import notice
-from jdp.core.handshake import check_device_counts
+from jdp.core.cluster.handshake import check_device_counts
 from jdp.core.sharding.axes import DATA, REPLICA, axis_sizes
-from jdp.core.sharding.home import auto_axes
-from jdp.core.traced_device import tracing_for
+from jdp.core.sharding.traced_mesh import tracing_for
+from jdp.core.sharding.user_mesh import auto_axes
 from jdp.core.types import Device, PyTree
 
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from jdp.base.formatting import format_bytes
 from jdp.core.sharding.axes import DATA
-from jdp.core.sharding.flat import Flat
+from jdp.core.sharding.padded import Flat
 
 
 @dataclass(frozen=True)

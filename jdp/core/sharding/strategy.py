@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jdp.base.hints import nearest
-from jdp.base.toml import LONGEST
+from jdp.base.shorten import LONGEST
 from jdp.base.words import StrategyName
 
 

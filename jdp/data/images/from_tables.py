@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jdp.base.notices import notice
-from jdp.base.toml import cut
+from jdp.base.shorten import cut
 from jdp.data.held_out import ends_score
 from jdp.data.labels import Labels, labels_of
 from jdp.data.sources.hub import HF

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jdp.base.disk_cache import Cache, default_folder
-from jdp.base.toml import cut
+from jdp.base.shorten import cut
 from jdp.base.user_path import check_regular
 from jdp.data.held_out import ends_score
 from jdp.data.images.from_folders import PICTURE_SUFFIXES

@@ -13,8 +13,8 @@ from jdp.data.images.from_tables import Columns, TablePictures, file_table_pictu
 from jdp.data.images.from_tars import COMPRESSED_TARS, TAR, tar_pictures
 from jdp.data.sources.array_files import read_arrays
 from jdp.data.sources.compressed import unreadable
-from jdp.data.sources.fetched import local_path
 from jdp.data.sources.hub import HF, hub_splits, main_split
+from jdp.data.sources.in_bucket import local_path
 from jdp.data.sources.optional_packages import optional
 from jdp.data.sources.tables import ARROW_SUFFIXES
 

@@ -18,10 +18,10 @@ from numpy.typing import ArrayLike, NDArray
 from jdp.base.formatting import format_bytes
 from jdp.base.machine import memory_bytes
 from jdp.base.notices import notice
-from jdp.base.toml import cut
+from jdp.base.shorten import cut
 from jdp.base.user_path import check_regular
 from jdp.data.sources.compressed import unreadable
-from jdp.data.sources.fetched import local_path
+from jdp.data.sources.in_bucket import local_path
 
 Arrays = dict[str, NDArray[Any]]
 ArraySource = str | os.PathLike[str] | Mapping[str, ArrayLike]

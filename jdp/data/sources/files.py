@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jdp.base.notices import notice
 from jdp.data.sources.compressed import plain_name, unreadable
-from jdp.data.sources.fetched import local_path
+from jdp.data.sources.in_bucket import local_path
 
 STDLIB = "stdlib"
 # What is not the library's own text: packages installed beside it, and its tests, which some distributions leave out.

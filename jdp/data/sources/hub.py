@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jdp.base.notices import notice
-from jdp.base.toml import cut
+from jdp.base.shorten import cut
 from jdp.base.user_path import user_path
 from jdp.data.sources.optional_packages import optional
 

@@ -17,7 +17,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from jdp.base.toml import cut
+from jdp.base.shorten import cut
 from jdp.base.user_path import check_regular
 from jdp.data.sources.compressed import is_compressed, plain_name, read_bytes, stream_bytes, unreadable
 from jdp.data.sources.optional_packages import optional

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from jdp.base.bucket_address import address_of
-from jdp.data.sources.fetched import local_path
+from jdp.data.sources.in_bucket import local_path
 from jdp.data.sources.optional_packages import optional
 from jdp.data.text.token_array import TokenArray, bounds_of, smallest_uint
 

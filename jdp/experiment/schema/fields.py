@@ -12,10 +12,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidato
 
 from jdp.base.bucket import Remote
 from jdp.base.bucket_address import address_of
-from jdp.base.toml import cut
+from jdp.base.shorten import cut
 from jdp.base.user_path import user_path
 from jdp.base.words import CompilerPreset
-from jdp.core.compiler import Compiler
+from jdp.core.compiling.options import Compiler
 
 NONE = "none"
 """What stands for None, which TOML does not have: `clip_norm = "none"`."""

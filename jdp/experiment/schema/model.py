@@ -45,7 +45,7 @@ def model_entry(name: str) -> Entry:
     if not name.startswith(HF):
         return MODELS.entries[name]
     from jdp.checkpoint.safetensors import gpt_config_from_hf  # late: it imports Orbax, which takes a second
-    from jdp.data.sources.fetched import local_path
+    from jdp.data.sources.in_bucket import local_path
 
     return _own(HF, gpt_config_from_hf(local_path(name.removeprefix(HF), only=lambda file: file == "config.json")))
 

@@ -25,7 +25,7 @@ from jdp.base.numbers import is_integer
 from jdp.base.tree_paths import matches
 from jdp.core.sharding.placement import axes_of, bytes_per_device
 from jdp.core.sharding.strategy import strategy
-from jdp.foresight.any_step.moved import Moved
+from jdp.foresight.any_step.relocate import Moved
 from jdp.foresight.any_step.traced import Argument
 from jdp.foresight.traffic.reductions import ring_bytes
 

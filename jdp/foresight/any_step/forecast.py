@@ -18,8 +18,8 @@ from jdp.base.disk_cache import Cache
 from jdp.base.formatting import align_columns, format_bytes, format_percent, format_seconds
 from jdp.base.notebook import Drawn
 from jdp.foresight.any_step.against import Bound, bound, chosen
-from jdp.foresight.any_step.moved import Moved, lowering, move
 from jdp.foresight.any_step.read import HeldArgument, Sent, StepMemory, memory_of, sent_by, shapes_of, signs
+from jdp.foresight.any_step.relocate import Moved, lowering, move
 from jdp.foresight.program.compiled import Compiled, compile_step
 from jdp.foresight.targets.cudnn import answered_for, version_in
 from jdp.foresight.targets.relocate import explaining_what_cannot_be_lowered

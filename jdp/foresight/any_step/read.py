@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from jdp.base.formatting import format_bytes, format_percent
 from jdp.core.sharding.placement import Placement, axes_of
-from jdp.foresight.any_step.moved import Moved
+from jdp.foresight.any_step.relocate import Moved
 from jdp.foresight.any_step.traced import Argument
 from jdp.foresight.memory.liveness import Liveness
 from jdp.foresight.memory.peak import Headroom, Held, headroom, largest_held

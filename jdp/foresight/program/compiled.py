@@ -24,7 +24,7 @@ import jax
 
 from jdp.base.disk_cache import Cache
 from jdp.base.notices import notice
-from jdp.core.kept_programs import without_kept_programs
+from jdp.core.compiling.persistent_cache import without_kept_programs
 from jdp.foresight.program.collectives import Collective, collectives
 from jdp.foresight.program.module import Program, parse
 

@@ -16,13 +16,13 @@ from jax.sharding import Mesh, NamedSharding
 
 from jdp.base.disk_cache import Cache
 from jdp.core.batch import batch_rows
-from jdp.core.batch_unit import BatchUnit
-from jdp.core.flat_update import flattened
 from jdp.core.sharding.axes import DATA, REPLICA
+from jdp.core.sharding.batch_divisor import BatchUnit
 from jdp.core.sharding.mesh import make_mesh, mesh_of
 from jdp.core.state import TrainState
 from jdp.core.step import Step
 from jdp.core.types import Batch
+from jdp.core.update.padded import flattened
 from jdp.foresight.program.compiled import Compiled, compile_step
 from jdp.foresight.targets.cudnn import answered_for, version_in
 from jdp.foresight.targets.resolve import Target

@@ -15,11 +15,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from jdp.base.formatting import format_bytes
-from jdp.core.gradients.gathers import Issued
 from jdp.core.sharding.axes import DATA
 from jdp.core.sharding.placement import Placement
 from jdp.core.state import TrainState
 from jdp.core.step import Step
+from jdp.core.tracing.collectives import Issued
 from jdp.foresight.program.module import bits
 from jdp.foresight.traffic.contract import SLACK, TINY, TOLERANCE, MeshCollective, Verdict
 from jdp.foresight.traffic.origin import Parameters, Piece, Sites, is_own_line, list_paths, users_line

@@ -1,6 +1,6 @@
 """What a step under zero3 gathers and where, in words: by layer, or at the top of the step like zero2.
 
-Read from the step's own trace (`core/gradients/gathers.py`), not from the program that is compared with it. A weight
+Read from the step's own trace (`core/tracing/collectives.py`), not from the program that is compared with it. A weight
 that is gathered at the top stays whole on every device until the backward pass is done with it: where most of them are,
 the strategy is zero3 by name, and zero2 by memory.
 """
@@ -14,10 +14,10 @@ from typing import Any
 import jax
 
 from jdp.base.formatting import align_columns, format_bytes, format_percent
-from jdp.core.gradients.gathers import Gathered
 from jdp.core.sharding.placement import Placement, shards
 from jdp.core.state import TrainState
 from jdp.core.step import Step
+from jdp.core.tracing.collectives import Gathered
 from jdp.foresight.traffic.origin import list_paths
 
 MOSTLY = 0.5

@@ -18,8 +18,8 @@ from functools import cached_property
 import jax
 
 from jdp.base.tree_paths import PACKAGE
+from jdp.core.plan import Plan
 from jdp.core.sharding.placement import Placement, axes_of, spec_entry
-from jdp.core.sharding.plan import Plan
 from jdp.core.state import TrainState
 from jdp.foresight.program.collectives import Collective
 from jdp.foresight.program.module import Instruction, Program, array_bytes

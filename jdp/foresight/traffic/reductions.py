@@ -1,6 +1,6 @@
 """What reducing gradients in buckets, or encoded, promises to send: rows of the contract of their own.
 
-The formulas are written once more here, from the settings alone: `core/gradients/synchronise.py` has the collectives.
+The formulas are written once more here, from the settings alone: `core/wire/buckets.py` has the collectives.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from jdp.core.gradients.wire import Wire
+from jdp.core.plan import Plan
 from jdp.core.precision import Precision
 from jdp.core.sharding.axes import DATA, REPLICA
 from jdp.core.sharding.placement import Placement, shards
-from jdp.core.sharding.plan import Plan
+from jdp.core.wire.settings import Wire
 
 _LATENCY_BYTES = 4e6  # "auto": buckets of √(M · 4 MB)
 

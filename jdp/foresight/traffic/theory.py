@@ -9,9 +9,9 @@ along `data`, R along `replica` (over which nothing is sent where R is 1):
     zero2     r·Ψ/N over replica   K·r·Ψ           c·Ψ
     zero3     r·Ψ/N over replica   K·r·Ψ           2·K·c·Ψ at most
 
-Which gathers zero3 makes is read from its own trace (`core/gradients/gathers.py`). Two things are sent beside the row,
-by plan: statistics of batch norms, and metrics (`batch_statistics.py`), and gradients of parameters too small to shard
-(`Unsharded`).
+Which gathers zero3 makes is read from its own trace (`core/tracing/collectives.py`). Two things are sent beside the
+row, by plan: statistics of batch norms, and metrics (`batch_statistics.py`), and gradients of parameters too small to
+shard (`Unsharded`).
 
 Encoded gradients (`Wire`) have rows of their own, with b bytes of codes and scales for an element (int8: 1 + 4/256):
 
@@ -35,14 +35,14 @@ from dataclasses import dataclass, field, replace
 import jax
 import jax.numpy as jnp
 
-from jdp.core.gradients.gathers import Gathered
-from jdp.core.gradients.wire import WIDE, Wire
+from jdp.core.plan import MIN_SHARD_SIZE, Plan
 from jdp.core.precision import Precision
 from jdp.core.sharding.axes import DATA, REPLICA
 from jdp.core.sharding.placement import Placement, shards
-from jdp.core.sharding.plan import MIN_SHARD_SIZE, Plan
 from jdp.core.state import Static
+from jdp.core.tracing.collectives import Gathered
 from jdp.core.types import PyTree
+from jdp.core.wire.settings import WIDE, Wire
 from jdp.foresight.traffic.batch_statistics import BatchStatistics
 from jdp.foresight.traffic.reductions import Promise, Reductions, ring_bytes
 

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jdp.base.formatting import format_bytes, format_rate, format_seconds, listed
 from jdp.base.machine import has_nvidia
-from jdp.core.meeting import from_first_process
+from jdp.core.cluster.barrier import from_first_process
 from jdp.launch.doctor.findings import Finding
 
 SECONDS = 2.0  # for all payloads together, after compilation

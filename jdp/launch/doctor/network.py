@@ -14,8 +14,8 @@ import time
 from collections.abc import Iterator, Mapping
 
 from jdp.base.formatting import listed
-from jdp.core.clusters import Cluster
-from jdp.core.coordinator import bind_address
+from jdp.core.cluster.coordinator_address import bind_address
+from jdp.core.cluster.schedulers import Cluster
 from jdp.launch.doctor.findings import Finding
 
 _HELLO, _WELCOME = "jdp doctor", b"jdp doctor: welcome\n"

@@ -18,8 +18,8 @@ from typing import Any
 import jax
 
 from jdp.base.formatting import format_seconds, listed
-from jdp.core.distributed import LostPeer, coordination_client
-from jdp.core.meeting import from_every_process, from_first_process, meet, named
+from jdp.core.cluster.barrier import from_every_process, from_first_process, meet, named
+from jdp.core.cluster.initialize import LostPeer, coordination_client
 from jdp.launch.doctor.findings import Finding
 from jdp.launch.doctor.versions import versions
 

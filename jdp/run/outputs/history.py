@@ -29,7 +29,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jdp.base.toml import cut
+from jdp.base.shorten import cut
 from jdp.experiment.schema.experiment import Experiment
 from jdp.guard.bad_steps import RollBack
 from jdp.run.progress import Progress

@@ -1,0 +1,335 @@
+"""Checkpoints behind an address: a directory such as s3://bucket/run, and single ones.
+
+Orbax 0.12 writes to Google's storage and to disks, not to S3; and checksums, damage and set-aside steps need folders
+that can be renamed. So a checkpoint is written to a scratch folder of this host, as any other, and sent from there:
+the commit file last, so that it is complete or invisible there too, whenever the process is killed. Sending is part of
+the save that runs in the background. In the other direction the scratch folder has every checkpoint without its arrays
+(the files below `state`), which are fetched when one is read, and compared with their checksums.
+
+What the scratch folder has under another name afterwards (a damaged or an abandoned step) is moved behind the address,
+and what is deleted there is deleted. Its arrays leave the scratch folder when the next checkpoint is sent.
+
+The processes must see one scratch folder to write, as each writes a part of every checkpoint: those of one host do.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from typing import TypeVar
+
+import jax
+
+from jdp.base.bucket import Remote, RemoteError, Stored
+from jdp.base.notices import shown
+from jdp.checkpoint.errors import CheckpointError
+from jdp.checkpoint.format import content
+from jdp.checkpoint.format.checksums import COMMITTED
+from jdp.checkpoint.scratch import Scratch
+from jdp.checkpoint.upkeep import ownership
+from jdp.core.cluster.barrier import from_first_process, meet
+
+_T = TypeVar("_T")
+_ARRAYS, _UNFINISHED = "state", ".unfinished"
+
+
+class Held:
+    """Checkpoints behind an address, and the scratch folder that stands for them.
+
+    Args:
+        address: of one checkpoint, of a directory of them, or of the folder of a run.
+        together: all processes of the cluster make this one together.
+
+    Attributes:
+        remote: the folder behind the address.
+        folder: where it is on this host.
+        unfinished: steps that a killed process has left half-sent or half-deleted.
+
+    Raises:
+        RemoteError: it cannot be listed or read.
+    """
+
+    def __init__(self, address: str | Path, *, together: bool = True) -> None:
+        self.remote = Remote.at(address)
+        self.scratch = Scratch(self.remote.address, together=together)
+        self.folder = self.scratch.folder
+        self.unfinished: list[str] = []
+        self._known: dict[tuple[int, bytes], str] = {}
+        self.look()
+        if together:
+            meet("where each process has looked at a directory of checkpoints")
+
+    def look(self) -> None:
+        """Fetch all of every checkpoint but its arrays, if it is not here yet; drop those that are gone."""
+        with self.scratch.turn():
+            files = self.remote.files()
+            whole = _checkpoints(files)
+            for folder in self._here():
+                if folder not in whole:
+                    shutil.rmtree(self.folder / folder)
+            fresh = [folder for folder in whole if not (self.folder / folder / COMMITTED).exists()]
+            small = [name for folder in fresh for name in _ordered(files, folder) if not _is_large(name, folder)]
+            commits = {_in(folder, COMMITTED) for folder in fresh}
+            self.remote.fetch([name for name in small if name not in commits], self.folder)
+            self.remote.fetch([name for name in small if name in commits], self.folder)
+            for folder in whole:
+                (self.folder / folder / _ARRAYS).mkdir(exist_ok=True)
+            self._look_at_others(files, whole)
+            self._known = {_key(self.folder / folder): folder for folder in whole}
+
+    def _look_at_others(self, files: Mapping[str, Stored], whole: Sequence[str]) -> None:
+        """Have the scratch folder show what else is there under a name that jdp gives itself, or refuses."""
+        tops = {name.split("/")[0] for name in files}
+        self.unfinished = sorted(name for name in tops - {*whole} if f"{name}/{_UNFINISHED}" in files)
+        for name in tops - {*whole} - {*self.unfinished}:
+            if name in files and name.isdecimal():
+                (self.folder / name).touch()
+            elif name.isdecimal() or name.startswith((ownership.ABANDONED, ownership.DAMAGED)):
+                for entry in {each.split("/")[1] for each in _below(files, name)}:
+                    (self.folder / name / entry).mkdir(parents=True, exist_ok=True)
+
+    def _here(self) -> list[str]:
+        """Return the checkpoints in the scratch folder, by their path in it."""
+        found = [path.parent for depth in ("", "*/", "*/*/") for path in self.folder.glob(f"{depth}{COMMITTED}")]
+        return [path.relative_to(self.folder).as_posix() for path in found if content.is_checkpoint(path)]
+
+    def fetched(self, folder: Path) -> Path:
+        """Return the folder of a checkpoint after its arrays were fetched. Raises RemoteError."""
+        if not (folder / COMMITTED).exists():
+            self.look()
+        name = folder.relative_to(self.folder).as_posix()
+        with self.scratch.turn():
+            files = self.remote.files(_in(name, _ARRAYS))
+            missing = [each for each, stored in files.items() if not _has_size(self.folder / each, stored.size)]
+            self.remote.fetch(missing, self.folder)
+        return folder
+
+    def send(self, folder: Path) -> None:
+        """Send a checkpoint that is whole, its commit file last; those before it lose their arrays here.
+
+        Raises:
+            RemoteError: it cannot be sent; it does not count then, neither here nor there.
+        """
+        name = folder.relative_to(self.folder).as_posix()
+        try:
+            send(self.remote, folder, name)
+        except BaseException:
+            (folder / COMMITTED).unlink(missing_ok=True)
+            raise
+        for before in self._known.values():
+            for path in (self.folder / before / _ARRAYS).glob("*"):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        self._known[_key(folder)] = name
+
+    def follow(self) -> None:
+        """Move behind the address what was renamed here: steps that are damaged or abandoned."""
+        for name in self._here():
+            key = _key(self.folder / name)
+            was = self._known.get(key, name)
+            if was != name:
+                move(self.remote, was, name)
+                self._known[key] = name
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Delete checkpoints, or what there is of them, behind the address: the commit file of each first."""
+        self._known = {key: name for key, name in self._known.items() if name not in names}
+        for name in names:
+            delete(self.remote, name)
+
+
+def send(remote: Remote, folder: Path, name: str) -> None:
+    """Write a checkpoint below `name`, its commit file last; until then a mark says that it is unfinished.
+
+    Raises:
+        RemoteError: it cannot be written.
+    """
+    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    remote.write(f"{name}/{_UNFINISHED}", b"")
+    stale = {each.removeprefix(f"{name}/") for each in remote.files(name)} - {*names, _UNFINISHED}
+    remote.delete([f"{name}/{each}" for each in sorted(stale)])
+    remote.send([each for each in names if each != COMMITTED], folder, name)
+    sizes = {each: (folder / each).stat().st_size for each in names if each != COMMITTED}
+    there = remote.files(name)
+    for each, size in sizes.items():
+        if (found := there.get(f"{name}/{each}")) is None or found.size != size:
+            raise RemoteError(
+                f"what is sent must arrive whole; {remote.address}/{name}/{each} has not all of its {size:,} bytes: "
+                "save again"
+            )
+    remote.send([COMMITTED], folder, name)
+    remote.delete([f"{name}/{_UNFINISHED}"])
+
+
+def move(remote: Remote, source: str, target: str) -> None:
+    """Move a checkpoint: its commit file arrives last, and goes first. Raises RemoteError."""
+    marks = [f"{target}/{_UNFINISHED}", f"{source}/{_UNFINISHED}"]
+    files = [name for name in _ordered(remote.files(source), source) if name not in marks]
+    for mark in marks:
+        remote.write(mark, b"")
+    remote.move([each.removeprefix(f"{source}/") for each in files], source, target)
+    remote.delete(marks)
+
+
+def delete(remote: Remote, name: str) -> None:
+    """Delete a checkpoint, or what there is of it: its commit file first, and the mark that it is unfinished last.
+
+    Raises:
+        RemoteError: it cannot be deleted.
+    """
+    files = _ordered(remote.files(name), name)
+    if not files:
+        return
+    remote.write(f"{name}/{_UNFINISHED}", b"")
+    remote.delete(files[-1:])
+    remote.delete([each for each in files[:-1] if each != f"{name}/{_UNFINISHED}"])
+    remote.delete([f"{name}/{_UNFINISHED}"])
+
+
+def read(address: str | Path, read: Callable[[Path, Callable[[Path], Path]], _T], *, together: bool = True) -> _T:
+    """Read from the checkpoints that an address leads to.
+
+    Args:
+        address: what `jdp.save` wrote, a directory of checkpoints, one of its steps' folders, or the folder of a run.
+        read: gets the scratch folder that stands for it, and what fetches the arrays of a checkpoint in it.
+        together: all processes of the cluster call this.
+
+    Raises:
+        CheckpointError: what `read` raises; or nothing there can be reached.
+    """
+    with named():
+        held = Held(address, together=together)
+        return read(held.folder, held.fetched)
+
+
+def save(address: str | Path, write: Callable[[Path], None], *, overwrite: bool) -> None:
+    """Write one checkpoint behind an address. With `overwrite` the one before is `.NAME.old` until it is there.
+
+    Args:
+        address: of its folder.
+        write: writes it, whole, to an empty folder; every process calls this.
+        overwrite: replace a checkpoint at `address`; anything else is never replaced.
+
+    Raises:
+        CheckpointError: the address is taken, or the checkpoint cannot be written; or the processes do not see one
+            scratch folder; or storage cannot be reached.
+    """
+    with named():
+        parent, _, name = Remote.at(address).address.rpartition("/")
+    if parent.endswith("/"):
+        raise CheckpointError(
+            f"A checkpoint has a folder in its bucket; given {parent}/{name}. Write {parent}/{name}/NAME."
+        )
+    remote, scratch = Remote(parent), Scratch(f"{parent}/{name}", together=True)
+    require_shared(scratch, f"{parent}/{name}")
+    _on_first_process(lambda: _check_free(remote, name, overwrite))
+    with named():
+        write(scratch.folder)
+    _on_first_process(lambda: _replace(remote, name, scratch.folder))
+
+
+def _check_free(remote: Remote, name: str, overwrite: bool) -> None:
+    """Raise CheckpointError if there is something, except for a checkpoint to overwrite, or one half-written."""
+    for place in (f".{name}.old", name):
+        files = remote.files(place)
+        if files and place not in _checkpoints(files) and f"{place}/{_UNFINISHED}" not in files:
+            taken = f"{remote.address}/{place}"
+            raise CheckpointError(
+                f"{taken} is there already and is not a checkpoint, so it is left alone. Choose another."
+            )
+    if name in _checkpoints(remote.files(name)) and not overwrite:
+        raise CheckpointError(
+            f"{remote.address}/{name} holds a checkpoint already. Choose another path, or pass overwrite=True."
+        )
+
+
+def _replace(remote: Remote, name: str, folder: Path) -> None:
+    """Send a checkpoint to its place; the one that was there is deleted after that."""
+    old, files = f".{name}.old", remote.files(name)
+    if name in _checkpoints(files):
+        delete(remote, old)
+        move(remote, name, old)
+    send(remote, folder, name)
+    delete(remote, old)
+
+
+def _on_first_process(action: Callable[[], None]) -> None:
+    """Run `action` on process 0; all processes continue when it is done, or raise what it raises."""
+    problem = ""
+    if jax.process_index() == 0:
+        try:
+            action()
+        except (CheckpointError, RemoteError) as error:
+            problem = str(error)
+    if problem := from_first_process("what process 0 did behind an address", problem):
+        raise CheckpointError(problem)
+
+
+@contextmanager
+def named() -> Generator[None]:
+    """Have errors name the address in place of the scratch folder.
+
+    Raises:
+        CheckpointError: storage cannot be reached.
+    """
+    try:
+        yield
+    except CheckpointError as error:
+        error.args = (shown(str(error)),)
+        raise
+    except RemoteError as error:
+        raise CheckpointError(shown(str(error))) from error
+
+
+def require_shared(scratch: Scratch, address: str) -> None:
+    """Check on every process that they see one scratch folder.
+
+    Args:
+        scratch: this process'.
+        address: what it stands for.
+
+    Raises:
+        CheckpointError: they do not.
+    """
+    if not scratch.is_shared():
+        raise CheckpointError(
+            f"Processes that save to {address} must see one folder in which they write a checkpoint before it is sent, "
+            "as those of one host do; these do not. Set JDP_CACHE_DIR to a folder that all hosts share, or mount the "
+            "bucket (mountpoint-s3, gcsfuse) and give that folder."
+        )
+
+
+def _checkpoints(files: Iterable[str]) -> list[str]:
+    """Return the folders of whole checkpoints among files; "." for one that is not in a folder."""
+    parts = {(PurePosixPath(name).parent.parent.as_posix(), PurePosixPath(name).parent.name) for name in files}
+    folders = {PurePosixPath(name).parent.as_posix() for name in files if PurePosixPath(name).name == COMMITTED}
+    has = {folder: {name for parent, name in parts if parent == folder} for folder in folders}
+    return sorted(folder for folder in folders if {"leaves", _ARRAYS} <= has[folder])
+
+
+def _in(folder: str, name: str) -> str:
+    return name if folder == "." else f"{folder}/{name}"
+
+
+def _below(files: Iterable[str], folder: str) -> list[str]:
+    return [name for name in files if folder == "." or name.startswith(f"{folder}/")]
+
+
+def _ordered(files: Iterable[str], folder: str) -> list[str]:
+    """Return the files of a checkpoint, its commit file last."""
+    return sorted(_below(files, folder), key=lambda name: (name == _in(folder, COMMITTED), name))
+
+
+def _is_large(name: str, folder: str) -> bool:
+    """Return True for what is fetched only when a checkpoint is read; and for the mark, which never is."""
+    return name.startswith(_in(folder, f"{_ARRAYS}/")) or name == _in(folder, _UNFINISHED)
+
+
+def _key(folder: Path) -> tuple[int, bytes]:
+    """Return what stays the same of a checkpoint when its folder is renamed."""
+    return folder.stat().st_ino, (folder / COMMITTED).read_bytes()
+
+
+def _has_size(file: Path, size: int) -> bool:
+    return file.is_file() and file.stat().st_size == size

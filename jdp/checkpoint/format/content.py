@@ -1,0 +1,371 @@
+"""What one checkpoint holds, and how it is read onto a target.
+
+A checkpoint is a folder with three items: `state`, the arrays by path ("params/layers/kernel"); `leaves`, a small JSON
+table of their shapes and dtypes, and the versions that wrote them; `record`, any small JSON object. It holds nothing of
+meshes, strategies or processes, nor of the kinds of containers the leaves were in: reading takes a target, whose leaves
+give the path, shape, dtype and sharding of each array. Only what the target asks for is read into memory.
+
+Reading has four phases: compare the small files with their checksums, then the table with the target, leaf by leaf;
+compare the files of the arrays with their checksums; read the arrays; put them into the target's tree.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from jdp.base.tree_paths import matches
+from jdp.checkpoint.errors import CheckpointError, DamagedError, reading
+from jdp.checkpoint.format import checksums, committing
+from jdp.checkpoint.format.checks import check_kept, check_sharding, check_values, ignored_names, needed_but_ignored
+from jdp.checkpoint.format.checksums import COMMITTED
+from jdp.checkpoint.format.committing import METADATA
+from jdp.checkpoint.format.completeness import require_whole
+from jdp.checkpoint.format.padding import at_rest_as, converting, described_flat, flat_leaves, own_shape, stored_flat
+from jdp.checkpoint.format.sync_state import PREFIX, Read, read_optimizer_state, read_sync
+from jdp.checkpoint.format.trees import Content, fill, leaves_of
+from jdp.core.sharding.padded import Flat
+from jdp.core.state import TrainState
+from jdp.core.types import PyTree
+
+FORMAT = 1
+FORMAT_FLAT = 2
+"""Of a checkpoint in which leaves are stored flat and padded, which a reader of format 1 does not know."""
+_ARRAYS = "state/"
+_FOR_INFERENCE = ("params", "model_state")
+
+
+def item_handlers() -> dict[str, Any]:
+    """Return Orbax' handler of each item."""
+    return {
+        "state": committing.array_handler(),
+        "leaves": ocp.JsonCheckpointHandler(),
+        "record": ocp.JsonCheckpointHandler(),
+    }
+
+
+def save_arguments(state: Any, record: Mapping[str, Any]) -> tuple[ocp.args.Composite, bool]:
+    """Return what Orbax is to write: the arrays of a state, the table of its leaves, and a record.
+
+    And whether they are copies, so that a step may take the state over before Orbax has begun.
+
+    Raises:
+        CheckpointError: `state` is abstract, or a leaf of it no array; or the record is not JSON.
+    """
+    leaves = Content.of(state).leaves
+    check_values(leaves)
+    flat = flat_leaves(state, leaves)
+    table = {"format": FORMAT, "leaves": _describe(leaves, flat), "written_by": _versions()}
+    if flat:
+        table |= {"format": FORMAT_FLAT, "flat": described_flat(flat)}
+    arrays = {path: jax.random.key_data(x) if _is_key(x) else x for path, x in leaves.items() if x.size}
+    copies = committing.snapshot(arrays)
+    items = ocp.args.Composite(
+        state=ocp.args.PyTreeSave(arrays if copies is None else copies),
+        leaves=ocp.args.JsonSave(table),
+        record=ocp.args.JsonSave(to_json(record, "record")),
+    )
+    return items, copies is not None
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of what writes a checkpoint, for whoever has to find out why one cannot be read."""
+    own: str = importlib.import_module("jdp").__version__
+    return {"jdp": own, "jax": jax.__version__, "orbax-checkpoint": ocp.__version__}
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Return True if `folder` holds a checkpoint that was written to its end."""
+    return (folder / COMMITTED).is_file() and (folder / "leaves").is_dir() and (folder / "state").is_dir()
+
+
+def read_state(folder: Path, target: Any, fix: str) -> Any:
+    """Read the whole state, or any other tree, each leaf onto the sharding of `target`'s.
+
+    Args:
+        folder: the checkpoint.
+        target: a state or tree, abstract or real; its values are not read.
+        fix: what to do if a file is damaged, for the error: a sentence without its full stop.
+
+    Raises:
+        CheckpointError: the checkpoint does not fit `target`, or is damaged.
+        ValueError: a leaf of `target` has no sharding.
+    """
+    content = Content.of(target)
+    wanted, (saved, stored) = content.leaves, _read_table(folder, fix)
+    _check_kind(saved, content.fields, folder)
+    flat = flat_leaves(target, wanted)
+    read, saved_at_rest = _reader(folder, fix, stored, flat), at_rest_as(saved, flat)
+    converted = read_optimizer_state(saved_at_rest, wanted, read, str(folder))
+    (sync, own), (_, saved), (saved_sync, _) = map(_split_sync, (wanted, saved, saved_at_rest))
+    described = _describe(own, flat)
+    _check_match({**saved, **{path: described[path] for path in converted}}, described, folder)
+    arrays = read({path: leaf for path, leaf in own.items() if path not in converted}) | converted
+    arrays |= read_sync(saved_sync, sync, read, str(folder))
+    given = {path: _as_given(wanted[path], array) for path, array in arrays.items()}
+    return content.filled(given)
+
+
+def _as_given(leaf: Any, array: jax.Array) -> Any:
+    """Return an array that was read free to move, where the target's is."""
+    if isinstance(leaf, jax.Array) and not leaf.committed:
+        if _is_key(leaf):
+            words = jax.numpy.asarray(np.asarray(jax.random.key_data(array)))
+            return jax.random.wrap_key_data(words, impl=_key_impl(leaf))
+        return jax.numpy.asarray(np.asarray(array))
+    return array
+
+
+def _split_sync(leaves: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the leaves of `TrainState.sync`, and the others."""
+    sync = {path: leaf for path, leaf in leaves.items() if path.startswith(PREFIX)}
+    return sync, {path: leaf for path, leaf in leaves.items() if path not in sync}
+
+
+def read_params(
+    folder: Path, target: PyTree, fix: str, *, missing: Sequence[str] = (), ignore: Sequence[str] = ()
+) -> PyTree:
+    """Read parameters and model state onto a train state, or parameters onto a tree of them, and nothing else.
+
+    Args:
+        folder: the checkpoint.
+        target: a state, abstract or real, or a tree of parameters.
+        fix: what to do if a file is damaged, for the error: a sentence without its full stop.
+        missing: path patterns of parameters that the checkpoint may lack; they keep the target's values.
+        ignore: path patterns of parameters in the checkpoint that are treated as if it lacked them.
+
+    Raises:
+        CheckpointError: the checkpoint does not fit `target`, or is damaged; a pattern of `ignore` matches nothing, or
+            a parameter that the model needs; or one that keeps the target's value has none.
+        ValueError: a leaf of `target` has no sharding.
+    """
+    is_state = isinstance(target, TrainState)
+    fields, state = (_FOR_INFERENCE, target) if is_state else (("params",), SimpleNamespace(params=target))
+    wanted = leaves_of(state, fields)
+    table, stored = _read_table(folder, fix)
+    _check_kind(table, fields, folder)
+    saved = {path: kind for path, kind in table.items() if path.partition("/")[0] in fields}
+    ignored = ignored_names({path: (_path_in_field(path),) for path in saved}, ignore, folder)
+    saved = {path: kind for path, kind in saved.items() if path not in ignored}
+    kept = {path: leaf for path, leaf in wanted.items() if path not in saved and matches(_path_in_field(path), missing)}
+    for path in sorted(ignored & (wanted.keys() - kept.keys())):
+        raise needed_but_ignored(_path_in_field(path))
+    check_kept(kept, folder)
+    wanted = {path: leaf for path, leaf in wanted.items() if path not in kept}
+    flat = flat_leaves(target, wanted)
+    _check_match(saved, _describe(wanted, flat), folder, params_only=True)
+    filled = fill(state, fields, {**kept, **_reader(folder, fix, stored, flat)(wanted)})
+    return replace(target, **filled) if is_state else filled["params"]
+
+
+def read_record(folder: Path, fix: str) -> dict[str, Any]:
+    """Read the JSON object that was saved beside the arrays, which reading the state has verified.
+
+    Args:
+        folder: the checkpoint.
+        fix: what to do if it is damaged, for the error: a sentence without its full stop.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    return _require_object(_restore(folder, fix, record=ocp.args.JsonRestore())["record"], folder / "record", fix)
+
+
+def to_json(value: Any, name: str) -> Any:
+    """Return `value` as JSON gives it back: numbers of NumPy and JAX become Python's, tuples lists.
+
+    Args:
+        value: the value.
+        name: what the error calls it.
+
+    Raises:
+        CheckpointError: JSON cannot hold it.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        if odd := [key for key in value if not isinstance(key, str)]:
+            raise CheckpointError(f"{name} must be JSON, whose keys are text; {odd[0]!r} is none. Write str(...).")
+        return {key: to_json(inner, f"{name}[{key!r}]") for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(inner, f"{name}[{i}]") for i, inner in enumerate(value)]
+    if isinstance(value, np.generic | np.ndarray | jax.Array) and value.ndim == 0 and value.dtype.kind in "biufU":
+        return value.item()
+    raise CheckpointError(
+        f"{name} must be JSON: text, numbers, lists, objects, None; it is {type(value).__name__} {str(value)[:50]!r}. "
+        "Arrays belong into the state; of small ones take .tolist()."
+    )
+
+
+def check_metrics(folder: Path) -> None:
+    """Check the metrics beside a checkpoint.
+
+    Raises:
+        DamagedError: they, or what Orbax keeps beside them, are damaged.
+    """
+    found = checksums.verify(folder, lambda name: name == METADATA or name.startswith("metrics/"))
+    if found.status == "damaged":
+        raise DamagedError(f"{folder} is damaged: {found.problem}. Move it away.", found.problem)
+    file = folder / "metrics" / "metrics"
+    try:
+        metrics = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError):
+        metrics = None
+    if not isinstance(metrics, dict) or not all(x is None or isinstance(x, int | float) for x in metrics.values()):
+        raise DamagedError(
+            f"{file} is damaged: it must be a JSON object of numbers. Remove that file: the checkpoint is then one "
+            "without metrics.",
+            "metrics/metrics is no JSON object of numbers",
+        )
+
+
+def _read_table(folder: Path, fix: str) -> tuple[dict[str, str], dict[str, Flat]]:
+    """Read what the checkpoint holds, path -> "float32[4, 8]", and what of it is stored flat and padded.
+
+    First all of its files but the arrays' are verified.
+    """
+    require_whole(folder, fix, lambda name: not name.startswith(_ARRAYS))
+    table = _require_object(_restore(folder, fix, leaves=ocp.args.JsonRestore())["leaves"], folder / "leaves", fix)
+    if table.get("format") not in (FORMAT, FORMAT_FLAT):
+        raise CheckpointError(
+            f"{folder} was written by another version of jdp, in format {table.get('format')}; this one reads formats "
+            f"{FORMAT} and {FORMAT_FLAT}. Restore it with the version that wrote it."
+        )
+    return _require_object(table.get("leaves"), folder / "leaves", fix), stored_flat(table)
+
+
+def _require_object(value: Any, file: Path, fix: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        problem = f"{file.name} has no JSON object"
+        raise DamagedError(f"{file} is damaged: a JSON object is missing. {fix}.", problem)
+    return value
+
+
+def _reader(folder: Path, fix: str, stored: Mapping[str, Flat], flat: Mapping[str, Flat]) -> Read:
+    """Return what reads arrays of a checkpoint; before the first, the files of all of them are verified.
+
+    Args:
+        folder, fix: as for `read_state`.
+        stored, flat: how leaves are stored flat and padded, and how the target's rest so.
+    """
+    verified: list[bool] = []
+
+    def read(wanted: Mapping[str, Any]) -> dict[str, Any]:
+        if not verified:
+            require_whole(folder, fix, lambda name: name.startswith(_ARRAYS))
+            verified.append(True)
+        return _read_arrays(folder, wanted, fix)
+
+    return converting(read, stored, flat)
+
+
+def _read_arrays(folder: Path, wanted: Mapping[str, Any], fix: str) -> dict[str, Any]:
+    """Read the arrays of these paths onto the shardings of these leaves; Orbax has none of those without elements."""
+    shapes = {path: _stored_form(leaf, path) for path, leaf in wanted.items()}
+    none = {path: x for path, x in shapes.items() if not x.size}
+    empty: dict[str, Any] = {
+        path: x if isinstance(x, np.ndarray) else jax.device_put(jax.numpy.zeros(x.shape, x.dtype), x.sharding)
+        for path, x in none.items()
+    }
+    shapes = {path: shape for path, shape in shapes.items() if path not in empty}
+    if not shapes:
+        return empty
+    arguments = ocp.args.PyTreeRestore(
+        shapes, restore_args=ocp.checkpoint_utils.construct_restore_args(shapes), partial_restore=True
+    )
+    arrays = _restore(folder, fix, state=arguments)["state"]
+    implementations = {path: _key_impl(leaf) for path, leaf in wanted.items() if _is_key(leaf)}
+    return {
+        path: jax.random.wrap_key_data(x, impl=implementations[path]) if path in implementations else x
+        for path, x in {**arrays, **empty}.items()
+    }
+
+
+def _restore(folder: Path, fix: str, **items: Any) -> Any:
+    handler, meeting = ocp.CompositeCheckpointHandler(**item_handlers()), committing.multiprocessing_options()
+    with reading(str(folder), fix), ocp.Checkpointer(handler, multiprocessing_options=meeting) as reader:
+        return reader.restore(folder, args=ocp.args.Composite(**items))
+
+
+def _stored_form(leaf: Any, path: str) -> Any:
+    """Return the shape, dtype and sharding in which a leaf is stored; a typed key is stored as its uint32 words.
+
+    Of an array of NumPy's an array of NumPy's: read as JAX', it would have 32 bits.
+    """
+    if isinstance(leaf, np.ndarray | np.generic):
+        return np.empty(leaf.shape, leaf.dtype)
+    check_sharding(leaf, path)
+    data = jax.eval_shape(jax.random.key_data, leaf) if _is_key(leaf) else leaf
+    return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=leaf.sharding)
+
+
+def _describe(leaves: Mapping[str, Any], flat: Mapping[str, Flat]) -> dict[str, str]:
+    """Return the dtype and own shape of each leaf as text: path -> "float32[4, 8]"."""
+    return {path: f"{leaf.dtype}{list(own_shape(leaf.shape, flat.get(path)))}" for path, leaf in leaves.items()}
+
+
+def _check_kind(saved: Iterable[str], fields: Sequence[str], folder: Path) -> None:
+    """Raise CheckpointError where a train state was saved and a tree is wanted, or the other way round."""
+    is_tree = {path.partition("/")[0] for path in saved} == {"tree"}
+    if is_tree == ("tree" in fields):
+        return
+    if is_tree:
+        raise CheckpointError(
+            f"A train state is read from a checkpoint of one, and so are its parameters; {folder} holds another tree. "
+            "Read it whole: jdp.restore(path, target), onto a tree like the one that was saved."
+        )
+    raise CheckpointError(
+        f"A checkpoint is restored onto what it holds; {folder} holds a train state, and a tree is wanted. Pass "
+        "jdp.abstract_state(...), or read the parameters alone: jdp.restore_params(path, params)."
+    )
+
+
+def _check_match(
+    saved: Mapping[str, str], wanted: Mapping[str, str], folder: Path, *, params_only: bool = False
+) -> None:
+    """Raise CheckpointError for the first leaf that differs, parameters first.
+
+    With `params_only` the error also offers `ignore`, which `restore_params` takes.
+    """
+    differing = [path for path in saved.keys() | wanted.keys() if saved.get(path) != wanted.get(path)]
+    if not differing:
+        return
+    path = min(differing, key=lambda path: (not path.startswith("params/"), path))
+    has = f"{folder} has {path} as {saved.get(path, 'nothing')}, and {wanted.get(path, 'nothing')} is wanted"
+    if all(path.startswith("opt_state/") for path in differing):
+        raise CheckpointError(
+            f"A checkpoint is restored into the same optimizer; {has}. The model is the same: take the optimizer it "
+            "was saved with, or only the parameters (restore_params) and a fresh optimizer state."
+        )
+    unread = f", leave it unread (ignore=({_path_in_field(path)!r},))" if params_only and path not in wanted else ""
+    raise CheckpointError(
+        f"A checkpoint is restored into the same model and optimizer; {has}. Nothing is cast or reshaped: build the "
+        f"model as it was saved{unread}, or choose another checkpoint ({len(differing)} of {len(saved)} leaves differ)."
+    )
+
+
+def _path_in_field(path: str) -> str:
+    """Return a leaf's path without the name of its field."""
+    return path.partition("/")[2]
+
+
+def _is_key(leaf: Any) -> bool:
+    return jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _key_impl(rng: Any) -> Any:
+    """Return the PRNG implementation of a typed key, abstract or not."""
+    implementations: list[Any] = []
+    jax.eval_shape(lambda key: implementations.append(jax.random.key_impl(key)), rng)
+    return implementations[0]

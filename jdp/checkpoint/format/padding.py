@@ -1,0 +1,137 @@
+"""Leaves that rest flat and padded (`Plan.pad`) on disk, and read for another number of devices.
+
+Such a leaf is written as it rests, by every process what it has. The table of a checkpoint has its own shape, and under
+"flat" the shape in which it is stored; so a checkpoint fits any number of devices. What is stored otherwise than the
+target's leaf rests is read whole, a few leaves at a time, and brought into that form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jdp.checkpoint.format.sync_state import Read
+from jdp.core.sharding.padded import Change, Flat
+from jdp.core.state import TrainState, changed
+
+AT_ONCE = 2**30
+"""Bytes of leaves that every device holds whole while they are brought into another form; one leaf may be larger."""
+_LIKE_PARAMETERS = ("sync/mean_error/", "sync/momentum/")
+
+
+def flat_leaves(tree: Any, paths: Mapping[str, Any]) -> dict[str, Flat]:
+    """Return how leaves of a state rest flat and padded, by path; {} for any other tree.
+
+    Args:
+        tree: a train state or another tree.
+        paths: of its leaves.
+    """
+    if not isinstance(tree, TrainState) or not tree.static.flat:
+        return {}
+    own = dict(tree.static.flat)
+    for path in paths:
+        for prefix in _LIKE_PARAMETERS:
+            if path.startswith(prefix) and (flat := own.get(f"params/{path.removeprefix(prefix)}")):
+                own[path] = flat
+    return {path: flat for path, flat in own.items() if path in paths}
+
+
+def own_shape(shape: tuple[int, ...], flat: Flat | None) -> tuple[int, ...]:
+    """Return the shape of a leaf before it was flat; it may have other dimensions in front."""
+    return shape if flat is None else (*shape[: len(shape) - len(flat.at_rest)], *flat.shape)
+
+
+def at_rest_as(saved: Mapping[str, str], flat: Mapping[str, Flat]) -> dict[str, str]:
+    """Return what a checkpoint holds, path -> "float32[4, 8]", in the shapes in which a target's leaves rest.
+
+    Args:
+        saved: the same in the leaves' own shapes.
+        flat: the target's leaves that rest flat.
+    """
+
+    def converted(path: str, kind: str) -> str:
+        dtype, shape = _parsed(kind)
+        own = flat.get(path)
+        if own is None or shape[len(shape) - len(own.shape) :] != own.shape:
+            return kind
+        return f"{dtype}{[*shape[: len(shape) - len(own.shape)], *own.at_rest]}"
+
+    return {path: converted(path, kind) for path, kind in saved.items()}
+
+
+def stored_flat(table: Mapping[str, Any]) -> dict[str, Flat]:
+    """Return how leaves are stored flat, by path, from a checkpoint's table."""
+    stored: dict[str, dict[str, list[int]]] = table.get("flat", {})
+    return {path: Flat(tuple(each["shape"]), tuple(each["at_rest"])) for path, each in stored.items()}
+
+
+def described_flat(flat: Mapping[str, Flat]) -> dict[str, dict[str, list[int]]]:
+    """Return what a checkpoint's table says of leaves that are stored flat: the inverse of `stored_flat`."""
+    return {path: {"shape": [*each.shape], "at_rest": [*each.at_rest]} for path, each in flat.items()}
+
+
+def converting(read: Read, stored: Mapping[str, Flat], flat: Mapping[str, Flat]) -> Read:
+    """Return what reads leaves into the form in which the target's rest, in whichever they are stored.
+
+    Args:
+        read: reads leaves in the form in which they are stored.
+        stored: how leaves are stored flat.
+        flat: how the target's rest flat.
+    """
+
+    def read_converted(wanted: Mapping[str, Any]) -> dict[str, Any]:
+        changes = {path: Change(stored.get(path), flat.get(path)) for path in wanted}
+        changes = {path: change for path, change in changes.items() if change.given != change.wanted}
+        arrays = read({path: leaf for path, leaf in wanted.items() if path not in changes})
+        for some in _in_turn({path: wanted[path] for path in changes}):
+            given = read({path: _source(leaf, changes[path]) for path, leaf in some.items()})
+            own = {path: leaf for path, leaf in some.items() if isinstance(leaf, np.ndarray | np.generic)}
+            arrays |= {path: _cut(given[path], changes[path].given, leaf.shape) for path, leaf in own.items()}
+            others = {
+                path: (given[path], changes[path], leaf.sharding) for path, leaf in some.items() if path not in own
+            }
+            arrays |= dict(zip(others, changed(list(others.values())), strict=True))
+        return arrays
+
+    return read_converted
+
+
+def _source(leaf: Any, change: Change) -> Any:
+    """Return the leaf that is read, whole on every device, for one of the target's."""
+    shape = own_shape(tuple(leaf.shape), change.wanted)
+    if change.given is not None:
+        shape = (*shape[: len(shape) - len(change.given.shape)], *change.given.at_rest)
+    if isinstance(leaf, np.ndarray | np.generic):
+        return np.empty(shape, leaf.dtype)
+    sharding = leaf.sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(*(None,) * len(shape)))
+    return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=sharding)
+
+
+def _cut(array: Any, flat: Flat | None, shape: tuple[int, ...]) -> Any:
+    """Return an array of NumPy's in its own shape: JAX's would have 32 bits."""
+    return array if flat is None else array[..., : flat.row].reshape(shape)
+
+
+def _in_turn(leaves: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a few leaves at a time, of `AT_ONCE` bytes together."""
+    some, held = dict[str, Any](), 0
+    for path, leaf in leaves.items():
+        size = leaf.size * leaf.dtype.itemsize
+        if some and held + size > AT_ONCE:
+            yield some
+            some, held = {}, 0
+        some[path] = leaf
+        held += size
+    if some:
+        yield some
+
+
+def _parsed(kind: str) -> tuple[str, tuple[int, ...]]:
+    dtype, _, shape = kind.rpartition("[")
+    return dtype, tuple(int(size) for size in shape.rstrip("]").split(",") if size.strip())

@@ -1,0 +1,110 @@
+"""A folder on this host that stands for one behind an address, for as long as the processes of this host use it.
+
+Each use has a folder of its own, below the user's cache ($JDP_CACHE_DIR): nothing in it is believed later, as what is
+behind the address is the truth. The processes of a cluster share the one of their host. Each holds a lock on it that
+dies with its process, so that what killed processes left is recognised, and removed when the next one is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import shutil
+import weakref
+from collections.abc import Generator
+from pathlib import Path
+
+import jax
+
+from jdp.base.disk_cache import default_folder
+from jdp.base.notices import show_as
+from jdp.base.user_path import PathError
+from jdp.core.cluster.barrier import from_every_process, from_first_process, meet
+
+_LOCK, _TURN, _TOKEN, _KEEP = ".lock", ".turn", ".token", ".keep"
+
+
+class Scratch:
+    """The folder of one use. It is removed when nobody refers to it any more, or its processes end.
+
+    Args:
+        address: what it stands for. Messages show it in the folder's place.
+        together: all processes of the cluster make this one together; False: it is this process' own.
+
+    Attributes:
+        folder: is there, and empty unless another process of this host has begun.
+
+    Raises:
+        PathError: it cannot be made.
+    """
+
+    def __init__(self, address: str, *, together: bool) -> None:
+        root = (default_folder() / "storage").absolute()
+        name = secrets.token_hex(6)
+        name = from_first_process("the name of a scratch folder", name) if together else name
+        self._home = root / name
+        scheme, _, rest = address.partition("://")
+        self.folder = self._home / rest
+        try:
+            _remove_dead(root)
+            self._handle = _hold(self._home)
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise PathError(
+                f"what is behind an address needs a scratch folder on this host, and {root} cannot be written: "
+                f"{error.strerror}; set JDP_CACHE_DIR to a folder that can"
+            ) from error
+        show_as(f"{self._home}/", f"{scheme}://")
+        self._closing = weakref.finalize(self, _leave, self._home, self._handle)
+
+    @contextlib.contextmanager
+    def turn(self) -> Generator[None]:
+        """Keep the other processes of this host waiting, while inside."""
+        with (self._home / _TURN).open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def is_shared(self) -> bool:
+        """Return whether all processes of the cluster see the same folder; every process calls this."""
+        token = self._home / _TOKEN
+        if jax.process_index() == 0:
+            token.write_text(secrets.token_hex(6))
+        meet("a scratch folder, where process 0 leaves a token")
+        seen = token.read_text() if token.exists() else ""
+        return len(set(from_every_process("the token in a scratch folder", seen))) == 1
+
+    def keep(self) -> Path:
+        """Have the folder stay when its processes end: it holds what could not be sent. Messages show its own path."""
+        (self._home / _KEEP).touch()
+        show_as(f"{self._home}/", f"{self._home}/")
+        return self.folder
+
+
+def _hold(home: Path) -> int:
+    """Make a scratch folder, or join the one that another process of this host has made; return the lock on it."""
+    while True:
+        home.mkdir(parents=True, exist_ok=True)
+        handle = os.open(home / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        fcntl.flock(handle, fcntl.LOCK_SH)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(handle), (home / _LOCK).stat()):
+                return handle
+        os.close(handle)  # it was taken for a dead one between the two
+
+
+def _leave(home: Path, handle: int) -> None:
+    """Give the lock back; the last process removes the folder."""
+    with contextlib.suppress(OSError):
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not (home / _KEEP).exists():
+            shutil.rmtree(home, ignore_errors=True)
+    os.close(handle)
+
+
+def _remove_dead(root: Path) -> None:
+    """Remove the folders whose processes have ended."""
+    for lock in root.glob(f"*/{_LOCK}"):
+        with contextlib.suppress(OSError):
+            _leave(lock.parent, os.open(lock, os.O_RDWR))

@@ -1,0 +1,178 @@
+"""What becomes of a damaged checkpoint: the newest that is whole is read in its place, and the damaged are set aside.
+
+A checkpoint that was asked for by its step is never replaced by another, and where none is whole nothing is moved: that
+is an error, and what to do about it is the user's decision.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import jax
+
+from jdp.base.bucket_address import address_of
+from jdp.base.notices import notice, shown
+from jdp.base.user_path import user_path
+from jdp.checkpoint import bucket_copies
+from jdp.checkpoint.errors import CheckpointError, DamagedError
+from jdp.checkpoint.format import checksums, content
+from jdp.checkpoint.upkeep import ownership
+from jdp.core.cluster.barrier import from_every_process, from_first_process, meet
+
+RUN_FOLDER = "checkpoints"
+"""The folder of checkpoints in the folder of a run."""
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What `check` found of a checkpoint.
+
+    Attributes:
+        folder: the checkpoint's.
+        step: its step; None if the folder is not named by one.
+        status: "whole": every file is as it was saved; "damaged"; "unverified": saved without checksums.
+        problem: the first damaged file and what is wrong with it; else empty.
+    """
+
+    folder: Path
+    step: int | None
+    status: Literal["whole", "damaged", "unverified"]
+    problem: str = ""
+
+
+def check(path: str | Path) -> list[Checked]:
+    """Compare every file of a checkpoint, or of all in a directory, with its checksum. Nothing is changed.
+
+    No devices and no other processes are needed. What is being written or deleted is left out.
+
+    Args:
+        path: the folder of a run, a directory of checkpoints, or one checkpoint; or the address of one of these.
+
+    Returns:
+        One entry a checkpoint, oldest first; none if there are no checkpoints.
+
+    Raises:
+        CheckpointError: what is behind an address cannot be reached.
+    """
+    if address_of(path) is None:
+        return _check(user_path(path).absolute(), lambda folder: folder)
+    found = bucket_copies.read(path, _check, together=False)
+    return [replace(each, folder=Path(shown(str(each.folder)))) for each in found]
+
+
+def _check(path: Path, fetched: Callable[[Path], Path]) -> list[Checked]:
+    if content.is_checkpoint(path):
+        return [_checked(fetched(path))]
+    directories = [path, path / RUN_FOLDER]
+    steps = {step: directory for directory in directories for step in ownership.committed_steps(directory)}
+    lost = {step: directory for directory in directories for step in ownership.uncommitted_steps(directory)}
+    found = [_checked(fetched(folder / str(step))) for step, folder in sorted((steps | lost).items())]
+    return [each for each in found if each.status != "damaged" or _stays(each.folder)]
+
+
+def _checked(folder: Path) -> Checked:
+    found = checksums.verify(folder)
+    return Checked(folder, int(folder.name) if folder.name.isdecimal() else None, found.status, found.problem)
+
+
+def _stays(folder: Path) -> bool:
+    """Return True if a step is still there, and not being deleted by a run that goes on."""
+    steps = (*ownership.committed_steps(folder.parent), *ownership.uncommitted_steps(folder.parent))
+    return int(folder.name) in steps
+
+
+def read_newest(directory: Path, read: Callable[[Path, str], _T]) -> tuple[_T, int, dict[int, str]]:
+    """Read the newest checkpoint that is whole. Every process calls this, and all read the same.
+
+    Args:
+        directory: of checkpoints.
+        read: reads the checkpoint in a folder; its second argument is the fix for errors.
+
+    Returns:
+        What was read, of which step, and the damaged steps after it with what is wrong with each.
+
+    Raises:
+        CheckpointError: no checkpoint is whole.
+    """
+    damaged: dict[int, str] = {}
+    while True:
+        left = [step for step in ownership.committed_steps(directory) if step not in damaged]
+        step = from_first_process("which checkpoint is read", left[-1] if left else -1)
+        if step < 0:
+            break
+        folder = directory / str(step)
+        value, problem = None, ""
+        try:
+            value = read(folder, "There may be others in that directory: name one of them")
+        except DamagedError as error:
+            if error.__cause__ is not None and checksums.verify(folder).status == "whole":
+                raise  # its bytes are those that were saved: what cannot be read is not damaged
+            problem = error.problem
+        problem = next(filter(None, from_every_process("what was read of a checkpoint", problem)), "")
+        if not problem:
+            return value, step, damaged  # pyright: ignore[reportReturnType]
+        damaged[step] = problem
+    found = "; ".join(f"{step}: {problem}" for step, problem in damaged.items())
+    raise CheckpointError(
+        f"No checkpoint in {directory} is whole ({found or 'there are none'}). Put a copy of one in its place, or move "
+        "them away to start afresh."
+    )
+
+
+def report(directory: Path, damaged: Mapping[int, str], instead: int) -> None:
+    """Report the damaged checkpoints that are left where they are, and which one is read in their place."""
+    for step, problem in sorted(damaged.items()):
+        notice(f"{directory}: checkpoint {step} is damaged ({problem}), and {instead} is read in its place")
+
+
+def set_aside(directory: Path, damaged: Mapping[int, str], instead: int | None = None) -> None:
+    """Rename damaged checkpoints to `damaged-STEP` on process 0, and report each.
+
+    Args:
+        directory: of checkpoints.
+        damaged: step -> what is wrong with it; equal on all processes, which wait for each other if there are any.
+        instead: the checkpoint that is read in their place.
+    """
+    for step, problem in sorted(damaged.items()) if jax.process_index() == 0 else ():
+        try:
+            done = f"set aside as {ownership.set_damaged_aside(directory, step)}"
+        except FileNotFoundError:
+            continue  # another process has deleted or set it aside meanwhile
+        except OSError as error:
+            done = f"cannot be set aside ({error.strerror})"
+        taken = "" if instead is None else f"; {instead} is read in its place"
+        notice(f"{directory}: checkpoint {step} is damaged ({problem}) and {done}{taken}")
+    if damaged:
+        meet("where process 0 sets damaged checkpoints aside")
+
+
+def set_unreadable_aside(directory: Path) -> None:
+    """Set the checkpoints aside whose metrics are damaged, as Orbax opens no directory that has one of these.
+
+    Raises:
+        DamagedError: those of all are damaged; nothing was moved.
+    """
+    damaged: dict[int, str] = {}
+    error: DamagedError | None = None
+    steps = ownership.committed_steps(directory)
+    for step in steps:
+        try:
+            content.check_metrics(directory / str(step))
+        except DamagedError as damage:
+            if content.is_checkpoint(directory / str(step)):  # and is not being deleted
+                damaged[step], error = damage.problem, damage
+    found = from_first_process("which checkpoints have damaged metrics", json.dumps(damaged))
+    damaged = {int(step): problem for step, problem in json.loads(found).items()}
+    if error is not None and len(damaged) == len(steps):
+        raise error
+    set_aside(directory, damaged)
+    for step in ownership.uncommitted_steps(directory):
+        notice(
+            f"{directory}: {step} has no {content.COMMITTED} and does not count: it was never finished, or has lost "
+            "that file"
+        )

@@ -1,0 +1,263 @@
+"""Whose the entries of a directory of checkpoints are: jdp's or somebody else's, this run's or an abandoned one's.
+
+Only what jdp wrote is ever moved or deleted. A finished step is recognised by its content. A step that is being
+written, or deleted, has a mark beside it, `.unfinished-STEP`, made before and removed after: so what a killed process
+left half-written or half-deleted is distinguished from a folder that somebody else put there. A link is never followed
+to delete.
+
+A step whose files have changed since it was saved is renamed to `damaged-STEP`, and an earlier one takes its place.
+
+A run that goes back to an earlier step and saves again abandons the later ones. They are moved to `abandoned-1`,
+`abandoned-2`, …, each of which can be restored from like any directory of checkpoints; nothing deletes them. A state
+does not say which run it is of, only how many batches it has consumed. So `Lineage` follows what was restored and saved
+through the directory: a run that restored step 2 and saves step 3 writes another step 3 than the one on disk.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jdp.checkpoint.errors import CheckpointError
+from jdp.checkpoint.format import content
+from jdp.checkpoint.format.checksums import TABLE, is_part
+from jdp.checkpoint.format.committing import METADATA
+
+MARK, ABANDONED, DAMAGED = ".unfinished-", "abandoned-", "damaged-"
+_STEP = re.compile(r"0|[1-9][0-9]*")
+ENTRIES = frozenset(
+    ("state", "leaves", "record", "metrics", METADATA, TABLE, content.COMMITTED, f"{content.COMMITTED}.new")
+)
+"""What Orbax and jdp write into the folder of a step."""
+
+
+def committed_steps(directory: Path) -> list[int]:
+    """Return the steps whose checkpoints were written to their end, oldest first; also those that a link leads to.
+
+    Those that are being deleted, or were when a process was killed, are left out.
+    """
+    if not directory.is_dir():
+        return []
+    whole = [int(path.name) for path in _numbered(directory) if content.is_checkpoint(path)]
+    return sorted(step for step in whole if not (is_marked(directory, step) and is_part(directory / str(step))))
+
+
+def check_numbered_entries(directory: Path) -> None:
+    """Check that jdp wrote all entries of a directory that are named by numbers.
+
+    Raises:
+        CheckpointError: it did not write one of them.
+    """
+    for path in directory.iterdir():
+        if not (path.name.isascii() and path.name.isdecimal()):
+            continue
+        known = _STEP.fullmatch(path.name) and (content.is_checkpoint(path) or _may_be_unfinished(path))
+        if not known:
+            raise CheckpointError(
+                f"A directory of checkpoints has nothing but these under numbers, as steps come and go there; "
+                f"{directory} has {path.name}, which is none. Choose another directory, such as "
+                f"{directory / 'checkpoints'}, or rename {path.name}."
+            )
+
+
+def may_delete(directory: Path, step: int) -> bool:
+    """Return True for the folder of a finished checkpoint; False for a link to one, or anything else."""
+    folder = directory / str(step)
+    return content.is_checkpoint(folder) and not folder.is_symlink()
+
+
+def mark(directory: Path, step: int) -> None:
+    """Record that this process is about to write, or to delete, a step."""
+    (directory / f"{MARK}{step}").touch()
+
+
+def unmark(directory: Path, steps: Iterable[int]) -> None:
+    """Remove the marks of steps that have been written or deleted."""
+    for step in steps:
+        (directory / f"{MARK}{step}").unlink(missing_ok=True)
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Delete what killed processes left half-written or half-deleted, and their marks."""
+    for path in list(directory.glob(f"{MARK}*")):
+        step = path.name.removeprefix(MARK)
+        if _STEP.fullmatch(step):
+            discard_unfinished(directory, int(step))
+    for folder in list(_numbered(directory)):
+        if folder.is_dir() and not folder.is_symlink() and not any(folder.iterdir()):
+            folder.rmdir()  # killed before there was anything in it
+
+
+def discard_unfinished(directory: Path, step: int) -> None:
+    """Delete a step that was not finished, if it bears jdp's mark.
+
+    Threads of Orbax that have not seen yet that another failed may still write to it: then it is tried again, and what
+    stays keeps its mark.
+    """
+    folder = directory / str(step)
+    if not is_marked(directory, step):
+        return
+    for _ in range(20):
+        if (not content.is_checkpoint(folder) or is_part(folder)) and _may_be_unfinished(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            unmark(directory, [step])
+            return
+        time.sleep(0.05 * folder.exists())
+
+
+def set_aside(directory: Path, steps: Sequence[int]) -> Path:
+    """Move the folders of these steps into a new folder `abandoned-N`, and return that."""
+    number = 1
+    while (aside := directory / f"{ABANDONED}{number}").exists() or aside.is_symlink():
+        number += 1
+    aside.mkdir()
+    for step in steps:
+        folder = directory / str(step)
+        if folder.is_symlink():  # a relative one would lead elsewhere from there
+            (aside / str(step)).symlink_to(folder.resolve())
+            folder.unlink()
+        else:
+            folder.rename(aside / str(step))
+    return aside
+
+
+def is_marked(directory: Path, step: int) -> bool:
+    """Return True if a process is writing or deleting a step, or was when it was killed."""
+    return (directory / f"{MARK}{step}").is_file()
+
+
+def uncommitted_steps(directory: Path) -> list[int]:
+    """Return the steps of jdp without a commit file that nobody is writing: the file was lost, or the mark was."""
+    if not directory.is_dir():
+        return []
+    folders = [path for path in _numbered(directory) if not is_marked(directory, int(path.name))]
+    begun = [path for path in folders if not content.is_checkpoint(path) and _may_be_unfinished(path)]
+    return sorted(int(path.name) for path in begun if any(path.iterdir()))
+
+
+def set_damaged_aside(directory: Path, step: int) -> str:
+    """Rename the folder of a damaged step to `damaged-STEP`, and return its new name.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    folder, name, number = directory / str(step), f"{DAMAGED}{step}", 1
+    while os.path.lexists(directory / name):
+        number += 1
+        name = f"{DAMAGED}{step}-{number}"
+    folder.rename(directory / name)
+    return name
+
+
+def remove_staging(directory: Path) -> None:
+    """Delete the directory in which an earlier `jdp.save` wrote its checkpoint, if there is one.
+
+    Raises:
+        CheckpointError: it holds something that jdp did not write.
+    """
+    if not directory.exists() and not directory.is_symlink():
+        return
+    marks = {path for path in directory.glob(".*") if path.name.startswith(MARK)}
+    own = marks | {path for path in _numbered(directory) if not path.is_symlink() and _may_be_unfinished(path)}
+    if directory.is_symlink() or set(directory.iterdir()) - own:
+        raise CheckpointError(
+            f"{directory} is where a checkpoint is written before it is moved to its place, and holds something that "
+            "is not jdp's. Move it away, or choose another path."
+        )
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def _numbered(directory: Path) -> Iterator[Path]:
+    return (path for path in directory.iterdir() if _STEP.fullmatch(path.name))
+
+
+def _may_be_unfinished(folder: Path) -> bool:
+    """Return True for a folder with nothing in it but what Orbax writes, or nothing at all."""
+    return folder.is_dir() and not folder.is_symlink() and {entry.name for entry in folder.iterdir()} <= ENTRIES
+
+
+def listed(steps: Sequence[int]) -> str:
+    """Return steps in words: "checkpoints 2, 3"."""
+    return f"checkpoint {steps[0]}" if len(steps) == 1 else f"checkpoints {', '.join(map(str, steps))}"
+
+
+class Lineage:
+    """Which steps of a directory are those of the run at hand, and which it has abandoned.
+
+    Attributes:
+        last: the step that was saved or restored last; None before.
+    """
+
+    def __init__(self) -> None:
+        self.last: int | None = None
+        self._own: set[int] = set()
+        self._abandoned: set[int] = set()
+        self._arrays: list[weakref.ref[Any]] | None = None
+
+    def restored(self, step: int, existing: Sequence[int], state: Any) -> None:
+        """Record that the whole `state` of `step` was read.
+
+        Reading a step of the run's own changes nothing about the others: it may have been read only to look at it.
+
+        Args:
+            step: the step.
+            existing: all steps in the directory.
+            state: what was read; only weak references to its arrays are kept.
+        """
+        if step not in self._own:
+            self._own = {other for other in existing if other <= step}
+            self._abandoned = set(existing) - self._own
+        self.last, self._arrays = step, _references(state)
+
+    def saved(self, step: int, existing: Sequence[int], state: Any) -> None:
+        """Record that `state` was saved as `step`, after the steps it abandons were set aside."""
+        self._own, self._abandoned = {other for other in existing if other < step} | {step}, set()
+        self.last, self._arrays = step, _references(state)
+
+    def failed(self, step: int | None) -> None:
+        """Record that the last save failed, of this step if it had begun."""
+        self.last = self._arrays = None
+        self._own -= {step}
+
+    def abandoned_by(self, step: int, existing: Sequence[int]) -> list[int]:
+        """Return the existing steps that are no longer this run's once it saves `step`.
+
+        These are `step` itself and those after it, from before the run went back, and those after the step that it was
+        resumed from.
+        """
+        return [other for other in existing if other >= step or other in self._abandoned]
+
+    def skipped(self, step: int) -> list[int]:
+        """Return own steps between the last one and `step`, in order.
+
+        If training went back to the last one, they are of the abandoned run; if it was restored only to look at it,
+        they are not. Nothing distinguishes the two.
+        """
+        return [other for other in sorted(self._own) if self.last is not None and self.last < other < step]
+
+    def is_other(self, state: Any) -> bool:
+        """Return True if the arrays of `state` are not those of the state that was saved or restored last."""
+        if self._arrays is None:
+            return False
+        leaves = _arrays_of(state)
+        return len(leaves) != len(self._arrays) or any(
+            ref() is not leaf for ref, leaf in zip(self._arrays, leaves, strict=True)
+        )
+
+
+def _references(state: Any) -> list[weakref.ref[Any]]:
+    return [weakref.ref(leaf) for leaf in _arrays_of(state)]
+
+
+def _arrays_of(state: Any) -> list[jax.Array]:
+    """Return the JAX arrays of a state; other leaves, such as scalars of NumPy, take no weak references."""
+    return [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]

@@ -1,0 +1,236 @@
+"""Check that several processes agree before they compute together; if not, every one raises the same error.
+
+JAX does not check that processes have equal keys, shapes and programs: if they differ, results are wrong or a
+collective hangs. Here they are compared through the coordination service that the processes joined; no device takes
+part.
+
+1. Each process publishes a digest of each fact, and waits at a barrier; processes that do not arrive are named.
+2. The first process compares the digests and publishes its verdict. For the first fact that differs, two processes
+   publish its text, and the first process finds where the texts begin to differ.
+3. Every process reads the same verdict, and raises the same error.
+"""
+
+import contextlib
+import hashlib
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jdp.base.notices import notice
+from jdp.core.cluster.barrier import WAIT_SECONDS, Store, named
+from jdp.core.cluster.service import coordination_client, joined_as
+
+ANSWER_SECONDS = 60  # once all have arrived, each has an answer ready
+TEXT_LIMIT = 1_000_000  # characters of a fact that are compared line by line once its digest differs
+SHOWN = 160  # characters of a line that an error shows
+
+# For each group of processes, the number of agreements so far: all make them in the same order.
+_rounds: Counter[str] = Counter()
+
+
+class Mismatch(ValueError):
+    """Processes differ that must not. Raised on all of them, with the same text; a new start alone does not mend it.
+
+    Attributes:
+        exit_code: of a process that ends with it.
+    """
+
+    exit_code = 78
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Something that must be the same on every process.
+
+    Attributes:
+        name: start of a sentence, such as "The key".
+        text: the fact in full, one line for each part.
+        fix: a sentence: what to write if it differs.
+    """
+
+    name: str
+    text: str
+    fix: str
+
+    @property
+    def digest(self) -> str:
+        """A short hash of `text`."""
+        return _digest(self.text.encode())
+
+
+def processes_of(mesh: Mesh) -> tuple[int, ...]:
+    """Return the indices of the processes whose devices make up the mesh, in order."""
+    return tuple(sorted({device.process_index for device in mesh.devices.flat}))
+
+
+def agree(caller: str, facts: Sequence[Fact], mesh: Mesh, *, wait_seconds: float = WAIT_SECONDS) -> None:
+    """Compare this process' facts with those of the other processes of a mesh. All of them must call it.
+
+    Args:
+        caller: name of the call in errors, such as "init_state".
+        facts: in the order of cause and effect: the first that differs is reported.
+        mesh: its processes must agree; for a single process nothing is done.
+        wait_seconds: how long to wait for the others to call it.
+
+    Raises:
+        Mismatch: a fact differs; raised on every process, with the same text.
+        LostPeer: a process did not come; raised on those that did.
+    """
+    members = processes_of(mesh)
+    if len(members) > 1:
+        _agree(caller, facts, members, wait_seconds)
+
+
+def agree_all(caller: str, facts: Sequence[Fact], *, wait_seconds: float = WAIT_SECONDS) -> None:
+    """Compare this process' facts with those of all others. It starts no backend.
+
+    They meet even if they differ in how many they think they are: the service knows.
+
+    Args:
+        caller, facts, wait_seconds: as for `agree`.
+
+    Raises:
+        Mismatch: a fact differs; raised on every process, with the same text.
+        LostPeer: a process did not come; raised on those that did.
+    """
+    if joined := joined_as():
+        _agree(caller, facts, tuple(range(joined[1])), wait_seconds, everyone=True)
+
+
+def _agree(
+    caller: str, facts: Sequence[Fact], members: tuple[int, ...], wait_seconds: float, *, everyone: bool = False
+) -> None:
+    """Compare facts among `members`; with `everyone`, among all that have joined. Raises as `agree` does."""
+    client = coordination_client()
+    if client is None:
+        notice("several processes without JAX's coordination service: whether they agree is not checked")
+        return
+    facts = [Fact("The place in the program", caller, "Every process makes the same calls, in the same order."), *facts]
+    group = "all" if everyone else repr(members)
+    _rounds[group] += 1
+    store = Store(client, f"jdp/agree/{_digest(group.encode())}/{_rounds[group]}", members, everyone)
+    store.put("facts", json.dumps([fact.digest for fact in facts]))
+    _meet(store, "come", wait_seconds, caller)
+    first = store.me == members[0]
+    if first:
+        store.put("verdict", json.dumps(_first_difference(store.all("facts"), facts)))
+    differing = json.loads(store.get("verdict", members[0], ANSWER_SECONDS))
+    if differing is None:
+        return
+    fact = facts[differing["fact"]]
+    if store.me in differing["shown"]:
+        store.put("text", fact.text[:TEXT_LIMIT])
+    if first:
+        texts = [store.get("text", rank, ANSWER_SECONDS) for rank in differing["shown"]]
+        store.put("message", _message(caller, fact, differing, texts))
+    message = store.get("message", members[0], ANSWER_SECONDS)
+    with contextlib.suppress(RuntimeError):  # the store is the first process': it stays until all have read
+        _meet(store, "read", ANSWER_SECONDS, caller)
+    raise Mismatch(message)
+
+
+def _meet(store: Store, name: str, seconds: float, caller: str) -> None:
+    """Wait until all members of an agreement have arrived. Raises LostPeer."""
+    store.wait(
+        name,
+        seconds,
+        lambda missing: (
+            f"All processes come to {caller} together; in {seconds:g} seconds {missing} did not. Each "
+            "makes the same calls with batches of the same shapes: see the last output of those that did not come."
+        ),
+        arrived="facts",
+    )
+
+
+def _first_difference(published: dict[int, str], facts: Sequence[Fact]) -> dict[str, Any] | None:
+    """Return the first fact that differs, the processes in the minority, and two that publish their text; or None."""
+    digests = {process: json.loads(text) for process, text in sorted(published.items())}
+    for number in range(len(facts)):
+        groups: defaultdict[str | None, list[int]] = defaultdict(list)
+        for process, own in digests.items():
+            groups[own[number] if number < len(own) else None].append(process)
+        if len(groups) > 1:
+            common, *others = sorted(groups.values(), key=lambda group: (-len(group), group[0]))
+            return {
+                "fact": number,
+                "differ": sorted(process for group in others for process in group),
+                "shown": [common[0], min(group[0] for group in others)],
+            }
+    return None
+
+
+def _message(caller: str, fact: Fact, differing: dict[str, Any], texts: Sequence[str]) -> str:
+    """Return the error as one line: the rule, which processes differ and in what, the fix."""
+    pairs = zip(*(_lines(text) for text in texts), strict=False)
+    number, pair = next(((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1]), (None, None))
+    shown = differing["shown"]
+    if pair is None:
+        lengths = [len(_lines(text)) for text in texts]
+        difference = f"process {shown[0]} has {lengths[0]} lines of it and process {shown[1]} has {lengths[1]}"
+    else:
+        line = f" (line {number + 1})" if number else ""
+        excerpts = zip(shown, _around(*pair), strict=True)
+        difference = ", ".join(f"process {rank} has {excerpt}" for rank, excerpt in excerpts) + line
+    who = named(differing["differ"])
+    verb = "differs" if len(differing["differ"]) == 1 else "differ"
+    at = "" if fact.text == caller else f", at {caller}"
+    return f"{fact.name} must be the same on every process{at}; {who} {verb}: {difference}. {fact.fix}"
+
+
+def _lines(text: str) -> list[str]:
+    return [line.strip() for line in text.splitlines()]
+
+
+def _around(one: str, other: str) -> tuple[str, str]:
+    """Return two lines that differ, shortened to the characters around the first difference."""
+    same = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    start = 0 if same < SHOWN // 2 else same - SHOWN // 4
+
+    def excerpt(text: str) -> str:
+        return ("…" if start else "") + text[start : start + SHOWN] + ("…" if len(text) > start + SHOWN else "")
+
+    return excerpt(one), excerpt(other)
+
+
+# The facts.
+
+_LARGE_CONSTANT = re.compile(r'dense<"0x([0-9A-Fa-f]+)">')
+
+
+def key_fact(key: jax.Array, name: str) -> Fact:
+    """Return a random key as a fact; `name` starts a sentence, such as "The key"."""
+    text = f"{jax.random.key_impl(key)} {np.asarray(jax.random.key_data(key)).tolist()}"
+    return Fact(name, text, "Make it of one number that all processes know: jax.random.key(0).")
+
+
+def program_fact(lowered: jax.stages.Lowered) -> Fact:
+    """Return a lowered program and its constants as a fact; large constants are replaced by digests."""
+    text = _LARGE_CONSTANT.sub(lambda match: f"dense<#{_digest(match[1].encode())}>", lowered.as_text())
+    # JAX may keep constants beside the text (jax_use_simplified_jaxpr_constants), and no public name says which.
+    hoisted = getattr(lowered._lowering, "const_args", ())  # pyright: ignore[reportPrivateUsage]
+    constants = [f"constant {x.dtype}{list(x.shape)} #{_digest(_bytes(x))}" for x in hoisted]
+    fix = (
+        "What differs comes of numpy's or Python's own random numbers, of a file that differs, or of a branch on "
+        "jax.process_index(): draw from `rng`, and build the same on every process."
+    )
+    return Fact("The program (its constants too)", "\n".join([text, *constants]), fix)
+
+
+def _bytes(array: Any) -> bytes:
+    """Return an array's values; of an array over several processes only what all have: nothing, if it is sharded."""
+    if isinstance(array, jax.Array) and jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = jax.random.key_data(array)
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        return np.asarray(array.addressable_data(0)).tobytes() if array.is_fully_replicated else b""
+    return np.asarray(array).tobytes()
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()

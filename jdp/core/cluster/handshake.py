@@ -1,0 +1,94 @@
+"""The handshake at the start: processes that were not started alike leave at once, all with the same message.
+
+JAX accepts processes with other versions, other numbers of devices, or another idea of how many there are, and then
+hangs or computes something else. Three comparisons, from what needs nothing to what needs the most:
+
+1. On joining: versions of what determines a program, jdp's own source, the number of processes. No device is started.
+2. Once JAX has its devices: every process has as many. Each process sees all of them, so nothing is sent.
+3. `jdp train`: the experiment, line by line. What is then computed is compared before the first step (`batch.py`).
+"""
+
+import hashlib
+import importlib.metadata
+import platform
+from collections import Counter
+from pathlib import Path
+
+import jax
+
+from jdp.base.tree_paths import PACKAGE
+from jdp.core.cluster.agreement import Fact, Mismatch, agree_all
+from jdp.core.cluster.barrier import named
+from jdp.core.cluster.service import joined_as
+
+WAIT_SECONDS = 60  # all have just joined
+_PACKAGES = ("jax", "jaxlib", "numpy")
+
+
+def check_environment() -> None:
+    """Compare this process' versions and number of processes with all others'; right after joining.
+
+    Raises:
+        Mismatch: something differs; raised on every process, with the same text.
+        LostPeer: a process did not come.
+    """
+    agree_all("jdp.initialize", environment_facts(), wait_seconds=WAIT_SECONDS)
+
+
+def environment_facts() -> list[Fact]:
+    """Return what must be the same before anything is computed."""
+    joined = joined_as()
+    install = "Install the same on every machine, and start every process from the same environment."
+    versions = [
+        Fact("The number of processes", str(joined and joined[1]), "Start all with the same numbers (--nodes, -n)."),
+        Fact("Python's version", ".".join(platform.python_version_tuple()[:2]), install),
+    ]
+    versions += [Fact(f"The version of {name}", importlib.metadata.version(name), install) for name in _PACKAGES]
+    return [*versions, Fact("jdp's source", _source(PACKAGE), f"One of them has another copy of jdp. {install}")]
+
+
+def check_device_counts() -> None:
+    """Check that every process has as many devices as the others.
+
+    Raises:
+        Mismatch: one has not; raised on every process, with the same text.
+    """
+    have = Counter(device.process_index for device in jax.devices())
+    counts = {process: have[process] for process in range(jax.process_count())}
+    groups = Counter(counts.values())
+    if len(groups) == 1:
+        return
+    usual = max(groups, key=lambda count: (groups[count], count == counts[0]))
+    differ = [process for process, count in counts.items() if count != usual]
+    raise Mismatch(
+        f"Every process must have as many devices as the others; given {named(differ)} with "
+        f"{', '.join(str(counts[process]) for process in differ[:3])} where the others have {usual}. Give all the same "
+        "--devices-per-process, or the same GPUs (CUDA_VISIBLE_DEVICES, --gpus-per-task)."
+    )
+
+
+def check_experiment(text: str, *, plugin: Path | None = None) -> None:
+    """Compare the experiment that this process will run with all others'.
+
+    Args:
+        text: the experiment as resolved, as TOML.
+        plugin: the folder, or the file, of its plug-in; None: it has none.
+
+    Raises:
+        Mismatch: a line differs; raised on every process, with the same text.
+        LostPeer: a process did not come.
+    """
+    fix = "Start every process with the same file and the same options."
+    facts = [Fact("The experiment", text, fix)]
+    if plugin is not None:
+        facts.append(Fact("The plug-in's source", _source(plugin), "Install the same plug-in on every machine."))
+    agree_all("jdp train", facts, wait_seconds=WAIT_SECONDS)
+
+
+def _source(package: Path) -> str:
+    """Return a digest of a package's Python files, or of one file: copies with one version number may differ."""
+    digest = hashlib.blake2b(digest_size=8)
+    for file in sorted(package.rglob("*.py")) if package.is_dir() else [package]:
+        digest.update(f"{file.relative_to(package)}\0".encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()

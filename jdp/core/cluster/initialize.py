@@ -1,0 +1,208 @@
+"""Join a cluster of processes, and leave it if something failed.
+
+`initialize` looks for a cluster in a fixed order: its own arguments, jdp's variables, JAX_COORDINATOR_ADDRESS, Open
+MPI, Slurm, an indexed Kubernetes job, a TPU pod (`clusters.py`). Finding none means one process. Finding one and
+failing to join is always an error: several processes that train separately look healthy and are all wrong.
+"""
+
+import atexit
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import jax
+
+from jdp.core.cluster.barrier import end_waits
+from jdp.core.cluster.coordinator_address import bind_address, bypass_proxies, wait_for_name, wait_for_port
+from jdp.core.cluster.gloo import listen_where_others_reach
+from jdp.core.cluster.handshake import check_environment
+from jdp.core.cluster.schedulers import Cluster, find_cluster
+from jdp.core.cluster.service import LostPeer, coordination_client, joined_as
+
+HEARTBEAT_SECONDS = 30  # a process without a heartbeat for so long is lost, and all others are ended
+SHUTDOWN_SECONDS = 60  # how long a process that has finished waits for the others
+LAST_WORDS_SECONDS = 1.0  # process 0 stays so long after a failure: when it ends, JAX aborts the others at once
+FAILED, INTERRUPTED = 70, 130  # exit codes: an exception, or the others did not arrive; Ctrl-C
+
+_LOST_PEER = re.compile(  # messages of Gloo, of JAX's coordination service, and of NCCL
+    r"connection (closed|reset) by peer|broken pipe|another task died|tasks are unhealthy|remote process exited|"
+    r"failed to send RPC to coordination service",
+    re.IGNORECASE,
+)
+
+
+def initialize(
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    *,
+    timeout_seconds: int = 300,
+) -> None:
+    """Join the cluster if there is one; do nothing otherwise, or if it is joined already.
+
+    Call it before anything asks JAX for its devices. Without arguments the environment determines the cluster: under
+    `jdp launch`, `srun` or `mpirun` and on a TPU pod nothing more is needed; an indexed Kubernetes job sets
+    JDP_NUM_PROCESSES, and processes that ssh started JDP_COORDINATOR and JDP_PROCESS_ID too. On a single machine it
+    returns at once.
+
+    After joining, an uncaught exception ends this process at once, with exit code 70, after its traceback; otherwise
+    the other processes would wait for it in their next collective. `sys.excepthook` is chained, not replaced. A
+    process that ends normally waits up to a minute for the others to end, and reports if they do not.
+
+    The processes compare their versions, jdp's source and how many they are; if one differs all raise the same error,
+    and end with exit code 78: starting again alone does not help.
+
+    Args:
+        coordinator: "HOST:PORT" of process 0, the same in all processes.
+        num_processes: number of processes in the cluster.
+        process_id: index of this process, from 0.
+        timeout_seconds: how long to wait for the others, in seconds. After it JAX ends the process.
+
+    Raises:
+        ValueError: only some of the first three arguments are given, or they contradict each other or the cluster that
+            is joined already; or the variables of whoever started this process do not describe a cluster.
+        Mismatch: a ValueError; the processes were not started alike.
+        RuntimeError: there is a cluster, but it could not be joined.
+    """
+    cluster = find_cluster(os.environ, coordinator, num_processes, process_id)
+    if cluster is None or cluster.num_processes == 1:
+        return
+    if joined := joined_as():
+        _check_same(cluster, joined)
+        _leave_when_failed()
+        return
+    try:
+        if cluster.coordinator is not None:
+            _prepare(cluster.coordinator, timeout_seconds, first=cluster.process_id == 0)
+        jax.distributed.initialize(**_arguments(cluster), initialization_timeout=timeout_seconds)
+        if cluster.coordinator is not None:
+            listen_where_others_reach(cluster.coordinator)
+    except Exception as error:
+        raise RuntimeError(
+            f"This process is part of a cluster ({cluster.source}) and could not join it: {error} "
+            "(to train on its own all the same, set JDP_NUM_PROCESSES=1)"
+        ) from error
+    _leave_when_failed()
+    check_environment()
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Return True if an error in a cluster means that another process ended or is stuck, which is then the cause."""
+    if joined_as() is None:
+        return False
+    if isinstance(error, LostPeer):
+        return True
+    if isinstance(error, TimeoutError) and isinstance(error.__cause__, jax.errors.JaxRuntimeError):
+        return True  # Orbax' word for a barrier of the coordination service that failed, for whatever reason
+    text = str(error)
+    of_jax = type(error).__name__ == "JaxRuntimeError" or (isinstance(error, ValueError) and "gloo" in text.lower())
+    return of_jax and _LOST_PEER.search(text) is not None
+
+
+def leave_after_failure(code: int, *, lost_peer: bool = False) -> None:
+    """End this process at once if it has joined a cluster; else return.
+
+    A failed process must not end normally: JAX's exit barrier would wait for peers that are themselves waiting for this
+    one, five minutes by default. One that failed because it lost a peer waits a moment, so that whoever watches the
+    processes sees the cause end first.
+
+    Args:
+        code: the exit code.
+        lost_peer: True if the failure is that another process ended.
+    """
+    joined = joined_as()
+    if joined is None:
+        return
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if joined[0] == 0 or lost_peer:
+        time.sleep(LAST_WORDS_SECONDS)
+    os._exit(code)
+
+
+@dataclass(frozen=True)
+class _LeavingHook:
+    """A `sys.excepthook` that names the process, calls the hook before it, and ends the process."""
+
+    before: Callable[[type[BaseException], BaseException, TracebackType | None], Any]
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if joined := joined_as():
+            print(f"process {joined[0]} of {joined[1]} ends with an error:", file=sys.stderr)
+        try:
+            self.before(kind, error, trace)
+        finally:
+            leave_after_failure(_exit_code(error), lost_peer=is_lost_peer(error))
+
+
+def _exit_code(error: BaseException) -> int:
+    """Return the exit code of a process that ends with this error: its own, where it has one, as `Mismatch` has."""
+    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", FAILED)
+
+
+def _leave_when_failed() -> None:
+    """Install the hooks by which an uncaught exception ends this process at once."""
+    if not isinstance(sys.excepthook, _LeavingHook):
+        sys.excepthook = _LeavingHook(sys.excepthook)
+        atexit.register(_at_exit)  # runs before JAX's own exit barrier, which was registered earlier
+
+
+def _at_exit() -> None:
+    """End the process at once after a failure, else when all processes have arrived here."""
+    error = getattr(sys, "last_value", None)  # set by Python, even if another hook replaced ours
+    if isinstance(error, Exception) and not hasattr(sys, "ps1"):  # in an interactive session it means nothing
+        leave_after_failure(_exit_code(error), lost_peer=is_lost_peer(error))
+    joined, client = joined_as(), coordination_client()
+    if joined is None or client is None:
+        return
+    try:
+        client.wait_at_barrier("jdp/exit", SHUTDOWN_SECONDS * 1000)
+    except jax.errors.JaxRuntimeError as late:
+        if "DEADLINE_EXCEEDED" not in str(late):
+            return  # the service is gone: JAX reports it
+        print(
+            f"process {joined[0]} of {joined[1]} came to its end, and {SHUTDOWN_SECONDS} seconds later others had not: "
+            "they may wait for it in a step that it did not take. All processes take the same number of batches, and "
+            "end together.",
+            file=sys.stderr,
+        )
+        leave_after_failure(FAILED)
+    end_waits()
+
+
+def _prepare(coordinator: str, seconds: float, *, first: bool) -> None:
+    """Wait until the coordinator's address can be used; process 0 checks its port. Raises RuntimeError."""
+    bypass_proxies(coordinator)
+    wait_for_name(coordinator, seconds)
+    if first:
+        wait_for_port(coordinator)
+
+
+def _arguments(cluster: Cluster) -> dict[str, Any]:
+    """Return the arguments of `jax.distributed.initialize`."""
+    timeouts = {"heartbeat_timeout_seconds": HEARTBEAT_SECONDS, "shutdown_timeout_seconds": SHUTDOWN_SECONDS}
+    if cluster.coordinator is None:
+        return timeouts
+    return timeouts | {
+        "coordinator_address": cluster.coordinator,
+        "num_processes": cluster.num_processes,
+        "process_id": cluster.process_id,
+        "local_device_ids": cluster.local_device_ids,
+        "cluster_detection_method": "deactivate",
+        "coordinator_bind_address": bind_address(cluster.coordinator),
+    }
+
+
+def _check_same(cluster: Cluster, joined: tuple[int, int]) -> None:
+    """Check that a second call names the cluster that is joined already."""
+    given = (cluster.process_id, cluster.num_processes)
+    if cluster.coordinator is not None and given != joined:
+        raise ValueError(
+            f"This process has already joined a cluster as number {joined[0]} of {joined[1]}; "
+            f"it cannot join another ({cluster.source}) as number {given[0]} of {given[1]}. Call initialize once."
+        )

@@ -1,0 +1,175 @@
+"""Options of XLA's compiler as a value: "default", "overlap", or a table of options.
+
+`Compiler.of` checks the value; `Compiler.for_mesh` resolves it for the devices that a step is compiled for. What that
+compiler does not know is left out and reported by name: options come and go with jax's versions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any, Literal
+
+from jdp.base.hints import nearest
+from jdp.base.notices import notice
+from jdp.base.words import CompilerPreset
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+    from jdp.core.types import Device
+
+CompilerValue = bool | int | float | str
+CompilerOptions = CompilerPreset | Mapping[str, CompilerValue]
+
+_JOINED = 2**30
+"""Bytes: a layer's collectives of one kind become one. XLA's limit of 30 MiB leaves several, each of which its
+scheduler takes to last as long as a few matrix products."""
+PRESETS: dict[CompilerPreset, Mapping[str, CompilerValue]] = {
+    "default": {},
+    "overlap": {
+        # Starts collectives as early and awaits them as late as it can. XLA's default for H100, not for A100: there
+        # llama_8b_zero3 (zero3, a100:8x8, one sequence a GPU, as simulated, jax 0.10.2) hides 50 % of its communication
+        # with this whole preset in place of 24, and a step takes 5 % less.
+        "xla_gpu_enable_latency_hiding_scheduler": True,
+        # gpt_1b (h100:8x8, as simulated, jax 0.10.2) hides 91 % in place of 71 under zero3, 91 of 76 under ddp.
+        "xla_gpu_all_gather_combine_threshold_bytes": _JOINED,
+        "xla_gpu_reduce_scatter_combine_threshold_bytes": _JOINED,
+        "xla_gpu_all_reduce_combine_threshold_bytes": _JOINED,
+    },
+}
+"""Preset -> its options. None is for CPU, whose devices share cores, or for TPU, whose compiler overlaps by default."""
+
+_PREFIXES = {"xla_gpu_": "gpu", "xla_cpu_": "cpu", "xla_tpu_": "tpu"}
+_UNKNOWN = re.compile(r"No such compile option: '([^']*)'")
+_WRONG = re.compile(r"While setting option (\S+), '.*' is not a valid (\w+) value")
+_KINDS = {"bool": "true or false", "string": "text", "float": "a number", "double": "a number", "enum": "a known word"}
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """Options of XLA's compiler, not yet resolved for devices.
+
+    Attributes:
+        preset: the preset's name; "" for options of one's own.
+        options: of one's own, sorted by name.
+    """
+
+    preset: CompilerPreset | Literal[""] = "default"
+    options: tuple[tuple[str, CompilerValue], ...] = ()
+
+    @staticmethod
+    def of(given: Any) -> Compiler:
+        """Return the `Compiler` that a preset's name or a table of options stands for.
+
+        Args:
+            given: "default", "overlap", option -> value, or a `Compiler`, which is returned as it is.
+
+        Raises:
+            ValueError: an unknown preset, or something that no option of XLA can be.
+        """
+        if isinstance(given, Compiler):
+            return given
+        if isinstance(given, str) and given in PRESETS:
+            return Compiler(given)
+        if not isinstance(given, Mapping):
+            presets = ", ".join(f'"{name}"' for name in PRESETS)
+            hint = nearest(str(given), PRESETS)
+            raise ValueError(
+                f"The compiler's options are {presets}, or a table of XLA's options with their values; given "
+                f"{str(given)[:100]!r}{hint or ': write one of these.'}"
+            )
+        table = dict[Any, Any](given)
+        for name, value in table.items():
+            if not isinstance(name, str) or not re.fullmatch(r"xla_\w{1,200}", name):
+                raise ValueError(
+                    f"Compiler options are XLA's, whose names begin with xla_; given {str(name)[:100]!r}: write "
+                    "xla_gpu_enable_latency_hiding_scheduler, or the like."
+                )
+            if not isinstance(value, bool | int | float | str):
+                raise ValueError(
+                    f"A compiler option is true or false, a number or text; given {name} = {str(value)[:100]}: give "
+                    "one value."
+                )
+        return Compiler("", tuple(sorted(table.items()))) if table else Compiler()
+
+    @property
+    def value(self) -> CompilerOptions:
+        """What `of` makes this of: a preset's name, or option -> value."""
+        return self.preset or dict(self.options)
+
+    def __str__(self) -> str:
+        return self.preset or ", ".join(f"{name}={value}" for name, value in self.options)
+
+    def for_mesh(self, mesh: Mesh) -> dict[str, CompilerValue]:
+        """Return the options that a program for the mesh's devices, real or described, is compiled with.
+
+        Those of another platform, or that the devices' compiler does not know, are left out; that is reported once.
+
+        Args:
+            mesh: of devices of one kind.
+
+        Raises:
+            ValueError: the compiler refuses an option's value.
+        """
+        import jax
+
+        devices: list[Device] = list(mesh.devices.flat)
+        device = next((one for one in devices if one.process_index == jax.process_index()), devices[0])
+        options = dict(PRESETS[self.preset] if self.preset else self.options)
+        foreign = [name for name in options if _PREFIXES.get(name[:8], device.platform) != device.platform]
+        if foreign and self.preset:
+            notice(f'compiler = "{self.preset}" has no option for {device.platform}: nothing is set')
+        elif foreign:
+            notice(f"compiler options of another platform, left out on {device.platform}: {', '.join(foreign)}")
+        return _known(device, tuple((name, value) for name, value in options.items() if name not in foreign))
+
+
+DEFAULT = Compiler()
+
+
+@lru_cache(maxsize=256)
+def _accepted(device: Device, options: tuple[tuple[str, CompilerValue], ...]) -> str:
+    """Compile nothing in particular with these options; return the compiler's error, or "". It takes 0.1 s."""
+    import jax
+    from jax.sharding import SingleDeviceSharding
+
+    from jdp.core.compiling.persistent_cache import without_kept_programs
+
+    def trial() -> str:
+        scalar = jax.ShapeDtypeStruct((), "float32", sharding=SingleDeviceSharding(device))
+        is_described = not device.addressable_memories()
+        try:
+            with without_kept_programs() if is_described else nullcontext():
+                jax.jit(lambda x: x, compiler_options=dict(options)).lower(scalar).compile()
+        except jax.errors.JaxRuntimeError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(1) as other:  # a thread of its own has no mesh in its context, and traces nothing
+        return other.submit(trial).result()
+
+
+def _known(device: Device, options: tuple[tuple[str, CompilerValue], ...]) -> dict[str, CompilerValue]:
+    """Return the options that the device's compiler knows. Raises ValueError for a value that it refuses."""
+    while options and (error := _accepted(device, options)):
+        if wrong := _WRONG.search(error):
+            name, kind = wrong.groups()
+            takes = _KINDS.get(kind, "a whole number")
+            raise ValueError(
+                f"The compiler option {name} takes {takes}; given {dict(options)[name]!r}: change it, or leave it out."
+            )
+        unknown = _UNKNOWN.search(error)
+        if unknown is None:
+            names = ", ".join(name for name, _ in options)
+            raise ValueError(f"The compiler must take its options; given {names}, it says: {error.splitlines()[0]}")
+        notice(
+            f"XLA of jax {version('jax')} knows no compiler option {unknown[1]} on {device.platform}: it is left out"
+        )
+        options = tuple((name, value) for name, value in options if name != unknown[1])
+    return dict(options)

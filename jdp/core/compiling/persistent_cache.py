@@ -1,0 +1,191 @@
+"""Keep on disk what XLA compiled: a process that starts the same program again compiles nothing.
+
+JAX decides which programs are the same (by the program itself, the versions of jaxlib and of the platform, XLA's
+flags, the compiler's options, the devices) and asks a store for the bytes (its persistent compilation cache). The store
+here is jdp's disk cache, in place of JAX's own files:
+
+- An entry is written whole or not at all, and has a digest: what is damaged is compiled again and replaced, where JAX's
+  own files are warned of at every start, and a flipped bit in machine code is run.
+- An entry's name holds the processor's features: a folder may be shared by machines that have others.
+- The least recently used entries are deleted beyond a limit, without a lock and without a further package.
+
+JAX has the first process of a cluster write, for all. On GPUs the others find what it wrote; on CPU devices a program's
+name differs from process to process, so there only the first finds its programs again.
+"""
+
+import contextlib
+import hashlib
+import os
+import platform
+import secrets
+import threading
+from collections.abc import Generator
+from pathlib import Path
+from typing import BinaryIO
+
+import jax
+from jax._src import compilation_cache  # nothing public takes another store
+
+from jdp.base.disk_cache import Cache, default_folder
+from jdp.base.notices import notice
+from jdp.base.numbers import is_integer
+from jdp.base.user_path import user_path
+from jdp.core.cluster.barrier import from_every_process, from_first_process, meet
+from jdp.core.cluster.service import joined_as
+
+LIMIT_BYTES = 2**30
+"""Of all kept programs together: some thousand of small models, some dozens of large ones."""
+SETTINGS = {
+    "jax_persistent_cache_min_compile_time_secs": 0.05,  # reading a program takes a tenth of that
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+    "jax_persistent_cache_enable_xla_caches": "none",  # XLA's own, beside the programs, which nothing bounds
+}
+"""What JAX is told, unless the environment says it already."""
+_DIGEST_BYTES = 16
+_SWITCH = threading.Lock()
+_wanted: list[bool] = []
+"""Whether programs are kept, as each of those that have it off now found it: the first one's is the user's."""
+
+
+def kept_in() -> Path | None:
+    """Return the folder in which compiled programs are kept, by jdp or by JAX itself; None: they are not."""
+    wanted: bool = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
+    chosen: str | None = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    return Path(chosen) if wanted and chosen else None
+
+
+def keep_programs(folder: str | Path | None = None, *, limit_bytes: int = LIMIT_BYTES) -> Path | None:
+    """Keep compiled programs on disk from now on, and take those that are there: a second start compiles nothing.
+
+    `jdp train` and `jdp launch` do so. Call it once, after `jdp.initialize()`, before anything is compiled, the same on
+    every process. Whoever can write to the folder can have this process run code.
+
+    Args:
+        folder: where; None: `programs` in $JDP_CACHE_DIR, else in ~/.cache/jdp. Several processes may share it, and
+            those of one run must.
+        limit_bytes: beyond it the least recently used programs are deleted.
+
+    Returns:
+        The folder. What JAX was told before stays as it is, by a call before or by JAX_COMPILATION_CACHE_DIR; if that
+        is another folder than the one given, it is said. None if JAX_ENABLE_COMPILATION_CACHE is off, or the folder
+        cannot be made or reached by all processes of this run, which is said.
+
+    Raises:
+        ValueError: a path that the file system cannot have, or a limit that is no positive integer.
+    """
+    if not is_integer(limit_bytes) or limit_bytes < 1:
+        raise ValueError(
+            f"limit_bytes is a number of bytes, at least 1; given {limit_bytes!r}: give an integer, such as 2**30."
+        )
+    own = (default_folder() / "programs" if folder is None else user_path(folder)).absolute()
+    wanted: bool = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
+    elsewhere = kept_in()
+    shared = _shared(own if wanted and not elsewhere else None)
+    if not wanted or elsewhere:
+        if folder is not None and elsewhere and elsewhere.absolute() != own:
+            notice(f"compiled programs are kept in {elsewhere}, as JAX was told before, and not in {own}")
+        return elsewhere
+    if not shared:
+        notice(
+            f"compiled programs are not kept for the next start: not all processes of this run reach {own}; set "
+            "JDP_CACHE_DIR to a folder that all of them share"
+        )
+        return None
+    try:
+        own.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        notice(f"compiled programs are not kept for the next start: {own} cannot be made ({error.strerror})")
+        return None
+    store = _Programs(Cache(own, limit_bytes, names=r"[0-9a-f]{64}\.xla", contents="compiled programs"))
+    compilation_cache.get_file_cache = lambda path: (store, path)
+    for name, value in {**SETTINGS, "jax_compilation_cache_dir": str(own)}.items():
+        if name.upper() not in os.environ:
+            jax.config.update(name, value)
+    return own
+
+
+@contextlib.contextmanager
+def without_kept_programs() -> Generator[None]:
+    """Have JAX compile, and neither read programs from disk nor write them: this process, its other threads too.
+
+    It writes programs of described devices, which no process can read again, and warns of each when it is compiled
+    the next time; and what it reads comes without XLA's warnings.
+    """
+    with _SWITCH:
+        _wanted.append(jax.config.jax_enable_compilation_cache)  # pyright: ignore[reportAttributeAccessIssue]
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()  # JAX asks the setting only once
+    try:
+        yield
+    finally:
+        with _SWITCH:
+            if len(_wanted) == 1:  # of several at a time the last one to leave
+                jax.config.update("jax_enable_compilation_cache", _wanted[0])
+                compilation_cache.reset_cache()
+                _wanted.clear()
+            else:
+                _wanted.pop()
+
+
+class _Programs:
+    """What JAX asks for the bytes of a program: `get`, and `put` for one that it compiled."""
+
+    def __init__(self, cache: Cache) -> None:
+        self._cache, self._path = cache, cache.folder
+        self._processor = _processor()
+
+    def get(self, key: str) -> bytes | None:
+        return self._cache.load(self._name(key), _checked)
+
+    def put(self, key: str, value: bytes) -> None:
+        self._cache.store(self._name(key), lambda file: file.write(_digest(value) + value))
+
+    def _name(self, key: str) -> str:
+        return f"{Cache.key(key, self._processor)}.xla"
+
+
+def _checked(file: BinaryIO) -> bytes:
+    """Return an entry's bytes. Raises ValueError if they are not those that were written."""
+    digest, value = file.read(_DIGEST_BYTES), file.read()
+    if digest != _digest(value):
+        raise ValueError("a damaged entry")
+    return value
+
+
+def _digest(value: bytes) -> bytes:
+    return hashlib.blake2b(value, digest_size=_DIGEST_BYTES).digest()
+
+
+def _processor() -> str:
+    """Return what machine code for this processor may use; JAX's own key for CPU devices does not say it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n")[0].splitlines()
+    except OSError:
+        lines = []
+    return "\n".join(
+        [platform.machine(), *(line for line in lines if line.startswith(("model name", "flags", "Features")))]
+    )
+
+
+def _shared(folder: Path | None) -> bool:
+    """Return True if all processes of this run keep programs in one folder that each of them reaches.
+
+    A process that finds a program where another has to compile it may wait for that one for ever: on several hosts XLA
+    divides the search for the best kernels among all.
+
+    Args:
+        folder: this process'; None: it keeps none, or elsewhere. Without other processes nobody is asked.
+    """
+    joined = joined_as()
+    if joined is None or joined[1] == 1:
+        return True
+    name = f".{from_first_process('the name of a shared file', secrets.token_hex(8))}"
+    if folder and joined[0] == 0:
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / name).touch()
+    meet("compiled programs are looked for")
+    seen = from_every_process("compiled programs are shared", str(folder is not None and (folder / name).exists()))
+    if folder and joined[0] == 0:
+        (folder / name).unlink(missing_ok=True)
+    return all(word == "True" for word in seen)

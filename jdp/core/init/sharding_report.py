@@ -1,0 +1,58 @@
+"""What is said once of a plan when a state is made by it."""
+
+from __future__ import annotations
+
+import jax
+
+from jdp.base.formatting import listed
+from jdp.base.notices import notice
+from jdp.core.plan import Plan
+from jdp.core.sharding.axes import DATA, factors
+from jdp.core.sharding.mesh import hosts_along, replicas_for_hosts
+from jdp.core.sharding.placement import axes_of
+from jdp.core.state import TrainState
+
+
+def report_placements(plan: Plan, state: TrainState) -> None:
+    """Report once which parameters a ZeRO strategy pads or cannot shard, and why; under ddp, which rules name `data`.
+
+    Args:
+        plan: the mesh and the strategy.
+        state: a train state, real or abstract.
+    """
+    data = plan.mesh.shape[DATA]
+    if data == 1:
+        return
+    if not plan.row.shard_state:
+        name = plan.data
+        for pattern in (pattern for pattern, spec in plan.rules if any(name in axes_of(entry) for entry in spec)):
+            notice(
+                f"the rule for {pattern!r} shards over {name}, which {plan.strategy} does not: what it matches is "
+                f"replicated over {name}; take zero1, zero2 or zero3, or leave {name} out of the rule"
+            )
+        return
+    if (replicas := replicas_for_hosts(plan.mesh)) is not None:
+        inside, hosts = factors({plan.replica: replicas, plan.data: data // replicas}), hosts_along(plan.mesh, DATA)
+        notice(
+            f"{plan.strategy} gathers and reduces along {plan.data}={data}, which spans {hosts} hosts; {inside} "
+            f"does it on each host's fast links, and every device then holds {replicas} times as much state"
+        )
+    params = jax.tree.leaves(plan.param_placements(state.params, state.static))
+    if flat := [p for p in params if p.flat is not None]:
+        most, shared = max(flat, key=lambda p: p.bytes_per_device), factors({plan.data: data})
+        several = len(flat) > 1
+        notice(
+            f"{most.path} {list(most.own_shape)}{f' and {len(flat) - 1} more' * several}, of which no dimension "
+            f"divides by {shared}, {'rest' if several else 'rests'} flat and padded "
+            f"({sum(p.bytes_per_device for p in flat):,} bytes on every device); state.unpadded() has "
+            f"{'them in their own shapes' if several else 'it in its own shape'}"
+        )
+    replicated = [p for p in params if p.dim is None]
+    small = [p for p in replicated if "min_shard_size" in p.reason]
+    for p in (p for p in replicated if p not in small):
+        notice(f"{p.path} {list(p.shape)} is {p.reason} ({p.bytes_per_device:,} bytes on every device)")
+    if small:
+        notice(
+            f"{len(small)} parameters of fewer than {plan.min_shard_size} elements stay replicated "
+            f"({sum(p.bytes_per_device for p in small):,} bytes on every device): {listed(p.path for p in small)}"
+        )

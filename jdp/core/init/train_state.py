@@ -1,0 +1,199 @@
+"""Make the train state sharded from the start.
+
+1. `jax.eval_shape` runs `init` and `tx.init` without memory and returns the tree of shapes.
+2. The plan gives the sharding of every leaf.
+   Leaves that are to rest flat and padded (`Plan.pad`) are made in their own shapes, one at a time, by every device.
+3. Jitted programs with those shardings as their `out_shardings` compute the values (`init_program.py`): every device
+   computes the shard it keeps. With JAX's partitionable random numbers an element's value depends on the key and its
+   index alone, so the weights are bitwise the same on any mesh.
+"""
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jdp.base.notices import notice
+from jdp.base.tree_paths import path_of
+from jdp.core import flax_nnx
+from jdp.core.batch import plan_fact
+from jdp.core.cluster.agreement import agree, key_fact, processes_of, program_fact
+from jdp.core.init.programs import run_init
+from jdp.core.init.sharding_report import report_placements
+from jdp.core.init.trainable import resolve
+from jdp.core.plan import Plan, check_plan
+from jdp.core.random.user_keys import key_of_init, typed_key
+from jdp.core.sharding.user_mesh import auto_axes
+from jdp.core.state import Static, TrainState, trained_part
+from jdp.core.types import InitFn, Model, PyTree
+from jdp.core.update.optimizer_checks import check_optimizer, check_update, first_state
+from jdp.core.update.padded import at_rest, flattened
+
+LINEN_STATE = frozenset(("batch_stats", "cache", "intermediates", "perturbations"))
+
+
+def init_state(
+    init: InitFn[Model], tx: optax.GradientTransformation, plan: Plan, *, rng: jax.Array, wrt: Any = None
+) -> TrainState[Model]:
+    """Make the train state with every leaf sharded as the plan says. No device ever holds more than its shards.
+
+    Except while a leaf is made that rests flat and padded (`Plan.pad`): then it may hold all of that leaf.
+
+    The weights are those of `init(jax.random.fold_in(rng, 0))`, as of `jdp.init`: one seed makes one model. They are
+    bitwise the same on any mesh and under any strategy.
+
+    Args:
+        init: `init(rng)` -> an `nnx.Module`, or a pytree of arrays (flax.linen's `variables["params"]`, an equinox
+            module's arrays, dicts). Called under `jit`; its arrays are global.
+        tx: any optax optimizer, `optax.MultiSteps` too.
+        plan: the mesh, the strategy and the rules by which leaves are sharded.
+        rng: one key, `jax.random.key(seed)`, the same on every process; everything random in training derives from it.
+        wrt: which parameters are trained (with respect to what the loss is differentiated). None: all. A path pattern
+            ("head/*", as in `Plan.rules`) or a sequence of them; for an NNX module also any filter of nnx
+            (`nnx.LoRAParam`, a callable). All others are frozen: no gradient, no optimizer state, any dtype; they are
+            sharded and gathered as the strategy says, and the optimizer sees None in their place.
+
+    Returns:
+        A `TrainState` at step 0 on the plan's devices.
+
+    Raises:
+        ValueError: `tx` is no optimizer or `rng` no key; `init` returns something that is no array, or a trained
+            parameter that is not floating point or belongs to another collection of linen; `wrt` matches nothing; the
+            optimizer's state holds something that is no array or changes shape, or its update needs arguments that a
+            step does not have; a rule of the plan matches nothing or does not divide; or processes differ in the plan,
+            the key or the program of `init`.
+        RuntimeError: another process did not come to this call.
+    """
+    check_plan(plan)
+    rng = plan.entered(typed_key(rng))
+    with auto_axes(plan.mesh):
+        make, abstract = _prepare(init, tx, plan, rng, wrt)
+    notice(str(plan))
+    _report_multi_steps(abstract.opt_state)
+    report_placements(plan, abstract)
+    shardings = plan.shardings(abstract)
+    out_shardings = {name: value for name, value in vars(shardings).items() if name != "static"}
+    with auto_axes(plan.mesh):
+        if len(processes_of(plan.mesh)) > 1:
+            agree("init_state", [plan_fact(plan), key_fact(rng, "The key")], plan.mesh)
+            agree("init_state", [program_fact(jax.jit(make, out_shardings=out_shardings).lower(rng))], plan.mesh)
+        return TrainState(**run_init(make, rng, out_shardings), static=abstract.static)
+
+
+def abstract_state(
+    init: InitFn[Model], tx: optax.GradientTransformation, plan: Plan, *, rng: jax.Array, wrt: Any = None
+) -> TrainState[Model]:
+    """Return the shapes, dtypes and shardings of the state that `init_state` would make, without using memory.
+
+    Args:
+        init: `init(rng)` -> an `nnx.Module`, or a pytree of arrays. It is traced, not run.
+        tx: any optax optimizer.
+        plan: the mesh, the strategy and the rules; its devices may be descriptions of devices that this machine does
+            not have.
+        rng: one key, `jax.random.key(seed)`.
+        wrt: which parameters are trained, as for `init_state`; None: all.
+
+    Returns:
+        A `TrainState` whose leaves are `jax.ShapeDtypeStruct` with global shapes and shardings.
+
+    Raises:
+        ValueError: an argument does not fit, for the reasons that `init_state` lists.
+    """
+    check_plan(plan)
+    with auto_axes(plan.mesh):
+        _, abstract = _prepare(init, tx, plan, plan.entered(typed_key(rng)), wrt)
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        abstract,
+        plan.shardings(abstract),
+    )
+
+
+def _prepare(init: InitFn, tx: Any, plan: Plan, rng: jax.Array, wrt: Any) -> tuple[Any, TrainState]:
+    """Return what makes the fields of the state, in their shapes at rest, and the abstract state."""
+    check_optimizer(tx)
+    statics: list[Static] = []  # one for each trace
+
+    def make(rng: jax.Array) -> dict[str, PyTree]:
+        model, specs = flax_nnx.built(init, key_of_init(rng))
+        params, model_state, adapter = flax_nnx.split(model)
+        _check_arrays(params)
+        params, model_state = jax.tree.map(_strong, (params, model_state))
+        trained = resolve(params, adapter, wrt)
+        _check_collections(trained_part(params, trained))
+        statics.append(Static(tx, adapter, specs, trained))
+        return {
+            "step": jnp.zeros((), jnp.int32),
+            "params": params,
+            "opt_state": first_state(tx, trained_part(params, trained)),
+            "model_state": model_state,
+            "rng": jax.random.fold_in(rng, 1),
+            "skipped": jnp.zeros((), jnp.int32),
+            "sync": {},
+        }
+
+    shapes = jax.eval_shape(make, rng)
+    static = statics[0]
+    if static.adapter is not None and static.adapter.structure.may_differ:
+        jax.eval_shape(lambda rng: make(rng), rng)
+        _report_recompiling(*statics)
+    check_update(tx, trained_part(shapes["params"], static.trained), shapes["opt_state"])
+    abstract = flattened(plan, TrainState(**shapes, static=static))
+
+    def make_at_rest(rng: jax.Array) -> dict[str, PyTree]:
+        made = make(rng)
+        laid = at_rest(TrainState(**made, static=static), abstract.static)
+        return {name: getattr(laid, name) for name in made}
+
+    return make_at_rest if abstract.static.flat else make, abstract
+
+
+def _strong(leaf: Any) -> Any:
+    """Return an array without a weak type (`jnp.full(8, 0.1)`): a step returns none, and would be compiled twice."""
+    return leaf.astype(leaf.dtype) if getattr(leaf, "weak_type", False) else leaf
+
+
+def _report_recompiling(first: Static, second: Static) -> None:
+    """Report once if two calls of `init` make modules that cannot be recognised as equal."""
+    if first.adapter != second.adapter:
+        name = first.adapter.structure.difference(second.adapter.structure)
+        notice(
+            f"every call of init makes another {name or 'structure'} of the model, which cannot be compared with the "
+            "one before: each new state compiles the step again; define it once, outside of init"
+        )
+
+
+def _report_multi_steps(opt_state: PyTree) -> None:
+    is_multi = lambda node: isinstance(node, optax.MultiStepsState)  # noqa: E731
+    if any(map(is_multi, jax.tree.leaves(opt_state, is_leaf=is_multi))):
+        notice(
+            "optax.MultiSteps keeps an accumulator between steps, synchronises every one of them, and averages their "
+            "means; make_train_step(accumulate=K) takes K microbatches of one batch instead, weighs examples alike, "
+            "and synchronises once under ddp and zero1"
+        )
+
+
+def _check_collections(trained: PyTree) -> None:
+    """Refuse linen's variables if they contain collections that are not parameters and would be trained."""
+    if not isinstance(trained, Mapping) or "params" not in trained:
+        return
+    for name in LINEN_STATE & cast("Mapping[str, PyTree]", trained).keys():
+        if jax.tree.leaves(trained[name]):
+            raise ValueError(
+                f"`init` returns parameters; it gave linen's variables, whose {name!r} would be trained as parameters. "
+                'Return `variables["params"]` alone. If calls change the other collections, have flax carry them: '
+                "`return nnx.bridge.ToNNX(module, rngs=nnx.Rngs(rng)).lazy_init(x)`; or freeze them, with "
+                '`wrt="params/*"`.'
+            )
+
+
+def _check_arrays(params: PyTree) -> None:
+    for path, leaf in jax.tree.leaves_with_path(params):
+        if not isinstance(leaf, jax.Array | np.ndarray):
+            raise ValueError(
+                f"`init` returns arrays only; {path_of(path) or 'the tree'} is {leaf!r}. Split the tree and close over "
+                "what is no array (in equinox: params, static = eqx.partition(model, eqx.is_array))."
+            )

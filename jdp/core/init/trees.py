@@ -1,0 +1,241 @@
+"""Trees of a user's own loop, made sharded or laid out as a plan says: models, and what belongs to them.
+
+A tree is an NNX module, an `nnx.Optimizer`, a `TrainState` or any pytree of arrays. Parameters (of a pytree, all its
+arrays) lie at their rest specs; other variables of a module are replicated. With `of`, the tree belongs to parameters,
+as an optimizer's state does, and each leaf lies as the parameter does that it belongs to. All leaves have their own
+shapes: only those of a train state may rest flat and padded (`Plan.pad`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from jdp.base.shorten import cut
+from jdp.base.tree_paths import path_of
+from jdp.core import flax_nnx
+from jdp.core.batch import plan_fact
+from jdp.core.cluster.agreement import agree, key_fact, processes_of, program_fact
+from jdp.core.init.programs import run_init
+from jdp.core.plan import Plan, check_plan
+from jdp.core.random.user_keys import key_of_init, typed_key
+from jdp.core.sharding.axes import REPLICA
+from jdp.core.sharding.padded import Change
+from jdp.core.sharding.placement import Placement
+from jdp.core.sharding.user_mesh import auto_axes, padded
+from jdp.core.state import MOMENTUM, STACKED, TrainState, changed
+from jdp.core.types import PyTree
+from jdp.core.update.padded import at_rest, flattened
+
+Tree = TypeVar("Tree")
+
+
+def init(init: Callable[[Any], Tree], plan: Plan, *, rng: jax.Array | None = None, of: Any = None) -> Tree:
+    """Make a tree with every leaf sharded as the plan says. No device ever holds more than its shards.
+
+    The values are bit for bit those of `jax.jit(init)(jax.random.fold_in(rng, 0))` on one device, as of
+    `jdp.init_state`: one seed makes one model.
+
+        model = jdp.init(lambda rng: GPT(config, rngs=nnx.Rngs(rng)), plan, rng=jax.random.key(0))
+        opt_state = jdp.init(tx.init, plan, of=params)
+
+    Args:
+        init: `init(rng)` -> an `nnx.Module` or a pytree of arrays; with `of`, `init(of)` -> what belongs to it. Traced
+            under `jit`; its arrays are global.
+        plan: the mesh, the strategy and the rules. A rule need not match: it may be for another tree. What no dimension
+            divides of stays replicated: only a train state's leaves can be padded (`Plan.pad`).
+        rng: one key, the same on every process.
+        of: the parameters that the tree belongs to: a module (`init` gets its `nnx.Param` state) or a pytree.
+
+    Returns:
+        What `init` returned, on the plan's devices.
+
+    Raises:
+        ValueError: neither `rng` nor `of` is given, or both; `rng` is no key; a rule or the metadata shards a dimension
+            that does not divide; `init` returns something that is no array, modules inside of a pytree, or an
+            `nnx.Optimizer` without `of`; or processes differ in plan, key or program.
+        RuntimeError: another process did not come to this call.
+    """
+    check_plan(plan)
+    if (rng is None) == (of is None):
+        given = "neither" if rng is None else "both"
+        raise ValueError(
+            f"jdp.init takes rng, for a model, or of, for what belongs to one; given {given}. Write "
+            "jdp.init(init, plan, rng=jax.random.key(0)), or jdp.init(tx.init, plan, of=params)."
+        )
+    found: list[tuple[Any, Any]] = []  # (what makes the tree of its leaves, specs of its metadata), one for each trace
+
+    def make(given: Any) -> PyTree:
+        given = plan.entered(given)
+        model, specs = flax_nnx.built(init, given if rng is None else key_of_init(given))
+        check_tree(model, of)
+        tree, rebuild = flax_nnx.opened(model)
+        found.append((rebuild, specs))
+        return tree
+
+    with auto_axes(plan.mesh):
+        given = flax_nnx.parameters(of) if rng is None else plan.entered(typed_key(rng))
+        shapes = jax.eval_shape(make, given)
+        rebuild, specs = found[-1]
+        shardings = _shardings(shapes, plan, specs, of)
+        if of is not None:
+            return rebuild(jax.jit(make, out_shardings=shardings)(given))
+        if len(processes_of(plan.mesh)) > 1:
+            agree("jdp.init", [plan_fact(plan), key_fact(given, "The key")], plan.mesh)
+            agree("jdp.init", [program_fact(jax.jit(make, out_shardings=shardings).lower(given))], plan.mesh)
+        return rebuild(run_init(make, given, shardings))
+
+
+def place(tree: Any, plan: Plan, *, of: Any = None) -> Any:
+    """Lay out a tree as the plan says: arrays are moved, and inside of a jitted function constrained.
+
+    Args:
+        tree: an NNX module, an `nnx.Optimizer`, a `TrainState`, or any pytree of arrays (NumPy's too); with several
+            processes, the same values on each.
+        plan: the mesh, the strategy and the rules. A rule need not match: it may be for another tree. What no dimension
+            divides of stays replicated: only a train state's leaves can be padded (`Plan.pad`).
+        of: the parameters that the tree belongs to, for an optimizer or its state: a module or a pytree.
+
+    Returns:
+        The same values on the plan's devices. A module is a new one; the old one stays as it is. An array that lies so
+        already is the same one, as of `jax.device_put`: a step that donates its state takes it from both.
+
+    Raises:
+        ValueError: a rule or the metadata shards a dimension that does not divide; or the tree holds something that is
+            no array, modules inside of a pytree, or is an `nnx.Optimizer` and `of` is None.
+    """
+    check_plan(plan)
+    if isinstance(tree, TrainState):
+        return _placed_state(tree, plan)
+    check_tree(tree, of)
+    opened, rebuild = flax_nnx.opened(tree)
+    opened = jax.tree.map(lambda x: x if hasattr(x, "dtype") else np.asarray(x), opened)
+    return rebuild(_put(opened, plan, _shardings(opened, plan, flax_nnx.metadata(tree), of)))
+
+
+def _placed_state(state: TrainState, plan: Plan) -> TrainState:
+    """Lay out a train state as `init_state` would, also one that was padded for another number of devices.
+
+    Raises:
+        ValueError: its optimizer state is of other replicas than the plan's.
+    """
+    replicas, sizes = plan.mesh.shape.get(REPLICA, 1), {x.shape[0] for x in jax.tree.leaves(state.opt_state) if x.ndim}
+    if STACKED in state.sync and sizes - {replicas}:
+        raise ValueError(
+            "After local steps a state keeps each replica's own optimizer state, and is laid out for as many replicas; "
+            f"given {max(sizes)} and a plan of {replicas}. Save it, and restore it onto a state of that plan, which "
+            "takes their mean."
+        )
+    state = state.unpadded()
+    laid = flattened(plan, state)
+    shardings, flat = plan.shardings(laid), dict(laid.static.flat)
+    flat |= {
+        path.replace("params", f"sync/{MOMENTUM}", 1): own for path, own in flat.items() if path.startswith("params")
+    }
+    if not flat or any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(state)):
+        return _put(at_rest(state, laid.static), plan, shardings)
+
+    lies, treedef = jax.tree.flatten(shardings)
+    paths = [path_of(path) for path, _ in jax.tree.leaves_with_path(laid)]
+    whole = padded(plan.replicated, 0)
+    wanted = [whole if path in flat else sharding for path, sharding in zip(paths, lies, strict=True)]
+    arrays: list[Any] = jax.device_put(jax.tree.leaves(state), wanted)
+    made = changed(
+        [
+            (x, Change(None, flat[path]), sharding)
+            for path, x, sharding in zip(paths, arrays, lies, strict=True)
+            if path in flat
+        ]
+    )
+    new = iter(made)
+    return treedef.unflatten([next(new) if path in flat else x for path, x in zip(paths, arrays, strict=True)])
+
+
+def _put(tree: PyTree, plan: Plan, shardings: PyTree) -> PyTree:
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(tree)):
+        with auto_axes(plan.mesh):
+            tree = plan.entered(tree)
+            if plan.home == plan.mesh:
+                return jax.lax.with_sharding_constraint(tree, shardings)
+            return plan.left(tree, shardings)
+    return jax.device_put(tree, shardings)
+
+
+def _shardings(opened: PyTree, plan: Plan, specs: Any, of: Any) -> PyTree:
+    """Return a tree like `opened` (see `flax_nnx.opened`) of the sharding that each leaf has at rest."""
+    refuse_offload(plan)
+    if of is not None:
+        params: dict[str, Placement] = {}
+        for placement in jax.tree.leaves(plan.tree_placements(flax_nnx.split(of)[0], flax_nnx.metadata(of))):
+            params[placement.path] = placement
+        return jax.tree.map(plan.rest_sharding, plan.tree_placements(opened, of=params))
+
+    def sharded(params: PyTree) -> PyTree:
+        return jax.tree.map(plan.rest_sharding, plan.tree_placements(params, specs))
+
+    return flax_nnx.map_parameters(opened, sharded, lambda leaf: padded(plan.replicated, np.ndim(leaf)))
+
+
+def check_tree(tree: Any, of: Any = None, *, arrays: bool = False) -> None:
+    """Check that a tree is one module or optimizer, or a pytree of arrays.
+
+    Args:
+        tree: what is laid out, or a model of a gradient.
+        of: the parameters that it belongs to.
+        arrays: refuse Python's numbers as well, which laying out makes arrays of.
+
+    Raises:
+        ValueError: it holds modules, or something that is no array; or it is an `nnx.Optimizer`, and `of` is None.
+    """
+    check_keys(tree)
+    if flax_nnx.is_optimizer(tree) and of is None:
+        raise ValueError(
+            "An optimizer's state lies as the parameters lie that it belongs to; given an nnx.Optimizer without them. "
+            "Pass the model: of=model."
+        )
+    if (path := flax_nnx.module_inside(tree)) is not None:
+        raise ValueError(
+            f"A tree is one module, one nnx.Optimizer, or a pytree of arrays; given a {type(tree).__name__} with a "
+            f"module at {path}. Pass each by itself."
+        )
+    for path, leaf in jax.tree.leaves_with_path(flax_nnx.opened(tree)[0]):
+        if not hasattr(leaf, "dtype") and (arrays or not isinstance(leaf, int | float | complex)):
+            raise ValueError(
+                f"A tree that is laid out holds arrays only; {jax.tree_util.keystr(path) or 'it'} is {leaf!r}. Split "
+                "it, and close over what is no array (in equinox: params, static = eqx.partition(model, eqx.is_array))."
+            )
+
+
+def check_keys(tree: Any) -> None:
+    """Check that JAX can order the keys of each dict of a tree.
+
+    Args:
+        tree: any pytree.
+
+    Raises:
+        ValueError: one has keys that cannot be compared, such as 0 and "0".
+    """
+    if isinstance(tree, dict):
+        try:
+            sorted(tree)
+        except TypeError as error:
+            raise ValueError(
+                f"The keys of a dict in a tree must have an order, as JAX sorts them; given {cut(repr([*tree]), 100)}. "
+                "Write all of them as text."
+            ) from error
+    children = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    for child in children:
+        check_keys(child)
+
+
+def refuse_offload(plan: Plan) -> None:
+    """Refuse a plan that keeps a part of a train state on the host. Raises ValueError."""
+    if plan.offload is not None:
+        raise ValueError(
+            f"A loop of one's own keeps what it has on the devices; given a plan with offload={plan.offload!r}. Take a "
+            "plan without it, or jdp.make_train_step, which streams its state from the host."
+        )

@@ -1,1 +1,0 @@
-"""Additions to optax: weight averages (`ema.py`), learning rates (`schedules.py`), checks (`checks.py`)."""

@@ -1,0 +1,417 @@
+"""The plan: a mesh and a strategy, and from them how every leaf of a train state is sharded.
+
+`Plan.placements` walks the state once:
+1. parameters get their compute spec (from `rules`, else from the model's own metadata) and their rest spec
+   (`placement.rest_spec`);
+2. a leaf of the optimizer state that mirrors a parameter, or is derived from one, is sharded as that parameter is
+   (`optimizer_state.specs_for_leaf`); any other is placed by its own shape;
+3. everything else (step, rng, model state) is replicated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, cast
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jdp.base.formatting import listed
+from jdp.base.notebook import Drawn
+from jdp.base.notices import notice
+from jdp.base.numbers import is_integer
+from jdp.base.shorten import cut
+from jdp.base.tree_paths import matches, path_of
+from jdp.base.words import Offload, StrategyName
+from jdp.core.sharding import user_mesh as homes
+from jdp.core.sharding.axes import DATA, REPLICA, factors
+from jdp.core.sharding.host_memory import check_offload, rest_sharding
+from jdp.core.sharding.mesh import batch_axes
+from jdp.core.sharding.optimizer_state import specs_for_leaf
+from jdp.core.sharding.padded import Flat
+from jdp.core.sharding.placement import (
+    Placement,
+    axes_of,
+    bytes_per_device,
+    data_last,
+    keep_axes,
+    rest_spec,
+    shards,
+    spec_entry,
+)
+from jdp.core.sharding.placement_list import Placements
+from jdp.core.sharding.rules import checked_rules
+from jdp.core.sharding.strategy import Strategy, strategy
+from jdp.core.state import STACKED, Static, TrainState, map_flat, own_shapes
+from jdp.core.types import PyTree
+
+MIN_SHARD_SIZE = 1024
+"""Parameters with fewer elements (4 KiB of fp32) stay replicated: gathering them takes latency, not bandwidth."""
+
+
+@dataclass(frozen=True)
+class Plan(Drawn):
+    """A mesh, a strategy, and from them how every leaf of a state is sharded. Immutable; `print(plan)` describes it.
+
+    Args:
+        mesh: a mesh with a `data` axis: of `jdp.make_mesh`, whose axes have type Auto, or of `jax.make_mesh`, whose
+            axes have type Explicit by default. What jdp returns lies on this mesh, `plan.home`; under Explicit axes
+            with the sharding in its type (`jax.typeof`). What jdp calls (losses, `init`) is traced for `plan.mesh`: the
+            same devices, all axes Auto, those of the batch called `data` and `replica`.
+        strategy: "ddp" replicates everything; "zero1", "zero2" and "zero3" shard parameters and optimizer state over
+            `data`, and differ in when gradients are reduced and weights gathered (`jdp.core.sharding.strategy`).
+        rules: pairs of a path pattern and a `PartitionSpec`, which shard parameters over the model's own axes, such as
+            `[("*/kernel", PartitionSpec(None, "model"))]`. `*` matches any characters, slashes too. The first pattern
+            that matches a parameter's path gives its compute spec; without one, the model's own metadata does. A spec
+            that names `data` fixes the dimension that ZeRO shards; otherwise the plan chooses it.
+        min_shard_size: parameters with fewer elements than this stay replicated, because gathering them would take
+            latency, not bandwidth.
+        pad: parameters of which no dimension divides by the size of `data` rest flat, with zeros behind their elements
+            (`Flat`), and so does their optimizer's state: the leaves of a train state then have other shapes between
+            steps than the model's (`TrainState.unpadded`). False: they stay replicated. So they do, which is reported,
+            beside a model axis or `offload`, under a rule of their own, and where the optimizer's update mixes the
+            elements of one (adafactor, muon); and in any other tree than a train state (`jdp.init`, `jdp.place`).
+        offload: "optimizer" keeps the optimizer's state and the master weights, all but leaves of fewer than
+            `min_shard_size` elements, in the hosts' pinned memory between steps. None: everything is on the devices.
+        data, replica: what the mesh calls the axes that carry the batch. Rules and metadata name axes as the mesh does;
+            placements (`rest`, `compute`), and `plan.mesh`, have jdp's names.
+        home: leave it out; `dataclasses.replace` passes on the mesh that was given.
+
+    Raises:
+        ValueError: the strategy is unknown; the mesh has no axis called `data`, or one of type Manual; `data` and
+            `replica` are the same, or name what the mesh lacks; a rule is no pair of a pattern and a spec, or names the
+            replicas' axis or an axis that the mesh lacks; `min_shard_size` is no whole number; or `offload` is unknown,
+            or asks for memory that the mesh's devices do not have.
+    """
+
+    mesh: Mesh
+    strategy: StrategyName = "ddp"
+    rules: Sequence[tuple[str, PartitionSpec]] = field(default=(), kw_only=True)
+    min_shard_size: int = field(default=MIN_SHARD_SIZE, kw_only=True)
+    pad: bool = field(default=True, kw_only=True)
+    offload: Offload | None = field(default=None, kw_only=True)
+    data: str = field(default=DATA, kw_only=True)
+    replica: str = field(default=REPLICA, kw_only=True)
+    home: Mesh = field(default=cast(Any, None), kw_only=True, repr=False)
+
+    def __post_init__(self) -> None:
+        strategy(self.strategy)
+        if not is_integer(self.min_shard_size) or self.min_shard_size < 0:
+            given = repr(self.min_shard_size)
+            raise ValueError(f"min_shard_size is a whole number of elements, 0 or more; given {given}. Give 0 or 1024.")
+        home = cast("Mesh | None", self.home)
+        if home is None or self.data not in home.shape or self.mesh != homes.mesh_of_home(home, self.axis_names):
+            object.__setattr__(self, "home", self.mesh)
+        object.__setattr__(self, "mesh", homes.mesh_of_home(self.home, self.axis_names))
+        object.__setattr__(self, "rules", checked_rules(self.rules, tuple(self.axis_names), self.data, self.replica))
+        check_offload(self.offload, self.mesh)
+
+    def __repr__(self) -> str:
+        usual = {each.name: each.default for each in fields(self)}
+        own = {name: getattr(self, name) for name in ("rules", "min_shard_size", "pad", "offload", "data", "replica")}
+        changed = "".join(f", {name}={value!r}" for name, value in own.items() if value != usual[name])
+        platform = self.mesh.devices.flat[0].platform
+        return f"Plan({factors(self.home.shape)} {platform} devices, {self.strategy!r}{changed})"
+
+    def __str__(self) -> str:
+        gather = {"never": "everything replicated", "step": "gathered once a step", "use": "gathered at each use"}
+        platform = self.mesh.devices.flat[0].platform
+        host = "" if self.offload is None else "; optimizer state and master weights in host memory"
+        return f"{self.strategy} on {factors(self.home.shape)} {platform} devices: {gather[self.row.gather]}{host}"
+
+    @property
+    def row(self) -> Strategy:
+        """The strategy's row of the table of strategies."""
+        return strategy(self.strategy)
+
+    @property
+    def axis_names(self) -> dict[str, str]:
+        """The name of each axis of `home` -> its name in `mesh`."""
+        return homes.axis_names(self.home, self.data, self.replica)
+
+    @property
+    def called(self) -> dict[str, str]:
+        """The name of each axis of `mesh` -> its name in `home`."""
+        return {ours: name for name, ours in self.axis_names.items()}
+
+    @property
+    def batch_shards(self) -> int:
+        """Number of shards of a batch: the sizes of `replica` and `data` multiplied."""
+        return shards(PartitionSpec(self.batch_axes), dict(self.mesh.shape))
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The mesh axes that the batch is split over, outermost first."""
+        return batch_axes(self.mesh)
+
+    @property
+    def batch_spec(self) -> PartitionSpec:
+        """Spec of a batch: its leading dimension over `replica` and `data`."""
+        return PartitionSpec(self.batch_axes)
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        """Sharding of a batch, on `home`: its leading dimension over `replica` and `data`."""
+        return NamedSharding(self.home, homes.renamed(self.batch_spec, self.called))
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """Sharding of an array that every device holds in full, on `home`."""
+        return NamedSharding(self.home, PartitionSpec())
+
+    def rest_sharding(self, placement: Placement) -> NamedSharding:
+        """Return the sharding on `home` that a leaf has between steps, with the kind of its memory.
+
+        Args:
+            placement: the leaf's.
+        """
+        own = replace(placement, rest=homes.renamed(placement.rest, self.called))
+        return homes.padded(rest_sharding(self.home, own), len(placement.shape))
+
+    def entered(self, tree: PyTree) -> PyTree:
+        """Return a tree with the arrays that lie on `home` on `mesh`, where jdp's own code is traced.
+
+        Args:
+            tree: any pytree: of real arrays, of abstract ones, or inside of a traced function.
+        """
+        return homes.entered(tree, self.mesh)
+
+    def left(self, tree: PyTree, shardings: PyTree) -> PyTree:
+        """Return results of a traced function on `home`, while it is traced: the reverse of `entered`.
+
+        Args:
+            tree: a pytree of arrays; where `home` is `mesh` it is returned as it is.
+            shardings: on `home`: one for all of the tree, or a tree like it.
+        """
+        if self.home == self.mesh:
+            return tree
+        if isinstance(shardings, NamedSharding):
+            shardings = jax.tree.map(lambda _: shardings, tree)
+        return jax.tree.map(lambda x, sharding: homes.left(x, sharding, self.mesh), tree, shardings)
+
+    def on(self, mesh: Mesh) -> Plan:
+        """Return this plan for another mesh.
+
+        Args:
+            mesh: as for `Plan`, for example of devices that are only described; its axes are called as this plan's
+                mesh calls them, or as jdp does.
+
+        Raises:
+            ValueError: as `Plan` does.
+        """
+        if mesh in (self.mesh, self.home):
+            return self
+        if self.data in mesh.shape:
+            return replace(self, mesh=mesh, replica=self.replica if self.replica in mesh.shape else REPLICA)
+        return replace(self, mesh=mesh, rules=self._our_rules, data=DATA, replica=REPLICA)
+
+    @property
+    def _our_rules(self) -> tuple[tuple[str, PartitionSpec], ...]:
+        """The rules in the names of `mesh`."""
+        return tuple((pattern, homes.renamed(spec, self.axis_names)) for pattern, spec in self.rules)
+
+    def param_placements(self, params: PyTree, static: Static | None = None) -> PyTree:
+        """Return a tree like `params` with a `Placement` for each leaf; paths start at the parameters.
+
+        Args:
+            params: the parameters, real or abstract.
+            static: the state's: which parameters are trained, and the specs that the model's own metadata asks for.
+
+        Raises:
+            ValueError: a rule matches nothing; a rule or the metadata shards a dimension that does not divide.
+        """
+        self.check_rules([path_of(path) for path, _ in jax.tree.leaves_with_path(params)])
+        if static is None:
+            return jax.tree.map(self._in_memory, self.tree_placements(params))
+        placements = self.tree_placements(own_shapes(params, static), static.specs)
+        placements = map_flat(self._placed_flat, placements, "params", static)
+        leaves, treedef = jax.tree.flatten(placements)
+        if static.trained is not None:
+            leaves = [replace(p, trained=t) for p, t in zip(leaves, static.trained, strict=True)]
+        return treedef.unflatten(list(map(self._in_memory, leaves)))
+
+    def check_rules(self, paths: Sequence[str]) -> None:
+        """Check that every rule has a parameter that it matches.
+
+        Args:
+            paths: of all parameters.
+
+        Raises:
+            ValueError: a rule matches nothing.
+        """
+        for pattern, _ in self.rules:
+            if not any(matches(path, [pattern]) for path in paths):
+                raise ValueError(
+                    f"Every rule must match a parameter; {pattern!r} matches none of {listed(paths, 5)}. Fix it."
+                )
+
+    def tree_placements(
+        self,
+        tree: PyTree,
+        specs: Sequence[tuple[str, PartitionSpec]] = (),
+        of: Mapping[str, Placement] | None = None,
+    ) -> PyTree:
+        """Return a tree like `tree` with a `Placement` for each leaf; rules need not match.
+
+        Args:
+            tree: parameters, or with `of` what belongs to them; real or abstract.
+            specs: (path, spec) for the parameters that the model's own metadata shards.
+            of: path -> placement of the parameters that the tree belongs to.
+
+        Raises:
+            ValueError: a rule or the metadata shards a dimension that does not divide.
+        """
+        if of is not None:
+            belongs = lambda path, leaf: self._place_optimizer_leaf(path_of(path), leaf, of)  # noqa: E731
+            return jax.tree.map_with_path(belongs, tree)
+        metadata = self._on_this_mesh(specs)
+        return jax.tree.map_with_path(lambda path, leaf: self._place_param(path_of(path), leaf, metadata), tree)
+
+    def state_placements(self, state: TrainState) -> TrainState:
+        """Return a tree like `state` with a `Placement` for each leaf.
+
+        Args:
+            state: a train state, real or abstract.
+
+        Raises:
+            ValueError: as `param_placements` does.
+        """
+        params = {p.path: p for p in jax.tree.leaves(self.param_placements(state.params, state.static))}
+        flat = dict(state.static.flat)
+
+        def place(key_path: Any, leaf: Any) -> Placement:
+            path = path_of(key_path)
+            head, _, tail = path.partition("/")
+            if head == "params":
+                return replace(params[tail], path=path)
+            if head == "opt_state" and STACKED in state.sync:
+                one = self._place_optimizer_leaf(path, jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), params)
+                rest, compute = (PartitionSpec(REPLICA, *spec) for spec in (one.rest, one.compute))
+                placement = self._placement(path, leaf, rest, compute, f"each replica's own; {one.reason}")
+                return replace(placement, flat=flat.get(path))
+            if path.startswith("sync/momentum/"):
+                return replace(params[tail.partition("/")[2]], path=path)
+            if head == "opt_state":
+                placement = self._in_memory(self._place_optimizer_leaf(path, leaf, params))
+                return replace(placement, flat=flat.get(path))
+            if path.startswith("sync/mean_error/"):
+                spec = PartitionSpec(self.batch_axes, *params[tail.partition("/")[2]].compute)
+                return self._placement(path, leaf, spec, spec, "each shard of the batch has its own")
+            return self._placement(path, leaf, PartitionSpec(), PartitionSpec(), f"replicated: {head}")
+
+        return jax.tree.map_with_path(place, state)
+
+    def placements(self, state: TrainState) -> Placements:
+        """Return how every leaf of a state is sharded, and why: path, shape, dtype, specs, bytes per device, reason.
+
+        Args:
+            state: a train state, real or abstract.
+
+        Raises:
+            ValueError: a rule matches nothing; a rule or the metadata shards a dimension that does not divide.
+        """
+        return Placements(jax.tree.leaves(self.state_placements(state)))
+
+    def shardings(self, state: TrainState) -> TrainState:
+        """Return a tree like `state` with the `NamedSharding` that each leaf has between steps.
+
+        Args:
+            state: a train state, real or abstract.
+
+        Raises:
+            ValueError: a rule matches nothing; a rule or the metadata shards a dimension that does not divide.
+        """
+        return jax.tree.map(self.rest_sharding, self.state_placements(state))
+
+    def _on_this_mesh(self, specs: Sequence[tuple[str, PartitionSpec]]) -> dict[str, PartitionSpec]:
+        """Return the metadata's specs without the axis names that the mesh lacks; report those names once."""
+        known = set(self.home.shape) - {self.replica}
+        names = {axis for _, spec in specs for entry in spec for axis in axes_of(entry)}
+        if dropped := sorted(names - known):
+            notice(
+                f"the model's sharding metadata names {', '.join(map(repr, dropped))}, no axes of the mesh "
+                f"({', '.join(self.home.shape)}) that parameters are sharded over: dropped there; Plan(rules=...) goes "
+                "before metadata"
+            )
+        kept = ((path, PartitionSpec(*(keep_axes(known, entry) for entry in spec))) for path, spec in specs)
+        return {path: homes.renamed(spec, self.axis_names) for path, spec in kept}
+
+    def _place_param(self, path: str, leaf: Any, metadata: dict[str, PartitionSpec]) -> Placement:
+        pattern, rule = next((rule for rule in self._our_rules if matches(path, [rule[0]])), ("", None))
+        source = "the model's metadata" if rule is None else f"the rule for {pattern!r}"
+        spec = PartitionSpec(*map(data_last, metadata.get(path, PartitionSpec()) if rule is None else rule))
+        compute = PartitionSpec(*(keep_axes(set(self.mesh.shape) - {DATA}, entry) for entry in spec))
+        self._check_fits(path, leaf.shape, spec, source)
+        if not self.row.shard_state:
+            return self._placement(path, leaf, compute, compute, f"{self.strategy} replicates it over data")
+        if compute != spec:
+            reason = f"sharded as {source if rule is None else 'its rule'} says: {spec}"
+            return self._placement(path, leaf, spec, compute, reason)
+        rest, reason = rest_spec(leaf.shape, compute, dict(self.mesh.shape), self.min_shard_size, self.data)
+        return self._placement(path, leaf, rest, compute, reason)
+
+    def _place_optimizer_leaf(self, path: str, leaf: Any, params: Mapping[str, Placement]) -> Placement:
+        specs = specs_for_leaf(path.removeprefix("opt_state/"), tuple(leaf.shape), params)
+        if specs.final or not self.row.shard_state or any(DATA in axes_of(entry) for entry in specs.rest):
+            return self._placement(path, leaf, specs.rest, specs.compute, specs.reason)
+        rest, reason = rest_spec(leaf.shape, specs.compute, dict(self.mesh.shape), self.min_shard_size, self.data)
+        return self._placement(path, leaf, rest, specs.compute, f"{reason} ({specs.reason})")
+
+    def _placement(self, path: str, leaf: Any, rest: PartitionSpec, compute: PartitionSpec, reason: str) -> Placement:
+        size = bytes_per_device(leaf.shape, leaf.dtype, shards(rest, dict(self.mesh.shape)))
+        return Placement(path, tuple(leaf.shape), str(leaf.dtype), rest, compute, size, reason)
+
+    def _placed_flat(self, placement: Placement, flat: Flat) -> Placement:
+        """Return the placement of a parameter that rests flat and padded.
+
+        Raises:
+            ValueError: it does so for another number of devices.
+        """
+        count = self.mesh.shape[DATA]
+        if flat.at_rest[-1] % count:
+            raise ValueError(
+                f"A state lies on the mesh of its plan; {placement.path} {list(flat.shape)} is padded to "
+                f"{list(flat.at_rest)}, which does not divide by {self.data}={count}. Lay it out anew: "
+                "jdp.place(state, plan)."
+            )
+        spec = PartitionSpec(*(None,) * (len(flat.at_rest) - 1), DATA)
+        size = bytes_per_device(flat.at_rest, placement.dtype, count)
+        reason = f"sharded flat: {list(flat.shape)} padded to {list(flat.at_rest)} over {self.data}={count}"
+        return Placement(placement.path, flat.at_rest, placement.dtype, spec, PartitionSpec(), size, reason, flat=flat)
+
+    def _in_memory(self, placement: Placement) -> Placement:
+        """Return the placement of a parameter or a leaf of the optimizer's state, in the memory where it rests."""
+        large = placement.shape and math.prod(placement.shape) >= self.min_shard_size
+        if self.offload is None or not large or not placement.trained:
+            return placement
+        return replace(placement, memory="host", reason=f"{placement.reason}; in host memory")
+
+    def _check_fits(self, path: str, shape: tuple[int, ...], spec: PartitionSpec, source: str) -> None:
+        """Check a parameter's spec against its shape; `source` ("the …") is what gave the spec."""
+        if len(spec) > len(shape):
+            raise ValueError(
+                f"A spec has at most one entry for each dimension; {spec} of {source} has {len(spec)}, and {path} has "
+                f"shape {list(shape)}. Leave out entries."
+            )
+        named, subject = [axis for entry in spec for axis in axes_of(entry)], f"T{source[1:]}"
+        if len(set(named)) < len(named):
+            raise ValueError(f"{subject} names an axis once; {spec} for {path} does not. Remove one.")
+        for dim, size in enumerate(shape):
+            pieces = shards(PartitionSpec(spec_entry(spec, dim)), dict(self.mesh.shape))
+            if size % pieces:
+                raise ValueError(
+                    f"{subject} must shard dimensions that divide: dimension {dim} of {path} {list(shape)} "
+                    f"is {size}, and {spec} splits it into {pieces}. Change the size, or the mesh "
+                    f"({factors(self.home.shape)}), or the rule: Plan(rules=...) goes before metadata."
+                )
+
+
+def check_plan(plan: object) -> None:
+    """Check that a plan is one: a strategy's word is often given in its place. Raises ValueError."""
+    if not isinstance(plan, Plan):
+        raise ValueError(
+            f"A plan is a jdp.Plan, of a mesh and a strategy; given {cut(repr(plan), 100)}. Write "
+            'jdp.Plan(jdp.make_mesh(data=-1), "zero1").'
+        )

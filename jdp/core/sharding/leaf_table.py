@@ -1,0 +1,129 @@
+"""The leaves of a tree as a table: path, dtype and shape, spec and bytes on a device. No array is read for it.
+
+Arrays may be real, abstract, being traced, donated or deleted: all that is shown is known without their elements.
+"""
+
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.sharding import NamedSharding
+
+from jdp.base.formatting import align_columns, format_bytes, format_rate
+from jdp.base.tree_paths import path_of
+from jdp.core.sharding.host_memory import PINNED
+from jdp.core.sharding.placement import bytes_per_device
+from jdp.core.types import PyTree
+
+IN_A_TERMINAL = 24
+"""Leaves of a table of text; of more, those in the middle are left out."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """What is known of an array without reading it.
+
+    Attributes:
+        path: slash-joined path in the tree.
+        array: dtype and global shape, such as "float32[64, 512]".
+        lies: its spec, such as "P('data', None)", or where it lies in other words.
+        elements: of the global array.
+        bytes_per_device: of one device's part; of the whole array, "at most", where its sharding is not known.
+        why: the reason for it; "" where there is none.
+        is_sharding_known: where it is not, `bytes_per_device` is an upper bound.
+        on_host: these bytes rest in the host's memory, not in the device's.
+    """
+
+    path: str
+    array: str
+    lies: str
+    elements: int
+    bytes_per_device: int
+    why: str = ""
+    is_sharding_known: bool = True
+    on_host: bool = False
+
+
+def leaves_of(tree: PyTree) -> list[Leaf]:
+    """Return the leaves of a tree.
+
+    Args:
+        tree: any pytree; a leaf that is no array has its type's name.
+    """
+    return [_leaf(path_of(path), value) for path, value in jax.tree.leaves_with_path(tree)]
+
+
+def _leaf(path: str, value: Any) -> Leaf:
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if not isinstance(shape, tuple) or dtype is None:
+        return Leaf(path, type(value).__name__, "no array", 0, 0)
+    traced = isinstance(value, Tracer)  # whose sharding is the compiler's
+    sharding, part = None if traced else getattr(value, "sharding", None), shape
+    if isinstance(sharding, jax.sharding.Sharding):
+        with suppress(ValueError):  # a spec that does not fit
+            part = sharding.shard_shape(shape)
+    held = bytes_per_device(part, dtype, 1)
+    known, on_host = sharding is not None or isinstance(value, np.ndarray | np.generic), _is_on_host(sharding)
+    words, where = f"{dtype}{[*shape]}", _lies(value, sharding)
+    return Leaf(path, words, where, math.prod(shape), held, is_sharding_known=known, on_host=on_host)
+
+
+def _is_on_host(sharding: Any) -> bool:
+    return getattr(sharding, "memory_kind", None) == PINNED
+
+
+def _lies(value: Any, sharding: Any) -> str:
+    """Say where an array lies: its spec, and what is unusual about it."""
+    if isinstance(value, Tracer | np.ndarray | np.generic):
+        return "being traced" if isinstance(value, Tracer) else "NumPy"
+    where = "not said" if sharding is None else type(sharding).__name__
+    if isinstance(sharding, NamedSharding):
+        where = f"{sharding.spec}" + (" in host memory" if _is_on_host(sharding) else "")
+    return f"{where}, donated" if isinstance(value, jax.Array) and value.is_deleted() else where
+
+
+def leaf_table(leaves: Sequence[Leaf], most: int) -> list[tuple[str, ...]]:
+    """Return headings, a row for each leaf, one for each part of the tree and one for all of it.
+
+    Args:
+        leaves: in order.
+        most: rows of leaves; where there are more, one row stands for those in the middle.
+    """
+    rows = [(leaf.path, leaf.array, leaf.lies, _held([leaf]), leaf.why) for leaf in leaves]
+    if len(leaves) > most:
+        first, last = most - most // 2, len(leaves) - most // 2
+        rows[first:last] = [_sum(f"… {last - first} leaves left out", leaves[first:last])]
+    parts = dict[str, list[Leaf]]()
+    for leaf in leaves:
+        parts.setdefault(leaf.path.partition("/")[0], []).append(leaf)
+    if len(parts) > 1:
+        rows += [_sum(f"all of {name}", of) for name, of in parts.items() if len(of) > 1]
+    rows = [("leaf", "array", "lies as", "a device", "why"), *rows, _sum("total", leaves)]
+    if on_host := [leaf for leaf in leaves if leaf.on_host]:
+        rows.append(_sum("of it in host memory", on_host))
+    return rows if any(leaf.why for leaf in leaves) else [row[:-1] for row in rows]
+
+
+def _sum(name: str, leaves: Sequence[Leaf]) -> tuple[str, str, str, str, str]:
+    elements = sum(leaf.elements for leaf in leaves)
+    return name, f"{format_rate(elements)} elements in {len(leaves)}", "", _held(leaves), ""
+
+
+def _held(leaves: Sequence[Leaf]) -> str:
+    bound = "" if all(leaf.is_sharding_known for leaf in leaves) else "≤ "
+    return bound + format_bytes(sum(leaf.bytes_per_device for leaf in leaves))
+
+
+def leaf_text(title: str, leaves: Sequence[Leaf]) -> str:
+    """Return the table as text for a terminal, under a title.
+
+    Args:
+        title: a line.
+        leaves: in order.
+    """
+    return "\n".join([title, *align_columns(leaf_table(leaves, IN_A_TERMINAL))])

@@ -1,0 +1,42 @@
+"""The placements of a whole state: a list that shows itself as a table."""
+
+from __future__ import annotations
+
+import math
+from typing import SupportsIndex, overload
+
+from jdp.base.notebook import Drawn
+from jdp.core.sharding.leaf_table import Leaf, leaf_text
+from jdp.core.sharding.placement import Placement
+
+
+class Placements(list[Placement], Drawn):
+    """What `Plan.placements` returns: a list, one `Placement` a leaf; a slice of it is one too."""
+
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> Placement: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Placements: ...
+
+    def __getitem__(self, index: SupportsIndex | slice) -> Placement | Placements:
+        return Placements(super().__getitem__(index)) if isinstance(index, slice) else super().__getitem__(index)
+
+    def __repr__(self) -> str:
+        return leaf_text(f"{len(self)} placements", self.leaves)
+
+    @property
+    def leaves(self) -> list[Leaf]:
+        """The rows of its table."""
+        return [
+            Leaf(
+                place.path,
+                place.array,
+                str(place.rest) + (" in host memory" if place.on_host else ""),
+                math.prod(place.shape),
+                place.bytes_per_device,
+                place.reason,
+                on_host=place.on_host,
+            )
+            for place in self
+        ]

@@ -1,0 +1,1 @@
+"""Traced programs (jaxprs): reading them (`jaxprs`), and the collectives that they issue (`collectives`)."""

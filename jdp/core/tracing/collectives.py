@@ -1,0 +1,156 @@
+"""Which collectives a step issues, read from its trace before any compiler has seen it: ZeRO-3's gathers, above all.
+
+The gather boundary (`boundary.gather_with_reduced_grad`) names each gather after its parameter, and `TracedLoss`
+marks those at the top of the loss. A trace without its dead code then holds one operation for every gather of a step:
+in a layer loop one in the forward pass and, where the backward pass needs the weight, one more; at the top one, whose
+result is kept for the backward pass. Operations in a scan count as often as it runs.
+
+Collectives that the loss itself issues are in the trace too, each with its source line, which XLA drops when it
+combines them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote, unquote
+
+import jax
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from jdp.core.tracing.jaxprs import inner_jaxprs, source_lines
+
+_AT_TOP = "gather_at_top"
+_PARAMETER = re.compile(r"gather\[([^\]]*)\]")
+_REDUCTION = re.compile(r"reduce\[([^\]]*)\]")
+_GATHERS = ("all_gather", "sharding_constraint")  # issued by hand; and what XLA makes a gather of
+_KINDS = {
+    "all_gather": "all-gather",
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "reduce_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all",
+    "ppermute": "collective-permute",
+}
+
+
+def top_scope() -> AbstractContextManager[Any]:
+    """Mark the gathers traced inside as made at the top of the loss, for all of it."""
+    return jax.named_scope(_AT_TOP)
+
+
+def parameter_scope(path: str) -> AbstractContextManager[Any]:
+    """Mark the gather traced inside as that of the parameter at `path`."""
+    return jax.named_scope(f"gather[{quote(path, safe='/')}]")
+
+
+def reduction_scope(path: str) -> AbstractContextManager[Any]:
+    """Mark what is traced inside as the reduction of the gradient of the parameter at `path`."""
+    return jax.named_scope(f"reduce[{quote(path, safe='/')}]")
+
+
+def is_gather(eqn: Any) -> bool:
+    """Return True if the operation was traced in a `parameter_scope`."""
+    return _PARAMETER.search(str(eqn.source_info.name_stack)) is not None
+
+
+def is_reduction(eqn: Any) -> bool:
+    """Return True if the operation was traced in a `reduction_scope`."""
+    return _REDUCTION.search(str(eqn.source_info.name_stack)) is not None
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """What a step gathers of one parameter, in one place.
+
+    Attributes:
+        path: of the parameter, such as "layers/mlp/up/kernel".
+        at_top: True if it is gathered at the top of the loss and kept until the backward pass is done with it; False if
+            a layer loop gathers it where it uses it, and drops it again.
+        elements: elements a device holds after each gather, its own shard included, summed over the gathers and the
+            microbatches of a step.
+        payload_bytes: bytes of those elements, in the dtype that is sent.
+    """
+
+    path: str
+    at_top: bool
+    elements: int
+    payload_bytes: int
+
+
+@dataclass(frozen=True)
+class Issued:
+    """A collective that the trace holds as an operation of its own.
+
+    Attributes:
+        kind: of collective, by XLA's name.
+        dims: the shape of its result on a device.
+        source_lines: "file:line" of the calls that led to it, innermost first.
+    """
+
+    kind: str
+    dims: tuple[int, ...]
+    source_lines: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class TracedCollectives:
+    """The collectives of a traced step.
+
+    Attributes:
+        gathered: every parameter that ZeRO-3 gathers, in the order of first use; empty under other strategies.
+        issued: every other collective that is issued by hand.
+    """
+
+    gathered: tuple[Gathered, ...]
+    issued: tuple[Issued, ...]
+
+
+def read_collectives(traced: jax.stages.Traced) -> TracedCollectives:
+    """Read the collectives of a step from its trace, dead code left out."""
+    jaxpr = traced.jaxpr.jaxpr
+    live, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    sums: dict[tuple[str, bool], tuple[int, int]] = {}
+    issued: dict[Issued, None] = {}
+    for eqn, times, scope in _walk(live, 1, ""):
+        if match := _PARAMETER.search(scope):
+            result = eqn.outvars[0].aval
+            sharding = eqn.params.get("sharding")  # of a constraint, whose result is global
+            shape = result.shape if sharding is None else sharding.shard_shape(result.shape)
+            elements = times * math.prod(shape)
+            key = unquote(match[1]), _AT_TOP in scope
+            before = sums.get(key, (0, 0))
+            sums[key] = (before[0] + elements, before[1] + elements * result.dtype.itemsize)
+        elif eqn.primitive.name in _KINDS:
+            lines = tuple(line.rpartition(" (")[0] for line in source_lines(eqn))
+            for each in eqn.outvars:
+                issued.setdefault(Issued(_KINDS[eqn.primitive.name], tuple(each.aval.shape), lines))
+    return TracedCollectives(tuple(Gathered(*key, *counts) for key, counts in sums.items()), tuple(issued))
+
+
+def reduced_by_layer(jaxpr: Any) -> dict[str, int]:
+    """Return for each parameter how many elements a trace reduces, all rounds and uses together; {} without a loop."""
+    sums: dict[str, Counter[str]] = {}
+    rounds = 1
+    for eqn, times, scope in _walk(jaxpr, 1, ""):
+        if match := _REDUCTION.search(scope):
+            kinds = sums.setdefault(unquote(match[1]), Counter())
+            kinds[eqn.primitive.name] += times * math.prod(eqn.invars[0].aval.shape)
+            rounds = max(rounds, times)
+    return {path: max(kinds.values()) for path, kinds in sums.items()} if rounds > 1 else {}
+
+
+def _walk(jaxpr: Any, times: int, outer: str) -> Iterator[tuple[Any, int, str]]:
+    """Yield (operation, how often it runs, its name scope) of all that may send, below the scope `outer`."""
+    for eqn in jaxpr.eqns:
+        scope = f"{outer}/{eqn.source_info.name_stack}"
+        if eqn.primitive.name in _GATHERS or eqn.primitive.name in _KINDS:
+            yield eqn, times, scope
+        rounds = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        for inner in inner_jaxprs(eqn):
+            yield from _walk(inner, times * rounds, scope)

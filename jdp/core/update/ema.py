@@ -1,0 +1,133 @@
+"""An exponential moving average of the parameters, kept in the optimizer's state.
+
+Averaged weights often evaluate better than the last ones (Polyak and Juditsky 1992, "Acceleration of stochastic
+approximation by averaging": a plain mean, as in Izmailov et al. 2018, arXiv:1803.05407; exponential in Tarvainen and
+Valpola 2017, arXiv:1703.01780). As part of the optimizer's state, the average is sharded as its parameter is, saved
+with it, has no leaf for frozen parameters, and does not change when a step is skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jdp.base.numbers import is_number
+from jdp.core.sharding.host_memory import on_device
+from jdp.core.state import STACKED, TrainState, trained_part, with_trained
+from jdp.core.types import Model, PyTree
+from jdp.core.update.local_steps import of_replicas
+from jdp.core.update.optimizer_checks import check_optimizer
+
+
+class EmaState(NamedTuple):
+    """State of `with_ema`.
+
+    Attributes:
+        inner: the wrapped optimizer's state.
+        average: a tree like the trained parameters, float32 (or wider).
+        weight: float32 scalar: the sum of the average's weights; None if it is always 1.
+    """
+
+    inner: Any
+    average: PyTree
+    weight: jax.Array | None
+
+
+def with_ema(tx: Any, decay: float, *, debias: bool = False) -> optax.GradientTransformationExtraArgs:
+    """Wrap an optimizer so that it also keeps a moving average of the parameters; its updates do not change.
+
+    After each step average = decay · average + (1 - decay) · params, in float32 even if the parameters are bfloat16.
+    Wrap the whole optimizer: a transformation outside of it would change the updates after they were averaged. Evaluate
+    with `ema_params(state)`.
+
+    Args:
+        tx: any optax optimizer. With `optax.MultiSteps` put the average inside, `MultiSteps(with_ema(tx, decay), k)`:
+            outside, each of the k calls would count as a step.
+        decay: in [0, 1): about 1 / (1 - decay) steps are averaged; 0.999 to 0.9999 is usual.
+        debias: True starts from zero and divides by 1 - decay^steps, as Adam does (Kingma and Ba 2014,
+            arXiv:1412.6980, section 3). False starts from the initial weights, whose weight then is decay^steps.
+
+    Returns:
+        An optax optimizer whose state is an `EmaState`.
+
+    Raises:
+        ValueError: `tx` is no optimizer, or `decay` is out of range.
+    """
+    check_optimizer(tx)
+    if not (is_number(decay) and 0 <= decay < 1):
+        raise ValueError(f"The decay of a moving average is a number in [0, 1); given {decay!r}. Usual is 0.999.")
+    wrapped = optax.with_extra_args_support(tx)
+
+    def init(params: PyTree) -> Any:
+        first = jnp.zeros_like if debias else jnp.asarray
+        average = jax.tree.map(lambda p: first(p, dtype=jnp.promote_types(p.dtype, jnp.float32)), params)
+        return EmaState(wrapped.init(params), average, jnp.zeros(()) if debias else None)
+
+    def update(updates: PyTree, state: Any, params: PyTree = None, **extra: Any) -> tuple[PyTree, Any]:
+        if params is None:
+            raise ValueError("with_ema averages the parameters: hand them to update(updates, state, params).")
+        updates, inner = wrapped.update(updates, state.inner, params, **extra)
+        new = optax.apply_updates(params, updates)
+        average = jax.tree.map(lambda a, p: decay * a + (1 - decay) * p.astype(a.dtype), state.average, new)
+        weight = None if state.weight is None else decay * state.weight + (1 - decay)
+        return updates, EmaState(inner, average, weight)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def ema_params(state: TrainState[Model]) -> TrainState[Model]:
+    """Return the state with averaged parameters instead of the trained ones, for evaluation.
+
+    Averages inside `optax.masked` or `multi_transform` are used too; parameters that they leave out stay as they are.
+    So does the model state: BatchNorm's statistics, which are moving averages of their own, remain those of the weights
+    in training. After local steps, where each replica has an average of its own weights, it is the mean of these: the
+    average of the replicas' mean weights. The result shares memory with `state`: do not train on it, and make it anew
+    after each step.
+
+    Args:
+        state: a train state, whose optimizer `with_ema` made.
+
+    Returns:
+        A `TrainState` like `state`; the averages have the parameters' dtypes and shardings, and are in device memory.
+
+    Raises:
+        ValueError: the optimizer keeps no average.
+    """
+    averages = [node for node in jax.tree.leaves(state.opt_state, is_leaf=_is_ema) if _is_ema(node)]
+    if not averages:
+        raise ValueError("ema_params needs an optimizer that keeps an average: jdp.with_ema(tx, decay=0.999).")
+    given = [(ema.weight, on_device(ema.average)) for ema in averages]
+    params = on_device(trained_part(state.params, state.static.trained))
+    mean = of_replicas(_means, given, params) if STACKED in state.sync else _means(given, params)
+    return replace(state, params=with_trained(state.params, mean, state.static.trained))
+
+
+def _means(averages: Sequence[tuple[jax.Array | None, PyTree]], params: PyTree) -> PyTree:
+    """Return parameters with those averaged that have an average; of several each may have some (`multi_transform`)."""
+    for weight, average in averages:
+        params = jax.tree.map(partial(_averaged, weight), average, params, is_leaf=_is_masked)
+    return params
+
+
+def _averaged(weight: jax.Array | None, average: Any, param: Any) -> Any:
+    """Return the average of one parameter in its dtype; the parameter itself if the average leaves it out."""
+    if _is_masked(average):
+        return param
+    if weight is None:
+        return average.astype(param.dtype)
+    mean = average / jnp.maximum(weight, jnp.finfo(jnp.float32).tiny)
+    return jnp.where(weight == 0, param, mean.astype(param.dtype))
+
+
+def _is_masked(node: Any) -> bool:
+    return isinstance(node, optax.MaskedNode)
+
+
+def _is_ema(node: Any) -> bool:
+    return isinstance(node, EmaState)

@@ -1,0 +1,244 @@
+"""A jitted function's program on other devices: the same axes with other sizes, and every mesh in it exchanged.
+
+1. The target's mesh has the axes of the arguments' mesh. One of them takes the devices that the others leave: `data`,
+   else the largest that the batch is split over (`moved_sizes`).
+2. Rows of a batch that the new mesh cannot split are rounded up, and the function is traced again (`_rows`).
+3. What the function closed over is still of the old mesh: `NamedSharding`s in constraints and in the jit itself, meshes
+   of `shard_map`s. They are exchanged in the jaxpr (`exchange.py`). A `shard_map`'s body has one device's shapes, so
+   there the sizes must be the same, unless it takes the mesh of the context, or is `jdp.value_and_grad`'s.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+
+from jdp.core.sharding.axes import DATA
+from jdp.core.sharding.mesh import following, without_mesh
+from jdp.core.sharding.placement import axes_of, spec_entry
+from jdp.foresight.any_step.replace_mesh import Exchange, OtherSize
+from jdp.foresight.any_step.traced import Argument, Arguments, Traced, mesh_in, trace
+from jdp.foresight.targets.resolve import Target
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A program on the mesh that it is compiled for.
+
+    Attributes:
+        traced: the program; its arguments lie on `mesh`.
+        mesh: of the target's devices.
+        batch_axes: the axes that rows of a batch are split over.
+        batch: numbers of the positional arguments that are a batch.
+        notes: what differs from what was given, a sentence each.
+        in_context: it was traced with `mesh` as the context's, and is lowered so.
+    """
+
+    traced: Traced
+    mesh: Mesh
+    batch_axes: tuple[str, ...]
+    batch: frozenset[int]
+    notes: tuple[str, ...] = ()
+    in_context: bool = False
+
+
+def move(
+    function: Callable[..., Any],
+    given: tuple[Any, ...],
+    target: Target | None,
+    sizes: Mapping[str, int] | None = None,
+) -> Moved:
+    """Trace a jitted function, and put its program on a target's devices.
+
+    Args:
+        function: jitted.
+        given: its positional arguments, real or abstract.
+        target: the devices; None: those of the arguments' mesh.
+        sizes: axis -> size on the target, of which one may be -1; others stay as they are.
+
+    Raises:
+        ValueError: what `trace` and `mesh_in` raise; axes that do not fit the target; an array that they do not divide;
+            a `shard_map` over a mesh of its own and of another size.
+    """
+    arguments = Arguments.of(function, given)
+    traced = trace(function, arguments)
+    old = mesh_in(traced.arguments, traced.out_shardings)
+    batch, batch_axes = _batch(traced)
+    if target is None:
+        if isinstance(old, AbstractMesh):
+            raise ValueError(
+                "Without a target a step is compiled for its arguments' devices; given an abstract mesh, which has "
+                "none. Name a target, such as h100:1x8."
+            )
+        return Moved(traced, old, batch_axes or old.axis_names[:1], batch)
+    new_sizes = moved_sizes(dict(old.shape), batch_axes, target, sizes)
+    mesh = Mesh(np.array(target.devices).reshape(tuple(new_sizes.values())), old.axis_names, axis_types=old.axis_types)
+    rows, notes = _rows(traced, batch, old, mesh)
+    if new_sizes != dict(old.shape):
+        words = [" × ".join(f"{axis}={size}" for axis, size in each.items()) for each in (old.shape, new_sizes)]
+        notes = (f"the arguments' mesh {words[0]} became {words[1]}; mesh={{axis: size}} has others", *notes)
+    on_target, in_context = _trace_for(function, arguments.resized(rows), traced if not rows else None, old, mesh)
+    for each in on_target.arguments:
+        _check_divides(each, mesh)
+    return Moved(on_target, mesh, batch_axes or (_moving(dict(old.shape), ()),), batch, notes, in_context)
+
+
+# Sizes.
+
+
+def _moving(sizes: Mapping[str, int], batch_axes: Sequence[str]) -> str:
+    """Return the axis that takes the devices that the others leave: `data`, else the largest of the batch's."""
+    if sizes.get(DATA, 1) > 1:
+        return DATA
+    return max(batch_axes or sizes, key=lambda axis: sizes[axis])
+
+
+def moved_sizes(
+    sizes: Mapping[str, int], batch_axes: Sequence[str], target: Target, wanted: Mapping[str, int] | None = None
+) -> dict[str, int]:
+    """Return the sizes of the same axes on a target.
+
+    Args:
+        sizes: axis -> size on the mesh that was given.
+        batch_axes: those that rows of a batch are split over.
+        target: the devices.
+        wanted: axis -> size on the target; -1 of one takes what is left.
+
+    Raises:
+        ValueError: an unknown axis; the sizes do not multiply to the target's devices.
+    """
+    if unknown := [axis for axis in wanted or {} if axis not in sizes]:
+        raise ValueError(
+            f"mesh gives sizes to the axes that the arguments' mesh has: {', '.join(sizes)}; given {unknown[0]!r}. "
+            "Name one of these."
+        )
+    free = [axis for axis, size in (wanted or {}).items() if size == -1]
+    chosen = {**sizes, **(wanted or {})}
+    if not wanted:
+        free = [_moving(sizes, batch_axes)]
+    count, taken = len(target.devices), math.prod(size for axis, size in chosen.items() if axis not in free)
+    if len(free) == 1 and taken > 0 and count % taken == 0:
+        chosen[free[0]] = count // taken
+    if len(free) > 1 or min(chosen.values()) < 1 or math.prod(chosen.values()) != count:
+        words = " × ".join(f"{axis}={'what is left' if axis in free else size}" for axis, size in chosen.items())
+        raise ValueError(
+            f"The axes of a mesh multiply to its devices; given {words} for the {count} devices of {target}. Give "
+            "sizes that do, such as mesh={'" + next(iter(sizes)) + "': -1}, of which one may be -1."
+        )
+    return chosen
+
+
+def _batch(traced: Traced) -> tuple[frozenset[int], tuple[str, ...]]:
+    """Return (the numbers of the arguments that are a batch, the axes that its rows are split over).
+
+    A batch is an argument whose sharded arrays are all split by rows, equally many, and not all of which come back as
+    a result of the same shape, as weights do.
+    """
+    results = {(aval.shape, aval.dtype) for aval in map(_aval, traced.closed.jaxpr.outvars)}
+    groups: defaultdict[int, list[Argument]] = defaultdict(list)
+    for each in traced.arguments:
+        if each.sharding is not None and any(map(axes_of, each.sharding.spec)):
+            groups[each.number].append(each)
+    batch, axes = set[int](), dict[str, None]()
+    for number, arrays in groups.items():
+        entries = {(each.shape[0], axes_of(spec_entry(_spec(each), 0))) for each in arrays}
+        kept = all((each.shape, each.dtype) in results for each in arrays)
+        if number >= 0 and len(entries) == 1 and not kept:
+            (_, along), *_ = entries
+            if along:
+                batch.add(number)
+                axes |= dict.fromkeys(along)
+    return frozenset(batch), tuple(axes)
+
+
+def _aval(variable: Any) -> Any:
+    return variable.aval
+
+
+def _spec(argument: Argument) -> PartitionSpec:
+    return PartitionSpec() if argument.sharding is None else argument.sharding.spec
+
+
+def _rows(
+    traced: Traced, batch: frozenset[int], old: Mesh | AbstractMesh, mesh: Mesh
+) -> tuple[dict[int, int], tuple[str, ...]]:
+    """Return (slot of an array -> its new number of rows, notes), of the batch's rows that `mesh` cannot split."""
+    rows, notes = dict[int, int](), list[str]()
+    for each in traced.arguments:
+        along = axes_of(spec_entry(_spec(each), 0))
+        if each.number not in batch or not along:
+            continue
+        count = math.prod(mesh.shape[axis] for axis in along)
+        if each.shape[0] % count:
+            unit = math.lcm(count, math.prod(old.shape[axis] for axis in along))
+            rows[each.slot] = -(-each.shape[0] // unit) * unit
+            axes = " × ".join(f"{axis}={mesh.shape[axis]}" for axis in along)
+            notes.append(
+                f"a batch's rows must divide by {axes}; given {each.shape[0]}: {rows[each.slot]} would be taken"
+            )
+    return rows, tuple(dict.fromkeys(note.replace("would be", "are") for note in notes))
+
+
+def _check_divides(argument: Argument, mesh: Mesh) -> None:
+    """Raise ValueError if an array's sharding does not divide it."""
+    for dim, entry in enumerate(_spec(argument)):
+        count = math.prod(mesh.shape[axis] for axis in axes_of(entry))
+        if argument.shape[dim] % count:
+            raise ValueError(
+                f"An argument's dimensions divide by the axes that they are sharded over; given {argument.path} "
+                f"{list(argument.shape)}, whose dimension {dim} is sharded over {', '.join(axes_of(entry))}, "
+                f"{count} on the target. Take other sizes (mesh={{axis: size}}), or another sharding or shape."
+            )
+
+
+# Meshes in the program.
+
+
+_MISMATCHES = ("incompatible devices", "cannot change the size of the mesh", "should match the mesh")
+"""What jax says where a function's own mesh is not the context's."""
+
+
+def _trace_for(
+    function: Callable[..., Any], arguments: Arguments, traced: Traced | None, old: Mesh | AbstractMesh, mesh: Mesh
+) -> tuple[Traced, bool]:
+    """Return (the program on `mesh`, whether it was traced with `mesh` as the context's).
+
+    It is traced under the caller's mesh and exchanged, or traced under `mesh` itself.
+
+    A caller's `jax.set_mesh` is followed first, as what takes the context's mesh then has the target's sizes. Without
+    one, the context is set only where nothing else helps: libraries look at it, and would make another program.
+    """
+    in_context = not jax.sharding.get_abstract_mesh().empty
+    exchange = Exchange(old, mesh)
+    located = replace(arguments, arrays=tuple(exchange.argument(each) for each in arguments.arrays))
+
+    def as_called() -> tuple[Traced, bool]:
+        return exchange.program(traced or trace(function, arguments)), False
+
+    def in_target() -> tuple[Traced, bool]:
+        with following(mesh):
+            return exchange.program(trace(function, located)), True
+
+    reasons = list[ValueError]()
+    for attempt in (in_target, as_called) if in_context else (as_called, in_target):
+        try:
+            return attempt()
+        except ValueError as error:
+            if not isinstance(error, OtherSize) and not any(sign in str(error) for sign in _MISMATCHES):
+                raise
+            reasons.append(error)
+    raise next((error for error in reasons if isinstance(error, OtherSize)), reasons[0]) from None
+
+
+def lowering(moved: Moved) -> AbstractContextManager[Any]:
+    """Return the context in which a moved program is lowered: the one it was traced in, or that Explicit axes need."""
+    explicit = AxisType.Explicit in moved.mesh.axis_types
+    return jax.set_mesh(moved.mesh) if explicit or moved.in_context else without_mesh()

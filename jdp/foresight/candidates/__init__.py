@@ -1,0 +1,1 @@
+"""What could be run instead: other meshes, the largest batch, the smallest cluster."""

@@ -1,0 +1,139 @@
+"""The flight recorder: what each process did and how long it took, in a file that outlives it.
+
+One JSON object a line, each with "time" (Unix seconds) and "event", in `flight/rank-00000.jsonl` of the run's folder:
+
+| event    | when                                          | further keys                                             |
+|----------|-----------------------------------------------|----------------------------------------------------------|
+| start    | the process joined the run                    | rank, of, pid, host, began, versions, devices             |
+| begin    | something that takes long begins              | doing, step                                              |
+| end      | it ended                                      | doing, step, seconds                                     |
+| step     | a step of the loop ended                      | step, seconds, its parts data, dispatch, wait, host       |
+| resumed  | the loop begins                               | step                                                     |
+| returned | the loop begins again, after fewer steps      | step                                                     |
+| bad step | no finite gradient, or a loss that jumps      | step, words                                              |
+| late     | another host than before holds all up         | step, words                                              |
+| alive    | nothing else happened for a while             | doing, step                                              |
+| signal   | a signal came                                 | signal                                                   |
+| deadline | something did not end in time                 | doing, step, words, behind, stack                        |
+| left     | the end: how, and the exit code               | how, step, and error, at, lost_peer for an error          |
+| before   | the first line of a file that follows another | what `account` found in those before                     |
+
+Each line goes to the operating system at once, so it is there after SIGKILL. A file that has grown to `LIMIT_BYTES`
+is renamed to `rank-00000.old.jsonl`, in place of the one before: a process keeps the last ten thousand steps or more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from jdp.base.notices import notice
+from jdp.guard.time_account import account
+
+FLIGHT = "flight"
+"""The folder of the recorders, in the folder of a run."""
+LIMIT_BYTES = 2**20
+
+
+class Flight:
+    """Records events of this process.
+
+    Args:
+        folder: of the recorders; made if it is not there.
+        rank: index of this process.
+        limit_bytes: size at which a file is set aside.
+    """
+
+    def __init__(self, folder: Path, rank: int, *, limit_bytes: int = LIMIT_BYTES) -> None:
+        self.file = folder / f"rank-{rank:05}.jsonl"
+        self._limit, self._size = limit_bytes, 0
+        self._lock = threading.Lock()
+        self._descriptor: int | None = None
+        self.last = time.monotonic()
+        with self._reporting():
+            folder.mkdir(parents=True, exist_ok=True)
+            self._open()
+
+    def event(self, event: str, **values: Any) -> None:
+        """Append an event. A disk that cannot be written stops the recorder, and not the run."""
+        line = json.dumps({"time": round(time.time(), 4), "event": event, **values}, default=str) + "\n"
+        self.last = time.monotonic()
+        with self._lock, self._reporting():
+            if self._descriptor is None:
+                return
+            self._size += os.write(self._descriptor, line.encode())
+            if self._size > self._limit:
+                self._set_aside()
+
+    def close(self) -> None:
+        """Close the file; events after that are dropped."""
+        with self._lock:
+            if self._descriptor is not None:
+                os.close(self._descriptor)
+            self._descriptor = None
+
+    def _open(self) -> None:
+        """Open the file; a half-written last line of a killed process is ended."""
+        self._descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+        self._size = os.fstat(self._descriptor).st_size
+        if self._size and os.pread(self._descriptor, 1, self._size - 1) != b"\n":
+            self._size += os.write(self._descriptor, b"\n")
+
+    def _set_aside(self) -> None:
+        """Begin a new file, whose first line has what the account of those before needs."""
+        assert self._descriptor is not None
+        os.close(self._descriptor)
+        self._descriptor = None
+        before = account(read(self.file))
+        self.file.replace(_old(self.file))
+        self._open()
+        line = json.dumps({"time": round(time.time(), 4), "event": "before", **before.as_record()}) + "\n"
+        self._size += os.write(self._descriptor, line.encode())  # pyright: ignore[reportArgumentType]
+
+    @contextlib.contextmanager
+    def _reporting(self) -> Any:
+        """Turn an error of the disk into a notice, and stop recording."""
+        try:
+            yield
+        except OSError as error:
+            if self._descriptor is not None:
+                with contextlib.suppress(OSError):
+                    os.close(self._descriptor)
+            self._descriptor = None
+            notice(f"{self.file} cannot be written ({error.strerror}): the flight recorder stops, the run goes on")
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """Return the events of one file in their order; damaged lines are left out. No file: no events."""
+    events: list[dict[str, Any]] = []
+    with contextlib.suppress(FileNotFoundError):
+        for line in file.read_bytes().split(b"\n"):
+            with contextlib.suppress(ValueError, RecursionError):
+                event = json.loads(line)
+                if isinstance(event, dict) and isinstance(event.get("event"), str) and _is_number(event.get("time")):
+                    events.append(event)
+    return events
+
+
+def read_ranks(folder: Path) -> dict[int, list[dict[str, Any]]]:
+    """Return rank -> the events that are still there of each process of a run, oldest first; {} without recorders."""
+    ranks: dict[int, list[dict[str, Any]]] = {}
+    for file in sorted(folder.glob("rank-*.jsonl")):
+        number = file.name.removeprefix("rank-").partition(".")[0]
+        if number.isdecimal() and len(number) < 10 and not file.name.endswith(".old.jsonl"):
+            newer = read(file)
+            ranks[int(number)] = [*read(_old(file)), *(event for event in newer if event["event"] != "before")]
+    return ranks
+
+
+def _old(file: Path) -> Path:
+    return file.with_name(f"{file.stem}.old.jsonl")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

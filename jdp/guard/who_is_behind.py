@@ -1,0 +1,91 @@
+"""Which process holds the others up, in words: from where each one says that it is."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jdp.core.cluster.barrier import named
+
+DEVICES = "waiting for the devices"
+"""What a process does that another one holds up."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a process is: its last whole step, what it is doing, and for how many seconds."""
+
+    step: int
+    doing: str
+    seconds: float
+
+
+Known = Mapping[int, tuple[Position, float]]
+"""Process -> where it was, and when it said so (Unix seconds)."""
+
+
+def whereabouts(count: int, answers: Known, before: Known, *, now: float) -> tuple[str, list[int]]:
+    """Return who does not answer or is behind, "Process 17 is at step 4,211, all others at 4,212.", and their numbers.
+
+    Args:
+        count: number of processes.
+        answers: of those that say that their time is up.
+        before: what each published last while all was well.
+        now: Unix seconds.
+    """
+    silent = [rank for rank in range(count) if rank not in answers]
+    if silent:
+        words = " ".join(_silent(rank, before, now) for rank in silent[:3])
+        return words + _more(silent[3:]) + _where(answers), silent
+    steps = {rank: position.step for rank, (position, _) in answers.items()}
+    behind = [rank for rank, step in steps.items() if step == min(steps.values())]
+    if len(behind) == count:
+        doing = {position.doing for position, _ in answers.values()}
+        busy = [rank for rank, (position, _) in answers.items() if position.doing != DEVICES]
+        if len(doing) == 1:
+            where = f"All processes are at step {steps[0]:,}, {doing.pop()}"
+            return f"{where}: the devices hang, or the network between them.", []
+        return f"All processes are at step {steps[0]:,}: {_doing(answers)}.", busy if len(busy) < count else []
+    doing = answers[behind[0]][0].doing
+    verb = "is" if len(behind) == 1 else "are"
+    ahead = sorted({*steps.values()} - {steps[behind[0]]})
+    others = f"all others at {ahead[0]:,}" if len(ahead) == 1 else f"the others at {ahead[0]:,} to {ahead[-1]:,}"
+    return f"{_capital(named(behind))} {verb} at step {steps[behind[0]]:,} ({doing}), {others}.", behind
+
+
+def _silent(rank: int, before: Known, now: float) -> str:
+    if rank not in before:
+        return f"Process {rank} does not answer, and never said where it was."
+    position, at = before[rank]
+    return (
+        f"Process {rank} does not answer: {max(now - at, 0):.0f} seconds ago it was at step {position.step:,}, "
+        f"{position.doing}."
+    )
+
+
+def _where(answers: Known) -> str:
+    """Return where those are that answer, in short."""
+    steps = sorted({position.step for position, _ in answers.values()})
+    if not steps:
+        return ""
+    if len(steps) == 1:
+        return f" All others are at step {steps[0]:,}."
+    return f" The others are at step {steps[0]:,} to {steps[-1]:,}."
+
+
+def _doing(answers: Known) -> str:
+    """Return what each group of processes is doing."""
+    groups: defaultdict[str, list[int]] = defaultdict(list)
+    for rank, (position, _) in sorted(answers.items()):
+        groups[position.doing].append(rank)
+    ordered = sorted(groups.items(), key=lambda group: len(group[1]))
+    return ", ".join(f"{named(ranks)} {'is' if len(ranks) == 1 else 'are'} {doing}" for doing, ranks in ordered)
+
+
+def _more(ranks: list[int]) -> str:
+    return f" So it is with {len(ranks)} more." if ranks else ""
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]

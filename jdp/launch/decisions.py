@@ -1,0 +1,214 @@
+"""Who says what the supervisor of a machine does next: itself, where there is one machine, else the rendezvous.
+
+Both answer the same three questions: with which place in the cluster to start, or with which exit code to end; whether
+to stop now, because another machine has failed; and what follows from how the processes ended.
+"""
+
+import contextlib
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
+
+from jdp.launch.messages import Lost, Wire, split_address
+from jdp.launch.output import say
+from jdp.launch.process_environment import Place, on_this_machine
+from jdp.launch.processes import POLL_SECONDS, Child
+from jdp.launch.rendezvous import Nodes, Rendezvous
+from jdp.launch.restarts import INTERRUPTED, TRY_AGAIN, Restarts
+
+CONNECT_SECONDS = 3.0  # one attempt to reach node 0
+AGAIN_SECONDS = 0.5  # between two attempts
+
+
+class Leader(Protocol):
+    """What a supervisor asks."""
+
+    def next_place(self, signals: Sequence[int]) -> Place | int:
+        """Return the place to start with, or the exit code to end with; `signals` has those that came so far."""
+        ...
+
+    def stop(self, cause: Child | None) -> bool:
+        """Return True if the processes must stop; `cause` is the one of this machine that failed first, if any has."""
+        ...
+
+    def ended(self, cause: Child | None, signals: Sequence[int]) -> None:
+        """Take note that all processes of this machine have ended."""
+        ...
+
+
+@dataclass
+class Alone:
+    """One machine leads itself."""
+
+    processes: int
+    restarts: Restarts
+    _code: int | None = None
+
+    def next_place(self, signals: Sequence[int]) -> Place | int:
+        """Return the next attempt's place, on a new port; or the exit code."""
+        if self._code is not None:
+            return self._code
+        return on_this_machine(self.processes, self.restarts.made)
+
+    def stop(self, cause: Child | None) -> bool:
+        """Return False: the gang stops itself."""
+        return False
+
+    def ended(self, cause: Child | None, signals: Sequence[int]) -> None:
+        """Decide whether there is another attempt."""
+        if cause is None:
+            self._code = 0
+        elif signals or not self.restarts.another(cause.status):
+            self._code = self.restarts.exit_code(cause.status)
+
+
+class Member:
+    """One of several machines: what it does next comes from the rendezvous. In `with`.
+
+    Args:
+        nodes: of the run; which one this is.
+        here: processes of this node.
+        facts: what must be the same on every node, name -> value.
+        rendezvous: None except on node 0.
+    """
+
+    def __init__(self, nodes: Nodes, here: int, facts: Mapping[str, str], rendezvous: Rendezvous | None) -> None:
+        self._nodes, self._here, self._facts, self._rendezvous = nodes, here, facts, rendezvous
+        self._wire: Wire | None = None
+        self._told, self._stop = False, False
+        self._code: int | None = None
+        self._refused, self._again_at = "", 0.0
+
+    def __enter__(self) -> Self:
+        if self._rendezvous is not None:
+            self._rendezvous.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._leave()
+        if self._rendezvous is not None:
+            self._rendezvous.__exit__()
+
+    def next_place(self, signals: Sequence[int]) -> Place | int:
+        """Wait for the rendezvous to start an attempt or to end the run."""
+        self._told = self._stop = False
+        give_up = time.monotonic() + self._nodes.rejoin_seconds
+        while self._code is None:
+            if signals:
+                return INTERRUPTED if signals[0] == signal.SIGINT else TRY_AGAIN
+            if self._wire is None:
+                if time.monotonic() > give_up:
+                    return self._nobody()
+                self._connect()
+            for message in self._heard():
+                if message["kind"] == "start":
+                    self._refused = ""
+                    names = ("coordinator", "processes", "first", "binds", "restarts")
+                    return Place(here=self._here, **{name: message[name] for name in names})
+            time.sleep(POLL_SECONDS)
+        return self._code
+
+    def stop(self, cause: Child | None) -> bool:
+        """Tell the rendezvous of the first failure here, once; return True if it, or its loss, ends the attempt."""
+        if cause is not None and not self._told:
+            self._told = True
+            text = f"process {cause.rank} {cause.how} on node {self._nodes.rank} ({socket.gethostname()})"
+            self._send("failed", status=cause.status, aborted=cause.aborted, text=text)
+        self._heard()
+        return self._stop or self._wire is None
+
+    def ended(self, cause: Child | None, signals: Sequence[int]) -> None:
+        """Tell the rendezvous; a machine that was told to stop leaves the run, which may go on without it."""
+        self.stop(cause)
+        code = 0 if cause is None else 128 - cause.status if cause.status < 0 else cause.status
+        self._send("ended", leaving=bool(signals), code=code)
+        if signals and self._code is None:
+            self._code = code
+
+    def _connect(self) -> None:
+        """Try to reach node 0, and join; not again at once."""
+        if time.monotonic() < self._again_at:
+            return
+        self._again_at = time.monotonic() + AGAIN_SECONDS
+        with contextlib.suppress(OSError):  # it is not there yet, its name does not resolve yet, or all is busy
+            address = self._rendezvous.address if self._rendezvous else split_address(self._nodes.coordinator)
+            self._wire = Wire(socket.create_connection(address, CONNECT_SECONDS))
+            self._send("join", node=self._nodes.rank, facts=dict(self._facts))
+
+    def _nobody(self) -> int:
+        """Report that node 0 did not answer in time; return the exit code.
+
+        Raises:
+            ValueError: it did answer, and has another machine with this number.
+        """
+        if self._refused:
+            raise ValueError(f"{self._refused}: give each machine a --node-rank of its own")
+        say(
+            f"node 0 did not answer at {self._nodes.coordinator} within {self._nodes.rejoin_seconds:g} seconds: start "
+            "it, and see that its name resolves and its port is open from here"
+        )
+        return TRY_AGAIN
+
+    def _heard(self) -> list[Mapping[str, Any]]:
+        """Take note of what the rendezvous has said, and return it."""
+        messages: list[Mapping[str, Any]] = []
+        if self._wire is not None:
+            try:
+                messages = self._wire.receive()
+            except Lost as lost:
+                self._lost(lost)
+        for message in messages:
+            if message["kind"] == "end":
+                self._code, self._stop = int(message["code"]), True
+            elif message["kind"] == "taken":
+                self._refused = str(message["why"])
+                self._leave()
+            self._stop = self._stop or message["kind"] == "stop"
+            if self._nodes.rank and (why := message.get("why")):  # on node 0 the rendezvous says it
+                say(why)
+            if message["kind"] == "spare":
+                say("this node stands by: the run goes on with fewer, which its mesh and batch allow")
+        return messages
+
+    def _send(self, kind: str, **message: Any) -> None:
+        if self._wire is not None:
+            try:
+                self._wire.send(kind, **message)
+            except Lost as lost:
+                self._lost(lost)
+
+    def _lost(self, why: Lost) -> None:
+        """Node 0 is gone: stop, and look for it again; another supervisor may take its place there."""
+        if self._code is None:
+            say(f"the connection to node 0 ({self._nodes.coordinator}) is lost: {why}")
+        self._leave()
+
+    def _leave(self) -> None:
+        if self._wire is not None:
+            self._wire.close()
+            self._wire = None
+
+
+def leader(
+    processes: int,
+    restarts: Restarts,
+    nodes: Nodes | None,
+    facts: Mapping[str, str],
+    fits: Callable[[int], bool],
+) -> Alone | Member:
+    """Return who leads this machine.
+
+    Args:
+        processes: of this machine.
+        restarts: of the run; of a member other than node 0 it is not used.
+        nodes: None: there is one machine.
+        facts: what must be the same on every node.
+        fits: whether the run can be done by so many processes.
+    """
+    if nodes is None:
+        return Alone(processes, restarts)
+    host = Rendezvous(nodes, processes, restarts, fits) if nodes.rank == 0 else None
+    return Member(nodes, processes, facts, host)

@@ -1,0 +1,93 @@
+"""What each process learns through its environment: its place in the cluster, and its devices."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from jdp.base.machine import cpu_only, visible_gpus
+from jdp.launch.messages import listen
+
+LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which of a cluster's processes are started on this machine.
+
+    Attributes:
+        coordinator: "HOST:PORT" at which process 0 will listen.
+        processes: number of processes on all machines.
+        here: number of processes on this machine.
+        first: index of the first of these; they are consecutive.
+        binds: True if process 0 listens at that host only, False for wherever JAX says.
+        restarts: how many attempts there were before this one.
+    """
+
+    coordinator: str
+    processes: int
+    here: int
+    first: int = 0
+    binds: bool = False
+    restarts: int = 0
+
+    @property
+    def ranks(self) -> range:
+        """The indices of the processes of this machine."""
+        return range(self.first, self.first + self.here)
+
+
+def on_this_machine(processes: int, restarts: int) -> Place:
+    """Return the place of a cluster that this machine has to itself, with a port that was free just now."""
+    return Place(f"{LOOPBACK}:{free_port(LOOPBACK)}", processes, processes, restarts=restarts)
+
+
+def free_port(host: str) -> int:
+    """Return a port of this address that was free just now. Raises OSError if it is not this machine's."""
+    with listen(host, 0) as server:
+        return server.getsockname()[1]
+
+
+def environments(environment: Mapping[str, str], place: Place, devices: int | None) -> dict[int, dict[str, str]]:
+    """Return the environment of each process: its number, the coordinator's address, and its devices.
+
+    Args:
+        environment: variables to start from.
+        place: which processes these are.
+        devices: GPUs, or virtual CPU devices, of each; None: an equal share, or JAX's number.
+
+    Returns:
+        Index of the process -> variables.
+
+    Raises:
+        ValueError: there are fewer GPUs than the processes need.
+    """
+    shared = dict(environment) | {
+        "JDP_COORDINATOR": place.coordinator,
+        "JDP_NUM_PROCESSES": str(place.processes),
+        "JDP_RESTARTS": str(place.restarts),
+        "PYTHONUNBUFFERED": "1",
+    }
+    if place.binds:
+        shared["JAX_COORDINATOR_BIND_ADDRESS"] = place.coordinator
+    gpus = visible_gpus(environment)
+    if gpus:
+        own = [{"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in _split_gpus(gpus, place.here, devices)]
+    elif devices is not None:
+        own = [{"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}] * place.here
+    else:
+        own = [{"JAX_PLATFORMS": "cpu"} if cpu_only(environment) else {}] * place.here
+    return {
+        rank: shared | {"JDP_PROCESS_ID": str(rank)} | devices_of
+        for rank, devices_of in zip(place.ranks, own, strict=True)
+    }
+
+
+def _split_gpus(gpus: Sequence[str], processes: int, each: int | None) -> list[Sequence[str]]:
+    """Return consecutive GPUs for every process. Raises ValueError if there are too few."""
+    share = len(gpus) // processes if each is None else each
+    if share < 1 or share * processes > len(gpus):
+        raise ValueError(
+            f"Every process needs GPUs of its own: {processes} processes × {max(share, 1)} = "
+            f"{processes * max(share, 1)}, but there are {len(gpus)}. Start fewer, or set JAX_PLATFORMS=cpu to run on "
+            "virtual CPU devices."
+        )
+    return [gpus[rank * share : (rank + 1) * share] for rank in range(processes)]

@@ -1,0 +1,265 @@
+"""What the loop does about steps that go wrong: around a step, after it, before a save, and at the end.
+
+1. `take` takes a step, or leaves it out; some steps are taken twice and compared (`guard.replay_every`).
+2. `after` reads the metrics of an earlier step, as reading waits for it: which steps were skipped, whether the loss
+   jumps, when to go back. The first bad step of a row is inspected, and its batch kept.
+3. Replicas are compared every `guard.check_replicas_every` steps, and before each save.
+4. Process 0 says which host the others wait for.
+
+All of it follows from values that every process has, so that all decide alike, and at the same step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from jdp.core.cluster.initialize import is_lost_peer
+from jdp.core.state import TrainState
+from jdp.core.types import Batch
+from jdp.experiment.assembly import Assembly
+from jdp.experiment.file import ExperimentError
+from jdp.guard.bad_steps import RollBack, Rules
+from jdp.guard.nonfinite import save_batch
+from jdp.guard.replicas import Fingerprints, check_replicas, copied, fingerprints, raise_for, repeated
+from jdp.guard.stragglers import HostTimes
+from jdp.guard.watch import Watch
+from jdp.run.progress import Progress
+
+AHEAD = 2
+"""Steps that may be queued on the devices before the loop waits."""
+MOST_RETURNS = 3
+"""How often a run goes back, without a good step in between, before it gives up."""
+INSPECTED = 3
+"""Most bad steps that are inspected, and whose batches are kept, until the run is resumed or goes back."""
+
+
+class Diverged(ExperimentError):
+    """The gradients are no longer finite, on all processes alike."""
+
+
+@dataclass(frozen=True)
+class Queued:
+    """A step whose metrics were not read yet; `values` is None for one that was left out."""
+
+    step: int
+    values: Any
+    batch: Batch | None
+
+
+class Health:
+    """Watches over the steps of a visit.
+
+    Args:
+        assembly: the run's.
+        progress: how far it is; what is known of bad steps is in there.
+        watch: told of what takes long, and of bad steps.
+        say: shows a line to the user.
+    """
+
+    def __init__(self, assembly: Assembly, progress: Progress, watch: Watch, say: Callable[[str], None]) -> None:
+        self._assembly, self._progress, self._watch, self._say = assembly, progress, watch, say
+        self._guard, self._limit = assembly.experiment.guard, assembly.experiment.train.max_skips_in_a_row
+        self._rules = Rules(**self._guard.model_dump(include=set(Rules.__dataclass_fields__)))
+        self._inspected = 0
+        self._hosts = HostTimes(self._guard.check_hosts_every)
+        self._one_more = jax.jit(lambda count: count + 1, out_shardings=assembly.plan.replicated)
+        self._queued: list[Queued] = []
+        self._compared: list[tuple[int, Fingerprints]] = []
+        self._read = progress.resumed_from
+        self._values: Any = None
+
+    def take(self, state: TrainState, batch: Batch, step: int) -> tuple[TrainState, Any]:
+        """Take a step.
+
+        Args:
+            state: donated.
+            batch: of the step.
+            step: its number.
+
+        Returns:
+            The new state, and the step's metrics; None for a step that is left out.
+
+        Raises:
+            CorruptState: a step that was taken twice did not give equal bits.
+        """
+        if step in self._progress.bad.left_out:
+            self._queued.append(Queued(step, None, None))
+            return replace(state, skipped=self._one_more(state.skipped)), None
+        replayed = self._guard.replay_every and step % self._guard.replay_every == 0
+        before = copied(state) if replayed else None
+        self._hosts.dispatches(self._values)
+        state, self._values = self._assembly.train_step(state, batch)
+        keeps = self._guard.inspect_bad_steps and self._inspected < INSPECTED
+        values = {name: self._values[name] for name in ("skipped", "loss", "weight")}
+        self._queued.append(Queued(step, values, batch if keeps else None))
+        if before is not None:
+            with self._watch.during("taking a step twice"):
+                repeated(self._assembly.train_step, before, batch, state)
+        return state, self._values
+
+    def after(self, state: TrainState, step: int) -> None:
+        """Read the metrics of the step that was queued `AHEAD` steps before this one, and compare replicas if due.
+
+        Raises:
+            Diverged: too many steps in a row were skipped.
+            RollBack: too many bad steps in a row: go back.
+            CorruptState: replicas differ.
+        """
+        if len(self._queued) > AHEAD:
+            self._check(self._queued.pop(0), state)
+        every = self._guard.check_replicas_every
+        if every and step % every == 0:
+            with self._watch.during("comparing replicas"):  # the first one compiles
+                if (taken := fingerprints(state)) is not None:
+                    self._compared.append((step, taken))
+        while self._compared and self._compared[0][0] <= step - AHEAD:
+            self._compare(*self._compared.pop(0))
+        if line := self._hosts.after(step):
+            self._watch.flight.event("late", step=step, words=f"{line[:1].upper()}{line[1:]}.")
+            self._say(line)
+        self._hosts.results()
+
+    def row(self, values: Any) -> dict[str, float]:
+        """Wait for a step's metrics, and return what a row of metrics has of the hosts: nothing for a single one."""
+        jax.block_until_ready(values)
+        self._hosts.results()
+        found = self._hosts.found
+        return {} if found is None else {"late_process": found.process, "late_seconds": found.seconds}
+
+    def restart(self) -> None:
+        """Leave what was no step, such as an evaluation, out of the hosts' times."""
+        self._hosts.restart()
+
+    def check_all(self, state: TrainState, *, ended: bool = False) -> None:
+        """Read the metrics of all steps that were queued, and compare replicas: before a save, and at the end.
+
+        A run must not end with skipped steps, however short it is: two in a row, or all except the first, whose update
+        may have broken the weights.
+
+        Args:
+            state: of the last step.
+            ended: whether these are the last steps of the run.
+
+        Raises:
+            Diverged: too many steps in a row were skipped, or the last ones of a run that ended.
+            RollBack: too many bad steps in a row: go back.
+            CorruptState: replicas differ.
+        """
+        last: Queued | None = None
+        while self._queued:
+            last = self._queued.pop(0)
+            self._check(last, state)
+        while self._compared:
+            self._compare(*self._compared.pop(0))
+        if self._guard.check_replicas_every:
+            with self._watch.during("comparing replicas"):
+                check_replicas(state, what=f"the state after step {self._progress.done}")
+        progress = self._progress
+        progress.skipped = progress.skips_seen
+        streak, skipped = progress.skips_in_a_row, progress.skips_seen
+        if ended and last and last.values and streak and (streak > 1 or skipped >= progress.done - 1):
+            raise Diverged(_why_skipped(streak, last.values, from_the_first=skipped == progress.done, last=True))
+
+    def _compare(self, step: int, taken: Fingerprints) -> None:
+        raise_for(taken.differences(), f"the state after step {step}")
+
+    def _check(self, queued: Queued, state: TrainState) -> None:
+        """Read the metrics of a step, and judge it."""
+        progress, values = self._progress, queued.values
+        self._read += 1
+        if values is None:
+            progress.skips_seen += 1
+            return
+        skipped = int(values["skipped"])
+        was_skipped, progress.skips_seen = skipped > progress.skips_seen, skipped
+        progress.skips_in_a_row = progress.skips_in_a_row + 1 if was_skipped else 0
+        loss = float(values["loss"]) if self._rules.spike_deviations or was_skipped else 0.0
+        back: RollBack | None = None
+        try:
+            why = self._rules.judge(progress.bad, queued.step, loss, skipped=was_skipped)
+        except RollBack as error:
+            back, why = error, error.why
+        if why and progress.bad.in_a_row == 1:
+            self._report(queued, why, state, skipped=was_skipped)
+        if back is not None:
+            raise back
+        if progress.skips_in_a_row >= self._limit:
+            raise Diverged(_why_skipped(progress.skips_in_a_row, values, from_the_first=skipped == self._read))
+
+    def _report(self, queued: Queued, why: str, state: TrainState, *, skipped: bool) -> None:
+        """Say that a step is the first bad one of a row, keep its batch, and find out where its gradient broke."""
+        sentences = [f"Step {queued.step} is bad: {why}."]
+        if queued.batch is not None:
+            self._inspected += 1
+            if skipped:
+                sentences += self._found(state, queued.batch, queued.step)
+            try:
+                file = save_batch(self._watch.flight.file.parent, queued.step, queued.batch)
+                sentences.append(f"Its batch is in {file}.")
+            except OSError as error:
+                sentences.append(f"Its batch cannot be written: {error.strerror}.")
+        self._watch.flight.event("bad step", step=queued.step, words=" ".join(sentences))
+        for sentence in sentences:
+            self._say(sentence)
+
+    def _found(self, state: TrainState, batch: Batch, step: int) -> list[str]:
+        """Return what an inspection says; it takes as much memory as a step, at most, and is left out if that fails."""
+        try:
+            with self._watch.during("inspecting a bad step"):
+                return self._assembly.inspection.of(state, batch, step).sentences
+        except jax.errors.JaxRuntimeError as error:
+            if is_lost_peer(error):
+                raise
+            return [f"It cannot be inspected: {error}."]
+
+
+def went_back(back: RollBack, step: int) -> str:
+    """Return a line about a run that went back.
+
+    Args:
+        back: why, and what is left out.
+        step: where it is now.
+
+    Raises:
+        Diverged: it went back too often without a good step in between.
+    """
+    if back.returns > MOST_RETURNS:
+        raise Diverged(
+            f"going back must help; given {back}, after the run had gone back {MOST_RETURNS} times: raise "
+            "guard.leave_out_before, lower optimizer.lr, or look at the data; checkpoints stay as they are"
+        )
+    return f"{back}: back to step {step}; of the steps after it {_spans(back.left_out, step)} are left out"
+
+
+def _spans(steps: Sequence[int], after: int) -> str:
+    """Return "7 to 9, 12": the steps after one, in words."""
+    spans: list[list[int]] = []
+    for step in (step for step in steps if step > after):
+        if spans and step == spans[-1][-1] + 1:
+            spans[-1].append(step)
+        else:
+            spans.append([step])
+    return ", ".join(f"{span[0]} to {span[-1]}" if len(span) > 1 else str(span[0]) for span in spans)
+
+
+def _why_skipped(steps: int, values: Any, *, from_the_first: bool, last: bool = False) -> str:
+    """Return the error of `steps` skipped steps in a row: the `last` ones, or as many as the limit allows."""
+    which = "and the run ended with them" if last else "train.max_skips_in_a_row"
+    loss, weight = (float(value) for value in jax.device_get((values["loss"], values["weight"])))
+    if weight == 0:
+        return (
+            f"a step's examples must have weights; those of the last of {steps} step{'s in a row' * (steps > 1)} that "
+            f"changed nothing ({which}) sum to 0: look at the data's weights, masks and padding"
+        )
+    problem = f"the gradients of {steps} step{'s in a row' * (steps > 1)} were not finite ({which}), loss {loss:.4g}"
+    if from_the_first:
+        return (
+            f"{problem}: from the first step on, before any update, so it is not the learning rate. Look for NaN, "
+            'infinity or huge numbers in the data, at weights from train.init_from, or try precision = "fp32"; no '
+            "weights were changed"
+        )
+    return f"{problem}: lower optimizer.lr, set optimizer.clip_norm, or look at the data; checkpoints stay as they are"

@@ -1,0 +1,313 @@
+"""A run behind an address: its folder is s3://bucket/runs/NAME, and a scratch folder of this host stands for it.
+
+Process 0 fetches what is there but the checkpoints, which `jdp.Checkpoints` keeps there itself; every `EVERY_SECONDS`,
+before each checkpoint counts and at the end it sends whole the files that have changed, as storage appends nothing. So
+a run that is killed loses what it logged in its last seconds after the newest checkpoint, which it does again.
+
+A file `.lock` there names the process that holds the run. It is made only if there is none, and renewed with the files;
+one whose process on this host has ended is taken over, and one of another host or container when it was watched for
+`LEASE_SECONDS` and not renewed. Who finds that it is another's stops: nothing is written by two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jdp.base.bucket import Remote, RemoteError
+from jdp.base.bucket_address import address_of
+from jdp.base.notices import notice
+from jdp.checkpoint.format.checksums import COMMITTED
+from jdp.checkpoint.scratch import Scratch
+from jdp.core.cluster.barrier import meet
+from jdp.experiment.file import ExperimentError
+from jdp.run.folder import CHECKPOINTS, FILE
+from jdp.run.lock import LOCK
+
+EVERY_SECONDS, LEASE_SECONDS = 30.0, 180.0
+
+
+class RemoteRun:
+    """The folder of a run behind an address.
+
+    Args:
+        address: of the folder.
+        together: all processes of the cluster make this one together.
+
+    Attributes:
+        remote: the folder there.
+        folder: the scratch folder that stands for it.
+    """
+
+    def __init__(self, address: str, *, together: bool) -> None:
+        self.remote = Remote.at(address)
+        self._scratch = Scratch(self.remote.address, together=together)
+        self.folder = self._scratch.folder
+        self._sent: dict[str, tuple[int, int]] = {}
+        self._busy, self._ended = threading.Lock(), threading.Event()
+        self._token = ""
+        self._problem: RemoteError | None = None
+
+    def fetch(self) -> bool:
+        """Fetch the run's files but its checkpoints, of which empty folders tell; return whether there is a run.
+
+        Of a folder that is no run's there are only the names. Raises RemoteError.
+        """
+        files = self.remote.files()
+        parts = [name.split("/") for name in files]
+        for step in {part[1] for part in parts if part[0] == CHECKPOINTS and part[2:] == [COMMITTED]}:
+            (self.folder / CHECKPOINTS / step).mkdir(parents=True, exist_ok=True)
+        names = [name for name in files if name != LOCK and not name.startswith(f"{CHECKPOINTS}/")]
+        if FILE in files:
+            self.remote.fetch(names, self.folder)
+        else:
+            for top in {name.split("/")[0] for name in names}:
+                (self.folder / top).touch()
+        self._sent = self._files()
+        return FILE in files
+
+    def push(self) -> None:
+        """Send the files that have changed, after the lock was found to be this process'. Raises RemoteError."""
+        with self._busy:
+            if self._problem is not None:
+                raise self._problem
+            self._renew()
+            now = self._files()
+            changed = [name for name, seen in now.items() if self._sent.get(name) != seen]
+            for names in ([FILE] if FILE in changed else [], [name for name in changed if name != FILE]):
+                self._send(names)  # the first makes it a run's folder
+            self.remote.delete([name for name in self._sent if name not in now])
+            self._sent = now
+
+    def _send(self, names: list[str]) -> None:
+        try:
+            self.remote.send(names, self.folder)
+        except RemoteError:
+            left = [name for name in names if (self.folder / name).exists()]
+            if left == names:
+                raise
+            self.remote.send(left, self.folder)  # one was renamed meanwhile
+
+    def before_commit(self, checkpoint: Path) -> None:
+        """Send the rows of the steps before a checkpoint, which counts next. Raises RemoteError."""
+        self.push()
+        (self.folder / CHECKPOINTS / checkpoint.name).mkdir(parents=True, exist_ok=True)
+
+    @contextlib.contextmanager
+    def held(self) -> Generator[None]:
+        """Hold the lock, with the run's files here; send them in the background, and at the end.
+
+        Raises:
+            ExperimentError: another run holds it.
+            RemoteError: storage cannot be read or written; or the lock was lost: another run has taken the folder.
+        """
+        self._take()
+        sender = threading.Thread(target=self._send_now_and_then, name="jdp sender", daemon=True)
+        try:
+            self.fetch()
+            sender.start()
+            yield
+        except BaseException:
+            try:
+                self._finish(sender)
+            except RemoteError as error:
+                notice(str(error))  # the exception that is being raised already matters more
+            raise
+        self._finish(sender)
+
+    def _finish(self, sender: threading.Thread) -> None:
+        """Send what is left, or remove what was sent of a run that was discarded, and give the lock back."""
+        self._ended.set()
+        try:
+            if sender.ident is not None:  # it was started; else what is here may be half-fetched
+                sender.join()
+                self.push()
+        except Exception as error:
+            kept = self._scratch.keep()
+            raise RemoteError(f"{self._in_words(error)}; what was not sent is kept in {kept}") from error
+        finally:
+            with contextlib.suppress(RemoteError):
+                if self._is_mine(self.remote.read(LOCK)):
+                    self.remote.delete([LOCK])
+
+    def _send_now_and_then(self) -> None:
+        while not self._ended.wait(EVERY_SECONDS):
+            try:
+                self.push()
+            except Exception as error:  # of any kind: nothing would be sent from then on
+                notice(f"{self._in_words(error)}; it is tried again")
+
+    def _in_words(self, error: Exception) -> str:
+        if isinstance(error, RemoteError):
+            return str(error)
+        return f"files must be sent while a run goes on; {self.remote.address} was not: {type(error).__name__}: {error}"
+
+    def _files(self) -> dict[str, tuple[int, int]]:
+        """Return the files to send, with what changes when they do."""
+        files: dict[str, tuple[int, int]] = {}
+        for parent, folders, names in os.walk(self.folder, onerror=_raise_unless_gone):
+            if Path(parent) == self.folder:
+                folders[:] = [name for name in folders if name != CHECKPOINTS]
+            for path in (Path(parent, name) for name in names if not name.endswith(".new")):
+                with contextlib.suppress(FileNotFoundError):
+                    if path.is_file():
+                        seen = path.stat()
+                        files[path.relative_to(self.folder).as_posix()] = seen.st_mtime_ns, seen.st_size
+        files.pop(LOCK, None)
+        return files
+
+    # The lock.
+
+    def _take(self) -> None:
+        """Make the lock, or take over that of a run that has ended. Raises ExperimentError, RemoteError."""
+        if (there := self.remote.read(LOCK)) is not None:
+            self._wait_for_its_end(there)
+        self._token = secrets.token_hex(8)
+        held = self.remote.read(LOCK) is not None
+        self.remote.write(LOCK, self._mine(), new=not held)
+        if held:
+            time.sleep(1)  # of two that take it over, the later one has it
+        if not self._is_mine(self.remote.read(LOCK)):
+            raise ExperimentError(
+                f"a folder is for one run at a time; {self.remote.address} was taken by another one just now: choose "
+                "another `name` (--name NEW) or --run-dir"
+            )
+
+    def _wait_for_its_end(self, there: bytes) -> None:
+        """Return when the run whose lock it is has ended. Of one elsewhere that shows only when it is not renewed."""
+        holder, until = _parsed(there), time.monotonic() + LEASE_SECONDS
+        lives, now = _lives(holder), there
+        if lives is None:
+            notice(
+                f"{self.remote.address} has the lock of {holder.get('holder')}: it is taken over if that does not "
+                f"renew it for {LEASE_SECONDS:.0f} s"
+            )
+        while lives is None and now is not None and time.monotonic() < until:
+            time.sleep(EVERY_SECONDS / 10)
+            now = self.remote.read(LOCK)
+            lives = True if now not in (None, there) else None
+        if lives:
+            raise ExperimentError(
+                f"a folder is for one run at a time; {self.remote.address} has a run that goes on, "
+                f"{_parsed(now).get('holder')}: wait for its end, or choose another `name` (--name NEW) or --run-dir"
+            )
+
+    def _renew(self) -> None:
+        """Say in the lock that this run goes on. Raises RemoteError if it is another's, or cannot be written now."""
+        if not self._is_mine(self.remote.read(LOCK)):
+            self._problem = RemoteError(
+                f"a folder is for one run at a time; {self.remote.address} was taken over by another run, as this one "
+                f"had not renewed its lock for {LEASE_SECONDS:.0f} seconds: end one of them"
+            )
+            raise self._problem
+        self.remote.write(LOCK, self._mine())
+
+    def _mine(self) -> bytes:
+        here, pid = socket.gethostname(), os.getpid()
+        holder = {"holder": f"process {pid} on {here}", "host": here, "within": within(), "pid": pid}
+        return json.dumps(holder | {"token": self._token, "heard": time.time()}).encode()
+
+    def _is_mine(self, lock: bytes | None) -> bool:
+        """Return whether a lock is this run's, whenever it was renewed: a write may arrive whose answer is lost."""
+        return _parsed(lock).get("token") == self._token
+
+
+_held: dict[Path, RemoteRun] = {}
+
+
+def held_at(folder: Path) -> RemoteRun | None:
+    """Return the run that a scratch folder stands for; None for a run's own folder."""
+    return _held.get(folder)
+
+
+@contextlib.contextmanager
+def at_hand(root: Path, name: str) -> Generator[Path]:
+    """Have the folder of a run on this host, and where it is to be in the end.
+
+    Args:
+        root: the folder that holds the runs, or its address.
+        name: the run's.
+
+    Yields:
+        The folder that holds the run's here: `root`, if that is a path.
+
+    Raises:
+        ExperimentError: another run holds the folder.
+        RemoteError: storage cannot be read or written.
+    """
+    if (address := address_of(root)) is None:
+        yield root
+        return
+    run = RemoteRun(f"{address}/{name}", together=True)
+    with run.held() if jax.process_index() == 0 else contextlib.nullcontext():
+        meet("the folder of a run, which process 0 fetches")
+        _held[run.folder] = run
+        try:
+            yield run.folder.parent
+        finally:
+            del _held[run.folder]
+
+
+def fetched(address: str) -> Path:
+    """Return a copy of a run's folder, for those who look at it; it is removed when this process ends.
+
+    Raises:
+        ExperimentError: there is no run.
+        RemoteError: storage cannot be read.
+    """
+    run = RemoteRun(address, together=False)
+    if not run.fetch():
+        raise ExperimentError(f"a run is a folder with an {FILE}; given {run.remote.address}, which has none: fix it")
+    _looked_at.append(run)
+    return run.folder
+
+
+_looked_at: list[RemoteRun] = []
+
+
+def _parsed(lock: bytes | None) -> dict[str, Any]:
+    """Return what a lock says; {} for one that is damaged, or gone."""
+    try:
+        found = json.loads(lock or b"{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def within() -> str:
+    """Return what tells this host's start, and a container's processes, from others of the same name; "" off Linux."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+        return f"{boot} {Path('/proc/self/ns/pid').stat().st_ino}"
+    except OSError:
+        return ""
+
+
+def _raise_unless_gone(error: OSError) -> None:
+    """Raise what kept a folder from being listed: its files would be taken for deleted ones."""
+    if not isinstance(error, FileNotFoundError):
+        raise error
+
+
+def _lives(holder: dict[str, Any]) -> bool | None:
+    """Return whether a lock's process lives; None for one of another host or container."""
+    pid = holder.get("pid")
+    if (holder.get("host"), holder.get("within")) != (socket.gethostname(), within()) or not isinstance(pid, int):
+        return None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass
+    return pid != os.getpid()  # its own: of a process that ended before this one got its number

@@ -1,0 +1,174 @@
+"""A run's folder as plain values, for those who look at it: its experiment, metrics, history and summary.
+
+Nothing is written or locked, so a run that goes on can be read. What is damaged or missing is left out and noted in a
+sentence: whoever looks at a run that went wrong must not be refused because of how it went wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jdp.base.bucket_address import address_of
+from jdp.base.hints import nearest
+from jdp.base.read_toml import parse
+from jdp.base.toml import toml_key, toml_value
+from jdp.base.user_path import user_path
+from jdp.experiment.file import ExperimentError
+from jdp.guard.flight_recorder import FLIGHT, read
+from jdp.guard.time_account import account
+from jdp.run.folder import CHECKPOINTS, FILE, SUMMARY
+from jdp.run.in_bucket import fetched
+from jdp.run.outputs.history import HISTORY, read_history
+from jdp.run.outputs.metrics import JSONL, read_counted
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a run's folder has.
+
+    Attributes:
+        folder: the run's.
+        rows: of metrics: "step", "time", and numbers; NaN and infinities restored.
+        history: events of its visits, in order; empty for a run of before there was a history.
+        summary: of its last visit that came to the end; None if none did.
+        toml: the experiment as resolved.
+        settings: the experiment's dotted keys and their values as TOML; empty if it cannot be parsed.
+        checkpoints: steps of those that are there.
+        notes: what was damaged or missing, a sentence each.
+        goodput: the useful share of all its time and where the rest went, in words; None for a run of before there was
+            a flight recorder.
+    """
+
+    folder: Path
+    rows: list[dict[str, float]]
+    history: list[dict[str, Any]]
+    summary: dict[str, Any] | None
+    toml: str
+    settings: dict[str, str]
+    checkpoints: list[int]
+    notes: list[str]
+    goodput: str | None = None
+
+
+def find_run(given: str, runs: Path) -> Path:
+    """Return the folder of a run; of one behind an address, a copy.
+
+    Args:
+        given: the folder or its address, or the name of a run in `runs`.
+        runs: the folder that holds the runs, or its address.
+
+    Raises:
+        ExperimentError: neither is a run.
+        PathError: a path that no file can have, or storage cannot be read.
+    """
+    if address_of(given):
+        return fetched(given)
+    if (address := address_of(runs)) and len(Path(given).parts) == 1:
+        return fetched(f"{address}/{given}")
+    return _find(user_path(given), runs)
+
+
+def _find(given: Path, runs: Path) -> Path:
+    named = [runs / given] if len(given.parts) == 1 else []
+    folder = next((path for path in (given, *named) if (path / FILE).is_file()), None)
+    if folder is not None:
+        return folder
+    there = sorted(file.parent.name for file in runs.glob(f"*/{FILE}"))
+    hint = nearest(given.name, there, f"; did you mean {runs}/", cutoff=0.5) or (
+        f"; {runs} has {', '.join(there[:5])}{' …' * (len(there) > 5)}" if there else f"; {runs} has no runs"
+    )
+    what = f"it has no {FILE}" if given.is_dir() else "it is a file" if given.exists() else "there is no such folder"
+    raise ExperimentError(f"a run is a folder with an {FILE}, or its name in {runs}; given {given}: {what}{hint}")
+
+
+def read_run(folder: Path) -> Recorded:
+    """Read a run's folder.
+
+    Args:
+        folder: one that has an experiment.toml.
+
+    Raises:
+        ExperimentError: a file of it cannot be read at all.
+    """
+    notes: list[str] = []
+    try:
+        toml = (folder / FILE).read_bytes().decode(errors="replace")
+        rows = _rows(folder / JSONL, notes)
+        history = read_history(folder / HISTORY)
+        summary = _summary(folder / SUMMARY, notes)
+        spent = account(read(folder / FLIGHT / "rank-00000.jsonl"))
+        names = [path.name for path in (folder / CHECKPOINTS).glob("*")]
+    except OSError as error:
+        file = error.filename or folder
+        raise ExperimentError(f"{file} cannot be read: {error.strerror}; name a run that you may read") from None
+    if not history:
+        notes.append(f"There is no {HISTORY}: when the run was resumed or stopped is not known.")
+    return Recorded(
+        folder,
+        rows,
+        history,
+        summary,
+        toml,
+        _settings(toml, notes),
+        sorted(int(name) for name in names if name.isdecimal() and len(name) < 19),
+        notes,
+        spent.words() if spent.visits else None,
+    )
+
+
+def _rows(file: Path, notes: list[str]) -> list[dict[str, float]]:
+    if not file.exists():
+        notes.append(f"There is no {JSONL}: no step was logged.")
+        return []
+    rows, damaged, torn = read_counted(file)
+    if torn:
+        notes.append(f"The last row of {JSONL} is half-written and left out: its writer was stopped, or goes on.")
+    if damaged:
+        notes.append(f"{damaged:,} of {damaged + len(rows):,} rows of {JSONL} are damaged and left out.")
+    if not rows:
+        notes.append("No step was logged.")
+    drawn = [{name: number for name, value in row.items() if (number := _number(value)) is not None} for row in rows]
+    return [row for row in drawn if 0 <= row["step"] < _HUGE]
+
+
+def _number(value: Any) -> float | None:
+    """Return a number as one that can be drawn, huge ones as infinity; None for what is no number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return value if not abs(value) > _HUGE else math.inf if value > 0 else -math.inf
+
+
+_HUGE = 1e100
+
+
+def _summary(file: Path, notes: list[str]) -> dict[str, Any] | None:
+    if not file.exists():
+        return None
+    try:
+        summary = json.loads(file.read_bytes())
+        if isinstance(summary, dict):
+            return summary
+    except (ValueError, RecursionError):
+        pass
+    notes.append(f"{file.name} is damaged and left out.")
+    return None
+
+
+def _settings(toml: str, notes: list[str]) -> dict[str, str]:
+    try:
+        return dict(_flat(parse(toml)))
+    except ValueError as error:
+        notes.append(f"{FILE} {error}.")
+        return {}
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    flat: list[tuple[str, str]] = []
+    for name, value in table.items():
+        key = f"{prefix}{toml_key(name)}"
+        flat += _flat(value, f"{key}.") if isinstance(value, dict) and value else [(key, toml_value(value))]
+    return flat

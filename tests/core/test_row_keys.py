@@ -1,0 +1,373 @@
+"""A loss that sees some rows of the batch draws exactly those rows of the global draw; other draws are reported."""
+
+import functools
+import math
+
+import jax
+import jax.extend.random as jexr
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jdp
+from jdp.base import notices
+from jdp.core.gradients.rowwise_loss import RowwiseLoss
+from jdp.core.random import row_keys as keys
+
+KEY = jax.random.key(11)
+
+BATCH = 24
+LAYOUTS = [(1, 8), (4, 2), (3, 4), (24, 1), (6, 1)]  # (microbatches, shards): 3, 3, 2, 1 and 4 local rows
+
+
+def places(count, shards):
+    """Every (shard, microbatch) of a layout: its first global row, and all those it stands for."""
+    rows = BATCH // count // shards
+    for shard in range(shards):
+        for microbatch in range(count):
+            first = shard * (BATCH // shards) + microbatch
+            yield first, first + count * np.arange(rows)
+
+
+@functools.cache
+def on_plain_key(draw):
+    return jax.device_get(jax.jit(lambda: draw(KEY, BATCH))())
+
+
+@functools.cache
+def on_batch_key(draw, rows, count):
+    """`draw(key, rows)` as a loss draws it that sees every `count`-th row, `rows` of them: (first global row) -> it."""
+    loss = RowwiseLoss(lambda operands, model_state, batch, key: draw(key, len(batch)))
+
+    def local(offset):
+        key = keys.batch_key(KEY, rows=rows, total=BATCH, offset=offset, stride=count)
+        return loss({}, {}, jnp.zeros(rows), key)
+
+    return jax.jit(local)
+
+
+def check_rows(draw, layout, equal=np.testing.assert_array_equal):
+    """`draw(key, rows)` -> arrays [rows, ...]: on batch keys it gives rows of what it gives on the plain key."""
+    whole, local = on_plain_key(draw), on_batch_key(draw, BATCH // math.prod(layout), layout[0])
+    for first, indices in places(*layout):
+        got = local(jnp.uint32(first))
+        jax.tree.map(lambda g, w, i=indices: equal(g, w[i]), got, whole)
+
+
+def bits_and_masks(key, rows):
+    shapes = [(rows,), (rows, 3, 7)]
+    bits = [jax.random.bits(key, shape, dtype) for shape in shapes for dtype in (jnp.uint8, jnp.uint16, jnp.uint32)]
+    tokens = jax.random.bernoulli(key, 0.5, (rows * 5, 2)).reshape(rows, 10)  # examples flattened into tokens
+    return bits, tokens, [jax.random.bernoulli(key, 0.9, shape) for shape in shapes]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_draws_are_the_rows_of_the_global_draw(layout):
+    check_rows(bits_and_masks, layout)
+
+
+def test_draws_of_64_bits():
+    with jax.enable_x64(True):
+        check_rows(lambda key, rows: jax.random.bits(key, (rows, 5), jnp.uint64), (3, 4))
+
+
+def test_what_is_made_of_bits_follows():
+    """Within rounding: a shorter array may be vectorised another way."""
+
+    def draw(key, rows):
+        return jax.random.normal(key, (rows, 9)), jax.random.randint(key, (rows,), 0, 1000)
+
+    check_rows(draw, (3, 4), functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6))
+
+
+def test_fold_in_and_split_carry_the_rows_along():
+    def draw(key, rows):
+        folded = jax.random.fold_in(jax.random.fold_in(key, 3), 5)
+        second = jax.random.split(key)[1]
+        several = jax.random.split(jax.random.split(key, 5)[4], (2, 2))[1, 0]
+        return [jax.random.bits(k, (rows, 4)) for k in (folded, second, several)]
+
+    check_rows(draw, (3, 4))  # two local rows: a split in two is not one key an example
+    check_rows(draw, (6, 1))
+
+
+def test_one_key_an_example():
+    """`split(key, rows)` yields the examples' own keys, which then draw for themselves."""
+
+    def draw(key, rows):
+        own = jax.random.split(key, rows)
+        inner = jax.vmap(lambda k: jax.random.bits(jax.random.fold_in(k, 1), (4,)))  # 4 rows, and still plain
+        return inner(own), jax.vmap(jax.random.bits)(own)
+
+    check_rows(draw, (6, 1))
+    check_rows(draw, (24, 1))
+
+
+def test_draws_without_a_batch_dimension_are_the_plain_draws():
+    shapes = ((), (5,), (3, 4), (4, 0), (1, 7), (6, 2))
+    whole = jax.jit(lambda: [jax.random.bits(KEY, shape) for shape in shapes])()
+    drawn = on_batch_key(lambda key, rows: [jax.random.bits(key, shape) for shape in shapes], 6, 2)(jnp.uint32(1))
+    jax.tree.map(functools.partial(np.testing.assert_array_equal, strict=True), drawn, whole)
+
+
+def test_shards_of_a_mesh_assemble_the_global_masks():
+    """Under shard_map over replica and data, as the manual step uses it, with the offset from the axis index."""
+    mesh = jdp.make_mesh(replica=2, data=2, model=2)
+    rows, axes = 5, ("replica", "data")
+
+    def local(x):
+        first = jax.lax.axis_index(axes).astype(jnp.uint32) * rows
+        loss = RowwiseLoss(lambda operands, model_state, x, key: jax.random.bernoulli(key, 0.5, x.shape))
+        return loss({}, {}, x, keys.batch_key(KEY, rows=rows, total=4 * rows, offset=first, stride=1))
+
+    masks = jax.jit(
+        jax.shard_map(local, mesh=mesh, in_specs=P(axes), out_specs=P(axes), axis_names=set(axes), check_vma=False)
+    )(jnp.zeros((4 * rows, 16)))
+    np.testing.assert_array_equal(masks, jax.random.bernoulli(KEY, 0.5, (4 * rows, 16)))
+
+
+# Indices beyond 32 bits.
+
+EDGES = [0, 1, 2, 3, 0xFFFF, 0x10000, 0x10001, 0x7FFFFFFF, 0x80000000, 0xFFFF0000, 0xFFFFFFFE, 0xFFFFFFFF]
+
+
+def test_products_of_32_bit_numbers_are_exact():
+    random = np.random.default_rng(0)
+    factors = np.concatenate([np.array(EDGES), random.integers(0, 2**32, 200)]).astype(np.uint32)
+    for b in [*EDGES, *map(int, random.integers(0, 2**32, 4))]:
+        high, low = map(np.asarray, keys._multiply(factors, b))
+        got = [(int(h) << 32) | int(w) for h, w in zip(high, low, strict=True)]
+        assert got == [int(a) * b for a in factors], b
+
+
+@pytest.mark.parametrize(
+    ("offset", "stride", "size"),
+    [(2**32 - 9, 2, 1), (858_993_459, 1, 5), (2**31, 3, 2), (1000, 7, 4_294_967), (2**32 - 30, 4, 2**20 - 3)],
+)
+def test_elements_beyond_two_to_the_32_have_indices_of_64_bits(offset, stride, size):
+    """A global draw of more than 2**32 elements, of which we take a few rows."""
+    rows = 4 if size < 100 else 1
+    words = jnp.array([*jax.random.key_data(KEY), offset, stride, 0], jnp.uint32)
+    high, low = keys._counts((rows, 1, 1), words, (rows, size))
+    index = (np.uint64(offset) + np.uint64(stride) * np.arange(rows, dtype=np.uint64))[:, None] * np.uint64(size)
+    index = index + np.arange(size, dtype=np.uint64)
+    np.testing.assert_array_equal((np.asarray(high, np.uint64) << np.uint64(32)) | np.asarray(low, np.uint64), index)
+
+
+def test_a_draw_hashes_the_64_bit_index_of_each_element():
+    offset, stride, size = 858_993_458, 1, 5  # rows 858,993,458 .. 461: the second crosses 2**32 within itself
+    place = keys.batch_key(KEY, rows=4, total=2**31, offset=offset, stride=stride)
+    drawn = np.asarray(jax.random.bits(place.row_key(KEY), (4, size)))
+    for row in range(4):
+        for column in range(size):
+            index = (offset + stride * row) * size + column
+            count = np.array([index >> 32, index & 0xFFFFFFFF], np.uint32)
+            first, second = jexr.threefry_2x32(jax.random.key_data(KEY), count)
+            assert int(drawn[row, column]) == int(first) ^ int(second)
+    assert offset * size < 2**32 < (offset + 1) * size + size
+
+
+# Other generators.
+
+
+def test_a_generator_without_indices_differs_by_shard_and_says_so_once(monkeypatch, caplog):
+    monkeypatch.setattr(notices, "_said", set())
+    caplog.set_level("INFO", "jdp")
+    key = jax.random.key(0, impl="rbg")
+    shards = [keys.batch_key(key, rows=4, total=8, offset=offset, stride=1) for offset in (0, 4)]
+    first, second = (jax.random.bits(shard.row_key(key), (4, 8)) for shard in shards)
+    assert not np.array_equal(first, second)
+    [reported] = [record.getMessage() for record in caplog.records if record.name == "jdp"]
+    assert "dropout masks depend on the mesh: the PRNG rbg cannot be indexed by row" in reported
+
+
+# The table: every kind of draw, by rows a device and by layout. Each function draws what becomes noise [rows, 2].
+
+R = jax.random
+WIDTH = 2
+
+
+def each(keys_of_rows, draw=lambda key: R.uniform(key, (WIDTH,))):
+    return jax.vmap(draw)(keys_of_rows)
+
+
+def scan_of_splits(key, ids):
+    def body(key, _):
+        key, own = R.split(key)
+        return key, R.uniform(own, (WIDTH,))
+
+    return jax.lax.scan(body, key, ids)[1]
+
+
+def rematerialised(key, ids):
+    @jax.checkpoint
+    def block(x, key):
+        return x * R.uniform(key, x.shape), None
+
+    return jax.lax.scan(block, jnp.ones((len(ids), WIDTH)), R.split(key, 3))[0]
+
+
+def in_a_branch(key, ids):
+    shape = len(ids), WIDTH
+    return jax.lax.cond(ids.sum() >= 0, lambda k: R.uniform(k, shape), lambda k: jnp.zeros(shape), key)
+
+
+@jax.custom_vjp
+def own_gradient(key, x):
+    return x + R.uniform(key, x.shape)
+
+
+own_gradient.defvjp(lambda key, x: (own_gradient(key, x), None), lambda _, g: (None, g))
+
+
+def in_an_own_gradient(key, ids):
+    return own_gradient(key, jnp.zeros((len(ids), WIDTH)))
+
+
+@jax.jit
+def loop_over_rows(key, ids):
+    return jnp.stack([R.uniform(R.fold_in(key, i), (WIDTH,)) for i in range(len(ids))])
+
+
+BY_ROW = {
+    "rows lead": lambda k, ids: R.uniform(k, (len(ids), WIDTH)),
+    "tokens": lambda k, ids: R.uniform(k, (len(ids) * WIDTH, 1)).reshape(len(ids), WIDTH),
+    "time leads": lambda k, ids: R.uniform(k, (WIDTH, len(ids))).T,
+    "time leads, rows inside": lambda k, ids: R.uniform(k, (3, len(ids), WIDTH))[1],
+    "shared by all": lambda k, ids: jnp.ones((len(ids), 1)) * R.uniform(k, (WIDTH,)),
+    "shared, one row": lambda k, ids: jnp.ones((len(ids), 1)) * R.uniform(k, (1, WIDTH)),
+    "split": lambda k, ids: each(R.split(k, len(ids))),
+    "split by time and row": lambda k, ids: each(R.split(k, (WIDTH, len(ids))), jax.vmap(R.uniform)).T,
+    "split of a split": lambda k, ids: each(R.split(R.split(k)[1], len(ids))),
+    "split, then a loop": lambda k, ids: jax.lax.map(lambda own: R.uniform(own, (WIDTH,)), R.split(k, len(ids))),
+    "fold_in by number": lambda k, ids: each(jax.vmap(lambda i: R.fold_in(k, i))(jnp.arange(len(ids)))),
+    "fold_in by 3 i + 5": lambda k, ids: each(jax.vmap(lambda i: R.fold_in(k, 3 * i + 5))(np.arange(len(ids)))),
+    "fold_in by data": lambda k, ids: each(jax.vmap(lambda i: R.fold_in(k, i))(ids)),
+    "a key of its own": lambda k, ids: R.uniform(R.key(3), (len(ids), WIDTH)),
+    "rematerialised": rematerialised,
+    "in a branch": in_a_branch,
+}
+SAMPLERS = {
+    "gamma": lambda k, ids: R.gamma(k, 2.0, (len(ids), WIDTH)),
+    "gamma, time leads": lambda k, ids: R.gamma(k, 2.0, (WIDTH, len(ids))).T,
+    "poisson": lambda k, ids: R.poisson(k, 3.0, (len(ids), WIDTH)).astype(jnp.float32),
+    "choice": lambda k, ids: R.choice(k, 10.0 * jnp.arange(9), (len(ids), WIDTH)),
+    "shuffled inside": lambda k, ids: R.permutation(
+        k, jnp.ones((len(ids), 1)) * jnp.arange(9.0), axis=1, independent=True
+    )[:, :WIDTH],
+    "multivariate normal": lambda k, ids: R.multivariate_normal(k, jnp.zeros(2), jnp.eye(2), (len(ids),)),
+}
+MADE_OF_THESE = {  # gammas, one after another or of a vector, and bits
+    "beta": lambda k, ids: R.beta(k, 2.0, 3.0, (len(ids), WIDTH)),
+    "dirichlet": lambda k, ids: R.dirichlet(k, jnp.ones(WIDTH), (len(ids),)),
+    "categorical": lambda k, ids: R.categorical(k, jnp.zeros((len(ids), WIDTH, 9))).astype(jnp.float32),
+    "truncated normal": lambda k, ids: R.truncated_normal(k, -1.0, 1.0, (len(ids), WIDTH)),
+}
+SAID = {
+    "scan of splits": (scan_of_splits, "the key is carried from row to row"),
+    "own gradient": (in_an_own_gradient, "a draw inside of custom_vjp_call"),
+    "loop over rows": (loop_over_rows, "the loss draws another number of times here"),
+}
+
+
+def noise_of_a_step(draws, rows, partitioning, accumulate, devices, group=1):
+    """{name: noise [global rows, 2]} that a training step gives the examples, and the key that it drew from.
+
+    An example has a parameter of its own, so its gradient is its noise.
+    """
+    plan = jdp.Plan(jdp.make_mesh(devices=jax.devices()[:devices]), "ddp")
+    total = rows * accumulate * devices
+    state = jdp.init_state(
+        lambda rng: {name: jnp.zeros((total, WIDTH)) for name in draws}, optax.sgd(1.0), plan, rng=jax.random.key(2)
+    )
+
+    def loss_fn(params, ids, rng):
+        each = {name: (params[name][ids] * draw(rng, ids)).sum() for name, draw in draws.items()}
+        return jdp.Loss(sum(each.values()), jnp.float32(len(ids)))
+
+    settings = {"partitioning": partitioning, "accumulate": accumulate, "group": group}
+    step = jdp.make_train_step(
+        loss_fn, plan, check_loss=False, **settings
+    )  # `in_a_branch` asks for the sum of all rows
+    key = jax.device_get(jax.random.key_data(jax.random.fold_in(state.rng, state.consumed)))
+    state, _ = step(state, jnp.arange(total))
+    return {name: -total * np.asarray(leaf) for name, leaf in state.params.items()}, tuple(key)
+
+
+def global_noise(draws, words, total):
+    key = jax.random.wrap_key_data(np.array(words))
+    return jax.device_get(jax.jit(lambda: {name: draw(key, jnp.arange(total)) for name, draw in draws.items()})())
+
+
+@functools.cache
+def global_noise_by_row(words, total):
+    return global_noise(BY_ROW, words, total)
+
+
+SETTINGS = [("manual", 1, 4), ("manual", 2, 2), ("auto", 4, 1)]  # four rows in all for one a device
+QUICK = [(1, 1), (2, 0), (8, 2)]  # every setting; one row; two, as many as WIDTH; and one device's microbatches
+
+
+@pytest.mark.parametrize(
+    ("rows", "partitioning", "accumulate", "devices"),
+    [
+        pytest.param(rows, *setting, marks=() if (rows, n) in QUICK else pytest.mark.slow)
+        for n, setting in enumerate(SETTINGS)
+        for rows in (1, 2, 3, 4, 8)
+    ],
+)
+def test_every_draw_is_by_global_row_or_reported(rows, partitioning, accumulate, devices, monkeypatch, caplog):
+    monkeypatch.setattr(notices, "_said", set())
+    caplog.set_level("INFO", "jdp")
+    reported = {name: draw for name, (draw, _) in SAID.items()}
+    got, key = noise_of_a_step({**BY_ROW, **reported}, rows, partitioning, accumulate, devices)
+    whole = global_noise_by_row(key, rows * accumulate * devices)
+    for name, noise in whole.items():
+        np.testing.assert_allclose(got[name], noise, rtol=1e-5, atol=1e-6, err_msg=name)  # divided and multiplied again
+    lines = [line for line in caplog.messages if "noise depends on the mesh" in line]
+    assert len(lines) == len(SAID)
+    for draw, reason in SAID.values():
+        [line] = [line for line in lines if reason in line]
+        assert f"{__file__}:" in line and f"({draw.__name__}" in line
+    for name in ("scan of splits", "own gradient"):  # each device draws for itself
+        assert len(np.unique(got[name].round(5), axis=0)) == len(got[name])
+
+
+@pytest.mark.parametrize("draws", [SAMPLERS, pytest.param(MADE_OF_THESE, marks=pytest.mark.slow)], ids=["own", "made"])
+def test_samplers_are_by_global_row_too(draws):
+    """What splits keys, or draws until it accepts: at two rows a device, where `split(key, 2)` has two meanings."""
+    got, key = noise_of_a_step(draws, 2, "manual", 2, 2)
+    for name, noise in global_noise(draws, key, 8).items():
+        np.testing.assert_allclose(got[name], noise, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(("partitioning", "devices"), [("manual", 2), ("auto", 1)])
+def test_rows_that_stay_together_keep_their_noise(partitioning, devices):
+    draws = {name: BY_ROW[name] for name in ("rows lead", "time leads", "fold_in by number")}
+    got, key = noise_of_a_step(draws, 4, partitioning, 4 // devices, devices, group=2)
+    for name, noise in global_noise(draws, key, 16).items():
+        np.testing.assert_allclose(got[name], noise, rtol=1e-5, atol=1e-6, err_msg=name)
+
+
+def test_a_loss_that_does_not_take_the_whole_batch_is_read_by_shapes_and_that_is_reported(monkeypatch, caplog):
+    monkeypatch.setattr(notices, "_said", set())
+    caplog.set_level("INFO", "jdp")
+
+    def draw(key, rows):
+        assert rows == 3, "three rows"
+        return jax.random.bits(key, (rows, 2))
+
+    drawn = on_batch_key(draw, 3, 1)(jnp.uint32(6))
+    np.testing.assert_array_equal(drawn, jax.random.bits(KEY, (BATCH, 2))[6:9])
+    [reported] = caplog.messages
+    assert "does not take the whole batch of 24 rows (AssertionError: three rows" in reported
+
+
+def test_what_permutes_the_rows_is_reported(monkeypatch, caplog):
+    monkeypatch.setattr(notices, "_said", set())
+    caplog.set_level("INFO", "jdp")
+    jax.eval_shape(on_batch_key(jax.random.permutation, 3, 1), jnp.uint32(0))
+    [reported] = caplog.messages
+    assert "this permutes the rows of the batch" in reported

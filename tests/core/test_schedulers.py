@@ -1,0 +1,192 @@
+"""Which cluster an environment describes: none by mistake, and no half of one."""
+
+import socket
+from typing import Any
+
+import pytest
+
+from jdp.base import machine
+from jdp.core.cluster.schedulers import Cluster, find_cluster, first_host
+
+SLURM_STEP = {
+    "SLURM_JOB_ID": "4097",
+    "SLURM_STEP_NODELIST": "gpu[007-008]",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+}
+SLURM_BATCH_SHELL = {
+    "SLURM_JOB_ID": "4097",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+    "SLURM_JOB_NODELIST": "gpu[007-008]",
+}
+LAUNCHED = {"JDP_COORDINATOR": "127.0.0.1:1234", "JDP_NUM_PROCESSES": "2", "JDP_PROCESS_ID": "1"}
+OPEN_MPI = {  # both versions, on one host and on two
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+OPEN_MPI_4 = OPEN_MPI | {
+    "PMIX_NAMESPACE": "2017198081",
+    "OMPI_MCA_orte_hnp_uri": "2017198080.0;tcp://192.0.2.2,10.0.0.2:39659;tcp6://[fd00::2]:41659",
+    "OMPI_MCA_orte_local_daemon_uri": "2017198080.1;tcp://192.0.2.3:39000",
+}
+OPEN_MPI_5 = OPEN_MPI | {"PMIX_NAMESPACE": "prterun-gpu-007-14470@1", "PMIX_HOSTNAME": "gpu-008"}
+PORT_4, PORT_5 = 62846, 65508  # of these job names
+POD = {"JOB_COMPLETION_INDEX": "1", "JDP_NUM_PROCESSES": "3"}
+
+FOUND: dict[str, tuple[dict[str, str], Cluster | None]] = {
+    "nothing": ({}, None),
+    "jdp launch, ssh": (LAUNCHED, Cluster("JDP_COORDINATOR", "127.0.0.1:1234", 2, 1)),
+    "jdp launch inside Slurm": (SLURM_STEP | LAUNCHED, Cluster("JDP_COORDINATOR", "127.0.0.1:1234", 2, 1)),
+    "Slurm step": (SLURM_STEP, Cluster("Slurm", "gpu007:61441", 4, 3)),
+    "Slurm step with its port": (SLURM_STEP | {"JAX_COORDINATOR_PORT": "9"}, Cluster("Slurm", "gpu007:9", 4, 3)),
+    "Slurm step with its address": (SLURM_STEP | {"JDP_COORDINATOR": "ib7:9"}, Cluster("Slurm", "ib7:9", 4, 3)),
+    "Slurm batch shell": (SLURM_BATCH_SHELL, None),
+    "Slurm interactive shell": (SLURM_BATCH_SHELL | {"SLURM_STEP_NUM_TASKS": "1"}, None),
+    "Open MPI, one host": (
+        OPEN_MPI | {"PMIX_NAMESPACE": "2017198081", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"},
+        Cluster("Open MPI", f"127.0.0.1:{PORT_4}", 4, 1),
+    ),
+    "Open MPI 4, two hosts": (OPEN_MPI_4, Cluster("Open MPI", f"192.0.2.2:{PORT_4}", 4, 1)),
+    "Open MPI 4, IPv6 only": (
+        OPEN_MPI_4 | {"OMPI_MCA_orte_hnp_uri": "1.0;tcp6://[fd00::2,fd00::3]:4"},
+        Cluster("Open MPI", f"[fd00::2]:{PORT_4}", 4, 1),
+    ),
+    "Open MPI 5, two hosts": (OPEN_MPI_5, Cluster("Open MPI", f"gpu-007:{PORT_5}", 4, 1)),
+    "Open MPI with its address": (OPEN_MPI | {"JDP_COORDINATOR": "h:9"}, Cluster("Open MPI", "h:9", 4, 1)),
+    "Open MPI inside Slurm": (SLURM_STEP | OPEN_MPI_5, Cluster("Open MPI", f"gpu-007:{PORT_5}", 4, 1)),
+    "Open MPI, one process": ({"OMPI_COMM_WORLD_SIZE": "1"}, None),
+    "JAX's variable": ({"JAX_COORDINATOR_ADDRESS": "h:1"}, Cluster("JAX_COORDINATOR_ADDRESS")),
+    "Kubernetes": (POD | {"JDP_COORDINATOR": "p-0.s:8"}, Cluster("Kubernetes, an indexed job", "p-0.s:8", 3, 1)),
+    "Kubernetes, a pod on its own": (POD | {"JDP_NUM_PROCESSES": "1"}, None),
+    "TPU pod": ({"TPU_WORKER_HOSTNAMES": "a,b"}, Cluster("TPU, several hosts")),
+    "TPU host": ({"TPU_WORKER_HOSTNAMES": "localhost"}, None),
+    "a single process on request": (SLURM_STEP | {"JDP_NUM_PROCESSES": "1"}, None),
+}
+
+
+@pytest.mark.parametrize(("environment", "expected"), FOUND.values(), ids=FOUND)
+def test_a_cluster_is_found_in_the_environment(environment: dict[str, str], expected: Cluster | None):
+    assert find_cluster(environment) == expected
+
+
+def test_arguments_come_before_the_environment():
+    assert find_cluster(LAUNCHED, "h:1", 3, 2) == Cluster("arguments", "h:1", 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("h:1", None, None), "takes all of coordinator, num_processes and process_id"),
+        ((None, 2, 0), r"coordinator=None, num_processes=2, process_id=0"),
+        (("h:1", 2, 2), "0 <= process_id < num_processes"),
+        (("h", 2, 0), "HOST:PORT"),
+        (("h:", 2, 0), "port is a number from 1 to 65535"),
+        (("h:70000", 2, 0), "port is a number from 1 to 65535"),
+    ],
+)
+def test_arguments_that_do_not_make_a_cluster_are_refused(arguments: tuple[Any, ...], message: str):
+    with pytest.raises(ValueError, match=message):
+        find_cluster({}, *arguments)
+
+
+@pytest.mark.parametrize("missing", LAUNCHED)
+def test_half_a_cluster_in_the_environment_is_an_error_and_not_a_run_alone(missing: str):
+    with pytest.raises(ValueError, match="takes all of coordinator, num_processes and process_id"):
+        find_cluster({name: value for name, value in LAUNCHED.items() if name != missing})
+    with pytest.raises(ValueError, match=r"must be whole numbers; given 'x'"):
+        find_cluster(LAUNCHED | {"JDP_PROCESS_ID": "x"})
+
+
+MPIRUN_ELSEWHERE = {
+    "Open MPI 4": OPEN_MPI_4 | {"OMPI_COMM_WORLD_RANK": "0"},
+    "Open MPI 5": OPEN_MPI_5 | {"OMPI_COMM_WORLD_RANK": "0"},
+}
+
+
+@pytest.mark.parametrize("environment", MPIRUN_ELSEWHERE.values(), ids=MPIRUN_ELSEWHERE)
+def test_rank_0_says_so_when_mpirun_runs_on_another_host(environment: dict[str, str]):
+    """The other ranks expect it where mpirun is, and cannot know better; its error makes mpirun end them."""
+    with pytest.raises(ValueError, match=r"must run on mpirun's own host; given mpirun on .*-x JDP_COORDINATOR="):
+        find_cluster(environment)
+
+
+def test_rank_0_beside_mpirun_is_what_the_others_expect():
+    uri = OPEN_MPI_4["OMPI_MCA_orte_hnp_uri"]
+    beside = OPEN_MPI_4 | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_MCA_orte_local_daemon_uri": uri}
+    assert find_cluster(beside) == Cluster("Open MPI", f"192.0.2.2:{PORT_4}", 4, 0)
+    beside = OPEN_MPI_5 | {"OMPI_COMM_WORLD_RANK": "0", "PMIX_HOSTNAME": "gpu-007.cluster.local"}
+    assert find_cluster(beside) == Cluster("Open MPI", f"gpu-007:{PORT_5}", 4, 0)
+
+
+def test_an_mpirun_that_names_no_host_is_asked_for_one():
+    with pytest.raises(ValueError, match=r"this mpirun names no host\. Name rank 0's: mpirun -x JDP_COORDINATOR="):
+        find_cluster(OPEN_MPI)
+
+
+def test_a_count_that_contradicts_the_scheduler_is_refused():
+    with pytest.raises(ValueError, match=r"number of processes that Slurm started, 4; given 8\. Unset it"):
+        find_cluster(SLURM_STEP | {"JDP_NUM_PROCESSES": "8"})
+
+
+@pytest.mark.parametrize(
+    ("own", "coordinator"),
+    [
+        ("train-1.train.default.svc.cluster.local", "train-0.train.default.svc.cluster.local:8476"),
+        ("set-workers-0-1.set", "set-workers-0-0.set:8476"),
+    ],
+)
+def test_a_pod_finds_pod_0_by_its_own_name(own: str, coordinator: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(socket, "getfqdn", lambda: own)
+    assert find_cluster(POD) == Cluster("Kubernetes, an indexed job", coordinator, 3, 1)
+
+
+def test_an_indexed_job_that_does_not_say_enough_is_refused_in_words(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ValueError, match=r"by JDP_NUM_PROCESSES; it is not set.*jdp manifest kubernetes"):
+        find_cluster({"JOB_COMPLETION_INDEX": "0"})
+    monkeypatch.setattr(socket, "getfqdn", lambda: "train-1")
+    with pytest.raises(ValueError, match=r"by a headless service.*given a pod named 'train-1'.*subdomain"):
+        find_cluster(POD)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("node1", "node1"),
+        ("node1,node2", "node1"),
+        ("gpu[007-012,020],login", "gpu007"),
+        ("gpu[3,5]", "gpu3"),
+        ("rack[1-2]-gpu,x", "rack1-gpu"),
+    ],
+)
+def test_the_first_host_of_a_slurm_node_list(nodes: str, host: str):
+    assert first_host(nodes) == host
+
+
+@pytest.mark.parametrize(
+    ("extra", "devices"),
+    [
+        ({}, None),
+        ({"SLURM_GPUS_ON_NODE": "8"}, (4, 5, 6, 7)),
+        ({"SLURM_GPUS_ON_NODE": "2"}, (1,)),
+        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_GPUS_PER_TASK": "4"}, None),
+        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_TRES_PER_TASK": "cpu=4,gres/gpu=4"}, None),
+        ({"SLURM_GPUS_ON_NODE": "8", "SLURM_STEP_TASKS_PER_NODE": "3,1"}, None),
+    ],
+)
+def test_a_slurm_task_takes_its_part_of_the_nodes_gpus(extra: dict[str, str], devices: tuple[int, ...] | None):
+    cluster = find_cluster(SLURM_STEP | extra)
+    assert cluster is not None and cluster.local_device_ids == devices
+
+
+@pytest.mark.parametrize(("gpus", "devices"), [("0,1,2,3,4,5,6,7", (4, 5, 6, 7)), ("0,1", (1,)), ("5", None)])
+def test_a_rank_takes_its_part_of_the_hosts_gpus(gpus: str, devices: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(machine, "find_spec", lambda _: True)  # as if JAX had its CUDA plugin
+    cluster = find_cluster(OPEN_MPI_4 | {"CUDA_VISIBLE_DEVICES": gpus})
+    assert cluster is not None and cluster.local_device_ids == devices

@@ -1,0 +1,288 @@
+"""What zero3 gathers, at the top or by layer.
+
+By the step's own trace, counted by hand, and in programs that XLA compiled for H100s.
+
+x [rows, 128] -> 4 layers x + tanh(x w + b) v -> head [128, 16].
+"""
+
+import dataclasses
+import functools
+import inspect
+import json
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jdp
+from jdp.base import notices
+from jdp.core.tracing.collectives import Gathered
+from jdp.foresight.targets.resolve import target
+from jdp.foresight.traffic.gathering import Gathering, gathering
+from jdp.foresight.verify import verify
+
+LAYERS, WIDTH, HEAD = 4, 128, 16
+MATRIX = WIDTH * WIDTH
+
+
+def init(rng):
+    a, b, c = jax.random.split(rng, 3)
+    layers = {
+        "w": jax.random.normal(a, (LAYERS, WIDTH, WIDTH)),
+        "v": jax.random.normal(b, (LAYERS, WIDTH, WIDTH)),
+        "b": jnp.zeros((LAYERS, WIDTH)),
+    }
+    return {"layers": layers, "head": jax.random.normal(c, (WIDTH, HEAD))}
+
+
+def listed(rng):
+    made = init(rng)
+    return {**made, "layers": [{name: x[i] for name, x in made["layers"].items()} for i in range(LAYERS)]}
+
+
+def block(layer, x):
+    return x + jnp.tanh(x @ layer["w"] + layer["b"]) @ layer["v"]
+
+
+def scanned(layers, x):
+    return jdp.scan_layers(block, layers, x, remat="full")
+
+
+def one_by_one(layers, x):
+    for i in range(LAYERS):
+        x = block({name: leaf[i] for name, leaf in layers.items()}, x)
+    return x
+
+
+def cast_before(layers, x):
+    return scanned(jax.tree.map(lambda w: w * 1.0, layers), x)
+
+
+def in_turns(layers, x):
+    """Every layer twice."""
+    return scanned(layers, scanned(layers, x))
+
+
+def gathers_activations(layers, x):
+    x = one_by_one(layers, x)
+    everyone = jax.lax.all_gather(jax.lax.stop_gradient(x), "data", tiled=True)
+    return x - everyone.mean(0)
+
+
+def gathers_a_few_columns(layers, x):
+    x = scanned(layers, x)
+    everyone = jax.lax.stop_gradient(jax.lax.all_gather(x[:, :4], "data", tiled=True))
+    return x - everyone.mean()
+
+
+def gathers_an_array_in_the_shape_of_a_weight(layers, x):
+    """A layer's matrix has the shape of what is gathered."""
+    x = scanned(layers, x)
+    square = jax.lax.stop_gradient(jnp.tile(x[:16], (8 * WIDTH // 128, 1)))
+    return x - jax.lax.all_gather(square[: WIDTH // 8], "data", tiled=True).mean(0)
+
+
+def made(loop, strategy="zero3", *, mesh=None, rows=512, wrt=None, rules=(), make=init, **settings):
+    plan = jdp.Plan(mesh or jdp.make_mesh(), strategy, rules=rules, min_shard_size=64)
+
+    def loss_fn(params, batch, rng):
+        y = loop(params["layers"], batch["x"].astype(params["head"].dtype)) @ params["head"]
+        return jdp.Loss(jnp.sum(y.astype(jnp.float32) ** 2), jnp.float32(y.shape[0]))
+
+    state = jdp.abstract_state(make, optax.sgd(0.1), plan, rng=jax.random.key(0), wrt=wrt)
+    batch = {"x": jax.ShapeDtypeStruct((rows, WIDTH), "float32")}
+    return jdp.make_train_step(loss_fn, plan, **settings), state, batch
+
+
+def traced(*args, **settings):
+    """path -> (at the top, elements a step), and the dtypes' sizes."""
+    step, state, batch = made(*args, **settings)
+    step.lower(state, batch)
+    assert len({(each.path, each.at_top) for each in step.sends.gathered}) == len(step.sends.gathered)
+    sizes = {each.payload_bytes // each.elements for each in step.sends.gathered}
+    return {each.path: (each.at_top, each.elements) for each in step.sends.gathered}, sizes
+
+
+# The trace. A layer's weights: forward and again backward; the bias, which the backward pass of a sum does not need but
+# that of tanh does, since its result is computed again; the head: once, and kept.
+
+
+@pytest.mark.parametrize("partitioning", ["auto", "manual"])
+@pytest.mark.parametrize("k", [1, 4])
+def test_layers_are_gathered_forward_and_backward_and_the_rest_once(partitioning, k):
+    gathered, sizes = traced(scanned, partitioning=partitioning, accumulate=k, precision="bf16")
+    assert sizes == {2}
+    assert gathered == {
+        "head": (True, k * WIDTH * HEAD),
+        "layers/w": (False, 2 * k * LAYERS * MATRIX),
+        "layers/v": (False, 2 * k * LAYERS * MATRIX),
+        "layers/b": (False, 2 * k * LAYERS * WIDTH),
+    }
+
+
+def test_layers_in_a_list_are_reported_one_by_one():
+    gathered, _ = traced(scanned, make=listed, partitioning="manual")
+    assert gathered["layers/0/w"] == gathered["layers/3/v"] == (False, 2 * MATRIX)
+    assert len(gathered) == 3 * LAYERS + 1
+
+
+@pytest.mark.parametrize("loop", [one_by_one, cast_before])
+def test_what_scan_layers_is_not_given_as_it_stands_is_gathered_once_at_the_top(loop):
+    gathered, _ = traced(loop, partitioning="manual", accumulate=2)
+    assert gathered["layers/w"] == (True, 2 * LAYERS * MATRIX)
+    assert all(top for top, _ in gathered.values())
+
+
+def test_what_is_frozen_is_gathered_too_and_what_two_loops_use_four_times():
+    gathered, _ = traced(in_turns, wrt=["layers/w"], partitioning="manual")
+    assert gathered["layers/w"] == gathered["layers/v"] == (False, 4 * LAYERS * MATRIX)
+
+
+@pytest.mark.parametrize("partitioning", ["auto", "manual"])
+def test_a_device_gathers_its_own_part_along_the_models_axes(partitioning):
+    mesh, rules = jdp.make_mesh(data=4, model=2), [("layers/w", P(None, None, "model"))]
+    gathered, _ = traced(scanned, mesh=mesh, rules=rules, partitioning=partitioning)
+    assert gathered["layers/w"] == (False, LAYERS * MATRIX)  # twice, half of it
+    assert gathered["layers/v"] == (False, 2 * LAYERS * MATRIX)
+
+
+def test_other_strategies_gather_nothing_where_it_is_used():
+    assert traced(scanned, "zero2") == ({}, set())
+
+
+def test_a_path_may_hold_any_sign():
+    step, state, batch = made(lambda layers, x: x)
+    odd = "a/b](c)[%2F gather[x]"
+    plan, loss_fn = step.plan, lambda p, b, rng: jdp.Loss(jnp.sum(b["x"] @ p[odd]), jnp.float32(b["x"].shape[0]))
+    state = jdp.abstract_state(lambda rng: {odd: jnp.ones((WIDTH, 8))}, optax.sgd(0.1), plan, rng=jax.random.key(0))
+    step = jdp.make_train_step(loss_fn, plan, partitioning="manual")
+    step.lower(state, batch)
+    assert [each.path for each in step.sends.gathered] == [
+        placement.path for placement in jax.tree.leaves(plan.param_placements(state.params, state.static))
+    ]
+
+
+# The step reports it
+
+
+@pytest.fixture
+def zero2_notices(monkeypatch, caplog):
+    monkeypatch.setattr(notices, "_said", set())
+    caplog.set_level("INFO", "jdp")
+    return lambda: [line for line in caplog.messages if "as zero2 does" in line]
+
+
+def test_a_step_reports_once_that_no_layer_is_gathered_by_itself(zero2_notices):
+    for loop, strategy, count in (
+        (scanned, "zero3", 0),
+        (one_by_one, "zero2", 0),
+        (cast_before, "zero3", 0),  # scan_layers reports each weight
+        (one_by_one, "zero3", 1),
+        (one_by_one, "zero3", 1),
+    ):
+        step, state, batch = made(loop, strategy, partitioning="manual")
+        jax.eval_shape(step, state, batch)
+        assert len(zero2_notices()) == count
+    assert zero2_notices()[0].startswith(
+        "zero3 gathers its weights (head and 3 more) at the top of the step and holds them whole"
+    )
+    assert "jdp.scan_layers gathers one layer at a time" in zero2_notices()[0]
+
+
+# Compiled
+
+
+@functools.cache
+def verified(loop, strategy="zero3", **settings):
+    mesh = jdp.make_mesh(devices=target("h100:1x8").devices)
+    chosen = {"partitioning": "manual", "precision": "bf16", **settings}
+    chosen["compiler"] = {"xla_gpu_enable_triton_gemm": False}  # what is sent does not depend on it
+    return verify(*made(loop, strategy, mesh=mesh, **chosen))
+
+
+def source_line(function, text):
+    """ "this file:line" of the line of `function` that holds `text`."""
+    lines, first = inspect.getsourcelines(function)
+    return f"{__file__}:{first + next(i for i, line in enumerate(lines) if text in line)}"
+
+
+@pytest.mark.parametrize("partitioning", ["auto", "manual"])
+def test_the_compiled_program_gathers_what_the_trace_has(partitioning):
+    report = verified(scanned, partitioning=partitioning, accumulate=2)
+    [row] = [row for row in report.rows if row.kind == "all-gather"]
+    expected = 2 * 2 * (2 * LAYERS * (2 * MATRIX + WIDTH) + WIDTH * HEAD)
+    assert (row.expected_bytes, row.found_bytes) == (expected, expected)
+    assert report.kept, report
+    assert report.theory.most_gathered_bytes == 2 * 2 * 2 * report.theory.parameters > expected
+    assert report.like_zero2 == ""
+    assert "by layer    2                   3" in str(report)
+
+
+def test_a_stray_gather_breaks_what_was_below_the_upper_bound():
+    report = verified(gathers_activations)
+    assert not report.kept
+    at_most = report.theory.most_gathered_bytes + report.theory.payload_bytes["reduce-scatter"]
+    assert report.wire_bytes_per_device < 1.02 * 7 / 8 * at_most  # which was all that was asked before
+    expected = source_line(gathers_activations, "all_gather")
+    [gather] = [breach for breach in report.breaches if breach.startswith("all-gather")]
+    assert gather.startswith("all-gather of 128 KiB bf16, at " + expected)
+    assert "no parameter has this shape" in gather
+    assert report.strays == ()
+
+
+def test_a_small_stray_is_named_and_kept():
+    report = verified(gathers_a_few_columns)
+    assert report.kept, report
+    [stray] = report.strays
+    assert stray.startswith(
+        f"all-gather of 4 KiB bf16, at {source_line(gathers_a_few_columns, 'all_gather')}: no parameter"
+    )
+    assert report.breaches == ()
+    assert f"Sent besides:\n- {stray}" in str(report)
+    assert json.loads(json.dumps(report.to_json()))["strays"] == [stray]
+
+
+def test_a_stray_that_looks_like_a_weight_is_one_gather_too_many():
+    report = verified(gathers_an_array_in_the_shape_of_a_weight)
+    assert not report.kept
+    assert any("sent more often than promised" in breach for breach in report.breaches), report
+
+
+def test_a_zero3_that_is_a_zero2_is_reported():
+    report = verified(one_by_one)
+    assert report.kept
+    assert report.ratio == pytest.approx(1, abs=0.002)
+    [first] = [line for line in str(report).splitlines() if line.startswith("This zero3")]
+    assert first == report.like_zero2 == report.to_json()["like_zero2"]
+    assert "holds its weights like zero2: 261 KiB of 261 KiB gathered weights a device (100 %)" in first
+    assert "(layers/v, layers/w, head and 1 more)" in first
+    assert "run the layers through jdp.scan_layers" in first
+    gathers = {each["parameter"]: each for each in report.to_json()["gathers"]}
+    assert gathers["layers/w"] == {
+        "parameter": "layers/w",
+        "where": "top",
+        "times_a_microbatch": 1.0,
+        "payload_bytes": 2 * LAYERS * MATRIX,
+    }
+
+
+def test_most_of_the_bytes_at_the_top_make_a_zero2_and_half_do_not():
+    step, state, batch = made(cast_before, partitioning="manual")
+    step.lower(state, batch)
+    assert "cast weights inside the block" in gathering(step, state).like_zero2()
+    large = Gathering((Gathered("a", True, 51, 102), Gathered("l", False, 100, 200)), 1, {"a": 51, "l": 50})
+    assert "only what goes through jdp.scan_layers as it stands in the model is gathered by layer" in large.like_zero2()
+    assert dataclasses.replace(large, elements={"a": 51, "l": 51}).like_zero2() == ""
+
+
+def test_the_row_never_goes_beyond_the_upper_bound():
+    report = verified(in_turns)
+    assert not report.kept
+    [row] = [row for row in report.rows if row.kind == "all-gather"]
+    assert row.expected_bytes == report.theory.most_gathered_bytes
+    assert row.found_bytes > 1.9 * row.expected_bytes
+    assert any(breach.startswith("all-gather") and "layers/w" in breach for breach in report.breaches)
+    assert all("sent more often than promised" in breach for breach in report.breaches)
+    assert all("a weight that is given to several layers or layer loops" in breach for breach in report.breaches)
