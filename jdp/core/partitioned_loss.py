@@ -20,11 +20,11 @@ from jdp.base.words import Buckets, Partitioning
 from jdp.core.batch import agree_on_inputs, agree_on_program, batch_rows, check_global
 from jdp.core.cluster.agreement import processes_of
 from jdp.core.compiling.options import CompilerValue
-from jdp.core.compiling.remade import report_remade
 from jdp.core.gradients import auto, manual
 from jdp.core.gradients.accumulate import GradientSpec
 from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.partitioning import REQUESTED, Choice, PartitioningRequest
+from jdp.core.gradients.remade import report_remade
 from jdp.core.gradients.row_proof.quotients import Reading
 from jdp.core.plan import Plan
 from jdp.core.precision import Precision

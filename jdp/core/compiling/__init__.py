@@ -1,1 +1,1 @@
-"""Compilation: XLA's options (`options`), programs on disk (`persistent_cache`), repeated compilation (`remade`)."""
+"""Compilation: XLA's options (`options`) and programs on disk (`persistent_cache`)."""
