@@ -57,12 +57,7 @@ class Remote:
 
     @staticmethod
     def at(given: str | Path) -> Remote:
-        """Return the folder behind what a user wrote; its package is imported, and nothing else is asked yet.
-
-        Raises:
-            RemoteError: fsspec does not know such addresses, their package is not installed, the address has no slashes
-                or no name of a bucket, or it leads to this machine.
-        """
+        """Return the folder behind what a user wrote; its package is imported, and nothing else is asked yet."""
         address = address_of(given)
         if address is None:
             raise RemoteError(f"an address must begin with its kind, given {brief(str(given))}: s3://bucket/folder")
@@ -107,25 +102,14 @@ class Remote:
             raise self._error("be opened", error) from error
 
     def files(self, below: str = "") -> dict[str, Stored]:
-        """Return all files, by their path in the folder, in order. Empty if nothing is there.
-
-        Args:
-            below: only those below this folder of it.
-
-        Raises:
-            RemoteError: there is no such bucket, or it may not be read.
-        """
+        """Return all files, by their path in the folder, in order. Empty if nothing is there."""
         fs, root = self._opened
         with self._doing("be listed"):
             found: Mapping[str, Any] = fs.find(f"{root}/{below}".rstrip("/"), detail=True)
         return self._stored(found)
 
     def matching(self, pattern: str) -> dict[str, Stored]:
-        """Return the files that a pattern matches (`**` goes down), by their path in the folder, in order.
-
-        Raises:
-            RemoteError: there is no such bucket, or it may not be read.
-        """
+        """Return the files that a pattern matches (`**` goes down), by their path in the folder, in order."""
         fs, root = self._opened
         with self._doing("be listed"):
             return self._stored(fs.glob(f"{root}/{pattern}", detail=True))
@@ -149,19 +133,7 @@ class Remote:
                 return None
 
     def write(self, name: str, content: bytes, *, new: bool = False) -> bool:
-        """Write a small file, whole or not at all.
-
-        Args:
-            name: its path in the folder.
-            content: its bytes.
-            new: only if there is none: of several that try, one succeeds.
-
-        Returns:
-            False if `new` is asked for and there is one.
-
-        Raises:
-            RemoteError: it cannot be written.
-        """
+        """Write a small file, whole or not at all."""
         fs, root = self._opened
         with self._doing("be written"):
             try:
@@ -180,11 +152,7 @@ class Remote:
                 fs.get([f"{root}/{name}" for name in some], [str(folder / name) for name in some])
 
     def send(self, names: Sequence[str], folder: Path, into: str = "") -> None:
-        """Write these files from a folder of this machine to the same paths here, or below `into`.
-
-        Raises:
-            RemoteError: one cannot be written, or does not arrive with its size.
-        """
+        """Write these files from a folder of this machine to the same paths here, or below `into`."""
         fs, root = self._opened
         for some in _pieces(names):
             with self._doing("be written"):

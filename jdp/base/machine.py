@@ -11,13 +11,7 @@ _OTHER_PLUGINS = ("libtpu", "jax_rocm7_plugin", "jax_rocm60_plugin", "jax_oneapi
 
 
 def choose_platform(devices: int | None = None) -> None:
-    """Choose the platform that JAX will start; call it before anything asks JAX for its devices.
-
-    Args:
-        devices: number of virtual CPU devices to compute on instead of what the machine has. None leaves the choice to
-            JAX, except that an installed CUDA plugin is not started on a machine without NVIDIA devices and other
-            accelerators, where it would print an error. An explicit JAX_PLATFORMS is always respected.
-    """
+    """Choose the platform that JAX will start; call it before anything asks JAX for its devices."""
     import jax
 
     if devices is not None:
@@ -93,11 +87,6 @@ def group_numbers(
 
     A batch system or systemd puts a job several groups deep, and each may have a limit; in a container the topmost that
     can be seen is the container's.
-
-    Args:
-        controller: "memory" or "pids".
-        limit, used: names of the files in version 2 of control groups.
-        old_limit, old_used: the same in version 1.
     """
     found: list[tuple[int, int | None]] = []
     for folder in _groups(controller):

@@ -11,12 +11,7 @@ DEEPEST = 16
 
 
 def parse(text: str) -> dict[str, Any]:
-    """Parse TOML text.
-
-    Raises:
-        ValueError: it is not TOML, is nested deeper than `DEEPEST`, or has a whole number beyond 64 bits. The message
-            continues a sentence that begins with the name of the file.
-    """
+    """Parse TOML text."""
     try:
         table = tomllib.loads(text)
     except RecursionError:
@@ -30,12 +25,7 @@ def parse(text: str) -> dict[str, Any]:
 
 
 def check(table: Mapping[str, Any]) -> None:
-    """Check the limits of a table that did not come from `parse`.
-
-    Raises:
-        ValueError: it is nested deeper than `DEEPEST`, or has a whole number beyond 64 bits. The message continues a
-            sentence that begins with the name of the table.
-    """
+    """Check the limits of a table that did not come from `parse`."""
     remaining: list[tuple[Any, tuple[str, ...]]] = [(table, ())]
     while remaining:
         value, path = remaining.pop()

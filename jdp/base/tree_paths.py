@@ -22,11 +22,6 @@ def path_in_model(number: int, models: int, path: str) -> str:
 
 
 def matches(path: str, patterns: str | Iterable[str]) -> bool:
-    """Return True if one of the patterns matches the path; `*` matches any characters, slashes too.
-
-    Args:
-        path: keys joined by slashes, as `path_of` returns it.
-        patterns: shell-style patterns (`fnmatch.fnmatchcase`); a string is one pattern.
-    """
+    """Return True if one of the patterns matches the path; `*` matches any characters, slashes too."""
     patterns = (patterns,) if isinstance(patterns, str) else patterns
     return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)

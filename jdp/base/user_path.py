@@ -21,13 +21,7 @@ class PathError(ValueError):
 
 
 def user_path(given: str | os.PathLike[str]) -> Path:
-    """Return the path with `~` and `~user` expanded. Nothing need exist there.
-
-    Raises:
-        PathError: it is neither text nor a `Path`, is an address such as gs://bucket/run, has a NUL character or bytes
-            that are not UTF-8, is longer than the file system allows, names a user without a home folder, or leads
-            through a folder that may not be entered. The message begins with the rule.
-    """
+    """Return the path with `~` and `~user` expanded. Nothing need exist there."""
     if not isinstance(given, str | os.PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise PathError(f'a path must be text or a pathlib.Path, given {str(given)[:100]!r}: write one, such as "runs"')
     text = os.fspath(given)
@@ -51,11 +45,7 @@ def user_path(given: str | os.PathLike[str]) -> Path:
 
 
 def check_regular(path: str | os.PathLike[str]) -> None:
-    """Check that a path is a file or folder: reading a pipe, a socket or a device may wait for ever.
-
-    Raises:
-        OSError: it is none of them, or does not exist.
-    """
+    """Check that a path is a file or folder: reading a pipe, a socket or a device may wait for ever."""
     mode = os.stat(path).st_mode  # noqa: PTH116 - names of millions of images are text, not Path
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise OSError(errno.EINVAL, "it is a pipe or a device, not a file", os.fspath(path))

@@ -38,17 +38,10 @@ _ARRAYS, _UNFINISHED = "state", ".unfinished"
 class Held:
     """Checkpoints behind an address, and the scratch folder that stands for them.
 
-    Args:
-        address: of one checkpoint, of a directory of them, or of the folder of a run.
-        together: all processes of the cluster make this one together.
-
     Attributes:
         remote: the folder behind the address.
         folder: where it is on this host.
         unfinished: steps that a killed process has left half-sent or half-deleted.
-
-    Raises:
-        RemoteError: it cannot be listed or read.
     """
 
     def __init__(self, address: str | Path, *, together: bool = True) -> None:
@@ -107,11 +100,7 @@ class Held:
         return folder
 
     def send(self, folder: Path) -> None:
-        """Send a checkpoint that is whole, its commit file last; those before it lose their arrays here.
-
-        Raises:
-            RemoteError: it cannot be sent; it does not count then, neither here nor there.
-        """
+        """Send a checkpoint that is whole, its commit file last; those before it lose their arrays here."""
         name = folder.relative_to(self.folder).as_posix()
         try:
             send(self.remote, folder, name)
@@ -140,11 +129,7 @@ class Held:
 
 
 def send(remote: Remote, folder: Path, name: str) -> None:
-    """Write a checkpoint below `name`, its commit file last; until then a mark says that it is unfinished.
-
-    Raises:
-        RemoteError: it cannot be written.
-    """
+    """Write a checkpoint below `name`, its commit file last; until then a mark says that it is unfinished."""
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
     remote.write(f"{name}/{_UNFINISHED}", b"")
     stale = {each.removeprefix(f"{name}/") for each in remote.files(name)} - {*names, _UNFINISHED}
@@ -173,11 +158,7 @@ def move(remote: Remote, source: str, target: str) -> None:
 
 
 def delete(remote: Remote, name: str) -> None:
-    """Delete a checkpoint, or what there is of it: its commit file first, and the mark that it is unfinished last.
-
-    Raises:
-        RemoteError: it cannot be deleted.
-    """
+    """Delete a checkpoint, or what there is of it: its commit file first, and the mark that it is unfinished last."""
     files = _ordered(remote.files(name), name)
     if not files:
         return
@@ -188,33 +169,14 @@ def delete(remote: Remote, name: str) -> None:
 
 
 def read(address: str | Path, read: Callable[[Path, Callable[[Path], Path]], _T], *, together: bool = True) -> _T:
-    """Read from the checkpoints that an address leads to.
-
-    Args:
-        address: what `jdp.save` wrote, a directory of checkpoints, one of its steps' folders, or the folder of a run.
-        read: gets the scratch folder that stands for it, and what fetches the arrays of a checkpoint in it.
-        together: all processes of the cluster call this.
-
-    Raises:
-        CheckpointError: what `read` raises; or nothing there can be reached.
-    """
+    """Read from the checkpoints that an address leads to."""
     with named():
         held = Held(address, together=together)
         return read(held.folder, held.fetched)
 
 
 def save(address: str | Path, write: Callable[[Path], None], *, overwrite: bool) -> None:
-    """Write one checkpoint behind an address. With `overwrite` the one before is `.NAME.old` until it is there.
-
-    Args:
-        address: of its folder.
-        write: writes it, whole, to an empty folder; every process calls this.
-        overwrite: replace a checkpoint at `address`; anything else is never replaced.
-
-    Raises:
-        CheckpointError: the address is taken, or the checkpoint cannot be written; or the processes do not see one
-            scratch folder; or storage cannot be reached.
-    """
+    """Write one checkpoint behind an address. With `overwrite` the one before is `.NAME.old` until it is there."""
     with named():
         parent, _, name = Remote.at(address).address.rpartition("/")
     if parent.endswith("/"):
@@ -268,11 +230,7 @@ def _on_first_process(action: Callable[[], None]) -> None:
 
 @contextmanager
 def named() -> Generator[None]:
-    """Have errors name the address in place of the scratch folder.
-
-    Raises:
-        CheckpointError: storage cannot be reached.
-    """
+    """Have errors name the address in place of the scratch folder."""
     try:
         yield
     except CheckpointError as error:
@@ -283,15 +241,7 @@ def named() -> Generator[None]:
 
 
 def require_shared(scratch: Scratch, address: str) -> None:
-    """Check on every process that they see one scratch folder.
-
-    Args:
-        scratch: this process'.
-        address: what it stands for.
-
-    Raises:
-        CheckpointError: they do not.
-    """
+    """Check on every process that they see one scratch folder."""
     if not scratch.is_shared():
         raise CheckpointError(
             f"Processes that save to {address} must see one folder in which they write a checkpoint before it is sent, "

@@ -44,13 +44,7 @@ class DamagedError(CheckpointError):
 
 
 def write_error(what: str, error: BaseException, note: str = "") -> CheckpointError:
-    """Return the error for a write that failed: what, why, and the fix.
-
-    Args:
-        what: what failed, such as "FILE was not written".
-        error: the exception of the system or of Orbax.
-        note: added to the reason.
-    """
+    """Return the error for a write that failed: what, why, and the fix."""
     number = _os_number(error)
     fix = ""
     if number in _FULL:
@@ -67,13 +61,6 @@ def reading(what: str, fix: str) -> Generator[None]:
     """Turn any exception of the code inside, which reads files, into a DamagedError that names what is damaged.
 
     Running out of memory is left alone.
-
-    Args:
-        what: what is read, such as its path.
-        fix: a sentence without its full stop.
-
-    Raises:
-        DamagedError: reading failed.
     """
     restore_logging = hush()
     try:

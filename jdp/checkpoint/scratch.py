@@ -29,15 +29,8 @@ _LOCK, _TURN, _TOKEN, _KEEP = ".lock", ".turn", ".token", ".keep"
 class Scratch:
     """The folder of one use. It is removed when nobody refers to it any more, or its processes end.
 
-    Args:
-        address: what it stands for. Messages show it in the folder's place.
-        together: all processes of the cluster make this one together; False: it is this process' own.
-
     Attributes:
         folder: is there, and empty unless another process of this host has begun.
-
-    Raises:
-        PathError: it cannot be made.
     """
 
     def __init__(self, address: str, *, together: bool) -> None:

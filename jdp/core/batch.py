@@ -16,14 +16,7 @@ from jdp.core.types import Batch
 
 
 def batch_rows(batch: Batch) -> int:
-    """Return the number of rows (examples): the leading size that all arrays of a batch share.
-
-    Args:
-        batch: a pytree of arrays, real or abstract.
-
-    Raises:
-        ValueError: the batch has no arrays, or text or a scalar among them, or their leading sizes differ.
-    """
+    """Return the number of rows (examples): the leading size that all arrays of a batch share."""
     sizes: dict[Any, tuple[int, ...]] = {}
     for path, leaf in jax.tree.leaves_with_path(batch):
         dtype: Any = leaf.dtype if hasattr(leaf, "dtype") else np.asarray(leaf).dtype
@@ -50,23 +43,13 @@ def interleave(x: jax.Array, count: int, group: int = 1) -> jax.Array:
     """Split rows into microbatches: [rows, ...] -> [count, rows / count, ...], with rows k, k + count, ... in row k.
 
     Every device then splits its own rows and nothing is sent; a contiguous split makes XLA gather the whole batch.
-
-    Args:
-        x: the rows; `count` × `group` must divide their number.
-        count: number of microbatches.
-        group: number of neighbouring rows that stay together: groups are dealt out in place of rows.
     """
     rows, dims = x.shape[0], x.shape[1:]
     return x.reshape(rows // (count * group), count, group, *dims).swapaxes(0, 1).reshape(count, rows // count, *dims)
 
 
 def joined(x: jax.Array, group: int = 1) -> jax.Array:
-    """Undo `interleave`: [count, rows / count, ...] -> [rows, ...].
-
-    Args:
-        x: the rows of each microbatch.
-        group: number of neighbouring rows that stayed together.
-    """
+    """Undo `interleave`: [count, rows / count, ...] -> [rows, ...]."""
     count, rows, dims = x.shape[0], x.shape[0] * x.shape[1], x.shape[2:]
     return x.reshape(count, -1, group, *dims).swapaxes(0, 1).reshape(rows, *dims)
 
@@ -92,9 +75,6 @@ def check_alive(state: Any) -> None:
     """Check that no train step has taken the state's memory: on several CPU devices, using it would end the process.
 
     Only two leaves are tested, because every call does it: the number of steps and the first of the parameters.
-
-    Raises:
-        ValueError: the state was donated.
     """
     first = getattr(state, "params", None)
     while isinstance(first, dict) and first:
@@ -124,11 +104,7 @@ def signature(batch: Batch) -> Any:
 
 
 def check_global(batch: Batch) -> None:
-    """Check that every leaf is a global array over several processes; a step would take local rows for all rows.
-
-    Raises:
-        ValueError: a leaf is on this process alone.
-    """
+    """Check that every leaf is a global array over several processes; a step would take local rows for all rows."""
     for path, leaf in jax.tree.leaves_with_path(batch):
         if not _is_global(leaf):
             kind = "an array" if isinstance(leaf, jax.Array) else f"a {type(leaf).__module__}.{type(leaf).__name__}"

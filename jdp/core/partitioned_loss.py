@@ -106,30 +106,11 @@ class PartitionedLoss:
         return batch_unit(self.plan.mesh.shape, self.accumulate, self.group, named=self.plan.called)
 
     def choose_partitioning(self, state: TrainState, batch: Batch) -> str:
-        """Return "auto" or "manual", as `choose` does.
-
-        Args:
-            state: a train state, real or abstract.
-            batch: a batch, real or abstract.
-
-        Raises:
-            ValueError: as `choose` does.
-        """
+        """Return "auto" or "manual", as `choose` does."""
         return self.choose(state, batch).partitioning
 
     def choose(self, state: TrainState, batch: Batch, *, values: bool = False, assume: bool = False) -> Choice:
-        """Check the batch, choose the partitioning for these shapes, and report it once.
-
-        Args:
-            state: a train state, real or abstract.
-            batch: a batch, real or abstract.
-            values: True if both have values: then a loss that is not proven a sum over examples is tried on a few rows.
-            assume: True if nothing is computed now, and the loss will be tried before it is.
-
-        Raises:
-            ValueError: the batch's rows do not divide, a parameter has another dtype than `Precision.params`, or the
-                loss is no sum over examples but has to be, or is not known to be one.
-        """
+        """Check the batch, choose the partitioning for these shapes, and report it once."""
         self.batch_unit.check(batch_rows(batch))
         placed = zip(jax.tree.leaves(self.param_placements(state)), jax.tree.leaves(state.params), strict=True)
         self.precision.check_params({placement.path: leaf for placement, leaf in placed if placement.trained})
@@ -156,13 +137,6 @@ class PartitionedLoss:
 
         Abstract values are taken to be of a program that is only looked at. While a user's function is traced, the
         trace chooses.
-
-        Args:
-            state: a train state, real or abstract.
-            batch: a batch, real or abstract.
-
-        Raises:
-            ValueError: as `choose_partitioning` does.
         """
         batch_rows(batch)
         leaves = jax.tree.leaves((state, batch))
@@ -196,19 +170,7 @@ class PartitionedLoss:
         lower: Callable[[], jax.stages.Lowered],
         compiler_options: Mapping[str, CompilerValue] | None = None,
     ) -> None:
-        """Check once for these shapes that all processes agree, before they compute together.
-
-        Args:
-            caller: name of the call in errors.
-            shapes: what a program is made for (`signature`); None where it is traced: nothing is compared.
-            state, batch: real.
-            lower: returns the program, after the loss was tried.
-            compiler_options: that it is compiled with.
-
-        Raises:
-            ValueError: a leaf of the batch is on this process alone; what `check_first` raises; as `Mismatch`, where
-                processes differ.
-        """
+        """Check once for these shapes that all processes agree, before they compute together."""
         if shapes is None or shapes in self._agreed:
             return
         check_global(batch)
@@ -219,26 +181,11 @@ class PartitionedLoss:
         self._agreed.add(shapes)
 
     def param_placements(self, state: TrainState) -> PyTree:
-        """Return a tree like the parameters, of `Placement`.
-
-        Args:
-            state: a train state, real or abstract.
-
-        Raises:
-            ValueError: a rule of the plan matches nothing or does not divide.
-        """
+        """Return a tree like the parameters, of `Placement`."""
         return self.plan.param_placements(state.params, state.static)
 
     def gradient_spec(self, state: TrainState, reading: Reading | None = None) -> GradientSpec:
-        """Return what the gradient code needs: the loss, the placements and the settings.
-
-        Args:
-            state: a train state, real or abstract.
-            reading: of the `Choice`: how a loss that returns a quotient is read.
-
-        Raises:
-            ValueError: a rule of the plan matches nothing or does not divide.
-        """
+        """Return what the gradient code needs: the loss, the placements and the settings."""
         return GradientSpec(
             self.loss_fn,
             state.static.adapter,
@@ -263,23 +210,7 @@ class PartitionedLoss:
         kept: dict[str, PyTree],
         spec: GradientSpec | None = None,
     ) -> tuple[PyTree, Sums, PyTree, dict[str, PyTree]]:
-        """Return the gradient of Σtotal / Σweight, float32 at rest specs, while a step is traced.
-
-        Args:
-            state: a train state; only `params`, `model_state` and `static` count.
-            batch: global arrays.
-            key: from which everything random in the loss derives.
-            kept: what the synchronisation keeps between steps; {} for nothing.
-            spec: None for `gradient_spec(state)`.
-
-        Returns:
-            (gradients, with None for frozen parameters; sums over the whole batch; model state afterwards; `kept`
-            afterwards).
-
-        Raises:
-            ValueError: as `choose_partitioning` does; model state that is not floating point would differ between
-                devices; or the shape of a metric depends on the number of rows.
-        """
+        """Return the gradient of Σtotal / Σweight, float32 at rest specs, while a step is traced."""
         choice = self.choose(state, batch)
         spec = replace(spec or self.gradient_spec(state), reading=choice.reading)
         run = VIEWS[choice.partitioning].gradients(spec, self.plan)
@@ -288,15 +219,7 @@ class PartitionedLoss:
         return jax.tree.map(lambda g: g.astype(jnp.float32) / sums.weight, grads), sums, model_state, kept
 
     def evaluate(self, state: TrainState, batch: Batch) -> Sums:
-        """Return the sums over the whole batch, forward only, while a step is traced.
-
-        Args:
-            state: a train state; only `params`, `model_state` and `static` count.
-            batch: global arrays.
-
-        Raises:
-            ValueError: as `choose_partitioning` does, or the shape of a metric depends on the number of rows.
-        """
+        """Return the sums over the whole batch, forward only, while a step is traced."""
         choice = self.choose(state, batch)
         evaluate = VIEWS[choice.partitioning].evaluation(self.gradient_spec(state, choice.reading), self.plan)
         sums = evaluate(state.params, state.model_state, batch)

@@ -364,11 +364,7 @@ class Plan(Drawn):
         return Placement(path, tuple(leaf.shape), str(leaf.dtype), rest, compute, size, reason)
 
     def _placed_flat(self, placement: Placement, flat: Flat) -> Placement:
-        """Return the placement of a parameter that rests flat and padded.
-
-        Raises:
-            ValueError: it does so for another number of devices.
-        """
+        """Return the placement of a parameter that rests flat and padded."""
         count = self.mesh.shape[DATA]
         if flat.at_rest[-1] % count:
             raise ValueError(

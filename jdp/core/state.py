@@ -121,14 +121,7 @@ class TrainState(Drawn, Generic[Model]):
 
 
 def map_flat(function: Callable[[Any, Flat], Any], tree: PyTree, name: str, static: Static) -> PyTree:
-    """Return a tree with the leaves that rest flat and padded replaced by what a function makes of them.
-
-    Args:
-        function: of the leaf, and how it rests.
-        tree: like the field of a state, or like a part of it.
-        name: of that field, "params" or "opt_state"; "" for a dict of them.
-        static: the state's.
-    """
+    """Return a tree with the leaves that rest flat and padded replaced by what a function makes of them."""
     if not static.flat:
         return tree
     flat = dict(static.flat)
@@ -141,21 +134,12 @@ def map_flat(function: Callable[[Any, Flat], Any], tree: PyTree, name: str, stat
 
 
 def own_shapes(params: PyTree, static: Static) -> PyTree:
-    """Return parameters in their own shapes, as `jax.ShapeDtypeStruct` where they rest flat and padded.
-
-    Args:
-        params: real or abstract.
-        static: the state's.
-    """
+    """Return parameters in their own shapes, as `jax.ShapeDtypeStruct` where they rest flat and padded."""
     return map_flat(lambda x, flat: jax.ShapeDtypeStruct(flat.shape, x.dtype), params, "params", static)
 
 
 def own_shaped(tree: PyTree, name: str, static: Static) -> PyTree:
-    """Return fields of a state, real, abstract or traced, with every leaf in its own shape.
-
-    Args:
-        tree, name, static: as for `map_flat`.
-    """
+    """Return fields of a state, real, abstract or traced, with every leaf in its own shape."""
     gathered = list[tuple[jax.Array, Change, Any]]()
 
     def own(x: Any, flat: Flat) -> Any:
@@ -180,9 +164,6 @@ def changed(leaves: Sequence[tuple[jax.Array, Change, Any]]) -> list[jax.Array]:
     """Return leaves of one mesh, of axes of any type, in other forms, made by one program.
 
     On CPUs it has ended then: of several at once each would hold threads that the others' collectives wait for.
-
-    Args:
-        leaves: (a real array, the change of its form, the sharding of the result on the same devices) of each.
     """
     if not leaves:
         return []
@@ -206,12 +187,7 @@ def _program(changes: tuple[Change, ...], shardings: tuple[Any, ...]) -> tuple[M
 
 
 def trained_part(tree: PyTree, trained: Sequence[bool] | None) -> PyTree:
-    """Return `tree`, like the parameters, with None for frozen leaves: what is differentiated and optimized.
-
-    Args:
-        tree: a tree of the parameters' structure.
-        trained: `Static.trained`.
-    """
+    """Return `tree`, like the parameters, with None for frozen leaves: what is differentiated and optimized."""
     if trained is None:
         return tree
     leaves, treedef = jax.tree.flatten(tree)
@@ -219,13 +195,7 @@ def trained_part(tree: PyTree, trained: Sequence[bool] | None) -> PyTree:
 
 
 def with_trained(tree: PyTree, part: PyTree, trained: Sequence[bool] | None) -> PyTree:
-    """Return `tree` with its trained leaves replaced by those of `part`, a tree as `trained_part` returns it.
-
-    Args:
-        tree: a tree of the parameters' structure.
-        part: the same with None for frozen leaves.
-        trained: `Static.trained`.
-    """
+    """Return `tree` with its trained leaves replaced by those of `part`, a tree as `trained_part` returns it."""
     if trained is None:
         return part
     leaves, treedef = jax.tree.flatten(tree)

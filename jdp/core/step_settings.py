@@ -45,11 +45,7 @@ def settled_partitioning(
     local: LocalSteps | None,
     noise_scale: bool,
 ) -> Partitioning | None:
-    """Return "manual" if a setting of a training step takes that, else what was asked for.
-
-    Raises:
-        ValueError: settings do not go together, with the partitioning or with the plan.
-    """
+    """Return "manual" if a setting of a training step takes that, else what was asked for."""
     sends_otherwise = wire != WIDE or buckets is not None
     if local is not None:
         _check_local_steps(wire, buckets, partitioning)

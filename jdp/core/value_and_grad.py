@@ -298,11 +298,7 @@ class ValueAndGrad(PartitionedLoss, Generic[*Arguments]):
         return (self.argnums,) if isinstance(self.argnums, int) else self.argnums
 
     def _joined(self, models: Sequence[Any], rng: jax.Array) -> TrainState:
-        """Return all models as one state: tuples of parameters and model state, with an entry for each model.
-
-        Raises:
-            ValueError: a model holds something that is no array, or modules inside of a pytree; or as `resolve` does.
-        """
+        """Return all models as one state: tuples of parameters and model state, with an entry for each model."""
         for model in models:
             check_tree(model, arrays=True)
         parts = [flax_nnx.split(model) for model in models]

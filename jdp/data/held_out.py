@@ -43,10 +43,6 @@ def ends_score(size: int, read: Callable[[int, int], bytes]) -> float:
     """Return the `content_score` of up to 64 KiB; of what is larger, that of its size and its first and last 32 KiB.
 
     Pictures are compressed, so any two differ there, and a set larger than memory is split without reading all of it.
-
-    Args:
-        size: in bytes.
-        read: returns the bytes from one position up to another.
     """
     if size <= 2 * _END:
         return content_score(read(0, size))
@@ -63,9 +59,6 @@ def split_samples(
         heldout_fraction: in (0, 1), the expected share of the samples that is held out. A side that would be empty gets
             the sample nearest to it, with its copies, which is reported.
         name: of the data, for messages.
-
-    Raises:
-        ValueError: a fraction outside (0, 1), or fewer than two different samples.
     """
     check_fraction(heldout_fraction)
     if len(np.unique(scores)) < 2:
@@ -90,9 +83,6 @@ def split_documents(scores: NDArray[np.float64], bounds: NDArray[np.int64], held
         scores: float64 [documents], the `content_score` of each.
         bounds: int64 [documents + 1], the start of each document, and the end of the last; in bytes or tokens.
         heldout_fraction: in (0, 1), the expected share of the documents, or the share of each one's length, rounded up.
-
-    Raises:
-        ValueError: a fraction outside (0, 1).
     """
     spans = whole_documents(scores, bounds, heldout_fraction)
     if len(spans.train) and len(spans.heldout):
@@ -101,11 +91,7 @@ def split_documents(scores: NDArray[np.float64], bounds: NDArray[np.int64], held
 
 
 def whole_documents(scores: NDArray[np.float64], bounds: NDArray[np.int64], heldout_fraction: float) -> Spans:
-    """Split documents that stand end to end, each whole: one side may get none.
-
-    Raises:
-        ValueError: a fraction outside (0, 1).
-    """
+    """Split documents that stand end to end, each whole: one side may get none."""
     check_fraction(heldout_fraction)
     documents, held = np.stack([bounds[:-1], bounds[1:]], axis=1), scores < heldout_fraction
     return Spans(_nonempty(documents[~held]), _nonempty(documents[held]), whole=True)

@@ -31,9 +31,6 @@ def labels_of(values: Sequence[Any] | NDArray[Any], source: str, *, names: Seque
             `names` the classes are called by their numbers, 0 to the largest, those that do not occur included.
         source: what the labels were read from, for errors.
         names: of the classes, if the source has them.
-
-    Raises:
-        ValueError: labels that are neither, negative, or beyond `names`.
     """
     array = np.asarray(values)
     if array.ndim != 1 or array.dtype.kind not in "iubUO":

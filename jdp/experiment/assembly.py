@@ -61,12 +61,7 @@ class Assembly:
 
     @staticmethod
     def on_devices(experiment: Experiment, devices: list[Device] | None = None) -> Assembly:
-        """Return an assembly on the given devices, by default on all of this machine or cluster.
-
-        Raises:
-            ExperimentError: [mesh] does not multiply to the number of the given devices.
-            ValueError: likewise for all devices, whose number `check_for_devices` compares before a run.
-        """
+        """Return an assembly on the given devices, by default on all of this machine or cluster."""
         if devices is not None:
             mesh_sizes(experiment.mesh, len(devices))  # its error names [mesh]
         return Assembly(experiment, make_mesh(devices=devices, **experiment.mesh))
@@ -142,16 +137,7 @@ class Assembly:
         epochs: int | None = None,
         most: int | None = None,
     ) -> Feed:
-        """Return global batches of `source` on the devices, read ahead.
-
-        Args:
-            source: samples of the model's kind.
-            seed: seed of the order.
-            shuffle: whether samples are shuffled anew each epoch.
-            start: index of the first batch.
-            epochs: how often the source is read; None: without end.
-            most: how many batches are read at most; None: all.
-        """
+        """Return global batches of `source` on the devices, read ahead."""
         size = self.experiment.train.batch_size
         decodes = self.experiment.kind in ("images", "own")  # a millisecond each, where others take microseconds
         batches = global_batches(

@@ -97,15 +97,7 @@ class AugmentedData:
 
 
 def open_data(experiment: Experiment) -> Any:
-    """Open the data set of [data].
-
-    Returns:
-        An object with `train`, `heldout` and `fingerprint`, whose `str()` is one line; text can also `encode`.
-
-    Raises:
-        ExperimentError: the data does not fit the model, or a plug-in's is no data set.
-        ValueError: the data's reader refuses it.
-    """
+    """Open the data set of [data]."""
     given = experiment.data
     if experiment.kind == "own":
         return plugin_data(given)
@@ -131,20 +123,7 @@ def _augmented(experiment: Experiment, data: Any) -> Any:
 
 
 def open_eval_sets(experiment: Experiment, data: Any) -> dict[str, Source]:
-    """Open the evaluation sets.
-
-    Args:
-        experiment: validated.
-        data: what `open_data` returned for it.
-
-    Returns:
-        Prefix of the metrics -> samples: "eval" is the held-out side of `data`, "eval_NAME" that of
-        [data.mixture.NAME], or all of [eval.NAME].
-
-    Raises:
-        ExperimentError: a set does not fit the model, or has other classes than those that are learnt.
-        ValueError: a set's reader refuses it.
-    """
+    """Open the evaluation sets."""
     sets: dict[str, Source] = {"eval": data.heldout}
     if experiment.data.mixture:
         sets |= {f"eval_{name}": text.heldout for name, text in zip(experiment.data.mixture, data.parts, strict=True)}

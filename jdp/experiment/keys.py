@@ -94,11 +94,7 @@ def config_keys(kind: type) -> list[Key]:
 
 
 def described_fields(kind: type) -> dict[str, str]:
-    """Return name -> description, from the lines `a, b: text` below `Fields:` and their deeper indented continuations.
-
-    Args:
-        kind: a dataclass, whose docstring is read.
-    """
+    """Return name -> description, from the lines `a, b: text` below `Fields:`."""
     _, _, text = inspect.cleandoc(kind.__doc__ or "").partition("\nFields:\n")
     descriptions: dict[str, str] = {}
     for entry in re.split(r"\n {4}(?=\w)", "\n" + text.split("\n\n")[0]):

@@ -28,12 +28,6 @@ def check_weights_and_batch(assembly: Assembly) -> None:
     """Check the weights over all devices, and the batch in this machine's memory.
 
     To be called before the model is traced and the data read.
-
-    Args:
-        assembly: the run's.
-
-    Raises:
-        ExperimentError: they cannot fit.
     """
     own = isinstance(assembly.config, ModelConfig)  # of a plug-in's model nothing is known before it is traced
     count = parameter_lower_bound(assembly.config) if own else 0
@@ -54,12 +48,6 @@ def check_state(assembly: Assembly) -> None:
     """Check the state (weights, the optimizer's, the model's own) as it is sharded over the devices.
 
     To be called before a run's folder is made.
-
-    Args:
-        assembly: the run's.
-
-    Raises:
-        ExperimentError: it cannot fit.
     """
     state = assembly.abstract_state()
     held = sum(

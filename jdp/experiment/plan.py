@@ -46,10 +46,6 @@ def candidates_of(
         remat: the rematerialisation policy that the experiment was loaded with, to name the candidates; None: its own.
         hybrid: add zero3 on replicas (HSDP), where [mesh] is left free and there are several hosts.
         search: add what it keeps of other meshes, in place of that.
-
-    Raises:
-        ExperimentError: the experiment's mesh does not fit the number of the target's devices.
-        ValueError: an unknown strategy, or a batch that is rounded up to 2^31 rows or more.
     """
     assembly = Assembly.on_devices(experiment, list(target.devices))
     return candidates(
@@ -68,17 +64,7 @@ def candidates_of(
 def search_meshes(
     experiment: Experiment, target: Target, *, strategies: Sequence[str], accumulate: Sequence[int]
 ) -> MeshSearch:
-    """Choose strategies on other meshes of a target that are worth compiling (`foresight/candidates/meshes.py`).
-
-    Args:
-        experiment: validated, without local steps.
-        target: the devices.
-        strategies: names of strategies.
-        accumulate: numbers of microbatches a step.
-
-    Raises:
-        ExperimentError: the experiment has local steps; or its mesh does not fit the number of the target's devices.
-    """
+    """Choose strategies on other meshes of a target that are worth compiling (`foresight/candidates/meshes.py`)."""
     if experiment.local_steps.steps is not None:
         raise ExperimentError(
             "[local_steps] trains each replica by itself, so another mesh would learn something else; given --axes: "
@@ -126,13 +112,7 @@ def described_batch(batch: Batch) -> str:
 
 
 def settings_of(experiment: Experiment, candidate: Candidate, *, max_batch: bool = False) -> Settings:
-    """Return what an experiment has set already, for the advice on one of its candidates.
-
-    Args:
-        experiment: that the candidate was made from.
-        candidate: on a target.
-        max_batch: the largest batch is searched.
-    """
+    """Return what an experiment has set already, for the advice on one of its candidates."""
     model, step = experiment.model.config, candidate.step
     return Settings(
         precision=experiment.precision,
@@ -146,12 +126,7 @@ def settings_of(experiment: Experiment, candidate: Candidate, *, max_batch: bool
 
 
 def advised(report: PlanReport, settings: Sequence[Settings]) -> PlanReport:
-    """Return a report whose advice asks for nothing that is set.
-
-    Args:
-        report: of an experiment's candidates.
-        settings: of each candidate.
-    """
+    """Return a report whose advice asks for nothing that is set."""
     estimates = tuple(replace(each, settings=one) for each, one in zip(report.estimates, settings, strict=True))
     choice, why = advise(estimates)
     return replace(report, estimates=estimates, choice=choice, why=why)

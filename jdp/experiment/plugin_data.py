@@ -163,15 +163,7 @@ class PluginData:
 
 
 def plugin_data(table: Data) -> PluginData:
-    """Make the data set that [data] names.
-
-    Args:
-        table: whose `name` a plug-in registered.
-
-    Raises:
-        ExperimentError: the plug-in returned no data set, or an empty one; or `heldout_fraction` is given for two
-            sides.
-    """
+    """Make the data set that [data] names."""
     entry = DATASETS.entries[table.name or ""]
     given = entry.make(entry.values(table))
     sides: tuple[Any, ...] = given if isinstance(given, tuple) else (given,)

@@ -169,15 +169,7 @@ def _check_fields(table: Table, name: str, fields: Any) -> None:
 
 
 def use(name: str) -> None:
-    """Import a plug-in. To be called only with what the user gave as such on the command line, or in a program.
-
-    Args:
-        name: the package's, as Python imports it.
-
-    Raises:
-        PluginError: it is no such name, there is no such package, it does not import (with the last lines of its own
-            error), starts JAX, or registers nothing.
-    """
+    """Import a plug-in. To be called only with what the user gave as such on the command line, or in a program."""
     try:
         package_name(name)
     except ValueError as error:

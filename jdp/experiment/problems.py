@@ -42,16 +42,7 @@ _LIMITS = {
 
 
 def problems(error: ValidationError, schemas: Schemas, from_command_line: frozenset[Path]) -> tuple[int, list[str]]:
-    """Describe what is wrong with an experiment.
-
-    Args:
-        error: of the validation.
-        schemas: the schema of each table.
-        from_command_line: the keys given as `--a.b value`, which are shown that way.
-
-    Returns:
-        The number of problems, and a line for each of the first.
-    """
+    """Describe what is wrong with an experiment."""
     lines: list[str] = []
     count = 0
     alike: dict[tuple[Path, str], int] = {}

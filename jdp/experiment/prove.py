@@ -33,22 +33,6 @@ def prove_experiment(
 
     The learning rate's schedule stays that of the whole run. Weights are the initial ones, whatever `train.init_from`
     is.
-
-    Args:
-        experiment: validated.
-        steps: optimizer steps of each run.
-        devices: devices to compare, or how many; None: all.
-        full: every combination of choices, instead of every pair.
-        quick: one run only, as for `jdp.prove.prove`.
-        only: make only the runs whose names contain one of these.
-        progress: called with (runs done, runs in all, the name of the next).
-
-    Returns:
-        The proof: `.equal`; `print(proof)` is a table.
-
-    Raises:
-        ExperimentError: the file's model cannot read its data, or its batch does not divide over the devices.
-        ValueError: `only` matches no run, or there are too few devices.
     """
     space = space_of(devices, (1, 2, experiment.train.accumulate), experiment.mesh)
     own = Assembly.on_devices(experiment, list(space.devices))

@@ -80,17 +80,7 @@ class Tuning:
         cache: bool = True,
         progress: Callable[[str], None] = lambda what: None,
     ) -> Tuned:
-        """Search for the fastest way that fits.
-
-        Args:
-            minutes: no compilation begins after so many.
-            cache: keep compiled results on disk, and use them.
-            progress: called with what is compiled next, in words.
-
-        Raises:
-            ExperimentError: the batch does not divide over the devices, or the mesh does not fit them.
-            ValueError: the step cannot be lowered for the target.
-        """
+        """Search for the fastest way that fits."""
         store, end, dimensions = Cache.usual(cache), time.monotonic() + 60 * minutes, self.dimensions()
 
         def evaluate(way: Way, best: Trial | None) -> Estimate | None:
@@ -118,11 +108,7 @@ class Tuning:
         return replace(found, remat=getattr(experiment.model, "remat", None))
 
     def dimensions(self) -> list[Dimension]:
-        """Return what may be chosen, beginning with what the experiment has, or the nearest to it that works.
-
-        Raises:
-            ExperimentError: the batch does not divide over the devices, or the mesh does not fit them.
-        """
+        """Return what may be chosen, beginning with what the experiment has, or the nearest to it that works."""
         own = load(self.file, self.overrides)
         return [self._strategies(own), self._remats(own), self._accumulate(own), self._compilers(own), self._scans(own)]
 

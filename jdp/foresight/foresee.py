@@ -128,16 +128,6 @@ def candidates(
     """Return the step under each strategy and number of microbatches, on the target's devices.
 
     All have the same number of rows: the batch's, rounded up to what every number of microbatches divides.
-
-    Args:
-        step, state, batch, strategies, accumulate: as for `foresee`.
-        target: the devices.
-        remat: name of the rematerialisation policy that `step` was made with, where several are compared.
-        hybrid: on a target of several hosts, add `zero3` on the mesh of `hybrid_axes` (HSDP).
-        others: strategies on other meshes (axis -> size) to add.
-
-    Raises:
-        ValueError: an evaluation step; an unknown strategy; what `abstract_on` raises.
     """
     if not step.train:
         raise ValueError(
@@ -165,17 +155,7 @@ def make_plan_report(
     cache: bool = True,
     progress: OnProgress | None = None,
 ) -> PlanReport:
-    """Compile every candidate for `target`, choose one, and say why.
-
-    Args:
-        candidates: one or more, on the target's devices.
-        target: those devices.
-        tokens, max_batch, smallest, cache, progress: as for `foresee`.
-
-    Raises:
-        ValueError: `max_batch` for a target whose memory is not known; `smallest` for one that is not described; a loss
-            that cannot be lowered for the target.
-    """
+    """Compile every candidate for `target`, choose one, and say why."""
     if smallest and not sizes_of(target):
         raise ValueError(
             f"The smallest cluster is one of described GPUs; given {target}: name them, such as h100:1x8, or leave "
@@ -211,14 +191,7 @@ def make_plan_report(
 
 
 def estimate(candidate: Candidate, target: Target, *, tokens: int, cache: Cache | None = None) -> Estimate:
-    """Compile one candidate for `target`, and read off the program what it holds, sends and waits for.
-
-    Args:
-        candidate: on the target's devices.
-        target: those devices.
-        tokens: what its global batch counts for.
-        cache: where compiled results are kept; None compiles always.
-    """
+    """Compile one candidate for `target`, and read off the program what it holds, sends and waits for."""
     step, state, batch = candidate.step, candidate.state, candidate.batch
     named = Estimate(step.plan.strategy, step.accumulate, candidate.remat, candidate.axes, devices=len(target.devices))
     try:

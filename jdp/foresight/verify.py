@@ -105,17 +105,7 @@ def verify(step: Any, *arguments: Any, target: str | Target | None = None, cache
 def operands(
     name: str, arguments: tuple[Any, ...], target: str | Target | None, other: Mapping[str, Any]
 ) -> tuple[TrainState, Batch, str | Target | None]:
-    """Return (state, batch, target) of a call of `jdp.<name>` with a step of jdp's.
-
-    Args:
-        name: of the function.
-        arguments: after the step; the target may be the last.
-        target: by keyword.
-        other: further keywords; `state` and `batch` may be.
-
-    Raises:
-        ValueError: they are others.
-    """
+    """Return (state, batch, target) of a call of `jdp.<name>` with a step of jdp's."""
     names = ("state", "batch", "target")
     given = {**dict(zip(names, arguments, strict=False)), **other}
     twice = {*names[: len(arguments)]} & {*other, *(["target"] if target is not None else [])}
@@ -129,14 +119,7 @@ def operands(
 
 
 def report(step: Step, state: TrainState, compiled: Compiled, target_name: str, *, notes: Sequence[str] = ()) -> Report:
-    """Compare a step that is compiled already with its strategy's contract.
-
-    Args:
-        step, state: as it was lowered: on the mesh it was compiled for, its partitioning settled.
-        compiled: the result.
-        target_name: the devices' name.
-        notes: of the report, before its own.
-    """
+    """Compare a step that is compiled already with its strategy's contract."""
     promised = theory(
         step.plan,
         state.params,

@@ -99,11 +99,7 @@ class BadSteps:
 
     @classmethod
     def of(cls, record: Any) -> Self:
-        """Return what `record` was made of; a new one for None, the record of a run before there was one.
-
-        Raises:
-            ValueError: it is something else.
-        """
+        """Return what `record` was made of; a new one for None, the record of a run before there was one."""
         if record is None:
             return cls()
         try:
@@ -135,17 +131,7 @@ class Rules:
     leave_out_before: int = 1
 
     def judge(self, bad: BadSteps, step: int, loss: float, *, skipped: bool) -> str | None:
-        """Take a step in; return why it is bad, or None.
-
-        Args:
-            bad: what is known so far; it is changed.
-            step: its number.
-            loss: of its batch.
-            skipped: whether its gradient was not finite.
-
-        Raises:
-            RollBack: it is one bad step in a row too many.
-        """
+        """Take a step in; return why it is bad, or None."""
         why = self._why(bad.level, loss, skipped=skipped)
         if why is None:
             bad.first = bad.in_a_row = 0

@@ -262,15 +262,7 @@ def main_stack() -> list[str]:
 
 
 def set_xla_timeout(environment: MutableMapping[str, str], seconds: float) -> str | None:
-    """Set XLA's own timeout of one execution on GPUs, below the deadline; before JAX starts its devices.
-
-    Args:
-        environment: environment variables; XLA_FLAGS gets a flag, unless it has it already.
-        seconds: longer than compilation and the first step; 0: no timeout.
-
-    Returns:
-        A line that says so; None where nothing was set.
-    """
+    """Set XLA's own timeout of one execution on GPUs, below the deadline; before JAX starts its devices."""
     flag = "--xla_gpu_execution_terminate_timeout"
     given = environment.get("XLA_FLAGS", "")
     if not seconds or flag in given or not visible_gpus(environment):

@@ -115,13 +115,7 @@ _DOING = {
 def diagnose(
     folder: Path, *, now: float | None = None, lives: Callable[[Seen, float], bool] | None = None
 ) -> Diagnosis:
-    """Say why a run is slow, hung or dead.
-
-    Args:
-        folder: the run's.
-        now: Unix seconds; None: the present.
-        lives: whether a process that has not left is still there; None: as this machine knows.
-    """
+    """Say why a run is slow, hung or dead."""
     now, lives = time.time() if now is None else now, lives or _lives
     ranks = {rank: visits for rank, events in read_ranks(folder / FLIGHT).items() if (visits := _visits(rank, events))}
     if not ranks:

@@ -41,13 +41,7 @@ LIMIT_BYTES = 2**20
 
 
 class Flight:
-    """Records events of this process.
-
-    Args:
-        folder: of the recorders; made if it is not there.
-        rank: index of this process.
-        limit_bytes: size at which a file is set aside.
-    """
+    """Records events of this process."""
 
     def __init__(self, folder: Path, rank: int, *, limit_bytes: int = LIMIT_BYTES) -> None:
         self.file = folder / f"rank-{rank:05}.jsonl"

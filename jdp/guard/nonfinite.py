@@ -102,24 +102,14 @@ class Finding:
 
 
 class Inspection:
-    """Computes a step's gradient once more and finds what is not finite in it. The first call compiles.
-
-    Args:
-        step: the training step.
-    """
+    """Computes a step's gradient once more and finds what is not finite in it. The first call compiles."""
 
     def __init__(self, step: Step) -> None:
         self._step = step
         self._order: list[str] = []
 
     def of(self, state: TrainState, batch: Batch, done: int) -> Finding:
-        """Compute the gradient of step `done` on `state`. With several processes all of them must call it.
-
-        Args:
-            state: the state before or after that step, which are alike if it was skipped; it is not donated.
-            batch: of the step.
-            done: the step's number: batches consumed after it. Masks of dropout are those of this step.
-        """
+        """Compute the gradient of step `done` on `state`. With several processes all of them must call it."""
         self._order = self._order or self._backward_order(state, batch)
         with tracing_on(self._step.plan.mesh):
             flags = jax.device_get(self._flags(state, batch, jnp.int32(done - 1)))
@@ -199,20 +189,7 @@ def _readers(batch: Batch, rows: set[int]) -> tuple[int, ...]:
 
 
 def save_batch(folder: Path, done: int, batch: Batch) -> Path:
-    """Write this process' rows of a batch to `batch-STEP.npz`, with several processes `batch-STEP-rank-00001.npz`.
-
-    Args:
-        folder: created if it does not exist.
-        done: the step's number.
-        batch: a global batch.
-
-    Returns:
-        The file. `np.load(file)` has "rows", which of the global batch they are, and "batch/PATH"
-        for each leaf; dtypes that NumPy lacks are unsigned integers of their bits, under "batch/PATH:DTYPE".
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Write this process' rows of a batch to `batch-STEP.npz`, with several processes `batch-STEP-rank-00001.npz`."""
     folder.mkdir(parents=True, exist_ok=True)
     rank = f"-rank-{jax.process_index():05}" if jax.process_count() > 1 else ""
     file = folder / f"batch-{done}{rank}.npz"
@@ -239,15 +216,7 @@ def _own_rows(leaf: Any) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def read_batch(folder: Path, done: int) -> dict[str, NDArray[Any]]:
-    """Return the whole batch of a step that `save_batch` wrote, the rows of all processes in order: path -> array.
-
-    Args:
-        folder: a run's `flight`.
-        done: the step's number.
-
-    Raises:
-        ValueError: no such batch was saved there, or only a part of it.
-    """
+    """Return the whole batch of a step that `save_batch` wrote, the rows of all processes in order: path -> array."""
     files = _files(folder, done)
     parts: list[dict[str, NDArray[Any]]] = []
     for file in files:

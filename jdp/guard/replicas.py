@@ -130,15 +130,7 @@ def check_replicas(state: PyTree, *, what: str = "the state") -> int:
 
 
 def fingerprints(state: PyTree, *, every_leaf: bool = False) -> Fingerprints | None:
-    """Have the devices compute the fingerprints of a state, and return without waiting for them.
-
-    Args:
-        state: as for `check_replicas`; it may be donated afterwards.
-        every_leaf: True: also of leaves of which each device holds another part.
-
-    Returns:
-        None if there is nothing to compare.
-    """
+    """Have the devices compute the fingerprints of a state, and return without waiting for them."""
     mesh: Mesh | None = None
     chosen: list[tuple[str, jax.Array, PartitionSpec, Table]] = []
     for path, leaf in jax.tree.leaves_with_path(state):
@@ -160,15 +152,7 @@ def fingerprints(state: PyTree, *, every_leaf: bool = False) -> Fingerprints | N
 
 
 def raise_for(differences: Sequence[Difference], what: str) -> None:
-    """Raise the error about replicas that differ, if there are any.
-
-    Args:
-        differences: what `Fingerprints.differences` returned.
-        what: what is compared, such as "the state after step 12".
-
-    Raises:
-        CorruptState: there are some.
-    """
+    """Raise the error about replicas that differ, if there are any."""
     if not differences:
         return
     first = differences[0]
@@ -189,15 +173,6 @@ def repeated(step: Callable[[PyTree, Any], tuple[PyTree, Any]], kept: PyTree, ba
 
     The state in memory twice is what it costs: the kept one takes the step. On GPUs XLA may add up in another order
     each time, unless XLA_FLAGS has --xla_gpu_deterministic_ops=true.
-
-    Args:
-        step: the training step.
-        kept: a copy of the state before the step (`copied`), which is donated.
-        batch: of the step.
-        after: the state that the step returned the first time.
-
-    Raises:
-        CorruptState: the step returned something else this time.
     """
     first, (again, _) = fingerprints(after, every_leaf=True), step(kept, batch)
     second = fingerprints(again, every_leaf=True)

@@ -21,11 +21,7 @@ class Measured:
 
 
 def measured(events: Sequence[Mapping[str, Any]]) -> Measured:
-    """Return what saves and restarts took in one process.
-
-    Args:
-        events: of one process, oldest first, as `flight.read_ranks` returns them.
-    """
+    """Return what saves and restarts took in one process."""
     first: list[float] = []
     later: list[float] = []
     restarts: list[float] = []

@@ -59,15 +59,7 @@ class Straggler:
 
 
 def straggler(late: Mapping[int, float], step_seconds: float) -> Straggler | None:
-    """Return the latest process if it costs more than 5 % of a step.
-
-    Args:
-        late: process -> mean seconds that it was late before a step.
-        step_seconds: mean duration of a step.
-
-    Returns:
-        None if nobody is late, or all are alike.
-    """
+    """Return the latest process if it costs more than 5 % of a step."""
     if len(late) < 2 or step_seconds <= 0:
         return None
     process = max(late, key=late.__getitem__)
@@ -77,11 +69,7 @@ def straggler(late: Mapping[int, float], step_seconds: float) -> Straggler | Non
 
 
 class HostTimes:
-    """Measures how late this process' host is, and on process 0 which process is a straggler.
-
-    Args:
-        every: steps in a window; 0: nothing is measured.
-    """
+    """Measures how late this process' host is, and on process 0 which process is a straggler."""
 
     def __init__(self, every: int) -> None:
         client = coordination_client()
@@ -98,11 +86,7 @@ class HostTimes:
         self._results = time.perf_counter()
 
     def dispatches(self, values: Any) -> None:
-        """End the host's time before a step is given to the devices.
-
-        Args:
-            values: what the step before returned; None before the first step.
-        """
+        """End the host's time before a step is given to the devices."""
         idle = values is None or all(leaf.is_ready() for leaf in jax.tree.leaves(values))
         self._late += (time.perf_counter() - self._results) * idle
         self._steps += 1
@@ -113,14 +97,7 @@ class HostTimes:
         self._began = self._results = time.perf_counter()
 
     def after(self, done: int) -> str | None:
-        """Publish a window at its end.
-
-        Args:
-            done: the step's number.
-
-        Returns:
-            On process 0 a line, when another process than before is the straggler, or none is any more.
-        """
+        """Publish a window at its end."""
         if self._client is None or not self._every or done % self._every or not self._steps:
             return None
         window, seconds = done // self._every, time.perf_counter() - self._began

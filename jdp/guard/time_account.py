@@ -109,11 +109,7 @@ _WORDS = {
 
 
 def account(events: Sequence[Mapping[str, Any]]) -> Account:
-    """Return where the time of a process' events went.
-
-    Args:
-        events: of one process, as `flight.read` returns them; a first "before" has the account of those before.
-    """
+    """Return where the time of a process' events went."""
     own = Account()
     durations: dict[int, float] = {}
     before = replace(own)

@@ -35,10 +35,6 @@ _NEXT = {
 class Watch:
     """Tells a flight recorder and a deadline what the loop does. Use it in `with`.
 
-    Args:
-        flight: the recorder of this process.
-        deadline: of its steps.
-
     Attributes:
         stepped: whether a step ended.
     """
@@ -124,17 +120,7 @@ _DOING = {"eval": "evaluating", "save": "saving", "restore": "restoring", "wait"
 def watching(
     folder: Path, deadline: Deadline, facts: Mapping[str, Any], *, done: Callable[[], int]
 ) -> Generator[Watch]:
-    """Record a visit of a run while in `with`, and how it ends; the deadline is on.
-
-    Args:
-        folder: the run's.
-        deadline: of its steps.
-        facts: what the first event has about the visit.
-        done: returns the steps done, for the last event.
-
-    Yields:
-        What the loop tells what it does.
-    """
+    """Record a visit of a run while in `with`, and how it ends; the deadline is on."""
     rank, count = joined_as() or (0, 1)
     flight = Flight(folder / FLIGHT, rank)
     own = {"rank": rank, "of": count, "pid": os.getpid(), "host": socket.gethostname(), "began": born()}

@@ -17,9 +17,6 @@ def pace(events: Mapping[int, Sequence[Mapping[str, Any]]]) -> tuple[dict[int, d
     """Return the medians of each process' steps in seconds, and sentences about what makes them slow.
 
     A process' first step, which compiles, is left out; so is all of a process with few steps.
-
-    Args:
-        events: rank -> the events of its last visit.
     """
     steps = {rank: [event for event in own if event["event"] == "step"][1:] for rank, own in events.items()}
     medians = {rank: _medians(own) for rank, own in steps.items() if len(own) >= _FEWEST}

@@ -26,14 +26,7 @@ Known = Mapping[int, tuple[Position, float]]
 
 
 def whereabouts(count: int, answers: Known, before: Known, *, now: float) -> tuple[str, list[int]]:
-    """Return who does not answer or is behind, "Process 17 is at step 4,211, all others at 4,212.", and their numbers.
-
-    Args:
-        count: number of processes.
-        answers: of those that say that their time is up.
-        before: what each published last while all was well.
-        now: Unix seconds.
-    """
+    """Return who is silent or behind, "Process 17 is at step 4,211, all others at 4,212.", and their numbers."""
     silent = [rank for rank in range(count) if rank not in answers]
     if silent:
         words = " ".join(_silent(rank, before, now) for rank in silent[:3])

@@ -66,14 +66,7 @@ class Alone:
 
 
 class Member:
-    """One of several machines: what it does next comes from the rendezvous. In `with`.
-
-    Args:
-        nodes: of the run; which one this is.
-        here: processes of this node.
-        facts: what must be the same on every node, name -> value.
-        rendezvous: None except on node 0.
-    """
+    """One of several machines: what it does next comes from the rendezvous. In `with`."""
 
     def __init__(self, nodes: Nodes, here: int, facts: Mapping[str, str], rendezvous: Rendezvous | None) -> None:
         self._nodes, self._here, self._facts, self._rendezvous = nodes, here, facts, rendezvous
@@ -139,11 +132,7 @@ class Member:
             self._send("join", node=self._nodes.rank, facts=dict(self._facts))
 
     def _nobody(self) -> int:
-        """Report that node 0 did not answer in time; return the exit code.
-
-        Raises:
-            ValueError: it did answer, and has another machine with this number.
-        """
+        """Report that node 0 did not answer in time; return the exit code."""
         if self._refused:
             raise ValueError(f"{self._refused}: give each machine a --node-rank of its own")
         say(
@@ -199,15 +188,7 @@ def leader(
     facts: Mapping[str, str],
     fits: Callable[[int], bool],
 ) -> Alone | Member:
-    """Return who leads this machine.
-
-    Args:
-        processes: of this machine.
-        restarts: of the run; of a member other than node 0 it is not used.
-        nodes: None: there is one machine.
-        facts: what must be the same on every node.
-        fits: whether the run can be done by so many processes.
-    """
+    """Return who leads this machine."""
     if nodes is None:
         return Alone(processes, restarts)
     host = Rendezvous(nodes, processes, restarts, fits) if nodes.rank == 0 else None

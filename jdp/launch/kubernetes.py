@@ -60,11 +60,7 @@ class KubernetesJob:
 
 
 def manifest(job: KubernetesJob) -> str:
-    """Return the YAML that `kubectl apply` takes: a ConfigMap with the experiment, and the JobSet.
-
-    Args:
-        job: what it runs, and on what.
-    """
+    """Return the YAML that `kubectl apply` takes: a ConfigMap with the experiment, and the JobSet."""
     config = {
         "apiVersion": "v1",
         "kind": "ConfigMap",

@@ -20,11 +20,7 @@ class Lost(ConnectionError):
 
 
 class Wire:
-    """One end of a connection; nothing blocks for long.
-
-    Args:
-        connection: connected.
-    """
+    """One end of a connection; nothing blocks for long."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -74,11 +70,7 @@ class Wire:
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Return host and port of "HOST:PORT" or "[IPV6]:PORT".
-
-    Raises:
-        ValueError: it is none.
-    """
+    """Return host and port of "HOST:PORT" or "[IPV6]:PORT"."""
     host, colon, port = address.rpartition(":")
     bare = host.removeprefix("[").removesuffix("]")
     if not colon or not bare or not port.isdecimal() or not 0 < int(port) < 1 << 16:

@@ -47,19 +47,7 @@ def free_port(host: str) -> int:
 
 
 def environments(environment: Mapping[str, str], place: Place, devices: int | None) -> dict[int, dict[str, str]]:
-    """Return the environment of each process: its number, the coordinator's address, and its devices.
-
-    Args:
-        environment: variables to start from.
-        place: which processes these are.
-        devices: GPUs, or virtual CPU devices, of each; None: an equal share, or JAX's number.
-
-    Returns:
-        Index of the process -> variables.
-
-    Raises:
-        ValueError: there are fewer GPUs than the processes need.
-    """
+    """Return the environment of each process: its number, the coordinator's address, and its devices."""
     shared = dict(environment) | {
         "JDP_COORDINATOR": place.coordinator,
         "JDP_NUM_PROCESSES": str(place.processes),

@@ -69,13 +69,7 @@ class Child:
 
 
 class Gang:
-    """The processes of one attempt on this machine. In `with`; none outlives it.
-
-    Args:
-        command: program and arguments, the same for all.
-        environments: index of the process -> its environment.
-        outputs: where their output goes.
-    """
+    """The processes of one attempt on this machine. In `with`; none outlives it."""
 
     def __init__(self, command: Sequence[str], environments: Mapping[int, dict[str, str]], outputs: Outputs) -> None:
         self.children: list[Child] = []

@@ -12,11 +12,7 @@ PROGRESS_FILE = "JDP_PROGRESS_FILE"
 
 
 def note_progress(step: int) -> None:
-    """Record that the run can be resumed after this step; do nothing without a supervisor. For process 0.
-
-    Args:
-        step: of a checkpoint that is committed, or 0 for a run that begins.
-    """
+    """Record that the run can be resumed after this step; do nothing without a supervisor. For process 0."""
     name = os.environ.get(PROGRESS_FILE)
     if name is None:
         return
@@ -27,11 +23,7 @@ def note_progress(step: int) -> None:
 
 
 def read_progress(file: Path) -> int | None:
-    """Return the step that was noted last; None if none was.
-
-    Args:
-        file: the one that `JDP_PROGRESS_FILE` named.
-    """
+    """Return the step that was noted last; None if none was."""
     try:
         return int(file.read_text(encoding="ascii"))
     except (OSError, ValueError):

@@ -111,14 +111,7 @@ class _State:
 
 
 class Rendezvous:
-    """The meeting place of the supervisors, kept by node 0. In `with`.
-
-    Args:
-        nodes: of the run.
-        here: processes of each node.
-        restarts: of the run.
-        fits: whether the run can be done by so many processes.
-    """
+    """The meeting place of the supervisors, kept by node 0. In `with`."""
 
     def __init__(self, nodes: Nodes, here: int, restarts: Restarts, fits: Callable[[int], bool]) -> None:
         self._nodes, self._here, self._restarts, self._fits = nodes, here, restarts, fits

@@ -40,11 +40,7 @@ class Restarts:
     _crash_loop: bool = field(default=False)
 
     def another(self, status: int) -> bool:
-        """Decide after a failure, and report the decision; True: start again.
-
-        Args:
-            status: exit code of the process that failed first, or -n for signal n.
-        """
+        """Decide after a failure, and report the decision; True: start again."""
         if self.most == 0 or status in FINAL:
             return False
         step = read_progress(self.progress_file)

@@ -48,11 +48,7 @@ class SlurmJob:
 
 
 def batch_script(job: SlurmJob) -> str:
-    """Return the text that `sbatch` takes.
-
-    Args:
-        job: what it runs, and on what.
-    """
+    """Return the text that `sbatch` takes."""
     options = [f"job-name={job.name}", f"nodes={job.nodes}", "ntasks-per-node=1"]
     options += [f"gpus-per-node={job.gpus_per_node}"] if job.gpus_per_node else []
     options += ["exclusive", "mem=0"]

@@ -1,7 +1,7 @@
 """Several processes as one, started again when they fail: torchrun for JAX.
 
 `launch` gives each process its place in the cluster through the environment (`distributed.initialize` reads it), starts
-them all, and watches them (`gang.py`). When one fails the others are ended, what failed first is reported, and all are
+them all, and watches them (`processes.py`). When one fails the others are ended, what failed first is reported, and all are
 started again, on a new port, if that can help:
 
 - not after what would come again: a user's mistake (2), processes that do not match (78), the answer no (1), Ctrl-C;
@@ -10,7 +10,7 @@ started again, on a new port, if that can help:
   never reports progress (`progress.py`) is restarted as often as allowed.
 
 What is started again resumes by itself: `jdp train` does, from its newest checkpoint. On several machines each has a
-supervisor, and they meet at a rendezvous (`leaders.py`, `rendezvous.py`).
+supervisor, and they meet at a rendezvous (`decisions.py`, `rendezvous.py`).
 """
 
 import contextlib
@@ -98,14 +98,7 @@ def launch(
 
 
 def watch(gang: Gang, signals: Sequence[int], grace_seconds: float, leads: Leader) -> None:
-    """Let the processes run to their end, and pass on the signals that this process gets: a second one kills.
-
-    Args:
-        gang: the processes.
-        signals: those that came so far.
-        grace_seconds: how long the processes may take after the first.
-        leads: who may have them stopped as another machine's have failed.
-    """
+    """Let the processes run to their end, and pass on the signals that this process gets: a second one kills."""
     passed_on = 0
     while gang.turn():
         if len(signals) > passed_on:
@@ -121,14 +114,7 @@ def _forwarded(number: int) -> int:
 
 
 def report(cause: Child, processes: int, signals: Sequence[int], children: Sequence[Child]) -> None:
-    """Report on stderr which process failed first, how, and its last lines of output.
-
-    Args:
-        cause: the process.
-        processes: how many there were.
-        signals: what this process was sent; then the end was asked for, and there is little to explain.
-        children: all processes of this machine.
-    """
+    """Report on stderr which process failed first, how, and its last lines of output."""
     who = f"process {cause.rank} of {processes} {cause.how}"
     if signals:
         say(f"{who}, after {signal.Signals(signals[0]).name}.")

@@ -18,18 +18,7 @@ from jdp.core.state import TrainState
 
 
 def check_memory(state: TrainState, *, devices: int, steps: int, precision: Precision, available: int | None) -> None:
-    """Raise ValueError if a proof needs more memory than is available.
-
-    Args:
-        state: the abstract state.
-        devices: number of devices of the largest run; under `ddp` each holds a whole state.
-        steps: optimizer steps of each run.
-        precision: dtypes of the working copy and the gradients.
-        available: bytes; None: unknown, and nothing is checked.
-
-    Raises:
-        ValueError: the proof needs more.
-    """
+    """Raise ValueError if a proof needs more memory than is available."""
     parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state.params))
     state_bytes = sum(bytes_per_device(leaf.shape, leaf.dtype, 1) for leaf in jax.tree.leaves(state))
     copies = parameters * (precision.compute_dtype.itemsize + precision.reduce_dtype.itemsize)

@@ -99,16 +99,7 @@ class Proof:
 def difference_in_words(
     run: str, at: Closest, *, leaves: int, resumed_at: int | None, differing: tuple[int, int] = (1, 1), common: str = ""
 ) -> Difference:
-    """Describe where a run differs, and which kinds of fault show there first.
-
-    Args:
-        run: its name.
-        at: the first element beyond its bound.
-        leaves: how many leaves are compared.
-        resumed_at: the step after which the run was saved and restored; None: it was not.
-        differing: how many runs differ, of how many.
-        common: the choice that all differing runs share and no other does; empty if there is none.
-    """
+    """Describe where a run differs, and which kinds of fault show there first."""
     when = f"at step {at.step}" if at.step else "before the first step"
     what = f"in the {at.leaf}" if at.leaf in HINTS else f"in {at.leaf}"
     size = f"by {at.difference:.1e}, of which rounding explains {at.bound:.1e}"

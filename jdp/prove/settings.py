@@ -90,11 +90,7 @@ class Space:
     no_microbatches: str | None = None
 
     def mesh(self, count: int) -> Mesh:
-        """Return the mesh of these axes over `count` devices; over one device, each axis has size 1.
-
-        Raises:
-            ValueError: the axes do not fit `count` devices.
-        """
+        """Return the mesh of these axes over `count` devices; over one device, each axis has size 1."""
         axes = {name: 1 if count == 1 else -1 if name == DATA else size for name, size in self.axes.items()}
         return make_mesh(devices=self.devices[:count], **axes)
 
@@ -168,20 +164,7 @@ def format_devices(devices: int) -> str:
 def choose_runs(
     space: Space, own: Setting, *, steps: int, full: bool, only: Sequence[str], quick: bool = False
 ) -> tuple[list[RunSpec], list[Skip]]:
-    """Return the runs of a proof in their order, and what is left out because it cannot be run.
-
-    Args:
-        space: what could be run.
-        own: the user's own setting: it is run, resumed, and resumed under another.
-        steps: optimizer steps of each run.
-        full: every combination instead of every pair.
-        only: texts; keep the runs with one of them in their names. A text that is in no name of the covering list
-            selects among all combinations. Empty: keep all.
-        quick: make one run instead, in which the user's own setting is resumed under another.
-
-    Raises:
-        ValueError: one of `only` is in no name, or there is nothing to run.
-    """
+    """Return the runs of a proof in their order, and what is left out because it cannot be run."""
     obstacles = {setting: space.obstacle(setting) for setting in space.every()}
     possible = [setting for setting, obstacle in obstacles.items() if obstacle is None]
     listed = _runs(possible if full else _covering(possible, own), own, steps)

@@ -34,13 +34,6 @@ def stacked_bars(
     """Draw horizontal bars from the top down, classes in the order of `colours`, each with its limit as a line.
 
     Limits far beyond every bar are drawn behind a break of the axis.
-
-    Args:
-        bars: one or more.
-        colours: class -> colour; the order of the classes.
-        unit: what one on the axis means, such as 2**30 for GiB.
-        axis_label: of that axis.
-        described: the picture in words, for readers who cannot see it.
     """
     limits = [bar.limit / unit for bar in bars if bar.limit is not None]
     longest = max(bar.total for bar in bars) / unit

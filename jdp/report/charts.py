@@ -57,17 +57,7 @@ SETTINGS: dict[Any, Any] = {
 
 
 def chart(columns: int = 1, rows: int = 1, *, height: float = 3.6, width: float = 10.5) -> tuple[Figure, list[Axes]]:
-    """Make a figure in the look of jdp's pages.
-
-    Args:
-        columns: panels side by side.
-        rows: panels one above the other.
-        height: of one row, in inches.
-        width: of the figure, in inches; a page scales it to its own.
-
-    Returns:
-        The figure, and its `rows * columns` axes, row by row.
-    """
+    """Make a figure in the look of jdp's pages."""
     with mpl.rc_context(SETTINGS):
         figure = Figure(figsize=(width, rows * height), layout="constrained")
         panels = figure.subplots(rows, columns, squeeze=False)
@@ -80,10 +70,6 @@ def inline(figure: Figure, described: str) -> Markup:
     What matplotlib writes around it is taken off: the XML head, ids of groups, a style sheet that would hold for the
     whole page, and its list of fonts. The ids that are left get an ending of the picture's own: of several elements
     with one id a browser uses the first of the page, and nothing where that one is in a part that is closed.
-
-    Args:
-        figure: of `chart`, or any other.
-        described: the picture in words, for readers who cannot see it.
     """
     buffer = io.StringIO()
     nothing: dict[str, Any] = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -109,13 +95,7 @@ def _digest(text: str) -> str:
 
 
 def write(figure: Figure, path: Path, described: str) -> None:
-    """Write a figure as an SVG file, which needs nothing beside it.
-
-    Args:
-        figure: of `chart`, or any other.
-        path: of the file; its folder is made.
-        described: the picture in words, for readers who cannot see it.
-    """
+    """Write a figure as an SVG file, which needs nothing beside it."""
     text = inline(figure, described).replace("</title>", f"</title><style>{_FILE_STYLE}</style>", 1)
     text = text.replace("xlink:href", "href")
     path.parent.mkdir(parents=True, exist_ok=True)

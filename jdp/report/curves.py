@@ -93,10 +93,6 @@ def thinned(steps: Numbers, values: Numbers, most: int = MOST_POINTS) -> tuple[n
     """Return at most about `most` points of a curve, among them the least and the greatest of every stretch.
 
     The first and the last point stay, and a stretch without finite values stays a gap.
-
-    Args:
-        steps, values: of the curve, as many of both.
-        most: points to keep, 4 or more.
     """
     x, y = np.asarray(steps, float), np.asarray(values, float)
     if len(x) <= most:
@@ -110,12 +106,7 @@ def thinned(steps: Numbers, values: Numbers, most: int = MOST_POINTS) -> tuple[n
 
 
 def smoothed(values: Sequence[float], over: float) -> np.ndarray:
-    """Return the exponentially weighted mean of the values so far, without bias at the beginning.
-
-    Args:
-        values: those that are not finite are passed over.
-        over: how many values the mean reaches back over, on average.
-    """
+    """Return the exponentially weighted mean of the values so far, without bias at the beginning."""
     keep, total, weight = 1 - 1 / max(over, 1.0), 0.0, 0.0
     means = np.full(len(values), np.nan)
     for i, value in enumerate(values):
@@ -131,11 +122,7 @@ def smoothing(rows: int) -> float:
 
 
 def draw(drawn: Chart) -> Markup:
-    """Return a chart as a figure of a page.
-
-    Args:
-        drawn: what is in it.
-    """
+    """Return a chart as a figure of a page."""
     with mpl.rc_context(SETTINGS):
         figure = _draw(drawn)
     picture = inline(figure, f"{drawn.title} over {drawn.x_label}s; the tables have numbers.")

@@ -12,20 +12,12 @@ Number = tuple[str, str, str]
 
 
 def head(forecast: PlanReport) -> Markup:
-    """Return the numbers: whether it fits, a step, tokens a second, what is hidden; days and money where asked for.
-
-    Args:
-        forecast: of which the choice is shown; where none fits, what needs least.
-    """
+    """Return the numbers: whether it fits, a step, tokens a second, what is hidden; days and money where asked for."""
     return joined([numbers(_numbers(forecast))])
 
 
 def numbers(shown: Sequence[Number]) -> Markup:
-    """Return large numbers side by side, as many in a row as there is room for.
-
-    Args:
-        shown: in order.
-    """
+    """Return large numbers side by side, as many in a row as there is room for."""
     tiles = [
         element("div", element("dt", name), element("dd", value), element("dd", below, class_="note"), class_="number")
         for name, value, below in shown

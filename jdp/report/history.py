@@ -34,12 +34,7 @@ class Happened:
 
 
 def happened(rows: Sequence[Row], history: History) -> list[Happened]:
-    """Return what happened, in order of time; of very many skips, the first ones.
-
-    Args:
-        rows: of the run's metrics.
-        history: the events of its visits: "event", "step", "time", and what each event has.
-    """
+    """Return what happened, in order of time; of very many skips, the first ones."""
     incidents = [*_skips(rows), *_not_finite(rows)]
     left = incidents[_MOST:]
     if left:
@@ -48,12 +43,7 @@ def happened(rows: Sequence[Row], history: History) -> list[Happened]:
 
 
 def state(history: History, summary: Mapping[str, Any] | None) -> str:
-    """Return how a run stands, in words.
-
-    Args:
-        history: the events of its visits.
-        summary: of the last visit that came to the end; None if none did.
-    """
+    """Return how a run stands, in words."""
     if not history:
         return "not known" if summary is None else "stopped early" if summary.get("stopped_early") else "finished"
     last = history[-1]

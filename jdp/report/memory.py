@@ -22,12 +22,7 @@ _COLOURS = dict(
 
 
 def memory_bars(estimates: Sequence[tuple[str, Estimate]], chosen: str | None) -> Markup:
-    """Return the section's body.
-
-    Args:
-        estimates: (name, estimate) of each candidate.
-        chosen: name of the one to take, whose largest temporaries are open when the page is.
-    """
+    """Return the section's body."""
     held = [(name, estimate, estimate.memory) for name, estimate in estimates if estimate.memory is not None]
     if not held:
         return element("p", "No candidate compiled, so nothing is known.")

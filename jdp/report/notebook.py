@@ -42,14 +42,7 @@ _MOST_RECTANGLES = 600
 
 @singledispatch
 def fragment(shown: object) -> str:
-    """Return HTML for a notebook: a part of a page that stands alone, without scripts.
-
-    Args:
-        shown: an object that is `Drawn`.
-
-    Raises:
-        TypeError: it is of another type.
-    """
+    """Return HTML for a notebook: a part of a page that stands alone, without scripts."""
     raise TypeError(f"A plan, a state, placements and reports are drawn; given a {type(shown).__name__}. Print it.")
 
 

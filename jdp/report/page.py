@@ -61,15 +61,7 @@ def table(
     words: Collection[str] = (),
     classes: Sequence[str | None] = (),
 ) -> Markup:
-    """Return a table that scrolls sideways when it is wider than the page.
-
-    Args:
-        headers: of the columns; the first column names the row.
-        rows: cells, text or `Markup`, as many as headers.
-        caption: text above the table.
-        words: headers of columns that hold words (aligned left) and no numbers (right); the first always does.
-        classes: a CSS class for each row, such as "chosen" or "bad"; none given: none.
-    """
+    """Return a table that scrolls sideways when it is wider than the page."""
     left = [index == 0 or header in words for index, header in enumerate(headers)]
     head = [element("th", text, scope="col", class_=_side(side)) for text, side in zip(headers, left, strict=True)]
     body = list[str]()
@@ -120,13 +112,7 @@ class Section:
 
 
 def page(title: str, sections: Sequence[Section], *, lead: str = "") -> str:
-    """Return a whole page as HTML text.
-
-    Args:
-        title: of the page and its window.
-        sections: in order; those after the first are linked at the top.
-        lead: a sentence or two below the title.
-    """
+    """Return a whole page as HTML text."""
     links = [element("a", section.heading, href=f"#{section.anchor}") for section in sections[1:]]
     parts = [
         element("h1", title),
@@ -147,11 +133,7 @@ def page(title: str, sections: Sequence[Section], *, lead: str = "") -> str:
 
 
 def fragment(*parts: str) -> Markup:
-    """Return a part of somebody else's page, a notebook's, with its own look and without a script.
-
-    Args:
-        parts: in order; text that is no `Markup` is escaped.
-    """
+    """Return a part of somebody else's page, a notebook's, with its own look and without a script."""
     return element("div", element("style", Markup(FRAGMENT_CSS)), *parts, class_="jdp")
 
 

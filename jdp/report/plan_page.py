@@ -22,11 +22,6 @@ def plan_page(forecast: PlanReport, *, title: str, described: str = "") -> str:
 
     The same forecast gives the same text. It stays below 1.5 MB: neighbours in long timelines are drawn together, and
     of many collectives those that send most are listed.
-
-    Args:
-        forecast: what `jdp.foresee` returned.
-        title: of the page, such as "gpt2_124m on h100:8x8".
-        described: what was planned, in a sentence.
     """
     estimates = [(estimate.name, estimate) for estimate in forecast.estimates]
     chosen = None if forecast.choice is None else forecast.choice.name
@@ -48,11 +43,7 @@ def plan_page(forecast: PlanReport, *, title: str, described: str = "") -> str:
 
 
 def answer(forecast: PlanReport) -> Markup:
-    """Return the large numbers, and which candidate to take and why.
-
-    Args:
-        forecast: what `jdp.foresee` returned.
-    """
+    """Return the large numbers, and which candidate to take and why."""
     box = element(
         "div",
         element("p", element("strong", forecast.verdict)),
@@ -69,11 +60,7 @@ def answer(forecast: PlanReport) -> Markup:
 
 
 def tables(forecast: PlanReport) -> Markup:
-    """Return the candidates in two tables, of times and of memory.
-
-    Args:
-        forecast: what `jdp.foresee` returned.
-    """
+    """Return the candidates in two tables, of times and of memory."""
     unkept = [o.report is not None and not o.report.kept for o in forecast.estimates]
     failed = [o.error is not None for o in forecast.estimates]
     errors = [

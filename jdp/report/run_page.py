@@ -70,10 +70,6 @@ def run_page(runs: Sequence[Run], *, title: str = "") -> str:
     """Return the page as HTML text, which needs nothing else: no network, no fonts, no files beside it.
 
     The same runs give the same text.
-
-    Args:
-        runs: one or more.
-        title: of the page; "": the runs' names.
     """
     names = [run.name for run in runs]
     several = len(runs) > 1

@@ -14,13 +14,7 @@ from jdp.report.page import BLUE, Markup, Section, element, joined, page, paragr
 
 
 def scaling_page(scaling: Scaling, *, title: str, described: str = "") -> str:
-    """Return the page as HTML text, which needs nothing else.
-
-    Args:
-        scaling: the plans.
-        title: of the page.
-        described: what was planned, in a sentence.
-    """
+    """Return the page as HTML text, which needs nothing else."""
     lead = "Compiled, not run; one row a target: the fastest candidate that fits."
     sections = [Section("compared", "The targets compared", _compared(scaling))]
     sections += [

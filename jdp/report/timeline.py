@@ -55,13 +55,7 @@ class Block:
 
 
 def lanes(timeline: Timeline, axis_seconds: float, most: int) -> Markup:
-    """Draw the two lanes of a step.
-
-    Args:
-        timeline: the step.
-        axis_seconds: seconds across the whole width; the same for steps that are compared.
-        most: about how many rectangles to draw.
-    """
+    """Draw the two lanes of a step."""
     waiting = waits(timeline)
     drawn = [*_few_enough(timeline, axis_seconds, most, waiting), *_waiting_blocks(waiting, most // 4)]
     picture = element(

@@ -17,12 +17,7 @@ _LONGEST = 12  # stretches of a timeline that are listed
 
 
 def times(estimates: Sequence[tuple[str, Estimate]], chosen: str | None) -> Markup:
-    """Return the section's body.
-
-    Args:
-        estimates: (name, estimate) of each candidate.
-        chosen: name of the one to take.
-    """
+    """Return the section's body."""
     timed = [(name, estimate, estimate.timeline) for name, estimate in estimates if estimate.timeline is not None]
     if not timed:
         why = "these devices’ rates are not, or no candidate compiled and fits"

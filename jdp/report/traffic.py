@@ -14,12 +14,7 @@ MOST_ROWS = 600
 
 
 def traffic(reports: Sequence[tuple[str, Report]], chosen: str | None) -> Markup:
-    """Return the section's body.
-
-    Args:
-        reports: (name, report) of each candidate that compiled.
-        chosen: name of the one to take, whose collectives are open when the page is.
-    """
+    """Return the section's body."""
     if not reports:
         return element("p", "No candidate compiled, so nothing was counted.")
     rows = [(name, row, verdict) for name, report in reports for row, verdict in _rows(report)]

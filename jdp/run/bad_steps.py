@@ -51,14 +51,7 @@ class Queued:
 
 
 class Health:
-    """Watches over the steps of a visit.
-
-    Args:
-        assembly: the run's.
-        progress: how far it is; what is known of bad steps is in there.
-        watch: told of what takes long, and of bad steps.
-        say: shows a line to the user.
-    """
+    """Watches over the steps of a visit."""
 
     def __init__(self, assembly: Assembly, progress: Progress, watch: Watch, say: Callable[[str], None]) -> None:
         self._assembly, self._progress, self._watch, self._say = assembly, progress, watch, say
@@ -73,19 +66,7 @@ class Health:
         self._values: Any = None
 
     def take(self, state: TrainState, batch: Batch, step: int) -> tuple[TrainState, Any]:
-        """Take a step.
-
-        Args:
-            state: donated.
-            batch: of the step.
-            step: its number.
-
-        Returns:
-            The new state, and the step's metrics; None for a step that is left out.
-
-        Raises:
-            CorruptState: a step that was taken twice did not give equal bits.
-        """
+        """Take a step."""
         if step in self._progress.bad.left_out:
             self._queued.append(Queued(step, None, None))
             return replace(state, skipped=self._one_more(state.skipped)), None
@@ -102,13 +83,7 @@ class Health:
         return state, self._values
 
     def after(self, state: TrainState, step: int) -> None:
-        """Read the metrics of the step that was queued `AHEAD` steps before this one, and compare replicas if due.
-
-        Raises:
-            Diverged: too many steps in a row were skipped.
-            RollBack: too many bad steps in a row: go back.
-            CorruptState: replicas differ.
-        """
+        """Read the metrics of the step that was queued `AHEAD` steps before this one, and compare replicas if due."""
         if len(self._queued) > AHEAD:
             self._check(self._queued.pop(0), state)
         every = self._guard.check_replicas_every
@@ -139,15 +114,6 @@ class Health:
 
         A run must not end with skipped steps, however short it is: two in a row, or all except the first, whose update
         may have broken the weights.
-
-        Args:
-            state: of the last step.
-            ended: whether these are the last steps of the run.
-
-        Raises:
-            Diverged: too many steps in a row were skipped, or the last ones of a run that ended.
-            RollBack: too many bad steps in a row: go back.
-            CorruptState: replicas differ.
         """
         last: Queued | None = None
         while self._queued:
@@ -218,15 +184,7 @@ class Health:
 
 
 def went_back(back: RollBack, step: int) -> str:
-    """Return a line about a run that went back.
-
-    Args:
-        back: why, and what is left out.
-        step: where it is now.
-
-    Raises:
-        Diverged: it went back too often without a good step in between.
-    """
+    """Return a line about a run that went back."""
     if back.returns > MOST_RETURNS:
         raise Diverged(
             f"going back must help; given {back}, after the run had gone back {MOST_RETURNS} times: raise "

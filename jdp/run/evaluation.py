@@ -25,19 +25,7 @@ Row = dict[str, float]
 
 
 def evaluate(assembly: Assembly, state: TrainState, goes_on: Callable[[], bool] = lambda: True) -> Row | None:
-    """Evaluate every data set, with the averaged parameters where there are any (`optimizer.ema_decay`).
-
-    Args:
-        assembly: the run's.
-        state: the whole state.
-        goes_on: asked after each batch; False leaves the evaluation out, on all processes alike.
-
-    Returns:
-        "eval_loss" in nats, "eval_accuracy" or "eval_bits_per_token", "eval_NAME_loss", …; None if the run stops.
-
-    Raises:
-        ExperimentError: a plug-in's loss lacks a metric that it is registered with.
-    """
+    """Evaluate every data set, with the averaged parameters where there are any (`optimizer.ema_decay`)."""
     state = assembly.averaged(state)
     row: Row = {}
     for name, source in assembly.eval_sets.items():

@@ -72,17 +72,6 @@ def claimed(experiment: Experiment, runs: Path) -> Generator[Path]:
     A folder in which no step was logged or saved is nobody's. A visit that fails before that (weights that do not fit,
     too little memory) removes it; if the visit is killed before that, the next one takes the folder over, even for
     another experiment, as the corrected command would otherwise be refused.
-
-    Args:
-        experiment: validated.
-        runs: the folder that holds the runs.
-
-    Yields:
-        The run's folder.
-
-    Raises:
-        ExperimentError: the folder has something else in it, or a run of another experiment, or one that goes on;
-            nothing was changed.
     """
     folder = runs / experiment.name
     with contextlib.ExitStack() as held:
@@ -181,14 +170,7 @@ def _holds_something(path: Path) -> bool:
 
 @contextlib.contextmanager
 def writing(folder: Path) -> Generator[None]:
-    """Turn a failure to write below `folder` into one error. (Checkpoints have their own.)
-
-    Args:
-        folder: the run's.
-
-    Raises:
-        ExperimentError: the disk is full, read-only or failing.
-    """
+    """Turn a failure to write below `folder` into one error. (Checkpoints have their own.)"""
     try:
         yield
     except OSError as error:
@@ -219,15 +201,7 @@ def _replace(file: Path, text: str) -> None:
 
 
 def check_same(experiment: Experiment, folder: Path) -> None:
-    """Compare an experiment with the one in a folder, key by key, unless the folder is unused.
-
-    Args:
-        experiment: validated.
-        folder: the run's; may be missing.
-
-    Raises:
-        ExperimentError: it has a run of another experiment.
-    """
+    """Compare an experiment with the one in a folder, key by key, unless the folder is unused."""
     begun = (folder / FILE).exists()
     if not begun or ((folder / LOCK).exists() and _is_unused(folder)):  # without, a run that locks nothing may be alive
         return
@@ -246,15 +220,7 @@ def _differences(experiment: Experiment, folder: Path) -> list[str]:
 
 
 def changed(experiment: Experiment, folder: Path) -> dict[str, tuple[Any, Any]]:
-    """Return each dotted key that has not the value recorded in a folder -> the values there and now; None for none.
-
-    Args:
-        experiment: validated.
-        folder: of a run that was recorded.
-
-    Raises:
-        ExperimentError: what is recorded cannot be read.
-    """
+    """Return each dotted key that has not the value recorded in a folder -> the values there and now; None for none."""
     file = folder / FILE
     try:
         before = tomllib.loads(file.read_text(encoding="utf-8"))

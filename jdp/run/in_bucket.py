@@ -40,10 +40,6 @@ EVERY_SECONDS, LEASE_SECONDS = 30.0, 180.0
 class RemoteRun:
     """The folder of a run behind an address.
 
-    Args:
-        address: of the folder.
-        together: all processes of the cluster make this one together.
-
     Attributes:
         remote: the folder there.
         folder: the scratch folder that stands for it.
@@ -105,12 +101,7 @@ class RemoteRun:
 
     @contextlib.contextmanager
     def held(self) -> Generator[None]:
-        """Hold the lock, with the run's files here; send them in the background, and at the end.
-
-        Raises:
-            ExperimentError: another run holds it.
-            RemoteError: storage cannot be read or written; or the lock was lost: another run has taken the folder.
-        """
+        """Hold the lock, with the run's files here; send them in the background, and at the end."""
         self._take()
         sender = threading.Thread(target=self._send_now_and_then, name="jdp sender", daemon=True)
         try:
@@ -232,19 +223,7 @@ def held_at(folder: Path) -> RemoteRun | None:
 
 @contextlib.contextmanager
 def at_hand(root: Path, name: str) -> Generator[Path]:
-    """Have the folder of a run on this host, and where it is to be in the end.
-
-    Args:
-        root: the folder that holds the runs, or its address.
-        name: the run's.
-
-    Yields:
-        The folder that holds the run's here: `root`, if that is a path.
-
-    Raises:
-        ExperimentError: another run holds the folder.
-        RemoteError: storage cannot be read or written.
-    """
+    """Have the folder of a run on this host, and where it is to be in the end."""
     if (address := address_of(root)) is None:
         yield root
         return
@@ -259,12 +238,7 @@ def at_hand(root: Path, name: str) -> Generator[Path]:
 
 
 def fetched(address: str) -> Path:
-    """Return a copy of a run's folder, for those who look at it; it is removed when this process ends.
-
-    Raises:
-        ExperimentError: there is no run.
-        RemoteError: storage cannot be read.
-    """
+    """Return a copy of a run's folder, for those who look at it; it is removed when this process ends."""
     run = RemoteRun(address, together=False)
     if not run.fetch():
         raise ExperimentError(f"a run is a folder with an {FILE}; given {run.remote.address}, which has none: fix it")

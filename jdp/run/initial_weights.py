@@ -47,12 +47,6 @@ def check_init_from(experiment: Experiment) -> None:
     """Check that `train.init_from` exists and, by the `config.json` beside it, has the weights of this model.
 
     Likewise `train.init_adapter`, by its `adapter_config.json`.
-
-    Args:
-        experiment: validated.
-
-    Raises:
-        ExperimentError: there is nothing; or the weights are another model's: the message has the keys to set.
     """
     if experiment.train.init_from is None:
         return
@@ -76,16 +70,7 @@ def check_init_from(experiment: Experiment) -> None:
 
 
 def _safetensors(given: str, *, weights: bool = True) -> Path | None:
-    """Return the path of a safetensors file, or of a folder of them; None if it is a run or a checkpoint.
-
-    Args:
-        given: a path; or an address, from which they are fetched.
-        weights: False: from an address only the `config.json` beside them is fetched; None if there is none.
-
-    Raises:
-        ExperimentError: there is nothing.
-        PathError: storage cannot be read.
-    """
+    """Return the path of a safetensors file, or of a folder of them; None if it is a run or a checkpoint."""
     if (address := address_of(given)) is None:
         path = Path(given)
         _check_there(given, path.exists())
@@ -114,20 +99,7 @@ def _check_there(given: str, there: bool) -> None:
 
 
 def load_parameters(state: TrainState, experiment: Experiment, plan: Plan) -> tuple[TrainState, str]:
-    """Read the parameters of `train.init_from`.
-
-    Args:
-        state: a fresh state.
-        experiment: validated.
-        plan: the state's.
-
-    Returns:
-        The state with these parameters and a new state of the optimizer, and a line about what was read.
-
-    Raises:
-        ValueError: there is no checkpoint, it does not fit the model (the first leaf that differs), or it is damaged;
-            or what is behind an address cannot be reached.
-    """
+    """Read the parameters of `train.init_from`."""
     given = experiment.train.init_from or ""
     path = _safetensors(given)
     read = restore_params(given, state, missing=LORA) if path is None else _import(path, state, experiment)

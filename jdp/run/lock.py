@@ -23,18 +23,7 @@ _HAS_NONE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Generator[bool]:
-    """Hold the lock of a run's folder.
-
-    Args:
-        folder: must exist.
-
-    Yields:
-        True; False, after a notice, if the file system has no locks.
-
-    Raises:
-        ExperimentError: another run holds it.
-        OSError: the file cannot be made.
-    """
+    """Hold the lock of a run's folder."""
     handle = _take(folder / LOCK)
     if handle is None:
         notice(f"{folder} is on a file system without locks: nothing keeps a second run out of it")

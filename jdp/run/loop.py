@@ -60,22 +60,7 @@ def run(
     profile: range | None = None,
     settings: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Train, or resume, an experiment in `root`/NAME, and return its summary, which is also in its summary.json.
-
-    Args:
-        experiment: validated, and checked against the devices.
-        root: the folder that holds the runs, or its address, such as s3://bucket/runs.
-        quiet: print progress on stderr instead of stdout.
-        profile: steps to trace into the run's folder; None: none.
-        settings: what was set before JAX started, a line each; they are reported once the run's folder is taken.
-
-    Raises:
-        CorruptState: a device computed wrong (`guard.check_replicas_every`, `guard.replay_every`).
-        ExperimentError: the folder belongs to another experiment or cannot be written, the data does not fit the model
-            or changed, what it needs does not fit into memory, or a tracker does not start.
-        Diverged: too many steps in a row had non-finite gradients, or the last ones.
-        Stopped: a signal stopped the run, which has saved: exit code 130 for SIGINT, 75 (run again) for SIGTERM.
-    """
+    """Train, or resume, an experiment in `root`/NAME, and return its summary, which is also in its summary.json."""
     trackers.check_installed(**experiment.track.model_dump())
     with StopRequest() as stop:  # from here on a signal is never lost; until the first step it leaves at once
         assembly = Assembly.on_devices(experiment)

@@ -98,15 +98,7 @@ _BEST = {"metric": (str,), "value": (*_NUMBER, type(None)), "step": _COUNT, "wai
 
 
 def check_record(record: dict[str, Any], folder: Path) -> None:
-    """Check that a checkpoint's record is what `Progress.record` makes of a run at this step.
-
-    Args:
-        record: the JSON object of a checkpoint.
-        folder: the checkpoint's, named by its step.
-
-    Raises:
-        CheckpointError: the record has other keys, types, or another step.
-    """
+    """Check that a checkpoint's record is what `Progress.record` makes of a run at this step."""
     evals, bests = record.get("evals"), {name: record.get(name) for name in ("watched", "kept")}
     problem = _first_problem(record, _KINDS, "")
     numbers = isinstance(evals, dict) and not _first_problem(evals, dict.fromkeys(evals, (*_NUMBER, type(None))), "")

@@ -55,16 +55,7 @@ class Recorded:
 
 
 def find_run(given: str, runs: Path) -> Path:
-    """Return the folder of a run; of one behind an address, a copy.
-
-    Args:
-        given: the folder or its address, or the name of a run in `runs`.
-        runs: the folder that holds the runs, or its address.
-
-    Raises:
-        ExperimentError: neither is a run.
-        PathError: a path that no file can have, or storage cannot be read.
-    """
+    """Return the folder of a run; of one behind an address, a copy."""
     if address_of(given):
         return fetched(given)
     if (address := address_of(runs)) and len(Path(given).parts) == 1:
@@ -86,14 +77,7 @@ def _find(given: Path, runs: Path) -> Path:
 
 
 def read_run(folder: Path) -> Recorded:
-    """Read a run's folder.
-
-    Args:
-        folder: one that has an experiment.toml.
-
-    Raises:
-        ExperimentError: a file of it cannot be read at all.
-    """
+    """Read a run's folder."""
     notes: list[str] = []
     try:
         toml = (folder / FILE).read_bytes().decode(errors="replace")

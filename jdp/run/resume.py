@@ -35,21 +35,7 @@ def open_checkpoints(experiment: Experiment, folder: Path) -> Checkpoints:
 def start(
     assembly: Assembly, saved: Checkpoints, back: RollBack | None = None
 ) -> tuple[TrainState, Progress, str | None]:
-    """Restore the newest whole checkpoint onto the run's plan, or make a fresh state with `train.init_from`'s weights.
-
-    Args:
-        assembly: the run's.
-        saved: its checkpoints.
-        back: for a run that goes back: the newest checkpoint from before its bad steps counts, and they are left out.
-
-    Returns:
-        The state, how far the run is, and a line about the weights that were read into a fresh state, or None.
-
-    Raises:
-        ExperimentError: the data is not that of the checkpoint.
-        CheckpointError: no checkpoint is whole.
-        ValueError: a checkpoint or file does not fit the model.
-    """
+    """Restore the newest complete checkpoint onto the run's plan, or make a state from `train.init_from`."""
     experiment, fingerprint = assembly.experiment, assembly.data.fingerprint
     step = saved.latest if back is None else max((one for one in saved.steps if one < back.before), default=None)
     if step is None:

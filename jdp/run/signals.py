@@ -227,15 +227,7 @@ class _Agreement:
             return 0 <= self._stop_at <= self._polls
 
     def agree(self, under_way: Callable[[], bool]) -> str | None:
-        """Agree on the poll to stop at. All processes call it, in a thread, once one of them has asked.
-
-        Args:
-            under_way: whether this process has a step to save.
-
-        Returns:
-            None if the processes stop at a poll; why they leave at once if one of them has nothing to save, or does not
-            answer.
-        """
+        """Agree on the poll to stop at. All processes call it, in a thread, once one of them has asked."""
         with self.lock:
             self.signal = self.asked()
             answer = self._polls if under_way() else -1

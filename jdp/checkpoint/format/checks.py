@@ -14,11 +14,7 @@ from jdp.checkpoint.errors import CheckpointError
 
 
 def check_values(leaves: Mapping[str, Any]) -> None:
-    """Check that every leaf has values that can be written.
-
-    Raises:
-        CheckpointError: a leaf is abstract, or was donated to a step.
-    """
+    """Check that every leaf has values that can be written."""
     for path, leaf in leaves.items():
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise CheckpointError(
@@ -33,16 +29,7 @@ def check_values(leaves: Mapping[str, Any]) -> None:
 
 
 def ignored_names(names: Mapping[str, Sequence[str]], ignore: Sequence[str], file: Path) -> set[str]:
-    """Return the arrays of a file that `ignore` matches, and report how many they are.
-
-    Args:
-        names: each array and the names that a pattern may match it by.
-        ignore: patterns, as `jdp.base.tree_paths.matches` takes them.
-        file: the file or folder, for messages.
-
-    Raises:
-        CheckpointError: a pattern matches nothing.
-    """
+    """Return the arrays of a file that `ignore` matches, and report how many they are."""
     ignored: dict[str, None] = {}
     for pattern in (ignore,) if isinstance(ignore, str) else ignore:
         matched = [path for path, known in names.items() if any(matches(name, pattern) for name in known)]
@@ -68,11 +55,7 @@ def needed_but_ignored(path: str) -> CheckpointError:
 
 
 def check_kept(kept: Mapping[str, Any], file: Path) -> None:
-    """Check the leaves that keep the target's values, as `file` lacks them.
-
-    Raises:
-        CheckpointError: one of them is abstract.
-    """
+    """Check the leaves that keep the target's values, as `file` lacks them."""
     for path, leaf in kept.items():
         if isinstance(leaf, jax.ShapeDtypeStruct):
             raise CheckpointError(
@@ -82,10 +65,6 @@ def check_kept(kept: Mapping[str, Any], file: Path) -> None:
 
 
 def check_sharding(leaf: Any, path: str) -> None:
-    """Check that a leaf of a target can be read onto.
-
-    Raises:
-        ValueError: it has no sharding.
-    """
+    """Check that a leaf of a target can be read onto."""
     if getattr(leaf, "sharding", None) is None:
         raise ValueError(f"Every leaf of a target needs a sharding; {path} has none. Take jdp.abstract_state(...).")

@@ -50,23 +50,14 @@ class Verdict:
 
 
 def write_part(folder: Path, process: int) -> None:
-    """Hash the arrays that a process wrote, and leave the result in the folder for `commit`.
-
-    Args:
-        folder: of the checkpoint.
-        process: index of this process.
-    """
+    """Hash the arrays that a process wrote, and leave the result in the folder for `commit`."""
     state = folder / "state"
     own = [*_files(state / f"ocdbt.process_{process}"), *_files(state / "array_metadatas" / f"process_{process}")]
     (state / f"{_PART}{process}").write_text(json.dumps(_hash_all(folder, own)))
 
 
 def commit(folder: Path) -> None:
-    """Write the table of all files, with the parts of the other processes, and the commit file after it.
-
-    Args:
-        folder: of a checkpoint of which all else is written.
-    """
+    """Write the table of all files, with the parts of the other processes, and the commit file after it."""
     parts = sorted((folder / "state").glob(f"{_PART}*"))
     files: Files = {}
     for part in parts:
@@ -85,13 +76,7 @@ def commit(folder: Path) -> None:
 def verify(
     folder: Path, wanted: Callable[[str], bool] = lambda name: True, *, process: int = 0, processes: int = 1
 ) -> Verdict:
-    """Compare the files of a checkpoint with their checksums.
-
-    Args:
-        folder: of the checkpoint.
-        wanted: which files, by their path in the folder; the table itself is always checked.
-        process, processes: check this process' share of the files only.
-    """
+    """Compare the files of a checkpoint with their checksums."""
     try:
         committed = (folder / COMMITTED).read_bytes().decode(errors="replace")
     except OSError as error:

@@ -72,14 +72,7 @@ class _Hashed:
 def manager_options(
     kept: Any, score: Any, committed: Callable[[Path], None] | None = None
 ) -> ocp.CheckpointManagerOptions:
-    """Return the options of a directory of checkpoints.
-
-    Args:
-        kept: Orbax' policy of which checkpoints stay.
-        score: the metric that the best one goes by; what makes Orbax keep the metrics beside each checkpoint.
-        committed: on process 0 it is called with the folder of each checkpoint that is whole, before this counts as
-            saved; what it raises is the save's error.
-    """
+    """Return the options of a directory of checkpoints."""
 
     class Committed(CommittedWithChecksums):
         async def finalize(self) -> None:

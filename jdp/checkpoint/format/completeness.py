@@ -19,14 +19,6 @@ def require_whole(folder: Path, fix: str, wanted: Callable[[str], bool]) -> None
     """Check that files of a checkpoint are as they were saved; one without checksums is taken as it is, and reported.
 
     Every process calls this; each reads a share of the files, and all raise the same error.
-
-    Args:
-        folder: the checkpoint.
-        fix: what to do if a file is damaged, for the error: a sentence without its full stop.
-        wanted: which files, by their path in the folder.
-
-    Raises:
-        DamagedError: a file has changed.
     """
     found = checksums.verify(folder, wanted, process=jax.process_index(), processes=jax.process_count())
     if found.status == "unverified":

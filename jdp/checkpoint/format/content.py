@@ -57,9 +57,6 @@ def save_arguments(state: Any, record: Mapping[str, Any]) -> tuple[ocp.args.Comp
     """Return what Orbax is to write: the arrays of a state, the table of its leaves, and a record.
 
     And whether they are copies, so that a step may take the state over before Orbax has begun.
-
-    Raises:
-        CheckpointError: `state` is abstract, or a leaf of it no array; or the record is not JSON.
     """
     leaves = Content.of(state).leaves
     check_values(leaves)
@@ -89,17 +86,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def read_state(folder: Path, target: Any, fix: str) -> Any:
-    """Read the whole state, or any other tree, each leaf onto the sharding of `target`'s.
-
-    Args:
-        folder: the checkpoint.
-        target: a state or tree, abstract or real; its values are not read.
-        fix: what to do if a file is damaged, for the error: a sentence without its full stop.
-
-    Raises:
-        CheckpointError: the checkpoint does not fit `target`, or is damaged.
-        ValueError: a leaf of `target` has no sharding.
-    """
+    """Read the whole state, or any other tree, each leaf onto the sharding of `target`'s."""
     content = Content.of(target)
     wanted, (saved, stored) = content.leaves, _read_table(folder, fix)
     _check_kind(saved, content.fields, folder)
@@ -134,20 +121,7 @@ def _split_sync(leaves: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
 def read_params(
     folder: Path, target: PyTree, fix: str, *, missing: Sequence[str] = (), ignore: Sequence[str] = ()
 ) -> PyTree:
-    """Read parameters and model state onto a train state, or parameters onto a tree of them, and nothing else.
-
-    Args:
-        folder: the checkpoint.
-        target: a state, abstract or real, or a tree of parameters.
-        fix: what to do if a file is damaged, for the error: a sentence without its full stop.
-        missing: path patterns of parameters that the checkpoint may lack; they keep the target's values.
-        ignore: path patterns of parameters in the checkpoint that are treated as if it lacked them.
-
-    Raises:
-        CheckpointError: the checkpoint does not fit `target`, or is damaged; a pattern of `ignore` matches nothing, or
-            a parameter that the model needs; or one that keeps the target's value has none.
-        ValueError: a leaf of `target` has no sharding.
-    """
+    """Read parameters and model state onto a train state, or parameters onto a tree of them, and nothing else."""
     is_state = isinstance(target, TrainState)
     fields, state = (_FOR_INFERENCE, target) if is_state else (("params",), SimpleNamespace(params=target))
     wanted = leaves_of(state, fields)
@@ -168,28 +142,12 @@ def read_params(
 
 
 def read_record(folder: Path, fix: str) -> dict[str, Any]:
-    """Read the JSON object that was saved beside the arrays, which reading the state has verified.
-
-    Args:
-        folder: the checkpoint.
-        fix: what to do if it is damaged, for the error: a sentence without its full stop.
-
-    Raises:
-        CheckpointError: it is damaged.
-    """
+    """Read the JSON object that was saved beside the arrays, which reading the state has verified."""
     return _require_object(_restore(folder, fix, record=ocp.args.JsonRestore())["record"], folder / "record", fix)
 
 
 def to_json(value: Any, name: str) -> Any:
-    """Return `value` as JSON gives it back: numbers of NumPy and JAX become Python's, tuples lists.
-
-    Args:
-        value: the value.
-        name: what the error calls it.
-
-    Raises:
-        CheckpointError: JSON cannot hold it.
-    """
+    """Return `value` as JSON gives it back: numbers of NumPy and JAX become Python's, tuples lists."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
@@ -207,11 +165,7 @@ def to_json(value: Any, name: str) -> Any:
 
 
 def check_metrics(folder: Path) -> None:
-    """Check the metrics beside a checkpoint.
-
-    Raises:
-        DamagedError: they, or what Orbax keeps beside them, are damaged.
-    """
+    """Check the metrics beside a checkpoint."""
     found = checksums.verify(folder, lambda name: name == METADATA or name.startswith("metrics/"))
     if found.status == "damaged":
         raise DamagedError(f"{folder} is damaged: {found.problem}. Move it away.", found.problem)
@@ -253,12 +207,7 @@ def _require_object(value: Any, file: Path, fix: str) -> dict[str, Any]:
 
 
 def _reader(folder: Path, fix: str, stored: Mapping[str, Flat], flat: Mapping[str, Flat]) -> Read:
-    """Return what reads arrays of a checkpoint; before the first, the files of all of them are verified.
-
-    Args:
-        folder, fix: as for `read_state`.
-        stored, flat: how leaves are stored flat and padded, and how the target's rest so.
-    """
+    """Return what reads arrays of a checkpoint; before the first, the files of all of them are verified."""
     verified: list[bool] = []
 
     def read(wanted: Mapping[str, Any]) -> dict[str, Any]:

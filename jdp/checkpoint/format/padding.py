@@ -24,12 +24,7 @@ _LIKE_PARAMETERS = ("sync/mean_error/", "sync/momentum/")
 
 
 def flat_leaves(tree: Any, paths: Mapping[str, Any]) -> dict[str, Flat]:
-    """Return how leaves of a state rest flat and padded, by path; {} for any other tree.
-
-    Args:
-        tree: a train state or another tree.
-        paths: of its leaves.
-    """
+    """Return how leaves of a state rest flat and padded, by path; {} for any other tree."""
     if not isinstance(tree, TrainState) or not tree.static.flat:
         return {}
     own = dict(tree.static.flat)
@@ -46,12 +41,7 @@ def own_shape(shape: tuple[int, ...], flat: Flat | None) -> tuple[int, ...]:
 
 
 def at_rest_as(saved: Mapping[str, str], flat: Mapping[str, Flat]) -> dict[str, str]:
-    """Return what a checkpoint holds, path -> "float32[4, 8]", in the shapes in which a target's leaves rest.
-
-    Args:
-        saved: the same in the leaves' own shapes.
-        flat: the target's leaves that rest flat.
-    """
+    """Return what a checkpoint holds, path -> "float32[4, 8]", in the shapes in which a target's leaves rest."""
 
     def converted(path: str, kind: str) -> str:
         dtype, shape = _parsed(kind)
@@ -75,13 +65,7 @@ def described_flat(flat: Mapping[str, Flat]) -> dict[str, dict[str, list[int]]]:
 
 
 def converting(read: Read, stored: Mapping[str, Flat], flat: Mapping[str, Flat]) -> Read:
-    """Return what reads leaves into the form in which the target's rest, in whichever they are stored.
-
-    Args:
-        read: reads leaves in the form in which they are stored.
-        stored: how leaves are stored flat.
-        flat: how the target's rest flat.
-    """
+    """Return what reads leaves into the form in which the target's rest, in whichever they are stored."""
 
     def read_converted(wanted: Mapping[str, Any]) -> dict[str, Any]:
         changes = {path: Change(stored.get(path), flat.get(path)) for path in wanted}

@@ -65,15 +65,6 @@ def read_optimizer_state(
 
     Replicas of the checkpoint become one state, the mean of what is floating point, and that every replica's of the
     target.
-
-    Args:
-        saved: path -> dtype and shape as text of everything that the checkpoint holds.
-        wanted: path -> a leaf of the target, of all of it.
-        read: as for `read_sync`.
-        folder: of the checkpoint, for messages.
-
-    Returns:
-        The leaves by path; {} where none has to be converted.
     """
     was, stacks = ROUNDS in saved, ROUNDS in wanted
     sources: dict[str, Any] = {}

@@ -39,11 +39,7 @@ class Content:
 
     @staticmethod
     def of(tree: Any) -> Content:
-        """Return the content of a train state, or of any other tree, real or abstract.
-
-        Raises:
-            ValueError: a dict has keys that cannot be compared.
-        """
+        """Return the content of a train state, or of any other tree, real or abstract."""
         if isinstance(tree, TrainState):
             return Content(tree, _FIELDS, lambda filled: replace(tree, **filled))
         check_keys(tree)
@@ -71,15 +67,7 @@ def _as_array(path: str, leaf: Any) -> Any:
 
 
 def leaves_of(state: Any, fields: Sequence[str]) -> dict[str, Any]:
-    """Return the leaves of these fields of a state by path, such as "params/layers/kernel".
-
-    Args:
-        state: has the fields as attributes.
-        fields: their names.
-
-    Raises:
-        ValueError: two leaves have the same path.
-    """
+    """Return the leaves of these fields of a state by path, such as "params/layers/kernel"."""
     leaves: dict[str, Any] = {}
     for path, leaf in jax.tree.leaves_with_path({name: getattr(state, name) for name in fields}):
         if (name := path_of(path)) in leaves:
@@ -89,13 +77,7 @@ def leaves_of(state: Any, fields: Sequence[str]) -> dict[str, Any]:
 
 
 def fill(state: Any, fields: Sequence[str], leaves: Mapping[str, Any]) -> dict[str, PyTree]:
-    """Return fields of a state by name, with their leaves replaced by those of the same paths.
-
-    Args:
-        state: has the fields as attributes.
-        fields: their names.
-        leaves: path -> array; numbers of Python stay such.
-    """
+    """Return fields of a state by name, with their leaves replaced by those of the same paths."""
     trees = {name: getattr(state, name) for name in fields}
 
     def filled(path: Any, leaf: Any) -> Any:
@@ -106,15 +88,7 @@ def fill(state: Any, fields: Sequence[str], leaves: Mapping[str, Any]) -> dict[s
 
 
 def number_of(state: Any, step: Any) -> int:
-    """Return the number under which a state or a tree is saved.
-
-    Args:
-        state: a train state, which has its own, or a tree.
-        step: the number that was given; None if none was.
-
-    Raises:
-        ValueError: a tree without a number, or a train state with another than its own.
-    """
+    """Return the number under which a state or a tree is saved."""
     if isinstance(state, TrainState):
         own = int(state.consumed)
         if step not in (None, own):

@@ -108,11 +108,7 @@ class Family:
         return self.always["positions"] == "rotary"
 
     def read(self, table: Table) -> dict[str, Any]:
-        """Return the arguments of `GPTConfig`.
-
-        Raises:
-            CheckpointError: a key has a value that a GPT cannot have, or the table does not know it.
-        """
+        """Return the arguments of `GPTConfig`."""
         for key, allowed in self.only.items():
             table.require(key, *allowed)
         found: dict[str, Any] = {each.field: each.read(table) for each in self.options} | {**self.always}

@@ -97,22 +97,7 @@ class Stored:
 def write(
     path: Path, specs: Mapping[str, Spec], value: Callable[[str], np.ndarray], limit: int, version: str
 ) -> list[Path]:
-    """Write tensors to `path`, or to shards and an index if they take more than `limit` bytes together.
-
-    Args:
-        path: ends with ".safetensors".
-        specs: name -> shape and dtype of each tensor.
-        value: returns a tensor's values by name; called once for each, in order.
-        limit: bytes of a file; a larger tensor gets a file of its own.
-        version: of jdp, for the index.
-
-    Returns:
-        The files that were written, without the index.
-
-    Raises:
-        OSError: of the system; nothing has been replaced.
-        CheckpointError: a dtype that cannot be written, or shards or an index that jdp did not write are in the way.
-    """
+    """Write tensors to `path`, or to shards and an index if they take more than `limit` bytes together."""
     for name, spec in specs.items():
         if spec.dtype not in _DTYPES.values():
             raise CheckpointError(
@@ -143,14 +128,7 @@ def write(
 
 
 def read(path: Path) -> dict[str, Stored]:
-    """Open a file, or all files that an index lists, and return its tensors by name.
-
-    Args:
-        path: a file; an index, or the file that it is the index of; or a folder that has `model.safetensors`.
-
-    Raises:
-        CheckpointError: there is no such file, it is damaged, or the index does not fit its folder or its files.
-    """
+    """Open a file, or all files that an index lists, and return its tensors by name."""
     path = path / f"model{SUFFIX}" if path.is_dir() else path
     index = path if path.name.endswith(_INDEX) else _index_path(path)
     if path != index and path.is_file():
@@ -240,11 +218,7 @@ def _write_index(new: Path, files: list[Path], shards: list[dict[str, Spec]], ve
 
 
 def _superseded(path: Path, files: Sequence[Path]) -> list[Path]:
-    """Return the files to delete once `files` are written: those of an earlier export of jdp to `path`, which is named.
-
-    Raises:
-        CheckpointError: an index or a shard that jdp did not write is in the way, or `path` is a folder.
-    """
+    """Return files of an earlier export to `path`, to delete once `files` are written."""
     index = _index_path(path)
     old = _old_index(index)  # exists if a process was killed
     own = [file for each in (index, old) if os.path.lexists(each) for file in _own_shards(each, path)]
@@ -303,11 +277,7 @@ def _open(file: Path) -> dict[str, Stored]:
 
 
 def _read_index(index: Path) -> tuple[Mapping[str, Any], dict[str, str]]:
-    """Return the metadata of an index, and tensor name -> name of a file in its folder.
-
-    Raises:
-        CheckpointError: it cannot be read, is no such index, or lists files outside its folder.
-    """
+    """Return the metadata of an index, and tensor name -> name of a file in its folder."""
     try:
         table: Any = json.loads(index.read_text(encoding="utf-8"))
     except OSError as error:

@@ -54,11 +54,7 @@ def gpt_config_from_hf(folder: str | Path) -> GPTConfig:
 
 
 def read(path: Path) -> GPTConfig | None:
-    """Read the `config.json` in the folder of `path`; None if there is none, or it is of no model of Hugging Face's.
-
-    Raises:
-        CheckpointError: it is damaged, or `jdp.models.GPT` cannot compute the model.
-    """
+    """Read the `config.json` in the folder of `path`; None if there is none, or it is of no model of Hugging Face's."""
     file = (path if path.is_dir() else path.parent) / NAME
     table = read_json(file)
     if not isinstance(table, dict) or "model_type" not in table:
@@ -96,15 +92,7 @@ def differences(path: Path, config: GPTConfig) -> list[str]:
 
 
 def written(config: GPTConfig, dtype: str) -> dict[str, Any]:
-    """Return the `config.json` of a model: that of the first model type which computes what it does.
-
-    Args:
-        config: of the model.
-        dtype: of its weights, "float32" for example.
-
-    Raises:
-        CheckpointError: no model type does; the message has what differs from the nearest.
-    """
+    """Return the `config.json` of a model: that of the first model type which computes what it does."""
     given, differing = _resolved(config), dict[str, list[str]]()
     for kind, family in FAMILIES.items():
         keys = {"architectures": [family.architecture], "model_type": kind, "torch_dtype": dtype}

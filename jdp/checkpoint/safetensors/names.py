@@ -57,12 +57,7 @@ class Names:
 
 
 def resolve(names: Names | Mapping[str, str | Tensor] | None, leaves: Mapping[str, Any]) -> Names:
-    """Return the names as a `Names`.
-
-    Args:
-        names: that, or a mapping from names in the file to slash paths or `Tensor`s; None: the paths with dots.
-        leaves: the parameters by slash path.
-    """
+    """Return the names as a `Names`."""
     if names is None:
         return Names({path.replace("/", "."): Tensor((Part(path),)) for path in leaves})
     if isinstance(names, Names):
@@ -71,12 +66,7 @@ def resolve(names: Names | Mapping[str, str | Tensor] | None, leaves: Mapping[st
 
 
 def check_cover(names: Names, leaves: Mapping[str, Any], missing: Sequence[str] = ()) -> None:
-    """Check that every leaf, or every layer of a leaf that is named by layers, is in exactly one tensor.
-
-    Raises:
-        CheckpointError: a name is of a parameter that does not exist, or a leaf has no name, or several, and `missing`
-            does not match it.
-    """
+    """Check that every leaf, or every layer of a leaf that is named by layers, is in exactly one tensor."""
     named: dict[str, list[int | None]] = {}
     for name, tensor in names.tensors.items():
         for part in tensor.parts:

@@ -108,13 +108,7 @@ def import_peft(folder: str | Path, target: PyTree, config: GPTConfig) -> PyTree
 
 
 def check_adapter(folder: str | Path, config: GPTConfig) -> Names:
-    """Return the names of a model's updates in PEFT's file.
-
-    Raises:
-        CheckpointError: there is no adapter in the folder, it is damaged, none that `jdp.models.GPT` computes, or
-            another than the configuration has.
-        ValueError: the path is an address such as gs://bucket/adapter, or the model is no Llama or relative of it.
-    """
+    """Return the names of a model's updates in PEFT's file."""
     folder = user_path(folder).absolute()
     names = _names(config)
     found = lora_from_peft(folder)

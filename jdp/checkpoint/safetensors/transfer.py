@@ -200,11 +200,7 @@ def import_safetensors(
 
 
 def weights_of(tree: PyTree) -> dict[str, Any]:
-    """Return weights by slash path, in their own shapes: of a state, its parameters and model state, one model.
-
-    Raises:
-        CheckpointError: two have the same path.
-    """
+    """Return weights by slash path, in their own shapes: of a state, its parameters and model state, one model."""
     trees = [tree]
     if isinstance(tree, TrainState):
         trees = [own_shaped(tree.params, "params", tree.static), tree.model_state]
@@ -298,11 +294,7 @@ def _check_config(names: Names, path: Path) -> None:
 def _present_tensors(
     names: Names, stored: Mapping[str, Stored], leaves: Mapping[str, Any], missing: Sequence[str], path: Path
 ) -> dict[str, Tensor]:
-    """Return the tensors to read: those that the file has, without those it may lack.
-
-    Raises:
-        CheckpointError: a tensor is missing, has another shape, or is unknown to the names.
-    """
+    """Return the tensors to read: those that the file has, without those it may lack."""
     present: dict[str, Tensor] = {}
     for name, tensor in names.tensors.items():
         if name not in stored:

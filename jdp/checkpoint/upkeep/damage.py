@@ -87,18 +87,7 @@ def _stays(folder: Path) -> bool:
 
 
 def read_newest(directory: Path, read: Callable[[Path, str], _T]) -> tuple[_T, int, dict[int, str]]:
-    """Read the newest checkpoint that is whole. Every process calls this, and all read the same.
-
-    Args:
-        directory: of checkpoints.
-        read: reads the checkpoint in a folder; its second argument is the fix for errors.
-
-    Returns:
-        What was read, of which step, and the damaged steps after it with what is wrong with each.
-
-    Raises:
-        CheckpointError: no checkpoint is whole.
-    """
+    """Read the newest checkpoint that is whole. Every process calls this, and all read the same."""
     damaged: dict[int, str] = {}
     while True:
         left = [step for step in ownership.committed_steps(directory) if step not in damaged]
@@ -131,13 +120,7 @@ def report(directory: Path, damaged: Mapping[int, str], instead: int) -> None:
 
 
 def set_aside(directory: Path, damaged: Mapping[int, str], instead: int | None = None) -> None:
-    """Rename damaged checkpoints to `damaged-STEP` on process 0, and report each.
-
-    Args:
-        directory: of checkpoints.
-        damaged: step -> what is wrong with it; equal on all processes, which wait for each other if there are any.
-        instead: the checkpoint that is read in their place.
-    """
+    """Rename damaged checkpoints to `damaged-STEP` on process 0, and report each."""
     for step, problem in sorted(damaged.items()) if jax.process_index() == 0 else ():
         try:
             done = f"set aside as {ownership.set_damaged_aside(directory, step)}"
@@ -152,11 +135,7 @@ def set_aside(directory: Path, damaged: Mapping[int, str], instead: int | None =
 
 
 def set_unreadable_aside(directory: Path) -> None:
-    """Set the checkpoints aside whose metrics are damaged, as Orbax opens no directory that has one of these.
-
-    Raises:
-        DamagedError: those of all are damaged; nothing was moved.
-    """
+    """Set the checkpoints aside whose metrics are damaged, as Orbax opens no directory that has one of these."""
     damaged: dict[int, str] = {}
     error: DamagedError | None = None
     steps = ownership.committed_steps(directory)

@@ -51,11 +51,7 @@ def committed_steps(directory: Path) -> list[int]:
 
 
 def check_numbered_entries(directory: Path) -> None:
-    """Check that jdp wrote all entries of a directory that are named by numbers.
-
-    Raises:
-        CheckpointError: it did not write one of them.
-    """
+    """Check that jdp wrote all entries of a directory that are named by numbers."""
     for path in directory.iterdir():
         if not (path.name.isascii() and path.name.isdecimal()):
             continue
@@ -145,11 +141,7 @@ def uncommitted_steps(directory: Path) -> list[int]:
 
 
 def set_damaged_aside(directory: Path, step: int) -> str:
-    """Rename the folder of a damaged step to `damaged-STEP`, and return its new name.
-
-    Raises:
-        OSError: it cannot be renamed.
-    """
+    """Rename the folder of a damaged step to `damaged-STEP`, and return its new name."""
     folder, name, number = directory / str(step), f"{DAMAGED}{step}", 1
     while os.path.lexists(directory / name):
         number += 1
@@ -159,11 +151,7 @@ def set_damaged_aside(directory: Path, step: int) -> str:
 
 
 def remove_staging(directory: Path) -> None:
-    """Delete the directory in which an earlier `jdp.save` wrote its checkpoint, if there is one.
-
-    Raises:
-        CheckpointError: it holds something that jdp did not write.
-    """
+    """Delete the directory in which an earlier `jdp.save` wrote its checkpoint, if there is one."""
     if not directory.exists() and not directory.is_symlink():
         return
     marks = {path for path in directory.glob(".*") if path.name.startswith(MARK)}
@@ -207,11 +195,6 @@ class Lineage:
         """Record that the whole `state` of `step` was read.
 
         Reading a step of the run's own changes nothing about the others: it may have been read only to look at it.
-
-        Args:
-            step: the step.
-            existing: all steps in the directory.
-            state: what was read; only weak references to its arrays are kept.
         """
         if step not in self._own:
             self._own = {other for other in existing if other <= step}

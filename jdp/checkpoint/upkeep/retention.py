@@ -37,11 +37,7 @@ def policy(keep: int | None, keep_every: int | None, score: Any) -> Any:
 
 
 def metric(name: str, value: Any) -> float | None:
-    """Return a metric as JSON has it; None, for one that is not finite, means that it was not measured.
-
-    Raises:
-        ValueError: it is no number.
-    """
+    """Return a metric as JSON has it; None, for one that is not finite, means that it was not measured."""
     try:
         return finite_or_none(float(value))
     except (TypeError, ValueError):

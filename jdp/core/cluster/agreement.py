@@ -71,18 +71,7 @@ def processes_of(mesh: Mesh) -> tuple[int, ...]:
 
 
 def agree(caller: str, facts: Sequence[Fact], mesh: Mesh, *, wait_seconds: float = WAIT_SECONDS) -> None:
-    """Compare this process' facts with those of the other processes of a mesh. All of them must call it.
-
-    Args:
-        caller: name of the call in errors, such as "init_state".
-        facts: in the order of cause and effect: the first that differs is reported.
-        mesh: its processes must agree; for a single process nothing is done.
-        wait_seconds: how long to wait for the others to call it.
-
-    Raises:
-        Mismatch: a fact differs; raised on every process, with the same text.
-        LostPeer: a process did not come; raised on those that did.
-    """
+    """Compare this process' facts with those of the other processes of a mesh. All of them must call it."""
     members = processes_of(mesh)
     if len(members) > 1:
         _agree(caller, facts, members, wait_seconds)
@@ -92,13 +81,6 @@ def agree_all(caller: str, facts: Sequence[Fact], *, wait_seconds: float = WAIT_
     """Compare this process' facts with those of all others. It starts no backend.
 
     They meet even if they differ in how many they think they are: the service knows.
-
-    Args:
-        caller, facts, wait_seconds: as for `agree`.
-
-    Raises:
-        Mismatch: a fact differs; raised on every process, with the same text.
-        LostPeer: a process did not come; raised on those that did.
     """
     if joined := joined_as():
         _agree(caller, facts, tuple(range(joined[1])), wait_seconds, everyone=True)

@@ -29,31 +29,12 @@ _left: list[threading.Event] = []  # waits that a signal handler ended by an exc
 
 
 def meet(name: str, *, seconds: float = WAIT_SECONDS) -> None:
-    """Wait until all processes have come here; with a single process, return at once.
-
-    Args:
-        name: of the place, for the error: "the end of jdp.save". Equal on all processes.
-        seconds: how long to wait for the others.
-
-    Raises:
-        LostPeer: some did not come in time; the message names them.
-        ValueError: there are several processes, and no coordination service in which they could meet.
-    """
+    """Wait until all processes have come here; with a single process, return at once."""
     from_every_process(name, "", seconds=seconds)
 
 
 def from_every_process(name: str, value: str, *, seconds: float = WAIT_SECONDS) -> list[str]:
-    """Return the values of all processes, by their index, on every process; they wait for each other.
-
-    Args:
-        name: of the place, for the error, as of `meet`.
-        value: a short text of this process.
-        seconds: how long to wait for the others.
-
-    Raises:
-        LostPeer: some did not come in time; the message names them.
-        ValueError: there are several processes, and no coordination service in which they could meet.
-    """
+    """Return the values of all processes, by their index, on every process; they wait for each other."""
     if jax.process_count() == 1:
         return [value]
     store = _store(name)
@@ -73,17 +54,7 @@ def from_every_process(name: str, value: str, *, seconds: float = WAIT_SECONDS) 
 
 
 def from_first_process(name: str, value: _Small, *, seconds: float = WAIT_SECONDS) -> _Small:
-    """Return process 0's value on every process; the others wait for it, and it does not wait for them.
-
-    Args:
-        name: of the value, for the error: "whether steps are set aside". Equal on all processes.
-        value: what process 0 has; that of the others is ignored.
-        seconds: how long to wait for process 0.
-
-    Raises:
-        LostPeer: process 0 did not say it in time.
-        ValueError: there are several processes, and no coordination service.
-    """
+    """Return process 0's value on every process; the others wait for it, and it does not wait for them."""
     if jax.process_count() == 1:
         return value
     store = _store(name)
@@ -142,17 +113,7 @@ class Store:
         self.client.key_value_delete(prefix)
 
     def wait(self, name: str, seconds: float, missed: Callable[[str], str], *, arrived: str = "here") -> None:
-        """Wait until all members have arrived.
-
-        Args:
-            name: of the barrier.
-            seconds: how long.
-            missed: makes the error of who is missing, such as "process 1".
-            arrived: the kind that a process has published before it waits.
-
-        Raises:
-            LostPeer: some did not arrive in time.
-        """
+        """Wait until all members have arrived."""
         barrier, members = f"{self.prefix}/{name}", None if self.everyone else list(self.members)
         try:
             _interruptible(lambda: self.client.wait_at_barrier(barrier, int(seconds * 1000), members))

@@ -23,47 +23,27 @@ _NO_PROXY = "no_grpc_proxy"  # gRPC reads this name, in lower case
 
 
 def is_loopback(address: str) -> bool:
-    """Return True if "HOST:PORT" is this machine, and can be reached from nowhere else.
-
-    Args:
-        address: the coordinator's "HOST:PORT".
-    """
+    """Return True if "HOST:PORT" is this machine, and can be reached from nowhere else."""
     host = host_of(address)
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def bind_address(address: str) -> str | None:
-    """Return on which "HOST:PORT" the coordinator listens; None for what JAX says.
-
-    Args:
-        address: the coordinator's "HOST:PORT".
-    """
+    """Return on which "HOST:PORT" the coordinator listens; None for what JAX says."""
     if is_loopback(address):
         return address
     return None if "JAX_COORDINATOR_BIND_ADDRESS" in os.environ or not _is_own_number(host_of(address)) else address
 
 
 def bypass_proxies(address: str) -> None:
-    """Make gRPC reach the coordinator directly: through an http_proxy, which clusters set, it would time out and abort.
-
-    Args:
-        address: the coordinator's "HOST:PORT".
-    """
+    """Make gRPC reach the coordinator directly: through a cluster's http_proxy it would time out."""
     others = [name for name in os.environ.get(_NO_PROXY, "").split(",") if name]
     os.environ[_NO_PROXY] = ",".join([*others, host_of(address)])
     jax.config.update("jax_check_proxy_envs", False)
 
 
 def wait_for_name(address: str, seconds: float) -> None:
-    """Wait until the coordinator's name has an address: a pod's has none before its container is made.
-
-    Args:
-        address: the coordinator's "HOST:PORT".
-        seconds: how long to wait.
-
-    Raises:
-        RuntimeError: it still has none.
-    """
+    """Wait until the coordinator's name has an address: a pod's has none before its container is made."""
     host, start, said = host_of(address), time.monotonic(), False
     while True:
         try:
@@ -87,12 +67,6 @@ def wait_for_port(address: str) -> None:
 
     gRPC would share the port with another job of this user (SO_REUSEPORT), and each would get some of the other's
     processes.
-
-    Args:
-        address: the coordinator's "HOST:PORT".
-
-    Raises:
-        RuntimeError: it is still taken after PORT_SECONDS.
     """
     port = int(address.rpartition(":")[2])
     bound = bind_address(address) or os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or f"[::]:{port}"
@@ -107,11 +81,7 @@ def wait_for_port(address: str) -> None:
 
 
 def host_of(address: str) -> str:
-    """Return the host of "HOST:PORT", without the brackets of an IPv6 address.
-
-    Args:
-        address: the coordinator's "HOST:PORT".
-    """
+    """Return the host of "HOST:PORT", without the brackets of an IPv6 address."""
     return address.rpartition(":")[0].strip("[]")
 
 

@@ -26,9 +26,6 @@ def listen_where_others_reach(coordinator: str) -> None:
     """Choose the address of this process' CPU collectives, if its host's name stands for none that others reach.
 
     Call it after joining, and before anything asks for devices.
-
-    Args:
-        coordinator: "HOST:PORT" of process 0.
     """
     if is_loopback(coordinator) or jax.config.values["jax_cpu_collectives_implementation"] != "gloo":
         return

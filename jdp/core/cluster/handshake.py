@@ -26,12 +26,7 @@ _PACKAGES = ("jax", "jaxlib", "numpy")
 
 
 def check_environment() -> None:
-    """Compare this process' versions and number of processes with all others'; right after joining.
-
-    Raises:
-        Mismatch: something differs; raised on every process, with the same text.
-        LostPeer: a process did not come.
-    """
+    """Compare this process' versions and number of processes with all others'; right after joining."""
     agree_all("jdp.initialize", environment_facts(), wait_seconds=WAIT_SECONDS)
 
 
@@ -48,11 +43,7 @@ def environment_facts() -> list[Fact]:
 
 
 def check_device_counts() -> None:
-    """Check that every process has as many devices as the others.
-
-    Raises:
-        Mismatch: one has not; raised on every process, with the same text.
-    """
+    """Check that every process has as many devices as the others."""
     have = Counter(device.process_index for device in jax.devices())
     counts = {process: have[process] for process in range(jax.process_count())}
     groups = Counter(counts.values())
@@ -68,16 +59,7 @@ def check_device_counts() -> None:
 
 
 def check_experiment(text: str, *, plugin: Path | None = None) -> None:
-    """Compare the experiment that this process will run with all others'.
-
-    Args:
-        text: the experiment as resolved, as TOML.
-        plugin: the folder, or the file, of its plug-in; None: it has none.
-
-    Raises:
-        Mismatch: a line differs; raised on every process, with the same text.
-        LostPeer: a process did not come.
-    """
+    """Compare the experiment that this process will run with all others'."""
     fix = "Start every process with the same file and the same options."
     facts = [Fact("The experiment", text, fix)]
     if plugin is not None:

@@ -1,7 +1,7 @@
 """Join a cluster of processes, and leave it if something failed.
 
 `initialize` looks for a cluster in a fixed order: its own arguments, jdp's variables, JAX_COORDINATOR_ADDRESS, Open
-MPI, Slurm, an indexed Kubernetes job, a TPU pod (`clusters.py`). Finding none means one process. Finding one and
+MPI, Slurm, an indexed Kubernetes job, a TPU pod (`schedulers.py`). Finding none means one process. Finding one and
 failing to join is always an error: several processes that train separately look healthy and are all wrong.
 """
 
@@ -110,10 +110,6 @@ def leave_after_failure(code: int, *, lost_peer: bool = False) -> None:
     A failed process must not end normally: JAX's exit barrier would wait for peers that are themselves waiting for this
     one, five minutes by default. One that failed because it lost a peer waits a moment, so that whoever watches the
     processes sees the cause end first.
-
-    Args:
-        code: the exit code.
-        lost_peer: True if the failure is that another process ended.
     """
     joined = joined_as()
     if joined is None:

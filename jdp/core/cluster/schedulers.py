@@ -40,9 +40,6 @@ class Cluster:
         num_processes: number of processes in the cluster.
         process_id: index of this process.
         local_device_ids: which of the visible devices are this process'; None for all.
-
-    Raises:
-        ValueError: only some of coordinator, num_processes and process_id are given, or they contradict each other.
     """
 
     source: str
@@ -76,13 +73,6 @@ def find_cluster(
 
     JDP_NUM_PROCESSES=1 means a single process, whatever else the environment holds. The shell of a batch script under
     Slurm (`sbatch`, `salloc`) is a single process too: only several tasks of a step that `srun` started are a cluster.
-
-    Args:
-        environment: environment variables.
-        coordinator, num_processes, process_id: as for `initialize`.
-
-    Raises:
-        ValueError: they do not describe a cluster.
     """
     if (coordinator, num_processes, process_id) != (None, None, None):
         return Cluster("arguments", coordinator, num_processes, process_id)
@@ -126,9 +116,6 @@ def _mpirun_host(environment: Mapping[str, str], rank: int) -> str:
 
     All ranks know mpirun's host: Open MPI 4 gives them its addresses, 5 a job name that holds the host's. That rank 0
     is on it only rank 0 can tell; if not it fails, and mpirun ends the others.
-
-    Raises:
-        ValueError: rank 0 is elsewhere, or nothing names the host.
     """
     mpirun, daemon = (environment.get(f"OMPI_MCA_orte_{name}_uri", "") for name in ("hnp", "local_daemon"))
     address = re.search(r"tcp://([^,:]+)|tcp6://(\[[^,\]]+)", mpirun)
@@ -208,9 +195,6 @@ def _kubernetes(environment: Mapping[str, str]) -> Cluster | None:
     """Return the cluster of an indexed job, alone or in a JobSet; None if this is none. Its pods need no rights.
 
     A pod knows its own index and, by its headless service, the name of pod 0; how many there are the job must say.
-
-    Raises:
-        ValueError: the job does not say how many pods it has, or has no headless service.
     """
     index = environment.get("JOB_COMPLETION_INDEX")
     if index is None:

@@ -65,14 +65,7 @@ class Compiler:
 
     @staticmethod
     def of(given: Any) -> Compiler:
-        """Return the `Compiler` that a preset's name or a table of options stands for.
-
-        Args:
-            given: "default", "overlap", option -> value, or a `Compiler`, which is returned as it is.
-
-        Raises:
-            ValueError: an unknown preset, or something that no option of XLA can be.
-        """
+        """Return the `Compiler` that a preset's name or a table of options stands for."""
         if isinstance(given, Compiler):
             return given
         if isinstance(given, str) and given in PRESETS:
@@ -110,12 +103,6 @@ class Compiler:
         """Return the options that a program for the mesh's devices, real or described, is compiled with.
 
         Those of another platform, or that the devices' compiler does not know, are left out; that is reported once.
-
-        Args:
-            mesh: of devices of one kind.
-
-        Raises:
-            ValueError: the compiler refuses an option's value.
         """
         import jax
 

@@ -172,9 +172,6 @@ def _shared(folder: Path | None) -> bool:
 
     A process that finds a program where another has to compile it may wait for that one for ever: on several hosts XLA
     divides the search for the best kernels among all.
-
-    Args:
-        folder: this process'; None: it keeps none, or elsewhere. Without other processes nobody is asked.
     """
     joined = joined_as()
     if joined is None or joined[1] == 1:

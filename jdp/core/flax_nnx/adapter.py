@@ -60,16 +60,7 @@ class Adapter:
         *,
         keep_mode: bool = False,
     ) -> nnx.Module:
-        """Build the module: in training mode with a key to draw from, in evaluation mode without one.
-
-        Args:
-            params: nested dict of the parameters.
-            model_state: nested dict of the other variables, without random streams.
-            rng: the key that seeds the random streams; None for evaluation mode.
-            sync_axes: mesh axes (of the `shard_map` that it is called in) over which batch statistics are taken, in
-                addition to the local rows.
-            keep_mode: with a key, leave the mode as it was when the module was split.
-        """
+        """Build the module: in training mode with a key to draw from, in evaluation mode without one."""
         filled: Flat = {}
         for path, variable in self.variables.items():
             if isinstance(variable, nnx.RngState):
@@ -120,9 +111,6 @@ def built(init: Callable[[jax.Array], Any], rng: jax.Array) -> tuple[Any, tuple[
     NNX variables keep their metadata (`nnx.with_partitioning`, `out_sharding`), but are not sharded by it eagerly: the
     plan shards them. linen's boxes (`nn.Partitioned`) are replaced by their values. Logical names are translated by the
     rules in force (the variable's `sharding_rules`, or flax's context).
-
-    Returns:
-        What `init(rng)` returned, and (path, spec) for each parameter whose metadata shards it.
     """
     with nnx.use_eager_sharding(False):
         model = init(rng)
@@ -164,11 +152,7 @@ def _box_spec(box: Partitioned[Any]) -> PartitionSpec:
 
 
 def split(model: Any) -> tuple[Any, Any, Adapter | None]:
-    """Split a module into (params, model_state, adapter); a pytree that is no NNX module gives (itself, {}, None).
-
-    Raises:
-        ValueError: a variable of the module holds something that is no array.
-    """
+    """Split a module into (params, model_state, adapter); a pytree that is no NNX module gives (itself, {}, None)."""
     if not isinstance(model, nnx.Module):
         return model, {}, None
     variables = _flat(model)
@@ -185,16 +169,7 @@ def split(model: Any) -> tuple[Any, Any, Adapter | None]:
 
 
 def matches(adapter: Adapter, paths: Sequence[str], wrt: Any) -> tuple[bool, ...]:
-    """Return for each parameter whether an NNX filter selects it.
-
-    Args:
-        adapter: the module's.
-        paths: slash-joined paths of the parameters' leaves.
-        wrt: the filter: a type of variable, a callable, `nnx.All(...)`.
-
-    Raises:
-        ValueError: `wrt` is no filter.
-    """
+    """Return for each parameter whether an NNX filter selects it."""
     try:
         selects = nnx.filterlib.to_predicate(wrt)
     except (TypeError, ValueError) as error:

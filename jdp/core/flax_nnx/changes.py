@@ -160,11 +160,7 @@ def substituted(variables: Sequence[nnx.Variable[Any]], new: Sequence[Any]) -> G
 
 @contextmanager
 def explaining_trace_errors() -> Generator[None]:
-    """Turn NNX's error about a change that cannot leave a trace into one that names the fix.
-
-    Raises:
-        ValueError: instead of flax's TraceContextError.
-    """
+    """Turn NNX's error about a change that cannot leave a trace into one that names the fix."""
     try:
         yield
     except TraceContextError as error:

@@ -25,16 +25,6 @@ def fp8_product(x: jax.Array, weight: jax.Array, dims: Any, native: bool) -> jax
     """Return `jax.lax.dot_general(x, weight, dims)`, multiplied in float8.
 
     A number that is not finite makes every element of the result NaN, so that the step is skipped as in other dtypes.
-
-    Args:
-        x: activations, bfloat16.
-        weight: of the same dtype; either of the two may be the first operand.
-        dims: dimension numbers, without batch dimensions.
-        native: True for devices that multiply float8. For others the rounded numbers are multiplied in x's dtype, with
-            the same products; XLA would take float16, in which they overflow.
-
-    Returns:
-        The product, in x's dtype.
     """
     return _forward(x, weight, dims, native)[0]
 

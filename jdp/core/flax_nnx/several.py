@@ -36,13 +36,7 @@ class Models:
     def merge(
         self, params: Sequence[Any], model_state: Sequence[Any], rng: jax.Array | None, sync_axes: tuple[str, ...] = ()
     ) -> tuple[Any, ...]:
-        """Build the models: modules in their own mode if there is a key to draw from, else in evaluation mode.
-
-        Args:
-            params, model_state: of each model.
-            rng: the key that seeds random streams, another one for each model.
-            sync_axes: as for `Adapter.merge`.
-        """
+        """Build the models: modules in their own mode if there is a key to draw from, else in evaluation mode."""
 
         def merged(index: int, adapter: Adapter | None) -> Any:
             if adapter is None:
@@ -83,12 +77,7 @@ class Models:
 
 
 def gradient_state(module: nnx.Module, grads: Any) -> nnx.State[Any, Any]:
-    """Return gradients as `nnx.grad` does: a state of the module's parameters, which `nnx.Optimizer.update` takes.
-
-    Args:
-        module: the module.
-        grads: nested dict of its parameters' gradients; None for those that are not trained.
-    """
+    """Return gradients as `nnx.grad` does: a state of the module's parameters, which `nnx.Optimizer.update` takes."""
     found = {}
     for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
         if (value := at(grads, path)) is not None:
@@ -97,15 +86,7 @@ def gradient_state(module: nnx.Module, grads: Any) -> nnx.State[Any, Any]:
 
 
 def write_back(module: nnx.Module, before: Any, after: Any) -> None:
-    """Write what a call changed of a module's state, beside its parameters, into the module.
-
-    Args:
-        module: the module.
-        before, after: nested dicts of its model state.
-
-    Raises:
-        ValueError: instead of flax's TraceContextError, where a jitted function closes over the module.
-    """
+    """Write what a call changed of a module's state, beside its parameters, into the module."""
     changed = {}
     for path, variable in nnx.to_flat_state(nnx.state(module)):
         if isinstance(variable, nnx.Variable) and is_model_state(variable):
@@ -123,11 +104,7 @@ def write_back(module: nnx.Module, before: Any, after: Any) -> None:
 
 
 def opened(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """Return (a pytree of all arrays of a tree, a function that makes the tree of such arrays).
-
-    Args:
-        tree: an NNX module or optimizer, whose arrays are an `nnx.State`; any other pytree is returned as it is.
-    """
+    """Return (a pytree of all arrays of a tree, a function that makes the tree of such arrays)."""
     if not _has_variables(tree):
         return tree, lambda arrays: arrays
     graphdef, state = nnx.split(tree)
@@ -135,11 +112,7 @@ def opened(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
 
 
 def plain(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
-    """Return (the tree with nested dicts of arrays for the modules and optimizers in it, a function that goes back).
-
-    Args:
-        tree: any pytree; NNX modules and optimizers may be anywhere in it.
-    """
+    """Return (the tree with nested dicts of arrays for the modules and optimizers in it, a function that goes back)."""
     nodes, treedef = jax.tree.flatten(tree, is_leaf=_has_variables)
     split = [nnx.split(node) if _has_variables(node) else None for node in nodes]
     flat = [None if parts is None else dict(nnx.to_flat_state(parts[1])) for parts in split]
@@ -171,13 +144,7 @@ def metadata(tree: Any) -> tuple[tuple[str, PartitionSpec], ...]:
 
 
 def map_parameters(opened: Any, parameters: Callable[[Any], Any], others: Callable[[Any], Any]) -> Any:
-    """Return a tree like `opened`, of what two functions return for its leaves.
-
-    Args:
-        opened: what the function of this name returned.
-        parameters: nested dict of a module's parameters, or a whole pytree -> a tree like it.
-        others: a leaf of a module's other variables -> what takes its place.
-    """
+    """Return a tree like `opened`, of what two functions return for its leaves."""
     if not isinstance(opened, nnx.State):
         return parameters(opened)
     flat = dict(nnx.to_flat_state(opened))

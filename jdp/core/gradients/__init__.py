@@ -13,8 +13,8 @@ more dimension; under ddp, and for leaves too small to shard, the two are equal.
     │  ├─ partitioning.py  choose          for each shape of batch; the loss is traced, not run
     │  │   ├─ loss_trace.py                its jaxpr (read by jaxprs.py): what only a global view can run
     │  │   ├─ loss_check.py  constant_term terms that would be counted once a call, such as a weight penalty
-    │  │   └─ row_proof.py  prove          a sum over rows? `row_states` follow the rows through the jaxpr by rules for
-    │  │       │                           each primitive: row_rules.py, row_shapes.py, row_products.py, row_gathers.py
+    │  │   └─ proof.py  prove          a sum over rows? `row_states` follow the rows through the jaxpr by rules for
+    │  │       │                           each primitive: rules.py, shapes.py, products.py, gathers.py
     │  │       └─ quotients.py             a scalar that ends in a quotient of sums is read as total and weight
     │  └─ partitioning.py  check           a loss that is not proven, on values: keeps the choice, takes auto, or raises
     │      └─ loss_check.py  mixing        Σtotal / Σweight of a few rows in one call, and in several
@@ -31,7 +31,7 @@ more dimension; under ddp, and for leaves too small to shard, the two are equal.
        ▼
        accumulate.py   step_gradients      from here on one code, with the `Collectives` of the view:
        │
-       │     collective   auto.py: a constraint to    manual.py, by model_axes.py
+       │     collective   auto.py: a constraint to    manual.py, by collectives.py
        │     gather       the compute spec            all_gather over data; none where rest = compute
        │     reduce       the rest spec               psum_scatter over data; none where rest = compute
        │     finish       the rest spec               psum over replica; where rest = compute, over data too
@@ -43,8 +43,8 @@ more dimension; under ddp, and for leaves too small to shard, the two are equal.
        │
        │  2. for each microbatch           K = 1: the batch. Else [rows, ...] → [K, rows / K, ...] and a lax.scan that
        │     │                             carries gradients, sums and the model state that changes
-       │     ├─ draws.py  RowwiseLoss      takes a key, or a `BatchKey` where a call gets only some of the R rows:
-       │     │   ├─ pairs.py               then each draw is compared with the one for all R rows,
+       │     ├─ rowwise_loss.py  RowwiseLoss      takes a key, or a `BatchKey` where a call gets only some of the R rows:
+       │     │   ├─ match_draws.py               then each draw is compared with the one for all R rows,
        │     │   └─ replay.py              and the loss is run again so that it draws its rows of that one
        │     ├─ loss_call.py  TracedLoss   zero3: shard → gather → S, c (`gather_with_reduced_grad`), at the top or, in
        │     │   │                         scan_layers (core/layers.py), layer by layer
@@ -75,6 +75,6 @@ come back in the order of the batch, from those without.
 
 With precision="fp8" `fp8.py` traces `TracedLoss`, and runs it again with its products with weights in float8.
 
-`gathers.py` stands beside: of a step that is lowered it reads which collectives the trace issues, for `jdp.verify`.
+`tracing/collectives.py` stands beside: of a step that is lowered it reads which collectives the trace issues, for `jdp.verify`.
 An evaluation step (`accumulate.evaluate`) is 1, the forward pass of 2, and the sums of 4.
 """

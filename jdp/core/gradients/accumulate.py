@@ -160,9 +160,6 @@ def step_gradients(
 
     The gradients are a tree like `trained_part(params)`: frozen parameters have none. `kept` is what a synchroniser
     keeps from step to step.
-
-    Raises:
-        ValueError: model state that is not floating point would differ between devices.
     """
     count = spec.accumulate
     rows = batch_rows(batch) // count

@@ -64,14 +64,6 @@ def gather_with_reduced_grad(
     reduced straight to the shard's spec.
 
     Under ZeRO-3 XLA would move the activations instead without the boundary: 60 times the traffic.
-
-    Args:
-        send: a shard at its rest spec -> the array at its compute spec, still flat and padded if it rests so.
-        reduce: a gradient at its compute spec, flat and padded likewise -> at its rest spec, summed over `data`.
-        precision: the dtypes.
-        whole: gradients of parameters that rest whole are reduced here too.
-        finish: a gradient at its rest spec, the earlier ones added -> summed over the batch axes that `reduce` left
-            out; None where `reduce` takes the sum with the earlier ones.
     """
 
     def gather(operand: jax.Array | Held, placement: Placement, leading: int) -> jax.Array:

@@ -39,14 +39,7 @@ Sources = Sequence[int]
 
 
 def with_fp8_products(function: Callable[..., Any], weights: Any, state: Any, batch: Any, key: Any) -> Any:
-    """Return `function(weights, state, batch, key)` with its products of activations and weights in float8.
-
-    Args:
-        function: of pytrees of arrays.
-        weights: the parameters, or the shards that `function` gathers.
-        state, key: what is neither.
-        batch: what activations come from.
-    """
+    """Return `function(weights, state, batch, key)` with its products of activations and weights in float8."""
     arguments = (weights, state, batch, key)
     closed, shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
     source = {0: _WEIGHT, 2: _BATCH}

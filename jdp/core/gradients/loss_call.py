@@ -178,12 +178,7 @@ class TracedLoss:
 
 
 def as_sums(value: Any, batch: Batch) -> Sums:
-    """Turn what a loss function returned into sums; a plain scalar is the mean over the batch's rows.
-
-    Raises:
-        ValueError: it is neither a `Loss` nor a scalar; its total or its weight is no scalar; a metric is no array of
-            numbers, has a weight of another shape, or the name of one that a step reports itself.
-    """
+    """Turn what a loss function returned into sums; a plain scalar is the mean over the batch's rows."""
     if not isinstance(value, Loss):
         if not hasattr(value, "dtype") and not isinstance(value, int | float):
             raise ValueError(

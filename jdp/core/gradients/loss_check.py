@@ -48,9 +48,6 @@ def constant_term(trace: LossTrace, other: LossTrace) -> str | None:
     """Return the source line of a term of `Loss.total` that is no sum over examples; None if there is none.
 
     A term that does not depend on the batch is right if the weight does not depend on it either.
-
-    Args:
-        trace, other: the loss traced on two different numbers of rows.
     """
     if not trace.is_sum or (trace.constant_weight is not None and trace.constant_weight == other.constant_weight):
         return None
@@ -67,20 +64,7 @@ Chunks = np.ndarray[Any, Any]
 
 
 def mixing(spec: GradientSpec, plan: Plan, state: TrainState, batch: Batch, train: bool, rows: int) -> str | None:
-    """Describe how the loss of a few rows together differs from that of the same rows apart; None if it does not.
-
-    Args:
-        spec, plan: what the step was made of.
-        state, batch: real values. All processes of a cluster call this together.
-        train: the loss gets a key to draw from; else `rng=None`.
-        rows: how many a call of the loss gets. Where it does not take one group alone, two such calls are compared with
-            one call of all their rows.
-
-    Raises:
-        Untried: the loss draws again until a draw is accepted, which may never end where all draws are the same; it has
-            effects, such as a callback; or no rows that were tried have a weight and a finite loss.
-        Exception: whatever the loss raises for these numbers of rows.
-    """
+    """Describe how the loss of a few rows together differs from that of the same rows apart; None if it does not."""
     trial = functools.partial(_Trial, spec, plan, state, batch, train)
     groups = np.arange(batch_rows(batch) // spec.group)
     trials = _few_groups(groups, spec.group)

@@ -5,16 +5,7 @@ from typing import Any
 
 
 def check_loss_takes(loss_fn: Any, arguments: int, *, more: bool = False) -> None:
-    """Check that a loss can be called with models, a batch and a key, by position.
-
-    Args:
-        loss_fn: the loss.
-        arguments: how many it is called with.
-        more: it may take more models than are known yet.
-
-    Raises:
-        ValueError: it is no function, or takes other arguments.
-    """
+    """Check that a loss can be called with models, a batch and a key, by position."""
     takes = ", ".join([*(f"model_{i}" if arguments > 3 else "model" for i in range(arguments - 2)), "batch", "rng"])
     rule, fix = f"A loss is a function of ({takes})", f"Write def loss_fn({takes})"
     if not callable(loss_fn):

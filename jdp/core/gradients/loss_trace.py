@@ -244,10 +244,6 @@ def trace_loss(
 
     In evaluation (`train=False`) the loss gets `rng=None`; without `training` its modules are in evaluation mode.
     Within `sharing_traces` a trace may be an earlier one's.
-
-    Raises:
-        NameError: the loss names a mesh axis (`jax.lax.psum(x, "data")`), which exists under `shard_map` only.
-        Exception: whatever the loss itself raises.
     """
     adapter, is_sum, shapes = state.static.adapter, list[bool](), dict[str, tuple[int, ...]]()
     counted = list[int]()

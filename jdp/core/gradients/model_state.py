@@ -43,16 +43,7 @@ def refuse_varying(
     *,
     carried: bool,
 ) -> None:
-    """Refuse model state that is not floating point and would differ between devices.
-
-    Args:
-        call: (model state, batch, key) -> the model state afterwards, each device with its own rows.
-        model_state, batch, key: what one call gets; only shapes and dtypes count.
-        carried: the state goes from one microbatch to the next before it is averaged over devices.
-
-    Raises:
-        ValueError: a leaf of integers, booleans or keys depends on the batch, or on noise for its rows.
-    """
+    """Refuse model state that is not floating point and would differ between devices."""
     leaves = jax.tree.leaves_with_path(model_state)
     fixed = [not jnp.issubdtype(leaf.dtype, jnp.inexact) for _, leaf in leaves]
     if not any(fixed):

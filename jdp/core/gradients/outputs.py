@@ -31,18 +31,7 @@ FIX = (
 def with_outputs(
     spec: GradientSpec, within: Callable[..., Any], calls: int, state: TrainState, batch: Batch
 ) -> GradientSpec:
-    """Return `spec` with a loss that returns its aux too, each array marked as rows or not.
-
-    Args:
-        spec: of a gradient whose loss is a `LossWithAux`.
-        within: function of arrays -> the same function, where the loss is called.
-        calls: number of parts of the batch on which the loss is called.
-        state, batch: real or abstract.
-
-    Raises:
-        ValueError: several calls would return different values of an array without rows; rows are not its first
-            dimension; or aux holds something that is no array.
-    """
+    """Return `spec` with a loss that returns its aux too, each array marked as rows or not."""
     rows, loss = batch_rows(batch) // calls, spec.loss_fn
     assert isinstance(loss, LossWithAux)
     trace = _Trace(spec, loss, within, state, batch)

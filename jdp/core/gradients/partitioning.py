@@ -77,13 +77,7 @@ class PartitioningRequest:
     local_steps: int = 0
 
     def choose(self, state: TrainState, batch: Batch) -> Choice:
-        """Choose the partitioning from shapes alone.
-
-        Raises:
-            ValueError: the loss cannot run under the requested partitioning, `Loss.total` has a term that is no sum
-                over examples and would be counted several times, or the loss mixes examples and has to be called on
-                parts of the batch.
-        """
+        """Choose the partitioning from shapes alone."""
         trace = self._trace(state, batch, batch_rows(batch) // self.spec.accumulate)
         choice = self._choose(state, trace)
         if trace is None:
@@ -156,11 +150,7 @@ class PartitioningRequest:
         return None
 
     def without_values(self, choice: Choice) -> Choice:
-        """Return auto for a loss that nothing proves a sum over examples, where it cannot be tried on values.
-
-        Raises:
-            ValueError: it would be called on parts of the batch all the same.
-        """
+        """Return auto for a loss that nothing proves a sum over examples, where it cannot be tried on values."""
         if self._calls(choice) == 1 or not self.check_loss:
             return choice
         return self._for_unknown(choice, f"its program does not tell ({choice.unproven}), and there are no values here")
@@ -199,12 +189,7 @@ class PartitioningRequest:
         )
 
     def check(self, choice: Choice, state: TrainState, batch: Batch) -> Choice:
-        """Compare the loss of a few rows together and apart; return the choice, or auto where only auto is right.
-
-        Raises:
-            ValueError: the loss mixes examples, or nothing can be known of it, and the user's settings call it on parts
-                of the batch.
-        """
+        """Compare the loss of a few rows together and apart; return the choice, or auto where only auto is right."""
         calls, adapter = self._calls(choice), state.static.adapter
         if calls == 1 or choice.gathers_rows or (choice.proven and choice.metrics):
             return choice
@@ -224,15 +209,7 @@ class PartitioningRequest:
         return self._for_mixing(choice, difference)
 
     def check_metrics(self, sums: Sums, state: TrainState, batch: Batch) -> None:
-        """Check that metrics are sums over examples, as far as shapes tell: only arrays can be anything else.
-
-        Args:
-            sums: what the loss returned, summed.
-            state, batch: real or abstract.
-
-        Raises:
-            ValueError: the shape of a metric depends on the number of rows.
-        """
+        """Check that metrics are sums over examples, as far as shapes tell: only arrays can be anything else."""
         arrays = [name for name, (total, _) in sums.metrics.items() if total.ndim]
         if not arrays:
             return
@@ -311,11 +288,7 @@ class PartitioningRequest:
     def _trace(
         self, state: TrainState, batch: Batch, rows: int, optional: bool = False, training: bool = True
     ) -> LossTrace | None:
-        """Trace the loss on `rows` rows; None where only checks need the trace and the loss does not take so many rows.
-
-        Raises:
-            ValueError: the loss names a mesh axis that only manual binds.
-        """
+        """Trace the loss on `rows` rows; None where only checks need it and the loss takes no such batch."""
         if rows == 0:
             return None
         try:
@@ -343,11 +316,7 @@ class PartitioningRequest:
             return None
 
     def _names_axes(self, state: TrainState, batch: Batch) -> bool:
-        """Return True for a loss that names an axis which manual binds: it knows that it gets parts of a batch.
-
-        Raises:
-            Exception: whatever the loss raises for the rows of one call.
-        """
+        """Return True for a loss that names an axis which manual binds: it knows that it gets parts of a batch."""
         rows = batch_rows(batch) // (self.spec.accumulate * self.plan.batch_shards)
         try:
             trace_loss(self.spec.loss_fn, self.spec.precision, state, batch, rows, self.train)

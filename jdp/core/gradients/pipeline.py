@@ -53,12 +53,7 @@ Values = dict[Any, Any]
 
 
 def pipelined(function: Callable[..., Any], after: Sequence[Any] = ()) -> Callable[..., Any]:
-    """Return a function with the results of `function` whose layer loops gather one layer ahead.
-
-    Args:
-        function: of pytrees of arrays; it is not differentiated afterwards.
-        after: arrays that are there before its loops get memory for what they stack, where XLA would take it at once.
-    """
+    """Return a function with the results of `function` whose layer loops gather one layer ahead."""
 
     def run(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)

@@ -17,12 +17,7 @@ _MADE = set[int]()
 
 
 def report_remade(made: Any, given: Any) -> None:
-    """Report once if an equal step or gradient was called before, with arguments of the same shapes.
-
-    Args:
-        made: a `PartitionedLoss` that is called for the first time.
-        given: its arguments, real.
-    """
+    """Report once if an equal step or gradient was called before, with arguments of the same shapes."""
     settings = (repr(getattr(made, each.name)) for each in fields(made) if each.compare and each.name != "loss_fn")
     leaves, treedef = jax.tree.flatten(given)
     shapes = ((leaf.shape, str(leaf.dtype)) for leaf in leaves)

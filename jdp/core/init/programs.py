@@ -76,13 +76,7 @@ class _Node:
 
 
 def run_init(make: Callable[[jax.Array], Any], key: jax.Array, shardings: Any) -> Any:
-    """Return `make(key)`, a tree of arrays, bit for bit as `jax.jit(make, out_shardings=shardings)(key)` has it.
-
-    Args:
-        make: a function that jit takes; it is traced, not called with arrays.
-        key: one typed key.
-        shardings: a tree like the result.
-    """
+    """Return `make(key)`, a tree of arrays, bit for bit as `jax.jit(make, out_shardings=shardings)(key)` has it."""
     traced: Any = jax.jit(make).trace(key)
     program = traced.jaxpr
     if program.effects:  # prints and callbacks keep their order in one program only

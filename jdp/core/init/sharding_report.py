@@ -14,12 +14,7 @@ from jdp.core.state import TrainState
 
 
 def report_placements(plan: Plan, state: TrainState) -> None:
-    """Report once which parameters a ZeRO strategy pads or cannot shard, and why; under ddp, which rules name `data`.
-
-    Args:
-        plan: the mesh and the strategy.
-        state: a train state, real or abstract.
-    """
+    """Report once which parameters ZeRO pads or cannot shard; under ddp, which rules name `data`."""
     data = plan.mesh.shape[DATA]
     if data == 1:
         return

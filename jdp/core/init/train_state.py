@@ -3,7 +3,7 @@
 1. `jax.eval_shape` runs `init` and `tx.init` without memory and returns the tree of shapes.
 2. The plan gives the sharding of every leaf.
    Leaves that are to rest flat and padded (`Plan.pad`) are made in their own shapes, one at a time, by every device.
-3. Jitted programs with those shardings as their `out_shardings` compute the values (`init_program.py`): every device
+3. Jitted programs with those shardings as their `out_shardings` compute the values (`programs.py`): every device
    computes the shard it keeps. With JAX's partitionable random numbers an element's value depends on the key and its
    index alone, so the weights are bitwise the same on any mesh.
 """

@@ -19,17 +19,7 @@ from jdp.core.types import PyTree
 
 
 def resolve(params: PyTree, adapter: Any, wrt: Any) -> tuple[bool, ...] | None:
-    """Return for each leaf of `params`, in order, whether it is trained; None if all are.
-
-    Args:
-        params: the parameters, real or abstract.
-        adapter: the model's `flax_nnx.Adapter`; None for a plain pytree.
-        wrt: None, path patterns, or a filter of NNX, as for `jdp.init_state`.
-
-    Raises:
-        ValueError: there are no parameters, a pattern matches none, nothing is trained, a trained one is not floating
-            point, or `wrt` is a filter and the model is not an NNX module.
-    """
+    """Return for each leaf of `params`, in order, whether it is trained; None if all are."""
     leaves = jax.tree.leaves_with_path(params)
     if not leaves:
         raise ValueError(

@@ -118,11 +118,7 @@ def place(tree: Any, plan: Plan, *, of: Any = None) -> Any:
 
 
 def _placed_state(state: TrainState, plan: Plan) -> TrainState:
-    """Lay out a train state as `init_state` would, also one that was padded for another number of devices.
-
-    Raises:
-        ValueError: its optimizer state is of other replicas than the plan's.
-    """
+    """Lay out a train state as `init_state` would, also one that was padded for another number of devices."""
     replicas, sizes = plan.mesh.shape.get(REPLICA, 1), {x.shape[0] for x in jax.tree.leaves(state.opt_state) if x.ndim}
     if STACKED in state.sync and sizes - {replicas}:
         raise ValueError(
@@ -181,16 +177,7 @@ def _shardings(opened: PyTree, plan: Plan, specs: Any, of: Any) -> PyTree:
 
 
 def check_tree(tree: Any, of: Any = None, *, arrays: bool = False) -> None:
-    """Check that a tree is one module or optimizer, or a pytree of arrays.
-
-    Args:
-        tree: what is laid out, or a model of a gradient.
-        of: the parameters that it belongs to.
-        arrays: refuse Python's numbers as well, which laying out makes arrays of.
-
-    Raises:
-        ValueError: it holds modules, or something that is no array; or it is an `nnx.Optimizer`, and `of` is None.
-    """
+    """Check that a tree is one module or optimizer, or a pytree of arrays."""
     check_keys(tree)
     if flax_nnx.is_optimizer(tree) and of is None:
         raise ValueError(
@@ -211,14 +198,7 @@ def check_tree(tree: Any, of: Any = None, *, arrays: bool = False) -> None:
 
 
 def check_keys(tree: Any) -> None:
-    """Check that JAX can order the keys of each dict of a tree.
-
-    Args:
-        tree: any pytree.
-
-    Raises:
-        ValueError: one has keys that cannot be compared, such as 0 and "0".
-    """
+    """Check that JAX can order the keys of each dict of a tree."""
     if isinstance(tree, dict):
         try:
             sorted(tree)

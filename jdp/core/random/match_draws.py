@@ -25,11 +25,7 @@ class NoRows(Exception):
 
 
 def row_dim(local: Sequence[int], full: Sequence[int], rows: int, total: int) -> int | None:
-    """Return the dimension that counts `rows` × n in `local` and `total` × n in `full`; None if the shapes are equal.
-
-    Raises:
-        NoRows: they differ in another way.
-    """
+    """Return the dimension of `rows` × n in `local` and `total` × n in `full`; None for equal shapes."""
     if tuple(local) == tuple(full):
         return None
     if len(local) == len(full):
@@ -119,12 +115,7 @@ def bounds(eqn: JaxprEqn) -> list[Any]:
 
 
 class GlobalProgram:
-    """The program for the whole batch, and those of its values that can be computed without any argument.
-
-    Args:
-        jaxpr, consts: the program.
-        args: for each input how to compute it, or None.
-    """
+    """The program for the whole batch, and those of its values that can be computed without any argument."""
 
     def __init__(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Thunk | None]) -> None:
         self.jaxpr = jaxpr

@@ -63,10 +63,6 @@ class BatchKey:
 
         `split` with it gives plain streams of the rows' own, which have its type. PRNG implementations other than
         threefry cannot be indexed by element: then the draw differs between meshes, which is reported once.
-
-        Args:
-            key: the draw's typed key.
-            before: product of the dimensions before the rows.
         """
         if str(jax.random.key_impl(key)) != THREEFRY:
             notice(

@@ -21,13 +21,7 @@ _PARITY = np.uint32(0x1BD11BDA)
 
 
 def random_bits(keys: jax.Array, shape: Sequence[int], bit_width: int) -> jax.Array | None:
-    """Return `jax.random.bits` of each key: uint32 [*keys.shape, *shape]; None where they are not of this kind.
-
-    Args:
-        keys: typed keys.
-        shape: of the bits of one key.
-        bit_width: of an element.
-    """
+    """Return `jax.random.bits` of each key: uint32 [*keys.shape, *shape]; None where they are not of this kind."""
     if not _is_ours(keys) or bit_width != 32 or math.prod(shape) >= 2**32:
         return None
     words = jax.random.key_data(keys).reshape(*keys.shape, *(1 for _ in shape), 2)
@@ -40,14 +34,7 @@ def random_bits(keys: jax.Array, shape: Sequence[int], bit_width: int) -> jax.Ar
 
 
 def derived(operation: str, keys: jax.Array, data: Any = None, shape: Sequence[int] = ()) -> jax.Array | None:
-    """Return the keys that `jax.random.fold_in` or `split` makes of keys; None where they are not of this kind.
-
-    Args:
-        operation: "random_fold_in" or "random_split", as JAX calls its primitives.
-        keys: typed keys, on this process' devices.
-        data: what is folded in: integers of the keys' shape; for "random_split" None.
-        shape: of the keys that one key is split into; for "random_fold_in" ().
-    """
+    """Return the keys that `jax.random.fold_in` or `split` makes of keys; None where they are not of this kind."""
     if not _is_ours(keys) or not keys.is_fully_addressable or math.prod(shape) >= 2**32:
         return None
     words = np.asarray(jax.random.key_data(keys)).reshape(*keys.shape, *(1 for _ in shape), 2)

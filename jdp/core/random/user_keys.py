@@ -12,14 +12,7 @@ def key_of_init(rng: jax.Array) -> jax.Array:
 
 
 def typed_key(rng: Any) -> jax.Array:
-    """Return `rng` as a typed key; a legacy uint32 key is accepted as well.
-
-    Args:
-        rng: one key.
-
-    Raises:
-        ValueError: it is no key, or several.
-    """
+    """Return `rng` as a typed key; a legacy uint32 key is accepted as well."""
     if not isinstance(getattr(rng, "shape", None), tuple):  # an nnx.Rngs has every attribute
         given = repr(rng) if rng is None or isinstance(rng, int | float | str) else f"a {type(rng).__name__}"
         fix = "Pass one that it makes: rngs.params()" if callable(rng) else "Make it of the seed"

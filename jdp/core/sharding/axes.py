@@ -16,13 +16,6 @@ def axis_sizes(axes: Mapping[str, int], count: int) -> dict[str, int]:
     """Return the sizes of a mesh of `count` devices, its -1 filled in: axis -> size, in the order given.
 
     Every rule about the sizes of a mesh is checked here, and in `check_axes`, and nowhere else.
-
-    Args:
-        axes: axis -> size; one size may be -1, which takes the devices that are left.
-        count: number of devices, of all processes together.
-
-    Raises:
-        ValueError: the axes are not those of a mesh (`check_axes`), or their sizes do not multiply to `count`.
     """
     check_axes(axes)
     known = math.prod(size for size in axes.values() if size != -1)
@@ -43,15 +36,7 @@ def axis_sizes(axes: Mapping[str, int], count: int) -> dict[str, int]:
 
 
 def check_axes(axes: Mapping[str, int]) -> None:
-    """Check the rules about a mesh that hold for any number of devices: names, sizes, `data`, at most one -1.
-
-    Args:
-        axes: axis -> size, as for `make_mesh`.
-
-    Raises:
-        ValueError: an axis is not named like a variable, or is named `devices`; a size is neither a positive integer
-            nor -1; more than one is -1; or there is no `data` axis.
-    """
+    """Check the rules about a mesh that hold for any number of devices: names, sizes, `data`, at most one -1."""
     for name, size in axes.items():
         if not name.isidentifier() or name == "devices" or len(name) > LONGEST:
             raise ValueError(

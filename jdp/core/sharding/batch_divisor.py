@@ -32,15 +32,7 @@ class BatchUnit:
         return f"{subject} must divide by {equation(self.factors)}; given {rows}"
 
     def check(self, rows: int, subject: str = "a batch's rows") -> None:
-        """Check a number of rows.
-
-        Args:
-            rows: of the batch.
-            subject: what a message begins with.
-
-        Raises:
-            ValueError: there are no rows, or they do not divide.
-        """
+        """Check a number of rows."""
         if rows < 1 or rows % self.rows:
             below = max(rows, 0) // self.rows * self.rows
             near = f"{below} or {below + self.rows}" if below else f"{self.rows}"
@@ -54,15 +46,7 @@ def batch_unit(
     local_steps: int = 1,
     named: Mapping[str, str] = MappingProxyType({}),
 ) -> BatchUnit:
-    """Return what a global batch's rows must divide by: shards × steps × microbatches × group.
-
-    Args:
-        mesh: axis -> size: a mesh's, of which the batch is split over `replica` and `data`.
-        named: axis -> what a message calls it, where that is another name.
-        accumulate: microbatches a step; of several numbers that are compared, their least common multiple.
-        group: number of neighbouring rows that are never split.
-        local_steps: steps of the optimizer in a call.
-    """
+    """Return what a global batch's rows must divide by: shards × steps × microbatches × group."""
     factors = {named.get(axis, axis): mesh[axis] for axis in (REPLICA, DATA) if axis in mesh}
     counts = {"local_steps": local_steps, "accumulate": accumulate, "group": group}
     return BatchUnit(factors | {name: count for name, count in counts.items() if count > 1})

@@ -27,11 +27,7 @@ OFFLOADS = ("optimizer",)
 
 
 def check_offload(offload: str | None, mesh: Mesh) -> None:
-    """Check that `offload` is known, and that the mesh's devices can reach pinned host memory.
-
-    Raises:
-        ValueError: it is not, or they cannot.
-    """
+    """Check that `offload` is known, and that the mesh's devices can reach pinned host memory."""
     if offload is None:
         return
     if offload not in OFFLOADS:
@@ -45,11 +41,7 @@ def check_offload(offload: str | None, mesh: Mesh) -> None:
 
 
 def check_memory_kinds(kinds: list[str], platform: str) -> None:
-    """Check that a device with these kinds of memory has pinned host memory; [] is a device that is only described.
-
-    Raises:
-        ValueError: it has not.
-    """
+    """Check that a device with these kinds of memory has pinned host memory; [] is a device that is only described."""
     if kinds and PINNED not in kinds:
         raise ValueError(
             f'offload="optimizer" needs devices that reach pinned host memory ({PINNED!r}); given {platform} devices '
@@ -86,11 +78,7 @@ def is_on_host(x: Any) -> bool:
 
 
 def on_device(tree: PyTree) -> PyTree:
-    """Return a tree whose leaves are in device memory: those in host memory are copied, all others are as they were.
-
-    Args:
-        tree: of arrays, tracers, or `jax.ShapeDtypeStruct`.
-    """
+    """Return a tree whose leaves are in device memory: those in host memory are copied, all others are as they were."""
 
     def moved(leaf: Any) -> Any:
         if not is_on_host(leaf):

@@ -50,11 +50,7 @@ class Leaf:
 
 
 def leaves_of(tree: PyTree) -> list[Leaf]:
-    """Return the leaves of a tree.
-
-    Args:
-        tree: any pytree; a leaf that is no array has its type's name.
-    """
+    """Return the leaves of a tree."""
     return [_leaf(path_of(path), value) for path, value in jax.tree.leaves_with_path(tree)]
 
 
@@ -88,12 +84,7 @@ def _lies(value: Any, sharding: Any) -> str:
 
 
 def leaf_table(leaves: Sequence[Leaf], most: int) -> list[tuple[str, ...]]:
-    """Return headings, a row for each leaf, one for each part of the tree and one for all of it.
-
-    Args:
-        leaves: in order.
-        most: rows of leaves; where there are more, one row stands for those in the middle.
-    """
+    """Return headings, a row for each leaf, one for each part of the tree and one for all of it."""
     rows = [(leaf.path, leaf.array, leaf.lies, _held([leaf]), leaf.why) for leaf in leaves]
     if len(leaves) > most:
         first, last = most - most // 2, len(leaves) - most // 2
@@ -120,10 +111,5 @@ def _held(leaves: Sequence[Leaf]) -> str:
 
 
 def leaf_text(title: str, leaves: Sequence[Leaf]) -> str:
-    """Return the table as text for a terminal, under a title.
-
-    Args:
-        title: a line.
-        leaves: in order.
-    """
+    """Return the table as text for a terminal, under a title."""
     return "\n".join([title, *align_columns(leaf_table(leaves, IN_A_TERMINAL))])

@@ -177,11 +177,7 @@ def better_order(mesh: Mesh, host: HostOf = host_of) -> str | None:
 
 
 def replicas_for_hosts(mesh: Mesh, host: HostOf = host_of) -> int | None:
-    """Return how many replicas to split `data` into so that it stays on a host's fast links.
-
-    Returns:
-        The number of replicas; None if `data` stays on a host already, or cannot.
-    """
+    """Return how many replicas to split `data` into so that it stays on a host's fast links."""
     if hosts_along(mesh, DATA, host) == 1:
         return None
     per_host = _devices_per_host(mesh, host) // math.prod(mesh.shape[axis] for axis in own_axes(mesh))

@@ -46,13 +46,7 @@ class LeafSpecs:
 
 
 def specs_for_leaf(path: str, shape: tuple[int, ...], params: Mapping[str, Placement]) -> LeafSpecs:
-    """Return the specs of one leaf of the optimizer state.
-
-    Args:
-        path: slash-joined path of the leaf in the optimizer state.
-        shape: its global shape.
-        params: slash-joined path -> placement of every parameter.
-    """
+    """Return the specs of one leaf of the optimizer state."""
     if not shape:
         return LeafSpecs(REPLICATED, REPLICATED, "replicated: a scalar", final=True)
     parameter = _owner(path, shape, params)
@@ -70,11 +64,7 @@ def specs_for_leaf(path: str, shape: tuple[int, ...], params: Mapping[str, Place
 
 
 def mirrored(path: str, shape: tuple[int, ...], params: Mapping[str, Placement]) -> Placement | None:
-    """Return the parameter of whose shape a leaf of the optimizer state is, and to which it belongs; None without one.
-
-    Args:
-        path, shape, params: as for `specs_for_leaf`.
-    """
+    """Return the parameter that a leaf of the optimizer state belongs to and has the shape of; or None."""
     parameter = _owner(path, shape, params) if shape else None
     return parameter if parameter is not None and parameter.shape == shape else None
 

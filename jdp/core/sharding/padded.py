@@ -36,12 +36,7 @@ class Flat:
 
     @staticmethod
     def of(shape: tuple[int, ...], count: int) -> Flat | None:
-        """Return how a leaf of this shape rests flat on `count` devices; None for a scalar, none or too many elements.
-
-        Args:
-            shape: the leaf's own.
-            count: number of devices.
-        """
+        """Return how a leaf is stored flat on `count` devices; None for a scalar, none or too many elements."""
         if len(shape) == 0 or math.prod(shape) == 0:
             return None
         row = math.prod(shape[1:])
@@ -56,12 +51,7 @@ class Flat:
         return math.prod(self.shape) // math.prod(self.at_rest[:-1])
 
     def to_rest(self, x: jax.Array) -> jax.Array:
-        """Return a leaf in its shape at rest, zeros behind its own elements.
-
-        Args:
-            x: of the leaf's own shape; it may have other dimensions in front, or lack leading ones that a loop over
-                layers sliced off.
-        """
+        """Return a leaf in its shape at rest, zeros behind its own elements."""
         more = x.ndim - len(self.shape)
         head = (*x.shape[:more], *self.at_rest[:-1]) if more >= 0 else self.at_rest[-more:-1]
         rows = x.reshape(*head, self.row)
@@ -75,12 +65,7 @@ class Flat:
         return jax.lax.slice_in_dim(x, 0, self.row, axis=x.ndim - 1).reshape(shape)
 
     def masked(self, x: jax.Array, fill: jax.typing.ArrayLike = 0) -> jax.Array:
-        """Return a leaf at rest with another value behind its own elements.
-
-        Args:
-            x: of the leaf's shape at rest.
-            fill: the value.
-        """
+        """Return a leaf at rest with another value behind its own elements."""
         own = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1) < self.row
         return jnp.where(own, x, jnp.asarray(fill, x.dtype))
 

@@ -123,16 +123,6 @@ def rest_spec(
     first, and of equals the first, because a gather along the major dimension needs no transpose. The leading dimension
     of an array of rank 3 or more comes last: it may be the layers of a scan, and then each layer would be on few
     devices instead of on all.
-
-    Args:
-        shape: global shape.
-        compute: the compute spec.
-        mesh_shape: mesh axis -> size.
-        min_shard_size: arrays with fewer elements keep the compute spec.
-        name: what the reason calls the axis.
-
-    Returns:
-        The rest spec, and the reason for it in words.
     """
     count = mesh_shape[DATA]
     if count == 1:

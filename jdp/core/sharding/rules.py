@@ -11,17 +11,7 @@ from jdp.core.sharding.placement import axes_of
 def checked_rules(
     rules: Any, mesh_axes: Sequence[str], data: str, replica: str
 ) -> tuple[tuple[str, PartitionSpec], ...]:
-    """Return the rules as a tuple of pairs, after checking their types and the axes that they name.
-
-    Args:
-        rules: what the user gave.
-        mesh_axes: the mesh's.
-        data, replica: which of them carry the batch.
-
-    Raises:
-        ValueError: they are no sequence of pairs of a path pattern and a spec, or an entry of a spec is no axis of the
-            mesh, or `replica`.
-    """
+    """Return the rules as a tuple of pairs, after checking their types and the axes that they name."""
     example = 'rules=[("*/kernel", PartitionSpec(None, "model"))]'
     if isinstance(rules, Mapping | str) or not isinstance(rules, Iterable):
         raise ValueError(

@@ -64,11 +64,7 @@ _CALLED = {
 
 
 def strategy(name: str) -> Strategy:
-    """Return the row of the strategy with this name.
-
-    Raises:
-        ValueError: no strategy has that name; the message offers the nearest.
-    """
+    """Return the row of the strategy with this name."""
     rows: Mapping[str, Strategy] = STRATEGIES  # pyright: ignore[reportAssignmentType]
     if str(name) in rows:
         return rows[name]

@@ -29,12 +29,7 @@ _ROWS: ContextVar[tuple[int, int]] = ContextVar("jdp_traced_rows", default=(1, 1
 
 @contextmanager
 def tracing_for(mesh: Mesh, batch_axes: Iterable[str]) -> Generator[None]:
-    """Say what code is traced for while the context lasts.
-
-    Args:
-        mesh: of the step.
-        batch_axes: those of its axes that rows of a batch are sharded over.
-    """
+    """Say what code is traced for while the context lasts."""
     token = _CURRENT.set(_Traced(mesh, tuple(batch_axes)))
     try:
         yield

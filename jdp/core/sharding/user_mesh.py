@@ -22,15 +22,7 @@ from jdp.core.types import PyTree
 
 
 def axis_names(home: Mesh, data: str, replica: str) -> dict[str, str]:
-    """Return the user's name -> jdp's name, of each axis of a mesh.
-
-    Args:
-        home: the user's mesh.
-        data, replica: the names of its axes that carry the batch.
-
-    Raises:
-        ValueError: the mesh has no such axis, both are the same, or another axis has the name that jdp would use.
-    """
+    """Return the user's name -> jdp's name, of each axis of a mesh."""
     given = f"given axes {tuple(home.shape)}"
     if data not in home.shape:
         if data == DATA:
@@ -54,15 +46,7 @@ def axis_names(home: Mesh, data: str, replica: str) -> dict[str, str]:
 
 
 def mesh_of_home(home: Mesh, names: Mapping[str, str] = MappingProxyType({})) -> Mesh:
-    """Return the mesh of the same devices whose axes have type Auto and jdp's names; `home` itself if it is that.
-
-    Args:
-        home: the user's mesh.
-        names: what `axis_names` returned; axes that it lacks keep their names.
-
-    Raises:
-        ValueError: the mesh has an axis of type Manual.
-    """
+    """Return the mesh of the same devices whose axes have type Auto and jdp's names; `home` itself if it is that."""
     types, ours = home.axis_types, tuple(names.get(str(name), str(name)) for name in home.axis_names)
     if AxisType.Manual in types:
         axes = factors(home.shape).replace(" × ", ", ")
@@ -121,10 +105,6 @@ def entered(tree: PyTree, mesh: Mesh) -> PyTree:
     """Return a tree with its arrays on jdp's mesh: those of a traced program, concrete ones and descriptions.
 
     Arrays on no mesh, or on one of other devices, stay as they are.
-
-    Args:
-        tree: any pytree.
-        mesh: jdp's.
     """
 
     def one(leaf: Any) -> Any:
@@ -148,13 +128,7 @@ def entered(tree: PyTree, mesh: Mesh) -> PyTree:
 
 
 def left(leaf: jax.Array, sharding: NamedSharding, mesh: Mesh) -> jax.Array:
-    """Return an array of a traced program, which is on jdp's mesh or on none, with a sharding on the user's mesh.
-
-    Args:
-        leaf: the array.
-        sharding: the sharding on the user's mesh.
-        mesh: jdp's.
-    """
+    """Return an array of a traced program, which is on jdp's mesh or on none, with a sharding on the user's mesh."""
     home: Any = sharding.mesh
     names = dict(zip(home.axis_names, mesh.axis_names, strict=True))
     if sharding.memory_kind is None:  # what was moved to another memory is sharded already

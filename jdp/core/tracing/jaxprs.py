@@ -49,11 +49,7 @@ def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
 
 
 def places_made(jaxpr: Jaxpr) -> list[int]:
-    """Return for each output the place of the operation that computes it, moves and casts after it left out.
-
-    Args:
-        jaxpr: of a function that returns gradients; -1 is the place of an output that nothing in it computes.
-    """
+    """Return for each output the place of the operation that computes it, moves and casts after it left out."""
     made = {var: place for place, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
 
     def place_of(var: Any) -> int:
@@ -88,15 +84,7 @@ def inlined(
     constant: Callable[[Any, Any, bool], _Value],
     operation: Callable[[JaxprEqn, list[_Value]], Sequence[_Value]],
 ) -> list[_Value]:
-    """Go through a program's operations in order, those of the functions that it calls too; return its results.
-
-    Args:
-        jaxpr: the program.
-        arguments: what stands for its constants, then for its inputs.
-        calls: names of the operations that only call a function.
-        constant: (aval, array or number, whether it is a literal of the program) -> what stands for it.
-        operation: (operation, what stands for its operands) -> what stands for each of its results.
-    """
+    """Go through a program's operations in order, those of the functions that it calls too; return its results."""
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], arguments, strict=True))
 
     def read(atom: Any) -> _Value:

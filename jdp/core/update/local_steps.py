@@ -156,32 +156,17 @@ def train_round(
 
 
 def stack(opt_state: PyTree, replicas: int) -> PyTree:
-    """Return each replica's own copy of an optimizer's state: leaves [...] -> [replicas, ...].
-
-    Args:
-        opt_state: arrays or abstract ones.
-        replicas: how many.
-    """
+    """Return each replica's own copy of an optimizer's state: leaves [...] -> [replicas, ...]."""
     return jax.tree.map(lambda x: jnp.broadcast_to(x[None], (replicas, *x.shape)), opt_state)
 
 
 def unstack(opt_state: PyTree) -> PyTree:
-    """Return one state for all replicas: leaves [replicas, ...] -> [...], the mean of floating-point ones.
-
-    Args:
-        opt_state: as `stack` returns it.
-    """
+    """Return one state for all replicas: leaves [replicas, ...] -> [...], the mean of floating-point ones."""
     return jax.tree.map(lambda x: x.mean(axis=0) if jnp.issubdtype(x.dtype, jnp.floating) else x[0], opt_state)
 
 
 def of_replicas(function: Callable[[PyTree, PyTree], PyTree], opt_state: PyTree, params: PyTree) -> PyTree:
-    """Return `function(opt_state of all replicas, params)`, which lies as the parameters do.
-
-    Args:
-        function: of trees, always the same object; it returns one like the parameters.
-        opt_state: an optimizer's state, or a part of it, as `stack` returns it.
-        params: real or traced.
-    """
+    """Return `function(opt_state of all replicas, params)`, which lies as the parameters do."""
     leaves = jax.tree.leaves((opt_state, params))
     if not leaves or not all(isinstance(x, jax.Array) and not isinstance(x, Tracer) for x in leaves):
         return function(unstack(opt_state), params)

@@ -28,14 +28,7 @@ LEAST = 1e-3
 
 
 def updated(kept: jax.Array, parts: jax.Array, big: jax.Array, weight: jax.Array) -> jax.Array:
-    """Return the averages with one more step's estimates.
-
-    Args:
-        kept: float32 [3]: the averages of |G|², S, and S / W.
-        parts: float32 [2]: Σ|g_p|² and Σw_p² over the parts of the batch.
-        big: |G_W|².
-        weight: W.
-    """
+    """Return the averages with one more step's estimates."""
     q, v = parts[0] / weight**2, parts[1] / weight**2
     signal = (big - q) / (1 - v)
     noise = q - v * signal
@@ -44,21 +37,12 @@ def updated(kept: jax.Array, parts: jax.Array, big: jax.Array, weight: jax.Array
 
 
 def ratio(kept: jax.Array) -> jax.Array:
-    """Return the noise scale, in the unit of the loss's weight; infinite while no signal shows in the noise.
-
-    Args:
-        kept: as `updated` returns it.
-    """
+    """Return the noise scale, in the unit of the loss's weight; infinite while no signal shows in the noise."""
     return jnp.where(kept[0] > 0, kept[1] / jnp.where(kept[0] > 0, kept[0], 1), jnp.inf)
 
 
 def hint(kept: jax.Array, unit: str) -> str:
-    """Return what the averages of a run's last steps say about its batches, in a sentence.
-
-    Args:
-        kept: as `updated` returns it.
-        unit: what the loss's weight counts, in the plural.
-    """
+    """Return what the averages of a run's last steps say about its batches, in a sentence."""
     (_, noise, of_batch), found = map(float, kept), float(ratio(kept))
     batch = noise / of_batch if of_batch else math.nan
     scale = f"noise scale: about {found:,.0f} {unit} at the end, and a batch has {batch:,.0f}"

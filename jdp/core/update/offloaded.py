@@ -107,14 +107,7 @@ class _Group:
 def streamed(
     update: Callable[..., tuple[TrainState, Any]], state: TrainState, given: tuple[Any, ...], plan: Plan
 ) -> tuple[TrainState, Any]:
-    """Return `update(state, *given)`, with the leaves that the plan keeps in host memory moved piece by piece.
-
-    Args:
-        update: (state, *given) -> (a state of the same structure, anything). It is traced, and closes over no arrays.
-        state: inside a traced step; leaves that rest on the host are there.
-        given: trees of arrays on the device.
-        plan: says which leaves of the state rest on the host.
-    """
+    """Return `update(state, *given)`, with the leaves that the plan keeps in host memory moved piece by piece."""
     placements: list[Placement] = jax.tree.leaves(plan.state_placements(state))
     on_host = {number for number, placement in enumerate(placements) if placement.on_host}
     leaves, tree = jax.tree.flatten((state, *given))

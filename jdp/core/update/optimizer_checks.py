@@ -20,11 +20,7 @@ GIVEN = "value"
 
 
 def check_optimizer(tx: Any) -> None:
-    """Check that `tx` is an optax optimizer.
-
-    Raises:
-        ValueError: it has no functions `init` and `update`.
-    """
+    """Check that `tx` is an optax optimizer."""
     if isinstance(tx, type) or not all(callable(getattr(tx, name, None)) for name in ("init", "update")):
         call = " Call it first, with its settings." if callable(tx) else ""
         raise ValueError(f"tx is an optax optimizer, e.g. optax.adamw(3e-4); given {tx!r}.{call}")
@@ -34,9 +30,6 @@ def update(tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.
     """Call `tx.update`, with the loss as `value` if it takes that.
 
     `optax.lookahead` keeps two copies of the parameters and takes the gradient of the fast one.
-
-    Returns:
-        The updates, and the new optimizer state.
     """
     if isinstance(params, optax.LookaheadParams):
         grads = grads.fast
@@ -50,11 +43,7 @@ def update(tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.
 
 
 def first_state(tx: Any, params: PyTree) -> PyTree:
-    """Return `tx.init(params)` with every leaf as a `jax.Array`.
-
-    Raises:
-        ValueError: the state holds something that is not an array.
-    """
+    """Return `tx.init(params)` with every leaf as a `jax.Array`."""
     opt_state = tx.init(params)
     for path, leaf in jax.tree.leaves_with_path(opt_state):
         if not isinstance(leaf, jax.Array | int | float | complex) and not hasattr(leaf, "__array__"):
@@ -66,12 +55,7 @@ def first_state(tx: Any, params: PyTree) -> PyTree:
 
 
 def check_update(tx: Any, params: PyTree, opt_state: PyTree) -> None:
-    """Check one update, on shapes alone.
-
-    Raises:
-        ValueError: the update needs arguments that a step does not have, or changes the state's structure, a shape or a
-            dtype.
-    """
+    """Check one update, on shapes alone."""
     loss = jax.ShapeDtypeStruct((), jnp.float32)
     try:
         _, after = jax.eval_shape(lambda *shapes: update(tx, *shapes), params, opt_state, params, loss)

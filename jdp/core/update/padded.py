@@ -80,17 +80,7 @@ class _Value:
 
 
 def optimized(static: Static, grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.Array) -> Any:
-    """Return trained parameters and optimizer state after an update, in their shapes at rest, as all arguments are.
-
-    Args:
-        static: the state's.
-        grads, params: of the trained parameters, None for frozen ones.
-        opt_state: the optimizer's.
-        loss: float32 scalar.
-
-    Raises:
-        Mixed: the update mixes the elements of a leaf that rests flat.
-    """
+    """Return trained parameters and optimizer state after an update, in their shapes at rest, as all arguments are."""
 
     def plain(grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.Array) -> Any:
         updates, opt_state = update(static.tx, grads, opt_state, params, loss)
@@ -124,13 +114,6 @@ def flattened(plan: Plan, state: TrainState) -> TrainState:
     """Return the abstract state that rests as the plan says, of one in its own shapes; without shardings.
 
     Which parameters stay replicated because the update mixes their elements is reported.
-
-    Args:
-        plan: the mesh and the strategy.
-        state: real or abstract, every leaf in its own shape.
-
-    Raises:
-        ValueError: as `Plan.param_placements` does.
     """
     assert not state.static.flat
     state = jax.eval_shape(lambda state: state, state)
@@ -160,12 +143,7 @@ def flattened(plan: Plan, state: TrainState) -> TrainState:
 
 
 def at_rest(state: TrainState, static: Static) -> TrainState:
-    """Return a state in its shapes at rest, abstract or traced, of one in its own shapes.
-
-    Args:
-        state: the state; of what synchronisation keeps only "momentum" changes.
-        static: says which leaves rest flat and padded, and replaces the state's.
-    """
+    """Return a state in its shapes at rest, abstract or traced, of one in its own shapes."""
 
     def rest(x: Any, flat: Flat) -> Any:
         return jax.eval_shape(flat.to_rest, x) if isinstance(x, jax.ShapeDtypeStruct) else flat.to_rest(x)
@@ -300,11 +278,7 @@ def _branches(eqn: Any, operands: list[_Value]) -> list[_Value]:
 
 
 def _as(value: _Value, flat: Flat | None, of: frozenset[str], name: str) -> Any:
-    """Return a value's array in the form that is wanted.
-
-    Raises:
-        Mixed: it is flat and is not to be, or otherwise.
-    """
+    """Return a value's array in the form that is wanted."""
     if value.flat == flat:
         return value.array
     if flat is None or value.flat is not None:

@@ -112,15 +112,6 @@ class Synchroniser:
         """Sum gradients over `data` and scatter them: compute spec -> rest spec; what rests whole stays as it is.
 
         Leaves that PowerSGD sends are summed over all shards of the batch.
-
-        Args:
-            grads: one leaf for each placement, the device's own.
-            kept: `ERROR`, in the gradients' own units, and "factor": trees like `grads` with None where nothing is
-                kept; {} to keep nothing.
-            seed: uint32, of stochastic rounding: another one for each call, the same on all devices.
-
-        Returns:
-            The gradients, and `kept` afterwards.
         """
         return self._run(self._reduce, grads, kept, seed, at_rest=False)
 
@@ -160,13 +151,7 @@ class Synchroniser:
         return self.wire.rank * (rows + columns) < rows * columns
 
     def buckets_of(self, indices: Sequence[int], devices: int, bytes_of: Callable[[int], int]) -> Iterator[Bucket]:
-        """Yield these leaves in buckets, in the order of readiness; those of a bucket are all encoded, or none.
-
-        Args:
-            indices: of leaves.
-            devices: that share the sum.
-            bytes_of: index -> bytes of a device's part in `Precision.reduce`.
-        """
+        """Yield these leaves in buckets, in the order of readiness; those of a bucket are all encoded, or none."""
         open_buckets: dict[bool, list[int]] = {}
         wanted, itemsize = set(indices), self.precision.reduce_dtype.itemsize
         for index in self.order or reversed(range(len(self.placements))):

@@ -161,14 +161,7 @@ def _on_model_shards(
 
 
 def on_model_shards(function: Callable[[Any], Any], tree: PyTree, before: PyTree, after: PyTree, mesh: Mesh) -> Any:
-    """Apply `function` to each device's shards along the model's axes of a tree of arrays; it returns such a tree.
-
-    Args:
-        function: a function of one argument, which may issue collectives along the batch axes.
-        tree: its argument.
-        before, after: specs of what it takes and returns: a tree with one for each array, or for None.
-        mesh: of the plan.
-    """
+    """Apply `function` to each device's shards along the model's axes of a tree of arrays; it returns such a tree."""
     own = set(own_axes(mesh))
     if math.prod(mesh.shape[axis] for axis in own) == 1:
         return function(tree)

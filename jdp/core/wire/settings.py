@@ -1,4 +1,4 @@
-"""What is sent in place of gradients and weights: the settings of compression (`codes.py` has the encodings).
+"""What is sent in place of gradients and weights: the settings of compression (`encodings.py` has the encodings).
 
 Sources: blocks with a scale each, Dettmers et al. 2022 (arXiv:2110.02861); int8 gradients by all-to-all and int8
 weights in ZeRO-3's gathers, ZeRO++, Wang et al. 2023 (arXiv:2306.10209); the largest elements only, Lin et al. 2018

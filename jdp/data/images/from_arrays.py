@@ -44,11 +44,7 @@ def array_pictures(
     most: float = 255.0,
     classes: tuple[str, ...] | None = None,
 ) -> ArrayPictures:
-    """Return pictures from uint8 [pictures, height, width] or [pictures, height, width, channels].
-
-    Raises:
-        ValueError: images of another dtype or rank, or labels that are no classes.
-    """
+    """Return pictures from uint8 [pictures, height, width] or [pictures, height, width, channels]."""
     if images.dtype != np.uint8 or images.ndim not in (3, 4):
         raise ValueError(
             f"images must be uint8 [images, height, width] or [images, height, width, channels]; given {images.dtype} "

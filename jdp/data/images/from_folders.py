@@ -46,17 +46,7 @@ class FilePictures:
 
 
 def picture_files(directory: Path, *, classes: tuple[str, ...] | None = None) -> FilePictures:
-    """Return the pictures of a directory of class folders.
-
-    Args:
-        directory: its folders are the classes, with the files below them at any depth. Hidden files and folders are
-            passed over, and so are files that are no pictures, which is reported.
-        classes: the names there may be, as numbered elsewhere; by default those of the folders.
-
-    Raises:
-        ValueError: no class folders, fewer than two, one without a picture, one that is not in `classes`, or something
-            unreadable.
-    """
+    """Return the pictures of a directory of class folders."""
     folders = visible_folders(directory)
     if len(folders) < 2 and classes is None:
         raise ValueError(

@@ -112,19 +112,7 @@ def table_pictures(
     *,
     classes: tuple[str, ...] | None = None,
 ) -> TablePictures:
-    """Return the pictures of pyarrow tables.
-
-    Args:
-        tables: with the same columns.
-        files: what to call each in errors.
-        name: of all of them.
-        columns: which to read.
-        classes: the names there may be, as numbered elsewhere; by default those of the note, or of the labels.
-
-    Raises:
-        ValueError: columns that are missing or ambiguous, tables without rows, a row without a label, labels that are
-            no classes, pictures without their bytes.
-    """
+    """Return the pictures of pyarrow tables."""
     pa, pc = optional("pyarrow", name), optional("pyarrow.compute", name)
     chosen = [_columns(table.schema, file, columns) for table, file in zip(tables, files, strict=True)]
     image = pa.chunked_array(

@@ -92,19 +92,7 @@ class _Index:
 def tar_pictures(
     files: Sequence[Path], name: str, columns: Columns, *, classes: tuple[str, ...] | None = None
 ) -> TarPictures:
-    """Return the pictures of tar files.
-
-    Args:
-        files: in their order.
-        name: of all of them.
-        columns: `image` is the ending of the pictures, as "jpg", if there are several of a sample; `label` that of the
-            labels, as "cls", or the key in KEY.json.
-        classes: the names there may be, as numbered elsewhere; by default those of the labels.
-
-    Raises:
-        ValueError: a file that is compressed, cut, or no tar file; a sample without a picture or a label; no samples;
-            labels that are no classes.
-    """
+    """Return the pictures of tar files."""
     if compressed := [file for file in files if file.name.endswith(COMPRESSED_TARS)]:
         raise ValueError(
             f"tar files must not be compressed, as pictures are read where they are; given {compressed[0]}: decompress "

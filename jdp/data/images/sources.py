@@ -32,11 +32,7 @@ class PictureSets:
 
 
 def open_pictures(source: PathLike, columns: Columns, heldout: PathLike | None = None) -> PictureSets:
-    """Return the pictures of a source, and those of `heldout`, which then must have the same classes.
-
-    Raises:
-        ValueError: a source that does not exist, or is none of those that `jdp.data.image_data` names.
-    """
+    """Return the pictures of a source, and those of `heldout`, which then must have the same classes."""
     sets = _open(source, columns, None)
     if heldout is None:
         return sets

@@ -30,12 +30,7 @@ _CHUNK = 2**24  # bytes that are looked through at a time
 
 
 def read_arrays(source: ArraySource) -> tuple[Arrays, str]:
-    """Return the arrays of a source, checked, and what to call it.
-
-    Raises:
-        ValueError: a path that does not exist or cannot be read; no arrays or empty ones; unequal leading dimensions; a
-            dtype that is neither numbers nor true and false (labels may be text); NaN or infinity.
-    """
+    """Return the arrays of a source, checked, and what to call it."""
     if isinstance(source, Mapping):
         arrays, name = {str(key): np.asarray(value) for key, value in source.items()}, "the arrays given"
     else:

@@ -26,9 +26,6 @@ class Kinds:
         name: what such files are called, for messages.
         suffixes: of the files wanted.
         others: suffixes of files that are data too: a directory that holds both is ambiguous, and refused.
-
-    Raises:
-        ValueError: no suffixes, or one that does not begin with a dot.
     """
 
     name: str

@@ -45,17 +45,7 @@ class HubRows:
 
 
 def hub_splits(source: str) -> dict[str, Any]:
-    """Return split -> `pyarrow.Table`, mapped into memory.
-
-    Args:
-        source: "hf:NAME", "hf:OWNER/NAME" or "hf:OWNER/NAME/CONFIG" on the hub; or "hf:PATH" of a directory that
-            `save_to_disk` wrote, or of any files that `datasets.load_dataset` takes, or of one such file. With ":SPLIT"
-            after it ("hf:OWNER/NAME:train[:10%]") that split alone, else every one there is.
-
-    Raises:
-        ValueError: `datasets` is not installed; a data set or a split that does not exist or cannot be read; one whose
-            own card names files outside of its folder.
-    """
+    """Return split -> `pyarrow.Table`, mapped into memory."""
     return {split: _table(data) for split, data in _splits(source).items()}
 
 
@@ -64,9 +54,6 @@ def hub_rows(source: str) -> HubRows:
 
     Nothing of a stream is kept on disk by `datasets`. Its order is that of its files. Of its SPLIT a range of rows can
     be read, "train[:100000]"; a percentage cannot, as their number is not known.
-
-    Raises:
-        ValueError: see `hub_splits` and `main_split`; a range of rows that is none.
     """
     if source.startswith(STREAM):
         return _stream(source)
@@ -199,15 +186,7 @@ class OutsideError(ValueError):
 
 
 def _check_files(files: Iterable[str], folder: Path | None) -> None:
-    """Check that the files which a data set names are in its folder.
-
-    Args:
-        files: paths, or URLs; of a member of an archive ("zip://a.txt::b.zip") the archive counts.
-        folder: of the data set on this disk; None: it is on the hub, and no file of this disk belongs to it.
-
-    Raises:
-        OutsideError: one is not.
-    """
+    """Check that the files which a data set names are in its folder."""
     roots = () if folder is None else (folder.absolute(), folder.resolve())
     for file in (file.rpartition("::")[2] for file in files):
         if "://" in file and not file.startswith("file://"):

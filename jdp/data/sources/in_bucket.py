@@ -23,15 +23,7 @@ _WHOLE = "fetched.json"
 
 
 def local_path(source: str | os.PathLike[str], *, only: Callable[[str], bool] | None = None) -> Path:
-    """Return the path of data: as it is written, or where a copy of what is behind an address is.
-
-    Args:
-        source: a path; or the address of a file, a folder or a glob.
-        only: of a folder behind an address, which of the files right in it are fetched; None: all there is.
-
-    Raises:
-        ValueError: a path that no file can have; storage that cannot be read, or has nothing there.
-    """
+    """Return the path of data: as it is written, or where a copy of what is behind an address is."""
     if address_of(source) is None:
         return user_path(source)
     remote = Remote.at(os.fspath(source))
@@ -61,16 +53,7 @@ def _split(address: str) -> tuple[str, str]:
 
 
 def fetch(remote: Remote, files: dict[str, Stored]) -> Path:
-    """Return the folder of this host with copies of some files, fetched unless they are there.
-
-    Args:
-        remote: the folder behind an address.
-        files: those of its files that are wanted, as `remote` lists them.
-
-    Raises:
-        PathError: no folder of this host can be written.
-        RemoteError: storage cannot be read, or a file changes meanwhile.
-    """
+    """Return the folder of this host with copies of some files, fetched unless they are there."""
     facts = [remote.address, *(f"{name} {stored.size} {stored.tag}" for name, stored in sorted(files.items()))]
     home = default_folder().absolute() / "fetched" / Cache.key(*facts)[:32]
     folder = home / PurePosixPath(remote.address).name

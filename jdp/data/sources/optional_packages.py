@@ -5,16 +5,7 @@ from typing import Any
 
 
 def optional(package: str, needed_by: str, *, extra: str = "hf") -> Any:
-    """Import the module `package` and return it.
-
-    Args:
-        package: the module's dotted name.
-        needed_by: what needs it, for the message.
-        extra: the extra of jdp that installs it.
-
-    Raises:
-        ValueError: it is not installed; the message has the command that installs it.
-    """
+    """Import the module `package` and return it."""
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:

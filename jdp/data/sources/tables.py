@@ -49,11 +49,7 @@ class Table:
         return f"{self.name}, {self.unit} {self.numbers[row]}"
 
     def texts(self, field: str) -> list[bytes]:
-        """Return a column of text, in UTF-8 (an Arrow column of bytes is returned as it is).
-
-        Raises:
-            ValueError: a row that is not text.
-        """
+        """Return a column of text, in UTF-8 (an Arrow column of bytes is returned as it is)."""
         column = self.columns[field]
         if isinstance(column, list):
             values = cast("list[Any]", column)
@@ -68,11 +64,7 @@ class Table:
         return column.cast(pyarrow.large_binary()).to_pylist()
 
     def integer_lists(self, field: str) -> list[NDArray[Any]]:
-        """Return a column of lists of integers: [n] of some integer dtype each.
-
-        Raises:
-            ValueError: a row that is something else.
-        """
+        """Return a column of lists of integers: [n] of some integer dtype each."""
         column = self.columns[field]
         if isinstance(column, list):
             values = cast("list[Any]", column)
@@ -155,16 +147,7 @@ def arrow_pieces(tables: Iterable[Any], fields: Sequence[str], name: str) -> Ite
 
 
 def read_arrow(path: Path, choose: Callable[[Any], Sequence[str]]) -> Any:
-    """Return columns of a parquet or Arrow file as a `pyarrow.Table`; of an Arrow file that is not compressed, mapped.
-
-    Args:
-        path: of the file.
-        choose: returns the names of the columns to read, from the file's schema.
-
-    Raises:
-        ValueError: pyarrow is not installed; a file that cannot be read or is not whole; a chosen column that occurs
-            twice; what `choose` raises.
-    """
+    """Return columns of a parquet or Arrow file as a `pyarrow.Table`; an uncompressed Arrow file is mapped."""
     file, schema = _opened(path)
     chosen = _chosen(schema, choose(schema), path)
     try:

@@ -144,15 +144,6 @@ def read_corpus(
 ) -> Corpus[bytes]:
     """Read all of a source into memory as it is: UTF-8 of rows, whatever bytes a file of text has.
 
-    Args:
-        source: "stdlib", or a file, a glob (`**` goes down), a directory (all the way down), "hf:…" or "hf-stream:…"
-            (see `jdp.data.sources.hub.hub_rows`), or a sequence of these. A file of your own by the name stdlib is
-            "./stdlib". .parquet, .arrow, .feather, .jsonl, .ndjson and .json are rows, all others text; each may be
-            compressed, .gz or .zst.
-        suffixes: which files of a directory are data. By default text (.txt, .md, .rst, .py) or rows, whichever it
-            holds.
-        field: the column that is the text of a row.
-
     Raises ValueError: a source that does not exist, something unreadable or not whole, a row that is not text, or
     nothing but empty text.
     """
@@ -166,11 +157,6 @@ def read_token_ids(
     """Read text that was tokenised before: each row's `field` is a list of token ids.
 
     The array `field` of an .npz, or all of an .npy, is one document [n], or a document a row [rows, n].
-
-    Args:
-        source: see `read_corpus`.
-        suffixes: which files of a directory are data; by default those of rows and of arrays.
-        field: the column of a table, or the array of an .npz.
 
     Raises ValueError: what `read_corpus` refuses; a row that is not a list of integers.
     """

@@ -86,10 +86,6 @@ class PackedSamples:
 def pack(bounds: NDArray[np.int64], length: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Cut documents into pieces, and place these in rows.
 
-    Args:
-        bounds: int64 [documents + 1], the start of each document, and the end of the last.
-        length: pairs of a token and its target in a row.
-
     Returns:
         int64 [pieces] each: a piece's first token, its number of pairs (1 to `length`), its row. Rows count from 0, and
         none is empty.

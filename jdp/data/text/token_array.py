@@ -19,10 +19,6 @@ class MappedTokens:
 
     Attributes:
         dtype: of a token.
-
-    Args:
-        path: of the file.
-        dtype: unsigned integers.
     """
 
     def __init__(self, path: Path, dtype: np.dtype[Any]) -> None:

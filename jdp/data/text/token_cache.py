@@ -13,12 +13,7 @@ WORTHWHILE_BYTES = 2**23  # of text: less is tokenised in a few seconds
 
 
 def entry_name(identity: str, documents: Sequence[bytes]) -> str | None:
-    """Return the file name of an entry; None for a text too small to be kept.
-
-    Args:
-        identity: distinguishes the tokenizer from others.
-        documents: hashed too, which takes about 1 s a GB.
-    """
+    """Return the file name of an entry; None for a text too small to be kept."""
     if sum(map(len, documents)) < WORTHWHILE_BYTES:
         return None
     digest = hashlib.blake2b(identity.encode(), digest_size=20)

@@ -72,17 +72,7 @@ class TokenFiles:
             return None
 
     def write(self, parts: Iterable[TokenisedPart], *, separator: int | None, heldout_fraction: float) -> TextSides:
-        """Write the tokens, unless another process does, for which this one waits; and return them.
-
-        Args:
-            parts: read only by the process that writes.
-            separator: closes each document; None: nothing does.
-            heldout_fraction: see `jdp.data.held_out.split_documents`.
-
-        Raises:
-            OSError: the files cannot be written. Nothing of them is left then.
-            ValueError: what `parts` raises.
-        """
+        """Write the tokens, unless another process does, for which this one waits; and return them."""
         host = re.sub(r"[^\w-]", "_", platform.node())
         own = self.folder.with_name(f"{self.key}.{host}.{os.getpid()}")
         with _one_process(self.folder):

@@ -86,11 +86,7 @@ class Bytes:
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
     def decode(self, tokens: ArrayLike) -> str:
-        """Return tokens [n], integers below 256, as text; bytes that are not UTF-8 (a character cut in two) become �.
-
-        Raises:
-            ValueError: a token that is not a byte.
-        """
+        """Return tokens [n], integers below 256, as text; bytes that are not UTF-8 become �."""
         values = np.asarray(tokens)
         if values.size and not 0 <= values.min() <= values.max() < VOCAB_SIZE:
             raise ValueError(
@@ -120,11 +116,7 @@ class FileTokenizer:
         return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
     def decode(self, tokens: ArrayLike) -> str:
-        """Return tokens [n] as text, special ones too.
-
-        Raises:
-            ValueError: a token outside the vocabulary.
-        """
+        """Return tokens [n] as text, special ones too."""
         values = np.asarray(tokens)
         if values.size and not 0 <= values.min() <= values.max() < self.vocab_size:
             raise ValueError(
@@ -134,11 +126,7 @@ class FileTokenizer:
         return self.tokenizer.decode(values.tolist(), skip_special_tokens=False)
 
     def tokenize(self, documents: Sequence[bytes], name_of: Callable[[int], str]) -> TokenArray:
-        """Return documents as the smallest unsigned integers that hold the vocabulary.
-
-        Raises:
-            ValueError: a document that is not UTF-8.
-        """
+        """Return documents as the smallest unsigned integers that hold the vocabulary."""
         dtype = smallest_uint(self.vocab_size)
         ids: list[NDArray[Any]] = [np.zeros(0, dtype)]
         for texts in _batches(documents, name_of):

@@ -153,13 +153,7 @@ def search(
     *,
     more: Callable[[], bool] = lambda: True,
 ) -> Tuned:
-    """Search from the dimensions' starts.
-
-    Args:
-        dimensions: those that decide most first.
-        evaluate: (a way, the best so far) -> its estimate; None for choices that do not go together. It compiles.
-        more: whether there is time for one more; asked before each but the first.
-    """
+    """Search from the dimensions' starts."""
     start = tuple(dimension.choices[dimension.start] for dimension in dimensions)
     first = evaluate(start, None)
     assert first is not None, "a search begins with choices that go together"

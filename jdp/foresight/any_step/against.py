@@ -46,16 +46,7 @@ class Bound:
 
 
 def bound(against: str | float, parameters: Sequence[Argument] | None, moved: Moved) -> Bound:
-    """Return what a device may send.
-
-    Args:
-        against: a strategy's name, or bytes a step and device.
-        parameters: the step's, for a strategy.
-        moved: the step.
-
-    Raises:
-        ValueError: an unknown strategy, or one without parameters; bytes that are no number of at least 0.
-    """
+    """Return what a device may send."""
     if not isinstance(against, str):
         if isinstance(against, bool) or not math.isfinite(against) or against < 0:
             raise ValueError(
@@ -86,15 +77,7 @@ def _bytes(argument: Argument, mesh: Mesh, batch_axes: Iterable[str]) -> int:
 
 
 def chosen(params: int | str | Sequence[str] | None, arguments: Sequence[Argument]) -> list[Argument] | None:
-    """Return the floating-point arrays that `params` names; None where it is None.
-
-    Args:
-        params: the number of a positional argument, or patterns of paths, of which "model" means "model/*" too.
-        arguments: the step's.
-
-    Raises:
-        ValueError: it names none.
-    """
+    """Return the floating-point arrays that `params` names; None where it is None."""
     if params is None:
         return None
     if is_integer(params):

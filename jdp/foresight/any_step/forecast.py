@@ -1,6 +1,6 @@
 """`jdp.foresee` and `jdp.verify` of any jitted step: compiled for a target, and everything read off that in one report.
 
-1. The function is traced and its program moved onto the target's mesh (`traced.py`, `moved.py`).
+1. The function is traced and its program moved onto the target's mesh (`traced.py`, `relocate.py`).
 2. It is compiled, or found in the cache.
 3. What it holds, sends and waits for is read off the program (`read.py`, `timing/timeline.py`).
 4. What it sends is compared with a strategy's row, or with given bytes (`against.py`).
@@ -41,20 +41,7 @@ def forecast(
     params: int | str | Sequence[str] | None = None,
     cache: bool = True,
 ) -> StepForecast:
-    """Compile any jitted step for a target, and report what it holds, sends and waits for. Nothing runs.
-
-    Args:
-        function: what `jax.jit`, `nnx.jit` or `eqx.filter_jit` returned.
-        arguments: positional, real or abstract, on one mesh.
-        target: devices to compile for; None: those of the arguments.
-        mesh: axis -> size on the target; None: `moved.moved_sizes`.
-        against: a strategy's name, or the bytes that a device may send a step; None compares nothing.
-        params: which arguments are the parameters: the number of one, or patterns of paths.
-        cache: keep compiled results on disk, and use them.
-
-    Raises:
-        ValueError: what `move`, `chosen` and `bound` raise; a step that does not compile.
-    """
+    """Compile any jitted step for a target, and report what it holds, sends and waits for. Nothing runs."""
     devices = named(target) if isinstance(target, str) else target
     moved = move(function, arguments, devices, mesh)
     devices = devices or target_of(None, [each.abstract() for each in moved.traced.arguments])

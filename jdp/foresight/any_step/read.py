@@ -75,13 +75,7 @@ class StepMemory:
 
 
 def memory_of(compiled: Compiled, moved: Moved, target: Target) -> StepMemory:
-    """Return what a compiled step holds on a device.
-
-    Args:
-        compiled: the step.
-        moved: what was compiled.
-        target: its devices.
-    """
+    """Return what a compiled step holds on a device."""
     live, arguments, program = Liveness(compiled.program), moved.traced.arguments, compiled.program
     in_place, sizes = written_into(program), dict[int, int]()
     for step in program[program.entry]:
@@ -155,14 +149,7 @@ def shapes_of(moved: Moved, arguments: Iterable[Argument]) -> Parameters:
 
 
 def sent_by(compiled: Compiled, sites: Sites, moved: Moved, shapes: Parameters) -> tuple[Sent, ...]:
-    """Return what a compiled step sends, most bytes first.
-
-    Args:
-        compiled: the step.
-        sites: of its program.
-        moved: what was compiled.
-        shapes: of the arguments that are no batch.
-    """
+    """Return what a compiled step sends, most bytes first."""
     sent = dict[tuple[Any, ...], Sent]()
     for c in compiled.collectives:
         if c.group_size == 1:
@@ -186,15 +173,7 @@ _LINES = 4  # that get one
 
 
 def signs(compiled: Compiled, sites: Sites, moved: Moved, shapes: Parameters, sent: Sequence[Sent]) -> tuple[str, ...]:
-    """Return signs of something unmeant, a sentence each.
-
-    Args:
-        compiled: the step.
-        sites: of its program.
-        moved: what was compiled.
-        shapes: of the arguments that are no batch.
-        sent: what it sends.
-    """
+    """Return signs of something unmeant, a sentence each."""
     donated = {number: each.path for number, each in enumerate(moved.traced.arguments) if each.donated}
     placing = "no result has its shape, dtype and sharding. Return it so (out_shardings), or do not donate it."
     return (

@@ -4,7 +4,7 @@
    else the largest that the batch is split over (`moved_sizes`).
 2. Rows of a batch that the new mesh cannot split are rounded up, and the function is traced again (`_rows`).
 3. What the function closed over is still of the old mesh: `NamedSharding`s in constraints and in the jit itself, meshes
-   of `shard_map`s. They are exchanged in the jaxpr (`exchange.py`). A `shard_map`'s body has one device's shapes, so
+   of `shard_map`s. They are exchanged in the jaxpr (`replace_mesh.py`). A `shard_map`'s body has one device's shapes, so
    there the sizes must be the same, unless it takes the mesh of the context, or is `jdp.value_and_grad`'s.
 """
 
@@ -56,18 +56,7 @@ def move(
     target: Target | None,
     sizes: Mapping[str, int] | None = None,
 ) -> Moved:
-    """Trace a jitted function, and put its program on a target's devices.
-
-    Args:
-        function: jitted.
-        given: its positional arguments, real or abstract.
-        target: the devices; None: those of the arguments' mesh.
-        sizes: axis -> size on the target, of which one may be -1; others stay as they are.
-
-    Raises:
-        ValueError: what `trace` and `mesh_in` raise; axes that do not fit the target; an array that they do not divide;
-            a `shard_map` over a mesh of its own and of another size.
-    """
+    """Trace a jitted function, and put its program on a target's devices."""
     arguments = Arguments.of(function, given)
     traced = trace(function, arguments)
     old = mesh_in(traced.arguments, traced.out_shardings)
@@ -104,17 +93,7 @@ def _moving(sizes: Mapping[str, int], batch_axes: Sequence[str]) -> str:
 def moved_sizes(
     sizes: Mapping[str, int], batch_axes: Sequence[str], target: Target, wanted: Mapping[str, int] | None = None
 ) -> dict[str, int]:
-    """Return the sizes of the same axes on a target.
-
-    Args:
-        sizes: axis -> size on the mesh that was given.
-        batch_axes: those that rows of a batch are split over.
-        target: the devices.
-        wanted: axis -> size on the target; -1 of one takes what is left.
-
-    Raises:
-        ValueError: an unknown axis; the sizes do not multiply to the target's devices.
-    """
+    """Return the sizes of the same axes on a target."""
     if unknown := [axis for axis in wanted or {} if axis not in sizes]:
         raise ValueError(
             f"mesh gives sizes to the axes that the arguments' mesh has: {', '.join(sizes)}; given {unknown[0]!r}. "

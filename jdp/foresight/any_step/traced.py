@@ -66,11 +66,7 @@ class Arguments:
 
     @classmethod
     def of(cls, function: Callable[..., Any], given: tuple[Any, ...]) -> Arguments:
-        """List the arrays among positional arguments: anything with a shape and a dtype; the rest stays as it is.
-
-        Raises:
-            ValueError: an array lies on devices in a way that names no axes of a mesh.
-        """
+        """List the arrays among positional arguments: anything with a shape and a dtype; the rest stays as it is."""
         opened, back = flax_nnx.plain(given)
         leaves, treedef = jax.tree.flatten_with_path(opened)
         names = _parameter_names(function, len(given))
@@ -157,15 +153,7 @@ class Traced:
 
 
 def trace(function: Callable[..., Any], arguments: Arguments) -> Traced:
-    """Trace a jitted function.
-
-    Args:
-        function: jitted.
-        arguments: of a call.
-
-    Raises:
-        ValueError: it is not jitted, or more than one jitted function.
-    """
+    """Trace a jitted function."""
     outer = jax.make_jaxpr(lambda *arrays: _arrays_in(function(*arguments.rebuild(arrays))))
     explicit = any(_is_explicit(each.sharding) for each in arguments.arrays)
     closed = outer(*(each.abstract(located=explicit) for each in arguments.arrays))
@@ -210,11 +198,7 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 def mesh_in(arguments: Iterable[Argument], out_shardings: Iterable[NamedSharding | None] = ()) -> Mesh | AbstractMesh:
-    """Return the mesh of all shardings.
-
-    Raises:
-        ValueError: there is none, or there are two.
-    """
+    """Return the mesh of all shardings."""
     named = [(each.sharding, each.path) for each in arguments] + [(each, "a result") for each in out_shardings]
     meshes = [(sharding.mesh, path) for sharding, path in named if sharding is not None]
     if not meshes:

@@ -65,17 +65,7 @@ class MaxBatch:
 def largest_batch(
     candidate: Candidate, target: Target, *, cache: Cache | None = None, progress: OnProgress | None = None
 ) -> MaxBatch:
-    """Find the largest batch of a step that fits the target's devices, by compiling.
-
-    Args:
-        candidate: the step on the target's devices; the search begins with its batch.
-        target: those devices, whose memory is known.
-        cache: where compiled results are kept; None compiles always.
-        progress: called before each compilation.
-
-    Raises:
-        ValueError: memory does not grow with the rows.
-    """
+    """Find the largest batch of a step that fits the target's devices, by compiling."""
     assert target.memory_bytes is not None, target
     available = available_bytes(target.memory_bytes)
     step, group = candidate.step, candidate.step.group
@@ -101,17 +91,7 @@ def largest_batch(
 
 
 def max_batch(needs: Callable[[int], int], available: int, *, per_row: int, start: int = 1) -> MaxBatch:
-    """Search for the most rows a device whose bytes are at most `available`.
-
-    Args:
-        needs: rows a device -> bytes it holds; compiles.
-        available: bytes of a device's memory that a step can have.
-        per_row: rows of the global batch for each row of a device and microbatch (`batch_unit`).
-        start: the number of rows to begin with.
-
-    Raises:
-        ValueError: memory does not grow with the rows.
-    """
+    """Search for the most rows a device whose bytes are at most `available`."""
     seen: dict[int, int] = {}
     low, high = 0, 0  # fits; does not (0: none seen yet)
     probe = max(start, 1)

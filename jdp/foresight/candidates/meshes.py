@@ -120,17 +120,7 @@ def search_axes(
     tokens: int,
     refuse: Refuse = lambda axes: None,
 ) -> MeshSearch:
-    """Choose ways on other meshes to compile. Nothing is compiled here.
-
-    Args:
-        step: a training step on its own mesh, which is none of the other ones.
-        state, batch: of it, real or abstract.
-        target: the devices.
-        strategies: names of those to choose from.
-        accumulate: microbatches a step, all of which the ways are compiled with; what is sent is counted for the first.
-        tokens: rows of activations in a batch: its tokens, or examples.
-        refuse: what else a mesh must fit.
-    """
+    """Choose ways on other meshes to compile. Nothing is compiled here."""
     count, rounded = accumulate[0], math.lcm(*accumulate)
     own = abstract_on(replace(step, accumulate=count), state, batch, target, microbatches=rounded)
     sizes, rows = dict(own.step.plan.mesh.shape), batch_rows(own.batch)
@@ -186,13 +176,7 @@ def _in_order(ways: Sequence[MeshWay], hybrid: Mapping[str, int] | None) -> list
 
 
 def factorisations(target: Target, own: Mapping[str, int], model_axis: str | None) -> list[dict[str, int]]:
-    """Return the meshes of a target's devices, without the step's own.
-
-    Args:
-        target: the devices: `replica` is a divisor of the hosts, the model's axis of a host's devices.
-        own: the step's own mesh on them, axis -> size; axes of the model's that are not searched keep their size.
-        model_axis: the one that is searched; None: none is.
-    """
+    """Return the meshes of a target's devices, without the step's own."""
     kept = math.prod(size for axis, size in own.items() if axis not in (REPLICA, DATA, model_axis))
     hosts = [count for count in range(1, target.hosts + 1) if target.hosts % count == 0]
     inside = [count for count in range(1, target.per_host + 1) if model_axis and target.per_host % count == 0] or [1]

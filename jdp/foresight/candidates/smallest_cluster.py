@@ -80,11 +80,7 @@ class Smallest:
 
 
 def sizes_of(target: Target) -> list[str]:
-    """Return the names of clusters of a target's devices, smallest first: parts of a host, then whole hosts.
-
-    Args:
-        target: GPUs that are described; for others there is nothing to choose from, and the list is empty.
-    """
+    """Return the names of clusters of a target's devices, smallest first: parts of a host, then whole hosts."""
     if not isinstance(target.chip, Gpu) or target.config is None:
         return []
     inside = [2**power for power in range(target.per_host.bit_length()) if 2**power < target.per_host]
@@ -93,13 +89,7 @@ def sizes_of(target: Target) -> list[str]:
 
 
 def foreseen(candidates: Sequence[Candidate], held: Sequence[Memory | None], target: Target) -> Smallest | None:
-    """Return the smallest cluster that one of the candidates is foreseen to fit; None where that cannot be said.
-
-    Args:
-        candidates: on the target's devices; those on meshes of their own do not count.
-        held: what each holds on a device; None of one that did not compile.
-        target: the devices.
-    """
+    """Return the smallest cluster that one of the candidates is foreseen to fit; None where that cannot be said."""
     if target.memory_bytes is None:
         return None
     available, below = available_bytes(target.memory_bytes), None
@@ -121,16 +111,7 @@ def verified(
     cache: Cache | None,
     progress: OnProgress | None = None,
 ) -> Smallest | None:
-    """Return the smallest cluster that one of the candidates fits, by compiling it, and that it does not fit below.
-
-    Args:
-        candidates, held, target: as for `foreseen`.
-        cache: where compiled results are kept; None compiles always.
-        progress: called before each compilation.
-
-    Raises:
-        ValueError: the step cannot be lowered for a size.
-    """
+    """Return the smallest cluster that one of the candidates fits, by compiling it, and that it does not fit below."""
     guess = foreseen(candidates, held, target)
     if guess is None:
         return None

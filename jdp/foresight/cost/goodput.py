@@ -45,12 +45,7 @@ _SHARES = ("training", "saving", "lost", "restarting")
 
 
 def young(stall: float, mtbf: float) -> float:
-    """Return the seconds of training between two checkpoints that lose least, at first order: √(2 d M), Young 1974.
-
-    Args:
-        stall: seconds for which a save stops training, d.
-        mtbf: mean seconds between failures of the whole run, M.
-    """
+    """Return the seconds of training between two checkpoints that lose least, at first order: √(2 d M), Young 1974."""
     return math.sqrt(2 * stall * mtbf)
 
 
@@ -58,9 +53,6 @@ def daly(stall: float, mtbf: float) -> float:
     """Return the seconds of training between two checkpoints that lose least, at higher order (Daly 2006).
 
     √(2 d M) (1 + √(d / 2M) / 3 + (d / 2M) / 9) − d if d < 2 M, else M.
-
-    Args:
-        stall, mtbf: as for `young`.
     """
     if stall >= 2 * mtbf:
         return mtbf
@@ -95,11 +87,7 @@ class Failures:
         return max(daly(self.stall, self.mtbf), self.background)
 
     def goodput(self, interval: float) -> float:
-        """Return the expected share of time that trains and is kept (the formula in this module's docstring).
-
-        Args:
-            interval: seconds of training between two checkpoints.
-        """
+        """Return the expected share of time that trains and is kept (the formula in this module's docstring)."""
         cycle = (max(interval, self.background) + self.stall) / self.mtbf
         if cycle > 700:  # e^700 is the largest that a float holds
             return 0.0
@@ -107,11 +95,7 @@ class Failures:
         return kept * interval / (self.mtbf * math.expm1(cycle)) if cycle else kept
 
     def shares(self, interval: float) -> dict[str, float]:
-        """Return what the time goes to, as shares of 1: "training", "saving", "lost" and "restarting".
-
-        Args:
-            interval: seconds of training between two checkpoints.
-        """
+        """Return what the time goes to, as shares of 1: "training", "saving", "lost" and "restarting"."""
         training, restarting = self.goodput(interval), -math.expm1(-self.restart / self.mtbf)
         saving = training * (self.stall + max(0.0, self.background - interval)) / interval if interval else 0.0
         lost = max(0.0, 1 - training - saving - restarting)
@@ -235,14 +219,6 @@ def foresee_goodput(
     What is not given is assumed, and the notes say so: a save writes each host's share of the state at
     `WRITE_BYTES_PER_SECOND`, having copied it off the devices at `COPY_BYTES_PER_SECOND`; a restart takes the time of
     JAX's heartbeat, `START_SECONDS`, and as long to read as to write.
-
-    Args:
-        device_mtbf: a device's mean seconds between failures, with its share of host and network.
-        devices, hosts: how many there are.
-        state_bytes: of all that a checkpoint holds, counted once.
-        step_seconds: of one step; None: not known.
-        stall, save, restart: seconds, as in `Failures`.
-        checkpoint_every: steps between checkpoints as the experiment has it, to compare with.
     """
     notes: list[str] = []
     if save is None:

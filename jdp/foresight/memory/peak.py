@@ -184,13 +184,7 @@ def available_bytes(memory_bytes: int) -> int:
 
 
 def memory(compiled: Compiled, step: Step, state: TrainState) -> Memory:
-    """Divide what a compiled step holds at its peak into classes.
-
-    Args:
-        compiled: the step, compiled for `state`.
-        step: the step.
-        state: the state that it was lowered for, real or abstract.
-    """
+    """Divide what a compiled step holds at its peak into classes."""
     live = Liveness(compiled.program)
 
     def argument_bytes(prefix: str) -> int:

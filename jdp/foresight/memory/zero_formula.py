@@ -61,17 +61,7 @@ class JdpRow:
 def zero_bytes(
     parameters: int, devices: int, name: str, *, params: int = 2, grads: int = 2, optimizer: int = 12
 ) -> ZeroRow:
-    """Return the bytes of model state on each device, as the paper counts them.
-
-    Args:
-        parameters: Ψ, how many the model has.
-        devices: N, how many share the state: the size of the `data` axis.
-        name: "ddp" (the paper's baseline), "zero1" (P_os), "zero2" (P_os+g), "zero3" (P_os+g+p).
-        params, grads, optimizer: bytes a parameter: 2 + 2 + 12 is mixed-precision Adam, K = 12.
-
-    Raises:
-        ValueError: unknown strategy; parameters or devices not positive.
-    """
+    """Return the bytes of model state on each device, as the paper counts them."""
     stage = list(STRATEGIES).index(strategy(name).name)
 
     def per_device(size: int, shared_from: int) -> int:
@@ -81,16 +71,7 @@ def zero_bytes(
 
 
 def jdp_bytes(parameters: int, devices: int, name: str, *, working: int = 2, grads: int = 4) -> JdpRow:
-    """Return the bytes of model state on each device as jdp keeps it, with Adam and more than one microbatch.
-
-    Args:
-        parameters, devices, name: as for `zero_bytes`.
-        working: c, bytes an element of the working copy: 2 in bf16.
-        grads: r, bytes an element of the gradients as they are summed and reduced: 4 unless `Precision.reduce` differs.
-
-    Raises:
-        ValueError: unknown strategy; parameters or devices not positive.
-    """
+    """Return the bytes of model state on each device as jdp keeps it, with Adam and more than one microbatch."""
     row = strategy(name)
     return JdpRow(
         _share(4, parameters, devices, row.shard_state),
@@ -103,16 +84,7 @@ def jdp_bytes(parameters: int, devices: int, name: str, *, working: int = 2, gra
 def sent_bytes(
     parameters: int, devices: int, name: str, *, params: int = 2, grads: int = 2, accumulate: int = 1
 ) -> int:
-    """Return the bytes that each device sends a step by the ring algorithms, rounded up (section 7 of the paper).
-
-    Args:
-        parameters, devices, name: as for `zero_bytes`.
-        params, grads: bytes an element of the weights that are gathered, and of the gradients that are reduced.
-        accumulate: K; zero2 and zero3 reduce in every microbatch, and zero3 gathers twice in each.
-
-    Raises:
-        ValueError: unknown strategy; parameters or devices not positive.
-    """
+    """Return the bytes that each device sends a step by the ring algorithms, rounded up (section 7 of the paper)."""
     row = strategy(name)
     reductions = 2 if not row.shard_state else accumulate if row.reduce_each_microbatch else 1
     gathers = {"never": 0, "step": 1, "use": 2 * accumulate}[row.gather]

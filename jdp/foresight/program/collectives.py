@@ -103,14 +103,7 @@ class Collective:
 
 
 def collectives(text: str | Program) -> list[Collective]:
-    """Return every collective that a compiled program runs, in schedule order, with the loops around it.
-
-    Args:
-        text: `.compile().as_text()` of a jitted function, or that parsed.
-
-    Raises:
-        ValueError: it is not such a text, or has an element type or device groups in an unknown notation.
-    """
+    """Return every collective that a compiled program runs, in schedule order, with the loops around it."""
     program = text if isinstance(text, Program) else parse(text)
 
     @functools.cache  # computations may be shared
@@ -168,15 +161,7 @@ def _of_instruction(
 
 
 def collective_of(step: Instruction, program: Program) -> Collective:
-    """Return an instruction of one of `KINDS` as a `Collective`, without the loops around it.
-
-    Args:
-        step: the instruction; of an asynchronous pair the start.
-        program: it is part of.
-
-    Raises:
-        ValueError: an element type or device groups in an unknown notation.
-    """
+    """Return an instruction of one of `KINDS` as a `Collective`, without the loops around it."""
     groups = _groups(step.bare, program.devices)
     results = shapes(_result_type(step))
     # The result of a reduce-scatter is one device's shard: the operand has one for every device of the group.

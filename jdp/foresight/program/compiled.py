@@ -78,16 +78,7 @@ class Compiled:
 
 
 def compile_step(lowered: jax.stages.Lowered, *, cache: Cache | None = None, described: str = "") -> Compiled:
-    """Compile a lowered step, or find the result in `cache`.
-
-    Args:
-        lowered: `Step.lower(state, batch)`.
-        cache: where results are kept; None compiles always.
-        described: everything about the devices that decides what the compiler makes; part of the cache's key.
-
-    Raises:
-        CompileError: XLA refuses the program, or runs out of memory while compiling.
-    """
+    """Compile a lowered step, or find the result in `cache`."""
     if cache is None:
         return _compile(lowered)
     name = f"{_key(lowered, described)}.json.z"

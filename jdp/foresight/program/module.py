@@ -145,14 +145,7 @@ class Program:
 
 
 def parse(text: str) -> Program:
-    """Parse the text of a compiled program.
-
-    Args:
-        text: `.compile().as_text()` of a jitted function.
-
-    Raises:
-        ValueError: it is not such a text.
-    """
+    """Parse the text of a compiled program."""
     entry = None
     computations: dict[str, list[Instruction]] = {}
     tables: dict[str, dict[str, str]] = {name: {} for name in _TABLES}
@@ -196,11 +189,7 @@ def array_bytes(dtype: str, dims: tuple[int, ...]) -> int:
 
 
 def bits(dtype: str) -> int:
-    """Return the bits of an element, which are the digits in `bf16`, `f8e4m3fn`, `s4`, `c64`; "token" has none.
-
-    Raises:
-        ValueError: an unknown type.
-    """
+    """Return the bits of an element, which are the digits in `bf16`, `f8e4m3fn`, `s4`, `c64`; "token" has none."""
     named = _BITS.match(dtype)
     if named is not None:
         return int(named[1])

@@ -60,12 +60,7 @@ _AT_MOST_ONE = ("host_efficiency", "link_efficiency", "network_efficiency", "mat
 
 
 def read(path: Path) -> tuple[Gpu, str]:
-    """Return the GPU that a file describes, and the text of XLA's GpuTargetConfigProto for it.
-
-    Raises:
-        ValueError: no such file, no TOML, an unknown key, a value of the wrong kind or range, a number of the compiler
-            given beside a dump, a dump that does not parse. The message names the file and the key.
-    """
+    """Return the GPU that a file describes, and the text of XLA's GpuTargetConfigProto for it."""
     path = user_path(path)
     try:
         check_regular(path)

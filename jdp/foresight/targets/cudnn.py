@@ -27,12 +27,7 @@ def version_in(config: str) -> int:
 
 @contextmanager
 def answered_for(device: Device, version: int) -> Generator[None]:
-    """Answer jax's questions for a described GPU while the context lasts, in which a program for it is traced.
-
-    Args:
-        device: one of those that the program is for. For other devices than GPUs nothing changes.
-        version: of cuDNN, as `version_in` returns it.
-    """
+    """Answer jax's questions for a described GPU while the context lasts, in which a program for it is traced."""
     if device.platform != "gpu":
         yield
         return

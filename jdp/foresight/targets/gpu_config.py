@@ -53,9 +53,6 @@ def fields(text: str) -> dict[str, str]:
     """Return every scalar of a text proto by its path, `"gpu_device_info.core_count": "132"`, strings without quotes.
 
     Of a repeated field the last is kept: none of those that jdp reads is repeated.
-
-    Raises:
-        ValueError: the text does not parse.
     """
     path, scalars, at = list[str](), dict[str, str](), 0
     end = len(text.rstrip())
@@ -83,11 +80,7 @@ _SOFTWARE = ("dnn_version", "driver_version", "runtime_version", "compile_time_t
 
 
 def device_fields(text: str) -> dict[str, str]:
-    """Return the fields of the device without zeros, which XLA does not write; `name` is what jax calls the device.
-
-    Raises:
-        ValueError: the text does not parse, or describes no GPU.
-    """
+    """Return the fields of the device without zeros, which XLA does not write; `name` is what jax calls the device."""
     prefix, scalars = "gpu_device_info.", fields(text)
     device = {k.removeprefix(prefix): v for k, v in scalars.items() if k.startswith(prefix) and v not in ("0", "NONE")}
     if "core_count" not in device:
@@ -97,11 +90,7 @@ def device_fields(text: str) -> dict[str, str]:
 
 
 def with_config(gpu: Gpu, text: str) -> Gpu:
-    """Return `gpu` with the compiler's numbers, memory and its bandwidth from a dumped text.
-
-    Raises:
-        ValueError: the text describes no GPU, or has something else where a number belongs.
-    """
+    """Return `gpu` with the compiler's numbers, memory and its bandwidth from a dumped text."""
     given = device_fields(text)
     names = {
         "cores": "core_count", "lanes": "fpus_per_core", "shared_per_core": "shared_memory_per_core",

@@ -46,14 +46,6 @@ def hybrid_axes(target: Target, state: TrainState) -> dict[str, int] | None:
     Weights are then gathered and gradients scattered within a replica; what crosses replicas is one shard of the
     gradients. A replica is whole hosts, as many as leave half of a device's memory beside the state and float32
     gradients.
-
-    Args:
-        target: the devices.
-        state: real or abstract.
-
-    Returns:
-        axis -> size, replica first; None where there is nothing to divide: one host, devices whose memory is not known,
-        or a state that needs all of them.
     """
     if target.hosts == 1 or target.memory_bytes is None or target.devices[0].platform != "gpu":
         return None
@@ -108,9 +100,6 @@ class Candidate:
         """Return `step.lower(state, batch)` for devices that are only described.
 
         The mesh is the context's too, so that a loss written under `jax.set_mesh` finds its axes.
-
-        Raises:
-            ValueError: the loss does something that these devices have no place for (`_IMPOSSIBLE`).
         """
         mesh = self.step.plan.mesh
         described = nullcontext() if self.cudnn is None else answered_for(mesh.devices.flat[0], self.cudnn)
@@ -120,12 +109,7 @@ class Candidate:
             return self.step.lower(self.state, self.batch)
 
     def compile(self, target: Target, cache: Cache | None = None) -> Compiled:
-        """Compile the step for `target`, whose devices its mesh is made of, or find the result in `cache`.
-
-        Raises:
-            CompileError: XLA refuses the program, or runs out of memory while compiling.
-            ValueError: as `lower` does, and for a compiler option's value that XLA refuses.
-        """
+        """Compile the step for `target`, whose devices its mesh is made of, or find the result in `cache`."""
         options = [f"{name}={value!r}" for name, value in sorted(self.step.compiler_options.items())]
         return compile_step(self.lower(), cache=cache, described="\n".join([target.fingerprint, *options]))
 
@@ -148,11 +132,7 @@ _IMPOSSIBLE = {
 
 @contextmanager
 def explaining_what_cannot_be_lowered() -> Generator[None]:
-    """Replace what jax says about a step that cannot be lowered for a target.
-
-    Raises:
-        ValueError: with what to do about it (`_IMPOSSIBLE`).
-    """
+    """Replace what jax says about a step that cannot be lowered for a target."""
     try:
         yield
     except (RuntimeError, ValueError) as error:
@@ -171,20 +151,7 @@ def abstract_on(
     microbatches: int | None = None,
     axes: Mapping[str, int] | None = None,
 ) -> Candidate:
-    """Put a step, a state and a batch on a target's devices, as abstract values.
-
-    Args:
-        step: a training or evaluation step.
-        state, batch: real or abstract; the batch is the global one.
-        target: "h100:8x8" and the like, or a `Target`; None: the mesh that `state` is placed on, where its leaves keep
-            their shardings, and the batch its rows.
-        microbatches: what rows must divide by besides the shards, where several numbers are compared; None: the step's.
-        axes: another mesh on the target: axis -> size, in order.
-
-    Raises:
-        ValueError: a bad target; devices that do not divide by the mesh's other axes; arrays of a batch whose leading
-            dimensions differ.
-    """
+    """Put a step, a state and a batch on a target's devices, as abstract values."""
     target = named(target) if isinstance(target, str) else target
     plan = step.plan.on(_mesh(step, state, target, axes))
     rows, notes = batch_rows(batch), tuple[str, ...]()
@@ -207,16 +174,6 @@ def round_up_rows(rows: int, unit: BatchUnit) -> tuple[int, tuple[str, ...]]:
     """Return the next number of rows that divides by the unit, and a note if that is another one.
 
     What is planned for a target should not depend on the number of devices that the batch was written for.
-
-    Args:
-        rows: the global batch's leading size.
-        unit: what they must divide by (`batch_unit`).
-
-    Returns:
-        (rows, notes); `notes` is empty where `rows` divides already.
-
-    Raises:
-        ValueError: the next number is 2^31 or more, which no array's dimension is planned for.
     """
     raised = unit.round_up(rows)
     if raised == rows:

@@ -12,9 +12,6 @@ def target_of(named: str | Target | None, state: PyTree = None) -> Target:
     """Return the target that was named; else the devices that `state` is placed on; else all of this cluster.
 
     A GPU of a kind that `targets.chips` knows has that chip's published rates; of another GPU only its memory is known.
-
-    Raises:
-        ValueError: a name that is no target.
     """
     if named is not None:
         return target(named) if isinstance(named, str) else named

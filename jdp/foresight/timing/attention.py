@@ -133,14 +133,7 @@ def attention(step: Instruction, computation: str, program: Program) -> Attentio
 
 
 def attention_seconds(call: Attention, peak_flops: float, exponentials: float, model: AttentionModel) -> float:
-    """Return how long the main kernel computes.
-
-    Args:
-        call: what it computes.
-        peak_flops: dense peak of matrix products of the operands' type, FLOP/s.
-        exponentials: how many a second.
-        model: what is fitted.
-    """
+    """Return how long the main kernel computes."""
     core = call.flops / (model.product_efficiency * peak_flops) + call.scores / exponentials
     ramp = model.ramp_keys + (model.diagonal_keys if call.causal else 0.0)
     return core * (1 + ramp / call.seen) * (model.backward_factor if call.backward else 1.0)

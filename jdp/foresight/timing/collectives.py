@@ -108,19 +108,7 @@ def collective_seconds(kind: str, payload_bytes: float, groups: Groups, target: 
 
 
 def collective_cost(kind: str, payload_bytes: float, groups: Groups, target: Target) -> CollectiveCost:
-    """Return the time of one execution of a collective; a group of one device takes none.
-
-    Args:
-        kind: XLA's name, such as "all-reduce".
-        payload_bytes: of the whole logical tensor (all-reduce, reduce-scatter, all-gather), or of one device's operand
-            (all-to-all, permute, broadcast).
-        groups: positions in the mesh's device order, which is that of `target.devices`; of a permute the pairs.
-        target: the devices.
-
-    Raises:
-        ValueError: a kind that is not known, a group with a device that the target does not have, or a target whose
-            rates are not published (cpu).
-    """
+    """Return the time of one execution of a collective; a group of one device takes none."""
     if kind not in (kinds := (*_RINGS, *_DIRECT, "collective-broadcast")):
         raise ValueError(f"the cost of a collective is known for {', '.join(kinds)}; given {kind!r}: name one")
     if target.chip is None:

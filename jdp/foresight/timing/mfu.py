@@ -31,28 +31,14 @@ _ELEMENT = {"bfloat16": "bf16", "float16": "f16", "float32": "f32", "float64": "
 
 
 def peak_flops(device_kind: str, dtype: str) -> float | None:
-    """Return the dense peak of one device's matrix units in FLOP/s; None where it is not known.
-
-    Args:
-        device_kind: `jax.Device.device_kind`.
-        dtype: of the operands, such as "bfloat16". For "float32" it is the peak of jax's default precision (TF32). MFU
-            is of the peak of `Precision.compute`: that of bfloat16 too where products with weights are in float8.
-    """
+    """Return the dense peak of one device's matrix units in FLOP/s; None where it is not known."""
     named = {chip.name: chip for chip in CHIPS.values()} | {kind: CHIPS[name] for kind, name in _SAME_PEAK.items()}
     chip = named.get(device_kind)
     return None if chip is None else chip.matmul_flops.get(_ELEMENT.get(dtype, dtype))
 
 
 def seconds_at_peak(step: Step, state: TrainState, batch: Batch) -> float | None:
-    """Return the seconds that a training step would take at every device's peak; divided by its time, that is the MFU.
-
-    Args:
-        step: a training step; its plan has the devices.
-        state, batch: real or abstract; `batch` is the global one, of all microbatches.
-
-    Returns:
-        Seconds; None where the peak is not known, as on a CPU.
-    """
+    """Return the seconds of a training step at every device's peak; divided by its time, that is the MFU."""
     devices = step.plan.mesh.devices
     peak = peak_flops(devices.flat[0].device_kind, jnp.dtype(step.precision.compute_dtype).name)
     if peak is None:

@@ -21,12 +21,7 @@ from jdp.core.types import Batch
 
 
 def model_flops(step: Step, state: TrainState, batch: Batch) -> float:
-    """Return the FLOPs of one training step over the global batch, all devices together.
-
-    Args:
-        step: a training step.
-        state, batch: real or abstract; `batch` is the global one, of all microbatches.
-    """
+    """Return the FLOPs of one training step over the global batch, all devices together."""
     rows = batch_rows(batch)
     forward = count_flops(trace_loss(step.loss_fn, step.precision, state, batch, rows).jaxpr)
     if (trained := state.static.trained) is None:

@@ -84,9 +84,6 @@ class Schedule:
     Attributes:
         program: as scheduled.
         caveats: where the times may be wrong; grows as computations are read.
-
-    Raises:
-        ValueError: the target's rates are not known.
     """
 
     def __init__(self, program: Program, target: Target, model: CostModel | None = None) -> None:

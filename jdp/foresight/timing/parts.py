@@ -47,11 +47,7 @@ class Part:
 
 
 def parts(schedule: Schedule) -> dict[str, Part]:
-    """Return what a step's kernels are spent on, the costliest part first.
-
-    Args:
-        schedule: of the compiled step.
-    """
+    """Return what a step's kernels are spent on, the costliest part first."""
     kernels = list(_kernels(schedule, schedule.program.entry, 1))
     square = {_line(schedule, op) for op, _ in kernels if not op.cost.flops and _has_length_twice(op)} - {None}
     found = defaultdict[str, Part](Part)

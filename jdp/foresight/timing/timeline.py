@@ -101,17 +101,7 @@ class Timeline:
 
 
 def timeline(program: Program, target: Target, model: CostModel | None = None) -> Timeline:
-    """Simulate one execution of a compiled step.
-
-    Args:
-        program: scheduled, as `.compile().as_text()` gives it.
-        target: the devices that it was compiled for. A chip with published rates is timed by them; for CPUs the rates
-            are measured, once in a process.
-        model: other constants than `CostModel`'s.
-
-    Raises:
-        ValueError: the target's rates are not known, or the text has something that `foresight/program` cannot read.
-    """
+    """Simulate one execution of a compiled step."""
     schedule = Schedule(program, target, model)
     total = schedule.total(program.entry)
     walk = _Walk(schedule)

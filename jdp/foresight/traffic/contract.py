@@ -86,14 +86,7 @@ class MeshCollective:
 
 
 def collectives_on(mesh: Mesh, compiled: Compiled, sites: Sites, statistics: BatchStatistics) -> list[MeshCollective]:
-    """Return every collective of a program that sends something, in schedule order.
-
-    Args:
-        mesh: the mesh it was compiled for.
-        compiled: the program.
-        sites: of that program.
-        statistics: what its batch norms take (`Theory.statistics`).
-    """
+    """Return every collective of a program that sends something, in schedule order."""
     placed, statistics_left = list[MeshCollective](), statistics.payload_bytes
     for c in compiled.collectives:
         if c.group_size > 1:
@@ -196,13 +189,7 @@ class Verdict:
 
 
 def compare(collectives: Iterable[MeshCollective], promised: Theory, stray_bytes: float = 0.0) -> Verdict:
-    """Compare what a program sends with what was promised.
-
-    Args:
-        collectives: all of the program's (`collectives_on`).
-        promised: the strategy's row.
-        stray_bytes: how many of the bytes that a device sends a step belong to no parameter.
-    """
+    """Compare what a program sends with what was promised."""
     counted, along_model = list[MeshCollective](), list[MeshCollective]()
     for each in collectives:
         (counted if each.over_batch else along_model).append(each)

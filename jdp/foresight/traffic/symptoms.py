@@ -30,16 +30,7 @@ def symptoms(
     *,
     offloads: bool = False,
 ) -> tuple[str, ...]:
-    """Return every sign, a sentence each, none twice.
-
-    Args:
-        compiled: the step.
-        sites: of its program.
-        parameters: its parameters on the mesh of its devices.
-        donated: number -> path, of the program's parameters that results are to be written into.
-        placing: why one of them is not, and what to do, as the end of a sentence and another one.
-        offloads: it is meant to copy from and to the host's memory.
-    """
+    """Return every sign, a sentence each, none twice."""
     sentences = [
         *_resharded(compiled, parameters),
         *_random(compiled, sites),

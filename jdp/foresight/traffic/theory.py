@@ -133,19 +133,6 @@ def theory(
 
     Frozen parameters have no gradients: where there are some, the reductions' Ψ is that of the trained ones, and c of a
     frozen one its own element's size where that is less.
-
-    Args:
-        plan: mesh and strategy.
-        params: the parameters, real or abstract.
-        accumulate: K.
-        precision: c is the size of its `compute` dtype, r of its `reduce`.
-        static: the state's: what is trained, what the model's metadata asks, which batch norms there are.
-        sync_batch_norm: batch norms normalise by the whole batch.
-        gathered: what the step's trace gathers (`Step.sends`). zero3 then promises those gathers, and those of
-            parameters too small to shard as if they were sharded.
-        wire, buckets: as in `jdp.make_train_step`.
-        local_steps: H; None: every step is synchronised over `replica`.
-        metrics: shapes of those that are arrays.
     """
     sizes = dict(plan.mesh.shape)
     placements: list[Placement] = jax.tree.leaves(plan.param_placements(params, static))

@@ -123,12 +123,7 @@ def examine_all_reduce() -> list[Finding]:
 
 
 def time_all_reduce(payload: int, seconds: float) -> Timed:
-    """Sum an array over all devices, again and again, and return how long one takes.
-
-    Args:
-        payload: bytes of float32 that each device gives.
-        seconds: for how long, about; process 0 decides how often that is.
-    """
+    """Sum an array over all devices, again and again, and return how long one takes."""
     devices = jax.devices()
     mesh = Mesh(np.array(devices), ("all",))
     rows = NamedSharding(mesh, PartitionSpec("all"))

@@ -18,22 +18,13 @@ def existing(folder: Path) -> Path:
 
 
 def examine_disk(folder: Path) -> list[Finding]:
-    """Return what was found of room, inodes and writing. A file is written and removed again.
-
-    Args:
-        folder: that of the runs, or of one; need not exist.
-    """
+    """Return what was found of room, inodes and writing. A file is written and removed again."""
     place = existing(folder)
     return [examine_room(place), _inodes(place), _writing(place)]
 
 
 def examine_room(place: Path, checkpoint: Path | None = None) -> Finding:
-    """Return what was found of the room on a disk.
-
-    Args:
-        place: a folder on it.
-        checkpoint: the folder of one, for another of which there must be room; None: look for a GiB.
-    """
+    """Return what was found of the room on a disk."""
     needed = 0 if checkpoint is None else sum(file.stat().st_size for file in checkpoint.rglob("*"))
     status = os.statvfs(place)
     free, size = status.f_frsize * status.f_bavail, status.f_frsize * status.f_blocks

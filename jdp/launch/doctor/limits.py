@@ -16,11 +16,7 @@ _RDMA = Path("/sys/class/infiniband")
 
 
 def examine_limits(shared_memory: Path = Path("/dev/shm")) -> list[Finding]:
-    """Return what was found of every limit. Nothing is changed, and JAX is not needed.
-
-    Args:
-        shared_memory: where the system keeps it.
-    """
+    """Return what was found of every limit. Nothing is changed, and JAX is not needed."""
     return [_memory(), _processors(), _files(), _threads(), _locked(), _shared(shared_memory)]
 
 

@@ -24,12 +24,7 @@ _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
 def examine_names(environment: Mapping[str, str], cluster: Cluster | None) -> list[Finding]:
-    """Return what was found of this host's own name, those of the job's nodes, and interfaces named in variables.
-
-    Args:
-        environment: environment variables.
-        cluster: of which this process is a part; None: of none.
-    """
+    """Return what was found of this host's own name, those of the job's nodes, and interfaces named in variables."""
     return [_own_name(cluster), *_node_names(environment), *_interfaces(environment)]
 
 
@@ -107,15 +102,7 @@ def examine_port() -> Finding:
 
 
 def call_roll(cluster: Cluster, seconds: float) -> Finding:
-    """Let all processes meet on the coordinator's port, before JAX takes it.
-
-    Args:
-        cluster: with a coordinator's address.
-        seconds: how long to wait for the others.
-
-    Returns:
-        For process 0 who came; for the others whether they reached it.
-    """
+    """Let all processes meet on the coordinator's port, before JAX takes it."""
     assert cluster.coordinator is not None and cluster.num_processes is not None and cluster.process_id is not None
     host, _, port = cluster.coordinator.rpartition(":")
     host, deadline = host.strip("[]"), time.monotonic() + seconds

@@ -33,12 +33,7 @@ _OWN = ("JAX_COORDINATOR_BIND_ADDRESS", "JAX_PROCESS_ID", "JAX_LOCAL_DEVICE_IDS"
 
 
 def compare(environment: Mapping[str, str], seconds: float) -> list[Finding]:
-    """Compare versions, devices and the variables that change a program over the processes; the findings of this one.
-
-    Args:
-        environment: environment variables.
-        seconds: how long to wait for the others.
-    """
+    """Compare versions, devices and variables between processes; return this process' findings."""
     variables = {
         name: value
         for name, value in environment.items()
@@ -65,12 +60,7 @@ def compare(environment: Mapping[str, str], seconds: float) -> list[Finding]:
 
 
 def examine_shared(folder: Path, seconds: float) -> list[Finding]:
-    """Let each process write a file into a folder, look for those of the others, and remove its own.
-
-    Args:
-        folder: exists in each process' view.
-        seconds: how long to wait for the others.
-    """
+    """Let each process write a file into a folder, look for those of the others, and remove its own."""
     count, me = jax.process_count(), jax.process_index()
     token = from_first_process("the name of a shared file", secrets.token_hex(8), seconds=seconds)
     names = [f".jdp-doctor-{token}-{process:05d}" for process in range(count)]
@@ -130,11 +120,7 @@ def _reads(file: Path, text: str) -> bool:
 
 
 def examine_clocks(seconds: float) -> list[Finding]:
-    """Compare this process' clock with process 0's, as NTP does: half of the round trip is the uncertainty.
-
-    Args:
-        seconds: how long to wait for an answer.
-    """
+    """Compare this process' clock with process 0's, as NTP does: half of the round trip is the uncertainty."""
     offset, doubt = _ask(seconds * jax.process_count()) if jax.process_index() else _answer(seconds)
     told = from_every_process("clocks", json.dumps([offset, doubt]), seconds=seconds * jax.process_count())
     direction = "ahead of" if offset > 0 else "behind"
@@ -178,12 +164,7 @@ def _get(client: Any, key: str, seconds: float, process: int) -> str:
 
 
 def gather(findings: list[Finding], seconds: float) -> tuple[dict[int, list[Finding]], dict[int, str]]:
-    """Return the findings and the host of every process, by its index.
-
-    Args:
-        findings: of this process.
-        seconds: how long to wait for the others.
-    """
+    """Return the findings and the host of every process, by its index."""
     text = json.dumps([socket.gethostname(), [astuple(each) for each in findings]])
     said = [json.loads(each) for each in from_every_process("what was found", text, seconds=seconds)]
     hosts = {process: host for process, (host, _) in enumerate(said)}

@@ -52,13 +52,6 @@ def recorded(
     """Record the beginning of a visit, and how it ends when it leaves `with`. Process 0 writes.
 
     A run that was finished before the visit is left as it is.
-
-    Args:
-        folder: the run's.
-        experiment: the run's.
-        progress: how far the run is; read again at the end.
-        mesh: the devices of the visit.
-        changed: each key that the visit before had another value of -> both values.
     """
     if progress.finished(experiment) or jax.process_index() != 0:
         yield

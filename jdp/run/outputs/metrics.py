@@ -35,14 +35,7 @@ EVENTS = "events"
 
 
 class Metrics:
-    """Appends rows of scalars to a run's metrics. On processes other than 0 it does nothing.
-
-    Args:
-        folder: the run's folder; must exist.
-        resumed_step: the step this process starts after (0: a new run); rows of later steps are removed.
-        trackers: also get every row, and are closed with the files; with exit code 1 if an exception leaves `with`, or
-            with the exit code of a SystemExit.
-    """
+    """Appends rows of scalars to a run's metrics. On processes other than 0 it does nothing."""
 
     def __init__(self, folder: Path, *, resumed_step: int = 0, trackers: Sequence[BackgroundTracker] = ()) -> None:
         self._speaks = jax.process_index() == 0
@@ -62,15 +55,7 @@ class Metrics:
         self._hide_older_events_after(resumed_step)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Append one row.
-
-        Args:
-            step: optimizer steps done.
-            values: name -> Python, numpy or JAX scalar (which is waited for).
-
-        Raises:
-            ValueError: a value is not a scalar number.
-        """
+        """Append one row."""
         if not self._speaks:
             return
         now = time.time()
@@ -84,11 +69,7 @@ class Metrics:
             tracker.write(step, scalars)
 
     def close(self, exit_code: int = 0) -> None:
-        """Close the files and the trackers.
-
-        Args:
-            exit_code: how the visit ended, for the trackers.
-        """
+        """Close the files and the trackers."""
         with contextlib.ExitStack() as closing:  # all of them, even if the disk is full and each raises
             for tracker in self._trackers:
                 closing.callback(tracker.close, exit_code)
@@ -117,11 +98,7 @@ class Metrics:
 
 
 def numbers(values: Mapping[str, jax.Array]) -> dict[str, float]:
-    """Return a step's metrics as numbers, which is all that a row holds; arrays are left out, and reported once.
-
-    Args:
-        values: name -> array (which is waited for).
-    """
+    """Return a step's metrics as numbers, which is all that a row holds; arrays are left out, and reported once."""
     for name, value in values.items():
         if value.ndim:
             notice(f"metric {name!r} has shape {value.shape}: rows of metrics hold numbers, so it is left out")

@@ -20,15 +20,7 @@ FOLDER = "profile"
 
 
 def profiled_steps(text: str | None, of: int) -> range | None:
-    """Parse `--profile`.
-
-    Args:
-        text: "10:13" for the steps 10, 11, 12 and 13, "10" for step 10; None for none.
-        of: steps of the run.
-
-    Raises:
-        ValueError: the text is something else, or the run does not have these steps.
-    """
+    """Parse `--profile`."""
     if text is None:
         return None
     match = re.fullmatch(r"\s*(\d{1,18})\s*(?::\s*(\d{1,18})\s*)?", text)
@@ -45,14 +37,7 @@ def profiled_steps(text: str | None, of: int) -> range | None:
 
 
 class Profile:
-    """Traces `steps` of a visit into RUN/profile; the loop calls `begin` before and `end` after every step.
-
-    Args:
-        steps: the steps to trace; None: none. Steps of earlier visits are left out; if none is left, that is displayed.
-        folder: the run's folder.
-        display: shows where the trace is.
-        done: steps done before this visit.
-    """
+    """Traces `steps` of a visit into RUN/profile; the loop calls `begin` before and `end` after every step."""
 
     def __init__(self, steps: range | None, folder: Path, display: Display, *, done: int = 0) -> None:
         self._folder, self._say = folder / FOLDER, display.say

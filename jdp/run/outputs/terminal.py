@@ -15,13 +15,7 @@ from jdp.base.notices import shown
 
 
 class Display:
-    """Shows the progress of a run.
-
-    Args:
-        steps: optimizer steps in the whole run.
-        done: steps done before this visit.
-        to_stderr: print on stderr, as stdout is for one JSON object (`--json`).
-    """
+    """Shows the progress of a run."""
 
     def __init__(self, steps: int, *, done: int = 0, to_stderr: bool = False) -> None:
         self._steps, self._first = steps, done

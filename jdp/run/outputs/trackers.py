@@ -46,14 +46,7 @@ class Tracker(Protocol):
 
 
 def check_installed(**wanted: str | None) -> None:
-    """Check that the trackers' packages are installed; only process 0 needs them.
-
-    Args:
-        wanted: wandb="PROJECT", mlflow="EXPERIMENT"; None for one that is not asked for.
-
-    Raises:
-        ValueError: a package is missing.
-    """
+    """Check that the trackers' packages are installed; only process 0 needs them."""
     for name in [name for name, project in wanted.items() if project is not None and jax.process_index() == 0]:
         spec = find_spec(name)
         if spec is None or spec.origin is None:  # W&B's own folder `wandb` beside the program is no package
@@ -65,17 +58,7 @@ def check_installed(**wanted: str | None) -> None:
 def start(
     folder: Path, config: Mapping[str, Any], *, resumed_step: int = 0, **wanted: str | None
 ) -> list[BackgroundTracker]:
-    """Start the trackers, or continue their runs. On processes other than 0 there are none.
-
-    Args:
-        folder: the run's folder; its name is the run's.
-        config: the resolved experiment, nested tables of plain values.
-        resumed_step: the step this visit starts after.
-        wanted: wandb="PROJECT" or "ENTITY/PROJECT", mlflow="EXPERIMENT"; None for one that is not asked for.
-
-    Raises:
-        ValueError: a tracker did not start. If it has the run from an earlier visit, this is a notice instead.
-    """
+    """Start the trackers, or continue their runs. On processes other than 0 there are none."""
     started: list[BackgroundTracker] = []
     if jax.process_index() != 0:
         return started
@@ -103,13 +86,7 @@ def start(
 
 
 class BackgroundTracker:
-    """A tracker on a thread of its own; an exception of its ends the tracking, not the run.
-
-    Args:
-        name: "wandb" or "mlflow".
-        tracker: one that has started.
-        folder: the run's.
-    """
+    """A tracker on a thread of its own; an exception of its ends the tracking, not the run."""
 
     def __init__(self, name: str, tracker: Tracker, folder: Path) -> None:
         self._name, self._tracker, self._folder = name, tracker, folder

@@ -22,12 +22,7 @@ _KEPT = 8192  # bytes of stderr
 
 
 class Children:
-    """Starts runs, one at a time; in `with`, SIGINT and SIGTERM are passed on to the one that runs, and end the sweep.
-
-    Args:
-        command: returns the command line of a run.
-        quiet: send the runs' stdout to stderr, as the sweep's own is for one JSON object.
-    """
+    """Starts runs, one at a time; in `with`, SIGINT and SIGTERM are passed on to it, and end the sweep."""
 
     def __init__(self, command: Callable[[Member], Sequence[str]], *, quiet: bool) -> None:
         self._command, self._quiet = command, quiet

@@ -41,17 +41,7 @@ class Member:
 
 
 def members(file: Path, sweeps: Sequence[str], overrides: Mapping[str, str]) -> list[Member]:
-    """Return the runs in order, each validated.
-
-    Args:
-        file: the experiment's.
-        sweeps: "KEY=VALUES" each.
-        overrides: dotted key -> text, the same for all runs.
-
-    Raises:
-        ExperimentError: a sweep cannot be parsed, a key is unknown, a value does not fit its key, two runs would be
-            the same, or there are more than `MOST`.
-    """
+    """Return the runs in order, each validated."""
     axes = dict(_axes(sweeps))
     for key in axes.keys() & overrides.keys():
         raise ExperimentError(f"--sweep {key} and --{key} {overrides[key]} exclude each other: remove one")
@@ -66,17 +56,7 @@ def members(file: Path, sweeps: Sequence[str], overrides: Mapping[str, str]) -> 
 
 
 def check(sweep: Sequence[Member], runs: Path, *, processes: int = 1, devices: int | None = None) -> None:
-    """Compare every run with the devices, and with what is in its folder.
-
-    Args:
-        sweep: the runs.
-        runs: the folder that holds them.
-        processes: processes of a run.
-        devices: devices of all of them, for a run that does not set `devices`; None: not known.
-
-    Raises:
-        ExperimentError: the first problem.
-    """
+    """Compare every run with the devices, and with what is in its folder."""
     for member in sweep:
         asked = member.experiment.devices
         count = asked * processes if asked is not None else devices
@@ -93,10 +73,6 @@ def member_name(name: str, values: Mapping[str, str]) -> str:
 
     Characters that a folder's name cannot have are replaced, and a short hash keeps the names of different values
     different.
-
-    Args:
-        name: the experiment's.
-        values: swept key -> value, as text.
     """
 
     def short_hash(text: str) -> str:

@@ -60,16 +60,7 @@ def as_json(name: str, results: Sequence[Result]) -> dict[str, Any]:
 
 
 def record(name: str, results: Sequence[Result], runs: Path) -> Path:
-    """Write the object to RUN_DIR/NAME.sweep.json, in one move.
-
-    Args:
-        name: of the sweep.
-        results: of all its runs.
-        runs: the folder that holds the runs.
-
-    Raises:
-        ExperimentError: the file cannot be written.
-    """
+    """Write the object to RUN_DIR/NAME.sweep.json, in one move."""
     file = runs / f"{name}.sweep.json"
     fresh = file.with_name(f"{file.name}.new")
     try:

@@ -57,14 +57,7 @@ def walk(
     *,
     say: Callable[[str], None],
 ) -> Iterable[Sequence[Result]]:
-    """Run what is not done yet, and yield the results of all members in their order, after each run.
-
-    Args:
-        members: the runs.
-        runs: the folder that holds them.
-        start: runs one to its end.
-        say: shows a line of progress.
-    """
+    """Run what is not done yet, and yield the results of all members in their order, after each run."""
     results = [Result(member, WAITING) for member in members]
     for number, member in enumerate(members):
         heading, before = f"[{number + 1}/{len(members)}] {member.name}", summary_of(member, runs)

@@ -321,12 +321,7 @@ def _quotient(trace: LossTrace, program: ClosedJaxpr) -> Quotient | None:
 
 
 def prove(first: LossTrace, second: LossTrace, group: int) -> Proof:
-    """Read a loss' program, traced for two numbers of rows.
-
-    Args:
-        first, second: the traces.
-        group: rows that belong together.
-    """
+    """Read a loss' program, traced for two numbers of rows."""
     programs = [each.closed if each.is_sum else flattened(each.closed) for each in (first, second)]
     try:
         return _proof(first, second, [programs[0], programs[1]], group)

@@ -79,13 +79,7 @@ def _avals(closed: ClosedJaxpr) -> list[Any]:
 
 
 def quotient_of(closed: ClosedJaxpr, params: Sequence[Any], batch: Sequence[Any], result: Any) -> Quotient | None:
-    """Return the quotient that a scalar `result` of a flattened program ends in; None if it does not.
-
-    Args:
-        closed: the program.
-        params, batch: its input variables that are parameters, and that are leaves of the batch.
-        result: a variable.
-    """
+    """Return the quotient that a scalar `result` of a flattened program ends in; None if it does not."""
     return _Finder(closed, params, batch).find(result)
 
 
@@ -195,11 +189,7 @@ def _reached(eqns: Sequence[JaxprEqn], variables: Sequence[Any]) -> set[Any]:
 
 
 def sums_of_quotient(function: Callable[..., Any], operands: Any, batch: Any, *others: Any) -> tuple[Any, Any, Any]:
-    """Run `function(operands, batch, *others) -> (scalar, rest)` so that the scalar's total and weight come out.
-
-    Returns:
-        (total, weight, rest).
-    """
+    """Run `function(operands, batch, *others) -> (scalar, rest)` so that the scalar's total and weight come out."""
     arguments = (operands, batch, *others)
     traced, shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
     closed = flattened(traced)
