@@ -1,8 +1,8 @@
 """Several processes as one, started again when they fail: torchrun for JAX.
 
-`launch` gives each process its place in the cluster through the environment (`distributed.initialize` reads it), starts
-them all, and watches them (`processes.py`). When one fails the others are ended, what failed first is reported, and all are
-started again, on a new port, if that can help:
+`launch` gives each process its rank through the environment (`jdp.initialize` reads it), starts them all, and watches
+them (`processes.py`). When one fails the others are ended, the first failure is reported, and all are started again, on
+a new port, if that can help:
 
 - not after what would come again: a user's mistake (2), processes that do not match (78), the answer no (1), Ctrl-C;
 - as often as `max_restarts` allows;

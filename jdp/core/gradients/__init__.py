@@ -43,9 +43,9 @@ more dimension; under ddp, and for leaves too small to shard, the two are equal.
        │
        │  2. for each microbatch           K = 1: the batch. Else [rows, ...] → [K, rows / K, ...] and a lax.scan that
        │     │                             carries gradients, sums and the model state that changes
-       │     ├─ rowwise_loss.py  RowwiseLoss      takes a key, or a `BatchKey` where a call gets only some of the R rows:
-       │     │   ├─ match_draws.py               then each draw is compared with the one for all R rows,
-       │     │   └─ replay.py              and the loss is run again so that it draws its rows of that one
+       │     ├─ rowwise_loss.py            takes a key, or a `BatchKey` where a call gets only some of the R rows:
+       │     │   ├─ random/match_draws.py  then each draw is compared with the one for all R rows,
+       │     │   └─ random/replay.py       and the loss is run again so that it draws its rows of that one
        │     ├─ loss_call.py  TracedLoss   zero3: shard → gather → S, c (`gather_with_reduced_grad`), at the top or, in
        │     │   │                         scan_layers (core/layers.py), layer by layer
        │     │   └─ loss_fn                (model, batch, rng) → Loss → Sums (float32), model state afterwards
@@ -75,6 +75,6 @@ come back in the order of the batch, from those without.
 
 With precision="fp8" `fp8.py` traces `TracedLoss`, and runs it again with its products with weights in float8.
 
-`tracing/collectives.py` stands beside: of a step that is lowered it reads which collectives the trace issues, for `jdp.verify`.
+`tracing/collectives.py` reads which collectives the trace of a lowered step issues, for `jdp.verify`.
 An evaluation step (`accumulate.evaluate`) is 1, the forward pass of 2, and the sums of 4.
 """

@@ -6,8 +6,8 @@ side by side, so that one collective sends them all:
     sharded leaf    [N, elements / N]  reduced over `data`: row d is device d's shard at rest
     whole leaf      [D, elements / D]  reduced over all D shards of the batch; row d is gathered again
 
-As they are, rows are reduce-scattered (sharded) or all-reduced (whole). Encoded (`wire.py`), row d of every device goes
-to device d (all-to-all), which decodes and adds them in float32; whole leaves, and shards over `replica`, are then
+As they are, rows are reduce-scattered (sharded) or all-reduced (whole). Encoded, row d of every device goes to
+device d (all-to-all), which decodes and adds them in float32; whole leaves, and shards over `replica`, are then
 encoded once more and gathered. What encoding lost is kept in the train state and added to the next gradient
 (`feedback.py`); the loss of the second encoding is kept by the device that made it. PowerSGD sums two factors of each
 matrix instead (Vogels et al. 2019, algorithm 1), over all shards of the batch at once.

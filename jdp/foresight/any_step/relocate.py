@@ -4,8 +4,8 @@
    else the largest that the batch is split over (`moved_sizes`).
 2. Rows of a batch that the new mesh cannot split are rounded up, and the function is traced again (`_rows`).
 3. What the function closed over is still of the old mesh: `NamedSharding`s in constraints and in the jit itself, meshes
-   of `shard_map`s. They are exchanged in the jaxpr (`replace_mesh.py`). A `shard_map`'s body has one device's shapes, so
-   there the sizes must be the same, unless it takes the mesh of the context, or is `jdp.value_and_grad`'s.
+   of `shard_map`s. They are exchanged in the jaxpr (`replace_mesh.py`). A `shard_map`'s body has one device's shapes,
+   so there the sizes must be the same, unless it takes the mesh of the context, or is `jdp.value_and_grad`'s.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def attention(op: Op) -> State:
 
 
 def draw(op: Op) -> State:
-    """Take a draw with one dimension that counts rows as drawn by row (`rowwise_loss.py`), one without as shared by all."""
+    """Take a draw with one dimension of rows as drawn by row (`rowwise_loss.py`), one without as shared by all."""
     counted, known = scales(*op.out_shapes), op.operands[-1]
     rows = [state for state in op.operands if isinstance(state, Rows)]
     if rows:
