@@ -1,4 +1,4 @@
-"""`jdp train FILE` reads through seven packages, one way down: who follows it from `cli/train.py` enters no other."""
+"""`jdp train FILE` reads through seven packages and `base`, one way down: who follows it from `cli/train.py` enters no other."""
 
 import ast
 from pathlib import Path
@@ -7,7 +7,7 @@ import jdp
 
 PACKAGE = Path(jdp.__file__).parent
 ROAD = ["cli/main.py", "cli/train.py", "cli/train_options.py", "cli/options.py"]
-PACKAGES = {"cli", "run", "experiment", "guard", "checkpoint", "data", "core"}
+PACKAGES = {"base", "cli", "run", "experiment", "guard", "checkpoint", "data", "core"}
 """Models and their FLOPs are behind `jdp.experiment.assembly.Assembly`."""
 
 
