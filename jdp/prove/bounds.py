@@ -60,23 +60,14 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Closest:
-    """The element of a run that comes closest to its bound, or goes farthest beyond it.
+    """The element of a run that comes closest to its bound, or goes farthest beyond it."""
 
-    Attributes:
-        step: optimizer steps done; 0 is the state before the first.
-        leaf: "loss", "weight", "grad_norm", or the path of a leaf of the state, such as "params/embed/tokens".
-        difference: of the element from the reference, absolute.
-        bound: of that difference.
-        ratio: difference / bound; 0 if both are 0.
-        beyond: how many leaves are beyond their bounds at this step.
-    """
-
-    step: int = 0
-    leaf: str = ""
-    difference: float = 0.0
-    bound: float = 0.0
-    ratio: float = 0.0
-    beyond: int = 0
+    step: int = 0  # optimizer steps done; 0 is the state before the first
+    leaf: str = ""  # "loss", "weight", "grad_norm", or the path of a leaf of the state, such as "params/embed/tokens"
+    difference: float = 0.0  # of the element from the reference, absolute
+    bound: float = 0.0  # of that difference
+    ratio: float = 0.0  # difference / bound; 0 if both are 0
+    beyond: int = 0  # how many leaves are beyond their bounds at this step
 
 
 def snapshot(state: TrainState, metrics: Metrics | None = None) -> dict[str, Array]:
@@ -105,16 +96,12 @@ def sum_noise(batch: Batch) -> float:
 
 @dataclass
 class Record:
-    """The reference at every step, and the deviations of its shadows.
+    """The reference at every step, and the deviations of its shadows."""
 
-    Attributes:
-        noise: the relative error that a sum over the batch in fp32 may always have.
-        values: the reference's snapshots; entry s is after s steps.
-        widest: for each step, name -> largest deviation of each element; `close` replaces deviations by bounds.
-    """
-
-    noise: float
+    noise: float  # the relative error that a sum over the batch in fp32 may always have
+    # the reference's snapshots; entry s is after s steps
     values: list[dict[str, Array]] = field(default_factory=list[dict[str, Array]])
+    # for each step, name -> largest deviation of each element; `close` replaces deviations by bounds
     widest: list[dict[str, Array]] = field(default_factory=list[dict[str, Array]])
 
     def add(self, values: dict[str, Array]) -> None:

@@ -64,15 +64,10 @@ class Training:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Noise:
-    """Exaggerated rounding: random signs, constant over the steps, times a relative amplitude.
+    """Exaggerated rounding: random signs, constant over the steps, times a relative amplitude."""
 
-    Attributes:
-        seed: uint32 scalar, of the signs.
-        amplitude: float32 scalar; a negative one reverses all signs, 0 is no noise.
-    """
-
-    seed: Any
-    amplitude: Any
+    seed: Any  # uint32 scalar, of the signs
+    amplitude: Any  # float32 scalar; a negative one reverses all signs, 0 is no noise
 
 
 SILENT = Noise(np.uint32(0), np.float32(0))
@@ -80,17 +75,11 @@ SILENT = Noise(np.uint32(0), np.float32(0))
 
 @dataclass(frozen=True)
 class Reference:
-    """The plain training loop.
+    """The plain training loop."""
 
-    Attributes:
-        training: what is trained.
-        device: the one device.
-        compiler_options: of XLA's compiler.
-    """
-
-    training: Training
-    device: Device
-    compiler_options: Mapping[str, CompilerValue] = field(default_factory=dict[str, CompilerValue])
+    training: Training  # what is trained
+    device: Device  # the one device
+    compiler_options: Mapping[str, CompilerValue] = field(default_factory=dict[str, CompilerValue])  # of XLA's compiler
     _traced: dict[str, bool] = field(default_factory=dict[str, bool], repr=False, compare=False)
 
     @property

@@ -69,25 +69,15 @@ class Skip:
 
 @dataclass(frozen=True)
 class Space:
-    """All settings that could be run.
+    """All settings that could be run."""
 
-    Attributes:
-        devices: those of this machine that the proof uses, in order.
-        counts: numbers of devices, ascending; 1 is among them.
-        accumulates: numbers of microbatches, ascending; 1 is among them.
-        axes: mesh axis -> size, as in an experiment file; `data` takes what the others leave.
-        rows: of the global batch.
-        no_manual: why manual partitioning is not run; None: it is.
-        no_microbatches: why a batch may not be computed in microbatches; None: it may.
-    """
-
-    devices: Sequence[Device]
-    counts: tuple[int, ...]
-    accumulates: tuple[int, ...]
-    axes: Mapping[str, int]
-    rows: int = 0
-    no_manual: str | None = None
-    no_microbatches: str | None = None
+    devices: Sequence[Device]  # those of this machine that the proof uses, in order
+    counts: tuple[int, ...]  # numbers of devices, ascending; 1 is among them
+    accumulates: tuple[int, ...]  # numbers of microbatches, ascending; 1 is among them
+    axes: Mapping[str, int]  # mesh axis -> size, as in an experiment file; `data` takes what the others leave
+    rows: int = 0  # of the global batch
+    no_manual: str | None = None  # why manual partitioning is not run; None: it is
+    no_microbatches: str | None = None  # why a batch may not be computed in microbatches; None: it may
 
     def mesh(self, count: int) -> Mesh:
         """Return the mesh of these axes over `count` devices; over one device, each axis has size 1."""

@@ -37,33 +37,19 @@ class CompiledStep:
 
 @dataclass(frozen=True)
 class Run:
-    """One run as the page takes it.
+    """One run as the page takes it."""
 
-    Attributes:
-        name: of the run, different from the others'.
-        rows: of metrics, each with "step" and numbers.
-        history: the events of its visits.
-        summary: of its last visit that came to the end.
-        toml: the experiment as run.
-        settings: its dotted keys, and their values as text.
-        checkpoints: steps of those that are there.
-        notes: what was damaged or missing, a sentence each.
-        step: the compiled step; None with the reason in `no_step`.
-        no_step: why there is none, as a sentence.
-        goodput: the useful share of all its time, and where the rest went; None: not known.
-    """
-
-    name: str
-    rows: Sequence[Mapping[str, float]]
-    history: Sequence[Mapping[str, Any]] = ()
-    summary: Mapping[str, Any] | None = None
-    toml: str = ""
-    settings: Mapping[str, str] = field(default_factory=dict[str, str])
-    checkpoints: Sequence[int] = ()
-    notes: Sequence[str] = ()
-    step: CompiledStep | None = None
-    no_step: str = "The step was not compiled."
-    goodput: str | None = None
+    name: str  # of the run, different from the others'
+    rows: Sequence[Mapping[str, float]]  # of metrics, each with "step" and numbers
+    history: Sequence[Mapping[str, Any]] = ()  # the events of its visits
+    summary: Mapping[str, Any] | None = None  # of its last visit that came to the end
+    toml: str = ""  # the experiment as run
+    settings: Mapping[str, str] = field(default_factory=dict[str, str])  # its dotted keys, and their values as text
+    checkpoints: Sequence[int] = ()  # steps of those that are there
+    notes: Sequence[str] = ()  # what was damaged or missing, a sentence each
+    step: CompiledStep | None = None  # the compiled step; None with the reason in `no_step`
+    no_step: str = "The step was not compiled."  # why there is none, as a sentence
+    goodput: str | None = None  # the useful share of all its time, and where the rest went; None: not known
 
 
 def run_page(runs: Sequence[Run], *, title: str = "") -> str:

@@ -30,24 +30,16 @@ _LABELLED = 0.03  # share of the axis from which a block has room for "× n"
 
 @dataclass(frozen=True)
 class Block:
-    """One rectangle.
+    """One rectangle."""
 
-    Attributes:
-        lane: the one it is drawn on.
-        start, seconds: when; how wide it is drawn.
-        kind: CSS class.
-        title: what the reader sees who points at it.
-        times: rounds of a loop that it represents.
-        busy: the share of `seconds` in which the lane is busy: how high it is filled.
-    """
-
-    lane: str
+    lane: str  # the one it is drawn on
+    # start, seconds: when; how wide it is drawn
     start: float
     seconds: float
-    kind: str
-    title: str
-    times: int = 1
-    busy: float = 1.0
+    kind: str  # CSS class
+    title: str  # what the reader sees who points at it
+    times: int = 1  # rounds of a loop that it represents
+    busy: float = 1.0  # the share of `seconds` in which the lane is busy: how high it is filled
 
     @property
     def end(self) -> float:

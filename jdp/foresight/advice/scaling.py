@@ -14,13 +14,9 @@ BILL = ("days", "device-hours", "money")
 
 @dataclass(frozen=True)
 class Scaling:
-    """Plans of one experiment for several targets, in the order given.
+    """Plans of one experiment for several targets, in the order given."""
 
-    Attributes:
-        reports: two or more.
-    """
-
-    reports: tuple[PlanReport, ...]
+    reports: tuple[PlanReport, ...]  # two or more
 
     @property
     def headings(self) -> tuple[str, ...]:

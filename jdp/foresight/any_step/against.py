@@ -32,17 +32,11 @@ from jdp.foresight.traffic.reductions import ring_bytes
 
 @dataclass(frozen=True)
 class Bound:
-    """What a device may send.
+    """What a device may send."""
 
-    Attributes:
-        wire_bytes: a step.
-        words: whose bytes these are: "zero3 for 12 MiB of parameters", "given".
-        over_batch: only what runs along the batch's axes counts.
-    """
-
-    wire_bytes: float
-    words: str
-    over_batch: bool
+    wire_bytes: float  # a step
+    words: str  # whose bytes these are: "zero3 for 12 MiB of parameters", "given"
+    over_batch: bool  # only what runs along the batch's axes counts
 
 
 def bound(against: str | float, parameters: Sequence[Argument] | None, moved: Moved) -> Bound:

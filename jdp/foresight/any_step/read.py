@@ -34,44 +34,26 @@ from jdp.foresight.traffic.symptoms import symptoms, written_into
 
 @dataclass(frozen=True)
 class HeldArgument:
-    """An argument on one device.
+    """An argument on one device."""
 
-    Attributes:
-        path: in the call.
-        bytes: of its shard, as the program takes it.
-        donated: its memory may take a result.
-        in_place: it does.
-    """
-
-    path: str
-    bytes: int
-    donated: bool
-    in_place: bool
+    path: str  # in the call
+    bytes: int  # of its shard, as the program takes it
+    donated: bool  # its memory may take a result
+    in_place: bool  # it does
 
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes per device.
+    """Bytes per device."""
 
-    Attributes:
-        arguments: in the order of the call.
-        results: those that are not written into an argument.
-        host: of arguments, results and temporaries that are in the host's memory; in none of the others.
-        temporaries: what else XLA allocates while the step runs.
-        total: the three together.
-        largest: temporaries held at the peak, largest first, equal ones together.
-        at: "file:line" of what runs at the peak, or its jax name; None where the program has neither.
-        headroom: whether a device holds it; None where its memory is not known.
-    """
-
-    arguments: tuple[HeldArgument, ...]
-    results: int
-    temporaries: int
-    total: int
-    largest: tuple[Held, ...]
-    at: str | None
-    headroom: Headroom | None
-    host: int = 0
+    arguments: tuple[HeldArgument, ...]  # in the order of the call
+    results: int  # those that are not written into an argument
+    temporaries: int  # what else XLA allocates while the step runs
+    total: int  # the three together
+    largest: tuple[Held, ...]  # temporaries held at the peak, largest first, equal ones together
+    at: str | None  # "file:line" of what runs at the peak, or its jax name; None where the program has neither
+    headroom: Headroom | None  # whether a device holds it; None where its memory is not known
+    host: int = 0  # of arguments, results and temporaries that are in the host's memory; in none of the others
 
 
 def memory_of(compiled: Compiled, moved: Moved, target: Target) -> StepMemory:
@@ -104,30 +86,21 @@ def memory_of(compiled: Compiled, moved: Moved, target: Target) -> StepMemory:
 
 @dataclass(frozen=True)
 class Sent:
-    """Tensors of one shape that one kind of collective sends from one line.
+    """Tensors of one shape that one kind of collective sends from one line."""
 
-    Attributes:
-        kind: of collective.
-        dtype, dims: of each tensor: an all-gather's result, a reduce-scatter's shard, else the operand, on one device.
-        axes: of the mesh, along which it is sent.
-        over_batch: among them are the batch's.
-        source: "file:line" that the user wrote; where there is none, the library's; None where the program has neither.
-        like: paths of the arguments that have the shape, whole or one device's shard; empty: an activation, say.
-        count: how many a step, rounds of loops included.
-        wire_bytes: what each device sends of all of them, a step, by the ring algorithms.
-        caveats: why `count` may differ from what runs.
-    """
-
-    kind: str
+    kind: str  # of collective
+    # dtype, dims: of each tensor: an all-gather's result, a reduce-scatter's shard, else the operand, on one device
     dtype: str
     dims: tuple[int, ...]
-    axes: tuple[str, ...]
-    over_batch: bool
+    axes: tuple[str, ...]  # of the mesh, along which it is sent
+    over_batch: bool  # among them are the batch's
+    # "file:line" that the user wrote; where there is none, the library's; None where the program has neither
     source: str | None
+    # paths of the arguments that have the shape, whole or one device's shard; empty: an activation, say
     like: tuple[str, ...]
-    count: int
-    wire_bytes: float
-    caveats: tuple[str, ...] = ()
+    count: int  # how many a step, rounds of loops included
+    wire_bytes: float  # what each device sends of all of them, a step, by the ring algorithms
+    caveats: tuple[str, ...] = ()  # why `count` may differ from what runs
 
     def __str__(self) -> str:
         times = f" {self.count} times" if self.count > 1 else ""

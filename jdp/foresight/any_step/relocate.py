@@ -31,23 +31,14 @@ from jdp.foresight.targets.resolve import Target
 
 @dataclass(frozen=True)
 class Moved:
-    """A program on the mesh that it is compiled for.
+    """A program on the mesh that it is compiled for."""
 
-    Attributes:
-        traced: the program; its arguments lie on `mesh`.
-        mesh: of the target's devices.
-        batch_axes: the axes that rows of a batch are split over.
-        batch: numbers of the positional arguments that are a batch.
-        notes: what differs from what was given, a sentence each.
-        in_context: it was traced with `mesh` as the context's, and is lowered so.
-    """
-
-    traced: Traced
-    mesh: Mesh
-    batch_axes: tuple[str, ...]
-    batch: frozenset[int]
-    notes: tuple[str, ...] = ()
-    in_context: bool = False
+    traced: Traced  # the program; its arguments lie on `mesh`
+    mesh: Mesh  # of the target's devices
+    batch_axes: tuple[str, ...]  # the axes that rows of a batch are split over
+    batch: frozenset[int]  # numbers of the positional arguments that are a batch
+    notes: tuple[str, ...] = ()  # what differs from what was given, a sentence each
+    in_context: bool = False  # it was traced with `mesh` as the context's, and is lowered so
 
 
 def move(

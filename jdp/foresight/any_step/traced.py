@@ -24,27 +24,20 @@ from jdp.core import flax_nnx
 
 @dataclass(frozen=True)
 class Argument:
-    """An array that a jitted function takes.
+    """An array that a jitted function takes."""
 
-    Attributes:
-        path: in the call, with the parameter's name first: "state/params/kernel"; of a number that jax made an array
-            of, "(a number)".
-        shape, dtype: global.
-        sharding: where it lies; None where the call leaves that to the compiler, as for NumPy arrays.
-        number: of the positional argument that it is in; -1 outside of them.
-        slot: its place among the call's arrays; -1 outside of them.
-        weak_type: as jax has it for Python's numbers.
-        donated: the step may write results into its memory.
-    """
-
+    # in the call, with the parameter's name first: "state/params/kernel"; of a number that jax made an array of, "(a
+    # number)"
     path: str
+    # shape, dtype: global
     shape: tuple[int, ...]
     dtype: Any
+    # where it lies; None where the call leaves that to the compiler, as for NumPy arrays
     sharding: NamedSharding | None
-    number: int = -1
-    slot: int = -1
-    weak_type: bool = False
-    donated: bool = False
+    number: int = -1  # of the positional argument that it is in; -1 outside of them
+    slot: int = -1  # its place among the call's arrays; -1 outside of them
+    weak_type: bool = False  # as jax has it for Python's numbers
+    donated: bool = False  # the step may write results into its memory
 
     def abstract(self, *, located: bool = True) -> jax.ShapeDtypeStruct:
         """Return its shape, dtype and, where `located`, its sharding."""
@@ -54,14 +47,10 @@ class Argument:
 
 @dataclass(frozen=True)
 class Arguments:
-    """What a jitted function is called with.
+    """What a jitted function is called with."""
 
-    Attributes:
-        arrays: the arrays in it.
-        rebuild: makes the positional arguments of as many other arrays.
-    """
-
-    arrays: tuple[Argument, ...]
+    arrays: tuple[Argument, ...]  # the arrays in it
+    # makes the positional arguments of as many other arrays
     rebuild: Callable[[Sequence[Any]], tuple[Any, ...]] = field(repr=False)
 
     @classmethod
@@ -122,21 +111,14 @@ def _sharding(leaf: Any, path: str) -> NamedSharding | None:
 
 @dataclass(frozen=True)
 class Traced:
-    """A jitted function's program.
+    """A jitted function's program."""
 
-    Attributes:
-        name: the function's.
-        closed: the jaxpr.
-        arguments: one for each of the jaxpr's inputs.
-        out_shardings: of its results, where the function was jitted with them; else None each.
-        options: of the compiler, that the function was jitted with.
-    """
-
-    name: str
-    closed: core.ClosedJaxpr = field(repr=False)
-    arguments: tuple[Argument, ...]
+    name: str  # the function's
+    closed: core.ClosedJaxpr = field(repr=False)  # the jaxpr
+    arguments: tuple[Argument, ...]  # one for each of the jaxpr's inputs
+    # of its results, where the function was jitted with them; else None each
     out_shardings: tuple[NamedSharding | None, ...]
-    options: Mapping[str, Any]
+    options: Mapping[str, Any]  # of the compiler, that the function was jitted with
 
     def lower(self) -> jax.stages.Lowered:
         """Lower the program for the devices of its arguments' mesh, arguments that it does not use included."""

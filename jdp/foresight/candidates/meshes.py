@@ -56,16 +56,11 @@ Refuse = Callable[[Mapping[str, int]], str | None]
 
 @dataclass(frozen=True)
 class MeshWay:
-    """A strategy on another mesh.
+    """A strategy on another mesh."""
 
-    Attributes:
-        strategy: its name.
-        axes: the mesh, axis -> size.
-        sends: what a step sends by closed form: seconds, or where the links' rates are not known bytes of a device.
-    """
-
-    strategy: str
-    axes: Mapping[str, int]
+    strategy: str  # its name
+    axes: Mapping[str, int]  # the mesh, axis -> size
+    # what a step sends by closed form: seconds, or where the links' rates are not known bytes of a device
     sends: float = 0.0
 
     def __str__(self) -> str:
@@ -74,19 +69,12 @@ class MeshWay:
 
 @dataclass(frozen=True)
 class MeshSearch:
-    """Which ways on other meshes are compiled, and why the others are not.
+    """Which ways on other meshes are compiled, and why the others are not."""
 
-    Attributes:
-        kept: those to compile, in order.
-        ways: how many there are.
-        left_out: why the others are left out, a clause for each reason.
-        in_seconds: whether `MeshWay.sends` are seconds.
-    """
-
-    kept: tuple[MeshWay, ...]
-    ways: int
-    left_out: tuple[str, ...]
-    in_seconds: bool = True
+    kept: tuple[MeshWay, ...]  # those to compile, in order
+    ways: int  # how many there are
+    left_out: tuple[str, ...]  # why the others are left out, a clause for each reason
+    in_seconds: bool = True  # whether `MeshWay.sends` are seconds
 
     def amount(self, way: MeshWay) -> str:
         """Return what a way sends, in words."""

@@ -32,26 +32,20 @@ class Write:
 
 @dataclass(eq=False)
 class Buffer:
-    """Memory that one or more arrays share.
+    """Memory that one or more arrays share."""
 
-    Attributes:
-        home: "argument", "output" (a result in memory of its own), "constant", or "temporary".
-        bytes, dtype, dims: of its largest array.
-        writes: what writes it, in time order.
-        reads: (time, instruction), in time order.
-        spans: (first, last) times in which it is held, both ends included.
-        on_host: whether it is in host memory.
-        argument: jax's name of the entry's parameter, such as "state.params['w']"; None where it is none.
-    """
-
-    home: str = "temporary"
+    home: str = "temporary"  # "argument", "output" (a result in memory of its own), "constant", or "temporary"
+    # bytes, dtype, dims: of its largest array
     bytes: int = 0
     dtype: str = ""
     dims: tuple[int, ...] = ()
-    writes: list[Write] = field(default_factory=list[Write], repr=False)
+    writes: list[Write] = field(default_factory=list[Write], repr=False)  # what writes it, in time order
+    # (time, instruction), in time order
     reads: list[tuple[int, Instruction]] = field(default_factory=list[tuple[int, Instruction]], repr=False)
+    # (first, last) times in which it is held, both ends included
     spans: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    on_host: bool = False
+    on_host: bool = False  # whether it is in host memory
+    # jax's name of the entry's parameter, such as "state.params['w']"; None where it is none
     argument: str | None = None
 
     def is_held(self, time: int) -> bool:

@@ -52,20 +52,16 @@ context and NCCL on 8 H100s 1.06 GB: issue 1685)."""
 
 @dataclass(frozen=True)
 class Held:
-    """Temporaries of one kind that are held at the peak.
+    """Temporaries of one kind that are held at the peak."""
 
-    Attributes:
-        role: "working", "gradients" or "activations"; empty where they are not told apart.
-        count, bytes: how many there are; bytes of all of them.
-        dtype, dims: of each.
-        op_name, source: the operation that wrote them last, and "file:line"; None where the program does not have it.
-    """
-
-    role: str
+    role: str  # "working", "gradients" or "activations"; empty where they are not told apart
+    # count, bytes: how many there are; bytes of all of them
     count: int
     bytes: int
+    # dtype, dims: of each
     dtype: str
     dims: tuple[int, ...]
+    # op_name, source: the operation that wrote them last, and "file:line"; None where the program does not have it
     op_name: str | None
     source: str | None
 
@@ -78,58 +74,40 @@ class Held:
 
 @dataclass(frozen=True)
 class Headroom:
-    """Whether a device's memory holds a step, and what has to be set for it.
+    """Whether a device's memory holds a step, and what has to be set for it."""
 
-    Attributes:
-        fits: `needed` is at most `available`.
-        needed: bytes that jax's pool must hold.
-        available: bytes that it can have (`available_bytes`).
-        fraction: what XLA_CLIENT_MEM_FRACTION has to be for it; None where jax's default is enough, or nothing is.
-        words: all that as a sentence without its subject: "needs …: fits".
-    """
-
-    fits: bool
-    needed: int
-    available: int
+    fits: bool  # `needed` is at most `available`
+    needed: int  # bytes that jax's pool must hold
+    available: int  # bytes that it can have (`available_bytes`)
+    # what XLA_CLIENT_MEM_FRACTION has to be for it; None where jax's default is enough, or nothing is
     fraction: float | None
-    words: str
+    words: str  # all that as a sentence without its subject: "needs …: fits"
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes per device at a step's peak, by class (`CLASSES` has them in words); they add up to `total`.
+    """Bytes per device at a step's peak, by class (`CLASSES` has them in words); they add up to `total`."""
 
-    Attributes:
-        parameters, optimizer, batch: as the program takes them; exact.
-        gradients: gradients, their accumulators and reduced sums, whole or sharded, and the optimizer's updates.
-        working: weights in compute dtype, gathered or cast.
-        activations: everything else that is held: what the forward pass saves, and temporaries.
-        other: counters, keys, model state; results that are not written into an argument.
-        unattributed: what XLA allocates beyond the named buffers: gaps in its heap (fragmentation) and alignment.
-        saved: of `activations`, what the forward pass keeps for the backward pass.
-        most: of "working", "gradients" and "activations", the most that each holds at any time of the step, which need
-            not be that of the peak.
-        outside: leaves of the state that the program does not take (an evaluation step needs no optimizer state) and
-            that are on the device all the same; not in `total`.
-        host: bytes of the device's part of the state, and of copies, that are in its host's memory; not in `total`.
-        at: "file:line" of what runs at the peak, or its jax name; None where the program has neither.
-        largest: temporaries held at the peak, largest first, equal ones together.
-    """
-
+    # parameters, optimizer, batch: as the program takes them; exact
     parameters: int
-    gradients: int
+    gradients: int  # gradients, their accumulators and reduced sums, whole or sharded, and the optimizer's updates
     optimizer: int
-    working: int
-    activations: int
+    working: int  # weights in compute dtype, gathered or cast
+    activations: int  # everything else that is held: what the forward pass saves, and temporaries
     batch: int
-    other: int
-    unattributed: int
-    saved: int = 0
+    other: int  # counters, keys, model state; results that are not written into an argument
+    unattributed: int  # what XLA allocates beyond the named buffers: gaps in its heap (fragmentation) and alignment
+    saved: int = 0  # of `activations`, what the forward pass keeps for the backward pass
+    # of "working", "gradients" and "activations", the most that each holds at any time of the step, which need not be
+    # that of the peak
     most: Mapping[str, int] = field(default_factory=dict[str, int])
+    # leaves of the state that the program does not take (an evaluation step needs no optimizer state) and that are on
+    # the device all the same; not in `total`
     outside: int = 0
+    # bytes of the device's part of the state, and of copies, that are in its host's memory; not in `total`
     host: int = 0
-    at: str | None = None
-    largest: tuple[Held, ...] = ()
+    at: str | None = None  # "file:line" of what runs at the peak, or its jax name; None where the program has neither
+    largest: tuple[Held, ...] = ()  # temporaries held at the peak, largest first, equal ones together
 
     @property
     def total(self) -> int:

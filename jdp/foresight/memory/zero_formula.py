@@ -34,16 +34,13 @@ class ZeroRow:
 
 @dataclass(frozen=True)
 class JdpRow:
-    """Bytes on a device under jdp, rounded up.
+    """Bytes on a device under jdp, rounded up."""
 
-    Attributes:
-        master, moments: at rest: fp32 master weights, and Adam's two moments in fp32.
-        gradients, working: within a step: gradients as they are summed, and the working copy; under zero3 `working` is
-            0, since one layer's weights are gathered at a time.
-    """
-
+    # master, moments: at rest: fp32 master weights, and Adam's two moments in fp32
     master: int
     moments: int
+    # gradients, working: within a step: gradients as they are summed, and the working copy; under zero3 `working` is 0,
+    # since one layer's weights are gathered at a time
     gradients: int
     working: int
 

@@ -34,36 +34,25 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective instruction, at one place in the call graph.
+    """One collective instruction, at one place in the call graph."""
 
-    Attributes:
-        kind: one of `KINDS`.
-        dtype: XLA's element type; of tensors combined into one instruction all that differ, joined by "+".
-        payload_bytes: the whole logical tensor, once: the operand of an all-reduce or reduce-scatter, the result of an
-            all-gather, one device's operand for the other kinds (of a ragged-all-to-all: the most that it can
-            receive). Combined tensors are summed.
-        groups: the devices that exchange data, as positions in the mesh's device order; of a permute its (source,
-            target) pairs.
-        is_async: other work may run between its start and its done.
-        name: the instruction's; of an asynchronous pair the start's.
-        op_name: jax's path to the operation; None where the text does not have it.
-        source_lines: "file:line" of the operation and of its callers, innermost first.
-        shapes: (element type, dimensions) of each tensor of the result, on one device.
-        loops: trip counts of the enclosing loops, outermost first; None where XLA does not know one.
-        in_conditional: it is in a branch, which may not be taken.
-    """
-
-    kind: str
-    dtype: str
+    kind: str  # one of `KINDS`
+    dtype: str  # XLA's element type; of tensors combined into one instruction all that differ, joined by "+"
+    # the whole logical tensor, once: the operand of an all-reduce or reduce-scatter, the result of an all-gather, one
+    # device's operand for the other kinds (of a ragged-all-to-all: the most that it can receive). Combined tensors are
+    # summed.
     payload_bytes: int
+    # the devices that exchange data, as positions in the mesh's device order; of a permute its (source, target) pairs
     groups: tuple[tuple[int, ...], ...] = field(repr=False)
-    is_async: bool
-    name: str
-    op_name: str | None = None
-    source_lines: tuple[str, ...] = ()
+    is_async: bool  # other work may run between its start and its done
+    name: str  # the instruction's; of an asynchronous pair the start's
+    op_name: str | None = None  # jax's path to the operation; None where the text does not have it
+    source_lines: tuple[str, ...] = ()  # "file:line" of the operation and of its callers, innermost first
+    # (element type, dimensions) of each tensor of the result, on one device
     shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    # trip counts of the enclosing loops, outermost first; None where XLA does not know one
     loops: tuple[int | None, ...] = ()
-    in_conditional: bool = False
+    in_conditional: bool = False  # it is in a branch, which may not be taken
 
     @property
     def source(self) -> str | None:

@@ -16,21 +16,13 @@ from functools import cached_property, lru_cache
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of a computation.
+    """One line of a computation."""
 
-    Attributes:
-        name: without "%".
-        type: the result's type as printed, such as "f32[8,4]{1,0}" or "(f32[], bf16[16,3])".
-        opcode: as printed, such as "fusion", "dot", "all-gather-start".
-        line: the whole line.
-        is_root: whether it is its computation's result.
-    """
-
-    name: str
-    type: str
-    opcode: str
-    line: str
-    is_root: bool = False
+    name: str  # without "%"
+    type: str  # the result's type as printed, such as "f32[8,4]{1,0}" or "(f32[], bf16[16,3])"
+    opcode: str  # as printed, such as "fusion", "dot", "all-gather-start"
+    line: str  # the whole line
+    is_root: bool = False  # whether it is its computation's result
 
     @cached_property
     def bare(self) -> str:
@@ -107,20 +99,14 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Program:
-    """An XLA module.
+    """An XLA module."""
 
-    Attributes:
-        entry: name of the computation that runs.
-        computations: name -> instructions; in schedule order, where the module is scheduled.
-        devices: partitions × replicas.
-        header: the module's first line: aliases of inputs and outputs, layouts.
-        frames: stack_frame_id -> its source lines "file:line", innermost first.
-    """
-
-    entry: str
+    entry: str  # name of the computation that runs
+    # name -> instructions; in schedule order, where the module is scheduled
     computations: dict[str, tuple[Instruction, ...]] = field(repr=False)
-    devices: int
-    header: str = field(repr=False)
+    devices: int  # partitions × replicas
+    header: str = field(repr=False)  # the module's first line: aliases of inputs and outputs, layouts
+    # stack_frame_id -> its source lines "file:line", innermost first
     frames: dict[str, tuple[str, ...]] = field(repr=False)
 
     def __getitem__(self, computation: str) -> tuple[Instruction, ...]:

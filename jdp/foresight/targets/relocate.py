@@ -58,23 +58,17 @@ def hybrid_axes(target: Target, state: TrainState) -> dict[str, int] | None:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run a step: the step and its abstract operands on one mesh.
+    """One way to run a step: the step and its abstract operands on one mesh."""
 
-    Attributes:
-        step: on the mesh; its partitioning is settled when it is lowered.
-        state, batch: `jax.ShapeDtypeStruct` leaves with their shardings.
-        notes: what differs from what was given, a sentence each.
-        remat: the rematerialisation policy that distinguishes it from other candidates; None: the model's own.
-        axes: the mesh that distinguishes it; None: as it was given.
-        cudnn: the version of cuDNN that the devices, which are described, are taken to have; None: they are at hand.
-    """
-
-    step: Step
+    step: Step  # on the mesh; its partitioning is settled when it is lowered
+    # state, batch: `jax.ShapeDtypeStruct` leaves with their shardings
     state: TrainState
     batch: Batch
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what differs from what was given, a sentence each
+    # the rematerialisation policy that distinguishes it from other candidates; None: the model's own
     remat: str | None = None
-    axes: Mapping[str, int] | None = None
+    axes: Mapping[str, int] | None = None  # the mesh that distinguishes it; None: as it was given
+    # the version of cuDNN that the devices, which are described, are taken to have; None: they are at hand
     cudnn: int | None = None
 
     @property

@@ -27,27 +27,19 @@ TARGET = "__cudnn$fmha"
 
 @dataclass(frozen=True)
 class Attention:
-    """One call of a fused kernel, forward or backward.
+    """One call of a fused kernel, forward or backward."""
 
-    Attributes:
-        heads: query heads of all sequences, which is batch x heads.
-        queries, keys: of a sequence.
-        width, value_width: elements of a head of queries and keys, and of values.
-        dtype: XLA's name of the operands' type.
-        causal: whether a query sees no later keys.
-        window: how many keys a query sees at most; 0 for all.
-        backward: whether it is the backward pass.
-    """
-
-    heads: int
+    heads: int  # query heads of all sequences, which is batch x heads
+    # queries, keys: of a sequence
     queries: int
     keys: int
+    # width, value_width: elements of a head of queries and keys, and of values
     width: int
     value_width: int
-    dtype: str
-    causal: bool = False
-    window: int = 0
-    backward: bool = False
+    dtype: str  # XLA's name of the operands' type
+    causal: bool = False  # whether a query sees no later keys
+    window: int = 0  # how many keys a query sees at most; 0 for all
+    backward: bool = False  # whether it is the backward pass
 
     @property
     def seen(self) -> float:
@@ -87,21 +79,17 @@ class Attention:
 
 @dataclass(frozen=True)
 class AttentionModel:
-    """What is fitted to the rates in the module's docstring.
+    """What is fitted to the rates in the module's docstring."""
 
-    Attributes:
-        product_efficiency: share of the dense peak that the products reach between exponentials.
-        ramp_keys: a block of queries takes as long as for this many keys more than it sees: filling the pipeline with
-            the first keys, and writing the result.
-        diagonal_keys: that many more with a causal mask: blocks on the diagonal are computed whole, and blocks of
-            queries that see few keys end before others.
-        backward_factor: the backward pass over products and exponentials alone: sums of the queries' gradient, which
-            several cores add to in memory.
-    """
-
-    product_efficiency: float = 0.8
+    product_efficiency: float = 0.8  # share of the dense peak that the products reach between exponentials
+    # a block of queries takes as long as for this many keys more than it sees: filling the pipeline with the first
+    # keys, and writing the result
     ramp_keys: float = 90.0
+    # that many more with a causal mask: blocks on the diagonal are computed whole, and blocks of queries that see few
+    # keys end before others
     diagonal_keys: float = 200.0
+    # the backward pass over products and exponentials alone: sums of the queries' gradient, which several cores add to
+    # in memory
     backward_factor: float = 1.37
 
 

@@ -17,20 +17,16 @@ Shape = tuple[str, tuple[int, ...]]  # element type, dimensions
 
 @dataclass(frozen=True)
 class Product:
-    """`batch` products of [m, k] with [k, n].
-
-    Attributes:
-        dtype: XLA's name of the type that the operands are multiplied in; "vector" where that is full float32, which
-            tensor cores do not have.
-        passes: how often it is multiplied, where the algorithm splits operands into several of a narrower type.
-    """
+    """`batch` products of [m, k] with [k, n]."""
 
     batch: int
     m: int
     n: int
     k: int
+    # XLA's name of the type that the operands are multiplied in; "vector" where that is full float32, which tensor
+    # cores do not have
     dtype: str
-    passes: int = 1
+    passes: int = 1  # how often it is multiplied, where the algorithm splits operands into several of a narrower type
 
     @property
     def flops(self) -> int:

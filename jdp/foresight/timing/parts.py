@@ -31,19 +31,12 @@ _RECOMPUTED = "rematted_computation"
 
 @dataclass
 class Part:
-    """The kernels of one part, over a whole step.
+    """The kernels of one part, over a whole step."""
 
-    Attributes:
-        seconds: of all of them.
-        recomputed: of those that rematerialisation computes again.
-        unfused: of attention: seconds outside fused calls.
-        lines: "file:line", innermost -> seconds.
-    """
-
-    seconds: float = 0.0
-    recomputed: float = 0.0
-    unfused: float = 0.0
-    lines: dict[str, float] = field(default_factory=dict[str, float], repr=False)
+    seconds: float = 0.0  # of all of them
+    recomputed: float = 0.0  # of those that rematerialisation computes again
+    unfused: float = 0.0  # of attention: seconds outside fused calls
+    lines: dict[str, float] = field(default_factory=dict[str, float], repr=False)  # "file:line", innermost -> seconds
 
 
 def parts(schedule: Schedule) -> dict[str, Part]:

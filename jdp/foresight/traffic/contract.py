@@ -38,21 +38,13 @@ TINY = 256
 
 @dataclass(frozen=True)
 class MeshCollective:
-    """A collective of the program, placed on the mesh.
+    """A collective of the program, placed on the mesh."""
 
-    Attributes:
-        collective: as read.
-        axes: the mesh axes that its groups vary along; empty when nothing leaves a device.
-        in_accumulation_loop: it runs for every microbatch.
-        over_batch: it varies along `replica` or `data`, so the contract counts it.
-        statistics_bytes: the part of its payload, a step, that is batch statistics; the contract leaves that out.
-    """
-
-    collective: Collective
-    axes: tuple[str, ...]
-    in_accumulation_loop: bool
-    over_batch: bool
-    statistics_bytes: int = 0
+    collective: Collective  # as read
+    axes: tuple[str, ...]  # the mesh axes that its groups vary along; empty when nothing leaves a device
+    in_accumulation_loop: bool  # it runs for every microbatch
+    over_batch: bool  # it varies along `replica` or `data`, so the contract counts it
+    statistics_bytes: int = 0  # the part of its payload, a step, that is batch statistics; the contract leaves that out
 
     @property
     def payload_bytes(self) -> int:
@@ -122,28 +114,21 @@ def _axes_along(groups: tuple[tuple[int, ...], ...], shape: tuple[int, ...], nam
 
 @dataclass(frozen=True)
 class Row:
-    """One kind of collective: what was promised and what was found.
+    """One kind of collective: what was promised and what was found."""
 
-    Attributes:
-        kind: of collective.
-        expected_bytes, found_bytes: payload a step.
-        in_loop_bytes: the part of `found_bytes` that is sent in the loop over the microbatches.
-        wire_bytes, theory_wire_bytes: what each device sends a step, found and promised.
-        kept: whether this kind alone stays in bounds: promised kinds within the tolerance, others within the slack, an
-            all-reduce with the gradients that are all-reduced by plan; and not more of them than promised.
-        count: how many collectives of more than a few bytes a step has.
-        most: how many it may have; None: any number.
-    """
-
-    kind: str
+    kind: str  # of collective
+    # expected_bytes, found_bytes: payload a step
     expected_bytes: float
     found_bytes: int
-    in_loop_bytes: int
+    in_loop_bytes: int  # the part of `found_bytes` that is sent in the loop over the microbatches
+    # wire_bytes, theory_wire_bytes: what each device sends a step, found and promised
     wire_bytes: float
     theory_wire_bytes: float
+    # whether this kind alone stays in bounds: promised kinds within the tolerance, others within the slack, an all-
+    # reduce with the gradients that are all-reduced by plan; and not more of them than promised
     kept: bool
-    count: int = 0
-    most: int | None = None
+    count: int = 0  # how many collectives of more than a few bytes a step has
+    most: int | None = None  # how many it may have; None: any number
 
     @property
     def ratio(self) -> float | None:
@@ -165,22 +150,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a program keeps the contract.
+    """Whether a program keeps the contract."""
 
-    Attributes:
-        kept: it does.
-        wire_bytes, theory_wire_bytes: what each device sends a step along the batch axes, found and promised.
-        rows: one a kind; the promised ones first.
-        model_axes: one a kind of what runs along the model's own axes only; nothing is promised about it.
-        statistics: of the batch norms' statistics; None where there are none.
-    """
-
-    kept: bool
+    kept: bool  # it does
+    # wire_bytes, theory_wire_bytes: what each device sends a step along the batch axes, found and promised
     wire_bytes: float
     theory_wire_bytes: float
-    rows: tuple[Row, ...]
+    rows: tuple[Row, ...]  # one a kind; the promised ones first
+    # one a kind of what runs along the model's own axes only; nothing is promised about it
     model_axes: tuple[Row, ...] = field(default=())
-    statistics: Row | None = None
+    statistics: Row | None = None  # of the batch norms' statistics; None where there are none
 
     @property
     def ratio(self) -> float:

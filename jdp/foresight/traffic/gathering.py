@@ -27,17 +27,11 @@ _HEADERS = ("gathered", "times a microbatch", "parameters", "payload", "")
 
 @dataclass(frozen=True)
 class Gathering:
-    """What the step gathers, a microbatch at a time.
+    """What the step gathers, a microbatch at a time."""
 
-    Attributes:
-        gathered: what the trace has of each parameter.
-        accumulate: microbatches, K.
-        elements: path -> elements of the parameter that a device computes with.
-    """
-
-    gathered: tuple[Gathered, ...]
-    accumulate: int
-    elements: dict[str, int]
+    gathered: tuple[Gathered, ...]  # what the trace has of each parameter
+    accumulate: int  # microbatches, K
+    elements: dict[str, int]  # path -> elements of the parameter that a device computes with
 
     def times(self, each: Gathered) -> float:
         """Return how often the whole parameter is gathered for a microbatch."""

@@ -53,18 +53,12 @@ class Unsharded:
 
     Those of fewer than `Plan.min_shard_size` elements; where that was raised, of fewer than its default all the same: a
     plan that hardly shards does not keep a ZeRO contract. A larger one that does not divide is not planned: a breach.
-
-    Attributes:
-        paths: of the parameters.
-        fewer_than: elements that each has less than.
-        payload_bytes: a step: r for each element, in every microbatch under zero2 and zero3.
-        devices: that sum them: all that share the batch.
     """
 
-    paths: tuple[str, ...] = ()
-    fewer_than: int = 0
-    payload_bytes: int = 0
-    devices: int = 1
+    paths: tuple[str, ...] = ()  # of the parameters
+    fewer_than: int = 0  # elements that each has less than
+    payload_bytes: int = 0  # a step: r for each element, in every microbatch under zero2 and zero3
+    devices: int = 1  # that sum them: all that share the batch
 
     @property
     def wire_bytes(self) -> float:
@@ -74,25 +68,19 @@ class Unsharded:
 
 @dataclass(frozen=True)
 class Theory:
-    """A row of the contract, in bytes.
+    """A row of the contract, in bytes."""
 
-    Attributes:
-        parameters: Ψ, frozen ones among them; with axes of the model's own, the elements that each of their shards
-            computes with.
-        promises: the kinds of collective that the row names.
-        statistics: what batch norms send beside the row, as their part of the model asks, and metrics that are arrays.
-        unsharded: the parameters of Ψ whose gradients are all-reduced by plan, though the row has no all-reduce.
-        gathered: under zero3, what the step's own trace gathers; None: not known, and the row is its upper bound.
-        most_gathered_bytes: that upper bound, 2·K·c·Ψ; for another strategy what its row gathers.
-        packed: kind -> payload a step of collectives that carry several parameters, or codes: of no parameter's shape.
-    """
-
+    # Ψ, frozen ones among them; with axes of the model's own, the elements that each of their shards computes with
     parameters: int
-    promises: tuple[Promise, ...]
+    promises: tuple[Promise, ...]  # the kinds of collective that the row names
+    # what batch norms send beside the row, as their part of the model asks, and metrics that are arrays
     statistics: BatchStatistics = field(default_factory=BatchStatistics)
+    # the parameters of Ψ whose gradients are all-reduced by plan, though the row has no all-reduce
     unsharded: Unsharded = field(default_factory=Unsharded)
+    # under zero3, what the step's own trace gathers; None: not known, and the row is its upper bound
     gathered: tuple[Gathered, ...] | None = None
-    most_gathered_bytes: float = 0.0
+    most_gathered_bytes: float = 0.0  # that upper bound, 2·K·c·Ψ; for another strategy what its row gathers
+    # kind -> payload a step of collectives that carry several parameters, or codes: of no parameter's shape
     packed: dict[str, float] = field(default_factory=dict[str, float])
 
     @property
