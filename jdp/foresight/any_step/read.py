@@ -25,7 +25,7 @@ from jdp.foresight.memory.peak import Headroom, Held, headroom, largest_held
 from jdp.foresight.program.compiled import Compiled
 from jdp.foresight.program.module import HOST_MEMORY
 from jdp.foresight.targets.resolve import Target
-from jdp.foresight.traffic.contract import TINY, axes_along
+from jdp.foresight.traffic.contract import TINY, collectives_on
 from jdp.foresight.traffic.origin import Parameters, Sites, list_paths
 from jdp.foresight.traffic.symptoms import symptoms, written_into
 
@@ -124,18 +124,15 @@ def shapes_of(moved: Moved, arguments: Iterable[Argument]) -> Parameters:
 def sent_by(compiled: Compiled, sites: Sites, moved: Moved, shapes: Parameters) -> tuple[Sent, ...]:
     """Return what a compiled step sends, most bytes first."""
     sent = dict[tuple[Any, ...], Sent]()
-    for c in compiled.collectives:
-        if c.group_size == 1:
-            continue
-        axes = axes_along(c.groups, moved.mesh)
-        over_batch = not set(axes).isdisjoint(moved.batch_axes)
+    for each in collectives_on(moved.mesh, compiled, sites, moved.batch_axes):
+        c, axes = each.collective, each.axes
         for piece in sites.pieces(c):
             like = tuple(placement.path for placement in shapes.like(piece.dims))
             wire = c.wire_bytes * piece.payload_bytes / max(c.payload_bytes, 1)
-            new = Sent(c.kind, piece.dtype, piece.dims, axes, over_batch, piece.source_line, like, 0, 0.0, c.caveats)
-            before = sent.setdefault((c.kind, piece.dtype, piece.dims, axes, piece.source_line, c.caveats), new)
+            key = (c.kind, piece.dtype, piece.dims, axes, each.over_batch, piece.source_line, like)
+            before = sent.get((*key, c.caveats), Sent(*key, 0, 0.0, c.caveats))
             after = replace(before, count=before.count + c.count, wire_bytes=before.wire_bytes + wire)
-            sent[c.kind, piece.dtype, piece.dims, axes, piece.source_line, c.caveats] = after
+            sent[*key, c.caveats] = after
     return tuple(sorted(sent.values(), key=lambda each: -each.wire_bytes))
 
 

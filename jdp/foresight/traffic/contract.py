@@ -18,7 +18,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jdp.base.formatting import format_bytes
-from jdp.core.sharding.mesh import batch_axes
 from jdp.foresight.program.collectives import Collective
 from jdp.foresight.program.compiled import Compiled
 from jdp.foresight.traffic.batch_statistics import BatchStatistics
@@ -77,14 +76,20 @@ class MeshCollective:
         }
 
 
-def collectives_on(mesh: Mesh, compiled: Compiled, sites: Sites, statistics: BatchStatistics) -> list[MeshCollective]:
-    """Return every collective of a program that sends something, in schedule order."""
-    placed, statistics_left = list[MeshCollective](), statistics.payload_bytes
+def collectives_on(
+    mesh: Mesh,
+    compiled: Compiled,
+    sites: Sites,
+    over: Iterable[str],
+    statistics: BatchStatistics | None = None,
+) -> list[MeshCollective]:
+    """Return every collective of a program that sends something, in schedule order; `over`: the batch's axes."""
+    placed, statistics_left = list[MeshCollective](), statistics.payload_bytes if statistics else 0
     for c in compiled.collectives:
         if c.group_size > 1:
             axes = axes_along(c.groups, mesh)
-            over_batch, statistics_bytes = not set(axes).isdisjoint(batch_axes(mesh)), 0
-            if statistics_left and over_batch and c.kind == "all-reduce":
+            over_batch, statistics_bytes = not set(axes).isdisjoint(over), 0
+            if statistics and statistics_left and over_batch and c.kind == "all-reduce":
                 candidates = sum(piece.payload_bytes for piece in sites.pieces(c) if statistics.fits(piece))
                 statistics_bytes = min(candidates * c.count, statistics_left)
                 statistics_left -= statistics_bytes
