@@ -29,7 +29,7 @@ class Settings:
     """What is set already, so that advice does not ask for it; a field that is None is not known."""
 
     precision: str | None = None  # "fp32", "bf16" or "fp8"
-    # "default", "overlap", "own" for options of one's own, or "none" on devices that no preset is for
+    # "default", "overlap", "own" for the user's options, or "none" on devices that no preset is for
     compiler: str | None = None
     remat: str | None = None  # the model's policy: "none", "dots" or "full"; "" for a model that has none
     scan: bool | None = None  # True where layers are scanned
@@ -59,7 +59,7 @@ class Estimate:
         devices: how many share the work.
         compile_seconds: what compiling took; 0 when it was found in the cache (`cached`).
         error: why the step did not compile; None when it did.
-        settings: what the experiment has set already; of a step of one's own only the compiler's options are known.
+        settings: what the experiment has set already; of a step in Python only the compiler's options are known.
     """
 
     strategy: str

@@ -69,26 +69,26 @@ def verify(step: Any, *arguments: Any, target: str | Target | None = None, cache
     Args:
         step: a training step (`jdp.make_train_step`), or any function that is jitted (`jax.jit`, `nnx.jit`,
             `eqx.filter_jit`).
-        arguments: its positional arguments, real or abstract (`jdp.abstract_state`, `jax.ShapeDtypeStruct`); of a step
-            of jdp's the state and the global batch, and perhaps the target. Those of another lie on one mesh, or the
-            function was jitted with shardings: `PartitionSpec`s stay as they are, on the target's mesh.
+        arguments: its positional arguments, real or abstract (`jdp.abstract_state`, `jax.ShapeDtypeStruct`). For a step
+            of jdp's: the state, the global batch, and perhaps the target. For another: all on one mesh, or placed by
+            the shardings of its jit. `PartitionSpec`s stay as they are, on the target's mesh.
         target: devices to compile for, such as "h100:8x8"; None: those of the arguments.
         cache: keep compiled results on disk ($JDP_CACHE_DIR, else ~/.cache/jdp) and use them.
         other: for a step that jdp did not make. `against`: a strategy's name, or the bytes that a device may send a
             step; without it nothing is compared. `params`: which arguments are the parameters, for a strategy's row:
             the number of one, or patterns of paths, such as "model" or "state/params/*". `mesh`: axis -> size on the
-            target; without it one axis takes the devices that the others leave: `data`, else the largest that the
-            batch is split over.
+            target. Without it one axis takes the devices that the others leave: `data`, else the largest of the batch.
 
     Returns:
-        A `Report` of a step of jdp's, else a `StepForecast`: both have `.kept`, `.breaches` and `.symptoms`;
-        `print(report)` is a table.
+        A `Report` of a step of jdp's, else a `StepForecast`. Both have `.kept`, `.breaches` and `.symptoms`, and
+        `print(report)` shows tables.
 
     Raises:
-        ValueError: an evaluation step of jdp's, a bad target, a step that does not compile; without a target, a batch
-            that does not divide (for a target its rows are rounded up, and the notes say so). Of another step:
-            it is not jitted, its arguments lie on no mesh or on two, the axes do not fit the target, or a `shard_map`
-            over a mesh of its own would have to change its size.
+        ValueError: an evaluation step of jdp's, a bad target, or a step that does not compile. Without a target, a
+        batch
+            that does not divide; for a target its rows are rounded up, and the notes say how. Another step that is not
+            jitted, whose arguments are on no mesh or on two, or whose axes do not fit the target. A `shard_map` over a
+            mesh of its own that would have to change its size.
     """
     if not isinstance(step, Step):
         return forecast(step, arguments, target=target, cache=cache, **other)

@@ -1,26 +1,26 @@
 """How far two correct runs may differ, element by element: rounding, measured on the training itself.
 
 A run on other devices, or in microbatches, adds the same terms in another order. That leaves a relative error of about
-√n · u in a sum of n terms (u the unit roundoff; Higham and Mary 2019, doi:10.1137/18M1226312), and its effect
-depends on the training: Adam divides a gradient by its own size, so that an element whose terms cancel may change sign;
-a deep model amplifies; ten steps add up. No closed form covers that, so the bound is measured. *Shadows* are reference
-runs whose weights w (before the loss) and gradients g (before clipping) are moved at every step by
+√n · u in a sum of n terms (u the unit roundoff; Higham and Mary 2019, doi:10.1137/18M1226312). Its effect depends on
+the training. Adam divides a gradient by its own size, so an element whose terms cancel may change sign; a deep model
+amplifies; ten steps add up. No closed form covers that, so the bound is measured. *Shadows* are reference runs whose
+weights w (before the loss) and gradients g (before clipping) are moved at every step by
 
-    ± a/2 · |w|     and     ± a · (|g| + size of the terms of g),     a = FACTOR · u     (`reference._with_noise`),
+    ± a/2 · |w|     and     ± a · (|g| + size of the terms of g),     a = FACTOR · u     (`reference._with_noise`)
 
-which is several times what was measured in correct runs: a gradient's error was at most 3 u in bf16 and 13 u in fp32
-(n = 1024) of that size, over all elements of a small GPT. It must be more: an error that changes a sign does not grow
+This is several times what was measured in correct runs. Over all elements of a small GPT, a gradient's error was at
+most 3 u in bf16 and 13 u in fp32 (n = 1024) of that size. It must be more: an error that changes a sign does not grow
 with the noise, so the shadows have to change all the signs that a run may change. Signs of the noise are random by
-element and constant over the steps, and shadows come in pairs of opposite signs: so an element's deviation is its own
-sensitivity times a known error, not a random number that happens to be small, and if the error changes a sign, one of
-the two shows it.
+element and constant over the steps, and shadows come in pairs of opposite signs. So an element's deviation is its own
+sensitivity times a known error, not a random number that happens to be small. If the error changes a sign, one of the
+two shows it.
 
 With `widest[i]` the largest deviation of element i from the reference, over all shadows and the steps so far, two runs
 are equal at a step where for every element
 
-    |difference[i]|  ≤  MARGIN · (widest[i] + mean of widest over the leaf) + ULPS · eps · |reference[i]|,
+    |difference[i]|  ≤  MARGIN · (widest[i] + mean of widest over the leaf) + ULPS · eps · |reference[i]|
 
-eps being the spacing of the leaf's dtype at 1; for loss, weight and gradient norm, which are sums in fp32, the fp32
+Here eps is the spacing of the leaf's dtype at 1. Loss, weight and gradient norm are sums in fp32: for them the fp32
 value of a takes the place of ULPS · eps. Integers and keys must be equal; two NaN count as equal.
 """
 

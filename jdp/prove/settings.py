@@ -1,10 +1,10 @@
 """Which runs a proof makes: settings, what prevents one, and the covering list.
 
-A fault of a data-parallel step shows in a combination of two choices: a strategy and a partitioning, a partitioning and
-a number of microbatches, a strategy and a number of devices. So the default list has every such *pair* at least once (a
-pairwise covering array; Kuhn, Wallace and Gallo 2004, doi:10.1109/TSE.2004.24, found that pairs show most faults), in
-about as many programs as the two longest lists multiply to; `full` runs every combination, `quick` one pair of
-settings: the user's own, resumed under the one that differs most.
+A fault of a data-parallel step shows in a combination of two choices, such as a strategy and a partitioning, or a
+strategy and a number of devices. So the default list has every such *pair* at least once: a pairwise covering array
+(Kuhn, Wallace and Gallo 2004, doi:10.1109/TSE.2004.24). It has about as many programs as the two longest lists
+multiply to. `full` runs every combination. `quick` runs one pair of settings: the user's own, resumed under the one
+that differs most.
 """
 
 from __future__ import annotations

@@ -68,8 +68,8 @@ def inline(figure: Figure, described: str) -> Markup:
     """Return a figure as an `<svg>` element for a page.
 
     What matplotlib writes around it is taken off: the XML head, ids of groups, a style sheet that would hold for the
-    whole page, and its list of fonts. The ids that are left get an ending of the picture's own: of several elements
-    with one id a browser uses the first of the page, and nothing where that one is in a part that is closed.
+    whole page, and its list of fonts. The other ids get a suffix of the picture. Of several elements with one id a
+    browser uses the first of the page, and none where that one is in a closed part.
     """
     buffer = io.StringIO()
     nothing: dict[str, Any] = dict.fromkeys(("Creator", "Date", "Format", "Type"))

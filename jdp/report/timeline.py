@@ -160,8 +160,8 @@ def _spread(block: Block, others: Sequence[Block], waiting: Sequence[tuple[float
 def waits(timeline: Timeline) -> list[tuple[float, float]]:
     """(from, to) of each stretch in which the compute lane waits, in order.
 
-    Gaps of the lane, longest first, until they add up to what the step waits for other devices and for the host: of a
-    long program only the longest events are kept, and the gaps that the others leave are no waiting.
+    The longest gaps of the lane, until they add up to what the step waits for other devices and for the host. Of a long
+    program only the longest events are kept, and the gaps that the others leave are no waiting.
     """
     computing = sorted((e.start, e.start + e.seconds) for e in timeline.events if e.lane == COMPUTE)
     gaps, free = list[tuple[float, float]](), 0.0

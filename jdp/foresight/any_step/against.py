@@ -1,7 +1,7 @@
-"""What a step of the user's own is compared with: a strategy's row for its parameters, or a number of bytes.
+"""What any step is compared with: a strategy's row for its parameters, or a number of bytes.
 
 The row is that of the contract (`traffic/theory.py`) for one microbatch, with B bytes of parameters and N devices that
-share the batch; gradients and gathered weights count in the parameters' own dtype:
+share the batch. Gradients and gathered weights count in the parameters' own dtype:
 
     ddp           all-reduce B                        2(N-1)/N · B on the wire
     zero1, zero2  reduce-scatter B, all-gather B      2(N-1)/N · B

@@ -1,10 +1,9 @@
-"""A compiled step of the user's own, read: what it holds by argument, what it sends by source line, and its symptoms.
+"""Read any compiled step: what it holds by argument, what it sends by source line, and its symptoms.
 
-1. `memory_of`: arguments are exact, by path; temporaries those held at the peak, largest first, with their lines.
-2. `sent_by`: every tensor that a collective carries, with the mesh axes, the user's line, and the arguments that have
-   its shape: evidence of what it is, not proof.
-3. `signs`: `traffic/symptoms.py`; also tensors sent along the batch's axes that no argument has the shape of, and
-   arguments that nobody donated although a result of the same shape takes their place.
+1. `memory_of`: arguments are exact, by path; temporaries are those held at the peak, with their lines.
+2. `sent_by`: every tensor of a collective, with the mesh axes, the user's line, and the arguments that have its shape.
+   A shape is evidence, not proof.
+3. `signs`: those of `traffic/symptoms.py`, activations that are sent, and arguments that should be donated.
 """
 
 from __future__ import annotations
@@ -111,7 +110,7 @@ class Sent:
 
 
 def shapes_of(moved: Moved, arguments: Iterable[Argument]) -> Parameters:
-    """Return arguments, to be found by shape: at rest as they lie, while computed with whole along the batch's axes."""
+    """Return arguments to be found by shape: as placed at rest, and gathered along the batch's axes for compute."""
 
     def placement(each: Argument) -> Placement:
         rest = PartitionSpec() if each.sharding is None else each.sharding.spec

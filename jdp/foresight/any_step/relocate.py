@@ -3,9 +3,9 @@
 1. The target's mesh has the axes of the arguments' mesh. One of them takes the devices that the others leave: `data`,
    else the largest that the batch is split over (`moved_sizes`).
 2. Rows of a batch that the new mesh cannot split are rounded up, and the function is traced again (`_rows`).
-3. What the function closed over is still of the old mesh: `NamedSharding`s in constraints and in the jit itself, meshes
-   of `shard_map`s. They are exchanged in the jaxpr (`replace_mesh.py`). A `shard_map`'s body has one device's shapes,
-   so there the sizes must be the same, unless it takes the mesh of the context, or is `jdp.value_and_grad`'s.
+3. The function still closes over the old mesh: in `NamedSharding`s of constraints and of the jit, and in `shard_map`s.
+   These are exchanged in the jaxpr (`replace_mesh.py`). A `shard_map`'s body has one device's shapes, so its sizes must
+   stay, unless it takes the mesh of the context or is `jdp.value_and_grad`'s.
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ def moved_sizes(
 def _batch(traced: Traced) -> tuple[frozenset[int], tuple[str, ...]]:
     """Return (the numbers of the arguments that are a batch, the axes that its rows are split over).
 
-    A batch is an argument whose sharded arrays are all split by rows, equally many, and not all of which come back as
-    a result of the same shape, as weights do.
+    In a batch all sharded arrays are split by rows, equally many. Unlike weights, not all of them come back as a
+    result of the same shape.
     """
     results = {(aval.shape, aval.dtype) for aval in map(_aval, traced.closed.jaxpr.outvars)}
     groups: defaultdict[int, list[Argument]] = defaultdict(list)

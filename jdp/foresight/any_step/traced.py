@@ -1,9 +1,9 @@
-"""A jitted function of anybody's as a program: its jaxpr, the arguments it takes, and the mesh that they lie on.
+"""Any jitted function as a program: its jaxpr, the arguments it takes, and the mesh that they are placed on.
 
 1. `Arguments.of` lists the arrays in a call's arguments, with their paths; NNX modules are opened.
-2. `trace` calls the function on abstract values inside `jax.make_jaxpr`. What is jitted leaves one `jit` equation,
-   whichever library wrapped it (`jax.jit`, `nnx.jit`, `eqx.filter_jit`): its jaxpr is what XLA would be given, with the
-   shardings, donations and compiler options that the function was jitted with.
+2. `trace` calls the function on abstract values inside `jax.make_jaxpr`. Whatever wrapped it (`jax.jit`, `nnx.jit`,
+   `eqx.filter_jit`), this leaves one `jit` equation. Its jaxpr is what XLA would be given, with the shardings,
+   donations and compiler options of the function.
 3. `mesh_in` finds the one mesh that arguments and jitted function name.
 """
 

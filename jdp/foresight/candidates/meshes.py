@@ -2,20 +2,19 @@
 
     devices = replica × data × the model's own axis
 
-`replica` takes whole hosts, so that `data` and the model's axis stay on as few hosts as can be; the model's axis stays
+`replica` takes whole hosts, so that `data` and the model's axis stay on as few hosts as can be. The model's axis stays
 within a host, and is searched where the plan's rules shard parameters over it. A mesh and a strategy are left out where
 
-- a rule, the batch or what `refuse` names does not divide, or the state at rest alone is more than a device has: they
-  cannot run; or
-- `MOST` others are kept: each strategy on replicas of as few hosts as hold its state (`hybrid_axes`), which hid most
-  where all sizes were compiled; then of each strategy the one that sends for the shortest time. Counted are the
-  strategy's row of the contract (`traffic/theory.py`), under zero3 layer by layer, and for the model's axis an
-  all-reduce of the activations [tokens of a device, width] for each matrix that it shards (Shoeybi et al. 2019,
-  arXiv:1909.08053, section 3), each by the links that it crosses (`timing/collectives.py`). How much of that is hidden
-  behind computation only compiling tells.
+- they cannot run: a rule, the batch or `refuse` does not divide, or a device cannot hold the state at rest; or
+- `MOST` others are kept. First each strategy on replicas of as few hosts as hold its state (`hybrid_axes`): these hid
+  most where all sizes were compiled. Then of each strategy the mesh that sends for the shortest time.
 
-What is the same program as another is no way of its own: ddp sums over `replica` as over `data`, and with one
-microbatch zero2 is zero1.
+Sending counts the strategy's row of the contract (`traffic/theory.py`), under zero3 layer by layer. For the model's
+axis it counts an all-reduce of activations [tokens of a device, width] for each matrix that the axis shards (Shoeybi et
+al. 2019, arXiv:1909.08053, section 3). Each is timed by the links that it crosses (`timing/collectives.py`). Only
+compiling shows how much of it computation hides.
+
+The same program is tried once: ddp sums over `replica` as over `data`, and with one microbatch zero2 is zero1.
 """
 
 from __future__ import annotations

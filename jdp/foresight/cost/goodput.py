@@ -195,9 +195,9 @@ def foresee_goodput(
 ) -> Goodput:
     """Return which share of its time a run is expected to train, and the best interval between checkpoints.
 
-    What is not given is assumed, and the notes say so: a save writes each host's share of the state at
-    `WRITE_BYTES_PER_SECOND`, having copied it off the devices at `COPY_BYTES_PER_SECOND`; a restart takes the time of
-    JAX's heartbeat, `START_SECONDS`, and as long to read as to write.
+    What is not given is assumed, and noted. A save copies each host's share of the state off the devices at
+    `COPY_BYTES_PER_SECOND`, and writes it at `WRITE_BYTES_PER_SECOND`. A restart takes the time of JAX's heartbeat,
+    `START_SECONDS`, and as long to read as to write.
     """
     notes: list[str] = []
     if save is None:

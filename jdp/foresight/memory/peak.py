@@ -2,13 +2,13 @@
 
 `memory(compiled, step, state)`:
 1. arguments are exact: parameters, optimizer state, batch, as the program takes them;
-2. of the temporaries, those held at the program's peak (`liveness.py`) are classified by what they come from and lead
-   to (`roles.py`): working copies, gradients, and all others: activations and temporaries;
+2. temporaries held at the peak (`liveness.py`) are working copies, gradients, or activations (`roles.py`);
 3. what XLA allocates beyond that, gaps in its heap, is `unattributed`, so that the classes add up to XLA's number.
 
-Left out is what cuDNN's attention works in, which a program compiled without a GPU has empty (`u8[0]`): in the backward
-pass 4 x heads x queries x (width + 1) bytes while a call runs, up to 129 MiB in 74 programs that were examined. It
-would raise the peak of five of them, by at most 43 MiB (1.3 % of their temporaries): the others' is elsewhere.
+The workspace of cuDNN's attention is left out: a program compiled without a GPU has it empty (`u8[0]`). In the backward
+pass it takes 4 x heads x queries x (width + 1) bytes while a call runs, up to 129 MiB in 74 programs that were
+examined. It would raise the peak of five of them, by at most 43 MiB (1.3 % of their temporaries): the others' is
+elsewhere.
 
 `Memory.fits(memory_bytes)` compares it with what a device leaves to a program.
 """
@@ -201,11 +201,10 @@ _ROLES = ("working", "gradients", "activations")
 
 
 def _subtract(sizes: dict[str, int], shared: int) -> None:
-    """Subtract from the classes what `Liveness` holds and XLA does not allocate: results written into an operand.
+    """Subtract results written into an operand, which `Liveness` holds and XLA does not allocate, largest class first.
 
-    It happens where an optimizer's update of convolution kernels is fused with transposes: XLA's own peak is less by
-    just the operands that die there, which `Liveness` has no rule to reuse. It is taken from the class that holds most
-    at the peak, then from the next, from none more than it has.
+    It happens where an optimizer's update of convolution kernels is fused with transposes. XLA's own peak is then less
+    by the operands that die there; `Liveness` has no rule to reuse them.
     """
     for role in sorted(sizes, key=lambda role: -sizes[role]):
         less = min(shared, sizes[role])

@@ -1,11 +1,10 @@
 """What a compiled program sends: every collective of an XLA module, counted as often as it runs.
 
 `collectives(compiled.as_text())` works in three phases:
-1. the text is parsed (`module.py`);
-2. the call graph is walked from the entry: a loop multiplies what its body holds by its trip count, a conditional
-   counts the branch that sends most, an asynchronous wrapper stands for the instruction inside;
-3. each collective is read off its own line: bytes from its shapes, groups from any of XLA's notations for them, source
-   lines from its metadata.
+1. The text is parsed (`module.py`).
+2. The call graph is walked from the entry. A loop multiplies its body by its trip count, a conditional counts the
+   branch that sends most, an asynchronous wrapper is the instruction inside.
+3. Each collective is read off its own line: bytes from its shapes, groups, and source lines from its metadata.
 
 Known are the forms that XLA:GPU and XLA:CPU print in jax 0.10 to 0.12. An asynchronous pair counts once, at its start.
 Transfers that are no collectives (`send` and `recv`, or inside custom calls) are not counted.
@@ -78,10 +77,11 @@ class Collective:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that each device sends a step, by the ring algorithms.
+        """Bytes that each device sends a step, by the ring algorithms (Patarasuk and Yuan 2009; nccl-tests,
+        doc/PERFORMANCE.md).
 
-        2(N−1)/N of the payload for an all-reduce, (N−1)/N for reduce-scatter, all-gather and all-to-all, all of it for
-        permute and broadcast (Patarasuk and Yuan 2009; the factors of nccl-tests, doc/PERFORMANCE.md), times `count`.
+        Of the payload, times `count`: 2(N−1)/N for an all-reduce, (N−1)/N for reduce-scatter, all-gather and
+        all-to-all. Permute and broadcast send all of it.
         """
         n = self.group_size
         if n == 1:
@@ -176,7 +176,7 @@ def overlaps(step: Instruction) -> bool:
 def _result_type(step: Instruction) -> str:
     """Return the result in an instruction's type.
 
-    A start has the type (operand, result) or ((operands), (results)), perhaps with more elements; but an
+    A start has the type (operand, result) or ((operands), (results)), perhaps with more elements. But an
     all-reduce-start of jax 0.10 has the type of its result alone, a flat tuple when there are several.
     """
     if not step.is_start or not step.type.startswith("("):

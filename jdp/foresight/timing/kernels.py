@@ -1,10 +1,9 @@
 """What one instruction of a compiled program costs: FLOPs, memory traffic, seconds.
 
 `cost(step, computation, program)` counts: matrix products and convolutions (`matmuls.py`), element-wise work, and the
-bytes that a kernel reads and writes. A fusion reads what its result needs: starting from the result, each operation
-needs elements of its operands, so that a parameter of which only a slice is taken counts as that slice, and a buffer
-updated in place as the update. `seconds(cost, rates, model)` turns that into time: the slowest of tensor cores, vector
-units and memory, each at the share of its published peak that `CostModel` states, plus the launch.
+bytes that a kernel reads and writes. A fusion reads what its result needs. Of a parameter that is only sliced the slice
+counts, and of a buffer updated in place the update. `seconds(cost, rates, model)` turns that into time: the slowest of
+tensor cores, vector units and memory, each at the share of its published peak that `CostModel` states, plus the launch.
 """
 
 import math

@@ -1,8 +1,8 @@
 """The matrix products and convolutions of a compiled program: how large each is, and in which element type.
 
-`products(step, computation, program)` returns those of an instruction: the dot or convolution it is, those inside a
-fusion or another computation that it calls, and the library calls that XLA puts in their place (cuBLAS, cuDNN, oneDNN),
-whose sizes follow from their operands' shapes.
+`products(step, computation, program)` returns those of an instruction. It may be a dot or convolution, call a fusion or
+another computation with some, or call a library in their place (cuBLAS, cuDNN, oneDNN). Sizes follow from the operands'
+shapes.
 """
 
 import math

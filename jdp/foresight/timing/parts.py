@@ -1,12 +1,13 @@
 """What a step's computing time is spent on, in the words of a model: attention, matrix products, the loss, copies.
 
 A kernel belongs to the first part that fits:
-- attention: a fused call; work on an array with the sequence's length twice; batches of products at the same line;
-- matrix products: those of weights, and convolutions;
-- loss: written in a module of losses (jdp's, optax', one's own);
-- copies: slices of stacked layers and what is kept for the backward pass, layouts changed;
-- optimizer: what is not differentiated: the update, clipping, what makes state whole again;
-- element-wise: the rest, which reads and writes memory.
+
+1. attention: a fused call, work on an array with the sequence's length twice, batches of products at the same line.
+2. matrix products: those of weights, and convolutions.
+3. loss: written in a module of losses (jdp's, optax' or your own).
+4. copies: slices of stacked layers and what is kept for the backward pass, layouts changed.
+5. optimizer: what is not differentiated: the update, clipping, gathering of state.
+6. element-wise: the rest, which reads and writes memory.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ class Fault:
         excess = f"{format_bytes(self.excess_bytes)} a device too much."
         if self.reason.bytes_at_rest:
             held = format_bytes(self.reason.bytes_at_rest)
-            excess = f"It rests whole on every device, {held}, and so does its optimizer state."
+            excess = f"It is replicated on every device, {held}, and so is its optimizer state."
         sent = f"{c.kind} of {format_bytes(self.payload_bytes)} {self.dtype}{often}{what}{at}"
         return f"{sent}: {self.reason.words}. {excess} {self.reason.remedy}"
 

@@ -1,12 +1,12 @@
 """Whether a compiled step keeps the communication contract: what its program sends, compared with `theory.py`.
 
 1. `collectives_on` places each collective of the program: the mesh axes it runs along, in or out of the loop over the
-   microbatches. What runs along the model's own axes only is the model's business and is counted by itself; so are the
-   statistics of batch norms and metrics (`batch_statistics.py`), up to what they take.
-2. `compare` decides: kept when a device sends at most 1.02 times the theory's bytes along the batch axes, every kind of
-   collective that the row does not name at most 1% of them, and so what belongs to no parameter (`breaches.strays`);
-   zero3's gathers by themselves at most 1.02 times those of the trace. Gradients of parameters too small to shard are
-   all-reduced by plan (`theory.Unsharded`): an all-reduce may carry them besides, within the same total.
+   microbatches. Collectives along the model's own axes only are counted apart. So are the statistics of batch norms and
+   metrics (`batch_statistics.py`), up to what they take.
+2. `compare` decides. It is kept when a device sends at most 1.02 times the theory's bytes along the batch axes. Each
+   kind of collective that the row does not name may send at most 1% of them, and so may what belongs to no parameter
+   (`breaches.strays`). zero3's gathers by themselves may send at most 1.02 times those of the trace. Gradients of
+   parameters too small to shard are all-reduced by plan (`theory.Unsharded`), within the same total.
 """
 
 from collections.abc import Iterable, Sequence

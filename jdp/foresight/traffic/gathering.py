@@ -1,8 +1,8 @@
 """What a step under zero3 gathers and where, in words: by layer, or at the top of the step like zero2.
 
-Read from the step's own trace (`core/tracing/collectives.py`), not from the program that is compared with it. A weight
-that is gathered at the top stays whole on every device until the backward pass is done with it: where most of them are,
-the strategy is zero3 by name, and zero2 by memory.
+It is read from the step's own trace (`core/tracing/collectives.py`), not from the program that is compared with it. A
+weight that is gathered at the top is held by every device until the backward pass is done with it. Where most weights
+are, the strategy is zero3 by name, and zero2 by memory.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Gathering:
         gathered = format_bytes(top + layered)
         return (
             f"This zero3 holds its weights like zero2: {format_bytes(top)} of {gathered} gathered weights a device "
-            f"({format_percent(top / (top + layered))}) are gathered at the top of the step and stay whole until the "
+            f"({format_percent(top / (top + layered))}) are gathered at the top of the step and held until the "
             f"backward pass is done with them ({list_paths(each.path for each in first)}). Remedy: {remedy}."
         )
 

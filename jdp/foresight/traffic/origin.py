@@ -241,8 +241,8 @@ class Parameters:
     def like(self, dims: tuple[int, ...]) -> tuple[Placement, ...]:
         """Return the parameters with these dimensions, without those of 1 and in any order: XLA chooses layouts.
 
-        Compared with, in order of preference: the working copy or the shard; one layer of either; the global array; all
-        shards, or those of one layer, side by side along a dimension of their own, as they are gathered on CPUs.
+        Compared with, in order of preference: the working copy or the shard; one layer of either; the global array.
+        Last come all shards, or those of one layer, side by side along a dimension of their own, as CPUs gather them.
         """
         key = _key(dims)
         return next((tuple(table[key]) for table in self._tables if key and key in table), ())

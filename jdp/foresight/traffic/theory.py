@@ -1,7 +1,7 @@
 """The communication contract's row of a strategy: payload bytes a step by kind of collective, from a plan's placements.
 
-With Ψ parameters, c and r bytes an element of the working copy and of the reduced gradient, K microbatches, N devices
-along `data`, R along `replica` (over which nothing is sent where R is 1):
+There are Ψ parameters, c and r bytes an element of the working copy and of the reduced gradient, and K microbatches.
+N devices are along `data`, R along `replica` (over which nothing is sent where R is 1):
 
     strategy  all-reduce           reduce-scatter  all-gather
     ddp       r·Ψ, over all R·N    –               –
@@ -20,10 +20,10 @@ Encoded gradients (`Wire`) have rows of their own, with b bytes of codes and sca
     powersgd   all-reduce of (rows + columns) · rank · 4 bytes for each matrix; other leaves as above
     weights    all-gathers of b bytes an element
 
-Local steps: a call is a round of H steps, each of which sends the data part of the row inside its replica; over
-replica, Δ in float32 once: all-reduce of 4·Ψ (ddp) or 4·Ψ/N (zero1-3); H plain steps send H gradients there.
+Local steps: a call is a round of H steps, each of which sends the data part of the row inside its replica. Over
+replica it sends Δ in float32 once: all-reduce of 4·Ψ (ddp) or 4·Ψ/N (zero1-3). H plain steps send H gradients there.
 
-In buckets, and encoded, several parameters share a collective, of which the row then names the most that there may be.
+In buckets, and encoded, several parameters share a collective; then the row names the most that there may be.
 
 Bytes on the wire are those of the ring algorithms (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms").
 """
@@ -119,8 +119,8 @@ def theory(
 ) -> Theory:
     """Return the row of the contract (the table above) that a training step promises.
 
-    Frozen parameters have no gradients: where there are some, the reductions' Ψ is that of the trained ones, and c of a
-    frozen one its own element's size where that is less.
+    Frozen parameters have no gradients: then Ψ of the reductions counts the trained ones. A frozen parameter's c is
+    its own element's size where that is less.
     """
     sizes = dict(plan.mesh.shape)
     placements: list[Placement] = jax.tree.leaves(plan.param_placements(params, static))
@@ -213,7 +213,7 @@ def _gathered_bytes(elements: int, placement: Placement, itemsize: int, devices:
 
 
 def _working_itemsize(placement: Placement, itemsize: int) -> int:
-    """Bytes an element that a parameter is gathered in: frozen ones in their dtype at rest where that is narrower."""
+    """Bytes an element that a parameter is gathered in: of frozen ones their dtype at rest, if narrower."""
     at_rest = jnp.dtype(placement.dtype)
     floating = jnp.issubdtype(at_rest, jnp.floating)
     return itemsize if placement.trained and floating else min(itemsize, at_rest.itemsize)
