@@ -85,13 +85,10 @@ def inline(figure: Figure, described: str) -> Markup:
     for colour, variable in _PAGE_COLOURS.items():
         text = text.replace(colour, variable)
     text = re.sub(r"\s*\n\s*", " ", text)
-    text = re.sub(r'(?<=id=")\w+|(?<=url\(#)\w+|(?<=href="#)\w+', rf"\g<0>-{_digest(text)}", text)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:6]
+    text = re.sub(r'(?<=id=")\w+|(?<=url\(#)\w+|(?<=href="#)\w+', rf"\g<0>-{digest}", text)
     title = element("title", described)
     return Markup(re.sub(r"<svg [^>]*>", lambda head: f'{head[0][:-1]} role="img">{title}', text, count=1).strip())
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:6]
 
 
 def write(figure: Figure, path: Path, described: str) -> None:

@@ -104,12 +104,12 @@ def _few_enough(
 
 
 def _block(event: Event) -> Block:
-    title = [_tail(event.what.removeprefix("jit(train_step)/"), 90)]
-    title[:0] = [] if event.name in title[0] else [_tail(event.name, 60)]
+    title = [tail(event.what.removeprefix("jit(train_step)/"), 90)]
+    title[:0] = [] if event.name in title[0] else [tail(event.name, 60)]
     title.append(format_seconds(event.seconds))
     if event.lane == COMMUNICATION and event.bytes and event.times == 1:
         title.append(format_bytes(event.bytes))
-    title += [_tail(event.source, 60)] if event.source else []
+    title += [tail(event.source, 60)] if event.source else []
     return Block(event.lane, event.start, event.seconds, _class_of(event), ", ".join(title), event.times)
 
 
@@ -132,7 +132,7 @@ def _class_of(event: Event) -> str:
     return "other" if kind is None else KIND_CLASSES.get(kind, "other")
 
 
-def _tail(text: str, most: int) -> str:
+def tail(text: str, most: int) -> str:
     """Return the end of a long name: paths differ there."""
     return text if len(text) <= most else f"…{text[1 - most :]}"
 

@@ -17,8 +17,7 @@ from jdp.base.formatting import align_columns, format_bytes, format_percent, for
 from jdp.core.sharding.axes import factors
 from jdp.foresight.any_step.against import Bound, bound, chosen
 from jdp.foresight.any_step.read import HeldArgument, Sent, StepMemory, memory_of, sent_by, shapes_of, signs
-from jdp.foresight.any_step.relocate import Moved, lowering, move
-from jdp.foresight.program.compiled import Compiled
+from jdp.foresight.any_step.relocate import lowering, move
 from jdp.foresight.step_report import CPU_PROGRAM, StepReport, caveats_on
 from jdp.foresight.targets.relocate import compile_for, cudnn_of, lowering_for
 from jdp.foresight.targets.resolve import Target
@@ -45,7 +44,9 @@ def forecast(
     devices = devices or target_of(None, [each.abstract() for each in moved.traced.arguments])
     parameters = chosen(params, moved.traced.arguments)
     limit = None if against is None else bound(against, parameters, moved)
-    compiled = _compile(moved, devices, Cache.usual(cache))
+    with lowering_for(devices.devices[0], cudnn_of(devices)), lowering(moved):
+        lowered = moved.traced.lower()
+    compiled = compile_for(devices, lowered, moved.traced.options, Cache.usual(cache))
     shapes = shapes_of(moved, parameters or [e for e in moved.traced.arguments if e.number not in moved.batch])
     sites = Sites(compiled.program)
     sent = sent_by(compiled, sites, moved, shapes)
@@ -80,13 +81,6 @@ def _breaches(sent: Iterable[Sent], excess: float) -> tuple[str, ...]:
         sentences.append(str(each))
         excess -= each.wire_bytes
     return tuple(sentences)
-
-
-def _compile(moved: Moved, target: Target, cache: Cache | None) -> Compiled:
-    """Compile a moved step. Raises ValueError: it cannot be lowered for the target, or XLA refuses it."""
-    with lowering_for(target.devices[0], cudnn_of(target)), lowering(moved):
-        lowered = moved.traced.lower()
-    return compile_for(target, lowered, moved.traced.options, cache)
 
 
 def _notes(sent: Iterable[Sent], target: Target, limit: Bound | None) -> Iterable[str]:

@@ -144,18 +144,14 @@ _LINES = 4  # that get one
 def signs(compiled: Compiled, sites: Sites, moved: Moved, shapes: Parameters, sent: Sequence[Sent]) -> tuple[str, ...]:
     """Return signs of something unmeant, a sentence each."""
     donated = {number: each.path for number, each in enumerate(moved.traced.arguments) if each.donated}
+    meant = [*(each.sharding for each in moved.traced.arguments), *moved.traced.out_shardings]
+    offloads = any(each is not None and each.memory_kind == "pinned_host" for each in meant)
     placing = "no result has its shape, dtype and sharding. Return it so (out_shardings), or do not donate it."
     return (
         *_activations(sent, moved.batch_axes),
-        *symptoms(compiled, sites, shapes, donated, placing, offloads=_offloads(moved)),
+        *symptoms(compiled, sites, shapes, donated, placing, offloads=offloads),
         *_not_donated(compiled, moved),
     )
-
-
-def _offloads(moved: Moved) -> bool:
-    """Return whether an argument or a result is meant to lie in the host's memory."""
-    named = [*(each.sharding for each in moved.traced.arguments), *moved.traced.out_shardings]
-    return any(each is not None and each.memory_kind == "pinned_host" for each in named)
 
 
 def _activations(sent: Sequence[Sent], batch_axes: Sequence[str]) -> Iterator[str]:

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from jdp.core.sharding.axes import DATA
+from jdp.core.sharding.axes import DATA, factors
 from jdp.core.sharding.mesh import following, without_mesh
 from jdp.core.sharding.placement import axes_of, spec_entry
 from jdp.foresight.any_step.replace_mesh import Exchange, OtherSize
@@ -63,8 +63,8 @@ def move(
     mesh = Mesh(np.array(target.devices).reshape(tuple(new_sizes.values())), old.axis_names, axis_types=old.axis_types)
     rows, notes = _rows(traced, batch, old, mesh)
     if new_sizes != dict(old.shape):
-        words = [" × ".join(f"{axis}={size}" for axis, size in each.items()) for each in (old.shape, new_sizes)]
-        notes = (f"the arguments' mesh {words[0]} became {words[1]}; mesh={{axis: size}} has others", *notes)
+        became = f"{factors(old.shape)} became {factors(new_sizes)}"
+        notes = (f"the arguments' mesh {became}; mesh={{axis: size}} has others", *notes)
     on_target, in_context = _trace_for(function, arguments.resized(rows), traced if not rows else None, old, mesh)
     for each in on_target.arguments:
         _check_divides(each, mesh)
@@ -112,7 +112,8 @@ def _batch(traced: Traced) -> tuple[frozenset[int], tuple[str, ...]]:
     In a batch all sharded arrays are split by rows, equally many. Unlike weights, not all of them come back as a
     result of the same shape.
     """
-    results = {(aval.shape, aval.dtype) for aval in map(_aval, traced.closed.jaxpr.outvars)}
+    avals: list[Any] = [variable.aval for variable in traced.closed.jaxpr.outvars]
+    results = {(aval.shape, aval.dtype) for aval in avals}
     groups: defaultdict[int, list[Argument]] = defaultdict(list)
     for each in traced.arguments:
         if each.sharding is not None and any(map(axes_of, each.sharding.spec)):
@@ -127,10 +128,6 @@ def _batch(traced: Traced) -> tuple[frozenset[int], tuple[str, ...]]:
                 batch.add(number)
                 axes |= dict.fromkeys(along)
     return frozenset(batch), tuple(axes)
-
-
-def _aval(variable: Any) -> Any:
-    return variable.aval
 
 
 def _spec(argument: Argument) -> PartitionSpec:
@@ -150,7 +147,7 @@ def _rows(
         if each.shape[0] % count:
             unit = math.lcm(count, math.prod(old.shape[axis] for axis in along))
             rows[each.slot] = -(-each.shape[0] // unit) * unit
-            axes = " × ".join(f"{axis}={mesh.shape[axis]}" for axis in along)
+            axes = factors({axis: mesh.shape[axis] for axis in along})
             notes.append(
                 f"a batch's rows must divide by {axes}; given {each.shape[0]}: {rows[each.slot]} would be taken"
             )

@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDevi
 
 from jdp.base.tree_paths import path_of
 from jdp.core import flax_nnx
+from jdp.core.sharding.axes import factors
 
 
 @dataclass(frozen=True)
@@ -136,13 +137,19 @@ class Traced:
 
 def trace(function: Callable[..., Any], arguments: Arguments) -> Traced:
     """Trace a jitted function."""
-    outer = jax.make_jaxpr(lambda *arrays: _arrays_in(function(*arguments.rebuild(arrays))))
-    explicit = any(_is_explicit(each.sharding) for each in arguments.arrays)
+
+    def arrays_of(*arrays: Any) -> list[Any]:  # the only results jax.make_jaxpr takes: Python's numbers are constants
+        return [leaf for leaf in jax.tree.leaves(function(*arguments.rebuild(arrays))) if isinstance(leaf, jax.Array)]
+
+    outer = jax.make_jaxpr(arrays_of)
+    located = [each.sharding for each in arguments.arrays if each.sharding is not None]
+    explicit = any(AxisType.Explicit in sharding.mesh.axis_types for sharding in located)
     closed = outer(*(each.abstract(located=explicit) for each in arguments.arrays))
     equations = closed.jaxpr.eqns
     jitted = [equation for equation in equations if equation.primitive.name in ("jit", "pjit")]
     if len(equations) != 1 or len(jitted) != 1:
-        given = f"{_name(function)}, which runs {len(equations)} operations one by one"
+        name = getattr(function, "__name__", None) or type(function).__name__
+        given = f"{name}, which runs {len(equations)} operations one by one"
         raise ValueError(f"A step is one jitted function; given {given}. Wrap it: jax.jit(step), or nnx.jit(step).")
     parameters = jitted[0].params
     place = {variable: number for number, variable in enumerate(closed.jaxpr.invars)}
@@ -164,19 +171,6 @@ def trace(function: Callable[..., Any], arguments: Arguments) -> Traced:
         tuple(out_shardings),
         dict(parameters["compiler_options_kvs"]),
     )
-
-
-def _arrays_in(tree: Any) -> list[Any]:
-    """Return the arrays of a function's result: jax.make_jaxpr takes no others, and Python's numbers are constants."""
-    return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
-
-
-def _is_explicit(sharding: NamedSharding | None) -> bool:
-    return sharding is not None and AxisType.Explicit in sharding.mesh.axis_types
-
-
-def _name(function: Callable[..., Any]) -> str:
-    return getattr(function, "__name__", None) or type(function).__name__
 
 
 def mesh_in(arguments: Iterable[Argument], out_shardings: Iterable[NamedSharding | None] = ()) -> Mesh | AbstractMesh:
@@ -201,5 +195,5 @@ def mesh_in(arguments: Iterable[Argument], out_shardings: Iterable[NamedSharding
 
 
 def _axes(mesh: Mesh | AbstractMesh) -> str:
-    sizes = " × ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    sizes = factors(mesh.shape)
     return f"{sizes} ({mesh.devices.flat[0]}, …)" if isinstance(mesh, Mesh) else f"{sizes} of {mesh.size} devices"

@@ -128,10 +128,11 @@ def search_axes(
                 plan = replace(own.step.plan, strategy=name)
                 other = replace(own.step, plan=plan)
                 found = abstract_on(other, state, batch, target, microbatches=rounded, axes=axes)
-                held = _bytes_at_rest(found)
+                placements = found.step.plan.placements(found.state)
             except ValueError as error:  # a rule that does not divide
                 reasons[str(error).split(". ")[0]] = reasons.get(str(error).split(". ")[0], 0) + 1
                 continue
+            held = sum(placement.bytes_per_device for placement in placements if not placement.on_host)
             if batch_rows(found.batch) != rows:
                 reason = f"{rows} rows do not divide over {found.step.plan.batch_shards} shards of the batch"
                 reasons[reason] = reasons.get(reason, 0) + 1
@@ -190,11 +191,6 @@ def _model_axis(step: Step) -> tuple[str | None, list[str]]:
     return None, ["axes of the model's own, as no [rules] shard parameters over one"]
 
 
-def _bytes_at_rest(candidate: Candidate) -> int:
-    placements = candidate.step.plan.placements(candidate.state)
-    return sum(placement.bytes_per_device for placement in placements if not placement.on_host)
-
-
 def _sends(candidate: Candidate, target: Target, tokens: float) -> float:
     """Return what a step sends: seconds, or bytes of a device where the links' rates are not known.
 
@@ -217,7 +213,8 @@ def _sends(candidate: Candidate, target: Target, tokens: float) -> float:
         wire=step.wire,
         buckets=step.buckets,
     )
-    layers = _layers(state) if step.plan.row.gather == "use" else 1
+    stacked = (leaf.shape for leaf in jax.tree.leaves(own_shapes(state.params, state.static)) if len(leaf.shape) > 2)
+    layers = max((shape[0] for shape in stacked), default=1) if step.plan.row.gather == "use" else 1
     total = 0.0
     for each in promised.promises:
         times = each.rounds * (layers if DATA in each.axes else 1)
@@ -228,12 +225,6 @@ def _sends(candidate: Candidate, target: Target, tokens: float) -> float:
         matrices = _activations(placements, axis).values()
         total += sum(cost("all-reduce", rows * width, (axis,), times * step.accumulate) for width, times in matrices)
     return total
-
-
-def _layers(state: TrainState) -> int:
-    """Return the largest leading dimension of parameters of rank 3 or more, whose layers are stacked, or 1."""
-    leaves = jax.tree.leaves(own_shapes(state.params, state.static))
-    return max((leaf.shape[0] for leaf in leaves if len(leaf.shape) > 2), default=1)
 
 
 def _activations(placements: Sequence[Placement], axis: str) -> dict[str, tuple[int, int]]:

@@ -48,10 +48,6 @@ class Buffer:
     # jax's name of the entry's parameter, such as "state.params['w']"; None where it is none
     argument: str | None = None
 
-    def is_held(self, time: int) -> bool:
-        """Return True if the buffer is held at a time."""
-        return any(first <= time <= last for first, last in self.spans)
-
 
 class Liveness:
     """Buffers of a scheduled program.
@@ -95,7 +91,7 @@ class Liveness:
     def peak(self) -> tuple[int, list[Buffer]]:
         """The time at which temporaries hold most, and those held then."""
         time, _ = self.most(self.temporaries)
-        return time, [buffer for buffer in self.temporaries if buffer.is_held(time)]
+        return time, [b for b in self.temporaries if any(first <= time <= last for first, last in b.spans)]
 
     def most(self, buffers: Iterable[Buffer]) -> tuple[int, int]:
         """Return (time, bytes): when these buffers hold most, and how much."""
@@ -124,10 +120,7 @@ class Liveness:
                 buffer.writes.append(Write(time, computation, step, path))
 
     def _read(self, time: int, computation: str, step: Instruction) -> None:
-        """Record the reads of an instruction.
-
-        Views and loops are skipped: a view reads nothing, and a loop's reads are recorded in its body.
-        """
+        """Record the reads of an instruction, without views, which read nothing, and loops, whose bodies do."""
         if step.opcode not in _VIEWS or step.opcode == "conditional":
             for _, array in self.aliases.taken(computation, step):
                 self.held(array).reads.append((time, step))

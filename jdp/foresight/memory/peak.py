@@ -183,12 +183,13 @@ def memory(compiled: Compiled, step: Step, state: TrainState) -> Memory:
     plan = step.plan.on(mesh_of(state) or step.plan.mesh)
     at_rest = sum(placement.bytes_per_device for placement in plan.placements(state) if not placement.on_host)
     at_peak = live.schedule[time][1]
+    saved = sum(b.bytes for b in held if roles[b] == "activations" and _is_saved(b))
     return Memory(
         **arguments,
         **sizes,
         other=other,
         unattributed=max(beyond, 0),
-        saved=min(sum(b.bytes for b in held if roles[b] == "activations" and _is_saved(b)), sizes["activations"]),
+        saved=min(saved, sizes["activations"]),
         most={role: live.most(b for b in live.temporaries if roles[b] == role)[1] for role in _ROLES},
         outside=max(at_rest - argument_bytes("state"), 0),
         host=compiled.host_bytes,

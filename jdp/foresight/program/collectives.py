@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from jdp.foresight.program.module import Instruction, Program, array_bytes, parse, shapes
+from jdp.foresight.program.module import Instruction, Program, array_bytes, elements, ints, parse, shapes
 
 KINDS = (
     "all-reduce",
@@ -181,13 +181,8 @@ def _result_type(step: Instruction) -> str:
     """
     if not step.is_start or not step.type.startswith("("):
         return step.type
-    elements, depth, begin = list[str](), 0, 1
-    for i, char in enumerate(step.type):
-        depth += (char in "([{") - (char in ")]}")
-        if (char == "," and depth == 1) or depth == 0:
-            elements.append(step.type[begin:i].strip())
-            begin = i + 1
-    return elements[1] if elements[0].startswith("(") or step.kind != "all-reduce" else step.type
+    parts = elements(step.type)
+    return parts[1] if parts[0].startswith("(") or step.kind != "all-reduce" else step.type
 
 
 _LISTED = r"\{(?:\{[\d,]*\},?)*\}"
@@ -210,11 +205,11 @@ def _groups(bare: str, devices: int) -> tuple[tuple[int, ...], ...]:
 def _expanded(notation: str, devices: int) -> tuple[tuple[int, ...], ...]:
     """Return the groups of `{{0,1},{2,3}}`, `[2,4]<=[4,2]T(1,0)`, `mesh['a'=2,'b'=4] {'b'}`; of `{}`, one of all."""
     if notation.startswith("{"):
-        listed = tuple(tuple(_ints(group)) for group in re.findall(r"\{([\d,]+)\}", notation))
+        listed = tuple(map(ints, re.findall(r"\{([\d,]+)\}", notation)))
         return listed or (tuple(range(devices)),)
     if notation.startswith("["):
         shape, _, order = notation.partition("<=")
-        ids = _iota(order).reshape(_ints(shape))
+        ids = _iota(order).reshape(ints(shape))
     else:
         ids = _mesh_groups(notation)
     return tuple(tuple(map(int, group)) for group in ids)
@@ -244,11 +239,7 @@ def _mesh_groups(notation: str) -> np.ndarray:
 def _iota(order: str) -> np.ndarray:
     """Return the ids of a device order: `[4,2]T(1,0)` is 0, 1, … in shape [4, 2], transposed; `0,4,1,5` is itself."""
     if not order.startswith("["):
-        return np.array(_ints(order))
+        return np.array(ints(order))
     shape, _, axes = order.partition("T")
-    ids = np.arange(math.prod(_ints(shape))).reshape(_ints(shape))
-    return ids.transpose(_ints(axes) or range(ids.ndim)).ravel()
-
-
-def _ints(text: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", text)]
+    ids = np.arange(math.prod(ints(shape))).reshape(ints(shape))
+    return ids.transpose(ints(axes) or range(ids.ndim)).ravel()

@@ -169,6 +169,25 @@ def shapes(type_text: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
     )
 
 
+def elements(type_text: str) -> list[str]:
+    """Return the types that a tuple's type consists of."""
+    found, depth, begin = list[str](), 0, 1
+    for match in re.finditer(r"[()\[\]{},]", type_text):
+        depth += (match[0] in "([{") - (match[0] in ")]}")
+        if depth == 0 or (depth == 1 and match[0] == ","):
+            found.append(_COMMENT.sub("", type_text[begin : match.start()]))
+            begin = match.end()
+    return found
+
+
+_COMMENT = re.compile(r"^\s*(?:/\*.*?\*/)?\s*")  # XLA numbers the elements of long tuples
+
+
+def ints(text: str) -> tuple[int, ...]:
+    """Return the whole numbers in a text."""
+    return tuple(int(number) for number in re.findall(r"\d+", text))
+
+
 def array_bytes(dtype: str, dims: tuple[int, ...]) -> int:
     """Return the bytes of an array; elements of less than 8 bits are packed."""
     return -(-math.prod(dims) * bits(dtype) // 8)

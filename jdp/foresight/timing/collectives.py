@@ -115,8 +115,7 @@ def collective_cost(kind: str, payload_bytes: float, groups: Groups, target: Tar
         raise ValueError(f"a collective is timed by published link rates; given {target}: choose a GPU or TPU target")
     chip, worst = target.chip, NOTHING
     for group in _grouped(groups, target.per_host, len(target.devices)):
-        cost = _cost(kind, payload_bytes, group, chip, target)
-        worst = max(worst, cost, key=lambda c: c.seconds)
+        worst = max(worst, _cost(kind, payload_bytes, group, chip, target), key=lambda cost: cost.seconds)
     return worst
 
 

@@ -41,27 +41,14 @@ class Gathering:
         """Return the bytes of the parameter's working copy."""
         return self.elements[each.path] * each.payload_bytes / max(each.elements, 1)
 
-    @property
-    def top_bytes(self) -> float:
-        """Bytes that a device holds whole from the top of the loss to the backward pass."""
-        return sum(map(self.held_bytes, self._top))
-
-    @property
-    def layer_bytes(self) -> float:
-        """Bytes that are gathered where a layer loop uses them, all layers together."""
-        top = {each.path for each in self._top}
-        return sum(self.held_bytes(each) for each in self.gathered if each.path not in top)
-
-    @property
-    def _top(self) -> list[Gathered]:
-        return [each for each in self.gathered if each.at_top]
-
     def like_zero2(self) -> str:
         """Return a sentence if most of the parameters' bytes are gathered at the top, else an empty string."""
-        top, layered = self.top_bytes, self.layer_bytes
+        at_top = [each for each in self.gathered if each.at_top]
+        paths, top = {each.path for each in at_top}, sum(map(self.held_bytes, at_top))
+        layered = sum(self.held_bytes(each) for each in self.gathered if each.path not in paths)
         if top <= MOSTLY * (top + layered):
             return ""
-        first = sorted(self._top, key=lambda each: -self.held_bytes(each))
+        first = sorted(at_top, key=lambda each: -self.held_bytes(each))
         remedy = "run the layers through jdp.scan_layers, which gathers one at a time; cast weights inside the block"
         if layered:
             remedy = (

@@ -206,14 +206,10 @@ def _unsharded(plan: Plan, placements: Sequence[Placement], counts: Sequence[int
 def _gathered_bytes(elements: int, placement: Placement, itemsize: int, devices: int, wire: Wire) -> int:
     """Bytes that one gather of a parameter's `elements` has as its result."""
     narrow = wire.weights is not None and placement.dim is not None and elements >= devices * wire.block
-    if narrow and jnp.issubdtype(jnp.dtype(placement.dtype), jnp.floating):
+    floating = jnp.issubdtype(jnp.dtype(placement.dtype), jnp.floating)
+    if narrow and floating:
         padded = -(-elements // devices // wire.block) * wire.block
         return devices * (padded + padded // wire.block * 4)
-    return elements * _working_itemsize(placement, itemsize)
-
-
-def _working_itemsize(placement: Placement, itemsize: int) -> int:
-    """Bytes an element that a parameter is gathered in: of frozen ones their dtype at rest, if narrower."""
-    at_rest = jnp.dtype(placement.dtype)
-    floating = jnp.issubdtype(at_rest, jnp.floating)
-    return itemsize if placement.trained and floating else min(itemsize, at_rest.itemsize)
+    if placement.trained and floating:
+        return elements * itemsize
+    return elements * min(itemsize, jnp.dtype(placement.dtype).itemsize)  # a frozen one in its dtype at rest
