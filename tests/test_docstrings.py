@@ -189,11 +189,8 @@ PENDING = {
     "models",
     "data",
     "launch",
-    "foresight",
     "checkpoint",
     "guard",
-    "report",
-    "prove",
     "experiment",
 }
 PENDING |= {"run", "cli", "__main__", "export", "plugin", ""}

@@ -26,25 +26,16 @@ from jdp.foresight.verify import Report
 
 @dataclass(frozen=True)
 class Settings:
-    """What is set already, so that advice does not ask for it; a field that is None is not known.
+    """What is set already, so that advice does not ask for it; a field that is None is not known."""
 
-    Attributes:
-        precision: "fp32", "bf16" or "fp8".
-        compiler: "default", "overlap", "own" for options of one's own, or "none" on devices that no preset is for.
-        remat: the model's policy: "none", "dots" or "full"; "" for a model that has none.
-        scan: True where layers are scanned.
-        attention: "auto", "cudnn" or "xla".
-        rows: of a microbatch on a device.
-        max_batch: True where the largest batch was searched.
-    """
-
-    precision: str | None = None
+    precision: str | None = None  # "fp32", "bf16" or "fp8"
+    # "default", "overlap", "own" for the user's options, or "none" on devices that no preset is for
     compiler: str | None = None
-    remat: str | None = None
-    scan: bool | None = None
-    attention: str | None = None
-    rows: int | None = None
-    max_batch: bool = False
+    remat: str | None = None  # the model's policy: "none", "dots" or "full"; "" for a model that has none
+    scan: bool | None = None  # True where layers are scanned
+    attention: str | None = None  # "auto", "cudnn" or "xla"
+    rows: int | None = None  # of a microbatch on a device
+    max_batch: bool = False  # True where the largest batch was searched
 
 
 @dataclass(frozen=True)
@@ -68,7 +59,7 @@ class Estimate:
         devices: how many share the work.
         compile_seconds: what compiling took; 0 when it was found in the cache (`cached`).
         error: why the step did not compile; None when it did.
-        settings: what the experiment has set already; of a step of one's own only the compiler's options are known.
+        settings: what the experiment has set already; of a step in Python only the compiler's options are known.
     """
 
     strategy: str

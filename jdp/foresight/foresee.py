@@ -83,9 +83,8 @@ def foresee(step: Any, *arguments: Any, target: str | Target | None = None, cach
     Args:
         step: a training step (`jdp.make_train_step`), whose own strategy is only one of those tried; or any function
             that is jitted (`jax.jit`, `nnx.jit`, `eqx.filter_jit`), as it is.
-        arguments: its positional arguments, real or abstract (`jdp.abstract_state`, `jax.ShapeDtypeStruct`); of a step
-            of jdp's the state and the global batch, and perhaps the target. A batch's rows that do not divide over the
-            target's devices are rounded up, and the notes say so.
+        arguments: its positional arguments, as for `jdp.verify`. A batch's rows that do not divide over the target's
+            devices are rounded up, and this is noted.
         target: "h100:8x8" and the like (`jdp.foresight.targets`); None: the devices that the arguments are placed on.
         cache: keep compiled results on disk ($JDP_CACHE_DIR, else ~/.cache/jdp) and use them.
         other: for a step of jdp's. `strategies`: which to try. `accumulate`: microbatches a step, each to try; None:
@@ -100,8 +99,8 @@ def foresee(step: Any, *arguments: Any, target: str | Target | None = None, cach
         advice. Of another step a `StepForecast`: memory by argument, what each source line sends, the schedule.
 
     Raises:
-        ValueError: an evaluation step; the target, a strategy, or the batch under a number of microbatches does not
-            work; `max_batch` for a target whose memory is not known; of another step what `jdp.verify` raises.
+        ValueError: an evaluation step, or a target, a strategy or a number of microbatches that does not work.
+            `max_batch` for a target whose memory is not known. Of another step what `jdp.verify` raises.
     """
     if not isinstance(step, Step):
         return forecast(step, arguments, target=target, cache=cache, **other)

@@ -12,20 +12,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, overload
 
 import jax
 
 from jdp.base.disk_cache import Cache
 from jdp.base.formatting import align_columns, format_bytes
-from jdp.base.notebook import Drawn
+from jdp.core.sharding.axes import factors
+from jdp.core.sharding.mesh import batch_axes
 from jdp.core.state import TrainState
 from jdp.core.step import Step
 from jdp.core.types import Batch
 from jdp.foresight.any_step.forecast import StepForecast, forecast
 from jdp.foresight.program.collectives import Collective
 from jdp.foresight.program.compiled import Compiled
+from jdp.foresight.step_report import CPU_PROGRAM, StepReport, caveats_on
 from jdp.foresight.targets.chips import XLA_TYPES
 from jdp.foresight.targets.relocate import abstract_on
 from jdp.foresight.targets.resolve import Target
@@ -67,26 +69,26 @@ def verify(step: Any, *arguments: Any, target: str | Target | None = None, cache
     Args:
         step: a training step (`jdp.make_train_step`), or any function that is jitted (`jax.jit`, `nnx.jit`,
             `eqx.filter_jit`).
-        arguments: its positional arguments, real or abstract (`jdp.abstract_state`, `jax.ShapeDtypeStruct`); of a step
-            of jdp's the state and the global batch, and perhaps the target. Those of another lie on one mesh, or the
-            function was jitted with shardings: `PartitionSpec`s stay as they are, on the target's mesh.
+        arguments: its positional arguments, real or abstract (`jdp.abstract_state`, `jax.ShapeDtypeStruct`). For a step
+            of jdp's: the state, the global batch, and perhaps the target. For another: all on one mesh, or placed by
+            the shardings of its jit. `PartitionSpec`s stay as they are, on the target's mesh.
         target: devices to compile for, such as "h100:8x8"; None: those of the arguments.
         cache: keep compiled results on disk ($JDP_CACHE_DIR, else ~/.cache/jdp) and use them.
         other: for a step that jdp did not make. `against`: a strategy's name, or the bytes that a device may send a
             step; without it nothing is compared. `params`: which arguments are the parameters, for a strategy's row:
             the number of one, or patterns of paths, such as "model" or "state/params/*". `mesh`: axis -> size on the
-            target; without it one axis takes the devices that the others leave: `data`, else the largest that the
-            batch is split over.
+            target. Without it one axis takes the devices that the others leave: `data`, else the largest of the batch.
 
     Returns:
-        A `Report` of a step of jdp's, else a `StepForecast`: both have `.kept`, `.breaches` and `.symptoms`;
-        `print(report)` is a table.
+        A `Report` of a step of jdp's, else a `StepForecast`. Both have `.kept`, `.breaches` and `.symptoms`, and
+        `print(report)` shows tables.
 
     Raises:
-        ValueError: an evaluation step of jdp's, a bad target, a step that does not compile; without a target, a batch
-            that does not divide (for a target its rows are rounded up, and the notes say so). Of another step:
-            it is not jitted, its arguments lie on no mesh or on two, the axes do not fit the target, or a `shard_map`
-            over a mesh of its own would have to change its size.
+        ValueError: an evaluation step of jdp's, a bad target, or a step that does not compile. Without a target, a
+        batch
+            that does not divide; for a target its rows are rounded up, and the notes say how. Another step that is not
+            jitted, whose arguments are on no mesh or on two, or whose axes do not fit the target. A `shard_map` over a
+            mesh of its own that would have to change its size.
     """
     if not isinstance(step, Step):
         return forecast(step, arguments, target=target, cache=cache, **other)
@@ -133,8 +135,8 @@ def report(step: Step, state: TrainState, compiled: Compiled, target_name: str, 
         local_steps=step.local_steps.steps if step.local_steps else None,
         metrics=_metrics(step, state, compiled),
     )
-    sites = Sites(compiled.program, step.accumulate)
-    collectives = collectives_on(step.plan.mesh, compiled, sites, promised.statistics)
+    mesh, sites = step.plan.mesh, Sites(compiled.program, step.accumulate)
+    collectives = collectives_on(mesh, compiled, sites, batch_axes(mesh), promised.statistics)
     stray = strays(collectives, promised, sites, step, state)
     verdict = compare(collectives, promised, sum(each.wire_bytes for each in stray))
     reasons = breaches(collectives, promised, verdict, sites, step, state, stray)
@@ -144,7 +146,7 @@ def report(step: Step, state: TrainState, compiled: Compiled, target_name: str, 
         partitioning=step.partitioning or "",
         why=step.why,
         target=target_name,
-        mesh=dict(step.plan.mesh.shape),
+        mesh=dict(mesh.shape),
         accumulate=step.accumulate,
         theory=promised,
         wire_bytes_per_device=verdict.wire_bytes,
@@ -186,9 +188,7 @@ def _notes(step: Step, promised: Theory, rows: Iterable[Row], collectives: Itera
             "planned; theory counts them as if they were sharded"
         )
     counted = [each.collective for each in collectives if each.over_batch]
-    for caveat in dict.fromkeys(caveat for c in counted for caveat in c.caveats):
-        kinds = dict.fromkeys(c.kind for c in counted if caveat in c.caveats)
-        yield f"{', '.join(kinds)} {caveat}, so it may send more than is reported here"
+    yield from caveats_on([(c.kind, c.caveats) for c in counted])
     reductions = [c for c in counted if c.kind in ("all-reduce", "reduce-scatter")]
     total, requested = sum(c.wire_bytes for c in reductions), XLA_TYPES[step.precision.reduce]
     other = [c for c in reductions if c.dtype != requested]
@@ -197,56 +197,40 @@ def _notes(step: Step, promised: Theory, rows: Iterable[Row], collectives: Itera
         choose = "auto cannot choose it" if step.partitioning == "auto" else "the compiler chose otherwise"
         yield f"gradients are reduced in {dtypes}, and precision.reduce is {step.precision.reduce}: {choose}"
     if counted and step.plan.mesh.devices.flat[0].platform == "cpu":
-        yield (
-            "this is XLA:CPU's program, which makes no reduce-scatter of a sharding constraint and has its own dtypes; "
-            "what GPUs will send is judged with the target h100:1x8"
-        )
+        yield CPU_PROGRAM
 
 
-@dataclass(frozen=True)
-class Report(Drawn):
-    """What a compiled training step sends, against its contract.
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Report(StepReport):
+    """What a compiled training step of jdp's sends, compared with its contract; more in `StepReport`.
 
     Attributes:
         kept: it sends at most 1.02 times what its strategy promises, and hardly anything else (`contract.py`).
-        strategy, accumulate, mesh, target: what was compiled (K; axis -> size; the devices' name).
+        ratio: bytes sent over those of theory; 0 where there is no other device.
+        strategy, accumulate: what was compiled (K microbatches).
         partitioning, why: what the step settled on, and the reason.
-        theory: the promise.
-        wire_bytes_per_device, theory_wire_bytes_per_device, ratio: a step, along the batch axes; the ratio is 0 where
-            there is no other device.
+        theory, theory_wire_bytes_per_device: the promise.
         rows: one a kind of collective, found and promised.
         model_axes: one a kind of what runs along the model's own axes only, about which nothing is promised.
         statistics: one for the statistics of batch norms over all devices, and metrics that are arrays, which the
             contract leaves out too; None: there are none.
         collectives: each collective that sends something, in schedule order.
-        breaches: why it is not kept, a sentence each, with parameter, source line and remedy; empty when it is kept.
-        strays: what is sent besides and belongs to no parameter, a sentence each; those that break the contract are
-            in `breaches` instead.
         gathering: under zero3, what is gathered where, by the step's own trace; else None.
-        symptoms: signs of something unmeant, a sentence each (`traffic/symptoms.py`); they break no contract.
-        notes: what the numbers rest on.
     """
 
     kept: bool
     strategy: str
     partitioning: str
     why: str
-    target: str
-    mesh: dict[str, int]
     accumulate: int
     theory: Theory
-    wire_bytes_per_device: float
     theory_wire_bytes_per_device: float
     ratio: float
     rows: tuple[Row, ...]
     model_axes: tuple[Row, ...]
-    collectives: tuple[MeshCollective, ...] = field(repr=False)
+    collectives: tuple[MeshCollective, ...]
     statistics: Row | None = None
-    breaches: tuple[str, ...] = ()
-    strays: tuple[str, ...] = ()
-    gathering: Gathering | None = field(default=None, repr=False)
-    symptoms: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
+    gathering: Gathering | None = None
 
     @property
     def like_zero2(self) -> str:
@@ -279,10 +263,8 @@ class Report(Drawn):
             "notes": list(self.notes),
         }
 
-    def __repr__(self) -> str:
-        return f"<Report of {self.heading}. {' '.join([self.verdict, *self.breaches[:1]])} print() says all>"
-
-    def __str__(self) -> str:
+    def paragraphs(self) -> list[list[str]]:
+        """Return the verdict, and tables of what is sent."""
         head = f"{self.heading}, {self.partitioning}: {self.why}"
         paragraphs = [[head, self.verdict, *filter(None, [self.like_zero2])]]
         if self.rows:
@@ -299,32 +281,19 @@ class Report(Drawn):
             paragraphs.append([title, *_table([self.statistics])])
         if self.collectives:
             paragraphs.append(align_columns([_LISTED, *_grouped(self.collectives)]))
-        lists = {
-            "Breaches": self.breaches,
-            "Sent besides": self.strays,
-            "Symptoms": self.symptoms,
-            "Notes": self.notes,
-        }
-        for title, sentences in lists.items():
-            if sentences:
-                paragraphs.append([f"{title}:", *(f"- {sentence}" for sentence in sentences)])
-        return "\n\n".join("\n".join(lines) for lines in paragraphs)
+        return paragraphs
 
     @property
     def heading(self) -> str:
         """What was compiled, in words: "zero3 on data=8 for h100:1x8, K=1"."""
-        axes = " × ".join(f"{name}={count}" for name, count in self.mesh.items())
-        return f"{self.strategy} on {axes} for {self.target}, K={self.accumulate}"
+        return f"{self.strategy} on {factors(self.mesh)} for {self.target}, K={self.accumulate}"
 
     @property
     def verdict(self) -> str:
         """Whether the contract is kept, in a sentence, and which of its rules is broken."""
         if not self.theory_wire_bytes_per_device:
             return "Kept: one shard of the batch, so nothing is sent."
-        sends = (
-            f"a device sends {format_bytes(self.wire_bytes_per_device)} a step, {self.ratio:.3f} of theory's "
-            f"{format_bytes(self.theory_wire_bytes_per_device)}"
-        )
+        sends = f"{self.sends}, {self.ratio:.3f} of theory's {format_bytes(self.theory_wire_bytes_per_device)}"
         if self.kept:
             return f"Kept: {sends}."
         if self.ratio > TOLERANCE:

@@ -1,26 +1,26 @@
 """How far two correct runs may differ, element by element: rounding, measured on the training itself.
 
 A run on other devices, or in microbatches, adds the same terms in another order. That leaves a relative error of about
-√n · u in a sum of n terms (u the unit roundoff; Higham and Mary 2019, doi:10.1137/18M1226312), and its effect
-depends on the training: Adam divides a gradient by its own size, so that an element whose terms cancel may change sign;
-a deep model amplifies; ten steps add up. No closed form covers that, so the bound is measured. *Shadows* are reference
-runs whose weights w (before the loss) and gradients g (before clipping) are moved at every step by
+√n · u in a sum of n terms (u the unit roundoff; Higham and Mary 2019, doi:10.1137/18M1226312). Its effect depends on
+the training. Adam divides a gradient by its own size, so an element whose terms cancel may change sign; a deep model
+amplifies; ten steps add up. No closed form covers that, so the bound is measured. *Shadows* are reference runs whose
+weights w (before the loss) and gradients g (before clipping) are moved at every step by
 
-    ± a/2 · |w|     and     ± a · (|g| + size of the terms of g),     a = FACTOR · u     (`reference._with_noise`),
+    ± a/2 · |w|     and     ± a · (|g| + size of the terms of g),     a = FACTOR · u     (`reference._with_noise`)
 
-which is several times what was measured in correct runs: a gradient's error was at most 3 u in bf16 and 13 u in fp32
-(n = 1024) of that size, over all elements of a small GPT. It must be more: an error that changes a sign does not grow
+This is several times what was measured in correct runs. Over all elements of a small GPT, a gradient's error was at
+most 3 u in bf16 and 13 u in fp32 (n = 1024) of that size. It must be more: an error that changes a sign does not grow
 with the noise, so the shadows have to change all the signs that a run may change. Signs of the noise are random by
-element and constant over the steps, and shadows come in pairs of opposite signs: so an element's deviation is its own
-sensitivity times a known error, not a random number that happens to be small, and if the error changes a sign, one of
-the two shows it.
+element and constant over the steps, and shadows come in pairs of opposite signs. So an element's deviation is its own
+sensitivity times a known error, not a random number that happens to be small. If the error changes a sign, one of the
+two shows it.
 
 With `widest[i]` the largest deviation of element i from the reference, over all shadows and the steps so far, two runs
 are equal at a step where for every element
 
-    |difference[i]|  ≤  MARGIN · (widest[i] + mean of widest over the leaf) + ULPS · eps · |reference[i]|,
+    |difference[i]|  ≤  MARGIN · (widest[i] + mean of widest over the leaf) + ULPS · eps · |reference[i]|
 
-eps being the spacing of the leaf's dtype at 1; for loss, weight and gradient norm, which are sums in fp32, the fp32
+Here eps is the spacing of the leaf's dtype at 1. Loss, weight and gradient norm are sums in fp32: for them the fp32
 value of a takes the place of ULPS · eps. Integers and keys must be equal; two NaN count as equal.
 """
 
@@ -60,23 +60,14 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Closest:
-    """The element of a run that comes closest to its bound, or goes farthest beyond it.
+    """The element of a run that comes closest to its bound, or goes farthest beyond it."""
 
-    Attributes:
-        step: optimizer steps done; 0 is the state before the first.
-        leaf: "loss", "weight", "grad_norm", or the path of a leaf of the state, such as "params/embed/tokens".
-        difference: of the element from the reference, absolute.
-        bound: of that difference.
-        ratio: difference / bound; 0 if both are 0.
-        beyond: how many leaves are beyond their bounds at this step.
-    """
-
-    step: int = 0
-    leaf: str = ""
-    difference: float = 0.0
-    bound: float = 0.0
-    ratio: float = 0.0
-    beyond: int = 0
+    step: int = 0  # optimizer steps done; 0 is the state before the first
+    leaf: str = ""  # "loss", "weight", "grad_norm", or the path of a leaf of the state, such as "params/embed/tokens"
+    difference: float = 0.0  # of the element from the reference, absolute
+    bound: float = 0.0  # of that difference
+    ratio: float = 0.0  # difference / bound; 0 if both are 0
+    beyond: int = 0  # how many leaves are beyond their bounds at this step
 
 
 def snapshot(state: TrainState, metrics: Metrics | None = None) -> dict[str, Array]:
@@ -105,16 +96,12 @@ def sum_noise(batch: Batch) -> float:
 
 @dataclass
 class Record:
-    """The reference at every step, and the deviations of its shadows.
+    """The reference at every step, and the deviations of its shadows."""
 
-    Attributes:
-        noise: the relative error that a sum over the batch in fp32 may always have.
-        values: the reference's snapshots; entry s is after s steps.
-        widest: for each step, name -> largest deviation of each element; `close` replaces deviations by bounds.
-    """
-
-    noise: float
+    noise: float  # the relative error that a sum over the batch in fp32 may always have
+    # the reference's snapshots; entry s is after s steps
     values: list[dict[str, Array]] = field(default_factory=list[dict[str, Array]])
+    # for each step, name -> largest deviation of each element; `close` replaces deviations by bounds
     widest: list[dict[str, Array]] = field(default_factory=list[dict[str, Array]])
 
     def add(self, values: dict[str, Array]) -> None:

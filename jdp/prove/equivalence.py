@@ -3,12 +3,12 @@
 1. `reference.py`: the training as a plain loop on one device, recorded at every step.
 2. `bounds.py`: shadows of it, which show how far rounding alone may move each element.
 3. `settings.py`: which runs to make, and what prevents others.
-4. `trials.py`: each run, compared with the record step by step until the end or the first element beyond its bound;
-   some are saved in the middle and restored, under the same setting and under another.
+4. `trials.py`: each run, compared with the record until the end or the first element beyond its bound. Some are saved
+   in the middle and restored, under the same setting and under another.
 5. `proof.py`: the table, or where the simplest differing run first differs: step, leaf, size.
 
-Nothing is made smaller to fit: model, batches, dtypes and optimizer are the user's own (`memory_check.py` refuses what
-does not fit into memory), and what cannot be run unchanged is listed with the reason.
+Nothing is made smaller to fit: model, batches, dtypes and optimizer are the user's own. `memory_check.py` refuses what
+does not fit into memory, and what cannot be run unchanged is listed with the reason.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def prove(
     """Compare a training on one device with itself under other strategies, partitionings and device counts.
 
     Every run takes a few real optimizer steps. After each, its loss and every leaf of its state are compared with those
-    of a plain loop on one device; they are equal if rounding, as measured on this training, explains the difference.
+    of a plain loop on one device. They are equal if rounding, as measured on this training, explains the difference.
     Two runs are saved in the middle and resumed. The runs have every pair of choices at least once: strategy,
     partitioning, number of devices, number of microbatches.
 

@@ -1,8 +1,7 @@
 """Check that a proof fits into this machine's memory, before it starts.
 
-Three things are in memory at once: the reference and the bounds at every step; a run's state on all its virtual
-devices, which share this machine's memory; its gradients and working copies. Activations are not counted, so this is a
-lower bound.
+Three things are in memory at once: the reference with the bounds at every step; a run's state on all its virtual
+devices; its gradients and working copies. Activations are not counted, so this is a lower bound.
 """
 
 from __future__ import annotations

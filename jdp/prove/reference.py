@@ -1,10 +1,10 @@
 """The reference that runs are compared with: a plain training loop on one device, without a mesh or a strategy.
 
-It shares no code with the steps that are proven, except how a module is split, how a `Loss` is read, and which products
-are in float8 if that is asked for. The weights are
-drawn from `fold_in(rng, 0)`. Each step has the key `fold_in(fold_in(rng, 1), batches consumed)`; the gradient of Σtotal
-is divided by Σweight and clipped, then the optimizer is applied; a step whose gradient is not finite changes nothing.
-So a fault that all strategies have in common, such as a key that is the same at every step, is found too.
+It shares almost no code with the steps that are proven. Shared are how a module is split, how a `Loss` is read, and
+which products are in float8. The weights are drawn from `fold_in(rng, 0)`, and each step has the key
+`fold_in(fold_in(rng, 1), batches consumed)`. The gradient of Σtotal is divided by Σweight and clipped, then the
+optimizer is applied; a step whose gradient is not finite changes nothing. So a fault that all strategies have in
+common, such as a key that is the same at every step, is found too.
 
 The same program with `Noise` makes the shadows that rounding is measured by (`jdp.prove.bounds`); with amplitude 0 it
 is the reference itself.
@@ -64,15 +64,10 @@ class Training:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Noise:
-    """Exaggerated rounding: random signs, constant over the steps, times a relative amplitude.
+    """Exaggerated rounding: random signs, constant over the steps, times a relative amplitude."""
 
-    Attributes:
-        seed: uint32 scalar, of the signs.
-        amplitude: float32 scalar; a negative one reverses all signs, 0 is no noise.
-    """
-
-    seed: Any
-    amplitude: Any
+    seed: Any  # uint32 scalar, of the signs
+    amplitude: Any  # float32 scalar; a negative one reverses all signs, 0 is no noise
 
 
 SILENT = Noise(np.uint32(0), np.float32(0))
@@ -80,17 +75,11 @@ SILENT = Noise(np.uint32(0), np.float32(0))
 
 @dataclass(frozen=True)
 class Reference:
-    """The plain training loop.
+    """The plain training loop."""
 
-    Attributes:
-        training: what is trained.
-        device: the one device.
-        compiler_options: of XLA's compiler.
-    """
-
-    training: Training
-    device: Device
-    compiler_options: Mapping[str, CompilerValue] = field(default_factory=dict[str, CompilerValue])
+    training: Training  # what is trained
+    device: Device  # the one device
+    compiler_options: Mapping[str, CompilerValue] = field(default_factory=dict[str, CompilerValue])  # of XLA's compiler
     _traced: dict[str, bool] = field(default_factory=dict[str, bool], repr=False, compare=False)
 
     @property
@@ -173,10 +162,10 @@ class Reference:
 def _with_noise(tree: PyTree, noise: Noise, *, stream: int, absolute: bool = False) -> PyTree:
     """Add ± amplitude · |x| to each element x, or with `absolute` ± amplitude · (|x| + size of its terms).
 
-    A gradient is a sum in which terms cancel: its error is relative to the terms, not to their sum. Their size is taken
-    to be the root mean square of the row (of one token or one input) or of the leaf, whichever is larger, plus a
-    fraction of that of all leaves, for a leaf that cancels as a whole (the bias of the attention's keys, on which the
-    softmax does not depend). An exact zero has no terms (the row of a token that did not occur) and stays zero.
+    A gradient is a sum in which terms cancel: its error is relative to the terms, not to their sum. Their size is the
+    root mean square of the row (of one token or one input) or of the leaf, whichever is larger. A fraction of that of
+    all leaves is added, for a leaf that cancels as a whole: the bias of the attention's keys, on which the softmax
+    does not depend. An exact zero has no terms (the row of a token that did not occur) and stays zero.
     """
     leaves, treedef = jax.tree.flatten(tree)
     floats = [leaf.astype(jnp.float32) for leaf in leaves]

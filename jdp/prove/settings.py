@@ -1,10 +1,10 @@
 """Which runs a proof makes: settings, what prevents one, and the covering list.
 
-A fault of a data-parallel step shows in a combination of two choices: a strategy and a partitioning, a partitioning and
-a number of microbatches, a strategy and a number of devices. So the default list has every such *pair* at least once (a
-pairwise covering array; Kuhn, Wallace and Gallo 2004, doi:10.1109/TSE.2004.24, found that pairs show most faults), in
-about as many programs as the two longest lists multiply to; `full` runs every combination, `quick` one pair of
-settings: the user's own, resumed under the one that differs most.
+A fault of a data-parallel step shows in a combination of two choices, such as a strategy and a partitioning, or a
+strategy and a number of devices. So the default list has every such *pair* at least once: a pairwise covering array
+(Kuhn, Wallace and Gallo 2004, doi:10.1109/TSE.2004.24). It has about as many programs as the two longest lists
+multiply to. `full` runs every combination. `quick` runs one pair of settings: the user's own, resumed under the one
+that differs most.
 """
 
 from __future__ import annotations
@@ -69,25 +69,15 @@ class Skip:
 
 @dataclass(frozen=True)
 class Space:
-    """All settings that could be run.
+    """All settings that could be run."""
 
-    Attributes:
-        devices: those of this machine that the proof uses, in order.
-        counts: numbers of devices, ascending; 1 is among them.
-        accumulates: numbers of microbatches, ascending; 1 is among them.
-        axes: mesh axis -> size, as in an experiment file; `data` takes what the others leave.
-        rows: of the global batch.
-        no_manual: why manual partitioning is not run; None: it is.
-        no_microbatches: why a batch may not be computed in microbatches; None: it may.
-    """
-
-    devices: Sequence[Device]
-    counts: tuple[int, ...]
-    accumulates: tuple[int, ...]
-    axes: Mapping[str, int]
-    rows: int = 0
-    no_manual: str | None = None
-    no_microbatches: str | None = None
+    devices: Sequence[Device]  # those of this machine that the proof uses, in order
+    counts: tuple[int, ...]  # numbers of devices, ascending; 1 is among them
+    accumulates: tuple[int, ...]  # numbers of microbatches, ascending; 1 is among them
+    axes: Mapping[str, int]  # mesh axis -> size, as in an experiment file; `data` takes what the others leave
+    rows: int = 0  # of the global batch
+    no_manual: str | None = None  # why manual partitioning is not run; None: it is
+    no_microbatches: str | None = None  # why a batch may not be computed in microbatches; None: it may
 
     def mesh(self, count: int) -> Mesh:
         """Return the mesh of these axes over `count` devices; over one device, each axis has size 1."""

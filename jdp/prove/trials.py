@@ -70,19 +70,13 @@ def _run_reference(
 
 @dataclass
 class Trials:
-    """Runs under different settings, all compared with one record.
+    """Runs under different settings, all compared with one record."""
 
-    Attributes:
-        make: builds the training under a setting; called once for each, so that a resumed run compiles nothing again.
-        batches: the data.
-        steps: optimizer steps of a run.
-        record: of the reference.
-    """
-
+    # builds the training under a setting; called once for each, so that a resumed run compiles nothing again
     make: Make
-    batches: Batches
-    steps: int
-    record: Record
+    batches: Batches  # the data
+    steps: int  # optimizer steps of a run
+    record: Record  # of the reference
 
     def __post_init__(self) -> None:
         self._made: dict[Setting, Made] = {}

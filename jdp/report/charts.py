@@ -68,8 +68,8 @@ def inline(figure: Figure, described: str) -> Markup:
     """Return a figure as an `<svg>` element for a page.
 
     What matplotlib writes around it is taken off: the XML head, ids of groups, a style sheet that would hold for the
-    whole page, and its list of fonts. The ids that are left get an ending of the picture's own: of several elements
-    with one id a browser uses the first of the page, and nothing where that one is in a part that is closed.
+    whole page, and its list of fonts. The other ids get a suffix of the picture. Of several elements with one id a
+    browser uses the first of the page, and none where that one is in a closed part.
     """
     buffer = io.StringIO()
     nothing: dict[str, Any] = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -85,13 +85,10 @@ def inline(figure: Figure, described: str) -> Markup:
     for colour, variable in _PAGE_COLOURS.items():
         text = text.replace(colour, variable)
     text = re.sub(r"\s*\n\s*", " ", text)
-    text = re.sub(r'(?<=id=")\w+|(?<=url\(#)\w+|(?<=href="#)\w+', rf"\g<0>-{_digest(text)}", text)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:6]
+    text = re.sub(r'(?<=id=")\w+|(?<=url\(#)\w+|(?<=href="#)\w+', rf"\g<0>-{digest}", text)
     title = element("title", described)
     return Markup(re.sub(r"<svg [^>]*>", lambda head: f'{head[0][:-1]} role="img">{title}', text, count=1).strip())
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:6]
 
 
 def write(figure: Figure, path: Path, described: str) -> None:

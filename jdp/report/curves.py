@@ -31,49 +31,31 @@ _DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)))
 
 @dataclass(frozen=True)
 class Curve:
-    """One metric of one run.
+    """One metric of one run."""
 
-    Attributes:
-        run: number of the run, which has a colour.
-        steps, values: as many of both, the steps in order; values that are not finite leave gaps.
-        kind: "line"; "smoothed", a pale line under its running mean; "points", joined by a thin line.
-    """
-
-    run: int
+    run: int  # number of the run, which has a colour
+    # steps, values: as many of both, the steps in order; values that are not finite leave gaps
     steps: Sequence[float]
     values: Sequence[float]
-    kind: str = "line"
+    kind: str = "line"  # "line"; "smoothed", a pale line under its running mean; "points", joined by a thin line
 
 
 @dataclass(frozen=True)
 class Chart:
-    """What is drawn in one picture.
+    """What is drawn in one picture."""
 
-    Attributes:
-        title: above it.
-        curves: one or more.
-        unit: "", "percent" or "per second".
-        from_zero: whether the axis begins at 0.
-        may_be_log: whether the axis is logarithmic where the curves span orders of magnitude.
-        per_step: what one step counts for on a second axis, and its name, such as (16384, "tokens").
-        x_label: of the axis.
-        levels: (run, value) of horizontal lines.
-        moments: (run, step) of vertical lines.
-        large: twice as wide and high as the others, where there is room.
-        note: text below it.
-    """
-
-    title: str
-    curves: Sequence[Curve]
-    unit: str = ""
-    from_zero: bool = False
-    may_be_log: bool = True
+    title: str  # above it
+    curves: Sequence[Curve]  # one or more
+    unit: str = ""  # "", "percent" or "per second"
+    from_zero: bool = False  # whether the axis begins at 0
+    may_be_log: bool = True  # whether the axis is logarithmic where the curves span orders of magnitude
+    # what one step counts for on a second axis, and its name, such as (16384, "tokens")
     per_step: tuple[float, str] | None = None
-    x_label: str = "step"
-    levels: Sequence[tuple[int, float]] = ()
-    moments: Sequence[tuple[int, float]] = ()
-    large: bool = False
-    note: str = ""
+    x_label: str = "step"  # of the axis
+    levels: Sequence[tuple[int, float]] = ()  # (run, value) of horizontal lines
+    moments: Sequence[tuple[int, float]] = ()  # (run, step) of vertical lines
+    large: bool = False  # twice as wide and high as the others, where there is room
+    note: str = ""  # text below it
 
 
 def colour(run: int) -> str:

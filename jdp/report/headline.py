@@ -1,19 +1,15 @@
 """The head of a plan's page: the few numbers that decide, large, each with what it means below it."""
 
+import math
 from collections.abc import Callable, Sequence
 
 from jdp.base.formatting import format_bytes, format_percent, format_rate, format_seconds
 from jdp.foresight.cost.bill import format_amount, format_days
-from jdp.foresight.forecast import Estimate, PlanReport
-from jdp.report.page import Markup, element, joined
+from jdp.foresight.forecast import PlanReport
+from jdp.report.page import Markup, element
 
 Number = tuple[str, str, str]
 """What it is, the number, and what is said below it."""
-
-
-def head(forecast: PlanReport) -> Markup:
-    """Return the numbers: whether it fits, a step, tokens a second, what is hidden; days and money where asked for."""
-    return joined([numbers(_numbers(forecast))])
 
 
 def numbers(shown: Sequence[Number]) -> Markup:
@@ -25,43 +21,31 @@ def numbers(shown: Sequence[Number]) -> Markup:
     return element("dl", *tiles, class_="numbers")
 
 
-def _numbers(forecast: PlanReport) -> list[Number]:
+def headline(forecast: PlanReport) -> list[Number]:
+    """Return whether it fits, a step, tokens a second, what is hidden; days and money where asked for."""
     compiled = [estimate for estimate in forecast.estimates if estimate.memory is not None]
     if not compiled:
         return [("fits", "?", "no candidate compiled")]
     shown = forecast.choice or min(compiled, key=lambda estimate: estimate.bytes_per_device or 0)
-    found = [_fits(shown)]
+    held, available = shown.bytes_per_device or 0, shown.available_bytes
+    below = f"{format_bytes(held)}; what a device has is not known"
+    if available is not None:
+        below = f"{format_bytes(held)} of {format_bytes(available)}, {format_percent(held / (available or math.inf))}"
+    found = [("fits", shown.fits_in_words if available is not None else "?", below)]
     if (timeline := shown.timeline) is not None:
         hidden = format_percent(1 - timeline.exposed_fraction) if timeline.communication_seconds else "–"
+        speed = shown.tokens_per_second
+        each = "" if speed is None else f", {format_rate(speed / forecast.devices)} each"
         waits = f"of communication; a device waits {format_seconds(timeline.exposed_seconds)} a step"
         found += [
             ("step", format_seconds(timeline.step_seconds), _between(shown.step_range, format_seconds)),
-            (f"{forecast.unit} a second", format_rate(shown.tokens_per_second or 0), _all_devices(forecast, shown)),
+            (f"{forecast.unit} a second", format_rate(speed or 0), f"of {forecast.devices:,} devices{each}"),
             ("hidden", hidden, waits if timeline.communication_seconds else "nothing is sent"),
         ]
-    return [*found, *_smallest(forecast), *_bill(forecast)]
-
-
-def _smallest(forecast: PlanReport) -> list[Number]:
-    least = forecast.smallest
-    if least is None:
-        return []
-    how = "compiled" if least.compiled else "foreseen"
-    return [("smallest that fits", least.target, f"{least.name}, {least.held}, {how}")]
-
-
-def _fits(shown: Estimate) -> Number:
-    held, available = format_bytes(shown.bytes_per_device or 0), shown.available_bytes
-    if available is None:
-        return "fits", "?", f"{held}; what a device has is not known"
-    share = (shown.bytes_per_device or 0) / available if available else 0.0
-    return "fits", shown.fits_in_words, f"{held} of {format_bytes(available)}, {format_percent(share)}"
-
-
-def _all_devices(forecast: PlanReport, shown: Estimate) -> str:
-    speed = shown.tokens_per_second
-    own = "" if speed is None else f", {format_rate(speed / forecast.devices)} each"
-    return f"of {forecast.devices:,} devices{own}"
+    if (least := forecast.smallest) is not None:
+        how = "compiled" if least.compiled else "foreseen"
+        found.append(("smallest that fits", least.target, f"{least.name}, {least.held}, {how}"))
+    return [*found, *_bill(forecast)]
 
 
 def _between(span: tuple[float, float] | None, text: Callable[[float], str]) -> str:

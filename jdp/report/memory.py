@@ -31,7 +31,9 @@ def memory_bars(estimates: Sequence[tuple[str, Estimate]], chosen: str | None) -
     unit, symbol = next((each for each in ((2**30, "GiB"), (2**20, "MiB")) if most >= each[0]), (2**10, "KiB"))
     picture = stacked_bars(
         [
-            Bar(name, memory.by_class(), _verdict(estimate, memory), estimate.available_bytes)
+            Bar(
+                name, memory.by_class(), f"{format_bytes(memory.total)}{_FITS[estimate.fits]}", estimate.available_bytes
+            )
             for name, estimate, memory in held
         ],
         _COLOURS,
@@ -44,18 +46,12 @@ def memory_bars(estimates: Sequence[tuple[str, Estimate]], chosen: str | None) -
     caption = f"A device’s memory at the step’s peak{dashed}."
     figure = element("figure", picture, element("figcaption", *keys), element("figcaption", caption), class_="picture")
     peaks = [_peak(name, memory, is_open=name == chosen) for name, _, memory in held]
-    return joined([figure, paragraphs(_tight(held)), _by_class(held), *peaks, _closed_form(held)])
-
-
-def _verdict(estimate: Estimate, memory: Memory) -> str:
-    fits = {True: ", fits", False: ", does not fit", None: ""}[estimate.fits]
-    return f"{format_bytes(memory.total)}{fits}"
-
-
-def _tight(held: Sequence[tuple[str, Estimate, Memory]]) -> list[str]:
-    """Return a sentence for each candidate that does not fit, or fits only with a setting."""
     known = ((name, estimate.headroom) for name, estimate, _ in held)
-    return [f"{name} {each.words}." for name, each in known if each is not None and (each.fraction or not each.fits)]
+    tight = [f"{name} {each.words}." for name, each in known if each is not None and (each.fraction or not each.fits)]
+    return joined([figure, paragraphs(tight), _by_class(held), *peaks, _closed_form(held)])
+
+
+_FITS = {True: ", fits", False: ", does not fit", None: ""}
 
 
 def _by_class(held: Sequence[tuple[str, Estimate, Memory]]) -> Markup:

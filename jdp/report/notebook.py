@@ -23,7 +23,7 @@ from jdp.core.sharding.placement_list import Placements
 from jdp.core.state import TrainState
 from jdp.foresight.any_step.forecast import StepForecast
 from jdp.foresight.forecast import PlanReport
-from jdp.foresight.timing.timeline import Timeline
+from jdp.foresight.step_report import StepReport
 from jdp.foresight.verify import Report
 from jdp.report import page as look
 from jdp.report.bars import Bar, stacked_bars
@@ -33,7 +33,7 @@ from jdp.report.page import Markup, details, element, key, paragraphs, table
 from jdp.report.plan_page import answer, tables
 from jdp.report.timeline import lanes
 from jdp.report.times import times
-from jdp.report.traffic import traffic
+from jdp.report.traffic import findings, traffic
 
 MOST_LEAVES = 120
 """Rows of a table of leaves; of more, those in the middle are left out."""
@@ -99,28 +99,20 @@ def _(forecast: PlanReport) -> str:
 
 
 @fragment.register
-def _(report: Report) -> str:
-    verdict = element("p", element("strong", report.verdict), class_="answer" if report.kept else "answer none")
-    return look.fragment(element("p", report.heading), verdict, traffic([(report.strategy, report)], None))
+def _(report: StepReport) -> str:
+    kind = "answer none" if report.kept is False else "answer"
+    answered = element("div", element("p", element("strong", report.verdict)), paragraphs(report.schedule), class_=kind)
+    return look.fragment(element("p", report.heading), answered, *_read_off(report))
 
 
-@fragment.register
-def _(forecast: StepForecast) -> str:
-    kind = "answer none" if forecast.kept is False else "answer"
-    parts = [
-        element("p", forecast.heading),
-        element("div", element("p", element("strong", forecast.verdict)), paragraphs(forecast.schedule), class_=kind),
-        paragraphs(forecast.breaches, "breach"),
-        paragraphs(forecast.symptoms),
-        *_timeline(forecast.timeline),
-        *(_text_table(rows) for rows in (forecast.held_table(), forecast.sent_table())),
-        paragraphs([f"Note: {note}" for note in forecast.notes], "note"),
-    ]
-    return look.fragment(*parts)
-
-
-def _timeline(timeline: Timeline | None) -> list[Markup]:
-    return [] if timeline is None else [lanes(timeline, timeline.step_seconds or 1e-9, _MOST_RECTANGLES)]
+def _read_off(report: StepReport) -> list[Markup]:
+    """Draw what a step sends, by kind or by source line; and of a step of any kind what it holds and waits for."""
+    if isinstance(report, Report):
+        return [traffic([(report.strategy, report)], None)]
+    assert isinstance(report, StepForecast)
+    time = report.timeline
+    drawn = [] if time is None else [lanes(time, time.step_seconds or 1e-9, _MOST_RECTANGLES)]
+    return [findings(report), *drawn, _text_table(report.held_table()), _text_table(report.sent_table())]
 
 
 def _text_table(rows: Sequence[Sequence[str]]) -> Markup:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jdp.foresight.cost.goodput import HEADINGS, Goodput
+from jdp.foresight.cost.goodput import HEADINGS
 from jdp.foresight.forecast import PlanReport
-from jdp.report.headline import head
+from jdp.report.headline import headline, numbers
 from jdp.report.memory import memory_bars
 from jdp.report.page import CHOSEN, Markup, Section, details, element, joined, page, paragraphs, table, tagged
 from jdp.report.times import times
@@ -34,8 +34,11 @@ def plan_page(forecast: PlanReport, *, title: str, described: str = "") -> str:
         Section("time", "Where a step’s time goes", times(estimates, chosen)),
         Section("sent", "What a device sends", traffic(reports, chosen)),
     ]
-    if forecast.goodput is not None:
-        sections.append(Section("goodput", "When devices fail", _goodput(forecast.goodput)))
+    if (goodput := forecast.goodput) is not None:
+        rows = table(HEADINGS, goodput.table(), classes=["chosen", *[None] * (len(goodput.ways) - 1)])
+        assumed = paragraphs([f"Note: {note}" for note in goodput.notes], "note")
+        body = joined([element("p", f"{goodput.title}."), paragraphs(goodput.why), rows, assumed])
+        sections.append(Section("goodput", "When devices fail", body))
     return page(title, sections, lead=f"{described} {lead}".strip())
 
 
@@ -53,7 +56,7 @@ def answer(forecast: PlanReport) -> Markup:
     shown_below = [estimate.error for estimate in forecast.estimates if estimate.error is not None]
     notes = [f"Note: {note}" for note in forecast.notes if not any(error in note for error in shown_below)]
     bill = [str(each) for each in (forecast.smallest, forecast.bill) if each is not None]
-    return joined([head(forecast), box, paragraphs([*bill, *notes], "note")])
+    return joined([numbers(headline(forecast)), box, paragraphs([*bill, *notes], "note")])
 
 
 # The table.
@@ -63,6 +66,7 @@ def tables(forecast: PlanReport) -> Markup:
     """Return the candidates in two tables, of times and of memory."""
     unkept = [o.report is not None and not o.report.kept for o in forecast.estimates]
     failed = [o.error is not None for o in forecast.estimates]
+    either = zip(unkept, failed, strict=True)
     errors = [
         details(f"Why {estimate.name} did not compile", element("p", estimate.error[:4000]), is_open=True)
         for estimate in forecast.estimates
@@ -70,12 +74,7 @@ def tables(forecast: PlanReport) -> Markup:
     ]
     return joined(
         [
-            _marked_table(
-                forecast,
-                forecast.speed_headings,
-                forecast.speed_table(),
-                failed=[*map(any, zip(unkept, failed, strict=True))],
-            ),
+            _marked_table(forecast, forecast.speed_headings, forecast.speed_table(), failed=[*map(any, either)]),
             _marked_table(forecast, forecast.memory_headings, forecast.memory_table(), failed=failed),
             element("p", _GLOSSARY, class_="note"),
             *errors,
@@ -91,13 +90,6 @@ def _marked_table(
     named = [[tagged(row[0], CHOSEN if marked else None), *row[1:]] for row, marked in zip(rows, chosen, strict=True)]
     kinds = ["chosen" if is_choice else "bad" if bad else None for is_choice, bad in zip(chosen, failed, strict=True)]
     return table(headers, named, words=("partitioning",), classes=kinds)
-
-
-def _goodput(goodput: Goodput) -> Markup:
-    """Return the share of time that trains under each way to save, in a table, and which interval to take."""
-    rows = table(HEADINGS, goodput.table(), classes=["chosen", *[None] * (len(goodput.ways) - 1)])
-    notes = paragraphs([f"Note: {note}" for note in goodput.notes], "note")
-    return joined([element("p", f"{goodput.title}."), paragraphs(goodput.why), rows, notes])
 
 
 _GLOSSARY = (

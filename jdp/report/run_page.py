@@ -19,6 +19,7 @@ from jdp.report.history import happened, state
 from jdp.report.memory import memory_bars
 from jdp.report.page import Markup, Section, details, element, joined, page, paragraphs, table
 from jdp.report.run_charts import Series, learning, noise, others, per_second, speed
+from jdp.report.timeline import tail
 from jdp.report.times import times
 
 _LONGEST_NAME = 40
@@ -37,33 +38,19 @@ class CompiledStep:
 
 @dataclass(frozen=True)
 class Run:
-    """One run as the page takes it.
+    """One run as the page takes it."""
 
-    Attributes:
-        name: of the run, different from the others'.
-        rows: of metrics, each with "step" and numbers.
-        history: the events of its visits.
-        summary: of its last visit that came to the end.
-        toml: the experiment as run.
-        settings: its dotted keys, and their values as text.
-        checkpoints: steps of those that are there.
-        notes: what was damaged or missing, a sentence each.
-        step: the compiled step; None with the reason in `no_step`.
-        no_step: why there is none, as a sentence.
-        goodput: the useful share of all its time, and where the rest went; None: not known.
-    """
-
-    name: str
-    rows: Sequence[Mapping[str, float]]
-    history: Sequence[Mapping[str, Any]] = ()
-    summary: Mapping[str, Any] | None = None
-    toml: str = ""
-    settings: Mapping[str, str] = field(default_factory=dict[str, str])
-    checkpoints: Sequence[int] = ()
-    notes: Sequence[str] = ()
-    step: CompiledStep | None = None
-    no_step: str = "The step was not compiled."
-    goodput: str | None = None
+    name: str  # of the run, different from the others'
+    rows: Sequence[Mapping[str, float]]  # of metrics, each with "step" and numbers
+    history: Sequence[Mapping[str, Any]] = ()  # the events of its visits
+    summary: Mapping[str, Any] | None = None  # of its last visit that came to the end
+    toml: str = ""  # the experiment as run
+    settings: Mapping[str, str] = field(default_factory=dict[str, str])  # its dotted keys, and their values as text
+    checkpoints: Sequence[int] = ()  # steps of those that are there
+    notes: Sequence[str] = ()  # what was damaged or missing, a sentence each
+    step: CompiledStep | None = None  # the compiled step; None with the reason in `no_step`
+    no_step: str = "The step was not compiled."  # why there is none, as a sentence
+    goodput: str | None = None  # the useful share of all its time, and where the rest went; None: not known
 
 
 def run_page(runs: Sequence[Run], *, title: str = "") -> str:
@@ -76,17 +63,22 @@ def run_page(runs: Sequence[Run], *, title: str = "") -> str:
     shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     charted = [Series(run.rows, run.history) for run in runs]
     legend = element("p", *(swatch(i, name) for i, name in enumerate(names)), class_="legend") if several else Markup()
+    numbers = [_numbers_of(run, f"Numbers of {run.name}" if several else "Numbers") for run in runs]
+    experiments = [
+        details(f"{run.name}: experiment.toml", element("pre", run.toml, tabindex=0), is_open=not several)
+        for run in runs
+    ]
     sections = [
         Section("overview", "The runs" if several else "The run", _overview(runs)),
         *([Section("differences", "What differs", _differences(runs))] if several else []),
-        Section("learning", "Loss and learning rate", joined([learning(charted, legend), _numbers(runs)])),
+        Section("learning", "Loss and learning rate", joined([learning(charted, legend), *numbers])),
         Section("speed", "Throughput and data wait", joined([_speeds(runs), speed(charted, legend)])),
         *([Section("noise", "Noise scale", measured)] if (measured := noise(charted, legend)) else []),
         *([Section("others", "Other metrics", more)] if (more := others(charted, legend)) else []),
         Section("memory", "Where every byte lives", _memory(runs)),
         Section("time", "Timeline of the compiled step", _times(runs)),
         Section("happened", "What happened", joined([_happened(run, titled=several) for run in runs])),
-        Section("experiment", "The experiment as run", joined([_experiment(run, is_open=not several) for run in runs])),
+        Section("experiment", "The experiment as run", joined(experiments)),
     ]
     return page(title or f"Run{'s' * several} {shown}", sections)
 
@@ -104,7 +96,7 @@ def _overview(runs: Sequence[Run]) -> Markup:
             _evaluation(run),
             _rate(run),
             _share(_median(run, "mfu")),
-            _setting(run, "strategy"),
+            run.settings.get("strategy", "–").strip('"'),
             _devices(run),
             f"{_last(run, 'skipped', 0):,.0f}",
             "… " * (len(run.checkpoints) > 3) + ", ".join(map(str, run.checkpoints[-3:])) or "–",
@@ -155,10 +147,6 @@ def _devices(run: Run) -> str:
     if known:
         return f"{known[-1]['devices']} × {known[-1].get('device', '?')}"
     return str((run.summary or {}).get("devices", "–"))
-
-
-def _setting(run: Run, key: str) -> str:
-    return run.settings.get(key, "–").strip('"')
 
 
 def _differences(runs: Sequence[Run]) -> Markup:
@@ -229,10 +217,6 @@ def _speeds(runs: Sequence[Run]) -> Markup:
     return table(("run", "median step", "95th percentile", "median speed", "waiting for data", "MFU"), rows)
 
 
-def _numbers(runs: Sequence[Run]) -> Markup:
-    return joined([_numbers_of(run, f"Numbers of {run.name}" if len(runs) > 1 else "Numbers") for run in runs])
-
-
 def _numbers_of(run: Run, summary: str) -> Markup:
     """Return some rows of a run's metrics as a table: about as many as one reads."""
     by_step: dict[float, dict[str, float]] = {}
@@ -255,11 +239,7 @@ def _numbers_of(run: Run, summary: str) -> Markup:
 
 
 def _compiled(runs: Sequence[Run]) -> list[tuple[str, Run, CompiledStep]]:
-    return [(_short(run.name), run, run.step) for run in runs if run.step is not None]
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= _LONGEST_NAME else f"…{name[1 - _LONGEST_NAME :]}"
+    return [(tail(run.name, _LONGEST_NAME), run, run.step) for run in runs if run.step is not None]
 
 
 def _memory(runs: Sequence[Run]) -> Markup:
@@ -350,7 +330,3 @@ def _happened(run: Run, *, titled: bool) -> Markup:
     rows = [[event.clock, f"{event.step:,.0f}", event.words] for event in events]
     kinds = ["bad" if event.is_bad else None for event in events]
     return joined([*heading, table(("time (UTC)", "step", "what"), rows, words=("what",), classes=kinds)])
-
-
-def _experiment(run: Run, *, is_open: bool) -> Markup:
-    return details(f"{run.name}: experiment.toml", element("pre", run.toml, tabindex=0), is_open=is_open)

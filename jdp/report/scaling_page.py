@@ -18,7 +18,7 @@ def scaling_page(scaling: Scaling, *, title: str, described: str = "") -> str:
     lead = "Compiled, not run; one row a target: the fastest candidate that fits."
     sections = [Section("compared", "The targets compared", _compared(scaling))]
     sections += [
-        Section(f"target-{number}", report.target, joined([_take(report), paragraphs(report.why)]))
+        Section(f"target-{number}", report.target, paragraphs([_take(report), *report.why]))
         for number, report in enumerate(scaling.reports, 1)
     ]
     return page(title, sections, lead=f"{described}. {lead}" if described else lead)
@@ -59,8 +59,7 @@ def _numbers(scaling: Scaling) -> list[Number]:
 
 
 def _take(report: PlanReport) -> Markup:
-    verdict = "Nothing fits." if report.choice is None else f"Take {report.choice.name}."
-    return element("p", element("strong", verdict))
+    return element("strong", "Nothing fits." if report.choice is None else f"Take {report.choice.name}.")
 
 
 def _speed(report: PlanReport) -> float | None:

@@ -30,24 +30,16 @@ _LABELLED = 0.03  # share of the axis from which a block has room for "× n"
 
 @dataclass(frozen=True)
 class Block:
-    """One rectangle.
+    """One rectangle."""
 
-    Attributes:
-        lane: the one it is drawn on.
-        start, seconds: when; how wide it is drawn.
-        kind: CSS class.
-        title: what the reader sees who points at it.
-        times: rounds of a loop that it represents.
-        busy: the share of `seconds` in which the lane is busy: how high it is filled.
-    """
-
-    lane: str
+    lane: str  # the one it is drawn on
+    # start, seconds: when; how wide it is drawn
     start: float
     seconds: float
-    kind: str
-    title: str
-    times: int = 1
-    busy: float = 1.0
+    kind: str  # CSS class
+    title: str  # what the reader sees who points at it
+    times: int = 1  # rounds of a loop that it represents
+    busy: float = 1.0  # the share of `seconds` in which the lane is busy: how high it is filled
 
     @property
     def end(self) -> float:
@@ -112,12 +104,12 @@ def _few_enough(
 
 
 def _block(event: Event) -> Block:
-    title = [_tail(event.what.removeprefix("jit(train_step)/"), 90)]
-    title[:0] = [] if event.name in title[0] else [_tail(event.name, 60)]
+    title = [tail(event.what.removeprefix("jit(train_step)/"), 90)]
+    title[:0] = [] if event.name in title[0] else [tail(event.name, 60)]
     title.append(format_seconds(event.seconds))
     if event.lane == COMMUNICATION and event.bytes and event.times == 1:
         title.append(format_bytes(event.bytes))
-    title += [_tail(event.source, 60)] if event.source else []
+    title += [tail(event.source, 60)] if event.source else []
     return Block(event.lane, event.start, event.seconds, _class_of(event), ", ".join(title), event.times)
 
 
@@ -140,7 +132,7 @@ def _class_of(event: Event) -> str:
     return "other" if kind is None else KIND_CLASSES.get(kind, "other")
 
 
-def _tail(text: str, most: int) -> str:
+def tail(text: str, most: int) -> str:
     """Return the end of a long name: paths differ there."""
     return text if len(text) <= most else f"…{text[1 - most :]}"
 
@@ -168,8 +160,8 @@ def _spread(block: Block, others: Sequence[Block], waiting: Sequence[tuple[float
 def waits(timeline: Timeline) -> list[tuple[float, float]]:
     """(from, to) of each stretch in which the compute lane waits, in order.
 
-    Gaps of the lane, longest first, until they add up to what the step waits for other devices and for the host: of a
-    long program only the longest events are kept, and the gaps that the others leave are no waiting.
+    The longest gaps of the lane, until they add up to what the step waits for other devices and for the host. Of a long
+    program only the longest events are kept, and the gaps that the others leave are no waiting.
     """
     computing = sorted((e.start, e.start + e.seconds) for e in timeline.events if e.lane == COMPUTE)
     gaps, free = list[tuple[float, float]](), 0.0

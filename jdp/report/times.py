@@ -26,7 +26,8 @@ def times(estimates: Sequence[tuple[str, Estimate]], chosen: str | None) -> Mark
     most = max(60, MOST_RECTANGLES // len(timed))
     slider = element("input", type="range", min=0, max=5, step="0.1", value=0)
     zoom = element("label", "Zoom ", slider, class_="zoom note", hidden=True)
-    parts = [zoom, element("p", *_lane_keys(), class_="note"), element("p", _HOW_TO_READ, class_="note")]
+    lane_keys = [element("span", element("i", class_=kind), text, class_="key") for kind, text in _LANES.items()]
+    parts = [zoom, element("p", *lane_keys, class_="note"), element("p", _HOW_TO_READ, class_="note")]
     for names, estimate, timeline in _different(timed, chosen):
         parts += [
             element("h3", tagged(", ".join(names), CHOSEN if chosen in names else None)),
@@ -37,6 +38,7 @@ def times(estimates: Sequence[tuple[str, Estimate]], chosen: str | None) -> Mark
     return joined([_seconds_table(timed, chosen), element("div", *parts)])
 
 
+_LANES = {"compute": "compute", "waiting": "waiting for communication", **KIND_CLASSES, "other": "other or mixed"}
 _HOW_TO_READ = (
     "All timelines have the same scale. Pale blocks are neighbours too short to be drawn apart. “× n” is n more "
     "rounds of a loop, filled as high as the lane is busy in them. Point at a block for its name, seconds and source."
@@ -55,11 +57,6 @@ def _different(
         else:
             same.insert(0 if name == chosen else len(same), name)
     return groups
-
-
-def _lane_keys() -> list[Markup]:
-    named = {"compute": "compute", "waiting": "waiting for communication", **KIND_CLASSES, "other": "other or mixed"}
-    return [element("span", element("i", class_=kind), text, class_="key") for kind, text in named.items()]
 
 
 def _in_words(timeline: Timeline, estimate: Estimate) -> str:

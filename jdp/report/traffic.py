@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from jdp.base.formatting import format_bytes
+from jdp.core.sharding.axes import factors
+from jdp.foresight.step_report import StepReport
 from jdp.foresight.traffic.contract import SLACK, TOLERANCE, MeshCollective, Row
 from jdp.foresight.verify import Report
 from jdp.report.page import CHOSEN, Markup, details, element, joined, paragraphs, table, tagged
@@ -68,7 +70,6 @@ def _rows(report: Report) -> Iterator[tuple[Row, Markup]]:
 
 
 def _candidate(name: str, report: Report, most: int, *, is_choice: bool) -> Markup:
-    mesh = " × ".join(f"{axis}={count}" for axis, count in report.mesh.items())
     wire, promised = report.wire_bytes_per_device, report.theory_wire_bytes_per_device
     sends = f"a device sends {format_bytes(wire)} a step ({wire:,.0f} bytes)"
     against = f", {report.ratio:.3f} of theory’s {format_bytes(promised)} ({promised:,.0f})" if promised else ""
@@ -76,12 +77,22 @@ def _candidate(name: str, report: Report, most: int, *, is_choice: bool) -> Mark
     return joined(
         [
             element("h3", tagged(name, CHOSEN if is_choice else None)),
-            element("p", f"On {mesh}, {sends}{against}. {partitioned}"),
+            element("p", f"On {factors(report.mesh)}, {sends}{against}. {partitioned}"),
+            paragraphs([*filter(None, [report.like_zero2])]),
+            findings(report),
+            _collectives(report.collectives, most, is_open=is_choice),
+        ]
+    )
+
+
+def findings(report: StepReport) -> Markup:
+    """Return what a report says of one step, a paragraph a sentence."""
+    return joined(
+        [
             paragraphs(report.breaches, "breach"),
-            paragraphs([*filter(None, [report.like_zero2]), *report.symptoms]),
+            paragraphs(report.symptoms),
             paragraphs([f"Sent besides: {stray}" for stray in report.strays]),
             paragraphs([f"Note: {note}" for note in report.notes], "note"),
-            _collectives(report.collectives, most, is_open=is_choice),
         ]
     )
 

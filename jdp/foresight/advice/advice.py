@@ -51,11 +51,8 @@ def _fastest(fitting: Sequence[Estimate]) -> Estimate:
     timed = [o for o in fitting if o.step_seconds is not None]
     least = min((o.step_seconds or 0.0 for o in timed), default=0.0)
     close = [o for o in timed if (o.step_seconds or 0.0) <= (1 + CLOSE) * least]
-    return min(close or fitting, key=lambda o: (not _kept(o), o.bytes_per_device or 0))
-
-
-def _kept(estimate: Estimate) -> bool:
-    return estimate.report is None or estimate.report.kept
+    breaks = [o for o in fitting if o.report is not None and not o.report.kept]
+    return min(close or fitting, key=lambda o: (o in breaks, o.bytes_per_device or 0))
 
 
 def _what_fits(compiled: Sequence[Estimate]) -> str:

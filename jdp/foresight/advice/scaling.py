@@ -14,13 +14,9 @@ BILL = ("days", "device-hours", "money")
 
 @dataclass(frozen=True)
 class Scaling:
-    """Plans of one experiment for several targets, in the order given.
+    """Plans of one experiment for several targets, in the order given."""
 
-    Attributes:
-        reports: two or more.
-    """
-
-    reports: tuple[PlanReport, ...]
+    reports: tuple[PlanReport, ...]  # two or more
 
     @property
     def headings(self) -> tuple[str, ...]:
@@ -45,7 +41,9 @@ class Scaling:
 
     def _row(self, report: PlanReport) -> tuple[str, ...]:
         shown = report.choice or report.estimates[0]
-        fits, efficiency = _verdict(report), self.efficiency(report)
+        fits, efficiency = shown.fits_in_words, self.efficiency(report)
+        if report.choice is None:
+            fits = "no" if any(estimate.error is None for estimate in report.estimates) else "did not compile"
         speed = ("–", "–", "–", "–") if efficiency is None else _speed_cells(shown, efficiency)
         bill = ("–",) * 3
         if report.bill is not None:
@@ -128,9 +126,3 @@ def _speed_cells(choice: Estimate, efficiency: float) -> tuple[str, ...]:
     hidden = format_percent(1 - (choice.exposed_fraction or 0.0)) if sends else "–"
     step, speed = format_seconds(choice.step_seconds or 0.0), format_rate(choice.tokens_per_second or 0.0)
     return step, speed, hidden, format_percent(efficiency)
-
-
-def _verdict(report: PlanReport) -> str:
-    if report.choice is not None:
-        return report.choice.fits_in_words
-    return "no" if any(estimate.error is None for estimate in report.estimates) else "did not compile"

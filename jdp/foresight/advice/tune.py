@@ -22,29 +22,19 @@ TUNED = ("way", "fits", "holds", "hidden", "waits", "step", "MFU", "a second")
 
 @dataclass(frozen=True)
 class Choice:
-    """One value of a dimension.
+    """One value of a dimension."""
 
-    Attributes:
-        label: what names it, such as "remat=dots"; "" for what needs no name.
-        overrides: the experiment's keys that it sets -> text, as on a command line.
-    """
-
-    label: str
-    overrides: tuple[tuple[str, str], ...] = ()
+    label: str  # what names it, such as "remat=dots"; "" for what needs no name
+    overrides: tuple[tuple[str, str], ...] = ()  # the experiment's keys that it sets -> text, as on a command line
 
 
 @dataclass(frozen=True)
 class Dimension:
-    """What can be chosen.
+    """What can be chosen."""
 
-    Attributes:
-        choices: of which a way has one.
-        start: which of them the search begins with.
-        ordered: whether neighbours are alike, as numbers are: then the search goes on in a direction that pays.
-    """
-
-    choices: tuple[Choice, ...]
-    start: int = 0
+    choices: tuple[Choice, ...]  # of which a way has one
+    start: int = 0  # which of them the search begins with
+    # whether neighbours are alike, as numbers are: then the search goes on in a direction that pays
     ordered: bool = False
 
 
@@ -64,15 +54,10 @@ def overrides_of(way: Way) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Trial:
-    """A way that was compiled.
+    """A way that was compiled."""
 
-    Attributes:
-        way: its choices.
-        estimate: what was read off the program.
-    """
-
-    way: Way
-    estimate: Estimate
+    way: Way  # its choices
+    estimate: Estimate  # what was read off the program
 
     @property
     def name(self) -> str:
@@ -92,17 +77,12 @@ class Trial:
 
 @dataclass(frozen=True)
 class Tuned:
-    """What a search found.
+    """What a search found."""
 
-    Attributes:
-        trials: every way that was compiled, in order; the first is where it began.
-        best: the fastest that fits; where none does, the one that needs least memory; None where none compiled.
-        complete: whether it came to its end; False where the time was up.
-    """
-
-    trials: tuple[Trial, ...]
+    trials: tuple[Trial, ...]  # every way that was compiled, in order; the first is where it began
+    # the fastest that fits; where none does, the one that needs least memory; None where none compiled
     best: Trial | None
-    complete: bool
+    complete: bool  # whether it came to its end; False where the time was up
 
     @property
     def fits(self) -> bool:

@@ -1,7 +1,7 @@
-"""What a step of the user's own is compared with: a strategy's row for its parameters, or a number of bytes.
+"""What any step is compared with: a strategy's row for its parameters, or a number of bytes.
 
 The row is that of the contract (`traffic/theory.py`) for one microbatch, with B bytes of parameters and N devices that
-share the batch; gradients and gathered weights count in the parameters' own dtype:
+share the batch. Gradients and gathered weights count in the parameters' own dtype:
 
     ddp           all-reduce B                        2(N-1)/N · B on the wire
     zero1, zero2  reduce-scatter B, all-gather B      2(N-1)/N · B
@@ -13,11 +13,10 @@ Bytes on the wire are those of the ring algorithms (Patarasuk and Yuan 2009).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from jdp.base.formatting import format_bytes
 from jdp.base.hints import nearest
@@ -32,17 +31,11 @@ from jdp.foresight.traffic.reductions import ring_bytes
 
 @dataclass(frozen=True)
 class Bound:
-    """What a device may send.
+    """What a device may send."""
 
-    Attributes:
-        wire_bytes: a step.
-        words: whose bytes these are: "zero3 for 12 MiB of parameters", "given".
-        over_batch: only what runs along the batch's axes counts.
-    """
-
-    wire_bytes: float
-    words: str
-    over_batch: bool
+    wire_bytes: float  # a step
+    words: str  # whose bytes these are: "zero3 for 12 MiB of parameters", "given"
+    over_batch: bool  # only what runs along the batch's axes counts
 
 
 def bound(against: str | float, parameters: Sequence[Argument] | None, moved: Moved) -> Bound:
@@ -61,19 +54,16 @@ def bound(against: str | float, parameters: Sequence[Argument] | None, moved: Mo
             "arguments they are: params=0, params='model' or params='state/params/*'."
         )
     devices = math.prod(mesh.shape[axis] for axis in moved.batch_axes)
-    size = sum(_bytes(each, mesh, moved.batch_axes) for each in parameters)
+    size = 0
+    for each in parameters:  # an array's shard of the model's own axes, gathered along the batch's
+        entries = each.sharding.spec if each.sharding is not None else ()
+        own = {axis for entry in entries for axis in axes_of(entry)} - {*moved.batch_axes}
+        size += bytes_per_device(each.shape, each.dtype, math.prod(mesh.shape[axis] for axis in own))
     kinds = (
         ["reduce-scatter", *["all-gather"] * (2 if row.gather == "use" else 1)] if row.shard_state else ["all-reduce"]
     )
     wire = sum(ring_bytes(kind, size, devices) for kind in kinds)
     return Bound(wire, f"{row.name} for {format_bytes(size)} of parameters", over_batch=True)
-
-
-def _bytes(argument: Argument, mesh: Mesh, batch_axes: Iterable[str]) -> int:
-    """Return the bytes of an array on one shard of the model's own axes: whole along the batch's."""
-    entries = argument.sharding.spec if argument.sharding is not None else ()
-    own = {axis for entry in entries for axis in axes_of(entry)} - {*batch_axes}
-    return bytes_per_device(argument.shape, argument.dtype, math.prod(mesh.shape[axis] for axis in own))
 
 
 def chosen(params: int | str | Sequence[str] | None, arguments: Sequence[Argument]) -> list[Argument] | None:

@@ -8,21 +8,18 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from jdp.base.disk_cache import Cache
 from jdp.base.formatting import align_columns, format_bytes, format_percent, format_seconds
-from jdp.base.notebook import Drawn
+from jdp.core.sharding.axes import factors
 from jdp.foresight.any_step.against import Bound, bound, chosen
 from jdp.foresight.any_step.read import HeldArgument, Sent, StepMemory, memory_of, sent_by, shapes_of, signs
-from jdp.foresight.any_step.relocate import Moved, lowering, move
-from jdp.foresight.program.compiled import Compiled, compile_step
-from jdp.foresight.targets.cudnn import answered_for, version_in
-from jdp.foresight.targets.relocate import explaining_what_cannot_be_lowered
+from jdp.foresight.any_step.relocate import lowering, move
+from jdp.foresight.step_report import CPU_PROGRAM, StepReport, caveats_on
+from jdp.foresight.targets.relocate import compile_for, cudnn_of, lowering_for
 from jdp.foresight.targets.resolve import Target
 from jdp.foresight.targets.resolve import target as named
 from jdp.foresight.targets.this_machine import target_of
@@ -47,15 +44,24 @@ def forecast(
     devices = devices or target_of(None, [each.abstract() for each in moved.traced.arguments])
     parameters = chosen(params, moved.traced.arguments)
     limit = None if against is None else bound(against, parameters, moved)
-    compiled = _compile(moved, devices, Cache.usual(cache))
+    with lowering_for(devices.devices[0], cudnn_of(devices)), lowering(moved):
+        lowered = moved.traced.lower()
+    compiled = compile_for(devices, lowered, moved.traced.options, Cache.usual(cache))
     shapes = shapes_of(moved, parameters or [e for e in moved.traced.arguments if e.number not in moved.batch])
     sites = Sites(compiled.program)
     sent = sent_by(compiled, sites, moved, shapes)
     timed = devices.chip is not None or devices.kind == "cpu"
+    counted = [each for each in sent if each.over_batch or limit is None or not limit.over_batch]
+    wire = sum(each.wire_bytes for each in counted)
+    kept = None if limit is None else wire <= TOLERANCE * limit.wire_bytes
     return StepForecast(
+        kept=kept,
         name=moved.traced.name,
         target=str(devices),
         mesh=dict(moved.mesh.shape),
+        wire_bytes_per_device=wire,
+        ratio=wire / limit.wire_bytes if limit and limit.wire_bytes else None,
+        breaches=() if limit is None or kept else _breaches(counted, wire - limit.wire_bytes),
         batch_axes=moved.batch_axes,
         memory=memory_of(compiled, moved, devices),
         sent=sent,
@@ -66,87 +72,45 @@ def forecast(
     )
 
 
-def _compile(moved: Moved, target: Target, cache: Cache | None) -> Compiled:
-    """Compile a moved step. Raises ValueError: it cannot be lowered for the target, or XLA refuses it."""
-    described = nullcontext() if target.config is None else answered_for(target.devices[0], version_in(target.config))
-    with warnings.catch_warnings(), explaining_what_cannot_be_lowered(), lowering(moved), described:
-        # Which arguments were not donated is read off the program, with their paths.
-        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        lowered = moved.traced.lower()
-    options = [f"{name}={value!r}" for name, value in sorted(moved.traced.options.items())]
-    return compile_step(lowered, cache=cache, described="\n".join([target.fingerprint, *options]))
+def _breaches(sent: Iterable[Sent], excess: float) -> tuple[str, ...]:
+    """Return what is sent, most bytes first, until what is left is no longer too much."""
+    sentences = list[str]()
+    for each in sent:
+        if excess <= 0 or len(sentences) == _LISTED:
+            break
+        sentences.append(str(each))
+        excess -= each.wire_bytes
+    return tuple(sentences)
 
 
 def _notes(sent: Iterable[Sent], target: Target, limit: Bound | None) -> Iterable[str]:
     """Yield what the numbers rest on."""
-    for caveat in dict.fromkeys(caveat for each in sent for caveat in each.caveats):
-        kinds = dict.fromkeys(each.kind for each in sent if caveat in each.caveats)
-        yield f"{', '.join(kinds)} {caveat}, so it may send more than is reported here"
+    yield from caveats_on([(each.kind, each.caveats) for each in sent])
     if limit is not None and limit.over_batch:
         yield "a strategy's row is for one microbatch, gradients and gathered weights in the parameters' own dtype"
     if target.devices[0].platform == "cpu":
-        yield (
-            "this is XLA:CPU's program, which makes no reduce-scatter of a sharding constraint and has its own dtypes; "
-            "what GPUs will send is judged with the target h100:1x8"
-        )
+        yield CPU_PROGRAM
 
 
-@dataclass(frozen=True)
-class StepForecast(Drawn):
-    """What a jitted step will hold, send and wait for.
+@dataclass(frozen=True, kw_only=True, repr=False)
+class StepForecast(StepReport):
+    """What a jitted step will hold, send and wait for; more in `StepReport`.
 
     Attributes:
         name: the function's.
-        target, mesh: the devices' name; axis -> size.
         batch_axes: those that rows of a batch are split over.
         memory: bytes per device, by argument.
         sent: tensors by collective and source line, most bytes first.
         timeline: the schedule, simulated; None for devices whose rates are not known.
         bound: what was compared with; None: nothing.
-        symptoms: signs of something unmeant, a sentence each.
-        notes: what the numbers rest on.
     """
 
     name: str
-    target: str
-    mesh: dict[str, int]
     batch_axes: tuple[str, ...]
     memory: StepMemory
     sent: tuple[Sent, ...]
-    timeline: Timeline | None = field(default=None, repr=False)
+    timeline: Timeline | None = None
     bound: Bound | None = None
-    symptoms: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-
-    @property
-    def wire_bytes_per_device(self) -> float:
-        """What a device sends a step; against a strategy's row, along the batch's axes only."""
-        over_batch = self.bound is not None and self.bound.over_batch
-        return sum(each.wire_bytes for each in self.sent if each.over_batch or not over_batch)
-
-    @property
-    def ratio(self) -> float | None:
-        """Bytes sent over those that may be; None where nothing is compared, or nothing may be sent."""
-        return self.wire_bytes_per_device / self.bound.wire_bytes if self.bound and self.bound.wire_bytes else None
-
-    @property
-    def kept(self) -> bool | None:
-        """Whether a device sends at most 1.02 times what it may; None where nothing is compared."""
-        return None if self.bound is None else self.wire_bytes_per_device <= TOLERANCE * self.bound.wire_bytes
-
-    @property
-    def breaches(self) -> tuple[str, ...]:
-        """Where the bound is not kept, what is sent: a sentence a line, most bytes first, until what is left fits."""
-        if self.bound is None or self.kept:
-            return ()
-        sentences, left = list[str](), self.wire_bytes_per_device
-        for each in self.sent:
-            if left <= self.bound.wire_bytes or len(sentences) == _LISTED:
-                break
-            if each.over_batch or not self.bound.over_batch:
-                sentences.append(str(each))
-                left -= each.wire_bytes
-        return tuple(sentences)
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain objects."""
@@ -167,38 +131,28 @@ class StepForecast(Drawn):
             "notes": list(self.notes),
         }
 
-    def __repr__(self) -> str:
-        return f"<StepForecast of {' '.join([f'{self.heading}.', self.verdict, *self.schedule])} print() says all>"
-
-    def __str__(self) -> str:
+    def paragraphs(self) -> list[list[str]]:
+        """Return the verdict, and tables of what is held and sent."""
         largest = [f"  {each}" for each in self.memory.largest[:3]]
         paragraphs = [[self.heading, self.verdict, *self.schedule], [*align_columns(self.held_table()), *largest]]
-        if self.sent:
-            paragraphs.append(align_columns(self.sent_table()))
-        lists = {"Breaches": self.breaches, "Symptoms": self.symptoms, "Notes": self.notes}
-        for title, sentences in lists.items():
-            if sentences:
-                paragraphs.append([f"{title}:", *(f"- {sentence}" for sentence in sentences)])
-        return "\n\n".join("\n".join(lines) for lines in paragraphs)
+        return [*paragraphs, align_columns(self.sent_table())] if self.sent else paragraphs
 
     @property
     def heading(self) -> str:
         """What was compiled, in words: "step on data=8 for h100:1x8"."""
         split = {name: count for name, count in self.mesh.items() if count > 1} or self.mesh
-        axes = " × ".join(f"{name}={count}" for name, count in split.items())
-        return f"{self.name} on {axes} for {self.target}"
+        return f"{self.name} on {factors(split)} for {self.target}"
 
     @property
     def verdict(self) -> str:
         """What a device sends, in a sentence, and whether it is too much."""
-        sends = f"a device sends {format_bytes(self.wire_bytes_per_device)} a step"
         if self.bound is None:
-            return f"{sends[0].upper()}{sends[1:]}."
+            return f"{self.sends[0].upper()}{self.sends[1:]}."
         of = f"the {format_bytes(self.bound.wire_bytes)} of {self.bound.words}"
         if self.bound.words == "given":
             of = f"the {format_bytes(self.bound.wire_bytes)} that were given"
         ratio = "" if self.ratio is None else f"{self.ratio:.3f} of "
-        return f"{'Kept' if self.kept else 'BROKEN'}: {sends}, {ratio}{of}."
+        return f"{'Kept' if self.kept else 'BROKEN'}: {self.sends}, {ratio}{of}."
 
     @property
     def schedule(self) -> list[str]:

@@ -1,10 +1,9 @@
-"""A compiled step of the user's own, read: what it holds by argument, what it sends by source line, and its symptoms.
+"""Read any compiled step: what it holds by argument, what it sends by source line, and its symptoms.
 
-1. `memory_of`: arguments are exact, by path; temporaries those held at the peak, largest first, with their lines.
-2. `sent_by`: every tensor that a collective carries, with the mesh axes, the user's line, and the arguments that have
-   its shape: evidence of what it is, not proof.
-3. `signs`: `traffic/symptoms.py`; also tensors sent along the batch's axes that no argument has the shape of, and
-   arguments that nobody donated although a result of the same shape takes their place.
+1. `memory_of`: arguments are exact, by path; temporaries are those held at the peak, with their lines.
+2. `sent_by`: every tensor of a collective, with the mesh axes, the user's line, and the arguments that have its shape.
+   A shape is evidence, not proof.
+3. `signs`: those of `traffic/symptoms.py`, activations that are sent, and arguments that should be donated.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from jdp.foresight.memory.peak import Headroom, Held, headroom, largest_held
 from jdp.foresight.program.compiled import Compiled
 from jdp.foresight.program.module import HOST_MEMORY
 from jdp.foresight.targets.resolve import Target
-from jdp.foresight.traffic.contract import TINY, axes_along
+from jdp.foresight.traffic.contract import TINY, collectives_on
 from jdp.foresight.traffic.origin import Parameters, Sites, list_paths
 from jdp.foresight.traffic.symptoms import symptoms, written_into
 
@@ -34,44 +33,26 @@ from jdp.foresight.traffic.symptoms import symptoms, written_into
 
 @dataclass(frozen=True)
 class HeldArgument:
-    """An argument on one device.
+    """An argument on one device."""
 
-    Attributes:
-        path: in the call.
-        bytes: of its shard, as the program takes it.
-        donated: its memory may take a result.
-        in_place: it does.
-    """
-
-    path: str
-    bytes: int
-    donated: bool
-    in_place: bool
+    path: str  # in the call
+    bytes: int  # of its shard, as the program takes it
+    donated: bool  # its memory may take a result
+    in_place: bool  # it does
 
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes per device.
+    """Bytes per device."""
 
-    Attributes:
-        arguments: in the order of the call.
-        results: those that are not written into an argument.
-        host: of arguments, results and temporaries that are in the host's memory; in none of the others.
-        temporaries: what else XLA allocates while the step runs.
-        total: the three together.
-        largest: temporaries held at the peak, largest first, equal ones together.
-        at: "file:line" of what runs at the peak, or its jax name; None where the program has neither.
-        headroom: whether a device holds it; None where its memory is not known.
-    """
-
-    arguments: tuple[HeldArgument, ...]
-    results: int
-    temporaries: int
-    total: int
-    largest: tuple[Held, ...]
-    at: str | None
-    headroom: Headroom | None
-    host: int = 0
+    arguments: tuple[HeldArgument, ...]  # in the order of the call
+    results: int  # those that are not written into an argument
+    temporaries: int  # what else XLA allocates while the step runs
+    total: int  # the three together
+    largest: tuple[Held, ...]  # temporaries held at the peak, largest first, equal ones together
+    at: str | None  # "file:line" of what runs at the peak, or its jax name; None where the program has neither
+    headroom: Headroom | None  # whether a device holds it; None where its memory is not known
+    host: int = 0  # of arguments, results and temporaries that are in the host's memory; in none of the others
 
 
 def memory_of(compiled: Compiled, moved: Moved, target: Target) -> StepMemory:
@@ -104,30 +85,21 @@ def memory_of(compiled: Compiled, moved: Moved, target: Target) -> StepMemory:
 
 @dataclass(frozen=True)
 class Sent:
-    """Tensors of one shape that one kind of collective sends from one line.
+    """Tensors of one shape that one kind of collective sends from one line."""
 
-    Attributes:
-        kind: of collective.
-        dtype, dims: of each tensor: an all-gather's result, a reduce-scatter's shard, else the operand, on one device.
-        axes: of the mesh, along which it is sent.
-        over_batch: among them are the batch's.
-        source: "file:line" that the user wrote; where there is none, the library's; None where the program has neither.
-        like: paths of the arguments that have the shape, whole or one device's shard; empty: an activation, say.
-        count: how many a step, rounds of loops included.
-        wire_bytes: what each device sends of all of them, a step, by the ring algorithms.
-        caveats: why `count` may differ from what runs.
-    """
-
-    kind: str
+    kind: str  # of collective
+    # dtype, dims: of each tensor: an all-gather's result, a reduce-scatter's shard, else the operand, on one device
     dtype: str
     dims: tuple[int, ...]
-    axes: tuple[str, ...]
-    over_batch: bool
+    axes: tuple[str, ...]  # of the mesh, along which it is sent
+    over_batch: bool  # among them are the batch's
+    # "file:line" that the user wrote; where there is none, the library's; None where the program has neither
     source: str | None
+    # paths of the arguments that have the shape, whole or one device's shard; empty: an activation, say
     like: tuple[str, ...]
-    count: int
-    wire_bytes: float
-    caveats: tuple[str, ...] = ()
+    count: int  # how many a step, rounds of loops included
+    wire_bytes: float  # what each device sends of all of them, a step, by the ring algorithms
+    caveats: tuple[str, ...] = ()  # why `count` may differ from what runs
 
     def __str__(self) -> str:
         times = f" {self.count} times" if self.count > 1 else ""
@@ -138,7 +110,7 @@ class Sent:
 
 
 def shapes_of(moved: Moved, arguments: Iterable[Argument]) -> Parameters:
-    """Return arguments, to be found by shape: at rest as they lie, while computed with whole along the batch's axes."""
+    """Return arguments to be found by shape: as placed at rest, and gathered along the batch's axes for compute."""
 
     def placement(each: Argument) -> Placement:
         rest = PartitionSpec() if each.sharding is None else each.sharding.spec
@@ -151,18 +123,15 @@ def shapes_of(moved: Moved, arguments: Iterable[Argument]) -> Parameters:
 def sent_by(compiled: Compiled, sites: Sites, moved: Moved, shapes: Parameters) -> tuple[Sent, ...]:
     """Return what a compiled step sends, most bytes first."""
     sent = dict[tuple[Any, ...], Sent]()
-    for c in compiled.collectives:
-        if c.group_size == 1:
-            continue
-        axes = axes_along(c.groups, moved.mesh)
-        over_batch = not set(axes).isdisjoint(moved.batch_axes)
+    for each in collectives_on(moved.mesh, compiled, sites, moved.batch_axes):
+        c, axes = each.collective, each.axes
         for piece in sites.pieces(c):
             like = tuple(placement.path for placement in shapes.like(piece.dims))
             wire = c.wire_bytes * piece.payload_bytes / max(c.payload_bytes, 1)
-            new = Sent(c.kind, piece.dtype, piece.dims, axes, over_batch, piece.source_line, like, 0, 0.0, c.caveats)
-            before = sent.setdefault((c.kind, piece.dtype, piece.dims, axes, piece.source_line, c.caveats), new)
+            key = (c.kind, piece.dtype, piece.dims, axes, each.over_batch, piece.source_line, like)
+            before = sent.get((*key, c.caveats), Sent(*key, 0, 0.0, c.caveats))
             after = replace(before, count=before.count + c.count, wire_bytes=before.wire_bytes + wire)
-            sent[c.kind, piece.dtype, piece.dims, axes, piece.source_line, c.caveats] = after
+            sent[*key, c.caveats] = after
     return tuple(sorted(sent.values(), key=lambda each: -each.wire_bytes))
 
 
@@ -175,18 +144,14 @@ _LINES = 4  # that get one
 def signs(compiled: Compiled, sites: Sites, moved: Moved, shapes: Parameters, sent: Sequence[Sent]) -> tuple[str, ...]:
     """Return signs of something unmeant, a sentence each."""
     donated = {number: each.path for number, each in enumerate(moved.traced.arguments) if each.donated}
+    meant = [*(each.sharding for each in moved.traced.arguments), *moved.traced.out_shardings]
+    offloads = any(each is not None and each.memory_kind == "pinned_host" for each in meant)
     placing = "no result has its shape, dtype and sharding. Return it so (out_shardings), or do not donate it."
     return (
         *_activations(sent, moved.batch_axes),
-        *symptoms(compiled, sites, shapes, donated, placing, offloads=_offloads(moved)),
+        *symptoms(compiled, sites, shapes, donated, placing, offloads=offloads),
         *_not_donated(compiled, moved),
     )
-
-
-def _offloads(moved: Moved) -> bool:
-    """Return whether an argument or a result is meant to lie in the host's memory."""
-    named = [*(each.sharding for each in moved.traced.arguments), *moved.traced.out_shardings]
-    return any(each is not None and each.memory_kind == "pinned_host" for each in named)
 
 
 def _activations(sent: Sequence[Sent], batch_axes: Sequence[str]) -> Iterator[str]:

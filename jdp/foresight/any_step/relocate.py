@@ -3,9 +3,9 @@
 1. The target's mesh has the axes of the arguments' mesh. One of them takes the devices that the others leave: `data`,
    else the largest that the batch is split over (`moved_sizes`).
 2. Rows of a batch that the new mesh cannot split are rounded up, and the function is traced again (`_rows`).
-3. What the function closed over is still of the old mesh: `NamedSharding`s in constraints and in the jit itself, meshes
-   of `shard_map`s. They are exchanged in the jaxpr (`replace_mesh.py`). A `shard_map`'s body has one device's shapes,
-   so there the sizes must be the same, unless it takes the mesh of the context, or is `jdp.value_and_grad`'s.
+3. The function still closes over the old mesh: in `NamedSharding`s of constraints and of the jit, and in `shard_map`s.
+   These are exchanged in the jaxpr (`replace_mesh.py`). A `shard_map`'s body has one device's shapes, so its sizes must
+   stay, unless it takes the mesh of the context or is `jdp.value_and_grad`'s.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from jdp.core.sharding.axes import DATA
+from jdp.core.sharding.axes import DATA, factors
 from jdp.core.sharding.mesh import following, without_mesh
 from jdp.core.sharding.placement import axes_of, spec_entry
 from jdp.foresight.any_step.replace_mesh import Exchange, OtherSize
@@ -31,23 +31,14 @@ from jdp.foresight.targets.resolve import Target
 
 @dataclass(frozen=True)
 class Moved:
-    """A program on the mesh that it is compiled for.
+    """A program on the mesh that it is compiled for."""
 
-    Attributes:
-        traced: the program; its arguments lie on `mesh`.
-        mesh: of the target's devices.
-        batch_axes: the axes that rows of a batch are split over.
-        batch: numbers of the positional arguments that are a batch.
-        notes: what differs from what was given, a sentence each.
-        in_context: it was traced with `mesh` as the context's, and is lowered so.
-    """
-
-    traced: Traced
-    mesh: Mesh
-    batch_axes: tuple[str, ...]
-    batch: frozenset[int]
-    notes: tuple[str, ...] = ()
-    in_context: bool = False
+    traced: Traced  # the program; its arguments lie on `mesh`
+    mesh: Mesh  # of the target's devices
+    batch_axes: tuple[str, ...]  # the axes that rows of a batch are split over
+    batch: frozenset[int]  # numbers of the positional arguments that are a batch
+    notes: tuple[str, ...] = ()  # what differs from what was given, a sentence each
+    in_context: bool = False  # it was traced with `mesh` as the context's, and is lowered so
 
 
 def move(
@@ -72,8 +63,8 @@ def move(
     mesh = Mesh(np.array(target.devices).reshape(tuple(new_sizes.values())), old.axis_names, axis_types=old.axis_types)
     rows, notes = _rows(traced, batch, old, mesh)
     if new_sizes != dict(old.shape):
-        words = [" × ".join(f"{axis}={size}" for axis, size in each.items()) for each in (old.shape, new_sizes)]
-        notes = (f"the arguments' mesh {words[0]} became {words[1]}; mesh={{axis: size}} has others", *notes)
+        became = f"{factors(old.shape)} became {factors(new_sizes)}"
+        notes = (f"the arguments' mesh {became}; mesh={{axis: size}} has others", *notes)
     on_target, in_context = _trace_for(function, arguments.resized(rows), traced if not rows else None, old, mesh)
     for each in on_target.arguments:
         _check_divides(each, mesh)
@@ -118,10 +109,11 @@ def moved_sizes(
 def _batch(traced: Traced) -> tuple[frozenset[int], tuple[str, ...]]:
     """Return (the numbers of the arguments that are a batch, the axes that its rows are split over).
 
-    A batch is an argument whose sharded arrays are all split by rows, equally many, and not all of which come back as
-    a result of the same shape, as weights do.
+    In a batch all sharded arrays are split by rows, equally many. Unlike weights, not all of them come back as a
+    result of the same shape.
     """
-    results = {(aval.shape, aval.dtype) for aval in map(_aval, traced.closed.jaxpr.outvars)}
+    avals: list[Any] = [variable.aval for variable in traced.closed.jaxpr.outvars]
+    results = {(aval.shape, aval.dtype) for aval in avals}
     groups: defaultdict[int, list[Argument]] = defaultdict(list)
     for each in traced.arguments:
         if each.sharding is not None and any(map(axes_of, each.sharding.spec)):
@@ -136,10 +128,6 @@ def _batch(traced: Traced) -> tuple[frozenset[int], tuple[str, ...]]:
                 batch.add(number)
                 axes |= dict.fromkeys(along)
     return frozenset(batch), tuple(axes)
-
-
-def _aval(variable: Any) -> Any:
-    return variable.aval
 
 
 def _spec(argument: Argument) -> PartitionSpec:
@@ -159,7 +147,7 @@ def _rows(
         if each.shape[0] % count:
             unit = math.lcm(count, math.prod(old.shape[axis] for axis in along))
             rows[each.slot] = -(-each.shape[0] // unit) * unit
-            axes = " × ".join(f"{axis}={mesh.shape[axis]}" for axis in along)
+            axes = factors({axis: mesh.shape[axis] for axis in along})
             notes.append(
                 f"a batch's rows must divide by {axes}; given {each.shape[0]}: {rows[each.slot]} would be taken"
             )

@@ -9,6 +9,7 @@ from typing import Any
 from jax.extend import core
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from jdp.core.sharding.axes import factors
 from jdp.foresight.any_step.traced import Argument, Traced
 from jdp.foresight.traffic.origin import users_line
 
@@ -85,12 +86,11 @@ class Exchange:
 
     def _equation(self, equation: Any) -> Any:
         if equation.primitive.name == "shard_map" and (given := equation.params["mesh"]).shape != self.new.shape:
-            sizes = [" × ".join(f"{axis}={n}" for axis, n in each.shape.items()) for each in (given, self.new)]
             raise OtherSize(
                 f"A shard_map over a mesh of its own has that mesh's sizes in its shapes, and cannot follow to others; "
-                f"given {sizes[0]}{_line(equation)}, and {sizes[1]} on the target. Leave shard_map's mesh= out and "
-                "call under jax.set_mesh(mesh); or make the mesh of as many virtual devices: "
-                f"JAX_NUM_CPU_DEVICES={self.new.size}."
+                f"given {factors(given.shape)}{_line(equation)}, and {factors(self.new.shape)} on the target. "
+                "Leave shard_map's mesh= out and call under jax.set_mesh(mesh); or make the mesh of as many virtual "
+                f"devices: JAX_NUM_CPU_DEVICES={self.new.size}."
             )
         parameters = {name: self(value) for name, value in equation.params.items()}
         return equation.replace(

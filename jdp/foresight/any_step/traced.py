@@ -1,9 +1,9 @@
-"""A jitted function of anybody's as a program: its jaxpr, the arguments it takes, and the mesh that they lie on.
+"""Any jitted function as a program: its jaxpr, the arguments it takes, and the mesh that they are placed on.
 
 1. `Arguments.of` lists the arrays in a call's arguments, with their paths; NNX modules are opened.
-2. `trace` calls the function on abstract values inside `jax.make_jaxpr`. What is jitted leaves one `jit` equation,
-   whichever library wrapped it (`jax.jit`, `nnx.jit`, `eqx.filter_jit`): its jaxpr is what XLA would be given, with the
-   shardings, donations and compiler options that the function was jitted with.
+2. `trace` calls the function on abstract values inside `jax.make_jaxpr`. Whatever wrapped it (`jax.jit`, `nnx.jit`,
+   `eqx.filter_jit`), this leaves one `jit` equation. Its jaxpr is what XLA would be given, with the shardings,
+   donations and compiler options of the function.
 3. `mesh_in` finds the one mesh that arguments and jitted function name.
 """
 
@@ -20,31 +20,25 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, SingleDevi
 
 from jdp.base.tree_paths import path_of
 from jdp.core import flax_nnx
+from jdp.core.sharding.axes import factors
 
 
 @dataclass(frozen=True)
 class Argument:
-    """An array that a jitted function takes.
+    """An array that a jitted function takes."""
 
-    Attributes:
-        path: in the call, with the parameter's name first: "state/params/kernel"; of a number that jax made an array
-            of, "(a number)".
-        shape, dtype: global.
-        sharding: where it lies; None where the call leaves that to the compiler, as for NumPy arrays.
-        number: of the positional argument that it is in; -1 outside of them.
-        slot: its place among the call's arrays; -1 outside of them.
-        weak_type: as jax has it for Python's numbers.
-        donated: the step may write results into its memory.
-    """
-
+    # in the call, with the parameter's name first: "state/params/kernel"; of a number that jax made an array of, "(a
+    # number)"
     path: str
+    # shape, dtype: global
     shape: tuple[int, ...]
     dtype: Any
+    # where it lies; None where the call leaves that to the compiler, as for NumPy arrays
     sharding: NamedSharding | None
-    number: int = -1
-    slot: int = -1
-    weak_type: bool = False
-    donated: bool = False
+    number: int = -1  # of the positional argument that it is in; -1 outside of them
+    slot: int = -1  # its place among the call's arrays; -1 outside of them
+    weak_type: bool = False  # as jax has it for Python's numbers
+    donated: bool = False  # the step may write results into its memory
 
     def abstract(self, *, located: bool = True) -> jax.ShapeDtypeStruct:
         """Return its shape, dtype and, where `located`, its sharding."""
@@ -54,14 +48,10 @@ class Argument:
 
 @dataclass(frozen=True)
 class Arguments:
-    """What a jitted function is called with.
+    """What a jitted function is called with."""
 
-    Attributes:
-        arrays: the arrays in it.
-        rebuild: makes the positional arguments of as many other arrays.
-    """
-
-    arrays: tuple[Argument, ...]
+    arrays: tuple[Argument, ...]  # the arrays in it
+    # makes the positional arguments of as many other arrays
     rebuild: Callable[[Sequence[Any]], tuple[Any, ...]] = field(repr=False)
 
     @classmethod
@@ -122,21 +112,14 @@ def _sharding(leaf: Any, path: str) -> NamedSharding | None:
 
 @dataclass(frozen=True)
 class Traced:
-    """A jitted function's program.
+    """A jitted function's program."""
 
-    Attributes:
-        name: the function's.
-        closed: the jaxpr.
-        arguments: one for each of the jaxpr's inputs.
-        out_shardings: of its results, where the function was jitted with them; else None each.
-        options: of the compiler, that the function was jitted with.
-    """
-
-    name: str
-    closed: core.ClosedJaxpr = field(repr=False)
-    arguments: tuple[Argument, ...]
+    name: str  # the function's
+    closed: core.ClosedJaxpr = field(repr=False)  # the jaxpr
+    arguments: tuple[Argument, ...]  # one for each of the jaxpr's inputs
+    # of its results, where the function was jitted with them; else None each
     out_shardings: tuple[NamedSharding | None, ...]
-    options: Mapping[str, Any]
+    options: Mapping[str, Any]  # of the compiler, that the function was jitted with
 
     def lower(self) -> jax.stages.Lowered:
         """Lower the program for the devices of its arguments' mesh, arguments that it does not use included."""
@@ -154,13 +137,19 @@ class Traced:
 
 def trace(function: Callable[..., Any], arguments: Arguments) -> Traced:
     """Trace a jitted function."""
-    outer = jax.make_jaxpr(lambda *arrays: _arrays_in(function(*arguments.rebuild(arrays))))
-    explicit = any(_is_explicit(each.sharding) for each in arguments.arrays)
+
+    def arrays_of(*arrays: Any) -> list[Any]:  # the only results jax.make_jaxpr takes: Python's numbers are constants
+        return [leaf for leaf in jax.tree.leaves(function(*arguments.rebuild(arrays))) if isinstance(leaf, jax.Array)]
+
+    outer = jax.make_jaxpr(arrays_of)
+    located = [each.sharding for each in arguments.arrays if each.sharding is not None]
+    explicit = any(AxisType.Explicit in sharding.mesh.axis_types for sharding in located)
     closed = outer(*(each.abstract(located=explicit) for each in arguments.arrays))
     equations = closed.jaxpr.eqns
     jitted = [equation for equation in equations if equation.primitive.name in ("jit", "pjit")]
     if len(equations) != 1 or len(jitted) != 1:
-        given = f"{_name(function)}, which runs {len(equations)} operations one by one"
+        name = getattr(function, "__name__", None) or type(function).__name__
+        given = f"{name}, which runs {len(equations)} operations one by one"
         raise ValueError(f"A step is one jitted function; given {given}. Wrap it: jax.jit(step), or nnx.jit(step).")
     parameters = jitted[0].params
     place = {variable: number for number, variable in enumerate(closed.jaxpr.invars)}
@@ -182,19 +171,6 @@ def trace(function: Callable[..., Any], arguments: Arguments) -> Traced:
         tuple(out_shardings),
         dict(parameters["compiler_options_kvs"]),
     )
-
-
-def _arrays_in(tree: Any) -> list[Any]:
-    """Return the arrays of a function's result: jax.make_jaxpr takes no others, and Python's numbers are constants."""
-    return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
-
-
-def _is_explicit(sharding: NamedSharding | None) -> bool:
-    return sharding is not None and AxisType.Explicit in sharding.mesh.axis_types
-
-
-def _name(function: Callable[..., Any]) -> str:
-    return getattr(function, "__name__", None) or type(function).__name__
 
 
 def mesh_in(arguments: Iterable[Argument], out_shardings: Iterable[NamedSharding | None] = ()) -> Mesh | AbstractMesh:
@@ -219,5 +195,5 @@ def mesh_in(arguments: Iterable[Argument], out_shardings: Iterable[NamedSharding
 
 
 def _axes(mesh: Mesh | AbstractMesh) -> str:
-    sizes = " × ".join(f"{name}={size}" for name, size in mesh.shape.items())
+    sizes = factors(mesh.shape)
     return f"{sizes} ({mesh.devices.flat[0]}, …)" if isinstance(mesh, Mesh) else f"{sizes} of {mesh.size} devices"

@@ -26,26 +26,16 @@ OnProgress = Callable[[int, int | None, str], None]
 
 @dataclass(frozen=True)
 class MaxBatch:
-    """The largest batch that fits.
+    """The largest batch that fits."""
 
-    Attributes:
-        rows: a device's rows of one microbatch; 0 when not even one fits.
-        batch_size: the global batch, all devices and microbatches.
-        needed: bytes a device holds with it.
-        too_many: the least number of rows that was tried and does not fit; `too_many_needed` its bytes.
-        available: bytes of a device's memory that a step can have.
-        compilations: how many steps were compiled.
-        advice: what has to be set for it, in words.
-    """
-
-    rows: int
-    batch_size: int
-    needed: int
-    too_many: int
+    rows: int  # a device's rows of one microbatch; 0 when not even one fits
+    batch_size: int  # the global batch, all devices and microbatches
+    needed: int  # bytes a device holds with it
+    too_many: int  # the least number of rows that was tried and does not fit; `too_many_needed` its bytes
     too_many_needed: int
-    available: int
-    compilations: int
-    advice: str = ""
+    available: int  # bytes of a device's memory that a step can have
+    compilations: int  # how many steps were compiled
+    advice: str = ""  # what has to be set for it, in words
 
     def to_json(self) -> dict[str, Any]:
         """Return the `max_batch` that `jdp plan --json` prints."""

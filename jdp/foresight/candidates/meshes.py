@@ -2,20 +2,19 @@
 
     devices = replica × data × the model's own axis
 
-`replica` takes whole hosts, so that `data` and the model's axis stay on as few hosts as can be; the model's axis stays
+`replica` takes whole hosts, so that `data` and the model's axis stay on as few hosts as can be. The model's axis stays
 within a host, and is searched where the plan's rules shard parameters over it. A mesh and a strategy are left out where
 
-- a rule, the batch or what `refuse` names does not divide, or the state at rest alone is more than a device has: they
-  cannot run; or
-- `MOST` others are kept: each strategy on replicas of as few hosts as hold its state (`hybrid_axes`), which hid most
-  where all sizes were compiled; then of each strategy the one that sends for the shortest time. Counted are the
-  strategy's row of the contract (`traffic/theory.py`), under zero3 layer by layer, and for the model's axis an
-  all-reduce of the activations [tokens of a device, width] for each matrix that it shards (Shoeybi et al. 2019,
-  arXiv:1909.08053, section 3), each by the links that it crosses (`timing/collectives.py`). How much of that is hidden
-  behind computation only compiling tells.
+- they cannot run: a rule, the batch or `refuse` does not divide, or a device cannot hold the state at rest; or
+- `MOST` others are kept. First each strategy on replicas of as few hosts as hold its state (`hybrid_axes`): these hid
+  most where all sizes were compiled. Then of each strategy the mesh that sends for the shortest time.
 
-What is the same program as another is no way of its own: ddp sums over `replica` as over `data`, and with one
-microbatch zero2 is zero1.
+Sending counts the strategy's row of the contract (`traffic/theory.py`), under zero3 layer by layer. For the model's
+axis it counts an all-reduce of activations [tokens of a device, width] for each matrix that the axis shards (Shoeybi et
+al. 2019, arXiv:1909.08053, section 3). Each is timed by the links that it crosses (`timing/collectives.py`). Only
+compiling shows how much of it computation hides.
+
+The same program is tried once: ddp sums over `replica` as over `data`, and with one microbatch zero2 is zero1.
 """
 
 from __future__ import annotations
@@ -56,16 +55,11 @@ Refuse = Callable[[Mapping[str, int]], str | None]
 
 @dataclass(frozen=True)
 class MeshWay:
-    """A strategy on another mesh.
+    """A strategy on another mesh."""
 
-    Attributes:
-        strategy: its name.
-        axes: the mesh, axis -> size.
-        sends: what a step sends by closed form: seconds, or where the links' rates are not known bytes of a device.
-    """
-
-    strategy: str
-    axes: Mapping[str, int]
+    strategy: str  # its name
+    axes: Mapping[str, int]  # the mesh, axis -> size
+    # what a step sends by closed form: seconds, or where the links' rates are not known bytes of a device
     sends: float = 0.0
 
     def __str__(self) -> str:
@@ -74,19 +68,12 @@ class MeshWay:
 
 @dataclass(frozen=True)
 class MeshSearch:
-    """Which ways on other meshes are compiled, and why the others are not.
+    """Which ways on other meshes are compiled, and why the others are not."""
 
-    Attributes:
-        kept: those to compile, in order.
-        ways: how many there are.
-        left_out: why the others are left out, a clause for each reason.
-        in_seconds: whether `MeshWay.sends` are seconds.
-    """
-
-    kept: tuple[MeshWay, ...]
-    ways: int
-    left_out: tuple[str, ...]
-    in_seconds: bool = True
+    kept: tuple[MeshWay, ...]  # those to compile, in order
+    ways: int  # how many there are
+    left_out: tuple[str, ...]  # why the others are left out, a clause for each reason
+    in_seconds: bool = True  # whether `MeshWay.sends` are seconds
 
     def amount(self, way: MeshWay) -> str:
         """Return what a way sends, in words."""
@@ -141,10 +128,11 @@ def search_axes(
                 plan = replace(own.step.plan, strategy=name)
                 other = replace(own.step, plan=plan)
                 found = abstract_on(other, state, batch, target, microbatches=rounded, axes=axes)
-                held = _bytes_at_rest(found)
+                placements = found.step.plan.placements(found.state)
             except ValueError as error:  # a rule that does not divide
                 reasons[str(error).split(". ")[0]] = reasons.get(str(error).split(". ")[0], 0) + 1
                 continue
+            held = sum(placement.bytes_per_device for placement in placements if not placement.on_host)
             if batch_rows(found.batch) != rows:
                 reason = f"{rows} rows do not divide over {found.step.plan.batch_shards} shards of the batch"
                 reasons[reason] = reasons.get(reason, 0) + 1
@@ -203,11 +191,6 @@ def _model_axis(step: Step) -> tuple[str | None, list[str]]:
     return None, ["axes of the model's own, as no [rules] shard parameters over one"]
 
 
-def _bytes_at_rest(candidate: Candidate) -> int:
-    placements = candidate.step.plan.placements(candidate.state)
-    return sum(placement.bytes_per_device for placement in placements if not placement.on_host)
-
-
 def _sends(candidate: Candidate, target: Target, tokens: float) -> float:
     """Return what a step sends: seconds, or bytes of a device where the links' rates are not known.
 
@@ -230,7 +213,8 @@ def _sends(candidate: Candidate, target: Target, tokens: float) -> float:
         wire=step.wire,
         buckets=step.buckets,
     )
-    layers = _layers(state) if step.plan.row.gather == "use" else 1
+    stacked = (leaf.shape for leaf in jax.tree.leaves(own_shapes(state.params, state.static)) if len(leaf.shape) > 2)
+    layers = max((shape[0] for shape in stacked), default=1) if step.plan.row.gather == "use" else 1
     total = 0.0
     for each in promised.promises:
         times = each.rounds * (layers if DATA in each.axes else 1)
@@ -241,12 +225,6 @@ def _sends(candidate: Candidate, target: Target, tokens: float) -> float:
         matrices = _activations(placements, axis).values()
         total += sum(cost("all-reduce", rows * width, (axis,), times * step.accumulate) for width, times in matrices)
     return total
-
-
-def _layers(state: TrainState) -> int:
-    """Return the largest leading dimension of parameters of rank 3 or more, whose layers are stacked, or 1."""
-    leaves = jax.tree.leaves(own_shapes(state.params, state.static))
-    return max((leaf.shape[0] for leaf in leaves if len(leaf.shape) > 2), default=1)
 
 
 def _activations(placements: Sequence[Placement], axis: str) -> dict[str, tuple[int, int]]:

@@ -36,22 +36,14 @@ PROBES = 6
 
 @dataclass(frozen=True)
 class Smallest:
-    """The smallest cluster that a step fits.
+    """The smallest cluster that a step fits."""
 
-    Attributes:
-        target: such as "h100:1x4".
-        name: of the candidate that fits there.
-        needed: bytes a device holds; compiled or foreseen.
-        available: bytes of a device's memory that a step can have.
-        compiled: whether the sizes were compiled.
-        below: the size below it and what a device would hold there, None where XLA gives up on it; None: there is none.
-    """
-
-    target: str
-    name: str
-    needed: int
-    available: int
-    compiled: bool = False
+    target: str  # such as "h100:1x4"
+    name: str  # of the candidate that fits there
+    needed: int  # bytes a device holds; compiled or foreseen
+    available: int  # bytes of a device's memory that a step can have
+    compiled: bool = False  # whether the sizes were compiled
+    # the size below it and what a device would hold there, None where XLA gives up on it; None: there is none
     below: tuple[str, int | None] | None = None
 
     @property

@@ -16,27 +16,17 @@ DAY, HOUR = 86400.0, 3600.0
 
 @dataclass(frozen=True)
 class Bill:
-    """What a number of tokens takes.
+    """What a number of tokens takes."""
 
-    Attributes:
-        tokens: how many are trained on.
-        unit: what they are: "tokens", or "examples".
-        tokens_per_step: of a global batch.
-        step_seconds: simulated seconds of a step.
-        devices: how many are paid for.
-        price: of one device for an hour, in any currency; None: not given.
-        error: the largest error of the simulated times, as a share (`Chip.time_error`); None: not known.
-        goodput: the share of the time that trains, where that was asked for.
-    """
-
-    tokens: float
-    unit: str
-    tokens_per_step: int
-    step_seconds: float
-    devices: int
-    price: float | None = None
+    tokens: float  # how many are trained on
+    unit: str  # what they are: "tokens", or "examples"
+    tokens_per_step: int  # of a global batch
+    step_seconds: float  # simulated seconds of a step
+    devices: int  # how many are paid for
+    price: float | None = None  # of one device for an hour, in any currency; None: not given
+    # the largest error of the simulated times, as a share (`Chip.time_error`); None: not known
     error: float | None = None
-    goodput: float | None = None
+    goodput: float | None = None  # the share of the time that trains, where that was asked for
 
     @property
     def steps(self) -> int:

@@ -62,19 +62,12 @@ def daly(stall: float, mtbf: float) -> float:
 
 @dataclass(frozen=True)
 class Failures:
-    """How often a run fails, and what saving and restarting take, in seconds.
+    """How often a run fails, and what saving and restarting take, in seconds."""
 
-    Attributes:
-        mtbf: mean time between failures of the whole run: a device's over the number of devices.
-        stall: for which a save stops training.
-        save: from the beginning of a save until its checkpoint counts; `stall` or more.
-        restart: from a failure until training goes on.
-    """
-
-    mtbf: float
-    stall: float
-    save: float
-    restart: float
+    mtbf: float  # mean time between failures of the whole run: a device's over the number of devices
+    stall: float  # for which a save stops training
+    save: float  # from the beginning of a save until its checkpoint counts; `stall` or more
+    restart: float  # from a failure until training goes on
 
     @property
     def background(self) -> float:
@@ -104,19 +97,12 @@ class Failures:
 
 @dataclass(frozen=True)
 class Saves:
-    """One way to save, and what it comes to.
+    """One way to save, and what it comes to."""
 
-    Attributes:
-        name: "asynchronous", or what else tells it from the others.
-        failures: with its stall and its time.
-        interval: seconds of training between two checkpoints.
-        steps: the same in steps; None where the time of a step is not known.
-    """
-
-    name: str
-    failures: Failures
-    interval: float
-    steps: int | None
+    name: str  # "asynchronous", or what else tells it from the others
+    failures: Failures  # with its stall and its time
+    interval: float  # seconds of training between two checkpoints
+    steps: int | None  # the same in steps; None where the time of a step is not known
 
     @property
     def goodput(self) -> float:
@@ -143,19 +129,12 @@ class Saves:
 
 @dataclass(frozen=True)
 class Goodput:
-    """Which share of its time a run is expected to train, and how often it should save.
+    """Which share of its time a run is expected to train, and how often it should save."""
 
-    Attributes:
-        device_mtbf: a device's mean seconds between failures.
-        devices: how many there are.
-        ways: ways to save: asynchronously, as `jdp train` does, with the interval to take, comes first.
-        notes: what was assumed.
-    """
-
-    device_mtbf: float
-    devices: int
-    ways: tuple[Saves, ...]
-    notes: tuple[str, ...]
+    device_mtbf: float  # a device's mean seconds between failures
+    devices: int  # how many there are
+    ways: tuple[Saves, ...]  # ways to save: asynchronously, as `jdp train` does, with the interval to take, comes first
+    notes: tuple[str, ...]  # what was assumed
 
     @property
     def title(self) -> str:
@@ -216,9 +195,9 @@ def foresee_goodput(
 ) -> Goodput:
     """Return which share of its time a run is expected to train, and the best interval between checkpoints.
 
-    What is not given is assumed, and the notes say so: a save writes each host's share of the state at
-    `WRITE_BYTES_PER_SECOND`, having copied it off the devices at `COPY_BYTES_PER_SECOND`; a restart takes the time of
-    JAX's heartbeat, `START_SECONDS`, and as long to read as to write.
+    What is not given is assumed, and noted. A save copies each host's share of the state off the devices at
+    `COPY_BYTES_PER_SECOND`, and writes it at `WRITE_BYTES_PER_SECOND`. A restart takes the time of JAX's heartbeat,
+    `START_SECONDS`, and as long to read as to write.
     """
     notes: list[str] = []
     if save is None:

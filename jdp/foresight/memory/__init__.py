@@ -1,5 +1,5 @@
-"""Memory of a device at a step's peak, by class.
+"""Memory of a device at a step's peak, by class (`peak.py`).
 
-`peak.py` adds up what `aliasing.py` (which arrays share memory), `liveness.py` (when each buffer is held) and
-`roles.py` (which are weights, which gradients) find; `zero_formula.py` is the closed form of the ZeRO paper.
+`aliasing.py`: which arrays share memory. `liveness.py`: when each buffer is held. `roles.py`: which are weights, which
+gradients. `zero_formula.py`: the closed form of the ZeRO paper.
 """

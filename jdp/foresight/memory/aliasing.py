@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from jdp.foresight.program.module import HOST_MEMORY, Instruction, Program, shapes
+from jdp.foresight.program.module import HOST_MEMORY, Instruction, Program, elements, ints, shapes
 
 Path = tuple[int, ...]
 """The position of an array in a result: () for a plain array, (1, 0) for the first of the second tuple."""
@@ -127,7 +127,7 @@ class Aliases:
         table = self.program.header.partition("input_output_alias={")[2].partition("entry_computation_layout")[0]
         for output, number, path in re.findall(r"\{([\d, ]*)\}: \((\d+), \{([\d, ]*)\}", table):
             _, name, _ = self._parameter(entry, int(number))
-            self._join((entry, name, _ints(path)), (entry, root, _ints(output)))
+            self._join((entry, name, ints(path)), (entry, root, ints(output)))
 
     def _parameter(self, computation: str, number: int) -> Array:
         steps = self.program[computation]
@@ -159,7 +159,7 @@ def updates(program: Program, step: Instruction) -> list[tuple[int, Path]]:
     pairs = list[tuple[int, Path]]()
     if "output_to_operand_aliasing=" in step.line:
         declared = re.findall(r"\{([\d, ]*)\}: \((\d+), \{\}", step.bare)
-        pairs += [(int(number), _ints(path)) for path, number in declared]
+        pairs += [(int(number), ints(path)) for path, number in declared]
     if is_fusion(step):
         within = (1,) if step.is_start else ()
         pairs += [(number, within + path) for number, path in _fused_updates(program, step.called["calls"][0])]
@@ -213,18 +213,5 @@ def _elements(type_text: str, at: Path = ()) -> Iterator[tuple[Path, str]]:
     if not type_text.startswith("("):
         yield at, type_text
         return
-    elements, depth, begin = list[str](), 0, 1
-    for match in re.finditer(r"[()\[\]{},]", type_text):
-        depth += (match[0] in "([{") - (match[0] in ")]}")
-        if depth == 0 or (depth == 1 and match[0] == ","):
-            elements.append(_COMMENT.sub("", type_text[begin : match.start()]))
-            begin = match.end()
-    for number, element in enumerate(elements):
+    for number, element in enumerate(elements(type_text)):
         yield from _elements(element, (*at, number))
-
-
-_COMMENT = re.compile(r"^\s*(?:/\*.*?\*/)?\s*")  # XLA numbers the elements of long tuples
-
-
-def _ints(text: str) -> Path:
-    return tuple(int(number) for number in re.findall(r"\d+", text))

@@ -32,31 +32,21 @@ class Write:
 
 @dataclass(eq=False)
 class Buffer:
-    """Memory that one or more arrays share.
+    """Memory that one or more arrays share."""
 
-    Attributes:
-        home: "argument", "output" (a result in memory of its own), "constant", or "temporary".
-        bytes, dtype, dims: of its largest array.
-        writes: what writes it, in time order.
-        reads: (time, instruction), in time order.
-        spans: (first, last) times in which it is held, both ends included.
-        on_host: whether it is in host memory.
-        argument: jax's name of the entry's parameter, such as "state.params['w']"; None where it is none.
-    """
-
-    home: str = "temporary"
+    home: str = "temporary"  # "argument", "output" (a result in memory of its own), "constant", or "temporary"
+    # bytes, dtype, dims: of its largest array
     bytes: int = 0
     dtype: str = ""
     dims: tuple[int, ...] = ()
-    writes: list[Write] = field(default_factory=list[Write], repr=False)
+    writes: list[Write] = field(default_factory=list[Write], repr=False)  # what writes it, in time order
+    # (time, instruction), in time order
     reads: list[tuple[int, Instruction]] = field(default_factory=list[tuple[int, Instruction]], repr=False)
+    # (first, last) times in which it is held, both ends included
     spans: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    on_host: bool = False
+    on_host: bool = False  # whether it is in host memory
+    # jax's name of the entry's parameter, such as "state.params['w']"; None where it is none
     argument: str | None = None
-
-    def is_held(self, time: int) -> bool:
-        """Return True if the buffer is held at a time."""
-        return any(first <= time <= last for first, last in self.spans)
 
 
 class Liveness:
@@ -101,7 +91,7 @@ class Liveness:
     def peak(self) -> tuple[int, list[Buffer]]:
         """The time at which temporaries hold most, and those held then."""
         time, _ = self.most(self.temporaries)
-        return time, [buffer for buffer in self.temporaries if buffer.is_held(time)]
+        return time, [b for b in self.temporaries if any(first <= time <= last for first, last in b.spans)]
 
     def most(self, buffers: Iterable[Buffer]) -> tuple[int, int]:
         """Return (time, bytes): when these buffers hold most, and how much."""
@@ -130,10 +120,7 @@ class Liveness:
                 buffer.writes.append(Write(time, computation, step, path))
 
     def _read(self, time: int, computation: str, step: Instruction) -> None:
-        """Record the reads of an instruction.
-
-        Views and loops are skipped: a view reads nothing, and a loop's reads are recorded in its body.
-        """
+        """Record the reads of an instruction, without views, which read nothing, and loops, whose bodies do."""
         if step.opcode not in _VIEWS or step.opcode == "conditional":
             for _, array in self.aliases.taken(computation, step):
                 self.held(array).reads.append((time, step))

@@ -2,13 +2,13 @@
 
 `memory(compiled, step, state)`:
 1. arguments are exact: parameters, optimizer state, batch, as the program takes them;
-2. of the temporaries, those held at the program's peak (`liveness.py`) are classified by what they come from and lead
-   to (`roles.py`): working copies, gradients, and all others: activations and temporaries;
+2. temporaries held at the peak (`liveness.py`) are working copies, gradients, or activations (`roles.py`);
 3. what XLA allocates beyond that, gaps in its heap, is `unattributed`, so that the classes add up to XLA's number.
 
-Left out is what cuDNN's attention works in, which a program compiled without a GPU has empty (`u8[0]`): in the backward
-pass 4 x heads x queries x (width + 1) bytes while a call runs, up to 129 MiB in 74 programs that were examined. It
-would raise the peak of five of them, by at most 43 MiB (1.3 % of their temporaries): the others' is elsewhere.
+The workspace of cuDNN's attention is left out: a program compiled without a GPU has it empty (`u8[0]`). In the backward
+pass it takes 4 x heads x queries x (width + 1) bytes while a call runs, up to 129 MiB in 74 programs that were
+examined. It would raise the peak of five of them, by at most 43 MiB (1.3 % of their temporaries): the others' is
+elsewhere.
 
 `Memory.fits(memory_bytes)` compares it with what a device leaves to a program.
 """
@@ -52,20 +52,16 @@ context and NCCL on 8 H100s 1.06 GB: issue 1685)."""
 
 @dataclass(frozen=True)
 class Held:
-    """Temporaries of one kind that are held at the peak.
+    """Temporaries of one kind that are held at the peak."""
 
-    Attributes:
-        role: "working", "gradients" or "activations"; empty where they are not told apart.
-        count, bytes: how many there are; bytes of all of them.
-        dtype, dims: of each.
-        op_name, source: the operation that wrote them last, and "file:line"; None where the program does not have it.
-    """
-
-    role: str
+    role: str  # "working", "gradients" or "activations"; empty where they are not told apart
+    # count, bytes: how many there are; bytes of all of them
     count: int
     bytes: int
+    # dtype, dims: of each
     dtype: str
     dims: tuple[int, ...]
+    # op_name, source: the operation that wrote them last, and "file:line"; None where the program does not have it
     op_name: str | None
     source: str | None
 
@@ -78,58 +74,40 @@ class Held:
 
 @dataclass(frozen=True)
 class Headroom:
-    """Whether a device's memory holds a step, and what has to be set for it.
+    """Whether a device's memory holds a step, and what has to be set for it."""
 
-    Attributes:
-        fits: `needed` is at most `available`.
-        needed: bytes that jax's pool must hold.
-        available: bytes that it can have (`available_bytes`).
-        fraction: what XLA_CLIENT_MEM_FRACTION has to be for it; None where jax's default is enough, or nothing is.
-        words: all that as a sentence without its subject: "needs …: fits".
-    """
-
-    fits: bool
-    needed: int
-    available: int
+    fits: bool  # `needed` is at most `available`
+    needed: int  # bytes that jax's pool must hold
+    available: int  # bytes that it can have (`available_bytes`)
+    # what XLA_CLIENT_MEM_FRACTION has to be for it; None where jax's default is enough, or nothing is
     fraction: float | None
-    words: str
+    words: str  # all that as a sentence without its subject: "needs …: fits"
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes per device at a step's peak, by class (`CLASSES` has them in words); they add up to `total`.
+    """Bytes per device at a step's peak, by class (`CLASSES` has them in words); they add up to `total`."""
 
-    Attributes:
-        parameters, optimizer, batch: as the program takes them; exact.
-        gradients: gradients, their accumulators and reduced sums, whole or sharded, and the optimizer's updates.
-        working: weights in compute dtype, gathered or cast.
-        activations: everything else that is held: what the forward pass saves, and temporaries.
-        other: counters, keys, model state; results that are not written into an argument.
-        unattributed: what XLA allocates beyond the named buffers: gaps in its heap (fragmentation) and alignment.
-        saved: of `activations`, what the forward pass keeps for the backward pass.
-        most: of "working", "gradients" and "activations", the most that each holds at any time of the step, which need
-            not be that of the peak.
-        outside: leaves of the state that the program does not take (an evaluation step needs no optimizer state) and
-            that are on the device all the same; not in `total`.
-        host: bytes of the device's part of the state, and of copies, that are in its host's memory; not in `total`.
-        at: "file:line" of what runs at the peak, or its jax name; None where the program has neither.
-        largest: temporaries held at the peak, largest first, equal ones together.
-    """
-
+    # parameters, optimizer, batch: as the program takes them; exact
     parameters: int
-    gradients: int
+    gradients: int  # gradients, their accumulators and reduced sums, whole or sharded, and the optimizer's updates
     optimizer: int
-    working: int
-    activations: int
+    working: int  # weights in compute dtype, gathered or cast
+    activations: int  # everything else that is held: what the forward pass saves, and temporaries
     batch: int
-    other: int
-    unattributed: int
-    saved: int = 0
+    other: int  # counters, keys, model state; results that are not written into an argument
+    unattributed: int  # what XLA allocates beyond the named buffers: gaps in its heap (fragmentation) and alignment
+    saved: int = 0  # of `activations`, what the forward pass keeps for the backward pass
+    # of "working", "gradients" and "activations", the most that each holds at any time of the step, which need not be
+    # that of the peak
     most: Mapping[str, int] = field(default_factory=dict[str, int])
+    # leaves of the state that the program does not take (an evaluation step needs no optimizer state) and that are on
+    # the device all the same; not in `total`
     outside: int = 0
+    # bytes of the device's part of the state, and of copies, that are in its host's memory; not in `total`
     host: int = 0
-    at: str | None = None
-    largest: tuple[Held, ...] = ()
+    at: str | None = None  # "file:line" of what runs at the peak, or its jax name; None where the program has neither
+    largest: tuple[Held, ...] = ()  # temporaries held at the peak, largest first, equal ones together
 
     @property
     def total(self) -> int:
@@ -205,12 +183,13 @@ def memory(compiled: Compiled, step: Step, state: TrainState) -> Memory:
     plan = step.plan.on(mesh_of(state) or step.plan.mesh)
     at_rest = sum(placement.bytes_per_device for placement in plan.placements(state) if not placement.on_host)
     at_peak = live.schedule[time][1]
+    saved = sum(b.bytes for b in held if roles[b] == "activations" and _is_saved(b))
     return Memory(
         **arguments,
         **sizes,
         other=other,
         unattributed=max(beyond, 0),
-        saved=min(sum(b.bytes for b in held if roles[b] == "activations" and _is_saved(b)), sizes["activations"]),
+        saved=min(saved, sizes["activations"]),
         most={role: live.most(b for b in live.temporaries if roles[b] == role)[1] for role in _ROLES},
         outside=max(at_rest - argument_bytes("state"), 0),
         host=compiled.host_bytes,
@@ -223,11 +202,10 @@ _ROLES = ("working", "gradients", "activations")
 
 
 def _subtract(sizes: dict[str, int], shared: int) -> None:
-    """Subtract from the classes what `Liveness` holds and XLA does not allocate: results written into an operand.
+    """Subtract results written into an operand, which `Liveness` holds and XLA does not allocate, largest class first.
 
-    It happens where an optimizer's update of convolution kernels is fused with transposes: XLA's own peak is less by
-    just the operands that die there, which `Liveness` has no rule to reuse. It is taken from the class that holds most
-    at the peak, then from the next, from none more than it has.
+    It happens where an optimizer's update of convolution kernels is fused with transposes. XLA's own peak is then less
+    by the operands that die there; `Liveness` has no rule to reuse them.
     """
     for role in sorted(sizes, key=lambda role: -sizes[role]):
         less = min(shared, sizes[role])

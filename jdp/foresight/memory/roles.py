@@ -1,9 +1,8 @@
 """Which buffers of a train step are working copies of the weights, and which are gradients.
 
 `working_copies` follows the weights forward: what only moves, casts or gathers them is a copy of them. `gradients`
-follows the new weights and moments backward: what reaches them by sums, scaling and collectives is a gradient or an
-update; the walk stops at the operations that made it (matrix products, reductions, scatters). Both walk over buffers
-(`liveness.py`), so loops and views need no rules of their own.
+follows the new weights and moments backward through sums, scaling and collectives, to the operations that made them
+(matrix products, reductions, scatters). Both walk over buffers (`liveness.py`), so loops and views need no rules.
 """
 
 from __future__ import annotations

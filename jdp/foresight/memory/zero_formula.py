@@ -1,13 +1,13 @@
 """ZeRO's memory in closed form: what a device keeps of weights, gradients and optimizer state, whatever the model is.
 
-Section 3 and Figure 1 of Rajbhandari et al. 2019 (arXiv:1910.02054): Ψ parameters in mixed precision with Adam take 2Ψ
-bytes for 16-bit weights, 2Ψ for 16-bit gradients, and KΨ = 12Ψ for the optimizer (fp32 master weights, momentum,
-variance). N devices share the optimizer's part (stage 1), the gradients too (2), and the weights too (3).
+Section 3 and Figure 1 of Rajbhandari et al. 2019 (arXiv:1910.02054) count Ψ parameters in mixed precision with Adam.
+They take 2Ψ bytes for 16-bit weights, 2Ψ for 16-bit gradients, and KΨ = 12Ψ for the optimizer (fp32 master weights,
+momentum, variance). N devices share the optimizer's part (stage 1), the gradients too (2), and the weights too (3).
 
-jdp keeps it in another way (`jdp_bytes`): the fp32 master weights are the parameters, sharded at rest in every stage,
-the 16-bit weights are a working copy that lives within a step, and gradients are summed in fp32 by default.
+jdp keeps it in another way (`jdp_bytes`). The fp32 master weights are the parameters, sharded at rest in every stage.
+The 16-bit weights are a working copy that lives within a step, and gradients are summed in fp32 by default.
 
-Popular tables often print 210 GB for ZeRO-2 with 70B parameters on 8 devices at 2 + 2 + 8 bytes; it is 140 + (140 +
+Popular tables often print 210 GB for ZeRO-2 with 70B parameters on 8 devices at 2 + 2 + 8 bytes. It is 140 + (140 +
 560) / 8 = 227.5 GB: 210 leaves out the gradients' eighth.
 
 This is model state only: activations, temporaries and the batch come on top (`peak.memory` has them).
@@ -34,16 +34,13 @@ class ZeroRow:
 
 @dataclass(frozen=True)
 class JdpRow:
-    """Bytes on a device under jdp, rounded up.
+    """Bytes on a device under jdp, rounded up."""
 
-    Attributes:
-        master, moments: at rest: fp32 master weights, and Adam's two moments in fp32.
-        gradients, working: within a step: gradients as they are summed, and the working copy; under zero3 `working` is
-            0, since one layer's weights are gathered at a time.
-    """
-
+    # master, moments: at rest: fp32 master weights, and Adam's two moments in fp32
     master: int
     moments: int
+    # gradients, working: within a step: gradients as they are summed, and the working copy; under zero3 `working` is 0,
+    # since one layer's weights are gathered at a time
     gradients: int
     working: int
 

@@ -1,11 +1,10 @@
 """What a compiled program sends: every collective of an XLA module, counted as often as it runs.
 
 `collectives(compiled.as_text())` works in three phases:
-1. the text is parsed (`module.py`);
-2. the call graph is walked from the entry: a loop multiplies what its body holds by its trip count, a conditional
-   counts the branch that sends most, an asynchronous wrapper stands for the instruction inside;
-3. each collective is read off its own line: bytes from its shapes, groups from any of XLA's notations for them, source
-   lines from its metadata.
+1. The text is parsed (`module.py`).
+2. The call graph is walked from the entry. A loop multiplies its body by its trip count, a conditional counts the
+   branch that sends most, an asynchronous wrapper is the instruction inside.
+3. Each collective is read off its own line: bytes from its shapes, groups, and source lines from its metadata.
 
 Known are the forms that XLA:GPU and XLA:CPU print in jax 0.10 to 0.12. An asynchronous pair counts once, at its start.
 Transfers that are no collectives (`send` and `recv`, or inside custom calls) are not counted.
@@ -19,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from jdp.foresight.program.module import Instruction, Program, array_bytes, parse, shapes
+from jdp.foresight.program.module import Instruction, Program, array_bytes, elements, ints, parse, shapes
 
 KINDS = (
     "all-reduce",
@@ -34,36 +33,25 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective instruction, at one place in the call graph.
+    """One collective instruction, at one place in the call graph."""
 
-    Attributes:
-        kind: one of `KINDS`.
-        dtype: XLA's element type; of tensors combined into one instruction all that differ, joined by "+".
-        payload_bytes: the whole logical tensor, once: the operand of an all-reduce or reduce-scatter, the result of an
-            all-gather, one device's operand for the other kinds (of a ragged-all-to-all: the most that it can
-            receive). Combined tensors are summed.
-        groups: the devices that exchange data, as positions in the mesh's device order; of a permute its (source,
-            target) pairs.
-        is_async: other work may run between its start and its done.
-        name: the instruction's; of an asynchronous pair the start's.
-        op_name: jax's path to the operation; None where the text does not have it.
-        source_lines: "file:line" of the operation and of its callers, innermost first.
-        shapes: (element type, dimensions) of each tensor of the result, on one device.
-        loops: trip counts of the enclosing loops, outermost first; None where XLA does not know one.
-        in_conditional: it is in a branch, which may not be taken.
-    """
-
-    kind: str
-    dtype: str
+    kind: str  # one of `KINDS`
+    dtype: str  # XLA's element type; of tensors combined into one instruction all that differ, joined by "+"
+    # the whole logical tensor, once: the operand of an all-reduce or reduce-scatter, the result of an all-gather, one
+    # device's operand for the other kinds (of a ragged-all-to-all: the most that it can receive). Combined tensors are
+    # summed.
     payload_bytes: int
+    # the devices that exchange data, as positions in the mesh's device order; of a permute its (source, target) pairs
     groups: tuple[tuple[int, ...], ...] = field(repr=False)
-    is_async: bool
-    name: str
-    op_name: str | None = None
-    source_lines: tuple[str, ...] = ()
+    is_async: bool  # other work may run between its start and its done
+    name: str  # the instruction's; of an asynchronous pair the start's
+    op_name: str | None = None  # jax's path to the operation; None where the text does not have it
+    source_lines: tuple[str, ...] = ()  # "file:line" of the operation and of its callers, innermost first
+    # (element type, dimensions) of each tensor of the result, on one device
     shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    # trip counts of the enclosing loops, outermost first; None where XLA does not know one
     loops: tuple[int | None, ...] = ()
-    in_conditional: bool = False
+    in_conditional: bool = False  # it is in a branch, which may not be taken
 
     @property
     def source(self) -> str | None:
@@ -89,10 +77,11 @@ class Collective:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that each device sends a step, by the ring algorithms.
+        """Bytes that each device sends a step, by the ring algorithms (Patarasuk and Yuan 2009; nccl-tests,
+        doc/PERFORMANCE.md).
 
-        2(N−1)/N of the payload for an all-reduce, (N−1)/N for reduce-scatter, all-gather and all-to-all, all of it for
-        permute and broadcast (Patarasuk and Yuan 2009; the factors of nccl-tests, doc/PERFORMANCE.md), times `count`.
+        Of the payload, times `count`: 2(N−1)/N for an all-reduce, (N−1)/N for reduce-scatter, all-gather and
+        all-to-all. Permute and broadcast send all of it.
         """
         n = self.group_size
         if n == 1:
@@ -187,18 +176,13 @@ def overlaps(step: Instruction) -> bool:
 def _result_type(step: Instruction) -> str:
     """Return the result in an instruction's type.
 
-    A start has the type (operand, result) or ((operands), (results)), perhaps with more elements; but an
+    A start has the type (operand, result) or ((operands), (results)), perhaps with more elements. But an
     all-reduce-start of jax 0.10 has the type of its result alone, a flat tuple when there are several.
     """
     if not step.is_start or not step.type.startswith("("):
         return step.type
-    elements, depth, begin = list[str](), 0, 1
-    for i, char in enumerate(step.type):
-        depth += (char in "([{") - (char in ")]}")
-        if (char == "," and depth == 1) or depth == 0:
-            elements.append(step.type[begin:i].strip())
-            begin = i + 1
-    return elements[1] if elements[0].startswith("(") or step.kind != "all-reduce" else step.type
+    parts = elements(step.type)
+    return parts[1] if parts[0].startswith("(") or step.kind != "all-reduce" else step.type
 
 
 _LISTED = r"\{(?:\{[\d,]*\},?)*\}"
@@ -221,11 +205,11 @@ def _groups(bare: str, devices: int) -> tuple[tuple[int, ...], ...]:
 def _expanded(notation: str, devices: int) -> tuple[tuple[int, ...], ...]:
     """Return the groups of `{{0,1},{2,3}}`, `[2,4]<=[4,2]T(1,0)`, `mesh['a'=2,'b'=4] {'b'}`; of `{}`, one of all."""
     if notation.startswith("{"):
-        listed = tuple(tuple(_ints(group)) for group in re.findall(r"\{([\d,]+)\}", notation))
+        listed = tuple(map(ints, re.findall(r"\{([\d,]+)\}", notation)))
         return listed or (tuple(range(devices)),)
     if notation.startswith("["):
         shape, _, order = notation.partition("<=")
-        ids = _iota(order).reshape(_ints(shape))
+        ids = _iota(order).reshape(ints(shape))
     else:
         ids = _mesh_groups(notation)
     return tuple(tuple(map(int, group)) for group in ids)
@@ -255,11 +239,7 @@ def _mesh_groups(notation: str) -> np.ndarray:
 def _iota(order: str) -> np.ndarray:
     """Return the ids of a device order: `[4,2]T(1,0)` is 0, 1, … in shape [4, 2], transposed; `0,4,1,5` is itself."""
     if not order.startswith("["):
-        return np.array(_ints(order))
+        return np.array(ints(order))
     shape, _, axes = order.partition("T")
-    ids = np.arange(math.prod(_ints(shape))).reshape(_ints(shape))
-    return ids.transpose(_ints(axes) or range(ids.ndim)).ravel()
-
-
-def _ints(text: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", text)]
+    ids = np.arange(math.prod(ints(shape))).reshape(ints(shape))
+    return ids.transpose(ints(axes) or range(ids.ndim)).ravel()

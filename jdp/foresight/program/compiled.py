@@ -35,30 +35,20 @@ class CompileError(ValueError):
 
 @dataclass(frozen=True)
 class Compiled:
-    """What was read off one compiled step. Sizes are bytes per device, from XLA's memory analysis.
+    """What was read off one compiled step. Sizes are bytes per device, from XLA's memory analysis."""
 
-    Attributes:
-        text: the scheduled program.
-        argument_bytes, output_bytes: the step's inputs and results.
-        alias_bytes: the part of the results that is written into donated inputs.
-        temp_bytes: what else it allocates while it runs.
-        peak_bytes: XLA's own estimate of the most that is live at once, host memory included.
-        host_bytes: what is allocated in host memory, for this device: arguments, results that are not written into
-            them, and temporaries. None of the others but `peak_bytes` counts it.
-        warnings: lines about resharding and memory that XLA wrote while it compiled.
-        seconds: how long compiling took.
-        cached: whether it was read from the cache.
-    """
-
-    text: str = field(repr=False)
+    text: str = field(repr=False)  # the scheduled program
+    # argument_bytes, output_bytes: the step's inputs and results
     argument_bytes: int
     output_bytes: int
-    alias_bytes: int
-    temp_bytes: int
-    peak_bytes: int
-    warnings: tuple[str, ...]
-    seconds: float
-    cached: bool = False
+    alias_bytes: int  # the part of the results that is written into donated inputs
+    temp_bytes: int  # what else it allocates while it runs
+    peak_bytes: int  # XLA's own estimate of the most that is live at once, host memory included
+    warnings: tuple[str, ...]  # lines about resharding and memory that XLA wrote while it compiled
+    seconds: float  # how long compiling took
+    cached: bool = False  # whether it was read from the cache
+    # what is allocated in host memory, for this device: arguments, results that are not written into them, and
+    # temporaries. None of the others but `peak_bytes` counts it.
     host_bytes: int = 0
 
     @cached_property

@@ -16,21 +16,13 @@ from functools import cached_property, lru_cache
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of a computation.
+    """One line of a computation."""
 
-    Attributes:
-        name: without "%".
-        type: the result's type as printed, such as "f32[8,4]{1,0}" or "(f32[], bf16[16,3])".
-        opcode: as printed, such as "fusion", "dot", "all-gather-start".
-        line: the whole line.
-        is_root: whether it is its computation's result.
-    """
-
-    name: str
-    type: str
-    opcode: str
-    line: str
-    is_root: bool = False
+    name: str  # without "%"
+    type: str  # the result's type as printed, such as "f32[8,4]{1,0}" or "(f32[], bf16[16,3])"
+    opcode: str  # as printed, such as "fusion", "dot", "all-gather-start"
+    line: str  # the whole line
+    is_root: bool = False  # whether it is its computation's result
 
     @cached_property
     def bare(self) -> str:
@@ -107,20 +99,14 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Program:
-    """An XLA module.
+    """An XLA module."""
 
-    Attributes:
-        entry: name of the computation that runs.
-        computations: name -> instructions; in schedule order, where the module is scheduled.
-        devices: partitions × replicas.
-        header: the module's first line: aliases of inputs and outputs, layouts.
-        frames: stack_frame_id -> its source lines "file:line", innermost first.
-    """
-
-    entry: str
+    entry: str  # name of the computation that runs
+    # name -> instructions; in schedule order, where the module is scheduled
     computations: dict[str, tuple[Instruction, ...]] = field(repr=False)
-    devices: int
-    header: str = field(repr=False)
+    devices: int  # partitions × replicas
+    header: str = field(repr=False)  # the module's first line: aliases of inputs and outputs, layouts
+    # stack_frame_id -> its source lines "file:line", innermost first
     frames: dict[str, tuple[str, ...]] = field(repr=False)
 
     def __getitem__(self, computation: str) -> tuple[Instruction, ...]:
@@ -181,6 +167,25 @@ def shapes(type_text: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
     return tuple(
         (dtype, tuple(int(d.strip("<=")) for d in dims.split(",") if d)) for dtype, dims in _SHAPE.findall(type_text)
     )
+
+
+def elements(type_text: str) -> list[str]:
+    """Return the types that a tuple's type consists of."""
+    found, depth, begin = list[str](), 0, 1
+    for match in re.finditer(r"[()\[\]{},]", type_text):
+        depth += (match[0] in "([{") - (match[0] in ")]}")
+        if depth == 0 or (depth == 1 and match[0] == ","):
+            found.append(_COMMENT.sub("", type_text[begin : match.start()]))
+            begin = match.end()
+    return found
+
+
+_COMMENT = re.compile(r"^\s*(?:/\*.*?\*/)?\s*")  # XLA numbers the elements of long tuples
+
+
+def ints(text: str) -> tuple[int, ...]:
+    """Return the whole numbers in a text."""
+    return tuple(int(number) for number in re.findall(r"\d+", text))
 
 
 def array_bytes(dtype: str, dims: tuple[int, ...]) -> int:

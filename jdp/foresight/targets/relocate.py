@@ -21,7 +21,7 @@ from jdp.core.sharding.batch_divisor import BatchUnit
 from jdp.core.sharding.mesh import make_mesh, mesh_of
 from jdp.core.state import TrainState
 from jdp.core.step import Step
-from jdp.core.types import Batch
+from jdp.core.types import Batch, Device
 from jdp.core.update.padded import flattened
 from jdp.foresight.program.compiled import Compiled, compile_step
 from jdp.foresight.targets.cudnn import answered_for, version_in
@@ -58,23 +58,17 @@ def hybrid_axes(target: Target, state: TrainState) -> dict[str, int] | None:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run a step: the step and its abstract operands on one mesh.
+    """One way to run a step: the step and its abstract operands on one mesh."""
 
-    Attributes:
-        step: on the mesh; its partitioning is settled when it is lowered.
-        state, batch: `jax.ShapeDtypeStruct` leaves with their shardings.
-        notes: what differs from what was given, a sentence each.
-        remat: the rematerialisation policy that distinguishes it from other candidates; None: the model's own.
-        axes: the mesh that distinguishes it; None: as it was given.
-        cudnn: the version of cuDNN that the devices, which are described, are taken to have; None: they are at hand.
-    """
-
-    step: Step
+    step: Step  # on the mesh; its partitioning is settled when it is lowered
+    # state, batch: `jax.ShapeDtypeStruct` leaves with their shardings
     state: TrainState
     batch: Batch
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # what differs from what was given, a sentence each
+    # the rematerialisation policy that distinguishes it from other candidates; None: the model's own
     remat: str | None = None
-    axes: Mapping[str, int] | None = None
+    axes: Mapping[str, int] | None = None  # the mesh that distinguishes it; None: as it was given
+    # the version of cuDNN that the devices, which are described, are taken to have; None: they are at hand
     cudnn: int | None = None
 
     @property
@@ -102,16 +96,20 @@ class Candidate:
         The mesh is the context's too, so that a loss written under `jax.set_mesh` finds its axes.
         """
         mesh = self.step.plan.mesh
-        described = nullcontext() if self.cudnn is None else answered_for(mesh.devices.flat[0], self.cudnn)
-        with warnings.catch_warnings(), explaining_what_cannot_be_lowered(), jax.set_mesh(mesh), described:
-            # Which leaves were not donated is read off the program, with their names (`traffic.symptoms`).
-            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+        with lowering_for(mesh.devices.flat[0], self.cudnn), jax.set_mesh(mesh):
             return self.step.lower(self.state, self.batch)
 
     def compile(self, target: Target, cache: Cache | None = None) -> Compiled:
         """Compile the step for `target`, whose devices its mesh is made of, or find the result in `cache`."""
-        options = [f"{name}={value!r}" for name, value in sorted(self.step.compiler_options.items())]
-        return compile_step(self.lower(), cache=cache, described="\n".join([target.fingerprint, *options]))
+        return compile_for(target, self.lower(), self.step.compiler_options, cache)
+
+
+def compile_for(
+    target: Target, lowered: jax.stages.Lowered, options: Mapping[str, Any], cache: Cache | None
+) -> Compiled:
+    """Compile a step that was lowered with compiler options for a target, or find the result in `cache`."""
+    words = [f"{name}={value!r}" for name, value in sorted(options.items())]
+    return compile_step(lowered, cache=cache, described="\n".join([target.fingerprint, *words]))
 
 
 _OTHER_MESH = (
@@ -131,10 +129,14 @@ _IMPOSSIBLE = {
 
 
 @contextmanager
-def explaining_what_cannot_be_lowered() -> Generator[None]:
-    """Replace what jax says about a step that cannot be lowered for a target."""
+def lowering_for(device: Device, cudnn: int | None) -> Generator[None]:
+    """Lower for a device inside of the context: answer for its cuDNN, explain jax's errors, hide a warning."""
+    described = nullcontext() if cudnn is None else answered_for(device, cudnn)
     try:
-        yield
+        with warnings.catch_warnings(), described:
+            # Which arguments were not donated is read off the program, with their paths (`traffic.symptoms`).
+            warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+            yield
     except (RuntimeError, ValueError) as error:
         explained = next((words for sign, words in _IMPOSSIBLE.items() if sign in str(error)), None)
         if explained is None:
@@ -166,8 +168,13 @@ def abstract_on(
     )
     abstract_batch = jax.tree.map(lambda leaf: _abstract(leaf, (rows, *leaf.shape[1:]), plan.batch_sharding), batch)
     step = step.on(plan.home)
-    cudnn = None if target is None or target.config is None else version_in(target.config)
+    cudnn = None if target is None else cudnn_of(target)
     return Candidate(step, step.complete(abstract_state), abstract_batch, notes, axes=axes, cudnn=cudnn)
+
+
+def cudnn_of(target: Target) -> int | None:
+    """Return the version of cuDNN that described devices are taken to have; None for devices at hand."""
+    return None if target.config is None else version_in(target.config)
 
 
 def round_up_rows(rows: int, unit: BatchUnit) -> tuple[int, tuple[str, ...]]:

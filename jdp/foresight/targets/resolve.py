@@ -1,10 +1,10 @@
 """Devices to compile for that this machine need not have.
 
-`target("h100:8x8")` reads the name, makes sure that XLA's compiler for that kind is installed, describes the chip to it
-(a text proto, made from a table of published numbers) and returns stand-ins for 64 devices on 8 hosts. They go into a
-mesh like real ones: a step lowered on `jax.ShapeDtypeStruct`s sharded over that mesh compiles to the program that those
-devices would run. No GPU, driver or CUDA library is needed, only the compiler: `pip install 'jdp[aot]'`; for TPUs
-(`tpu-v5e:4x4`) `pip install 'jdp[tpu]'`. `target("cpu:8")` is the virtual CPU devices of this process, and
+`target("h100:8x8")` reads the name, checks that XLA's compiler for that kind is installed, and describes the chip to it
+by a text proto of published numbers. It returns stand-ins for 64 devices on 8 hosts, which go into a mesh like real
+ones. A step lowered on `jax.ShapeDtypeStruct`s sharded over that mesh compiles to the program that those devices would
+run. No GPU, driver or CUDA library is needed, only the compiler: `pip install 'jdp[aot]'`; for TPUs (`tpu-v5e:4x4`)
+`pip install 'jdp[tpu]'`. `target("cpu:8")` is the virtual CPU devices of this process, and
 `target("cluster.toml:64x8")` GPUs that a file describes (`cluster_file.py`).
 
 Nothing happens on import: jax's plugins are looked for when a target that needs one is first asked for.
@@ -83,9 +83,8 @@ def target(name: str) -> Target:
         name: KIND:HOSTSxPER_HOST, such as `h100:8x8` or `my/cluster.toml:8x8`; `tpu-v5e:4x4`; `cpu:8`.
 
     Raises:
-        ValueError: the name does not parse; the file of a cluster is not right; the compiler is missing or of another
-            version than jaxlib; jax could not start it; this process has too few CPU devices. The message has the
-            command that helps.
+        ValueError: the name does not parse, or the file of a cluster is not right. The compiler is missing, of another
+            version than jaxlib, or could not start. This process has too few CPU devices. The message has the fix.
     """
     kind, shape = _parse(name)
     sizes = [int(size) for size in shape.split("x")]

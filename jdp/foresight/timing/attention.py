@@ -2,18 +2,17 @@
 
 `attention(step, computation, program)` reads a call `__cudnn$fmha...`: heads, queries, keys, mask, and whether it is
 the backward pass. Per score (a query and a key that it sees) and element of a head, the forward pass multiplies and
-adds twice (q·k, p·v) and the backward pass five times (the scores again, and the gradients of p, v, q and k): 4 and 10
-x batch x heads x queries x keys x width FLOPs, half of it under a causal mask (Dao 2023, arXiv:2307.08691, section
-4.1).
+adds twice: q·k, p·v. The backward pass does so five times: the scores again, and the gradients of p, v, q and k. That
+is 4 or 10 x batch x heads x queries x keys x width FLOPs, half under a causal mask (Dao 2023, arXiv:2307.08691, 4.1).
 
-`attention_seconds` adds the exponential of each score to the products: an H100 computes 16 a clock and core, so that at
+`attention_seconds` adds the exponential of each score to the products. An H100 computes 16 a clock and core, so at
 width 128 they take half as long as the products, and kernels hide little of that (Shah et al. 2024, FlashAttention-3,
 arXiv:2407.08608, section 3.1). The rest is fitted (`AttentionModel`). The backward pass then rewrites its gradient of
 the queries, summed in float32, in kernels of their own (`Attention.pass_bytes`).
 
-Held against the rates of cuDNN 9 in figures 5 and 6 of that paper (H100, 16k tokens, length 512 to 16k, forward and
-backward, with and without a mask, width 64 and 128: 30 rates) the times are within 19 %, 6 % in the median; width 256
-is up to 20 % too fast; the two calls measured on an H100 (`experiments/benchmarks/h100`) are within 6 %.
+Compared with the rates of cuDNN 9 in figures 5 and 6 of that paper, the times are within 19 %, 6 % in the median (H100,
+16k tokens, length 512 to 16k, both passes, with and without a mask, width 64 and 128: 30 rates). Width 256 is up to
+20 % too fast. The two calls measured on an H100 (`experiments/benchmarks/h100`) are within 6 %.
 """
 
 import re
@@ -27,27 +26,19 @@ TARGET = "__cudnn$fmha"
 
 @dataclass(frozen=True)
 class Attention:
-    """One call of a fused kernel, forward or backward.
+    """One call of a fused kernel, forward or backward."""
 
-    Attributes:
-        heads: query heads of all sequences, which is batch x heads.
-        queries, keys: of a sequence.
-        width, value_width: elements of a head of queries and keys, and of values.
-        dtype: XLA's name of the operands' type.
-        causal: whether a query sees no later keys.
-        window: how many keys a query sees at most; 0 for all.
-        backward: whether it is the backward pass.
-    """
-
-    heads: int
+    heads: int  # query heads of all sequences, which is batch x heads
+    # queries, keys: of a sequence
     queries: int
     keys: int
+    # width, value_width: elements of a head of queries and keys, and of values
     width: int
     value_width: int
-    dtype: str
-    causal: bool = False
-    window: int = 0
-    backward: bool = False
+    dtype: str  # XLA's name of the operands' type
+    causal: bool = False  # whether a query sees no later keys
+    window: int = 0  # how many keys a query sees at most; 0 for all
+    backward: bool = False  # whether it is the backward pass
 
     @property
     def seen(self) -> float:
@@ -72,9 +63,10 @@ class Attention:
     def pass_bytes(self) -> int:
         """Memory traffic beside the main kernel's, in other kernels.
 
-        Of the backward pass: one multiplies the result with its gradient and clears the float32 sums of the queries'
-        gradient, one rounds these to the operands' type. The call's workspace holds the sums, [batch, heads, queries,
-        width], and a number a query: 25,559,296 bytes for 8 x 12 heads, 1024 queries and width 64, all but 256.
+        In the backward pass one multiplies the result with its gradient and clears the float32 sums of the queries'
+        gradient; another rounds these to the operands' type. The call's workspace holds the sums, [batch, heads,
+        queries, width], and a number a query. For 8 x 12 heads, 1024 queries and width 64 that is 25,559,296 bytes, all
+        but 256.
         """
         each = 4 * self.value_width + 4 * self.width + 4 * self.width + 2 * self.width
         return self.heads * self.queries * each if self.backward else 0
@@ -87,21 +79,17 @@ class Attention:
 
 @dataclass(frozen=True)
 class AttentionModel:
-    """What is fitted to the rates in the module's docstring.
+    """What is fitted to the rates in the module's docstring."""
 
-    Attributes:
-        product_efficiency: share of the dense peak that the products reach between exponentials.
-        ramp_keys: a block of queries takes as long as for this many keys more than it sees: filling the pipeline with
-            the first keys, and writing the result.
-        diagonal_keys: that many more with a causal mask: blocks on the diagonal are computed whole, and blocks of
-            queries that see few keys end before others.
-        backward_factor: the backward pass over products and exponentials alone: sums of the queries' gradient, which
-            several cores add to in memory.
-    """
-
-    product_efficiency: float = 0.8
+    product_efficiency: float = 0.8  # share of the dense peak that the products reach between exponentials
+    # a block of queries takes as long as for this many keys more than it sees: filling the pipeline with the first
+    # keys, and writing the result
     ramp_keys: float = 90.0
+    # that many more with a causal mask: blocks on the diagonal are computed whole, and blocks of queries that see few
+    # keys end before others
     diagonal_keys: float = 200.0
+    # the backward pass over products and exponentials alone: sums of the queries' gradient, which several cores add to
+    # in memory
     backward_factor: float = 1.37
 
 

@@ -1,23 +1,23 @@
 """How long a collective takes on a cluster's links, by the model that NCCL itself chooses its algorithms with.
 
 `collective_cost` counts who takes part (members of a group, on how many hosts), times every algorithm and protocol that
-NCCL has for the kind, and keeps the fastest; of several groups the slowest counts, since all start together:
+NCCL has for the kind, and keeps the fastest. Of several groups the slowest counts, since all start together:
 
-    seconds = base latency + hops x latency a hop + wire bytes / (bus bandwidth x what the protocol leaves of it)
-    bus bandwidth = min(NVLink, members on one host x network card), each times its efficiency (`targets/chips.py`)
+    seconds        base latency + hops x latency a hop + wire bytes / (bus bandwidth x what the protocol leaves of it)
+    bus bandwidth  min(NVLink, members on one host x network card), each times its efficiency (`targets/chips.py`)
 
-A ring all-reduce of n members on h hosts takes 2(n-1) hops, 2(h-1) of them over the network, and sends 2(n-1)/n of the
+A ring all-reduce of n members on h hosts takes 2(n-1) hops, 2(h-1) of them over the network. It sends 2(n-1)/n of the
 payload; reduce-scatter and all-gather take half of both. A tree (all-reduce only) takes 2(n/h - 1) hops inside and
 2 log2 h between hosts, and sends the payload twice. Protocols: LL (half the bandwidth at most, least latency), LL128
 (0.92 of it), Simple (all of it). All-to-all and permute are direct sends: one hop, inside over NVLink and outside over
 each device's own card at the same time. Sources: NVIDIA/nccl 2.28, src/graph/tuning.cc (`ncclTopoTuneModel`,
 `ncclTopoGetAlgoTime`), every number below; NVIDIA/nccl-tests, doc/PERFORMANCE.md, for wire bytes.
 
-Left out: reduction in the switches (NVLS, SHARP: on Hopper and later an all-reduce inside a host is up to 1.3 times
-faster, NVIDIA/nccl-tests issue 212), the PAT algorithm, XLA's own small all-reduce kernels, limits a channel, that a
-tree on two hosts crosses the network less than a ring, several groups or jobs that share a card or a switch, and the
-time until the last device arrives. NCCL has no model for direct sends: theirs uses a ring's first hop. A TPU slice has
-no published model either: see `_torus`.
+Left out is reduction in the switches (NVLS, SHARP): on Hopper and later an all-reduce inside a host is up to 1.3 times
+faster (NVIDIA/nccl-tests issue 212). So are the PAT algorithm, XLA's own small all-reduce kernels, limits a channel,
+and the time until the last device arrives. A tree on two hosts crosses the network less than a ring, and groups or jobs
+may share a card or a switch: neither counts. NCCL has no model for direct sends: theirs uses a ring's first hop. A TPU
+slice has no published model either: see `_torus`.
 """
 
 import functools
@@ -115,8 +115,7 @@ def collective_cost(kind: str, payload_bytes: float, groups: Groups, target: Tar
         raise ValueError(f"a collective is timed by published link rates; given {target}: choose a GPU or TPU target")
     chip, worst = target.chip, NOTHING
     for group in _grouped(groups, target.per_host, len(target.devices)):
-        cost = _cost(kind, payload_bytes, group, chip, target)
-        worst = max(worst, cost, key=lambda c: c.seconds)
+        worst = max(worst, _cost(kind, payload_bytes, group, chip, target), key=lambda cost: cost.seconds)
     return worst
 
 

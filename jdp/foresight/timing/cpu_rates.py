@@ -28,17 +28,11 @@ _AXIS = "devices"
 
 @dataclass(frozen=True)
 class Machine:
-    """A device among several on this machine, while all of them work.
+    """A device among several on this machine, while all of them work."""
 
-    Attributes:
-        rates: measured, so that the model's efficiencies are 1.
-        model: the constants that fit.
-        meeting_seconds: time of a collective that carries next to nothing.
-    """
-
-    rates: Rates
-    model: CostModel
-    meeting_seconds: float
+    rates: Rates  # measured, so that the model's efficiencies are 1
+    model: CostModel  # the constants that fit
+    meeting_seconds: float  # time of a collective that carries next to nothing
 
     def collective_seconds(self, kind: str, payload_bytes: float, groups: tuple[tuple[int, ...], ...]) -> float:
         """Return the seconds of one execution: a device reads its operand and writes its result in shared memory."""

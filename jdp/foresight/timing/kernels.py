@@ -1,10 +1,9 @@
 """What one instruction of a compiled program costs: FLOPs, memory traffic, seconds.
 
 `cost(step, computation, program)` counts: matrix products and convolutions (`matmuls.py`), element-wise work, and the
-bytes that a kernel reads and writes. A fusion reads what its result needs: starting from the result, each operation
-needs elements of its operands, so that a parameter of which only a slice is taken counts as that slice, and a buffer
-updated in place as the update. `seconds(cost, rates, model)` turns that into time: the slowest of tensor cores, vector
-units and memory, each at the share of its published peak that `CostModel` states, plus the launch.
+bytes that a kernel reads and writes. A fusion reads what its result needs. Of a parameter that is only sliced the slice
+counts, and of a buffer updated in place the update. `seconds(cost, rates, model)` turns that into time: the slowest of
+tensor cores, vector units and memory, each at the share of its published peak that `CostModel` states, plus the launch.
 """
 
 import math
@@ -19,19 +18,13 @@ from jdp.foresight.timing.matmuls import LIBRARY_PRODUCTS, Product, custom_call_
 
 @dataclass(frozen=True)
 class Rates:
-    """What one device can do in a second.
+    """What one device can do in a second."""
 
-    Attributes:
-        matmul_flops: XLA element type of the operands -> FLOP/s of matrix products.
-        vector_flops: FLOP/s outside tensor cores, float32, a fused multiply-add counted as two.
-        memory_bandwidth: bytes/s.
-        cores: how many work on one product, a tile each.
-    """
-
+    # XLA element type of the operands -> FLOP/s of matrix products
     matmul_flops: Mapping[str, float] = field(repr=False)
-    vector_flops: float
-    memory_bandwidth: float
-    cores: int
+    vector_flops: float  # FLOP/s outside tensor cores, float32, a fused multiply-add counted as two
+    memory_bandwidth: float  # bytes/s
+    cores: int  # how many work on one product, a tile each
 
 
 @dataclass(frozen=True)
@@ -40,64 +33,51 @@ class CostModel:
 
     "Fitted" are those with which the kernels of three forms of GPT-2 124M take as long as measured on an H100
     (`experiments/benchmarks/h100`). Left out: what stays in a cache from one kernel to the next.
-
-    Attributes:
-        matmul_efficiency: share of the dense peak that a large matrix product reaches. Fitted; a chip has its own for
-            long runs (`Chip.matmul_efficiency`), in which the clock falls under the power limit.
-        narrow_efficiency: the same of products of 8-bit operands, over that of 16-bit ones: 70.9% of 80.3% on an H100
-            (Bekman, "Maximum Achievable Matmul FLOPS", stas00/ml-engineering, compute/accelerator/README.md, 2025).
-        memory_efficiency: share of the peak bandwidth. Fitted (pure reading and writing reaches 0.92); XLA's own model
-            of products takes 0.8 (openxla/xla, xla/service/gpu/model/gpu_dot_fusion_cost_model.cc, CalculateHbmTime).
-        kernel_seconds: what a launch, and the time until all cores are busy, add to a kernel that does not wait for the
-            host. Fitted; XLA's kKernelLaunchOverhead is 1e-6 (xla/service/gpu/model/gpu_performance_model_base.h).
-        tile: rows and columns of the result that a core computes at a time; 0 for no quantisation. Whole tiles in
-            whole waves over the cores: NVIDIA, "Matrix Multiplication Background User's Guide", section 3.
-        smallest_tile: what tensor cores multiply at once; thinner products are padded to it.
-        split: into how many parts, of a tile at least, the contracted dimension may be cut where tiles are fewer than
-            cores: XLA's autotuner tries up to 16 (xla/backends/gpu/autotuner, Triton's split_k).
-        special_function_cost: lane-cycles of exp, log, sqrt and the like, against one of an addition: 16 results a
-            clock and core against 128 (CUDA C++ Programming Guide, "Throughput of Native Arithmetic Instructions",
-            compute capability 9.0).
-        integer_cost: lane-cycles of integer arithmetic, against one of a float addition: 64 results against 128.
-        transposed_efficiency: bandwidth of a copy into another layout over that of a plain copy: 1, through shared
-            memory (Ruetsch and Micikevicius, "Optimizing Matrix Transpose in CUDA", NVIDIA 2009).
-        attention: of fused attention.
     """
 
+    # share of the dense peak that a large matrix product reaches. Fitted; a chip has its own for long runs
+    # (`Chip.matmul_efficiency`), in which the clock falls under the power limit.
     matmul_efficiency: float = 0.75
+    # the same of products of 8-bit operands, over that of 16-bit ones: 70.9% of 80.3% on an H100 (Bekman, "Maximum
+    # Achievable Matmul FLOPS", stas00/ml-engineering, compute/accelerator/README.md, 2025)
     narrow_efficiency: float = 0.88
+    # share of the peak bandwidth. Fitted (pure reading and writing reaches 0.92); XLA's own model of products takes 0.8
+    # (openxla/xla, xla/service/gpu/model/gpu_dot_fusion_cost_model.cc, CalculateHbmTime).
     memory_efficiency: float = 0.85
+    # what a launch, and the time until all cores are busy, add to a kernel that does not wait for the host. Fitted;
+    # XLA's kKernelLaunchOverhead is 1e-6 (xla/service/gpu/model/gpu_performance_model_base.h).
     kernel_seconds: float = 1.9e-6
+    # rows and columns of the result that a core computes at a time; 0 for no quantisation. Whole tiles in whole waves
+    # over the cores: NVIDIA, "Matrix Multiplication Background User's Guide", section 3.
     tile: int = 128
-    smallest_tile: int = 16
+    smallest_tile: int = 16  # what tensor cores multiply at once; thinner products are padded to it
+    # into how many parts, of a tile at least, the contracted dimension may be cut where tiles are fewer than cores:
+    # XLA's autotuner tries up to 16 (xla/backends/gpu/autotuner, Triton's split_k)
     split: int = 16
+    # lane-cycles of exp, log, sqrt and the like, against one of an addition: 16 results a clock and core against 128
+    # (CUDA C++ Programming Guide, "Throughput of Native Arithmetic Instructions", compute capability 9.0)
     special_function_cost: float = 8.0
+    # lane-cycles of integer arithmetic, against one of a float addition: 64 results against 128
     integer_cost: float = 2.0
+    # bandwidth of a copy into another layout over that of a plain copy: 1, through shared memory (Ruetsch and
+    # Micikevicius, "Optimizing Matrix Transpose in CUDA", NVIDIA 2009)
     transposed_efficiency: float = 1.0
-    attention: AttentionModel = field(default_factory=AttentionModel)
+    attention: AttentionModel = field(default_factory=AttentionModel)  # of fused attention
 
 
 @dataclass(frozen=True)
 class KernelCost:
-    """Work of one execution of an instruction on one device.
+    """Work of one execution of an instruction on one device."""
 
-    Attributes:
-        products: its matrix products and convolutions.
-        bytes: read from memory and written to it.
-        operations, integer_operations, special_functions: element-wise work outside tensor cores, in elements.
-        transposes: whether it writes in another order than it reads.
-        launches: kernels.
-        attention: of a call of fused attention, which has no other work.
-    """
-
-    products: tuple[Product, ...] = ()
-    bytes: float = 0.0
+    products: tuple[Product, ...] = ()  # its matrix products and convolutions
+    bytes: float = 0.0  # read from memory and written to it
+    # operations, integer_operations, special_functions: element-wise work outside tensor cores, in elements
     operations: float = 0.0
     integer_operations: float = 0.0
     special_functions: float = 0.0
-    transposes: bool = False
-    launches: int = 0
-    attention: Attention | None = None
+    transposes: bool = False  # whether it writes in another order than it reads
+    launches: int = 0  # kernels
+    attention: Attention | None = None  # of a call of fused attention, which has no other work
 
     @property
     def flops(self) -> int:

@@ -1,8 +1,8 @@
 """The matrix products and convolutions of a compiled program: how large each is, and in which element type.
 
-`products(step, computation, program)` returns those of an instruction: the dot or convolution it is, those inside a
-fusion or another computation that it calls, and the library calls that XLA puts in their place (cuBLAS, cuDNN, oneDNN),
-whose sizes follow from their operands' shapes.
+`products(step, computation, program)` returns those of an instruction. It may be a dot or convolution, call a fusion or
+another computation with some, or call a library in their place (cuBLAS, cuDNN, oneDNN). Sizes follow from the operands'
+shapes.
 """
 
 import math
@@ -17,20 +17,16 @@ Shape = tuple[str, tuple[int, ...]]  # element type, dimensions
 
 @dataclass(frozen=True)
 class Product:
-    """`batch` products of [m, k] with [k, n].
-
-    Attributes:
-        dtype: XLA's name of the type that the operands are multiplied in; "vector" where that is full float32, which
-            tensor cores do not have.
-        passes: how often it is multiplied, where the algorithm splits operands into several of a narrower type.
-    """
+    """`batch` products of [m, k] with [k, n]."""
 
     batch: int
     m: int
     n: int
     k: int
+    # XLA's name of the type that the operands are multiplied in; "vector" where that is full float32, which tensor
+    # cores do not have
     dtype: str
-    passes: int = 1
+    passes: int = 1  # how often it is multiplied, where the algorithm splits operands into several of a narrower type
 
     @property
     def flops(self) -> int:

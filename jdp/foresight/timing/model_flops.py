@@ -1,10 +1,10 @@
 """Model FLOPs of a step: what its mathematics needs, whatever the compiler makes of it.
 
 The loss is traced forward, abstractly, and the multiplications and additions of its matrix products and convolutions
-are counted, loops included; the backward pass costs twice the forward pass (one product for each operand's gradient),
-so a step is three times that. Recomputation is not counted: it is what model FLOPs utilisation (MFU, Chowdhery et al.
-2022, arXiv:2204.02311, appendix B) leaves out by definition. Frozen parameters have no gradient, one of the three
-products that each takes part in: their share of the parameters is left out of that third.
+are counted, loops included. The backward pass costs twice the forward pass (one product for each operand's gradient),
+so a step is three times that. Recomputation is not counted: model FLOPs utilisation (MFU, Chowdhery et al. 2022,
+arXiv:2204.02311, appendix B) leaves it out by definition. Frozen parameters have no gradient, one of the three products
+that each takes part in: their share of the parameters is left out of that third.
 """
 
 import math

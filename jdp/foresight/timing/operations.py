@@ -23,47 +23,34 @@ from jdp.foresight.timing.kernels import CostModel, KernelCost, Rates, cost, sec
 
 @dataclass(frozen=True)
 class TimedOp:
-    """One instruction, timed.
+    """One instruction, timed."""
 
-    Attributes:
-        kind: "kernel", "start", "done", "sync" (a collective that overlaps with nothing), "host start" and "host sync"
-            (a copy from or to host memory), "loop", "call" or "branch".
-        step: the instruction.
-        seconds: on its lane.
-        bytes: memory traffic of a kernel, payload of a collective or of a copy.
-        cost: of a kernel.
-        inner: the computations that it runs.
-        trips: rounds of a loop.
-    """
-
+    # "kernel", "start", "done", "sync" (a collective that overlaps with nothing), "host start" and "host sync" (a copy
+    # from or to host memory), "loop", "call" or "branch"
     kind: str
-    step: Instruction
-    seconds: float = 0.0
-    bytes: float = 0.0
-    cost: KernelCost = field(default_factory=KernelCost)
-    inner: tuple[str, ...] = ()
-    trips: int = 1
+    step: Instruction  # the instruction
+    seconds: float = 0.0  # on its lane
+    bytes: float = 0.0  # memory traffic of a kernel, payload of a collective or of a copy
+    cost: KernelCost = field(default_factory=KernelCost)  # of a kernel
+    inner: tuple[str, ...] = ()  # the computations that it runs
+    trips: int = 1  # rounds of a loop
 
 
 @dataclass
 class Total:
-    """Sums over operations, as if none overlapped.
+    """Sums over operations, as if none overlapped."""
 
-    Attributes:
-        compute, communication, host: seconds of kernels, of collectives, and of copies from and to host memory.
-        flops, bytes, kernels: of kernels: FLOPs of products, memory traffic, launches.
-        matmuls: seconds of a kernel with products, fused attention too -> how many take that long.
-        attention: seconds of fused attention.
-    """
-
+    # compute, communication, host: seconds of kernels, of collectives, and of copies from and to host memory
     compute: float = 0.0
     communication: float = 0.0
     host: float = 0.0
+    # flops, bytes, kernels: of kernels: FLOPs of products, memory traffic, launches
     flops: float = 0.0
     bytes: float = 0.0
     kernels: int = 0
+    # seconds of a kernel with products, fused attention too -> how many take that long
     matmuls: Counter[float] = field(default_factory=Counter[float])
-    attention: float = 0.0
+    attention: float = 0.0  # seconds of fused attention
 
     def add(self, other: Total, times: int = 1) -> None:
         """Add `times` times another total."""

@@ -1,12 +1,13 @@
 """What a step's computing time is spent on, in the words of a model: attention, matrix products, the loss, copies.
 
 A kernel belongs to the first part that fits:
-- attention: a fused call; work on an array with the sequence's length twice; batches of products at the same line;
-- matrix products: those of weights, and convolutions;
-- loss: written in a module of losses (jdp's, optax', one's own);
-- copies: slices of stacked layers and what is kept for the backward pass, layouts changed;
-- optimizer: what is not differentiated: the update, clipping, what makes state whole again;
-- element-wise: the rest, which reads and writes memory.
+
+1. attention: a fused call, work on an array with the sequence's length twice, batches of products at the same line.
+2. matrix products: those of weights, and convolutions.
+3. loss: written in a module of losses (jdp's, optax' or your own).
+4. copies: slices of stacked layers and what is kept for the backward pass, layouts changed.
+5. optimizer: what is not differentiated: the update, clipping, gathering of state.
+6. element-wise: the rest, which reads and writes memory.
 """
 
 from __future__ import annotations
@@ -31,19 +32,12 @@ _RECOMPUTED = "rematted_computation"
 
 @dataclass
 class Part:
-    """The kernels of one part, over a whole step.
+    """The kernels of one part, over a whole step."""
 
-    Attributes:
-        seconds: of all of them.
-        recomputed: of those that rematerialisation computes again.
-        unfused: of attention: seconds outside fused calls.
-        lines: "file:line", innermost -> seconds.
-    """
-
-    seconds: float = 0.0
-    recomputed: float = 0.0
-    unfused: float = 0.0
-    lines: dict[str, float] = field(default_factory=dict[str, float], repr=False)
+    seconds: float = 0.0  # of all of them
+    recomputed: float = 0.0  # of those that rematerialisation computes again
+    unfused: float = 0.0  # of attention: seconds outside fused calls
+    lines: dict[str, float] = field(default_factory=dict[str, float], repr=False)  # "file:line", innermost -> seconds
 
 
 def parts(schedule: Schedule) -> dict[str, Part]:

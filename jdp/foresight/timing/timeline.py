@@ -29,65 +29,42 @@ _STEADY = 1e-9  # relative difference below which two rounds take equally long
 
 @dataclass(frozen=True)
 class Event:
-    """Time that one operation keeps one lane busy.
+    """Time that one operation keeps one lane busy."""
 
-    Attributes:
-        name: the instruction.
-        lane: "compute", "communication" or "host".
-        start, seconds: since the step began; how long the lane is busy.
-        what: jax's path to the operation, or the kind of instruction where the text does not have it.
-        source: "file:line" that wrote it.
-        times: how many rounds of a loop it stands for.
-        bytes: memory traffic of a kernel, payload of a collective.
-    """
-
-    name: str
-    lane: str
+    name: str  # the instruction
+    lane: str  # "compute", "communication" or "host"
+    # start, seconds: since the step began; how long the lane is busy
     start: float
     seconds: float
-    what: str
-    source: str | None = None
-    times: int = 1
-    bytes: float = 0.0
+    what: str  # jax's path to the operation, or the kind of instruction where the text does not have it
+    source: str | None = None  # "file:line" that wrote it
+    times: int = 1  # how many rounds of a loop it stands for
+    bytes: float = 0.0  # memory traffic of a kernel, payload of a collective
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """A step as simulated; everything per device.
+    """A step as simulated; everything per device."""
 
-    Attributes:
-        step_seconds: from its first kernel to the end of its last.
-        compute_seconds, communication_seconds, host_seconds: how long each lane is busy.
-        exposed_seconds: communication that overlaps with no computation: compute waits.
-        host_wait_seconds: that compute waits for copies from and to host memory.
-        flops: executed, of matrix products, convolutions and fused attention; recomputation included.
-        bytes: memory traffic of all kernels.
-        matmul_seconds: of all kernels that contain a matrix product, fused attention among them.
-        attention_seconds: of fused attention.
-        parts: what the computing time is spent on (`parts.py`), the costliest first.
-        median_matmul_seconds: half of `matmul_seconds` is spent in kernels that take at most this long.
-        kernels: launches.
-        events: both lanes, by start; loops by their first rounds and one event for the others, at most `MOST_EVENTS`.
-        caveats: where the model may be wrong about this program.
-        error: the chip's `time_error`, of these seconds; None where it is not known.
-    """
-
-    step_seconds: float
+    step_seconds: float  # from its first kernel to the end of its last
+    # compute_seconds, communication_seconds, host_seconds: how long each lane is busy
     compute_seconds: float
     communication_seconds: float
-    exposed_seconds: float
-    flops: float
-    bytes: float
-    matmul_seconds: float
-    median_matmul_seconds: float
-    kernels: int
+    exposed_seconds: float  # communication that overlaps with no computation: compute waits
+    flops: float  # executed, of matrix products, convolutions and fused attention; recomputation included
+    bytes: float  # memory traffic of all kernels
+    matmul_seconds: float  # of all kernels that contain a matrix product, fused attention among them
+    median_matmul_seconds: float  # half of `matmul_seconds` is spent in kernels that take at most this long
+    kernels: int  # launches
+    # both lanes, by start; loops by their first rounds and one event for the others, at most `MOST_EVENTS`
     events: tuple[Event, ...] = field(repr=False)
-    caveats: tuple[str, ...]
-    attention_seconds: float = 0.0
+    caveats: tuple[str, ...]  # where the model may be wrong about this program
+    attention_seconds: float = 0.0  # of fused attention
     host_seconds: float = 0.0
-    host_wait_seconds: float = 0.0
+    host_wait_seconds: float = 0.0  # that compute waits for copies from and to host memory
+    # what the computing time is spent on (`parts.py`), the costliest first
     parts: Mapping[str, Part] = field(default_factory=dict[str, Part], repr=False)
-    error: float | None = None
+    error: float | None = None  # the chip's `time_error`, of these seconds; None where it is not known
 
     @property
     def exposed_fraction(self) -> float:

@@ -19,16 +19,12 @@ ITEMSIZE = 4
 
 @dataclass(frozen=True)
 class BatchStatistics:
-    """The statistics that a step takes over all devices.
+    """The statistics that a step takes over all devices."""
 
-    Attributes:
-        shapes: of the running averages, two for each BatchNorm (mean and variance), stacked ones with their layers.
-        rounds: microbatches a step.
-        metrics: shapes of the metrics that are arrays, and of no parameter's shape: those could hide its gradient.
-    """
-
+    # of the running averages, two for each BatchNorm (mean and variance), stacked ones with their layers
     shapes: tuple[tuple[int, ...], ...] = ()
-    rounds: int = 1
+    rounds: int = 1  # microbatches a step
+    # shapes of the metrics that are arrays, and of no parameter's shape: those could hide its gradient
     metrics: tuple[tuple[int, ...], ...] = ()
 
     @property

@@ -30,17 +30,11 @@ _MENTIONED = 0.002  # of theory: what explains less is not worth a sentence, unl
 
 @dataclass(frozen=True)
 class Stray:
-    """What belongs to no parameter, sent from one source line by one kind of collective.
+    """What belongs to no parameter, sent from one source line by one kind of collective."""
 
-    Attributes:
-        kind: of collective.
-        wire_bytes: what each device sends of it, a step.
-        words: the same in a sentence, with the source line and the remedy.
-    """
-
-    kind: str
-    wire_bytes: float
-    words: str
+    kind: str  # of collective
+    wire_bytes: float  # what each device sends of it, a step
+    words: str  # the same in a sentence, with the source line and the remedy
 
 
 def strays(
@@ -109,40 +103,27 @@ def _tensors(
 
 @dataclass(frozen=True)
 class Reason:
-    """What is wrong with a tensor.
+    """What is wrong with a tensor."""
 
-    Attributes:
-        words: as a clause.
-        remedy: as a sentence.
-        share: of the tensor's bytes, what is too much.
-        bytes_at_rest: of a leaf that could not be sharded: what it takes at rest on every device.
-    """
-
-    words: str
-    remedy: str
-    share: float = 1.0
-    bytes_at_rest: int = 0
+    words: str  # as a clause
+    remedy: str  # as a sentence
+    share: float = 1.0  # of the tensor's bytes, what is too much
+    bytes_at_rest: int = 0  # of a leaf that could not be sharded: what it takes at rest on every device
 
 
 @dataclass
 class Fault:
-    """Tensors sent by one kind of collective, in one dtype, from one source line, for the same reason.
+    """Tensors sent by one kind of collective, in one dtype, from one source line, for the same reason."""
 
-    Attributes:
-        reason, sent_by: of the first of them.
-        dtype, source_line: of all of them.
-        paths: their parameters'.
-        payload_bytes: of one execution, together.
-        excess_bytes: what a device sends too much in a step, together.
-    """
-
+    # reason, sent_by: of the first of them
     reason: Reason
     sent_by: MeshCollective
+    # dtype, source_line: of all of them
     dtype: str
     source_line: str | None
-    paths: dict[str, None] = field(default_factory=dict[str, None])
-    payload_bytes: int = 0
-    excess_bytes: float = 0.0
+    paths: dict[str, None] = field(default_factory=dict[str, None])  # their parameters'
+    payload_bytes: int = 0  # of one execution, together
+    excess_bytes: float = 0.0  # what a device sends too much in a step, together
 
     def __str__(self) -> str:
         c = self.sent_by.collective
@@ -152,7 +133,7 @@ class Fault:
         excess = f"{format_bytes(self.excess_bytes)} a device too much."
         if self.reason.bytes_at_rest:
             held = format_bytes(self.reason.bytes_at_rest)
-            excess = f"It rests whole on every device, {held}, and so does its optimizer state."
+            excess = f"It is replicated on every device, {held}, and so is its optimizer state."
         sent = f"{c.kind} of {format_bytes(self.payload_bytes)} {self.dtype}{often}{what}{at}"
         return f"{sent}: {self.reason.words}. {excess} {self.reason.remedy}"
 

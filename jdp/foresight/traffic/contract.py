@@ -1,12 +1,12 @@
 """Whether a compiled step keeps the communication contract: what its program sends, compared with `theory.py`.
 
 1. `collectives_on` places each collective of the program: the mesh axes it runs along, in or out of the loop over the
-   microbatches. What runs along the model's own axes only is the model's business and is counted by itself; so are the
-   statistics of batch norms and metrics (`batch_statistics.py`), up to what they take.
-2. `compare` decides: kept when a device sends at most 1.02 times the theory's bytes along the batch axes, every kind of
-   collective that the row does not name at most 1% of them, and so what belongs to no parameter (`breaches.strays`);
-   zero3's gathers by themselves at most 1.02 times those of the trace. Gradients of parameters too small to shard are
-   all-reduced by plan (`theory.Unsharded`): an all-reduce may carry them besides, within the same total.
+   microbatches. Collectives along the model's own axes only are counted apart. So are the statistics of batch norms and
+   metrics (`batch_statistics.py`), up to what they take.
+2. `compare` decides. It is kept when a device sends at most 1.02 times the theory's bytes along the batch axes. Each
+   kind of collective that the row does not name may send at most 1% of them, and so may what belongs to no parameter
+   (`breaches.strays`). zero3's gathers by themselves may send at most 1.02 times those of the trace. Gradients of
+   parameters too small to shard are all-reduced by plan (`theory.Unsharded`), within the same total.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jdp.base.formatting import format_bytes
-from jdp.core.sharding.mesh import batch_axes
 from jdp.foresight.program.collectives import Collective
 from jdp.foresight.program.compiled import Compiled
 from jdp.foresight.traffic.batch_statistics import BatchStatistics
@@ -38,21 +37,13 @@ TINY = 256
 
 @dataclass(frozen=True)
 class MeshCollective:
-    """A collective of the program, placed on the mesh.
+    """A collective of the program, placed on the mesh."""
 
-    Attributes:
-        collective: as read.
-        axes: the mesh axes that its groups vary along; empty when nothing leaves a device.
-        in_accumulation_loop: it runs for every microbatch.
-        over_batch: it varies along `replica` or `data`, so the contract counts it.
-        statistics_bytes: the part of its payload, a step, that is batch statistics; the contract leaves that out.
-    """
-
-    collective: Collective
-    axes: tuple[str, ...]
-    in_accumulation_loop: bool
-    over_batch: bool
-    statistics_bytes: int = 0
+    collective: Collective  # as read
+    axes: tuple[str, ...]  # the mesh axes that its groups vary along; empty when nothing leaves a device
+    in_accumulation_loop: bool  # it runs for every microbatch
+    over_batch: bool  # it varies along `replica` or `data`, so the contract counts it
+    statistics_bytes: int = 0  # the part of its payload, a step, that is batch statistics; the contract leaves that out
 
     @property
     def payload_bytes(self) -> int:
@@ -85,14 +76,20 @@ class MeshCollective:
         }
 
 
-def collectives_on(mesh: Mesh, compiled: Compiled, sites: Sites, statistics: BatchStatistics) -> list[MeshCollective]:
-    """Return every collective of a program that sends something, in schedule order."""
-    placed, statistics_left = list[MeshCollective](), statistics.payload_bytes
+def collectives_on(
+    mesh: Mesh,
+    compiled: Compiled,
+    sites: Sites,
+    over: Iterable[str],
+    statistics: BatchStatistics | None = None,
+) -> list[MeshCollective]:
+    """Return every collective of a program that sends something, in schedule order; `over`: the batch's axes."""
+    placed, statistics_left = list[MeshCollective](), statistics.payload_bytes if statistics else 0
     for c in compiled.collectives:
         if c.group_size > 1:
             axes = axes_along(c.groups, mesh)
-            over_batch, statistics_bytes = not set(axes).isdisjoint(batch_axes(mesh)), 0
-            if statistics_left and over_batch and c.kind == "all-reduce":
+            over_batch, statistics_bytes = not set(axes).isdisjoint(over), 0
+            if statistics and statistics_left and over_batch and c.kind == "all-reduce":
                 candidates = sum(piece.payload_bytes for piece in sites.pieces(c) if statistics.fits(piece))
                 statistics_bytes = min(candidates * c.count, statistics_left)
                 statistics_left -= statistics_bytes
@@ -122,28 +119,21 @@ def _axes_along(groups: tuple[tuple[int, ...], ...], shape: tuple[int, ...], nam
 
 @dataclass(frozen=True)
 class Row:
-    """One kind of collective: what was promised and what was found.
+    """One kind of collective: what was promised and what was found."""
 
-    Attributes:
-        kind: of collective.
-        expected_bytes, found_bytes: payload a step.
-        in_loop_bytes: the part of `found_bytes` that is sent in the loop over the microbatches.
-        wire_bytes, theory_wire_bytes: what each device sends a step, found and promised.
-        kept: whether this kind alone stays in bounds: promised kinds within the tolerance, others within the slack, an
-            all-reduce with the gradients that are all-reduced by plan; and not more of them than promised.
-        count: how many collectives of more than a few bytes a step has.
-        most: how many it may have; None: any number.
-    """
-
-    kind: str
+    kind: str  # of collective
+    # expected_bytes, found_bytes: payload a step
     expected_bytes: float
     found_bytes: int
-    in_loop_bytes: int
+    in_loop_bytes: int  # the part of `found_bytes` that is sent in the loop over the microbatches
+    # wire_bytes, theory_wire_bytes: what each device sends a step, found and promised
     wire_bytes: float
     theory_wire_bytes: float
+    # whether this kind alone stays in bounds: promised kinds within the tolerance, others within the slack, an all-
+    # reduce with the gradients that are all-reduced by plan; and not more of them than promised
     kept: bool
-    count: int = 0
-    most: int | None = None
+    count: int = 0  # how many collectives of more than a few bytes a step has
+    most: int | None = None  # how many it may have; None: any number
 
     @property
     def ratio(self) -> float | None:
@@ -165,22 +155,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a program keeps the contract.
+    """Whether a program keeps the contract."""
 
-    Attributes:
-        kept: it does.
-        wire_bytes, theory_wire_bytes: what each device sends a step along the batch axes, found and promised.
-        rows: one a kind; the promised ones first.
-        model_axes: one a kind of what runs along the model's own axes only; nothing is promised about it.
-        statistics: of the batch norms' statistics; None where there are none.
-    """
-
-    kept: bool
+    kept: bool  # it does
+    # wire_bytes, theory_wire_bytes: what each device sends a step along the batch axes, found and promised
     wire_bytes: float
     theory_wire_bytes: float
-    rows: tuple[Row, ...]
+    rows: tuple[Row, ...]  # one a kind; the promised ones first
+    # one a kind of what runs along the model's own axes only; nothing is promised about it
     model_axes: tuple[Row, ...] = field(default=())
-    statistics: Row | None = None
+    statistics: Row | None = None  # of the batch norms' statistics; None where there are none
 
     @property
     def ratio(self) -> float:

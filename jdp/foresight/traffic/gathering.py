@@ -1,8 +1,8 @@
 """What a step under zero3 gathers and where, in words: by layer, or at the top of the step like zero2.
 
-Read from the step's own trace (`core/tracing/collectives.py`), not from the program that is compared with it. A weight
-that is gathered at the top stays whole on every device until the backward pass is done with it: where most of them are,
-the strategy is zero3 by name, and zero2 by memory.
+It is read from the step's own trace (`core/tracing/collectives.py`), not from the program that is compared with it. A
+weight that is gathered at the top is held by every device until the backward pass is done with it. Where most weights
+are, the strategy is zero3 by name, and zero2 by memory.
 """
 
 from __future__ import annotations
@@ -27,17 +27,11 @@ _HEADERS = ("gathered", "times a microbatch", "parameters", "payload", "")
 
 @dataclass(frozen=True)
 class Gathering:
-    """What the step gathers, a microbatch at a time.
+    """What the step gathers, a microbatch at a time."""
 
-    Attributes:
-        gathered: what the trace has of each parameter.
-        accumulate: microbatches, K.
-        elements: path -> elements of the parameter that a device computes with.
-    """
-
-    gathered: tuple[Gathered, ...]
-    accumulate: int
-    elements: dict[str, int]
+    gathered: tuple[Gathered, ...]  # what the trace has of each parameter
+    accumulate: int  # microbatches, K
+    elements: dict[str, int]  # path -> elements of the parameter that a device computes with
 
     def times(self, each: Gathered) -> float:
         """Return how often the whole parameter is gathered for a microbatch."""
@@ -47,27 +41,14 @@ class Gathering:
         """Return the bytes of the parameter's working copy."""
         return self.elements[each.path] * each.payload_bytes / max(each.elements, 1)
 
-    @property
-    def top_bytes(self) -> float:
-        """Bytes that a device holds whole from the top of the loss to the backward pass."""
-        return sum(map(self.held_bytes, self._top))
-
-    @property
-    def layer_bytes(self) -> float:
-        """Bytes that are gathered where a layer loop uses them, all layers together."""
-        top = {each.path for each in self._top}
-        return sum(self.held_bytes(each) for each in self.gathered if each.path not in top)
-
-    @property
-    def _top(self) -> list[Gathered]:
-        return [each for each in self.gathered if each.at_top]
-
     def like_zero2(self) -> str:
         """Return a sentence if most of the parameters' bytes are gathered at the top, else an empty string."""
-        top, layered = self.top_bytes, self.layer_bytes
+        at_top = [each for each in self.gathered if each.at_top]
+        paths, top = {each.path for each in at_top}, sum(map(self.held_bytes, at_top))
+        layered = sum(self.held_bytes(each) for each in self.gathered if each.path not in paths)
         if top <= MOSTLY * (top + layered):
             return ""
-        first = sorted(self._top, key=lambda each: -self.held_bytes(each))
+        first = sorted(at_top, key=lambda each: -self.held_bytes(each))
         remedy = "run the layers through jdp.scan_layers, which gathers one at a time; cast weights inside the block"
         if layered:
             remedy = (
@@ -77,7 +58,7 @@ class Gathering:
         gathered = format_bytes(top + layered)
         return (
             f"This zero3 holds its weights like zero2: {format_bytes(top)} of {gathered} gathered weights a device "
-            f"({format_percent(top / (top + layered))}) are gathered at the top of the step and stay whole until the "
+            f"({format_percent(top / (top + layered))}) are gathered at the top of the step and held until the "
             f"backward pass is done with them ({list_paths(each.path for each in first)}). Remedy: {remedy}."
         )
 

@@ -30,31 +30,21 @@ Names = dict[str, Instruction]
 
 @dataclass(frozen=True)
 class Piece:
-    """One tensor of a collective.
+    """One tensor of a collective."""
 
-    Attributes:
-        dtype, dims: as one device holds it: an all-gather's result, a reduce-scatter's shard, else the operand.
-        payload_bytes: of the whole tensor, once, as `Collective.payload_bytes` counts.
-        source_line: "file:line" of the collective; else of what made the tensor, or uses it.
-    """
-
+    # dtype, dims: as one device holds it: an all-gather's result, a reduce-scatter's shard, else the operand
     dtype: str
     dims: tuple[int, ...]
-    payload_bytes: int
-    source_line: str | None = None
+    payload_bytes: int  # of the whole tensor, once, as `Collective.payload_bytes` counts
+    source_line: str | None = None  # "file:line" of the collective; else of what made the tensor, or uses it
 
 
 @dataclass(frozen=True)
 class Sites:
-    """A program's call graph, from each instruction upwards to its callers.
+    """A program's call graph, from each instruction upwards to its callers."""
 
-    Attributes:
-        program: the compiled step.
-        accumulate: its microbatches, K.
-    """
-
-    program: Program
-    accumulate: int = 1
+    program: Program  # the compiled step
+    accumulate: int = 1  # its microbatches, K
     _computation_of: dict[str, str] = field(init=False, repr=False, compare=False, default_factory=dict[str, str])
     _callers: dict[str, tuple[str, Instruction]] = field(
         init=False, repr=False, compare=False, default_factory=dict[str, tuple[str, Instruction]]
@@ -236,17 +226,11 @@ def list_paths(paths: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Parameters:
-    """A plan's parameters, found by the shape of a tensor on one device.
+    """A plan's parameters, found by the shape of a tensor on one device."""
 
-    Attributes:
-        placements: one for each parameter, its path without "params/".
-        mesh_shape: axis -> size.
-        stacked_anywhere: layers may be stacked on any dimension that is not sharded, not only on the first.
-    """
-
-    placements: tuple[Placement, ...]
-    mesh_shape: dict[str, int]
-    stacked_anywhere: bool = False
+    placements: tuple[Placement, ...]  # one for each parameter, its path without "params/"
+    mesh_shape: dict[str, int]  # axis -> size
+    stacked_anywhere: bool = False  # layers may be stacked on any dimension that is not sharded, not only on the first
 
     @classmethod
     def of(cls, plan: Plan, state: TrainState) -> Parameters:
@@ -257,8 +241,8 @@ class Parameters:
     def like(self, dims: tuple[int, ...]) -> tuple[Placement, ...]:
         """Return the parameters with these dimensions, without those of 1 and in any order: XLA chooses layouts.
 
-        Compared with, in order of preference: the working copy or the shard; one layer of either; the global array; all
-        shards, or those of one layer, side by side along a dimension of their own, as they are gathered on CPUs.
+        Compared with, in order of preference: the working copy or the shard; one layer of either; the global array.
+        Last come all shards, or those of one layer, side by side along a dimension of their own, as CPUs gather them.
         """
         key = _key(dims)
         return next((tuple(table[key]) for table in self._tables if key and key in table), ())

@@ -25,27 +25,16 @@ def ring_bytes(kind: str, payload: float, devices: int) -> float:
 
 @dataclass(frozen=True)
 class Promise:
-    """One cell of the contract's row.
+    """One cell of the contract's row."""
 
-    Attributes:
-        kind: of collective.
-        payload_bytes: a step, over all microbatches.
-        axes: the mesh axes it runs along.
-        devices: how many take part in one.
-        rounds: how often a step it runs: K where it runs for every microbatch, else 1.
-        itemsize: bytes an element.
-        parameters: elements it covers: of what is gathered all, of what is reduced those that are trained.
-        most: how many collectives may carry it in a step; None: any number.
-    """
-
-    kind: str
-    payload_bytes: float
-    axes: tuple[str, ...]
-    devices: int
-    rounds: int
-    itemsize: int
-    parameters: int
-    most: int | None = None
+    kind: str  # of collective
+    payload_bytes: float  # a step, over all microbatches
+    axes: tuple[str, ...]  # the mesh axes it runs along
+    devices: int  # how many take part in one
+    rounds: int  # how often a step it runs: K where it runs for every microbatch, else 1
+    itemsize: int  # bytes an element
+    parameters: int  # elements it covers: of what is gathered all, of what is reduced those that are trained
+    most: int | None = None  # how many collectives may carry it in a step; None: any number
 
     @property
     def wire_bytes(self) -> float:
@@ -55,17 +44,14 @@ class Promise:
 
 @dataclass(frozen=True)
 class Reductions:
-    """The gradients of a step, and how they are sent.
+    """The gradients of a step, and how they are sent."""
 
-    Attributes:
-        plan, precision, wire, buckets: of the step.
-        leaves: (elements that a device computes with, placement) of each trained parameter.
-    """
-
+    # plan, precision, wire, buckets: of the step
     plan: Plan
     precision: Precision
     wire: Wire
     buckets: int | str | None
+    # (elements that a device computes with, placement) of each trained parameter
     leaves: Sequence[tuple[int, Placement]]
 
     def promises(self, rounds: int) -> list[Promise]:

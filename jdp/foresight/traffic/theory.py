@@ -1,7 +1,7 @@
 """The communication contract's row of a strategy: payload bytes a step by kind of collective, from a plan's placements.
 
-With Ψ parameters, c and r bytes an element of the working copy and of the reduced gradient, K microbatches, N devices
-along `data`, R along `replica` (over which nothing is sent where R is 1):
+There are Ψ parameters, c and r bytes an element of the working copy and of the reduced gradient, and K microbatches.
+N devices are along `data`, R along `replica` (over which nothing is sent where R is 1):
 
     strategy  all-reduce           reduce-scatter  all-gather
     ddp       r·Ψ, over all R·N    –               –
@@ -20,10 +20,10 @@ Encoded gradients (`Wire`) have rows of their own, with b bytes of codes and sca
     powersgd   all-reduce of (rows + columns) · rank · 4 bytes for each matrix; other leaves as above
     weights    all-gathers of b bytes an element
 
-Local steps: a call is a round of H steps, each of which sends the data part of the row inside its replica; over
-replica, Δ in float32 once: all-reduce of 4·Ψ (ddp) or 4·Ψ/N (zero1-3); H plain steps send H gradients there.
+Local steps: a call is a round of H steps, each of which sends the data part of the row inside its replica. Over
+replica it sends Δ in float32 once: all-reduce of 4·Ψ (ddp) or 4·Ψ/N (zero1-3). H plain steps send H gradients there.
 
-In buckets, and encoded, several parameters share a collective, of which the row then names the most that there may be.
+In buckets, and encoded, several parameters share a collective; then the row names the most that there may be.
 
 Bytes on the wire are those of the ring algorithms (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms").
 """
@@ -53,18 +53,12 @@ class Unsharded:
 
     Those of fewer than `Plan.min_shard_size` elements; where that was raised, of fewer than its default all the same: a
     plan that hardly shards does not keep a ZeRO contract. A larger one that does not divide is not planned: a breach.
-
-    Attributes:
-        paths: of the parameters.
-        fewer_than: elements that each has less than.
-        payload_bytes: a step: r for each element, in every microbatch under zero2 and zero3.
-        devices: that sum them: all that share the batch.
     """
 
-    paths: tuple[str, ...] = ()
-    fewer_than: int = 0
-    payload_bytes: int = 0
-    devices: int = 1
+    paths: tuple[str, ...] = ()  # of the parameters
+    fewer_than: int = 0  # elements that each has less than
+    payload_bytes: int = 0  # a step: r for each element, in every microbatch under zero2 and zero3
+    devices: int = 1  # that sum them: all that share the batch
 
     @property
     def wire_bytes(self) -> float:
@@ -74,25 +68,19 @@ class Unsharded:
 
 @dataclass(frozen=True)
 class Theory:
-    """A row of the contract, in bytes.
+    """A row of the contract, in bytes."""
 
-    Attributes:
-        parameters: Ψ, frozen ones among them; with axes of the model's own, the elements that each of their shards
-            computes with.
-        promises: the kinds of collective that the row names.
-        statistics: what batch norms send beside the row, as their part of the model asks, and metrics that are arrays.
-        unsharded: the parameters of Ψ whose gradients are all-reduced by plan, though the row has no all-reduce.
-        gathered: under zero3, what the step's own trace gathers; None: not known, and the row is its upper bound.
-        most_gathered_bytes: that upper bound, 2·K·c·Ψ; for another strategy what its row gathers.
-        packed: kind -> payload a step of collectives that carry several parameters, or codes: of no parameter's shape.
-    """
-
+    # Ψ, frozen ones among them; with axes of the model's own, the elements that each of their shards computes with
     parameters: int
-    promises: tuple[Promise, ...]
+    promises: tuple[Promise, ...]  # the kinds of collective that the row names
+    # what batch norms send beside the row, as their part of the model asks, and metrics that are arrays
     statistics: BatchStatistics = field(default_factory=BatchStatistics)
+    # the parameters of Ψ whose gradients are all-reduced by plan, though the row has no all-reduce
     unsharded: Unsharded = field(default_factory=Unsharded)
+    # under zero3, what the step's own trace gathers; None: not known, and the row is its upper bound
     gathered: tuple[Gathered, ...] | None = None
-    most_gathered_bytes: float = 0.0
+    most_gathered_bytes: float = 0.0  # that upper bound, 2·K·c·Ψ; for another strategy what its row gathers
+    # kind -> payload a step of collectives that carry several parameters, or codes: of no parameter's shape
     packed: dict[str, float] = field(default_factory=dict[str, float])
 
     @property
@@ -131,8 +119,8 @@ def theory(
 ) -> Theory:
     """Return the row of the contract (the table above) that a training step promises.
 
-    Frozen parameters have no gradients: where there are some, the reductions' Ψ is that of the trained ones, and c of a
-    frozen one its own element's size where that is less.
+    Frozen parameters have no gradients: then Ψ of the reductions counts the trained ones. A frozen parameter's c is
+    its own element's size where that is less.
     """
     sizes = dict(plan.mesh.shape)
     placements: list[Placement] = jax.tree.leaves(plan.param_placements(params, static))
@@ -218,14 +206,10 @@ def _unsharded(plan: Plan, placements: Sequence[Placement], counts: Sequence[int
 def _gathered_bytes(elements: int, placement: Placement, itemsize: int, devices: int, wire: Wire) -> int:
     """Bytes that one gather of a parameter's `elements` has as its result."""
     narrow = wire.weights is not None and placement.dim is not None and elements >= devices * wire.block
-    if narrow and jnp.issubdtype(jnp.dtype(placement.dtype), jnp.floating):
+    floating = jnp.issubdtype(jnp.dtype(placement.dtype), jnp.floating)
+    if narrow and floating:
         padded = -(-elements // devices // wire.block) * wire.block
         return devices * (padded + padded // wire.block * 4)
-    return elements * _working_itemsize(placement, itemsize)
-
-
-def _working_itemsize(placement: Placement, itemsize: int) -> int:
-    """Bytes an element that a parameter is gathered in: frozen ones in their dtype at rest where that is narrower."""
-    at_rest = jnp.dtype(placement.dtype)
-    floating = jnp.issubdtype(at_rest, jnp.floating)
-    return itemsize if placement.trained and floating else min(itemsize, at_rest.itemsize)
+    if placement.trained and floating:
+        return elements * itemsize
+    return elements * min(itemsize, jnp.dtype(placement.dtype).itemsize)  # a frozen one in its dtype at rest
