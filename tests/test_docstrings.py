@@ -186,8 +186,6 @@ PRIVATE_WORDS = (
 PENDING = {
     "base",
     "core",
-    "models",
-    "data",
     "launch",
     "foresight",
     "checkpoint",

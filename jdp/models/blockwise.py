@@ -41,17 +41,11 @@ def block_size(batch: int, length: int, heads: int) -> int:
 
 
 class Sight(NamedTuple):
-    """Which keys a query sees in its document: `causal` and `window` as `attend` has them.
+    """Which keys a query sees in its document: `causal` and `window` as `attend` has them."""
 
-    Fields:
-        causal: those up to its own position; else all.
-        window: of these the last so many; None: all.
-        size: positions of a block.
-    """
-
-    causal: bool
-    window: int | None
-    size: int
+    causal: bool  # those up to its own position; else all
+    window: int | None  # of these the last so many; None: all
+    size: int  # positions of a block
 
 
 def attend_in_documents(

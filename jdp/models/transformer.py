@@ -100,15 +100,10 @@ class LayerConfig:
 
 
 class Segments(NamedTuple):
-    """The document of each token of packed rows, and its position in it: both int32 [batch, length].
+    """The document of each token of packed rows, and its position in it: both int32 [batch, length]."""
 
-    Fields:
-        run: number of the document in its row, counted from zero.
-        position: of a token in its document, from zero.
-    """
-
-    run: jax.Array
-    position: jax.Array
+    run: jax.Array  # number of the document in its row, counted from zero
+    position: jax.Array  # of a token in its document, from zero
 
     @classmethod
     def of(cls, segments: jax.Array) -> "Segments":

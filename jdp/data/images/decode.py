@@ -49,21 +49,14 @@ class Pictures(Protocol):
 
 @dataclass(frozen=True)
 class Frame:
-    """The size and channels that every picture is brought to.
+    """The size and channels that every picture is brought to."""
 
-    Attributes:
-        size: (height, width) in pixels; None leaves pictures as they are, which must then all be of one size.
-        channels: 1 (grey), 3 (red, green, blue) or 4 (and opacity).
-    """
-
+    # (height, width) in pixels; None leaves pictures as they are, which must then all be of one size
     size: tuple[int, int] | None
-    channels: int
+    channels: int  # 1 (grey), 3 (red, green, blue) or 4 (and opacity)
 
     def decode(self, content: bytes) -> NDArray[np.uint8]:
-        """Return an encoded picture as uint8 [height, width, channels].
-
-        Raises ValueError: values of 32 bits; and whatever Pillow raises for bytes that it cannot decode.
-        """
+        """Return an encoded picture as uint8 [height, width, channels]; raise ValueError if its values have 32 bits."""
         with optional("PIL.Image", "decoding an image").open(io.BytesIO(content)) as image:
             if image.mode in _UNCLEAR:
                 raise ValueError(f"its values are of 32 bits (mode {image.mode}), which have no agreed white")
@@ -74,10 +67,7 @@ class Frame:
         return values if values.ndim == 3 else values[:, :, None]
 
     def fit(self, values: NDArray[np.uint8]) -> NDArray[Any]:
-        """Bring values [height, width, channels] to the size and channels; they are float32 if they were resized.
-
-        Raises ValueError: channels that cannot become those wanted.
-        """
+        """Bring values [height, width, channels] to the size and channels; they are float32 if they were resized."""
         have = values.shape[2]
         if have != self.channels and (have, self.channels) != (1, 3):
             raise ValueError(f"its {have} channels cannot become {self.channels}: give channels = {have}")

@@ -1,7 +1,7 @@
 """Pictures in tables: parquet and Arrow files with a column of encoded pictures and one of labels.
 
-1. Choose the columns: by the note that Hugging Face `datasets` writes into a table's metadata (which column holds
-   pictures, which classes, and the names of these); without it, a column of bytes and a column named label.
+1. Choose the columns. Hugging Face `datasets` notes in a table's metadata which column holds pictures, which holds
+   classes, and their names. Without the note, they are a column of bytes and a column named label.
 2. Read them. An Arrow file is mapped into memory; of a parquet file these two columns are read, the pictures still
    encoded. Values are then taken by random access.
 """
@@ -31,20 +31,14 @@ LABEL_NAMES = ("label", "labels", "fine_label", "class")
 
 @dataclass(frozen=True, eq=False)
 class TablePictures:
-    """Pictures in columns of tables; the methods are those of `jdp.data.images.decode.Pictures`.
-
-    Attributes:
-        pictures: a column of bytes.
-        paths: a column of the files of pictures whose bytes are not in the table; or None.
-        starts: the first row of each of `files`.
-    """
+    """Pictures in columns of tables; the methods are those of `jdp.data.images.decode.Pictures`."""
 
     name: str
-    pictures: Any
-    paths: Any
+    pictures: Any  # a column of bytes
+    paths: Any  # a column of the files of pictures whose bytes are not in the table; or None
     labels: Labels
     files: tuple[str, ...]
-    starts: tuple[int, ...]
+    starts: tuple[int, ...]  # the first row of each of `files`
     most: float = 255.0
 
     @property
@@ -96,10 +90,7 @@ class Columns:
 def file_table_pictures(
     files: Sequence[Path], name: str, columns: Columns, *, classes: tuple[str, ...] | None = None
 ) -> TablePictures:
-    """Return the pictures of parquet and Arrow files with the same columns.
-
-    Raises ValueError: pyarrow is not installed; a file that cannot be read; what `table_pictures` refuses.
-    """
+    """Return the pictures of parquet and Arrow files with the same columns."""
     tables = [read_arrow(file, lambda schema, file=file: _columns(schema, str(file), columns)) for file in files]
     return table_pictures(tables, tuple(map(str, files)), name, columns, classes=classes)
 

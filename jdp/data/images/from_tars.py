@@ -41,20 +41,13 @@ _VERSION = 1  # of the index
 
 @dataclass(frozen=True, eq=False)
 class TarPictures:
-    """Pictures in tar files; the methods are those of `jdp.data.images.decode.Pictures`.
-
-    Attributes:
-        files: the tar files.
-        firsts: the first picture of each.
-        starts: int64 [pictures], the place of each in its file, in bytes.
-        sizes: int64 [pictures], in bytes.
-    """
+    """Pictures in tar files; the methods are those of `jdp.data.images.decode.Pictures`."""
 
     name: str
-    files: tuple[str, ...]
-    firsts: tuple[int, ...]
-    starts: NDArray[np.int64]
-    sizes: NDArray[np.int64]
+    files: tuple[str, ...]  # the tar files
+    firsts: tuple[int, ...]  # the first picture of each
+    starts: NDArray[np.int64]  # int64 [pictures], the place of each in its file, in bytes
+    sizes: NDArray[np.int64]  # int64 [pictures], in bytes
     labels: Labels
     scores: NDArray[np.float64]
     most: float = 255.0

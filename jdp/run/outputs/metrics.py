@@ -161,17 +161,11 @@ def _scalar(name: str, value: Any) -> int | float:
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows of a metrics.jsonl.
+    """The rows of a metrics.jsonl."""
 
-    Attributes:
-        rows: the good rows as they were written, each a line of JSON with a step, in their order.
-        damaged: number of the other lines.
-        torn: whether the file ends with a part of a row, as after its writer was killed.
-    """
-
-    rows: list[bytes]
-    damaged: int
-    torn: bool
+    rows: list[bytes]  # the good rows as they were written, each a line of JSON with a step, in their order
+    damaged: int  # number of the other lines
+    torn: bool  # whether the file ends with a part of a row, as after its writer was killed
 
     @staticmethod
     def of(file: Path) -> "_Rows":
