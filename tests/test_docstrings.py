@@ -194,7 +194,7 @@ PENDING = {
     "prove",
     "experiment",
 }
-PENDING |= {"run", "cli", "__main__", "export", "plugin", ""}
+PENDING |= {"run", "cli", "__main__", ""}
 
 
 def docstrings(tree):
