@@ -6,22 +6,22 @@
    encoded. Values are then taken by random access.
 """
 
+import functools
 import json
 import os
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from jdp.base.notices import notice
 from jdp.base.shorten import cut
 from jdp.data.held_out import ends_score
-from jdp.data.labels import Labels, labels_of
+from jdp.data.images.decode import Pictures
+from jdp.data.labels import labels_of
 from jdp.data.sources.hub import HF
 from jdp.data.sources.optional_packages import optional
 from jdp.data.sources.tables import read_arrow
@@ -29,34 +29,20 @@ from jdp.data.sources.tables import read_arrow
 LABEL_NAMES = ("label", "labels", "fine_label", "class")
 
 
-@dataclass(frozen=True, eq=False)
-class TablePictures:
-    """Pictures in columns of tables; the methods are those of `jdp.data.images.decode.Pictures`."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TablePictures(Pictures):
+    """Pictures in columns of tables."""
 
-    name: str
     pictures: Any  # a column of bytes
     paths: Any  # a column of the files of pictures whose bytes are not in the table; or None
-    labels: Labels
     files: tuple[str, ...]
     starts: tuple[int, ...]  # the first row of each of `files`
-    most: float = 255.0
-
-    @property
-    def scores(self) -> NDArray[np.float64]:
-        """float64 [pictures], the content score of each."""
-        return self._scores
-
-    @cached_property
-    def _scores(self) -> NDArray[np.float64]:
-        return np.fromiter(map(self._score, range(len(self.pictures))), np.float64, len(self.pictures))
 
     def name_of(self, index: int, /) -> str:
-        """Return what to call a picture in errors: its file and row."""
         file = bisect_right(self.starts, index) - 1
         return f"{self.files[file]}, row {index - self.starts[file]}"
 
     def content(self, index: int, /) -> bytes:
-        """Return an encoded picture. Raises OSError if it is missing or its file cannot be read."""
         value = self.pictures[index].as_py()
         if value is not None:
             return value
@@ -65,7 +51,7 @@ class TablePictures:
             raise OSError("the picture is missing (null)")
         return Path(path).read_bytes()
 
-    def _score(self, index: int) -> float:
+    def score(self, index: int, /) -> float:
         scalar = self.pictures[index]
         if scalar.is_valid:
             buffer = memoryview(scalar.as_buffer())
@@ -119,8 +105,9 @@ def table_pictures(
             f"every row must have a label; given none for sample {values.index(None)} of {name}: leave it out"
         )
     labels = labels_of(values, name, names=classes or _class_names(tables[0].schema, chosen[0][1], name))
+    made = functools.partial(TablePictures, name=name, labels=labels, files=files, starts=starts)
     if not pa.types.is_struct(image.type):
-        return TablePictures(name, image, None, labels, files, starts)
+        return made(pictures=image, paths=None)
     names = {field.name for field in image.type}
     if "bytes" not in names:
         raise ValueError(
@@ -131,7 +118,7 @@ def table_pictures(
     pictures = pc.struct_field(image, "bytes")
     if paths is not None and pictures.null_count:
         _report_files_outside(paths.filter(pc.is_null(pictures)).to_pylist(), name)
-    return TablePictures(name, pictures, paths, labels, files, starts)
+    return made(pictures=pictures, paths=paths)
 
 
 def _report_files_outside(paths: Sequence[str | None], name: str) -> None:
