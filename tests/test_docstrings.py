@@ -186,14 +186,12 @@ PRIVATE_WORDS = (
 PENDING = {
     "base",
     "core",
-    "models",
-    "data",
     "launch",
     "checkpoint",
     "guard",
     "experiment",
 }
-PENDING |= {"run", "cli", "__main__", "export", "plugin", ""}
+PENDING |= {"run", "cli", "__main__", ""}
 
 
 def docstrings(tree):

@@ -27,18 +27,14 @@ NOT_CONTENT = frozenset({"labels", "targets", "weights"})
 class ArraySamples:
     """Rows of arrays, as a sequence of samples.
 
-    Attributes:
-        arrays: name -> array [samples, ...].
-        rows: int64 [len], the rows that are on this side.
-
     Sample i is a dict of row rows[i] of each array: floats wider than 32 bits as float32, integers that int32 may not
     hold as int32. "features", "images" and "weights" are always float32, "labels" int32. Without "weights",
     there is one more: 1, float32. "tokens" [length + 1] without "targets" are made "tokens" and "targets" int32
     [length], the tokens one further on, and "weights" [length].
     """
 
-    arrays: Arrays
-    rows: NDArray[np.int64]
+    arrays: Arrays  # name -> array [samples, ...]
+    rows: NDArray[np.int64]  # int64 [len], the rows that are on this side
 
     @cached_property
     def _dtypes(self) -> dict[str, np.dtype[Any]]:
@@ -69,6 +65,11 @@ class ArrayData:
         classes: the names of the classes, if there are "labels"; else empty.
         fingerprint: 16 hex digits: alike on two machines, or before and after a resume, only if every sample is.
         by_content: whether the held-out rows were chosen by a hash of their content; else they were given.
+
+    >>> import numpy as np
+    >>> data = array_data({"features": np.eye(20, 3) + np.arange(20)[:, None]}, heldout_fraction=0.2)
+    >>> data.shape, sorted(data.train[0])
+    ((3,), ['features', 'weights'])
     """
 
     name: str
@@ -115,24 +116,28 @@ def array_data(
     """Make samples of NumPy arrays with the same leading dimension.
 
     Args:
-        source: a dict of arrays [samples, ...], an .npz file, an .npy file, or a directory of .npy files; see
-            `read_arrays`. Names are kept, and become those of a batch's arrays.
+        source: a dict of arrays [samples, ...], an .npz file, an .npy file, or a directory of .npy files. A batch's
+            arrays have the same names.
         heldout_fraction: in (0, 1), about the share of the samples kept from training; by content ("labels", "targets"
             and "weights" aside). This and the fingerprint take one look at all bytes when the data is opened.
         heldout: a held-out set of its own, with arrays of the same names and shapes; then `heldout_fraction` is unused.
         features: the array that a sample is to hold as "features", float32.
         labels: the array that a sample is to hold as "labels", int32: integers from 0, or names [samples].
-        length: targets in a sample, if "tokens" are [tokens] and the only array: cut, without a copy, into samples that
-            share one token with their neighbours. Tokens at the end that do not fill one are left out, which is
-            reported.
+        length: targets in a sample, for "tokens" [tokens] as the only array, which are cut without a copy. Neighbouring
+            samples share one token. Tokens at the end that fill no sample are left out, which is reported.
 
     Returns:
         The data, with `train`, `heldout`, `classes`, `shape`, `fingerprint`.
 
     Raises:
-        ValueError: a source that cannot be read, or holds what cannot be trained on; labels that are no classes; a name
-            that no array has; tokens that are not integers from 0 of shape [samples, length + 1]; a held-out set of
-            other names or shapes.
+        ValueError: a source that cannot be read, or holds values that no model can be trained on. Labels that are no
+            classes. A name that no array has. Tokens that are not integers from 0 of shape [samples, length + 1]. A
+            held-out set of other names or shapes.
+
+    >>> import numpy as np
+    >>> data = array_data({"x": np.eye(20), "y": np.arange(20) % 2}, features="x", labels="y", heldout_fraction=0.2)
+    >>> len(data.train) + len(data.heldout), data.classes
+    (20, ('0', '1'))
     """
     names = {"features": features, "labels": labels}
     arrays, name = _named(source, names, length)
@@ -153,10 +158,7 @@ def array_data(
 
 
 def check_tokens(data: ArrayData, vocab_size: int) -> None:
-    """Check that a model's vocabulary has every token.
-
-    Raises ValueError: a token that is not below `vocab_size`; the message names the array, the sample and the token.
-    """
+    """Raise ValueError, with the array, the sample and the token, for a token that is not below `vocab_size`."""
     if data.vocab_size <= vocab_size:
         return
     for side in (data.train, data.heldout):

@@ -1,9 +1,8 @@
 """Global batches: every process walks the same sequence of samples and reads only its own rows.
 
-1. The sequence: positions 0, 1, 2, … over all epochs (jdp.data.order); global batch b is the positions
-   [b·B, (b+1)·B).
-2. A process' share: `rows` of each global batch. It reads nothing else of a batch, and needs to know nothing about the
-   other processes: the number of batches follows from `len(source)` alone, so all of them stop together.
+1. The sequence: positions 0, 1, 2, … over all epochs (jdp.data.order); global batch b is the positions [b·B, (b+1)·B).
+2. A process' share: `rows` of each global batch. It reads nothing else of a batch. The number of batches follows from
+   `len(source)` alone, so all processes stop together.
 3. A run of a given number of epochs keeps its last, uneven batch: filled up to B rows with rows of weight 0.
 4. grain reads a few batches ahead, in threads.
 """
@@ -26,7 +25,18 @@ _AHEAD = 4  # batches
 
 
 class Source(Protocol):
-    """Random access to samples: a dict of arrays each, the same shapes and dtypes for all; safe to read in threads."""
+    """Random access to samples, safe to read in threads: each is a dict of arrays, of the same shapes and dtypes.
+
+    >>> import numpy as np
+    >>> class Squares:
+    ...     def __len__(self):
+    ...         return 10
+    ...
+    ...     def __getitem__(self, index):
+    ...         return {"x": np.array(index), "y": np.array(index**2)}
+    >>> next(iter(global_batches(Squares(), batch_size=3, seed=0, shuffle=False)))["y"]
+    array([0, 1, 4])
+    """
 
     def __len__(self) -> int: ...
 
@@ -34,7 +44,15 @@ class Source(Protocol):
 
 
 class OrderedSource(Source, Protocol):
-    """Samples that have a shuffled order of their own, such as a mixture."""
+    """Samples that have a shuffled order of their own, such as a mixture.
+
+    >>> import numpy as np
+    >>> class Backwards(list):
+    ...     def sample_at(self, position, seed):
+    ...         return self[-1 - position % len(self)]
+    >>> next(iter(global_batches(Backwards({"x": np.array(i)} for i in range(5)), batch_size=3, seed=0)))["x"]
+    array([4, 3, 2])
+    """
 
     def sample_at(self, position: int, seed: int) -> Mapping[str, NDArray[Any]]:
         """Return the sample at a position of an endless run: a pure function of position, seed and the samples.
@@ -47,7 +65,15 @@ class OrderedSource(Source, Protocol):
 
 
 class EpochSource(Source, Protocol):
-    """Samples that are drawn anew in every epoch, such as augmented images."""
+    """Samples that are drawn anew in every epoch, such as augmented images.
+
+    >>> import numpy as np
+    >>> class Noisy(list):
+    ...     def sample_in_epoch(self, index, epoch):
+    ...         return {"x": self[index] + np.random.default_rng([index, epoch]).normal()}
+    >>> len(next(iter(global_batches(Noisy([1.0, 2.0]), batch_size=4, seed=0)))["x"])
+    4
+    """
 
     def sample_in_epoch(self, index: int, epoch: int) -> Mapping[str, NDArray[Any]]:
         """Return a sample as it is in an epoch: a pure function of index and epoch.
@@ -67,6 +93,9 @@ def sample_at(source: Source, position: int, seed: int) -> Mapping[str, NDArray[
             the sample for the position's epoch.
         position: not negative, over all epochs.
         seed: of the order, not negative.
+
+    >>> sorted(sample_at([{"x": i} for i in range(4)], position, seed=0)["x"] for position in range(4))
+    [0, 1, 2, 3]
     """
     if own := getattr(source, "sample_at", None):  # `isinstance` of a protocol takes longer than reading a sample
         return own(position, seed)
@@ -85,6 +114,9 @@ def batch_count(source: Source, *, batch_size: int, epochs: int = 1) -> int:
         source: the samples.
         batch_size: rows of a global batch.
         epochs: of the run.
+
+    >>> batch_count(range(10), batch_size=4, epochs=2)
+    5
     """
     return -(-epochs * len(source) // batch_size)
 
@@ -103,10 +135,9 @@ def global_batches(
     """Return this process' rows of every global batch, in an order that does not depend on processes.
 
     Row r of global batch b is the sample at position b · batch_size + r of a sequence of epochs, each shuffled anew by
-    (seed, epoch). Epochs follow one another without a break, so each sample occurs exactly once in each; a batch
-    larger than the data set is allowed, holds samples of several epochs, and is reported. A source with an order of its
-    own (an `OrderedSource`, such as `jdp.data.mixture`) is shuffled by that one; one that draws its samples anew in
-    every epoch (an `EpochSource`, such as `jdp.data.augmented`) is told the epoch, shuffled or not.
+    (seed, epoch). Epochs follow one another without a break, and each sample occurs once in each. A batch may be larger
+    than the data set: it then repeats samples, which is reported. An `OrderedSource`, such as `jdp.data.mixture`, is
+    shuffled by its own order. An `EpochSource`, such as `jdp.data.augmented`, gets the epoch, shuffled or not.
 
     Args:
         source: the samples; read at the indices of this process' rows only.
@@ -117,9 +148,9 @@ def global_batches(
         shuffle: False reads samples in their own order, every epoch.
         epochs: their number; None runs on for ever. A finite run ends with a batch padded to `batch_size` rows: with
             the samples that would follow, their "weights" set to 0.
-        threads: that read, a batch each. The default is enough for samples that take microseconds; for images, which
-            take about a millisecond each, give the cores that can be spared. As many batches are held in memory, four
-            at least.
+        threads: number of reading threads, each of which reads a batch. The default is enough for samples that take
+            microseconds. For images, which take about a millisecond each, give the cores that can be spared. As many
+            batches are in memory, four at least.
 
     Returns:
         An iterable of dicts of NumPy arrays, the samples' arrays with a leading dimension of len(rows). Every `iter` of
@@ -129,6 +160,11 @@ def global_batches(
     Raises:
         ValueError: a number out of its range (at once), or a batch to be padded whose samples have no "weights" (when
             it is read).
+
+    >>> import numpy as np
+    >>> samples = [{"x": np.array(i), "weights": np.ones(())} for i in range(5)]
+    >>> [batch["weights"].tolist() for batch in global_batches(samples, batch_size=4, seed=0, epochs=1)]
+    [[1.0, 1.0, 1.0, 1.0], [1.0, 0.0, 0.0, 0.0]]
     """
     _check_run(len(source), batch_size=batch_size, epochs=epochs)
     if threads < 1:

@@ -3,8 +3,8 @@
 1. A sample's content is hashed to a number in [0, 1), its score, which is fixed for ever.
 2. Samples whose score is below the held-out fraction are held out. So copies fall on one side together, and a larger
    fraction keeps all that a smaller one held out.
-3. Too few samples for both sides: of single samples (`split_samples`), the one nearest to the empty side moves there,
-   with its copies; of documents of text (`split_documents`), the tail of each is held out.
+3. If a side would be empty, the sample nearest to it moves there, with its copies (`split_samples`). Of documents of
+   text, the tail of each is held out (`split_documents`).
 """
 
 import hashlib
@@ -21,17 +21,11 @@ _END = 2**15  # bytes
 
 @dataclass(frozen=True, eq=False)
 class Spans:
-    """Both sides of a text whose documents stand end to end, as ranges of it.
+    """Both sides of a text whose documents stand end to end, as ranges of it."""
 
-    Attributes:
-        train: int64 [ranges, 2], from and up to; none is empty.
-        heldout: likewise.
-        whole: whether each document is on one side; else the tail of each is held out.
-    """
-
-    train: NDArray[np.int64]
-    heldout: NDArray[np.int64]
-    whole: bool
+    train: NDArray[np.int64]  # int64 [ranges, 2], from and up to; none is empty
+    heldout: NDArray[np.int64]  # likewise
+    whole: bool  # whether each document is on one side; else the tail of each is held out
 
 
 def content_score(content: bytes) -> float:
@@ -54,11 +48,7 @@ def split_samples(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the indices of the samples to train on and of those held out, each in their own order: int64 [n].
 
-    Args:
-        scores: float64 [samples], in [0, 1).
-        heldout_fraction: in (0, 1), the expected share of the samples that is held out. A side that would be empty gets
-            the sample nearest to it, with its copies, which is reported.
-        name: of the data, for messages.
+    A side that would be empty gets the sample nearest to it, with its copies, which is reported.
     """
     check_fraction(heldout_fraction)
     if len(np.unique(scores)) < 2:
@@ -77,12 +67,9 @@ def split_samples(
 
 
 def split_documents(scores: NDArray[np.float64], bounds: NDArray[np.int64], heldout_fraction: float) -> Spans:
-    """Split documents that stand end to end: whole ones if both sides get some, else each at its tail.
+    """Split documents that stand end to end, by score: whole ones if both sides get some, else each at its tail.
 
-    Args:
-        scores: float64 [documents], the `content_score` of each.
-        bounds: int64 [documents + 1], the start of each document, and the end of the last; in bytes or tokens.
-        heldout_fraction: in (0, 1), the expected share of the documents, or the share of each one's length, rounded up.
+    `bounds` int64 [documents + 1] has the start of each document, and the end of the last, in bytes or tokens.
     """
     spans = whole_documents(scores, bounds, heldout_fraction)
     if len(spans.train) and len(spans.heldout):

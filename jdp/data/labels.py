@@ -12,25 +12,17 @@ MOST_CLASSES = 10_000_000
 
 @dataclass(frozen=True, eq=False)
 class Labels:
-    """The class of each sample.
+    """The class of each sample."""
 
-    Attributes:
-        classes: the names; a class' number is its index here.
-        numbers: int32 [samples], each in [0, len(classes)).
-    """
-
-    classes: tuple[str, ...]
-    numbers: NDArray[np.int32]
+    classes: tuple[str, ...]  # the names; a class' number is its index here
+    numbers: NDArray[np.int32]  # int32 [samples], each in [0, len(classes))
 
 
 def labels_of(values: Sequence[Any] | NDArray[Any], source: str, *, names: Sequence[str] | None = None) -> Labels:
-    """Number the classes of labels given as names or as integers.
+    """Number the classes of labels [samples] given as names or as integers.
 
-    Args:
-        values: [samples], text or integers. Text is numbered by its sorted names. Integers stay what they are; without
-            `names` the classes are called by their numbers, 0 to the largest, those that do not occur included.
-        source: what the labels were read from, for errors.
-        names: of the classes, if the source has them.
+    Text is numbered by its sorted names, or by `names`. Integers stay as they are: without `names` the classes are
+    called by their numbers, 0 to the largest. `source` is for errors.
     """
     array = np.asarray(values)
     if array.ndim != 1 or array.dtype.kind not in "iubUO":

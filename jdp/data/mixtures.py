@@ -1,11 +1,11 @@
 """Several data sets as one, drawn from by weight: a pure function of (seed, position), without a table.
 
-1. Positions 0, 1, 2, … of the run go around a circle of 2³² points in steps of the golden ratio, which spreads any
+1. Positions 0, 1, 2, … of the run go around a circle of 2³² points in steps of the golden ratio. That spreads any
    stretch of them evenly over it (Knuth, The Art of Computer Programming 3, 6.4: Fibonacci hashing). Each data set owns
-   an arc as long as its weight, so any n positions in a row hold n times its weight of it, give or take a few: a global
-   batch just as an epoch.
-2. How often a data set came before a position is a count of lattice points below a line, which Euclid's algorithm
-   computes in a few dozen steps (`_floor_sum`, measured 50 µs a sample): a resume costs nothing.
+   an arc as long as its weight. So any n positions in a row, a global batch or an epoch, hold n times its weight of it,
+   give or take a few.
+2. How often a data set came before a position is a count of lattice points below a line. Euclid's algorithm computes it
+   in a few dozen steps (`_floor_sum`, 20 to 50 µs a sample), so a resume costs nothing.
 3. Its k-th turn takes the k-th position of that data set's own endless, reshuffled run (jdp.data.order): it repeats no
    sample before all of its samples were taken.
 """
@@ -42,19 +42,14 @@ class DataSet(Protocol):
 class MixedSamples:
     """Sources interleaved by weight. An epoch is as many samples as all of them hold together.
 
-    So a source whose weight is more than its share of the samples is repeated within an epoch, and of one whose weight
-    is less some are left for the next. `global_batches` with its shuffle walks on through all of them, epoch after
-    epoch, by `sample_at`; plain indices are the first epoch.
-
-    Attributes:
-        sources: the samples, of the same keys, shapes and dtypes.
-        weights: positive, relative to each other.
-        seed: of the order, not negative.
+    A source whose weight is more than its share of the samples repeats within an epoch; of one whose weight is less,
+    some are left for the next epoch. `global_batches` with its shuffle reads them by `sample_at`; plain indices are the
+    first epoch.
     """
 
-    sources: tuple[Source, ...]
-    weights: tuple[float, ...]
-    seed: int
+    sources: tuple[Source, ...]  # the samples, of the same keys, shapes and dtypes
+    weights: tuple[float, ...]  # positive, relative to each other
+    seed: int  # of the order, not negative
 
     def __len__(self) -> int:
         return sum(map(len, self.sources))
@@ -111,6 +106,13 @@ class Mixture:
         parts: the data sets; each has its own `heldout`, to evaluate them one by one.
         weights: as they were given.
         seed: of the order.
+
+    >>> import numpy as np
+    >>> from jdp.data import array_data
+    >>> few, many = (array_data({"x": np.arange(n)}, heldout_fraction=0.2) for n in (10, 90))
+    >>> both = mixture([(few, 1), (many, 3)])
+    >>> len(both.train) + len(both.heldout), both.weights
+    (100, (1.0, 3.0))
     """
 
     parts: tuple[Any, ...]
@@ -186,8 +188,14 @@ def mixture(parts: Sequence[tuple[DataSet, float]], *, seed: int = 0) -> Mixture
         The mixture, with `train`, `heldout`, `parts`, `fingerprint`.
 
     Raises:
-        ValueError: no parts, a weight that is not positive (or less than 2⁻³¹ of all), samples that differ in keys,
-            shapes or dtypes, parts whose tokens come from different tokenizers, a negative seed.
+        ValueError: no parts; a negative seed; a weight that is not positive, or less than 2⁻³¹ of all. Samples that
+            differ in keys, shapes or dtypes. Parts whose tokens come from different tokenizers.
+
+    >>> from jdp.data import array_data
+    >>> first, second = (array_data({"x": [k, k + 1]}) for k in (0, 10))
+    >>> both = mixture([(first, 3), (second, 1)])
+    >>> [int(both.train.sample_at(position, seed=0)["x"]) >= 10 for position in range(8)].count(True)
+    2
     """
     if not parts:
         raise ValueError("a mixture must have at least one data set; given none: give some, with weights")

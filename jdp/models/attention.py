@@ -3,8 +3,8 @@
 cuDNN's (flash attention, arXiv:2205.14135) never holds the weights [batch, heads, length, length]. It takes 16-bit
 floats on NVIDIA GPUs since Ampere; `cudnn_refuses` has the rules, which are those of jax's own checks.
 
-On a CPU causal attention is computed in two to four blocks of queries, each with the keys that it may see: of the
-products and the softmax a quarter and more falls away, and what is left stays in one layout.
+On a CPU causal attention is computed in two to four blocks of queries, each with the keys that it may see. That saves a
+quarter or more of the products and the softmax, and keeps one layout.
 
 Rows of several documents that are longer than a block are attended block by block where the device is no CPU
 (`blockwise.py`), with a window too.
@@ -45,20 +45,14 @@ def attend(
     """Return softmax(query key^T / sqrt(D)) value, softmax in float32 (arXiv:1706.03762, eq. 1).
 
     Args:
-        query: [batch, length, heads, D].
+        query: [batch, length, heads, D], as is the result.
         key, value: [batch, length, kv_heads, D]; query head h reads head h // (heads / kv_heads) (arXiv:2305.13245).
         causal: a position attends to itself and those before it; else to all.
         window: of a causal model, how many positions it attends to at most, itself included; None: all.
         attends_to_all: bool [], whether the window is left out, of a layer that is traced once for several; None: not.
         run: [batch, length] integers >= 0, the document of each token, which attends inside of it; None: one document.
-        by: "cudnn"; "xla", which runs anywhere in any dtype; or "auto": cuDNN if the devices that are traced for, the
-            dtype and the shapes allow it, else XLA, in blocks: on a CPU if causal, elsewhere within long documents.
-
-    Returns:
-        [batch, length, heads, D] in query's dtype.
-
-    Raises:
-        ValueError: "cudnn" where cuDNN has no such attention.
+        by: "cudnn" is refused where cuDNN has no such attention; "xla" runs anywhere in any dtype. "auto" is cuDNN
+            where it has it, else XLA, in blocks: on a CPU if causal, elsewhere within long documents.
     """
     if window is None or window >= key.shape[1]:
         window = attends_to_all = None  # all that are before
@@ -142,14 +136,10 @@ def _causal_in_blocks(query: jax.Array, key: jax.Array, value: jax.Array, blocks
 def cudnn_refuses(
     query: jax.Array, key: jax.Array, *, packed: bool, alternating: bool = False, device: Any
 ) -> tuple[str, str, str] | None:
-    """Return (rule, what was given, fix) if cuDNN has no attention for this on `device`; None if it has.
+    """Return (rule, value given, fix) if cuDNN has no attention for this on `device`; None if it has.
 
-    Args:
-        query: [batch, length, heads, D].
-        key: [batch, length, kv_heads, D], in query's dtype.
-        packed: whether rows hold several documents.
-        alternating: whether the call is traced once for layers with a window and layers without.
-        device: a device of the kind that it would run on.
+    Query is [batch, length, heads, D], key [batch, length, kv_heads, D]. Rows that are `packed` hold several documents;
+    an `alternating` call is traced once for layers with a window and layers without.
     """
     kind, xla = getattr(device, "device_kind", device.platform), 'set attention = "xla"'
     if packed:

@@ -1,8 +1,7 @@
 """Batch normalisation over the rows of nonzero weight.
 
-`flax.nnx.BatchNorm` takes a mask, but if it also averages over devices it takes the mean of the devices' means,
-which is the mean over all rows only if every device masks equally many. Here the sums and the counts are reduced
-instead, so padding may be anywhere.
+`flax.nnx.BatchNorm` takes a mask, but over devices it takes the mean of the devices' means. That is the mean over all
+rows only if every device masks equally many. Here sums and counts are reduced instead, so padding may be anywhere.
 """
 
 import jax
@@ -19,13 +18,11 @@ class BatchNorm(nnx.BatchNorm):
     def __call__(
         self, x: jax.Array, use_running_average: bool | None = None, *, mask: jax.Array | None = None
     ) -> jax.Array:
-        """Normalise by the batch's statistics, which update the running averages, or by those averages.
+        """Normalise x [batch, ..., channels] by the batch's statistics, which update the running averages, or by those
+        averages.
 
-        Args:
-            x: [batch, ..., channels].
-            use_running_average: None: as `train()` or `eval()` set it last.
-            mask: booleans that broadcast to x, equal for all channels; False is left out of the statistics. If
-                nothing is left, the averages stay as they are.
+        `use_running_average` of None is as `train()` or `eval()` set it last. Where `mask`, which broadcasts to x, is
+        False, values are left out of the statistics; if nothing is left, the averages stay as they are.
         """
         frozen = self.use_running_average if use_running_average is None else use_running_average
         y = x.astype(jnp.float32)

@@ -2,14 +2,13 @@
 
     for each pair of blocks (i, j), (i, i) first:
         s = query[i] key[j]^T / sqrt(D), -inf where a query does not see the key
-        m, t, o = what the maximum, the sum of exponentials and the sum of values of rows i are with s
+        update of rows i, by s:  m the maximum,  t the sum of exponentials,  o the sum of values
 
 No array is [length, length] (Rabe and Staats 2021, arXiv:2112.05682). The backward pass computes the scores again, from
-the logarithm of each row's sum (Dao et al. 2022, arXiv:2205.14135, algorithm 4). Pairs that lie after the queries, or
-before their window, are left out: all others are computed, whatever the documents, so that the number of rounds is
-known.
+the logarithm of each row's sum (Dao et al. 2022, arXiv:2205.14135, algorithm 4). Pairs after the queries, or before
+their window, are left out. All others are computed, whatever the documents, so the number of rounds is known.
 
-It is for devices where a kernel for such rows is not known to be right: cuDNN's takes a fixed number of documents.
+It is for devices where no kernel for such rows is known to be right: cuDNN's takes a fixed number of documents.
 """
 
 import math
@@ -41,17 +40,11 @@ def block_size(batch: int, length: int, heads: int) -> int:
 
 
 class Sight(NamedTuple):
-    """Which keys a query sees in its document: `causal` and `window` as `attend` has them.
+    """Which keys a query sees in its document: `causal` and `window` as `attend` has them."""
 
-    Fields:
-        causal: those up to its own position; else all.
-        window: of these the last so many; None: all.
-        size: positions of a block.
-    """
-
-    causal: bool
-    window: int | None
-    size: int
+    causal: bool  # those up to its own position; else all
+    window: int | None  # of these the last so many; None: all
+    size: int  # positions of a block
 
 
 def attend_in_documents(
@@ -64,15 +57,7 @@ def attend_in_documents(
 ) -> jax.Array:
     """Return softmax(query key^T / sqrt(D)) value within documents; statistics and sums in float32.
 
-    Args:
-        query: [batch, length, heads, D].
-        key, value: [batch, length, kv_heads, D]; query head h reads head h // (heads / kv_heads).
-        run: [batch, length] integers >= 0, the document of each token.
-        sight: what a position attends to, and the size of a block.
-        attends_to_all: bool [], whether the window is left out; None: not.
-
-    Returns:
-        [batch, length, heads, D] in query's dtype.
+    Shapes are those of `jdp.models.attention.attend`; `sight` is what a position attends to, and the size of a block.
     """
     batch, length, heads, width = query.shape
     more = -length % sight.size

@@ -8,17 +8,7 @@ if TYPE_CHECKING:
 
 
 def require(holds: bool, rule: str, given: str, fix: str) -> None:
-    """Check one rule.
-
-    Args:
-        holds: True if the values obey the rule.
-        rule: such as "heads must divide width".
-        given: the values, such as "width(6) % heads(4) = 2".
-        fix: a sentence without its full stop.
-
-    Raises:
-        ValueError: the rule does not hold; its text is "RULE; given GIVEN. FIX.".
-    """
+    """Raise ValueError("RULE; given GIVEN. FIX.") unless the rule holds; `fix` is a sentence without its full stop."""
     if not holds:
         raise ValueError(f"{rule}; given {given}. {fix}.")
 

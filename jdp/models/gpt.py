@@ -8,8 +8,8 @@ Dtypes: the embedding table's dtype is the dtype of the activations and of the m
 angles and logits are float32, as is the sum of a token's gradients over its occurrences.
 
 Initial values (Radford et al. 2019, section 2.3, and openai/gpt-2 `src/model.py`): normal with standard deviation 0.02,
-0.01 for learned positions; the two projections that write to the residual stream are divided by sqrt(2 * layers), the
-number of such writes, so that its variance does not grow with depth.
+0.01 for learned positions. The two projections that write to the residual stream are divided by sqrt(2 * layers), the
+number of such writes. So its variance does not grow with depth.
 """
 
 import math
@@ -41,6 +41,12 @@ class GPT(nnx.Module):
     Args:
         config: shape and choices.
         rngs: the `params` stream is used.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from flax import nnx
+    >>> config = GPTConfig(vocab_size=16, context=8, layers=1, width=8, heads=2)
+    >>> jax.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))(jnp.zeros((4, 8), int))).shape
+    (4, 8, 16)
     """
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs) -> None:

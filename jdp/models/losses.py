@@ -25,6 +25,12 @@ def next_token_loss(logits: jax.Array, targets: jax.Array, weights: jax.Array) -
 
     Returns:
         The weighted sum of cross-entropies in nats, and the sum of the weights: two float32 scalars.
+
+    >>> import jax, numpy as np
+    >>> logits, targets, weights = np.zeros((2, 3, 10)), np.zeros((2, 3), int), np.ones((2, 3))
+    >>> total, weight = jax.jit(next_token_loss)(logits, targets, weights)
+    >>> round(float(total / weight), 3)
+    2.303
     """
     weights = weights.astype(jnp.float32)
     return jnp.sum(_nats(logits, targets) * weights), jnp.sum(weights)
@@ -41,10 +47,10 @@ def linear_next_token_loss(
 ) -> tuple[jax.Array, jax.Array]:
     """Sum the cross-entropies of next tokens, weighted, from features: like `next_token_loss(features @ head, ...)`.
 
-    Where the logits would take more than `chunk_bytes` on a device, they are computed for some positions at a time and
-    their gradients at once, so that they are neither held nor computed again (as in Liger Kernel, arXiv:2410.10989,
-    section 3.2). Products are in the features' dtype; logits, softmax and the sum of the head's gradient are float32.
-    In chunks it has gradients, but no forward-mode derivative: `jax.jvp` raises TypeError.
+    Where the logits would take more than `chunk_bytes` on a device, they are computed for some positions at a time.
+    Their gradients are computed with them, so they are neither held nor computed again (as in Liger Kernel,
+    arXiv:2410.10989, section 3.2). Products are in the features' dtype; logits, softmax and the sum of the head's
+    gradient are float32. In chunks it has gradients, but no forward-mode derivative: `jax.jvp` raises TypeError.
 
     Args:
         features: [batch, length, width].
@@ -59,6 +65,13 @@ def linear_next_token_loss(
 
     Raises:
         ValueError: shapes that do not fit each other, or no positive `chunk_bytes`.
+
+    >>> import jax, numpy as np
+    >>> features, head = np.ones((2, 3, 4), np.float32), np.zeros((4, 10), np.float32)
+    >>> loss = jax.jit(linear_next_token_loss)
+    >>> total, weight = loss(features, head, np.zeros((2, 3), int), np.ones((2, 3)))
+    >>> round(float(total / weight), 3)
+    2.303
     """
     shapes = [list(x.shape) for x in (features, head, targets, weights)]
     given = "features {}, head {}, targets {}, weights {}".format(*shapes)
@@ -101,6 +114,11 @@ def classification_loss(
         Three float32 scalars: the weighted sum of cross-entropies in nats; the sum of the weights; the sum of the
         weights of examples whose largest logit is their label's. The first and the third divided by the second are the
         mean loss and the accuracy.
+
+    >>> import jax, numpy as np
+    >>> total, weight, correct = jax.jit(classification_loss)(np.eye(2), np.array([0, 0]), np.ones(2))
+    >>> float(correct / weight)
+    0.5
     """
     weights = weights.astype(jnp.float32)
     correct = jnp.argmax(logits, axis=-1) == labels

@@ -1,6 +1,6 @@
 """A lower bound of a model's size from its configuration alone, before anything is traced.
 
-Tracing a model takes a tenth of a second if layers are scanned, and hours if ten million blocks are not; the shapes of
+Tracing a model takes a tenth of a second if layers are scanned, and hours if ten million blocks are not. The shapes of
 one with 10**18 layers end the process in XLA. So a model that is too large is refused by this bound first. It counts
 the large matrices only: 80 to 100 % of `jdp.models.parameter_count`.
 """

@@ -22,12 +22,18 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 class MLP(nnx.Module):
     """[batch, features_in] -> [batch, features_out] float32, through `layers/0`, `layers/1`, ...
 
-    Kernels start normal with variance 2 / features_in (He et al. 2015, arXiv:1502.01852, eq. 10), the last one with
-    1 / features_in because no rectifier follows; biases at zero.
+    Kernels start normal with variance 2 / features_in (He et al. 2015, arXiv:1502.01852, eq. 10), the last one with 1 /
+    features_in because no rectifier follows; biases at zero.
 
     Args:
         config: shape and choices.
         rngs: the `params` stream is used.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from flax import nnx
+    >>> config = MLPConfig(features_in=4, hidden=(8,), features_out=2)
+    >>> jax.eval_shape(lambda: MLP(config, rngs=nnx.Rngs(0))(jnp.ones((3, 4)))).shape
+    (3, 2)
     """
 
     def __init__(self, config: MLPConfig, *, rngs: nnx.Rngs) -> None:

@@ -1,9 +1,8 @@
 """The modules that models are made of: a linear map, a norm, dropout, logits.
 
-Parameters are created in float32. A training step may pass copies in another dtype; every module computes in the dtype
-of the activations it gets and keeps its long sums in float32: the statistics of a norm, and (by adding the bias in
-float32) the gradient of a bias, which is a sum over every token of the batch. A bfloat16 holds eight significant bits:
-a running sum of ones stops at 256.
+Parameters are created in float32. A training step may pass copies in another dtype. Every module computes in the dtype
+of the activations it gets, and keeps its long sums in float32. These are the statistics of a norm, and the gradient of
+a bias over every token of the batch. A bfloat16 holds eight significant bits: a running sum of ones stops at 256.
 """
 
 import math
@@ -124,15 +123,10 @@ class Norm(nnx.Module):
 
 
 def product(equation: str, x: jax.Array, table: jax.Array) -> jax.Array:
-    """Return the product of x and a table cast to x's dtype, summed and returned in float32; it computes logits.
+    """Return the product of x [..., d] and a table cast to x's dtype, summed and returned in float32; it computes
+    logits.
 
-    Args:
-        equation: "...d,dv->...v" or "...d,vd->...v", of an einsum; x enters it as a matrix.
-        x: [..., d].
-        table: [d, v] or [v, d].
-
-    Returns:
-        [..., v] float32.
+    The equation is an einsum's: "...d,dv->...v" or "...d,vd->...v"; x enters it as a matrix.
     """
     y = summed_in_float32(equation, _rows(x), table.astype(x.dtype))
     return y.reshape(*x.shape[:-1], y.shape[-1])
@@ -161,12 +155,9 @@ def _rows(x: jax.Array) -> jax.Array:
 def dropout(x: jax.Array, rate: float, key: jax.Array | None, *, site: int) -> jax.Array:
     """Zero each element with probability `rate` and scale the others by 1 / (1 - rate) (Srivastava et al. 2014).
 
-    Args:
-        x: [batch, ...]. The mask is drawn in this shape, batch first, so that a key that stands for some rows of the
-            batch can yield exactly their rows of the mask.
-        rate: in [0, 1).
-        key: typed key, or None for no dropout. No state is kept: the same key gives the same mask.
-        site: number of this call among those that share `key`.
+    The mask is drawn in x's shape, batch first, so that a key that stands for some rows of the batch yields exactly
+    their rows of the mask. No state is kept: the same key and `site`, a number among calls that share the key, give the
+    same mask.
     """
     if key is None or rate == 0.0:
         return x

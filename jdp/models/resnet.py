@@ -33,6 +33,12 @@ class ResNet(nnx.Module):
     Args:
         config: shape and choices.
         rngs: the `params` stream is used.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from flax import nnx
+    >>> config = ResNetConfig(classes=10, blocks=(1, 1), width=4, stem="small")
+    >>> jax.eval_shape(lambda: ResNet(config, rngs=nnx.Rngs(0))(jnp.ones((2, 8, 8, 3)))).shape
+    (2, 10)
     """
 
     def __init__(self, config: ResNetConfig, *, rngs: nnx.Rngs) -> None:

@@ -38,6 +38,13 @@ def generate(
 
     Raises:
         ValueError: an empty prompt, or a number out of range.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from flax import nnx
+    >>> from jdp.models import GPTConfig
+    >>> config, key = GPTConfig(vocab_size=16, context=8, layers=1, width=8, heads=2), jax.random.key(0)
+    >>> jax.eval_shape(lambda: generate(GPT(config, rngs=nnx.Rngs(0)), jnp.zeros((1, 3), int), length=5, rng=key)).shape
+    (1, 8)
     """
     vocabulary = model.config.vocab_size
     shape_fits = prompt.ndim == 2 and prompt.shape[1] > 0

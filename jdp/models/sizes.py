@@ -37,6 +37,12 @@ def build(config: ModelConfig, *, rngs: nnx.Rngs) -> GPT | MLP | ResNet | ViT:
     Args:
         config: shape and choices; its type selects the model.
         rngs: the `params` stream is used.
+
+    >>> from flax import nnx
+    >>> from jdp.models import SIZES
+    >>> model = nnx.eval_shape(lambda: build(SIZES["gpt2-124m"], rngs=nnx.Rngs(0)))
+    >>> type(model).__name__, model.embed.tokens.shape
+    ('GPT', (50304, 768))
     """
     match config:
         case GPTConfig():
@@ -56,6 +62,9 @@ def parameter_count(config: ModelConfig) -> int:
 
     Args:
         config: shape and choices of the model.
+
+    >>> parameter_count(MLPConfig(features_in=4, hidden=(8,), features_out=2))
+    58
     """
     return sum(math.prod(shape) for shape in parameter_shapes(config).values())
 

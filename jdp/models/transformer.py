@@ -25,11 +25,8 @@ from jdp.models.modules import Linear, LoRA, Norm, dropout
 class RopeScaling:
     """Rotary frequencies for a longer context, as Llama 3.1 has them (meta-llama/llama-models, `apply_scaling`).
 
-    Fields:
-        factor: the lowest frequencies are divided by it.
-        low_freq_factor, high_freq_factor: a frequency that turns less often than the first in `original_context` is
-            divided, one that turns more often than the second is kept; between the two, linearly more of it is kept.
-        original_context: tokens of the context before.
+    A frequency that turns less often than `low_freq_factor` in `original_context` tokens is divided by `factor`. One
+    that turns more often than `high_freq_factor` is kept; between the two, linearly more of it is kept.
     """
 
     factor: float
@@ -48,13 +45,7 @@ class RopeScaling:
 class LayerConfig:
     """Shape and choices of one layer, with every default resolved. A model's configuration builds and checks it.
 
-    Fields:
-        width, heads, kv_heads, head_width, hidden: as `GPTConfig` has them; `hidden` is the feed-forward's.
-        std, residual_std: of kernels, and of the two that write to the residual stream; None: Glorot's, by shape.
-        causal: a position sees itself and those before it; else all.
-        rope_theta: base of the rotary wavelengths; None: queries and keys are not turned.
-        rope_scaling: of the rotary frequencies; None: they stay.
-        qkv_bias, qk_norm, post_norm, window, rope_local_theta: as `GPTConfig` has them.
+    Names are as in `GPTConfig`; `hidden` is its `mlp_width`.
     """
 
     width: int
@@ -69,15 +60,15 @@ class LayerConfig:
     dropout: float
     attention: Attend
     causal: bool
-    rope_theta: float | None = None
-    rope_scaling: RopeScaling | None = None
+    rope_theta: float | None = None  # None: queries and keys are not turned
+    rope_scaling: RopeScaling | None = None  # None: the frequencies stay
     rope_local_theta: float | None = None
     qkv_bias: bool = False
     qk_norm: bool = False
     post_norm: bool = False
     window: int | None = None
-    std: float | None = None
-    residual_std: float | None = None
+    std: float | None = None  # of kernels; None: Glorot's, by shape
+    residual_std: float | None = None  # of the two kernels that write to the residual stream
     lora: LoRA | None = None
 
     def make_norm(self, width: int | None = None) -> Norm:
@@ -100,15 +91,10 @@ class LayerConfig:
 
 
 class Segments(NamedTuple):
-    """The document of each token of packed rows, and its position in it: both int32 [batch, length].
+    """The document of each token of packed rows, and its position in it: both int32 [batch, length]."""
 
-    Fields:
-        run: number of the document in its row, counted from zero.
-        position: of a token in its document, from zero.
-    """
-
-    run: jax.Array
-    position: jax.Array
+    run: jax.Array  # number of the document in its row, counted from zero
+    position: jax.Array  # of a token in its document, from zero
 
     @classmethod
     def of(cls, segments: jax.Array) -> "Segments":
@@ -225,14 +211,11 @@ def rotate(
 ) -> jax.Array:
     """Rotate each pair (x[i], x[i + D/2]) of a head by position * theta^(-2i/D) radians (arXiv:2104.09864, eq. 34).
 
-    The pairing is that of GPT-NeoX and of Llama in Hugging Face's layout; Meta's files pair neighbours instead, which
-    is the same model with the columns of the query and key kernels permuted.
+    The pairing is that of GPT-NeoX and of Llama in Hugging Face's layout. Meta's files pair neighbours instead: the
+    same model with permuted columns of the query and key kernels.
 
-    Args:
-        x: [batch, length, heads, D], D even. Angles and products are float32; the result has x's dtype.
-        theta: base of the wavelengths.
-        position: [batch, length] integers; None: 0, 1, 2, ... in every row.
-        scaling: of the frequencies theta^(-2i/D); None: they stay.
+    x is [batch, length, heads, D], D even; angles and products are float32, the result has x's dtype. `position` is
+    [batch, length] integers; None: 0, 1, 2, ... in every row.
     """
     size = x.shape[-1]
     frequencies = theta ** (-np.arange(0, size, 2) / size)
@@ -254,8 +237,8 @@ def make_layers(
 ) -> Layer | nnx.List[Layer]:
     """Return all layers, stacked or as a list. Layer i's values depend on (key, i) only, so both have equal values.
 
-    In a list each layer whose number from 1 `global_every` divides is one without the window; in a stack `run_layers`
-    says it to the layer.
+    In a list each layer whose number from 1 `global_every` divides is made without the window. In a stack, `run_layers`
+    passes this to the layer.
     """
 
     def make(key: jax.Array, config: LayerConfig = config) -> Layer:
@@ -282,15 +265,9 @@ def run_layers(
     segments: Segments | None = None,
     global_every: int | None = None,
 ) -> jax.Array:
-    """Apply all layers to x.
+    """Apply all layers, as `make_layers` returns them, to x [batch, length, width].
 
-    Args:
-        layers: as `make_layers` returns them.
-        x: [batch, length, width], as is the result.
-        keys: [layers] typed keys for dropout; None: no dropout.
-        remat: as for `scan_layers`.
-        segments: documents of packed rows, which do not attend to each other; None: a row is one document.
-        global_every: as `make_layers` got it.
+    `keys` [layers] are for dropout (None: no dropout), and `segments` the documents of packed rows.
     """
     # The parameters are passed as the module's own arrays: a sharding plan recognises them by identity, and gathers a
     # layer's when the loop reaches it. `scan_layers` unrolls a list, and scans a tuple as one tree.

@@ -7,8 +7,8 @@ rotary positions.
 Dtypes: the patch kernel's dtype is that of activations and products. Softmax, norms and logits are float32.
 
 Initial values follow the authors' code (google-research/vision_transformer, `models_vit.py`) in variance: kernels
-Glorot (normal here, uniform there), patches 1 / inputs (LeCun), positions standard deviation 0.02; the class token, the
-head and the biases zero (the feed-forward's there 1e-6).
+Glorot (normal here, uniform there), patches 1 / inputs (LeCun). Positions have standard deviation 0.02. The class
+token, the head and the biases are zero (the feed-forward's there 1e-6).
 """
 
 import math
@@ -31,6 +31,12 @@ class ViT(nnx.Module):
     Args:
         config: shape and choices.
         rngs: the `params` stream is used.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from flax import nnx
+    >>> config = ViTConfig(classes=10, layers=1, width=8, heads=2, patch=4, image_size=8)
+    >>> jax.eval_shape(lambda: ViT(config, rngs=nnx.Rngs(0))(jnp.ones((2, 8, 8, 3)))).shape
+    (2, 10)
     """
 
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs) -> None:

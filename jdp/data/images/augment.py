@@ -1,11 +1,10 @@
 """Images drawn anew in every epoch: a crop after padding, and a flip from left to right.
 
-1. What is drawn for a sample is a pure function of (seed, epoch, the sample's index): the first words of a Philox
-   stream whose key is the seed and whose counter holds epoch and index (Salmon et al. 2011, "Parallel random numbers:
-   as easy as 1, 2, 3"). So the pixels do not depend on processes, devices, batch size or threads, nor on where a run
-   was resumed: `global_batches` says which sample of which epoch stands where, and nothing else is kept.
-2. The crop is a window of the image's own size out of the image with `crop_padding` pixels of `fill` on each side
-   (He et al. 2016, section 4.2): a shift by up to that many pixels each way.
+1. A sample's draws are a pure function of seed, epoch and index: the first words of a Philox stream (Salmon et al.
+   2011, "Parallel random numbers: as easy as 1, 2, 3"). Its key is the seed, and its counter holds epoch and index. So
+   the pixels do not depend on processes, devices, batch size, threads or resumes, and no state is kept.
+2. The crop is a window of the image's own size out of the image with `crop_padding` pixels of `fill` on each side (He
+   et al. 2016, section 4.2): a shift by up to that many pixels each way.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,6 +33,11 @@ class AugmentedImages:
         seed: of the draws.
 
     A plain index is the sample in the first epoch.
+
+    >>> import numpy as np
+    >>> images = augmented([{"images": np.ones((4, 4, 1))}], crop_padding=1)
+    >>> [int(images.sample_in_epoch(0, epoch)["images"].sum()) for epoch in range(3)]
+    [12, 16, 12]
     """
 
     samples: Source
@@ -76,13 +80,13 @@ def augmented(
 ) -> AugmentedImages:
     """Crop and flip the images of a source, anew in every epoch, to train on; evaluate on the source itself.
 
-    `global_batches` passes the epoch on: the same pixels on any number of processes, with any batch size, and after
-    a resume. Of several sources that are mixed, wrap each: an augmented mixture is refused.
+    `global_batches` passes the epoch on: the same pixels on any number of processes, with any batch size, and after a
+    resume. Augment sources before they are mixed: a mixture is refused.
 
     Args:
         samples: with "images" [height, width, …], of one shape and any dtype, such as `image_data(…).train`.
-        crop_padding: pixels added on each side, of which a window of the image's own size is cropped, each of the
-            (2 · crop_padding + 1)² equally likely; 0 is no crop. Less than height and width.
+        crop_padding: pixels added on each side before a window of the image's own size is cropped. Each of the (2 ·
+            crop_padding + 1)² windows is equally likely. 0 is no crop. Less than height and width.
         flip: whether each image is flipped from left to right with probability 1/2.
         fill: of the padding, one number or one a channel, in the dtype of the images; None is black for images of
             `image_data`, and 0 otherwise.
@@ -94,6 +98,11 @@ def augmented(
     Raises:
         ValueError: a number outside the ranges above, samples without images of two dimensions or more, a fill of other
             channels, a mixture.
+
+    >>> import numpy as np
+    >>> images = augmented([{"images": np.arange(4).reshape(1, 4)}], flip=True)
+    >>> [images.sample_in_epoch(0, epoch)["images"].tolist() for epoch in (1, 2)]
+    [[[0, 1, 2, 3]], [[3, 2, 1, 0]]]
     """
     if hasattr(samples, "sample_at"):
         raise ValueError(

@@ -4,8 +4,10 @@ Pillow decodes and resizes outside of Python's global lock, so reading threads w
 """
 
 import io
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,55 +17,49 @@ from jdp.data.sources.optional_packages import optional
 
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 _SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
+_READERS = 16  # threads: a disk serves many reads at once
 _BILINEAR = 2  # PIL.Image.Resampling.BILINEAR
 _UNCLEAR = ("I", "F")  # 32 bits: no agreed black and white
 
 
-class Pictures(Protocol):
-    """Encoded pictures with their classes, by random access; safe to read in threads.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Pictures:
+    """Encoded pictures with their classes, by random access; safe to read in threads."""
 
-    Attributes:
-        name: of what they were read from.
-        labels: the class of each.
-        scores: float64 [pictures], the content score of each, in [0, 1).
-        most: the largest value that a pixel can have, as black is 0.
-    """
+    name: str  # of what they were read from
+    labels: Labels  # the class of each
+    most: float = 255.0  # the largest value that a pixel can have; black is 0
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def labels(self) -> Labels: ...
-    @property
-    def scores(self) -> NDArray[np.float64]: ...
-    @property
-    def most(self) -> float: ...
+    @cached_property
+    def scores(self) -> NDArray[np.float64]:
+        """The content score of each picture: float64 [pictures]."""
+        count = len(self.labels.numbers)
+        with ThreadPoolExecutor(_READERS) as readers:
+            return np.fromiter(readers.map(self.score, range(count)), np.float64, count)
+
+    def score(self, index: int, /) -> float:
+        """Return the content score of a picture."""
+        raise NotImplementedError
 
     def name_of(self, index: int, /) -> str:
-        """Return what to call a picture in errors: its file, or its table and row."""
-        ...
+        """Return a name of a picture for errors: its file, or its table and row."""
+        raise NotImplementedError
 
     def content(self, index: int, /) -> bytes | NDArray[Any]:
         """Return an encoded picture, or its values [height, width, channels]. Raises OSError if it cannot be read."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class Frame:
-    """The size and channels that every picture is brought to.
+    """The size and channels that every picture is brought to."""
 
-    Attributes:
-        size: (height, width) in pixels; None leaves pictures as they are, which must then all be of one size.
-        channels: 1 (grey), 3 (red, green, blue) or 4 (and opacity).
-    """
-
+    # (height, width) in pixels; None leaves pictures as they are, which must then all be of one size
     size: tuple[int, int] | None
-    channels: int
+    channels: int  # 1 (grey), 3 (red, green, blue) or 4 (and opacity)
 
     def decode(self, content: bytes) -> NDArray[np.uint8]:
-        """Return an encoded picture as uint8 [height, width, channels].
-
-        Raises ValueError: values of 32 bits; and whatever Pillow raises for bytes that it cannot decode.
-        """
+        """Return an encoded picture as uint8 [height, width, channels]; raise ValueError if its values have 32 bits."""
         with optional("PIL.Image", "decoding an image").open(io.BytesIO(content)) as image:
             if image.mode in _UNCLEAR:
                 raise ValueError(f"its values are of 32 bits (mode {image.mode}), which have no agreed white")
@@ -74,10 +70,7 @@ class Frame:
         return values if values.ndim == 3 else values[:, :, None]
 
     def fit(self, values: NDArray[np.uint8]) -> NDArray[Any]:
-        """Bring values [height, width, channels] to the size and channels; they are float32 if they were resized.
-
-        Raises ValueError: channels that cannot become those wanted.
-        """
+        """Bring values [height, width, channels] to the size and channels; they are float32 if they were resized."""
         have = values.shape[2]
         if have != self.channels and (have, self.channels) != (1, 3):
             raise ValueError(f"its {have} channels cannot become {self.channels}: give channels = {have}")

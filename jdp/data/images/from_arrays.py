@@ -11,29 +11,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jdp.data.held_out import content_score
-from jdp.data.labels import Labels, labels_of
+from jdp.data.images.decode import Pictures
+from jdp.data.labels import labels_of
 from jdp.data.sources.optional_packages import optional
 
 DIGITS = "digits"
 
 
-@dataclass(frozen=True, eq=False)
-class ArrayPictures:
-    """Pictures in memory, uint8 [pictures, height, width, channels]; see `jdp.data.images.decode.Pictures`."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ArrayPictures(Pictures):
+    """Pictures in memory."""
 
-    name: str
-    images: NDArray[np.uint8]
-    labels: Labels
-    scores: NDArray[np.float64]
-    most: float = 255.0
+    images: NDArray[np.uint8]  # [pictures, height, width, channels]
 
     def name_of(self, index: int, /) -> str:
-        """Return what to call a picture in errors."""
         return f"image {index} of {self.name}"
 
     def content(self, index: int, /) -> NDArray[np.uint8]:
-        """Return a picture: uint8 [height, width, channels]."""
         return self.images[index]
+
+    def score(self, index: int, /) -> float:
+        return content_score(self.images[index].tobytes())
 
 
 def array_pictures(
@@ -51,8 +49,7 @@ def array_pictures(
             f"{list(images.shape)} in {name}: convert them, or give normalised ones to array_data"
         )
     images = images if images.ndim == 4 else images[..., None]
-    scores = np.array([content_score(image.tobytes()) for image in images])
-    return ArrayPictures(name, images, labels_of(labels, name, names=classes), scores, most)
+    return ArrayPictures(name=name, images=images, labels=labels_of(labels, name, names=classes), most=most)
 
 
 def digits() -> ArrayPictures:

@@ -2,47 +2,48 @@
 
 1. List the class folders in sorted order; a directory of two sets (train, and one to evaluate on) is recognised first.
 2. List the files of each, all the way down, in sorted order.
-3. Read each file's content score, in threads: nothing is decoded yet.
+3. Read each file's content score when the data are split: nothing is decoded yet.
 """
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
-
-import numpy as np
-from numpy.typing import NDArray
 
 from jdp.base.notices import notice
 from jdp.base.user_path import check_regular
 from jdp.data.held_out import ends_score
-from jdp.data.labels import Labels, labels_of
+from jdp.data.images.decode import Pictures
+from jdp.data.labels import labels_of
 from jdp.data.sources.compressed import unreadable
 from jdp.data.sources.files import walk
 
 PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm")
 HELD_OUT_FOLDERS = ("val", "valid", "validation", "heldout", "test")
-_READERS = 16  # threads: a disk serves many reads at once
 
 
-@dataclass(frozen=True, eq=False)
-class FilePictures:
-    """Pictures in files of their own; the methods are those of `jdp.data.images.decode.Pictures`."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class FilePictures(Pictures):
+    """Pictures in files of their own."""
 
-    name: str
     files: tuple[str, ...]
-    labels: Labels
-    scores: NDArray[np.float64]
-    most: float = 255.0
 
     def name_of(self, index: int, /) -> str:
-        """Return a picture's file."""
         return self.files[index]
 
     def content(self, index: int, /) -> bytes:
-        """Return an encoded picture. Raises OSError if its file cannot be read."""
         return Path(self.files[index]).read_bytes()
+
+    def score(self, index: int, /) -> float:
+        def read(start: int, stop: int) -> bytes:
+            opened.seek(start)
+            return opened.read(stop - start)
+
+        try:
+            check_regular(self.files[index])
+            with Path(self.files[index]).open("rb") as opened:
+                return ends_score(opened.seek(0, os.SEEK_END), read)
+        except OSError as error:
+            raise ValueError(unreadable(error)) from error
 
 
 def picture_files(directory: Path, *, classes: tuple[str, ...] | None = None) -> FilePictures:
@@ -62,10 +63,7 @@ def picture_files(directory: Path, *, classes: tuple[str, ...] | None = None) ->
     _report_oddities(directory, files_by_class)
     pairs = [(file, name) for name, files in files_by_class.items() for file in files if _is_picture(file)]
     labels = labels_of([name for _, name in pairs], str(directory), names=classes)
-    files = tuple(file for file, _ in pairs)
-    with ThreadPoolExecutor(_READERS) as readers:
-        scores = np.fromiter(readers.map(_score, files), np.float64, len(files))
-    return FilePictures(str(directory), files, labels, scores)
+    return FilePictures(name=str(directory), files=tuple(file for file, _ in pairs), labels=labels)
 
 
 def two_sets(directory: Path) -> tuple[Path, Path] | None:
@@ -113,17 +111,3 @@ def _pictures_in(directory: Path) -> int:
 
 def _is_picture(name: str) -> bool:
     return name.lower().endswith(PICTURE_SUFFIXES)
-
-
-def _score(file: str) -> float:
-    try:
-        check_regular(file)
-        with Path(file).open("rb") as opened:
-            return ends_score(opened.seek(0, os.SEEK_END), lambda start, stop: _read(opened, start, stop))
-    except OSError as error:
-        raise ValueError(unreadable(error)) from error
-
-
-def _read(opened: BinaryIO, start: int, stop: int) -> bytes:
-    opened.seek(start)
-    return opened.read(stop - start)

@@ -1,27 +1,27 @@
 """Pictures in tables: parquet and Arrow files with a column of encoded pictures and one of labels.
 
-1. Choose the columns: by the note that Hugging Face `datasets` writes into a table's metadata (which column holds
-   pictures, which classes, and the names of these); without it, a column of bytes and a column named label.
+1. Choose the columns. Hugging Face `datasets` notes in a table's metadata which column holds pictures, which holds
+   classes, and their names. Without the note, they are a column of bytes and a column named label.
 2. Read them. An Arrow file is mapped into memory; of a parquet file these two columns are read, the pictures still
    encoded. Values are then taken by random access.
 """
 
+import functools
 import json
 import os
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from jdp.base.notices import notice
 from jdp.base.shorten import cut
 from jdp.data.held_out import ends_score
-from jdp.data.labels import Labels, labels_of
+from jdp.data.images.decode import Pictures
+from jdp.data.labels import labels_of
 from jdp.data.sources.hub import HF
 from jdp.data.sources.optional_packages import optional
 from jdp.data.sources.tables import read_arrow
@@ -29,40 +29,20 @@ from jdp.data.sources.tables import read_arrow
 LABEL_NAMES = ("label", "labels", "fine_label", "class")
 
 
-@dataclass(frozen=True, eq=False)
-class TablePictures:
-    """Pictures in columns of tables; the methods are those of `jdp.data.images.decode.Pictures`.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TablePictures(Pictures):
+    """Pictures in columns of tables."""
 
-    Attributes:
-        pictures: a column of bytes.
-        paths: a column of the files of pictures whose bytes are not in the table; or None.
-        starts: the first row of each of `files`.
-    """
-
-    name: str
-    pictures: Any
-    paths: Any
-    labels: Labels
+    pictures: Any  # a column of bytes
+    paths: Any  # a column of the files of pictures whose bytes are not in the table; or None
     files: tuple[str, ...]
-    starts: tuple[int, ...]
-    most: float = 255.0
-
-    @property
-    def scores(self) -> NDArray[np.float64]:
-        """float64 [pictures], the content score of each."""
-        return self._scores
-
-    @cached_property
-    def _scores(self) -> NDArray[np.float64]:
-        return np.fromiter(map(self._score, range(len(self.pictures))), np.float64, len(self.pictures))
+    starts: tuple[int, ...]  # the first row of each of `files`
 
     def name_of(self, index: int, /) -> str:
-        """Return what to call a picture in errors: its file and row."""
         file = bisect_right(self.starts, index) - 1
         return f"{self.files[file]}, row {index - self.starts[file]}"
 
     def content(self, index: int, /) -> bytes:
-        """Return an encoded picture. Raises OSError if it is missing or its file cannot be read."""
         value = self.pictures[index].as_py()
         if value is not None:
             return value
@@ -71,7 +51,7 @@ class TablePictures:
             raise OSError("the picture is missing (null)")
         return Path(path).read_bytes()
 
-    def _score(self, index: int) -> float:
+    def score(self, index: int, /) -> float:
         scalar = self.pictures[index]
         if scalar.is_valid:
             buffer = memoryview(scalar.as_buffer())
@@ -96,10 +76,7 @@ class Columns:
 def file_table_pictures(
     files: Sequence[Path], name: str, columns: Columns, *, classes: tuple[str, ...] | None = None
 ) -> TablePictures:
-    """Return the pictures of parquet and Arrow files with the same columns.
-
-    Raises ValueError: pyarrow is not installed; a file that cannot be read; what `table_pictures` refuses.
-    """
+    """Return the pictures of parquet and Arrow files with the same columns."""
     tables = [read_arrow(file, lambda schema, file=file: _columns(schema, str(file), columns)) for file in files]
     return table_pictures(tables, tuple(map(str, files)), name, columns, classes=classes)
 
@@ -128,8 +105,9 @@ def table_pictures(
             f"every row must have a label; given none for sample {values.index(None)} of {name}: leave it out"
         )
     labels = labels_of(values, name, names=classes or _class_names(tables[0].schema, chosen[0][1], name))
+    made = functools.partial(TablePictures, name=name, labels=labels, files=files, starts=starts)
     if not pa.types.is_struct(image.type):
-        return TablePictures(name, image, None, labels, files, starts)
+        return made(pictures=image, paths=None)
     names = {field.name for field in image.type}
     if "bytes" not in names:
         raise ValueError(
@@ -140,7 +118,7 @@ def table_pictures(
     pictures = pc.struct_field(image, "bytes")
     if paths is not None and pictures.null_count:
         _report_files_outside(paths.filter(pc.is_null(pictures)).to_pylist(), name)
-    return TablePictures(name, pictures, paths, labels, files, starts)
+    return made(pictures=pictures, paths=paths)
 
 
 def _report_files_outside(paths: Sequence[str | None], name: str) -> None:

@@ -27,9 +27,10 @@ from jdp.base.disk_cache import Cache, default_folder
 from jdp.base.shorten import cut
 from jdp.base.user_path import check_regular
 from jdp.data.held_out import ends_score
+from jdp.data.images.decode import Pictures
 from jdp.data.images.from_folders import PICTURE_SUFFIXES
 from jdp.data.images.from_tables import LABEL_NAMES, Columns
-from jdp.data.labels import Labels, labels_of
+from jdp.data.labels import labels_of
 from jdp.data.sources.compressed import unreadable
 
 TAR = ".tar"
@@ -39,28 +40,17 @@ _READERS = 16  # threads: a disk serves many reads at once
 _VERSION = 1  # of the index
 
 
-@dataclass(frozen=True, eq=False)
-class TarPictures:
-    """Pictures in tar files; the methods are those of `jdp.data.images.decode.Pictures`.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TarPictures(Pictures):
+    """Pictures in tar files."""
 
-    Attributes:
-        files: the tar files.
-        firsts: the first picture of each.
-        starts: int64 [pictures], the place of each in its file, in bytes.
-        sizes: int64 [pictures], in bytes.
-    """
-
-    name: str
-    files: tuple[str, ...]
-    firsts: tuple[int, ...]
-    starts: NDArray[np.int64]
-    sizes: NDArray[np.int64]
-    labels: Labels
-    scores: NDArray[np.float64]
-    most: float = 255.0
+    files: tuple[str, ...]  # the tar files
+    firsts: tuple[int, ...]  # the first picture of each
+    starts: NDArray[np.int64]  # int64 [pictures], the place of each in its file, in bytes
+    sizes: NDArray[np.int64]  # int64 [pictures], in bytes
+    scored: NDArray[np.float64]  # float64 [pictures], their scores
 
     def name_of(self, index: int, /) -> str:
-        """Return what to call a picture in errors: its tar file and its name there."""
         file, start = self._place(index)
         try:
             with Path(file).open("rb") as opened:
@@ -70,10 +60,12 @@ class TarPictures:
             return f"{file}, byte {start}"
 
     def content(self, index: int, /) -> bytes:
-        """Return an encoded picture. Raises OSError if it cannot be read."""
         file, start = self._place(index)
         with Path(file).open("rb") as opened:
             return _at(opened, start, start + int(self.sizes[index]))
+
+    def score(self, index: int, /) -> float:
+        return float(self.scored[index])
 
     def _place(self, index: int) -> tuple[str, int]:
         return self.files[bisect_right(self.firsts, index) - 1], int(self.starts[index])
@@ -105,13 +97,13 @@ def tar_pictures(
         raise ValueError(f"tar files must hold samples, as 0001.jpg and 0001.cls; given none in {name}: give some data")
     values = [value for index in indices for value in index.labels.tolist()]
     return TarPictures(
-        name,
-        tuple(map(str, files)),
-        tuple(firsts[:-1].tolist()),
-        np.concatenate([index.starts for index in indices]),
-        np.concatenate([index.sizes for index in indices]),
-        labels_of(np.array(values, object) if len(set(map(type, values))) > 1 else values, name, names=classes),
-        np.concatenate([index.scores for index in indices]),
+        name=name,
+        files=tuple(map(str, files)),
+        firsts=tuple(firsts[:-1].tolist()),
+        starts=np.concatenate([index.starts for index in indices]),
+        sizes=np.concatenate([index.sizes for index in indices]),
+        labels=labels_of(np.array(values, object) if len(set(map(type, values))) > 1 else values, name, names=classes),
+        scored=np.concatenate([index.scores for index in indices]),
     )
 
 

@@ -27,15 +27,10 @@ Size = int | tuple[int, int]
 
 @dataclass(frozen=True)
 class Normalised:
-    """Normalisation of values v in [0, most]: (v / most - mean) / std; zero mean and unit variance for the data's own.
+    """Normalisation of values v in [0, most]: (v / most - mean) / std."""
 
-    Attributes:
-        mean: of each channel, of values in [0, 1].
-        std: likewise, more than 0.
-    """
-
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    mean: tuple[float, ...]  # of each channel, of values in [0, 1]
+    std: tuple[float, ...]  # likewise, more than 0
 
     def __call__(self, values: NDArray[Any], most: float) -> NDArray[np.float32]:
         """Return normalised values: float32, of the shape given, [height, width, channels]."""
@@ -49,22 +44,15 @@ class Normalised:
 class ImageSamples:
     """One side of the pictures, as a sequence of samples.
 
-    Attributes:
-        pictures: encoded, with labels.
-        rows: int64 [len], the pictures on this side.
-        frame: the size and channels that each is brought to.
-        shape: (height, width, channels) of a sample.
-        normalised: the normalisation.
-
     Sample i is a dict of "images" float32 [height, width, channels], "labels" int32 and "weights" float32 (1). Reading
     one that is corrupt, or of another shape, raises ValueError with its file (or row).
     """
 
-    pictures: Pictures
-    rows: NDArray[np.int64]
-    frame: Frame
-    shape: tuple[int, int, int]
-    normalised: Normalised
+    pictures: Pictures  # encoded, with labels
+    rows: NDArray[np.int64]  # int64 [len], the pictures on this side
+    frame: Frame  # the size and channels that each is brought to
+    shape: tuple[int, int, int]  # (height, width, channels) of a sample
+    normalised: Normalised  # the normalisation
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -112,6 +100,15 @@ class ImageData:
         classes: their names; a label is an index into this.
         by_content: whether pictures were held out by a hash of their bytes; else the source had a set of its own for
             it.
+
+    >>> import pathlib, tempfile
+    >>> import numpy as np
+    >>> images = np.arange(320, dtype=np.uint8).reshape(20, 4, 4)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     np.savez(pathlib.Path(folder, "digits.npz"), images=images, labels=np.arange(20) % 2)
+    ...     data = image_data(pathlib.Path(folder, "digits.npz"), heldout_fraction=0.2)
+    >>> data.shape, data.classes, len(data.train) + len(data.heldout)
+    ((4, 4, 1), ('0', '1'), 20)
     """
 
     name: str
@@ -162,18 +159,18 @@ def image_data(
     """Open pictures with classes, as samples for a classifier.
 
     Args:
-        source: "digits" (scikit-learn's 1,797 of 8x8x1, values up to 16); a directory with a folder for each class, or
-            with the folders train and val (or test) of such; .parquet, .arrow or .feather files, or .tar files of
-            KEY.jpg and KEY.cls (or KEY.json), as WebDataset writes them (one, a glob, a directory); "hf:NAME",
-            "hf:OWNER/NAME", "hf:OWNER/NAME/CONFIG" on the Hugging Face hub, or "hf:/local/path";
-            an .npz of "images" uint8 and "labels".
+        source: "digits" is scikit-learn's 1,797 of 8x8x1, values up to 16. A directory has a folder for each class, or
+            the folders train and val (or test) of such. Tables are .parquet, .arrow or .feather files: one, a glob or a
+            directory. So are .tar files of KEY.jpg and KEY.cls (or KEY.json), as WebDataset writes them. "hf:NAME",
+            "hf:OWNER/NAME" and "hf:OWNER/NAME/CONFIG" are on the Hugging Face hub, "hf:/local/path" is on disk. An .npz
+            has "images" uint8 and "labels".
         size: what every image is fitted to, in pixels: the largest centred part of its proportions, resized (bilinear,
             antialiased). One number is a square, two are (height, width). None leaves images as they are: all must be
             of one size. A file's EXIF rotation is not applied.
         channels: 1, 3 or 4; None is 1 for digits and 3 for files. Grey becomes colour and colour grey where needed;
             what is transparent shows its colour.
-        heldout_fraction: in (0, 1), about the share of the images kept from training, by a hash of their encoded bytes;
-            unused where the source has a held-out set of its own (folders, or splits of a Hugging Face data set).
+        heldout_fraction: in (0, 1), about the share of the images kept from training, by a hash of their encoded bytes.
+            Unused if the source has a held-out set of its own: folders, or splits of a Hugging Face data set.
         heldout: a held-out set of its own, of the same classes.
         mean: of values in [0, 1], for each channel or for all; a value v becomes (v / 255 - mean) / std.
         std: likewise. The default brings values to [-1, 1].
@@ -186,6 +183,15 @@ def image_data(
     Raises:
         ValueError: a source that does not exist or is not as described, a package missing, fewer than two different
             images, a number out of its range. An image that is corrupt raises ValueError when its sample is read.
+
+    >>> import pathlib, tempfile
+    >>> import numpy as np
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     file = pathlib.Path(folder, "faces.npz")
+    ...     np.savez(file, images=np.random.randint(0, 256, (9, 4, 4, 3), np.uint8), labels=["ann", "bo", "cy"] * 3)
+    ...     data = image_data(file, heldout_fraction=0.2)
+    >>> data.shape, data.classes, sorted(data.train[0])
+    ((4, 4, 3), ('ann', 'bo', 'cy'), ['images', 'labels', 'weights'])
     """
     sets = open_pictures(source, Columns(image, label), heldout)
     channels = channels if channels is not None else sets.channels

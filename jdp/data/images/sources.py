@@ -78,9 +78,8 @@ def _open(source: PathLike, columns: Columns, classes: Classes) -> PictureSets:
 
 
 def _files(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
-    """Return the files with these suffixes that a path names: one, those of a glob, or those directly in a directory.
-
-    Raises ValueError: the directory cannot be read.
+    """Return the files with these suffixes that a path names: one, those of a glob, or those directly in a
+    directory.
     """
     try:
         if path.is_dir():

@@ -1,8 +1,8 @@
 """NumPy arrays as people keep them, read into one dict: name -> array [samples, ...].
 
-They come as a dict in memory (also JAX arrays or lists), an .npz file (read into memory, as its format requires), an
-.npy file or a directory of them (mapped into memory, not read; each array has its file's name). Values that cannot be
-trained on are refused, with the array's name and the sample.
+They come as a dict in memory (also JAX arrays or lists), an .npz file, an .npy file or a directory of them. An .npz is
+read, as its format requires; an .npy is mapped into memory, and its array has the file's name. Values that no model can
+be trained on are refused, with the array's name and the sample.
 """
 
 import math
@@ -72,9 +72,7 @@ def _read_path(path: Path) -> Arrays:
 def load_arrays(path: Path) -> Arrays:
     """Return all arrays of an .npz, read; or the one of an .npy, mapped, under the file's name.
 
-    Objects are refused: unpickling them would run code.
-
-    Raises ValueError: a file that cannot be read or is not whole, one that claims more than it holds, or objects in it.
+    Objects are refused, as unpickling them would run code; so is a file that claims more than it holds.
     """
     try:
         check_regular(path)

@@ -28,17 +28,13 @@ def plain_name(path: str | os.PathLike[str]) -> str:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Return all of a file, decompressed if its name says so.
-
-    Raises ValueError: it cannot be read, or is not whole; or the package zstandard is not installed.
-    """
+    """Return all of a file, decompressed if its name ends with .gz or .zst."""
     return b"".join(stream_bytes(path))
 
 
 def stream_bytes(path: Path) -> Iterator[bytes]:
-    """Yield a file piece by piece, decompressed if its name says so.
-
-    Raises ValueError: it cannot be read, or is not whole (found at its end); or the package zstandard is not installed.
+    """Yield a file piece by piece, decompressed if its name ends with .gz or .zst; raise ValueError if it is
+    incomplete.
     """
     try:
         check_regular(path)

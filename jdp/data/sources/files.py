@@ -20,16 +20,11 @@ PathLike = str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class Kinds:
-    """The files of a directory that are wanted, by how their names end, with or without .gz or .zst after it.
+    """The files of a directory that are wanted, by how their names end, with or without .gz or .zst after it."""
 
-    Attributes:
-        name: what such files are called, for messages.
-        suffixes: of the files wanted.
-        others: suffixes of files that are data too: a directory that holds both is ambiguous, and refused.
-    """
-
-    name: str
-    suffixes: tuple[str, ...]
+    name: str  # what such files are called, for messages
+    suffixes: tuple[str, ...]  # of the files wanted
+    # suffixes of files that are data too: a directory that holds both is ambiguous, and refused
     others: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -42,11 +37,8 @@ class Kinds:
 def find_files(entries: Sequence[PathLike], kinds: Kinds) -> list[Path]:
     """Return the files that are named: "stdlib", files, globs (`**` goes down), directories (all the way down).
 
-    Files named one by one, or by a glob, are taken whatever they are called; hidden files and directories below a
-    directory are passed over.
-
-    Raises ValueError: an entry that does not exist, a directory that cannot be listed, or one that holds no data or two
-    kinds of data.
+    Files named one by one, or by a glob, are taken whatever they are called. Hidden ones below a directory are passed
+    over.
     """
     unique: dict[Path, Path] = {}
     for path in sorted(path for entry in entries for path in _files(entry, kinds)):

@@ -1,9 +1,9 @@
 """Data sets of the Hugging Face hub, or in its formats on a disk, as Arrow tables: one for each split, or a stream.
 
 `datasets` keeps them as Arrow files in its cache, mapped into memory: nothing is read before it is needed. It runs no
-code of a data set (scripts ended with its version 4), and neither do we. But a data set's own card (its README.md, or
-the JSON beside it) may name any file of this disk, and `datasets` would read it: so files outside of a data set's
-folder are refused. A link in the folder is somebody's own choice, and followed.
+code of a data set (scripts ended with its version 4). But a data set's card (README.md, or the JSON beside it) may name
+any file of this disk, and `datasets` would read it. So files outside of the data set's folder are refused. A link in
+the folder is followed.
 """
 
 import json
@@ -29,19 +29,12 @@ _STREAM_ROWS = 1024  # read at a time
 
 @dataclass(frozen=True, eq=False)
 class HubRows:
-    """The rows of one split.
+    """The rows of one split."""
 
-    Attributes:
-        name: of the data set, with its split.
-        identity: distinguishes their content from others'.
-        size: in bytes; None: not known before they are read.
-        tables: `pyarrow.Table`s, one after another; they can be read once.
-    """
-
-    name: str
-    identity: str
-    size: int | None
-    tables: Iterable[Any]
+    name: str  # of the data set, with its split
+    identity: str  # distinguishes their content from others'
+    size: int | None  # in bytes; None: not known before they are read
+    tables: Iterable[Any]  # `pyarrow.Table`s, one after another; they can be read once
 
 
 def hub_splits(source: str) -> dict[str, Any]:

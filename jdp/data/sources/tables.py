@@ -1,8 +1,8 @@
 """Rows of a table file: parquet, Arrow (IPC file or stream) and JSON, one object a line.
 
 `read_arrow` reads columns of parquet and Arrow files as a `pyarrow.Table`. `table_pieces` reads columns of any table
-file some rows at a time, each piece a `Table`, which returns them as text or as lists of token ids, and names the file
-and row in errors. A file that is not whole is refused, by the last piece at the latest.
+file, some rows at a time. Each piece is a `Table`, which returns them as text or as lists of token ids, and names the
+file and row in errors. A file that is not whole is refused, by the last piece at the latest.
 """
 
 import codecs
@@ -30,19 +30,12 @@ _PIECE_BYTES = 2**22  # of lines of JSON, parsed at a time
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """Some columns of a file, in memory.
+    """Some columns of a file, in memory."""
 
-    Attributes:
-        name: the file, or what else they are from.
-        unit: what a row is called there: "row", counted from 0, or "line", counted from 1.
-        numbers: the number of each row in the file.
-        columns: name -> a list of Python values, or a `pyarrow.ChunkedArray`.
-    """
-
-    name: str
-    unit: str
-    numbers: Sequence[int]
-    columns: Mapping[str, Any]
+    name: str  # the file, or what else they are from
+    unit: str  # what a row is called there: "row", counted from 0, or "line", counted from 1
+    numbers: Sequence[int]  # the number of each row in the file
+    columns: Mapping[str, Any]  # name -> a list of Python values, or a `pyarrow.ChunkedArray`
 
     def name_of(self, row: int) -> str:
         """Return what to call a row in errors: "data.jsonl, line 7"."""
@@ -116,11 +109,8 @@ def is_table(path: str | os.PathLike[str]) -> bool:
 def table_pieces(path: Path, fields: Sequence[str]) -> Iterator[Table]:
     """Yield columns of a parquet, Arrow or JSON file, which may be compressed (.gz, .zst), some rows at a time.
 
-    JSON is one object a line; a .json file may also be one array of objects, whose elements are then its rows. That is
-    read whole, and so is a compressed file of parquet or Arrow.
-
-    Raises ValueError: a file that cannot be read or is not whole, a column it does not have, a line that is no JSON
-    object.
+    JSON is one object a line; a .json file may also be one array of objects, its rows. Such an array is read at once,
+    and so is a compressed file of parquet or Arrow.
     """
     if plain_name(path).endswith(JSON_SUFFIXES):
         yield from _json_pieces(path, fields)
@@ -132,10 +122,7 @@ def table_pieces(path: Path, fields: Sequence[str]) -> Iterator[Table]:
 
 
 def arrow_pieces(tables: Iterable[Any], fields: Sequence[str], name: str) -> Iterator[Table]:
-    """Yield columns of `pyarrow.Table`s that follow one another in `name`, some rows at a time.
-
-    Raises ValueError: a column that they do not have.
-    """
+    """Yield columns of `pyarrow.Table`s that follow one another in `name`, some rows at a time."""
     row = 0
     for table in tables:
         check_fields(fields, table.column_names, name)

@@ -35,19 +35,12 @@ Document = TypeVar("Document", bound=Sized)  # bytes, or integers [n]
 
 @dataclass(frozen=True, eq=False)
 class Part(Generic[Document]):
-    """Some documents of one file or data set, in a row. Empty ones are left out: they hold nothing to learn.
+    """Some documents of one file or data set, in a row. Empty ones are left out: they hold nothing to learn."""
 
-    Attributes:
-        documents: bytes each, or integers [n] each.
-        name: of the file or data set.
-        unit: what one is called there, "row" or "line"; "": the file is one document.
-        numbers: of each in the file.
-    """
-
-    documents: Sequence[Document]
-    name: str
-    unit: str = ""
-    numbers: Sequence[int] = ()
+    documents: Sequence[Document]  # bytes each, or integers [n] each
+    name: str  # of the file or data set
+    unit: str = ""  # what one is called there, "row" or "line"; "": the file is one document
+    numbers: Sequence[int] = ()  # of each in the file
 
     def name_of(self, document: int) -> str:
         """Return what to call a document in errors: "book.txt", or "rows.jsonl, line 7"."""
@@ -56,17 +49,11 @@ class Part(Generic[Document]):
 
 @dataclass(frozen=True, eq=False)
 class Corpus(Generic[Document]):
-    """Documents in memory, and the parts they were read in.
+    """Documents in memory, and the parts they were read in."""
 
-    Attributes:
-        name: of the source.
-        documents: bytes each, or integers [n] each.
-        parts: of the documents, in their order.
-    """
-
-    name: str
-    documents: tuple[Document, ...]
-    parts: tuple[Part[Document], ...]
+    name: str  # of the source
+    documents: tuple[Document, ...]  # bytes each, or integers [n] each
+    parts: tuple[Part[Document], ...]  # of the documents, in their order
 
     def name_of(self, document: int) -> str:
         """Return what to call a document in errors: "book.txt", or "rows.jsonl, line 7"."""
@@ -80,17 +67,11 @@ class Corpus(Generic[Document]):
 
 @dataclass(frozen=True, eq=False)
 class Found:
-    """What a source names; nothing of it is read yet.
+    """What a source names; nothing of it is read yet."""
 
-    Attributes:
-        name: of the source.
-        files: sorted by path.
-        data_sets: of Hugging Face.
-    """
-
-    name: str
-    files: tuple[Path, ...]
-    data_sets: tuple[HubRows, ...]
+    name: str  # of the source
+    files: tuple[Path, ...]  # sorted by path
+    data_sets: tuple[HubRows, ...]  # of Hugging Face
 
     @functools.cached_property
     def size(self) -> int | None:
@@ -107,33 +88,24 @@ class Found:
 
 
 def find_text(source: PathLike | Sequence[PathLike], *, suffixes: Sequence[str] | None = None) -> Found:
-    """Find the text that a source names; see `read_corpus`.
-
-    Raises ValueError: a source that does not exist, or a directory without text or with two kinds of it.
-    """
+    """Find the text that a source names; nothing is read."""
     return _find(source, Kinds("text", TEXT_SUFFIXES, _ROWS) if suffixes is None else Kinds("text", _tuple(suffixes)))
 
 
 def find_token_ids(source: PathLike | Sequence[PathLike], *, suffixes: Sequence[str] | None = None) -> Found:
-    """Find the token ids that a source names; see `read_token_ids`.
-
-    Raises ValueError: what `find_text` refuses.
-    """
+    """Find the token ids that a source names; nothing is read."""
     return _find(source, Kinds("tokenised", (*_ROWS, *_ARRAYS) if suffixes is None else _tuple(suffixes)))
 
 
 def text_parts(found: Found, field: str = "text") -> Iterator[Part[bytes]]:
-    """Yield all text, some documents at a time.
-
-    Raises ValueError: something unreadable or not whole, a row that is not text, or nothing but empty text.
-    """
+    """Yield all text, some documents at a time: UTF-8 of rows, whatever bytes a file of text has."""
     return _parts(found, field, of_rows=lambda table: table.texts(field), of_file=read_bytes)
 
 
 def token_id_parts(found: Found, field: str = "input_ids") -> Iterator[Part[NDArray[Any]]]:
-    """Yield all documents of token ids, some at a time.
+    """Yield all documents of token ids, some at a time: each row's `field` is a list of integers.
 
-    Raises ValueError: what `text_parts` refuses; a row that is not a list of integers.
+    The array `field` of an .npz, or all of an .npy, is one document [n], or a document a row [rows, n].
     """
     of_file = functools.partial(_array_rows, field=field)
     return _parts(found, field, of_rows=lambda table: table.integer_lists(field), of_file=of_file)

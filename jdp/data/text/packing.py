@@ -1,10 +1,9 @@
 """Whole documents side by side in rows of fixed length, so that attention and targets can stay inside of each.
 
-1. A document of n tokens has n - 1 pairs of a token and its target: its last token is a target only, so that no
-   position of a row is spent on a token without a target.
-2. A document of more pairs than a row holds is cut into pieces of a full row and a shorter last piece. Neighbouring
-   pieces share one token, the last target of one being the first token of the next, so every token of a document but
-   its first is a target exactly once.
+1. A document of n tokens has n - 1 pairs of a token and its target. Its last token is only a target, so no position of
+   a row has a token without a target.
+2. A document of more pairs than a row holds is cut into pieces of a full row and a shorter last piece. The last target
+   of a piece is the first token of the next, so every token of a document but its first is a target exactly once.
 3. Last pieces are packed by best fit, longest first: each into the row with the least space left that still holds it.
    That takes at most 11/9 of the fewest rows possible, and 4 more (Johnson, Demers, Ullman, Garey and Graham 1974, SIAM
    J. Comput. 3:4). It is a function of the lengths alone, so every process packs alike.
@@ -31,11 +30,16 @@ class PackedSamples:
         bounds: int64 [documents + 1], the start of each document, and the end of the last.
         length: positions in a row.
 
-    Sample i is a dict of "tokens" and "targets" int32 [length], "segments" int32 [length] (1, 2, … for the pieces in
-    the row, 0 at empty positions) and "weights" float32 [length] (1, and 0 at empty positions).
+    Sample i is a dict of "tokens" and "targets" int32 [length], "segments" int32 [length], and "weights" float32
+    [length]. The pieces in a row have segments 1, 2, … and weight 1; empty positions have segment 0 and weight 0.
 
     Raises:
         ValueError: a length below 1, or no document of two tokens.
+
+    >>> import numpy as np
+    >>> rows = PackedSamples(np.arange(9, dtype=np.uint8), bounds=np.array([0, 4, 6, 9]), length=6)
+    >>> rows[0]["tokens"].tolist(), rows[0]["segments"].tolist()
+    ([0, 1, 2, 6, 7, 4], [1, 1, 1, 2, 2, 3])
     """
 
     tokens: NDArray[Any] | MappedTokens
@@ -84,11 +88,9 @@ class PackedSamples:
 
 
 def pack(bounds: NDArray[np.int64], length: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Cut documents into pieces, and place these in rows.
+    """Cut documents into pieces, and place these in rows, none of which is empty.
 
-    Returns:
-        int64 [pieces] each: a piece's first token, its number of pairs (1 to `length`), its row. Rows count from 0, and
-        none is empty.
+    Returns int64 [pieces] each: a piece's first token, its number of pairs (1 to `length`), and its row.
     """
     starts, pairs = bounds[:-1], np.diff(bounds) - 1
     full, remainder = np.divmod(np.maximum(pairs, 0), length)

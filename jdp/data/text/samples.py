@@ -5,9 +5,9 @@
 3. Join a side's documents end to end, each closed by a separator, in one array of the smallest unsigned integers that
    hold a token: the only copy kept. It is in memory, or for 64 MiB of text and more in files (`token_files.py`), with
    the same samples either way. int32 rows are made when a sample is read.
-4. Cut it into samples: anywhere ("stream": neighbours share one token, the last target of one being the first token of
-   the next, so every token but the very first is a target exactly once), or whole documents side by side ("documents",
-   jdp.data.text.packing).
+4. Cut it into samples: anywhere ("stream"), or documents side by side ("documents", jdp.data.text.packing). In a
+   stream, the last target of a sample is the first token of the next, so every token but the very first is a target
+   exactly once.
 """
 
 import functools
@@ -51,6 +51,10 @@ class TextSamples:
 
     Raises:
         ValueError: a length below 1, or fewer than two tokens.
+
+    >>> samples = TextSamples(encode("abcdefg"), length=3)
+    >>> decode(samples[1]["tokens"]), decode(samples[1]["targets"])
+    ('def', 'efg')
     """
 
     tokens: NDArray[Any] | MappedTokens
@@ -90,6 +94,13 @@ class TextData:
         vocab_size: every token is below it.
         tokenizer: what made the tokens; None if the source held token ids.
         folder: that holds the tokens; None: they are in memory.
+
+    >>> import pathlib, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     size = pathlib.Path(folder, "book.txt").write_text("All work and no play. " * 20)
+    ...     data = text_data(folder, length=16)
+    >>> data.documents, data.vocab_size, data.whole
+    (1, 256, False)
     """
 
     name: str
@@ -181,27 +192,34 @@ def text_data(
     """Read text and make samples of it.
 
     Args:
-        source: "stdlib" (the source text of Python's own standard library, about 12 MB, different from one version of
-            Python to the next), or files, globs, directories, data sets ("hf:…", "hf-stream:…"): see `read_corpus`.
+        source: "stdlib", files, globs, directories, or data sets ("hf:…", "hf-stream:…"). "stdlib" is the source text
+            of Python's own standard library, about 12 MB, different in each version of Python.
         length: targets in a sample.
         heldout_fraction: in (0, 1), about the share of the text kept from training, by a hash of the content.
         suffixes: which files of a directory are data.
         field: the column that is read of rows; "text" by default, "input_ids" where the tokenizer is "none".
-        tokenizer: "bytes"; a tokenizer.json of Hugging Face tokenizers, or the folder that holds it; "none" for a
-            source that holds lists of token ids, which are joined end to end as they are, without a separator.
+        tokenizer: "bytes"; a tokenizer.json of Hugging Face tokenizers, or the folder that holds it. "none" is for a
+            source that holds lists of token ids, which are joined end to end without a separator.
         packing: "stream" joins documents end to end and cuts anywhere; "documents" keeps them whole and separate, with
             "segments" in each sample.
         vocab_size: of the model: token ids are below it. By default that of the tokenizer, or of the source.
-        in_files: whether the tokens, of 1, 2 or 4 bytes, are kept in files in jdp's cache folder, written once and
-            shared by the processes of a host, or in the memory of each process. None: in files from 64 MiB on, and of
-            a stream, whose size is not known. A single plain file is one document, which must fit in memory.
+        in_files: True keeps the tokens, of 1, 2 or 4 bytes, in files in jdp's cache folder, which the processes of a
+            host share. False keeps them in the memory of each process. None: in files from 64 MiB on, and of a stream,
+            whose size is not known. A single plain file is one document, which must fit in memory.
 
     Returns:
         The data, with `train`, `heldout`, `vocab_size`, `tokenizer`, `fingerprint`.
 
     Raises:
-        ValueError: text that does not exist, cannot be read, is empty or shorter than one training sample; a token that
-            is not below vocab_size (the message names the file and row); a number out of its range.
+        ValueError: text that does not exist, cannot be read, is empty or shorter than one training sample. A token that
+            is not below vocab_size (the message names the file and row). A number out of its range.
+
+    >>> import pathlib, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     size = pathlib.Path(folder, "book.txt").write_text("All work and no play. " * 20)
+    ...     data = text_data(folder, length=16)
+    >>> decode(data.train[0]["tokens"])
+    'All work and no '
     """
     if length < 1:
         raise ValueError(f"length must be at least 1; given {length}: give the targets in a sample")
@@ -281,6 +299,9 @@ def encode(text: str) -> NDArray[np.int32]:
 
     Returns:
         int32 [bytes of its UTF-8].
+
+    >>> encode("hé").tolist()
+    [104, 195, 169]
     """
     return _BYTES.encode(text)
 
@@ -293,6 +314,9 @@ def decode(tokens: ArrayLike) -> str:
 
     Raises:
         ValueError: a token that is not a byte.
+
+    >>> decode([104, 195, 169])
+    'hé'
     """
     return _BYTES.decode(tokens)
 

@@ -48,16 +48,12 @@ class MappedTokens:
 
 @dataclass(frozen=True, eq=False)
 class TokenArray:
-    """Documents as tokens, end to end.
+    """Documents as tokens, end to end."""
 
-    Attributes:
-        ids: integers [tokens]; once they are checked, the smallest unsigned ones that hold them. `MappedTokens` of a
-            file, else a NumPy array.
-        bounds: int64 [documents + 1], the start of each document, and the end of the last.
-    """
-
+    # integers [tokens]; once they are checked, the smallest unsigned ones that hold them. `MappedTokens` of a
+    # file, else a NumPy array
     ids: Any
-    bounds: NDArray[np.int64]
+    bounds: NDArray[np.int64]  # int64 [documents + 1], the start of each document, and the end of the last
 
     def astype(self, dtype: np.dtype[Any]) -> "TokenArray":
         """Return the same tokens in another dtype."""

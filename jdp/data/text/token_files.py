@@ -1,14 +1,15 @@
 """Text larger than memory: its tokens in files, written once and mapped into memory by every process of a host.
 
-1. One process writes, the others of the host wait for it (a lock that ends with its holder): documents are read and
+1. One process writes, and the others of the host wait for its lock, which ends with it. Documents are read and
    tokenised some at a time, split by their content, and appended to the file of their side.
-2. A folder of files takes its name when it is whole: whoever finds it can use it. Its name is a hash of the source's
-   files (path, size, time), the tokenizer and the split, so a run that is started again finds it without reading text.
+2. A folder of files takes its name when it is complete. Its name is a hash of the source's files (path, size, time),
+   the tokenizer and the split, so a run that is started again finds it without reading text.
 3. Samples are copied out of the mapping, and its pages given back now and then. They stay in the kernel's page cache,
    one copy for all processes of the host, so a process' memory does not grow with what it has read.
 
-A folder holds, for each side, SIDE.tokens (the smallest unsigned integers that hold the vocabulary, little-endian,
-documents end to end), SIDE.bounds (int64, the start of each document, and the end of the last), and index.json.
+A folder holds index.json, and for each side SIDE.tokens and SIDE.bounds. Tokens are the smallest unsigned integers that
+hold the vocabulary, little-endian, documents end to end. Bounds are int64: the start of each document, and the end of
+the last.
 """
 
 import errno
@@ -42,19 +43,12 @@ _NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EE
 
 @dataclass(frozen=True)
 class TokenFiles:
-    """Where the tokens of a source are, once they are written.
+    """Where the tokens of a source are, once they are written."""
 
-    Attributes:
-        name: of the source.
-        key: 64 hex digits, of everything that the tokens follow from.
-        dtype: of a token.
-        vocab_size: every token is below it.
-    """
-
-    name: str
-    key: str
-    dtype: np.dtype[Any]
-    vocab_size: int
+    name: str  # of the source
+    key: str  # 64 hex digits, of everything that the tokens follow from
+    dtype: np.dtype[Any]  # of a token
+    vocab_size: int  # every token is below it
 
     @property
     def folder(self) -> Path:

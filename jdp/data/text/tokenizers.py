@@ -62,12 +62,16 @@ def open_tokenizer(name: str) -> Tokenizer:
     """Return a tokenizer.
 
     Args:
-        name: "bytes", or the path of a tokenizer.json of Hugging Face tokenizers, or of the folder that holds one; or
-            an address of these, such as s3://bucket/gpt, from which they are fetched.
+        name: "bytes", or the path of a tokenizer.json of Hugging Face tokenizers, or of the folder that holds one. An
+            address in a bucket, such as s3://bucket/gpt, is downloaded.
 
     Raises:
-        ValueError: a file that does not exist or is no tokenizer, or one without a token that closes documents; or
-            what is behind an address cannot be reached.
+        ValueError: a file that does not exist or is no tokenizer, or one without a token that closes documents; or a
+            bucket that cannot be reached.
+
+    >>> tokenizer = open_tokenizer("bytes")
+    >>> tokenizer.decode(tokenizer.encode("text")), tokenizer.vocab_size
+    ('text', 256)
     """
     return Bytes() if name == BYTES else _open_file(_fetched(name))
 

@@ -20,37 +20,23 @@ _MOST_IDS = 2**31  # samples are int32
 
 @dataclass(frozen=True, eq=False)
 class TextSides:
-    """A source, read, tokenised and split in two.
+    """A source, read, tokenised and split in two."""
 
-    Attributes:
-        name: of the source.
-        documents: their number.
-        train: the documents to train on, each closed by the separator.
-        heldout: likewise, those held out.
-        whole: whether documents were held out whole; else the tail of each.
-        vocab_size: every token is below it.
-        folder: that holds the tokens; None: they are in memory.
-    """
-
-    name: str
-    documents: int
-    train: TokenArray
-    heldout: TokenArray
-    whole: bool
-    vocab_size: int
-    folder: Path | None = None
+    name: str  # of the source
+    documents: int  # their number
+    train: TokenArray  # the documents to train on, each closed by the separator
+    heldout: TokenArray  # likewise, those held out
+    whole: bool  # whether documents were held out whole; else the tail of each
+    vocab_size: int  # every token is below it
+    folder: Path | None = None  # that holds the tokens; None: they are in memory
 
 
 @dataclass(frozen=True, eq=False)
 class TokenisedPart:
-    """Some documents as tokens.
+    """Some documents as tokens."""
 
-    Attributes:
-        tokens: the documents, without separators.
-        scores: float64 [documents], the `content_score` of each: of its text, or of its ids if it holds no text.
-    """
-
-    tokens: TokenArray
+    tokens: TokenArray  # the documents, without separators
+    # float64 [documents], the `content_score` of each: of its text, or of its ids if it holds no text
     scores: NDArray[np.float64]
 
 
@@ -59,14 +45,7 @@ def sides_in_memory(
 ) -> TextSides:
     """Read and tokenise a source, all of it in memory.
 
-    Args:
-        found: the source.
-        tokenizer: None for a source that holds token ids.
-        field: the column that is read of rows.
-        vocab_size: token ids must be below it; None: they may be anything in [0, 2³¹).
-        heldout_fraction: see `split_documents`.
-
-    Raises ValueError: see `text_parts` and `token_id_parts`; an id out of range, with the file and the row.
+    A tokenizer of None is for a source that holds token ids, below `vocab_size` (None: in [0, 2³¹)).
     """
     if tokenizer is None:
         ids = corpus_of(found.name, token_id_parts(found, field))
@@ -93,10 +72,7 @@ def sides_in_memory(
 def tokenised_parts(
     found: Found, tokenizer: Tokenizer | None, *, field: str, vocab_size: int
 ) -> Iterator[TokenisedPart]:
-    """Read and tokenise a source, some documents at a time.
-
-    Raises ValueError: see `sides_in_memory`.
-    """
+    """Read and tokenise a source, some documents at a time."""
     if tokenizer is None:
         dtype = smallest_uint(vocab_size)
         for part in token_id_parts(found, field):
@@ -112,12 +88,8 @@ def tokenised_parts(
 
 
 def join_spans(tokens: TokenArray, spans: NDArray[np.int64], separator: int | None) -> TokenArray:
-    """Return spans of tokens as documents, end to end, each closed by the separator.
-
-    Args:
-        tokens: to take them from.
-        spans: int64 [spans, 2], from and up to.
-        separator: a token; None: nothing closes a document.
+    """Return spans of tokens (int64 [spans, 2]) as documents, end to end, each closed by the separator if there is
+    one.
     """
     pieces = [tokens.ids[start:end] for start, end in spans.tolist()]
     sizes = spans[:, 1] - spans[:, 0]

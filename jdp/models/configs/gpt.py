@@ -20,8 +20,8 @@ class GPTConfig:
         layers, width, heads: depth; size of the residual stream; query heads.
         head_dim: size of a head; None: width / heads, which must divide.
         kv_heads: key and value heads, each shared by `heads / kv_heads` query heads (arXiv:2305.13245); None: heads.
-        mlp_width: hidden size of the feed-forward; None: 4 * width for gelu; for swiglu and geglu 8/3 * width, which
-            keeps the parameter count (arXiv:2002.05202), rounded up to a multiple of 64.
+        mlp_width: hidden size of the feed-forward. None is 4 * width for gelu. For swiglu and geglu it is 8/3 * width,
+            rounded up to a multiple of 64, which keeps the parameter count (arXiv:2002.05202).
         positions: "rotary" (arXiv:2104.09864) or "learned".
         activation: "swiglu"; "gelu" in its tanh form, as GPT-2 has it, or "gelu_exact", with the error function;
             "geglu", gated by the tanh form.
@@ -34,8 +34,8 @@ class GPTConfig:
         scale_embedding: multiply the embedding by sqrt(width), as Gemma does (arXiv:1706.03762, section 3.4).
         window: a position attends to itself and the window - 1 before it (arXiv:2310.06825); None: to all before it.
         global_every: with window, layers whose number, from 1, it divides attend to all before; None: no layer does.
-        dropout: rate on the embedding and on both residual branches (attention weights are not dropped: fused
-            attention never holds them).
+        dropout: rate on the embedding and on both residual branches (attention weights are not dropped: fused attention
+            never holds them).
         rope_theta: base of the rotary wavelengths.
         rope_local_theta: that of layers with the window, whose frequencies rope_factor leaves; None: rope_theta.
         rope_factor: divides the low rotary frequencies for a longer context, as Llama 3.1 has it (8; Llama 3.2: 32);
@@ -45,11 +45,11 @@ class GPTConfig:
         rope_original_context: with rope_factor, tokens of the original context.
         norm_eps: added to the variance in norms.
         scan: stack the layers and scan them: compile time and program size do not grow with depth.
-        remat: what is saved of each layer for the backward pass: None, everything; "dots", its matrix products;
-            "full", only its input.
-        attention: "cudnn" is fused, on NVIDIA GPUs, for 16-bit floats; "xla" runs anywhere in any dtype; "auto" is the
-            first where the devices, the dtype and the shapes allow it, else the second, within the documents of long
-            packed rows block by block.
+        remat: what is saved of each layer for the backward pass: None, everything; "dots", its matrix products; "full",
+            only its input.
+        attention: "cudnn" is fused, on NVIDIA GPUs, for 16-bit floats; "xla" runs anywhere in any dtype. "auto" is the
+            first where devices, dtype and shapes allow it, else the second. Long packed rows are then attended block by
+            block.
         lora_rank: adds a low-rank update (arXiv:2106.09685) to kernels of the layers: `nnx.LoRAParam` leaves
             `.../lora_a` and `.../lora_b`. The function and all other initial values do not change. To train them alone:
             `jdp.init_state(..., wrt=nnx.LoRAParam)`. None: no such leaves.
@@ -58,6 +58,11 @@ class GPTConfig:
 
     Raises:
         ValueError: a size that does not fit another, or a choice that does not exist.
+
+    >>> import dataclasses
+    >>> config = GPTConfig(vocab_size=256, context=64, layers=2, width=32, heads=4)
+    >>> dataclasses.replace(config, kv_heads=2).key_value_heads, config.hidden_width
+    (2, 128)
     """
 
     vocab_size: int

@@ -19,6 +19,9 @@ class MLPConfig:
 
     Raises:
         ValueError: a size that is not a positive integer, a rate outside [0, 1), an unknown activation.
+
+    >>> MLPConfig(features_in=4, hidden=(8, 8), features_out=2).activation
+    'relu'
     """
 
     features_in: int

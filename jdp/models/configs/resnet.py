@@ -30,6 +30,9 @@ class ResNetConfig:
 
     Raises:
         ValueError: a size that is not a positive integer, a number out of range, or a choice that does not exist.
+
+    >>> ResNetConfig(classes=10, blocks=(2, 2), width=16, stem="small").features
+    32
     """
 
     classes: int

@@ -26,6 +26,10 @@ class ViTConfig:
 
     Raises:
         ValueError: a size that does not fit another, or a choice that does not exist.
+
+    >>> config = ViTConfig(classes=10, layers=2, width=32, heads=4, patch=4, image_size=32)
+    >>> config.patches, config.length
+    (64, 65)
     """
 
     classes: int

@@ -4,9 +4,10 @@
 JSON has no NaN and no infinity: such a value is null, and its text under "nonfinite", as in
 {"loss": null, "nonfinite": {"loss": "nan"}}; `read` restores it.
 
-A run that resumes from step s writes the steps after s again: `Metrics(folder, resumed_step=s)` first removes what an
-earlier, aborted process wrote for them, so no step is there twice. A half-written last row is dropped with a notice. A
-file that is damaged elsewhere is copied to `metrics.jsonl.damaged`, and its good rows stay.
+A run that resumes from step s writes the steps after s again, and `Metrics(folder, resumed_step=s)` first removes the
+rows that an earlier process wrote for them. Each visit has its own event file, which begins with a record that makes
+TensorBoard forget those steps in older files (`purge_step` of its writers). A half-written last row is dropped with a
+notice. A `metrics.jsonl` that is damaged elsewhere is copied to `metrics.jsonl.damaged`, and its good rows stay.
 """
 
 import contextlib
@@ -14,7 +15,6 @@ import importlib
 import json
 import math
 import shutil
-import struct
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +32,7 @@ from jdp.run.outputs.trackers import BackgroundTracker
 JSONL = "metrics.jsonl"
 EVENTS = "events"
 """TensorBoard files are EVENTS.out.tfevents.*"""
+_ROW_START = b'{"step"'
 
 
 class Metrics:
@@ -45,14 +46,12 @@ class Metrics:
         writer = _writer_of_events()
         self._event: Any = _message_types().Event
         _cut_jsonl(folder / JSONL, resumed_step)
-        for file in folder.glob(f"{EVENTS}.out.tfevents.*"):
-            _cut_events(file, resumed_step)
         self._jsonl = (folder / JSONL).open("a", encoding="utf-8")
-        # tensorboardX names files by the second, and overwrites. Two files with this suffix in one second start after
-        # the same step, so the first has no row that is still wanted.
-        self._events = writer(str(folder / EVENTS), filename_suffix=f".after{resumed_step}")
-        self._event_file: Any = vars(self._events)["_py_recordio_writer"]  # which its owner leaves open on a full disk
-        self._hide_older_events_after(resumed_step)
+        # tensorboardX names files by the second, and overwrites. TensorBoard reads them in the order of their names.
+        visits = sum(1 for _ in folder.glob(f"{EVENTS}.out.tfevents.*"))
+        self._events = writer(str(folder / EVENTS), filename_suffix=f".visit{visits:06d}")
+        self._event_file: Any = vars(self._events)["_py_recordio_writer"]  # its owner leaves it open on a full disk
+        self._purge_events_after(resumed_step)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Append one row."""
@@ -90,8 +89,8 @@ class Metrics:
         self._events.write_event(self._event(wall_time=now, step=step, summary={"value": values}))
         self._events.flush()
 
-    def _hide_older_events_after(self, step: int) -> None:
-        """Make a TensorBoard that is open already forget the rows that were removed."""
+    def _purge_events_after(self, step: int) -> None:
+        """Make TensorBoard forget what older files have of later steps, as tensorboardX's `purge_step` does."""
         start = {"status": _message_types().SessionLog.START}
         self._events.write_event(self._event(wall_time=time.time(), step=step + 1, session_log=start))
         self._events.flush()
@@ -162,17 +161,11 @@ def _scalar(name: str, value: Any) -> int | float:
 
 @dataclass(frozen=True)
 class _Rows:
-    """The rows of a metrics.jsonl.
+    """The rows of a metrics.jsonl."""
 
-    Attributes:
-        rows: the good rows as they were written, each a line of JSON with a step, in their order.
-        damaged: number of the other lines.
-        torn: whether the file ends with a part of a row, as after its writer was killed.
-    """
-
-    rows: list[bytes]
-    damaged: int
-    torn: bool
+    rows: list[bytes]  # the good rows as they were written, each a line of JSON with a step, in their order
+    damaged: int  # number of the other lines
+    torn: bool  # whether the file ends with a part of a row, as after its writer was killed
 
     @staticmethod
     def of(file: Path) -> "_Rows":
@@ -209,7 +202,7 @@ def _cut_jsonl(file: Path, step: int) -> None:
         return
     stored = _Rows.of(file)
     if stored.damaged:
-        aside = _set_aside(file, file.name)
+        aside = _set_aside(file)
         notice(
             f"{file}: {stored.damaged} of {stored.damaged + len(stored.rows)} rows are damaged; that file is now "
             f"{aside}, and the others go on in a new one"
@@ -221,76 +214,11 @@ def _cut_jsonl(file: Path, step: int) -> None:
     shorter.replace(file)
 
 
-def _cut_events(file: Path, step: int) -> None:
-    """Keep the records of an event file before the first one of a later step, or before an incomplete last one."""
-    data, event = file.read_bytes(), _message_types().Event
-    kept: list[bytes] = []
-    whole, damaged = 0, False
-    for at, record in _records(data):
-        try:
-            later = event.FromString(record).step > step
-        except Exception:  # protobuf's DecodeError
-            damaged = True
-            continue
-        damaged |= at > whole
-        if later:
-            break
-        kept.append(data[at : at + len(record) + _FRAME])
-        whole = at + len(record) + _FRAME
-    else:
-        damaged |= not _is_torn(data[whole:])
-    if not damaged:
-        with file.open("r+b") as stream:
-            stream.truncate(whole)
-        return
-    aside = _set_aside(file, f"{EVENTS}.{file.name.partition('tfevents.')[2]}")  # TensorBoard reads all named tfevents
-    notice(f"{file.name} is damaged: it is now {aside}, and what can be read of it stays; {JSONL} has all rows")
-    shorter = file.with_name(f"{aside}.new")
-    shorter.write_bytes(b"".join(kept))
-    shorter.replace(file)
-
-
-def _set_aside(file: Path, name: str) -> str:
+def _set_aside(file: Path) -> str:
     """Copy a damaged file to NAME.damaged, or NAME.damaged-2 and so on, and return the copy's name."""
-    number, aside = 1, file.with_name(f"{name}.damaged")
+    number, aside = 1, file.with_name(f"{file.name}.damaged")
     while aside.exists():
         number += 1
-        aside = file.with_name(f"{name}.damaged-{number}")
+        aside = file.with_name(f"{file.name}.damaged-{number}")
     shutil.copyfile(file, aside)
     return aside.name
-
-
-_ROW_START = b'{"step"'
-_FRAME = 8 + 4 + 4  # length, its checksum, and after the data the data's checksum
-
-
-def _records(data: bytes) -> Iterator[tuple[int, bytes]]:
-    """Yield the offset and data of each complete record of a TFRecord file; damage between two is skipped.
-
-    A record is u64 length, u32 checksum of it, data, u32 checksum of it, little-endian.
-    """
-    at = 0
-    while at + _FRAME <= len(data):
-        (length,) = struct.unpack_from("<Q", data, at)
-        if not _is_header(data[at : at + 12]):
-            at += 1
-        elif at + _FRAME + length > len(data):
-            return
-        else:
-            yield at, data[at + 12 : at + 12 + length]
-            at += _FRAME + length
-
-
-def _is_header(header: bytes) -> bool:
-    """Return True if these 12 bytes are a record's length and its checksum."""
-    from tensorboardX.crc32c import crc32c
-
-    if len(header) < 12 or not any(header):
-        return False
-    crc = crc32c(header[:8])
-    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF) == header[8:]
-
-
-def _is_torn(data: bytes) -> bool:
-    """Return True if the data is empty, or the beginning of one record."""
-    return len(data) < 12 or _is_header(data[:12])

@@ -1,8 +1,8 @@
 """Weights & Biases and MLflow, for those who use them: a copy of what `metrics.py` writes into the run's own folder.
 
 The folder's trackers.json has the tracker's name for this run, so a run that resumes continues the same curves. A
-tracker starts before the first step, and a failure then is an error. Later it only gets rows, on a thread of its own: a
-slow network delays no step, and a failure is reported once, while the run goes on with its local files. Both packages
+tracker starts before the first step, and a failure then is an error. Later it only gets rows, on a thread of its own,
+so a slow network delays no step. A failure is reported once, and the run goes on with its local files. Both packages
 are imported only if they are asked for.
 """
 
