@@ -4,5 +4,6 @@ formatting, shorten   numbers and values in messages; `notices` reports once, `h
 toml, words           values of experiment files; the words that settings take, as types
 user_path, bucket     paths that a user names, and folders in a bucket (`bucket_address`: s3://bucket/run)
 machine               processors, memory and devices of this host; `cpu_allocator` keeps freed memory
+progress_file         tells the supervisor (`jdp launch`) that a run has made progress
 disk_cache            files that later processes read; `tree_paths` names leaves; `notebook` draws objects
 """

@@ -22,17 +22,16 @@ import orbax.checkpoint as ocp
 
 from jdp.base.bucket_address import address_of
 from jdp.base.notices import notice
+from jdp.base.progress_file import note_progress
 from jdp.base.user_path import user_path
 from jdp.checkpoint.errors import CheckpointError, hush, write_error
 from jdp.checkpoint.format import committing, content
-from jdp.checkpoint.format.checks import check_values
-from jdp.checkpoint.format.trees import Content, number_of
+from jdp.checkpoint.format.trees import Content, check_values, number_of
 from jdp.checkpoint.upkeep import damage, ownership
 from jdp.checkpoint.upkeep.ownership import Lineage
 from jdp.checkpoint.upkeep.retention import PreserveForeign, metric, policy
 from jdp.core.cluster.barrier import from_first_process, meet
 from jdp.core.types import PyTree
-from jdp.launch.progress_file import note_progress
 
 _T = TypeVar("_T")
 

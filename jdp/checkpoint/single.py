@@ -19,8 +19,7 @@ from jdp.checkpoint import bucket_copies
 from jdp.checkpoint.directory import Checkpoints
 from jdp.checkpoint.errors import CheckpointError, write_error
 from jdp.checkpoint.format import content
-from jdp.checkpoint.format.checks import check_values
-from jdp.checkpoint.format.trees import Content
+from jdp.checkpoint.format.trees import Content, check_values
 from jdp.checkpoint.upkeep import damage, ownership
 from jdp.core.cluster.barrier import meet
 from jdp.core.state import TrainState

@@ -9,8 +9,8 @@ import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from jdp.base.progress_file import read_progress
 from jdp.launch.output import say
-from jdp.launch.progress_file import read_progress
 
 TRY_AGAIN, MISMATCH, SOFTWARE_ERROR, INTERRUPTED = 75, 78, 70, 130
 FINAL = (1, 2, MISMATCH, INTERRUPTED, -signal.SIGINT)

@@ -21,11 +21,11 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
+from jdp.base.progress_file import PROGRESS_FILE
 from jdp.launch.decisions import Leader, Member, leader
 from jdp.launch.output import Outputs, say
 from jdp.launch.process_environment import environments
 from jdp.launch.processes import Child, Gang
-from jdp.launch.progress_file import PROGRESS_FILE
 from jdp.launch.rendezvous import Nodes
 from jdp.launch.restarts import SOFTWARE_ERROR, Restarts
 
