@@ -35,7 +35,7 @@ _T = TypeVar("_T")
 _ARRAYS, _UNFINISHED = "state", ".unfinished"
 
 
-class Held:
+class BucketCopies:
     """Checkpoints behind an address, and the scratch folder that stands for them.
 
     Attributes:
@@ -171,8 +171,8 @@ def delete(remote: Remote, name: str) -> None:
 def read(address: str | Path, read: Callable[[Path, Callable[[Path], Path]], _T], *, together: bool = True) -> _T:
     """Read from the checkpoints that an address leads to."""
     with named():
-        held = Held(address, together=together)
-        return read(held.folder, held.fetched)
+        copies = BucketCopies(address, together=together)
+        return read(copies.folder, copies.fetched)
 
 
 def save(address: str | Path, write: Callable[[Path], None], *, overwrite: bool) -> None:
