@@ -142,12 +142,10 @@ def _under_slurm(options: Options, environment: Mapping[str, str]) -> Options:
     count = environment.get("SLURM_STEP_NUM_NODES", "1")
     if options.nodes is not None or count == "1" or environment.get("SLURM_STEP_NUM_TASKS") != count:
         return options
-    from jdp.core.cluster.schedulers import first_host
+    from jdp.core.cluster.schedulers import slurm_coordinator
 
-    port = int(environment["SLURM_JOB_ID"]) % 2**12 + 2**16 - 2**12  # as for processes that srun starts itself
-    coordinator = f"{first_host(environment['SLURM_STEP_NODELIST'])}:{port}"
-    rank = int(environment["SLURM_PROCID"])
-    return replace(options, nodes=int(count), node_rank=rank, coordinator=options.coordinator or coordinator)
+    coordinator = options.coordinator or slurm_coordinator(environment)
+    return replace(options, nodes=int(count), node_rank=int(environment["SLURM_PROCID"]), coordinator=coordinator)
 
 
 def _nodes(options: Options) -> "Nodes | None":

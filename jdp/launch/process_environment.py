@@ -3,8 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from jdp.base.machine import cpu_only, visible_gpus
-from jdp.launch.messages import listen
+from jdp.base.machine import cpu_only, listen, visible_gpus
 
 LOOPBACK = "127.0.0.1"
 

@@ -22,7 +22,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from jdp.launch.messages import Lost, Wire, listen, split_address
+from jdp.base.machine import listen
+from jdp.launch.messages import Lost, Wire, split_address
 from jdp.launch.output import say
 from jdp.launch.process_environment import free_port
 from jdp.launch.processes import ORDERLY, ORDERLY_SECONDS
