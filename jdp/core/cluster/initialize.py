@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from jdp.core.cluster.barrier import end_waits
+from jdp.core.cluster.barrier import end_threads
 from jdp.core.cluster.coordinator_address import bind_address, bypass_proxies, wait_for_name, wait_for_port
 from jdp.core.cluster.gloo import listen_where_others_reach
 from jdp.core.cluster.handshake import check_environment
@@ -168,7 +168,7 @@ def _at_exit() -> None:
             file=sys.stderr,
         )
         leave_after_failure(FAILED)
-    end_waits()
+    end_threads()
 
 
 def _prepare(coordinator: str, seconds: float, *, first: bool) -> None:
