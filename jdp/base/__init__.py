@@ -1,8 +1,9 @@
-"""Words that every package uses; nothing here imports another package of jdp.
+"""Tools that every package uses; nothing here imports another package of jdp.
 
-formatting, shorten   numbers and values in messages; `notices` reports once, `hints` finds what was meant
+formatting, shorten   numbers and values in messages; `notices` reports once, `hints` finds the nearest word
 toml, words           values of experiment files; the words that settings take, as types
-user_path, bucket     paths that a user names, and folders in a bucket (`bucket_address`: s3://bucket/run)
+user_path, bucket     paths that a user gives, and folders in a bucket (`bucket_address`: s3://bucket/run)
 machine               processors, memory and devices of this host; `cpu_allocator` keeps freed memory
+progress_file         tells the supervisor (`jdp launch`) that a run has made progress
 disk_cache            files that later processes read; `tree_paths` names leaves; `notebook` draws objects
 """

@@ -1,8 +1,8 @@
-"""A folder behind an address, such as s3://bucket/run: what is in it, and files to and from a disk of this machine.
+"""A folder in a bucket, such as s3://bucket/run: its files, listed, read, written and copied to or from this machine.
 
 fsspec does the work, with the package of each kind of storage (s3fs, gcsfs, adlfs), their credentials and retries. An
-object store has no folders, no renaming and no appending: a file is there whole or not at all, which is what a marker
-that is written last is good for. Nothing is cached: every call asks the storage.
+object store has no folders, no renaming and no appending. A file is complete or absent, so a marker file that is
+written last makes a folder valid. Nothing is cached: every call asks the storage.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _answered: set[str] = set()
 
 
 class RemoteError(PathError):
-    """What is behind an address cannot be reached, read or written; the message has the rule, the address, the fix."""
+    """A bucket cannot be reached, read or written; the message has the rule, the address and the fix."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """What storage says of a file: `size` in bytes, and a `tag` that changes with its content."""
+    """A file in a bucket: its size in bytes, and a tag that changes with its content."""
 
     size: int
     tag: str
@@ -47,7 +47,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Remote:
-    """A folder behind an address. Nothing need be there.
+    """A folder in a bucket, which may not exist.
 
     Attributes:
         address: of the folder, as `address_of` returns it.
@@ -57,7 +57,7 @@ class Remote:
 
     @staticmethod
     def at(given: str | Path) -> Remote:
-        """Return the folder behind what a user wrote; its package is imported, and nothing else is asked yet."""
+        """Return the folder of an address that a user wrote, with its package imported."""
         address = address_of(given)
         if address is None:
             raise RemoteError(f"an address must begin with its kind, given {brief(str(given))}: s3://bucket/folder")
@@ -81,7 +81,7 @@ class Remote:
         """Return fsspec's file system, and the path in it."""
         import fsspec
 
-        logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # what it logs with a traceback it raises, too
+        logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs with a traceback what it also raises
         scheme = scheme_of(self.address)
         extra = _EXTRAS.get(scheme)
         try:
@@ -102,14 +102,14 @@ class Remote:
             raise self._error("be opened", error) from error
 
     def files(self, below: str = "") -> dict[str, Stored]:
-        """Return all files, by their path in the folder, in order. Empty if nothing is there."""
+        """Return all files, sorted by their path in the folder."""
         fs, root = self._opened
         with self._doing("be listed"):
             found: Mapping[str, Any] = fs.find(f"{root}/{below}".rstrip("/"), detail=True)
         return self._stored(found)
 
     def matching(self, pattern: str) -> dict[str, Stored]:
-        """Return the files that a pattern matches (`**` goes down), by their path in the folder, in order."""
+        """Return the files that a pattern matches (`**` for any depth), sorted by their path in the folder."""
         fs, root = self._opened
         with self._doing("be listed"):
             return self._stored(fs.glob(f"{root}/{pattern}", detail=True))
@@ -124,7 +124,7 @@ class Remote:
         return {name: files[name] for name in sorted(files) if _is_safe(name)}
 
     def read(self, name: str) -> bytes | None:
-        """Return the content of a small file; None if there is none. Raises RemoteError."""
+        """Return the content of a small file, or None if it does not exist."""
         fs, root = self._opened
         with self._doing("be read"):
             try:
@@ -133,7 +133,7 @@ class Remote:
                 return None
 
     def write(self, name: str, content: bytes, *, new: bool = False) -> bool:
-        """Write a small file, whole or not at all."""
+        """Write a small file; with `new` return False if it exists already."""
         fs, root = self._opened
         with self._doing("be written"):
             try:
@@ -143,7 +143,7 @@ class Remote:
         return True
 
     def fetch(self, names: Sequence[str], folder: Path) -> None:
-        """Read these files to the same paths below a folder of this machine. Raises RemoteError, OSError."""
+        """Copy these files to the same paths below a folder of this machine."""
         fs, root = self._opened
         for some in _pieces(names):
             for parent in {folder / PurePosixPath(name).parent for name in some}:
@@ -151,8 +151,18 @@ class Remote:
             with self._doing("be read"):
                 fs.get([f"{root}/{name}" for name in some], [str(folder / name) for name in some])
 
+    def fetch_missing(self, files: Mapping[str, Stored], folder: Path) -> None:
+        """Copy the files that a folder of this machine lacks, or has in another size, and check what arrived."""
+        self.fetch([name for name, stored in files.items() if not _has(folder / name, stored)], folder)
+        for name, stored in files.items():
+            if not _has(folder / name, stored):
+                raise RemoteError(
+                    f"files must stay the same while they are fetched; {self.address}/{name} does not have its "
+                    f"{stored.size:,} bytes: run again"
+                )
+
     def send(self, names: Sequence[str], folder: Path, into: str = "") -> None:
-        """Write these files from a folder of this machine to the same paths here, or below `into`."""
+        """Copy these files from a folder of this machine to the same paths here, or below `into`."""
         fs, root = self._opened
         for some in _pieces(names):
             with self._doing("be written"):
@@ -160,9 +170,9 @@ class Remote:
                 fs.put([str(folder / name) for name in some], there)
 
     def move(self, names: Sequence[str], source: str, target: str) -> None:
-        """Move files below `source` to the same paths below `target`, in order: the last one counts as a marker.
+        """Move files below `source` to the same paths below `target`.
 
-        It is the last to arrive, and the first to go. No names: nothing is done. Raises RemoteError.
+        The last name is the marker: it is written last at the target, and deleted first at the source.
         """
         if not names:
             return
@@ -175,7 +185,7 @@ class Remote:
         self.delete([f"{source}/{name}" for name in most])
 
     def delete(self, names: Sequence[str]) -> None:
-        """Delete these files; those that are not there are left out. Raises RemoteError."""
+        """Delete these files, as far as they exist."""
         fs, root = self._opened
         for some in _pieces(names):
             with self._doing("be deleted"):
@@ -215,9 +225,9 @@ class Remote:
 
 @contextmanager
 def _waiting(address: str) -> Generator[None]:
-    """Say once that storage has not answered, if a call before its kind's first answer takes long.
+    """Report once that storage does not answer, if a call before its kind's first answer takes long.
 
-    The packages ask again for up to a minute, and say nothing of it.
+    The packages retry silently for up to a minute.
     """
     if (scheme := scheme_of(address)) in _answered:
         yield
@@ -233,14 +243,18 @@ def _waiting(address: str) -> Generator[None]:
 
 
 def _tag(info: Mapping[str, Any]) -> str:
-    """Return what storage calls the version of a file's content: S3 and Azure an ETag, Google a checksum."""
+    """Return the version of a file's content: an ETag of S3 and Azure, a checksum of Google."""
     keys = ("ETag", "etag", "md5Hash", "crc32c", "generation", "LastModified", "mtime", "updated")
     return next((str(info[key]) for key in keys if info.get(key)), "")
 
 
 def _is_safe(name: str) -> bool:
-    """Return False for a name that no file below a folder can have, such as "../x"."""
+    """Return False for a name that would lead out of a folder, such as "../x"."""
     return "\0" not in name and all(part not in ("", ".", "..") for part in name.split("/"))
+
+
+def _has(file: Path, stored: Stored) -> bool:
+    return file.is_file() and file.stat().st_size == stored.size
 
 
 def _pieces(names: Iterable[str]) -> Iterable[list[str]]:

@@ -1,23 +1,23 @@
-"""What is an address, such as s3://bucket/run, and what is a path on a disk of this machine."""
+"""Tell an address, such as s3://bucket/run, from a path on a disk of this machine."""
 
 import os
 import re
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(//|/|$)")
-"""Also with one slash, or none at the end, as pathlib reduces two to one. One letter is a drive."""
+"""Also with one slash, or none at the end: pathlib reduces two to one. One letter is a drive."""
 
 _KNOWN = re.compile(r"(gs|gcs|s3a?|az|abfss?|adl|oss|hdfs|https?|ftp|file|memory):", re.IGNORECASE)
-"""Kinds that no folder is named after: theirs are addresses even if the slashes are missing, or it exists."""
+"""Kinds that are addresses even if the slashes are missing, or if a folder of that name exists."""
 
 _HUB = ("hf:", "hf-stream:")
 """Prefixes of an experiment's sources and models, which may stand before the path of a folder."""
 
 
 def address_of(given: object) -> str | None:
-    """Return an address as text; None for a path, or what is neither.
+    """Return an address as text, its kind in lower case, with two slashes and none at its end; None for a path.
 
-    It has its kind in lower case, two slashes, and none at its end; only one without slashes, such as s3:bucket/run,
-    stays as it is, for `Remote.at` to refuse. A path whose first part is like a kind and exists here is a path.
+    An address without slashes, such as s3:bucket/run, stays as it is: `Remote.at` refuses it. A path whose first part
+    looks like a kind and exists here is a path.
     """
     if not isinstance(given, str | os.PathLike):
         return None

@@ -1,10 +1,10 @@
 """Keep the memory that a CPU computes in, on huge pages, instead of asking the kernel for it in every step.
 
 XLA:CPU allocates the buffers of a step when it starts and frees them when it ends. glibc's `malloc` maps large ones
-from the kernel and gives them back, so that each step touches fresh pages, each of which the kernel has to find and
-fill with zeros: a quarter of the processor time of a small model's step (`experiments/benchmarks/peers.py`). The
-settings below leave freed memory on one heap of the process, in pages of 2 MiB where the kernel has them. The price:
-the process keeps the most that it ever used, and all its threads allocate from one arena.
+from the kernel and gives them back, so each step touches fresh pages, which the kernel fills with zeros: a quarter of
+the processor time of a small model's step (`experiments/benchmarks/peers.py`). The settings below leave freed memory on
+one heap of the process, in pages of 2 MiB if the kernel has them. The price: the process keeps the most memory that it
+ever used, and all its threads allocate from one arena.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from jdp.base.machine import available_memory
 
 OFF = "JDP_FRESH_MEMORY"
-"""Environment variable that keeps all as it was, if it is set and neither empty nor "0"."""
+"""Environment variable that turns this off, unless it is empty or "0"."""
 _KEPT = "memory is kept between steps, on huge pages: the process stays at the most that it used ({} turns it off)"
 
 # mallopt(3), from <malloc.h>: parameter -> value
@@ -34,12 +34,12 @@ _OTHER_ALLOCATORS = ("mallctl", "mi_malloc", "tc_malloc")  # jemalloc, mimalloc,
 def keep_memory() -> str | None:
     """Keep the memory that this process frees, and use huge pages for it: a small model's step takes a quarter less.
 
-    Call it before JAX starts its devices, in a process that computes on CPUs (`jdp train` does, on its own); data that
-    is only on its way to a GPU gains nothing. glibc on Linux only; elsewhere nothing is done. The process keeps the
-    most memory that it ever used. JDP_FRESH_MEMORY=1 in the environment turns it off.
+    Call it before JAX starts its devices, in a process that computes on CPUs; `jdp train` does. A process that
+    only feeds GPUs gains nothing. It works with glibc on Linux, and does nothing elsewhere. The process keeps the most
+    memory that it ever used. JDP_FRESH_MEMORY=1 in the environment turns it off.
 
     Returns:
-        A line that says so; None where nothing was done.
+        A line that reports it; None if nothing was done.
     """
     library = _glibc(os.environ)
     if library is None:
@@ -51,7 +51,7 @@ def keep_memory() -> str | None:
 
 
 def _glibc(environment: Mapping[str, str]) -> ctypes.CDLL | None:
-    """Return the C library of this process if it is glibc, its `malloc` is the one in use, and it is to be set."""
+    """Return the C library of this process if it is glibc with its own `malloc`, and not turned off."""
     if environment.get(OFF, "0") not in ("", "0"):
         return None
     try:
@@ -69,8 +69,7 @@ def _glibc(environment: Mapping[str, str]) -> ctypes.CDLL | None:
 def _advise_huge_pages(library: ctypes.CDLL, size: int) -> None:
     """Have the next `size` bytes of the heap use huge pages; after the settings above they stay part of it.
 
-    The block is freed unwritten: it costs addresses. Where the kernel has no huge pages or refuses so many addresses,
-    the heap is as it was.
+    The block is freed unwritten, so it costs addresses only. Without huge pages, or so many addresses, nothing changes.
     """
     block = library.malloc(size) if size > _HUGE_PAGE else None
     if block is None:

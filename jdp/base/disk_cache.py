@@ -1,7 +1,7 @@
 """Results on disk, found again by content: compiled programs, tokens of large texts.
 
-An entry's name is a hash of everything that its result follows from, so a cache can save work, but cannot make a wrong
-result: an entry that cannot be read is made again, and a folder that cannot be written is reported once.
+An entry's name is a hash of everything that determines its result, so the cache cannot change a result. An entry that
+cannot be read is made again, and a folder that cannot be written is reported once.
 """
 
 import contextlib
@@ -32,14 +32,13 @@ def default_folder() -> Path:
 
 @dataclass(frozen=True)
 class Cache:
-    """A folder of entries, of which the least recently used are deleted when they exceed a limit together.
+    """A folder of entries; the least recently used are deleted when they exceed a limit together.
 
     Attributes:
         folder: made when the first entry is stored.
         limit_bytes: of all entries together.
-        names: the regular expression of an entry's file name. No other file is ever deleted: the folder that a user
-            names may hold files of his own.
-        contents: what the entries are, for messages; "": it is not said if they cannot be kept.
+        names: the regular expression of an entry's file name. No other file is ever deleted.
+        contents: the kind of entries, for the message if they cannot be kept; "": no message.
     """
 
     folder: Path
@@ -63,7 +62,7 @@ class Cache:
         return digest.hexdigest()
 
     def load(self, name: str, read: Callable[[BinaryIO], T]) -> T | None:
-        """Return what `read` makes of the entry's file; None if there is no entry, or `read` refuses it."""
+        """Return `read(file)` of the entry; None if there is no entry, or it cannot be read."""
         try:
             with (self.folder / name).open("rb") as file:
                 entry = read(file)
@@ -73,7 +72,7 @@ class Cache:
         return entry
 
     def store(self, name: str, write: Callable[[BinaryIO], object]) -> None:
-        """Store what `write` writes: all of it or nothing, also when several processes store the same entry."""
+        """Store what `write` writes, completely or not at all, even if several processes store the same entry."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=self.folder) as own:  # removed also when the disk is full

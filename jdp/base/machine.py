@@ -1,6 +1,7 @@
-"""Find out, without starting JAX, what this machine can compute on, and choose which of it JAX starts."""
+"""This machine, without starting JAX: its devices and which of them JAX will start, its memory, its addresses."""
 
 import os
+import socket
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -127,3 +128,10 @@ def _number(file: Path) -> int | None:
         return int(file.read_text(encoding="ascii"))
     except (OSError, ValueError):
         return None
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a server on one address of this machine, or on all for ""."""
+    dual = not host and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual or ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, dualstack_ipv6=dual)

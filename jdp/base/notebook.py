@@ -1,13 +1,13 @@
-"""What a notebook shows of an object: tables and pictures in place of its `repr`."""
+"""Objects that a notebook draws as tables and pictures, in place of their `repr`."""
 
 from collections.abc import Callable
 
 
 class Drawn:
-    """An object that IPython, and what shows objects as it does, draws."""
+    """An object that IPython, or a program like it, draws."""
 
     def _repr_html_(self) -> str:
-        """Return HTML that stands alone, without scripts; no array is read for it, and nothing computed."""
+        """Return complete HTML without scripts; no array is read for it, and nothing is computed."""
         return _drawing[0](self)
 
 

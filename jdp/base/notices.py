@@ -1,7 +1,7 @@
-"""Nothing is silent: a choice made, a leaf replicated, a fallback taken is reported once a process.
+"""Notices: a choice made, a leaf replicated or a fallback taken is reported once in each process.
 
-Notices go to the logger "jdp" if the application has enabled it at level INFO. If nobody configured logging (a library
-that jdp uses may have added a handler, but no level), they are printed to standard error.
+They go to the logger "jdp" if the application has enabled it at level INFO. If nobody configured logging, they are
+printed to standard error. (A handler without a level, which a library may have added, does not count.)
 """
 
 import logging
@@ -21,7 +21,7 @@ def notice(message: str) -> None:
 
 
 def notice_anywhere(message: str) -> None:
-    """Report as `notice` does, whichever process this is: for what comes before JAX has chosen its devices."""
+    """Report as `notice` does, on any process: for notices before JAX has chosen its devices."""
     message = shown(message)
     if message in _said:
         return
@@ -33,7 +33,7 @@ def notice_anywhere(message: str) -> None:
 
 
 def show_as(path: str, name: str) -> None:
-    """Have messages show `name` in place of a path, as its user knows it."""
+    """Have messages show `name`, which the user knows, in place of a path."""
     _shown_as[path] = name
 
 

@@ -1,8 +1,8 @@
 """Check paths that users write before they are used.
 
-To pathlib `gs://bucket/run` is a folder `gs:` below the working directory, so what is written there would be on this
-machine's disk only; other paths make it raise errors without a rule or a fix. Therefore every path that comes from a
-user goes through `user_path`; where an address may stand, `jdp.core.storage` has looked at it before.
+To pathlib `gs://bucket/run` is a folder `gs:` below the working directory: files written there would be on this
+machine's disk only. For other paths it raises errors without a rule or a fix. So every path from a user goes through
+`user_path`, after `bucket_address` where an address is allowed.
 """
 
 import errno
@@ -17,7 +17,7 @@ _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 
 class PathError(ValueError):
-    """A path that no file can have; the message gives the rule, the path and the fix."""
+    """A path that no file can have; the message has the rule, the path and the fix."""
 
 
 def user_path(given: str | os.PathLike[str]) -> Path:

@@ -1,4 +1,4 @@
-"""The words that settings take, as types: a type checker finds a misspelt one, where a program is written."""
+"""The words that settings take, as types, so that a type checker finds a misspelt one."""
 
 from typing import Literal
 

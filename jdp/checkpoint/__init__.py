@@ -11,9 +11,11 @@ safetensors/   weights alone, in files that other libraries read
 
 from jdp.checkpoint.directory import Checkpoints
 from jdp.checkpoint.errors import CheckpointError
-from jdp.checkpoint.in_bucket import RemoteCheckpoints
 from jdp.checkpoint.single import restore, restore_params, save
 from jdp.checkpoint.upkeep.damage import Checked, check
+
+RemoteCheckpoints = Checkpoints
+"""The name of a directory in a bucket before `Checkpoints` was both."""
 
 __all__ = [
     "Checked",

@@ -1,15 +1,14 @@
-"""Checkpoints behind an address: a directory such as s3://bucket/run, and single ones.
+"""Copies on this host of checkpoints in a bucket: of a directory such as s3://bucket/run, and of single ones.
 
 Orbax 0.12 writes to Google's storage and to disks, not to S3; and checksums, damage and set-aside steps need folders
-that can be renamed. So a checkpoint is written to a scratch folder of this host, as any other, and sent from there:
-the commit file last, so that it is complete or invisible there too, whenever the process is killed. Sending is part of
-the save that runs in the background. In the other direction the scratch folder has every checkpoint without its arrays
-(the files below `state`), which are fetched when one is read, and compared with their checksums.
+that can be renamed. So a checkpoint is written to a scratch folder of this host and sent from there, in the background,
+its commit file last. A killed process thus leaves it complete or invisible in the bucket too.
 
-What the scratch folder has under another name afterwards (a damaged or an abandoned step) is moved behind the address,
-and what is deleted there is deleted. Its arrays leave the scratch folder when the next checkpoint is sent.
+The scratch folder has every checkpoint without its arrays (the files below `state`). They are fetched when one is read,
+and compared with their checksums. A step that is renamed there (damaged or abandoned) is moved in the bucket, and one
+that is deleted there is deleted. Its arrays leave the scratch folder when the next checkpoint is sent.
 
-The processes must see one scratch folder to write, as each writes a part of every checkpoint: those of one host do.
+Each process writes a part of every checkpoint, so all must see one scratch folder: those of one host do.
 """
 
 from __future__ import annotations
@@ -20,27 +19,25 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
-import jax
-
 from jdp.base.bucket import Remote, RemoteError, Stored
 from jdp.base.notices import shown
-from jdp.checkpoint.errors import CheckpointError
+from jdp.checkpoint.errors import CheckpointError, on_first_process
 from jdp.checkpoint.format import content
 from jdp.checkpoint.format.checksums import COMMITTED
 from jdp.checkpoint.scratch import Scratch
 from jdp.checkpoint.upkeep import ownership
-from jdp.core.cluster.barrier import from_first_process, meet
+from jdp.core.cluster.barrier import meet
 
 _T = TypeVar("_T")
 _ARRAYS, _UNFINISHED = "state", ".unfinished"
 
 
-class Held:
-    """Checkpoints behind an address, and the scratch folder that stands for them.
+class BucketCopies:
+    """Checkpoints in a bucket, and the scratch folder of this host with their copies.
 
     Attributes:
-        remote: the folder behind the address.
-        folder: where it is on this host.
+        remote: the folder in the bucket.
+        folder: the scratch folder.
         unfinished: steps that a killed process has left half-sent or half-deleted.
     """
 
@@ -55,28 +52,28 @@ class Held:
             meet("where each process has looked at a directory of checkpoints")
 
     def look(self) -> None:
-        """Fetch all of every checkpoint but its arrays, if it is not here yet; drop those that are gone."""
+        """Fetch every checkpoint that is not here yet, without its arrays; drop those that are gone."""
         with self.scratch.turn():
             files = self.remote.files()
-            whole = _checkpoints(files)
+            complete = _checkpoints(files)
             for folder in self._here():
-                if folder not in whole:
+                if folder not in complete:
                     shutil.rmtree(self.folder / folder)
-            fresh = [folder for folder in whole if not (self.folder / folder / COMMITTED).exists()]
-            small = [name for folder in fresh for name in _ordered(files, folder) if not _is_large(name, folder)]
-            commits = {_in(folder, COMMITTED) for folder in fresh}
+            fresh = [folder for folder in complete if not (self.folder / folder / COMMITTED).exists()]
+            small = [name for folder in fresh for name in _below(files, folder) if not _is_large(name, folder)]
+            commits = [_in(folder, COMMITTED) for folder in fresh]
             self.remote.fetch([name for name in small if name not in commits], self.folder)
-            self.remote.fetch([name for name in small if name in commits], self.folder)
-            for folder in whole:
+            self.remote.fetch(commits, self.folder)
+            for folder in complete:
                 (self.folder / folder / _ARRAYS).mkdir(exist_ok=True)
-            self._look_at_others(files, whole)
-            self._known = {_key(self.folder / folder): folder for folder in whole}
+            self._look_at_others(files, complete)
+            self._known = {_key(self.folder / folder): folder for folder in complete}
 
-    def _look_at_others(self, files: Mapping[str, Stored], whole: Sequence[str]) -> None:
-        """Have the scratch folder show what else is there under a name that jdp gives itself, or refuses."""
+    def _look_at_others(self, files: Mapping[str, Stored], complete: Sequence[str]) -> None:
+        """Make entries in the scratch folder for other names in the bucket that jdp gives itself, or refuses."""
         tops = {name.split("/")[0] for name in files}
-        self.unfinished = sorted(name for name in tops - {*whole} if f"{name}/{_UNFINISHED}" in files)
-        for name in tops - {*whole} - {*self.unfinished}:
+        self.unfinished = sorted(name for name in tops - {*complete} if f"{name}/{_UNFINISHED}" in files)
+        for name in tops - {*complete} - {*self.unfinished}:
             if name in files and name.isdecimal():
                 (self.folder / name).touch()
             elif name.isdecimal() or name.startswith((ownership.ABANDONED, ownership.DAMAGED)):
@@ -84,23 +81,21 @@ class Held:
                     (self.folder / name / entry).mkdir(parents=True, exist_ok=True)
 
     def _here(self) -> list[str]:
-        """Return the checkpoints in the scratch folder, by their path in it."""
+        """Return the paths of the checkpoints in the scratch folder."""
         found = [path.parent for depth in ("", "*/", "*/*/") for path in self.folder.glob(f"{depth}{COMMITTED}")]
         return [path.relative_to(self.folder).as_posix() for path in found if content.is_checkpoint(path)]
 
     def fetched(self, folder: Path) -> Path:
-        """Return the folder of a checkpoint after its arrays were fetched. Raises RemoteError."""
+        """Return the folder of a checkpoint after its arrays were fetched."""
         if not (folder / COMMITTED).exists():
             self.look()
         name = folder.relative_to(self.folder).as_posix()
         with self.scratch.turn():
-            files = self.remote.files(_in(name, _ARRAYS))
-            missing = [each for each, stored in files.items() if not _has_size(self.folder / each, stored.size)]
-            self.remote.fetch(missing, self.folder)
+            self.remote.fetch_missing(self.remote.files(_in(name, _ARRAYS)), self.folder)
         return folder
 
     def send(self, folder: Path) -> None:
-        """Send a checkpoint that is whole, its commit file last; those before it lose their arrays here."""
+        """Send a complete checkpoint, its commit file last; the copies of those before it lose their arrays."""
         name = folder.relative_to(self.folder).as_posix()
         try:
             send(self.remote, folder, name)
@@ -113,7 +108,7 @@ class Held:
         self._known[_key(folder)] = name
 
     def follow(self) -> None:
-        """Move behind the address what was renamed here: steps that are damaged or abandoned."""
+        """Move in the bucket what was renamed here: steps that are damaged or abandoned."""
         for name in self._here():
             key = _key(self.folder / name)
             was = self._known.get(key, name)
@@ -122,14 +117,14 @@ class Held:
                 self._known[key] = name
 
     def delete(self, names: Sequence[str]) -> None:
-        """Delete checkpoints, or what there is of them, behind the address: the commit file of each first."""
+        """Delete checkpoints, or what there is of them, in the bucket."""
         self._known = {key: name for key, name in self._known.items() if name not in names}
         for name in names:
             delete(self.remote, name)
 
 
 def send(remote: Remote, folder: Path, name: str) -> None:
-    """Write a checkpoint below `name`, its commit file last; until then a mark says that it is unfinished."""
+    """Write a checkpoint below `name`, its commit file last; until then it is marked as unfinished."""
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
     remote.write(f"{name}/{_UNFINISHED}", b"")
     stale = {each.removeprefix(f"{name}/") for each in remote.files(name)} - {*names, _UNFINISHED}
@@ -140,15 +135,15 @@ def send(remote: Remote, folder: Path, name: str) -> None:
     for each, size in sizes.items():
         if (found := there.get(f"{name}/{each}")) is None or found.size != size:
             raise RemoteError(
-                f"what is sent must arrive whole; {remote.address}/{name}/{each} has not all of its {size:,} bytes: "
-                "save again"
+                f"a file that is sent must arrive complete; {remote.address}/{name}/{each} does not have its {size:,} "
+                "bytes: save again"
             )
     remote.send([COMMITTED], folder, name)
     remote.delete([f"{name}/{_UNFINISHED}"])
 
 
 def move(remote: Remote, source: str, target: str) -> None:
-    """Move a checkpoint: its commit file arrives last, and goes first. Raises RemoteError."""
+    """Move a checkpoint: its commit file is written last at the target, and deleted first at the source."""
     marks = [f"{target}/{_UNFINISHED}", f"{source}/{_UNFINISHED}"]
     files = [name for name in _ordered(remote.files(source), source) if name not in marks]
     for mark in marks:
@@ -158,7 +153,7 @@ def move(remote: Remote, source: str, target: str) -> None:
 
 
 def delete(remote: Remote, name: str) -> None:
-    """Delete a checkpoint, or what there is of it: its commit file first, and the mark that it is unfinished last."""
+    """Delete a checkpoint, or what there is of it: its commit file first, its mark as unfinished last."""
     files = _ordered(remote.files(name), name)
     if not files:
         return
@@ -171,12 +166,12 @@ def delete(remote: Remote, name: str) -> None:
 def read(address: str | Path, read: Callable[[Path, Callable[[Path], Path]], _T], *, together: bool = True) -> _T:
     """Read from the checkpoints that an address leads to."""
     with named():
-        held = Held(address, together=together)
-        return read(held.folder, held.fetched)
+        copies = BucketCopies(address, together=together)
+        return read(copies.folder, copies.fetched)
 
 
 def save(address: str | Path, write: Callable[[Path], None], *, overwrite: bool) -> None:
-    """Write one checkpoint behind an address. With `overwrite` the one before is `.NAME.old` until it is there."""
+    """Write one checkpoint to a bucket. With `overwrite` the one before is `.NAME.old` until it is there."""
     with named():
         parent, _, name = Remote.at(address).address.rpartition("/")
     if parent.endswith("/"):
@@ -185,10 +180,10 @@ def save(address: str | Path, write: Callable[[Path], None], *, overwrite: bool)
         )
     remote, scratch = Remote(parent), Scratch(f"{parent}/{name}", together=True)
     require_shared(scratch, f"{parent}/{name}")
-    _on_first_process(lambda: _check_free(remote, name, overwrite))
+    on_first_process(lambda: _check_free(remote, name, overwrite))
     with named():
         write(scratch.folder)
-    _on_first_process(lambda: _replace(remote, name, scratch.folder))
+    on_first_process(lambda: _replace(remote, name, scratch.folder))
 
 
 def _check_free(remote: Remote, name: str, overwrite: bool) -> None:
@@ -216,21 +211,9 @@ def _replace(remote: Remote, name: str, folder: Path) -> None:
     delete(remote, old)
 
 
-def _on_first_process(action: Callable[[], None]) -> None:
-    """Run `action` on process 0; all processes continue when it is done, or raise what it raises."""
-    problem = ""
-    if jax.process_index() == 0:
-        try:
-            action()
-        except (CheckpointError, RemoteError) as error:
-            problem = str(error)
-    if problem := from_first_process("what process 0 did behind an address", problem):
-        raise CheckpointError(problem)
-
-
 @contextmanager
 def named() -> Generator[None]:
-    """Have errors name the address in place of the scratch folder."""
+    """Make errors name the address in place of the scratch folder."""
     try:
         yield
     except CheckpointError as error:
@@ -251,7 +234,7 @@ def require_shared(scratch: Scratch, address: str) -> None:
 
 
 def _checkpoints(files: Iterable[str]) -> list[str]:
-    """Return the folders of whole checkpoints among files; "." for one that is not in a folder."""
+    """Return the folders of complete checkpoints among files; "." for one that is not in a folder."""
     parts = {(PurePosixPath(name).parent.parent.as_posix(), PurePosixPath(name).parent.name) for name in files}
     folders = {PurePosixPath(name).parent.as_posix() for name in files if PurePosixPath(name).name == COMMITTED}
     has = {folder: {name for parent, name in parts if parent == folder} for folder in folders}
@@ -272,14 +255,10 @@ def _ordered(files: Iterable[str], folder: str) -> list[str]:
 
 
 def _is_large(name: str, folder: str) -> bool:
-    """Return True for what is fetched only when a checkpoint is read; and for the mark, which never is."""
+    """Return True for arrays, which are fetched when a checkpoint is read, and for the mark, which never is."""
     return name.startswith(_in(folder, f"{_ARRAYS}/")) or name == _in(folder, _UNFINISHED)
 
 
 def _key(folder: Path) -> tuple[int, bytes]:
-    """Return what stays the same of a checkpoint when its folder is renamed."""
+    """Return an identity of a checkpoint that stays when its folder is renamed."""
     return folder.stat().st_ino, (folder / COMMITTED).read_bytes()
-
-
-def _has_size(file: Path, size: int) -> bool:
-    return file.is_file() and file.stat().st_size == size

@@ -1,9 +1,9 @@
 """A directory of checkpoints, one a step: which are kept, which is best, and how they are written in the background.
 
-Orbax writes; a step counts only once its commit file is there, so a run killed while saving finds the step before.
-Opening a directory changes nothing in it: what killed runs left half-written is removed by the first save, so that
-another process may read while a run trains, and sees its new steps. `ownership` decides which entries may be deleted
-or set aside, and which steps a run that went back has abandoned.
+Orbax writes. A step counts only once its commit file is there, so a run killed while saving finds the step before.
+Opening a directory changes nothing in it: another process may read while a run trains. The first save removes what
+killed runs left half-written. `ownership` decides which entries may be deleted or set aside, and which steps a run that
+went back has abandoned. For a directory in a bucket `bucket_copies` keeps copies in a folder of this host.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
 
 from jdp.base.bucket_address import address_of
 from jdp.base.notices import notice
+from jdp.base.progress_file import note_progress
 from jdp.base.user_path import user_path
+from jdp.checkpoint.bucket_copies import BucketCopies, named, require_shared
 from jdp.checkpoint.errors import CheckpointError, hush, write_error
 from jdp.checkpoint.format import committing, content
-from jdp.checkpoint.format.checks import check_values
-from jdp.checkpoint.format.trees import Content, number_of
+from jdp.checkpoint.format.trees import Content, check_values, number_of
 from jdp.checkpoint.upkeep import damage, ownership
 from jdp.checkpoint.upkeep.ownership import Lineage
 from jdp.checkpoint.upkeep.retention import PreserveForeign, metric, policy
 from jdp.core.cluster.barrier import from_first_process, meet
 from jdp.core.types import PyTree
-from jdp.launch.progress_file import note_progress
 
 _T = TypeVar("_T")
 
@@ -61,15 +61,7 @@ class Checkpoints:
         ValueError: `keep`, `keep_every` or `mode` is out of range.
     """
 
-    at_addresses: ClassVar[type[Checkpoints] | None] = None
-    _committed: Callable[[Path], None] | None = None
-
-    def __new__(
-        cls, directory: str | Path, *, keep: Any = 3, keep_every: Any = None, best: Any = None, mode: Any = "min"
-    ) -> Self:
-        """Return the directory; one behind an address is of a subclass."""
-        return object.__new__(cast("type[Self]", cls.at_addresses or cls) if address_of(directory) else cls)
-
+    @named()
     def __init__(
         self,
         directory: str | Path,
@@ -84,17 +76,21 @@ class Checkpoints:
                 raise ValueError(f"{name} is a positive number of steps or None; given {count}. Give 1 or more.")
         if mode not in ("min", "max"):
             raise ValueError(f'mode is "min" or "max"; given {mode!r}. A loss has "min", an accuracy "max".')
-        self.directory = user_path(directory).absolute()
+        self._bucket = None if address_of(directory) is None else BucketCopies(directory)
+        self.directory = user_path(directory).absolute() if self._bucket is None else self._bucket.folder
+        self.before_commit: Callable[[Path], None] | None = None
         self._best, self._sign = best, -1.0 if mode == "min" else 1.0
         self._lineage = Lineage()
         self._saving: int | None = None
         self._writer = ThreadPoolExecutor(1, "jdp checkpoint")  # one thread, as Orbax tells each of an error once
         self._writing: Future[bool] | None = None
         self._deleting: list[int] = []
-        self._cleaned = self._closed = self._warned = False
+        self._announced: list[int] = []  # steps to delete in the bucket, once the next save has succeeded
+        self._began = self._shared = self._closed = self._warned = False
         self._restore_logging = hush()  # threads of Orbax log their errors when they occur; here they are raised
         kept = policy(keep, keep_every, self._score if best is not None else None)
         self._manager = self._open(PreserveForeign(self.directory, self._mark_for_deletion, kept))
+        self._follow()
 
     def _open(self, kept: Any) -> ocp.CheckpointManager:
         try:
@@ -107,7 +103,7 @@ class Checkpoints:
             return ocp.CheckpointManager(
                 self.directory,
                 item_handlers=content.item_handlers(),
-                options=committing.manager_options(kept, self._score, self._committed),
+                options=committing.manager_options(kept, self._score, None if self._bucket is None else self._send),
             )
         except ValueError as error:  # what Orbax keeps of each step is JSON, but no table
             raise CheckpointError(
@@ -122,7 +118,13 @@ class Checkpoints:
 
     @property
     def steps(self) -> list[int]:
-        """Return all steps, committed by any process or being written by this one, oldest first."""
+        """Return all steps, committed by any process or being written by this one, oldest first.
+
+        In a bucket, steps of other runs are looked for until this one saves.
+        """
+        if self._bucket is not None and not self._began and jax.process_index() == 0:
+            with named():
+                self._bucket.look()
         committed = set(ownership.committed_steps(self.directory)) - set(self._deleting)
         return sorted(committed if self._saving is None else committed | {self._saving})
 
@@ -140,6 +142,7 @@ class Checkpoints:
         step = self._manager.best_step()
         return step if step is not None and math.isfinite(self._score(self._manager.metrics(step))) else None
 
+    @named()
     def save(
         self,
         state: Any,
@@ -179,6 +182,9 @@ class Checkpoints:
                 f"The best checkpoint is chosen by {self._best!r}; given the metrics {list(numbers)}. Pass it too."
             )
         step = number_of(state, step)
+        if self._bucket is not None and not self._shared:
+            require_shared(self._bucket.scratch, self._bucket.remote.address)
+            self._shared = True
         self.wait()
         if step == self._lineage.last:
             if self._lineage.is_other(state):
@@ -197,6 +203,7 @@ class Checkpoints:
                 writing.result()  # when Orbax has copied the arrays
         self._lineage.saved(step, ownership.committed_steps(self.directory), state)
 
+    @named()
     def restore(self, target: _T, step: int | Literal["best"] | None = None) -> tuple[_T, dict[str, Any]]:
         """Read a checkpoint onto the shardings of `target`; return the state and the record saved with it.
 
@@ -221,6 +228,7 @@ class Checkpoints:
         self._lineage.restored(chosen, [other for other in existing if other in left], state)
         return state, record
 
+    @named()
     def restore_params(
         self,
         target: PyTree,
@@ -251,6 +259,7 @@ class Checkpoints:
             step, lambda folder, fix: content.read_params(folder, target, fix, missing=missing, ignore=ignore)
         )[1]
 
+    @named()
     def wait(self) -> None:
         """Return when everything saved so far is committed.
 
@@ -269,6 +278,9 @@ class Checkpoints:
                 if self._saving is not None:
                     note_progress(self._saving)
         self._saving, self._deleting = None, []
+        gone, self._announced = self._announced, []
+        if self._bucket is not None and jax.process_index() == 0:
+            self._bucket.delete([str(step) for step in gone if not (self.directory / str(step)).exists()])
 
     def close(self) -> None:
         """Wait for what is being written, and end Orbax' threads. Existing checkpoints can still be read.
@@ -298,13 +310,19 @@ class Checkpoints:
             notice(str(error))  # the exception that is being raised already matters more
 
     def _read(self, step: int | Literal["best"] | None, read: Callable[[Path, str], _T]) -> tuple[int, _T]:
-        """Read a step, or the newest that is whole: damaged ones after it are set aside. Return which it was."""
+        """Read a step, or the newest complete one: damaged ones after it are set aside. Return which it was."""
+
+        def read_copy(folder: Path, fix: str) -> _T:
+            return read(folder if self._bucket is None else self._bucket.fetched(folder), fix)
+
         if step is None and self.steps:
-            value, chosen, damaged = damage.read_newest(self.directory, read)
+            value, chosen, damaged = damage.read_newest(self.directory, read_copy)
             damage.set_aside(self.directory, damaged, chosen)
-            return chosen, value
-        folder, fix = self._choose(step)
-        return int(folder.name), read(folder, fix)
+        else:
+            folder, fix = self._choose(step)
+            value, chosen = read_copy(folder, fix), int(folder.name)
+        self._follow()
+        return chosen, value
 
     def _choose(self, step: int | Literal["best"] | None) -> tuple[Path, str]:
         """Return the folder of a step, and what to do if it is damaged."""
@@ -329,21 +347,28 @@ class Checkpoints:
 
     @contextmanager
     def _save_errors(self) -> Generator[None]:
-        """Turn an error of the code inside into that of the step being saved, and remove what there is of that step."""
+        """Turn an error of the code inside into that of the step being saved."""
         try:
             yield
-        except jax.errors.JaxRuntimeError:
-            raise
-        except (OSError, ValueError) as error:
-            step, self._saving, self._writing = self._saving, None, None
-            unfinished, self._deleting = [*self._deleting, *([] if step is None else [step])], []
-            self._lineage.failed(step)
-            for each in unfinished if jax.process_index() == 0 else ():
-                ownership.discard_unfinished(self.directory, each)
-            self._manager.reload()
-            whole = ", ".join(map(str, self.steps)) or "none"
-            what = f"Checkpoint {step} was not saved in {self.directory}"
-            raise write_error(what, error, f" (those saved before are whole: {whole})") from error
+        except BaseException as error:
+            of_disk = isinstance(error, OSError | ValueError) and not isinstance(error, jax.errors.JaxRuntimeError)
+            failure = self._failure(error) if of_disk else None
+            self._announced, self._began = [], False  # no step is deleted in a bucket for one that was not saved
+            if failure is None:
+                raise
+            raise failure from error
+
+    def _failure(self, error: BaseException) -> CheckpointError:
+        """Remove what there is of the step being saved, and return the error that names it."""
+        step, self._saving, self._writing = self._saving, None, None
+        unfinished, self._deleting = [*self._deleting, *([] if step is None else [step])], []
+        self._lineage.failed(step)
+        for each in unfinished if jax.process_index() == 0 else ():
+            ownership.discard_unfinished(self.directory, each)
+        self._manager.reload()
+        complete = ", ".join(map(str, self.steps)) or "none"
+        what = f"Checkpoint {step} was not saved in {self.directory}"
+        return write_error(what, error, f" (those saved before are whole: {complete})")
 
     def _prepare(self, step: int) -> None:
         """Clear the way for a step, on process 0. Orbax has the others wait, except while steps are set aside.
@@ -352,13 +377,15 @@ class Checkpoints:
         """
         abandoned: list[int] = []
         if jax.process_index() == 0:
-            if not self._cleaned:
+            if not self._began and self._bucket is not None:
+                self._bucket.look()
+                self._bucket.delete(self._bucket.unfinished)
+            if not self._began:
                 ownership.remove_leftovers(self.directory)
             ownership.discard_unfinished(self.directory, step)
             abandoned = self._lineage.abandoned_by(step, ownership.committed_steps(self.directory))
             if step not in abandoned and os.path.lexists(self.directory / str(step)):  # neither whole nor marked
                 abandoned.append(step)
-        self._cleaned = True
         if from_first_process("whether checkpoints are set aside", bool(abandoned)):
             if abandoned:
                 self._set_aside(abandoned, step)
@@ -366,6 +393,8 @@ class Checkpoints:
         if jax.process_index() == 0:
             ownership.mark(self.directory, step)
         self._reload_if_changed()
+        self._follow()
+        self._began = True
         if not self._warned and (skipped := self._lineage.skipped(step)):
             self._warned = True
             notice(
@@ -392,9 +421,22 @@ class Checkpoints:
     def _mark_for_deletion(self, steps: Sequence[int]) -> None:
         """Mark these steps before any of them is deleted."""
         self._deleting = list(steps)
+        self._announced += steps
         if jax.process_index() == 0:
             for step in steps:
                 ownership.mark(self.directory, step)
+
+    def _send(self, folder: Path) -> None:
+        """Send a checkpoint that was just committed on this host to the bucket."""
+        assert self._bucket is not None
+        if self.before_commit is not None:
+            self.before_commit(folder)
+        self._bucket.send(folder)
+
+    def _follow(self) -> None:
+        """Move in the bucket what was renamed on this host."""
+        if self._bucket is not None and jax.process_index() == 0:
+            self._bucket.follow()
 
     def _score(self, metrics: Mapping[str, Any] | None) -> float:
         """Return the metric `best`, its sign such that more is better; minus infinity if it was not measured."""

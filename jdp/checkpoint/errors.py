@@ -1,8 +1,7 @@
 """Errors of checkpoints in one sentence: the disk is full, the folder cannot be written, a file is damaged.
 
-Orbax and TensorStore raise errors of many kinds (`OSError`, `ValueError`, plain `Exception`), long and with the
-system's error number inside, and log each with a traceback. They become a `CheckpointError` that names what failed,
-why, and what to do; theirs stays as its cause.
+Orbax and TensorStore raise long errors of many kinds (`OSError`, `ValueError`, plain `Exception`) and log each with a
+traceback. They become the cause of a `CheckpointError` that names what failed, why, and what to do.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from typing import Any
 import jax
 
 from jdp.base.bucket import RemoteError
+from jdp.core.cluster.barrier import from_every_process
 
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 _ORBAX = f"{os.sep}orbax{os.sep}"
@@ -32,11 +32,7 @@ class CheckpointError(ValueError):
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint whose files are not those that were saved: another may be whole.
-
-    Attributes:
-        problem: what is wrong with which file, without the fix.
-    """
+    """A checkpoint whose files are not those that were saved; `problem` names the file, without the fix."""
 
     def __init__(self, message: str, problem: str) -> None:
         super().__init__(message)
@@ -54,6 +50,18 @@ def write_error(what: str, error: BaseException, note: str = "") -> CheckpointEr
     elif number is not None:
         fix = " Choose another directory."
     return CheckpointError(f"{what}: {_reason(error)}{note}.{fix}")
+
+
+def on_first_process(action: Callable[[], None]) -> None:
+    """Run `action` on process 0; all processes go on when it is done, or raise a CheckpointError if it failed."""
+    error, problem = None, ""
+    if jax.process_index() == 0:
+        try:
+            action()
+        except (CheckpointError, RemoteError, OSError) as raised:
+            error, problem = raised, str(raised) or type(raised).__name__
+    if problem := from_every_process("what process 0 does with a checkpoint", problem)[0]:
+        raise CheckpointError(problem) from error
 
 
 @contextmanager
@@ -78,7 +86,7 @@ def hush() -> Callable[[], None]:
     """Keep Orbax from printing tracebacks of errors that reach the caller as exceptions; return what undoes it.
 
     Orbax logs them in each of its threads. When one of several reads or writes fails it drops the others, and Python
-    reports an "unraisable" exception for each of these; those reports, and only those, are dropped for good.
+    reports an "unraisable" exception for each. Only those reports are dropped for good.
     """
     if sys.unraisablehook not in _hooks:
         _hooks.append(_without_orbax(sys.unraisablehook))

@@ -1,8 +1,8 @@
-"""A folder on this host that stands for one behind an address, for as long as the processes of this host use it.
+"""A folder on this host with copies of one in a bucket, for as long as the processes of this host use it.
 
-Each use has a folder of its own, below the user's cache ($JDP_CACHE_DIR): nothing in it is believed later, as what is
-behind the address is the truth. The processes of a cluster share the one of their host. Each holds a lock on it that
-dies with its process, so that what killed processes left is recognised, and removed when the next one is made.
+Each use has a new folder below the user's cache ($JDP_CACHE_DIR), as only the bucket is trusted later. The processes of
+a cluster share the folder of their host. Each holds a lock on it that ends with the process: folders of killed
+processes are recognised by it, and removed when the next one is made.
 """
 
 from __future__ import annotations
@@ -27,11 +27,7 @@ _LOCK, _TURN, _TOKEN, _KEEP = ".lock", ".turn", ".token", ".keep"
 
 
 class Scratch:
-    """The folder of one use. It is removed when nobody refers to it any more, or its processes end.
-
-    Attributes:
-        folder: is there, and empty unless another process of this host has begun.
-    """
+    """The folder of one use; it is removed when it is no longer referred to, or when its processes end."""
 
     def __init__(self, address: str, *, together: bool) -> None:
         root = (default_folder() / "storage").absolute()
@@ -46,7 +42,7 @@ class Scratch:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise PathError(
-                f"what is behind an address needs a scratch folder on this host, and {root} cannot be written: "
+                f"a folder in a bucket needs a scratch folder on this host, and {root} cannot be written: "
                 f"{error.strerror}; set JDP_CACHE_DIR to a folder that can"
             ) from error
         show_as(f"{self._home}/", f"{scheme}://")
@@ -54,13 +50,13 @@ class Scratch:
 
     @contextlib.contextmanager
     def turn(self) -> Generator[None]:
-        """Keep the other processes of this host waiting, while inside."""
+        """Hold a lock that only one process of this host holds at a time."""
         with (self._home / _TURN).open("ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
     def is_shared(self) -> bool:
-        """Return whether all processes of the cluster see the same folder; every process calls this."""
+        """Return True if all processes of the cluster see the same folder; every process calls this."""
         token = self._home / _TOKEN
         if jax.process_index() == 0:
             token.write_text(secrets.token_hex(6))
@@ -69,14 +65,14 @@ class Scratch:
         return len(set(from_every_process("the token in a scratch folder", seen))) == 1
 
     def keep(self) -> Path:
-        """Have the folder stay when its processes end: it holds what could not be sent. Messages show its own path."""
+        """Keep the folder after its processes end, as files in it could not be sent; messages then show its path."""
         (self._home / _KEEP).touch()
         show_as(f"{self._home}/", f"{self._home}/")
         return self.folder
 
 
 def _hold(home: Path) -> int:
-    """Make a scratch folder, or join the one that another process of this host has made; return the lock on it."""
+    """Make a scratch folder, or use that of another process of this host; return the lock on it."""
     while True:
         home.mkdir(parents=True, exist_ok=True)
         handle = os.open(home / _LOCK, os.O_RDWR | os.O_CREAT, 0o666)
@@ -84,11 +80,11 @@ def _hold(home: Path) -> int:
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(handle), (home / _LOCK).stat()):
                 return handle
-        os.close(handle)  # it was taken for a dead one between the two
+        os.close(handle)  # another process removed it between the two
 
 
 def _leave(home: Path, handle: int) -> None:
-    """Give the lock back; the last process removes the folder."""
+    """Release the lock; the last process removes the folder."""
     with contextlib.suppress(OSError):
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not (home / _KEEP).exists():

@@ -1,7 +1,7 @@
 """One checkpoint in a folder of its own: `jdp.save`, and reading it or any other that a path leads to.
 
-A checkpoint is written to `.NAME.saving` beside its path and moved when it is whole, so that a crash at any moment
-leaves the path as it was or as it should be (with `overwrite`, between two moves: absent, the old one in `.NAME.old`).
+A checkpoint is written to `.NAME.saving` beside its path and moved when it is complete. So a crash leaves the path as
+it was or as it should be. With `overwrite` there is a moment between two moves when only `.NAME.old` exists.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ from jdp.base.bucket_address import address_of
 from jdp.base.user_path import user_path
 from jdp.checkpoint import bucket_copies
 from jdp.checkpoint.directory import Checkpoints
-from jdp.checkpoint.errors import CheckpointError, write_error
+from jdp.checkpoint.errors import CheckpointError, on_first_process, write_error
 from jdp.checkpoint.format import content
-from jdp.checkpoint.format.checks import check_values
-from jdp.checkpoint.format.trees import Content
+from jdp.checkpoint.format.trees import Content, check_values
 from jdp.checkpoint.upkeep import damage, ownership
-from jdp.core.cluster.barrier import meet
 from jdp.core.state import TrainState
 from jdp.core.types import PyTree
 
@@ -52,11 +50,11 @@ def save(path: str | Path, state: Any, *, overwrite: bool = False) -> None:
     staging, old = path.with_name(f".{path.name}.saving"), _old_path(path)
     if old.is_symlink() or (old.exists() and not content.is_checkpoint(old)):
         raise CheckpointError(f"{old} is where the checkpoint before is kept for a moment, and is none. Move it away.")
-    _on_first_process(lambda: ownership.remove_staging(staging))
+    on_first_process(lambda: ownership.remove_staging(staging))
     try:
         with Checkpoints(staging, keep=None) as checkpoints:
             checkpoints.save(state, step=step)
-        _on_first_process(lambda: _move(staging / str(step), path))
+        on_first_process(lambda: _move(staging / str(step), path))
     except (CheckpointError, OSError) as error:
         cause = error.__cause__ if isinstance(error, CheckpointError) and error.__cause__ else error
         raise write_error(f"{path} was not saved", cause) from error
@@ -143,13 +141,6 @@ def _move(fresh: Path, path: Path) -> None:
 
 def _old_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.old")
-
-
-def _on_first_process(action: Callable[[], None]) -> None:
-    """Run `action` on process 0; all processes continue when it is done."""
-    if jax.process_index() == 0:
-        action()
-    meet("jdp.save")
 
 
 def _read(path: str | Path, read: Callable[[Path, str], _T]) -> _T:

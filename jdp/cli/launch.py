@@ -28,23 +28,26 @@ class Options:
 
     After -- comes one of
 
-    FILE.toml [options and overrides of `jdp train`];
-    PROGRAM.py [its arguments], run by the Python that runs jdp;
-    -m MODULE [its arguments], likewise;
+    FILE.toml [options and overrides of `jdp train`].
+
+    PROGRAM.py [its arguments], run by the Python that runs jdp.
+
+    -m MODULE [its arguments], likewise.
+
     COMMAND [its arguments], such as python PROGRAM.py: anything on the PATH.
 
-    Each line of output begins with the number of its process: [0] ... When a process fails, the others are ended, and
-    the last lines say which one failed first, and how; the exit code is that process's. Ctrl-C and SIGTERM are passed
-    on. With --sweep among the options of `jdp train`, its runs are launched one after another.
+    Each line of output begins with the number of its process: [0] ... When a process fails, the others are ended. The
+    last lines then name the process that failed first, and the exit code is that process's. Ctrl-C and SIGTERM are
+    passed on. With --sweep among the options of `jdp train`, its runs are launched one after another.
 
-    With --max-restarts all are then started again, and an experiment resumes from its newest checkpoint; not after exit
+    With --max-restarts all are then started again, and an experiment resumes from its newest checkpoint. Not after exit
     codes 1, 2 (a mistake), 78 (processes that do not match) and 130 (Ctrl-C), and not a third time without a new
     checkpoint.
 
     On several machines, run the same command on each, with its own --node-rank: jdp launch -n 8 --nodes 4 --node-rank 1
-    --coordinator node0:29500 -- FILE; under Slurm, srun --ntasks-per-node=1 jdp launch -n 8 -- FILE. When a process
-    fails or a machine is lost, all of them stop, and start again together. Who can reach the coordinator's port may end
-    the job: keep it in a private network.
+    --coordinator node0:29500 -- FILE. Under Slurm: srun --ntasks-per-node=1 jdp launch -n 8 -- FILE. When a process
+    fails or a machine is lost, all of them stop, and start again together. Whoever can reach the coordinator's port can
+    end the job: keep it in a private network.
     """
 
     processes: Annotated[int, tyro.conf.arg(aliases=("-n",), metavar="N")]
@@ -57,15 +60,14 @@ class Options:
     max_restarts: Annotated[int, tyro.conf.arg(metavar="N")] = 0
     """How often all processes are started again after one has failed; node 0's counts."""
     nodes: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Number of machines (default: one; in a Slurm step of one task on each of several machines, these)."""
+    """Number of machines (default: one; in a Slurm step with one task on each of several machines, these)."""
     node_rank: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Which of them this is, from 0."""
+    """Number of this machine, from 0."""
     coordinator: Annotated[str | None, tyro.conf.arg(metavar="HOST:PORT")] = None
-    """Address of node 0 and a port there that is free; the processes themselves meet at others, chosen anew at each
-    start."""
+    """Address of node 0 and a port there that is free. The processes themselves use other ports, new at each start."""
     min_nodes: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """With how many machines to go on when others stay away (default: all). The global batch and the order of samples
-    stay the same; of an experiment as many are used as its mesh and batch allow. Node 0's counts."""
+    """Number of machines with which to go on when others stay away (default: all). The global batch and the order of
+    samples stay the same; an experiment uses as many as its mesh and batch allow. Node 0's counts."""
     rejoin_seconds: Annotated[float, tyro.conf.arg(metavar="S")] = 300.0
     """How long to wait for machines, at the start and after a failure."""
     log_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
@@ -76,7 +78,7 @@ class Options:
 
 
 def run(arguments: list[str]) -> int:
-    """Split the command's own options from what to launch, and launch it. Raises UsageError."""
+    """Split the command's own options from the program, and launch it."""
     dashes = arguments.index("--") if "--" in arguments else len(arguments)
     own, command = arguments[:dashes], arguments[dashes + 1 :]
     if not command and not {"-h", "--help"} & set(own):
@@ -86,7 +88,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _launch(options: Options, command: list[str]) -> int:
-    """Check what can be checked once, in this process, then start the processes. Raises UsageError."""
+    """Check what can be checked once, in this process, then start the processes."""
     from jdp.base.machine import visible_gpus
     from jdp.launch.output import LOGS
     from jdp.launch.supervisor import launch as start
@@ -142,16 +144,14 @@ def _under_slurm(options: Options, environment: Mapping[str, str]) -> Options:
     count = environment.get("SLURM_STEP_NUM_NODES", "1")
     if options.nodes is not None or count == "1" or environment.get("SLURM_STEP_NUM_TASKS") != count:
         return options
-    from jdp.core.cluster.schedulers import first_host
+    from jdp.core.cluster.schedulers import slurm_coordinator
 
-    port = int(environment["SLURM_JOB_ID"]) % 2**12 + 2**16 - 2**12  # as for processes that srun starts itself
-    coordinator = f"{first_host(environment['SLURM_STEP_NODELIST'])}:{port}"
-    rank = int(environment["SLURM_PROCID"])
-    return replace(options, nodes=int(count), node_rank=rank, coordinator=options.coordinator or coordinator)
+    coordinator = options.coordinator or slurm_coordinator(environment)
+    return replace(options, nodes=int(count), node_rank=int(environment["SLURM_PROCID"]), coordinator=coordinator)
 
 
 def _nodes(options: Options) -> "Nodes | None":
-    """Return the machines of the run; None for this one alone. Raises UsageError."""
+    """Return the machines of the run; None for this one alone."""
     from jdp.launch.rendezvous import Nodes
 
     given = {
@@ -192,7 +192,7 @@ def _fits(experiment: "Experiment", options: Options, gpus: int, processes: int)
 
 
 def _one_of_a_sweep(options: Options) -> list[str]:
-    """Return what starts one run of a sweep, a cluster of its own. Raises UsageError."""
+    """Return what starts one run of a sweep, a cluster of its own."""
     if options.log_dir is not None:
         raise UsageError("the runs of a sweep have a folder of logs each, RUN_DIR/NAME/logs: leave --log-dir out")
     count = options.devices_per_process
@@ -239,7 +239,7 @@ def _check_exists(command: list[str]) -> None:
 
 
 def _expand_home(word: str) -> str:
-    """Return a path with ~ resolved, as by a shell. Raises UsageError."""
+    """Return a path with ~ resolved, as by a shell."""
     try:
         return str(Path(word).expanduser()) if word.startswith("~") else word
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""`jdp manifest`: the job that a cluster's scheduler takes, for an experiment."""
+"""`jdp manifest`: the job of an experiment for a cluster's scheduler."""
 
 import os
 import re
@@ -26,9 +26,9 @@ _NAME = rf"{_LABEL}(\.{_LABEL})*"
 class Options:
     """Writes the job of an experiment that sbatch or kubectl takes: a batch script, or Kubernetes' JobSet.
 
-    The job has one process a node, with all of its GPUs. Preempted, or with a node lost, it is queued again and goes on
-    from its last checkpoint; a mistake in the experiment ends it. An experiment with `devices` computes on that many
-    virtual CPU devices a node, and asks for no GPUs.
+    The job has one process a node, with all of its GPUs. If it is preempted or loses a node, it is queued again and
+    goes on from its last checkpoint. A mistake in the experiment ends it. An experiment with `devices` computes on that
+    many virtual CPU devices a node, and asks for no GPUs.
 
     Any key of the experiment can be changed: --train.steps 50 --strategy zero3. The keys are listed below.
     """
@@ -36,7 +36,7 @@ class Options:
     scheduler: Annotated[
         tyro.conf.Positional[Literal["slurm", "kubernetes"]], tyro.conf.arg(metavar="slurm|kubernetes")
     ]
-    """What starts the job."""
+    """The scheduler that starts the job."""
     file: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FILE")]
     """The experiment (TOML)."""
     nodes: Annotated[int, tyro.conf.arg(metavar="N")]
@@ -51,8 +51,7 @@ class Options:
     run_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Slurm: folder that holds the runs, on a file system that all nodes share (default: runs)."""
     time: Annotated[str | None, tyro.conf.arg(metavar="TIME")] = None
-    """Slurm: time limit, such as 24:00:00 or 2-00:00:00 (default: the partition's). What takes longer is queued
-    again."""
+    """Slurm: time limit, such as 24:00:00 or 2-00:00:00 (default: the partition's). A longer run is queued again."""
     sbatch: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(metavar="OPTION=VALUE")] = ()
     """Slurm: an option of sbatch, such as partition=gpu or account=physics; may be given several times."""
     image: Annotated[str | None, tyro.conf.arg(metavar="IMAGE")] = None
@@ -66,7 +65,7 @@ class Options:
 
 
 def run(arguments: list[str]) -> int:
-    """Check the experiment for the nodes, and write the job. Raises UsageError."""
+    """Check the experiment for the nodes, and write the job."""
     options, overrides = parse_with_overrides(Options, "manifest", arguments)
     _check(options)
     check_writable(options.output)
@@ -83,7 +82,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _check(options: Options) -> None:
-    """Check the options against each other. Raises UsageError."""
+    """Check the options against each other."""
     for name in ("nodes", "per_node"):
         if not 1 <= getattr(options, name) <= MOST:
             flag = f"--{name.replace('_', '-')}"
@@ -97,7 +96,7 @@ def _check(options: Options) -> None:
 
 
 def _experiment(options: Options, overrides: dict[str, str]) -> "Experiment":
-    """Load the experiment and check that it fits the nodes. Raises UsageError."""
+    """Load the experiment and check that it fits the nodes."""
     from jdp.experiment.file import ExperimentError, check_for_devices, load
 
     experiment = load(options.file, overrides)
@@ -115,7 +114,7 @@ def _experiment(options: Options, overrides: dict[str, str]) -> "Experiment":
 
 
 def _slurm(options: Options, overrides: dict[str, str], experiment: "Experiment", gpus: int) -> str:
-    """Return the batch script. Raises UsageError."""
+    """Return the batch script."""
     from jdp.launch.slurm import SIGNAL_SECONDS, SlurmJob, batch_script
 
     for directive in options.sbatch:
@@ -161,7 +160,7 @@ def _limit_seconds(time: str) -> int:
 
 
 def _kubernetes(options: Options, overrides: dict[str, str], experiment: "Experiment", gpus: int) -> str:
-    """Return the manifest, with the experiment as resolved, overrides included. Raises UsageError."""
+    """Return the manifest, with the experiment as resolved, overrides included."""
     from jdp.experiment.file import to_toml
     from jdp.launch.kubernetes import LONGEST_NAME, KubernetesJob, manifest
 
@@ -200,7 +199,7 @@ def _kubernetes(options: Options, overrides: dict[str, str], experiment: "Experi
 
 
 def _check_paths(table: Any, folder: Path, key: str = "") -> None:
-    """Check that no value is a path beside the experiment file, which the pods do not have. Raises UsageError."""
+    """Check that no value is a path beside the experiment file, which the pods do not have."""
     if isinstance(table, dict):
         for name, value in table.items():
             _check_paths(value, folder, f"{key}.{name}" if key else str(name))

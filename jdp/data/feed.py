@@ -8,17 +8,19 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
 from jdp.core.batch import batch_rows, owned
+from jdp.core.cluster.service import THREAD_SECONDS
 from jdp.core.plan import Plan, check_plan
 from jdp.core.sharding.batch_divisor import BatchUnit, batch_unit
 from jdp.core.types import Batch
@@ -89,6 +91,7 @@ class Feed(Iterator[Batch]):
         self._thread = threading.Thread(target=_run, args=args, name="jdp-feed", daemon=True)
         self._stop = weakref.finalize(self, _halt, stop, self._slots)
         self._thread.start()
+        _stops[self._thread] = self._stop
 
     def __next__(self) -> Batch:
         if self._done:
@@ -118,6 +121,15 @@ class Feed(Iterator[Batch]):
 
 
 _END = object()
+_stops: weakref.WeakKeyDictionary[threading.Thread, Callable[[], object]] = weakref.WeakKeyDictionary()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """Wait for the threads at the end of Python: one that comes back from JAX into a Python that ends aborts it."""
+    for thread, stop in list(_stops.items()):
+        stop()
+        thread.join(THREAD_SECONDS)
 
 
 def _run(batches: Iterator[Batch], plan: Plan, out: queue.SimpleQueue[Any], slots: Any, stop: threading.Event) -> None:

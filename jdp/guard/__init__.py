@@ -1,4 +1,4 @@
-"""Fault tolerance while a run goes on: deadlines, what each rank last did, checks of the state's health."""
+"""Fault tolerance of a run: deadlines, flight recorders of all processes, checks of the state."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -9,10 +9,10 @@ if TYPE_CHECKING:
 
 __all__ = ["CorruptState", "check_replicas"]
 
-if not TYPE_CHECKING:  # else each name would be there, misspelt ones too
+if not TYPE_CHECKING:  # a type checker would accept every name
 
     def __getattr__(name: str) -> Any:
-        """Import what needs JAX when it is first used: what reads a run's files answers without."""
+        """Import modules that need JAX when they are first used: readers of a run's files do without."""
         if name not in __all__:
             raise AttributeError(f"module 'jdp.guard' has no attribute {name!r}")
         from jdp.guard import replicas

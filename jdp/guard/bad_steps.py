@@ -1,13 +1,13 @@
-"""Bad steps: those whose gradient was not finite, and those whose loss jumps; when to go back, and what to leave out.
+"""Bad steps: those with a gradient that is not finite, or a loss that jumps; when to go back, and which to leave out.
 
-A step without a finite gradient changes nothing. If many follow one another, the weights are at fault, or the data is;
-going on as it is never mends weights. So the run can go back to a checkpoint from before them and take other steps from
-there: the batches of the bad steps are left out, and some before them, one of which may have spoilt the weights. PaLM
-did so by hand (Chowdhery et al. 2022, arXiv:2204.02311, section 5.1: from some 100 steps before a spike, 200 to 500
-batches left out, and the spike did not come again, though the same batches did no harm elsewhere).
+A step without a finite gradient changes nothing. If many follow one another, the weights or the data are at fault, and
+going on does not help. So the run can go back to a checkpoint from before them and leave out the batches of the bad
+steps, and some before them, one of which may have spoilt the weights. PaLM did so by hand (Chowdhery et al. 2022,
+arXiv:2204.02311, section 5.1). It went back some 100 steps and left out 200 to 500 batches; the spike did not come
+again, though the same batches did no harm elsewhere.
 
-Everything here is a function of the losses in their order, so that processes decide alike, and a run that is stopped
-and resumed anywhere decides as one that was not.
+The decisions are a function of the losses in their order. So all processes decide alike, and a run that was stopped and
+resumed decides as one that was not.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ NEW_LEVEL = 50  # spikes in a row that make the loss' level another one
 
 
 class RollBack(Exception):
-    """Too many bad steps in a row: the run goes back, and takes other steps. Its text says which.
+    """Too many bad steps in a row: the run goes back, and takes other steps, which its text names.
 
     Attributes:
-        why: why the last of them is bad.
+        why: the reason why the last of them is bad.
         before: the run goes back to a checkpoint from before this step.
         left_out: all steps whose batches are left out from now on, in order.
-        returns: how often the run has gone back, this time included, without a good step in between.
+        returns: number of returns without a good step in between, with this one.
     """
 
     def __init__(self, bad: BadSteps, why: str, leave_out: range) -> None:
@@ -56,7 +56,7 @@ class Level:
     variance: float = 0.0
 
     def seen(self, loss: float, window: int) -> None:
-        """Take a loss in."""
+        """Add a loss."""
         self.count += 1
         alpha = 1 / min(self.count, window)
         difference = loss - self.mean
@@ -64,7 +64,7 @@ class Level:
         self.variance = (1 - alpha) * (self.variance + alpha * difference**2)
 
     def deviations(self, loss: float, window: int) -> float:
-        """Return how many standard deviations a loss is above the mean; 0 before enough losses were seen."""
+        """Return the standard deviations by which a loss is above the mean; 0 before enough losses were seen."""
         if self.count < min(LEAST, window):
             return 0.0
         return (loss - self.mean) / max(math.sqrt(self.variance), FLOOR * abs(self.mean), 1e-12)
@@ -72,13 +72,13 @@ class Level:
 
 @dataclass
 class BadSteps:
-    """What is known of the bad steps of a run, which each checkpoint keeps.
+    """The bad steps of a run, which each checkpoint records.
 
     Attributes:
         first: the first bad step of those in a row; 0 if the last step was good.
-        in_a_row: how many.
+        in_a_row: their number.
         left_out: steps whose batches are left out, past and to come.
-        returns: how often the run has gone back since the last good step after those.
+        returns: number of returns since the last good step after those.
         level: of the loss at good steps.
     """
 
@@ -89,17 +89,17 @@ class BadSteps:
     level: Level = field(default_factory=Level)
 
     def record(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
+        """Return it as JSON."""
         return asdict(self)
 
     def went(self, back: RollBack | None) -> None:
-        """Take over what is left out from now on, in a run that went back; None: it did not."""
+        """Take over the steps that are left out in a run that went back."""
         if back is not None:
             self.left_out, self.returns = back.left_out, back.returns
 
     @classmethod
     def of(cls, record: Any) -> Self:
-        """Return what `record` was made of; a new one for None, the record of a run before there was one."""
+        """Return the inverse of `record`; a new one for None, the record of an older run."""
         if record is None:
             return cls()
         try:
@@ -108,7 +108,7 @@ class BadSteps:
             return cls(int(record["first"]), int(record["in_a_row"]), steps, int(record["returns"]), level)
         except (TypeError, KeyError, ValueError):
             raise ValueError(
-                "what is known of bad steps is a table with first, in_a_row, left_out, returns and level; given "
+                "the record of bad steps is a table with first, in_a_row, left_out, returns and level; given "
                 f"{record!r}: take the record of another checkpoint"
             ) from None
 
@@ -119,8 +119,8 @@ class Rules:
 
     Attributes:
         spike_deviations: standard deviations above the running mean from which a loss is a spike; 0: none is. OLMo 2
-            counts what is 7 away from the mean of the last 1,000 (arXiv:2501.00656, section 3.2).
-        spike_window: steps that the running mean reaches back.
+            counts losses 7 away from the mean of the last 1,000 (arXiv:2501.00656, section 3.2).
+        spike_window: number of steps in the running mean.
         roll_back_after: bad steps in a row after which the run goes back; 0: it never does.
         leave_out_before: steps before the first bad one that are left out too.
     """
@@ -131,7 +131,7 @@ class Rules:
     leave_out_before: int = 1
 
     def judge(self, bad: BadSteps, step: int, loss: float, *, skipped: bool) -> str | None:
-        """Take a step in; return why it is bad, or None."""
+        """Judge a step; return why it is bad, or None."""
         why = self._why(bad.level, loss, skipped=skipped)
         if why is None:
             bad.first = bad.in_a_row = 0

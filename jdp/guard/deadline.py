@@ -1,12 +1,11 @@
 """A deadline for each step: nothing in JAX ends a hang, so a thread beside the loop does.
 
-1. The loop says what it begins, and that a step ended. If the next end does not come in time, the deadline has passed:
-   in the time of ten median steps, but not less than `seconds`; for what happens once and compiles, reads or writes,
-   `first_seconds`.
+1. The loop tells the thread what it begins, and that a step ended. A step may take ten median steps, but at least
+   `seconds`; anything that happens once and compiles, reads or writes may take `first_seconds`.
 2. In a cluster each process publishes its step once a second in the coordination service, which answers while the
-   devices hang. Where a deadline passes, the process says so there; the others see it and stop too.
-3. Each prints the stacks of its threads, who is behind or does not answer, and leaves with 75: a supervisor starts the
-   job again, from its last checkpoint.
+   devices hang. A process whose deadline has passed publishes that too; the others see it and stop.
+3. Each prints the stacks of its threads and which process is behind, and exits with 75: a supervisor starts the job
+   again, from its last checkpoint.
 
 A process that was stopped (Ctrl-Z) and goes on has its time again. On GPUs XLA has a timeout of its own, below this
 one (`set_xla_timeout`): it ends a process whose Python cannot.
@@ -35,9 +34,9 @@ from jdp.guard.who_is_behind import Position, whereabouts
 
 TRY_AGAIN = 75
 MEDIANS = 10
-"""How many median steps a step may take."""
+"""The number of median steps that a step may take."""
 _TICK_SECONDS, _LATE_SECONDS = 1.0, 5.0
-_ANSWER_SECONDS = 4.0  # how long the others have to say where they are
+_ANSWER_SECONDS = 4.0  # for the others to publish their positions
 _LAST_RESORT_SECONDS = 20.0  # after that the process ends, whatever hangs
 _numbers = itertools.count(1)  # all processes make their deadlines in the same order
 
@@ -45,15 +44,15 @@ _numbers = itertools.count(1)  # all processes make their deadlines in the same 
 class Deadline:
     """Ends this process, and in a cluster all of them, when a step does not end in time. Use it in `with`.
 
-    `step` says that a step ended, `during` that something else goes on:
+    `step` tells that a step ended, `during` that something else goes on:
 
         with jdp.Deadline() as deadline:
             for number, batch in enumerate(batches):
                 state, metrics = train_step(state, batch)
                 deadline.step(number)
 
-    When the time is up, each process prints the stacks of all its threads and which process is behind, and ends with
-    exit code 75, "run again". JAX runs ahead of the devices, so a hang shows a few steps after it began.
+    When the time is up, each process prints the stacks of its threads and which process is behind. It ends with exit
+    code 75, "run again". JAX runs ahead of the devices, so a hang shows a few steps after it began.
 
     Args:
         seconds: within which a step ends, or ten times the median step, if that is longer; 0: no deadline.
@@ -99,40 +98,40 @@ class Deadline:
         self._threads[-1].start()
 
     def step(self, step: int, doing: str = "its next step") -> None:
-        """Say that a step ended; the next thing must end in time.
+        """Tell that a step ended; the next thing must end in time.
 
         Args:
             step: its number.
-            doing: what begins now, for messages.
+            doing: the name of what begins now, for messages.
         """
         now = time.monotonic()
         if not self._once:
             self._durations.append(now - self._since)
-        # The time is set first, here and below: a limit for short things must not meet the beginning of a long one.
+        # The time is set first, here and below: else a limit for short things may apply to the begin of a long one.
         self._since, self._once, self._step, self._doing = now, False, step, doing
 
     def beat(self, doing: str) -> None:
-        """Say that a part ended, such as a batch of an evaluation, which is not a step.
+        """Tell that a part ended that is not a step, such as a batch of an evaluation.
 
         Args:
-            doing: what begins now, for messages.
+            doing: the name of what begins now, for messages.
         """
         self._since, self._once, self._doing = time.monotonic(), False, doing
 
     def says(self, doing: str) -> None:
-        """Say what goes on; the time runs on.
+        """Name what goes on; the time runs on.
 
         Args:
-            doing: what it is, for messages.
+            doing: the name, for messages.
         """
         self._doing = doing
 
     @contextlib.contextmanager
     def during(self, doing: str) -> Generator[None]:
-        """Have `first_seconds` for what is done inside `with`: an evaluation, a save, a restore; it is not a step.
+        """Give `first_seconds` to the code inside `with`, such as an evaluation or a save; it is not a step.
 
         Args:
-            doing: what it is, for messages: "saving".
+            doing: its name, for messages: "saving".
         """
         once, before = self._once, self._doing
         self._once, self._doing, self._since = True, doing, time.monotonic()
@@ -143,7 +142,7 @@ class Deadline:
 
     @property
     def limit(self) -> float | None:
-        """Seconds within which what goes on must end; None: there is no deadline."""
+        """Seconds within which the current part must end; None: there is no deadline."""
         if self._once:
             return self._first_seconds or None
         median = statistics.median(self._durations) if self._durations else 0.0
@@ -151,7 +150,7 @@ class Deadline:
 
     @property
     def position(self) -> Position:
-        """Where this process is."""
+        """The position of this process."""
         return Position(self._step, self._doing, time.monotonic() - self._since)
 
     def _watch(self) -> None:
@@ -169,13 +168,13 @@ class Deadline:
                 self._leave(limit if late else None)
 
     def _publish(self, peers: _Peers) -> None:
-        """Publish, in a thread, where this process is, and look for others whose time is up."""
+        """Publish, in a thread, the position of this process, and look for others whose time is up."""
         with contextlib.suppress(Exception):  # the service is gone: JAX ends this process
             while not self._done.wait(_TICK_SECONDS):
                 peers.publish(self.position)
 
     def _leave(self, limit: float | None) -> None:
-        """Say where the processes are, print the stacks, and end this one."""
+        """Print the positions of the processes and the stacks, and end this process."""
         threading.Thread(target=_end_at_last, daemon=True).start()
         position = self.position
         text = f"{position.doing} did not end in {limit:.0f} seconds" if limit else "another process' time was up"
@@ -199,7 +198,7 @@ class Deadline:
 
 
 class _Peers:
-    """Where the processes of a cluster are, in the coordination service."""
+    """The positions of the processes of a cluster, in the coordination service."""
 
     def __init__(self, client: Any, me: int, count: int, number: int) -> None:
         self._client, self._me, self._count = client, me, count
@@ -208,7 +207,7 @@ class _Peers:
         self.expired = False
 
     def publish(self, position: Position) -> None:
-        """Publish where this process is, if that changed, and look whether another's time is up."""
+        """Publish the position of this process, if it changed, and look whether another's time is up."""
         same = (self._published.step, self._published.doing) == (position.step, position.doing)
         if not same:
             self._published = position
@@ -216,7 +215,7 @@ class _Peers:
         self.expired = bool(self._all("expired"))
 
     def ask(self, position: Position) -> tuple[str, list[int]]:
-        """Say that the time is up here, wait a moment for the others to do so, and return who is behind, in words."""
+        """Publish that the time is up, wait a moment for the others, and return which process is behind, in words."""
         answers: list[tuple[str, list[int]]] = []
 
         def run() -> None:
@@ -242,7 +241,7 @@ class _Peers:
         self._client.key_value_set(f"{self._prefix}/{kind}/{self._me}", text, allow_overwrite=True)
 
     def _all(self, kind: str) -> dict[int, tuple[Position, float]]:
-        """Return process -> where it was, and when it said so (Unix seconds)."""
+        """Return process -> its position, and when it published that (Unix seconds)."""
         found: dict[int, tuple[Position, float]] = {}
         for key, text in self._client.key_value_dir_get(f"{self._prefix}/{kind}"):
             step, doing, seconds, at = json.loads(text)
@@ -251,7 +250,7 @@ class _Peers:
 
 
 def main_stack() -> list[str]:
-    """Return where the main thread is, innermost first: "jdp/run/loop.py:120 in _loop"."""
+    """Return the stack of the main thread, innermost first: "jdp/run/loop.py:120 in _loop"."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)  # pyright: ignore[reportPrivateUsage]
     stack: list[str] = []
     while frame is not None and len(stack) < 40:

@@ -1,9 +1,9 @@
-"""Why a run is slow, hung or dead, and which process began it: from the flight recorders of all processes.
+"""Why a run is slow, hung or dead, and which process caused it: from the flight recorders of all processes.
 
-1. Each recorder is cut into visits; the last visit of every process is looked at together, and in short those before.
-2. How it ended: the first of a process that failed by itself, one that ended without a word, a deadline, a signal, the
-   end. What a process says about the loss of another is never the cause.
-3. If it goes on: whether anything has moved lately, and who is behind.
+1. Each recorder is cut into visits. The last visit of every process is examined together, those before in short.
+2. Its end, by the first of these: a process that failed by itself, one that ended silently, a deadline, a signal, the
+   normal end. A process that reports the loss of another is never the cause.
+3. If it goes on: whether any process has moved lately, and which is behind.
 4. Where the time of its steps goes, on which process, and the goodput of all visits.
 """
 
@@ -31,11 +31,11 @@ Events = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What is known of a run.
+    """The state of a run.
 
     Attributes:
         state: "finished", "stopped", "failed", "killed", "deadline", "hung", "running" or "unknown".
-        began: the process that began it; None if none did, or it is not known.
+        began: the process that caused it; None if unknown, or if none did.
         words: sentences, the most important first.
         pace: medians over the steps of each process, in seconds.
         goodput: where all time went.
@@ -67,18 +67,18 @@ class Seen:
 
     @property
     def step(self) -> int:
-        """The last whole step."""
+        """The last complete step."""
         done = [event for event in self.events if event.get("doing") != "compile"]  # of a step that has not ended
         return max((event["step"] for event in done if isinstance(event.get("step"), int)), default=0)
 
     @property
     def left(self) -> Mapping[str, Any] | None:
-        """How it left; None if it did not say."""
+        """The event of its exit; None if there is none."""
         return next((event for event in reversed(self.events) if event["event"] == "left"), None)
 
     @property
     def doing(self) -> str:
-        """What it did last, in words."""
+        """Its last activity, in words."""
         open_: list[str] = []
         for event in self.events:
             if event["event"] == "begin":
@@ -92,13 +92,13 @@ class Seen:
 
     @property
     def moved(self) -> float:
-        """Unix seconds of the last event that was progress."""
+        """Unix seconds of the last event with progress."""
         own = (event["time"] for event in self.events if event["event"] not in ("alive", "signal", "left"))
         return max(own, default=self.start["time"])
 
     @property
     def saved(self) -> bool:
-        """Whether the visit ended by waiting for its last save."""
+        """True if the visit ended by waiting for its last save."""
         return any(event["event"] == "end" and event.get("doing") == "wait" for event in self.events)
 
 
@@ -115,7 +115,7 @@ _DOING = {
 def diagnose(
     folder: Path, *, now: float | None = None, lives: Callable[[Seen, float], bool] | None = None
 ) -> Diagnosis:
-    """Say why a run is slow, hung or dead."""
+    """Find out why a run is slow, hung or dead."""
     now, lives = time.time() if now is None else now, lives or _lives
     ranks = {rank: visits for rank, events in read_ranks(folder / FLIGHT).items() if (visits := _visits(rank, events))}
     if not ranks:
@@ -137,17 +137,17 @@ def diagnose(
 
 
 def _visits(rank: int, events: Events) -> list[Seen]:
-    """Cut events at each "start"; those before the first, whose start is gone, are left out."""
+    """Cut events at each "start"; those before the first are left out."""
     starts = [i for i, event in enumerate(events) if event["event"] == "start"]
     if not starts and events:
-        return [Seen(rank, events)]  # of a long visit, whose beginning the recorder no longer has
+        return [Seen(rank, events)]  # of a long visit: the recorder no longer has its beginning
     return [Seen(rank, events[i:j]) for i, j in zip(starts, [*starts[1:], len(events)], strict=True)]
 
 
 def _together(ranks: Mapping[int, Sequence[Seen]]) -> list[list[Seen]]:
     """Return each visit of the first process, oldest first, with those of the others at the same time.
 
-    A process may have fewer visits: it was killed before it began to record, or the run went on without it.
+    A process may have fewer visits: it was killed before its recorder began, or the run went on without it.
     """
     own = ranks[min(ranks)]
     together = [{one.rank: one} for one in own]
@@ -160,7 +160,7 @@ def _together(ranks: Mapping[int, Sequence[Seen]]) -> list[list[Seen]]:
 
 
 def _overlap(one: Seen, other: Seen) -> float:
-    """Return the seconds that two visits have in common; less than 0: what lies between them."""
+    """Return the seconds that two visits have in common; if negative, the time between them."""
     return min(one.last["time"], other.last["time"]) - max(one.start["time"], other.start["time"])
 
 
@@ -172,7 +172,7 @@ def _count(seen: Seen) -> int:
 def _last_visit(
     last: Sequence[Seen], count: int, now: float, lives: Callable[[Seen, float], bool]
 ) -> tuple[str, int | None, list[str]]:
-    """Return the state, who began it, and sentences."""
+    """Return the run's state, the process that caused it (None: unknown), and the explanation."""
     if any(lives(seen, now) for seen in last if seen.left is None) and not _failed(last):
         return _going_on(last, count, now)
     return _ended(last, now)
@@ -183,7 +183,7 @@ def _failed(last: Sequence[Seen]) -> bool:
 
 
 def _ended(last: Sequence[Seen], now: float | None = None) -> tuple[str, int | None, list[str]]:
-    """Return how a visit ended; `now` is None for one long ago."""
+    """Return state, cause and explanation of a visit that has ended; `now` is None for an earlier one."""
     errors = [(seen.left["time"], seen) for seen in last if seen.left and seen.left.get("how") == "error"]
     own = sorted(((t, seen) for t, seen in errors if not (seen.left or {}).get("lost_peer")), key=lambda pair: pair[0])
     if own:
@@ -201,7 +201,11 @@ def _ended(last: Sequence[Seen], now: float | None = None) -> tuple[str, int | N
     if silent:
         return "killed", silent[0].rank, _killed(silent[0], len(last), now)
     if errors:
-        return "failed", None, ["Every process says that another one left; none says why. Look at the logs of all."]
+        return (
+            "failed",
+            None,
+            ["Every process reports that another one exited, and none why. Look at the logs of all."],
+        )
     stopped = next((seen for seen in last if (seen.left or {}).get("how") == "stopped"), None)
     if stopped is not None:
         began, words = _stop(last, stopped)
@@ -228,8 +232,8 @@ def _killed(seen: Seen, count: int, now: float | None) -> list[str]:
     return [
         f"{who} ended without a word after step {seen.step:,}, while {seen.doing}; its last sign of life is of "
         f"{_clock(seen.last['time'])}{ago}.{others}",
-        "So ends what is killed (SIGKILL): by a lack of memory (dmesg says so), a scheduler's limit, a person, or with "
-        "its machine. Run again: it resumes from its last checkpoint.",
+        "A killed process (SIGKILL) ends like this: for lack of memory (see dmesg), by a scheduler's limit, by a person, "
+        "or with its machine. Run again: it resumes from its last checkpoint.",
     ]
 
 
@@ -248,7 +252,7 @@ def _stop(last: Sequence[Seen], stopped: Seen) -> tuple[int | None, list[str]]:
 
 
 def _going_on(last: Sequence[Seen], count: int, now: float) -> tuple[str, int | None, list[str]]:
-    """Return whether a visit that goes on moves, and who is behind if it does not."""
+    """Return state, cause and explanation of a visit that goes on."""
     quiet = now - max(seen.moved for seen in last)
     usual = max(
         (medians.get("seconds", 0.0) for medians in pace({s.rank: s.events for s in last})[0].values()), default=0
@@ -266,7 +270,7 @@ def _going_on(last: Sequence[Seen], count: int, now: float) -> tuple[str, int | 
 
 
 def _before(visits: Sequence[Sequence[Seen]]) -> list[str]:
-    """Return in short how the visits before the last ended, newest first."""
+    """Return a line about the end of each visit before the last, newest first."""
     lines: list[str] = []
     for seen in reversed(visits[-_MOST_VISITS - 1 : -1]):
         state, began, words = _ended(seen)
@@ -284,7 +288,7 @@ _SHORT = {"failed": "ended by an error", "deadline": "ended by its deadline"}
 
 
 def _stack(event: Mapping[str, Any], rank: int) -> list[str]:
-    """Return where the main thread was, innermost in jdp's or the user's own code."""
+    """Return where the main thread was, and its innermost frame outside of JAX."""
     frames = [str(frame) for frame in event.get("stack") or []]
     own = next((frame for frame in frames if "jax/" not in frame and "<" not in frame), None)
     return [f"Process {rank} was in {frames[0]}, called from {own}."] if frames and own else []
@@ -305,7 +309,7 @@ def _log(folder: Path, rank: int) -> list[str]:
 
 
 def _lives(seen: Seen, now: float) -> bool:
-    """Return True if a process is still there: on this machine it is looked for, elsewhere it has told of late."""
+    """Return True if a process lives: on this machine by its number, elsewhere by its last event."""
     pid, host, began = seen.start.get("pid"), seen.start.get("host"), seen.start.get("began")
     if host == socket.gethostname() and isinstance(pid, int) and isinstance(began, int | float):
         return Path(f"/proc/{pid}").exists() and abs(born(pid) - began) < 3

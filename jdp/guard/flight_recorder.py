@@ -1,4 +1,4 @@
-"""The flight recorder: what each process did and how long it took, in a file that outlives it.
+"""The flight recorder: the events of each process and their times, in a file that outlives it.
 
 One JSON object a line, each with "time" (Unix seconds) and "event", in `flight/rank-00000.jsonl` of the run's folder:
 
@@ -11,15 +11,15 @@ One JSON object a line, each with "time" (Unix seconds) and "event", in `flight/
 | resumed  | the loop begins                               | step                                                     |
 | returned | the loop begins again, after fewer steps      | step                                                     |
 | bad step | no finite gradient, or a loss that jumps      | step, words                                              |
-| late     | another host than before holds all up         | step, words                                              |
+| late     | another host than before delays all           | step, words                                              |
 | alive    | nothing else happened for a while             | doing, step                                              |
 | signal   | a signal came                                 | signal                                                   |
 | deadline | something did not end in time                 | doing, step, words, behind, stack                        |
 | left     | the end: how, and the exit code               | how, step, and error, at, lost_peer for an error          |
 | before   | the first line of a file that follows another | what `account` found in those before                     |
 
-Each line goes to the operating system at once, so it is there after SIGKILL. A file that has grown to `LIMIT_BYTES`
-is renamed to `rank-00000.old.jsonl`, in place of the one before: a process keeps the last ten thousand steps or more.
+Each line goes to the operating system at once, so it survives SIGKILL. A file that has grown to `LIMIT_BYTES` is
+renamed to `rank-00000.old.jsonl` and replaces the one before: a process keeps the last ten thousand steps or more.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Flight:
             self._size += os.write(self._descriptor, b"\n")
 
     def _set_aside(self) -> None:
-        """Begin a new file, whose first line has what the account of those before needs."""
+        """Begin a new file, whose first line has the account of those before."""
         assert self._descriptor is not None
         os.close(self._descriptor)
         self._descriptor = None
@@ -115,7 +115,7 @@ def read(file: Path) -> list[dict[str, Any]]:
 
 
 def read_ranks(folder: Path) -> dict[int, list[dict[str, Any]]]:
-    """Return rank -> the events that are still there of each process of a run, oldest first; {} without recorders."""
+    """Return rank -> the events of each process of a run, oldest first; {} without recorders."""
     ranks: dict[int, list[dict[str, Any]]] = {}
     for file in sorted(folder.glob("rank-*.jsonl")):
         number = file.name.removeprefix("rank-").partition(".")[0]

@@ -1,8 +1,8 @@
 """A gradient that is not finite: in which leaf it began, and on which batch.
 
-The step itself only skips: it keeps everything as it was, and counts. `Inspection` computes the same gradient once
-more, looks at every leaf, and names what broke first in the order of computation: the batch, the parameters, the loss,
-the gradients from the last layer to the first. `save_batch` keeps the batch: to look at, or to take the step again.
+The step itself only skips: it keeps everything as it was, and counts. `Inspection` computes the same gradient again,
+checks every leaf, and names the first that broke in the order of computation: the batch, the parameters, the loss, the
+gradients from the last layer to the first. `save_batch` keeps the batch, to look at or to repeat the step.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Bad:
 
     Attributes:
         path: of the leaf.
-        places: where along its first dimension (rows of a batch, layers of a stack); empty for a scalar.
+        places: indices along its first dimension (rows of a batch, layers of a stack); empty for a scalar.
         size: of that dimension.
     """
 
@@ -57,16 +57,16 @@ class Bad:
 
 @dataclass(frozen=True)
 class Finding:
-    """Where a step's gradient broke. Each group of leaves is in the order of computation.
+    """The leaves in which a step's gradient broke; each group is in the order of computation.
 
     Attributes:
-        step: of which the gradient was not finite.
+        step: number of the step.
         batch: leaves of the batch.
-        processes: which read these rows of the batch.
+        processes: those that read these rows of the batch.
         params: parameters that were not finite before the step.
         loss: the mean loss of the batch.
-        gradients: the gradients, in the order in which the backward pass makes them: the last layer first.
-        leaves: how many gradients there are.
+        gradients: the gradients, from the last layer to the first.
+        leaves: number of gradients.
     """
 
     step: int
@@ -79,7 +79,7 @@ class Finding:
 
     @property
     def sentences(self) -> list[str]:
-        """What was found, the first cause first."""
+        """The findings in words, the first cause first."""
         said: list[str] = []
         if self.batch:
             read = f", read by process {_listed(self.processes)}" if jax.process_count() > 1 else ""
@@ -102,7 +102,7 @@ class Finding:
 
 
 class Inspection:
-    """Computes a step's gradient once more and finds what is not finite in it. The first call compiles."""
+    """Computes a step's gradient again and finds leaves that are not finite. The first call compiles."""
 
     def __init__(self, step: Step) -> None:
         self._step = step
@@ -160,7 +160,7 @@ class Inspection:
 
 
 def _flagged(tree: PyTree) -> dict[str, jax.Array]:
-    """Return for each leaf of floating point where along its first dimension it is not finite: path -> bool [n]."""
+    """Return path -> bool [n]: where along its first dimension a floating-point leaf is not finite."""
 
     def flags(x: jax.Array) -> jax.Array:
         return jnp.logical_not(jnp.isfinite(x)).reshape(x.shape[0] if x.ndim else 1, -1).any(axis=1)

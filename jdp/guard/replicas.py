@@ -1,15 +1,15 @@
 """Silent corruption: replicas that should be equal are compared bit for bit, and the device that differs is named.
 
 A device with a defect computes wrong without any error (Hochschild et al. 2021, "Cores that don't count"; Dixit et al.
-2021, arXiv:2102.11245). Whatever is replicated over a mesh axis shows it: parameters and optimizer state under `ddp`,
-small leaves under ZeRO, shards over `replica`.
+2021, arXiv:2102.11245). It shows in everything that is replicated over a mesh axis: parameters and optimizer state
+under `ddp`, small leaves under ZeRO, shards over `replica`.
 
 1. Each device adds up a mix of the bits of its own shard of every leaf: 32 bits a leaf, without any communication.
 2. These numbers, 4 bytes a leaf and device, are gathered on every process.
 3. The devices that hold the same part of a leaf must have the same number. The minority is at fault; of two that
-   differ nobody knows which.
+   differ it is unknown which.
 
-A step that is taken twice (`repeated`) shows what is replicated nowhere.
+Repeating a step (`repeated`) also shows faults in parts that are replicated nowhere.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ SHOWN = 3  # leaves, and devices, that an error names
 
 
 class CorruptState(RuntimeError):
-    """A device computed or stored something wrong: what should be equal bit for bit is not.
+    """A device computed or stored something wrong: values that should be equal bit for bit are not.
 
     Attributes:
-        differences: where, a leaf each.
+        differences: the leaves that differ.
     """
 
     def __init__(self, message: str, differences: Sequence[Difference]) -> None:
@@ -52,11 +52,11 @@ class CorruptState(RuntimeError):
 
 @dataclass(frozen=True)
 class Difference:
-    """A leaf that is not equal where it should be.
+    """A leaf whose copies are not equal.
 
     Attributes:
         path: of the leaf, such as "params/layers/0/kernel".
-        devices: those at fault: the minority; or all that hold the same part of the leaf, if none is in the majority.
+        devices: those at fault: the minority, or all holders of this part if there is no majority.
         agreeing: the majority.
     """
 
@@ -67,12 +67,12 @@ class Difference:
 
 @dataclass(frozen=True)
 class Fingerprints:
-    """The fingerprints of a state, which may still be on their way from the devices.
+    """The fingerprints of a state, which the devices may still be computing.
 
     Attributes:
         paths: of the leaves.
         devices: of the mesh, in its order.
-        parts: for each device and leaf, which part of the leaf the device holds; equal numbers, equal parts.
+        parts: for each device and leaf, the number of the part that the device holds; equal numbers, equal parts.
         values: uint32 [devices, leaves].
     """
 
@@ -82,7 +82,7 @@ class Fingerprints:
     values: jax.Array
 
     def differences(self) -> list[Difference]:
-        """Wait for the fingerprints, and return the leaves of which devices hold different copies."""
+        """Wait for the fingerprints, and return the leaves with different copies."""
         values: Table = np.asarray(jax.device_get(self.values))
         return [
             self._difference(leaf, part, values[:, leaf])
@@ -91,7 +91,7 @@ class Fingerprints:
         ]
 
     def changes(self, other: Fingerprints) -> list[Difference]:
-        """Wait for both, and return the leaves that differ from those of another state, and on which devices."""
+        """Wait for both, and return the leaves that differ from those of another state, with the devices."""
         unequal = np.asarray(jax.device_get(self.values)) != np.asarray(jax.device_get(other.values))
         return [
             Difference(self.paths[leaf], tuple(self.devices[i] for i in np.flatnonzero(unequal[:, leaf])))
@@ -114,10 +114,10 @@ def check_replicas(state: PyTree, *, what: str = "the state") -> int:
 
     Args:
         state: a train state, or any pytree of arrays that `jdp.Plan` placed.
-        what: what an error calls it.
+        what: its name in an error.
 
     Returns:
-        The number of leaves that are replicated and were compared; 0 if every device holds something else.
+        The number of leaves that are replicated and were compared; 0 if none is.
 
     Raises:
         CorruptState: replicas differ; on every process, with the same text.
@@ -169,10 +169,9 @@ def raise_for(differences: Sequence[Difference], what: str) -> None:
 
 
 def repeated(step: Callable[[PyTree, Any], tuple[PyTree, Any]], kept: PyTree, batch: Any, after: PyTree) -> None:
-    """Take a step again, and compare the result bit for bit. With several processes all of them must call it.
+    """Take a step again on a kept copy of the state, and compare the result bit for bit. Every process calls it.
 
-    The state in memory twice is what it costs: the kept one takes the step. On GPUs XLA may add up in another order
-    each time, unless XLA_FLAGS has --xla_gpu_deterministic_ops=true.
+    On GPUs XLA may add up in another order each time, unless XLA_FLAGS has --xla_gpu_deterministic_ops=true.
     """
     first, (again, _) = fingerprints(after, every_leaf=True), step(kept, batch)
     second = fingerprints(again, every_leaf=True)
@@ -197,7 +196,7 @@ def copied(state: PyTree) -> PyTree:
 
 @functools.lru_cache(maxsize=4096)
 def _parts(sharding: NamedSharding, shape: tuple[int, ...]) -> Table:
-    """Return for each device of the mesh which part of such an array it holds, as a number."""
+    """Return for each device of the mesh the number of the part of such an array that it holds."""
     indices = sharding.devices_indices_map(shape)
     numbers: dict[str, int] = {}
     devices = np.asarray(sharding.mesh.devices).flat
@@ -205,7 +204,7 @@ def _parts(sharding: NamedSharding, shape: tuple[int, ...]) -> Table:
 
 
 def _parts_that_differ(parts: Table, values: Table) -> list[int]:
-    """Return the parts of a leaf of which devices hold different copies."""
+    """Return the parts of a leaf that have different copies."""
     one = np.zeros(parts.max() + 1, values.dtype)
     one[parts] = values
     return np.unique(parts[one[parts] != values]).tolist()
@@ -215,7 +214,7 @@ def _parts_that_differ(parts: Table, values: Table) -> list[int]:
 def _computed(
     leaves: tuple[jax.Array, ...], mesh: Mesh, specs: tuple[PartitionSpec, ...], everywhere: bool
 ) -> jax.Array:
-    """Return uint32 [devices, leaves]: row by row what each device computed alone; all rows on all, if `everywhere`."""
+    """Return uint32 [devices, leaves]: each device computes its row alone; all get all rows if `everywhere`."""
 
     def local(*shards: jax.Array) -> jax.Array:
         return jnp.stack([_mixed(shard) for shard in shards])[None]
@@ -229,8 +228,8 @@ def _computed(
 def _mixed(shard: jax.Array) -> jax.Array:
     """Return a uint32 that any change of one element changes, and other changes with a chance of 1 - 2⁻³².
 
-    Each word is mixed with its place by steps that can be undone (constants of Appleby's MurmurHash3), so that equal
-    changes in two places do not cancel in the sum.
+    Each word is mixed with its index by invertible steps (constants of Appleby's MurmurHash3): equal changes of two
+    words do not cancel in the sum.
     """
     words = _words(shard).ravel()
     mixed = (words ^ (jnp.arange(words.size, dtype=jnp.uint32) * jnp.uint32(0x9E3779B9))) * jnp.uint32(0x85EBCA6B)
@@ -266,7 +265,7 @@ def _named(devices: Sequence[Device]) -> str:
 
 
 def _number(device: Device) -> int:
-    """Return a device's place among those of its process."""
+    """Return a device's index among those of its process."""
     return [each.process_index for each in jax.devices(device.platform) if each.id < device.id].count(
         device.process_index
     )

@@ -1,4 +1,4 @@
-"""What saves and restarts of a run took, from its flight recorders: what `jdp plan --mtbf` goes by."""
+"""The times of a run's saves and restarts, from its flight recorders, for `jdp plan --mtbf`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,12 +8,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Measured:
-    """Times of a run, in seconds; None where it has none.
+    """Times of a run, in seconds; None if it has none.
 
     Attributes:
-        stall: for which a save stopped training, the median. A visit's first, which makes buffers, counts only where
-            there is no other.
-        restart: from the birth of a visit's process that resumed to the end of its first step, which compiles.
+        stall: the median time for which a save stopped training, without each visit's first, which makes buffers.
+        restart: from the start of a resuming process to the end of its first step, which compiles.
     """
 
     stall: float | None
@@ -21,7 +20,7 @@ class Measured:
 
 
 def measured(events: Sequence[Mapping[str, Any]]) -> Measured:
-    """Return what saves and restarts took in one process."""
+    """Return the times of saves and restarts of one process."""
     first: list[float] = []
     later: list[float] = []
     restarts: list[float] = []

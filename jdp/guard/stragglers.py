@@ -1,13 +1,12 @@
-"""Stragglers: which process' host makes the others wait, and what that costs. It warns, and does nothing else.
+"""Stragglers: the process whose host makes the others wait, and its cost. It only warns.
 
-A collective begins when the last process comes to it. A process is late if the devices have finished all that it gave
-them before it gives them the next step: then its host's time since the results of the step before, waiting for data
-included, is time in which every device idles. A host that runs ahead of its devices costs nothing, however long it
-takes.
+A collective begins when the last process comes to it. A process is late if the devices have finished all their work
+before it dispatches the next step. Its host's time since the results of the step before, waiting for data included, is
+then time in which every device idles. A host that runs ahead of its devices costs nothing, however long it takes.
 
 1. Each process adds up the seconds in which it was late, over a window of steps.
 2. At the end of a window it publishes the mean, with that of the window before, in the coordination service's store.
-3. Process 0 compares the window before, which all have published by then: nobody waits for anybody.
+3. Process 0 compares the window before, which all have published by then. No process waits for another.
 
 A slow device is not seen: it comes to the collective late, and its host does not.
 """
@@ -25,7 +24,7 @@ import jax
 
 from jdp.core.cluster.service import coordination_client
 
-COSTS = 0.05  # of a step: what a warning begins at
+COSTS = 0.05  # of a step, from which there is a warning
 AGAIN = 2  # windows in a row in which it is the same process, before it is named
 
 
@@ -35,9 +34,9 @@ class Straggler:
 
     Attributes:
         process: its index.
-        seconds: for how long its host is late before a step.
+        seconds: by which its host is late before a step.
         others: the median of the others.
-        step_seconds: how long a step takes.
+        step_seconds: the time of a step.
     """
 
     process: int
@@ -47,7 +46,7 @@ class Straggler:
 
     @property
     def cost(self) -> float:
-        """The part of a step that the others wait for it, at most: its devices' own time may hide some of it."""
+        """The share of a step for which the others wait, at most: its devices' own time may hide some of it."""
         return min((self.seconds - self.others) / self.step_seconds, 1.0)
 
     def __str__(self) -> str:
@@ -82,7 +81,7 @@ class HostTimes:
         self.found: Straggler | None = None
 
     def results(self) -> None:
-        """Begin the host's time: the results of a step are here, or something that all do together has ended."""
+        """Begin the host's time: the results of a step are here, or a common activity has ended."""
         self._results = time.perf_counter()
 
     def dispatches(self, values: Any) -> None:
@@ -92,7 +91,7 @@ class HostTimes:
         self._steps += 1
 
     def restart(self) -> None:
-        """Leave out what was measured since the last window, in which something else than steps happened."""
+        """Discard the current window, in which something else than steps happened."""
         self._late, self._steps = 0.0, 0
         self._began = self._results = time.perf_counter()
 
@@ -111,7 +110,7 @@ class HostTimes:
         return self._changed(straggler(late, earlier[2]))
 
     def _published(self, window: int) -> dict[int, float]:
-        """Return how late processes were in a window, as far as they have published it."""
+        """Return process -> its lateness in a window, as far as they have published it."""
         assert self._client is not None
         return {
             int(key.rpartition("/")[2]): late
@@ -121,7 +120,7 @@ class HostTimes:
         }
 
     def _changed(self, found: Straggler | None) -> str | None:
-        """Return a line if the straggler is another one than was named, and has been for `AGAIN` windows."""
+        """Return a line if the straggler is not the one that was named, and has been for `AGAIN` windows."""
         self.found = found
         process = found.process if found else None
         suspect, times = self._suspect

@@ -1,9 +1,9 @@
 """Goodput: the useful share of all the time that a run has taken, over all its visits, and where the rest went.
 
-1. All time is from the birth of the first process to the last event, the time between visits included.
-2. Useful are steps, without their wait for data, and evaluations. A step that a crash lost, and that a later visit did
-   again, is not.
-3. What the events do not explain is `other`: a visit's last moments, and what a loop does between its steps.
+1. All time is from the start of the first process to the last event, the time between visits included.
+2. Steps, without their wait for data, and evaluations are useful; not steps that a crash lost and a later visit
+   repeated.
+3. `other` is the time that no event explains: a visit's last moments, and the loop's work between its steps.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from jdp.base.formatting import format_percent, format_seconds
 
 _OF = {"eval": "eval", "save": "save", "wait": "save", "restore": "restore", "compile": "compile"}
-"""What a process is doing -> the kind of time."""
+"""The activity of a process -> the kind of time."""
 
 
 @dataclass
@@ -29,17 +29,17 @@ class Account:
         compile: each visit's first step.
         data: steps waiting for data.
         save: the loop waiting for a checkpoint.
-        restore: making the state, or reading it from one.
+        restore: making the state, or reading it from a checkpoint.
         start: a visit's time before its loop, without restoring.
-        lost: steps that were done again.
+        lost: steps that were repeated.
         idle: between visits.
-        first, last: Unix seconds of the first process' birth and of the last event; 0: nothing happened.
+        first, last: Unix seconds of the first process' start and of the last event; 0: nothing happened.
         visits: number of them.
         step_count: the steps in `steps`.
-        began: Unix seconds of the birth of the last visit's process.
+        began: Unix seconds of the start of the last visit's process.
         aside: of `start`, seconds that are counted elsewhere.
         at: the last step.
-        compiled: whether the last visit's first step is behind it.
+        compiled: True after the last visit's first step.
     """
 
     steps: float = 0.0
@@ -87,11 +87,11 @@ class Account:
         return f"{share}; {where}" if where else share
 
     def as_record(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
+        """Return it as JSON."""
         return asdict(self)
 
     def as_summary(self) -> dict[str, Any]:
-        """Return what a run's summary has of it."""
+        """Return its part of a run's summary."""
         return {"share": self.goodput, "seconds": self.total, "visits": self.visits, **self.parts}
 
 
@@ -146,7 +146,7 @@ def account(events: Sequence[Mapping[str, Any]]) -> Account:
 
 
 def _begin_visit(own: Account, time: float, event: Mapping[str, Any]) -> None:
-    """Begin a visit: its process was born before it joined the run."""
+    """Begin a visit: its process started before it joined the run."""
     began = event.get("began", time)
     own.began = began if own.last <= began <= time else time
     if own.visits:
@@ -158,7 +158,7 @@ def _begin_visit(own: Account, time: float, event: Mapping[str, Any]) -> None:
 
 
 def _give_up(own: Account, step: int, durations: dict[int, float]) -> None:
-    """Move the steps after the one that a visit resumes from to those that were lost."""
+    """Count the steps after the one that a visit resumes from as lost."""
     gone = max(own.at - step, 0)
     if gone and own.step_count:
         gone = min(gone, own.step_count)

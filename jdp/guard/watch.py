@@ -13,13 +13,13 @@ from typing import Any, Self
 
 import jax
 
+from jdp.base.progress_file import note_progress
 from jdp.base.shorten import cut
 from jdp.core.cluster.initialize import is_lost_peer
 from jdp.core.cluster.service import joined_as
 from jdp.guard.deadline import Deadline
 from jdp.guard.flight_recorder import FLIGHT, Flight
 from jdp.guard.who_is_behind import DEVICES
-from jdp.launch.progress_file import note_progress
 
 ALIVE_SECONDS = 5.0
 """After so long without an event the recorder says that the process is alive."""

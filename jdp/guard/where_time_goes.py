@@ -14,9 +14,9 @@ _FEWEST = 3
 
 
 def pace(events: Mapping[int, Sequence[Mapping[str, Any]]]) -> tuple[dict[int, dict[str, float]], list[str]]:
-    """Return the medians of each process' steps in seconds, and sentences about what makes them slow.
+    """Return the medians of each process' steps in seconds, and sentences about the causes of slow ones.
 
-    A process' first step, which compiles, is left out; so is all of a process with few steps.
+    A process' first step, which compiles, is left out, and so are processes with few steps.
     """
     steps = {rank: [event for event in own if event["event"] == "step"][1:] for rank, own in events.items()}
     medians = {rank: _medians(own) for rank, own in steps.items() if len(own) >= _FEWEST}
@@ -46,7 +46,7 @@ def _overview(own: Mapping[str, float], count: int) -> str:
 
 
 def _causes(medians: Mapping[int, Mapping[str, float]]) -> list[str]:
-    """Return what of the host's work costs much, and who has most of it."""
+    """Return sentences about costly work of the hosts, and the process with most of it."""
     words: list[str] = []
     several = len(medians) > 1
     for part, least, text in (

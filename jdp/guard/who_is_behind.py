@@ -1,4 +1,4 @@
-"""Which process holds the others up, in words: from where each one says that it is."""
+"""The process that delays the others, in words, from the position that each one publishes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from jdp.core.cluster.barrier import named
 
 DEVICES = "waiting for the devices"
-"""What a process does that another one holds up."""
+"""The activity of a process that waits for another one."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where a process is: its last whole step, what it is doing, and for how many seconds."""
+    """The position of a process: its last complete step, its activity, and the seconds since that began."""
 
     step: int
     doing: str
@@ -22,11 +22,14 @@ class Position:
 
 
 Known = Mapping[int, tuple[Position, float]]
-"""Process -> where it was, and when it said so (Unix seconds)."""
+"""Process -> its position, and when it published that (Unix seconds)."""
 
 
 def whereabouts(count: int, answers: Known, before: Known, *, now: float) -> tuple[str, list[int]]:
-    """Return who is silent or behind, "Process 17 is at step 4,211, all others at 4,212.", and their numbers."""
+    """Return a sentence about the processes that are silent or behind, and their numbers.
+
+    For example: "Process 17 is at step 4,211, all others at 4,212."
+    """
     silent = [rank for rank in range(count) if rank not in answers]
     if silent:
         words = " ".join(_silent(rank, before, now) for rank in silent[:3])
@@ -58,7 +61,7 @@ def _silent(rank: int, before: Known, now: float) -> str:
 
 
 def _where(answers: Known) -> str:
-    """Return where those are that answer, in short."""
+    """Return the steps of the processes that answer, in short."""
     steps = sorted({position.step for position, _ in answers.values()})
     if not steps:
         return ""
@@ -68,7 +71,7 @@ def _where(answers: Known) -> str:
 
 
 def _doing(answers: Known) -> str:
-    """Return what each group of processes is doing."""
+    """Return the activity of each group of processes."""
     groups: defaultdict[str, list[int]] = defaultdict(list)
     for rank, (position, _) in sorted(answers.items()):
         groups[position.doing].append(rank)

@@ -1,9 +1,9 @@
 """Processes: started as one cluster, watched, and started again when they fail.
 
-supervisor.py  starts the processes of a machine, again and again; `restarts.py` decides whether that can help
-processes.py   the processes of one attempt; `process_environment.py` what each learns, `output.py` where its lines go
-rendezvous.py  server of the supervisors of several machines; `decisions.py` asks it, `messages.py` carries messages
-progress_file.py  tells the supervisor that a run has made progress
+supervisor   starts the processes of a machine, again and again; `restarts` decides whether that can help
+processes    the processes of one attempt, with their `process_environment` and `output`
+rendezvous   the server of the supervisors of several machines; `decisions` asks it, `messages` carries messages
+doctor/      the checks of `jdp doctor`; `slurm` and `kubernetes` write the job that a scheduler takes
 """
 
 from jdp.launch.rendezvous import Nodes

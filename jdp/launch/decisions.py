@@ -1,7 +1,7 @@
-"""Who says what the supervisor of a machine does next: itself, where there is one machine, else the rendezvous.
+"""What the supervisor of a machine does next: decided alone on a single machine, else by the rendezvous.
 
-Both answer the same three questions: with which place in the cluster to start, or with which exit code to end; whether
-to stop now, because another machine has failed; and what follows from how the processes ended.
+Both answer three questions: with which part of the cluster to start, or with which exit code to end; whether to stop
+now, as another machine has failed; and what follows from how the processes ended.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from typing import Any, Protocol, Self
 
 from jdp.launch.messages import Lost, Wire, split_address
 from jdp.launch.output import say
-from jdp.launch.process_environment import Place, on_this_machine
+from jdp.launch.process_environment import Part, single_machine
 from jdp.launch.processes import POLL_SECONDS, Child
 from jdp.launch.rendezvous import Nodes, Rendezvous
 from jdp.launch.restarts import INTERRUPTED, TRY_AGAIN, Restarts
@@ -23,38 +23,38 @@ CONNECT_SECONDS = 3.0  # one attempt to reach node 0
 AGAIN_SECONDS = 0.5  # between two attempts
 
 
-class Leader(Protocol):
-    """What a supervisor asks."""
+class Decisions(Protocol):
+    """The questions of a supervisor."""
 
-    def next_place(self, signals: Sequence[int]) -> Place | int:
-        """Return the place to start with, or the exit code to end with; `signals` has those that came so far."""
+    def next_part(self, signals: Sequence[int]) -> Part | int:
+        """Return the part to start, or the exit code to end with; `signals` has those received so far."""
         ...
 
     def stop(self, cause: Child | None) -> bool:
-        """Return True if the processes must stop; `cause` is the one of this machine that failed first, if any has."""
+        """Return True if the processes must stop; `cause` is the first of this machine that failed, if any."""
         ...
 
     def ended(self, cause: Child | None, signals: Sequence[int]) -> None:
-        """Take note that all processes of this machine have ended."""
+        """Record that all processes of this machine have ended."""
         ...
 
 
 @dataclass
 class Alone:
-    """One machine leads itself."""
+    """The decisions of a single machine."""
 
     processes: int
     restarts: Restarts
     _code: int | None = None
 
-    def next_place(self, signals: Sequence[int]) -> Place | int:
-        """Return the next attempt's place, on a new port; or the exit code."""
+    def next_part(self, signals: Sequence[int]) -> Part | int:
+        """Return the next attempt's part, on a new port; or the exit code."""
         if self._code is not None:
             return self._code
-        return on_this_machine(self.processes, self.restarts.made)
+        return single_machine(self.processes, self.restarts.made)
 
     def stop(self, cause: Child | None) -> bool:
-        """Return False: the gang stops itself."""
+        """Return False: the processes stop each other."""
         return False
 
     def ended(self, cause: Child | None, signals: Sequence[int]) -> None:
@@ -66,12 +66,12 @@ class Alone:
 
 
 class Member:
-    """One of several machines: what it does next comes from the rendezvous. In `with`."""
+    """The decisions of one of several machines, which come from the rendezvous. In `with`."""
 
     def __init__(self, nodes: Nodes, here: int, facts: Mapping[str, str], rendezvous: Rendezvous | None) -> None:
         self._nodes, self._here, self._facts, self._rendezvous = nodes, here, facts, rendezvous
         self._wire: Wire | None = None
-        self._told, self._stop = False, False
+        self._reported, self._stop = False, False
         self._code: int | None = None
         self._refused, self._again_at = "", 0.0
 
@@ -85,36 +85,36 @@ class Member:
         if self._rendezvous is not None:
             self._rendezvous.__exit__()
 
-    def next_place(self, signals: Sequence[int]) -> Place | int:
+    def next_part(self, signals: Sequence[int]) -> Part | int:
         """Wait for the rendezvous to start an attempt or to end the run."""
-        self._told = self._stop = False
+        self._reported = self._stop = False
         give_up = time.monotonic() + self._nodes.rejoin_seconds
         while self._code is None:
             if signals:
                 return INTERRUPTED if signals[0] == signal.SIGINT else TRY_AGAIN
             if self._wire is None:
                 if time.monotonic() > give_up:
-                    return self._nobody()
+                    return self._unanswered()
                 self._connect()
-            for message in self._heard():
+            for message in self._received():
                 if message["kind"] == "start":
                     self._refused = ""
                     names = ("coordinator", "processes", "first", "binds", "restarts")
-                    return Place(here=self._here, **{name: message[name] for name in names})
+                    return Part(here=self._here, **{name: message[name] for name in names})
             time.sleep(POLL_SECONDS)
         return self._code
 
     def stop(self, cause: Child | None) -> bool:
-        """Tell the rendezvous of the first failure here, once; return True if it, or its loss, ends the attempt."""
-        if cause is not None and not self._told:
-            self._told = True
+        """Report the first failure here, once; return True if the rendezvous, or its loss, ends the attempt."""
+        if cause is not None and not self._reported:
+            self._reported = True
             text = f"process {cause.rank} {cause.how} on node {self._nodes.rank} ({socket.gethostname()})"
             self._send("failed", status=cause.status, aborted=cause.aborted, text=text)
-        self._heard()
+        self._received()
         return self._stop or self._wire is None
 
     def ended(self, cause: Child | None, signals: Sequence[int]) -> None:
-        """Tell the rendezvous; a machine that was told to stop leaves the run, which may go on without it."""
+        """Tell the rendezvous; a machine that got a signal leaves the run, which may go on without it."""
         self.stop(cause)
         code = 0 if cause is None else 128 - cause.status if cause.status < 0 else cause.status
         self._send("ended", leaving=bool(signals), code=code)
@@ -122,7 +122,7 @@ class Member:
             self._code = code
 
     def _connect(self) -> None:
-        """Try to reach node 0, and join; not again at once."""
+        """Try to reach node 0 and join, at most every `AGAIN_SECONDS`."""
         if time.monotonic() < self._again_at:
             return
         self._again_at = time.monotonic() + AGAIN_SECONDS
@@ -131,7 +131,7 @@ class Member:
             self._wire = Wire(socket.create_connection(address, CONNECT_SECONDS))
             self._send("join", node=self._nodes.rank, facts=dict(self._facts))
 
-    def _nobody(self) -> int:
+    def _unanswered(self) -> int:
         """Report that node 0 did not answer in time; return the exit code."""
         if self._refused:
             raise ValueError(f"{self._refused}: give each machine a --node-rank of its own")
@@ -141,8 +141,8 @@ class Member:
         )
         return TRY_AGAIN
 
-    def _heard(self) -> list[Mapping[str, Any]]:
-        """Take note of what the rendezvous has said, and return it."""
+    def _received(self) -> list[Mapping[str, Any]]:
+        """Act on the messages of the rendezvous, and return them."""
         messages: list[Mapping[str, Any]] = []
         if self._wire is not None:
             try:
@@ -156,7 +156,7 @@ class Member:
                 self._refused = str(message["why"])
                 self._leave()
             self._stop = self._stop or message["kind"] == "stop"
-            if self._nodes.rank and (why := message.get("why")):  # on node 0 the rendezvous says it
+            if self._nodes.rank and (why := message.get("why")):  # on node 0 the rendezvous prints it
                 say(why)
             if message["kind"] == "spare":
                 say("this node stands by: the run goes on with fewer, which its mesh and batch allow")
@@ -170,7 +170,7 @@ class Member:
                 self._lost(lost)
 
     def _lost(self, why: Lost) -> None:
-        """Node 0 is gone: stop, and look for it again; another supervisor may take its place there."""
+        """Stop, as node 0 is gone, and look for it again: another supervisor may start there."""
         if self._code is None:
             say(f"the connection to node 0 ({self._nodes.coordinator}) is lost: {why}")
         self._leave()
@@ -181,15 +181,14 @@ class Member:
             self._wire = None
 
 
-def leader(
+def decisions_of(
     processes: int,
     restarts: Restarts,
     nodes: Nodes | None,
     facts: Mapping[str, str],
     fits: Callable[[int], bool],
 ) -> Alone | Member:
-    """Return who leads this machine."""
+    """Return the decisions of this machine."""
     if nodes is None:
         return Alone(processes, restarts)
-    host = Rendezvous(nodes, processes, restarts, fits) if nodes.rank == 0 else None
-    return Member(nodes, processes, facts, host)
+    return Member(nodes, processes, facts, Rendezvous(nodes, processes, restarts, fits) if nodes.rank == 0 else None)

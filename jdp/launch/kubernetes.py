@@ -1,10 +1,10 @@
 """A JobSet for Kubernetes, with Kueue's labels: a run that goes on after evictions and lost nodes.
 
-One pod a node drives all of its GPUs. The pods are an indexed job, so that each knows its number; the JobSet's headless
-service gives them names, and `jdp.initialize` joins them by pod 0's, without any rights. The experiment travels in a
-ConfigMap. What ends a pod decides what becomes of the others:
+One pod a node drives all of its GPUs. The pods are an indexed job, so each knows its number. The JobSet's headless
+service gives them names, and `jdp.initialize` joins them by pod 0's, without any rights. The experiment is in a
+ConfigMap. The cause of a pod's end decides how the others go on:
 
-| what ended                     | exit code          | then                                                          |
+| cause                          | exit code          | then                                                          |
 |--------------------------------|--------------------|---------------------------------------------------------------|
 | a node, an evicted pod         | 75, or none        | all pods start again, and go on from the last checkpoint      |
 | a process, or the program      | 70, 128 + signal   | likewise                                                      |
@@ -30,7 +30,7 @@ LONGEST_NAME = 40  # with "-workers-0-" and an index it is a pod's host name, of
 
 @dataclass(frozen=True)
 class KubernetesJob:
-    """What a JobSet is made of.
+    """The parameters of a JobSet.
 
     Attributes:
         name: a DNS label of at most LONGEST_NAME characters, which begins with a letter.

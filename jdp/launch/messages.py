@@ -1,7 +1,7 @@
 """Messages between supervisors: one JSON object a line, over TCP.
 
-A peer whose host or link is gone says nothing: the kernel asks (keepalive) and closes the connection in `LOST_SECONDS`,
-however busy the programs at its ends are.
+A peer whose host or link is gone sends nothing: the kernel probes (keepalive) and closes the connection within
+`LOST_SECONDS`, however busy the programs at its ends are.
 """
 
 import contextlib
@@ -12,15 +12,15 @@ from typing import Any
 
 LOST_SECONDS = 15
 LONGEST = 1 << 16
-"""Bytes of a message; who sends more speaks another language."""
+"""Bytes of a message; a peer that sends more is no supervisor."""
 
 
 class Lost(ConnectionError):
-    """The connection is gone, or what came is no message."""
+    """The connection is gone, or its data is no message."""
 
 
 class Wire:
-    """One end of a connection; nothing blocks for long."""
+    """One end of a connection; no method blocks for long."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -28,14 +28,14 @@ class Wire:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        # Linux: after 6 s without a word ask every 3 s, three times; what was sent must be acknowledged as soon.
+        # Linux: after 6 s without data probe every 3 s, three times; sent data must be acknowledged as soon.
         options = {"KEEPIDLE": 6, "KEEPINTVL": 3, "KEEPCNT": 3, "USER_TIMEOUT": LOST_SECONDS * 1000}
         for name, value in options.items():
             if hasattr(socket, f"TCP_{name}"):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value)
 
     def send(self, kind: str, **message: Any) -> None:
-        """Send one message. Raises Lost."""
+        """Send one message."""
         try:
             self.connection.settimeout(LOST_SECONDS)
             self.connection.sendall(json.dumps({"kind": kind, **message}).encode() + b"\n")
@@ -46,7 +46,7 @@ class Wire:
                 self.connection.setblocking(False)
 
     def receive(self) -> list[Mapping[str, Any]]:
-        """Return the messages that have come. Raises Lost."""
+        """Return the messages that have come."""
         try:
             data = self.connection.recv(LONGEST)
         except BlockingIOError:
@@ -76,9 +76,3 @@ def split_address(address: str) -> tuple[str, int]:
     if not colon or not bare or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise ValueError(f"A coordinator is HOST:PORT, port 1 to 65535; given {address!r}. Write node0:29500.")
     return bare, int(port)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at this address of this machine. Raises OSError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family)

@@ -1,11 +1,11 @@
-"""The output of the processes: whole lines, each with its process' number, on one stream; and one log file a process.
+"""The output of the processes: lines with the number of their process on one stream, and a log file for each process.
 
-A process writes stdout and stderr into one pipe, so its lines stay in the order written, and they come out on this
-process' stdout as `[0] line`. With `clean` (for `--json`) that is process 0's stdout, byte for byte, and all else goes
-to stderr with its prefix.
+A process writes stdout and stderr into one pipe, so its lines stay in order; they appear on this process' stdout as
+`[0] line`. With `clean` (for `--json`) stdout is process 0's, byte for byte, and everything else goes to stderr with
+its prefix.
 
-A log file has what the process wrote, as it wrote it. When a process is started again its log is a new file, and the
-one before becomes `rank-00000.1.log`, the one before that `rank-00000.2.log`, up to `KEPT_LOGS`.
+A log file has the output of the process unchanged. When a process is started again its log is a new file. The one
+before becomes `rank-00000.1.log`, the one before that `rank-00000.2.log`, up to `KEPT_LOGS`.
 """
 
 import contextlib
@@ -34,12 +34,12 @@ def say(text: str) -> None:
 
 @dataclass
 class Stream:
-    """One output pipe of a process, and where its lines go.
+    """One output pipe of a process, and the stream that its lines go to.
 
     Attributes:
-        pipe: what the process writes to.
+        pipe: the pipe that the process writes to.
         target: the stream that people see.
-        prefix: what a line begins with there; empty: everything is passed on unchanged.
+        prefix: the begin of each line there; empty: output is passed on unchanged.
         tail: the last lines, shared by the streams of a process.
         log: the process' log file, likewise shared; None: it has none.
     """
@@ -69,22 +69,17 @@ class Stream:
 
 @dataclass(frozen=True)
 class Outputs:
-    """Where the output of all processes goes.
-
-    Attributes:
-        clean: write process 0's stdout unchanged to stdout, and everything else to stderr.
-        log_dir: folder of the log files; None: none are written.
-    """
+    """The streams of all processes; with `clean` process 0's stdout goes unchanged to stdout, all else to stderr."""
 
     clean: bool = False
     log_dir: Path | None = None
 
     def separate(self, rank: int) -> bool:
-        """Return True if stdout and stderr of this process go different ways."""
+        """Return True if stdout and stderr of this process go to different streams."""
         return self.clean and rank == 0
 
     def streams(self, rank: int, pipes: list[IO[bytes]]) -> list[Stream]:
-        """Return the streams of a process that was just started: of stdout, and of stderr where that is separate."""
+        """Return the streams of a process that was just started: of stdout, and of stderr if that is separate."""
         tail, log = deque[bytes](maxlen=LAST_LINES), None
         if self.log_dir is not None:
             log = Log.open(self.log_dir / f"rank-{rank:05}.log")
@@ -100,7 +95,7 @@ class Outputs:
 
 @dataclass
 class Log:
-    """The log file of one process. If the disk is full, that is reported once, and the process runs on without it."""
+    """The log file of one process. An error of the disk is reported once, and the process goes on without a log."""
 
     file: Path
     handle: int
@@ -108,7 +103,7 @@ class Log:
 
     @staticmethod
     def open(file: Path) -> "Log | None":
-        """Make the file, and rename the one that is there; None, after a line about it, if it cannot be written."""
+        """Make the file, and rename an older one; None, after a line about it, if it cannot be written."""
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             if _taken(file):
@@ -124,7 +119,7 @@ class Log:
         return Log(file, handle)
 
     def write(self, data: bytes) -> None:
-        """Append; empty `data` changes nothing."""
+        """Append `data`."""
         if self.failed:
             return
         try:
@@ -135,7 +130,7 @@ class Log:
             say(f"{self.file} cannot be written: {error.strerror}; the process runs on without its log")
 
     def close(self, status: str) -> None:
-        """Write how the process ended as the last line, and close the file."""
+        """Write `status` as the last line, and close the file."""
         if self.handle >= 0:
             self.write(f"jdp launch: {time.strftime('%Y-%m-%d %H:%M:%S')} {status}\n".encode())
             os.close(self.handle)

@@ -1,12 +1,12 @@
-"""Child processes that end with their parent, even one that is killed with SIGKILL (Linux)."""
+"""Child processes that end with their parent, even if it is killed with SIGKILL (Linux)."""
 
 import os
 import sys
 from collections.abc import Sequence
 
-# Runs in each process before the program: ask the kernel to kill it when the parent dies. The parent may have died
-# between the fork and that call, so compare its number. A separate program, as code between fork and exec in a process
-# with threads (JAX has many) may deadlock.
+# Runs in each process before the program: it asks the kernel to kill the process when the parent dies. The parent may
+# have died before that call, so its number is compared. It is a separate program: code between fork and exec in a
+# process with threads (JAX has many) may deadlock.
 _PRELUDE = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
@@ -17,7 +17,7 @@ os.execvp(sys.argv[2], sys.argv[2:])
 
 
 def ending_with_parent(command: Sequence[str]) -> list[str]:
-    """Return `command` changed such that it ends when this process does; to be started by the main thread."""
+    """Return a command that runs `command` and ends with this process; start it from the main thread."""
     if sys.platform != "linux":
         return list(command)
     return [sys.executable, "-I", "-S", "-c", _PRELUDE, str(os.getpid()), *command]

@@ -1,25 +1,24 @@
-"""What each process learns through its environment: its place in the cluster, and its devices."""
+"""The environment of each process: its number in the cluster, and its devices."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from jdp.base.machine import cpu_only, visible_gpus
-from jdp.launch.messages import listen
+from jdp.base.machine import cpu_only, listen, visible_gpus
 
 LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
-class Place:
-    """Which of a cluster's processes are started on this machine.
+class Part:
+    """The consecutive processes of a cluster that are started on this machine.
 
     Attributes:
         coordinator: "HOST:PORT" at which process 0 will listen.
         processes: number of processes on all machines.
         here: number of processes on this machine.
-        first: index of the first of these; they are consecutive.
-        binds: True if process 0 listens at that host only, False for wherever JAX says.
-        restarts: how many attempts there were before this one.
+        first: index of the first of these.
+        binds: True if process 0 listens at that host only, False for JAX's default.
+        restarts: number of attempts before this one.
     """
 
     coordinator: str
@@ -35,9 +34,9 @@ class Place:
         return range(self.first, self.first + self.here)
 
 
-def on_this_machine(processes: int, restarts: int) -> Place:
-    """Return the place of a cluster that this machine has to itself, with a port that was free just now."""
-    return Place(f"{LOOPBACK}:{free_port(LOOPBACK)}", processes, processes, restarts=restarts)
+def single_machine(processes: int, restarts: int) -> Part:
+    """Return a cluster of this machine alone, with a port that was free just now."""
+    return Part(f"{LOOPBACK}:{free_port(LOOPBACK)}", processes, processes, restarts=restarts)
 
 
 def free_port(host: str) -> int:
@@ -46,26 +45,26 @@ def free_port(host: str) -> int:
         return server.getsockname()[1]
 
 
-def environments(environment: Mapping[str, str], place: Place, devices: int | None) -> dict[int, dict[str, str]]:
+def environments(environment: Mapping[str, str], part: Part, devices: int | None) -> dict[int, dict[str, str]]:
     """Return the environment of each process: its number, the coordinator's address, and its devices."""
     shared = dict(environment) | {
-        "JDP_COORDINATOR": place.coordinator,
-        "JDP_NUM_PROCESSES": str(place.processes),
-        "JDP_RESTARTS": str(place.restarts),
+        "JDP_COORDINATOR": part.coordinator,
+        "JDP_NUM_PROCESSES": str(part.processes),
+        "JDP_RESTARTS": str(part.restarts),
         "PYTHONUNBUFFERED": "1",
     }
-    if place.binds:
-        shared["JAX_COORDINATOR_BIND_ADDRESS"] = place.coordinator
+    if part.binds:
+        shared["JAX_COORDINATOR_BIND_ADDRESS"] = part.coordinator
     gpus = visible_gpus(environment)
     if gpus:
-        own = [{"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in _split_gpus(gpus, place.here, devices)]
+        own = [{"CUDA_VISIBLE_DEVICES": ",".join(share)} for share in _split_gpus(gpus, part.here, devices)]
     elif devices is not None:
-        own = [{"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}] * place.here
+        own = [{"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}] * part.here
     else:
-        own = [{"JAX_PLATFORMS": "cpu"} if cpu_only(environment) else {}] * place.here
+        own = [{"JAX_PLATFORMS": "cpu"} if cpu_only(environment) else {}] * part.here
     return {
         rank: shared | {"JDP_PROCESS_ID": str(rank)} | devices_of
-        for rank, devices_of in zip(place.ranks, own, strict=True)
+        for rank, devices_of in zip(part.ranks, own, strict=True)
     }
 
 

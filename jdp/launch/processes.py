@@ -1,10 +1,10 @@
 """The processes of one attempt on this machine: started together, watched, and ended together.
 
-`turn`, called again and again, forwards what they write and notices who has ended. When one fails, the others are
-ended: they would wait for it.
+`turn`, called again and again, forwards their output and notices which have ended. When one fails, the others are
+ended, as they would wait for it.
 
-Death: the processes end with this one, even if it gets SIGKILL (Linux: PR_SET_PDEATHSIG). Each has its own process
-group, so Ctrl-C reaches it once, forwarded by this one, and what it started itself ends with it.
+The processes end with this one, even if it gets SIGKILL (Linux: PR_SET_PDEATHSIG). Each has its own process group: it
+gets Ctrl-C once, from this process, and programs that it started end with it.
 """
 
 import contextlib
@@ -22,8 +22,8 @@ from jdp.launch.output import Outputs, Stream
 from jdp.launch.parent_death import ending_with_parent
 
 POLL_SECONDS = 0.05
-SETTLE_SECONDS = 2.0  # after an abort (a peer died), how long the peer that caused it has to end by itself
-ORDERLY = (75, 130)  # exit codes of a process that was stopped and has saved: the others are about to leave too ...
+SETTLE_SECONDS = 2.0  # after an abort (a peer died): for the peer that caused it to end by itself
+ORDERLY = (75, 130)  # exit codes of a process that was stopped and has saved: the others will exit too ...
 ORDERLY_SECONDS = 15.0  # ... and may take so long
 LAST_WORDS_SECONDS = 0.8  # after a failure, from SIGTERM to SIGKILL: JAX ignores SIGTERM, and waiting peers hang
 _PEEK = os.WEXITED | os.WNOHANG | os.WNOWAIT
@@ -54,7 +54,7 @@ class Child:
 
     @property
     def aborted(self) -> bool:
-        """True if it ended by SIGABRT, with which JAX ends a process whose peer died: never the cause itself."""
+        """True if it ended by SIGABRT, as JAX ends a process whose peer died: never the cause itself."""
         return self.status == -signal.SIGABRT
 
     @property
@@ -68,8 +68,8 @@ class Child:
         return [line.decode(errors="replace") for line in self.streams[0].tail]
 
 
-class Gang:
-    """The processes of one attempt on this machine. In `with`; none outlives it."""
+class Processes:
+    """The processes of one attempt on this machine, in `with`; none outlives it."""
 
     def __init__(self, command: Sequence[str], environments: Mapping[int, dict[str, str]], outputs: Outputs) -> None:
         self.children: list[Child] = []
@@ -89,7 +89,7 @@ class Gang:
         self.close()
 
     def close(self) -> None:
-        """Kill what still runs, and close pipes and log files."""
+        """Kill the processes that still run, and close pipes and log files."""
         _send_signal(signal.SIGKILL, running(self.children))
         for key in list(self._selector.get_map().values()):
             key.data.pipe.close()
@@ -124,7 +124,7 @@ class Gang:
         return True
 
     def stop(self) -> None:
-        """Ask the processes to end, and kill them soon after: another has failed, so they cannot finish."""
+        """Ask the processes to end, and kill them soon after."""
         alive = running(self.children)
         for child in alive:
             child.stopped = True
@@ -132,7 +132,7 @@ class Gang:
         self._kill_at = min(self._kill_at, time.monotonic() + LAST_WORDS_SECONDS)
 
     def pass_on(self, number: int, grace_seconds: float) -> None:
-        """Pass a signal on that this process got; what has not ended by itself after `grace_seconds` is killed."""
+        """Pass on a signal; processes that have not ended after `grace_seconds` are killed."""
         _send_signal(number, running(self.children))
         self._kill_at = min(self._kill_at, time.monotonic() + grace_seconds)
 
@@ -154,7 +154,7 @@ class Gang:
         return child
 
     def _forward_output(self, seconds: float) -> bool:
-        """Forward what is in the pipes, waiting for at most `seconds`; return True if there was anything."""
+        """Forward output from the pipes, waiting for at most `seconds`; return True if there was any."""
         if not self._selector.get_map():  # all pipes are closed, but a process lives on
             time.sleep(seconds)
             return False
@@ -170,9 +170,9 @@ class Gang:
 
 
 def running(children: list[Child]) -> list[Child]:
-    """Return the processes that run; record the end of the others, and kill what these started themselves.
+    """Return the processes that run; record the end of the others, and kill the programs that these started.
 
-    Killing comes before waiting for the ended process: until then its number cannot become another's.
+    They are killed before the ended process is waited for: until then no other can get its number.
     """
     for child in children:
         if child.ended == math.inf and os.waitid(os.P_PID, child.process.pid, _PEEK):
@@ -183,12 +183,12 @@ def running(children: list[Child]) -> list[Child]:
 
 
 def _stop_at(children: list[Child]) -> float:
-    """Return when to end those still running: at the first failure; later if the others may leave by themselves."""
+    """Return when to end those still running: at the first failure, or later if they may exit by themselves."""
     return min((child.ended + _patience(child) for child in children if child.failed), default=math.inf)
 
 
 def _patience(child: Child) -> float:
-    """Return how many seconds the others have after this one failed: after an abort its cause may follow."""
+    """Return how many seconds the others have to exit by themselves after this one failed."""
     return SETTLE_SECONDS if child.aborted else ORDERLY_SECONDS if child.status in ORDERLY else 0
 
 

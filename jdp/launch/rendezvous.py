@@ -1,12 +1,12 @@
-"""Several machines: where their supervisors meet. Node 0's keeps the place, in a thread; all, it too, are its guests.
+"""Rendezvous of the supervisors of several machines. Node 0 runs the server in a thread; every node is a client.
 
-1. Gather: wait for all nodes. If some do not come in time, go on with those that are there, if there are enough, and
-   with as many of them as the experiment's mesh and batch allow; the others stand by.
+1. Gather: wait for all nodes. If some do not come in time, go on with enough others, as many as the experiment's mesh
+   and batch allow; the rest stand by.
 2. Run: tell each node its part of a new cluster, at a new port. When a process fails, or a node is lost, tell all
    others to stop.
 3. When all have stopped, decide (`Restarts`): gather again, or tell all to end, with one exit code and one reason.
 
-Who may connect may also end the job: nothing is authenticated, as at JAX's own coordinator. It listens at the
+Nothing is authenticated, as at JAX's own coordinator: whoever can connect can end the job. It listens at the
 coordinator's address only.
 """
 
@@ -22,7 +22,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from jdp.launch.messages import Lost, Wire, listen, split_address
+from jdp.base.machine import listen
+from jdp.launch.messages import Lost, Wire, split_address
 from jdp.launch.output import say
 from jdp.launch.process_environment import free_port
 from jdp.launch.processes import ORDERLY, ORDERLY_SECONDS
@@ -39,8 +40,8 @@ class Nodes:
 
     Attributes:
         count: number of nodes.
-        rank: which one this is, from 0.
-        coordinator: "HOST:PORT" of node 0, where the supervisors meet.
+        rank: number of this one, from 0.
+        coordinator: "HOST:PORT" of node 0, where the supervisors connect.
         least: number of nodes with which to go on if others stay away; None: all.
         rejoin_seconds: how long to wait for nodes, at the start and after a failure.
 
@@ -72,13 +73,13 @@ class Nodes:
 
     @property
     def needed(self) -> int:
-        """How many nodes there must be."""
+        """The number of nodes that the run needs."""
         return self.count if self.least is None else self.least
 
 
 @dataclass
-class Guest:
-    """A connection, and the node at its other end once it has said which."""
+class Client:
+    """A connection, and the node at its other end (None until it joined)."""
 
     wire: Wire
     host: str
@@ -87,7 +88,7 @@ class Guest:
 
 @dataclass
 class Failure:
-    """Why an attempt ended: lost nodes come first, then failed processes, then those that aborted with their peers."""
+    """Why an attempt ended; by weight: 0 a lost node, 1 a failed process, 2 one that aborted as a peer had died."""
 
     status: int
     text: str
@@ -96,9 +97,9 @@ class Failure:
 
 @dataclass
 class _State:
-    """What the thread knows."""
+    """The state of the server."""
 
-    guests: list[Guest] = field(default_factory=list)
+    clients: list[Client] = field(default_factory=list)
     running: set[int] = field(default_factory=set)  # nodes of this attempt whose processes have not ended
     of_attempt: set[int] = field(default_factory=set)
     failures: list[Failure] = field(default_factory=list)
@@ -111,7 +112,7 @@ class _State:
 
 
 class Rendezvous:
-    """The meeting place of the supervisors, kept by node 0. In `with`."""
+    """The server of the supervisors, on node 0. In `with`."""
 
     def __init__(self, nodes: Nodes, here: int, restarts: Restarts, fits: Callable[[int], bool]) -> None:
         self._nodes, self._here, self._restarts, self._fits = nodes, here, restarts, fits
@@ -145,106 +146,106 @@ class Rendezvous:
         self._closing.set()
         self._thread.join()
         self._server.close()
-        for guest in self._state.guests:
-            guest.wire.close()
+        for client in self._state.clients:
+            client.wire.close()
 
     def _run(self) -> None:
-        """Serve until all guests of a run that has ended are gone; a fault of this program ends the run."""
+        """Serve until the run has ended and all clients are gone; a fault of this program ends the run."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._server, selectors.EVENT_READ, None)
-            while not self._closing.is_set() and not (self._state.ended and not self._state.guests):
+            while not self._closing.is_set() and not (self._state.ended and not self._state.clients):
                 try:
                     self._serve(selector)
-                except Exception as error:  # the supervisors wait for this thread's word
+                except Exception as error:  # the supervisors wait for this thread
                     if self._state.ended:
                         raise
                     traceback.print_exc()
-                    self._end(SOFTWARE_ERROR, f"the supervisors' meeting place failed: {error!r}")
+                    self._end(SOFTWARE_ERROR, f"the supervisors' rendezvous failed: {error!r}")
 
     def _serve(self, selector: selectors.BaseSelector) -> None:
         for key, _ in selector.select(TURN_SECONDS):
             if key.data is None:
-                self._welcome(selector)
+                self._accept(selector)
             else:
-                self._hear(key.data, selector)
+                self._receive(key.data, selector)
         self._advance()
 
-    def _welcome(self, selector: selectors.BaseSelector) -> None:
+    def _accept(self, selector: selectors.BaseSelector) -> None:
         with contextlib.suppress(OSError):  # it has left already
             connection, address = self._server.accept()
-            guest = Guest(Wire(connection), str(address[0]))
-            self._state.guests.append(guest)
-            selector.register(guest.wire.connection, selectors.EVENT_READ, guest)
+            client = Client(Wire(connection), str(address[0]))
+            self._state.clients.append(client)
+            selector.register(client.wire.connection, selectors.EVENT_READ, client)
 
-    def _hear(self, guest: Guest, selector: selectors.BaseSelector) -> None:
-        """Act on what a guest says; one that is lost, or talks nonsense, is dropped."""
+    def _receive(self, client: Client, selector: selectors.BaseSelector) -> None:
+        """Act on a client's messages; one that is lost, or sends nonsense, is dropped."""
         try:
-            for message in guest.wire.receive():
-                self._act(guest, message)
+            for message in client.wire.receive():
+                self._act(client, message)
         except (Lost, KeyError, TypeError, ValueError) as error:
-            selector.unregister(guest.wire.connection)
-            self._drop(guest, str(error))
+            selector.unregister(client.wire.connection)
+            self._drop(client, str(error))
 
-    def _act(self, guest: Guest, message: Mapping[str, Any]) -> None:
+    def _act(self, client: Client, message: Mapping[str, Any]) -> None:
         state, kind = self._state, message["kind"]
         if kind == "join":
-            self._join(guest, int(message["node"]), dict(message["facts"]))
-        elif kind == "failed" and guest.node in state.of_attempt:
+            self._join(client, int(message["node"]), dict(message["facts"]))
+        elif kind == "failed" and client.node in state.of_attempt:
             self._fail(int(message["status"]), str(message["text"]), 2 if message["aborted"] else 1)
-        elif kind == "ended" and guest.node in state.running:
-            state.running.discard(guest.node)
-            if message["leaving"] and guest.node == 0:
+        elif kind == "ended" and client.node in state.running:
+            state.running.discard(client.node)
+            if message["leaving"] and client.node == 0:
                 state.leaving = int(message["code"])
 
-    def _join(self, guest: Guest, node: int, facts: Mapping[str, str]) -> None:
-        """Take a node in, or refuse it."""
-        here = {other.node: other for other in self._state.guests if other.node is not None}
+    def _join(self, client: Client, node: int, facts: Mapping[str, str]) -> None:
+        """Accept a node, or refuse it."""
+        here = {other.node: other for other in self._state.clients if other.node is not None}
         if node in here:
-            guest.wire.send("taken", why=f"node {node} is here already, from {here[node].host}")
+            client.wire.send("taken", why=f"node {node} is here already, from {here[node].host}")
             return None
         if self._farewell is not None:
-            return guest.wire.send("end", **self._farewell)
+            return client.wire.send("end", **self._farewell)
         if self._facts is None:
             self._facts = facts
         for name, value in self._facts.items():
             if facts.get(name) != value:
                 why = f"{name} must be the same on every node; node {node} has {facts.get(name)}, others have {value}"
-                return self._end(MISMATCH, why) if not self._state.of_attempt else self._refuse(guest, why)
+                return self._end(MISMATCH, why) if not self._state.of_attempt else self._refuse(client, why)
         if not 0 <= node < self._nodes.count:
-            return self._refuse(guest, f"nodes are numbered 0 to {self._nodes.count - 1}; given {node}")
-        guest.node = node
+            return self._refuse(client, f"nodes are numbered 0 to {self._nodes.count - 1}; given {node}")
+        client.node = node
         if self._state.of_attempt and not self._state.gathering:
             say(f"node {node} is here; it takes part after the next restart")
         return None
 
-    def _refuse(self, guest: Guest, why: str) -> None:
-        guest.wire.send("end", code=MISMATCH, why=why)
+    def _refuse(self, client: Client, why: str) -> None:
+        client.wire.send("end", code=MISMATCH, why=why)
 
-    def _drop(self, guest: Guest, why: str) -> None:
-        """Forget a guest whose connection is gone; the attempt that its node was in has failed."""
+    def _drop(self, client: Client, why: str) -> None:
+        """Forget a client whose connection is gone; an attempt with its node has failed."""
         state = self._state
-        guest.wire.close()
-        state.guests.remove(guest)
-        if guest.node is not None and guest.node in state.running and not state.ended:
-            state.running.discard(guest.node)
-            self._fail(SOFTWARE_ERROR, f"node {guest.node} ({guest.host}) is lost: {why}", 0)
+        client.wire.close()
+        state.clients.remove(client)
+        if client.node is not None and client.node in state.running and not state.ended:
+            state.running.discard(client.node)
+            self._fail(SOFTWARE_ERROR, f"node {client.node} ({client.host}) is lost: {why}", 0)
 
     def _fail(self, status: int, text: str, weight: int) -> None:
-        """Record a failure; the other nodes are told to stop, soon if they should be leaving by themselves."""
+        """Record a failure; the other nodes are told to stop: at once, or later if they may exit by themselves."""
         state = self._state
         state.failures.append(Failure(status, text, weight))
         if state.stopping_until == math.inf:
             state.stop_at = min(state.stop_at, time.monotonic() + ORDERLY_SECONDS * (status in ORDERLY))
 
     def _tell(self, nodes: set[int] | None, kind: str, **message: Any) -> None:
-        """Send a message to these nodes, or all guests; who cannot be told is noticed when its connection is read."""
-        for guest in self._state.guests:
-            if nodes is None or guest.node in nodes:
+        """Send a message to these nodes, or to all clients; a lost connection is noticed when it is read."""
+        for client in self._state.clients:
+            if nodes is None or client.node in nodes:
                 with contextlib.suppress(Lost):
-                    guest.wire.send(kind, **message)
+                    client.wire.send(kind, **message)
 
     def _advance(self) -> None:
-        """Go from gathering to running, from running to the end, or from stopping to what is next, if it is time."""
+        """Go on from gathering, from running or from stopping, if it is time."""
         state = self._state
         if state.ended:
             return
@@ -256,14 +257,14 @@ class Rendezvous:
             state.stop_at, state.stopping_until = math.inf, time.monotonic() + STOP_SECONDS
             self._tell(state.of_attempt, "stop")
         elif time.monotonic() > state.stopping_until:
-            for guest in [guest for guest in state.guests if guest.node in state.running]:
+            for client in [client for client in state.clients if client.node in state.running]:
                 with contextlib.suppress(OSError):
-                    guest.wire.connection.shutdown(socket.SHUT_RDWR)  # it is then dropped as lost
+                    client.wire.connection.shutdown(socket.SHUT_RDWR)  # it is then dropped as lost
 
     def _gather(self) -> None:
-        """Start an attempt if all nodes are here, or enough of them at the end of the time; or give up."""
+        """Start an attempt if all nodes are here, or enough of them when the time is up; or give up."""
         state, nodes = self._state, self._nodes
-        present = sorted(guest.node for guest in state.guests if guest.node is not None)
+        present = sorted(client.node for client in state.clients if client.node is not None)
         late = time.monotonic() > state.gathering_until
         if len(present) < nodes.count and not late:
             return None
@@ -280,7 +281,7 @@ class Rendezvous:
         return self._start(present[:usable], present[usable:])
 
     def _start(self, taken: list[int], spare: list[int]) -> None:
-        """Tell each node its place in a new cluster."""
+        """Tell each node its part of a new cluster."""
         state = self._state
         state.gathering, state.stop_at, state.stopping_until, state.failures = False, math.inf, math.inf, []
         state.running, state.of_attempt = set(taken), set(taken)

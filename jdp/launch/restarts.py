@@ -1,23 +1,22 @@
 """Whether to start again after a failure, and with which exit code to end.
 
-A crash loop is three failures without progress in between. A run may have come further than it reported: a checkpoint
-that is written in the background is reported at the next, or when the run has resumed from it. So the second failure at
-a step proves nothing yet.
+A crash loop is three failures without progress in between. One more failure at a step proves nothing: a checkpoint that
+is written in the background is reported only at the next, or when the run has resumed from it.
 """
 
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from jdp.base.progress_file import read_progress
 from jdp.launch.output import say
-from jdp.launch.progress_file import read_progress
 
 TRY_AGAIN, MISMATCH, SOFTWARE_ERROR, INTERRUPTED = 75, 78, 70, 130
 FINAL = (1, 2, MISMATCH, INTERRUPTED, -signal.SIGINT)
-"""Exit codes, or -n for signal n, after which starting again would end the same way, or is not wanted."""
+"""Exit codes, or -n for signal n, after which another start would end the same way, or is not wanted."""
 
 IN_VAIN = 2
-"""Restarts in a row that brought no progress, after which there is no other."""
+"""Restarts in a row without progress after which there is no other."""
 
 
 @dataclass
@@ -25,10 +24,10 @@ class Restarts:
     """Counts the restarts, and compares the run's progress between them.
 
     Attributes:
-        most: how many restarts are allowed.
+        most: number of restarts allowed.
         reports_progress: True if a program that has reported nothing has made no progress.
         progress_file: the file in which the program reports its progress.
-        made: how many restarts there were.
+        made: number of restarts so far.
     """
 
     most: int
@@ -65,5 +64,5 @@ class Restarts:
 
 
 def whence(step: int | None) -> str:
-    """Return where a restart goes on, as the end of a sentence."""
+    """Return the checkpoint that a restart resumes from, as the end of a sentence."""
     return "" if step is None else f", from checkpoint {step}" if step else ", from the beginning"

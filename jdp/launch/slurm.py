@@ -1,9 +1,9 @@
 """A batch script for Slurm: a run that goes on after preemption, time limits and lost nodes.
 
-One task a node drives all of its GPUs; `srun` starts them, and `jdp.initialize` finds the others in the step's
-variables. What ends them decides what becomes of the job:
+One task a node drives all of its GPUs. `srun` starts the tasks, and `jdp.initialize` finds the others in the step's
+variables. The cause of their end decides how the job goes on:
 
-| what ended                     | exit code          | then                                               |
+| cause                          | exit code          | then                                               |
 |--------------------------------|--------------------|----------------------------------------------------|
 | time limit near, preempted     | 75, after saving   | the script queues the job again                    |
 | the same, before a checkpoint  | 75                 | as if a process had died                           |
@@ -17,18 +17,18 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-SIGNAL_SECONDS = 300  # before the time limit: what is left for the step that runs and for the checkpoint
+SIGNAL_SECONDS = 300  # before the time limit, for the step that runs and for the checkpoint
 WAIT_SECONDS = 60  # after the first task has ended, until the others are killed
 
 
 @dataclass(frozen=True)
 class SlurmJob:
-    """What a batch script is made of.
+    """The parameters of a batch script.
 
     Attributes:
         name: of the job.
         command: program and arguments of each task.
-        folder: where the tasks run.
+        folder: working directory of the tasks.
         nodes: number of nodes; each has one task.
         gpus_per_node: 0 for a run on CPUs.
         time: Slurm's `--time`; None for the partition's own limit.

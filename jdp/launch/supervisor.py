@@ -1,16 +1,16 @@
 """Several processes as one, started again when they fail: torchrun for JAX.
 
 `launch` gives each process its rank through the environment (`jdp.initialize` reads it), starts them all, and watches
-them (`processes.py`). When one fails the others are ended, the first failure is reported, and all are started again, on
-a new port, if that can help:
+them (`processes`). When one fails the others are ended and the first failure is reported. All are then started again,
+on a new port, if `restarts` allows it:
 
-- not after what would come again: a user's mistake (2), processes that do not match (78), the answer no (1), Ctrl-C;
+- not after an error that would come again: a user's mistake (2), processes that do not match (78), the answer no (1),
+  Ctrl-C;
 - as often as `max_restarts` allows;
-- not a third time without progress: a run that makes no checkpoint any more would only fail once more. A program that
-  never reports progress (`progress.py`) is restarted as often as allowed.
+- not a third time without a new checkpoint, if the program reports its progress.
 
-What is started again resumes by itself: `jdp train` does, from its newest checkpoint. On several machines each has a
-supervisor, and they meet at a rendezvous (`decisions.py`, `rendezvous.py`).
+`jdp train` then resumes from its newest checkpoint. On several machines each has a supervisor, and they connect at a
+rendezvous (`decisions`, `rendezvous`).
 """
 
 import contextlib
@@ -21,11 +21,11 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-from jdp.launch.decisions import Leader, Member, leader
+from jdp.base.progress_file import PROGRESS_FILE
+from jdp.launch.decisions import Decisions, Member, decisions_of
 from jdp.launch.output import Outputs, say
 from jdp.launch.process_environment import environments
-from jdp.launch.processes import Child, Gang
-from jdp.launch.progress_file import PROGRESS_FILE
+from jdp.launch.processes import Child, Processes
 from jdp.launch.rendezvous import Nodes
 from jdp.launch.restarts import SOFTWARE_ERROR, Restarts
 
@@ -63,16 +63,16 @@ def launch(
             three times before that, it is not started again.
         nodes: the machines of the cluster, on each of which this is called; None: this one alone. `max_restarts` and
             `fits` are node 0's.
-        facts: what must be the same on every node, name -> value.
-        fits: whether the run can be done by so many processes, where a node stays away.
+        facts: values that must be the same on every node, by name.
+        fits: returns True if that number of processes can do the run; asked if a node stays away.
 
     Returns:
-        0 if all ended with 0, else the exit code of the first that failed (128 + n for signal n); a process that
+        0 if all ended with 0, else the exit code of the first that failed (128 + n for signal n). A process that
         aborted because a peer had died counts only if no other failed. 75 if nodes stayed away; 78 if they differ.
 
     Raises:
         ValueError: fewer than one process, a negative number of restarts, or fewer GPUs than the processes need; or
-            node 0 cannot listen where the others look for it.
+            node 0 cannot listen at its address.
     """
     if processes < 1:
         raise ValueError(f"jdp launch starts 1 or more processes; given -n {processes}. Start at least one.")
@@ -80,32 +80,34 @@ def launch(
         raise ValueError(f"A number of restarts is 0 or more; given {max_restarts}. 0 means: end when one fails.")
     start = dict(os.environ if environment is None else environment)
     outputs = Outputs(clean_stdout, log_dir)
-    with contextlib.ExitStack() as held:
-        folder = held.enter_context(tempfile.TemporaryDirectory(prefix="jdp-launch-", ignore_cleanup_errors=True))
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="jdp-launch-", ignore_cleanup_errors=True))
         progress = Path(folder) / "progress"
-        leads = leader(processes, Restarts(max_restarts, reports_progress, progress), nodes, facts or {}, fits)
-        if isinstance(leads, Member):
-            held.enter_context(leads)
-        signals = held.enter_context(recorded_signals())
-        while not isinstance(place := leads.next_place(signals), int):
-            variables = environments(start | {PROGRESS_FILE: str(progress)}, place, devices_per_process)
-            with Gang(command, variables, outputs) as gang:
-                watch(gang, signals, grace_seconds, leads)
-            if gang.cause is not None:
-                report(gang.cause, place.processes, signals, gang.children)
-            leads.ended(gang.cause, signals)
-        return place
+        decisions = decisions_of(
+            processes, Restarts(max_restarts, reports_progress, progress), nodes, facts or {}, fits
+        )
+        if isinstance(decisions, Member):
+            stack.enter_context(decisions)
+        signals = stack.enter_context(recorded_signals())
+        while not isinstance(part := decisions.next_part(signals), int):
+            variables = environments(start | {PROGRESS_FILE: str(progress)}, part, devices_per_process)
+            with Processes(command, variables, outputs) as running:
+                watch(running, signals, grace_seconds, decisions)
+            if running.cause is not None:
+                report(running.cause, part.processes, signals, running.children)
+            decisions.ended(running.cause, signals)
+        return part
 
 
-def watch(gang: Gang, signals: Sequence[int], grace_seconds: float, leads: Leader) -> None:
-    """Let the processes run to their end, and pass on the signals that this process gets: a second one kills."""
+def watch(running: Processes, signals: Sequence[int], grace_seconds: float, decisions: Decisions) -> None:
+    """Let the processes run to their end; pass on signals, of which a second one kills."""
     passed_on = 0
-    while gang.turn():
+    while running.turn():
         if len(signals) > passed_on:
-            gang.pass_on(signal.SIGKILL if passed_on else _forwarded(signals[0]), grace_seconds)
+            running.pass_on(signal.SIGKILL if passed_on else _forwarded(signals[0]), grace_seconds)
             passed_on = len(signals)
-        if leads.stop(gang.cause if gang.stopping else None) and not gang.stopping:
-            gang.stop()
+        if decisions.stop(running.cause if running.stopping else None) and not running.stopping:
+            running.stop()
 
 
 def _forwarded(number: int) -> int:
@@ -133,7 +135,7 @@ def report(cause: Child, processes: int, signals: Sequence[int], children: Seque
 
 @contextlib.contextmanager
 def recorded_signals() -> Generator[list[int]]:
-    """Append signals that ask for the end to the list that is returned, instead of ending this process."""
+    """Record signals that would end this process in a list instead."""
     received: list[int] = []
 
     def record(number: int, _: FrameType | None) -> None:

@@ -1,12 +1,12 @@
-"""A run behind an address: its folder is s3://bucket/runs/NAME, and a scratch folder of this host stands for it.
+"""A run in a bucket: its folder is s3://bucket/runs/NAME, and a scratch folder of this host has a copy.
 
-Process 0 fetches what is there but the checkpoints, which `jdp.Checkpoints` keeps there itself; every `EVERY_SECONDS`,
-before each checkpoint counts and at the end it sends whole the files that have changed, as storage appends nothing. So
-a run that is killed loses what it logged in its last seconds after the newest checkpoint, which it does again.
+Process 0 fetches the files except checkpoints, which `jdp.Checkpoints` keeps there itself. It sends changed files
+completely, as storage appends nothing: every `EVERY_SECONDS`, before each checkpoint counts, and at the end. A run that
+is killed loses what it logged after its newest checkpoint in its last seconds, and does those steps again.
 
-A file `.lock` there names the process that holds the run. It is made only if there is none, and renewed with the files;
-one whose process on this host has ended is taken over, and one of another host or container when it was watched for
-`LEASE_SECONDS` and not renewed. Who finds that it is another's stops: nothing is written by two.
+A file `.lock` in the bucket names the process that holds the run; it is renewed with the files. A lock is taken over if
+its process on this host has ended; one of another host or container, if it was not renewed for `LEASE_SECONDS`. A run
+that finds the lock to be another's stops, so two runs never write to one folder.
 """
 
 from __future__ import annotations
@@ -38,12 +38,7 @@ EVERY_SECONDS, LEASE_SECONDS = 30.0, 180.0
 
 
 class RemoteRun:
-    """The folder of a run behind an address.
-
-    Attributes:
-        remote: the folder there.
-        folder: the scratch folder that stands for it.
-    """
+    """The folder of a run in a bucket (`remote`), and the scratch folder of this host with its copy (`folder`)."""
 
     def __init__(self, address: str, *, together: bool) -> None:
         self.remote = Remote.at(address)
@@ -55,9 +50,9 @@ class RemoteRun:
         self._problem: RemoteError | None = None
 
     def fetch(self) -> bool:
-        """Fetch the run's files but its checkpoints, of which empty folders tell; return whether there is a run.
+        """Download the run's files except checkpoints (each becomes an empty folder). Return True if a run exists.
 
-        Of a folder that is no run's there are only the names. Raises RemoteError.
+        In the copy of a folder that has no run, files are empty.
         """
         files = self.remote.files()
         parts = [name.split("/") for name in files]
@@ -73,7 +68,7 @@ class RemoteRun:
         return FILE in files
 
     def push(self) -> None:
-        """Send the files that have changed, after the lock was found to be this process'. Raises RemoteError."""
+        """Send the files that have changed, if the lock is still this process'."""
         with self._busy:
             if self._problem is not None:
                 raise self._problem
@@ -81,7 +76,7 @@ class RemoteRun:
             now = self._files()
             changed = [name for name, seen in now.items() if self._sent.get(name) != seen]
             for names in ([FILE] if FILE in changed else [], [name for name in changed if name != FILE]):
-                self._send(names)  # the first makes it a run's folder
+                self._send(names)  # with the first it is a run's folder
             self.remote.delete([name for name in self._sent if name not in now])
             self._sent = now
 
@@ -95,13 +90,13 @@ class RemoteRun:
             self.remote.send(left, self.folder)  # one was renamed meanwhile
 
     def before_commit(self, checkpoint: Path) -> None:
-        """Send the rows of the steps before a checkpoint, which counts next. Raises RemoteError."""
+        """Send the rows of the steps before a checkpoint, which counts next."""
         self.push()
         (self.folder / CHECKPOINTS / checkpoint.name).mkdir(parents=True, exist_ok=True)
 
     @contextlib.contextmanager
     def held(self) -> Generator[None]:
-        """Hold the lock, with the run's files here; send them in the background, and at the end."""
+        """Hold the lock; fetch the run's files, send them in the background and at the end."""
         self._take()
         sender = threading.Thread(target=self._send_now_and_then, name="jdp sender", daemon=True)
         try:
@@ -117,10 +112,10 @@ class RemoteRun:
         self._finish(sender)
 
     def _finish(self, sender: threading.Thread) -> None:
-        """Send what is left, or remove what was sent of a run that was discarded, and give the lock back."""
+        """Send what is left, or remove what was sent of a discarded run, and release the lock."""
         self._ended.set()
         try:
-            if sender.ident is not None:  # it was started; else what is here may be half-fetched
+            if sender.ident is not None:  # it was started; else the copy may be half-fetched
                 sender.join()
                 self.push()
         except Exception as error:
@@ -135,7 +130,7 @@ class RemoteRun:
         while not self._ended.wait(EVERY_SECONDS):
             try:
                 self.push()
-            except Exception as error:  # of any kind: nothing would be sent from then on
+            except Exception as error:  # of any kind: the thread must go on
                 notice(f"{self._in_words(error)}; it is tried again")
 
     def _in_words(self, error: Exception) -> str:
@@ -144,7 +139,7 @@ class RemoteRun:
         return f"files must be sent while a run goes on; {self.remote.address} was not: {type(error).__name__}: {error}"
 
     def _files(self) -> dict[str, tuple[int, int]]:
-        """Return the files to send, with what changes when they do."""
+        """Return the files to send, each with its time of change and size."""
         files: dict[str, tuple[int, int]] = {}
         for parent, folders, names in os.walk(self.folder, onerror=_raise_unless_gone):
             if Path(parent) == self.folder:
@@ -160,14 +155,14 @@ class RemoteRun:
     # The lock.
 
     def _take(self) -> None:
-        """Make the lock, or take over that of a run that has ended. Raises ExperimentError, RemoteError."""
+        """Make the lock, or take over that of a run that has ended."""
         if (there := self.remote.read(LOCK)) is not None:
             self._wait_for_its_end(there)
         self._token = secrets.token_hex(8)
         held = self.remote.read(LOCK) is not None
         self.remote.write(LOCK, self._mine(), new=not held)
         if held:
-            time.sleep(1)  # of two that take it over, the later one has it
+            time.sleep(1)  # of two that take it over, the later one holds it
         if not self._is_mine(self.remote.read(LOCK)):
             raise ExperimentError(
                 f"a folder is for one run at a time; {self.remote.address} was taken by another one just now: choose "
@@ -175,7 +170,7 @@ class RemoteRun:
             )
 
     def _wait_for_its_end(self, there: bytes) -> None:
-        """Return when the run whose lock it is has ended. Of one elsewhere that shows only when it is not renewed."""
+        """Return when the run that holds this lock has ended: on another host, when it is no longer renewed."""
         holder, until = _parsed(there), time.monotonic() + LEASE_SECONDS
         lives, now = _lives(holder), there
         if lives is None:
@@ -194,7 +189,7 @@ class RemoteRun:
             )
 
     def _renew(self) -> None:
-        """Say in the lock that this run goes on. Raises RemoteError if it is another's, or cannot be written now."""
+        """Renew the lock; raise RemoteError if another run holds it."""
         if not self._is_mine(self.remote.read(LOCK)):
             self._problem = RemoteError(
                 f"a folder is for one run at a time; {self.remote.address} was taken over by another run, as this one "
@@ -209,7 +204,7 @@ class RemoteRun:
         return json.dumps(holder | {"token": self._token, "heard": time.time()}).encode()
 
     def _is_mine(self, lock: bytes | None) -> bool:
-        """Return whether a lock is this run's, whenever it was renewed: a write may arrive whose answer is lost."""
+        """Return True if a lock is this run's, whenever it was renewed: the answer to a write may be lost."""
         return _parsed(lock).get("token") == self._token
 
 
@@ -217,13 +212,13 @@ _held: dict[Path, RemoteRun] = {}
 
 
 def held_at(folder: Path) -> RemoteRun | None:
-    """Return the run that a scratch folder stands for; None for a run's own folder."""
+    """Return the run in a bucket whose copy this folder is; None for a run on a disk."""
     return _held.get(folder)
 
 
 @contextlib.contextmanager
 def at_hand(root: Path, name: str) -> Generator[Path]:
-    """Have the folder of a run on this host, and where it is to be in the end."""
+    """Yield the folder on this host that has the run: `root`, or that of its copy for an address."""
     if (address := address_of(root)) is None:
         yield root
         return
@@ -238,7 +233,7 @@ def at_hand(root: Path, name: str) -> Generator[Path]:
 
 
 def fetched(address: str) -> Path:
-    """Return a copy of a run's folder, for those who look at it; it is removed when this process ends."""
+    """Return a copy of a run's folder to read from, which is removed when this process ends."""
     run = RemoteRun(address, together=False)
     if not run.fetch():
         raise ExperimentError(f"a run is a folder with an {FILE}; given {run.remote.address}, which has none: fix it")
@@ -250,7 +245,7 @@ _looked_at: list[RemoteRun] = []
 
 
 def _parsed(lock: bytes | None) -> dict[str, Any]:
-    """Return what a lock says; {} for one that is damaged, or gone."""
+    """Return the table in a lock; {} for one that is damaged or gone."""
     try:
         found = json.loads(lock or b"{}")
     except ValueError:
@@ -259,7 +254,7 @@ def _parsed(lock: bytes | None) -> dict[str, Any]:
 
 
 def within() -> str:
-    """Return what tells this host's start, and a container's processes, from others of the same name; "" off Linux."""
+    """Return an identity of this host's boot and of a container's processes; "" outside Linux."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
         return f"{boot} {Path('/proc/self/ns/pid').stat().st_ino}"
@@ -268,13 +263,13 @@ def within() -> str:
 
 
 def _raise_unless_gone(error: OSError) -> None:
-    """Raise what kept a folder from being listed: its files would be taken for deleted ones."""
+    """Raise the error of a folder that cannot be listed: its files would be taken for deleted ones."""
     if not isinstance(error, FileNotFoundError):
         raise error
 
 
 def _lives(holder: dict[str, Any]) -> bool | None:
-    """Return whether a lock's process lives; None for one of another host or container."""
+    """Return True if a lock's process lives; None for one of another host or container."""
     pid = holder.get("pid")
     if (holder.get("host"), holder.get("within")) != (socket.gethostname(), within()) or not isinstance(pid, int):
         return None
@@ -284,4 +279,4 @@ def _lives(holder: dict[str, Any]) -> bool | None:
         return False
     except OSError:
         pass
-    return pid != os.getpid()  # its own: of a process that ended before this one got its number
+    return pid != os.getpid()  # equal: of a process that ended before this one got its number

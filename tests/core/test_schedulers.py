@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from jdp.base import machine
-from jdp.core.cluster.schedulers import Cluster, find_cluster, first_host
+from jdp.core.cluster.schedulers import Cluster, find_cluster, slurm_hosts
 
 SLURM_STEP = {
     "SLURM_JOB_ID": "4097",
@@ -156,17 +156,17 @@ def test_an_indexed_job_that_does_not_say_enough_is_refused_in_words(monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("nodes", "host"),
+    ("nodes", "expected"),
     [
-        ("node1", "node1"),
-        ("node1,node2", "node1"),
-        ("gpu[007-012,020],login", "gpu007"),
-        ("gpu[3,5]", "gpu3"),
-        ("rack[1-2]-gpu,x", "rack1-gpu"),
+        ("node1", ["node1"]),
+        ("node1,node2", ["node1", "node2"]),
+        ("gpu[007-009,020],login", ["gpu007", "gpu008", "gpu009", "gpu020", "login"]),
+        ("rack[1-2]-gpu,x", ["rack1-gpu", "rack2-gpu", "x"]),
+        ("a[1-2]-b[3,5].x", ["a1-b3.x", "a1-b5.x", "a2-b3.x", "a2-b5.x"]),
     ],
 )
-def test_the_first_host_of_a_slurm_node_list(nodes: str, host: str):
-    assert first_host(nodes) == host
+def test_the_hosts_of_a_slurm_node_list(nodes: str, expected: list[str]):
+    assert list(slurm_hosts(nodes)) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """From this process' numpy batches to global arrays: whose rows, how far ahead, and what ends it."""
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -260,3 +262,30 @@ def test_a_feed_that_is_left_behind_stops_its_thread():
     next(feed)
     del feed
     gc.collect()  # `no_thread_is_left` sees that it ends
+
+
+LEFT = """
+import threading
+import jax, numpy as np
+import jdp
+
+inside = threading.Event()
+compute = jax.jit(lambda x: jax.lax.fori_loop(0, 40, lambda _, y: jax.numpy.tanh(y @ y), x))
+large = jax.block_until_ready(compute(np.ones((800, 800), np.float32)))
+
+
+def batches():
+    inside.set()
+    jax.block_until_ready(compute(large))
+    yield np.ones(1, np.float32)
+
+
+feed = jdp.shard_batches(batches(), jdp.Plan(jdp.make_mesh(data=1), "ddp"))
+inside.wait()
+"""
+
+
+def test_a_feed_that_is_not_closed_does_not_abort_the_end_of_python():
+    """Its thread may be inside JAX: if that comes back while Python ends, the process ends with 134."""
+    done = subprocess.run([sys.executable, "-c", LEFT], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")

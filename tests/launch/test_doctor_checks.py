@@ -19,7 +19,7 @@ from jdp.core.cluster.schedulers import Cluster
 from jdp.launch.doctor.disk import examine_disk, existing
 from jdp.launch.doctor.findings import Examined, Finding
 from jdp.launch.doctor.limits import examine_limits
-from jdp.launch.doctor.network import call_roll, examine_names, examine_port, expand
+from jdp.launch.doctor.network import call_roll, examine_names, examine_port
 from jdp.launch.doctor.versions import examine_versions
 
 ROOT = Path(__file__).parents[2]
@@ -190,18 +190,6 @@ def test_own_name_without_an_address():
         pytest.skip("this process may not change its host's name")
     assert "'no-such-host' has no address" in done.stdout
     assert "status='note'" in done.stdout and "status='wrong'" in done.stdout and "/etc/hosts" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("nodes", "expected"),
-    [
-        ("node1", ["node1"]),
-        ("gpu[007-009,020],login", ["gpu007", "gpu008", "gpu009", "gpu020", "login"]),
-        ("a[1-2]-b[3,5].x", ["a1-b3.x", "a1-b5.x", "a2-b3.x", "a2-b5.x"]),
-    ],
-)
-def test_node_lists_are_expanded(nodes: str, expected: list[str]):
-    assert list(expand(nodes)) == expected
 
 
 def test_nodes_and_interfaces_that_are_not_there():

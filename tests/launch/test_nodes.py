@@ -191,7 +191,7 @@ def test_nodes_that_were_not_started_alike_leave_with_the_same_words(case: str, 
 
 
 def listening(address: str) -> None:
-    """Wait until node 0 listens; its own supervisor is then the first guest, with whom others are compared."""
+    """Wait until node 0 listens; its own supervisor is then the first client, with which others are compared."""
     end = time.monotonic() + 30
     while time.monotonic() < end:
         try:
@@ -294,11 +294,11 @@ def test_nodes_that_the_batch_cannot_use_stand_by(tmp_path: Path, address: str):
     assert "this node stands by: the run goes on with fewer, which its mesh and batch allow" in told
 
 
-def test_a_fault_where_the_supervisors_meet_ends_the_run_on_all(address: str, capsys: pytest.CaptureFixture[str]):
+def test_a_fault_of_the_rendezvous_ends_the_run_on_all(address: str, capsys: pytest.CaptureFixture[str]):
     nodes = Nodes(2, 0, address, least=1, rejoin_seconds=0.2)
     assert launch([sys.executable, "-c", ""], 1, nodes=nodes, fits=lambda processes: processes < 1 // 0) == 70
     said = capsys.readouterr().err
-    assert "the supervisors' meeting place failed: ZeroDivisionError" in said and "in _gather" in said
+    assert "the supervisors' rendezvous failed: ZeroDivisionError" in said and "in _gather" in said
 
 
 SLURM = {

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 WHO = """import os, signal, sys, time
 rank, restarts = int(os.environ["JDP_PROCESS_ID"]), int(os.environ["JDP_RESTARTS"])
 """
-NOTE = "from jdp.launch.progress_file import note_progress\n"
+NOTE = "from jdp.base.progress_file import note_progress\n"
 
 
 def run(tmp_path: Path, text: str, **options: object) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,16 +23,25 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from jdp.base.notices import notice
 from jdp.base.tree_paths import matches
 from jdp.checkpoint.errors import CheckpointError, DamagedError, reading
 from jdp.checkpoint.format import checksums, committing
-from jdp.checkpoint.format.checks import check_kept, check_sharding, check_values, ignored_names, needed_but_ignored
 from jdp.checkpoint.format.checksums import COMMITTED
 from jdp.checkpoint.format.committing import METADATA
-from jdp.checkpoint.format.completeness import require_whole
 from jdp.checkpoint.format.padding import at_rest_as, converting, described_flat, flat_leaves, own_shape, stored_flat
 from jdp.checkpoint.format.sync_state import PREFIX, Read, read_optimizer_state, read_sync
-from jdp.checkpoint.format.trees import Content, fill, leaves_of
+from jdp.checkpoint.format.trees import (
+    Content,
+    check_kept,
+    check_sharding,
+    check_values,
+    fill,
+    ignored_names,
+    leaves_of,
+    needed_but_ignored,
+)
+from jdp.core.cluster.barrier import from_every_process
 from jdp.core.sharding.padded import Flat
 from jdp.core.state import TrainState
 from jdp.core.types import PyTree
@@ -42,6 +51,7 @@ FORMAT_FLAT = 2
 """Of a checkpoint in which leaves are stored flat and padded, which a reader of format 1 does not know."""
 _ARRAYS = "state/"
 _FOR_INFERENCE = ("params", "model_state")
+_HOURS = 4 * 3600.0  # a share of the largest checkpoints takes longer to read than processes wait elsewhere
 
 
 def item_handlers() -> dict[str, Any]:
@@ -189,7 +199,7 @@ def _read_table(folder: Path, fix: str) -> tuple[dict[str, str], dict[str, Flat]
 
     First all of its files but the arrays' are verified.
     """
-    require_whole(folder, fix, lambda name: not name.startswith(_ARRAYS))
+    _require_verified(folder, fix, lambda name: not name.startswith(_ARRAYS))
     table = _require_object(_restore(folder, fix, leaves=ocp.args.JsonRestore())["leaves"], folder / "leaves", fix)
     if table.get("format") not in (FORMAT, FORMAT_FLAT):
         raise CheckpointError(
@@ -197,6 +207,22 @@ def _read_table(folder: Path, fix: str) -> tuple[dict[str, str], dict[str, Flat]
             f"{FORMAT} and {FORMAT_FLAT}. Restore it with the version that wrote it."
         )
     return _require_object(table.get("leaves"), folder / "leaves", fix), stored_flat(table)
+
+
+def _require_verified(folder: Path, fix: str, wanted: Callable[[str], bool]) -> None:
+    """Check that files of a checkpoint are as they were saved; one without checksums is taken as it is, and reported.
+
+    Every process calls this; each reads a share of the files, and all raise the same error.
+    """
+    found = checksums.verify(folder, wanted, process=jax.process_index(), processes=jax.process_count())
+    if found.status == "unverified":
+        notice(
+            f"{folder} has no checksums, as a version of jdp before these saved it: if its files have changed since, "
+            "that may go unseen"
+        )
+    problem = next(filter(None, from_every_process("the checksums of a checkpoint", found.problem, seconds=_HOURS)), "")
+    if problem:
+        raise DamagedError(f"{folder} is damaged: {problem}. {fix}.", problem)
 
 
 def _require_object(value: Any, file: Path, fix: str) -> dict[str, Any]:
@@ -212,7 +238,7 @@ def _reader(folder: Path, fix: str, stored: Mapping[str, Flat], flat: Mapping[st
 
     def read(wanted: Mapping[str, Any]) -> dict[str, Any]:
         if not verified:
-            require_whole(folder, fix, lambda name: name.startswith(_ARRAYS))
+            _require_verified(folder, fix, lambda name: name.startswith(_ARRAYS))
             verified.append(True)
         return _read_arrays(folder, wanted, fix)
 

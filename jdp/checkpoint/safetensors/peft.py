@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jdp.base.notices import notice
 from jdp.base.user_path import user_path
 from jdp.checkpoint.errors import CheckpointError, write_error
-from jdp.checkpoint.format.checks import check_values
+from jdp.checkpoint.format.trees import check_values
 from jdp.checkpoint.safetensors import files
 from jdp.checkpoint.safetensors.config_table import Table, read_json, shortened
 from jdp.checkpoint.safetensors.hugging_face import LLAMA_MAPS, in_layer, llama_names

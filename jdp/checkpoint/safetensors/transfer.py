@@ -24,7 +24,7 @@ from jdp.base.notices import notice
 from jdp.base.tree_paths import matches, path_of
 from jdp.base.user_path import user_path
 from jdp.checkpoint.errors import CheckpointError, write_error
-from jdp.checkpoint.format.checks import check_kept, check_sharding, check_values, ignored_names, needed_but_ignored
+from jdp.checkpoint.format.trees import check_kept, check_sharding, check_values, ignored_names, needed_but_ignored
 from jdp.checkpoint.safetensors import files
 from jdp.checkpoint.safetensors.files import Spec, Stored
 from jdp.checkpoint.safetensors.hugging_face import hf_names

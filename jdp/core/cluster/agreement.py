@@ -1,8 +1,7 @@
-"""Check that several processes agree before they compute together; if not, every one raises the same error.
+"""Check that several processes agree before they compute together; if not, all raise the same error.
 
 JAX does not check that processes have equal keys, shapes and programs: if they differ, results are wrong or a
-collective hangs. Here they are compared through the coordination service that the processes joined; no device takes
-part.
+collective hangs. They are compared through the coordination service, without the devices.
 
 1. Each process publishes a digest of each fact, and waits at a barrier; processes that do not arrive are named.
 2. The first process compares the digests and publishes its verdict. For the first fact that differs, two processes
@@ -36,11 +35,7 @@ _rounds: Counter[str] = Counter()
 
 
 class Mismatch(ValueError):
-    """Processes differ that must not. Raised on all of them, with the same text; a new start alone does not mend it.
-
-    Attributes:
-        exit_code: of a process that ends with it.
-    """
+    """Processes differ that must be equal; all raise it, with the same text. Starting again alone does not help."""
 
     exit_code = 78
 
@@ -52,7 +47,7 @@ class Fact:
     Attributes:
         name: start of a sentence, such as "The key".
         text: the fact in full, one line for each part.
-        fix: a sentence: what to write if it differs.
+        fix: a sentence: the fix if it differs.
     """
 
     name: str
@@ -78,10 +73,7 @@ def agree(caller: str, facts: Sequence[Fact], mesh: Mesh, *, wait_seconds: float
 
 
 def agree_all(caller: str, facts: Sequence[Fact], *, wait_seconds: float = WAIT_SECONDS) -> None:
-    """Compare this process' facts with those of all others. It starts no backend.
-
-    They meet even if they differ in how many they think they are: the service knows.
-    """
+    """Compare this process' facts with those of all that have joined, as the service knows them; start no backend."""
     if joined := joined_as():
         _agree(caller, facts, tuple(range(joined[1])), wait_seconds, everyone=True)
 
@@ -89,7 +81,7 @@ def agree_all(caller: str, facts: Sequence[Fact], *, wait_seconds: float = WAIT_
 def _agree(
     caller: str, facts: Sequence[Fact], members: tuple[int, ...], wait_seconds: float, *, everyone: bool = False
 ) -> None:
-    """Compare facts among `members`; with `everyone`, among all that have joined. Raises as `agree` does."""
+    """Compare facts among `members`; with `everyone`, among all that have joined."""
     client = coordination_client()
     if client is None:
         notice("several processes without JAX's coordination service: whether they agree is not checked")
@@ -119,7 +111,7 @@ def _agree(
 
 
 def _meet(store: Store, name: str, seconds: float, caller: str) -> None:
-    """Wait until all members of an agreement have arrived. Raises LostPeer."""
+    """Wait until all members of an agreement have arrived."""
     store.wait(
         name,
         seconds,
@@ -206,7 +198,7 @@ def program_fact(lowered: jax.stages.Lowered) -> Fact:
 
 
 def _bytes(array: Any) -> bytes:
-    """Return an array's values; of an array over several processes only what all have: nothing, if it is sharded."""
+    """Return an array's values; b"" if it is sharded over several processes."""
     if isinstance(array, jax.Array) and jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
     if isinstance(array, jax.Array) and not array.is_fully_addressable:

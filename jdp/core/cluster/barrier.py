@@ -1,13 +1,15 @@
-"""Places where all processes wait for each other, bounded in time: who does not come is named.
+"""Barriers of all processes, bounded in time: processes that do not arrive are named.
 
 JAX's own barrier (`multihost_utils.sync_global_devices`) is a collective of the devices: with a process missing it
-waits for ever, and says nothing. Here they meet in the coordination service, which answers while the devices hang.
+waits for ever, without a message. Here they wait in the coordination service, which answers while the devices hang.
 
-A meeting is known by its name and by how often the processes have met under it, so all of them meet in the same order.
+A barrier is known by its name and by the number of barriers before it under that name: all processes come to them in
+the same order.
 """
 
 import json
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,16 +22,16 @@ from jdp.core.cluster.service import LostPeer
 
 WAIT_SECONDS = 600.0  # one process may prepare data, or load weights, while the others wait for it
 _POLL_SECONDS = 0.5  # how often a waiting main thread looks for Python's signal handlers
+_THREAD = "jdp barrier"
 
 _T = TypeVar("_T")
 _Small = TypeVar("_Small", bool, int, str)
 
 _rounds: Counter[str] = Counter()
-_left: list[threading.Event] = []  # waits that a signal handler ended by an exception
 
 
 def meet(name: str, *, seconds: float = WAIT_SECONDS) -> None:
-    """Wait until all processes have come here; with a single process, return at once."""
+    """Wait until all processes have come here."""
     from_every_process(name, "", seconds=seconds)
 
 
@@ -47,7 +49,7 @@ def from_every_process(name: str, value: str, *, seconds: float = WAIT_SECONDS) 
             "the same calls, in the same order: see the last output of those that did not come."
         ),
     )
-    if store.me == 0:  # all have left the meeting before this one
+    if store.me == 0:  # all have left the barrier before this one
         store.forget(_prefix(name, _rounds[name] - 1))
     said = store.all("here")
     return [said[process] for process in store.members]
@@ -78,9 +80,9 @@ class Store:
 
     Attributes:
         client: JAX's client of the coordination service.
-        prefix: what the keys begin with.
-        members: the processes that meet here.
-        everyone: True if they are all that have joined, of which the service knows more than a process may.
+        prefix: the begin of the keys.
+        members: the processes that take part.
+        everyone: True if these are all that have joined; the service may know of more than this process does.
     """
 
     client: Any
@@ -109,7 +111,7 @@ class Store:
         return {int(key.rpartition("/")[2]): text for key, text in entries}
 
     def forget(self, prefix: str) -> None:
-        """Delete all keys below another prefix, which nobody reads any more."""
+        """Delete all keys below another prefix, which no process reads any more."""
         self.client.key_value_delete(prefix)
 
     def wait(self, name: str, seconds: float, missed: Callable[[str], str], *, arrived: str = "here") -> None:
@@ -124,17 +126,22 @@ class Store:
             raise LostPeer(missed(named(missing))) from error
 
 
-def end_waits() -> None:
-    """Leave the cluster if threads still wait there, because an exception took the main thread from a meeting.
+def end_threads() -> None:
+    """Wait at the end of Python for jdp's threads: one that comes back from C++ into a Python that ends aborts it.
 
-    They end with JAX's client, and must end before Python does: a thread that comes back from C++ into a Python that is
-    ending aborts the process.
+    A thread that still waits in a barrier was left there by an exception of the main thread, such as a signal
+    handler's. Its wait ends with JAX's client, so this process leaves the cluster first.
     """
-    waits = [ended for ended in _left if not ended.is_set()]
-    if waits:
+    if _alive(_THREAD):
         jax.distributed.shutdown()
-    for ended in waits:
-        ended.wait(service.THREAD_SECONDS)
+    end = time.monotonic() + service.THREAD_SECONDS
+    while _alive("jdp ") and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def _alive(prefix: str) -> bool:
+    """Return True if a thread with such a name has not ended; `Thread.is_alive` is wrong after an interrupted join."""
+    return any(thread.name.startswith(prefix) for thread in threading.enumerate())
 
 
 def named(processes: Sequence[int]) -> str:
@@ -147,7 +154,7 @@ def named(processes: Sequence[int]) -> str:
 
 
 def _store(name: str) -> Store:
-    """Return the store of the next meeting under this name. Raises ValueError."""
+    """Return the store of the next barrier under this name."""
     client = service.coordination_client()
     if client is None:
         raise ValueError(
@@ -168,10 +175,7 @@ def _in_vain(error: Exception) -> bool:
 
 
 def _interruptible(call: Callable[[], _T]) -> _T:
-    """Return what a call of the service returns or raises; signal handlers of Python run while it waits.
-
-    They run in the main thread only, and not inside of JAX: so it waits in a thread beside it.
-    """
+    """Call the service in another thread: signal handlers run in the main thread, and not while it is inside JAX."""
     if threading.current_thread() is not threading.main_thread():
         return call()
     results: list[_T] = []
@@ -185,13 +189,9 @@ def _interruptible(call: Callable[[], _T]) -> _T:
             errors.append(error)
         ended.set()
 
-    threading.Thread(target=run, name="jdp meeting", daemon=True).start()
-    try:
-        while not ended.wait(_POLL_SECONDS):
-            pass
-    except BaseException:
-        _left.append(ended)
-        raise
+    threading.Thread(target=run, name=_THREAD, daemon=True).start()
+    while not ended.wait(_POLL_SECONDS):
+        pass
     if errors:
         raise errors[0]
     return results[0]

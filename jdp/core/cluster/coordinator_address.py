@@ -1,9 +1,9 @@
-"""The coordinator's address: wait until it can be used, and let it listen no wider than it must.
+"""The coordinator's address: wait until it can be used, and listen on no more interfaces than needed.
 
 The coordinator is a service of process 0 at which the others register. It has no authentication: anyone who reaches its
-port can end the job. So where its address is a number of this host, it listens on that one alone: loopback on a single
-machine, the private network's address on several. Where it is a name, other hosts may see another address behind it
-than this one does, and JAX's default holds, all interfaces, or JAX_COORDINATOR_BIND_ADDRESS.
+port can end the job. So if its address is a number of this host, it listens on that one alone: loopback on a single
+machine, the private network's address on several. A name may stand for another address on other hosts; then it listens
+as JAX does, on all interfaces or on JAX_COORDINATOR_BIND_ADDRESS.
 """
 
 import contextlib
@@ -16,6 +16,8 @@ import time
 
 import jax
 
+from jdp.base.machine import listen
+
 PORT_SECONDS = 30.0  # how long process 0 waits for its port: that of a job that ends may be taken a moment longer
 QUIET_SECONDS = 5.0  # a wait that takes longer is reported
 _POLL_SECONDS = 0.5
@@ -23,16 +25,22 @@ _NO_PROXY = "no_grpc_proxy"  # gRPC reads this name, in lower case
 
 
 def is_loopback(address: str) -> bool:
-    """Return True if "HOST:PORT" is this machine, and can be reached from nowhere else."""
+    """Return True if "HOST:PORT" can be reached from this machine alone."""
     host = host_of(address)
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def bind_address(address: str) -> str | None:
-    """Return on which "HOST:PORT" the coordinator listens; None for what JAX says."""
+    """Return the "HOST:PORT" on which the coordinator listens; None for JAX's default."""
     if is_loopback(address):
         return address
     return None if "JAX_COORDINATOR_BIND_ADDRESS" in os.environ or not _is_own_number(host_of(address)) else address
+
+
+def listening_host(address: str) -> str:
+    """Return the host on which the coordinator of an address listens, here or by JAX's default; "" for all."""
+    bound = bind_address(address) or os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or "[::]:0"
+    return "" if host_of(bound) == "::" else host_of(bound)
 
 
 def bypass_proxies(address: str) -> None:
@@ -69,9 +77,8 @@ def wait_for_port(address: str) -> None:
     processes.
     """
     port = int(address.rpartition(":")[2])
-    bound = bind_address(address) or os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or f"[::]:{port}"
     deadline = time.monotonic() + PORT_SECONDS
-    while _is_taken(host_of(bound), port):
+    while _is_taken(listening_host(address), port):
         if time.monotonic() >= deadline:
             raise RuntimeError(
                 f"port {port}, of the coordinator, has been taken on this host for {PORT_SECONDS:g} seconds: end what "
@@ -96,11 +103,9 @@ def _is_own_number(host: str) -> bool:
 
 
 def _is_taken(host: str, port: int) -> bool:
-    """Return True if someone listens on this port of this host ("::" for any address)."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    dual = host == "::" and socket.has_dualstack_ipv6()
+    """Return True if another process listens on this port of this host ("" for any address)."""
     try:
-        socket.create_server(("" if host == "::" else host, port), family=family, dualstack_ipv6=dual).close()
+        listen(host, port).close()
     except OSError as error:
         return error.errno == errno.EADDRINUSE
     return False

@@ -1,8 +1,8 @@
 """The address at which CPU collectives of several hosts listen: one that the other hosts reach.
 
-Gloo, which carries them, takes what the host's own name stands for. In Debian's and Ubuntu's /etc/hosts that is
-127.0.1.1, where no other host finds it, and nothing in JAX's configuration says another. The coordinator has been
-reached by then, so the address that leads there is taken instead.
+Gloo, which carries them, uses the address of the host's own name. In Debian's and Ubuntu's /etc/hosts that is
+127.0.1.1, which no other host reaches, and no option of JAX changes it. So the address from which this host reaches the
+coordinator is used instead.
 """
 
 import contextlib
@@ -19,11 +19,11 @@ from jax.extend import backend
 
 from jdp.core.cluster.coordinator_address import host_of, is_loopback
 
-_SOME_OTHER_HOST = "192.0.2.1"  # of a network that is nobody's: nothing is sent, the kernel only names its way there
+_SOME_OTHER_HOST = "192.0.2.1"  # of no network (RFC 5737): nothing is sent, the kernel only looks up its route
 
 
 def listen_where_others_reach(coordinator: str) -> None:
-    """Choose the address of this process' CPU collectives, if its host's name stands for none that others reach.
+    """Choose the address of CPU collectives if other hosts do not reach that of this host's name.
 
     Call it after joining, and before anything asks for devices.
     """
@@ -45,14 +45,14 @@ def _cpu_client(address: str) -> Any:
 
 
 def _addresses(name: str) -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
-    """Return what a name stands for; nothing if it is unknown."""
+    """Return the addresses of a name; none if it is unknown."""
     with contextlib.suppress(socket.gaierror, UnicodeError):
         return [ipaddress.ip_address(found[4][0]) for found in socket.getaddrinfo(name, None)]
     return []
 
 
 def _address_towards(host: str) -> str | None:
-    """Return the address from which this host sends to another; None if it is loopback, or there is no way."""
+    """Return the address from which this host sends to another; None for loopback, or without a route."""
     for there in _addresses(host):
         family = socket.AF_INET6 if there.version == 6 else socket.AF_INET
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -1,11 +1,11 @@
-"""The handshake at the start: processes that were not started alike leave at once, all with the same message.
+"""The handshake at the start: processes that were not started alike end at once, all with the same message.
 
-JAX accepts processes with other versions, other numbers of devices, or another idea of how many there are, and then
-hangs or computes something else. Three comparisons, from what needs nothing to what needs the most:
+JAX accepts processes with other versions, other numbers of devices, or another number of processes, and then hangs or
+computes something else. There are three comparisons:
 
-1. On joining: versions of what determines a program, jdp's own source, the number of processes. No device is started.
+1. On joining: versions that determine a program, jdp's own source, the number of processes. No device is started.
 2. Once JAX has its devices: every process has as many. Each process sees all of them, so nothing is sent.
-3. `jdp train`: the experiment, line by line. What is then computed is compared before the first step (`batch.py`).
+3. `jdp train`: the experiment, line by line. The program is compared before the first step (`batch`).
 """
 
 import hashlib
@@ -26,12 +26,12 @@ _PACKAGES = ("jax", "jaxlib", "numpy")
 
 
 def check_environment() -> None:
-    """Compare this process' versions and number of processes with all others'; right after joining."""
+    """Compare this process' versions and number of processes with all others', right after joining."""
     agree_all("jdp.initialize", environment_facts(), wait_seconds=WAIT_SECONDS)
 
 
 def environment_facts() -> list[Fact]:
-    """Return what must be the same before anything is computed."""
+    """Return the facts that must be equal before anything is computed."""
     joined = joined_as()
     install = "Install the same on every machine, and start every process from the same environment."
     versions = [
@@ -68,7 +68,7 @@ def check_experiment(text: str, *, plugin: Path | None = None) -> None:
 
 
 def _source(package: Path) -> str:
-    """Return a digest of a package's Python files, or of one file: copies with one version number may differ."""
+    """Return a digest of a package's Python files, or of one file: copies of one version may differ."""
     digest = hashlib.blake2b(digest_size=8)
     for file in sorted(package.rglob("*.py")) if package.is_dir() else [package]:
         digest.update(f"{file.relative_to(package)}\0".encode())

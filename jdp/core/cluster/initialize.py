@@ -1,8 +1,8 @@
-"""Join a cluster of processes, and leave it if something failed.
+"""Join a cluster of processes, and exit if something failed.
 
 `initialize` looks for a cluster in a fixed order: its own arguments, jdp's variables, JAX_COORDINATOR_ADDRESS, Open
-MPI, Slurm, an indexed Kubernetes job, a TPU pod (`schedulers.py`). Finding none means one process. Finding one and
-failing to join is always an error: several processes that train separately look healthy and are all wrong.
+MPI, Slurm, an indexed Kubernetes job, a TPU pod (`schedulers`). None found means one process. A cluster that cannot be
+joined is always an error: several processes that train separately look healthy and are all wrong.
 """
 
 import atexit
@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from jdp.core.cluster.barrier import end_waits
+from jdp.core.cluster.barrier import end_threads
 from jdp.core.cluster.coordinator_address import bind_address, bypass_proxies, wait_for_name, wait_for_port
 from jdp.core.cluster.gloo import listen_where_others_reach
 from jdp.core.cluster.handshake import check_environment
@@ -45,8 +45,8 @@ def initialize(
 ) -> None:
     """Join the cluster if there is one; do nothing otherwise, or if it is joined already.
 
-    Call it before anything asks JAX for its devices. Without arguments the environment determines the cluster: under
-    `jdp launch`, `srun` or `mpirun` and on a TPU pod nothing more is needed; an indexed Kubernetes job sets
+    Call it before anything asks JAX for its devices. Without arguments the environment determines the cluster. Under
+    `jdp launch`, `srun` or `mpirun` and on a TPU pod nothing more is needed. An indexed Kubernetes job sets
     JDP_NUM_PROCESSES, and processes that ssh started JDP_COORDINATOR and JDP_PROCESS_ID too. On a single machine it
     returns at once.
 
@@ -64,8 +64,8 @@ def initialize(
         timeout_seconds: how long to wait for the others, in seconds. After it JAX ends the process.
 
     Raises:
-        ValueError: only some of the first three arguments are given, or they contradict each other or the cluster that
-            is joined already; or the variables of whoever started this process do not describe a cluster.
+        ValueError: only some of the first three arguments are given, or they contradict each other or a cluster that
+            is joined already. Or the environment does not describe a cluster.
         Mismatch: a ValueError; the processes were not started alike.
         RuntimeError: there is a cluster, but it could not be joined.
     """
@@ -107,9 +107,8 @@ def is_lost_peer(error: BaseException) -> bool:
 def leave_after_failure(code: int, *, lost_peer: bool = False) -> None:
     """End this process at once if it has joined a cluster; else return.
 
-    A failed process must not end normally: JAX's exit barrier would wait for peers that are themselves waiting for this
-    one, five minutes by default. One that failed because it lost a peer waits a moment, so that whoever watches the
-    processes sees the cause end first.
+    A failed process must not end normally: JAX's exit barrier would wait for peers that wait for this one, five minutes
+    by default. A process that lost a peer waits a moment, so that a supervisor sees the cause end first.
     """
     joined = joined_as()
     if joined is None:
@@ -137,7 +136,7 @@ class _LeavingHook:
 
 
 def _exit_code(error: BaseException) -> int:
-    """Return the exit code of a process that ends with this error: its own, where it has one, as `Mismatch` has."""
+    """Return the exit code of a process that ends with this error, which may have its own, as `Mismatch` has."""
     return INTERRUPTED if isinstance(error, KeyboardInterrupt) else getattr(error, "exit_code", FAILED)
 
 
@@ -168,11 +167,11 @@ def _at_exit() -> None:
             file=sys.stderr,
         )
         leave_after_failure(FAILED)
-    end_waits()
+    end_threads()
 
 
 def _prepare(coordinator: str, seconds: float, *, first: bool) -> None:
-    """Wait until the coordinator's address can be used; process 0 checks its port. Raises RuntimeError."""
+    """Wait until the coordinator's address can be used; process 0 checks its port."""
     bypass_proxies(coordinator)
     wait_for_name(coordinator, seconds)
     if first:

@@ -1,7 +1,7 @@
-"""Find out from the environment which cluster this process is part of, if any. Nothing is started, and nobody is asked.
+"""Find the cluster that this process is part of, from environment variables alone.
 
-Those who start processes say by variables how many there are and which one this is: `jdp launch` and ssh by jdp's own,
-mpirun, srun and Kubernetes by theirs. The address of process 0, where the coordinator listens, follows from them too:
+Whoever starts processes says by variables how many there are and which one this is. The address of process 0, where the
+coordinator listens, follows from them too:
 
 | started by          | host of process 0                              | port                                    |
 |---------------------|------------------------------------------------|-----------------------------------------|
@@ -11,14 +11,19 @@ mpirun, srun and Kubernetes by theirs. The address of process 0, where the coord
 | srun                | the first of the step's node list              | from the job's number                   |
 | an indexed job      | this pod's name with index 0                   | 8476                                    |
 
-JDP_COORDINATOR takes the place of the address under a scheduler too, and JAX_COORDINATOR_PORT that of the port. On TPU
-pods, and where JAX_COORDINATOR_ADDRESS is set, JAX does the finding.
+JDP_COORDINATOR replaces the address under a scheduler too, and JAX_COORDINATOR_PORT the port. On TPU pods, and where
+JAX_COORDINATOR_ADDRESS is set, JAX's own detectors (`jax/_src/clusters`) are used. For the others they are not right:
+
+- Slurm: they take the shell of a batch script for a process of the cluster; they misread "gpu[007]" and "n[1-2]-ib".
+- Open MPI: they know version 4 alone, and do not notice that rank 0 runs on another host than mpirun.
+- Both: they give each process one GPU, even if it should have several.
+- Kubernetes: they ask the API server, for which a pod needs rights.
 """
 
 import re
 import socket
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from jax._src import cloud_tpu_init  # nothing public says whether this is a TPU VM
@@ -35,11 +40,11 @@ class Cluster:
     """A cluster to join, and which of its processes this is. Without a coordinator, JAX detects both.
 
     Attributes:
-        source: what named the cluster, for messages: "arguments", "Slurm", ...
+        source: origin of the cluster, for messages: "arguments", "Slurm", ...
         coordinator: "HOST:PORT" of process 0.
         num_processes: number of processes in the cluster.
         process_id: index of this process.
-        local_device_ids: which of the visible devices are this process'; None for all.
+        local_device_ids: the visible devices of this process; None for all.
     """
 
     source: str
@@ -85,7 +90,7 @@ def find_cluster(
         return Cluster("JAX_COORDINATOR_ADDRESS")
     cluster = _open_mpi(environment) or _slurm(environment) or _kubernetes(environment)
     if cluster is None and (address is not None or count is not None):
-        return Cluster("JDP_COORDINATOR", address, count, None)  # which is refused: a part of it is missing
+        return Cluster("JDP_COORDINATOR", address, count, None)  # raises: a part of it is missing
     if cluster is not None and count not in (None, cluster.num_processes):
         raise ValueError(
             f"JDP_NUM_PROCESSES must be the number of processes that {cluster.source} started, "
@@ -112,10 +117,9 @@ def _open_mpi(environment: Mapping[str, str]) -> Cluster | None:
 
 
 def _mpirun_host(environment: Mapping[str, str], rank: int) -> str:
-    """Return the host on which mpirun runs, if rank 0 runs there too.
+    """Return the host on which mpirun runs; rank 0 raises if it runs on another, and mpirun ends the others.
 
-    All ranks know mpirun's host: Open MPI 4 gives them its addresses, 5 a job name that holds the host's. That rank 0
-    is on it only rank 0 can tell; if not it fails, and mpirun ends the others.
+    Open MPI 4 gives all ranks the addresses of that host, 5 a job name with the host's name in it.
     """
     mpirun, daemon = (environment.get(f"OMPI_MCA_orte_{name}_uri", "") for name in ("hnp", "local_daemon"))
     address = re.search(r"tcp://([^,:]+)|tcp6://(\[[^,\]]+)", mpirun)
@@ -139,34 +143,46 @@ def _mpirun_host(environment: Mapping[str, str], rank: int) -> str:
 
 
 def _slurm(environment: Mapping[str, str]) -> Cluster | None:
-    """Return the cluster of a Slurm step of several tasks; None if there is none.
-
-    The coordinator runs on the step's first node. The port is computed as JAX does
-    (`jax/_src/clusters/slurm_cluster.py`): equal for all tasks of a job, and likely to be free. Two steps of one job
-    that share their first node need JAX_COORDINATOR_PORT.
-    """
+    """Return the cluster of a Slurm step of several tasks; None if there is none."""
     tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
     if tasks == 1:
         return None
     address = environment.get("JDP_COORDINATOR")
     if address is None:
-        host = first_host(environment["SLURM_STEP_NODELIST"])
-        address = f"{host}:{_port(environment, int(environment['SLURM_JOB_ID']))}"
+        address = slurm_coordinator(environment)
     return Cluster("Slurm", address, tasks, int(environment["SLURM_PROCID"]), _slurm_devices(environment))
 
 
-def first_host(node_list: str) -> str:
-    """Return the first host of a Slurm node list: "gpu[007-012,020],login" -> "gpu007"."""
-    match = re.match(r"([^,\[]+)(?:\[([^,\]-]+)[^\]]*\]([^,\[]*))?", node_list)
-    assert match, f"Slurm named no node: {node_list!r}"
-    return "".join(group or "" for group in match.groups())
+def slurm_coordinator(environment: Mapping[str, str]) -> str:
+    """Return the address of a Slurm step's coordinator: its first node, and the port that JAX takes too.
+
+    The port is equal for all tasks of a job, and likely to be free. Two steps of one job that share their first node
+    need JAX_COORDINATOR_PORT.
+    """
+    host = next(slurm_hosts(environment["SLURM_STEP_NODELIST"]))
+    return f"{host}:{_port(environment, int(environment['SLURM_JOB_ID']))}"
+
+
+def slurm_hosts(node_list: str) -> Iterator[str]:
+    """Yield the hosts of a Slurm node list: "gpu[007-009,020],login" -> gpu007, gpu008, gpu009, gpu020, login."""
+    entries: list[str] = re.findall(r"(?:[^,\[]|\[[^\]]*\])+", node_list)
+    assert entries, f"Slurm named no node: {node_list!r}"
+    for entry in entries:
+        match = re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", entry)
+        if match is None:
+            yield entry
+            continue
+        for part in match[2].split(","):
+            first, _, last = part.partition("-")
+            for number in range(int(first), int(last or first) + 1):
+                for rest in slurm_hosts(match[3]) if match[3] else [""]:
+                    yield f"{match[1]}{number:0{len(first)}}{rest}"
 
 
 def _slurm_devices(environment: Mapping[str, str]) -> tuple[int, ...] | None:
     """Return which of the visible GPUs are this task's; None for all.
 
-    A task uses all GPUs that it sees if Slurm binds GPUs to tasks (`--gpus-per-task`) or the node has one task.
-    Otherwise every task sees the node's GPUs, and uses an equal share of them.
+    With `--gpus-per-task`, or one task on the node, a task uses all GPUs that it sees; else an equal share of them.
     """
     if "SLURM_GPUS_PER_TASK" in environment or "gpu" in environment.get("SLURM_TRES_PER_TASK", ""):
         return None
@@ -192,9 +208,9 @@ def _share(gpus: int, processes: int, local: int) -> tuple[int, ...] | None:
 
 
 def _kubernetes(environment: Mapping[str, str]) -> Cluster | None:
-    """Return the cluster of an indexed job, alone or in a JobSet; None if this is none. Its pods need no rights.
+    """Return the cluster of an indexed job, alone or in a JobSet; None if this is none.
 
-    A pod knows its own index and, by its headless service, the name of pod 0; how many there are the job must say.
+    A pod knows its own index and, by its headless service, the name of pod 0. The job must say how many there are.
     """
     index = environment.get("JOB_COMPLETION_INDEX")
     if index is None:
@@ -220,7 +236,7 @@ def _kubernetes(environment: Mapping[str, str]) -> Cluster | None:
 
 
 def _tpu(environment: Mapping[str, str]) -> Cluster | None:
-    """Return a TPU pod, whose processes only JAX can find out, from a metadata server; None if this is none."""
+    """Return a TPU pod, which JAX asks a metadata server about; None if this is none."""
     if "MEGASCALE_COORDINATOR_ADDRESS" in environment or "," in environment.get("TPU_WORKER_HOSTNAMES", ""):
         return Cluster("TPU, several hosts")
     if cloud_tpu_init.running_in_cloud_tpu_vm and "TPU_SKIP_MDS_QUERY" not in environment:

@@ -1,4 +1,4 @@
-"""This process' place in the cluster that it joined, and the service through which its processes talk."""
+"""The cluster that this process has joined, and the service through which its processes communicate."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ import jax
 from jax._src.distributed import global_state  # nothing public says who we are without starting a backend
 
 THREAD_SECONDS = 5.0
-"""How long what ends waits for a thread of its own, which may be talking to a service that is gone."""
+"""How long to wait for a thread to end, which may be calling a service that is gone."""
 
 
 class LostPeer(RuntimeError):
-    """A process did not come to where all meet, or did not say what the others wait for; the message names it."""
+    """A process did not come to a barrier, or did not send what the others wait for; the message names it."""
 
 
 def joined_as() -> tuple[int, int] | None:

@@ -1,1 +1,1 @@
-"""What `jdp doctor` looks at: this machine, and the processes together; each finding with the line that mends it."""
+"""The checks of `jdp doctor`: of this machine, and of the processes together; each finding names the fix."""

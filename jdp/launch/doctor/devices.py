@@ -1,4 +1,4 @@
-"""The devices that JAX finds, what they send with, and how fast: the only checks that start JAX."""
+"""The devices that JAX finds, the library that they send with, and its speed: the only checks that start JAX."""
 
 import importlib.metadata
 import os
@@ -26,12 +26,12 @@ _FEWEST, _MOST = 3, 200
 
 
 def examine_devices() -> list[Finding]:
-    """Return what was found of the devices and of the library that they send with."""
+    """Check the devices and the library that they send with."""
     try:
         devices = jax.devices()
     except RuntimeError as error:  # JAX's word for a platform that does not start
         first = str(error).splitlines()[0]
-        mend = "mend what else is wrong; if nothing is, JAX's own lines above say why"
+        mend = "fix what else is wrong; if nothing is, JAX's own lines above say why"
         return [Finding("devices", "wrong", f"JAX starts none: {first}", mend)]
     kinds = Counter(device.device_kind for device in devices)
     found = ", ".join(f"{count} × {kind}" for kind, count in kinds.items())
@@ -43,7 +43,7 @@ def examine_devices() -> list[Finding]:
 
 
 def _gpu_remedy() -> str:
-    """Return what makes JAX use a GPU that is there."""
+    """Return the fix if JAX does not use a GPU of this machine."""
     for variable in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES"):
         if variable in os.environ:
             return f"unset {variable}, which is {os.environ[variable]!r}"
@@ -53,7 +53,7 @@ def _gpu_remedy() -> str:
 
 
 def _library(platform: str) -> str:
-    """Return what the devices send with."""
+    """Return the library that the devices send with."""
     rdma = Path("/sys/class/infiniband")
     names = sorted(each.name for each in rdma.iterdir()) if rdma.is_dir() else []
     wire = f"RDMA by {listed(names)}" if names else "TCP; there is no RDMA device"
@@ -74,8 +74,8 @@ class Timed:
     Attributes:
         payload: bytes that each device gives.
         seconds: of one, on average.
-        right: whether each sum was right.
-        devices: how many took part.
+        right: True if each sum was right.
+        devices: number that took part.
     """
 
     payload: int
@@ -85,19 +85,12 @@ class Timed:
 
     @property
     def bus_bandwidth(self) -> float:
-        """Bytes a second that a ring's links carry: 2 (N − 1) / N × payload / seconds.
-
-        That is "bus bandwidth" in the performance notes of NVIDIA's nccl-tests: it compares with the speed of the
-        links, whatever the number of devices.
-        """
+        """Bytes a second on the links of a ring: 2 (N − 1) / N × payload / seconds ("bus bandwidth" of nccl-tests)."""
         return 2 * (self.devices - 1) / self.devices * self.payload / self.seconds
 
 
 def examine_all_reduce() -> list[Finding]:
-    """All-reduce for two seconds over all devices of all processes; return what was found: is the sum right, how fast.
-
-    Every process calls this, and all do the same number.
-    """
+    """Check the sum and the speed of two seconds of all-reduces over all devices; every process calls this."""
     devices = jax.devices()
     if len(devices) == 1:
         return [Finding("all-reduce", "ok", "one device: nothing is sent")]
@@ -106,7 +99,7 @@ def examine_all_reduce() -> list[Finding]:
         timed = [time_all_reduce(payload, SECONDS / len(payloads)) for payload in payloads]
     except (jax.errors.JaxRuntimeError, ValueError) as error:  # the latter Gloo's, as one that lost its peer
         first = (str(error) or type(error).__name__).splitlines()[0]
-        mend = "mend what else is wrong here; if nothing is, NCCL_DEBUG=INFO jdp doctor says more on GPUs"
+        mend = "fix what else is wrong here; if nothing is, NCCL_DEBUG=INFO jdp doctor says more on GPUs"
         return [Finding("all-reduce", "wrong", first, mend)]
     if wrong := [each for each in timed if not each.right]:
         found = f"the sum of {format_bytes(wrong[0].payload)} from each of {len(devices)} devices is wrong"
@@ -123,7 +116,7 @@ def examine_all_reduce() -> list[Finding]:
 
 
 def time_all_reduce(payload: int, seconds: float) -> Timed:
-    """Sum an array over all devices, again and again, and return how long one takes."""
+    """Sum an array over all devices, again and again, and return the time of one sum."""
     devices = jax.devices()
     mesh = Mesh(np.array(devices), ("all",))
     rows = NamedSharding(mesh, PartitionSpec("all"))

@@ -1,4 +1,4 @@
-"""The disk that holds the runs: is there room, are there inodes, and can it be written."""
+"""The disk of the runs: its room, its inodes, and whether it can be written."""
 
 import os
 import secrets
@@ -12,42 +12,42 @@ FEW_INODES = 10_000  # a checkpoint has some tens of files a process
 
 
 def existing(folder: Path) -> Path:
-    """Return the folder, or the nearest above it that exists, in which it would be made."""
+    """Return the folder, or the nearest above it that exists."""
     folder = folder.absolute()
     return next(each for each in (folder, *folder.parents) if each.exists())
 
 
 def examine_disk(folder: Path) -> list[Finding]:
-    """Return what was found of room, inodes and writing. A file is written and removed again."""
-    place = existing(folder)
-    return [examine_room(place), _inodes(place), _writing(place)]
+    """Check room, inodes and writing, for which a file is written and removed."""
+    folder = existing(folder)
+    return [examine_room(folder), _inodes(folder), _writing(folder)]
 
 
-def examine_room(place: Path, checkpoint: Path | None = None) -> Finding:
-    """Return what was found of the room on a disk."""
+def examine_room(folder: Path, checkpoint: Path | None = None) -> Finding:
+    """Check the room on a disk, also for a checkpoint as large as this one."""
     needed = 0 if checkpoint is None else sum(file.stat().st_size for file in checkpoint.rglob("*"))
-    status = os.statvfs(place)
+    status = os.statvfs(folder)
     free, size = status.f_frsize * status.f_bavail, status.f_frsize * status.f_blocks
-    mend = f"make room (du -xh {place} | sort -h | tail), or choose another --run-dir"
-    found = f"{format_bytes(free)} free of {format_bytes(size)} at {place}"
+    mend = f"make room (du -xh {folder} | sort -h | tail), or choose another --run-dir"
+    found = f"{format_bytes(free)} free of {format_bytes(size)} at {folder}"
     found += f"; a checkpoint takes {format_bytes(needed)}" if needed else ""
     check = "disk" if checkpoint is None else "next checkpoint"
     return Finding.judged(check, found, mend, wrong=free < (needed or LITTLE_ROOM))
 
 
-def _inodes(place: Path) -> Finding:
-    status = os.statvfs(place)
+def _inodes(folder: Path) -> Finding:
+    status = os.statvfs(folder)
     if not status.f_files:  # Btrfs and some network file systems have no fixed number
-        return Finding("inodes", "ok", f"without a limit at {place}")
-    mend = f"remove small files (du --inodes -x {place} | sort -n | tail), or choose another --run-dir"
-    found = f"{status.f_favail:,} free of {status.f_files:,} at {place}"
+        return Finding("inodes", "ok", f"without a limit at {folder}")
+    mend = f"remove small files (du --inodes -x {folder} | sort -n | tail), or choose another --run-dir"
+    found = f"{status.f_favail:,} free of {status.f_files:,} at {folder}"
     return Finding.judged("inodes", found, mend, wrong=status.f_favail < FEW_INODES)
 
 
-def _writing(place: Path) -> Finding:
-    if not place.is_dir():
-        return Finding("writing", "wrong", f"{place} is a file, not a folder", "choose another --run-dir")
-    probe = place / f".jdp-doctor-{secrets.token_hex(8)}"
+def _writing(folder: Path) -> Finding:
+    if not folder.is_dir():
+        return Finding("writing", "wrong", f"{folder} is a file, not a folder", "choose another --run-dir")
+    probe = folder / f".jdp-doctor-{secrets.token_hex(8)}"
     try:
         try:
             with probe.open("wb") as file:
@@ -57,6 +57,6 @@ def _writing(place: Path) -> Finding:
         finally:
             probe.unlink(missing_ok=True)
     except OSError as error:
-        mend = f"make {place} writable for this user, or choose another --run-dir"
-        return Finding("writing", "wrong", f"{place} cannot be written: {error.strerror}", mend)
-    return Finding("writing", "ok", f"a file was written and removed at {place}")
+        mend = f"make {folder} writable for this user, or choose another --run-dir"
+        return Finding("writing", "wrong", f"{folder} cannot be written: {error.strerror}", mend)
+    return Finding("writing", "ok", f"a file was written and removed at {folder}")

@@ -1,23 +1,16 @@
-"""A finding: what was looked at, whether it will do, what was found, and what mends it."""
+"""Findings of `jdp doctor`, and the table of those of all processes."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 Status = Literal["ok", "note", "wrong"]
-"""A note is for the reader to judge, such as a limit that hurts large runs only; `wrong` makes the exit code 1."""
+"""A note is for the reader to judge, such as a limit that hurts large runs only. `wrong` makes the exit code 1."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found in one process.
-
-    Attributes:
-        check: what was looked at, such as "open files".
-        status: whether it will do.
-        found: what was found, in words.
-        mend: the line to type, or what to do; empty where nothing is to be mended.
-    """
+    """The result of one check in one process, and the fix: a command or a sentence, "" if none is needed."""
 
     check: str
     status: Status
@@ -26,33 +19,28 @@ class Finding:
 
     @classmethod
     def judged(cls, check: str, found: str, mend: str, *, wrong: bool = False, note: bool = False) -> "Finding":
-        """Return a finding that is wrong or a note if that holds, and else ok, with nothing to mend."""
+        """Return a finding that is wrong, or a note, or else ok and without a fix."""
         status: Status = "wrong" if wrong else "note" if note else "ok"
         return cls(check, status, found, mend if wrong or note else "")
 
 
 @dataclass(frozen=True)
 class Examined:
-    """What was found in all processes.
-
-    Attributes:
-        findings: of each process that could say it, by its index.
-        hosts: the host of each of these processes.
-    """
+    """The findings of all processes that sent them, by process, and the hosts of these."""
 
     findings: dict[int, list[Finding]]
     hosts: dict[int, str]
 
     @property
     def wrong(self) -> int:
-        """How many things are wrong; one that is wrong in several processes counts once."""
+        """The number of things that are wrong; one that is wrong in several processes counts once."""
         return sum(finding.status == "wrong" for finding, _ in self.rows())
 
     def rows(self) -> list[tuple[Finding, tuple[int, ...]]]:
         """Return a finding for each row of the table, with the processes that have it, in the order of the checks.
 
-        Where a check is ok in all processes, the first's finding stands for all: free memory, for one, differs. What is
-        not ok is told once for all processes in which the same mends it.
+        If a check is ok in all processes, the first one's finding is shown. Findings that are not ok and have the same
+        fix share a row.
         """
         everyone = [(finding, process) for process, all_ in self.findings.items() for finding in all_]
         rows: list[tuple[Finding, tuple[int, ...]]] = []
@@ -61,11 +49,11 @@ class Examined:
             unwell = [(finding, process) for finding, process in found if finding.status != "ok"]
             if not unwell:
                 rows.append((found[0][0], tuple(self.findings)))
-            told: dict[tuple[str, str], tuple[Finding, dict[int, None]]] = {}
+            grouped: dict[tuple[str, str], tuple[Finding, dict[int, None]]] = {}
             for finding, process in unwell:
                 key = (finding.status, finding.mend or finding.found)
-                told.setdefault(key, (finding, {}))[1][process] = None
-            rows += [(finding, tuple(processes)) for finding, processes in told.values()]
+                grouped.setdefault(key, (finding, {}))[1][process] = None
+            rows += [(finding, tuple(processes)) for finding, processes in grouped.values()]
         return rows
 
     def to_json(self) -> dict[str, Any]:
@@ -81,7 +69,7 @@ class Examined:
         }
 
     def lines(self) -> list[str]:
-        """Return the table for people: a line a finding, and under what is not ok what mends it."""
+        """Return the table as text: a line for each finding, with the fix below if it is not ok."""
         rows = self.rows()
         width = max((len(finding.check) for finding, _ in rows), default=0)
         lines: list[str] = []

@@ -16,7 +16,7 @@ _RDMA = Path("/sys/class/infiniband")
 
 
 def examine_limits(shared_memory: Path = Path("/dev/shm")) -> list[Finding]:
-    """Return what was found of every limit. Nothing is changed, and JAX is not needed."""
+    """Check every limit, without JAX."""
     return [_memory(), _processors(), _files(), _threads(), _locked(), _shared(shared_memory)]
 
 
@@ -42,7 +42,7 @@ def _processors() -> Finding:
 
 
 def _processor_quota() -> float | None:
-    """Return how many processors' time the control group may take; None: no limit."""
+    """Return the number of processors that the control group may use; None: no limit."""
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
         return None if quota == "max" else int(quota) / int(period)
@@ -73,7 +73,7 @@ def _threads() -> Finding:
 
 
 def _locked() -> Finding:
-    """Look at locked memory, which RDMA needs: InfiniBand and RoCE register what they send."""
+    """Check locked memory, which RDMA needs: InfiniBand and RoCE register the memory that they send from."""
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     rdma = _RDMA.is_dir() and any(_RDMA.iterdir())
     size = "unlimited" if soft == resource.RLIM_INFINITY else format_bytes(soft)

@@ -1,21 +1,22 @@
-"""The network, before processes join: names without an address, interfaces that are not there, the coordinator's port.
+"""The network, before processes join: names without an address, missing interfaces, the coordinator's port.
 
 JAX ends a process that cannot reach the coordinator, without an exception. So the roll is called first: process 0
-listens on the coordinator's own port, each other process says its number there, and who does not come is named. Then
-the port is closed, and the coordinator opens it.
+listens on the coordinator's own port, and each other process sends its number there. Missing processes are named. Then
+the port is closed, and the coordinator opens it. (The rendezvous of `jdp launch` is another protocol: it connects
+machines for a whole run, on a port of its own, and needs no JAX.)
 """
 
 import contextlib
 import errno
-import os
 import re
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from jdp.base.formatting import listed
-from jdp.core.cluster.coordinator_address import bind_address
-from jdp.core.cluster.schedulers import Cluster
+from jdp.base.machine import listen
+from jdp.core.cluster.coordinator_address import host_of, listening_host
+from jdp.core.cluster.schedulers import Cluster, slurm_hosts
 from jdp.launch.doctor.findings import Finding
 
 _HELLO, _WELCOME = "jdp doctor", b"jdp doctor: welcome\n"
@@ -24,7 +25,7 @@ _INTERFACES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
 def examine_names(environment: Mapping[str, str], cluster: Cluster | None) -> list[Finding]:
-    """Return what was found of this host's own name, those of the job's nodes, and interfaces named in variables."""
+    """Check this host's own name, those of the job's nodes, and interfaces named in variables."""
     return [_own_name(cluster), *_node_names(environment), *_interfaces(environment)]
 
 
@@ -40,11 +41,11 @@ def _own_name(cluster: Cluster | None) -> Finding:
 
 
 def _node_names(environment: Mapping[str, str]) -> list[Finding]:
-    """Look up the nodes of a Slurm job: JAX takes the coordinator's name from that list."""
+    """Look up the nodes of a Slurm job: the coordinator's name comes from that list."""
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST")
     if not nodes:
         return []
-    names = list(expand(nodes))
+    names = list(slurm_hosts(nodes))
     lost = [name for name in names if not _resolves(name)]
     if not lost:
         return [Finding("node names", "ok", f"all {len(names)} of {nodes} have an address")]
@@ -52,22 +53,8 @@ def _node_names(environment: Mapping[str, str]) -> list[Finding]:
     return [Finding("node names", "wrong", f"{listed(lost)} of {nodes} have no address on this host", mend)]
 
 
-def expand(node_list: str) -> Iterator[str]:
-    """Yield the hosts of a Slurm node list: "gpu[007-009,020],login" -> gpu007, gpu008, gpu009, gpu020, login."""
-    for entry in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", node_list):
-        match = re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", entry)
-        if match is None:
-            yield entry
-            continue
-        for part in match[2].split(","):
-            first, _, last = part.partition("-")
-            for number in range(int(first), int(last or first) + 1):
-                for rest in expand(match[3]) if match[3] else [""]:
-                    yield f"{match[1]}{number:0{len(first)}}{rest}"
-
-
 def _interfaces(environment: Mapping[str, str]) -> list[Finding]:
-    """Look for the interfaces that variables name; NCCL's may be prefixes, and "^" leaves out, "=" is exact."""
+    """Check the interfaces that variables name: NCCL's are prefixes, "^" excludes, "=" is exact."""
     present = sorted(name for _, name in socket.if_nameindex())
     findings: list[Finding] = []
     for variable in _INTERFACES:
@@ -102,21 +89,19 @@ def examine_port() -> Finding:
 
 
 def call_roll(cluster: Cluster, seconds: float) -> Finding:
-    """Let all processes meet on the coordinator's port, before JAX takes it."""
+    """Connect all processes at the coordinator's port, before JAX takes it."""
     assert cluster.coordinator is not None and cluster.num_processes is not None and cluster.process_id is not None
-    host, _, port = cluster.coordinator.rpartition(":")
-    host, deadline = host.strip("[]"), time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     if cluster.process_id:
-        return _report(host, int(port), cluster.process_id, deadline)
+        return _report(cluster.coordinator, cluster.process_id, deadline)
     return _receive(cluster.coordinator, cluster.num_processes, deadline)
 
 
 def _receive(address: str, count: int, deadline: float) -> Finding:
-    """Return who said its number on the port of process 0."""
-    bound = bind_address(address) or os.environ.get("JAX_COORDINATOR_BIND_ADDRESS") or "[::]:0"
-    host, port, missing = bound.rpartition(":")[0].strip("[]"), int(address.rpartition(":")[2]), set(range(1, count))
+    """Receive the numbers of the other processes on the port of process 0."""
+    port, missing = int(address.rpartition(":")[2]), set(range(1, count))
     try:
-        with _server("" if host == "::" else host, port) as server:
+        with listen(listening_host(address), port) as server:
             while missing and (left := deadline - time.monotonic()) > 0:
                 server.settimeout(left)
                 with contextlib.suppress(OSError):
@@ -134,15 +119,8 @@ def _receive(address: str, count: int, deadline: float) -> Finding:
     return Finding("coordinator", "wrong", f"{address} was not reached by process {lost} of {count}", mend)
 
 
-def _server(host: str, port: int) -> socket.socket:
-    """Return a server on one address, or on all for ""."""
-    if not host and socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-
-
 def _welcomed(server: socket.socket) -> set[int]:
-    """Return the number that the next process says; none if it says something else."""
+    """Return the number that the next process sends; none if it sends something else."""
     connection, _ = server.accept()
     with connection:
         connection.settimeout(2)
@@ -153,9 +131,9 @@ def _welcomed(server: socket.socket) -> set[int]:
         return {int(match[1])} if match else set()
 
 
-def _report(host: str, port: int, process: int, deadline: float) -> Finding:
-    """Say this process' number to process 0, again and again until it answers."""
-    problem = "there was no time"
+def _report(address: str, process: int, deadline: float) -> Finding:
+    """Send this process' number to process 0, again and again until it answers."""
+    host, port, problem = host_of(address), int(address.rpartition(":")[2]), "there was no time"
     while time.monotonic() < deadline:
         try:
             with socket.create_connection((host, port), timeout=2) as connection:

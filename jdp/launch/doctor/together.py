@@ -1,6 +1,6 @@
-"""The processes together, once they have joined: do they run the same, see the same folder, and have the same time.
+"""The processes together, after they have joined: the same program, a shared folder, and the same time.
 
-Every process calls each of these functions, in the same order; they talk through the coordination service, which
+Every process calls each of these functions, in the same order. They communicate through the coordination service, which
 answers while devices hang.
 """
 
@@ -33,7 +33,7 @@ _OWN = ("JAX_COORDINATOR_BIND_ADDRESS", "JAX_PROCESS_ID", "JAX_LOCAL_DEVICE_IDS"
 
 
 def compare(environment: Mapping[str, str], seconds: float) -> list[Finding]:
-    """Compare versions, devices and variables between processes; return this process' findings."""
+    """Compare versions, devices and variables of this process with those of process 0."""
     variables = {
         name: value
         for name, value in environment.items()
@@ -52,15 +52,15 @@ def compare(environment: Mapping[str, str], seconds: float) -> list[Finding]:
     mend = "give all processes the same environment: one image, one virtual environment, the same srun or mpirun -x"
     if not differing:
         return [Finding("same everywhere", "ok", f"versions, devices and variables of {len(everywhere)} processes")]
-    told = "; ".join(
+    shown = "; ".join(
         f"{name} is {mine.get(name) or 'not set'}, and in process 0 {first.get(name) or 'not set'}"
         for name in differing[:5]
     )
-    return [Finding("same everywhere", "wrong", told, mend)]
+    return [Finding("same everywhere", "wrong", shown, mend)]
 
 
 def examine_shared(folder: Path, seconds: float) -> list[Finding]:
-    """Let each process write a file into a folder, look for those of the others, and remove its own."""
+    """Have each process write a file into a folder, look for those of the others, and remove its own."""
     count, me = jax.process_count(), jax.process_index()
     token = from_first_process("the name of a shared file", secrets.token_hex(8), seconds=seconds)
     names = [f".jdp-doctor-{token}-{process:05d}" for process in range(count)]
@@ -83,7 +83,7 @@ def examine_shared(folder: Path, seconds: float) -> list[Finding]:
 
 
 def _write(file: Path, text: str) -> str:
-    """Write a file to the disk; return what is wrong, or ""."""
+    """Write a file to the disk; return the error's text, or ""."""
     try:
         with file.open("w", encoding="ascii") as opened:
             opened.write(text)
@@ -95,7 +95,7 @@ def _write(file: Path, text: str) -> str:
 
 
 def _unseen(folder: Path, names: list[str], token: str) -> list[int]:
-    """Return the processes whose files do not come into sight, and this one's neighbour if its file reads otherwise."""
+    """Return the processes whose files do not appear, and this one's neighbour if its file has other content."""
     deadline = time.monotonic() + _VISIBLE_SECONDS
     while True:
         try:
@@ -133,7 +133,7 @@ def examine_clocks(seconds: float) -> list[Finding]:
 
 
 def _answer(seconds: float) -> tuple[float, float]:
-    """Tell every other process this one's time, as often as it asks. Raises LostPeer."""
+    """Send this process' time to every other process, as often as it asks."""
     client = coordination_client()
     for process in range(1, jax.process_count()):
         for number in range(_PINGS):
@@ -156,7 +156,7 @@ def _ask(seconds: float) -> tuple[float, float]:
 
 
 def _get(client: Any, key: str, seconds: float, process: int) -> str:
-    """Return what a process says under a key. Raises LostPeer."""
+    """Return the value that a process sets for a key."""
     try:
         return client.blocking_key_value_get(key, int(1000 * seconds))
     except jax.errors.JaxRuntimeError as error:
@@ -172,13 +172,13 @@ def gather(findings: list[Finding], seconds: float) -> tuple[dict[int, list[Find
 
 
 def tell_failure(finding: Finding) -> None:
-    """Tell process 0 at once what failed here: it may itself hang, and never come to gather."""
+    """Send a failure to process 0 at once: that may itself hang, and never call `gather`."""
     if (client := coordination_client()) is not None:
         client.key_value_set(f"{_FAILED}/{jax.process_index()}", json.dumps(astuple(finding)))
 
 
 def told_failures() -> dict[int, Finding]:
-    """Return what the processes told by `tell_failure`; answers while devices hang."""
+    """Return the failures that processes sent by `tell_failure`."""
     client = coordination_client()
     entries = [] if client is None else client.key_value_dir_get(_FAILED)
     return {int(key.rpartition("/")[2]): Finding(*json.loads(text)) for key, text in entries}

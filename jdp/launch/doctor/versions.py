@@ -1,4 +1,4 @@
-"""Versions: do what jdp needs, JAX, its library and its plugins match; read from what pip installed, without JAX."""
+"""Versions of jdp's requirements, JAX, its library and its plugins, as pip installed them; JAX is not imported."""
 
 import importlib.metadata
 import platform
@@ -17,13 +17,13 @@ _OLDEST_DRIVER = {"13": 580, "12": 525}
 
 
 def versions() -> dict[str, str]:
-    """Return the version of Python and of each package that decides what a step computes; "" if not installed."""
+    """Return the version of Python and of each package that determines a step; "" if not installed."""
     found = {"python": platform.python_version()} | {name: _version(name) for name in SHOWN}
     return found | _plugins()
 
 
 def examine_versions() -> list[Finding]:
-    """Return what was found: bounds that jdp and jax declare, plugins of another version, too old a driver."""
+    """Check the bounds that jdp and jax declare, the plugins' versions, and the driver's."""
     found = versions()
     shown = ", ".join(f"{name} {version}" for name, version in found.items() if version)
     wrong = [*_unmet("jdp"), *_unmet("jax", only="jaxlib"), *_mismatched(found), *_old_driver(found)]
@@ -31,7 +31,7 @@ def examine_versions() -> list[Finding]:
 
 
 def _unmet(package: str, only: str | None = None) -> list[Finding]:
-    """Return what a package requires and does not find."""
+    """Return findings about requirements of a package that are not met."""
     try:
         requires = importlib.metadata.requires(package) or []
     except importlib.metadata.PackageNotFoundError:
@@ -54,7 +54,7 @@ def _unmet(package: str, only: str | None = None) -> list[Finding]:
 
 
 def _mismatched(found: dict[str, str]) -> list[Finding]:
-    """Return the plugins that are not of jaxlib's version: JAX loads them, or not, with a warning at most."""
+    """Return findings about plugins of another version than jaxlib's: JAX may load them with a warning at most."""
     return [
         Finding(
             "versions",

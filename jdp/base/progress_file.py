@@ -1,7 +1,4 @@
-"""How far a run has come, for the supervisor that may restart it: a small file that processes of the run write.
-
-A run that fails again and again without a new checkpoint will not get better by being started once more.
-"""
+"""The file in which a run notes its newest checkpoint, for the supervisor that may restart it (`jdp launch`)."""
 
 import contextlib
 import os
@@ -12,12 +9,12 @@ PROGRESS_FILE = "JDP_PROGRESS_FILE"
 
 
 def note_progress(step: int) -> None:
-    """Record that the run can be resumed after this step; do nothing without a supervisor. For process 0."""
+    """Note, on process 0, that the run can be resumed after this step; do nothing without a supervisor."""
     name = os.environ.get(PROGRESS_FILE)
     if name is None:
         return
     fresh = Path(f"{name}.new")
-    with contextlib.suppress(OSError):  # a run does not fail because its supervisor cannot be told
+    with contextlib.suppress(OSError):  # a run goes on without its supervisor
         fresh.write_text(f"{step}\n", encoding="ascii")
         fresh.replace(name)
 
