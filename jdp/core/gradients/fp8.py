@@ -1,15 +1,14 @@
-"""Which products of a loss are made in float8, found in its trace: those of activations and a weight.
+"""Products of a loss that are made in float8, found in its trace: those of activations and a weight.
 
-A value is followed from the inputs: does it depend on parameters, does it depend on the batch? A product
-(`dot_general`) is one with a weight where one operand depends on parameters and not on the batch, the other on the
-batch. It is made in float8 (`flax_nnx.fp8.fp8_product`) if
+Each value is followed from the inputs: does it depend on parameters, does it depend on the batch? In a product
+(`dot_general`) with a weight, one operand depends on parameters alone, the other on the batch. It is made in float8
+(`flax_nnx.fp8.fp8_product`) if
 
-- operands and result are bfloat16, and it names no `precision` of its own. Who asks for a float32 result, as jdp's
-  models do for their logits, wants more digits than bfloat16 has, not fewer;
-- it has no batch dimensions, and the weight's two sizes divide by 16, as cuBLASLt has it. The number of rows is padded.
+- operands and result are bfloat16, and it names no `precision`. A float32 result, as of the logits in jdp's models, is
+  meant to have more digits than bfloat16, not fewer.
+- it has no batch dimensions, and the weight's two sizes divide by 16, as cuBLASLt wants. The number of rows is padded.
 
-Attention's products have no weight, and embeddings are no products. A function with a gradient of its own
-(`jax.custom_vjp`) is left as it is.
+Attention's products have no weight, and embeddings are no products. A `jax.custom_vjp` function is left as it is.
 """
 
 from __future__ import annotations
@@ -52,12 +51,7 @@ def with_fp8_products(function: Callable[..., Any], weights: Any, state: Any, ba
 
 @dataclass(frozen=True)
 class _Rewriter:
-    """Evaluates jaxprs, products with weights in float8.
-
-    Attributes:
-        made: products in float8.
-        left: products with a weight, all bfloat16, whose sizes do not allow it.
-    """
+    """Runs programs with products of weights in float8: `made`, and `left` in bfloat16, whose sizes do not divide."""
 
     made: list[JaxprEqn] = field(default_factory=list[JaxprEqn])
     left: list[JaxprEqn] = field(default_factory=list[JaxprEqn])
@@ -77,7 +71,7 @@ class _Rewriter:
         return run(program, args, operation)
 
     def report(self) -> None:
-        """Say once what float8 is not used for, or on devices without it."""
+        """Report once products that are not in float8, or a device without it."""
         if not self.made:
             notice(
                 'precision="fp8": no product of the loss is in float8. It takes products of activations and a weight, '

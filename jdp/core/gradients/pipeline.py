@@ -18,15 +18,15 @@ gradients (`gathers.reduction_scope`) is rebuilt. A round is three parts:
 The same operations run on the same values, and the same bytes are sent: nothing is gathered past either end. A device
 holds one more layer's working copy, and one more layer's gradient. This is done to the trace, after differentiation,
 because then everything that JAX can put into a scan works: any rematerialisation, state that layers change, nested
-loops. Two rounds make one of the new loop, because what a round gathers for the next can then take the memory of what
-the round before gathered; with one, XLA copies a layer's weights and gradient in each round.
+loops. Two rounds make one of the new loop: each then gathers into the memory that the round before it used. With one,
+XLA copies a layer's weights and gradient in each round.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -119,11 +119,10 @@ def _in_turn(operations: Sequence[Operation], movable: Collection[Operation]) ->
 
 @dataclass
 class _Last:
-    """What the last loop gathered and reduced last, and what was reduced before the backward loop.
+    """What the last loop gathered and reduced last; and reductions before the backward loop (`early`).
 
-    XLA joins collectives that may begin at once, and begins none before all can; and it gathers at the start of the
-    step what is taken only after the loop, where there is nothing to compute yet. So one kind waits for the other.
-    `before` is `after` of `pipelined`.
+    XLA joins collectives that may begin at once, and begins none before all can. It also gathers weights that are used
+    after the loop at the start of the step, where there is nothing to compute yet. So one kind waits for the other.
     """
 
     before: Sequence[Any] = ()
@@ -227,33 +226,21 @@ class _Parts:
         return _Parts(constants, state, sliced, outputs, ahead, main, behind, gathered, kept, reduced)
 
 
-@dataclass(frozen=True)
-class _State:
+class _State(NamedTuple):
     """Where a loop is.
 
     Attributes:
         carry, stacks: of the scan.
         kept: what the next reductions take.
         gathered: for the next round.
-        sent: what was reduced last, in this round or the one before it; [] where a loop begins.
+        sent: what was reduced last, in this round or the one before it; nothing where a pair of rounds begins.
     """
 
     carry: list[Any]
     stacks: list[Any]
     kept: list[Any]
     gathered: list[Any]
-    sent: list[Any]
-
-    @property
-    def carried(self) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
-        """What goes from one pair of rounds to the next."""
-        return self.carry, self.stacks, self.kept, self.gathered
-
-    @staticmethod
-    def of(carried: tuple[list[Any], list[Any], list[Any], list[Any]]) -> _State:
-        """Return the state where a pair of rounds begins."""
-        carry, stacks, kept, gathered = carried
-        return _State(carry, stacks, kept, gathered, [])
+    sent: Sequence[Any] = ()
 
 
 @dataclass(frozen=True)
@@ -271,31 +258,31 @@ class _Loop:
         first = len(parts.constants)
         gathered = self._ahead(0, came.gathered)
         stacks = came.empty(self.length, (value.aval for value in parts.outputs[len(parts.carried) :]))
-        state = _State(self.operands[first : first + len(parts.carried)], stacks, [], gathered, [])
+        state = _State(self.operands[first : first + len(parts.carried)], stacks, [], gathered)
         if parts.behind:
-            state, begin = self._main(0, replace(state, gathered=self._ahead(1, gathered)), gathered), 1
+            state, begin = self._main(0, state._replace(gathered=self._ahead(1, gathered)), gathered), 1
             if came.early:
-                state = replace(state, kept=jax.lax.optimization_barrier((state.kept, came.early))[0])
+                state = state._replace(kept=jax.lax.optimization_barrier((state.kept, came.early))[0])
         if (last - begin) % 2:
             state, begin = self._round(begin, state), begin + 1
 
         def pair(i: Any, carried: Any) -> Any:
-            state = self._round(begin + 2 * i, _State.of(carried))
-            return self._round(begin + 2 * i + 1, state).carried
+            state = self._round(begin + 2 * i, _State(*carried))
+            return tuple(self._round(begin + 2 * i + 1, state)[:4])
 
         if last > begin:
-            state = _State.of(jax.lax.fori_loop(0, (last - begin) // 2, pair, state.carried))
+            state = _State(*jax.lax.fori_loop(0, (last - begin) // 2, pair, tuple(state[:4])))
         came.gathered = state.gathered or came.gathered
         state = self._behind(last - 1, state) if parts.behind else state
         state = self._behind(last, self._main(last, state, state.gathered))
-        came.reduced = state.sent or came.reduced
+        came.reduced = list(state.sent) or came.reduced
         return [*state.carry, *state.stacks]
 
     def _round(self, k: Any, state: _State) -> _State:
         """Gather for round k + 1, reduce what round k - 1 kept, compute round k."""
         gathered = self._ahead(k + 1, state.gathered)
         reduced = self._behind(k - 1, state)
-        return replace(self._main(k, reduced, state.gathered), gathered=gathered)
+        return self._main(k, reduced, state.gathered)._replace(gathered=gathered)
 
     def _ahead(self, k: Any, earlier: list[Any]) -> list[Any]:
         """Return what is gathered for round k, after `earlier` is there: XLA joins what may begin at once."""
@@ -316,7 +303,7 @@ class _Loop:
         evaluate(parts.main, env)
         stacks = self._put(k, state.stacks, env, set(outputs) - set(parts.reduced))
         carry = _known(outputs[: len(parts.carried)], env)
-        return replace(state, carry=carry, stacks=stacks, kept=_known(parts.kept, env))
+        return state._replace(carry=carry, stacks=stacks, kept=_known(parts.kept, env))
 
     def _behind(self, k: Any, state: _State) -> _State:
         """Reduce what round k kept, after what was reduced before."""
@@ -324,12 +311,12 @@ class _Loop:
         if not parts.behind:
             return state
         if state.sent:
-            kept, _ = jax.lax.optimization_barrier((kept, state.sent))
+            kept, _ = jax.lax.optimization_barrier((kept, list(state.sent)))
         env = {**self._given(k, []), **_paired(parts.kept, kept)}
         evaluate(parts.behind, env)
         # The barrier keeps XLA from delaying the reduction by one more round.
         sent = jax.lax.optimization_barrier(_known(parts.reduced, env))
-        return replace(state, stacks=self._put(k, state.stacks, _paired(parts.reduced, sent), parts.reduced), sent=sent)
+        return state._replace(stacks=self._put(k, state.stacks, _paired(parts.reduced, sent), parts.reduced), sent=sent)
 
     def _put(self, k: Any, stacks: list[Any], env: Env, made: Collection[Value]) -> list[Any]:
         """Return the stacks with those results of round k that are in `made`."""

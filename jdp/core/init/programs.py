@@ -1,7 +1,7 @@
 """Run `init` as a few small programs, each compiled once and called for every leaf that it fits.
 
-As one program a state is compiled leaf by leaf: each random draw is code of its own, half a second of it on a CPU, and
-that of an unrolled GPT-2 takes a minute on a GPU. But most of its leaves differ in nothing but their keys:
+As one program a state takes long to compile: half a second for each random draw on a CPU, and a minute for an unrolled
+GPT-2 on a GPU. But most of its leaves differ in nothing but their keys:
 
 1. What only derives keys (`fold_in`, `split`) is computed at once, operation by operation.
 2. What remains falls into pieces that share nothing but keys: most often a leaf each. Pieces that are the same but for

@@ -1,4 +1,4 @@
-"""An update whose large operands rest in host memory: they come to the device piece by piece, and go back.
+"""An update whose large operands are in host memory: they come to the device piece by piece, and go back.
 
 `streamed(update, state, given, plan)` computes `update(state, *given)` without having all of the state on the device.
 It reads the update's trace (a jaxpr, calls inlined) backwards from each new leaf:
@@ -60,8 +60,8 @@ class _Group:
     def of(number: int, value: Value, on_host: dict[Value, int], moved: set[Operation]) -> _Group:
         """Return the group of one new leaf.
 
-        What needs no leaf in host memory is taken, unless it is an element-wise result of a large operand: then a slice
-        of it can be made of a slice of the operand, and the whole need not be in memory.
+        It takes values that need no leaf in host memory. Element-wise results of a large operand it makes itself: their
+        slices are made of slices of the operand, and all of them is never in memory.
         """
 
         def is_taken(value: Value) -> bool:
@@ -204,8 +204,8 @@ def _loop(
 def _rows(group: _Group, placements: list[Placement], plan: Plan) -> int | None:
     """Return how many rows of a group's leaves a loop moves at a time; None where it has to be moved whole.
 
-    A loop needs leaves of one shape, not sharded over the leading dimension, element-wise operations, and results that
-    rest on the host.
+    A loop needs leaves of one shape, not sharded over the leading dimension, element-wise operations, and results in
+    host memory.
     """
     numbers = [*group.results, *group.leaves.values()]
     if not all(number < len(placements) and placements[number].on_host for number in numbers):
@@ -223,7 +223,7 @@ def _rows(group: _Group, placements: list[Placement], plan: Plan) -> int | None:
 
 
 def _constrained(x: jax.Array, number: int, placements: list[Placement], plan: Plan) -> jax.Array:
-    """Return a new leaf, or a slice of one, sharded as the leaf rests."""
+    """Return a new leaf, or a slice of one, sharded as the stored leaf."""
     if number >= len(placements):
         return x
     return jax.lax.with_sharding_constraint(x, NamedSharding(plan.mesh, placements[number].rest))
