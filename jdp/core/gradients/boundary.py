@@ -1,7 +1,7 @@
 """The gather boundary: forward, a shard is cast and gathered; backward, its gradient is reduced to the shard's spec.
 
-Under ZeRO-3 it is at each use of a parameter. Where the weights are gathered already (`Held`), it only reduces, with
-the gradients of earlier microbatches added before.
+Under ZeRO-3 it is at each use of a parameter. Where weights are gathered already (`Held.copy`), it only reduces: the
+gradient plus that of earlier microbatches.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Held:
     """A parameter as the gather boundary gets it, all of it or one layer's slice.
 
     Attributes:
-        shard: at rest, which the loss is differentiated by.
-        narrow: the same in compute dtype, where that is all there is of it: then of `shard` only the dtype counts.
+        shard: at rest; the loss is differentiated with respect to it.
+        narrow: the same in compute dtype, where there is nothing else: then only the dtype of `shard` counts.
         copy: gathered, in compute dtype; None where it is gathered at use.
-        earlier: the sum of the gradients of the microbatches before, flat and padded if the parameter rests so: the
-            device's own, or shards where each was reduced; None where there is none.
-        seed: uint32, from which the gradient's rounding is drawn, one for each index of the shard's first dimension,
-            which a layer loop may slice off; None where it is not rounded.
+        earlier: the sum of the gradients of the microbatches before, as stored; None where there is none. It is the
+            device's own, or a shard where each was reduced.
+        seed: uint32, from which the gradient's rounding is drawn; None where it is not rounded. There is one for each
+            index of the shard's first dimension, which a layer loop may slice off.
     """
 
     shard: jax.Array
@@ -60,11 +60,7 @@ def gather_with_reduced_grad(
     whole: bool = False,
     finish: Collective | None = None,
 ) -> Gather:
-    """Return the gather boundary: forward, a shard is cast to compute dtype and gathered; backward, its gradient is
-    reduced straight to the shard's spec.
-
-    Under ZeRO-3 XLA would move the activations instead without the boundary: 60 times the traffic.
-    """
+    """Return the gather boundary. Without it XLA would move activations under ZeRO-3: 60 times the traffic."""
 
     def gather(operand: jax.Array | Held, placement: Placement, leading: int) -> jax.Array:
         held = operand if isinstance(operand, Held) else Held(operand)
@@ -115,8 +111,7 @@ def cast_and_gather(
 ) -> jax.Array:
     """Cast, then gather: the barrier keeps XLA from moving the cast behind the gather, which doubles the bytes.
 
-    Frozen weights may rest in fewer bytes than are computed with: they are gathered as they rest. What is not floating
-    point is never cast.
+    Frozen weights of fewer bytes are cast after the gather. Only floating-point arrays are cast.
     """
     cast = jnp.issubdtype(shard.dtype, jnp.floating) and shard.dtype != dtype
     narrow = not placement.trained and shard.dtype.itemsize < dtype.itemsize

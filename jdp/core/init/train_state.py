@@ -1,11 +1,11 @@
 """Make the train state sharded from the start.
 
-1. `jax.eval_shape` runs `init` and `tx.init` without memory and returns the tree of shapes.
+1. `jax.eval_shape` traces `init` and `tx.init`, once, and returns the tree of shapes.
 2. The plan gives the sharding of every leaf.
-   Leaves that are to rest flat and padded (`Plan.pad`) are made in their own shapes, one at a time, by every device.
-3. Jitted programs with those shardings as their `out_shardings` compute the values (`programs.py`): every device
-   computes the shard it keeps. With JAX's partitionable random numbers an element's value depends on the key and its
-   index alone, so the weights are bitwise the same on any mesh.
+   Leaves that are stored flat and padded (`Plan.pad`) are made in their own shapes, one at a time, by every device.
+3. Jitted programs with those `out_shardings` compute the values (`programs.py`): every device computes the shard it
+   keeps. JAX's partitionable random numbers depend on the key and the element's index alone, so the weights are
+   bitwise the same on any mesh.
 """
 
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ def init_state(
 ) -> TrainState[Model]:
     """Make the train state with every leaf sharded as the plan says. No device ever holds more than its shards.
 
-    Except while a leaf is made that rests flat and padded (`Plan.pad`): then it may hold all of that leaf.
+    Except while a leaf is made that is stored flat and padded (`Plan.pad`): then it may hold all of that leaf.
 
     The weights are those of `init(jax.random.fold_in(rng, 0))`, as of `jdp.init`: one seed makes one model. They are
     bitwise the same on any mesh and under any strategy.
@@ -60,11 +60,11 @@ def init_state(
         A `TrainState` at step 0 on the plan's devices.
 
     Raises:
-        ValueError: `tx` is no optimizer or `rng` no key; `init` returns something that is no array, or a trained
-            parameter that is not floating point or belongs to another collection of linen; `wrt` matches nothing; the
+        ValueError: `tx` is no optimizer, `rng` no key, or `wrt` matches nothing. `init` returns something that is no
+            array, or a trained parameter that is not floating point or belongs to another collection of linen. The
             optimizer's state holds something that is no array or changes shape, or its update needs arguments that a
-            step does not have; a rule of the plan matches nothing or does not divide; or processes differ in the plan,
-            the key or the program of `init`.
+            step does not have. A rule of the plan matches nothing or does not divide. Processes differ in the plan, the
+            key or the program of `init`.
         RuntimeError: another process did not come to this call.
     """
     check_plan(plan)
@@ -144,7 +144,7 @@ def _prepare(init: InitFn, tx: Any, plan: Plan, rng: jax.Array, wrt: Any) -> tup
     abstract = flattened(plan, TrainState(**shapes, static=static))
 
     def make_at_rest(rng: jax.Array) -> dict[str, PyTree]:
-        made = make(rng)
+        made = jax.jit(make)(rng)  # not traced again
         laid = at_rest(TrainState(**made, static=static), abstract.static)
         return {name: getattr(laid, name) for name in made}
 

@@ -1,9 +1,9 @@
-"""Trees of a user's own loop, made sharded or laid out as a plan says: models, and what belongs to them.
+"""Trees of a custom loop, made sharded or laid out as a plan says: models, and trees that belong to them.
 
 A tree is an NNX module, an `nnx.Optimizer`, a `TrainState` or any pytree of arrays. Parameters (of a pytree, all its
-arrays) lie at their rest specs; other variables of a module are replicated. With `of`, the tree belongs to parameters,
-as an optimizer's state does, and each leaf lies as the parameter does that it belongs to. All leaves have their own
-shapes: only those of a train state may rest flat and padded (`Plan.pad`).
+arrays) get their rest specs; other variables of a module are replicated. With `of`, the tree belongs to parameters, as
+an optimizer's state does, and each leaf is sharded as its parameter. All leaves have their own shapes: only those of a
+train state may be flat and padded (`Plan.pad`).
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def init(init: Callable[[Any], Tree], plan: Plan, *, rng: jax.Array | None = Non
     Args:
         init: `init(rng)` -> an `nnx.Module` or a pytree of arrays; with `of`, `init(of)` -> what belongs to it. Traced
             under `jit`; its arrays are global.
-        plan: the mesh, the strategy and the rules. A rule need not match: it may be for another tree. What no dimension
-            divides of stays replicated: only a train state's leaves can be padded (`Plan.pad`).
+        plan: the mesh, the strategy and the rules. A rule need not match: it may be for another tree. A leaf without a
+            dimension that divides stays replicated: only a train state's can be padded (`Plan.pad`).
         rng: one key, the same on every process.
         of: the parameters that the tree belongs to: a module (`init` gets its `nnx.Param` state) or a pytree.
 
@@ -55,9 +55,9 @@ def init(init: Callable[[Any], Tree], plan: Plan, *, rng: jax.Array | None = Non
         What `init` returned, on the plan's devices.
 
     Raises:
-        ValueError: neither `rng` nor `of` is given, or both; `rng` is no key; a rule or the metadata shards a dimension
-            that does not divide; `init` returns something that is no array, modules inside of a pytree, or an
-            `nnx.Optimizer` without `of`; or processes differ in plan, key or program.
+        ValueError: neither `rng` nor `of` is given, or both, or `rng` is no key. A rule or the metadata shards a
+            dimension that does not divide. `init` returns something that is no array, modules inside of a pytree, or
+            an `nnx.Optimizer` without `of`. Processes differ in plan, key or program.
         RuntimeError: another process did not come to this call.
     """
     check_plan(plan)
@@ -96,16 +96,16 @@ def place(tree: Any, plan: Plan, *, of: Any = None) -> Any:
     Args:
         tree: an NNX module, an `nnx.Optimizer`, a `TrainState`, or any pytree of arrays (NumPy's too); with several
             processes, the same values on each.
-        plan: the mesh, the strategy and the rules. A rule need not match: it may be for another tree. What no dimension
-            divides of stays replicated: only a train state's leaves can be padded (`Plan.pad`).
+        plan: the mesh, the strategy and the rules. A rule need not match: it may be for another tree. A leaf without a
+            dimension that divides stays replicated: only a train state's can be padded (`Plan.pad`).
         of: the parameters that the tree belongs to, for an optimizer or its state: a module or a pytree.
 
     Returns:
-        The same values on the plan's devices. A module is a new one; the old one stays as it is. An array that lies so
-        already is the same one, as of `jax.device_put`: a step that donates its state takes it from both.
+        The same values on the plan's devices. A module is a new one; the old one stays as it is. An array that has its
+        sharding already is the same one, as of `jax.device_put`: a step that donates its state takes it from both.
 
     Raises:
-        ValueError: a rule or the metadata shards a dimension that does not divide; or the tree holds something that is
+        ValueError: a rule or the metadata shards a dimension that does not divide. Or the tree holds something that is
             no array, modules inside of a pytree, or is an `nnx.Optimizer` and `of` is None.
     """
     check_plan(plan)
@@ -216,6 +216,6 @@ def refuse_offload(plan: Plan) -> None:
     """Refuse a plan that keeps a part of a train state on the host. Raises ValueError."""
     if plan.offload is not None:
         raise ValueError(
-            f"A loop of one's own keeps what it has on the devices; given a plan with offload={plan.offload!r}. Take a "
-            "plan without it, or jdp.make_train_step, which streams its state from the host."
+            f"A custom loop keeps its trees on the devices; given a plan with offload={plan.offload!r}. Take a plan "
+            "without it, or jdp.make_train_step, which streams its state from the host."
         )

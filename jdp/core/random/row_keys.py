@@ -6,9 +6,8 @@ batch. Inside `shard_map`, or over a microbatch, the loss sees some of the rows 
 shard the same mask.
 
 There the gradient code uses a `BatchKey`: the key, and which global rows the local ones are: row = offset + stride ×
-local row (or the same for groups of rows). `gradients/draws.py` finds out which dimension of a draw counts the rows,
-and turns the draw's key into a *row key* for that one draw: an ordinary typed key whose PRNG implementation is threefry
-of the elements' indices in the global draw.
+local row (or the same for groups of rows). `replay.py` finds the dimension of a draw that counts the rows, and makes a
+*row key* for that draw. This is a typed key whose PRNG is threefry of the elements' indices in the global draw.
 
 Counter layout: jax's `threefry2x32` in its partitionable form hashes the 64-bit linear index of each element
 (Salmon et al. 2011, doi:10.1145/2063384.2063405; jax-ml/jax design note 3263).

@@ -1,12 +1,11 @@
-"""Which collectives a step issues, read from its trace before any compiler has seen it: ZeRO-3's gathers, above all.
+"""The collectives that a step issues, read from its trace before it is compiled: ZeRO-3's gathers above all.
 
-The gather boundary (`boundary.gather_with_reduced_grad`) names each gather after its parameter, and `TracedLoss`
-marks those at the top of the loss. A trace without its dead code then holds one operation for every gather of a step:
-in a layer loop one in the forward pass and, where the backward pass needs the weight, one more; at the top one, whose
-result is kept for the backward pass. Operations in a scan count as often as it runs.
+The gather boundary (`boundary.gather_with_reduced_grad`) names each gather after its parameter, and `TracedLoss` marks
+those at the top of the loss. A trace without its dead code has one operation for each gather. A weight is gathered once
+at the top of the loss, or in a layer loop once in each pass that needs it. Operations in a scan count as often as it
+runs.
 
-Collectives that the loss itself issues are in the trace too, each with its source line, which XLA drops when it
-combines them.
+Collectives of the loss itself have their source lines in the trace. XLA drops those when it combines collectives.
 """
 
 from __future__ import annotations
@@ -70,11 +69,9 @@ class Gathered:
 
     Attributes:
         path: of the parameter, such as "layers/mlp/up/kernel".
-        at_top: True if it is gathered at the top of the loss and kept until the backward pass is done with it; False if
-            a layer loop gathers it where it uses it, and drops it again.
-        elements: elements a device holds after each gather, its own shard included, summed over the gathers and the
-            microbatches of a step.
-        payload_bytes: bytes of those elements, in the dtype that is sent.
+        at_top: True if it is gathered at the top of the loss and kept for the backward pass, False if in a layer loop.
+        elements: on a device after each gather, its own shard included, summed over the gathers of a step.
+        payload_bytes: of those elements, in the dtype that is sent.
     """
 
     path: str
@@ -85,13 +82,7 @@ class Gathered:
 
 @dataclass(frozen=True)
 class Issued:
-    """A collective that the trace holds as an operation of its own.
-
-    Attributes:
-        kind: of collective, by XLA's name.
-        dims: the shape of its result on a device.
-        source_lines: "file:line" of the calls that led to it, innermost first.
-    """
+    """A collective in the trace: XLA's name, the shape of its result on a device, and "file:line" of its calls."""
 
     kind: str
     dims: tuple[int, ...]
@@ -100,12 +91,7 @@ class Issued:
 
 @dataclass(frozen=True)
 class TracedCollectives:
-    """The collectives of a traced step.
-
-    Attributes:
-        gathered: every parameter that ZeRO-3 gathers, in the order of first use; empty under other strategies.
-        issued: every other collective that is issued by hand.
-    """
+    """The collectives of a traced step: parameters that ZeRO-3 gathers, by first use, and all that are not gathers."""
 
     gathered: tuple[Gathered, ...]
     issued: tuple[Issued, ...]
@@ -146,7 +132,7 @@ def reduced_by_layer(jaxpr: Any) -> dict[str, int]:
 
 
 def _walk(jaxpr: Any, times: int, outer: str) -> Iterator[tuple[Any, int, str]]:
-    """Yield (operation, how often it runs, its name scope) of all that may send, below the scope `outer`."""
+    """Yield (operation, how often it runs, its name scope) of collectives, below the scope `outer`."""
     for eqn in jaxpr.eqns:
         scope = f"{outer}/{eqn.source_info.name_stack}"
         if eqn.primitive.name in _GATHERS or eqn.primitive.name in _KINDS:

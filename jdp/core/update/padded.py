@@ -1,20 +1,21 @@
-"""An optimizer's update on leaves that rest flat and padded (`jdp.core.sharding.padded`).
+"""An optimizer's update on leaves that are stored flat and padded (`jdp.core.sharding.padded`).
 
-The update is traced for the model's own shapes, so that masks by rank or shape, and means, are those of the model; then
-it is replayed on the leaves as they rest:
-- an element-wise operation runs on the rows as they are;
-- a sum, a largest or a smallest element of all of a leaf leaves out what is behind its own elements;
-- what depends on no flat leaf is computed as it was traced, and made flat where it meets one.
+The update is traced for the model's own shapes, so that masks by rank or shape, and means, are those of the model. Then
+it is replayed on the stored leaves:
+- an element-wise operation runs on the rows as they are.
+- a sum, a largest or a smallest element of all of a leaf leaves out the padding.
+- values that depend on no flat leaf are computed as traced, and made flat where they meet one.
 
-Anything else (a matrix product, sums along one dimension) mixes elements, and a leaf for which that happens stays
-replicated: `flattened` finds that out on shapes alone when a state is made. After an update the padding is zero again.
+Anything else (a matrix product, sums along one dimension) mixes elements: such a leaf stays replicated. `flattened`
+finds that out on shapes alone when a state is made. After an update the padding is zero again.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -32,24 +33,19 @@ from jdp.core.sharding.mesh import own_axes
 from jdp.core.sharding.optimizer_state import mirrored
 from jdp.core.sharding.padded import Flat
 from jdp.core.state import MOMENTUM, STACKED, Static, TrainState, map_flat, own_shaped, trained_part
+from jdp.core.tracing.graph import FORWARD, called, run
 from jdp.core.tracing.jaxprs import ELEMENTWISE, bind
 from jdp.core.types import PyTree
 from jdp.core.update.local_steps import unstack
 from jdp.core.update.optimizer_checks import update
 
 FIELDS = ("params", "opt_state")
-"""The fields of a state whose leaves may rest flat."""
-_CALLS = frozenset(("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"))
+"""The fields of a state whose leaves may be flat."""
 _REDUCTIONS = frozenset(("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or"))
 
 
 class Mixed(Exception):
-    """An operation mixes the elements of flat leaves.
-
-    Attributes:
-        operation: its name.
-        leaves: the parameters to which the leaves belong.
-    """
+    """An operation, by name, mixes the elements of flat leaves, which belong to the parameters `leaves`."""
 
     def __init__(self, operation: str, leaves: frozenset[str]) -> None:
         super().__init__(f"{operation} mixes the elements of {listed(sorted(leaves))}")
@@ -61,10 +57,10 @@ class _Value:
     """A value of the update.
 
     Attributes:
-        array: as it rests if it is flat, else as it was traced.
-        flat: how it rests; None if it is not flat.
+        array: in its stored shape if it is flat, else as it was traced.
+        flat: its layout; None if it is not flat.
         of: the parameters of whose leaves it is made, if it is flat.
-        number: that all its elements are, if it is not flat; None if that is not known.
+        number: of all its elements, if it is not flat; None if that is not known.
     """
 
     array: Any
@@ -73,7 +69,7 @@ class _Value:
     number: Any = None
 
     def at_rest(self, flat: Flat) -> Any:
-        """Return its array as such a leaf rests; a scalar as it is."""
+        """Return its array in the stored shape of such a leaf; a scalar as it is."""
         if self.flat is not None or not jnp.ndim(self.array):
             return self.array
         return flat.to_rest(self.array) if self.number is None else jnp.broadcast_to(self.number, flat.at_rest)
@@ -111,9 +107,9 @@ def _on_this_mesh(tree: PyTree) -> PyTree:
 
 
 def flattened(plan: Plan, state: TrainState) -> TrainState:
-    """Return the abstract state that rests as the plan says, of one in its own shapes; without shardings.
+    """Return the abstract state in the shapes that the plan gives it, without shardings.
 
-    Which parameters stay replicated because the update mixes their elements is reported.
+    Parameters that stay replicated because the update mixes their elements are reported.
     """
     assert not state.static.flat
     state = jax.eval_shape(lambda state: state, state)
@@ -133,7 +129,7 @@ def flattened(plan: Plan, state: TrainState) -> TrainState:
         except Mixed as mixed:
             notice(
                 f"the optimizer's update mixes the elements of {listed(sorted(mixed.leaves))} ({mixed.operation}): no "
-                f"dimension divides by {plan.data}={plan.mesh.shape[DATA]}, and it cannot rest flat and padded"
+                f"dimension divides by {plan.data}={plan.mesh.shape[DATA]}, and it cannot be stored flat and padded"
             )
             left = {path: flat for path, flat in found.items() if path not in mixed.leaves}
             found = left if len(left) < len(found) else {}
@@ -154,7 +150,7 @@ def at_rest(state: TrainState, static: Static) -> TrainState:
 
 
 def _candidates(plan: Plan, state: TrainState) -> dict[str, Flat]:
-    """Return how parameters could rest flat and padded that would be replicated otherwise: path -> `Flat`."""
+    """Return path -> `Flat` of parameters that would be replicated, and could be flat and padded."""
     count, model_axes = plan.mesh.shape[DATA], [axis for axis in own_axes(plan.mesh) if plan.mesh.shape[axis] > 1]
     if not plan.pad or not plan.row.shard_state or count == 1 or model_axes or plan.offload is not None:
         return {}
@@ -166,7 +162,7 @@ def _candidates(plan: Plan, state: TrainState) -> dict[str, Flat]:
 
 
 def _with_opt_state(plan: Plan, state: TrainState, found: dict[str, Flat]) -> Static:
-    """Return the static part with these parameters flat, and the leaves of the optimizer state that mirror them."""
+    """Return the static part with these parameters flat, and the optimizer's leaves of their shapes."""
     placements = {p.path: p for p in jax.tree.leaves(plan.param_placements(state.params, state.static))}
     flat = [(f"params/{path}".rstrip("/"), flat) for path, flat in found.items()]
     for path, leaf in _paths(state.opt_state):
@@ -181,7 +177,7 @@ def _paths(tree: PyTree) -> list[tuple[str, Any]]:
 
 
 def _how(name: str, path: str, static: Static) -> tuple[Flat | None, frozenset[str]]:
-    """Return how a leaf rests, and the parameters that it belongs to if it is flat."""
+    """Return a leaf's layout, and the parameters that it belongs to if it is flat."""
     flat = dict(static.flat).get(f"{name}/{path}".rstrip("/"))
     if flat is None:
         return None, frozenset()
@@ -193,15 +189,7 @@ def _how(name: str, path: str, static: Static) -> tuple[Flat | None, frozenset[s
 
 def _run(program: ClosedJaxpr, arguments: Sequence[_Value]) -> list[_Value]:
     """Replay a program on values of which some are flat."""
-    known = dict(zip(program.jaxpr.constvars, map(_Value, program.consts), strict=True))
-    values: dict[Any, _Value] = {**known, **dict(zip(program.jaxpr.invars, arguments, strict=True))}
-
-    def read(atom: Any) -> _Value:
-        return _Value(atom.val) if hasattr(atom, "val") else values[atom]
-
-    for eqn in program.jaxpr.eqns:
-        values.update(zip(eqn.outvars, _operation(eqn, list(map(read, eqn.invars))), strict=True))
-    return list(map(read, program.jaxpr.outvars))
+    return run(program, arguments, _operation, lambda _, value: _Value(value))
 
 
 def _operation(eqn: Any, operands: list[_Value]) -> list[_Value]:
@@ -212,9 +200,8 @@ def _operation(eqn: Any, operands: list[_Value]) -> list[_Value]:
         return [_Value(array, number=operands[0].array) for array in bind(eqn, [operands[0].array])]
     if not flats:
         return [_Value(array) for array in bind(eqn, [operand.array for operand in operands])]
-    inner: Any = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")) if name in _CALLS else None
-    if inner is not None:
-        return _run(inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ()), operands)
+    if (inner := called(eqn, FORWARD)) is not None:
+        return _run(inner, operands)
     if name == "cond":
         return _branches(eqn, operands)
     if len(flats) > 1:
@@ -252,29 +239,27 @@ def _branches(eqn: Any, operands: list[_Value]) -> list[_Value]:
     branches: Sequence[ClosedJaxpr] = eqn.params["branches"]
     hows: list[list[tuple[Flat | None, frozenset[str]]]] = []
 
-    def run(branch: ClosedJaxpr, arrays: Sequence[Any]) -> list[_Value]:
+    def replayed(branch: ClosedJaxpr, arrays: Sequence[Any]) -> list[_Value]:
         return _run(branch, [replace(value, array=array) for value, array in zip(given, arrays, strict=True)])
 
+    def probe(branch: ClosedJaxpr, *arrays: Any) -> list[Any]:
+        results = replayed(branch, arrays)
+        hows.append([(value.flat, value.of) for value in results])
+        return [value.array for value in results]
+
+    arrays = [value.array for value in given]
     for branch in branches:
+        jax.eval_shape(partial(probe, branch), *arrays)
+    together = [
+        (next((flat for flat, _ in each if flat is not None), None), frozenset[str]().union(*(of for _, of in each)))
+        for each in zip(*hows, strict=True)
+    ]
 
-        def probe(*arrays: Any, branch: ClosedJaxpr = branch) -> list[Any]:
-            results = run(branch, arrays)
-            hows.append([(value.flat, value.of) for value in results])
-            return [value.array for value in results]
+    def chosen(branch: ClosedJaxpr, *arrays: Any) -> list[Any]:
+        return [_as(value, *how, "cond") for value, how in zip(replayed(branch, arrays), together, strict=True)]
 
-        jax.eval_shape(probe, *(value.array for value in given))
-    together: list[tuple[Flat | None, frozenset[str]]] = []
-    for each in zip(*hows, strict=True):
-        of = frozenset[str]().union(*(of for _, of in each))
-        together.append((next((flat for flat, _ in each if flat is not None), None), of))
-
-    def chosen(branch: ClosedJaxpr) -> Callable[..., list[Any]]:
-        return lambda *arrays: [
-            _as(value, *how, "cond") for value, how in zip(run(branch, arrays), together, strict=True)
-        ]
-
-    arrays = jax.lax.switch(index.array, list(map(chosen, branches)), *(value.array for value in given))
-    return [_Value(array, *how) for array, how in zip(arrays, together, strict=True)]
+    results = jax.lax.switch(index.array, [partial(chosen, branch) for branch in branches], *arrays)
+    return [_Value(array, *how) for array, how in zip(results, together, strict=True)]
 
 
 def _as(value: _Value, flat: Flat | None, of: frozenset[str], name: str) -> Any:
