@@ -69,36 +69,42 @@ def gathering(gathers: GatherTable) -> Generator[None]:
 def scan_layers(block: Block, stacked: PyTree, x: Activations, *, remat: Remat = None) -> Activations:
     """Run `x = block(layer, x)` over all layers.
 
-    Under zero3 each layer's weights are gathered inside the loop, and again in the backward pass; otherwise, and
-    outside of a step, this is a plain scan (or loop) over the layers.
+        >>> blocks = nnx.List(nnx.Linear(8, 8, rngs=nnx.Rngs(i)) for i in range(3))
+        >>> x = jdp.scan_layers(lambda layer, x: nnx.relu(layer(x)), blocks, jnp.ones((4, 8)), remat="full")
+        >>> x.shape
+        (4, 8)
 
-        x = jdp.scan_layers(lambda layer, x: layer(x), model.layers, x)  # NNX; equinox: model = eqx.combine(...)
-        x = jdp.scan_layers(lambda layer, x: Block().apply({"params": layer}, x), params["layers"], x)  # linen
+    Under zero3 each layer's weights are gathered inside the loop, and again in the backward pass. Otherwise, and
+    outside of a step, this is a plain scan (or loop) over the layers. In equinox: `model = eqx.combine(...)` first. In
+    linen:
 
-    The loop of a linen model, `nn.scan` or Python's, is not seen: its weights are gathered at the top. Inside such a
-    model the block is `Block(parent=None)`, and the layers' parameters are in `self.variables["params"]`.
+            x = jdp.scan_layers(lambda layer, x: Block().apply({"params": layer}, x), params["layers"], x)
 
-    What a block changes in an NNX module (batch statistics, counters, the state of random streams) is kept, as in a
-    Python loop over the layers: in the elements of a list, or in the stacked variables. Variables that the layers share
-    or the block closes over are carried from each layer to the next.
+    The loop of a linen model, `nn.scan` or Python's, is not seen: its weights are gathered at the start of the step.
+    Inside such a model the block is `Block(parent=None)`, and the layers' parameters are in `self.variables["params"]`.
+
+    Changes that a block makes in an NNX module (batch statistics, counters, random streams) are kept, as in a Python
+    loop: in the elements of a list, or in the stacked variables. Variables that the layers share or the block closes
+    over are carried from each layer to the next.
 
     Args:
         block: `block(layer, x)` -> x of the same structure, shapes and dtypes. It may close over anything but
             parameters.
-        stacked: either a pytree (an NNX module, or for example a tuple of a module and per-layer keys) whose leaves all
-            have shape [layers, ...]: the loop is a `jax.lax.scan`, compiled once. Or a list (`nnx.List`) of per-layer
-            pytrees: the loop is unrolled. What is no array is passed on as it is.
+        stacked: a pytree (an NNX module, or a tuple of a module and per-layer keys) whose leaves all have shape
+            [layers, ...]: the loop is a `jax.lax.scan`, compiled once. Or a list (`nnx.List`) of per-layer pytrees, for
+            layers that differ: the loop is unrolled. Leaves that are no arrays are passed on as they are.
         x: the activations that enter the first layer: a pytree of arrays.
-        remat: what the backward pass keeps. None: every activation. "dots": the results of matrix products without
-            batch dimensions and of fused attention, so nothing of [length, length]. "full": each layer's input only. Or
-            a policy of `jax.checkpoint_policies`. Gathered weights are never kept.
+        remat: what the backward pass keeps; give it when activations do not fit into memory. None: every activation.
+            "dots": the results of matrix products without batch dimensions and of fused attention, so nothing of
+            [length, length]. "full": each layer's input only. Or a policy of `jax.checkpoint_policies`. Gathered
+            weights are never kept.
 
     Returns:
         The activations that leave the last layer, like `x`.
 
     Raises:
-        ValueError: a leaf of `stacked` has no leading dimension, or leaves have different numbers of layers; `remat` is
-            unknown; or the block changes a module that is neither among the layers nor in its closure.
+        ValueError: a leaf of `stacked` has no leading dimension, or leaves have different numbers of layers. `remat` is
+            unknown. The block changes a module that is neither among the layers nor in its closure.
     """
     gathers = _CURRENT.get()
     if isinstance(stacked, list | MutableSequence):

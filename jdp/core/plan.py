@@ -53,37 +53,46 @@ MIN_SHARD_SIZE = 1024
 
 @dataclass(frozen=True)
 class Plan(Drawn):
-    """A mesh, a strategy, and from them how every leaf of a state is sharded. Immutable; `print(plan)` describes it.
+    """A mesh and a strategy: they determine how every leaf of a state is sharded. Immutable; `print(plan)` describes
+    it.
+
+        >>> plan = jdp.Plan(jdp.make_mesh(data=8), "zero1")
+        >>> print(plan)
+        zero1 on data=8 cpu devices: gathered once a step
 
     Args:
-        mesh: a mesh with a `data` axis: of `jdp.make_mesh`, whose axes have type Auto, or of `jax.make_mesh`, whose
-            axes have type Explicit by default. What jdp returns lies on this mesh, `plan.home`; under Explicit axes
-            with the sharding in its type (`jax.typeof`). What jdp calls (losses, `init`) is traced for `plan.mesh`: the
-            same devices, all axes Auto, those of the batch called `data` and `replica`.
-        strategy: "ddp" replicates everything; "zero1", "zero2" and "zero3" shard parameters and optimizer state over
-            `data`, and differ in when gradients are reduced and weights gathered (`jdp.core.sharding.strategy`).
-        rules: pairs of a path pattern and a `PartitionSpec`, which shard parameters over the model's own axes, such as
-            `[("*/kernel", PartitionSpec(None, "model"))]`. `*` matches any characters, slashes too. The first pattern
-            that matches a parameter's path gives its compute spec; without one, the model's own metadata does. A spec
-            that names `data` fixes the dimension that ZeRO shards; otherwise the plan chooses it.
-        min_shard_size: parameters with fewer elements than this stay replicated, because gathering them would take
-            latency, not bandwidth.
-        pad: parameters of which no dimension divides by the size of `data` rest flat, with zeros behind their elements
-            (`Flat`), and so does their optimizer's state: the leaves of a train state then have other shapes between
-            steps than the model's (`TrainState.unpadded`). False: they stay replicated. So they do, which is reported,
-            beside a model axis or `offload`, under a rule of their own, and where the optimizer's update mixes the
-            elements of one (adafactor, muon); and in any other tree than a train state (`jdp.init`, `jdp.place`).
-        offload: "optimizer" keeps the optimizer's state and the master weights, all but leaves of fewer than
-            `min_shard_size` elements, in the hosts' pinned memory between steps. None: everything is on the devices.
-        data, replica: what the mesh calls the axes that carry the batch. Rules and metadata name axes as the mesh does;
-            placements (`rest`, `compute`), and `plan.mesh`, have jdp's names.
-        home: leave it out; `dataclasses.replace` passes on the mesh that was given.
+        mesh: a mesh with a `data` axis, of `jdp.make_mesh` (axes of type Auto) or of `jax.make_mesh` (type Explicit by
+            default). Arrays that jdp returns are on this mesh, `plan.home`; with Explicit axes their type has the
+            sharding (`jax.typeof`). Losses and `init` are traced for `plan.mesh`: the same devices, with Auto axes, and
+            `data` and `replica` as names of the batch's axes.
+        strategy: "ddp" replicates everything: take it when the state fits on each device. "zero1", "zero2" and "zero3"
+            shard parameters and optimizer state over `data`, for states that do not fit. They differ in when gradients
+            are reduced and weights gathered (`jdp.core.sharding.strategy`).
+        rules: pairs of a path pattern and a `PartitionSpec`, such as `[("*/kernel", PartitionSpec(None, "model"))]`.
+            Needed for tensor parallelism of a model whose parameters have no sharding metadata. `*` matches any
+            characters, slashes too. The first pattern that matches a parameter's path gives its compute spec; without
+            one, the model's own metadata does. A spec that names `data` fixes the dimension that ZeRO shards; otherwise
+            the plan chooses it.
+        min_shard_size: parameters with fewer elements than this stay replicated, because gathering them takes latency,
+            not bandwidth. Lower it for a model of many small parameters that must not be replicated.
+        pad: a parameter is stored flat and padded with zeros (`Flat`) when none of its dimensions divides by the size
+            of `data`. So is its optimizer state. Between steps these leaves have other shapes than the model's
+            (`TrainState.unpadded`). They stay replicated, and this is reported, with a model axis, with `offload`,
+            under a rule for them, or if the optimizer mixes a matrix's elements (adafactor, muon). The same holds for
+            other trees than a train state (`jdp.init`, `jdp.place`). Give False when your own code reads `state.params`
+            in the model's shapes.
+        offload: "optimizer" keeps the optimizer state and the master weights in the hosts' pinned memory between steps,
+            except leaves of fewer than `min_shard_size` elements. Take it when the state does not fit into device
+            memory under zero3 either. None: everything is on the devices.
+        data, replica: the names of the batch's axes in `mesh`. Give them for a mesh that was made elsewhere with other
+            names. Rules and metadata use the mesh's names; placements (`rest`, `compute`) and `plan.mesh` use jdp's.
+        home: not for users: `dataclasses.replace` passes on the mesh that was given.
 
     Raises:
-        ValueError: the strategy is unknown; the mesh has no axis called `data`, or one of type Manual; `data` and
-            `replica` are the same, or name what the mesh lacks; a rule is no pair of a pattern and a spec, or names the
-            replicas' axis or an axis that the mesh lacks; `min_shard_size` is no whole number; or `offload` is unknown,
-            or asks for memory that the mesh's devices do not have.
+        ValueError: the strategy or `offload` is unknown, or `offload` needs memory that the devices do not have. The
+            mesh has no axis called `data`, or one of type Manual. `data` and `replica` are the same, or name no axis of
+            the mesh. A rule is no pair of a pattern and a spec, or names the replicas' axis or an unknown one.
+            `min_shard_size` is no whole number.
     """
 
     mesh: Mesh

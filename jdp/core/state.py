@@ -59,25 +59,30 @@ ERROR = "mean_error"
 class TrainState(Drawn, Generic[Model]):
     """Everything a step changes, as a pytree of global arrays. Immutable: a step returns a new one.
 
-    By default a step donates the old state's memory to the new one: go on with the state that it returned.
+        >>> int(state.step), int(state.consumed)
+        (0, 0)
+        >>> state.model(jnp.ones((1, 64))).shape  # the NNX module with these weights
+        (1, 32)
+
+    By default a step donates the old state's memory to the new one: continue with the state that it returned.
 
     Attributes:
         step: int32 scalar: optimizer steps taken. Schedules count these.
-        params: master weights, trained and frozen ones, sharded as the plan says between steps. Nested dicts for an NNX
-            module, else the pytree that `init` returned. A leaf of which no dimension divides by the number of devices
-            rests flat, with zeros behind its elements (`Plan.pad`); `unpadded()` has all leaves in their own shapes.
-        opt_state: the optimizer's state; leaves that mirror a parameter are sharded as it is. Frozen parameters have
+        params: master weights, trained and frozen ones, sharded between steps as the plan says. Nested dicts for an NNX
+            module, else the pytree that `init` returned. A leaf is flat and padded if none of its dimensions divides by
+            the number of devices (`Plan.pad`); `unpadded()` has all leaves in their own shapes.
+        opt_state: the optimizer's state; leaves that mirror a parameter are sharded like it. Frozen parameters have
             none.
         model_state: nested dict of NNX variables that are not parameters (BatchNorm statistics), replicated; `{}` if
             there are none.
         rng: scalar typed PRNG key from which every step's randomness is derived; it never changes.
         skipped: int32 scalar: steps that changed nothing because a gradient or new model state was not finite.
-        sync: what the synchronisation of gradients keeps between steps, by name; {} if it keeps nothing. "mean_error":
-            what encoding lost of the mean gradient, [D, ...] for the D shards of the batch, sharded over them;
-            "factor": PowerSGD's, replicated; "noise": averages of the noise scale, float32 [3]; "rounds" of local
-            steps, int32 scalar, and their "momentum", sharded as the parameters are: with these each leaf of
-            `opt_state` is [R, ...] for the R replicas. A step that needs it adds it (`Step.complete`).
-        static: the optimizer, and what else is no array; see `Static`.
+        sync: name -> what the synchronisation of gradients keeps between steps; {} if it keeps nothing. A step that
+            needs it adds it (`Step.complete`). "mean_error": what encoding lost of the mean gradient, [D, ...] for the
+            D shards of the batch, sharded over them. "factor": PowerSGD's, replicated. "noise": averages of the noise
+            scale, float32 [3]. "rounds": of local steps, int32 scalar; "momentum": theirs, sharded like the parameters.
+            With local steps each leaf of `opt_state` is [R, ...] for the R replicas.
+        static: the optimizer and everything else that is no array; see `Static`.
     """
 
     step: jax.Array
@@ -101,8 +106,8 @@ class TrainState(Drawn, Generic[Model]):
     def model(self) -> Model:
         """The model with these weights: an NNX module in evaluation mode, or `params` if `init` returned a pytree.
 
-        Weights that rest in host memory (`Plan.offload`) are copied to the devices, and those that rest flat and padded
-        (`Plan.pad`) gathered.
+        Weights in host memory (`Plan.offload`) are copied to the devices; weights that are flat and padded (`Plan.pad`)
+        are gathered.
         """
         params = on_device(own_shaped(self.params, "params", self.static))
         if self.static.adapter is None:
@@ -110,9 +115,9 @@ class TrainState(Drawn, Generic[Model]):
         return self.static.adapter.merge(params, self.model_state, rng=None)
 
     def unpadded(self) -> TrainState[Model]:
-        """Return the state with every leaf in its own shape; those that rest flat and padded are then replicated.
+        """Return the state with every leaf in its own shape; leaves that were flat and padded are then replicated.
 
-        `jdp.place` lays it out again. Of what synchronisation keeps (`sync`) only "momentum" changes.
+        `jdp.place` pads them again. Of what synchronisation keeps (`sync`) only "momentum" changes.
         """
         fields = own_shaped({"params": self.params, "opt_state": self.opt_state}, "", self.static)
         momentum = own_shaped(self.sync[MOMENTUM], "params", self.static) if MOMENTUM in self.sync else None

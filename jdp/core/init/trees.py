@@ -37,27 +37,31 @@ Tree = TypeVar("Tree")
 def init(init: Callable[[Any], Tree], plan: Plan, *, rng: jax.Array | None = None, of: Any = None) -> Tree:
     """Make a tree with every leaf sharded as the plan says. No device ever holds more than its shards.
 
+        >>> model = jdp.init(init, plan, rng=jax.random.key(0))  # an NNX module; of arrays: a pytree
+        >>> params, tx = {"w": model.kernel[...]}, optax.adam(1e-3)
+        >>> opt_state = jdp.init(tx.init, plan, of=params)
+        >>> opt_state[0].mu["w"].sharding.spec
+        P('data',)
+
     The values are bit for bit those of `jax.jit(init)(jax.random.fold_in(rng, 0))` on one device, as of
     `jdp.init_state`: one seed makes one model.
-
-        model = jdp.init(lambda rng: GPT(config, rngs=nnx.Rngs(rng)), plan, rng=jax.random.key(0))
-        opt_state = jdp.init(tx.init, plan, of=params)
 
     Args:
         init: `init(rng)` -> an `nnx.Module` or a pytree of arrays; with `of`, `init(of)` -> what belongs to it. Traced
             under `jit`; its arrays are global.
-        plan: the mesh, the strategy and the rules. A rule need not match: it may be for another tree. What no dimension
-            divides of stays replicated: only a train state's leaves can be padded (`Plan.pad`).
-        rng: one key, the same on every process.
-        of: the parameters that the tree belongs to: a module (`init` gets its `nnx.Param` state) or a pytree.
+        plan: the mesh, the strategy and the rules. A rule need not match: it may be for another tree. A leaf stays
+            replicated if none of its dimensions divides: only a train state's leaves can be padded (`Plan.pad`).
+        rng: one key, the same on every process. Give it for a model.
+        of: the parameters that the tree belongs to: a module (`init` gets its `nnx.Param` state) or a pytree. Give it
+            for an optimizer's state, or for another tree like the parameters, such as an average.
 
     Returns:
-        What `init` returned, on the plan's devices.
+        The tree that `init` returned, on the plan's devices.
 
     Raises:
-        ValueError: neither `rng` nor `of` is given, or both; `rng` is no key; a rule or the metadata shards a dimension
-            that does not divide; `init` returns something that is no array, modules inside of a pytree, or an
-            `nnx.Optimizer` without `of`; or processes differ in plan, key or program.
+        ValueError: neither `rng` nor `of` is given, or both; or `rng` is no key. A rule or the metadata shards a
+            dimension that does not divide. `init` returns something that is no array, modules inside of a pytree, or an
+            `nnx.Optimizer` without `of`. Processes differ in plan, key or program.
         RuntimeError: another process did not come to this call.
     """
     check_plan(plan)
@@ -91,22 +95,27 @@ def init(init: Callable[[Any], Tree], plan: Plan, *, rng: jax.Array | None = Non
 
 
 def place(tree: Any, plan: Plan, *, of: Any = None) -> Any:
-    """Lay out a tree as the plan says: arrays are moved, and inside of a jitted function constrained.
+    """Shard a tree as the plan says: arrays are moved, or inside of a jitted function constrained.
+
+        >>> weights = {"w": np.ones((64, 32), "float32")}  # made elsewhere
+        >>> jdp.place(weights, plan)["w"].sharding.spec
+        P('data',)
 
     Args:
         tree: an NNX module, an `nnx.Optimizer`, a `TrainState`, or any pytree of arrays (NumPy's too); with several
             processes, the same values on each.
-        plan: the mesh, the strategy and the rules. A rule need not match: it may be for another tree. What no dimension
-            divides of stays replicated: only a train state's leaves can be padded (`Plan.pad`).
-        of: the parameters that the tree belongs to, for an optimizer or its state: a module or a pytree.
+        plan: the mesh, the strategy and the rules. A rule need not match: it may be for another tree. A leaf stays
+            replicated if none of its dimensions divides: only a train state's leaves can be padded (`Plan.pad`).
+        of: the parameters that the tree belongs to, a module or a pytree. Needed for an optimizer or its state.
 
     Returns:
-        The same values on the plan's devices. A module is a new one; the old one stays as it is. An array that lies so
-        already is the same one, as of `jax.device_put`: a step that donates its state takes it from both.
+        The same values on the plan's devices. A module is a new one; the old one stays as it is. An array that is
+        sharded like this already is the same array, as of `jax.device_put`: a step that donates its state takes it from
+        both.
 
     Raises:
-        ValueError: a rule or the metadata shards a dimension that does not divide; or the tree holds something that is
-            no array, modules inside of a pytree, or is an `nnx.Optimizer` and `of` is None.
+        ValueError: a rule or the metadata shards a dimension that does not divide. The tree holds something that is no
+            array, modules inside of a pytree, or is an `nnx.Optimizer` and `of` is None.
     """
     check_plan(plan)
     if isinstance(tree, TrainState):

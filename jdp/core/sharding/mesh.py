@@ -40,23 +40,28 @@ from jdp.core.types import Device, PyTree
 def make_mesh(*, devices: Sequence[Device] | None = None, **axes: int) -> Mesh:
     """Arrange devices into a mesh with named axes.
 
-    Devices of a host stay together, otherwise in the order given; the last axis varies fastest and `replica` slowest:
+        >>> mesh = jdp.make_mesh(replica=2, data=-1)  # eight devices: two replicas of four
+        >>> dict(mesh.shape)
+        {'replica': 2, 'data': 4}
+
+    Devices of a host stay together, otherwise in the order given. The last axis varies fastest and `replica` slowest:
     `make_mesh(replica=2, data=4)` and `make_mesh(data=4, replica=2)` both put devices 0-3 into one replica. On TPUs,
     JAX arranges the axes along the torus.
 
     Args:
-        devices: the devices to arrange; all devices of all processes by default. They may be described devices that
-            this machine does not have.
-        axes: axis=size in devices, in the order that the mesh has them. `data` is required; `replica` is optional; any
-            other name is an axis of the model's own. One size may be -1: it takes the devices that are left. No axes at
-            all means `data=-1`.
+        devices: the devices to arrange; None: all devices of all processes. Give them to use a part of a machine, or
+            described devices that this machine does not have.
+        axes: axis=size in devices, in the order that the mesh has them. No axes at all means `data=-1`. `data` is
+            required. Add `replica` for sharding within groups of devices that have fast links (HSDP), and for local
+            steps. Any other name is an axis of the model's own, such as `model` for tensor parallelism. One size may be
+            -1: it takes the devices that are left.
 
     Returns:
         A `jax.sharding.Mesh` whose axes have type Auto.
 
     Raises:
         ValueError: there are no devices or no `data` axis, a size is not positive, or the sizes do not multiply to the
-            number of devices; or, as `Mismatch`, `devices` is None and a process has more of them than another.
+            number of devices. As `Mismatch`: `devices` is None and a process has more devices than another.
     """
     if devices is None:
         choose_platform()

@@ -19,17 +19,23 @@ from jdp.core.sharding.padded import Flat
 class Placement:
     """How one leaf of the state is sharded, and why.
 
+        >>> kernel = next(p for p in plan.placements(state) if p.path == "params/kernel")
+        >>> kernel.rest, kernel.bytes_per_device
+        (P('data',), 1024)
+        >>> kernel.reason
+        'sharded on dimension 0: 64 over data=8'
+
     Attributes:
         path: slash-joined path in the state, such as "params/layers/attention/query/kernel".
         shape: global shape at rest.
         dtype: name of the dtype, such as "float32".
         rest: spec between steps.
-        compute: spec while the leaf is used; `rest` without the `data` that ZeRO adds.
+        compute: spec while the leaf is used: `rest` without the `data` that ZeRO adds.
         bytes_per_device: bytes at rest of one device's part.
         reason: why it is sharded or replicated, in words.
         trained: True if a step changes it; False for frozen parameters (`wrt`).
-        memory: where those bytes are: "device", or "host" (`Plan.offload`).
-        flat: how it rests flat and padded; None for a leaf that rests in its own shape.
+        memory: the memory that these bytes are in: "device", or "host" (`Plan.offload`).
+        flat: how a leaf is stored that is flat and padded at rest (`Plan.pad`); None for all others.
     """
 
     path: str

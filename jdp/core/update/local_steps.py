@@ -41,11 +41,20 @@ Once = Callable[[Plan, TrainState, Batch], tuple[TrainState, PyTree, jax.Array]]
 class LocalSteps:
     """How many steps a replica takes by itself, and how the replicas then agree.
 
+        >>> plan = jdp.Plan(jdp.make_mesh(replica=2, data=4), "zero3")
+        >>> state = jdp.init_state(init, optax.adamw(1e-3), plan, rng=jax.random.key(0))
+        >>> diloco = jdp.LocalSteps(2, lr=0.7, momentum=0.9)
+        >>> train_step = jdp.make_train_step(loss_fn, plan, local_steps=diloco)
+        >>> state, metrics = train_step(state, batch)  # a round: two steps of each replica
+        >>> int(state.sync["rounds"])
+        1
+
     Attributes:
-        steps: H, of the inner optimizer, in a round; the rows of a batch are split into so many.
-        lr: η, the outer learning rate; 1 takes the replicas' mean.
-        momentum: μ, Nesterov momentum of the outer optimizer, from 0 to below 1. Above 0 the state holds it, sharded as
-            the parameters are.
+        steps: H, optimizer steps of a replica in a round; the rows of a batch are split into so many. Raise it until
+            the slow links no longer limit the speed.
+        lr: η, the outer learning rate; 1 takes the replicas' mean. DiLoCo uses 0.7, with a momentum of 0.9.
+        momentum: μ, Nesterov momentum of the outer optimizer, from 0 to below 1. Above 0 the state holds it, sharded
+            like the parameters. Use it with many steps in a round, where plain averages learn slower.
 
     Raises:
         ValueError: a setting is out of range.

@@ -24,18 +24,26 @@ SCALE_BYTES = 4
 class Wire:
     """How gradients and weights are encoded while they are sent between devices; they are added up in float32.
 
+        >>> wire = jdp.Wire("int8", weights="int8")  # gradients, and ZeRO's gathers
+        >>> train_step = jdp.make_train_step(loss_fn, plan, wire=wire)
+        >>> state, metrics = train_step(state, batch)
+
     Attributes:
-        gradients: None: as `Precision.reduce` says. "bf16": 2 bytes an element. "int8", "fp8" (e4m3): 1 byte an element
-            and a float32 scale for each block. "topk": the largest elements and where they are, 8 bytes each.
-            "powersgd": factors of low rank, for leaves of two dimensions or more; others in float32.
-        weights: None: in `Precision.compute`. "int8": 1 byte an element and a scale for each block, in the gathers of
-            zero1, zero2 and zero3; the weights at rest stay as they are.
-        block: elements that share a scale, for "int8" and "fp8". Leaves of which a device owns fewer are not encoded.
-        fraction: share of the elements that "topk" sends, above 0 and up to 1.
-        rank: of PowerSGD's factors.
-        error_feedback: add to the next step's mean gradient what encoding this one's lost. It takes memory for a
-            float32 gradient on every device, in the train state. zero3 has none: it reduces inside the backward pass.
-            Without it, rounding is drawn from the step's key, and so right on average ("topk" and "powersgd" need it).
+        gradients: the encoding of gradients, for slow links. None: as `Precision.reduce` says. "bf16": 2 bytes an
+            element. "int8", "fp8" (e4m3): 1 byte an element and a float32 scale for each block. "topk": the largest
+            elements and their indices, 8 bytes each. "powersgd": factors of low rank, for leaves of two dimensions or
+            more; others in float32.
+        weights: the encoding of weights in the gathers of zero1, zero2 and zero3, where these are the larger part.
+            None: in `Precision.compute`. "int8": 1 byte an element and a scale for each block; the weights at rest stay
+            as they are.
+        block: elements that share a scale, for "int8" and "fp8". Smaller blocks round less and send more scales. Leaves
+            are not encoded if a device owns fewer elements than this.
+        fraction: share of the elements that "topk" sends, above 0 and up to 1. Raise it when the loss falls behind.
+        rank: rank of PowerSGD's factors. Raise it when the loss falls behind.
+        error_feedback: add the error of this step's encoding to the next step's mean gradient. It takes memory for a
+            float32 gradient on every device, in the train state: give False when this memory is needed. Rounding is
+            then drawn from the step's key, and so right on average; "topk" and "powersgd" need the feedback. zero3 has
+            none: it reduces inside the backward pass.
 
     Raises:
         ValueError: a setting is unknown or out of range.
