@@ -21,6 +21,12 @@ FOR_A_PROCESS = ("jdp.initialize", "jdp.keep_memory", "jdp.keep_programs")
 """They change the process that they run in, for good: their examples run in one of their own."""
 SHOWN_ELSEWHERE = {
     "jdp.checkpoint.RemoteCheckpoints": "it needs a bucket; jdp.Checkpoints makes it for an address",
+    "jdp.prove.Difference": "a part of what jdp.prove.prove returns",
+    "jdp.prove.Made": "in the example of jdp.prove.prove_training",
+    "jdp.prove.Proof": "in the example of jdp.prove.prove",
+    "jdp.prove.Run": "in the example of jdp.prove.prove",
+    "jdp.prove.Skip": "a part of what jdp.prove.prove returns",
+    "jdp.prove.Training": "in the example of jdp.prove.prove_training",
 }
 """Name -> why it has no example of its own."""
 PENDING = {

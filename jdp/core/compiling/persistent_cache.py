@@ -55,20 +55,22 @@ def kept_in() -> Path | None:
 
 
 def keep_programs(folder: str | Path | None = None, *, limit_bytes: int = LIMIT_BYTES) -> Path | None:
-    """Keep compiled programs on disk from now on, and take those that are there: a second start compiles nothing.
+    """Keep compiled programs on disk from now on, and read those that are there: a second start compiles nothing.
+
+        >>> folder = jdp.keep_programs("programs")  # before anything is compiled
 
     `jdp train` and `jdp launch` do so. Call it once, after `jdp.initialize()`, before anything is compiled, the same on
-    every process. Whoever can write to the folder can have this process run code.
+    every process. Anyone who can write to the folder can have this process run code.
 
     Args:
-        folder: where; None: `programs` in $JDP_CACHE_DIR, else in ~/.cache/jdp. Several processes may share it, and
-            those of one run must.
-        limit_bytes: beyond it the least recently used programs are deleted.
+        folder: a folder for the programs; None: `programs` in $JDP_CACHE_DIR, else in ~/.cache/jdp. Give one when the
+            home directory is small, slow or not shared. Several processes may share it, and those of one run must.
+        limit_bytes: the least recently used programs are deleted beyond it. Raise it when large models fill the folder.
 
     Returns:
-        The folder. What JAX was told before stays as it is, by a call before or by JAX_COMPILATION_CACHE_DIR; if that
-        is another folder than the one given, it is said. None if JAX_ENABLE_COMPILATION_CACHE is off, or the folder
-        cannot be made or reached by all processes of this run, which is said.
+        The folder. A folder that JAX was told before stays, by a call or by JAX_COMPILATION_CACHE_DIR; this is reported
+        if it is another one than given. None if JAX_ENABLE_COMPILATION_CACHE is off. None also if the folder cannot be
+        made or reached by all processes of this run, and this is reported.
 
     Raises:
         ValueError: a path that the file system cannot have, or a limit that is no positive integer.
