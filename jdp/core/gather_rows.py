@@ -49,7 +49,7 @@ def gather_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @contextmanager
 def recording() -> Generator[list[bool]]:
-    """Give a list that is not empty afterwards if `gather_rows` was called."""
+    """Yield a list that is not empty afterwards if `gather_rows` was called."""
     seen: list[bool] = []
     token = _SEEN.set(seen)
     try:

@@ -1,11 +1,10 @@
-"""The layer loop of a deep model: the one place where ZeRO-3 gathers a layer, and where rematerialisation is chosen.
+"""The layer loop of a deep model: here ZeRO-3 gathers a layer, and rematerialisation is chosen.
 
-Under ZeRO-3 a step passes the loss function whole parameters, gathered at the top, so that any code that uses them is
-correct. It also keeps a table of which gathered array came from which shard (`GatherTable`). `scan_layers` looks its
-leaves up in the table and loops over the *shards* instead: it gathers one layer inside the loop, and again in the
-backward pass. The gather at the top is then dead code, which the compiler removes. A leaf that is not in the table
-(because it was cast or reshaped before) is used as it is: correct, but gathered for the whole step; that is reported
-once.
+Under ZeRO-3 a step passes the loss function complete parameters, gathered at the start, so that any code is correct. It
+also keeps a table of which gathered array came from which shard (`GatherTable`). `scan_layers` looks its leaves up
+there and loops over the *shards*: it gathers one layer inside the loop, and again in the backward pass. The gather at
+the start is then dead code, which the compiler removes. A leaf that was cast or reshaped before is not in the table. It
+is used as it is: correct, but gathered for the whole step, which is reported once.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ class GatherTable:
     """The parameters of the loss that is being traced.
 
     Attributes:
-        gather: how a shard is gathered.
+        gather: gathers a shard.
         table: id of a gathered array -> (that array, its shard, the parameter's placement).
-        keep: False if the backward pass gathers again (zero3); True if it uses what the forward pass gathered.
-        whole: True if parameters that rest whole go through `gather` too, whose backward pass reduces (ddp).
+        keep: False if the backward pass gathers again (zero3); True if it uses the arrays of the forward pass.
+        whole: True if replicated parameters go through `gather` too, whose backward pass reduces (ddp).
         used: names of the weights that `scan_layers` was called with, gathered by layer or not; it adds to them.
     """
 
@@ -58,7 +57,7 @@ _CURRENT: ContextVar[GatherTable | None] = ContextVar("jdp_gathers", default=Non
 
 @contextmanager
 def gathering(gathers: GatherTable) -> Generator[None]:
-    """Have `scan_layers` gather by this table while the context lasts, in which a loss is traced."""
+    """Have `scan_layers` gather by this table while the context lasts."""
     token = _CURRENT.set(gathers)
     try:
         yield
@@ -153,10 +152,10 @@ class _Body:
         layer: the layer, or all of them stacked, flattened.
         outside: variables that the block can change although they are not in the layer.
         fixed: index -> leaf of `layer` that is no array (an equinox module's function): the same in each layer.
-        operands: what the loop runs over, for each array of `layer`: its shard if it has one, else the array.
+        operands: for each array of `layer` its shard if it has one, else the array: the loop runs over these.
         placements: of the parameters whose shards are operands; None for the other operands.
         is_traced: True if the call gets a trace of its own (a scan or a checkpoint).
-        record, changed: set by a call: what it changed in the layer, and the indices of what it changed in `outside`.
+        record, changed: changes of the last call: in the layer, and the indices of those in `outside`.
     """
 
     def __init__(
@@ -181,7 +180,7 @@ class _Body:
         self.changed: list[int] = []
 
     def __call__(self, x: Any, operands: list[Any], outside: list[Any]) -> tuple[Any, list[Any], list[Any]]:
-        """Return the activations, what the call changed in the layer, and the values of `outside` after it."""
+        """Return the activations, the changes in the layer, and the values of `outside` after the call."""
         gathers, leading = self.gathers, self.leading
         arrays = [
             leaf if gathers is None or placement is None else gathers.gather(leaf, placement, leading)
@@ -203,7 +202,7 @@ class _Body:
         """Whether a loop over stacked layers is compiled layer by layer: on a CPU, if they are few.
 
         A loop there fills the stacked activations with zeros, copies them in, and out again: an eighth of a small GPT's
-        step. What is rematerialised or gathered needs the loop, which keeps XLA from merging the second time with the
+        step. Rematerialised or gathered layers need the loop, which keeps XLA from merging the second time with the
         first.
         """
         few = jax.tree.leaves(self.operands)[0].shape[0] <= _MOST_UNROLLED
@@ -219,7 +218,7 @@ class _Body:
 
 
 def _operand(name: str, leaf: Any, gathers: GatherTable | None, leading: int) -> tuple[Any, Placement | None]:
-    """Return what the loop runs over for one leaf: its shard and placement, or the leaf itself and None."""
+    """Return the operand of the loop for one leaf: its shard and placement, or the leaf itself and None."""
     if gathers is None:
         return leaf, None
     if id(leaf) not in gathers.table:
@@ -242,7 +241,7 @@ def _operand(name: str, leaf: Any, gathers: GatherTable | None, leading: int) ->
             return leaf, None
         if placement.flat is not None:
             notice(
-                f"{placement.path} {list(placement.own_shape)} rests flat and padded with all its layers, so it is "
+                f"{placement.path} {list(placement.own_shape)} is stored flat and padded with all its layers, so it is "
                 "gathered for the whole step"
             )
             return leaf, None
@@ -288,7 +287,7 @@ def _save_activations(prim: Any, *operands: Any, **params: Any) -> bool:
 
 
 def _save_products(prim: Any, *operands: Any, **params: Any) -> bool:
-    """Keep the products with weights, and what attention returns, which its backward pass starts from.
+    """Keep the products with weights, and the results of attention, from which its backward pass starts.
 
     Products with batch dimensions are attention's own, [length, length] a head: cheaper to compute again than to read.
     """

@@ -171,7 +171,7 @@ class Plan(Drawn):
         return NamedSharding(self.home, PartitionSpec())
 
     def rest_sharding(self, placement: Placement) -> NamedSharding:
-        """Return the sharding on `home` that a leaf has between steps, with the kind of its memory.
+        """Return the sharding of a leaf between steps, on `home`, with its memory kind.
 
         Args:
             placement: the leaf's.
@@ -180,7 +180,7 @@ class Plan(Drawn):
         return homes.padded(rest_sharding(self.home, own), len(placement.shape))
 
     def entered(self, tree: PyTree) -> PyTree:
-        """Return a tree with the arrays that lie on `home` on `mesh`, where jdp's own code is traced.
+        """Return a tree with its arrays moved from `home` to `mesh`, where jdp's own code is traced.
 
         Args:
             tree: any pytree: of real arrays, of abstract ones, or inside of a traced function.
@@ -191,7 +191,7 @@ class Plan(Drawn):
         """Return results of a traced function on `home`, while it is traced: the reverse of `entered`.
 
         Args:
-            tree: a pytree of arrays; where `home` is `mesh` it is returned as it is.
+            tree: a pytree of arrays; returned as it is if `home` is `mesh`.
             shardings: on `home`: one for all of the tree, or a tree like it.
         """
         if self.home == self.mesh:
@@ -204,8 +204,7 @@ class Plan(Drawn):
         """Return this plan for another mesh.
 
         Args:
-            mesh: as for `Plan`, for example of devices that are only described; its axes are called as this plan's
-                mesh calls them, or as jdp does.
+            mesh: as for `Plan`, for example of described devices; its axes have this plan's names or jdp's.
 
         Raises:
             ValueError: as `Plan` does.
@@ -373,7 +372,7 @@ class Plan(Drawn):
         return Placement(path, tuple(leaf.shape), str(leaf.dtype), rest, compute, size, reason)
 
     def _placed_flat(self, placement: Placement, flat: Flat) -> Placement:
-        """Return the placement of a parameter that rests flat and padded."""
+        """Return the placement of a parameter that is flat and padded at rest."""
         count = self.mesh.shape[DATA]
         if flat.at_rest[-1] % count:
             raise ValueError(
@@ -387,7 +386,7 @@ class Plan(Drawn):
         return Placement(placement.path, flat.at_rest, placement.dtype, spec, PartitionSpec(), size, reason, flat=flat)
 
     def _in_memory(self, placement: Placement) -> Placement:
-        """Return the placement of a parameter or a leaf of the optimizer's state, in the memory where it rests."""
+        """Return the placement of a parameter or an optimizer leaf, in the memory of its offload."""
         large = placement.shape and math.prod(placement.shape) >= self.min_shard_size
         if self.offload is None or not large or not placement.trained:
             return placement
@@ -414,7 +413,7 @@ class Plan(Drawn):
 
 
 def check_plan(plan: object) -> None:
-    """Check that a plan is one: a strategy's word is often given in its place. Raises ValueError."""
+    """Check that a plan is one: the name of a strategy is often given in its place. Raises ValueError."""
     if not isinstance(plan, Plan):
         raise ValueError(
             f"A plan is a jdp.Plan, of a mesh and a strategy; given {cut(repr(plan), 100)}. Write "

@@ -27,12 +27,11 @@ class Static:
 
     Attributes:
         tx: the optimizer; therefore a step takes only a state and a batch.
-        adapter: turns `params` and `model_state` into the argument of the loss function (a `flax_nnx.Adapter` for an
-            NNX module); None if the loss function takes the parameters themselves.
-        specs: (path, PartitionSpec) for the parameters that the model's own metadata shards; the plan's rules override
-            them.
+        adapter: makes the argument of the loss function of `params` and `model_state` (a `flax_nnx.Adapter` for an NNX
+            module); None if the loss function takes the parameters themselves.
+        specs: (path, PartitionSpec) for the parameters that the model's own metadata shards; rules override them.
         trained: for each leaf of the parameters, in order, whether it is trained; None if all are.
-        flat: (path in the state, such as "params/embedding", `Flat`) for the leaves that rest flat and padded.
+        flat: (path in the state, such as "params/embedding", `Flat`) for the leaves that are flat and padded.
     """
 
     tx: optax.GradientTransformation
@@ -46,11 +45,11 @@ STACKED = "rounds"
 """The entry of `TrainState.sync` that counts rounds of local steps; where it is, `opt_state` is each replica's own."""
 
 MOMENTUM = "momentum"
-"""The entry of `TrainState.sync` that is like the trained parameters, and rests as they do."""
+"""The entry of `TrainState.sync` that is like the trained parameters, and sharded like them."""
 
 
 ERROR = "mean_error"
-"""The entry of `TrainState.sync` for what encoding lost of the mean gradient; runs of before kept "error", of the sum.
+"""The entry of `TrainState.sync` for the error of encoding the mean gradient; earlier versions kept "error", of the sum.
 """
 
 
@@ -126,7 +125,7 @@ class TrainState(Drawn, Generic[Model]):
 
 
 def map_flat(function: Callable[[Any, Flat], Any], tree: PyTree, name: str, static: Static) -> PyTree:
-    """Return a tree with the leaves that rest flat and padded replaced by what a function makes of them."""
+    """Return a tree with the leaves that are flat and padded replaced by a function's results."""
     if not static.flat:
         return tree
     flat = dict(static.flat)
@@ -139,7 +138,7 @@ def map_flat(function: Callable[[Any, Flat], Any], tree: PyTree, name: str, stat
 
 
 def own_shapes(params: PyTree, static: Static) -> PyTree:
-    """Return parameters in their own shapes, as `jax.ShapeDtypeStruct` where they rest flat and padded."""
+    """Return parameters in their own shapes, as `jax.ShapeDtypeStruct` if they are flat and padded."""
     return map_flat(lambda x, flat: jax.ShapeDtypeStruct(flat.shape, x.dtype), params, "params", static)
 
 
@@ -166,9 +165,9 @@ def own_shaped(tree: PyTree, name: str, static: Static) -> PyTree:
 
 
 def changed(leaves: Sequence[tuple[jax.Array, Change, Any]]) -> list[jax.Array]:
-    """Return leaves of one mesh, of axes of any type, in other forms, made by one program.
+    """Return leaves of one mesh in other forms, made by one program.
 
-    On CPUs it has ended then: of several at once each would hold threads that the others' collectives wait for.
+    On CPUs this waits for its end: several programs at once would hold threads that the others' collectives wait for.
     """
     if not leaves:
         return []
@@ -192,7 +191,7 @@ def _program(changes: tuple[Change, ...], shardings: tuple[Any, ...]) -> tuple[M
 
 
 def trained_part(tree: PyTree, trained: Sequence[bool] | None) -> PyTree:
-    """Return `tree`, like the parameters, with None for frozen leaves: what is differentiated and optimized."""
+    """Return a tree like the parameters with None for frozen leaves."""
     if trained is None:
         return tree
     leaves, treedef = jax.tree.flatten(tree)

@@ -141,10 +141,9 @@ def make_train_step(
         clipping), `weight` (Σweight) and the loss function's own; and `skipped`, int32: skipped steps so far.
 
     Raises:
-        ValueError: a setting is out of range. The step itself raises it for a batch whose rows do not divide, a loss
-            that has to be a sum over examples and is none, and a state that was donated before. With several processes
-            it also raises it for a batch of this process alone, and if processes differ in shapes, plan, key or
-            program.
+        ValueError: a setting is out of range. The step itself raises it for a batch whose rows do not divide, a donated
+            state, and a loss that has to be a sum over examples and is none. With several processes it also raises it
+            for a batch of this process alone, and if processes differ in shapes, plan, key or program.
     """
     check_plan(plan)
     check_loss_takes(loss_fn, 3)

@@ -113,9 +113,9 @@ def value_and_grad(
         into them. A weight of 0 gives NaN: your step decides what to do then.
 
     Raises:
-        ValueError: a setting is out of range. The call itself raises it as `jdp.make_train_step` lists; for models that
-            are sharded otherwise or were donated (neither can be seen inside of jit); and inside a `jax.shard_map` over
-            the plan's axes.
+        ValueError: a setting is out of range. The call itself raises it as `jdp.make_train_step` lists, and inside a
+            `jax.shard_map` over the plan's axes. Outside of jit also for models that are sharded otherwise or were
+            donated.
     """
     check_plan(plan)
     refuse_offload(plan)

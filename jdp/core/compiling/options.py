@@ -56,8 +56,8 @@ class Compiler:
     """Options of XLA's compiler, not yet resolved for devices.
 
     Attributes:
-        preset: the preset's name; "" for options of one's own.
-        options: of one's own, sorted by name.
+        preset: the preset's name; "" for custom options.
+        options: custom options, sorted by name.
     """
 
     preset: CompilerPreset | Literal[""] = "default"
@@ -93,16 +93,16 @@ class Compiler:
 
     @property
     def value(self) -> CompilerOptions:
-        """What `of` makes this of: a preset's name, or option -> value."""
+        """The argument of which `of` makes this: a preset's name, or option -> value."""
         return self.preset or dict(self.options)
 
     def __str__(self) -> str:
         return self.preset or ", ".join(f"{name}={value}" for name, value in self.options)
 
     def for_mesh(self, mesh: Mesh) -> dict[str, CompilerValue]:
-        """Return the options that a program for the mesh's devices, real or described, is compiled with.
+        """Return the options with which a program for the mesh's devices, real or described, is compiled.
 
-        Those of another platform, or that the devices' compiler does not know, are left out; that is reported once.
+        Options of another platform, or unknown to the devices' compiler, are left out; that is reported once.
         """
         import jax
 

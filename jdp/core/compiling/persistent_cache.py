@@ -1,16 +1,16 @@
-"""Keep on disk what XLA compiled: a process that starts the same program again compiles nothing.
+"""Keep XLA's compiled programs on disk: a process that starts the same program again compiles nothing.
 
-JAX decides which programs are the same (by the program itself, the versions of jaxlib and of the platform, XLA's
-flags, the compiler's options, the devices) and asks a store for the bytes (its persistent compilation cache). The store
-here is jdp's disk cache, in place of JAX's own files:
+JAX decides which programs are the same: by the program, versions, XLA's flags, the compiler's options and the devices.
+It asks a store for the bytes (its persistent compilation cache). The store here is jdp's disk cache, in place of JAX's
+own files:
 
-- An entry is written whole or not at all, and has a digest: what is damaged is compiled again and replaced, where JAX's
-  own files are warned of at every start, and a flipped bit in machine code is run.
-- An entry's name holds the processor's features: a folder may be shared by machines that have others.
+- An entry is written completely or not at all, and has a digest: a damaged one is compiled again and replaced. JAX
+  warns of its own damaged files at every start, and runs machine code with a flipped bit.
+- An entry's name has the processor's features: a folder may be shared by machines with others.
 - The least recently used entries are deleted beyond a limit, without a lock and without a further package.
 
-JAX has the first process of a cluster write, for all. On GPUs the others find what it wrote; on CPU devices a program's
-name differs from process to process, so there only the first finds its programs again.
+JAX has the first process of a cluster write, for all. On GPUs the others read its programs. On CPU devices a program's
+name differs from process to process, so only the first finds its programs again.
 """
 
 import contextlib
@@ -108,10 +108,10 @@ def keep_programs(folder: str | Path | None = None, *, limit_bytes: int = LIMIT_
 
 @contextlib.contextmanager
 def without_kept_programs() -> Generator[None]:
-    """Have JAX compile, and neither read programs from disk nor write them: this process, its other threads too.
+    """Have JAX compile without reading or writing programs on disk, in all threads of this process.
 
-    It writes programs of described devices, which no process can read again, and warns of each when it is compiled
-    the next time; and what it reads comes without XLA's warnings.
+    JAX writes programs of described devices, which no process can read again, and warns of each at its next
+    compilation. Programs from disk also come without XLA's warnings.
     """
     with _SWITCH:
         _wanted.append(jax.config.jax_enable_compilation_cache)  # pyright: ignore[reportAttributeAccessIssue]
@@ -130,7 +130,7 @@ def without_kept_programs() -> Generator[None]:
 
 
 class _Programs:
-    """What JAX asks for the bytes of a program: `get`, and `put` for one that it compiled."""
+    """The store that JAX asks for the bytes of a program: `get`, and `put` for one that it compiled."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache, self._path = cache, cache.folder
@@ -159,7 +159,7 @@ def _digest(value: bytes) -> bytes:
 
 
 def _processor() -> str:
-    """Return what machine code for this processor may use; JAX's own key for CPU devices does not say it."""
+    """Return the features of this processor that machine code may use; JAX's own key for CPU devices lacks them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n")[0].splitlines()
     except OSError:
@@ -172,8 +172,8 @@ def _processor() -> str:
 def _shared(folder: Path | None) -> bool:
     """Return True if all processes of this run keep programs in one folder that each of them reaches.
 
-    A process that finds a program where another has to compile it may wait for that one for ever: on several hosts XLA
-    divides the search for the best kernels among all.
+    Otherwise a process that finds a program may wait for ever for one that compiles it: on several hosts XLA divides
+    the search for the best kernels among all.
     """
     joined = joined_as()
     if joined is None or joined[1] == 1:

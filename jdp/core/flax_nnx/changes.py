@@ -2,9 +2,10 @@
 
 Inside a `jax.lax.scan` or a `jax.checkpoint` NNX refuses to change a variable that was made outside: the new value
 would be a tracer that outlives its trace. Therefore
-1. the call gets a copy of its argument, built from the arrays of the trace (`Flattened.unflatten`), and the variables
-   that it reaches through its closure hold the trace's arrays while it runs (`substituted`);
-2. what changed leaves the trace as arrays (`Flattened.changes`, `values`);
+
+1. the call gets a copy of its argument, built from the arrays of the trace (`Flattened.unflatten`). While it runs, the
+variables in its closure hold the trace's arrays (`substituted`);
+2. the changes leave the trace as arrays (`Flattened.changes`, `values`);
 3. outside, those arrays are written into the original variables (`Flattened.write`, `assign`).
 
 If the layers hold no NNX variables (plain dicts, linen's or equinox's trees), the same steps change nothing.
@@ -89,7 +90,7 @@ class Flattened:
         return record, new
 
     def write(self, record: Record, arrays: Iterable[Any]) -> None:
-        """Write what `changes` returned into the tree itself; a variable that was added to the copy is added here."""
+        """Write the result of `changes` into the tree itself; a variable that was added to the copy is added here."""
         originals = {path: self.nodes[slot] for path, slot in zip(self.paths, self.slots, strict=True)}
         remaining = iter(arrays)
         for path, structure in record:
@@ -115,7 +116,7 @@ def flatten(tree: Any) -> Flattened:
 def closed_over(call: Any, excluding: Iterable[nnx.Variable[Any]]) -> list[nnx.Variable[Any]]:
     """Return the variables, without parameters, that `call` can reach and change besides those of its arguments.
 
-    Searched are closures, default arguments, globals that the code names, bound methods, partial functions, containers,
+    It searches closures, default arguments, globals that the code names, bound methods, partial functions, containers,
     and the attributes of plain objects found there.
     """
     excluded = {id(variable) for variable in excluding}
@@ -203,7 +204,9 @@ def _reached(thing: Any, seen: set[int], objects: int) -> Iterator[nnx.Variable[
 
 
 def _of_function(function: types.FunctionType) -> list[Any]:
-    """Return what a function refers to: filled cells, defaults, the function it wraps, globals of its module."""
+    """Return the objects that a function refers to: filled cells, defaults, the function it wraps, globals of its
+    module.
+    """
     cells = [cell.cell_contents for cell in function.__closure__ or () if is_filled(cell)]
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
     named = (function.__globals__.get(name) for name in _names(function.__code__))

@@ -2,10 +2,10 @@
 
 The forward pass multiplies e4m3 by e4m3, the backward pass gradients in e5m2 by e4m3 (Micikevicius et al. 2022,
 arXiv:2209.05433). Sums are float32, results have the dtype of the activations. Every operand has one scale, that of its
-largest element, found where it is used ("current scaling"): nothing is kept from step to step.
+largest element, found at each use ("current scaling"): nothing is kept from step to step.
 
-A scale is a power of two, which rounds nothing: numbers within some 2^14 of the largest have the same significant bits
-whatever the scale is, and multiplying a result by it is exact.
+A scale is a power of two, which rounds nothing. Numbers within some 2^14 of the largest have the same significant bits
+for any scale, and multiplying a result by it is exact.
 """
 
 import functools

@@ -1,8 +1,8 @@
 """Compare the structure of two modules, so that a step compiled for one of them serves the other.
 
-NNX compares the values of a module's attributes, and functions by identity: a lambda or a `functools.partial` that is
-written in a module's `__init__` is another object in every instance. Here two functions are equal if they run the same
-code on the same values.
+NNX compares the values of a module's attributes, and functions by identity. A lambda or a `functools.partial` in a
+module's `__init__` is another object in every instance. Here two functions are equal if they run the same code on the
+same values.
 """
 
 from __future__ import annotations

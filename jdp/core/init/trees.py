@@ -1,9 +1,9 @@
-"""Trees of a user's own loop, made sharded or laid out as a plan says: models, and what belongs to them.
+"""Trees of a custom loop, made sharded or moved as a plan says: models, and the trees that belong to them.
 
 A tree is an NNX module, an `nnx.Optimizer`, a `TrainState` or any pytree of arrays. Parameters (of a pytree, all its
-arrays) lie at their rest specs; other variables of a module are replicated. With `of`, the tree belongs to parameters,
-as an optimizer's state does, and each leaf lies as the parameter does that it belongs to. All leaves have their own
-shapes: only those of a train state may rest flat and padded (`Plan.pad`).
+arrays) get their rest specs; other variables of a module are replicated. With `of`, the tree belongs to parameters, as
+an optimizer's state does, and each leaf is sharded like its parameter. All leaves have their own shapes: only those of
+a train state may be flat and padded (`Plan.pad`).
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def place(tree: Any, plan: Plan, *, of: Any = None) -> Any:
 
 
 def _placed_state(state: TrainState, plan: Plan) -> TrainState:
-    """Lay out a train state as `init_state` would, also one that was padded for another number of devices."""
+    """Shard a train state as `init_state` would, also one that was padded for another number of devices."""
     replicas, sizes = plan.mesh.shape.get(REPLICA, 1), {x.shape[0] for x in jax.tree.leaves(state.opt_state) if x.ndim}
     if STACKED in state.sync and sizes - {replicas}:
         raise ValueError(
@@ -225,6 +225,6 @@ def refuse_offload(plan: Plan) -> None:
     """Refuse a plan that keeps a part of a train state on the host. Raises ValueError."""
     if plan.offload is not None:
         raise ValueError(
-            f"A loop of one's own keeps what it has on the devices; given a plan with offload={plan.offload!r}. Take a "
+            f"A custom loop keeps its arrays on the devices; given a plan with offload={plan.offload!r}. Take a "
             "plan without it, or jdp.make_train_step, which streams its state from the host."
         )

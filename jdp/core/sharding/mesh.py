@@ -1,4 +1,4 @@
-"""Device meshes with named axes: how many devices there must be, and which device gets which place in the mesh.
+"""Device meshes with named axes: how many devices there must be, and the place of each device in the mesh.
 
 The arithmetic, which `axis_sizes` checks:
 
@@ -6,8 +6,8 @@ The arithmetic, which `axis_sizes` checks:
     rows of a global batch = replica × data × accumulate × rows a device computes at once
 
 - `data`: the batch is split over it, and ZeRO shards parameters, gradients and optimizer state over it.
-- `replica`: the batch is split over it too, the state is not: every replica holds all of it, sharded over its own
-  `data` (HSDP). Only shards of gradients cross it, once a step; so it is the axis for the slow links between hosts.
+- `replica`: the batch is split over it too, but the state is not: every replica holds all of it, sharded over its own
+  `data` (HSDP). Only shards of gradients cross it, once a step, so it is the axis for the slow links between hosts.
 - Any other axis is the model's own, and the batch is not split over it: `model` for tensor parallelism, `expert`,
   `pipe`. The plan's rules, or the model's own metadata, determine which parameters are sharded over it; XLA moves the
   activations. Pipeline stages are a dimension of the parameters that a rule shards over `pipe`; the model itself passes
@@ -111,7 +111,7 @@ _FOLLOWED: ContextVar[Mesh | None] = ContextVar("jdp_followed", default=None)
 def following(mesh: Mesh) -> Generator[None]:
     """Have code traced on `mesh` while the context lasts, in place of the mesh with the same axes that it was made for.
 
-    It is the context's mesh too, so that jax keeps what is traced here apart from what is traced elsewhere.
+    It is the context's mesh too, so that jax keeps traces for different meshes apart.
     """
     token = _FOLLOWED.set(mesh)
     try:
@@ -122,12 +122,12 @@ def following(mesh: Mesh) -> Generator[None]:
 
 
 def without_mesh() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which the caller's `jax.set_mesh` does not hold."""
+    """Return a context without the mesh of the caller's `jax.set_mesh`."""
     return jax.set_mesh(Mesh(np.empty((), object), ()))
 
 
 def followed(mesh: Mesh) -> Mesh:
-    """Return the mesh that takes the place of `mesh` (`following`); `mesh` itself where none does."""
+    """Return the mesh that takes the place of `mesh` (`following`); `mesh` itself if none does."""
     other = _FOLLOWED.get()
     return mesh if other is None or other.axis_names != mesh.axis_names else other
 
@@ -148,7 +148,8 @@ HostOf = Callable[[Device], Any]
 
 
 def host_of(device: Device) -> Any:
-    """Return what a device shares its fast links with: JAX's partition (NVLink domain, TPU slice), else its process.
+    """Return the group of devices with fast links to this one: JAX's partition (NVLink domain, TPU slice), else its
+    process.
 
     CPU devices all count as one host: they have no links of their own.
     """
@@ -160,7 +161,7 @@ def host_of(device: Device) -> Any:
 
 
 def hosts_along(mesh: Mesh, axis: str, host: HostOf = host_of) -> int:
-    """Return on how many hosts the devices are that differ along `axis` only: the largest number of any such group."""
+    """Return the largest number of hosts in a group of devices that differ along `axis` only."""
     groups = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1).reshape(-1, mesh.shape[axis])
     return max(len({host(device) for device in group}) for group in groups)
 

@@ -1,16 +1,15 @@
 """Find the parameter that a leaf of the optimizer state belongs to, and derive the leaf's specs from that parameter's.
 
-An optimizer maps over the parameters, so its state holds trees of the parameters' own structure, whatever
-wraps them (`chain`, `masked`, `multi_transform`, ...). A leaf in such a tree has the parameter's path inside its own
-path; then the shapes decide:
-- equal: it mirrors the parameter (moments, averages, accumulated gradients);
-- dimensions missing or of size 1 (the factored moments of adafactor and sm3), or more of them in front (the history
-  of lbfgs): the spec's entries for the dimensions that both have;
-- else (a second-order block [k, k]): the leaf is placed by its own shape, and the reason states it.
+An optimizer maps over the parameters, so its state holds trees of the parameters' own structure, whatever wraps them
+(`chain`, `masked`, `multi_transform`, ...). A leaf in such a tree has the parameter's path inside its own path. Then
+the shapes decide.
+- Equal: it mirrors the parameter (moments, averages, accumulated gradients).
+- Dimensions missing or of size 1 (factored moments of adafactor and sm3), or more in front (lbfgs' history): the spec's
+  entries for the dimensions that both have.
+- Else (a second-order block [k, k]): the leaf is placed by its own shape, and the reason states it.
 
 `optax.tree_map_params` finds the same trees by running the optimizer's `init` on a placeholder (a test compares the
-two). It fails on an `init` that reads shapes or names a parameter, and does not give the parameter that a leaf belongs
-to; the paths do.
+two). It fails on an `init` that reads shapes or names a parameter, and does not give the parameter of a leaf.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def specs_for_leaf(path: str, shape: tuple[int, ...], params: Mapping[str, Place
 
 
 def mirrored(path: str, shape: tuple[int, ...], params: Mapping[str, Placement]) -> Placement | None:
-    """Return the parameter that a leaf of the optimizer state belongs to and has the shape of; or None."""
+    """Return the parameter of a leaf of the optimizer state if it has the leaf's shape; else None."""
     parameter = _owner(path, shape, params) if shape else None
     return parameter if parameter is not None and parameter.shape == shape else None
 

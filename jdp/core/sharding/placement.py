@@ -51,7 +51,7 @@ class Placement:
 
     @property
     def own_shape(self) -> tuple[int, ...]:
-        """The global shape that it has while it is used; another one than `shape` if it rests flat and padded."""
+        """The global shape while it is used; another one than `shape` if it is flat and padded at rest."""
         return self.shape if self.flat is None else self.flat.shape
 
     def __repr__(self) -> str:
@@ -67,7 +67,7 @@ class Placement:
 
     @property
     def on_host(self) -> bool:
-        """Whether it rests in host memory."""
+        """Whether it is in host memory between steps."""
         return self.memory == "host"
 
     @property
@@ -125,10 +125,10 @@ def rest_spec(
 ) -> tuple[PartitionSpec, str]:
     """Add `data` to one dimension of the compute spec.
 
-    The dimension is the largest that divides by the size of `data`; dimensions that no axis of the model's shards come
-    first, and of equals the first, because a gather along the major dimension needs no transpose. The leading dimension
-    of an array of rank 3 or more comes last: it may be the layers of a scan, and then each layer would be on few
-    devices instead of on all.
+    The dimension is the largest that divides by the size of `data`. Dimensions that no axis of the model's shards come
+    first. Of equals the first is taken, because a gather along the major dimension needs no transpose. The leading
+    dimension of an array of rank 3 or more comes last. It may be the layers of a scan, and then each layer would be on
+    few devices instead of on all.
     """
     count = mesh_shape[DATA]
     if count == 1:

@@ -7,9 +7,9 @@
 | zero2 | sharded                 | sharded                  | per microbatch        | once per step            |
 | zero3 | sharded                 | sharded                  | per microbatch        | per layer, at each use   |
 
-ddp: Li et al. 2020 (arXiv:2006.15704). zero1-3: the stages of Rajbhandari et al. 2019 (arXiv:1910.02054); here every
-stage keeps its fp32 master weights sharded at rest and gathers a working copy in compute dtype, as PyTorch FSDP's
-SHARD_GRAD_OP (zero2) and FULL_SHARD (zero3) do, so one checkpoint layout serves all of them.
+ddp: Li et al. 2020 (arXiv:2006.15704). zero1-3: the stages of Rajbhandari et al. 2019 (arXiv:1910.02054). Here every
+stage keeps its fp32 master weights sharded at rest and gathers a working copy in compute dtype. PyTorch FSDP's
+SHARD_GRAD_OP (zero2) and FULL_SHARD (zero3) do the same, so one checkpoint layout serves all of them.
 """
 
 import re
@@ -73,8 +73,8 @@ def strategy(name: str) -> Strategy:
 
 
 def strategy_hint(word: str) -> str:
-    """Return the end of a message about a word that names no strategy: the one that other libraries call so, or the
-    nearest; "" if there is none.
+    """Return the end of a message about an unknown strategy: the one that other libraries call so, or the nearest, or
+    "".
     """
     plain = re.sub(r"[^a-z0-9]", "", word.lower()[:LONGEST])
     stage = re.fullmatch(r"(?:deepspeed)?(?:zero)?(?:stage)?([0-3])", plain)

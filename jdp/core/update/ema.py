@@ -1,9 +1,9 @@
 """An exponential moving average of the parameters, kept in the optimizer's state.
 
-Averaged weights often evaluate better than the last ones (Polyak and Juditsky 1992, "Acceleration of stochastic
-approximation by averaging": a plain mean, as in Izmailov et al. 2018, arXiv:1803.05407; exponential in Tarvainen and
-Valpola 2017, arXiv:1703.01780). As part of the optimizer's state, the average is sharded as its parameter is, saved
-with it, has no leaf for frozen parameters, and does not change when a step is skipped.
+Averaged weights often evaluate better than the last ones. A plain mean: Polyak and Juditsky 1992, "Acceleration of
+stochastic approximation by averaging"; Izmailov et al. 2018, arXiv:1803.05407. Exponential: Tarvainen and Valpola 2017,
+arXiv:1703.01780. As part of the optimizer's state, the average is sharded and saved with its parameter. It has no leaf
+for frozen parameters, and does not change when a step is skipped.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def ema_params(state: TrainState[Model]) -> TrainState[Model]:
 
 
 def _means(averages: Sequence[tuple[jax.Array | None, PyTree]], params: PyTree) -> PyTree:
-    """Return parameters with those averaged that have an average; of several each may have some (`multi_transform`)."""
+    """Return parameters, averaged if they have an average; each of several may have some (`multi_transform`)."""
     for weight, average in averages:
         params = jax.tree.map(partial(_averaged, weight), average, params, is_leaf=_is_masked)
     return params

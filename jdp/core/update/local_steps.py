@@ -1,7 +1,7 @@
 """Local steps: each replica takes several optimizer steps by itself, then the replicas agree on their weights.
 
 A call of the step is a round. Every replica (a set of devices along the other axes of the mesh) starts from the same
-weights θ, takes H steps with its own part of the batch and its own optimizer state, and ends at θ_r. Then, once:
+weights θ. It takes H steps with its own part of the batch and its own optimizer state, and ends at θ_r. Then, once:
 
     Δ = θ - mean over replicas of θ_r
     m ← μ · m + Δ
@@ -9,7 +9,7 @@ weights θ, takes H steps with its own part of the batch and its own optimizer s
 
 With η = 1 and μ = 0 the weights are averaged: local SGD (Stich 2019, arXiv:1805.09767). With AdamW inside, η = 0.7 and
 Nesterov's μ = 0.9 it is DiLoCo (Douillard et al. 2023, arXiv:2311.08105). Across `replica`, the slow links, a device
-sends its shard of Δ once in H steps. Inside a replica the strategy is what it is without local steps.
+sends its shard of Δ once in H steps. Inside a replica the strategy is the same as without local steps.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class LocalSteps:
         return local
 
     def kept_shapes(self, params: PyTree) -> dict[str, PyTree]:
-        """Return shapes and dtypes of what is kept between rounds, besides each replica's optimizer state.
+        """Return the shapes and dtypes that are kept between rounds, besides each replica's optimizer state.
 
         Args:
             params: the trained parameters, real or abstract; None for frozen ones.
@@ -175,7 +175,7 @@ def unstack(opt_state: PyTree) -> PyTree:
 
 
 def of_replicas(function: Callable[[PyTree, PyTree], PyTree], opt_state: PyTree, params: PyTree) -> PyTree:
-    """Return `function(opt_state of all replicas, params)`, which lies as the parameters do."""
+    """Return `function(opt_state of all replicas, params)`, sharded like the parameters."""
     leaves = jax.tree.leaves((opt_state, params))
     if not leaves or not all(isinstance(x, jax.Array) and not isinstance(x, Tracer) for x in leaves):
         return function(unstack(opt_state), params)
@@ -225,5 +225,5 @@ def _mesh_of_a_replica(mesh: Mesh) -> Mesh:
 
 
 def is_inside_a_replica() -> bool:
-    """Return True where a replica's own steps are traced: along `replica` arrays are the device's own."""
+    """Return True while a replica's own steps are traced: along `replica` arrays are the device's own."""
     return REPLICA in jax.sharding.get_abstract_mesh().manual_axes

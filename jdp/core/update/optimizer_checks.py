@@ -1,6 +1,6 @@
 """Check that a step can use an optimizer: its state is arrays that keep their shapes, its update needs nothing more.
 
-Both are checked abstractly when the state is made, so that a mistake shows in a second and not after a compilation.
+Both are checked abstractly when the state is made, so that a mistake shows before a compilation.
 """
 
 from __future__ import annotations

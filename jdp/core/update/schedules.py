@@ -1,10 +1,10 @@
 """Learning rates for large batches: scale the rate with the batch, and warm it up.
 
-A rate that was tuned for `base_batch` examples a step is carried over to another global batch: linearly (Krizhevsky
-2014, arXiv:1404.5997; Goyal et al. 2017, arXiv:1706.02677, section 2.1), which keeps k small steps and one k times as
-large alike for SGD, or by the square root (Krizhevsky 2014), which keeps the variance of the update alike and is what
-adaptive optimizers follow (Malladi et al. 2022, arXiv:2205.10287; You et al. 2019, arXiv:1904.00962, for LAMB). The
-first steps of a large rate diverge: so warm up gradually (Goyal et al. 2017, section 2.2).
+A rate that was tuned for `base_batch` examples a step is scaled to another global batch. Linearly (Krizhevsky 2014,
+arXiv:1404.5997; Goyal et al. 2017, arXiv:1706.02677, section 2.1): for SGD k small steps and one k times as large are
+then alike. Or by the square root (Krizhevsky 2014), which keeps the variance of the update. Adaptive optimizers follow
+it (Malladi et al. 2022, arXiv:2205.10287; You et al. 2019, arXiv:1904.00962, for LAMB). The first steps of a large rate
+diverge, so it is warmed up (Goyal et al. 2017, section 2.2).
 """
 
 import math

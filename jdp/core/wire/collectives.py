@@ -1,14 +1,14 @@
 """Collectives along the batch axes on arrays that the model's own axes shard as well.
 
-In the replica view (`manual`) XLA partitions along the model's axes. A collective issued there on the whole array would
-have XLA gather it along those axes first and then send all of it: `model` times the bytes, and no sharding constraint
+In the replica view (`manual`) XLA partitions along the model's axes. A collective there on the complete array would
+have XLA gather it along those axes first and then send all of it: `model` times the bytes. No sharding constraint
 prevents that. So the collectives here run in a `shard_map` over the model's axes, inside the one over the batch axes:
 each device sends its shard only.
 
-Where a model axis shards the dimension that `data` shards too, the model axis is the major one, so that gathering along
-`data` gives a device its own shard along the model axis. `shard_map` over `data` alone cannot express that order. Such
-a leaf enters the replica view with that dimension reshaped, [..., size, ...] -> [..., M, size / M, ...] at rest, where
-M is the number of shards along the model's axes, and leaves it in that form.
+If a model axis shards the dimension that `data` shards too, the model axis is the major one. Gathering along `data`
+then gives a device its own shard along the model axis. `shard_map` over `data` alone cannot express that order. Such a
+leaf enters and leaves the replica view with that dimension reshaped, [..., size, ...] -> [..., M, size / M, ...] at
+rest. M is the number of shards along the model's axes.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def replica_view_spec(placement: Placement, mesh: Mesh) -> PartitionSpec:
 def all_gather(x: jax.Array, placement: Placement, leading: int, mesh: Mesh, wire: Wire = WIDE) -> jax.Array:
     """Gather a shard along `data`: rest spec, its first `leading` dimensions sliced off -> compute spec.
 
-    If `wire.weights` says so, its codes are sent; not of a leaf of which a device holds less than a block.
+    Codes are sent if `wire.weights` is set and a device has a block of the leaf or more.
     """
     if placement.dim is None:
         return x
@@ -121,7 +121,9 @@ def _gathered(shard: jax.Array, dim: int) -> jax.Array:
 
 
 def _scattered(x: jax.Array, dim: int, count: int) -> jax.Array:
-    """Return this device's one of `count` shards along `dim` of the sum over `data`; on CPUs as `_gathered` gathers."""
+    """Return one of `count` shards along `dim` of the sum over `data`, this device's own; on CPUs as `_gathered`
+    gathers.
+    """
     if dim == 0 or traced_device().platform != "cpu":
         return jax.lax.psum_scatter(x, DATA, scatter_dimension=dim, tiled=True)
     shards = x.reshape(*x.shape[:dim], count, -1, *x.shape[dim + 1 :])
@@ -142,7 +144,9 @@ def is_reshaped(placement: Placement, mesh: Mesh) -> bool:
 
 
 def _model_shards(placement: Placement, mesh: Mesh) -> int:
-    """Return M, the number of shards along the model's axes of the dimension that `data` shards; 1 if they leave it."""
+    """Return the number of shards along the model's axes of the dimension that `data` shards; 1 if they do not shard
+    it.
+    """
     if placement.dim is None:
         return 1
     return shards(PartitionSpec(spec_entry(placement.compute, placement.dim)), dict(mesh.shape))

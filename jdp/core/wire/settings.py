@@ -1,4 +1,4 @@
-"""What is sent in place of gradients and weights: the settings of compression (`encodings.py` has the encodings).
+"""The settings of compression: what is sent in place of gradients and weights (`encodings.py` has the encodings).
 
 Sources: blocks with a scale each, Dettmers et al. 2022 (arXiv:2110.02861); int8 gradients by all-to-all and int8
 weights in ZeRO-3's gathers, ZeRO++, Wang et al. 2023 (arXiv:2306.10209); the largest elements only, Lin et al. 2018
@@ -95,8 +95,7 @@ class Wire:
         """Return the `Wire` that a short name stands for.
 
         Args:
-            wire: None (nothing is encoded); the name of an encoding of gradients, such as "int8"; or a `Wire`, which is
-                returned as it is.
+            wire: None (nothing is encoded); the name of an encoding of gradients, such as "int8"; or a `Wire`.
 
         Raises:
             ValueError: it is none of these.
@@ -140,7 +139,7 @@ class Wire:
         return -(-elements // self.block) * self.block
 
     def kept(self, elements: int) -> int:
-        """Return how many elements topk sends.
+        """Return the number of elements that topk sends.
 
         Args:
             elements: of which it takes the largest.
