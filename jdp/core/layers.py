@@ -146,22 +146,13 @@ def _scanned(block: Block, stacked: PyTree, x: PyTree, gathers: GatherTable | No
 
 
 class _Body:
-    """The call of one layer as a function of arrays alone, which JAX can scan and checkpoint.
-
-    Attributes:
-        layer: the layer, or all of them stacked, flattened.
-        outside: variables that the block can change although they are not in the layer.
-        fixed: index -> leaf of `layer` that is no array (an equinox module's function): the same in each layer.
-        operands: for each array of `layer` its shard if it has one, else the array: the loop runs over these.
-        placements: of the parameters whose shards are operands; None for the other operands.
-        is_traced: True if the call gets a trace of its own (a scan or a checkpoint).
-        record, changed: changes of the last call: in the layer, and the indices of those in `outside`.
-    """
+    """The call of one layer as a function of arrays alone, which JAX can scan and checkpoint."""
 
     def __init__(
         self, block: Block, layer: changes.Flattened, gathers: GatherTable | None, *, leading: int, remat: Remat
     ) -> None:
         leaves = layer.arrays
+        # no arrays (an equinox module's function): the same in each layer
         self.fixed = {i: leaf for i, (_, leaf, _) in enumerate(leaves) if not hasattr(leaf, "shape")}
         sources = [
             _operand(name, leaf, None if is_state else gathers, leading)
@@ -176,8 +167,8 @@ class _Body:
         self.is_rematerialised = remat is not None or gathers_again
         self.is_traced = leading > 0 or self.is_rematerialised
         self.outside = changes.closed_over(block, excluding=layer.variables) if self.is_traced else []
-        self.record: changes.Record = []
-        self.changed: list[int] = []
+        self.record: changes.Record = []  # these two by each call
+        self.changed: list[int] = []  # indices in `outside`
 
     def __call__(self, x: Any, operands: list[Any], outside: list[Any]) -> tuple[Any, list[Any], list[Any]]:
         """Return the activations, the changes in the layer, and the values of `outside` after the call."""

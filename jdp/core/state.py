@@ -49,8 +49,7 @@ MOMENTUM = "momentum"
 
 
 ERROR = "mean_error"
-"""The entry of `TrainState.sync` for the error of encoding the mean gradient; earlier versions kept "error", of the sum.
-"""
+"""The entry of `TrainState.sync` for the error of encoding the mean gradient; earlier: "error", of the sum."""
 
 
 @jax.tree_util.register_dataclass

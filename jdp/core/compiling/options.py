@@ -53,12 +53,7 @@ _KINDS = {"bool": "true or false", "string": "text", "float": "a number", "doubl
 
 @dataclass(frozen=True)
 class Compiler:
-    """Options of XLA's compiler, not yet resolved for devices.
-
-    Attributes:
-        preset: the preset's name; "" for custom options.
-        options: custom options, sorted by name.
-    """
+    """Options of XLA's compiler, not yet resolved for devices: a preset, or ("") a sorted table of custom options."""
 
     preset: CompilerPreset | Literal[""] = "default"
     options: tuple[tuple[str, CompilerValue], ...] = ()

@@ -37,19 +37,12 @@ Flat = dict[tuple[Any, ...], Any]
 
 @dataclass(frozen=True)
 class Adapter:
-    """A module without its arrays. Adapters of modules of equal structure are equal.
-
-    Attributes:
-        structure: compared for equality.
-        graphdef: the module's structure, as NNX has it.
-        variables: path -> variable that holds shapes only; a merge fills in the arrays.
-        unsynchronised: slash-joined paths of the variables that calls may change and that belong to no `nnx.BatchNorm`.
-    """
+    """A module without its arrays, which a merge fills in. Adapters of modules of equal structure are equal."""
 
     structure: Structure
     graphdef: nnx.GraphDef[nnx.Module] = field(compare=False, repr=False)
-    variables: Flat = field(compare=False, repr=False)
-    unsynchronised: tuple[str, ...] = ()
+    variables: Flat = field(compare=False, repr=False)  # of shapes
+    unsynchronised: tuple[str, ...] = ()  # paths of variables that calls may change, BatchNorm's left out
 
     def merge(
         self,
@@ -106,11 +99,10 @@ class Adapter:
 
 
 def built(init: Callable[[jax.Array], Any], rng: jax.Array) -> tuple[Any, tuple[tuple[str, PartitionSpec], ...]]:
-    """Call `init` and read the sharding metadata of its parameters.
+    """Call `init` and read the sharding metadata of its parameters, logical names translated by the current rules.
 
-    NNX variables keep their metadata (`nnx.with_partitioning`, `out_sharding`), but are not sharded by it eagerly: the
-    plan shards them. linen's boxes (`nn.Partitioned`) are replaced by their values. Logical names are translated by the
-    current rules (the variable's `sharding_rules`, or flax's context).
+    NNX variables keep their metadata, but are not sharded by it eagerly: the plan shards them. linen's boxes
+    (`nn.Partitioned`) are replaced by their values.
     """
     with nnx.use_eager_sharding(False):
         model = init(rng)

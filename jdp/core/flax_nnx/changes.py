@@ -35,21 +35,13 @@ Record = list[tuple[Path, Any]]
 
 @dataclass(frozen=True)
 class Flattened:
-    """A pytree flattened to variables and other leaves, each variable once even if it is used in several places.
-
-    Attributes:
-        tree: the pytree itself.
-        treedef: its structure down to variables and other leaves.
-        paths: the key path of each of them.
-        nodes: the distinct variables and leaves.
-        slots: for each path, the index in `nodes`.
-    """
+    """A pytree flattened to variables and other leaves (`nodes`), each variable once."""
 
     tree: Any
     treedef: Any
     paths: list[Path]
     nodes: list[Any]
-    slots: list[int]
+    slots: list[int]  # for each path, the index in `nodes`
 
     @property
     def arrays(self) -> list[tuple[str, Any, bool]]:
@@ -114,11 +106,7 @@ def flatten(tree: Any) -> Flattened:
 
 
 def closed_over(call: Any, excluding: Iterable[nnx.Variable[Any]]) -> list[nnx.Variable[Any]]:
-    """Return the variables, without parameters, that `call` can reach and change besides those of its arguments.
-
-    It searches closures, default arguments, globals that the code names, bound methods, partial functions, containers,
-    and the attributes of plain objects found there.
-    """
+    """Return the variables, without parameters, that `call` can reach and change besides those of its arguments."""
     excluded = {id(variable) for variable in excluding}
     reached = {id(variable): variable for variable in _reached(call, set(), 1)}
     return [
@@ -204,9 +192,7 @@ def _reached(thing: Any, seen: set[int], objects: int) -> Iterator[nnx.Variable[
 
 
 def _of_function(function: types.FunctionType) -> list[Any]:
-    """Return the objects that a function refers to: filled cells, defaults, the function it wraps, globals of its
-    module.
-    """
+    """Return the objects that a function refers to: filled cells, defaults, the function it wraps, globals."""
     cells = [cell.cell_contents for cell in function.__closure__ or () if is_filled(cell)]
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
     named = (function.__globals__.get(name) for name in _names(function.__code__))

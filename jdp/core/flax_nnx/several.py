@@ -21,17 +21,13 @@ from jdp.core.flax_nnx.adapter import Adapter, at, is_model_state, nested, param
 
 @dataclass(frozen=True)
 class Models:
-    """The adapters of a loss's models, in order; None for one that is a plain pytree.
+    """The adapters of a loss's models, in order; None for a plain pytree.
 
     It has an `Adapter`'s methods; parameters, model state and models are tuples with an entry for each.
-
-    Attributes:
-        adapters: of each model.
-        specs: of each model, (path, spec) for the parameters that its metadata shards.
     """
 
     adapters: tuple[Adapter | None, ...]
-    specs: tuple[tuple[tuple[str, PartitionSpec], ...], ...]
+    specs: tuple[tuple[tuple[str, PartitionSpec], ...], ...]  # of each model, as `metadata` returns them
 
     def merge(
         self, params: Sequence[Any], model_state: Sequence[Any], rng: jax.Array | None, sync_axes: tuple[str, ...] = ()

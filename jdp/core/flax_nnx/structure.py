@@ -19,15 +19,10 @@ from flax.nnx.graphlib import Static
 
 @dataclass(frozen=True)
 class Structure:
-    """A graphdef that can be compared: equal, and of equal hash, for modules of equal structure.
-
-    Attributes:
-        nodes: NNX's description of the nodes.
-        attributes: (name, value to compare) of every attribute of every node, in order.
-    """
+    """A graphdef that can be compared: equal, and of equal hash, for modules of equal structure."""
 
     nodes: tuple[Any, ...]
-    attributes: tuple[tuple[Any, Hashable], ...]
+    attributes: tuple[tuple[Any, Hashable], ...]  # (name, value to compare) of every attribute of every node
 
     @property
     def may_differ(self) -> bool:

@@ -13,10 +13,7 @@ REPLICA = "replica"
 
 
 def axis_sizes(axes: Mapping[str, int], count: int) -> dict[str, int]:
-    """Return the sizes of a mesh of `count` devices, its -1 filled in: axis -> size, in the order given.
-
-    Every rule about the sizes of a mesh is checked here and in `check_axes`.
-    """
+    """Return the sizes of a mesh of `count` devices, its -1 filled in: axis -> size, in the order given."""
     check_axes(axes)
     known = math.prod(size for size in axes.values() if size != -1)
     sizes = {name: count // known if size == -1 else size for name, size in axes.items()}

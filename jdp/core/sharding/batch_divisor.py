@@ -10,11 +10,7 @@ from jdp.core.sharding.axes import DATA, REPLICA, equation
 
 @dataclass(frozen=True)
 class BatchUnit:
-    """The divisor of a global batch's rows. Every rule about it is here.
-
-    Attributes:
-        factors: name -> size, such as {"replica": 2, "data": 4, "accumulate": 3}; their product is the divisor.
-    """
+    """The divisor of a global batch's rows, as named factors. Every rule about it is here."""
 
     factors: Mapping[str, int]
 

@@ -61,14 +61,12 @@ def rest_sharding(mesh: Mesh, placement: Placement) -> NamedSharding:
 
 
 def to_device(x: jax.Array) -> jax.Array:
-    """Return an array in device memory with the same sharding; inside a traced function this is an operation of it."""
+    """Return an array in device memory with the same sharding, also inside a traced function."""
     return jax.device_put(x, jax.memory.Space.Device)
 
 
 def to_host(x: jax.Array) -> jax.Array:
-    """Return an array in pinned host memory with the same sharding; inside a traced function this is an operation of
-    it.
-    """
+    """Return an array in pinned host memory with the same sharding, also inside a traced function."""
     return jax.device_put(x, jax.memory.Space.Host)
 
 
@@ -96,7 +94,6 @@ def on_device(tree: PyTree) -> PyTree:
 
 
 _PLACEMENT = "annotate_device_placement"  # the custom call by which JAX tells XLA where an array is
-_KIND = "mhlo.memory_kind"
 
 
 def mark_host_leaves(lowered: jax.stages.Lowered) -> None:
@@ -112,10 +109,11 @@ def mark_host_leaves(lowered: jax.stages.Lowered) -> None:
         returned = list(block.operations)[-1]
         hosts = [any(_is_host(use.owner) for use in argument.uses) for argument in block.arguments]
         results = [_is_host(value.owner) for value in returned.operands]
+        kind: dict[str, Any] = {"mhlo.memory_kind": ir.StringAttr.get(PINNED)}
         for name, marks in (("arg_attrs", hosts), ("res_attrs", results)):
-            main.attributes[name] = ir.ArrayAttr.get(
-                [_with_kind(old, marked) for old, marked in zip(main.attributes[name], marks, strict=True)]
-            )
+            own: list[dict[str, Any]] = [{each.name: each.attr for each in old} for old in main.attributes[name]]
+            marked = [ir.DictAttr.get(old | kind if mark else old) for old, mark in zip(own, marks, strict=True)]
+            main.attributes[name] = ir.ArrayAttr.get(marked)
 
 
 def _is_host(owner: Any) -> bool:
@@ -124,8 +122,3 @@ def _is_host(owner: Any) -> bool:
         return False
     called = operation.attributes["call_target_name"].value == _PLACEMENT
     return called and PINNED in str(operation.attributes["mhlo.frontend_attributes"])
-
-
-def _with_kind(attributes: Any, marked: bool) -> Any:
-    own = {each.name: each.attr for each in attributes}
-    return ir.DictAttr.get({**own, _KIND: ir.StringAttr.get(PINNED)} if marked else own)

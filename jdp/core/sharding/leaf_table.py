@@ -1,7 +1,4 @@
-"""The leaves of a tree as a table: path, dtype and shape, spec and bytes on a device. No array is read for it.
-
-Arrays may be real, abstract, traced, donated or deleted.
-"""
+"""The leaves of a tree as a table: path, dtype and shape, spec and bytes on a device, known without their elements."""
 
 import math
 from collections.abc import Sequence
@@ -26,18 +23,7 @@ IN_A_TERMINAL = 24
 
 @dataclass(frozen=True)
 class Leaf:
-    """What is known of an array without reading it.
-
-    Attributes:
-        path: slash-joined path in the tree.
-        array: dtype and global shape, such as "float32[64, 512]".
-        lies: its spec, such as "P('data', None)", or its place in other words.
-        elements: of the global array.
-        bytes_per_device: of one device's part; of the complete array if its sharding is not known.
-        why: the reason for its sharding; "" if there is none.
-        is_sharding_known: if False, `bytes_per_device` is an upper bound.
-        on_host: these bytes are in the host's memory, not in the device's.
-    """
+    """An array, described without reading it; `bytes_per_device` is an upper bound if its sharding is not known."""
 
     path: str
     array: str

@@ -96,10 +96,7 @@ def mesh_of(tree: PyTree) -> Mesh | None:
 
 @contextlib.contextmanager
 def tracing_on(mesh: Mesh) -> Generator[None]:
-    """Have code traced for `mesh` while the context lasts: `traced_device` is one of its devices.
-
-    `mesh`, which has Auto axes, replaces another one that the caller has set.
-    """
+    """Have code traced for `mesh` while the context lasts, in place of a mesh that the caller has set."""
     with tracing_for(mesh, batch_axes(mesh)), auto_axes(mesh):
         yield
 
@@ -109,10 +106,7 @@ _FOLLOWED: ContextVar[Mesh | None] = ContextVar("jdp_followed", default=None)
 
 @contextlib.contextmanager
 def following(mesh: Mesh) -> Generator[None]:
-    """Have code traced on `mesh` while the context lasts, in place of the mesh with the same axes that it was made for.
-
-    It is the context's mesh too, so that jax keeps traces for different meshes apart.
-    """
+    """Have code traced on `mesh` while the context lasts, in place of another with the same axes."""
     token = _FOLLOWED.set(mesh)
     try:
         with jax.set_mesh(mesh):
@@ -148,8 +142,7 @@ HostOf = Callable[[Device], Any]
 
 
 def host_of(device: Device) -> Any:
-    """Return the group of devices with fast links to this one: JAX's partition (NVLink domain, TPU slice), else its
-    process.
+    """Return the group of a device's fast links: JAX's partition (NVLink domain, TPU slice), else its process.
 
     CPU devices all count as one host: they have no links of their own.
     """

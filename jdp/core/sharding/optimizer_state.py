@@ -29,14 +29,7 @@ REPLICATED = PartitionSpec()
 
 @dataclass(frozen=True)
 class LeafSpecs:
-    """The specs of a leaf of the optimizer state, as far as the parameter it belongs to determines them.
-
-    Attributes:
-        rest: spec between steps.
-        compute: spec while the leaf is used.
-        reason: why, in words.
-        final: True if nothing more is to be sharded: the leaf mirrors the parameter, or it is a scalar.
-    """
+    """The specs of a leaf of the optimizer state; not `final`: its own dimensions may be sharded further."""
 
     rest: PartitionSpec
     compute: PartitionSpec
@@ -89,11 +82,7 @@ def _owner(path: str, shape: tuple[int, ...], params: Mapping[str, Placement]) -
 
 
 def _parameter_dims(shape: tuple[int, ...], parameter: Placement) -> tuple[int | None, ...] | None:
-    """Return the parameter's dimension for each dimension of a leaf; None for one that only the leaf has.
-
-    Returns None if the leaf's shape cannot be derived from the parameter's. If several choices of dimensions fit, the
-    one that contains the dimension sharded over `data` is taken.
-    """
+    """Return the parameter's dimension for each of a leaf's, None for one that only the leaf has; None if none fit."""
     full = parameter.shape
     extra = len(shape) - len(full)
     if extra > 0:

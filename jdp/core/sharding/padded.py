@@ -71,11 +71,7 @@ class Flat:
 
 @dataclass(frozen=True)
 class Change:
-    """A change of a leaf's form. Equal changes are one program.
-
-    Attributes:
-        given, wanted: the flat form before and after; None for the leaf's own shape.
-    """
+    """A change of a leaf's form; None is its own shape. Equal changes are one program."""
 
     given: Flat | None
     wanted: Flat | None

@@ -24,19 +24,11 @@ from jdp.base.words import StrategyName
 
 @dataclass(frozen=True)
 class Strategy:
-    """One row of the table of strategies.
-
-    Attributes:
-        name: the word the user writes.
-        shard_state: True if parameters and optimizer state are sharded over `data` between steps.
-        reduce_each_microbatch: True if gradients are reduce-scattered at every microbatch into a sharded accumulator;
-            False if they are summed locally and reduced once per step.
-        gather: when the working copy of a sharded parameter is gathered: "never", once per "step", or at each "use".
-    """
+    """One row of the table of strategies: its columns 2, 4 and 5."""
 
     name: StrategyName
     shard_state: bool
-    reduce_each_microbatch: bool
+    reduce_each_microbatch: bool  # False: gradients are summed locally and reduced once per step
     gather: Literal["never", "step", "use"]
 
 
@@ -73,9 +65,7 @@ def strategy(name: str) -> Strategy:
 
 
 def strategy_hint(word: str) -> str:
-    """Return the end of a message about an unknown strategy: the one that other libraries call so, or the nearest, or
-    "".
-    """
+    """Return the end of a message about an unknown strategy: another library's name for one, or the nearest, or ""."""
     plain = re.sub(r"[^a-z0-9]", "", word.lower()[:LONGEST])
     stage = re.fullmatch(r"(?:deepspeed)?(?:zero)?(?:stage)?([0-3])", plain)
     if name := list(STRATEGIES)[int(stage[1])] if stage else _CALLED.get(plain):

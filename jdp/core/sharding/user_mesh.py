@@ -68,10 +68,7 @@ def renamed(spec: PartitionSpec, names: Mapping[str, str]) -> PartitionSpec:
 
 
 def padded(sharding: NamedSharding, rank: int) -> NamedSharding:
-    """Return a sharding whose spec has an entry for each of `rank` dimensions if its mesh has Explicit axes.
-
-    The sharding in an array's type has them too: for two that differ in this alone jax would compile two programs.
-    """
+    """Return a sharding with an entry for each of `rank` dimensions, as an array's type has it, for Explicit axes."""
     if AxisType.Explicit not in sharding.mesh.axis_types:
         return sharding
     return sharding.update(spec=PartitionSpec(*sharding.spec, *(None,) * (rank - len(sharding.spec))))
@@ -86,7 +83,8 @@ def auto_axes(mesh: Mesh) -> Generator[None]:
         try:
             yield
         except Exception as error:
-            if "AbstractMesh(" in str(error) and "Explicit" in str(error) and _CLOSED_OVER not in _notes(error):
+            noted = _CLOSED_OVER in getattr(error, "__notes__", [])
+            if "AbstractMesh(" in str(error) and "Explicit" in str(error) and not noted:
                 error.add_note(_CLOSED_OVER)
             raise
 
@@ -95,10 +93,6 @@ _CLOSED_OVER = (
     "jdp: what it calls is traced for a mesh with Auto axes, and an array with Explicit axes was closed over: hand it "
     "over in the batch or as a model, or close over numpy.asarray(array)"
 )
-
-
-def _notes(error: Exception) -> list[str]:
-    return getattr(error, "__notes__", [])
 
 
 def entered(tree: PyTree, mesh: Mesh) -> PyTree:

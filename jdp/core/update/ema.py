@@ -26,13 +26,7 @@ from jdp.core.update.optimizer_checks import check_optimizer
 
 
 class EmaState(NamedTuple):
-    """State of `with_ema`.
-
-    Attributes:
-        inner: the wrapped optimizer's state.
-        average: a tree like the trained parameters, float32 (or wider).
-        weight: float32 scalar: the sum of the average's weights; None if it is always 1.
-    """
+    """State of `with_ema`: the inner optimizer's, the averaged parameters, and the sum of their weights (None: 1)."""
 
     inner: Any
     average: PyTree

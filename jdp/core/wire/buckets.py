@@ -82,8 +82,7 @@ class Synchroniser:
         wire: the encoding.
         buckets: as for `jdp.make_train_step`, in `Precision.reduce`.
         order: the leaves' indices as the backward pass finishes them.
-        in_backward: sharded leaves are reduced inside the backward pass (zero3), one by one, and only `finish` is
-            called.
+        in_backward: zero3: the backward pass reduces sharded leaves one by one, and only `finish` is called.
     """
 
     mesh: Mesh
@@ -119,10 +118,9 @@ class Synchroniser:
         return self._run(self._finish, grads, kept, seed, at_rest=True)
 
     def kept_shapes(self) -> dict[str, list[jax.ShapeDtypeStruct | None]]:
-        """Return the global shapes of the leaves that are kept between steps; {} if nothing is.
+        """Return the global shapes that are kept between steps, for each leaf; {} if nothing is.
 
-        `ERROR` is [D, ...] for the D shards of the batch, each device's own; "factor", PowerSGD's, is [matrices,
-        columns, rank].
+        `ERROR` is [D, ...] for the D shards of the batch; PowerSGD's "factor" is [matrices, columns, rank].
         """
         count = self._batch_shards
         if count == 1 or self.in_backward or not self.wire.error_feedback or self.wire.gradients is None:
@@ -131,8 +129,8 @@ class Synchroniser:
         shapes = [jax.ShapeDtypeStruct((count, *p.shape), jnp.float32) for p in self.placements]
         kept = {ERROR: [s if e else None for s, e in zip(shapes, encoded, strict=True)]}
         if self.wire.gradients == "powersgd":
-            factors = [self._factor_shape(p) if self.is_low_rank(i) else None for i, p in enumerate(self.placements)]
-            kept["factor"] = [s and jax.ShapeDtypeStruct(s, jnp.float32) for s in factors]
+            views = [matrices(p.own_shape) if self.is_low_rank(i) else None for i, p in enumerate(self.placements)]
+            kept["factor"] = [v and jax.ShapeDtypeStruct((v[0], v[2], self.wire.rank), jnp.float32) for v in views]
         return kept
 
     def is_encoded(self, index: int) -> bool:
@@ -163,10 +161,6 @@ class Synchroniser:
                 bucket.clear()
             bucket.append(index)
         yield from (Bucket(tuple(bucket), encoded) for encoded, bucket in open_buckets.items() if bucket)
-
-    def _factor_shape(self, placement: Placement) -> tuple[int, int, int]:
-        count, _, columns = matrices(placement.own_shape)
-        return count, columns, self.wire.rank
 
     @property
     def _batch_shards(self) -> int:
@@ -253,7 +247,7 @@ class Synchroniser:
             shapes = [(*x.shape[:d], x.shape[d] // count, *x.shape[d + 1 :]) for x, d in zip(grads, dims, strict=True)]
             shards_of = [piece.reshape(shape) for piece, shape in zip(pieces, shapes, strict=True)]
         for i, dim, shard in zip(bucket.leaves, dims, shards_of, strict=True):
-            reshaped = collectives.is_reshaped(self.placements[i], self.mesh)
+            reshaped = collectives.model_shards(self.placements[i], self.mesh) > 1
             work.grads[i] = shard[(slice(None),) * dim + (None,)] if reshaped else shard
 
     def _sum(self, bucket: Bucket, axes: tuple[str, ...], work: _Work) -> None:

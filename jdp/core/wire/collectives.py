@@ -38,7 +38,7 @@ def to_replica_view(params: PyTree, placements: PyTree, mesh: Mesh) -> PyTree:
     """
 
     def reshape(x: jax.Array, placement: Placement) -> jax.Array:
-        count, dim = _model_shards(placement, mesh), placement.dim
+        count, dim = model_shards(placement, mesh), placement.dim
         if count == 1 or dim is None:
             return x
         return x.reshape(*x.shape[:dim], count, x.shape[dim] // count, *x.shape[dim + 1 :])
@@ -50,7 +50,7 @@ def from_replica_view(grads: PyTree, placements: PyTree, mesh: Mesh) -> PyTree:
     """Reshape global leaves that left `shard_map` to their parameters' shapes, the inverse of `to_replica_view`."""
 
     def reshape(x: jax.Array, placement: Placement) -> jax.Array:
-        return x if _model_shards(placement, mesh) == 1 else x.reshape(placement.shape)
+        return x if model_shards(placement, mesh) == 1 else x.reshape(placement.shape)
 
     return jax.tree.map(reshape, grads, placements)
 
@@ -58,7 +58,7 @@ def from_replica_view(grads: PyTree, placements: PyTree, mesh: Mesh) -> PyTree:
 def replica_view_spec(placement: Placement, mesh: Mesh) -> PartitionSpec:
     """Return the rest spec of the array that `to_replica_view` makes: model axes on M, `data` on size / M."""
     dim = placement.dim
-    if _model_shards(placement, mesh) == 1 or dim is None:
+    if model_shards(placement, mesh) == 1 or dim is None:
         return placement.rest
     own = tuple(axis for axis in axes_of(placement.rest[dim]) if axis != DATA)
     return PartitionSpec(*placement.rest[:dim], own, DATA, *placement.rest[dim + 1 :])
@@ -71,7 +71,7 @@ def all_gather(x: jax.Array, placement: Placement, leading: int, mesh: Mesh, wir
     """
     if placement.dim is None:
         return x
-    dim, reshaped = placement.dim - leading, _model_shards(placement, mesh) > 1
+    dim, reshaped = placement.dim - leading, model_shards(placement, mesh) > 1
 
     def gather(shard: jax.Array) -> jax.Array:
         shard = shard.squeeze(dim) if reshaped else shard
@@ -92,7 +92,7 @@ def psum_scatter(
     """
     if placement.dim is None:
         return x
-    dim, reshaped = placement.dim - leading, _model_shards(placement, mesh) > 1
+    dim, reshaped = placement.dim - leading, model_shards(placement, mesh) > 1
 
     def scatter(given: tuple[jax.Array, jax.Array | None]) -> tuple[jax.Array, jax.Array | None]:
         gradient, seed = given
@@ -121,9 +121,7 @@ def _gathered(shard: jax.Array, dim: int) -> jax.Array:
 
 
 def _scattered(x: jax.Array, dim: int, count: int) -> jax.Array:
-    """Return one of `count` shards along `dim` of the sum over `data`, this device's own; on CPUs as `_gathered`
-    gathers.
-    """
+    """Return this device's one of `count` shards along `dim` of the sum over `data`; on CPUs as `_gathered` gathers."""
     if dim == 0 or traced_device().platform != "cpu":
         return jax.lax.psum_scatter(x, DATA, scatter_dimension=dim, tiled=True)
     shards = x.reshape(*x.shape[:dim], count, -1, *x.shape[dim + 1 :])
@@ -138,15 +136,8 @@ def psum(x: jax.Array, axes: tuple[str, ...], placement: Placement, leading: int
     return _on_model_shards(lambda shard: jax.lax.psum(shard, axes), x, spec, spec, leading, mesh)
 
 
-def is_reshaped(placement: Placement, mesh: Mesh) -> bool:
-    """Return True if `to_replica_view` reshapes this leaf."""
-    return _model_shards(placement, mesh) > 1
-
-
-def _model_shards(placement: Placement, mesh: Mesh) -> int:
-    """Return the number of shards along the model's axes of the dimension that `data` shards; 1 if they do not shard
-    it.
-    """
+def model_shards(placement: Placement, mesh: Mesh) -> int:
+    """Return the number of shards along the model's axes of the dimension that `data` shards."""
     if placement.dim is None:
         return 1
     return shards(PartitionSpec(spec_entry(placement.compute, placement.dim)), dict(mesh.shape))

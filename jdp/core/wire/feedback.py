@@ -22,7 +22,7 @@ def split_off(kept: dict[str, PyTree]) -> tuple[dict[str, PyTree], PyTree]:
 
 
 def added(kept: dict[str, PyTree], before: PyTree, weight: jax.Array) -> dict[str, PyTree]:
-    """Return `kept` with the error of the steps before as well, times the weight of this one."""
+    """Return `kept` with the error of the steps before added, times the weight of this one."""
     return {**kept, ERROR: jax.tree.map(lambda own, e: own + weight * e, kept[ERROR], before)}
 
 
