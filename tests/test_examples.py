@@ -6,6 +6,7 @@ The examples go on from the lines in the docstring of `jdp` itself, which make a
 import doctest
 import inspect
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,9 @@ MODULES = ("checkpoint", "data", "export", "guard", "models", "prove")
 FOR_A_PROCESS = ("jdp.initialize", "jdp.keep_memory", "jdp.keep_programs")
 """They change the process that they run in, for good: their examples run in one of their own."""
 SHOWN_ELSEWHERE = {
+    **dict.fromkeys(
+        ("jdp.export.Names", "jdp.export.Part", "jdp.export.Tensor"), "the type of what jdp.export.hf_names returns"
+    ),
     "jdp.checkpoint.RemoteCheckpoints": "it needs a bucket; jdp.Checkpoints makes it for an address",
     "jdp.prove.Difference": "a part of what jdp.prove.prove returns",
     "jdp.prove.Made": "in the example of jdp.prove.prove_training",
@@ -29,11 +33,7 @@ SHOWN_ELSEWHERE = {
     "jdp.prove.Training": "in the example of jdp.prove.prove_training",
 }
 """Name -> why it has no example of its own."""
-PENDING = {
-    "jdp.Feed",
-    "jdp.process_rows",
-    "jdp.shard_batches",
-}
+PENDING = {"jdp.export.gpt2_names", "jdp.export.import_peft"}
 """Names whose examples are still to be written: take out those that have one."""
 PENDING_MODULES = {"jdp.data", "jdp.models", "jdp.export"}
 
@@ -60,9 +60,21 @@ NAMES = public()
 IN_THIS_PROCESS = [name for name in NAMES if name not in {*FOR_A_PROCESS, *SHOWN_ELSEWHERE}]
 
 
+def parsed(value):
+    return doctest.DocTestParser().get_examples(inspect.getdoc(value) or "")
+
+
+def face(name):
+    """Return the module that a name is public in: jdp, or one of `MODULES`."""
+    module = name.split(".")[-2]
+    return getattr(jdp, module) if module in MODULES else jdp
+
+
 def examples(name):
-    """Return the examples of a name's docstring; those of a class' methods are not of it."""
-    return doctest.DocTestParser().get_examples(inspect.getdoc(NAMES[name]) or "")
+    """Return the examples of a name's docstring, else those of its module's if they use it."""
+    of_module = [] if face(name) is jdp else parsed(face(name))
+    used = any(name.rpartition(".")[2] in re.findall(r"\w+", example.source) for example in of_module)
+    return parsed(NAMES[name]) or (of_module if used else [])
 
 
 def run(examples, name, values):
@@ -78,7 +90,7 @@ def run(examples, name, values):
 @pytest.fixture(scope="module")
 def first_lines():
     """What the lines in the docstring of `jdp` define."""
-    return run(doctest.DocTestParser().get_examples(jdp.__doc__), "jdp", {})
+    return run(parsed(jdp), "jdp", {})
 
 
 @pytest.mark.parametrize("name", IN_THIS_PROCESS)
@@ -89,7 +101,8 @@ def test_the_example_runs(name, first_lines, monkeypatch, tmp_path):
     assert found, "a public name has an example in its docstring: lines with >>>, and what they print"
     monkeypatch.chdir(tmp_path)
     own = jax.tree.map(lambda x: x.copy(), first_lines["state"])  # examples donate it
-    run(found, name, {**first_lines, "state": own})
+    modules = vars(inspect.getmodule(NAMES[name])) | vars(face(name))
+    run(found, name, modules | first_lines | {"state": own})
 
 
 def test_the_examples_that_change_a_process_run(tmp_path):

@@ -111,9 +111,7 @@ def restore_params(
     Nothing else is read from disk, so the optimizer's state takes no memory.
 
     Args:
-        path: a checkpoint of `jdp.save`, or the folder of one step. Or a directory of `jdp.Checkpoints` or the folder
-            of a run: the newest complete checkpoint in it is read. Or the address of one of these, such as
-            s3://bucket/run: its files are downloaded first.
+        path: as for `restore`.
         target: a state, real or abstract, with any optimizer. Or a tree of parameters that have shardings, such as
             `jdp.abstract_state(...).params`: then a tree of parameters is returned. If leaves are flat and padded
             (`Plan.pad`), give the state, or the `.params` of `jdp.abstract_state(...).unpadded()`.
@@ -129,8 +127,7 @@ def restore_params(
             parameters in the optimizer state. Onto a tree of parameters: such a tree.
 
     Raises:
-        CheckpointError: there is no checkpoint, it does not fit `target` (the first leaf that differs is named), or it
-            is damaged. A pattern of `ignore` matches nothing. A bucket cannot be reached.
+        CheckpointError: as `restore` does; or a pattern of `ignore` matches nothing.
         ValueError: a leaf of `target` has no sharding.
     """
     return _read(

@@ -193,15 +193,8 @@ def make_eval_step(
         loss_fn: `loss_fn(model, batch, rng)` -> `Loss`, or a scalar, which is taken as the mean over the batch's rows.
             `rng` is None, and an NNX module is in evaluation mode.
         plan: the mesh and the strategy.
-        accumulate: number of microbatches, computed one after another. Raise it when the activations of a batch do not
-            fit into memory. The rows of a batch must divide by `accumulate` × the plan's batch shards.
-        precision: "fp32", "bf16", "fp8" or a `Precision`, usually that of the training step.
-        partitioning: "auto", "manual", or None: jdp chooses. Set it to compare the two.
-        group: number of neighbouring rows that belong together and are never split over devices or microbatches. Needed
-            for losses of pairs (2).
-        check_loss: as for `make_train_step`: False when you know that the loss is a sum over examples and the check
-            refuses it.
-        compiler: options of XLA's compiler, as for `make_train_step`; the default is right for most evaluations.
+        accumulate, precision, partitioning, group, check_loss, compiler: as for `make_train_step`, and needed when it
+            needs them. Microbatches are computed one after another.
 
     Returns:
         A `Step`. Its metrics are global float32: `loss` (Σtotal / Σweight), `weight` (Σweight) and the loss function's

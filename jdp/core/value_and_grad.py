@@ -95,13 +95,8 @@ def value_and_grad(
             array is returned. A sum over examples belongs into `Loss.metrics`.
         wrt: which parameters of the differentiated model are trained, as for `jdp.init_state`; None: all. Give it to
             train a part: path patterns ("head/*"), or for a module a filter of nnx. It takes one differentiated model.
-        accumulate: number of microbatches, K. Raise it when the activations of a batch do not fit into memory. The rows
-            of a batch must divide by K × the plan's batch shards.
-        precision: "fp32", "bf16", "fp8" or a `Precision`, as for `jdp.make_train_step`.
-        partitioning: "auto", "manual", or None: the one that keeps the communication contract. Set it to compare the
-            two.
-        sync_batch_norm, group, buckets, overlap, check_loss: as for `jdp.make_train_step`, and needed when it needs
-            them.
+        accumulate, precision, partitioning, sync_batch_norm, group, buckets, overlap, check_loss: as for
+            `jdp.make_train_step`, and needed when it needs them.
         wire: as for `jdp.make_train_step`, for slow links, but without error feedback, which a step keeps in its state.
             Rounding is drawn from `rng`, and so right on average if each call gets another key.
 

@@ -175,15 +175,9 @@ def prove_training(
     Args:
         training: what the reference trains.
         make: builds the training under a setting.
-        batches: `batches(index)` returns the global batch of the step after `index` consumed batches, as NumPy arrays.
         space: the settings that could be run, of `space_of`.
         own: the setting the user trains under, which is run first and resumed; None: `zero3` on all devices.
-        steps: optimizer steps of each run; a resumed run is saved after half of them.
-        full: run every combination, not only every pair of choices.
-        quick: make one run only, the own setting resumed under the one that differs most for the last step, with LLVM's
-            optimisations off.
-        only: keep the runs whose names have this text, or one of these.
-        progress: called before each run, and at the end.
+        batches, steps, full, quick, only, progress: as for `prove`.
 
     Returns:
         Whether all runs are equal to the reference, each run, and the first difference.

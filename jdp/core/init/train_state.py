@@ -98,12 +98,9 @@ def abstract_state(
     It is a target for `jdp.restore`, and an argument for `jdp.foresee` and `jdp.verify`.
 
     Args:
-        init: `init(rng)` -> an `nnx.Module`, or a pytree of arrays. It is traced, not run.
-        tx: any optax optimizer.
-        plan: the mesh, the strategy and the rules; its devices may be descriptions of devices that this machine does
-            not have.
-        rng: one key, `jax.random.key(seed)`.
-        wrt: which parameters are trained, as for `init_state`; None: all.
+        init, tx, rng, wrt: as for `init_state`; `init` is traced, not run.
+        plan: the mesh, the strategy and the rules; its devices may be described devices that this machine does not
+            have.
 
     Returns:
         A `TrainState` whose leaves are `jax.ShapeDtypeStruct` with global shapes and shardings.

@@ -80,7 +80,8 @@ def all_gather(x: jax.Array, placement: Placement, leading: int, mesh: Mesh, wir
             return encoded_gather(wire, shard, dim, mesh.shape[DATA])
         return _gathered(shard, dim)
 
-    return _on_model_shards(gather, x, replica_view_spec(placement, mesh), placement.compute, leading, mesh)
+    before, after = replica_view_spec(placement, mesh)[leading:], placement.compute[leading:]
+    return on_model_shards(gather, x, PartitionSpec(*before), PartitionSpec(*after), mesh)
 
 
 def psum_scatter(
@@ -132,8 +133,8 @@ def psum(x: jax.Array, axes: tuple[str, ...], placement: Placement, leading: int
     """Sum a gradient at its rest spec, `leading` dimensions sliced off, over batch axes; its sharding stays."""
     if not axes:
         return x
-    spec = replica_view_spec(placement, mesh)
-    return _on_model_shards(lambda shard: jax.lax.psum(shard, axes), x, spec, spec, leading, mesh)
+    spec = PartitionSpec(*replica_view_spec(placement, mesh)[leading:])
+    return on_model_shards(lambda shard: jax.lax.psum(shard, axes), x, spec, spec, mesh)
 
 
 def model_shards(placement: Placement, mesh: Mesh) -> int:
@@ -141,18 +142,6 @@ def model_shards(placement: Placement, mesh: Mesh) -> int:
     if placement.dim is None:
         return 1
     return shards(PartitionSpec(spec_entry(placement.compute, placement.dim)), dict(mesh.shape))
-
-
-def _on_model_shards(
-    collective: Callable[[jax.Array], jax.Array],
-    x: jax.Array,
-    before: PartitionSpec,
-    after: PartitionSpec,
-    leading: int,
-    mesh: Mesh,
-) -> jax.Array:
-    """Apply `collective` to each device's shard of x along the model's axes; the specs are those of unsliced leaves."""
-    return on_model_shards(collective, x, PartitionSpec(*before[leading:]), PartitionSpec(*after[leading:]), mesh)
 
 
 def on_model_shards(function: Callable[[Any], Any], tree: PyTree, before: PyTree, after: PyTree, mesh: Mesh) -> Any:
@@ -166,8 +155,7 @@ def on_model_shards(function: Callable[[Any], Any], tree: PyTree, before: PyTree
             return None
         return PartitionSpec(*(tuple(axis for axis in axes_of(entry) if axis in own) for entry in spec))
 
-    specs = [jax.tree.map(own_part, tree, each, is_leaf=lambda x: x is None) for each in (before, after)]
-    before, after = specs
+    before, after = (jax.tree.map(own_part, tree, each, is_leaf=lambda x: x is None) for each in (before, after))
     inside: Any = mesh_inside()
     own_shards = jax.shard_map(
         function, mesh=inside, in_specs=(before,), out_specs=after, axis_names=own, check_vma=False
