@@ -25,7 +25,7 @@ from jdp.core.sharding.traced_mesh import traced_device
 from jdp.core.types import PyTree
 
 Gather = Callable[[jax.Array, Placement, int], jax.Array]
-"""`gather(shard, placement, leading)`: gather a shard of which a loop sliced off the first `leading` dimensions."""
+"""`gather(shard, placement, leading)`: gather a shard whose first `leading` dimensions a loop sliced off."""
 
 Remat = Rematerialise | Callable[..., bool] | None
 Block = Callable[[Any, Any], Any]
@@ -129,7 +129,7 @@ def _unrolled(block: Block, layer: PyTree, x: PyTree, gathers: GatherTable | Non
 def _scanned(block: Block, stacked: PyTree, x: PyTree, gathers: GatherTable | None, remat: Remat) -> PyTree:
     """Scan over stacked layers. Changes in a layer leave the scan stacked; changes outside are carried along."""
     body = _Body(block, changes.flatten(stacked), gathers, leading=1, remat=remat)
-    if body.outside:  # of the variables within its reach, only those that it changes are carried
+    if body.outside:  # only variables that the block changes are carried
         first = jax.tree.map(lambda leaf: leaf[0], body.operands)
         jax.eval_shape(body, x, first, changes.values(body.outside))
         body.outside = [body.outside[i] for i in body.changed]
@@ -152,7 +152,7 @@ class _Body:
         self, block: Block, layer: changes.Flattened, gathers: GatherTable | None, *, leading: int, remat: Remat
     ) -> None:
         leaves = layer.arrays
-        # no arrays (an equinox module's function): the same in each layer
+        # leaves that are no arrays (an equinox module's function) are the same in each layer
         self.fixed = {i: leaf for i, (_, leaf, _) in enumerate(leaves) if not hasattr(leaf, "shape")}
         sources = [
             _operand(name, leaf, None if is_state else gathers, leading)
@@ -167,7 +167,7 @@ class _Body:
         self.is_rematerialised = remat is not None or gathers_again
         self.is_traced = leading > 0 or self.is_rematerialised
         self.outside = changes.closed_over(block, excluding=layer.variables) if self.is_traced else []
-        self.record: changes.Record = []  # these two by each call
+        self.record: changes.Record = []  # of the last call, as `changed`
         self.changed: list[int] = []  # indices in `outside`
 
     def __call__(self, x: Any, operands: list[Any], outside: list[Any]) -> tuple[Any, list[Any], list[Any]]:

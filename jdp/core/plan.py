@@ -376,8 +376,8 @@ class Plan(Drawn):
         count = self.mesh.shape[DATA]
         if flat.at_rest[-1] % count:
             raise ValueError(
-                f"A state lies on the mesh of its plan; {placement.path} {list(flat.shape)} is padded to "
-                f"{list(flat.at_rest)}, which does not divide by {self.data}={count}. Lay it out anew: "
+                f"A state is on the mesh of its plan; {placement.path} {list(flat.shape)} is padded to "
+                f"{list(flat.at_rest)}, which does not divide by {self.data}={count}. Shard it anew: "
                 "jdp.place(state, plan)."
             )
         spec = PartitionSpec(*(None,) * (len(flat.at_rest) - 1), DATA)

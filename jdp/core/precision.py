@@ -14,7 +14,7 @@ from jdp.core.types import PyTree
 
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 SHORT = (*DTYPES, "fp8")
-"""What `precision` may be called."""
+"""The short names of `precision`."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from jdp.core.types import Model, PyTree
 
 @dataclass(frozen=True)
 class Static:
-    """What a step needs besides arrays, fixed when the state is made: part of the tree's structure, not a leaf.
+    """The part of a state that is no array, fixed when the state is made: part of the tree's structure, not a leaf.
 
     Attributes:
         tx: the optimizer; therefore a step takes only a state and a batch.
@@ -76,7 +76,7 @@ class TrainState(Drawn, Generic[Model]):
         rng: scalar typed PRNG key from which every step's randomness is derived; it never changes.
         skipped: int32 scalar: steps that changed nothing because a gradient or new model state was not finite.
         sync: name -> what the synchronisation of gradients keeps between steps; {} if it keeps nothing. A step that
-            needs it adds it (`Step.complete`). "mean_error": what encoding lost of the mean gradient, [D, ...] for the
+            needs it adds it (`Step.complete`). "mean_error": the error of encoding the mean gradient, [D, ...] for the
             D shards of the batch, sharded over them. "factor": PowerSGD's, replicated. "noise": averages of the noise
             scale, float32 [3]. "rounds": of local steps, int32 scalar; "momentum": theirs, sharded like the parameters.
             With local steps each leaf of `opt_state` is [R, ...] for the R replicas.
@@ -154,7 +154,7 @@ def own_shaped(tree: PyTree, name: str, static: Static) -> PyTree:
         if isinstance(x, jax.ShapeDtypeStruct):
             shape = (*x.shape[: len(x.shape) - len(flat.at_rest)], *flat.shape)
             return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
-        if isinstance(x, jax.Array) and not x.is_deleted():  # else it was donated, and who reads it says so
+        if isinstance(x, jax.Array) and not x.is_deleted():  # else it was donated, which its reader reports
             gathered.append((x, Change(flat, None), sharding))
         return x
 

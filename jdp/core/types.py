@@ -13,7 +13,7 @@ Batch = PyTree
 """A pytree of arrays whose leading dimension is the example; global arrays inside a step."""
 Metrics = dict[str, jax.Array]
 Model = TypeVar("Model", covariant=True)
-"""What `init` returns: an `nnx.Module`, or a pytree of parameters."""
+"""The result of `init`: an `nnx.Module`, or a pytree of parameters."""
 
 
 @jax.tree_util.register_dataclass
@@ -42,7 +42,7 @@ class Loss:
         weight: scalar, any dtype: the sum of the examples' weights (tokens that count, rows that are not padding). No
             gradient flows through it. If it sums to 0 over the whole step, the step is skipped: its `weight` metric is
             0 and its `loss` is NaN.
-        metrics: what to report beside the loss: name -> scalar or array of any shape, summed over examples (a confusion
+        metrics: reported beside the loss: name -> scalar or array of any shape, summed over examples (a confusion
             matrix, an image). It is reported divided by `weight`. Give a pair (total, weight) for a metric with its own
             weight, such as {"accuracy": (correct.sum(), rows)}. That weight is a scalar or has the total's shape. The
             shape must not depend on the number of rows; every element is all-reduced once a step. The names loss,

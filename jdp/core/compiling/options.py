@@ -88,7 +88,7 @@ class Compiler:
 
     @property
     def value(self) -> CompilerOptions:
-        """The argument of which `of` makes this: a preset's name, or option -> value."""
+        """The argument for `of` that makes this: a preset's name, or option -> value."""
         return self.preset or dict(self.options)
 
     def __str__(self) -> str:
@@ -133,7 +133,7 @@ def _accepted(device: Device, options: tuple[tuple[str, CompilerValue], ...]) ->
             return str(error)
         return ""
 
-    with ThreadPoolExecutor(1) as other:  # a thread of its own has no mesh in its context, and traces nothing
+    with ThreadPoolExecutor(1) as other:  # another thread has no mesh in its context, and traces nothing
         return other.submit(trial).result()
 
 

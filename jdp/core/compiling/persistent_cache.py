@@ -38,13 +38,13 @@ LIMIT_BYTES = 2**30
 SETTINGS = {
     "jax_persistent_cache_min_compile_time_secs": 0.05,  # reading a program takes a tenth of that
     "jax_persistent_cache_min_entry_size_bytes": -1,
-    "jax_persistent_cache_enable_xla_caches": "none",  # XLA's own, beside the programs, which nothing bounds
+    "jax_persistent_cache_enable_xla_caches": "none",  # XLA's own caches have no limit
 }
-"""What JAX is told, unless the environment says it already."""
+"""JAX's settings, unless the environment has them already."""
 _DIGEST_BYTES = 16
 _SWITCH = threading.Lock()
 _wanted: list[bool] = []
-"""Whether programs are kept, as each of those that have it off now found it: the first one's is the user's."""
+"""The setting that each context that has it off now found: the first one's is the user's."""
 
 
 def kept_in() -> Path | None:
@@ -121,7 +121,7 @@ def without_kept_programs() -> Generator[None]:
         yield
     finally:
         with _SWITCH:
-            if len(_wanted) == 1:  # of several at a time the last one to leave
+            if len(_wanted) == 1:  # the last of several to exit
                 jax.config.update("jax_enable_compilation_cache", _wanted[0])
                 compilation_cache.reset_cache()
                 _wanted.clear()

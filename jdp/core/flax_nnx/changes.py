@@ -30,7 +30,7 @@ from jdp.core.flax_nnx.structure import is_filled
 
 Path = tuple[Any, ...]
 Record = list[tuple[Path, Any]]
-"""What changed: its path, and the treedef that makes a variable (or array) of the arrays that left the trace."""
+"""Changed variables: the path, and the treedef that makes a variable (or array) of the arrays that left the trace."""
 
 
 @dataclass(frozen=True)

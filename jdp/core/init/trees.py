@@ -71,7 +71,7 @@ def init(init: Callable[[Any], Tree], plan: Plan, *, rng: jax.Array | None = Non
             f"jdp.init takes rng, for a model, or of, for what belongs to one; given {given}. Write "
             "jdp.init(init, plan, rng=jax.random.key(0)), or jdp.init(tx.init, plan, of=params)."
         )
-    found: list[tuple[Any, Any]] = []  # (what makes the tree of its leaves, specs of its metadata), one for each trace
+    found: list[tuple[Any, Any]] = []  # (function leaves -> tree, specs of its metadata), one for each trace
 
     def make(given: Any) -> PyTree:
         given = plan.entered(given)
@@ -131,7 +131,7 @@ def _placed_state(state: TrainState, plan: Plan) -> TrainState:
     replicas, sizes = plan.mesh.shape.get(REPLICA, 1), {x.shape[0] for x in jax.tree.leaves(state.opt_state) if x.ndim}
     if STACKED in state.sync and sizes - {replicas}:
         raise ValueError(
-            "After local steps a state keeps each replica's own optimizer state, and is laid out for as many replicas; "
+            "After local steps a state keeps each replica's own optimizer state, and is sharded for as many replicas; "
             f"given {max(sizes)} and a plan of {replicas}. Save it, and restore it onto a state of that plan, which "
             "takes their mean."
         )
@@ -190,7 +190,7 @@ def check_tree(tree: Any, of: Any = None, *, arrays: bool = False) -> None:
     check_keys(tree)
     if flax_nnx.is_optimizer(tree) and of is None:
         raise ValueError(
-            "An optimizer's state lies as the parameters lie that it belongs to; given an nnx.Optimizer without them. "
+            "An optimizer's state is sharded like its parameters; given an nnx.Optimizer without them. "
             "Pass the model: of=model."
         )
     if (path := flax_nnx.module_inside(tree)) is not None:

@@ -23,7 +23,7 @@ from jdp.core.types import PyTree
 PINNED = "pinned_host"
 """JAX's name for memory of the host that the devices copy from and to without the processor."""
 OFFLOADS = ("optimizer",)
-"""What `Plan.offload` may be, besides None."""
+"""The values of `Plan.offload`, besides None."""
 
 
 def check_offload(offload: str | None, mesh: Mesh) -> None:

@@ -136,7 +136,7 @@ def own_axes(mesh: Mesh) -> tuple[str, ...]:
     return tuple(name for name in mesh.axis_names if name not in (REPLICA, DATA))
 
 
-# Hosts: which axes cross slow links, and need not.
+# Hosts: axes that cross slow links and need not.
 
 HostOf = Callable[[Device], Any]
 

@@ -1,4 +1,4 @@
-"""The placements of a whole state: a list that shows itself as a table."""
+"""The placements of a state: a list that shows itself as a table."""
 
 from __future__ import annotations
 

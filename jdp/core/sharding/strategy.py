@@ -52,7 +52,7 @@ _CALLED = {
     **dict.fromkeys(("dp", "noshard", "pmap", "dataparallel", "distributeddataparallel"), "ddp"),
     **dict.fromkeys(("zero", "deepspeed", "deepspeedzero"), "zero1, zero2 or zero3, by its stage"),
 }
-"""What other libraries call a strategy, in small letters and digits alone -> the strategy."""
+"""Another library's name for a strategy, in small letters and digits alone -> the strategy."""
 
 
 def strategy(name: str) -> Strategy:

@@ -125,7 +125,7 @@ def left(leaf: jax.Array, sharding: NamedSharding, mesh: Mesh) -> jax.Array:
     """Return an array of a traced program, which is on jdp's mesh or on none, with a sharding on the user's mesh."""
     home: Any = sharding.mesh
     names = dict(zip(home.axis_names, mesh.axis_names, strict=True))
-    if sharding.memory_kind is None:  # what was moved to another memory is sharded already
+    if sharding.memory_kind is None:  # an array in another memory is sharded already
         leaf = jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, renamed(sharding.spec, names)))
     explicit = {name for name, kind in zip(home.axis_names, home.axis_types, strict=True) if kind == AxisType.Explicit}
     entries = (tuple(axis for axis in axes_of(entry) if axis in explicit) for entry in sharding.spec)

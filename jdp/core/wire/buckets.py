@@ -58,7 +58,7 @@ class _Work:
     errors: list[Any]
     factors: list[Any]
     key: jax.Array | None  # the device's own, for stochastic rounding; None rounds to the nearest
-    sent: Any = None  # what the last collective gave
+    sent: Any = None  # the result of the last collective
     drawn: int = 0
 
     def after_the_last(self, packed: jax.Array) -> jax.Array:
@@ -251,7 +251,7 @@ class Synchroniser:
             work.grads[i] = shard[(slice(None),) * dim + (None,)] if reshaped else shard
 
     def _sum(self, bucket: Bucket, axes: tuple[str, ...], work: _Work) -> None:
-        """Sum a bucket over mesh axes, so that every device along them has the whole sum."""
+        """Sum a bucket over mesh axes, so that every device along them has the complete sum."""
         grads, count = [work.grads[i] for i in bucket.leaves], math.prod(self.mesh.shape[axis] for axis in axes)
         whole = axes == batch_axes(self.mesh)
         if not bucket.encoded:

@@ -1,4 +1,4 @@
-"""The settings of compression: what is sent in place of gradients and weights (`encodings.py` has the encodings).
+"""The settings of compression, for gradients and weights that are sent (`encodings.py` has the encodings).
 
 Sources: blocks with a scale each, Dettmers et al. 2022 (arXiv:2110.02861); int8 gradients by all-to-all and int8
 weights in ZeRO-3's gathers, ZeRO++, Wang et al. 2023 (arXiv:2306.10209); the largest elements only, Lin et al. 2018
@@ -86,7 +86,7 @@ class Wire:
             raise ValueError(f"Wire.error_feedback is True or False; given {self.error_feedback!r}: give one of them.")
         if not self.error_feedback and self.gradients in ("topk", "powersgd"):
             raise ValueError(
-                f"{self.gradients} needs error feedback: what it leaves out would be lost for good; given "
+                f"{self.gradients} needs error feedback: elements that it leaves out would be lost for good; given "
                 "error_feedback=False: leave it True, or take int8."
             )
 
