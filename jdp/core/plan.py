@@ -205,9 +205,6 @@ class Plan(Drawn):
 
         Args:
             mesh: as for `Plan`, for example of described devices; its axes have this plan's names or jdp's.
-
-        Raises:
-            ValueError: as `Plan` does.
         """
         if mesh in (self.mesh, self.home):
             return self
@@ -226,9 +223,6 @@ class Plan(Drawn):
         Args:
             params: the parameters, real or abstract.
             static: the state's: which parameters are trained, and the specs that the model's own metadata asks for.
-
-        Raises:
-            ValueError: a rule matches nothing; a rule or the metadata shards a dimension that does not divide.
         """
         self.check_rules([path_of(path) for path, _ in jax.tree.leaves_with_path(params)])
         if static is None:
@@ -267,9 +261,6 @@ class Plan(Drawn):
             tree: parameters, or with `of` what belongs to them; real or abstract.
             specs: (path, spec) for the parameters that the model's own metadata shards.
             of: path -> placement of the parameters that the tree belongs to.
-
-        Raises:
-            ValueError: a rule or the metadata shards a dimension that does not divide.
         """
         if of is not None:
             belongs = lambda path, leaf: self._place_optimizer_leaf(path_of(path), leaf, of)  # noqa: E731
@@ -282,9 +273,6 @@ class Plan(Drawn):
 
         Args:
             state: a train state, real or abstract.
-
-        Raises:
-            ValueError: as `param_placements` does.
         """
         params = {p.path: p for p in jax.tree.leaves(self.param_placements(state.params, state.static))}
         flat = dict(state.static.flat)
@@ -327,9 +315,6 @@ class Plan(Drawn):
 
         Args:
             state: a train state, real or abstract.
-
-        Raises:
-            ValueError: a rule matches nothing; a rule or the metadata shards a dimension that does not divide.
         """
         return jax.tree.map(self.rest_sharding, self.state_placements(state))
 
