@@ -16,17 +16,17 @@ _T = TypeVar("_T")
 
 
 class RemoteCheckpoints(Checkpoints):
-    """A directory of checkpoints in a bucket. `jdp.Checkpoints("s3://bucket/run")` makes one.
+    """A directory of checkpoints behind an address.
 
     Args:
         directory: the address, such as s3://bucket/run.
         options: those of `Checkpoints`.
 
     Attributes:
-        before_commit: called on process 0 with the folder of a checkpoint before it counts in the bucket.
+        before_commit: called on process 0 with the folder of a checkpoint before it counts behind the address.
 
     Raises:
-        CheckpointError: as `Checkpoints` does; or the bucket cannot be reached.
+        CheckpointError: as `Checkpoints` does; or what is behind the address cannot be reached.
     """
 
     def __init__(  # pyright: ignore[reportInconsistentConstructor]
