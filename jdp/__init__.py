@@ -2,6 +2,19 @@
 
 Wrap the Flax training loop you have, change one word (`ddp`, `zero1`, `zero2`, `zero3`), and know before you launch
 what every device will hold, send and wait for.
+
+The examples of the reference go on from these lines:
+
+    >>> import jax, jax.numpy as jnp, numpy as np, optax, jdp
+    >>> from flax import nnx
+    >>> plan = jdp.Plan(jdp.make_mesh(data=-1), "zero3")
+    >>> def init(rng):
+    ...     return nnx.Linear(64, 32, rngs=nnx.Rngs(rng))
+    >>> def loss_fn(model, batch, rng):
+    ...     error = (model(batch["x"]) - batch["y"]) ** 2
+    ...     return jdp.Loss(total=error.sum(), weight=len(batch["x"]))
+    >>> batch = {"x": np.ones((16, 64), "float32"), "y": np.zeros((16, 32), "float32")}
+    >>> state = jdp.init_state(init, optax.adam(1e-3), plan, rng=jax.random.key(0))
 """
 
 from typing import TYPE_CHECKING, Any

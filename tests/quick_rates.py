@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 
-FOLDERS = ("cli", "lessons", "report", "run")
+FOLDERS = ("cli", "lessons", "report", "run", "test_examples")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_rates(request: pytest.FixtureRequest) -> Iterator[None]:
-    if request.path.parent.name not in FOLDERS:
+    if {request.path.parent.name, request.path.stem}.isdisjoint(FOLDERS):
         yield
         return
     from jdp.foresight.timing import cpu_rates

@@ -34,9 +34,11 @@ _OTHER_ALLOCATORS = ("mallctl", "mi_malloc", "tc_malloc")  # jemalloc, mimalloc,
 def keep_memory() -> str | None:
     """Keep the memory that this process frees, and use huge pages for it: a small model's step takes a quarter less.
 
-    Call it before JAX starts its devices, in a process that computes on CPUs; `jdp train` does. A process that
-    only feeds GPUs gains nothing. It works with glibc on Linux, and does nothing elsewhere. The process keeps the most
-    memory that it ever used. JDP_FRESH_MEMORY=1 in the environment turns it off.
+        >>> line = jdp.keep_memory()  # first, on CPUs
+
+    Call it before JAX starts its devices, in a process that computes on CPUs (`jdp train` does, by itself). Data on its
+    way to a GPU gains nothing. It needs glibc on Linux; elsewhere nothing is done. The process keeps the most memory
+    that it ever used. JDP_FRESH_MEMORY=1 in the environment turns it off.
 
     Returns:
         A line that reports it; None if nothing was done.

@@ -40,24 +40,35 @@ _T = TypeVar("_T")
 class Checkpoints:
     """A directory of checkpoints, one a step.
 
-    A checkpoint stays while any of `keep`, `keep_every` and `best` keeps it. A run that goes back to an earlier one and
-    saves again loses nothing: the later ones are set aside in the directory's `abandoned-1` (then `-2`, …), and that is
-    reported; each of these can be restored from like any directory of checkpoints, and is yours to delete.
+        >>> train_step = jdp.make_train_step(loss_fn, plan)
+        >>> with jdp.Checkpoints("checkpoints", keep=2, best="eval_loss") as checkpoints:
+        ...     for _ in range(2):
+        ...         state, metrics = train_step(state, batch)
+        ...         checkpoints.save(state, {"epoch": 0}, {"eval_loss": metrics["loss"]})  # in the background
+        ...     state, record = checkpoints.restore(state, "best")
+        >>> checkpoints.steps, record
+        ([1, 2], {'epoch': 0})
 
-    Every file has a checksum. What has changed on the disk is found before it is read; if the newest checkpoint is
-    damaged, the one before it is restored, and the damaged one set aside as `damaged-STEP`, which is reported.
+    A checkpoint is kept while any of `keep`, `keep_every` and `best` keeps it. A run that goes back to an earlier one
+    and saves again loses nothing. The later ones are moved to the directory's `abandoned-1` (then `-2`, …), and this is
+    reported. Each of these can be restored from like any directory of checkpoints, and is yours to delete.
+
+    Every file has a checksum, which is compared before the file is read. If the newest checkpoint is damaged, the one
+    before it is restored. The damaged one is moved to `damaged-STEP`, and this is reported.
 
     Args:
-        directory: created if it does not exist; `~` is expanded. All processes see the same one. Or s3://bucket/run, …
-        keep: how many of the newest to keep; None: all.
-        keep_every: also keep every step that this divides, for good; None: no others.
+        directory: created if it does not exist; `~` is expanded. All processes see the same one. Or the address of a
+            folder in a bucket, such as s3://bucket/run.
+        keep: how many of the newest to keep; None: all. Raise it when you may go back further.
+        keep_every: also keep every step that this divides, for good; None: no others. Give it to evaluate or compare
+            checkpoints later.
         best: also keep the one that is best by this metric, among those saved with a finite value of it; the newest of
-            equals.
-        mode: "min" if less of that metric is better, as of a loss, "max" if more is.
+            equals. Give it when the best model is needed, not the last.
+        mode: "min" if less of that metric is better, as of a loss, "max" if more is, as of an accuracy.
 
     Raises:
-        CheckpointError: the directory cannot be created, or is none; it has an entry named by a number that is no
-            checkpoint; or the metrics of one are damaged; or what is behind an address cannot be reached.
+        CheckpointError: the directory cannot be created, or is none. It has an entry named by a number that is no
+            checkpoint. The metrics of one are damaged. A bucket cannot be reached.
         ValueError: `keep`, `keep_every` or `mode` is out of range.
     """
 

@@ -28,7 +28,14 @@ _CLOSED = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be written, found or read, or that does not fit."""
+    """A checkpoint that cannot be written, found or read, or that does not fit.
+
+    >>> try:
+    ...     state = jdp.restore("nothing", state)
+    ... except jdp.CheckpointError as error:
+    ...     print(error)
+    /.../nothing does not exist. Pass ...
+    """
 
 
 class DamagedError(CheckpointError):

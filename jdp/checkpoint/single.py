@@ -30,15 +30,19 @@ _T = TypeVar("_T")
 def save(path: str | Path, state: Any, *, overwrite: bool = False) -> None:
     """Write `state` to the folder `path`, and return when it is written. Every process calls this.
 
+        >>> jdp.save("checkpoint", state)
+        >>> jdp.save("checkpoint", {"weights": state.params, "epoch": 3}, overwrite=True)  # any tree
+
     Args:
-        path: a folder that does not exist or is empty; all processes must see the same one. Or an address such as
-            s3://bucket/run/weights.
-        state: the whole train state, of any plan; or any tree of arrays, numbers, NNX modules and optimizers.
-        overwrite: replace a checkpoint at `path`; anything else is never replaced.
+        path: a folder that does not exist or is empty; all processes must see the same one. Or the address of a folder
+            in a bucket, such as s3://bucket/run/weights.
+        state: the complete train state, of any plan; or any tree of arrays, numbers, NNX modules and optimizers.
+        overwrite: True replaces a checkpoint at `path`, for a loop that keeps only its last one. Anything else is never
+            replaced.
 
     Raises:
-        CheckpointError: `path` is taken, or cannot be written, or the state is abstract; nothing was changed. Or what
-            is behind an address cannot be reached.
+        CheckpointError: `path` is taken, or cannot be written, or the state is abstract; nothing was changed. Or a
+            bucket cannot be reached.
     """
     check_values(Content.of(state).leaves)
     if address_of(path) is not None:
@@ -67,10 +71,17 @@ def save(path: str | Path, state: Any, *, overwrite: bool = False) -> None:
 def restore(path: str | Path, target: _T) -> _T:
     """Read a checkpoint onto the shardings of `target`: any strategy, mesh and number of devices.
 
+        >>> jdp.save("checkpoint", state)
+        >>> four = jdp.Plan(jdp.make_mesh(data=4, devices=jax.devices()[:4]), "zero1")
+        >>> target = jdp.abstract_state(init, optax.adam(1e-3), four, rng=jax.random.key(0))
+        >>> state = jdp.restore("checkpoint", target)
+        >>> state.params["kernel"].sharding.mesh.shape["data"]
+        4
+
     Args:
-        path: what `jdp.save` wrote; or a directory of `jdp.Checkpoints` or the folder of a run, of which the newest
-            that is whole is read; or the folder of one step. Or the address of one of these, such as s3://bucket/run:
-            its files are fetched first.
+        path: a checkpoint of `jdp.save`, or the folder of one step. Or a directory of `jdp.Checkpoints` or the folder
+            of a run: the newest complete checkpoint in it is read. Or the address of one of these, such as
+            s3://bucket/run: its files are downloaded first.
         target: `jdp.abstract_state(...)`, a real state, or a tree like the one that was saved; its values are not read.
 
     Returns:
@@ -78,7 +89,7 @@ def restore(path: str | Path, target: _T) -> _T:
 
     Raises:
         CheckpointError: there is no checkpoint, it does not fit `target` (the first leaf that differs is named), or it
-            is damaged; or what is behind an address cannot be reached.
+            is damaged. Or a bucket cannot be reached.
         ValueError: a leaf of `target` has no sharding.
     """
     return _read(path, lambda folder, fix: content.read_state(folder, target, fix))
@@ -87,30 +98,34 @@ def restore(path: str | Path, target: _T) -> _T:
 def restore_params(
     path: str | Path, target: PyTree, *, missing: Sequence[str] = (), ignore: Sequence[str] = ()
 ) -> PyTree:
-    """Read the parameters and the model state only, for inference or to start anew from them.
+    """Read the parameters and the model state only, for inference or for a new training that starts from them.
+
+        >>> jdp.save("checkpoint", state)
+        >>> other = jdp.init_state(init, optax.sgd(0.1), plan, rng=jax.random.key(1))  # another optimizer
+        >>> other = jdp.restore_params("checkpoint", other)
+        >>> bool((other.params["kernel"] == state.params["kernel"]).all())
+        True
 
     Nothing else is read from disk, so the optimizer's state takes no memory.
 
     Args:
-        path: what `jdp.save` wrote; or a directory of `jdp.Checkpoints` or the folder of a run, of which the newest
-            that is whole is read; or the folder of one step. Or the address of one of these, such as s3://bucket/run:
-            its files are fetched first.
-        target: a state, real or abstract, with any optimizer; or a tree of parameters that have shardings, such as
-            `jdp.abstract_state(...).params`: then a tree of parameters is returned. Where leaves rest flat and padded
+        path: as for `restore`.
+        target: a state, real or abstract, with any optimizer. Or a tree of parameters that have shardings, such as
+            `jdp.abstract_state(...).params`: then a tree of parameters is returned. If leaves are flat and padded
             (`Plan.pad`), give the state, or the `.params` of `jdp.abstract_state(...).unpadded()`.
-        missing: path patterns (`fnmatch`, as in `Plan.rules`) of parameters that the checkpoint may lack, such as
-            `("*/lora_*",)`; they keep the values of `target`, which must be real.
+        missing: path patterns (`fnmatch`, as in `Plan.rules`) of parameters that the checkpoint may lack. Give
+            `("*/lora_*",)` to add LoRA to a model that was saved without it. These parameters keep the values of
+            `target`, which must be real.
         ignore: path patterns of parameters in the checkpoint that are left unread, as if it lacked them; each must
-            match. `("*/lora_*",)` reads the base weights of a model with LoRA into the plain model.
+            match. Give `("*/lora_*",)` to read the base weights of a model with LoRA into the plain model.
 
     Returns:
         Onto an abstract state: one with arrays in `params` and `model_state`, so that `.model` works, and all other
-        leaves still abstract. Onto a real state: one whose other leaves keep their values; an optimizer state that
-        holds an average of the parameters still holds the target's. Onto a tree of parameters: such a tree.
+            leaves still abstract. Onto a real state: one whose other leaves keep their values, also an average of the
+            parameters in the optimizer state. Onto a tree of parameters: such a tree.
 
     Raises:
-        CheckpointError: there is no checkpoint, it does not fit `target` (the first leaf that differs is named), or it
-            is damaged; or a pattern of `ignore` matches nothing; or what is behind an address cannot be reached.
+        CheckpointError: as `restore` does; or a pattern of `ignore` matches nothing.
         ValueError: a leaf of `target` has no sharding.
     """
     return _read(

@@ -1,4 +1,4 @@
-"""Check and copy what a step is called with: the batch's rows, arrays that nobody else writes into, a live state."""
+"""Check and copy the arguments of a step: the batch's rows, arrays that nobody else writes into, a live state."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -57,9 +57,9 @@ def joined(x: jax.Array, group: int = 1) -> jax.Array:
 def owned(leaf: Any) -> Any:
     """Copy an array that is no `jax.Array`, because its owner may write into its memory again.
 
-    On the CPU an aligned NumPy array becomes a `jax.Array` without a copy (`may_alias=False` does not prevent it), and
-    elsewhere it may be read while it is being transferred: a loader that fills one buffer again and again (NumPy,
-    torch, shared memory, a memory map) would change batches that it returned before.
+    On the CPU an aligned NumPy array becomes a `jax.Array` without a copy (`may_alias=False` does not prevent it).
+    Elsewhere it may be read while it is transferred. A loader that fills one buffer again and again would then change
+    batches that it returned before.
     """
     return leaf if isinstance(leaf, jax.Array) else np.array(np.asarray(leaf))
 
@@ -130,7 +130,7 @@ def agree_on_inputs(caller: str, state: TrainState, batch: Batch, plan: Plan) ->
 def agree_on_program(
     caller: str, lowered: jax.stages.Lowered, plan: Plan, compiler_options: Mapping[str, CompilerValue]
 ) -> None:
-    """Check that all processes lowered the same program, and compile it alike; raise as `agree` does."""
+    """Check that all processes lowered the same program with the same options; raise as `agree` does."""
     options = "\n".join(f"{name} = {value!r}" for name, value in sorted(compiler_options.items()))
     fix = "Give every process the same `compiler`, and the same version of jax."
     agree(caller, [program_fact(lowered), Fact("The compiler's options", options, fix)], plan.mesh)

@@ -15,17 +15,22 @@ _SEEN: ContextVar[list[bool] | None] = ContextVar("jdp_gathered_rows", default=N
 
 
 def gather_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the rows of the whole batch, with their gradient, and which are this call's: for in-batch negatives.
+    """Return the rows of the whole batch, with their gradient, and the indices of this call's rows among them.
 
-        texts, own = jdp.gather_rows(text)  # text: [rows, features]
-        nll = optax.softmax_cross_entropy_with_integer_labels(image @ texts.T, own)
-        return jdp.Loss(total=nll.sum(), weight=len(own))
+        >>> def contrastive(model, batch, rng):
+        ...     images, texts = model(batch["x"]), batch["y"]
+        ...     texts, own = jdp.gather_rows(texts)  # in-batch negatives: the texts of all devices
+        ...     nll = optax.softmax_cross_entropy_with_integer_labels(images @ texts.T, own)
+        ...     return jdp.Loss(total=nll.sum(), weight=len(own))
+        >>> train_step = jdp.make_train_step(contrastive, plan, partitioning="manual")
+        >>> state, metrics = train_step(state, batch)
 
-    Under partitioning="manual" a loss sees one device's rows: the others' are gathered (all_gather over the batch axes;
-    their gradient comes back by a reduce-scatter, so that the sum over devices is the gradient of the whole batch's
-    loss). Elsewhere a loss sees the whole batch, and `x` is returned. A loss that calls this is taken to mix examples
-    on purpose; with several microbatches or local steps, each of which would have other negatives, it is refused, and
-    with a measured noise scale, which is of rows that do not depend on each other.
+    Needed for losses that compare examples with each other. Under partitioning="manual" a loss sees one device's rows:
+    the others are gathered (all_gather over the batch axes). Their gradient comes back by a reduce-scatter, so the sum
+    over devices is the gradient of the whole batch's loss. Elsewhere a loss sees the whole batch, and `x` is returned.
+    A loss that calls this is taken to mix examples on purpose. It is refused with several microbatches or local steps,
+    each of which would have other negatives. It is also refused with a measured noise scale, which needs independent
+    rows.
 
     Args:
         x: [rows, ...], one for each row of the batch that the loss was called with, in order.
@@ -44,7 +49,7 @@ def gather_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 @contextmanager
 def recording() -> Generator[list[bool]]:
-    """Give a list that is not empty afterwards if `gather_rows` was called."""
+    """Yield a list that is not empty afterwards if `gather_rows` was called."""
     seen: list[bool] = []
     token = _SEEN.set(seen)
     try:

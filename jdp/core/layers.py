@@ -1,11 +1,10 @@
-"""The layer loop of a deep model: the one place where ZeRO-3 gathers a layer, and where rematerialisation is chosen.
+"""The layer loop of a deep model: here ZeRO-3 gathers a layer, and rematerialisation is chosen.
 
-Under ZeRO-3 a step passes the loss function whole parameters, gathered at the top, so that any code that uses them is
-correct. It also keeps a table of which gathered array came from which shard (`GatherTable`). `scan_layers` looks its
-leaves up in the table and loops over the *shards* instead: it gathers one layer inside the loop, and again in the
-backward pass. The gather at the top is then dead code, which the compiler removes. A leaf that is not in the table
-(because it was cast or reshaped before) is used as it is: correct, but gathered for the whole step; that is reported
-once.
+Under ZeRO-3 a step passes the loss function complete parameters, gathered at the start, so that any code is correct. It
+also keeps a table of which gathered array came from which shard (`GatherTable`). `scan_layers` looks its leaves up
+there and loops over the *shards*: it gathers one layer inside the loop, and again in the backward pass. The gather at
+the start is then dead code, which the compiler removes. A leaf that was cast or reshaped before is not in the table. It
+is used as it is: correct, but gathered for the whole step, which is reported once.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from jdp.core.sharding.traced_mesh import traced_device
 from jdp.core.types import PyTree
 
 Gather = Callable[[jax.Array, Placement, int], jax.Array]
-"""`gather(shard, placement, leading)`: gather a shard of which a loop sliced off the first `leading` dimensions."""
+"""`gather(shard, placement, leading)`: gather a shard whose first `leading` dimensions a loop sliced off."""
 
 Remat = Rematerialise | Callable[..., bool] | None
 Block = Callable[[Any, Any], Any]
@@ -38,10 +37,10 @@ class GatherTable:
     """The parameters of the loss that is being traced.
 
     Attributes:
-        gather: how a shard is gathered.
+        gather: gathers a shard.
         table: id of a gathered array -> (that array, its shard, the parameter's placement).
-        keep: False if the backward pass gathers again (zero3); True if it uses what the forward pass gathered.
-        whole: True if parameters that rest whole go through `gather` too, whose backward pass reduces (ddp).
+        keep: False if the backward pass gathers again (zero3); True if it uses the arrays of the forward pass.
+        whole: True if replicated parameters go through `gather` too, whose backward pass reduces (ddp).
         used: names of the weights that `scan_layers` was called with, gathered by layer or not; it adds to them.
     """
 
@@ -58,7 +57,7 @@ _CURRENT: ContextVar[GatherTable | None] = ContextVar("jdp_gathers", default=Non
 
 @contextmanager
 def gathering(gathers: GatherTable) -> Generator[None]:
-    """Have `scan_layers` gather by this table while the context lasts, in which a loss is traced."""
+    """Have `scan_layers` gather by this table while the context lasts."""
     token = _CURRENT.set(gathers)
     try:
         yield
@@ -69,36 +68,42 @@ def gathering(gathers: GatherTable) -> Generator[None]:
 def scan_layers(block: Block, stacked: PyTree, x: Activations, *, remat: Remat = None) -> Activations:
     """Run `x = block(layer, x)` over all layers.
 
-    Under zero3 each layer's weights are gathered inside the loop, and again in the backward pass; otherwise, and
-    outside of a step, this is a plain scan (or loop) over the layers.
+        >>> blocks = nnx.List(nnx.Linear(8, 8, rngs=nnx.Rngs(i)) for i in range(3))
+        >>> x = jdp.scan_layers(lambda layer, x: nnx.relu(layer(x)), blocks, jnp.ones((4, 8)), remat="full")
+        >>> x.shape
+        (4, 8)
 
-        x = jdp.scan_layers(lambda layer, x: layer(x), model.layers, x)  # NNX; equinox: model = eqx.combine(...)
-        x = jdp.scan_layers(lambda layer, x: Block().apply({"params": layer}, x), params["layers"], x)  # linen
+    Under zero3 each layer's weights are gathered inside the loop, and again in the backward pass. Otherwise, and
+    outside of a step, this is a plain scan (or loop) over the layers. In equinox: `model = eqx.combine(...)` first. In
+    linen:
 
-    The loop of a linen model, `nn.scan` or Python's, is not seen: its weights are gathered at the top. Inside such a
-    model the block is `Block(parent=None)`, and the layers' parameters are in `self.variables["params"]`.
+            x = jdp.scan_layers(lambda layer, x: Block().apply({"params": layer}, x), params["layers"], x)
 
-    What a block changes in an NNX module (batch statistics, counters, the state of random streams) is kept, as in a
-    Python loop over the layers: in the elements of a list, or in the stacked variables. Variables that the layers share
-    or the block closes over are carried from each layer to the next.
+    The loop of a linen model, `nn.scan` or Python's, is not seen: its weights are gathered at the start of the step.
+    Inside such a model the block is `Block(parent=None)`, and the layers' parameters are in `self.variables["params"]`.
+
+    Changes that a block makes in an NNX module (batch statistics, counters, random streams) are kept, as in a Python
+    loop: in the elements of a list, or in the stacked variables. Variables that the layers share or the block closes
+    over are carried from each layer to the next.
 
     Args:
         block: `block(layer, x)` -> x of the same structure, shapes and dtypes. It may close over anything but
             parameters.
-        stacked: either a pytree (an NNX module, or for example a tuple of a module and per-layer keys) whose leaves all
-            have shape [layers, ...]: the loop is a `jax.lax.scan`, compiled once. Or a list (`nnx.List`) of per-layer
-            pytrees: the loop is unrolled. What is no array is passed on as it is.
+        stacked: a pytree (an NNX module, or a tuple of a module and per-layer keys) whose leaves all have shape
+            [layers, ...]: the loop is a `jax.lax.scan`, compiled once. Or a list (`nnx.List`) of per-layer pytrees, for
+            layers that differ: the loop is unrolled. Leaves that are no arrays are passed on as they are.
         x: the activations that enter the first layer: a pytree of arrays.
-        remat: what the backward pass keeps. None: every activation. "dots": the results of matrix products without
-            batch dimensions and of fused attention, so nothing of [length, length]. "full": each layer's input only. Or
-            a policy of `jax.checkpoint_policies`. Gathered weights are never kept.
+        remat: what the backward pass keeps; give it when activations do not fit into memory. None: every activation.
+            "dots": the results of matrix products without batch dimensions and of fused attention, so nothing of
+            [length, length]. "full": each layer's input only. Or a policy of `jax.checkpoint_policies`. Gathered
+            weights are never kept.
 
     Returns:
         The activations that leave the last layer, like `x`.
 
     Raises:
-        ValueError: a leaf of `stacked` has no leading dimension, or leaves have different numbers of layers; `remat` is
-            unknown; or the block changes a module that is neither among the layers nor in its closure.
+        ValueError: a leaf of `stacked` has no leading dimension, or leaves have different numbers of layers. `remat` is
+            unknown. The block changes a module that is neither among the layers nor in its closure.
     """
     gathers = _CURRENT.get()
     if isinstance(stacked, list | MutableSequence):
@@ -124,7 +129,7 @@ def _unrolled(block: Block, layer: PyTree, x: PyTree, gathers: GatherTable | Non
 def _scanned(block: Block, stacked: PyTree, x: PyTree, gathers: GatherTable | None, remat: Remat) -> PyTree:
     """Scan over stacked layers. Changes in a layer leave the scan stacked; changes outside are carried along."""
     body = _Body(block, changes.flatten(stacked), gathers, leading=1, remat=remat)
-    if body.outside:  # of the variables within its reach, only those that it changes are carried
+    if body.outside:  # only variables that the block changes are carried
         first = jax.tree.map(lambda leaf: leaf[0], body.operands)
         jax.eval_shape(body, x, first, changes.values(body.outside))
         body.outside = [body.outside[i] for i in body.changed]
@@ -141,22 +146,13 @@ def _scanned(block: Block, stacked: PyTree, x: PyTree, gathers: GatherTable | No
 
 
 class _Body:
-    """The call of one layer as a function of arrays alone, which JAX can scan and checkpoint.
-
-    Attributes:
-        layer: the layer, or all of them stacked, flattened.
-        outside: variables that the block can change although they are not in the layer.
-        fixed: index -> leaf of `layer` that is no array (an equinox module's function): the same in each layer.
-        operands: what the loop runs over, for each array of `layer`: its shard if it has one, else the array.
-        placements: of the parameters whose shards are operands; None for the other operands.
-        is_traced: True if the call gets a trace of its own (a scan or a checkpoint).
-        record, changed: set by a call: what it changed in the layer, and the indices of what it changed in `outside`.
-    """
+    """The call of one layer as a function of arrays alone, which JAX can scan and checkpoint."""
 
     def __init__(
         self, block: Block, layer: changes.Flattened, gathers: GatherTable | None, *, leading: int, remat: Remat
     ) -> None:
         leaves = layer.arrays
+        # leaves that are no arrays (an equinox module's function) are the same in each layer
         self.fixed = {i: leaf for i, (_, leaf, _) in enumerate(leaves) if not hasattr(leaf, "shape")}
         sources = [
             _operand(name, leaf, None if is_state else gathers, leading)
@@ -171,11 +167,11 @@ class _Body:
         self.is_rematerialised = remat is not None or gathers_again
         self.is_traced = leading > 0 or self.is_rematerialised
         self.outside = changes.closed_over(block, excluding=layer.variables) if self.is_traced else []
-        self.record: changes.Record = []
-        self.changed: list[int] = []
+        self.record: changes.Record = []  # of the last call, as `changed`
+        self.changed: list[int] = []  # indices in `outside`
 
     def __call__(self, x: Any, operands: list[Any], outside: list[Any]) -> tuple[Any, list[Any], list[Any]]:
-        """Return the activations, what the call changed in the layer, and the values of `outside` after it."""
+        """Return the activations, the changes in the layer, and the values of `outside` after the call."""
         gathers, leading = self.gathers, self.leading
         arrays = [
             leaf if gathers is None or placement is None else gathers.gather(leaf, placement, leading)
@@ -197,7 +193,7 @@ class _Body:
         """Whether a loop over stacked layers is compiled layer by layer: on a CPU, if they are few.
 
         A loop there fills the stacked activations with zeros, copies them in, and out again: an eighth of a small GPT's
-        step. What is rematerialised or gathered needs the loop, which keeps XLA from merging the second time with the
+        step. Rematerialised or gathered layers need the loop, which keeps XLA from merging the second time with the
         first.
         """
         few = jax.tree.leaves(self.operands)[0].shape[0] <= _MOST_UNROLLED
@@ -213,7 +209,7 @@ class _Body:
 
 
 def _operand(name: str, leaf: Any, gathers: GatherTable | None, leading: int) -> tuple[Any, Placement | None]:
-    """Return what the loop runs over for one leaf: its shard and placement, or the leaf itself and None."""
+    """Return the operand of the loop for one leaf: its shard and placement, or the leaf itself and None."""
     if gathers is None:
         return leaf, None
     if id(leaf) not in gathers.table:
@@ -236,7 +232,7 @@ def _operand(name: str, leaf: Any, gathers: GatherTable | None, leading: int) ->
             return leaf, None
         if placement.flat is not None:
             notice(
-                f"{placement.path} {list(placement.own_shape)} rests flat and padded with all its layers, so it is "
+                f"{placement.path} {list(placement.own_shape)} is stored flat and padded with all its layers, so it is "
                 "gathered for the whole step"
             )
             return leaf, None
@@ -282,7 +278,7 @@ def _save_activations(prim: Any, *operands: Any, **params: Any) -> bool:
 
 
 def _save_products(prim: Any, *operands: Any, **params: Any) -> bool:
-    """Keep the products with weights, and what attention returns, which its backward pass starts from.
+    """Keep the products with weights, and the results of attention, from which its backward pass starts.
 
     Products with batch dimensions are attention's own, [length, length] a head: cheaper to compute again than to read.
     """

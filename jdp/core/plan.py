@@ -53,37 +53,46 @@ MIN_SHARD_SIZE = 1024
 
 @dataclass(frozen=True)
 class Plan(Drawn):
-    """A mesh, a strategy, and from them how every leaf of a state is sharded. Immutable; `print(plan)` describes it.
+    """A mesh and a strategy: they determine how every leaf of a state is sharded. Immutable; `print(plan)` describes
+    it.
+
+        >>> plan = jdp.Plan(jdp.make_mesh(data=8), "zero1")
+        >>> print(plan)
+        zero1 on data=8 cpu devices: gathered once a step
 
     Args:
-        mesh: a mesh with a `data` axis: of `jdp.make_mesh`, whose axes have type Auto, or of `jax.make_mesh`, whose
-            axes have type Explicit by default. What jdp returns lies on this mesh, `plan.home`; under Explicit axes
-            with the sharding in its type (`jax.typeof`). What jdp calls (losses, `init`) is traced for `plan.mesh`: the
-            same devices, all axes Auto, those of the batch called `data` and `replica`.
-        strategy: "ddp" replicates everything; "zero1", "zero2" and "zero3" shard parameters and optimizer state over
-            `data`, and differ in when gradients are reduced and weights gathered (`jdp.core.sharding.strategy`).
-        rules: pairs of a path pattern and a `PartitionSpec`, which shard parameters over the model's own axes, such as
-            `[("*/kernel", PartitionSpec(None, "model"))]`. `*` matches any characters, slashes too. The first pattern
-            that matches a parameter's path gives its compute spec; without one, the model's own metadata does. A spec
-            that names `data` fixes the dimension that ZeRO shards; otherwise the plan chooses it.
-        min_shard_size: parameters with fewer elements than this stay replicated, because gathering them would take
-            latency, not bandwidth.
-        pad: parameters of which no dimension divides by the size of `data` rest flat, with zeros behind their elements
-            (`Flat`), and so does their optimizer's state: the leaves of a train state then have other shapes between
-            steps than the model's (`TrainState.unpadded`). False: they stay replicated. So they do, which is reported,
-            beside a model axis or `offload`, under a rule of their own, and where the optimizer's update mixes the
-            elements of one (adafactor, muon); and in any other tree than a train state (`jdp.init`, `jdp.place`).
-        offload: "optimizer" keeps the optimizer's state and the master weights, all but leaves of fewer than
-            `min_shard_size` elements, in the hosts' pinned memory between steps. None: everything is on the devices.
-        data, replica: what the mesh calls the axes that carry the batch. Rules and metadata name axes as the mesh does;
-            placements (`rest`, `compute`), and `plan.mesh`, have jdp's names.
-        home: leave it out; `dataclasses.replace` passes on the mesh that was given.
+        mesh: a mesh with a `data` axis, of `jdp.make_mesh` (axes of type Auto) or of `jax.make_mesh` (type Explicit by
+            default). Arrays that jdp returns are on this mesh, `plan.home`; with Explicit axes their type has the
+            sharding (`jax.typeof`). Losses and `init` are traced for `plan.mesh`: the same devices, with Auto axes, and
+            `data` and `replica` as names of the batch's axes.
+        strategy: "ddp" replicates everything: take it when the state fits on each device. "zero1", "zero2" and "zero3"
+            shard parameters and optimizer state over `data`, for states that do not fit. They differ in when gradients
+            are reduced and weights gathered (`jdp.core.sharding.strategy`).
+        rules: pairs of a path pattern and a `PartitionSpec`, such as `[("*/kernel", PartitionSpec(None, "model"))]`.
+            Needed for tensor parallelism of a model whose parameters have no sharding metadata. `*` matches any
+            characters, slashes too. The first pattern that matches a parameter's path gives its compute spec; without
+            one, the model's own metadata does. A spec that names `data` fixes the dimension that ZeRO shards; otherwise
+            the plan chooses it.
+        min_shard_size: parameters with fewer elements than this stay replicated, because gathering them takes latency,
+            not bandwidth. Lower it for a model of many small parameters that must not be replicated.
+        pad: a parameter is stored flat and padded with zeros (`Flat`) when none of its dimensions divides by the size
+            of `data`. So is its optimizer state. Between steps these leaves have other shapes than the model's
+            (`TrainState.unpadded`). They stay replicated, and this is reported, with a model axis, with `offload`,
+            under a rule for them, or if the optimizer mixes a matrix's elements (adafactor, muon). The same holds for
+            other trees than a train state (`jdp.init`, `jdp.place`). Give False when your own code reads `state.params`
+            in the model's shapes.
+        offload: "optimizer" keeps the optimizer state and the master weights in the hosts' pinned memory between steps,
+            except leaves of fewer than `min_shard_size` elements. Take it when the state does not fit into device
+            memory under zero3 either. None: everything is on the devices.
+        data, replica: the names of the batch's axes in `mesh`. Give them for a mesh that was made elsewhere with other
+            names. Rules and metadata use the mesh's names; placements (`rest`, `compute`) and `plan.mesh` use jdp's.
+        home: not for users: `dataclasses.replace` passes on the mesh that was given.
 
     Raises:
-        ValueError: the strategy is unknown; the mesh has no axis called `data`, or one of type Manual; `data` and
-            `replica` are the same, or name what the mesh lacks; a rule is no pair of a pattern and a spec, or names the
-            replicas' axis or an axis that the mesh lacks; `min_shard_size` is no whole number; or `offload` is unknown,
-            or asks for memory that the mesh's devices do not have.
+        ValueError: the strategy or `offload` is unknown, or `offload` needs memory that the devices do not have. The
+            mesh has no axis called `data`, or one of type Manual. `data` and `replica` are the same, or name no axis of
+            the mesh. A rule is no pair of a pattern and a spec, or names the replicas' axis or an unknown one.
+            `min_shard_size` is no whole number.
     """
 
     mesh: Mesh
@@ -162,7 +171,7 @@ class Plan(Drawn):
         return NamedSharding(self.home, PartitionSpec())
 
     def rest_sharding(self, placement: Placement) -> NamedSharding:
-        """Return the sharding on `home` that a leaf has between steps, with the kind of its memory.
+        """Return the sharding of a leaf between steps, on `home`, with its memory kind.
 
         Args:
             placement: the leaf's.
@@ -171,7 +180,7 @@ class Plan(Drawn):
         return homes.padded(rest_sharding(self.home, own), len(placement.shape))
 
     def entered(self, tree: PyTree) -> PyTree:
-        """Return a tree with the arrays that lie on `home` on `mesh`, where jdp's own code is traced.
+        """Return a tree with its arrays moved from `home` to `mesh`, where jdp's own code is traced.
 
         Args:
             tree: any pytree: of real arrays, of abstract ones, or inside of a traced function.
@@ -182,7 +191,7 @@ class Plan(Drawn):
         """Return results of a traced function on `home`, while it is traced: the reverse of `entered`.
 
         Args:
-            tree: a pytree of arrays; where `home` is `mesh` it is returned as it is.
+            tree: a pytree of arrays; returned as it is if `home` is `mesh`.
             shardings: on `home`: one for all of the tree, or a tree like it.
         """
         if self.home == self.mesh:
@@ -195,11 +204,7 @@ class Plan(Drawn):
         """Return this plan for another mesh.
 
         Args:
-            mesh: as for `Plan`, for example of devices that are only described; its axes are called as this plan's
-                mesh calls them, or as jdp does.
-
-        Raises:
-            ValueError: as `Plan` does.
+            mesh: as for `Plan`, for example of described devices; its axes have this plan's names or jdp's.
         """
         if mesh in (self.mesh, self.home):
             return self
@@ -218,9 +223,6 @@ class Plan(Drawn):
         Args:
             params: the parameters, real or abstract.
             static: the state's: which parameters are trained, and the specs that the model's own metadata asks for.
-
-        Raises:
-            ValueError: a rule matches nothing; a rule or the metadata shards a dimension that does not divide.
         """
         self.check_rules([path_of(path) for path, _ in jax.tree.leaves_with_path(params)])
         if static is None:
@@ -259,9 +261,6 @@ class Plan(Drawn):
             tree: parameters, or with `of` what belongs to them; real or abstract.
             specs: (path, spec) for the parameters that the model's own metadata shards.
             of: path -> placement of the parameters that the tree belongs to.
-
-        Raises:
-            ValueError: a rule or the metadata shards a dimension that does not divide.
         """
         if of is not None:
             belongs = lambda path, leaf: self._place_optimizer_leaf(path_of(path), leaf, of)  # noqa: E731
@@ -274,9 +273,6 @@ class Plan(Drawn):
 
         Args:
             state: a train state, real or abstract.
-
-        Raises:
-            ValueError: as `param_placements` does.
         """
         params = {p.path: p for p in jax.tree.leaves(self.param_placements(state.params, state.static))}
         flat = dict(state.static.flat)
@@ -319,9 +315,6 @@ class Plan(Drawn):
 
         Args:
             state: a train state, real or abstract.
-
-        Raises:
-            ValueError: a rule matches nothing; a rule or the metadata shards a dimension that does not divide.
         """
         return jax.tree.map(self.rest_sharding, self.state_placements(state))
 
@@ -364,12 +357,12 @@ class Plan(Drawn):
         return Placement(path, tuple(leaf.shape), str(leaf.dtype), rest, compute, size, reason)
 
     def _placed_flat(self, placement: Placement, flat: Flat) -> Placement:
-        """Return the placement of a parameter that rests flat and padded."""
+        """Return the placement of a parameter that is flat and padded at rest."""
         count = self.mesh.shape[DATA]
         if flat.at_rest[-1] % count:
             raise ValueError(
-                f"A state lies on the mesh of its plan; {placement.path} {list(flat.shape)} is padded to "
-                f"{list(flat.at_rest)}, which does not divide by {self.data}={count}. Lay it out anew: "
+                f"A state is on the mesh of its plan; {placement.path} {list(flat.shape)} is padded to "
+                f"{list(flat.at_rest)}, which does not divide by {self.data}={count}. Shard it anew: "
                 "jdp.place(state, plan)."
             )
         spec = PartitionSpec(*(None,) * (len(flat.at_rest) - 1), DATA)
@@ -378,7 +371,7 @@ class Plan(Drawn):
         return Placement(placement.path, flat.at_rest, placement.dtype, spec, PartitionSpec(), size, reason, flat=flat)
 
     def _in_memory(self, placement: Placement) -> Placement:
-        """Return the placement of a parameter or a leaf of the optimizer's state, in the memory where it rests."""
+        """Return the placement of a parameter or an optimizer leaf, in the memory of its offload."""
         large = placement.shape and math.prod(placement.shape) >= self.min_shard_size
         if self.offload is None or not large or not placement.trained:
             return placement
@@ -405,7 +398,7 @@ class Plan(Drawn):
 
 
 def check_plan(plan: object) -> None:
-    """Check that a plan is one: a strategy's word is often given in its place. Raises ValueError."""
+    """Check that a plan is one: the name of a strategy is often given in its place. Raises ValueError."""
     if not isinstance(plan, Plan):
         raise ValueError(
             f"A plan is a jdp.Plan, of a mesh and a strategy; given {cut(repr(plan), 100)}. Write "

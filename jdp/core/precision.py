@@ -14,26 +14,33 @@ from jdp.core.types import PyTree
 
 DTYPES = {"fp32": jnp.float32, "bf16": jnp.bfloat16}
 SHORT = (*DTYPES, "fp8")
-"""What `precision` may be called."""
+"""The short names of `precision`."""
 
 
 @dataclass(frozen=True)
 class Precision:
     """The three dtypes of mixed precision, each "fp32" (float32) or "bf16" (bfloat16).
 
+        >>> half = jdp.Precision(compute="bf16", reduce="bf16")  # gradients sent in 2 bytes an element
+        >>> train_step = jdp.make_train_step(loss_fn, plan, precision=half, partitioning="manual")
+        >>> state, metrics = train_step(state, batch)
+
     Attributes:
-        params: of the master weights, and so of the optimizer state. `init` must return parameters of this dtype.
-        compute: of the working copy of the weights, which is gathered and which the model multiplies with. Batches are
-            not cast; the loss and its weight are always summed in float32.
-        reduce: of the gradients while they are summed over devices and microbatches. It has no effect under
-            `partitioning="auto"`, where XLA reduces in the dtype that the backward pass produced.
-        products: None: products with a weight are made in the dtypes of their operands. "fp8", with compute="bf16":
-            those of bfloat16 activations, bfloat16 weights and a bfloat16 result are made in float8 (e4m3; gradients
-            e5m2), added up in float32, each operand with one scale for all of its elements on the device, found at each
-            use. So what is rounded away below 2^-15 of the largest element depends on the mesh, and nothing else does.
-            Logits stay as they are if their product asks for a float32 result (`preferred_element_type`), as those of
-            jdp's models do; so does every product that names a `precision`, and what has no weight: attention,
-            embeddings, convolutions. It pays on GPUs with float8 units (H100 and later).
+        params: dtype of the master weights, and so of the optimizer state. `init` must return parameters of this dtype.
+            "bf16" halves their memory, at the price of updates that round away.
+        compute: dtype of the working copy of the weights, which is gathered and which the model multiplies with.
+            Batches are not cast; the loss and its weight are always summed in float32. "bf16" is usual on GPUs and
+            TPUs.
+        reduce: dtype of the gradients while they are summed over devices and microbatches. "bf16" halves the bytes
+            sent, for slow links. It has no effect under `partitioning="auto"`, where XLA reduces in the dtype of the
+            backward pass.
+        products: "fp8", with compute="bf16", makes products of activations and weights in float8. It pays on GPUs with
+            float8 units (H100 and later). It applies to bfloat16 operands and results: e4m3, gradients e5m2, summed in
+            float32, with one scale for each operand on a device, found at each use. So only rounding below 2^-15 of the
+            largest element depends on the mesh. Logits stay as they are if their product asks for a float32 result
+            (`preferred_element_type`), as those of jdp's models do. So does every product that names a `precision`, and
+            everything without a weight: attention, embeddings, convolutions. None: products are made in the dtypes of
+            their operands.
 
     Raises:
         ValueError: one of the dtypes is neither "fp32" nor "bf16"; `products` is neither None nor "fp8", or "fp8" with

@@ -23,16 +23,15 @@ from jdp.core.types import Model, PyTree
 
 @dataclass(frozen=True)
 class Static:
-    """What a step needs besides arrays, fixed when the state is made: part of the tree's structure, not a leaf.
+    """The part of a state that is no array, fixed when the state is made: part of the tree's structure, not a leaf.
 
     Attributes:
         tx: the optimizer; therefore a step takes only a state and a batch.
-        adapter: turns `params` and `model_state` into the argument of the loss function (a `flax_nnx.Adapter` for an
-            NNX module); None if the loss function takes the parameters themselves.
-        specs: (path, PartitionSpec) for the parameters that the model's own metadata shards; the plan's rules override
-            them.
+        adapter: makes the argument of the loss function of `params` and `model_state` (a `flax_nnx.Adapter` for an NNX
+            module); None if the loss function takes the parameters themselves.
+        specs: (path, PartitionSpec) for the parameters that the model's own metadata shards; rules override them.
         trained: for each leaf of the parameters, in order, whether it is trained; None if all are.
-        flat: (path in the state, such as "params/embedding", `Flat`) for the leaves that rest flat and padded.
+        flat: (path in the state, such as "params/embedding", `Flat`) for the leaves that are flat and padded.
     """
 
     tx: optax.GradientTransformation
@@ -46,12 +45,11 @@ STACKED = "rounds"
 """The entry of `TrainState.sync` that counts rounds of local steps; where it is, `opt_state` is each replica's own."""
 
 MOMENTUM = "momentum"
-"""The entry of `TrainState.sync` that is like the trained parameters, and rests as they do."""
+"""The entry of `TrainState.sync` that is like the trained parameters, and sharded like them."""
 
 
 ERROR = "mean_error"
-"""The entry of `TrainState.sync` for what encoding lost of the mean gradient; runs of before kept "error", of the sum.
-"""
+"""The entry of `TrainState.sync` for the error of encoding the mean gradient; earlier: "error", of the sum."""
 
 
 @jax.tree_util.register_dataclass
@@ -59,25 +57,30 @@ ERROR = "mean_error"
 class TrainState(Drawn, Generic[Model]):
     """Everything a step changes, as a pytree of global arrays. Immutable: a step returns a new one.
 
-    By default a step donates the old state's memory to the new one: go on with the state that it returned.
+        >>> int(state.step), int(state.consumed)
+        (0, 0)
+        >>> state.model(jnp.ones((1, 64))).shape  # the NNX module with these weights
+        (1, 32)
+
+    By default a step donates the old state's memory to the new one: continue with the state that it returned.
 
     Attributes:
         step: int32 scalar: optimizer steps taken. Schedules count these.
-        params: master weights, trained and frozen ones, sharded as the plan says between steps. Nested dicts for an NNX
-            module, else the pytree that `init` returned. A leaf of which no dimension divides by the number of devices
-            rests flat, with zeros behind its elements (`Plan.pad`); `unpadded()` has all leaves in their own shapes.
-        opt_state: the optimizer's state; leaves that mirror a parameter are sharded as it is. Frozen parameters have
+        params: master weights, trained and frozen ones, sharded between steps as the plan says. Nested dicts for an NNX
+            module, else the pytree that `init` returned. A leaf is flat and padded if none of its dimensions divides by
+            the number of devices (`Plan.pad`); `unpadded()` has all leaves in their own shapes.
+        opt_state: the optimizer's state; leaves that mirror a parameter are sharded like it. Frozen parameters have
             none.
         model_state: nested dict of NNX variables that are not parameters (BatchNorm statistics), replicated; `{}` if
             there are none.
         rng: scalar typed PRNG key from which every step's randomness is derived; it never changes.
         skipped: int32 scalar: steps that changed nothing because a gradient or new model state was not finite.
-        sync: what the synchronisation of gradients keeps between steps, by name; {} if it keeps nothing. "mean_error":
-            what encoding lost of the mean gradient, [D, ...] for the D shards of the batch, sharded over them;
-            "factor": PowerSGD's, replicated; "noise": averages of the noise scale, float32 [3]; "rounds" of local
-            steps, int32 scalar, and their "momentum", sharded as the parameters are: with these each leaf of
-            `opt_state` is [R, ...] for the R replicas. A step that needs it adds it (`Step.complete`).
-        static: the optimizer, and what else is no array; see `Static`.
+        sync: name -> what the synchronisation of gradients keeps between steps; {} if it keeps nothing. A step that
+            needs it adds it (`Step.complete`). "mean_error": the error of encoding the mean gradient, [D, ...] for the
+            D shards of the batch, sharded over them. "factor": PowerSGD's, replicated. "noise": averages of the noise
+            scale, float32 [3]. "rounds": of local steps, int32 scalar; "momentum": theirs, sharded like the parameters.
+            With local steps each leaf of `opt_state` is [R, ...] for the R replicas.
+        static: the optimizer and everything else that is no array; see `Static`.
     """
 
     step: jax.Array
@@ -101,8 +104,8 @@ class TrainState(Drawn, Generic[Model]):
     def model(self) -> Model:
         """The model with these weights: an NNX module in evaluation mode, or `params` if `init` returned a pytree.
 
-        Weights that rest in host memory (`Plan.offload`) are copied to the devices, and those that rest flat and padded
-        (`Plan.pad`) gathered.
+        Weights in host memory (`Plan.offload`) are copied to the devices; weights that are flat and padded (`Plan.pad`)
+        are gathered.
         """
         params = on_device(own_shaped(self.params, "params", self.static))
         if self.static.adapter is None:
@@ -110,9 +113,9 @@ class TrainState(Drawn, Generic[Model]):
         return self.static.adapter.merge(params, self.model_state, rng=None)
 
     def unpadded(self) -> TrainState[Model]:
-        """Return the state with every leaf in its own shape; those that rest flat and padded are then replicated.
+        """Return the state with every leaf in its own shape; leaves that were flat and padded are then replicated.
 
-        `jdp.place` lays it out again. Of what synchronisation keeps (`sync`) only "momentum" changes.
+        `jdp.place` pads them again. Of what synchronisation keeps (`sync`) only "momentum" changes.
         """
         fields = own_shaped({"params": self.params, "opt_state": self.opt_state}, "", self.static)
         momentum = own_shaped(self.sync[MOMENTUM], "params", self.static) if MOMENTUM in self.sync else None
@@ -121,7 +124,7 @@ class TrainState(Drawn, Generic[Model]):
 
 
 def map_flat(function: Callable[[Any, Flat], Any], tree: PyTree, name: str, static: Static) -> PyTree:
-    """Return a tree with the leaves that rest flat and padded replaced by what a function makes of them."""
+    """Return a tree with the leaves that are flat and padded replaced by a function's results."""
     if not static.flat:
         return tree
     flat = dict(static.flat)
@@ -134,7 +137,7 @@ def map_flat(function: Callable[[Any, Flat], Any], tree: PyTree, name: str, stat
 
 
 def own_shapes(params: PyTree, static: Static) -> PyTree:
-    """Return parameters in their own shapes, as `jax.ShapeDtypeStruct` where they rest flat and padded."""
+    """Return parameters in their own shapes, as `jax.ShapeDtypeStruct` if they are flat and padded."""
     return map_flat(lambda x, flat: jax.ShapeDtypeStruct(flat.shape, x.dtype), params, "params", static)
 
 
@@ -151,7 +154,7 @@ def own_shaped(tree: PyTree, name: str, static: Static) -> PyTree:
         if isinstance(x, jax.ShapeDtypeStruct):
             shape = (*x.shape[: len(x.shape) - len(flat.at_rest)], *flat.shape)
             return jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
-        if isinstance(x, jax.Array) and not x.is_deleted():  # else it was donated, and who reads it says so
+        if isinstance(x, jax.Array) and not x.is_deleted():  # else it was donated, which its reader reports
             gathered.append((x, Change(flat, None), sharding))
         return x
 
@@ -161,9 +164,9 @@ def own_shaped(tree: PyTree, name: str, static: Static) -> PyTree:
 
 
 def changed(leaves: Sequence[tuple[jax.Array, Change, Any]]) -> list[jax.Array]:
-    """Return leaves of one mesh, of axes of any type, in other forms, made by one program.
+    """Return leaves of one mesh in other forms, made by one program.
 
-    On CPUs it has ended then: of several at once each would hold threads that the others' collectives wait for.
+    On CPUs this waits for its end: several programs at once would hold threads that the others' collectives wait for.
     """
     if not leaves:
         return []
@@ -187,7 +190,7 @@ def _program(changes: tuple[Change, ...], shardings: tuple[Any, ...]) -> tuple[M
 
 
 def trained_part(tree: PyTree, trained: Sequence[bool] | None) -> PyTree:
-    """Return `tree`, like the parameters, with None for frozen leaves: what is differentiated and optimized."""
+    """Return a tree like the parameters with None for frozen leaves."""
     if trained is None:
         return tree
     leaves, treedef = jax.tree.flatten(tree)

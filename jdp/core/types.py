@@ -13,30 +13,40 @@ Batch = PyTree
 """A pytree of arrays whose leading dimension is the example; global arrays inside a step."""
 Metrics = dict[str, jax.Array]
 Model = TypeVar("Model", covariant=True)
-"""What `init` returns: an `nnx.Module`, or a pytree of parameters."""
+"""The result of `init`: an `nnx.Module`, or a pytree of parameters."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Loss:
-    """What a loss function returns: the sum of the loss over examples, and the sum of their weights.
+    """The result of a loss function: the sum of the loss over examples, and the sum of their weights.
+
+        >>> def loss_fn(model, batch, rng):
+        ...     error = ((model(batch["x"]) - batch["y"]) ** 2).mean(axis=-1)  # [rows]
+        ...     mask = batch["mask"]  # 0 for padding
+        ...     return jdp.Loss((error * mask).sum(), mask.sum(), {"mae": (abs(error) * mask).sum()})
+        >>> train_step = jdp.make_train_step(loss_fn, plan)
+        >>> state, metrics = train_step(state, {**batch, "mask": np.ones(16, "float32")})
+        >>> sorted(metrics)
+        ['grad_norm', 'loss', 'mae', 'skipped', 'weight']
 
     A step minimises Σtotal / Σweight over all devices and all microbatches; its gradient is Σ∇total / Σweight.
     Therefore padding, uneven last batches, the number of microbatches and the number of devices never change the
-    objective; an average of averages would.
+    objective. An average of averages would.
 
-    Returning a `Loss` promises that `total` is a sum over examples: each example's term may depend on that example
-    only. That promise lets jdp sum gradients locally and synchronise once (`partitioning="manual"`).
+    Returning a `Loss` promises that `total` is a sum over examples: each example's term depends on that example only.
+    That promise lets jdp sum gradients locally and synchronise once (`partitioning="manual"`).
 
     Args:
         total: scalar, any floating-point dtype: the loss summed (not averaged) over the examples of the given batch.
         weight: scalar, any dtype: the sum of the examples' weights (tokens that count, rows that are not padding). No
             gradient flows through it. If it sums to 0 over the whole step, the step is skipped: its `weight` metric is
             0 and its `loss` is NaN.
-        metrics: name -> scalar or array of any shape, summed over examples (a confusion matrix, an image), reported
-            divided by `weight`; or a pair (total, weight) with its own weight, a scalar or of the total's shape, such
-            as {"accuracy": (correct.sum(), rows)}. The shape must not depend on the number of rows; every element is
-            all-reduced once a step. The names loss, weight, grad_norm and skipped are taken.
+        metrics: reported beside the loss: name -> scalar or array of any shape, summed over examples (a confusion
+            matrix, an image). It is reported divided by `weight`. Give a pair (total, weight) for a metric with its own
+            weight, such as {"accuracy": (correct.sum(), rows)}. That weight is a scalar or has the total's shape. The
+            shape must not depend on the number of rows; every element is all-reduced once a step. The names loss,
+            weight, grad_norm and skipped are taken.
     """
 
     total: jax.Array

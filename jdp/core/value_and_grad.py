@@ -62,48 +62,55 @@ def value_and_grad(
 ) -> ValueAndGrad[*Arguments]:
     """Make `gradient(*models, batch, rng) -> (metrics, gradients)`, to call in a jitted function of your own.
 
-        generator_gradient = jdp.value_and_grad(generator_loss, plan)  # of (generator, discriminator, batch, rng)
-        metrics, grads = generator_gradient(generator, discriminator, batch, rng)
+        >>> model = jdp.init(init, plan, rng=jax.random.key(0))
+        >>> optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+        >>> gradient = jdp.value_and_grad(loss_fn, plan)
+        >>> @nnx.jit
+        ... def step(model, optimizer, batch, rng):
+        ...     metrics, grads = gradient(model, batch, rng)
+        ...     optimizer.update(model, grads)
+        ...     return metrics
+        >>> sorted(step(model, optimizer, batch, jax.random.key(1)))
+        ['loss', 'weight']
 
-    It is called beside other such gradients, in a `jax.lax.scan`, under `jax.jit` or `nnx.jit`, or by itself, when it
-    compiles what it computes, and several processes are compared as before a training step. Inside a jitted function
-    a loss that its program does not prove a sum over examples cannot be tried: call `check` once outside. Gradients lie
-    where the parameters rest, and so does what an optimizer makes of both. A jitted function that computes with an
-    updated model in other ways too returns `jdp.place(model, plan)`: XLA may leave it gathered.
+    It is called beside other such gradients, in a `jax.lax.scan`, or under `jax.jit` or `nnx.jit`. Called outside of
+    `jit` it compiles its own computation, and several processes are compared as before a training step. Inside a jitted
+    function a loss cannot be tried: call `check` once outside if its program does not prove it a sum over examples.
+    Gradients have the rest shardings of the parameters, and so has the result of an optimizer's update. XLA may leave
+    an updated model gathered if the same function uses it in other ways: return `jdp.place(model, plan)`.
 
     Args:
         loss_fn: `loss_fn(*models, batch, rng)` -> `Loss`, or a scalar, which is taken as the mean over the batch's
-            rows. A model is an `nnx.Module`, or any pytree of arrays, laid out by `jdp.init` or `jdp.place`; the loss
+            rows. A model is an `nnx.Module`, or any pytree of arrays, sharded by `jdp.init` or `jdp.place`. The loss
             gets it in the compute dtype, gathered as the strategy says. Modules keep their mode (`train()`, `eval()`),
             and draw from `rng`, not from streams of their own.
-        plan: the mesh and the strategy, of all models. A parameter of which no dimension divides by the devices stays
-            replicated here: only a train state's can be padded (`Plan.pad`).
-        argnums: which of the models are differentiated; the others are only read, at rest sharded alike.
-        has_aux: the loss returns a pair (loss, aux), aux a pytree of arrays, and the gradient
-            `((metrics, aux), gradients)`. Arrays of aux whose first dimension is the rows (logits, predictions) come
-            back for all rows, in the order of the batch, sharded over them. An array without rows is returned where
-            every call of the loss has the same; with partitioning="auto" and accumulate=1, where there is one call, any
-            array is. A sum over examples belongs into `Loss.metrics`.
-        wrt: which parameters of those are trained, as for `jdp.init_state`: None for all; path patterns ("head/*"), or
-            for a module a filter of nnx. For one differentiated model.
-        accumulate: number of microbatches, K. The rows of a batch must divide by K × the plan's batch shards.
-        precision: "fp32", "bf16", "fp8" or a `Precision`, as for `jdp.make_train_step`.
-        partitioning: "auto", "manual", or None: the one that keeps the communication contract.
-        sync_batch_norm, group, buckets, overlap, check_loss: as for `jdp.make_train_step`.
-        wire: as for `jdp.make_train_step`, without error feedback, which a step keeps in its state. Rounding is drawn
-            from `rng`, and so right on average if each call gets another.
+        plan: the mesh and the strategy, of all models. A parameter stays replicated here if none of its dimensions
+            divides by the devices: only a train state's can be padded (`Plan.pad`).
+        argnums: which of the models are differentiated: several of them when one loss trains several. The others are
+            only read, and sharded alike at rest.
+        has_aux: True when you need arrays beside the loss, such as logits. The loss returns a pair (loss, aux), aux a
+            pytree of arrays, and the gradient `((metrics, aux), gradients)`. An array whose first dimension is the rows
+            comes back for all rows, in the order of the batch, sharded over them. An array without rows is returned if
+            every call of the loss has the same. With partitioning="auto" and accumulate=1 there is one call, and any
+            array is returned. A sum over examples belongs into `Loss.metrics`.
+        wrt: which parameters of the differentiated model are trained, as for `jdp.init_state`; None: all. Give it to
+            train a part: path patterns ("head/*"), or for a module a filter of nnx. It takes one differentiated model.
+        accumulate, precision, partitioning, sync_batch_norm, group, buckets, overlap, check_loss: as for
+            `jdp.make_train_step`, and needed when it needs them.
+        wire: as for `jdp.make_train_step`, for slow links, but without error feedback, which a step keeps in its state.
+            Rounding is drawn from `rng`, and so right on average if each call gets another key.
 
     Returns:
-        A `ValueAndGrad`. Metrics are global float32: `loss` (Σtotal / Σweight), `weight` and the loss
-        function's own. Gradients are Σ∇total / Σweight over all devices and microbatches, at rest specs, in the
-        parameters' dtype: for an `argnums` that is a number one tree, else a tuple of trees; for a module an
-        `nnx.State`, as of `nnx.grad`; with `wrt`, None for what is frozen. What a call changes in modules (batch
-        statistics) is written back into them. A weight of 0 gives NaN: a step of yours decides what to do then.
+        A `ValueAndGrad`. Metrics are global float32: `loss` (Σtotal / Σweight), `weight` and the loss function's own.
+        Gradients are Σ∇total / Σweight over all devices and microbatches, at rest specs, in the parameters' dtype. They
+        are one tree if `argnums` is a number, else a tuple of trees; for a module an `nnx.State`, as of `nnx.grad`;
+        with `wrt`, None for frozen parameters. Changes that a call makes in modules (batch statistics) are written back
+        into them. A weight of 0 gives NaN: your step decides what to do then.
 
     Raises:
-        ValueError: a setting is out of range. The call itself raises it for what `jdp.make_train_step` lists, for
-            models that lie otherwise than the plan says or were donated (neither can be seen inside of jit), and inside
-            a `jax.shard_map` over the plan's axes.
+        ValueError: a setting is out of range. The call itself raises it as `jdp.make_train_step` lists, and inside a
+            `jax.shard_map` over the plan's axes. Outside of jit also for models that are sharded otherwise or were
+            donated.
     """
     check_plan(plan)
     refuse_offload(plan)
@@ -161,6 +168,13 @@ def _unpacked(loss_fn: Any) -> LossFn:
 class ValueAndGrad(PartitionedLoss, Generic[*Arguments]):
     """A gradient: call it as `gradient(*models, batch, rng)`. `jdp.value_and_grad` makes one.
 
+        >>> gradient = jdp.value_and_grad(loss_fn, plan)
+        >>> model = jdp.init(init, plan, rng=jax.random.key(0))
+        >>> gradient.check(model, batch, jax.random.key(1))  # once, outside of jit: is the loss a sum over examples?
+        >>> metrics, grads = gradient(model, batch, jax.random.key(1))
+        >>> grads["kernel"][...].sharding.spec
+        P('data',)
+
     Attributes:
         argnums: which of the models are differentiated.
         wrt: which of their parameters are; None for all.
@@ -200,13 +214,13 @@ class ValueAndGrad(PartitionedLoss, Generic[*Arguments]):
         return values, self._taken_apart(models, state, grads, model_state)
 
     def check(self, *arguments: *Arguments) -> None:
-        """Try a loss that its program does not prove a sum over examples; for calls inside of jit.
+        """Try a loss on a few rows, outside of jit, if its program does not prove that it is a sum over examples.
 
         Args:
-            arguments: what the call itself gets, with real values.
+            arguments: those of the call itself, with real values.
 
         Raises:
-            ValueError: the loss is no sum over examples but has to be, or as the call raises it.
+            ValueError: the loss has to be a sum over examples and is none; or as the call raises it.
         """
         *models, batch, rng = self._checked_arguments(arguments)
         state = self._joined(models, rng)

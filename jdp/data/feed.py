@@ -29,6 +29,9 @@ from jdp.core.types import Batch
 def process_rows(plan: Plan, batch_size: int) -> list[int]:
     """Return the rows of a global batch that this process' devices hold, in order.
 
+        >>> jdp.process_rows(plan, 16) == list(range(16))  # a single process holds all rows
+        True
+
     Args:
         plan: its batch axes shard the rows.
         batch_size: rows of the global batch.
@@ -45,16 +48,24 @@ def process_rows(plan: Plan, batch_size: int) -> list[int]:
 def shard_batches(loader: Iterable[Batch], plan: Plan, *, prefetch: int = 2) -> Feed:
     """Turn this process' NumPy batches into global arrays on the plan's devices, `prefetch` batches ahead.
 
+        >>> loader = (batch for _ in range(3))
+        >>> train_step = jdp.make_train_step(loss_fn, plan)
+        >>> for global_batch in jdp.shard_batches(loader, plan):
+        ...     state, metrics = train_step(state, global_batch)
+        >>> global_batch["x"].sharding.spec
+        P('data',)
+
     Args:
-        loader: yields pytrees of NumPy arrays: the rows that `process_rows` names (in a single process: whole global
-            batches). All processes must yield the same number of batches of the same shapes. A batch is copied when
-            it is read: the loader may fill the same memory again.
+        loader: yields pytrees of NumPy arrays: the rows that `process_rows` names (in a single process: complete global
+            batches). All processes must yield the same number of batches of the same shapes. A batch is copied when it
+            is read: the loader may fill the same memory again.
         plan: its batch axes shard the leading dimension.
-        prefetch: batches that are read and transferred ahead of the step.
+        prefetch: batches that are read and transferred ahead of the step. Raise it when the time to read a batch
+            varies; each batch ahead takes its memory on the devices.
 
     Returns:
-        An iterator of batches, with `wait_seconds`: how long its user has waited so far, in seconds. It raises what the
-        loader raises, and ValueError for a batch whose rows do not divide by this process' batch shards.
+        An iterator of batches, with `wait_seconds`: how long its user has waited so far, in seconds. It raises the
+        loader's errors, and ValueError for a batch whose rows do not divide by this process' batch shards.
 
     Raises:
         ValueError: `prefetch` is less than 1; or `plan` is no `jdp.Plan`.
@@ -66,13 +77,16 @@ def shard_batches(loader: Iterable[Batch], plan: Plan, *, prefetch: int = 2) -> 
 class Feed(Iterator[Batch]):
     """The iterator that `shard_batches` returns. Close it (or use it in `with`) when leaving before the end.
 
+        >>> with jdp.shard_batches((batch for _ in range(3)), plan) as feed:
+        ...     first = next(feed)
+        >>> feed.wait_seconds > 0
+        True
+
     Attributes:
         wait_seconds: how long its user has waited for batches so far.
 
     Args:
-        loader: see `shard_batches`.
-        plan: see `shard_batches`.
-        prefetch: batches ahead of the step.
+        loader, plan, prefetch: as for `shard_batches`.
 
     Raises:
         ValueError: `prefetch` is less than 1.

@@ -75,32 +75,38 @@ def foresee(
 def foresee(step: Any, *arguments: Any, target: str | Target | None = None, cache: bool = True, **other: Any) -> Any:
     """Compile a step for `target`, and report what it would hold, send and wait for; a step of jdp's by every strategy.
 
-        print(jdp.foresee(train_step, state, batch, "h100:8x8"))  # of jdp.make_train_step
-        print(jdp.foresee(jitted, model, optimizer, x, y, target="h100:8x8"))  # of nnx.jit, say
+        >>> train_step = jdp.make_train_step(loss_fn, plan)
+        >>> report = jdp.foresee(train_step, state, batch, "cpu:2", strategies=["ddp", "zero3"])
+        >>> [(each.strategy, each.memory.total > 0) for each in report.estimates]
+        [('ddp', True), ('zero3', True)]
 
-    Nothing runs, and no accelerator is needed: the real compiler makes the real program.
+    Nothing runs, and no accelerator is needed: the real compiler makes the real program. Any jitted step works:
+    `jdp.foresee(jitted, model, optimizer, x, y, target="h100:8x8")`.
 
     Args:
-        step: a training step (`jdp.make_train_step`), whose own strategy is only one of those tried; or any function
+        step: a training step (`jdp.make_train_step`), whose own strategy is only one of those tried. Or any function
             that is jitted (`jax.jit`, `nnx.jit`, `eqx.filter_jit`), as it is.
-        arguments: its positional arguments, as for `jdp.verify`. A batch's rows that do not divide over the target's
-            devices are rounded up, and this is noted.
-        target: "h100:8x8" and the like (`jdp.foresight.targets`); None: the devices that the arguments are placed on.
-        cache: keep compiled results on disk ($JDP_CACHE_DIR, else ~/.cache/jdp) and use them.
+        arguments: its positional arguments, real or abstract (`jdp.abstract_state`, `jax.ShapeDtypeStruct`). Of a step
+            of jdp's: the state and the global batch, and perhaps the target. A batch's rows are rounded up if they do
+            not divide over the target's devices, and the notes report it.
+        target: "h100:8x8" and the like (`jdp.foresight.targets`), for devices that you do not have yet. None: the
+            devices that the arguments are on.
+        cache: keep compiled results on disk ($JDP_CACHE_DIR, else ~/.cache/jdp) and use them. False: compile anew, to
+            measure the time of compilation.
         other: for a step of jdp's. `strategies`: which to try. `accumulate`: microbatches a step, each to try; None:
             the step's own. `tokens`: what one global batch counts for in `tokens_per_second`; None: the elements of its
-            leaf named "tokens", else its rows, which are then called examples. `max_batch`: also find the largest batch
-            that fits the choice, by compiling. `smallest`: compile for the smallest cluster of the target's devices
-            that is foreseen to fit, and the one below. `progress`: called before each compilation and at the end. For
-            another step `mesh`: axis -> size on the target, as for `jdp.verify`.
+            leaf named "tokens", else its rows, then called examples. `max_batch`: also find the largest batch that fits
+            the choice, by compiling. `smallest`: compile for the smallest cluster of the target's devices that should
+            fit, and the one below. `progress`: called before each compilation and at the end. For another step `mesh`:
+            axis -> size on the target, as for `jdp.verify`.
 
     Returns:
         A `PlanReport` of a step of jdp's: `.choice`, `.estimates`, `.why`; `print(report)` is two tables and the
         advice. Of another step a `StepForecast`: memory by argument, what each source line sends, the schedule.
 
     Raises:
-        ValueError: an evaluation step, or a target, a strategy or a number of microbatches that does not work.
-            `max_batch` for a target whose memory is not known. Of another step what `jdp.verify` raises.
+        ValueError: an evaluation step. The target, a strategy, or the batch under a number of microbatches does not
+            work. `max_batch` for a target whose memory is not known. Of another step: the errors of `jdp.verify`.
     """
     if not isinstance(step, Step):
         return forecast(step, arguments, target=target, cache=cache, **other)

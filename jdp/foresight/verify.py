@@ -61,34 +61,39 @@ def verify(
 def verify(step: Any, *arguments: Any, target: str | Target | None = None, cache: bool = True, **other: Any) -> Any:
     """Compile a training step, and compare what it sends with its strategy's contract, or with given bytes.
 
-        assert jdp.verify(train_step, state, batch, "h100:8x8").kept  # of jdp.make_train_step
-        assert jdp.verify(jitted, model, optimizer, x, y, target="h100:8x8", against="zero3", params="model").kept
+        >>> train_step = jdp.make_train_step(loss_fn, plan, partitioning="manual")
+        >>> report = jdp.verify(train_step, state, batch)  # or for devices that you do not have: target="h100:8x8"
+        >>> report.kept, report.breaches
+        (True, ())
 
-    Nothing runs, and no accelerator is needed.
+    Nothing runs, and no accelerator is needed. Any jitted step works: `jdp.verify(jitted, model, optimizer, x, y,
+    target="h100:8x8", against="zero3", params="model")`.
 
     Args:
         step: a training step (`jdp.make_train_step`), or any function that is jitted (`jax.jit`, `nnx.jit`,
             `eqx.filter_jit`).
-        arguments: its positional arguments, real or abstract (`jdp.abstract_state`, `jax.ShapeDtypeStruct`). For a step
-            of jdp's: the state, the global batch, and perhaps the target. For another: all on one mesh, or placed by
-            the shardings of its jit. `PartitionSpec`s stay as they are, on the target's mesh.
-        target: devices to compile for, such as "h100:8x8"; None: those of the arguments.
-        cache: keep compiled results on disk ($JDP_CACHE_DIR, else ~/.cache/jdp) and use them.
+        arguments: its positional arguments, real or abstract (`jdp.abstract_state`, `jax.ShapeDtypeStruct`). Of a step
+            of jdp's: the state and the global batch, and perhaps the target. Those of another step are on one mesh, or
+            the function was jitted with shardings: each `PartitionSpec` stays as it is, on the target's mesh.
+        target: devices to compile for, such as "h100:8x8", for devices that you do not have. None: those of the
+            arguments.
+        cache: keep compiled results on disk ($JDP_CACHE_DIR, else ~/.cache/jdp) and use them. False: compile anew, to
+            measure the time of compilation.
         other: for a step that jdp did not make. `against`: a strategy's name, or the bytes that a device may send a
             step; without it nothing is compared. `params`: which arguments are the parameters, for a strategy's row:
             the number of one, or patterns of paths, such as "model" or "state/params/*". `mesh`: axis -> size on the
-            target. Without it one axis takes the devices that the others leave: `data`, else the largest of the batch.
+            target; without it one axis takes the devices that the others leave: `data`, else the largest that the batch
+            is split over.
 
     Returns:
         A `Report` of a step of jdp's, else a `StepForecast`. Both have `.kept`, `.breaches` and `.symptoms`, and
         `print(report)` shows tables.
 
     Raises:
-        ValueError: an evaluation step of jdp's, a bad target, or a step that does not compile. Without a target, a
-        batch
-            that does not divide; for a target its rows are rounded up, and the notes say how. Another step that is not
-            jitted, whose arguments are on no mesh or on two, or whose axes do not fit the target. A `shard_map` over a
-            mesh of its own that would have to change its size.
+        ValueError: an evaluation step of jdp's, a bad target, a step that does not compile. Without a target, a batch
+            that does not divide; for a target its rows are rounded up, and the notes report it. Of another step: it is
+            not jitted, its arguments are on no mesh or on two, or the axes do not fit the target. Or a `shard_map` over
+            a mesh of its own would have to change its size.
     """
     if not isinstance(step, Step):
         return forecast(step, arguments, target=target, cache=cache, **other)

@@ -44,19 +44,23 @@ _numbers = itertools.count(1)  # all processes make their deadlines in the same 
 class Deadline:
     """Ends this process, and in a cluster all of them, when a step does not end in time. Use it in `with`.
 
-    `step` tells that a step ended, `during` that something else goes on:
+        >>> train_step = jdp.make_train_step(loss_fn, plan)
+        >>> with jdp.Deadline() as deadline:
+        ...     for number in range(3):
+        ...         state, metrics = train_step(state, batch)
+        ...         deadline.step(number)
+        ...     with deadline.during("saving"):
+        ...         jdp.save("checkpoint", state)
 
-        with jdp.Deadline() as deadline:
-            for number, batch in enumerate(batches):
-                state, metrics = train_step(state, batch)
-                deadline.step(number)
-
-    When the time is up, each process prints the stacks of its threads and which process is behind. It ends with exit
-    code 75, "run again". JAX runs ahead of the devices, so a hang shows a few steps after it began.
+    `step` reports that a step ended, `during` that something else goes on. When the time is up, each process prints the
+    stacks of all its threads and which process is behind. It ends with exit code 75, "run again". JAX runs ahead of the
+    devices, so a hang shows a few steps after it began.
 
     Args:
-        seconds: within which a step ends, or ten times the median step, if that is longer; 0: no deadline.
-        first_seconds: the same for the first step, which compiles, and for `during`; 0: no deadline.
+        seconds: a step must end within this time, or within ten times the median step, if that is longer; 0: no
+            deadline. Raise it when single steps may take minutes, as on a shared file system that stalls.
+        first_seconds: the same for the first step, which compiles, and for `during`; 0: no deadline. Raise it for
+            models that compile for an hour.
 
     Raises:
         ValueError: a number is negative.

@@ -74,6 +74,11 @@ def prove(
 ) -> Proof:
     """Compare a training on one device with itself under other strategies, partitionings and device counts.
 
+        >>> batches = lambda index: batch
+        >>> proof = jdp.prove.prove(init, optax.adam(1e-3), loss_fn, batches, steps=2, devices=2, quick=True)
+        >>> proof.equal, [run.name for run in proof.runs]
+        (True, ['resume after step 1: zero3 auto 2 devices K=1, onto zero2 manual 2 devices K=2'])
+
     Every run takes a few real optimizer steps. After each, its loss and every leaf of its state are compared with those
     of a plain loop on one device. They are equal if rounding, as measured on this training, explains the difference.
     Two runs are saved in the middle and resumed. The runs have every pair of choices at least once: strategy,
@@ -88,18 +93,20 @@ def prove(
         steps: optimizer steps of each run; a resumed run is saved after half of them.
         precision: as for `jdp.make_train_step`.
         clip_norm: largest global gradient norm; None: no clipping.
-        wrt: what is trained, as for `jdp.init_state`; None: every parameter.
+        wrt: which parameters are trained, as for `jdp.init_state`; None: all.
         sync_batch_norm: as for `jdp.make_train_step`.
         accumulate: numbers of microbatches a step to run with; 1 is added.
         devices: the devices, or how many of this machine's; None: all of them. The counts 1, 2, 4, 8 and all are run.
         rng: key of the initial weights and of every step; None: `jax.random.key(0)`.
-        mesh: axis -> size, as `jdp.make_mesh` takes them; `data` takes what the others leave. None: `data` alone.
+        mesh: axis -> size, as `jdp.make_mesh` takes them; `data` takes what the others leave. None: `data` alone. Give
+            it for a model with rules over an axis of its own.
         rules: as for `jdp.Plan`.
         min_shard_size: as for `jdp.Plan`, in elements.
-        full: run every combination, not only every pair of choices.
-        quick: make one run only, the own setting resumed under the one that differs most for the last step, with
-            LLVM's optimisations off.
-        only: keep the runs whose names have this text, or one of these, such as "zero3" or "8 devices".
+        full: run every combination, not only every pair of choices, when a pair has shown a difference.
+        quick: make one run only, for a check in minutes: the own setting, resumed under the one that differs most for
+            the last step, with LLVM's optimisations off.
+        only: keep the runs whose names have this text, or one of these, such as "zero3" or "8 devices". Give it to
+            repeat a run that differs.
         progress: called before each run, and at the end, with the number of runs done, of all, and the next one's name.
 
     Returns:
@@ -153,18 +160,24 @@ def prove_training(
 ) -> Proof:
     """Prove a training whose plans and steps the caller builds; `prove` builds them itself.
 
+        >>> from jdp.prove import Made, Training
+        >>> tx, key = optax.adam(1e-3), jax.random.key(0)
+        >>> def make(setting):
+        ...     plan = jdp.Plan(jdp.make_mesh(devices=jax.devices()[: setting.devices]), setting.strategy)
+        ...     step = jdp.make_train_step(loss_fn, plan, partitioning=setting.partitioning, donate=False)
+        ...     new = lambda: jdp.init_state(init, tx, plan, rng=key)
+        ...     return Made(step, new, lambda: jdp.abstract_state(init, tx, plan, rng=key))
+        >>> space = jdp.prove.space_of(2, accumulate=[1], mesh={"data": -1})
+        >>> training = Training(init, tx, loss_fn, key, jdp.Precision())
+        >>> jdp.prove.prove_training(training, make, lambda index: batch, space, steps=2, only="zero1 auto").equal
+        True
+
     Args:
         training: what the reference trains.
         make: builds the training under a setting.
-        batches: `batches(index)` returns the global batch of the step after `index` consumed batches, as NumPy arrays.
         space: the settings that could be run, of `space_of`.
         own: the setting the user trains under, which is run first and resumed; None: `zero3` on all devices.
-        steps: optimizer steps of each run; a resumed run is saved after half of them.
-        full: run every combination, not only every pair of choices.
-        quick: make one run only, the own setting resumed under the one that differs most for the last step, with
-            LLVM's optimisations off.
-        only: keep the runs whose names have this text, or one of these.
-        progress: called before each run, and at the end.
+        batches, steps, full, quick, only, progress: as for `prove`.
 
     Returns:
         Whether all runs are equal to the reference, each run, and the first difference.
@@ -259,6 +272,10 @@ class _ProgressCounter:
 
 def space_of(devices: Sequence[Device] | int | None, accumulate: Sequence[int], mesh: Mapping[str, int]) -> Space:
     """Return the settings that could be run on these devices, before limits of the batch and the loss.
+
+        >>> space = jdp.prove.space_of(4, accumulate=[2], mesh={"data": -1})
+        >>> space.counts, space.accumulates
+        ((1, 2, 4), (1, 2))
 
     Args:
         devices: the devices, or how many of this machine's; None: all of them.

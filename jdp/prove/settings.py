@@ -28,6 +28,9 @@ from jdp.core.types import Device
 class Setting:
     """How one run is done; none of these choices may change what is learnt.
 
+        >>> print(jdp.prove.Setting("zero3", "manual", devices=8, accumulate=2))
+        zero3 manual 8 devices K=2
+
     Attributes:
         strategy: "ddp", "zero1", "zero2" or "zero3".
         partitioning: "auto" or "manual".

@@ -30,7 +30,11 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class Checked:
-    """What `check` found of a checkpoint.
+    """The result of `check` for one checkpoint.
+
+        >>> jdp.save("checkpoint", state)
+        >>> jdp.checkpoint.check("checkpoint")
+        [Checked(folder=...Path('/.../checkpoint'), step=None, status='whole', problem='')]
 
     Attributes:
         folder: the checkpoint's.
@@ -48,7 +52,12 @@ class Checked:
 def check(path: str | Path) -> list[Checked]:
     """Compare every file of a checkpoint, or of all in a directory, with its checksum. Nothing is changed.
 
-    No devices and no other processes are needed. What is being written or deleted is left out.
+        >>> with jdp.Checkpoints("run") as checkpoints:
+        ...     checkpoints.save(state)
+        >>> [(found.step, found.status) for found in jdp.checkpoint.check("run")]
+        [(0, 'whole')]
+
+    No devices and no other processes are needed. Checkpoints that are being written or deleted are left out.
 
     Args:
         path: the folder of a run, a directory of checkpoints, or one checkpoint; or the address of one of these.
@@ -57,7 +66,7 @@ def check(path: str | Path) -> list[Checked]:
         One entry a checkpoint, oldest first; none if there are no checkpoints.
 
     Raises:
-        CheckpointError: what is behind an address cannot be reached.
+        CheckpointError: a bucket cannot be reached.
     """
     if address_of(path) is None:
         return _check(user_path(path).absolute(), lambda folder: folder)

@@ -45,27 +45,31 @@ def initialize(
 ) -> None:
     """Join the cluster if there is one; do nothing otherwise, or if it is joined already.
 
-    Call it before anything asks JAX for its devices. Without arguments the environment determines the cluster. Under
-    `jdp launch`, `srun` or `mpirun` and on a TPU pod nothing more is needed. An indexed Kubernetes job sets
-    JDP_NUM_PROCESSES, and processes that ssh started JDP_COORDINATOR and JDP_PROCESS_ID too. On a single machine it
-    returns at once.
+        >>> jdp.initialize()  # first, before anything asks JAX for its devices
+        >>> mesh = jdp.make_mesh(data=-1)  # all devices of all processes
 
-    After joining, an uncaught exception ends this process at once, with exit code 70, after its traceback; otherwise
-    the other processes would wait for it in their next collective. `sys.excepthook` is chained, not replaced. A
-    process that ends normally waits up to a minute for the others to end, and reports if they do not.
+    Without arguments the environment determines the cluster: under `jdp launch`, `srun` or `mpirun` and on a TPU pod
+    nothing more is needed. An indexed Kubernetes job sets JDP_NUM_PROCESSES. Processes that ssh started set
+    JDP_COORDINATOR and JDP_PROCESS_ID too. On a single machine it returns at once.
 
-    The processes compare their versions, jdp's source and how many they are; if one differs all raise the same error,
-    and end with exit code 78: starting again alone does not help.
+    After joining, an uncaught exception ends this process at once, with exit code 70, after its traceback. Otherwise
+    the other processes would wait for it in their next collective. `sys.excepthook` is chained, not replaced. A process
+    that ends normally waits up to a minute for the others to end, and reports if they do not.
+
+    The processes compare their versions, jdp's source and their number of devices. If one differs, all raise the same
+    error and end with exit code 78: starting again alone does not help.
 
     Args:
-        coordinator: "HOST:PORT" of process 0, the same in all processes.
+        coordinator: "HOST:PORT" of process 0, the same in all processes. Give the first three arguments when no
+            launcher of the list above starts the processes.
         num_processes: number of processes in the cluster.
         process_id: index of this process, from 0.
-        timeout_seconds: how long to wait for the others, in seconds. After it JAX ends the process.
+        timeout_seconds: how long to wait for the others, in seconds. After it JAX ends the process. Raise it when
+            machines of one job start minutes apart.
 
     Raises:
-        ValueError: only some of the first three arguments are given, or they contradict each other or a cluster that
-            is joined already. Or the environment does not describe a cluster.
+        ValueError: only some of the first three arguments are given. They contradict each other or the cluster that is
+            joined already. The environment variables of the launcher do not describe a cluster.
         Mismatch: a ValueError; the processes were not started alike.
         RuntimeError: there is a cluster, but it could not be joined.
     """

@@ -53,12 +53,7 @@ _KINDS = {"bool": "true or false", "string": "text", "float": "a number", "doubl
 
 @dataclass(frozen=True)
 class Compiler:
-    """Options of XLA's compiler, not yet resolved for devices.
-
-    Attributes:
-        preset: the preset's name; "" for options of one's own.
-        options: of one's own, sorted by name.
-    """
+    """Options of XLA's compiler, not yet resolved for devices: a preset, or ("") a sorted table of custom options."""
 
     preset: CompilerPreset | Literal[""] = "default"
     options: tuple[tuple[str, CompilerValue], ...] = ()
@@ -93,16 +88,16 @@ class Compiler:
 
     @property
     def value(self) -> CompilerOptions:
-        """What `of` makes this of: a preset's name, or option -> value."""
+        """The argument for `of` that makes this: a preset's name, or option -> value."""
         return self.preset or dict(self.options)
 
     def __str__(self) -> str:
         return self.preset or ", ".join(f"{name}={value}" for name, value in self.options)
 
     def for_mesh(self, mesh: Mesh) -> dict[str, CompilerValue]:
-        """Return the options that a program for the mesh's devices, real or described, is compiled with.
+        """Return the options with which a program for the mesh's devices, real or described, is compiled.
 
-        Those of another platform, or that the devices' compiler does not know, are left out; that is reported once.
+        Options of another platform, or unknown to the devices' compiler, are left out; that is reported once.
         """
         import jax
 
@@ -138,7 +133,7 @@ def _accepted(device: Device, options: tuple[tuple[str, CompilerValue], ...]) ->
             return str(error)
         return ""
 
-    with ThreadPoolExecutor(1) as other:  # a thread of its own has no mesh in its context, and traces nothing
+    with ThreadPoolExecutor(1) as other:  # another thread has no mesh in its context, and traces nothing
         return other.submit(trial).result()
 
 

@@ -1,16 +1,16 @@
-"""Keep on disk what XLA compiled: a process that starts the same program again compiles nothing.
+"""Keep XLA's compiled programs on disk: a process that starts the same program again compiles nothing.
 
-JAX decides which programs are the same (by the program itself, the versions of jaxlib and of the platform, XLA's
-flags, the compiler's options, the devices) and asks a store for the bytes (its persistent compilation cache). The store
-here is jdp's disk cache, in place of JAX's own files:
+JAX decides which programs are the same: by the program, versions, XLA's flags, the compiler's options and the devices.
+It asks a store for the bytes (its persistent compilation cache). The store here is jdp's disk cache, in place of JAX's
+own files:
 
-- An entry is written whole or not at all, and has a digest: what is damaged is compiled again and replaced, where JAX's
-  own files are warned of at every start, and a flipped bit in machine code is run.
-- An entry's name holds the processor's features: a folder may be shared by machines that have others.
+- An entry is written completely or not at all, and has a digest: a damaged one is compiled again and replaced. JAX
+  warns of its own damaged files at every start, and runs machine code with a flipped bit.
+- An entry's name has the processor's features: a folder may be shared by machines with others.
 - The least recently used entries are deleted beyond a limit, without a lock and without a further package.
 
-JAX has the first process of a cluster write, for all. On GPUs the others find what it wrote; on CPU devices a program's
-name differs from process to process, so there only the first finds its programs again.
+JAX has the first process of a cluster write, for all. On GPUs the others read its programs. On CPU devices a program's
+name differs from process to process, so only the first finds its programs again.
 """
 
 import contextlib
@@ -38,13 +38,13 @@ LIMIT_BYTES = 2**30
 SETTINGS = {
     "jax_persistent_cache_min_compile_time_secs": 0.05,  # reading a program takes a tenth of that
     "jax_persistent_cache_min_entry_size_bytes": -1,
-    "jax_persistent_cache_enable_xla_caches": "none",  # XLA's own, beside the programs, which nothing bounds
+    "jax_persistent_cache_enable_xla_caches": "none",  # XLA's own caches have no limit
 }
-"""What JAX is told, unless the environment says it already."""
+"""JAX's settings, unless the environment has them already."""
 _DIGEST_BYTES = 16
 _SWITCH = threading.Lock()
 _wanted: list[bool] = []
-"""Whether programs are kept, as each of those that have it off now found it: the first one's is the user's."""
+"""The setting that each context that has it off now found: the first one's is the user's."""
 
 
 def kept_in() -> Path | None:
@@ -55,20 +55,22 @@ def kept_in() -> Path | None:
 
 
 def keep_programs(folder: str | Path | None = None, *, limit_bytes: int = LIMIT_BYTES) -> Path | None:
-    """Keep compiled programs on disk from now on, and take those that are there: a second start compiles nothing.
+    """Keep compiled programs on disk from now on, and read those that are there: a second start compiles nothing.
+
+        >>> folder = jdp.keep_programs("programs")  # before anything is compiled
 
     `jdp train` and `jdp launch` do so. Call it once, after `jdp.initialize()`, before anything is compiled, the same on
-    every process. Whoever can write to the folder can have this process run code.
+    every process. Anyone who can write to the folder can have this process run code.
 
     Args:
-        folder: where; None: `programs` in $JDP_CACHE_DIR, else in ~/.cache/jdp. Several processes may share it, and
-            those of one run must.
-        limit_bytes: beyond it the least recently used programs are deleted.
+        folder: a folder for the programs; None: `programs` in $JDP_CACHE_DIR, else in ~/.cache/jdp. Give one when the
+            home directory is small, slow or not shared. Several processes may share it, and those of one run must.
+        limit_bytes: the least recently used programs are deleted beyond it. Raise it when large models fill the folder.
 
     Returns:
-        The folder. What JAX was told before stays as it is, by a call before or by JAX_COMPILATION_CACHE_DIR; if that
-        is another folder than the one given, it is said. None if JAX_ENABLE_COMPILATION_CACHE is off, or the folder
-        cannot be made or reached by all processes of this run, which is said.
+        The folder. A folder that JAX was told before stays, by a call or by JAX_COMPILATION_CACHE_DIR; this is reported
+        if it is another one than given. None if JAX_ENABLE_COMPILATION_CACHE is off. None also if the folder cannot be
+        made or reached by all processes of this run, and this is reported.
 
     Raises:
         ValueError: a path that the file system cannot have, or a limit that is no positive integer.
@@ -106,10 +108,10 @@ def keep_programs(folder: str | Path | None = None, *, limit_bytes: int = LIMIT_
 
 @contextlib.contextmanager
 def without_kept_programs() -> Generator[None]:
-    """Have JAX compile, and neither read programs from disk nor write them: this process, its other threads too.
+    """Have JAX compile without reading or writing programs on disk, in all threads of this process.
 
-    It writes programs of described devices, which no process can read again, and warns of each when it is compiled
-    the next time; and what it reads comes without XLA's warnings.
+    JAX writes programs of described devices, which no process can read again, and warns of each at its next
+    compilation. Programs from disk also come without XLA's warnings.
     """
     with _SWITCH:
         _wanted.append(jax.config.jax_enable_compilation_cache)  # pyright: ignore[reportAttributeAccessIssue]
@@ -119,7 +121,7 @@ def without_kept_programs() -> Generator[None]:
         yield
     finally:
         with _SWITCH:
-            if len(_wanted) == 1:  # of several at a time the last one to leave
+            if len(_wanted) == 1:  # the last of several to exit
                 jax.config.update("jax_enable_compilation_cache", _wanted[0])
                 compilation_cache.reset_cache()
                 _wanted.clear()
@@ -128,7 +130,7 @@ def without_kept_programs() -> Generator[None]:
 
 
 class _Programs:
-    """What JAX asks for the bytes of a program: `get`, and `put` for one that it compiled."""
+    """The store that JAX asks for the bytes of a program: `get`, and `put` for one that it compiled."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache, self._path = cache, cache.folder
@@ -157,7 +159,7 @@ def _digest(value: bytes) -> bytes:
 
 
 def _processor() -> str:
-    """Return what machine code for this processor may use; JAX's own key for CPU devices does not say it."""
+    """Return the features of this processor that machine code may use; JAX's own key for CPU devices lacks them."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split("\n\n")[0].splitlines()
     except OSError:
@@ -170,8 +172,8 @@ def _processor() -> str:
 def _shared(folder: Path | None) -> bool:
     """Return True if all processes of this run keep programs in one folder that each of them reaches.
 
-    A process that finds a program where another has to compile it may wait for that one for ever: on several hosts XLA
-    divides the search for the best kernels among all.
+    Otherwise a process that finds a program may wait for ever for one that compiles it: on several hosts XLA divides
+    the search for the best kernels among all.
     """
     joined = joined_as()
     if joined is None or joined[1] == 1:

@@ -4,14 +4,14 @@ A module is split once, at initialisation, and merged only while a step is trace
 module. Its parameters become nested dicts with text keys, which JAX flattens natively.
 
 Three kinds of variables:
-- `nnx.Param`: parameters;
+- `nnx.Param`: parameters.
 - `nnx.RngState` (the keys and counters inside `nnx.Dropout(rngs=...)`): not part of the state. Every merge seeds them
-  anew from the step's key, so the masks depend on that key alone;
-- all others (BatchNorm statistics), and arrays that are plain attributes (tables): model state, which the step returns
-  changed. What a call adds to the module (`sow`) is dropped, and reported.
+  anew from the step's key, so the masks depend on that key alone.
+- All others (BatchNorm statistics), and arrays that are plain attributes (tables): model state, which the step returns
+  changed. Variables that a call adds to the module (`sow`) are dropped, and reported.
 
-If a device sees only its part of the batch, `nnx.BatchNorm` (or a subclass) can take its statistics over mesh axes. Of
-other state that a call changes, each device then has its own: floating-point values are averaged.
+If a device sees only its part of the batch, `nnx.BatchNorm` (or a subclass) can take its statistics over mesh axes.
+Each device then has its own of other state that a call changes: floating-point values are averaged.
 """
 
 from __future__ import annotations
@@ -37,19 +37,12 @@ Flat = dict[tuple[Any, ...], Any]
 
 @dataclass(frozen=True)
 class Adapter:
-    """A module without its arrays. Adapters of modules of equal structure are equal.
-
-    Attributes:
-        structure: what is compared.
-        graphdef: the module's structure, as NNX has it.
-        variables: path -> variable that holds shapes only; a merge fills in the arrays.
-        unsynchronised: slash-joined paths of the variables that calls may change and that belong to no `nnx.BatchNorm`.
-    """
+    """A module without its arrays, which a merge fills in. Adapters of modules of equal structure are equal."""
 
     structure: Structure
     graphdef: nnx.GraphDef[nnx.Module] = field(compare=False, repr=False)
-    variables: Flat = field(compare=False, repr=False)
-    unsynchronised: tuple[str, ...] = ()
+    variables: Flat = field(compare=False, repr=False)  # of shapes
+    unsynchronised: tuple[str, ...] = ()  # paths of variables that calls may change, BatchNorm's left out
 
     def merge(
         self,
@@ -106,11 +99,10 @@ class Adapter:
 
 
 def built(init: Callable[[jax.Array], Any], rng: jax.Array) -> tuple[Any, tuple[tuple[str, PartitionSpec], ...]]:
-    """Call `init` and read the sharding metadata of its parameters.
+    """Call `init` and read the sharding metadata of its parameters, logical names translated by the current rules.
 
-    NNX variables keep their metadata (`nnx.with_partitioning`, `out_sharding`), but are not sharded by it eagerly: the
-    plan shards them. linen's boxes (`nn.Partitioned`) are replaced by their values. Logical names are translated by the
-    rules in force (the variable's `sharding_rules`, or flax's context).
+    NNX variables keep their metadata, but are not sharded by it eagerly: the plan shards them. linen's boxes
+    (`nn.Partitioned`) are replaced by their values.
     """
     with nnx.use_eager_sharding(False):
         model = init(rng)
@@ -130,7 +122,7 @@ def param_specs(module: nnx.Module) -> tuple[tuple[str, PartitionSpec], ...]:
 
 
 def _spec(variable: nnx.Variable[Any]) -> PartitionSpec:
-    """Return the spec that a variable's metadata asks for; empty if there is none.
+    """Return the spec in a variable's metadata; empty if there is none.
 
     Layers that were stacked by a plain `vmap` still have one layer's metadata, which is for the last dimensions.
     """
@@ -198,7 +190,7 @@ def _shape(leaf: Any) -> Any:
 
 
 def is_model_state(variable: Any) -> bool:
-    """Return True for what is neither a parameter nor a random stream."""
+    """Return True for a variable that is neither a parameter nor a random stream."""
     return not isinstance(variable, nnx.RngState | nnx.Param)
 
 
@@ -211,7 +203,7 @@ def _batch_norms(module: nnx.Module) -> list[tuple[tuple[Any, ...], nnx.BatchNor
 
 
 def _seeded(variable: Any, rng: jax.Array | None, index: int) -> jax.Array:
-    """Return a new key or a zero counter for one RNG variable; in evaluation mode a key that nothing draws from."""
+    """Return a new key or a zero counter for one RNG variable; in evaluation mode nothing draws from the key."""
     aval = variable.get_value()
     if not jax.numpy.issubdtype(aval.dtype, jax.dtypes.prng_key):
         return jax.numpy.zeros(aval.shape, aval.dtype)
@@ -223,7 +215,7 @@ def _seeded(variable: Any, rng: jax.Array | None, index: int) -> jax.Array:
 
 
 def at(tree: Mapping[str, Any], path: tuple[Any, ...]) -> Any:
-    """Return what nested dicts with text keys, as `nested` makes them, have at a path."""
+    """Return the value at a path in nested dicts with text keys, as `nested` makes them."""
     value: Any = tree
     for key in path:
         value = value[str(key)]
@@ -231,12 +223,12 @@ def at(tree: Mapping[str, Any], path: tuple[Any, ...]) -> Any:
 
 
 def with_value(leaf: Any, value: Any) -> Any:
-    """Return a variable with another value; of an array that is a plain attribute the value itself."""
+    """Return a variable with another value; for an array that is a plain attribute the value itself."""
     return leaf.replace(value) if isinstance(leaf, nnx.Variable) else value
 
 
 def nested(flat: Flat) -> dict[str, Any]:
-    """Return nested dicts with text keys of what is given by path."""
+    """Return values by path as nested dicts with text keys."""
     tree: dict[str, Any] = {}
     for path, value in flat.items():
         *parents, last = map(str, path)

@@ -2,9 +2,10 @@
 
 Inside a `jax.lax.scan` or a `jax.checkpoint` NNX refuses to change a variable that was made outside: the new value
 would be a tracer that outlives its trace. Therefore
-1. the call gets a copy of its argument, built from the arrays of the trace (`Flattened.unflatten`), and the variables
-   that it reaches through its closure hold the trace's arrays while it runs (`substituted`);
-2. what changed leaves the trace as arrays (`Flattened.changes`, `values`);
+
+1. the call gets a copy of its argument, built from the arrays of the trace (`Flattened.unflatten`). While it runs, the
+variables in its closure hold the trace's arrays (`substituted`);
+2. the changes leave the trace as arrays (`Flattened.changes`, `values`);
 3. outside, those arrays are written into the original variables (`Flattened.write`, `assign`).
 
 If the layers hold no NNX variables (plain dicts, linen's or equinox's trees), the same steps change nothing.
@@ -29,26 +30,18 @@ from jdp.core.flax_nnx.structure import is_filled
 
 Path = tuple[Any, ...]
 Record = list[tuple[Path, Any]]
-"""What changed: its path, and the treedef that makes a variable (or array) of the arrays that left the trace."""
+"""Changed variables: the path, and the treedef that makes a variable (or array) of the arrays that left the trace."""
 
 
 @dataclass(frozen=True)
 class Flattened:
-    """A pytree flattened to variables and other leaves, each variable once even if it is used in several places.
-
-    Attributes:
-        tree: the pytree itself.
-        treedef: its structure down to variables and other leaves.
-        paths: the key path of each of them.
-        nodes: the distinct variables and leaves.
-        slots: for each path, the index in `nodes`.
-    """
+    """A pytree flattened to variables and other leaves (`nodes`), each variable once."""
 
     tree: Any
     treedef: Any
     paths: list[Path]
     nodes: list[Any]
-    slots: list[int]
+    slots: list[int]  # for each path, the index in `nodes`
 
     @property
     def arrays(self) -> list[tuple[str, Any, bool]]:
@@ -89,7 +82,7 @@ class Flattened:
         return record, new
 
     def write(self, record: Record, arrays: Iterable[Any]) -> None:
-        """Write what `changes` returned into the tree itself; a variable that was added to the copy is added here."""
+        """Write the result of `changes` into the tree itself; a variable that was added to the copy is added here."""
         originals = {path: self.nodes[slot] for path, slot in zip(self.paths, self.slots, strict=True)}
         remaining = iter(arrays)
         for path, structure in record:
@@ -113,11 +106,7 @@ def flatten(tree: Any) -> Flattened:
 
 
 def closed_over(call: Any, excluding: Iterable[nnx.Variable[Any]]) -> list[nnx.Variable[Any]]:
-    """Return the variables, without parameters, that `call` can reach and change besides those of its arguments.
-
-    Searched are closures, default arguments, globals that the code names, bound methods, partial functions, containers,
-    and the attributes of plain objects found there.
-    """
+    """Return the variables, without parameters, that `call` can reach and change besides those of its arguments."""
     excluded = {id(variable) for variable in excluding}
     reached = {id(variable): variable for variable in _reached(call, set(), 1)}
     return [
@@ -203,7 +192,7 @@ def _reached(thing: Any, seen: set[int], objects: int) -> Iterator[nnx.Variable[
 
 
 def _of_function(function: types.FunctionType) -> list[Any]:
-    """Return what a function refers to: filled cells, defaults, the function it wraps, globals of its module."""
+    """Return the objects that a function refers to: filled cells, defaults, the function it wraps, globals."""
     cells = [cell.cell_contents for cell in function.__closure__ or () if is_filled(cell)]
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
     named = (function.__globals__.get(name) for name in _names(function.__code__))

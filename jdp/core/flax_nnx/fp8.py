@@ -2,10 +2,10 @@
 
 The forward pass multiplies e4m3 by e4m3, the backward pass gradients in e5m2 by e4m3 (Micikevicius et al. 2022,
 arXiv:2209.05433). Sums are float32, results have the dtype of the activations. Every operand has one scale, that of its
-largest element, found where it is used ("current scaling"): nothing is kept from step to step.
+largest element, found at each use ("current scaling"): nothing is kept from step to step.
 
-A scale is a power of two, which rounds nothing: numbers within some 2^14 of the largest have the same significant bits
-whatever the scale is, and multiplying a result by it is exact.
+A scale is a power of two, which rounds nothing. Numbers within some 2^14 of the largest have the same significant bits
+for any scale, and multiplying a result by it is exact.
 """
 
 import functools
@@ -34,7 +34,7 @@ def _forward(x: jax.Array, weight: jax.Array, dims: Any, native: bool) -> tuple[
     dtype = None if native else x.dtype
     x8, w8 = _numbers(x_bits, FORWARD, dtype), _numbers(w_bits, FORWARD, dtype)
     y = jax.lax.dot_general(x8, w8, dims, preferred_element_type=x.dtype)
-    # Of the activations the backward pass keeps float8. The weight it rounds again: gathered weights are never kept.
+    # The backward pass keeps activations in float8. It rounds the weight again: gathered weights are never kept.
     return y * (x_scale * w_scale).astype(x.dtype), (x_bits, x_scale, weight)
 
 
@@ -43,7 +43,7 @@ def _backward(dims: Any, native: bool, kept: Any, gradient: jax.Array) -> tuple[
     (w_bits, w_scale), (g_bits, g_scale) = _rounded(weight, FORWARD), _rounded(gradient, BACKWARD)
     dtype = None if native else gradient.dtype
     x8, w8, g8 = (_numbers(x_bits, FORWARD, dtype), _numbers(w_bits, FORWARD, dtype), _numbers(g_bits, BACKWARD, dtype))
-    # With the highest precision cuBLASLt adds up in full float32, which a gradient's long sums need.
+    # At the highest precision cuBLASLt adds in full float32, which a gradient's long sums need.
     options: dict[str, Any] = {"dimension_numbers": dims, "precision": jax.lax.Precision.HIGHEST}
     options["preferred_element_type"] = gradient.dtype
     of_x = fp8_ops.dot_general_transpose_lhs(g8, x8, w8, **options)
@@ -62,7 +62,7 @@ def _rounded(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """
     largest = jnp.max(jnp.abs(x)).astype(jnp.float32) / jnp.finfo(dtype).max.astype(jnp.float32)
     bits = jax.lax.bitcast_convert_type(jnp.maximum(largest, _LEAST_SCALE), jnp.uint32)
-    # With a significand other than 1, the exponent goes up by one; infinity stays what it is.
+    # With a significand other than 1, the exponent goes up by one; infinity stays infinity.
     scale = jax.lax.bitcast_convert_type((bits + jnp.uint32(0x007FFFFF)) & jnp.uint32(0xFF800000), jnp.float32)
     return jax.lax.bitcast_convert_type(fp8_ops.quantize(x, dtype, scale, jnp.float32), jnp.uint8), scale
 

@@ -21,7 +21,7 @@ def synchronise(norm: nnx.BatchNorm, axes: tuple[str, ...]) -> None:
     if norm.axis_name is not None:
         notice("BatchNorm's own axis_name is not read: jdp gives it the axes of the batch (sync_batch_norm)")
     norm.axis_name = cast(Any, axes or None)
-    if axes:  # past nnx, for which this would be one more attribute
+    if axes:  # by object's setter: nnx's own would add an attribute
         object.__setattr__(norm, "__class__", _masked(type(norm)))
 
 

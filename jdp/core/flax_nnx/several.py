@@ -1,7 +1,7 @@
-"""One or several models as the arguments of one loss, for a loop of the user's own.
+"""One or several models as the arguments of one loss, for a custom loop.
 
-`Models` takes the place of an `Adapter` there. Modules keep the mode that the loop gave them (`train()`, `eval()`), and
-what a call changes of them is written back into the modules of the loop, as NNX' own transformations do.
+`Models` takes the place of an `Adapter` there. Modules keep their mode (`train()`, `eval()`). Changes that a call makes
+are written back into the modules of the loop, as NNX' own transformations do.
 """
 
 from __future__ import annotations
@@ -21,17 +21,13 @@ from jdp.core.flax_nnx.adapter import Adapter, at, is_model_state, nested, param
 
 @dataclass(frozen=True)
 class Models:
-    """The adapters of a loss's models, in order; None for one that is a plain pytree.
+    """The adapters of a loss's models, in order; None for a plain pytree.
 
     It has an `Adapter`'s methods; parameters, model state and models are tuples with an entry for each.
-
-    Attributes:
-        adapters: of each model.
-        specs: of each model, (path, spec) for the parameters that its metadata shards.
     """
 
     adapters: tuple[Adapter | None, ...]
-    specs: tuple[tuple[tuple[str, PartitionSpec], ...], ...]
+    specs: tuple[tuple[tuple[str, PartitionSpec], ...], ...]  # of each model, as `metadata` returns them
 
     def merge(
         self, params: Sequence[Any], model_state: Sequence[Any], rng: jax.Array | None, sync_axes: tuple[str, ...] = ()
@@ -86,7 +82,7 @@ def gradient_state(module: nnx.Module, grads: Any) -> nnx.State[Any, Any]:
 
 
 def write_back(module: nnx.Module, before: Any, after: Any) -> None:
-    """Write what a call changed of a module's state, beside its parameters, into the module."""
+    """Write the changes of a call in a module's state, beside its parameters, into the module."""
     changed = {}
     for path, variable in nnx.to_flat_state(nnx.state(module)):
         if isinstance(variable, nnx.Variable) and is_model_state(variable):
@@ -134,7 +130,7 @@ def plain(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
 
 
 def parameters(tree: Any) -> Any:
-    """Return what an optimizer's `init` gets: the `nnx.Param` state of a module; any other tree itself."""
+    """Return the argument of an optimizer's `init`: the `nnx.Param` state of a module; any other tree itself."""
     return nnx.state(tree, nnx.Param) if isinstance(tree, nnx.Module) else tree
 
 
@@ -144,7 +140,7 @@ def metadata(tree: Any) -> tuple[tuple[str, PartitionSpec], ...]:
 
 
 def map_parameters(opened: Any, parameters: Callable[[Any], Any], others: Callable[[Any], Any]) -> Any:
-    """Return a tree like `opened`, of what two functions return for its leaves."""
+    """Return a tree like `opened` with the results of two functions for its leaves."""
     if not isinstance(opened, nnx.State):
         return parameters(opened)
     flat = dict(nnx.to_flat_state(opened))

@@ -1,8 +1,8 @@
 """Compare the structure of two modules, so that a step compiled for one of them serves the other.
 
-NNX compares the values of a module's attributes, and functions by identity: a lambda or a `functools.partial` that is
-written in a module's `__init__` is another object in every instance. Here two functions are equal if they run the same
-code on the same values.
+NNX compares the values of a module's attributes, and functions by identity. A lambda or a `functools.partial` in a
+module's `__init__` is another object in every instance. Here two functions are equal if they run the same code on the
+same values.
 """
 
 from __future__ import annotations
@@ -19,15 +19,10 @@ from flax.nnx.graphlib import Static
 
 @dataclass(frozen=True)
 class Structure:
-    """A graphdef that can be compared: equal, and of equal hash, for modules of equal structure.
-
-    Attributes:
-        nodes: NNX's description of the nodes.
-        attributes: (name, value to compare) of every attribute of every node, in order.
-    """
+    """A graphdef that can be compared: equal, and of equal hash, for modules of equal structure."""
 
     nodes: tuple[Any, ...]
-    attributes: tuple[tuple[Any, Hashable], ...]
+    attributes: tuple[tuple[Any, Hashable], ...]  # (name, value to compare) of every attribute of every node
 
     @property
     def may_differ(self) -> bool:

@@ -40,10 +40,13 @@ def init_state(
 ) -> TrainState[Model]:
     """Make the train state with every leaf sharded as the plan says. No device ever holds more than its shards.
 
-    Except while a leaf is made that is stored flat and padded (`Plan.pad`): then it may hold all of that leaf.
+        >>> state = jdp.init_state(init, optax.adamw(3e-4), plan, rng=jax.random.key(0))
+        >>> state.params["kernel"].sharding.spec
+        P('data',)
 
     The weights are those of `init(jax.random.fold_in(rng, 0))`, as of `jdp.init`: one seed makes one model. They are
-    bitwise the same on any mesh and under any strategy.
+    bitwise the same on any mesh and under any strategy. A device holds all of a leaf only while a leaf is made that is
+    stored flat and padded (`Plan.pad`).
 
     Args:
         init: `init(rng)` -> an `nnx.Module`, or a pytree of arrays (flax.linen's `variables["params"]`, an equinox
@@ -51,17 +54,17 @@ def init_state(
         tx: any optax optimizer, `optax.MultiSteps` too.
         plan: the mesh, the strategy and the rules by which leaves are sharded.
         rng: one key, `jax.random.key(seed)`, the same on every process; everything random in training derives from it.
-        wrt: which parameters are trained (with respect to what the loss is differentiated). None: all. A path pattern
-            ("head/*", as in `Plan.rules`) or a sequence of them; for an NNX module also any filter of nnx
-            (`nnx.LoRAParam`, a callable). All others are frozen: no gradient, no optimizer state, any dtype; they are
-            sharded and gathered as the strategy says, and the optimizer sees None in their place.
+        wrt: which parameters are trained; None: all. Give it to fine-tune a part of a model. A path pattern ("head/*",
+            as in `Plan.rules`) or a sequence of them; for an NNX module also any filter of nnx (`nnx.LoRAParam`, a
+            callable). All others are frozen: no gradient, no optimizer state, any dtype. They are sharded and gathered
+            as the strategy says, and the optimizer sees None in their place.
 
     Returns:
         A `TrainState` at step 0 on the plan's devices.
 
     Raises:
-        ValueError: `tx` is no optimizer, `rng` no key, or `wrt` matches nothing. `init` returns something that is no
-            array, or a trained parameter that is not floating point or belongs to another collection of linen. The
+        ValueError: `tx` is no optimizer or `rng` no key. `init` returns something that is no array, or a trained
+            parameter that is not floating point or belongs to another collection of linen. `wrt` matches nothing. The
             optimizer's state holds something that is no array or changes shape, or its update needs arguments that a
             step does not have. A rule of the plan matches nothing or does not divide. Processes differ in the plan, the
             key or the program of `init`.
@@ -88,13 +91,16 @@ def abstract_state(
 ) -> TrainState[Model]:
     """Return the shapes, dtypes and shardings of the state that `init_state` would make, without using memory.
 
+        >>> shapes = jdp.abstract_state(init, optax.adamw(3e-4), plan, rng=jax.random.key(0))
+        >>> shapes.params["kernel"].shape, shapes.params["kernel"].sharding.spec
+        ((64, 32), P('data',))
+
+    It is a target for `jdp.restore`, and an argument for `jdp.foresee` and `jdp.verify`.
+
     Args:
-        init: `init(rng)` -> an `nnx.Module`, or a pytree of arrays. It is traced, not run.
-        tx: any optax optimizer.
-        plan: the mesh, the strategy and the rules; its devices may be descriptions of devices that this machine does
-            not have.
-        rng: one key, `jax.random.key(seed)`.
-        wrt: which parameters are trained, as for `init_state`; None: all.
+        init, tx, rng, wrt: as for `init_state`; `init` is traced, not run.
+        plan: the mesh, the strategy and the rules; its devices may be described devices that this machine does not
+            have.
 
     Returns:
         A `TrainState` whose leaves are `jax.ShapeDtypeStruct` with global shapes and shardings.

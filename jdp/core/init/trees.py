@@ -1,9 +1,9 @@
-"""Trees of a custom loop, made sharded or laid out as a plan says: models, and trees that belong to them.
+"""Trees of a custom loop, made sharded or moved as a plan says: models, and the trees that belong to them.
 
 A tree is an NNX module, an `nnx.Optimizer`, a `TrainState` or any pytree of arrays. Parameters (of a pytree, all its
 arrays) get their rest specs; other variables of a module are replicated. With `of`, the tree belongs to parameters, as
-an optimizer's state does, and each leaf is sharded as its parameter. All leaves have their own shapes: only those of a
-train state may be flat and padded (`Plan.pad`).
+an optimizer's state does, and each leaf is sharded like its parameter. All leaves have their own shapes: only those of
+a train state may be flat and padded (`Plan.pad`).
 """
 
 from __future__ import annotations
@@ -37,27 +37,31 @@ Tree = TypeVar("Tree")
 def init(init: Callable[[Any], Tree], plan: Plan, *, rng: jax.Array | None = None, of: Any = None) -> Tree:
     """Make a tree with every leaf sharded as the plan says. No device ever holds more than its shards.
 
+        >>> model = jdp.init(init, plan, rng=jax.random.key(0))  # an NNX module; of arrays: a pytree
+        >>> params, tx = {"w": model.kernel[...]}, optax.adam(1e-3)
+        >>> opt_state = jdp.init(tx.init, plan, of=params)
+        >>> opt_state[0].mu["w"].sharding.spec
+        P('data',)
+
     The values are bit for bit those of `jax.jit(init)(jax.random.fold_in(rng, 0))` on one device, as of
     `jdp.init_state`: one seed makes one model.
-
-        model = jdp.init(lambda rng: GPT(config, rngs=nnx.Rngs(rng)), plan, rng=jax.random.key(0))
-        opt_state = jdp.init(tx.init, plan, of=params)
 
     Args:
         init: `init(rng)` -> an `nnx.Module` or a pytree of arrays; with `of`, `init(of)` -> what belongs to it. Traced
             under `jit`; its arrays are global.
-        plan: the mesh, the strategy and the rules. A rule need not match: it may be for another tree. A leaf without a
-            dimension that divides stays replicated: only a train state's can be padded (`Plan.pad`).
-        rng: one key, the same on every process.
-        of: the parameters that the tree belongs to: a module (`init` gets its `nnx.Param` state) or a pytree.
+        plan: the mesh, the strategy and the rules. A rule need not match: it may be for another tree. A leaf stays
+            replicated if none of its dimensions divides: only a train state's leaves can be padded (`Plan.pad`).
+        rng: one key, the same on every process. Give it for a model.
+        of: the parameters that the tree belongs to: a module (`init` gets its `nnx.Param` state) or a pytree. Give it
+            for an optimizer's state, or for another tree like the parameters, such as an average.
 
     Returns:
-        What `init` returned, on the plan's devices.
+        The tree that `init` returned, on the plan's devices.
 
     Raises:
-        ValueError: neither `rng` nor `of` is given, or both, or `rng` is no key. A rule or the metadata shards a
-            dimension that does not divide. `init` returns something that is no array, modules inside of a pytree, or
-            an `nnx.Optimizer` without `of`. Processes differ in plan, key or program.
+        ValueError: neither `rng` nor `of` is given, or both; or `rng` is no key. A rule or the metadata shards a
+            dimension that does not divide. `init` returns something that is no array, modules inside of a pytree, or an
+            `nnx.Optimizer` without `of`. Processes differ in plan, key or program.
         RuntimeError: another process did not come to this call.
     """
     check_plan(plan)
@@ -67,7 +71,7 @@ def init(init: Callable[[Any], Tree], plan: Plan, *, rng: jax.Array | None = Non
             f"jdp.init takes rng, for a model, or of, for what belongs to one; given {given}. Write "
             "jdp.init(init, plan, rng=jax.random.key(0)), or jdp.init(tx.init, plan, of=params)."
         )
-    found: list[tuple[Any, Any]] = []  # (what makes the tree of its leaves, specs of its metadata), one for each trace
+    found: list[tuple[Any, Any]] = []  # (function leaves -> tree, specs of its metadata), one for each trace
 
     def make(given: Any) -> PyTree:
         given = plan.entered(given)
@@ -91,22 +95,27 @@ def init(init: Callable[[Any], Tree], plan: Plan, *, rng: jax.Array | None = Non
 
 
 def place(tree: Any, plan: Plan, *, of: Any = None) -> Any:
-    """Lay out a tree as the plan says: arrays are moved, and inside of a jitted function constrained.
+    """Shard a tree as the plan says: arrays are moved, or inside of a jitted function constrained.
+
+        >>> weights = {"w": np.ones((64, 32), "float32")}  # made elsewhere
+        >>> jdp.place(weights, plan)["w"].sharding.spec
+        P('data',)
 
     Args:
         tree: an NNX module, an `nnx.Optimizer`, a `TrainState`, or any pytree of arrays (NumPy's too); with several
             processes, the same values on each.
-        plan: the mesh, the strategy and the rules. A rule need not match: it may be for another tree. A leaf without a
-            dimension that divides stays replicated: only a train state's can be padded (`Plan.pad`).
-        of: the parameters that the tree belongs to, for an optimizer or its state: a module or a pytree.
+        plan: the mesh, the strategy and the rules. A rule need not match: it may be for another tree. A leaf stays
+            replicated if none of its dimensions divides: only a train state's leaves can be padded (`Plan.pad`).
+        of: the parameters that the tree belongs to, a module or a pytree. Needed for an optimizer or its state.
 
     Returns:
-        The same values on the plan's devices. A module is a new one; the old one stays as it is. An array that has its
-        sharding already is the same one, as of `jax.device_put`: a step that donates its state takes it from both.
+        The same values on the plan's devices. A module is a new one; the old one stays as it is. An array that is
+        sharded like this already is the same array, as of `jax.device_put`: a step that donates its state takes it from
+        both.
 
     Raises:
-        ValueError: a rule or the metadata shards a dimension that does not divide. Or the tree holds something that is
-            no array, modules inside of a pytree, or is an `nnx.Optimizer` and `of` is None.
+        ValueError: a rule or the metadata shards a dimension that does not divide. The tree holds something that is no
+            array, modules inside of a pytree, or is an `nnx.Optimizer` and `of` is None.
     """
     check_plan(plan)
     if isinstance(tree, TrainState):
@@ -118,11 +127,11 @@ def place(tree: Any, plan: Plan, *, of: Any = None) -> Any:
 
 
 def _placed_state(state: TrainState, plan: Plan) -> TrainState:
-    """Lay out a train state as `init_state` would, also one that was padded for another number of devices."""
+    """Shard a train state as `init_state` would, also one that was padded for another number of devices."""
     replicas, sizes = plan.mesh.shape.get(REPLICA, 1), {x.shape[0] for x in jax.tree.leaves(state.opt_state) if x.ndim}
     if STACKED in state.sync and sizes - {replicas}:
         raise ValueError(
-            "After local steps a state keeps each replica's own optimizer state, and is laid out for as many replicas; "
+            "After local steps a state keeps each replica's own optimizer state, and is sharded for as many replicas; "
             f"given {max(sizes)} and a plan of {replicas}. Save it, and restore it onto a state of that plan, which "
             "takes their mean."
         )
@@ -181,7 +190,7 @@ def check_tree(tree: Any, of: Any = None, *, arrays: bool = False) -> None:
     check_keys(tree)
     if flax_nnx.is_optimizer(tree) and of is None:
         raise ValueError(
-            "An optimizer's state lies as the parameters lie that it belongs to; given an nnx.Optimizer without them. "
+            "An optimizer's state is sharded like its parameters; given an nnx.Optimizer without them. "
             "Pass the model: of=model."
         )
     if (path := flax_nnx.module_inside(tree)) is not None:
@@ -216,6 +225,6 @@ def refuse_offload(plan: Plan) -> None:
     """Refuse a plan that keeps a part of a train state on the host. Raises ValueError."""
     if plan.offload is not None:
         raise ValueError(
-            f"A custom loop keeps its trees on the devices; given a plan with offload={plan.offload!r}. Take a plan "
-            "without it, or jdp.make_train_step, which streams its state from the host."
+            f"A custom loop keeps its arrays on the devices; given a plan with offload={plan.offload!r}. Take a "
+            "plan without it, or jdp.make_train_step, which streams its state from the host."
         )

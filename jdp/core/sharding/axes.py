@@ -1,4 +1,4 @@
-"""The axes of a mesh: their names, the rules about their sizes, and what they multiply to. It needs no JAX."""
+"""The axes of a mesh: their names, the rules about their sizes, and their product. It needs no JAX."""
 
 import math
 from collections.abc import Mapping
@@ -13,10 +13,7 @@ REPLICA = "replica"
 
 
 def axis_sizes(axes: Mapping[str, int], count: int) -> dict[str, int]:
-    """Return the sizes of a mesh of `count` devices, its -1 filled in: axis -> size, in the order given.
-
-    Every rule about the sizes of a mesh is checked here, and in `check_axes`, and nowhere else.
-    """
+    """Return the sizes of a mesh of `count` devices, its -1 filled in: axis -> size, in the order given."""
     check_axes(axes)
     known = math.prod(size for size in axes.values() if size != -1)
     sizes = {name: count // known if size == -1 else size for name, size in axes.items()}
@@ -63,6 +60,6 @@ def factors(sizes: Mapping[str, int]) -> str:
 
 
 def equation(sizes: Mapping[str, int]) -> str:
-    """Return the factors and, if there are several, what they multiply to: "data=4 × model=2 = 8", or "data=4"."""
+    """Return the factors and, if there are several, their product: "data=4 × model=2 = 8", or "data=4"."""
     product = math.prod(sizes.values())
     return f"{factors(sizes)} = {product}" if len(sizes) > 1 else factors(sizes)

@@ -1,4 +1,4 @@
-"""What the rows of a global batch must divide by. It needs no JAX."""
+"""The divisor of a global batch's rows. It needs no JAX."""
 
 import math
 from collections.abc import Mapping
@@ -10,21 +10,17 @@ from jdp.core.sharding.axes import DATA, REPLICA, equation
 
 @dataclass(frozen=True)
 class BatchUnit:
-    """What the rows of a global batch must divide by. Every rule about it is here and nowhere else.
-
-    Attributes:
-        factors: their names and sizes, such as {"replica": 2, "data": 4, "accumulate": 3}, which multiply to the unit.
-    """
+    """The divisor of a global batch's rows, as named factors. Every rule about it is here."""
 
     factors: Mapping[str, int]
 
     @property
     def rows(self) -> int:
-        """The unit: all factors multiplied."""
+        """The divisor: all factors multiplied."""
         return math.prod(self.factors.values())
 
     def round_up(self, rows: int) -> int:
-        """Return the least number of rows that divides and is not below `rows`."""
+        """Return the least multiple of the divisor that is not below `rows`."""
         return -(-rows // self.rows) * self.rows
 
     def rule(self, rows: int, subject: str = "a batch's rows") -> str:
@@ -46,7 +42,7 @@ def batch_unit(
     local_steps: int = 1,
     named: Mapping[str, str] = MappingProxyType({}),
 ) -> BatchUnit:
-    """Return what a global batch's rows must divide by: shards × steps × microbatches × group."""
+    """Return the divisor of a global batch's rows: shards × steps × microbatches × group."""
     factors = {named.get(axis, axis): mesh[axis] for axis in (REPLICA, DATA) if axis in mesh}
     counts = {"local_steps": local_steps, "accumulate": accumulate, "group": group}
     return BatchUnit(factors | {name: count for name, count in counts.items() if count > 1})

@@ -1,11 +1,11 @@
-"""Host memory: the leaves of a state that rest in their host's pinned memory, and how a step moves them.
+"""Host memory: the leaves of a state in their host's pinned memory, and how a step moves them.
 
-`Plan(..., offload="optimizer")` says which leaves do (`Placement.memory`); their shardings then have the memory kind
-`pinned_host`. JAX moves an array by `jax.device_put` to a memory space, inside a jitted function too, where XLA makes a
-copy of it that runs beside kernels.
+`Plan(..., offload="optimizer")` chooses the leaves (`Placement.memory`); their shardings have the memory kind
+`pinned_host`. JAX moves an array by `jax.device_put` to a memory space. Inside a jitted function XLA makes this a copy
+that runs beside kernels.
 
 Devices that are only described (`jdp plan --target`) list no memories, and JAX drops the memory kind of their
-shardings: `mark_host_leaves` writes it into the lowered program.
+shardings. `mark_host_leaves` writes it into the lowered program.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jdp.core.types import PyTree
 PINNED = "pinned_host"
 """JAX's name for memory of the host that the devices copy from and to without the processor."""
 OFFLOADS = ("optimizer",)
-"""What `Plan.offload` may be, besides None."""
+"""The values of `Plan.offload`, besides None."""
 
 
 def check_offload(offload: str | None, mesh: Mesh) -> None:
@@ -41,7 +41,7 @@ def check_offload(offload: str | None, mesh: Mesh) -> None:
 
 
 def check_memory_kinds(kinds: list[str], platform: str) -> None:
-    """Check that a device with these kinds of memory has pinned host memory; [] is a device that is only described."""
+    """Check that these kinds of memory include pinned host memory; [] is a device that is only described."""
     if kinds and PINNED not in kinds:
         raise ValueError(
             f'offload="optimizer" needs devices that reach pinned host memory ({PINNED!r}); given {platform} devices '
@@ -56,17 +56,17 @@ def is_described(mesh: Mesh) -> bool:
 
 
 def rest_sharding(mesh: Mesh, placement: Placement) -> NamedSharding:
-    """Return the sharding of a leaf between steps, with the kind of its memory where that is the host's."""
+    """Return the sharding of a leaf between steps, with the memory kind of the host for a leaf there."""
     return NamedSharding(mesh, placement.rest, memory_kind=PINNED if placement.on_host else None)
 
 
 def to_device(x: jax.Array) -> jax.Array:
-    """Return an array in device memory, sharded as it was; inside a traced function as an operation of it."""
+    """Return an array in device memory with the same sharding, also inside a traced function."""
     return jax.device_put(x, jax.memory.Space.Device)
 
 
 def to_host(x: jax.Array) -> jax.Array:
-    """Return an array in pinned host memory, sharded as it was; inside a traced function as an operation of it."""
+    """Return an array in pinned host memory with the same sharding, also inside a traced function."""
     return jax.device_put(x, jax.memory.Space.Host)
 
 
@@ -78,7 +78,7 @@ def is_on_host(x: Any) -> bool:
 
 
 def on_device(tree: PyTree) -> PyTree:
-    """Return a tree whose leaves are in device memory: those in host memory are copied, all others are as they were."""
+    """Return a tree whose leaves are in device memory: leaves in host memory are copied, others stay as they are."""
 
     def moved(leaf: Any) -> Any:
         if not is_on_host(leaf):
@@ -94,14 +94,13 @@ def on_device(tree: PyTree) -> PyTree:
 
 
 _PLACEMENT = "annotate_device_placement"  # the custom call by which JAX tells XLA where an array is
-_KIND = "mhlo.memory_kind"
 
 
 def mark_host_leaves(lowered: jax.stages.Lowered) -> None:
     """Give a program that was lowered for described devices the memory kinds of its arguments and results.
 
-    An argument that the program declares to be in host memory before it uses it, as `streamed` does, is a host
-    argument; a result that it moves there last is a host result.
+    An argument is a host argument if the program declares it in host memory before it uses it, as `streamed` does. A
+    result is a host result if the program moves it there last.
     """
     module: Any = lowered.compiler_ir("stablehlo")
     with module.context:
@@ -110,10 +109,11 @@ def mark_host_leaves(lowered: jax.stages.Lowered) -> None:
         returned = list(block.operations)[-1]
         hosts = [any(_is_host(use.owner) for use in argument.uses) for argument in block.arguments]
         results = [_is_host(value.owner) for value in returned.operands]
+        kind: dict[str, Any] = {"mhlo.memory_kind": ir.StringAttr.get(PINNED)}
         for name, marks in (("arg_attrs", hosts), ("res_attrs", results)):
-            main.attributes[name] = ir.ArrayAttr.get(
-                [_with_kind(old, marked) for old, marked in zip(main.attributes[name], marks, strict=True)]
-            )
+            own: list[dict[str, Any]] = [{each.name: each.attr for each in old} for old in main.attributes[name]]
+            marked = [ir.DictAttr.get(old | kind if mark else old) for old, mark in zip(own, marks, strict=True)]
+            main.attributes[name] = ir.ArrayAttr.get(marked)
 
 
 def _is_host(owner: Any) -> bool:
@@ -122,8 +122,3 @@ def _is_host(owner: Any) -> bool:
         return False
     called = operation.attributes["call_target_name"].value == _PLACEMENT
     return called and PINNED in str(operation.attributes["mhlo.frontend_attributes"])
-
-
-def _with_kind(attributes: Any, marked: bool) -> Any:
-    own = {each.name: each.attr for each in attributes}
-    return ir.DictAttr.get({**own, _KIND: ir.StringAttr.get(PINNED)} if marked else own)

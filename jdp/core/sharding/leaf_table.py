@@ -1,7 +1,4 @@
-"""The leaves of a tree as a table: path, dtype and shape, spec and bytes on a device. No array is read for it.
-
-Arrays may be real, abstract, being traced, donated or deleted: all that is shown is known without their elements.
-"""
+"""The leaves of a tree as a table: path, dtype and shape, spec and bytes on a device, known without their elements."""
 
 import math
 from collections.abc import Sequence
@@ -26,18 +23,7 @@ IN_A_TERMINAL = 24
 
 @dataclass(frozen=True)
 class Leaf:
-    """What is known of an array without reading it.
-
-    Attributes:
-        path: slash-joined path in the tree.
-        array: dtype and global shape, such as "float32[64, 512]".
-        lies: its spec, such as "P('data', None)", or where it lies in other words.
-        elements: of the global array.
-        bytes_per_device: of one device's part; of the whole array, "at most", where its sharding is not known.
-        why: the reason for it; "" where there is none.
-        is_sharding_known: where it is not, `bytes_per_device` is an upper bound.
-        on_host: these bytes rest in the host's memory, not in the device's.
-    """
+    """An array, described without reading it; `bytes_per_device` is an upper bound if its sharding is not known."""
 
     path: str
     array: str
@@ -74,7 +60,7 @@ def _is_on_host(sharding: Any) -> bool:
 
 
 def _lies(value: Any, sharding: Any) -> str:
-    """Say where an array lies: its spec, and what is unusual about it."""
+    """Return the place of an array: its spec, and anything unusual about it."""
     if isinstance(value, Tracer | np.ndarray | np.generic):
         return "being traced" if isinstance(value, Tracer) else "NumPy"
     where = "not said" if sharding is None else type(sharding).__name__

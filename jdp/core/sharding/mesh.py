@@ -1,4 +1,4 @@
-"""Device meshes with named axes: how many devices there must be, and which device gets which place in the mesh.
+"""Device meshes with named axes: how many devices there must be, and the place of each device in the mesh.
 
 The arithmetic, which `axis_sizes` checks:
 
@@ -6,8 +6,8 @@ The arithmetic, which `axis_sizes` checks:
     rows of a global batch = replica × data × accumulate × rows a device computes at once
 
 - `data`: the batch is split over it, and ZeRO shards parameters, gradients and optimizer state over it.
-- `replica`: the batch is split over it too, the state is not: every replica holds all of it, sharded over its own
-  `data` (HSDP). Only shards of gradients cross it, once a step; so it is the axis for the slow links between hosts.
+- `replica`: the batch is split over it too, but the state is not: every replica holds all of it, sharded over its own
+  `data` (HSDP). Only shards of gradients cross it, once a step, so it is the axis for the slow links between hosts.
 - Any other axis is the model's own, and the batch is not split over it: `model` for tensor parallelism, `expert`,
   `pipe`. The plan's rules, or the model's own metadata, determine which parameters are sharded over it; XLA moves the
   activations. Pipeline stages are a dimension of the parameters that a rule shards over `pipe`; the model itself passes
@@ -40,23 +40,28 @@ from jdp.core.types import Device, PyTree
 def make_mesh(*, devices: Sequence[Device] | None = None, **axes: int) -> Mesh:
     """Arrange devices into a mesh with named axes.
 
-    Devices of a host stay together, otherwise in the order given; the last axis varies fastest and `replica` slowest:
+        >>> mesh = jdp.make_mesh(replica=2, data=-1)  # eight devices: two replicas of four
+        >>> dict(mesh.shape)
+        {'replica': 2, 'data': 4}
+
+    Devices of a host stay together, otherwise in the order given. The last axis varies fastest and `replica` slowest:
     `make_mesh(replica=2, data=4)` and `make_mesh(data=4, replica=2)` both put devices 0-3 into one replica. On TPUs,
     JAX arranges the axes along the torus.
 
     Args:
-        devices: the devices to arrange; all devices of all processes by default. They may be described devices that
-            this machine does not have.
-        axes: axis=size in devices, in the order that the mesh has them. `data` is required; `replica` is optional; any
-            other name is an axis of the model's own. One size may be -1: it takes the devices that are left. No axes at
-            all means `data=-1`.
+        devices: the devices to arrange; None: all devices of all processes. Give them to use a part of a machine, or
+            described devices that this machine does not have.
+        axes: axis=size in devices, in the order that the mesh has them. No axes at all means `data=-1`. `data` is
+            required. Add `replica` for sharding within groups of devices that have fast links (HSDP), and for local
+            steps. Any other name is an axis of the model's own, such as `model` for tensor parallelism. One size may be
+            -1: it takes the devices that are left.
 
     Returns:
         A `jax.sharding.Mesh` whose axes have type Auto.
 
     Raises:
         ValueError: there are no devices or no `data` axis, a size is not positive, or the sizes do not multiply to the
-            number of devices; or, as `Mismatch`, `devices` is None and a process has more of them than another.
+            number of devices. As `Mismatch`: `devices` is None and a process has more devices than another.
     """
     if devices is None:
         choose_platform()
@@ -91,10 +96,7 @@ def mesh_of(tree: PyTree) -> Mesh | None:
 
 @contextlib.contextmanager
 def tracing_on(mesh: Mesh) -> Generator[None]:
-    """Have code traced for `mesh` while the context lasts: `traced_device` is one of its devices.
-
-    `mesh`, which has Auto axes, replaces another one that the caller has set.
-    """
+    """Have code traced for `mesh` while the context lasts, in place of a mesh that the caller has set."""
     with tracing_for(mesh, batch_axes(mesh)), auto_axes(mesh):
         yield
 
@@ -104,10 +106,7 @@ _FOLLOWED: ContextVar[Mesh | None] = ContextVar("jdp_followed", default=None)
 
 @contextlib.contextmanager
 def following(mesh: Mesh) -> Generator[None]:
-    """Have code traced on `mesh` while the context lasts, in place of the mesh with the same axes that it was made for.
-
-    It is the context's mesh too, so that jax keeps what is traced here apart from what is traced elsewhere.
-    """
+    """Have code traced on `mesh` while the context lasts, in place of another with the same axes."""
     token = _FOLLOWED.set(mesh)
     try:
         with jax.set_mesh(mesh):
@@ -117,12 +116,12 @@ def following(mesh: Mesh) -> Generator[None]:
 
 
 def without_mesh() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which the caller's `jax.set_mesh` does not hold."""
+    """Return a context without the mesh of the caller's `jax.set_mesh`."""
     return jax.set_mesh(Mesh(np.empty((), object), ()))
 
 
 def followed(mesh: Mesh) -> Mesh:
-    """Return the mesh that takes the place of `mesh` (`following`); `mesh` itself where none does."""
+    """Return the mesh that takes the place of `mesh` (`following`); `mesh` itself if none does."""
     other = _FOLLOWED.get()
     return mesh if other is None or other.axis_names != mesh.axis_names else other
 
@@ -137,13 +136,13 @@ def own_axes(mesh: Mesh) -> tuple[str, ...]:
     return tuple(name for name in mesh.axis_names if name not in (REPLICA, DATA))
 
 
-# Hosts: which axes cross slow links, and need not.
+# Hosts: axes that cross slow links and need not.
 
 HostOf = Callable[[Device], Any]
 
 
 def host_of(device: Device) -> Any:
-    """Return what a device shares its fast links with: JAX's partition (NVLink domain, TPU slice), else its process.
+    """Return the group of a device's fast links: JAX's partition (NVLink domain, TPU slice), else its process.
 
     CPU devices all count as one host: they have no links of their own.
     """
@@ -155,7 +154,7 @@ def host_of(device: Device) -> Any:
 
 
 def hosts_along(mesh: Mesh, axis: str, host: HostOf = host_of) -> int:
-    """Return on how many hosts the devices are that differ along `axis` only: the largest number of any such group."""
+    """Return the largest number of hosts in a group of devices that differ along `axis` only."""
     groups = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1).reshape(-1, mesh.shape[axis])
     return max(len({host(device) for device in group}) for group in groups)
 

@@ -1,16 +1,15 @@
 """Find the parameter that a leaf of the optimizer state belongs to, and derive the leaf's specs from that parameter's.
 
-An optimizer maps over the parameters, so its state holds trees of the parameters' own structure, whatever
-wraps them (`chain`, `masked`, `multi_transform`, ...). A leaf in such a tree has the parameter's path inside its own
-path; then the shapes decide:
-- equal: it mirrors the parameter (moments, averages, accumulated gradients);
-- dimensions missing or of size 1 (the factored moments of adafactor and sm3), or more of them in front (the history
-  of lbfgs): the spec's entries for the dimensions that both have;
-- else (a second-order block [k, k]): the leaf is placed by its own shape, and the reason states it.
+An optimizer maps over the parameters, so its state holds trees of the parameters' own structure, whatever wraps them
+(`chain`, `masked`, `multi_transform`, ...). A leaf in such a tree has the parameter's path inside its own path. Then
+the shapes decide.
+- Equal: it mirrors the parameter (moments, averages, accumulated gradients).
+- Dimensions missing or of size 1 (factored moments of adafactor and sm3), or more in front (lbfgs' history): the spec's
+  entries for the dimensions that both have.
+- Else (a second-order block [k, k]): the leaf is placed by its own shape, and the reason states it.
 
 `optax.tree_map_params` finds the same trees by running the optimizer's `init` on a placeholder (a test compares the
-two). It fails on an `init` that reads shapes or names a parameter, and does not give the parameter that a leaf belongs
-to; the paths do.
+two). It fails on an `init` that reads shapes or names a parameter, and does not give the parameter of a leaf.
 """
 
 from __future__ import annotations
@@ -30,14 +29,7 @@ REPLICATED = PartitionSpec()
 
 @dataclass(frozen=True)
 class LeafSpecs:
-    """The specs of a leaf of the optimizer state, as far as the parameter it belongs to determines them.
-
-    Attributes:
-        rest: spec between steps.
-        compute: spec while the leaf is used.
-        reason: why, in words.
-        final: True if nothing more is to be sharded: the leaf mirrors the parameter, or it is a scalar.
-    """
+    """The specs of a leaf of the optimizer state; not `final`: its own dimensions may be sharded further."""
 
     rest: PartitionSpec
     compute: PartitionSpec
@@ -64,7 +56,7 @@ def specs_for_leaf(path: str, shape: tuple[int, ...], params: Mapping[str, Place
 
 
 def mirrored(path: str, shape: tuple[int, ...], params: Mapping[str, Placement]) -> Placement | None:
-    """Return the parameter that a leaf of the optimizer state belongs to and has the shape of; or None."""
+    """Return the parameter of a leaf of the optimizer state if it has the leaf's shape; else None."""
     parameter = _owner(path, shape, params) if shape else None
     return parameter if parameter is not None and parameter.shape == shape else None
 
@@ -90,11 +82,7 @@ def _owner(path: str, shape: tuple[int, ...], params: Mapping[str, Placement]) -
 
 
 def _parameter_dims(shape: tuple[int, ...], parameter: Placement) -> tuple[int | None, ...] | None:
-    """Return the parameter's dimension for each dimension of a leaf; None for one that only the leaf has.
-
-    Returns None if the leaf's shape cannot be derived from the parameter's. If several choices of dimensions fit, the
-    one that contains the dimension sharded over `data` is taken.
-    """
+    """Return the parameter's dimension for each of a leaf's, None for one that only the leaf has; None if none fit."""
     full = parameter.shape
     extra = len(shape) - len(full)
     if extra > 0:

@@ -1,10 +1,9 @@
-"""Leaves that rest flat and padded: those of which no dimension divides by the number of devices.
+"""Leaves that are flat and padded at rest, because none of their dimensions divides by the number of devices.
 
-A plan shards a dimension that divides. Where none does, the elements of the leaf stand in a row, zeros behind them, and
-each device has a part of that row: on 512 devices GPT-2 then rests within 0.7 % of a 512th, where padding one dimension
-would take 8 % more (experiments/LOG.md). An array of three dimensions or more, and a smaller one where it costs no more
-than `ROW_BY_ROW`, keeps its leading dimension and has such a row for each index of it: these may be the layers of a
-loop, which gathers one at a time.
+The elements of such a leaf are in a row, followed by zeros, and each device has a part of that row. On 512 devices
+GPT-2 then takes 0.7 % more than a 512th; padding one dimension would take 8 % more (experiments/LOG.md). An array of
+two dimensions or more has such a row for each index of its leading dimension, if that costs no more than `ROW_BY_ROW`.
+These may be the layers of a loop, which gathers one at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ LONGEST_ROW = 2**31 - 1
 
 @dataclass(frozen=True)
 class Flat:
-    """How one leaf rests flat and padded.
+    """The form of one leaf that is flat and padded at rest.
 
     Attributes:
         shape: the leaf's own.
@@ -36,7 +35,7 @@ class Flat:
 
     @staticmethod
     def of(shape: tuple[int, ...], count: int) -> Flat | None:
-        """Return how a leaf is stored flat on `count` devices; None for a scalar, none or too many elements."""
+        """Return the flat form of a leaf on `count` devices; None for a scalar, none or too many elements."""
         if len(shape) == 0 or math.prod(shape) == 0:
             return None
         row = math.prod(shape[1:])
@@ -51,7 +50,7 @@ class Flat:
         return math.prod(self.shape) // math.prod(self.at_rest[:-1])
 
     def to_rest(self, x: jax.Array) -> jax.Array:
-        """Return a leaf in its shape at rest, zeros behind its own elements."""
+        """Return a leaf in its shape at rest, with zeros after its own elements."""
         more = x.ndim - len(self.shape)
         head = (*x.shape[:more], *self.at_rest[:-1]) if more >= 0 else self.at_rest[-more:-1]
         rows = x.reshape(*head, self.row)
@@ -65,18 +64,14 @@ class Flat:
         return jax.lax.slice_in_dim(x, 0, self.row, axis=x.ndim - 1).reshape(shape)
 
     def masked(self, x: jax.Array, fill: jax.typing.ArrayLike = 0) -> jax.Array:
-        """Return a leaf at rest with another value behind its own elements."""
+        """Return a leaf at rest with another value after its own elements."""
         own = jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1) < self.row
         return jnp.where(own, x, jnp.asarray(fill, x.dtype))
 
 
 @dataclass(frozen=True)
 class Change:
-    """How a leaf changes its form. Equal ones are one program.
-
-    Attributes:
-        given, wanted: how it rests flat before and after; None for its own shape.
-    """
+    """A change of a leaf's form; None is its own shape. Equal changes are one program."""
 
     given: Flat | None
     wanted: Flat | None

@@ -19,17 +19,23 @@ from jdp.core.sharding.padded import Flat
 class Placement:
     """How one leaf of the state is sharded, and why.
 
+        >>> kernel = next(p for p in plan.placements(state) if p.path == "params/kernel")
+        >>> kernel.rest, kernel.bytes_per_device
+        (P('data',), 1024)
+        >>> kernel.reason
+        'sharded on dimension 0: 64 over data=8'
+
     Attributes:
         path: slash-joined path in the state, such as "params/layers/attention/query/kernel".
         shape: global shape at rest.
         dtype: name of the dtype, such as "float32".
         rest: spec between steps.
-        compute: spec while the leaf is used; `rest` without the `data` that ZeRO adds.
+        compute: spec while the leaf is used: `rest` without the `data` that ZeRO adds.
         bytes_per_device: bytes at rest of one device's part.
         reason: why it is sharded or replicated, in words.
         trained: True if a step changes it; False for frozen parameters (`wrt`).
-        memory: where those bytes are: "device", or "host" (`Plan.offload`).
-        flat: how it rests flat and padded; None for a leaf that rests in its own shape.
+        memory: the memory that these bytes are in: "device", or "host" (`Plan.offload`).
+        flat: how a leaf is stored that is flat and padded at rest (`Plan.pad`); None for all others.
     """
 
     path: str
@@ -45,7 +51,7 @@ class Placement:
 
     @property
     def own_shape(self) -> tuple[int, ...]:
-        """The global shape that it has while it is used; another one than `shape` if it rests flat and padded."""
+        """The global shape while it is used; another one than `shape` if it is flat and padded at rest."""
         return self.shape if self.flat is None else self.flat.shape
 
     def __repr__(self) -> str:
@@ -61,7 +67,7 @@ class Placement:
 
     @property
     def on_host(self) -> bool:
-        """Whether it rests in host memory."""
+        """Whether it is in host memory between steps."""
         return self.memory == "host"
 
     @property
@@ -119,10 +125,10 @@ def rest_spec(
 ) -> tuple[PartitionSpec, str]:
     """Add `data` to one dimension of the compute spec.
 
-    The dimension is the largest that divides by the size of `data`; dimensions that no axis of the model's shards come
-    first, and of equals the first, because a gather along the major dimension needs no transpose. The leading dimension
-    of an array of rank 3 or more comes last: it may be the layers of a scan, and then each layer would be on few
-    devices instead of on all.
+    The dimension is the largest that divides by the size of `data`. Dimensions that no axis of the model's shards come
+    first. Of equals the first is taken, because a gather along the major dimension needs no transpose. The leading
+    dimension of an array of rank 3 or more comes last. It may be the layers of a scan, and then each layer would be on
+    few devices instead of on all.
     """
     count = mesh_shape[DATA]
     if count == 1:

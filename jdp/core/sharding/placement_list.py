@@ -1,4 +1,4 @@
-"""The placements of a whole state: a list that shows itself as a table."""
+"""The placements of a state: a list that shows itself as a table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jdp.core.sharding.placement import Placement
 
 
 class Placements(list[Placement], Drawn):
-    """What `Plan.placements` returns: a list, one `Placement` a leaf; a slice of it is one too."""
+    """The result of `Plan.placements`: a list, one `Placement` a leaf; a slice of it is one too."""
 
     @overload
     def __getitem__(self, index: SupportsIndex) -> Placement: ...

@@ -7,9 +7,9 @@
 | zero2 | sharded                 | sharded                  | per microbatch        | once per step            |
 | zero3 | sharded                 | sharded                  | per microbatch        | per layer, at each use   |
 
-ddp: Li et al. 2020 (arXiv:2006.15704). zero1-3: the stages of Rajbhandari et al. 2019 (arXiv:1910.02054); here every
-stage keeps its fp32 master weights sharded at rest and gathers a working copy in compute dtype, as PyTorch FSDP's
-SHARD_GRAD_OP (zero2) and FULL_SHARD (zero3) do, so one checkpoint layout serves all of them.
+ddp: Li et al. 2020 (arXiv:2006.15704). zero1-3: the stages of Rajbhandari et al. 2019 (arXiv:1910.02054). Here every
+stage keeps its fp32 master weights sharded at rest and gathers a working copy in compute dtype. PyTorch FSDP's
+SHARD_GRAD_OP (zero2) and FULL_SHARD (zero3) do the same, so one checkpoint layout serves all of them.
 """
 
 import re
@@ -24,19 +24,11 @@ from jdp.base.words import StrategyName
 
 @dataclass(frozen=True)
 class Strategy:
-    """One row of the table of strategies.
-
-    Attributes:
-        name: the word the user writes.
-        shard_state: True if parameters and optimizer state are sharded over `data` between steps.
-        reduce_each_microbatch: True if gradients are reduce-scattered at every microbatch into a sharded accumulator;
-            False if they are summed locally and reduced once per step.
-        gather: when the working copy of a sharded parameter is gathered: "never", once per "step", or at each "use".
-    """
+    """One row of the table of strategies: its columns 2, 4 and 5."""
 
     name: StrategyName
     shard_state: bool
-    reduce_each_microbatch: bool
+    reduce_each_microbatch: bool  # False: gradients are summed locally and reduced once per step
     gather: Literal["never", "step", "use"]
 
 
@@ -60,7 +52,7 @@ _CALLED = {
     **dict.fromkeys(("dp", "noshard", "pmap", "dataparallel", "distributeddataparallel"), "ddp"),
     **dict.fromkeys(("zero", "deepspeed", "deepspeedzero"), "zero1, zero2 or zero3, by its stage"),
 }
-"""What other libraries call a strategy, in small letters and digits alone -> the strategy."""
+"""Another library's name for a strategy, in small letters and digits alone -> the strategy."""
 
 
 def strategy(name: str) -> Strategy:
@@ -73,9 +65,7 @@ def strategy(name: str) -> Strategy:
 
 
 def strategy_hint(word: str) -> str:
-    """Return the end of a message about a word that names no strategy: the one that other libraries call so, or the
-    nearest; "" if there is none.
-    """
+    """Return the end of a message about an unknown strategy: another library's name for one, or the nearest, or ""."""
     plain = re.sub(r"[^a-z0-9]", "", word.lower()[:LONGEST])
     stage = re.fullmatch(r"(?:deepspeed)?(?:zero)?(?:stage)?([0-3])", plain)
     if name := list(STRATEGIES)[int(stage[1])] if stage else _CALLED.get(plain):

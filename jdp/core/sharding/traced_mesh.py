@@ -1,6 +1,6 @@
-"""The mesh that code is traced for: what a model may look at to choose among forms of the same computation.
+"""The mesh that code is traced for: a model may read it to choose among forms of the same computation.
 
-A step knows its mesh, which may be of devices that are only described; a model does not, and JAX's default device can
+A step knows its mesh, which may be of devices that are only described. A model does not, and JAX's default device can
 be another one.
 """
 
@@ -29,7 +29,7 @@ _ROWS: ContextVar[tuple[int, int]] = ContextVar("jdp_traced_rows", default=(1, 1
 
 @contextmanager
 def tracing_for(mesh: Mesh, batch_axes: Iterable[str]) -> Generator[None]:
-    """Say what code is traced for while the context lasts."""
+    """Set the mesh that code is traced for while the context lasts."""
     token = _CURRENT.set(_Traced(mesh, tuple(batch_axes)))
     try:
         yield
@@ -48,7 +48,7 @@ def sized_for(rows: int, traced: int) -> Generator[None]:
 
 
 def rows_for_sizes(rows: int) -> int:
-    """Return for how many rows a model chooses the number of its chunks where it is traced on `rows` of them."""
+    """Return the number of rows by which a model that is traced on `rows` rows chooses its number of chunks."""
     chosen, traced = _ROWS.get()
     return max(1, rows * chosen // traced)
 
@@ -67,9 +67,9 @@ def traced_mesh() -> Mesh | None:
 
 
 def traced_shards() -> int:
-    """Return over how many devices the rows are sharded that the code being traced sees.
+    """Return the number of devices over which the rows are sharded that the traced code sees.
 
-    1 where they are one device's own (`shard_map`), and outside of a step.
+    1 if they are one device's own (`shard_map`), and outside of a step.
     """
     if (traced := _CURRENT.get()) is None:
         return 1
@@ -77,7 +77,7 @@ def traced_shards() -> int:
 
 
 def traced_model_axes() -> dict[str, int]:
-    """Return the mesh axes, and their sizes, that XLA may shard the model over which is being traced."""
+    """Return the mesh axes, and their sizes, that XLA may shard the traced model over."""
     if (traced := _CURRENT.get()) is None:
         return {}
     others = {*traced.batch_axes, *_manual_axes()}
@@ -85,7 +85,7 @@ def traced_model_axes() -> dict[str, int]:
 
 
 def manual_batch_axes() -> tuple[str, ...]:
-    """Return the batch axes along which the code being traced sees its own rows only; () where it sees them all."""
+    """Return the batch axes along which the traced code sees its own rows only; () if it sees all rows."""
     traced, manual = _CURRENT.get(), _manual_axes()
     return () if traced is None else tuple(axis for axis in traced.batch_axes if axis in manual)
 
@@ -93,8 +93,8 @@ def manual_batch_axes() -> tuple[str, ...]:
 def mesh_inside() -> Mesh | None:
     """Return the mesh of a `shard_map` inside of another, with the context's types; None leaves it to the context.
 
-    Of a context's mesh alone jax takes the axes' names from the mesh that the user has set. Only one that names them
-    otherwise is answered with a mesh of devices: jax refuses that beside a kernel of cuDNN.
+    jax takes the axis names of a context's mesh from the mesh that the user has set. A mesh of devices is returned only
+    if the names differ: jax refuses that beside a kernel of cuDNN.
     """
     traced, context, set_by_user = _CURRENT.get(), jax.sharding.get_abstract_mesh(), get_concrete_mesh()
     is_alike = set_by_user.empty or set_by_user.axis_names == context.axis_names

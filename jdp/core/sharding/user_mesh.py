@@ -1,9 +1,9 @@
-"""The user's own mesh, on which arrays lie between calls, and jdp's, for which code is traced: the same devices.
+"""The user's own mesh, for arrays between calls, and jdp's, for which code is traced: the same devices.
 
-jdp's mesh has axes of type Auto, and its names for the axes that carry the batch (`data`, `replica`). A mesh of
-`jax.make_mesh` has axes of type Explicit, of which the sharding is part of an array's type, and a user may have named
-the axes otherwise. What jdp gets is brought onto its own mesh (`entered`), what it returns onto the user's (`left`);
-both change types and names, and no shard leaves its device.
+jdp's mesh has axes of type Auto, and calls the axes that carry the batch `data` and `replica`. A mesh of
+`jax.make_mesh` has axes of type Explicit, whose shardings are part of an array's type, and a user may have other names.
+Arrays that jdp gets are moved to its own mesh (`entered`), arrays that it returns to the user's (`left`). Both change
+types and names, and no shard leaves its device.
 """
 
 import contextlib
@@ -68,10 +68,7 @@ def renamed(spec: PartitionSpec, names: Mapping[str, str]) -> PartitionSpec:
 
 
 def padded(sharding: NamedSharding, rank: int) -> NamedSharding:
-    """Return a sharding whose spec has an entry for each of `rank` dimensions if its mesh has Explicit axes.
-
-    So is the sharding in an array's type: of two that differ in this alone jax would compile a program for each.
-    """
+    """Return a sharding with an entry for each of `rank` dimensions, as an array's type has it, for Explicit axes."""
     if AxisType.Explicit not in sharding.mesh.axis_types:
         return sharding
     return sharding.update(spec=PartitionSpec(*sharding.spec, *(None,) * (rank - len(sharding.spec))))
@@ -79,14 +76,15 @@ def padded(sharding: NamedSharding, rank: int) -> NamedSharding:
 
 @contextlib.contextmanager
 def auto_axes(mesh: Mesh) -> Generator[None]:
-    """Have the context's mesh be `mesh`, which has Auto axes, where the caller has set another one of that size."""
+    """Make `mesh`, which has Auto axes, the context's mesh if the caller has set another one of that size."""
     context, ours = jax.sharding.get_abstract_mesh(), mesh.abstract_mesh
     others = context.axis_names and not context.manual_axes and context != ours and context.size == ours.size
     with jax.sharding.use_abstract_mesh(ours) if others else contextlib.nullcontext():
         try:
             yield
         except Exception as error:
-            if "AbstractMesh(" in str(error) and "Explicit" in str(error) and _CLOSED_OVER not in _notes(error):
+            noted = _CLOSED_OVER in getattr(error, "__notes__", [])
+            if "AbstractMesh(" in str(error) and "Explicit" in str(error) and not noted:
                 error.add_note(_CLOSED_OVER)
             raise
 
@@ -97,14 +95,10 @@ _CLOSED_OVER = (
 )
 
 
-def _notes(error: Exception) -> list[str]:
-    return getattr(error, "__notes__", [])
-
-
 def entered(tree: PyTree, mesh: Mesh) -> PyTree:
     """Return a tree with its arrays on jdp's mesh: those of a traced program, concrete ones and descriptions.
 
-    Arrays on no mesh, or on one of other devices, stay as they are.
+    Arrays on no mesh, or on one of other devices, are returned as they are.
     """
 
     def one(leaf: Any) -> Any:
@@ -131,7 +125,7 @@ def left(leaf: jax.Array, sharding: NamedSharding, mesh: Mesh) -> jax.Array:
     """Return an array of a traced program, which is on jdp's mesh or on none, with a sharding on the user's mesh."""
     home: Any = sharding.mesh
     names = dict(zip(home.axis_names, mesh.axis_names, strict=True))
-    if sharding.memory_kind is None:  # what was moved to another memory is sharded already
+    if sharding.memory_kind is None:  # an array in another memory is sharded already
         leaf = jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, renamed(sharding.spec, names)))
     explicit = {name for name, kind in zip(home.axis_names, home.axis_types, strict=True) if kind == AxisType.Explicit}
     entries = (tuple(axis for axis in axes_of(entry) if axis in explicit) for entry in sharding.spec)

@@ -1,9 +1,9 @@
 """An exponential moving average of the parameters, kept in the optimizer's state.
 
-Averaged weights often evaluate better than the last ones (Polyak and Juditsky 1992, "Acceleration of stochastic
-approximation by averaging": a plain mean, as in Izmailov et al. 2018, arXiv:1803.05407; exponential in Tarvainen and
-Valpola 2017, arXiv:1703.01780). As part of the optimizer's state, the average is sharded as its parameter is, saved
-with it, has no leaf for frozen parameters, and does not change when a step is skipped.
+Averaged weights often evaluate better than the last ones. A plain mean: Polyak and Juditsky 1992, "Acceleration of
+stochastic approximation by averaging"; Izmailov et al. 2018, arXiv:1803.05407. Exponential: Tarvainen and Valpola 2017,
+arXiv:1703.01780. As part of the optimizer's state, the average is sharded and saved with its parameter. It has no leaf
+for frozen parameters, and does not change when a step is skipped.
 """
 
 from __future__ import annotations
@@ -26,13 +26,7 @@ from jdp.core.update.optimizer_checks import check_optimizer
 
 
 class EmaState(NamedTuple):
-    """State of `with_ema`.
-
-    Attributes:
-        inner: the wrapped optimizer's state.
-        average: a tree like the trained parameters, float32 (or wider).
-        weight: float32 scalar: the sum of the average's weights; None if it is always 1.
-    """
+    """State of `with_ema`: the inner optimizer's, the averaged parameters, and the sum of their weights (None: 1)."""
 
     inner: Any
     average: PyTree
@@ -42,16 +36,20 @@ class EmaState(NamedTuple):
 def with_ema(tx: Any, decay: float, *, debias: bool = False) -> optax.GradientTransformationExtraArgs:
     """Wrap an optimizer so that it also keeps a moving average of the parameters; its updates do not change.
 
+        >>> tx = jdp.with_ema(optax.adamw(1e-3), decay=0.999)
+        >>> state = jdp.init_state(init, tx, plan, rng=jax.random.key(0))
+        >>> averaged = jdp.ema_params(state)  # evaluate this one
+
     After each step average = decay · average + (1 - decay) · params, in float32 even if the parameters are bfloat16.
-    Wrap the whole optimizer: a transformation outside of it would change the updates after they were averaged. Evaluate
-    with `ema_params(state)`.
+    Wrap the whole optimizer: a transformation outside of it would change the updates after they were averaged.
 
     Args:
         tx: any optax optimizer. With `optax.MultiSteps` put the average inside, `MultiSteps(with_ema(tx, decay), k)`:
             outside, each of the k calls would count as a step.
         decay: in [0, 1): about 1 / (1 - decay) steps are averaged; 0.999 to 0.9999 is usual.
-        debias: True starts from zero and divides by 1 - decay^steps, as Adam does (Kingma and Ba 2014,
-            arXiv:1412.6980, section 3). False starts from the initial weights, whose weight then is decay^steps.
+        debias: False starts from the initial weights, whose weight then is decay^steps. True starts from zero and
+            divides by 1 - decay^steps, as Adam does (Kingma and Ba 2014, arXiv:1412.6980, section 3). Give True to
+            evaluate early, within the first 1 / (1 - decay) steps.
 
     Returns:
         An optax optimizer whose state is an `EmaState`.
@@ -84,11 +82,14 @@ def with_ema(tx: Any, decay: float, *, debias: bool = False) -> optax.GradientTr
 def ema_params(state: TrainState[Model]) -> TrainState[Model]:
     """Return the state with averaged parameters instead of the trained ones, for evaluation.
 
-    Averages inside `optax.masked` or `multi_transform` are used too; parameters that they leave out stay as they are.
-    So does the model state: BatchNorm's statistics, which are moving averages of their own, remain those of the weights
-    in training. After local steps, where each replica has an average of its own weights, it is the mean of these: the
-    average of the replicas' mean weights. The result shares memory with `state`: do not train on it, and make it anew
-    after each step.
+        >>> state = jdp.init_state(init, jdp.with_ema(optax.sgd(0.1), 0.9), plan, rng=jax.random.key(0))
+        >>> state, _ = jdp.make_train_step(loss_fn, plan)(state, batch)
+        >>> metrics = jdp.make_eval_step(loss_fn, plan)(jdp.ema_params(state), batch)
+
+    Averages inside `optax.masked` or `multi_transform` are used too; parameters without an average stay as they are. So
+    does the model state: BatchNorm's statistics remain those of the weights in training. After local steps each replica
+    has an average of its own weights, and the result is their mean. The result shares memory with `state`: do not train
+    on it, and make it anew after each step.
 
     Args:
         state: a train state, whose optimizer `with_ema` made.
@@ -109,7 +110,7 @@ def ema_params(state: TrainState[Model]) -> TrainState[Model]:
 
 
 def _means(averages: Sequence[tuple[jax.Array | None, PyTree]], params: PyTree) -> PyTree:
-    """Return parameters with those averaged that have an average; of several each may have some (`multi_transform`)."""
+    """Return parameters, averaged if they have an average; each of several may have some (`multi_transform`)."""
     for weight, average in averages:
         params = jax.tree.map(partial(_averaged, weight), average, params, is_leaf=_is_masked)
     return params

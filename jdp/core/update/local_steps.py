@@ -1,7 +1,7 @@
 """Local steps: each replica takes several optimizer steps by itself, then the replicas agree on their weights.
 
 A call of the step is a round. Every replica (a set of devices along the other axes of the mesh) starts from the same
-weights θ, takes H steps with its own part of the batch and its own optimizer state, and ends at θ_r. Then, once:
+weights θ. It takes H steps with its own part of the batch and its own optimizer state, and ends at θ_r. Then, once:
 
     Δ = θ - mean over replicas of θ_r
     m ← μ · m + Δ
@@ -9,7 +9,7 @@ weights θ, takes H steps with its own part of the batch and its own optimizer s
 
 With η = 1 and μ = 0 the weights are averaged: local SGD (Stich 2019, arXiv:1805.09767). With AdamW inside, η = 0.7 and
 Nesterov's μ = 0.9 it is DiLoCo (Douillard et al. 2023, arXiv:2311.08105). Across `replica`, the slow links, a device
-sends its shard of Δ once in H steps. Inside a replica the strategy is what it is without local steps.
+sends its shard of Δ once in H steps. Inside a replica the strategy is the same as without local steps.
 """
 
 from __future__ import annotations
@@ -41,11 +41,20 @@ Once = Callable[[Plan, TrainState, Batch], tuple[TrainState, PyTree, jax.Array]]
 class LocalSteps:
     """How many steps a replica takes by itself, and how the replicas then agree.
 
+        >>> plan = jdp.Plan(jdp.make_mesh(replica=2, data=4), "zero3")
+        >>> state = jdp.init_state(init, optax.adamw(1e-3), plan, rng=jax.random.key(0))
+        >>> diloco = jdp.LocalSteps(2, lr=0.7, momentum=0.9)
+        >>> train_step = jdp.make_train_step(loss_fn, plan, local_steps=diloco)
+        >>> state, metrics = train_step(state, batch)  # a round: two steps of each replica
+        >>> int(state.sync["rounds"])
+        1
+
     Attributes:
-        steps: H, of the inner optimizer, in a round; the rows of a batch are split into so many.
-        lr: η, the outer learning rate; 1 takes the replicas' mean.
-        momentum: μ, Nesterov momentum of the outer optimizer, from 0 to below 1. Above 0 the state holds it, sharded as
-            the parameters are.
+        steps: H, optimizer steps of a replica in a round; the rows of a batch are split into so many. Raise it until
+            the slow links no longer limit the speed.
+        lr: η, the outer learning rate; 1 takes the replicas' mean. DiLoCo uses 0.7, with a momentum of 0.9.
+        momentum: μ, Nesterov momentum of the outer optimizer, from 0 to below 1. Above 0 the state holds it, sharded
+            like the parameters. Use it with many steps in a round, where plain averages learn slower.
 
     Raises:
         ValueError: a setting is out of range.
@@ -87,7 +96,7 @@ class LocalSteps:
         return local
 
     def kept_shapes(self, params: PyTree) -> dict[str, PyTree]:
-        """Return shapes and dtypes of what is kept between rounds, besides each replica's optimizer state.
+        """Return the shapes and dtypes that are kept between rounds, besides each replica's optimizer state.
 
         Args:
             params: the trained parameters, real or abstract; None for frozen ones.
@@ -166,7 +175,7 @@ def unstack(opt_state: PyTree) -> PyTree:
 
 
 def of_replicas(function: Callable[[PyTree, PyTree], PyTree], opt_state: PyTree, params: PyTree) -> PyTree:
-    """Return `function(opt_state of all replicas, params)`, which lies as the parameters do."""
+    """Return `function(opt_state of all replicas, params)`, sharded like the parameters."""
     leaves = jax.tree.leaves((opt_state, params))
     if not leaves or not all(isinstance(x, jax.Array) and not isinstance(x, Tracer) for x in leaves):
         return function(unstack(opt_state), params)
@@ -216,5 +225,5 @@ def _mesh_of_a_replica(mesh: Mesh) -> Mesh:
 
 
 def is_inside_a_replica() -> bool:
-    """Return True where a replica's own steps are traced: along `replica` arrays are the device's own."""
+    """Return True while a replica's own steps are traced: along `replica` arrays are the device's own."""
     return REPLICA in jax.sharding.get_abstract_mesh().manual_axes

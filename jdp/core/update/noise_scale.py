@@ -1,17 +1,17 @@
 """The gradient noise scale: how large a batch may usefully be, measured at the cost of a few scalars.
 
-McCandlish et al. 2018 (arXiv:1812.06162), appendix A.1, estimate without bias the squared norm of the true gradient G,
-and the trace S of its covariance for one row, from the mean gradients of few and of many rows. Their ratio S / |G|², of
-averages over steps, is the noise scale: with fewer rows steps are mostly noise and more devices help almost in full;
-with many more they hardly help (section 2.2).
+McCandlish et al. 2018 (arXiv:1812.06162), appendix A.1, estimate the squared norm of the true gradient G, and the trace
+S of its covariance for one row. The estimates are without bias, from the mean gradients of few and of many rows. The
+ratio S / |G|² of averages over steps is the noise scale. With fewer rows steps are mostly noise and more devices help
+almost in full; with many more they hardly help (section 2.2).
 
-Here rows count as the loss weighs them, so that padding counts nothing, and the unit is that of `Loss.weight`: rows, or
-tokens where it counts tokens. A batch of weight W has the mean gradient G_W; its parts p have the sums g_p of weight
-w_p, where E|g_p|² = w_p² · |G|² + w_p · S. With q = Σ|g_p|² / W² and v = Σw_p² / W²
+Here rows count by their weight in the loss, so that padding counts nothing, and the unit is that of `Loss.weight`: rows
+or tokens. A batch of weight W has the mean gradient G_W. Its parts p have the sums g_p of weight w_p, where E|g_p|² =
+w_p² · |G|² + w_p · S. With q = Σ|g_p|² / W² and v = Σw_p² / W²
 
     |G|² = (|G_W|² - q) / (1 - v)        S = W · (q - v · |G|²)
 
-which is the paper's for parts of equal weight.
+These are the paper's formulas if all parts have the same weight.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def ratio(kept: jax.Array) -> jax.Array:
 
 
 def hint(kept: jax.Array, unit: str) -> str:
-    """Return what the averages of a run's last steps say about its batches, in a sentence."""
+    """Return a sentence about a run's batches, from the averages of its last steps."""
     (_, noise, of_batch), found = map(float, kept), float(ratio(kept))
     batch = noise / of_batch if of_batch else math.nan
     scale = f"noise scale: about {found:,.0f} {unit} at the end, and a batch has {batch:,.0f}"

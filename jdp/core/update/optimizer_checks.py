@@ -1,6 +1,6 @@
 """Check that a step can use an optimizer: its state is arrays that keep their shapes, its update needs nothing more.
 
-Both are checked abstractly when the state is made, so that a mistake shows in a second and not after a compilation.
+Both are checked abstractly when the state is made, so that a mistake shows before a compilation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jdp.base.tree_paths import path_of
 from jdp.core.types import PyTree
 
 GIVEN = "value"
-"""What a step passes to an optimizer besides gradients, state and parameters: its loss, under optax's name."""
+"""An optimizer's argument besides gradients, state and parameters: the loss, under optax's name."""
 
 
 def check_optimizer(tx: Any) -> None:
@@ -36,7 +36,7 @@ def update(tx: Any, grads: PyTree, opt_state: PyTree, params: PyTree, loss: jax.
     tx = optax.with_extra_args_support(tx)
     try:
         return tx.update(grads, opt_state, params, value=loss)
-    except TypeError as error:  # one that takes other extra arguments (optax.contrib.sam), alone or in a chain
+    except TypeError as error:  # an optimizer with other extra arguments (optax.contrib.sam)
         if f"unexpected keyword argument {GIVEN!r}" not in str(error):
             raise
         return tx.update(grads, opt_state, params)

@@ -1,10 +1,10 @@
 """Learning rates for large batches: scale the rate with the batch, and warm it up.
 
-A rate that was tuned for `base_batch` examples a step is carried over to another global batch: linearly (Krizhevsky
-2014, arXiv:1404.5997; Goyal et al. 2017, arXiv:1706.02677, section 2.1), which keeps k small steps and one k times as
-large alike for SGD, or by the square root (Krizhevsky 2014), which keeps the variance of the update alike and is what
-adaptive optimizers follow (Malladi et al. 2022, arXiv:2205.10287; You et al. 2019, arXiv:1904.00962, for LAMB). The
-first steps of a large rate diverge: so warm up gradually (Goyal et al. 2017, section 2.2).
+A rate that was tuned for `base_batch` examples a step is scaled to another global batch. Linearly (Krizhevsky 2014,
+arXiv:1404.5997; Goyal et al. 2017, arXiv:1706.02677, section 2.1): for SGD k small steps and one k times as large are
+then alike. Or by the square root (Krizhevsky 2014), which keeps the variance of the update. Adaptive optimizers follow
+it (Malladi et al. 2022, arXiv:2205.10287; You et al. 2019, arXiv:1904.00962, for LAMB). The first steps of a large rate
+diverge, so it is warmed up (Goyal et al. 2017, section 2.2).
 """
 
 import math
@@ -21,15 +21,18 @@ RULES = ("linear", "sqrt")
 def scaled_lr(base_lr: float, *, base_batch: int, batch: int, rule: Literal["linear", "sqrt"] = "linear") -> float:
     """Return the learning rate for a batch size, given one that was tuned for another batch size.
 
-    "linear": base_lr · batch / base_batch, for SGD (Krizhevsky 2014, arXiv:1404.5997; Goyal et al. 2017,
-    arXiv:1706.02677). "sqrt": base_lr · √(batch / base_batch), for Adam and similar optimizers (Malladi et al. 2022,
-    arXiv:2205.10287).
+        >>> jdp.scaled_lr(0.1, base_batch=256, batch=8192)
+        3.2
+        >>> jdp.scaled_lr(1e-3, base_batch=256, batch=1024, rule="sqrt")
+        0.002
 
     Args:
         base_lr: the learning rate that was tuned.
         base_batch: the global batch size, in examples, that it was tuned for.
         batch: the global batch size to use: examples a step over all devices and microbatches.
-        rule: "linear" or "sqrt".
+        rule: "linear": base_lr · batch / base_batch, for SGD (Krizhevsky 2014, arXiv:1404.5997; Goyal et al. 2017,
+            arXiv:1706.02677). "sqrt": base_lr · √(batch / base_batch), for Adam and similar optimizers (Malladi et al.
+            2022, arXiv:2205.10287).
 
     Raises:
         ValueError: a rate or a batch that is not a positive number; an unknown rule.
@@ -50,14 +53,18 @@ def scaled_lr(base_lr: float, *, base_batch: int, batch: int, rule: Literal["lin
 def warmup(rate: float | optax.Schedule, steps: int, *, start: float = 0.0) -> optax.Schedule:
     """Return a schedule with a gradual warm-up: from `start` to `rate` in equal increments, then `rate`.
 
+        >>> rate = jdp.warmup(optax.cosine_decay_schedule(0.4, 1000), steps=4)
+        >>> [round(float(rate(step)), 2) for step in range(5)]
+        [0.1, 0.2, 0.3, 0.4, 0.4]
+
     The first step is one increment above `start`; the last step of the warm-up has the full rate (Goyal et al. 2017,
     arXiv:1706.02677, section 2.2).
 
     Args:
-        rate: the learning rate to reach, or an optax schedule that follows: its step 0 is the end of the warm-up, which
+        rate: the learning rate to reach, or an optax schedule that follows. Its step 0 is the end of the warm-up, which
             ends at its first value.
         steps: number of optimizer steps of the warm-up; 0 for none.
-        start: the learning rate to start from; the paper starts from the base rate of one worker's batch.
+        start: the learning rate to start from. Give the base rate of one worker's batch to warm up as the paper does.
 
     Returns:
         A function of the number of optimizer steps taken, as optax's optimizers accept for a learning rate.

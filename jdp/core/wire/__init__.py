@@ -1,4 +1,4 @@
-"""What devices send: encodings, error feedback, buckets.
+"""The data that devices send: encodings, error feedback, buckets.
 
 settings     `jdp.Wire`
 encodings    values in int8, fp8, top-k or low rank; `rounding` makes rounding stochastic, `feedback` keeps its error

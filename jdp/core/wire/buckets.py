@@ -1,15 +1,15 @@
-"""Reduce gradients in buckets, encoded or as they are: fewer, larger collectives than one a leaf, of fewer bytes.
+"""Reduce gradients in buckets, encoded or not: fewer, larger collectives than one a leaf, of fewer bytes.
 
-A leaf's gradient becomes rows, one for each device that will own a shard of it; the rows of a bucket's leaves stand
-side by side, so that one collective sends them all:
+A leaf's gradient becomes rows, one for each device that will own a shard of it. The rows of a bucket's leaves are side
+by side, so that one collective sends them all:
 
-    sharded leaf    [N, elements / N]  reduced over `data`: row d is device d's shard at rest
-    whole leaf      [D, elements / D]  reduced over all D shards of the batch; row d is gathered again
+    sharded leaf       [N, elements / N]  reduced over `data`: row d is device d's shard at rest
+    replicated leaf    [D, elements / D]  reduced over all D shards of the batch; row d is gathered again
 
-As they are, rows are reduce-scattered (sharded) or all-reduced (whole). Encoded, row d of every device goes to
-device d (all-to-all), which decodes and adds them in float32; whole leaves, and shards over `replica`, are then
-encoded once more and gathered. What encoding lost is kept in the train state and added to the next gradient
-(`feedback.py`); the loss of the second encoding is kept by the device that made it. PowerSGD sums two factors of each
+Unencoded rows are reduce-scattered (sharded) or all-reduced (replicated). Encoded, row d of every device is sent to
+device d (all-to-all), which decodes and adds them in float32. Replicated leaves, and shards over `replica`, are then
+encoded once more and gathered. The error of encoding is kept in the train state and added to the next gradient
+(`feedback.py`); that of the second encoding is kept by the device that made it. PowerSGD sums two factors of each
 matrix instead (Vogels et al. 2019, algorithm 1), over all shards of the batch at once.
 
 Buckets are filled in the order in which the backward pass finishes its gradients, so that the first can be sent while
@@ -52,13 +52,13 @@ class Bucket:
 
 @dataclass
 class _Work:
-    """A device's gradients and what is kept of them, by leaf; None where nothing is."""
+    """A device's gradients, errors and factors, by leaf; None for a leaf without one."""
 
     grads: list[Any]
     errors: list[Any]
     factors: list[Any]
     key: jax.Array | None  # the device's own, for stochastic rounding; None rounds to the nearest
-    sent: Any = None  # what the last collective gave
+    sent: Any = None  # the result of the last collective
     drawn: int = 0
 
     def after_the_last(self, packed: jax.Array) -> jax.Array:
@@ -66,25 +66,23 @@ class _Work:
         return packed if self.sent is None else jax.lax.optimization_barrier((packed, self.sent))[0]
 
     def encode(self, wire: Wire, rows: jax.Array) -> jax.Array:
-        """Return the codes of rows, rounded by a draw of their own if at all."""
+        """Return the codes of rows; each call draws its own rounding."""
         self.drawn += 1
         return encode(wire, rows, None if self.key is None else jax.random.fold_in(self.key, self.drawn))
 
 
 @dataclass(frozen=True)
 class Synchroniser:
-    """How a step's gradients are reduced where that is not one collective a leaf.
+    """How a step's gradients are reduced if that is not one collective a leaf.
 
     Attributes:
         mesh: of the plan.
         placements: of the trained parameters, in the order of the tree's leaves.
-        precision: its `reduce` is the dtype of what is not encoded.
+        precision: its `reduce` is the dtype of gradients that are not encoded.
         wire: the encoding.
-        buckets: bytes of gradients in `Precision.reduce` that one collective carries at most, "auto", or None: one a
-            leaf.
+        buckets: as for `jdp.make_train_step`, in `Precision.reduce`.
         order: the leaves' indices as the backward pass finishes them.
-        in_backward: sharded leaves are reduced inside the backward pass (zero3), one by one, and only `finish` is
-            called.
+        in_backward: zero3: the backward pass reduces sharded leaves one by one, and only `finish` is called.
     """
 
     mesh: Mesh
@@ -99,8 +97,8 @@ class Synchroniser:
     def bucket_bytes(self) -> float:
         """The size of a bucket in bytes. "auto": for M bytes √(M · `LATENCY_BYTES`), which costs least.
 
-        n buckets of M / n bytes take n latencies, and the last one's bytes are sent after the backward pass: the sum
-        n · α + M / (n · β) is least for buckets of √(M · α · β) bytes.
+        n buckets of M / n bytes take n latencies, and the last one's bytes are sent after the backward pass. The sum n
+        · α + M / (n · β) is least for buckets of √(M · α · β) bytes.
         """
         if self.buckets is None:
             return 0
@@ -109,21 +107,20 @@ class Synchroniser:
         return math.sqrt(sum(map(self._bytes, range(len(self.placements)))) * LATENCY_BYTES)
 
     def reduce(self, grads: PyTree, kept: dict[str, PyTree], seed: Any) -> tuple[PyTree, dict[str, PyTree]]:
-        """Sum gradients over `data` and scatter them: compute spec -> rest spec; what rests whole stays as it is.
+        """Sum gradients over `data` and scatter them: compute spec -> rest spec; replicated leaves stay as they are.
 
         Leaves that PowerSGD sends are summed over all shards of the batch.
         """
         return self._run(self._reduce, grads, kept, seed, at_rest=False)
 
     def finish(self, grads: PyTree, kept: dict[str, PyTree], seed: Any) -> tuple[PyTree, dict[str, PyTree]]:
-        """Sum gradients at rest specs over the batch axes that `reduce` left out; takes and returns the same as it."""
+        """Sum gradients at rest specs over the batch axes that `reduce` left out; arguments and result are as there."""
         return self._run(self._finish, grads, kept, seed, at_rest=True)
 
     def kept_shapes(self) -> dict[str, list[jax.ShapeDtypeStruct | None]]:
-        """Return what is kept between steps, for each leaf: global shapes; {} where nothing is.
+        """Return the global shapes that are kept between steps, for each leaf; {} if nothing is.
 
-        `ERROR` is [D, ...] for the D shards of the batch, each device's own; "factor", PowerSGD's, is [matrices,
-        columns, rank].
+        `ERROR` is [D, ...] for the D shards of the batch; PowerSGD's "factor" is [matrices, columns, rank].
         """
         count = self._batch_shards
         if count == 1 or self.in_backward or not self.wire.error_feedback or self.wire.gradients is None:
@@ -132,8 +129,8 @@ class Synchroniser:
         shapes = [jax.ShapeDtypeStruct((count, *p.shape), jnp.float32) for p in self.placements]
         kept = {ERROR: [s if e else None for s, e in zip(shapes, encoded, strict=True)]}
         if self.wire.gradients == "powersgd":
-            factors = [self._factor_shape(p) if self.is_low_rank(i) else None for i, p in enumerate(self.placements)]
-            kept["factor"] = [s and jax.ShapeDtypeStruct(s, jnp.float32) for s in factors]
+            views = [matrices(p.own_shape) if self.is_low_rank(i) else None for i, p in enumerate(self.placements)]
+            kept["factor"] = [v and jax.ShapeDtypeStruct((v[0], v[2], self.wire.rank), jnp.float32) for v in views]
         return kept
 
     def is_encoded(self, index: int) -> bool:
@@ -164,10 +161,6 @@ class Synchroniser:
                 bucket.clear()
             bucket.append(index)
         yield from (Bucket(tuple(bucket), encoded) for encoded, bucket in open_buckets.items() if bucket)
-
-    def _factor_shape(self, placement: Placement) -> tuple[int, int, int]:
-        count, _, columns = matrices(placement.own_shape)
-        return count, columns, self.wire.rank
 
     @property
     def _batch_shards(self) -> int:
@@ -254,11 +247,11 @@ class Synchroniser:
             shapes = [(*x.shape[:d], x.shape[d] // count, *x.shape[d + 1 :]) for x, d in zip(grads, dims, strict=True)]
             shards_of = [piece.reshape(shape) for piece, shape in zip(pieces, shapes, strict=True)]
         for i, dim, shard in zip(bucket.leaves, dims, shards_of, strict=True):
-            reshaped = collectives.is_reshaped(self.placements[i], self.mesh)
+            reshaped = collectives.model_shards(self.placements[i], self.mesh) > 1
             work.grads[i] = shard[(slice(None),) * dim + (None,)] if reshaped else shard
 
     def _sum(self, bucket: Bucket, axes: tuple[str, ...], work: _Work) -> None:
-        """Sum a bucket over mesh axes, so that every device along them has the whole sum."""
+        """Sum a bucket over mesh axes, so that every device along them has the complete sum."""
         grads, count = [work.grads[i] for i in bucket.leaves], math.prod(self.mesh.shape[axis] for axis in axes)
         whole = axes == batch_axes(self.mesh)
         if not bucket.encoded:
@@ -306,7 +299,7 @@ class Synchroniser:
             work.grads[i] = total
 
     def _corrected(self, bucket: Bucket, work: _Work) -> list[jax.Array]:
-        """Return the gradients of a bucket, with what encoding lost of the one before; in float32 if to be encoded."""
+        """Return the gradients of a bucket; for encoding in float32 and with the error of the encoding before."""
         if not bucket.encoded:
             return [work.grads[i] for i in bucket.leaves]
         grads = [work.grads[i].astype(jnp.float32) for i in bucket.leaves]
@@ -314,7 +307,7 @@ class Synchroniser:
         return [g if e is None else g + e[0] for g, e in zip(grads, errors, strict=True)]
 
     def _keep(self, bucket: Bucket, work: _Work, lost: list[jax.Array], count: int, whole: bool = True) -> None:
-        """Keep the rows that encoding lost; not `whole`: those of shards at rest, which are a part of a gradient."""
+        """Keep the error of encoding rows; not `whole`: rows of shards at rest, which are a part of a gradient."""
         for i, rows in zip(bucket.leaves, lost, strict=True):
             error = work.errors[i]
             if error is None:
@@ -335,9 +328,9 @@ class Synchroniser:
 
 
 def matrices(shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """Return (matrices, rows, columns) as which PowerSGD takes a leaf of two dimensions or more.
+    """Return (matrices, rows, columns) as PowerSGD reads a leaf of two dimensions or more.
 
-    The leading one of three or more counts matrices, as of the layers of a scan; the others are split where rows plus
+    The leading one of three or more counts matrices, as of the layers of a scan. The others are split where rows plus
     columns are fewest.
     """
     count, rest = (shape[0], shape[1:]) if len(shape) > 2 else (1, shape)

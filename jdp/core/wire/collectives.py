@@ -1,14 +1,14 @@
 """Collectives along the batch axes on arrays that the model's own axes shard as well.
 
-In the replica view (`manual`) XLA partitions along the model's axes. A collective issued there on the whole array would
-have XLA gather it along those axes first and then send all of it: `model` times the bytes, and no sharding constraint
+In the replica view (`manual`) XLA partitions along the model's axes. A collective there on the complete array would
+have XLA gather it along those axes first and then send all of it: `model` times the bytes. No sharding constraint
 prevents that. So the collectives here run in a `shard_map` over the model's axes, inside the one over the batch axes:
 each device sends its shard only.
 
-Where a model axis shards the dimension that `data` shards too, the model axis is the major one, so that gathering along
-`data` gives a device its own shard along the model axis. `shard_map` over `data` alone cannot express that order. Such
-a leaf enters the replica view with that dimension reshaped, [..., size, ...] -> [..., M, size / M, ...] at rest, where
-M is the number of shards along the model's axes, and leaves it in that form.
+If a model axis shards the dimension that `data` shards too, the model axis is the major one. Gathering along `data`
+then gives a device its own shard along the model axis. `shard_map` over `data` alone cannot express that order. Such a
+leaf enters and leaves the replica view with that dimension reshaped, [..., size, ...] -> [..., M, size / M, ...] at
+rest. M is the number of shards along the model's axes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def to_replica_view(params: PyTree, placements: PyTree, mesh: Mesh) -> PyTree:
     """
 
     def reshape(x: jax.Array, placement: Placement) -> jax.Array:
-        count, dim = _model_shards(placement, mesh), placement.dim
+        count, dim = model_shards(placement, mesh), placement.dim
         if count == 1 or dim is None:
             return x
         return x.reshape(*x.shape[:dim], count, x.shape[dim] // count, *x.shape[dim + 1 :])
@@ -50,7 +50,7 @@ def from_replica_view(grads: PyTree, placements: PyTree, mesh: Mesh) -> PyTree:
     """Reshape global leaves that left `shard_map` to their parameters' shapes, the inverse of `to_replica_view`."""
 
     def reshape(x: jax.Array, placement: Placement) -> jax.Array:
-        return x if _model_shards(placement, mesh) == 1 else x.reshape(placement.shape)
+        return x if model_shards(placement, mesh) == 1 else x.reshape(placement.shape)
 
     return jax.tree.map(reshape, grads, placements)
 
@@ -58,7 +58,7 @@ def from_replica_view(grads: PyTree, placements: PyTree, mesh: Mesh) -> PyTree:
 def replica_view_spec(placement: Placement, mesh: Mesh) -> PartitionSpec:
     """Return the rest spec of the array that `to_replica_view` makes: model axes on M, `data` on size / M."""
     dim = placement.dim
-    if _model_shards(placement, mesh) == 1 or dim is None:
+    if model_shards(placement, mesh) == 1 or dim is None:
         return placement.rest
     own = tuple(axis for axis in axes_of(placement.rest[dim]) if axis != DATA)
     return PartitionSpec(*placement.rest[:dim], own, DATA, *placement.rest[dim + 1 :])
@@ -67,11 +67,11 @@ def replica_view_spec(placement: Placement, mesh: Mesh) -> PartitionSpec:
 def all_gather(x: jax.Array, placement: Placement, leading: int, mesh: Mesh, wire: Wire = WIDE) -> jax.Array:
     """Gather a shard along `data`: rest spec, its first `leading` dimensions sliced off -> compute spec.
 
-    If `wire.weights` says so, its codes are sent; not of a leaf of which a device holds less than a block.
+    Codes are sent if `wire.weights` is set and a device has a block of the leaf or more.
     """
     if placement.dim is None:
         return x
-    dim, reshaped = placement.dim - leading, _model_shards(placement, mesh) > 1
+    dim, reshaped = placement.dim - leading, model_shards(placement, mesh) > 1
 
     def gather(shard: jax.Array) -> jax.Array:
         shard = shard.squeeze(dim) if reshaped else shard
@@ -80,7 +80,8 @@ def all_gather(x: jax.Array, placement: Placement, leading: int, mesh: Mesh, wir
             return encoded_gather(wire, shard, dim, mesh.shape[DATA])
         return _gathered(shard, dim)
 
-    return _on_model_shards(gather, x, replica_view_spec(placement, mesh), placement.compute, leading, mesh)
+    before, after = replica_view_spec(placement, mesh)[leading:], placement.compute[leading:]
+    return on_model_shards(gather, x, PartitionSpec(*before), PartitionSpec(*after), mesh)
 
 
 def psum_scatter(
@@ -92,7 +93,7 @@ def psum_scatter(
     """
     if placement.dim is None:
         return x
-    dim, reshaped = placement.dim - leading, _model_shards(placement, mesh) > 1
+    dim, reshaped = placement.dim - leading, model_shards(placement, mesh) > 1
 
     def scatter(given: tuple[jax.Array, jax.Array | None]) -> tuple[jax.Array, jax.Array | None]:
         gradient, seed = given
@@ -132,32 +133,15 @@ def psum(x: jax.Array, axes: tuple[str, ...], placement: Placement, leading: int
     """Sum a gradient at its rest spec, `leading` dimensions sliced off, over batch axes; its sharding stays."""
     if not axes:
         return x
-    spec = replica_view_spec(placement, mesh)
-    return _on_model_shards(lambda shard: jax.lax.psum(shard, axes), x, spec, spec, leading, mesh)
+    spec = PartitionSpec(*replica_view_spec(placement, mesh)[leading:])
+    return on_model_shards(lambda shard: jax.lax.psum(shard, axes), x, spec, spec, mesh)
 
 
-def is_reshaped(placement: Placement, mesh: Mesh) -> bool:
-    """Return True if `to_replica_view` reshapes this leaf."""
-    return _model_shards(placement, mesh) > 1
-
-
-def _model_shards(placement: Placement, mesh: Mesh) -> int:
-    """Return M, the number of shards along the model's axes of the dimension that `data` shards; 1 if they leave it."""
+def model_shards(placement: Placement, mesh: Mesh) -> int:
+    """Return the number of shards along the model's axes of the dimension that `data` shards."""
     if placement.dim is None:
         return 1
     return shards(PartitionSpec(spec_entry(placement.compute, placement.dim)), dict(mesh.shape))
-
-
-def _on_model_shards(
-    collective: Callable[[jax.Array], jax.Array],
-    x: jax.Array,
-    before: PartitionSpec,
-    after: PartitionSpec,
-    leading: int,
-    mesh: Mesh,
-) -> jax.Array:
-    """Apply `collective` to each device's shard of x along the model's axes; the specs are those of unsliced leaves."""
-    return on_model_shards(collective, x, PartitionSpec(*before[leading:]), PartitionSpec(*after[leading:]), mesh)
 
 
 def on_model_shards(function: Callable[[Any], Any], tree: PyTree, before: PyTree, after: PyTree, mesh: Mesh) -> Any:
@@ -171,8 +155,7 @@ def on_model_shards(function: Callable[[Any], Any], tree: PyTree, before: PyTree
             return None
         return PartitionSpec(*(tuple(axis for axis in axes_of(entry) if axis in own) for entry in spec))
 
-    specs = [jax.tree.map(own_part, tree, each, is_leaf=lambda x: x is None) for each in (before, after)]
-    before, after = specs
+    before, after = (jax.tree.map(own_part, tree, each, is_leaf=lambda x: x is None) for each in (before, after))
     inside: Any = mesh_inside()
     own_shards = jax.shard_map(
         function, mesh=inside, in_specs=(before,), out_specs=after, axis_names=own, check_vma=False

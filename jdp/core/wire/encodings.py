@@ -1,8 +1,8 @@
 """The encodings of `Wire`, and the collectives that send codes.
 
-An encoding turns rows of float32 numbers into rows of codes, of which every device decodes what it receives. Sums are
-never made of codes: a reduction sends codes to the device that owns a shard, which decodes and adds in float32. Numbers
-that are not finite stay so, and the step's guard finds them.
+An encoding turns rows of float32 numbers into rows of codes, which the receiving device decodes. Codes are never
+summed: a reduction sends them to the device that owns a shard, which decodes and adds in float32. Numbers that are not
+finite stay not finite, and the step's guard finds them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _LARGEST = {"int8": 127.0, "fp8": 448.0}
 def encode(wire: Wire, rows: jax.Array, key: jax.Array | None) -> jax.Array:
     """Return the codes of float32 rows: [n, m] -> [n, codes], where m is a whole number of blocks.
 
-    With a key rounding is stochastic, and so right on average over keys. None: to the nearest, which has half the
-    variance, where error feedback makes up for what is lost.
+    With a key rounding is stochastic, and so right on average over keys. Without one it is to the nearest, which has
+    half the variance; error feedback corrects its error.
     """
     if wire.gradients == "topk":
         return _largest(wire, rows)
@@ -129,7 +129,7 @@ def from_rows(rows: jax.Array, shape: tuple[int, ...], dim: int | None) -> jax.A
 
 
 def encoded_gather(wire: Wire, shard: jax.Array, dim: int, count: int) -> jax.Array:
-    """Return the whole of a leaf whose dimension `dim` is sharded over `data`, sent as codes, in the shard's dtype.
+    """Return the complete leaf whose dimension `dim` is sharded over `data`, sent as codes, in the shard's dtype.
 
     Every device decodes the same codes, the owner of a shard too: all compute with the same weights.
     """

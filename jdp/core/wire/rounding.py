@@ -1,7 +1,7 @@
-"""What stochastic rounding is drawn from: the step's key, so that rounding is right on average over steps.
+"""The random numbers of stochastic rounding: from the step's key, so that rounding is right on average over steps.
 
 A seed is a uint32 scalar that all devices have: one for each microbatch, and under zero3, which reduces in the backward
-pass, for each parameter and layer. From it each shard of the batch makes a key of its own.
+pass, for each parameter and layer. Each shard of the batch makes a key of its own from it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def seeds_by_row(placements: PyTree, shards: PyTree, seed: jax.Array) -> PyTree:
 def own_key(seed: jax.Array | None, mesh: Mesh) -> jax.Array | None:
     """Return a shard of the batch's own key; None without a seed.
 
-    Along the model's axes it is the same: there devices may hold copies, which have to stay equal.
+    Along the model's axes it is the same: there devices may have copies, which have to stay equal.
     """
     if seed is None:
         return None

@@ -1,4 +1,4 @@
-"""What is sent in place of gradients and weights: the settings of compression (`encodings.py` has the encodings).
+"""The settings of compression, for gradients and weights that are sent (`encodings.py` has the encodings).
 
 Sources: blocks with a scale each, Dettmers et al. 2022 (arXiv:2110.02861); int8 gradients by all-to-all and int8
 weights in ZeRO-3's gathers, ZeRO++, Wang et al. 2023 (arXiv:2306.10209); the largest elements only, Lin et al. 2018
@@ -24,18 +24,26 @@ SCALE_BYTES = 4
 class Wire:
     """How gradients and weights are encoded while they are sent between devices; they are added up in float32.
 
+        >>> wire = jdp.Wire("int8", weights="int8")  # gradients, and ZeRO's gathers
+        >>> train_step = jdp.make_train_step(loss_fn, plan, wire=wire)
+        >>> state, metrics = train_step(state, batch)
+
     Attributes:
-        gradients: None: as `Precision.reduce` says. "bf16": 2 bytes an element. "int8", "fp8" (e4m3): 1 byte an element
-            and a float32 scale for each block. "topk": the largest elements and where they are, 8 bytes each.
-            "powersgd": factors of low rank, for leaves of two dimensions or more; others in float32.
-        weights: None: in `Precision.compute`. "int8": 1 byte an element and a scale for each block, in the gathers of
-            zero1, zero2 and zero3; the weights at rest stay as they are.
-        block: elements that share a scale, for "int8" and "fp8". Leaves of which a device owns fewer are not encoded.
-        fraction: share of the elements that "topk" sends, above 0 and up to 1.
-        rank: of PowerSGD's factors.
-        error_feedback: add to the next step's mean gradient what encoding this one's lost. It takes memory for a
-            float32 gradient on every device, in the train state. zero3 has none: it reduces inside the backward pass.
-            Without it, rounding is drawn from the step's key, and so right on average ("topk" and "powersgd" need it).
+        gradients: the encoding of gradients, for slow links. None: as `Precision.reduce` says. "bf16": 2 bytes an
+            element. "int8", "fp8" (e4m3): 1 byte an element and a float32 scale for each block. "topk": the largest
+            elements and their indices, 8 bytes each. "powersgd": factors of low rank, for leaves of two dimensions or
+            more; others in float32.
+        weights: the encoding of weights in the gathers of zero1, zero2 and zero3, where these are the larger part.
+            None: in `Precision.compute`. "int8": 1 byte an element and a scale for each block; the weights at rest stay
+            as they are.
+        block: elements that share a scale, for "int8" and "fp8". Smaller blocks round less and send more scales. Leaves
+            are not encoded if a device owns fewer elements than this.
+        fraction: share of the elements that "topk" sends, above 0 and up to 1. Raise it when the loss falls behind.
+        rank: rank of PowerSGD's factors. Raise it when the loss falls behind.
+        error_feedback: add the error of this step's encoding to the next step's mean gradient. It takes memory for a
+            float32 gradient on every device, in the train state: give False when this memory is needed. Rounding is
+            then drawn from the step's key, and so right on average; "topk" and "powersgd" need the feedback. zero3 has
+            none: it reduces inside the backward pass.
 
     Raises:
         ValueError: a setting is unknown or out of range.
@@ -78,7 +86,7 @@ class Wire:
             raise ValueError(f"Wire.error_feedback is True or False; given {self.error_feedback!r}: give one of them.")
         if not self.error_feedback and self.gradients in ("topk", "powersgd"):
             raise ValueError(
-                f"{self.gradients} needs error feedback: what it leaves out would be lost for good; given "
+                f"{self.gradients} needs error feedback: elements that it leaves out would be lost for good; given "
                 "error_feedback=False: leave it True, or take int8."
             )
 
@@ -87,8 +95,7 @@ class Wire:
         """Return the `Wire` that a short name stands for.
 
         Args:
-            wire: None (nothing is encoded); the name of an encoding of gradients, such as "int8"; or a `Wire`, which is
-                returned as it is.
+            wire: None (nothing is encoded); the name of an encoding of gradients, such as "int8"; or a `Wire`.
 
         Raises:
             ValueError: it is none of these.
@@ -132,7 +139,7 @@ class Wire:
         return -(-elements // self.block) * self.block
 
     def kept(self, elements: int) -> int:
-        """Return how many elements topk sends.
+        """Return the number of elements that topk sends.
 
         Args:
             elements: of which it takes the largest.

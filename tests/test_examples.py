@@ -1,0 +1,120 @@
+"""Every public name has an example in its docstring, which runs as it is written and prints what it says.
+
+The examples go on from the lines in the docstring of `jdp` itself, which make a plan, a model, a loss and a batch.
+"""
+
+import doctest
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+import jdp
+
+ROOT = Path(__file__).parents[1]
+MODULES = ("checkpoint", "data", "export", "guard", "models", "prove")
+FOR_A_PROCESS = ("jdp.initialize", "jdp.keep_memory", "jdp.keep_programs")
+"""They change the process that they run in, for good: their examples run in one of their own."""
+SHOWN_ELSEWHERE = {
+    **dict.fromkeys(
+        ("jdp.export.Names", "jdp.export.Part", "jdp.export.Tensor"), "the type of what jdp.export.hf_names returns"
+    ),
+    "jdp.checkpoint.RemoteCheckpoints": "it needs a bucket; jdp.Checkpoints makes it for an address",
+    "jdp.prove.Difference": "a part of what jdp.prove.prove returns",
+    "jdp.prove.Made": "in the example of jdp.prove.prove_training",
+    "jdp.prove.Proof": "in the example of jdp.prove.prove",
+    "jdp.prove.Run": "in the example of jdp.prove.prove",
+    "jdp.prove.Skip": "a part of what jdp.prove.prove returns",
+    "jdp.prove.Training": "in the example of jdp.prove.prove_training",
+}
+"""Name -> why it has no example of its own."""
+PENDING = {"jdp.export.gpt2_names", "jdp.export.import_peft"}
+"""Names whose examples are still to be written: take out those that have one."""
+PENDING_MODULES = {"jdp.data", "jdp.models", "jdp.export"}
+
+
+def public():
+    """Name -> function or class, each once: by the shortest of its names."""
+    found = {}
+    for name in jdp.__all__:
+        if name not in MODULES:
+            found[f"jdp.{name}"] = getattr(jdp, name)
+    for module in MODULES:
+        for name in getattr(jdp, module).__all__:
+            value = getattr(getattr(jdp, module), name)
+            if not any(value is other for other in found.values()):
+                found[f"jdp.{module}.{name}"] = value
+    return {
+        name: value
+        for name, value in found.items()
+        if (inspect.isfunction(value) or inspect.isclass(value)) and value.__module__.startswith("jdp")
+    }
+
+
+NAMES = public()
+IN_THIS_PROCESS = [name for name in NAMES if name not in {*FOR_A_PROCESS, *SHOWN_ELSEWHERE}]
+
+
+def parsed(value):
+    return doctest.DocTestParser().get_examples(inspect.getdoc(value) or "")
+
+
+def face(name):
+    """Return the module that a name is public in: jdp, or one of `MODULES`."""
+    module = name.split(".")[-2]
+    return getattr(jdp, module) if module in MODULES else jdp
+
+
+def examples(name):
+    """Return the examples of a name's docstring, else those of its module's if they use it."""
+    of_module = [] if face(name) is jdp else parsed(face(name))
+    used = any(name.rpartition(".")[2] in re.findall(r"\w+", example.source) for example in of_module)
+    return parsed(NAMES[name]) or (of_module if used else [])
+
+
+def run(examples, name, values):
+    """Run examples, fail with what they printed if it is not what they say, and return what they define."""
+    report = []
+    test = doctest.DocTest(examples, values, name, None, None, None)
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    runner.run(test, out=report.append, clear_globs=False)
+    assert not report, "".join(report)
+    return test.globs
+
+
+@pytest.fixture(scope="module")
+def first_lines():
+    """What the lines in the docstring of `jdp` define."""
+    return run(parsed(jdp), "jdp", {})
+
+
+@pytest.mark.parametrize("name", IN_THIS_PROCESS)
+def test_the_example_runs(name, first_lines, monkeypatch, tmp_path):
+    found = examples(name)
+    if not found and (name in PENDING or name.rpartition(".")[0] in PENDING_MODULES):
+        pytest.skip("pending")
+    assert found, "a public name has an example in its docstring: lines with >>>, and what they print"
+    monkeypatch.chdir(tmp_path)
+    own = jax.tree.map(lambda x: x.copy(), first_lines["state"])  # examples donate it
+    modules = vars(inspect.getmodule(NAMES[name])) | vars(face(name))
+    run(found, name, modules | first_lines | {"state": own})
+
+
+def test_the_examples_that_change_a_process_run(tmp_path):
+    lines = "\n".join(example.source for name in FOR_A_PROCESS for example in examples(name))
+    assert all(map(examples, FOR_A_PROCESS))
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "error", "-c", f"import jdp\n{lines}"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_wrong_example_is_found():
+    wrong = doctest.DocTestParser().get_examples(">>> 1 + 1\n3\n")
+    with pytest.raises(AssertionError, match="Expected"):
+        run(wrong, "wrong", {})
