@@ -51,6 +51,11 @@ def parse(options: type[Any], name: str, arguments: list[str], *, addresses: Seq
     return dataclasses.replace(parsed, **paths)
 
 
+def runs_at(given: Path) -> Path | Remote:
+    """Return the folder that --run-dir names, on this machine or in a bucket."""
+    return given if (address := address_of(given)) is None else Remote.at(address)
+
+
 def parse_with_overrides(
     options: type[Any], name: str, arguments: list[str], *, addresses: Sequence[str] = ()
 ) -> tuple[Any, dict[str, str]]:

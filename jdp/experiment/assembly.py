@@ -42,8 +42,10 @@ from jdp.experiment.optimizer import optimizer
 from jdp.experiment.schema.experiment import Experiment
 from jdp.experiment.schema.loss import LOSSES
 from jdp.foresight.timing.mfu import seconds_at_peak
+from jdp.guard.memory_check import check_batch, check_state, check_weights
 from jdp.guard.nonfinite import Inspection
 from jdp.models import GPTConfig, ModelConfig, ViTConfig, generate
+from jdp.models.lower_bounds import parameter_lower_bound
 from jdp.models.sizes import parameter_shapes
 
 
@@ -220,6 +222,14 @@ class Assembly:
     def _abstract_state(self) -> TrainState:
         state = abstract_state(self.init, self.tx, self.plan, rng=self.rng, wrt=self.experiment.train.wrt)
         return self.train_step.complete(state)
+
+    def check_memory(self) -> None:
+        """Check that weights, a batch and the state can fit into memory, before the data is read. Raises ValueError."""
+        given, own = self.experiment, isinstance(self.config, ModelConfig)  # a plug-in's model must be traced first
+        count = parameter_lower_bound(self.config) if own else 0
+        check_weights(count, self.mesh, given.strategy, sharded=given.strategy != "ddp" or bool(given.rules))
+        check_batch(self.abstract_batch(), given.train.batch_size)
+        check_state(self.abstract_state(), self.mesh, given.strategy)
 
     def averaged(self, state: TrainState) -> TrainState:
         """Return the state with its averaged parameters (`optimizer.ema_decay`), or as it is where none are kept."""

@@ -22,7 +22,7 @@ from jdp.base.toml import toml_key, toml_value
 from jdp.base.user_path import PathError, check_regular, user_path
 from jdp.core.sharding.axes import axis_sizes
 from jdp.core.sharding.batch_divisor import BatchUnit, batch_unit
-from jdp.experiment.keys import Key, Schemas, config_keys, table_keys
+from jdp.experiment.keys import Key, Schemas, config_keys, table_class, table_keys
 from jdp.experiment.model_folder import take_tokenizer
 from jdp.experiment.plugins import use
 from jdp.experiment.problems import problems
@@ -101,13 +101,14 @@ def to_toml(experiment: Experiment) -> str:
 
 def _written(table: Mapping[str, Any] | BaseModel, path: KeyPath) -> list[str]:
     """Return the lines of a table: its keys, then the tables in it, each below its heading."""
-    items = {name: getattr(table, name) for name in type(table).model_fields} if isinstance(table, BaseModel) else table
+    fields = type(table).model_fields if isinstance(table, BaseModel) else {}
+    items = {name: getattr(table, name) for name in fields} if isinstance(table, BaseModel) else table
     inner = {key: value for key, value in items.items() if isinstance(value, BaseModel | Mapping)}
-    schemas = Schemas(Experiment, {})
     lines = [
         f"{toml_key(key)} = {toml_value(NONE if value is None else value)}"
         for key, value in items.items()
-        if key not in inner and schemas.at((*path, key)) is None  # a table that is left out is not "none"
+        if key not in inner
+        and not (value is None and key in fields and table_class(fields[key]))  # a table left out is not "none"
     ]
     heading = [f"\n[{'.'.join(map(toml_key, path))}]"] if path and (lines or not inner) and items else []
     return [*heading, *lines, *(line for key, value in inner.items() for line in _written(value, (*path, key)))]

@@ -1,6 +1,6 @@
 """What the loop does about steps that go wrong: around a step, after it, before a save, and at the end.
 
-1. `take` takes a step, or leaves it out; some steps are taken twice and compared (`guard.replay_every`).
+1. `before` and `taken`: some steps are taken twice and compared (`guard.replay_every`), others are left out.
 2. `after` reads the metrics of an earlier step, as reading waits for it: which steps were skipped, whether the loss
    jumps, when to go back. The first bad step of a row is inspected, and its batch kept.
 3. Replicas are compared every `guard.check_replicas_every` steps, and before each save.
@@ -64,23 +64,36 @@ class Health:
         self._compared: list[tuple[int, Fingerprints]] = []
         self._read = progress.resumed_from
         self._values: Any = None
+        self._before: TrainState | None = None
 
-    def take(self, state: TrainState, batch: Batch, step: int) -> tuple[TrainState, Any]:
-        """Take a step."""
-        if step in self._progress.bad.left_out:
+    def leaves_out(self, step: int) -> bool:
+        """Return whether a step is left out, as the run went back from it."""
+        return step in self._progress.bad.left_out
+
+    def without_step(self, state: TrainState) -> TrainState:
+        """Return the state after a step that is left out, which counts as a skipped one."""
+        return replace(state, skipped=self._one_more(state.skipped))
+
+    def before(self, state: TrainState, step: int) -> None:
+        """Keep a copy of the state if this step is taken twice."""
+        if not self.leaves_out(step):
+            replayed = self._guard.replay_every and step % self._guard.replay_every == 0
+            self._before = copied(state) if replayed else None
+            self._hosts.dispatches(self._values)
+
+    def taken(self, state: TrainState, batch: Batch, values: Any, step: int) -> None:
+        """Queue a step's metrics (None: it was left out), and compare it with its second time if it is taken twice."""
+        if values is None:
             self._queued.append(Queued(step, None, None))
-            return replace(state, skipped=self._one_more(state.skipped)), None
-        replayed = self._guard.replay_every and step % self._guard.replay_every == 0
-        before = copied(state) if replayed else None
-        self._hosts.dispatches(self._values)
-        state, self._values = self._assembly.train_step(state, batch)
+            return
+        self._values = values
         keeps = self._guard.inspect_bad_steps and self._inspected < INSPECTED
-        values = {name: self._values[name] for name in ("skipped", "loss", "weight")}
-        self._queued.append(Queued(step, values, batch if keeps else None))
+        kept = {name: values[name] for name in ("skipped", "loss", "weight")}
+        self._queued.append(Queued(step, kept, batch if keeps else None))
+        before, self._before = self._before, None
         if before is not None:
             with self._watch.during("taking a step twice"):
                 repeated(self._assembly.train_step, before, batch, state)
-        return state, self._values
 
     def after(self, state: TrainState, step: int) -> None:
         """Read the metrics of the step that was queued `AHEAD` steps before this one, and compare replicas if due."""

@@ -101,6 +101,16 @@ class Best:
         self.waiting += 1
         return False
 
+    def no_improvement(self, min_delta: float) -> str:
+        """Return why a run stops early, in words."""
+        if self.value is None:
+            return f"{self.metric} has not been finite in {self.waiting} evaluations"
+        enough = f" by more than train.min_delta = {min_delta:g}" if min_delta else ""
+        return (
+            f"{self.metric} has not improved{enough} in {self.waiting} evaluations; its best was {self.value:.6g} at "
+            f"step {self.step}"
+        )
+
     def _gain(self, value: float, before: float | None) -> float:
         """Return by how much `value` is better than `before`; a value that is not finite never is."""
         if not math.isfinite(value):

@@ -25,7 +25,6 @@ from typing import Any
 import jax
 
 from jdp.base.bucket import Remote, RemoteError
-from jdp.base.bucket_address import address_of
 from jdp.base.notices import notice
 from jdp.checkpoint.format.checksums import COMMITTED
 from jdp.checkpoint.scratch import Scratch
@@ -222,12 +221,12 @@ def held_at(folder: Path) -> RemoteRun | None:
 
 
 @contextlib.contextmanager
-def at_hand(root: Path, name: str) -> Generator[Path]:
-    """Have the folder of a run on this host, and where it is to be in the end."""
-    if (address := address_of(root)) is None:
+def at_hand(root: Path | Remote, name: str) -> Generator[Path]:
+    """Yield the folder of runs on this host: `root`, or one with a copy of the run in the bucket, sent as it grows."""
+    if isinstance(root, Path):
         yield root
         return
-    run = RemoteRun(f"{address}/{name}", together=True)
+    run = RemoteRun(f"{root.address}/{name}", together=True)
     with run.held() if jax.process_index() == 0 else contextlib.nullcontext():
         meet("the folder of a run, which process 0 fetches")
         _held[run.folder] = run

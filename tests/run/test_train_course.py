@@ -300,7 +300,7 @@ def test_the_lock_ends_with_its_run_where_a_child_still_has_the_file_open(tmp_pa
 
 def test_a_run_that_was_killed_before_its_first_step_leaves_its_folder_to_the_next(file, capsys, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr("jdp.run.loop._loop", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr("jdp.run.loop._steps", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         patched.setattr("jdp.run.folder._discard_unused", lambda folder: None)  # a killed process cleans up nothing
         code, folder = train(file)
     assert code == 130 and {"experiment.toml", "metrics.jsonl", "checkpoints", LOCK} <= {
