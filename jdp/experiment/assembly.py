@@ -36,11 +36,11 @@ from jdp.core.wire.settings import Wire
 from jdp.data import VOCAB_SIZE, Source, global_batches
 from jdp.data.feed import Feed, process_rows, shard_batches
 from jdp.experiment.data import open_data, open_eval_sets
-from jdp.experiment.file import ExperimentError, mesh_sizes
+from jdp.experiment.file import ExperimentError, mesh_sizes, to_toml
 from jdp.experiment.losses import features_loss, image_loss, text_loss
-from jdp.experiment.optimizer import optimizer
+from jdp.experiment.optimizer import learning_rate, optimizer
 from jdp.experiment.schema.experiment import Experiment
-from jdp.experiment.schema.loss import LOSSES
+from jdp.experiment.schema.optimizer import LOSSES
 from jdp.foresight.timing.mfu import seconds_at_peak
 from jdp.guard.memory_check import check_batch, check_state, check_weights
 from jdp.guard.nonfinite import Inspection
@@ -88,6 +88,16 @@ class Assembly:
     def tx(self) -> optax.GradientTransformation:
         """The optimizer of [optimizer]."""
         return optimizer(self.experiment)
+
+    @cached_property
+    def learning_rate(self) -> optax.Schedule:
+        """The learning rate as a function of the optimizer steps done before."""
+        return learning_rate(self.experiment)
+
+    @cached_property
+    def toml(self) -> str:
+        """The experiment as resolved."""
+        return to_toml(self.experiment)
 
     @cached_property
     def config(self) -> Any:

@@ -19,9 +19,8 @@ from jdp.experiment.schema.chosen import TABLES
 from jdp.experiment.schema.data import DATASETS
 from jdp.experiment.schema.experiment import Experiment
 from jdp.experiment.schema.fields import NONE, package_name
-from jdp.experiment.schema.loss import LOSSES
 from jdp.experiment.schema.model import MODELS
-from jdp.experiment.schema.optimizer import OPTIMIZERS
+from jdp.experiment.schema.optimizer import LOSSES, OPTIMIZERS
 from jdp.experiment.schema.registered import Entry, Learns, Table, hints_of, is_plain
 
 Made = TypeVar("Made", bound=Callable[..., Any])

@@ -23,7 +23,6 @@ import jax
 from jdp.base.notices import notice
 from jdp.core.cluster.barrier import meet
 from jdp.experiment.file import ExperimentError, from_table, to_toml
-from jdp.experiment.schema.experiment import Experiment
 from jdp.guard.diagnosis import LOGS
 from jdp.guard.flight_recorder import FLIGHT
 from jdp.run.lock import LOCK, locked
@@ -64,8 +63,8 @@ _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, err
 
 
 @contextlib.contextmanager
-def claimed(experiment: Experiment, runs: Path) -> Generator[Path]:
-    """Make the run's folder, or check that it may be resumed, and keep other runs out of it while in `with`.
+def claimed(folder: Path, toml: str) -> Generator[None]:
+    """Make the folder of the experiment `toml`, or check that it may be resumed; keep other runs out while in `with`.
 
     Only process 0 writes; the others wait for it.
 
@@ -73,29 +72,28 @@ def claimed(experiment: Experiment, runs: Path) -> Generator[Path]:
     too little memory) removes it; if the visit is killed before that, the next one takes the folder over, even for
     another experiment, as the corrected command would otherwise be refused.
     """
-    folder = runs / experiment.name
     with contextlib.ExitStack() as held:
-        fresh = jax.process_index() == 0 and _claim(experiment, folder, held)
-        meet(f"the folder of {experiment.name}, which process 0 claims")
+        fresh = jax.process_index() == 0 and _claim(folder, toml, held)
+        meet(f"the folder of {folder.name}, which process 0 claims")
         try:
-            yield folder
+            yield
         except BaseException:
             if fresh:
                 _discard_unused(folder)
             raise
 
 
-def _claim(experiment: Experiment, folder: Path, held: contextlib.ExitStack) -> bool:
+def _claim(folder: Path, toml: str, held: contextlib.ExitStack) -> bool:
     """Lock the folder and write the experiment into it; return True if it was new. Raises ExperimentError."""
     missing = list(itertools.takewhile(lambda path: not os.path.lexists(path), (folder, *folder.parents)))
     try:
-        _check_free(experiment, folder)
+        _check_free(folder, toml)
         folder.mkdir(parents=True, exist_ok=True)
         alone = held.enter_context(locked(folder))
-        _check_free(experiment, folder)  # again: now nobody else changes it
+        _check_free(folder, toml)  # again: now nobody else changes it
         if not _is_unused(folder):
             return False
-        if (folder / FILE).exists() and (differing := _differences(experiment, folder)):
+        if (folder / FILE).exists() and (differing := _differences(folder, toml)):
             if not alone:  # nothing is locked: the visit that left it may still go on
                 raise ExperimentError(_other_experiment(folder, differing))
             notice(
@@ -103,7 +101,7 @@ def _claim(experiment: Experiment, folder: Path, held: contextlib.ExitStack) -> 
                 f"({'; '.join(differing)}): it is taken over"
             )
             (folder / HISTORY).unlink(missing_ok=True)
-        record(experiment, folder)
+        record(toml, folder)
     except OSError as error:
         with contextlib.suppress(OSError):
             (folder / NEW).unlink(missing_ok=True)  # a half-written file would be taken for a user's
@@ -119,10 +117,10 @@ def _claim(experiment: Experiment, folder: Path, held: contextlib.ExitStack) -> 
     return True
 
 
-def _check_free(experiment: Experiment, folder: Path) -> None:
+def _check_free(folder: Path, toml: str) -> None:
     """Raise ExperimentError if the folder is not this experiment's, unused or missing."""
     if (folder / FILE).exists():
-        return check_same(experiment, folder)
+        return check_same(folder, toml)
     if folder.exists() and not folder.is_dir():
         raise ExperimentError(f"a run needs a folder; {folder} is a file: choose another `name` or --run-dir")
     if folder.exists() and not _is_unused(folder):
@@ -183,9 +181,9 @@ def writing(folder: Path) -> Generator[None]:
         ) from error
 
 
-def record(experiment: Experiment, folder: Path) -> None:
+def record(toml: str, folder: Path) -> None:
     """Write the experiment, as resolved, into its folder, in one move."""
-    _replace(folder / FILE, to_toml(experiment))
+    _replace(folder / FILE, toml)
 
 
 def record_summary(summary: Mapping[str, Any], folder: Path) -> None:
@@ -200,28 +198,29 @@ def _replace(file: Path, text: str) -> None:
         fresh.replace(file)
 
 
-def check_same(experiment: Experiment, folder: Path) -> None:
-    """Compare an experiment with the one in a folder, key by key, unless the folder is unused."""
+def check_same(folder: Path, toml: str) -> None:
+    """Compare an experiment, as TOML, with the one in a folder, key by key, unless the folder is unused."""
     begun = (folder / FILE).exists()
     if not begun or ((folder / LOCK).exists() and _is_unused(folder)):  # without, a run that locks nothing may be alive
         return
-    if differing := _differences(experiment, folder):
+    if differing := _differences(folder, toml):
         raise ExperimentError(_other_experiment(folder, differing))
 
 
-def _differences(experiment: Experiment, folder: Path) -> list[str]:
+def _differences(folder: Path, toml: str) -> list[str]:
     """Return what differs and must not, between the visits of a run. Raises ExperimentError."""
-    kept = FIXED | ({"train.steps"} if experiment.optimizer.schedule != "constant" else set[str]())
+    constant = tomllib.loads(toml)["optimizer"]["schedule"] == "constant"
+    kept = FIXED if constant else FIXED | {"train.steps"}
     return [
         f"{key} was {was!r}, is {now!r}"
-        for key, (was, now) in changed(experiment, folder).items()
+        for key, (was, now) in changed(folder, toml).items()
         if key in kept or not MAY_CHANGE & {key, key.partition(".")[0]}
     ]
 
 
-def changed(experiment: Experiment, folder: Path) -> dict[str, tuple[Any, Any]]:
+def changed(folder: Path, toml: str) -> dict[str, tuple[Any, Any]]:
     """Return each dotted key that has not the value recorded in a folder -> the values there and now; None for none."""
-    file = folder / FILE
+    file, current = folder / FILE, tomllib.loads(toml)
     try:
         before = tomllib.loads(file.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
@@ -229,8 +228,8 @@ def changed(experiment: Experiment, folder: Path) -> dict[str, tuple[Any, Any]]:
             f"{file} must name the run's experiment, and cannot be read ({error}): choose another `name` or --run-dir"
         ) from None
     with contextlib.suppress(ExperimentError):  # keys that came after it have their defaults; else it is compared as is
-        before = tomllib.loads(to_toml(from_table(before, plugin=experiment.plugin)))
-    before, now = _flat(before), _flat(tomllib.loads(to_toml(experiment)))
+        before = tomllib.loads(to_toml(from_table(before, plugin=current["plugin"])))
+    before, now = _flat(before), _flat(current)
     pairs = {key: (before.get(key), now.get(key)) for key in sorted(before.keys() | now.keys())}
     return {key: (was, is_now) for key, (was, is_now) in pairs.items() if was != is_now}
 

@@ -222,16 +222,16 @@ def held_at(folder: Path) -> RemoteRun | None:
 
 @contextlib.contextmanager
 def at_hand(root: Path | Remote, name: str) -> Generator[Path]:
-    """Yield the folder of runs on this host: `root`, or one with a copy of the run in the bucket, sent as it grows."""
+    """Yield the run's folder on this host: below `root`, or one whose files are sent to the bucket as it grows."""
     if isinstance(root, Path):
-        yield root
+        yield root / name
         return
     run = RemoteRun(f"{root.address}/{name}", together=True)
     with run.held() if jax.process_index() == 0 else contextlib.nullcontext():
         meet("the folder of a run, which process 0 fetches")
         _held[run.folder] = run
         try:
-            yield run.folder.parent
+            yield run.folder
         finally:
             del _held[run.folder]
 

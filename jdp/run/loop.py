@@ -48,11 +48,7 @@ def run(
         assembly.check_memory()
         _ = assembly.eval_sets  # errors of the data come before anything is written
         check_init_from(experiment.train, assembly.config)
-        with (
-            at_hand(root, experiment.name) as runs,
-            claimed(experiment, runs) as folder,
-            writing(folder),
-        ):
+        with at_hand(root, experiment.name) as folder, claimed(folder, assembly.toml), writing(folder):
             for line in settings:
                 notice(line)
             return _visit(assembly, stop, folder, quiet=quiet, profile=profile)

@@ -10,8 +10,7 @@ from typing import Any
 
 from jdp.base.formatting import finite_or_none
 from jdp.checkpoint import CheckpointError
-from jdp.experiment.file import to_toml
-from jdp.experiment.schema.experiment import Experiment
+from jdp.experiment.schema.experiment import Experiment, Train
 from jdp.guard.bad_steps import BadSteps
 from jdp.run.evaluation import Best, Row
 
@@ -77,16 +76,15 @@ class Progress:
         return {**kept, **best, "bad": self.bad.record()}
 
     @staticmethod
-    def of(experiment: Experiment, record: dict[str, Any]) -> Progress:
+    def of(settings: Train, toml: str, record: dict[str, Any]) -> Progress:
         """Return the progress that `record` was made of; `{}` is a run that has not begun."""
-        settings = experiment.train
         known = {name.name for name in fields(Progress)}
         progress = Progress(**{name: value for name, value in record.items() if name in known})
         progress.watched = Best.resumed(settings.stop_metric, record.get("watched"))
         progress.kept = Best.resumed(settings.best_metric, record.get("kept")) if settings.best_metric else None
         evals: dict[str, float | None] = record.get("evals", {})
         progress.evals = {name: math.nan if value is None else value for name, value in evals.items()}
-        progress.experiment = hashlib.sha256(to_toml(experiment).encode()).hexdigest()[:16]
+        progress.experiment = hashlib.sha256(toml.encode()).hexdigest()[:16]
         progress.bad = BadSteps.of(record.get("bad"))
         progress.resumed_from = progress.done
         return progress

@@ -46,7 +46,7 @@ def start(
     experiment, fingerprint = assembly.experiment, assembly.data.fingerprint
     step = saved.latest if back is None else max((one for one in saved.steps if one < back.before), default=None)
     if step is None:
-        progress = Progress.of(experiment, {"fingerprint": fingerprint})
+        progress = Progress.of(experiment.train, assembly.toml, {"fingerprint": fingerprint})
         progress.bad.went(back)
         if experiment.train.init_from is None:
             return assembly.state(), progress, None
@@ -62,7 +62,7 @@ def start(
             f"{fingerprint}): restore [data] as it was, or choose another `name`. The standard library's text "
             "differs between Python versions."
         )
-    progress = Progress.of(experiment, record)
+    progress = Progress.of(experiment.train, assembly.toml, record)
     progress.bad.went(back)
     progress.skipped = progress.skips_seen = int(jax.device_get(state.skipped))
     return state, progress, None

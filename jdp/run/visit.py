@@ -21,8 +21,6 @@ from jdp.core.types import Batch
 from jdp.core.update.noise_scale import hint, ratio
 from jdp.data.feed import Feed
 from jdp.experiment.assembly import Assembly
-from jdp.experiment.file import to_toml
-from jdp.experiment.optimizer import learning_rate
 from jdp.guard.bad_steps import RollBack
 from jdp.guard.watch import Watch
 from jdp.run.bad_steps import Health, went_back
@@ -87,14 +85,13 @@ class Visit:
     @contextlib.contextmanager
     def recorded(self, profile: range | None) -> Generator[None]:
         """Open the outputs while in `with`: metrics, trackers, progress bar, trace and history."""
-        experiment, folder, done = self.experiment, self.folder, self.progress.done
+        experiment, folder, done, toml = self.experiment, self.folder, self.progress.done, self.assembly.toml
         resumes = done > 0 and not self.ended
-        differing = changed(experiment, folder) if resumes and jax.process_index() == 0 else {}
+        differing = changed(folder, toml) if resumes and jax.process_index() == 0 else {}
         if resumes:
-            record(experiment, folder)
+            record(toml, folder)
         wanted = {} if self.ended else experiment.track.model_dump(exclude_none=True)
-        config = tomllib.loads(to_toml(experiment)) if wanted else {}
-        tracked = trackers.start(folder, config, resumed_step=done, **wanted)
+        tracked = trackers.start(folder, tomllib.loads(toml), resumed_step=done, **wanted)
         with (
             Metrics(folder, resumed_step=done, trackers=tracked) as self.metrics,
             self.display,
@@ -260,7 +257,7 @@ class Clock:
 
     def __init__(self, assembly: Assembly) -> None:
         self.speed = f"{assembly.unit}_per_second"
-        self._rate, self._units_per_step = learning_rate(assembly.experiment), assembly.units_per_step
+        self._rate, self._units_per_step = assembly.learning_rate, assembly.units_per_step
         self._at_peak = assembly.seconds_at_peak
         self._from: tuple[int, float, float] = (0, 0.0, 0.0)
         self._first, self._compiled = True, False

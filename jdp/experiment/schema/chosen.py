@@ -5,9 +5,8 @@ from typing import Any
 
 from jdp.experiment.schema.data import DATASETS, Data
 from jdp.experiment.schema.fields import Section
-from jdp.experiment.schema.loss import LOSSES, LossTable
 from jdp.experiment.schema.model import MODELS, model_table
-from jdp.experiment.schema.optimizer import OPTIMIZERS, Optimizer
+from jdp.experiment.schema.optimizer import LOSSES, OPTIMIZERS, LossTable, Optimizer
 
 TABLES = (MODELS, DATASETS, LOSSES, OPTIMIZERS)
 

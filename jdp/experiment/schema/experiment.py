@@ -3,11 +3,9 @@
 fields.py     the kinds of value
 model.py      [model]
 data.py       [data], [data.mixture.NAME], [eval.NAME]
-loss.py       [loss]
-optimizer.py  [optimizer]
-train.py      [train], [sample]
-track.py      [track]
-guard.py      [guard]
+optimizer.py  [loss], [optimizer]
+train.py      [train], [sample], [track], [guard]
+wire.py       [wire], [local_steps]
 registered.py what the names of [model], [data], [loss] and [optimizer] can be, plug-ins' too; chosen.py these tables
 this file     the whole file, and the rules between its tables: each that is broken is one line (keys, rule, fix)
 
@@ -28,15 +26,11 @@ from jdp.core.sharding.axes import DATA, REPLICA, check_axes
 from jdp.experiment.schema.chosen import TABLES, chosen_tables
 from jdp.experiment.schema.data import DATASETS, OF_EVERY, Data, EvalSet, Ingredient
 from jdp.experiment.schema.fields import NONE, CompilerTable, PackageName, Rule, RunName, Section, named
-from jdp.experiment.schema.guard import Guard
-from jdp.experiment.schema.local_steps import LocalStepsTable
-from jdp.experiment.schema.loss import LOSSES, LossTable
 from jdp.experiment.schema.model import AnyModel, Model, model_table
-from jdp.experiment.schema.optimizer import USED_BY, Optimizer, unused
+from jdp.experiment.schema.optimizer import LOSSES, USED_BY, LossTable, Optimizer, unused
 from jdp.experiment.schema.registered import Table
-from jdp.experiment.schema.track import Track
-from jdp.experiment.schema.train import Sample, Train
-from jdp.experiment.schema.wire import WireTable
+from jdp.experiment.schema.train import Guard, Sample, Track, Train
+from jdp.experiment.schema.wire import LocalStepsTable, WireTable
 from jdp.models.configs.gpt import GPTConfig
 from jdp.models.configs.sizes import ModelConfig
 from jdp.models.lower_bounds import parameter_lower_bound, traced_layers

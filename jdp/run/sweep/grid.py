@@ -63,7 +63,7 @@ def check(sweep: Sequence[Member], runs: Path, *, processes: int = 1, devices: i
         try:
             if count is not None:
                 check_for_devices(member.experiment, count)
-            check_same(member.experiment, runs / member.name)
+            check_same(runs / member.name, to_toml(member.experiment))
         except ExperimentError as error:
             raise ExperimentError(f"{member.name}: {error}") from None
 
