@@ -15,14 +15,7 @@ from jdp.base.disk_cache import Cache, default_folder
 
 
 def show(name: str) -> int:
-    """Print the help of a command as it was made before for these files of jdp and this terminal, else make it.
-
-    Args:
-        name: the command's.
-
-    Returns:
-        The exit code, 0.
-    """
+    """Print the help of a command as it was made before for these files of jdp and this terminal, else make it."""
     cache = Cache(default_folder() / "help", limit_bytes=2**20, names=r"[0-9a-f]{64}\.txt", contents="")
     terminal = (shutil.get_terminal_size(), sys.stdout.isatty(), sys.stdout.encoding, os.environ.get("TERM"))
     key = Cache.key(name, sys.version, repr(terminal), *_stamps()) + ".txt"

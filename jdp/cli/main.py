@@ -55,9 +55,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code (see the table above).
 
     In a cluster, a failure ends this process at once instead: others may wait for it.
-
-    Args:
-        arguments: without the program's name; None: those of the process.
     """
     _open_closed_streams()
     try:

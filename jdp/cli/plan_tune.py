@@ -51,14 +51,7 @@ def check_tune(options: Options) -> None:
 
 
 def tune(options: Options, overrides: dict[str, str]) -> int:
-    """Search, print what was found, and write the experiment that has it.
-
-    Returns:
-        0; 1 where nothing fits.
-
-    Raises:
-        UsageError: the target has no rates, or the file cannot be written.
-    """
+    """Search, print what was found, and write the experiment that has it."""
     with stdout_to_stderr() if options.json else contextlib.nullcontext():
         tuning, found = _search(options, overrides)
     if options.json:

@@ -25,21 +25,7 @@ _COUNT = "from jdp.base.machine import choose_platform as c; c(); import jax; pr
 
 
 def run(options: Options, overrides: Mapping[str, str], command: Sequence[str] = TRAIN, *, processes: int = 1) -> int:
-    """Validate every run, then run them, and show the results.
-
-    Args:
-        options: of `jdp train`.
-        overrides: of the experiment's keys, for all runs.
-        command: what starts a run, up to its FILE.
-        processes: processes of a run.
-
-    Returns:
-        0; 1 if a run failed; 130 or 75 if a signal stopped the sweep.
-
-    Raises:
-        UsageError: this process is one of a cluster that others have started.
-        ExperimentError: a run is wrong, before anything runs.
-    """
+    """Validate every run, then run them, and show the results."""
     from jdp.run.outputs.profiler import profiled_steps
     from jdp.run.sweep.grid import check, members
 

@@ -23,12 +23,12 @@ from jdp.base.user_path import PathError, check_regular, user_path
 from jdp.core.sharding.axes import axis_sizes
 from jdp.core.sharding.batch_divisor import BatchUnit, batch_unit
 from jdp.experiment.keys import Key, Schemas, config_keys, table_class, table_keys
-from jdp.experiment.model_folder import take_tokenizer
 from jdp.experiment.plugins import use
 from jdp.experiment.problems import problems
 from jdp.experiment.schema.chosen import TABLES, chosen_tables
 from jdp.experiment.schema.experiment import NONE, Experiment, Model
 from jdp.experiment.schema.fields import Section
+from jdp.experiment.schema.model import take_tokenizer
 from jdp.experiment.schema.registered import section
 from jdp.models.configs.sizes import SIZES
 

@@ -35,18 +35,7 @@ def candidates_of(
     hybrid: bool = True,
     search: MeshSearch | None = None,
 ) -> list[Candidate]:
-    """Return the experiment's step under each strategy and number of microbatches, on the target's devices.
-
-    Args:
-        experiment: validated. A batch size that does not divide over the target's devices and microbatches is rounded
-            up, which the candidates' notes report.
-        target: the devices.
-        strategies: names of strategies.
-        accumulate: numbers of microbatches a step.
-        remat: the rematerialisation policy that the experiment was loaded with, to name the candidates; None: its own.
-        hybrid: add zero3 on replicas (HSDP), where [mesh] is left free and there are several hosts.
-        search: add what it keeps of other meshes, in place of that.
-    """
+    """Return the experiment's step under each strategy and number of microbatches, on the target's devices."""
     assembly = Assembly.on_devices(experiment, list(target.devices))
     return candidates(
         assembly.train_step,

@@ -10,9 +10,12 @@ which weights. `writing` turns a full or read-only disk into one error.
 
 import contextlib
 import errno
+import fcntl
 import itertools
 import json
 import os
+import socket
+import time
 import tomllib
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
@@ -25,12 +28,12 @@ from jdp.core.cluster.barrier import meet
 from jdp.experiment.file import ExperimentError, from_table, to_toml
 from jdp.guard.diagnosis import LOGS
 from jdp.guard.flight_recorder import FLIGHT
-from jdp.run.lock import LOCK, locked
 from jdp.run.outputs.history import HISTORY
 from jdp.run.outputs.metrics import EVENTS, JSONL
 
 FILE = "experiment.toml"
 NEW = f"{FILE}.new"
+LOCK = ".lock"
 CHECKPOINTS = "checkpoints"
 SUMMARY = "summary.json"
 """The summary of a run that came to its end."""
@@ -58,6 +61,8 @@ MAY_CHANGE = frozenset(
 """Keys and tables that may differ when a run is resumed, except `FIXED`, and `train.steps` if the learning rate's
 schedule runs over them."""
 FIXED = frozenset(("train.batch_size", "train.wrt", "train.init_from", "train.init_names", "train.init_adapter"))
+_HAS_NONE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
+"""Errors of a file system without locks."""
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENOTDIR)
 """Errors of a disk that cannot be written; other errors of the system are not about writing."""
 
@@ -246,3 +251,52 @@ def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in table.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return flat
+
+
+# The lock of a run's folder. The system releases an `flock` however its process ends, so none is ever stale.
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Generator[bool]:
+    """Hold the lock of a run's folder."""
+    handle = _take(folder / LOCK)
+    if handle is None:
+        notice(f"{folder} is on a file system without locks: nothing keeps a second run out of it")
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        with contextlib.suppress(OSError):
+            os.ftruncate(handle, 0)
+            fcntl.flock(handle, fcntl.LOCK_UN)  # a process that was forked meanwhile holds the file open, too
+        os.close(handle)
+
+
+def _take(file: Path) -> int | None:
+    """Open and lock the file; None if the file system has no locks. Raises ExperimentError."""
+    while True:
+        handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.read(handle, 200).decode(errors="replace").strip()
+            os.close(handle)
+            if error.errno in _HAS_NONE:
+                return None
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise
+            raise ExperimentError(
+                f"a folder is for one run at a time; {file.parent} has a run that goes on"
+                f"{f', {holder}' if holder else ''}: wait for its end, or choose another `name` (--name NEW) or "
+                "--run-dir"
+            ) from None
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(handle), file.stat()):
+                break
+        os.close(handle)  # its folder was removed between the two, and perhaps made anew
+    with contextlib.suppress(OSError):  # on a full disk the file does not name its holder
+        os.ftruncate(handle, 0)
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        os.write(handle, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode())
+    return handle

@@ -30,8 +30,7 @@ from jdp.checkpoint.format.checksums import COMMITTED
 from jdp.checkpoint.scratch import Scratch
 from jdp.core.cluster.barrier import meet
 from jdp.experiment.file import ExperimentError
-from jdp.run.folder import CHECKPOINTS, FILE
-from jdp.run.lock import LOCK
+from jdp.run.folder import CHECKPOINTS, FILE, LOCK
 
 EVERY_SECONDS, LEASE_SECONDS = 30.0, 180.0
 

@@ -42,7 +42,8 @@ def run(
     settings: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Train, or resume, an experiment in `root`/NAME, and return its summary, which is also in its summary.json."""
-    trackers.check_installed(**experiment.track.model_dump())
+    if wanted := experiment.track.model_dump(exclude_none=True):
+        trackers.check_installed(**wanted)
     with StopRequest() as stop:  # from here on a signal is never lost; until the first step it leaves at once
         assembly = Assembly.on_devices(experiment)
         assembly.check_memory()

@@ -91,7 +91,7 @@ class Visit:
         if resumes:
             record(toml, folder)
         wanted = {} if self.ended else experiment.track.model_dump(exclude_none=True)
-        tracked = trackers.start(folder, tomllib.loads(toml), resumed_step=done, **wanted)
+        tracked = trackers.start(folder, tomllib.loads(toml), resumed_step=done, **wanted) if wanted else []
         with (
             Metrics(folder, resumed_step=done, trackers=tracked) as self.metrics,
             self.display,

@@ -20,7 +20,7 @@ from jdp.cli.main import main
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import load
 from jdp.run import signals
-from jdp.run.lock import LOCK, locked
+from jdp.run.folder import LOCK, locked
 from jdp.run.outputs.metrics import read
 
 POINTS = points_text(
@@ -290,7 +290,7 @@ def test_the_lock_ends_with_its_run_where_a_child_still_has_the_file_open(tmp_pa
         return handle
 
     children = []
-    monkeypatch.setattr("jdp.run.lock.os.open", shared)
+    monkeypatch.setattr("jdp.run.folder.os.open", shared)
     for _ in range(2):
         with locked(tmp_path) as alone:
             assert alone

@@ -12,14 +12,7 @@ TABLES = (MODELS, DATASETS, LOSSES, OPTIMIZERS)
 
 
 def chosen_tables(table: Mapping[str, Any]) -> dict[str, type[Section] | None]:
-    """Return the schema of each table whose keys depend on its name.
-
-    Args:
-        table: of the whole file, not validated.
-
-    Returns:
-        Key of the table -> schema; None: its name is unknown. A table that is as usual is left out.
-    """
+    """Return the schema of each table whose keys depend on its name."""
     names = {key: inner.get("name") for key, inner in table.items() if isinstance(inner, Mapping)}
     chosen: dict[str, type[Section] | None] = {"model": model_table(names.get("model"))}
     for registered, base in ((DATASETS, Data), (LOSSES, LossTable), (OPTIMIZERS, Optimizer)):

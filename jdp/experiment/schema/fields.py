@@ -174,15 +174,7 @@ class Section(BaseModel):
 
 
 def named(kind: str, table: Mapping[str, Any]) -> None:
-    """Check the names of the tables in a table, such as [eval.NAME].
-
-    Args:
-        kind: what such a table is called in the message.
-        table: name -> table.
-
-    Raises:
-        ValueError: a name does not fit the name of a metric or folder.
-    """
+    """Check the names of the tables in a table, such as [eval.NAME]."""
     for name in table:
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", name):
             raise ValueError(

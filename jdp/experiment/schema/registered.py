@@ -80,25 +80,12 @@ class Table:
     entries: dict[str, Entry] = field(default_factory=dict[str, Entry])
 
     def section(self, name: object, base: type[Named]) -> type[Named] | None:
-        """Return the schema of the table with this name.
-
-        Args:
-            name: what stands at `name`.
-            base: the keys that every such table has.
-
-        Returns:
-            The schema; None if nothing is registered under this name.
-        """
+        """Return the schema of the table with this name."""
         entry = self.entries.get(name) if isinstance(name, str) else None
         return None if entry is None else typing.cast("type[Named]", section(entry, base))
 
     def check(self, name: str, *more: str) -> str:
-        """Return the name if something is registered under it. `more`: what else could be named.
-
-        Raises:
-            PydanticKnownError: nothing is; it has the names that there are.
-            ValueError: nothing is, under any name.
-        """
+        """Return the name if something is registered under it. `more`: what else could be named."""
         if name not in self.entries:
             expected = ", ".join(f"'{known}'" for known in (*self.own, *self.entries, *more))
             if not expected:
@@ -109,12 +96,7 @@ class Table:
 
 @functools.cache
 def section(entry: Entry, base: type[Section]) -> type[Section]:
-    """Return the schema of a table with an entry's name: its fields are keys beside those of `base`.
-
-    Args:
-        entry: what the name stands for.
-        base: the keys that every such table has.
-    """
+    """Return the schema of a table with an entry's name: its fields are keys beside those of `base`."""
     hints, described = hints_of(entry.kind), described_fields(entry.kind)
     fields: dict[str, Any] = {
         each.name: (_limited(hints[each.name]), Field(_default(entry, each), description=described.get(each.name)))
