@@ -194,7 +194,6 @@ PENDING = {
     "guard",
     "report",
     "prove",
-    "experiment",
 }
 PENDING |= {"run", "cli", "__main__", "export", "plugin", ""}
 

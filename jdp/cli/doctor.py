@@ -1,4 +1,4 @@
-"""`jdp doctor`: what this machine, or the processes together, can do; what is wrong, and the line that mends it."""
+"""`jdp doctor`: the state of this machine, or of all processes together; what is wrong, and the command that fixes it."""
 
 import contextlib
 import json as as_json
@@ -29,7 +29,7 @@ _REPORTING, _VERIFYING = 60.0, 86400.0  # how long the others wait for process 0
 
 @dataclass(frozen=True)
 class Options:
-    """Examines this machine, or all processes together, and says what is wrong and the line that mends it.
+    """Examines this machine, or all processes together; reports what is wrong and the command that fixes it.
 
     Looked at are devices, versions, names, ports, disk, memory and limits; for two seconds all devices all-reduce. As
     several processes it also looks whether they reach each other, run the same, share a folder and have the same time:

@@ -1,4 +1,4 @@
-"""What the commands share: typed options, overrides of an experiment's keys, and stdout kept for one JSON object."""
+"""Shared by the commands: typed options, overrides of an experiment's keys, and stdout kept for one JSON object."""
 
 import contextlib
 import dataclasses
@@ -87,7 +87,7 @@ def split_overrides(arguments: Sequence[str], own: Sequence[str]) -> tuple[list[
 
 @contextlib.contextmanager
 def stdout_to_stderr() -> Generator[None]:
-    """Send to stderr what is written to stdout, by C++ too, as by Gloo when it connects."""
+    """Redirect stdout to stderr, also for C++ (Gloo prints when it connects)."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -156,7 +156,7 @@ def check_writable(path: Path | None) -> None:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a file in one move, in place of one that is there; what is no file, such as /dev/stdout, as it is."""
+    """Write a file, or replace it, in one rename; write directly to a device such as /dev/stdout."""
     file = path.resolve()  # a link stays one
     fresh = file.with_name(f".{file.name}.new")
     try:
@@ -172,7 +172,7 @@ def write_file(path: Path, text: str) -> None:
 
 
 def choose_target_platform(target: str | None, devices: int | None) -> None:
-    """Choose the platform that JAX starts to compile for a target: virtual CPU devices for "cpu:8", else the CPU."""
+    """Choose the platform on which JAX compiles for a target: virtual CPU devices for "cpu:8", else the CPU."""
     from jdp.base.machine import choose_platform
 
     kind, _, number = (target or "").partition(":")

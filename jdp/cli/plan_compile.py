@@ -97,6 +97,6 @@ def check_axes_free(options: Options, overrides: Mapping[str, str]) -> None:
 
 
 def _widest(targets: Sequence[str | None]) -> str | None:
-    """Return the target that JAX starts for: of virtual CPU devices the one with most, else the first."""
+    """Return the target that JAX starts for: the one with most virtual CPU devices, else the first."""
     sizes = [(int(name[4:]), name) for name in targets if name and name.startswith("cpu:") and name[4:].isdecimal()]
     return max(sizes)[1] if sizes else targets[0]

@@ -40,7 +40,7 @@ def check_bill(options: Options) -> None:
 
 
 def with_bill(report: "PlanReport", options: Options) -> "PlanReport":
-    """Return the report with the bill of its choice, and why there is none where no candidate fits or has a time."""
+    """Return the report with the bill of its choice, or with a note on why there is none."""
     from jdp.foresight.cost.bill import Bill
 
     chosen = report.choice
@@ -67,7 +67,7 @@ def with_bill(report: "PlanReport", options: Options) -> "PlanReport":
 
 @dataclass(frozen=True)
 class GivenFailures:
-    """What was given or measured, in seconds; None for what is to be assumed. `note` says what was measured."""
+    """Failures and their times in seconds, given or measured; None: assumed. `note` reports the measured ones."""
 
     device_mtbf: float
     save: float | None
@@ -96,7 +96,7 @@ class GivenFailures:
 
 
 def read_failures(options: Options) -> GivenFailures | None:
-    """Return what --mtbf and the options that go with it say; None without them."""
+    """Return the values of --mtbf and the options that go with it; None without --mtbf."""
     times = {
         "--save-seconds": options.save_seconds,
         "--stall-seconds": options.stall_seconds,
@@ -122,7 +122,7 @@ def read_failures(options: Options) -> GivenFailures | None:
 
 
 def _with_measured(given: GivenFailures, folder: Path) -> GivenFailures:
-    """Return what a run measured in place of what is not given. Raises UsageError."""
+    """Fill the times that are not given with those that a run measured. Raises UsageError."""
     from jdp.core.cluster.initialize import HEARTBEAT_SECONDS
     from jdp.guard.flight_recorder import FLIGHT, read_ranks
     from jdp.guard.save_times import measured

@@ -1,4 +1,4 @@
-"""The options of `jdp plan`, which the modules that it is made of share."""
+"""The options of `jdp plan`, shared by its modules."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +11,10 @@ import tyro
 class Options:
     """Reports what every device will hold, send and wait for, under every strategy, before you launch.
 
-    The experiment's real step is compiled by the real compiler for the devices of --target, which this machine need not
-    have: jdp plan FILE --target h100:8x8. The report has memory by class compared with the device's, bytes sent
-    compared with theory, step time and how much communication is hidden (simulated), what fits, what to take, and why.
+    The real compiler compiles the experiment's real step for the devices of --target, which this machine need not
+    have: jdp plan FILE --target h100:8x8. The report compares memory by class with the device's, and bytes sent with
+    theory. It has the step time and the share of hidden communication (simulated), and says what fits, what to choose,
+    and why.
 
     Any key of the experiment can be changed: --train.batch_size 512 --model.layers 2. The keys are listed below.
 

@@ -30,7 +30,7 @@ _KEEPS = "Batch size, order of samples, optimizer and learning rate stay as they
 
 
 def check_tune(options: Options) -> None:
-    """Check what goes with --tune, and what goes with it only. Raises UsageError."""
+    """Check the options that go with --tune, and those that need it. Raises UsageError."""
     if not options.tune:
         for flag, given in (("--tune-minutes", options.tune_minutes), ("-o", options.output)):
             if given is not None:

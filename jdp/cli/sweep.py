@@ -1,7 +1,7 @@
-"""`--sweep`, of `jdp train` and of what `jdp launch` starts: several runs of one experiment, one after another.
+"""`--sweep` of `jdp train` and `jdp launch`: several runs of one experiment, one after another.
 
-A run is a process of its own, `jdp train` (or `jdp launch`) with the run's values and name: its memory and its crash do
-not affect the next.
+Each run is a separate process, `jdp train` (or `jdp launch`) with the run's values and name. Its memory and its crash
+do not affect the next run.
 """
 
 import contextlib
@@ -107,6 +107,6 @@ def _show(name: str, results: Sequence["Result"], *, as_json: bool) -> None:
 
 
 def _device_count() -> int | None:
-    """Ask a process of its own for the number of devices: this one must not hold devices that the runs need."""
+    """Count the devices in a separate process: this one must not hold devices that the runs need."""
     done = subprocess.run([sys.executable, "-c", _COUNT], capture_output=True, text=True, check=False)
     return int(done.stdout) if done.returncode == 0 and done.stdout.strip().isdecimal() else None

@@ -11,7 +11,7 @@ from jdp.cli.train_options import Options
 
 
 def run(arguments: list[str]) -> int:
-    """Validate and run; with --json, the summary is all there is on stdout, that of process 0. Raises Stopped."""
+    """Validate and run; with --json, stdout has only the summary, printed by process 0. Raises Stopped."""
     options, overrides = parse_with_overrides(Options, "train", arguments, addresses=("run_dir",))
     if options.sweep:
         return sweep.run(options, overrides)

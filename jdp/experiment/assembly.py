@@ -51,7 +51,7 @@ from jdp.models.sizes import parameter_shapes
 
 @dataclass(frozen=True)
 class Assembly:
-    """The objects of a run. What costs time or memory is made when it is first asked for, and kept.
+    """The objects of a run. Costly ones are made at first use, and kept.
 
     Attributes:
         experiment: the validated file.
@@ -70,7 +70,7 @@ class Assembly:
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan of mesh, strategy and [rules], where "" is a dimension that is not sharded.
+        """The plan of mesh, strategy and [rules], in which "" is an unsharded dimension.
 
         Raises ExperimentError for a rule that matches no parameter, or does not divide one.
         """
@@ -103,7 +103,7 @@ class Assembly:
     def config(self) -> Any:
         """The model's configuration: a `ModelConfig`, or the dataclass of a plug-in's model.
 
-        Raises ExperimentError for a GPT of bytes whose vocabulary is below 256, and "cudnn" attention without GPUs.
+        Raises ExperimentError for a GPT of bytes with a vocabulary below 256, and for "cudnn" attention without GPUs.
         """
         config, data = self.experiment.model.config, self.experiment.data
         bytes_are_read = data.tokenizer == "bytes" and not any(word.endswith(".npz") for word in data.sources)
@@ -131,7 +131,7 @@ class Assembly:
 
     @cached_property
     def data(self) -> Any:
-        """The data set of [data]: what `jdp.experiment.data.open_data` returns."""
+        """The data set of [data], opened."""
         return open_data(self.experiment)
 
     @cached_property
@@ -166,7 +166,7 @@ class Assembly:
 
     @cached_property
     def init(self) -> Callable[[jax.Array], Any]:
-        """The function that makes the model from a key. It raises ExperimentError for what is no model."""
+        """The function that makes the model from a key. It raises ExperimentError if the result is no model."""
         config, entry = self.config, self.experiment.model.entry
 
         def make(rng: jax.Array) -> Any:
@@ -184,7 +184,7 @@ class Assembly:
 
     @property
     def rng(self) -> jax.Array:
-        """The run's key, made of `seed`."""
+        """The run's key, made from `seed`."""
         return jax.random.key(self.experiment.seed)
 
     @property
@@ -210,7 +210,7 @@ class Assembly:
 
     @property
     def unit(self) -> str:
-        """What speed is counted in: "tokens" or "examples"."""
+        """The unit of speed: "tokens" or "examples"."""
         return "tokens" if self.experiment.kind == "text" else "examples"
 
     @property
@@ -242,7 +242,7 @@ class Assembly:
         check_state(self.abstract_state(), self.mesh, given.strategy)
 
     def averaged(self, state: TrainState) -> TrainState:
-        """Return the state with its averaged parameters (`optimizer.ema_decay`), or as it is where none are kept."""
+        """Return the state with its averaged parameters (`optimizer.ema_decay`), or unchanged if it has none."""
         return state if self.experiment.optimizer.ema_decay is None else ema_params(state)
 
     def abstract_batch(self) -> Batch:
@@ -284,7 +284,7 @@ class Assembly:
 
     @cached_property
     def inspection(self) -> Inspection:
-        """What computes a training step's gradient once more, to find what is not finite in it; compiled once."""
+        """Computes a step's gradient once more to find the parts that are not finite; compiled once."""
         return Inspection(self.train_step)
 
     @cached_property
@@ -304,7 +304,7 @@ class Assembly:
 
     @property
     def _step_options(self) -> dict[str, Any]:
-        """What both steps are made with."""
+        """The options of both steps."""
         given = self.experiment
         return {
             "accumulate": given.train.accumulate,
@@ -314,10 +314,9 @@ class Assembly:
         }
 
     def sample(self, state: TrainState) -> str | None:
-        """Return text that the model writes, its prompt included; None if the experiment asks for none ([sample]).
+        """Return text that the model writes, its prompt included; None without a table [sample].
 
-        The averaged parameters write it where there are any. Tokens that the tokenizer does not have, which a model of
-        a larger vocabulary may draw, are left out.
+        The averaged parameters write it, if the run has them. Tokens that the tokenizer lacks are left out.
         """
         table = self.experiment.sample
         if table is None:

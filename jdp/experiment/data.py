@@ -1,9 +1,9 @@
 """From [data] and [eval.NAME] to data sets that fit the model; nothing below sees the file.
 
-1. Open the data as its kind: text or tokens for a GPT, images, or vectors of features; or as a plug-in has it.
-2. Compare it with the model's configuration: vocabulary, image size, channels, classes. What does not fit is one error
+1. Open the data by kind: text or tokens for a GPT, images, vectors of features, or a plug-in's data set.
+2. Compare it with the model's configuration: vocabulary, image size, channels, classes. A misfit is one error
    with the value to set.
-3. Open the evaluation sets likewise. All of a set is evaluated: its training and held-out sides are joined again. The
+3. Open the evaluation sets likewise. Their training and held-out sides are joined, so all of a set is evaluated. The
    held-out side of each part of a mixture is an evaluation set too.
 
 Only the training side of [data] is augmented.
@@ -87,7 +87,7 @@ class AugmentedData:
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hex digits, of the data set and of what is drawn for it."""
+        """16 hex digits, of the data set and its augmentation."""
         described = f"{self.images.fingerprint} {self.crop_padding} {self.flip} {self.seed}"
         return hashlib.blake2b(described.encode(), digest_size=8).hexdigest()
 
@@ -136,7 +136,7 @@ def open_eval_sets(experiment: Experiment, data: Any) -> dict[str, Source]:
 
 
 def _opened(experiment: Experiment, source: Any, field: str | None, *, alone: bool = False) -> Any:
-    """Open a data set of the model's kind. `alone`: an evaluation set, which has no held-out set of its own."""
+    """Open a data set of the model's kind. `alone`: an evaluation set, without a held-out set."""
     given, kind = experiment.data, experiment.kind
     words = [source] if isinstance(source, str) else list(source)
     is_arrays = all(word.endswith(ARRAYS) for word in words)
@@ -233,7 +233,7 @@ def _check_classes(key: str, data: Any, field: str, outputs: int) -> None:
 
 
 def _check_same_classes(key: str, learnt: tuple[str, ...], evaluated: tuple[str, ...]) -> None:
-    """Raise ExperimentError unless the evaluated classes are a prefix of the learnt: classes are numbered by name."""
+    """Raise ExperimentError unless the evaluated classes are the first of the learnt ones, in order of names."""
     if learnt[: len(evaluated)] != evaluated:
         odd = next((f"{b!r} where {a!r} is" for a, b in zip(learnt, evaluated, strict=False) if a != b), "more classes")
         raise ExperimentError(

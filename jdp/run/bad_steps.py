@@ -1,12 +1,12 @@
-"""What the loop does about steps that go wrong: around a step, after it, before a save, and at the end.
+"""Finds steps that go wrong, and decides what the run does about them.
 
 1. `before` and `taken`: some steps are taken twice and compared (`guard.replay_every`), others are left out.
-2. `after` reads the metrics of an earlier step, as reading waits for it: which steps were skipped, whether the loss
-   jumps, when to go back. The first bad step of a row is inspected, and its batch kept.
+2. `after` reads the metrics of an earlier step, as reading waits for it: was it skipped, does the loss jump, must the
+   run go back? The first bad step of a row is inspected, and its batch kept.
 3. Replicas are compared every `guard.check_replicas_every` steps, and before each save.
-4. Process 0 says which host the others wait for.
+4. Process 0 reports the host that the others wait for.
 
-All of it follows from values that every process has, so that all decide alike, and at the same step.
+Every process decides from values that all have, so all decide the same at the same step.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Diverged(ExperimentError):
 
 @dataclass(frozen=True)
 class Queued:
-    """A step whose metrics were not read yet; `values` is None for one that was left out."""
+    """A step whose metrics were not read yet; `values` is None for a step that was left out."""
 
     step: int
     values: Any
@@ -112,21 +112,21 @@ class Health:
         self._hosts.results()
 
     def row(self, values: Any) -> dict[str, float]:
-        """Wait for a step's metrics, and return what a row of metrics has of the hosts: nothing for a single one."""
+        """Wait for a step's metrics; return the hosts' columns of a row, which a single host does not have."""
         jax.block_until_ready(values)
         self._hosts.results()
         found = self._hosts.found
         return {} if found is None else {"late_process": found.process, "late_seconds": found.seconds}
 
     def restart(self) -> None:
-        """Leave what was no step, such as an evaluation, out of the hosts' times."""
+        """Exclude work between steps, such as an evaluation, from the hosts' times."""
         self._hosts.restart()
 
     def check_all(self, state: TrainState, *, ended: bool = False) -> None:
         """Read the metrics of all steps that were queued, and compare replicas: before a save, and at the end.
 
-        A run must not end with skipped steps, however short it is: two in a row, or all except the first, whose update
-        may have broken the weights.
+        A run, however short, must not end with two skipped steps in a row, or with all steps skipped after the first,
+        whose update may have broken the weights.
         """
         last: Queued | None = None
         while self._queued:
@@ -170,7 +170,7 @@ class Health:
             raise Diverged(_why_skipped(progress.skips_in_a_row, values, from_the_first=skipped == self._read))
 
     def _report(self, queued: Queued, why: str, state: TrainState, *, skipped: bool) -> None:
-        """Say that a step is the first bad one of a row, keep its batch, and find out where its gradient broke."""
+        """Report the first bad step of a row, keep its batch, and find where its gradient broke."""
         sentences = [f"Step {queued.step} is bad: {why}."]
         if queued.batch is not None:
             self._inspected += 1
@@ -186,7 +186,7 @@ class Health:
             self._say(sentence)
 
     def _found(self, state: TrainState, batch: Batch, step: int) -> list[str]:
-        """Return what an inspection says; it takes as much memory as a step, at most, and is left out if that fails."""
+        """Return the findings of an inspection, or why it failed: it needs up to the memory of a step."""
         try:
             with self._watch.during("inspecting a bad step"):
                 return self._assembly.inspection.of(state, batch, step).sentences
@@ -197,7 +197,7 @@ class Health:
 
 
 def went_back(back: RollBack, step: int) -> str:
-    """Return a line about a run that went back."""
+    """Return a line about a run that went back; raise Diverged if going back does not help."""
     if back.returns > MOST_RETURNS:
         raise Diverged(
             f"going back must help; given {back}, after the run had gone back {MOST_RETURNS} times: raise "

@@ -1,11 +1,12 @@
 """The folder of a run: RUNS/NAME, which belongs to one experiment.
 
 A visit is one process, or cluster, that works on the run. `claimed` makes the folder, or checks that it has the same
-experiment and may be resumed, and locks it; `record` writes the experiment into it. Between visits may change how the
-work is done: devices, mesh, rules, strategy, precision, the compiler's options, microbatches, rematerialisation, what
-to evaluate, how often to log and save, what watches over the run, when to stop early, and, if the learning rate does
-not depend on it, how many steps. What is learnt may not: the model, the data, the optimizer, what is trained and from
-which weights. `writing` turns a full or read-only disk into one error.
+experiment and may be resumed, and locks it; `record` writes the experiment into it. `writing` turns a full or read-only
+disk into one error.
+
+Between visits the way of computing may change (`MAY_CHANGE`): devices, strategy, precision, evaluations, logging. The
+number of steps may change if the learning rate does not depend on it. The model, the data, the optimizer, and the
+trained parameters with their initial weights may not change.
 """
 
 import contextlib
@@ -73,9 +74,9 @@ def claimed(folder: Path, toml: str) -> Generator[None]:
 
     Only process 0 writes; the others wait for it.
 
-    A folder in which no step was logged or saved is nobody's. A visit that fails before that (weights that do not fit,
-    too little memory) removes it; if the visit is killed before that, the next one takes the folder over, even for
-    another experiment, as the corrected command would otherwise be refused.
+    A folder without a logged or saved step belongs to no run. A visit that fails earlier (weights that do not fit, too
+    little memory) removes it. If a visit is killed earlier, the next one takes the folder over, even for another
+    experiment, so that a corrected command works.
     """
     with contextlib.ExitStack() as held:
         fresh = jax.process_index() == 0 and _claim(folder, toml, held)
@@ -137,14 +138,14 @@ def _check_free(folder: Path, toml: str) -> None:
 
 
 def _is_unused(folder: Path) -> bool:
-    """Return True if it has only what a visit begins with: no row of metrics, no checkpoint, no other file."""
+    """Return True if it has only the files of a visit's beginning: no row of metrics, no checkpoint, no other file."""
     empty = {folder / JSONL, folder / CHECKPOINTS}
     known = {*empty, *_files(folder), folder / FLIGHT, folder / LOGS}
     return not set(folder.iterdir()) - known and not any(map(_holds_something, empty))
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files that a visit begins with, in the order of removal: those that mark a run's folder are last."""
+    """Return the files of a visit's beginning, in the order of removal: those that mark a run's folder are last."""
     events = folder.glob(f"{EVENTS}.out.tfevents.*")
     return [folder / NEW, folder / HISTORY, *events, folder / FILE, folder / LOCK]
 
@@ -187,12 +188,12 @@ def writing(folder: Path) -> Generator[None]:
 
 
 def record(toml: str, folder: Path) -> None:
-    """Write the experiment, as resolved, into its folder, in one move."""
+    """Write the experiment, as resolved, into its folder, in one rename."""
     _replace(folder / FILE, toml)
 
 
 def record_summary(summary: Mapping[str, Any], folder: Path) -> None:
-    """Write the summary of a finished run into its folder, in one move."""
+    """Write the summary of a finished run into its folder, in one rename."""
     _replace(folder / SUMMARY, json.dumps(summary, indent=2, allow_nan=False) + "\n")
 
 
@@ -213,7 +214,7 @@ def check_same(folder: Path, toml: str) -> None:
 
 
 def _differences(folder: Path, toml: str) -> list[str]:
-    """Return what differs and must not, between the visits of a run. Raises ExperimentError."""
+    """Return the differences that are not allowed between visits of a run. Raises ExperimentError."""
     constant = tomllib.loads(toml)["optimizer"]["schedule"] == "constant"
     kept = FIXED if constant else FIXED | {"train.steps"}
     return [
@@ -224,7 +225,7 @@ def _differences(folder: Path, toml: str) -> list[str]:
 
 
 def changed(folder: Path, toml: str) -> dict[str, tuple[Any, Any]]:
-    """Return each dotted key that has not the value recorded in a folder -> the values there and now; None for none."""
+    """Return the dotted keys whose values differ from the recorded ones -> both values; None: no such key."""
     file, current = folder / FILE, tomllib.loads(toml)
     try:
         before = tomllib.loads(file.read_text(encoding="utf-8"))

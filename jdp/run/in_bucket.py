@@ -1,12 +1,12 @@
-"""A run behind an address: its folder is s3://bucket/runs/NAME, and a scratch folder of this host stands for it.
+"""A run in a bucket: its folder is s3://bucket/runs/NAME, with a scratch folder on this host as its working copy.
 
-Process 0 fetches what is there but the checkpoints, which `jdp.Checkpoints` keeps there itself; every `EVERY_SECONDS`,
-before each checkpoint counts and at the end it sends whole the files that have changed, as storage appends nothing. So
-a run that is killed loses what it logged in its last seconds after the newest checkpoint, which it does again.
+Process 0 downloads the run's files. `jdp.Checkpoints` handles the checkpoints. Every `EVERY_SECONDS`, before each
+checkpoint is committed, and at the end, process 0 uploads changed files completely, as storage cannot append. A killed
+run loses only rows that were logged in its last seconds after the newest checkpoint; it takes these steps again.
 
-A file `.lock` there names the process that holds the run. It is made only if there is none, and renewed with the files;
-one whose process on this host has ended is taken over, and one of another host or container when it was watched for
-`LEASE_SECONDS` and not renewed. Who finds that it is another's stops: nothing is written by two.
+The file `.lock` in the bucket names the process that holds the run, and is renewed with the files. Another run takes
+the lock over if its process on this host has exited. From another host or container it takes the lock over after
+`LEASE_SECONDS` without a renewal. A run that finds another's lock stops, so two runs never write.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ EVERY_SECONDS, LEASE_SECONDS = 30.0, 180.0
 
 
 class RemoteRun:
-    """The folder of a run behind an address.
+    """The folder of a run in a bucket.
 
     Attributes:
-        remote: the folder there.
-        folder: the scratch folder that stands for it.
+        remote: the folder in the bucket.
+        folder: its working copy, a scratch folder on this host.
     """
 
     def __init__(self, address: str, *, together: bool) -> None:
@@ -53,9 +53,9 @@ class RemoteRun:
         self._problem: RemoteError | None = None
 
     def fetch(self) -> bool:
-        """Fetch the run's files but its checkpoints, of which empty folders tell; return whether there is a run.
+        """Download the run's files except checkpoints (each becomes an empty folder here). Return True if a run exists.
 
-        Of a folder that is no run's there are only the names. Raises RemoteError.
+        If the folder holds no run, only the names of its entries are made. Raises RemoteError.
         """
         files = self.remote.files()
         parts = [name.split("/") for name in files]
@@ -71,7 +71,7 @@ class RemoteRun:
         return FILE in files
 
     def push(self) -> None:
-        """Send the files that have changed, after the lock was found to be this process'. Raises RemoteError."""
+        """Check that this process holds the lock, and upload the files that have changed. Raises RemoteError."""
         with self._busy:
             if self._problem is not None:
                 raise self._problem
@@ -93,13 +93,13 @@ class RemoteRun:
             self.remote.send(left, self.folder)  # one was renamed meanwhile
 
     def before_commit(self, checkpoint: Path) -> None:
-        """Send the rows of the steps before a checkpoint, which counts next. Raises RemoteError."""
+        """Upload the rows of the steps before a checkpoint is committed. Raises RemoteError."""
         self.push()
         (self.folder / CHECKPOINTS / checkpoint.name).mkdir(parents=True, exist_ok=True)
 
     @contextlib.contextmanager
     def held(self) -> Generator[None]:
-        """Hold the lock, with the run's files here; send them in the background, and at the end."""
+        """Hold the lock and a working copy of the run's files; upload them in the background, and at the end."""
         self._take()
         sender = threading.Thread(target=self._send_now_and_then, name="jdp sender", daemon=True)
         try:
@@ -115,10 +115,10 @@ class RemoteRun:
         self._finish(sender)
 
     def _finish(self, sender: threading.Thread) -> None:
-        """Send what is left, or remove what was sent of a run that was discarded, and give the lock back."""
+        """Upload the remaining changes, or delete the files of a discarded run, and release the lock."""
         self._ended.set()
         try:
-            if sender.ident is not None:  # it was started; else what is here may be half-fetched
+            if sender.ident is not None:  # it was started; else the copy may be incomplete
                 sender.join()
                 self.push()
         except Exception as error:
@@ -142,7 +142,7 @@ class RemoteRun:
         return f"files must be sent while a run goes on; {self.remote.address} was not: {type(error).__name__}: {error}"
 
     def _files(self) -> dict[str, tuple[int, int]]:
-        """Return the files to send, with what changes when they do."""
+        """Return the files to upload, each with its time and size."""
         files: dict[str, tuple[int, int]] = {}
         for parent, folders, names in os.walk(self.folder, onerror=_raise_unless_gone):
             if Path(parent) == self.folder:
@@ -158,7 +158,7 @@ class RemoteRun:
     # The lock.
 
     def _take(self) -> None:
-        """Make the lock, or take over that of a run that has ended. Raises ExperimentError, RemoteError."""
+        """Create the lock, or take over that of a run that has ended. Raises ExperimentError, RemoteError."""
         if (there := self.remote.read(LOCK)) is not None:
             self._wait_for_its_end(there)
         self._token = secrets.token_hex(8)
@@ -173,7 +173,7 @@ class RemoteRun:
             )
 
     def _wait_for_its_end(self, there: bytes) -> None:
-        """Return when the run whose lock it is has ended. Of one elsewhere that shows only when it is not renewed."""
+        """Wait until the run that holds the lock has ended; on another host, until the lock is not renewed any more."""
         holder, until = _parsed(there), time.monotonic() + LEASE_SECONDS
         lives, now = _lives(holder), there
         if lives is None:
@@ -192,7 +192,7 @@ class RemoteRun:
             )
 
     def _renew(self) -> None:
-        """Say in the lock that this run goes on. Raises RemoteError if it is another's, or cannot be written now."""
+        """Renew the lock. Raises RemoteError if another run holds it, or it cannot be written now."""
         if not self._is_mine(self.remote.read(LOCK)):
             self._problem = RemoteError(
                 f"a folder is for one run at a time; {self.remote.address} was taken over by another run, as this one "
@@ -207,7 +207,7 @@ class RemoteRun:
         return json.dumps(holder | {"token": self._token, "heard": time.time()}).encode()
 
     def _is_mine(self, lock: bytes | None) -> bool:
-        """Return whether a lock is this run's, whenever it was renewed: a write may arrive whose answer is lost."""
+        """Return whether a lock is this run's, of any renewal: a write may succeed though its answer is lost."""
         return _parsed(lock).get("token") == self._token
 
 
@@ -215,13 +215,13 @@ _held: dict[Path, RemoteRun] = {}
 
 
 def held_at(folder: Path) -> RemoteRun | None:
-    """Return the run that a scratch folder stands for; None for a run's own folder."""
+    """Return the run of which a folder is the working copy; None for a folder of this machine."""
     return _held.get(folder)
 
 
 @contextlib.contextmanager
 def at_hand(root: Path | Remote, name: str) -> Generator[Path]:
-    """Yield the run's folder on this host: below `root`, or one whose files are sent to the bucket as it grows."""
+    """Yield the run's folder on this host: below `root`, or a working copy of the folder in a bucket."""
     if isinstance(root, Path):
         yield root / name
         return
@@ -236,7 +236,7 @@ def at_hand(root: Path | Remote, name: str) -> Generator[Path]:
 
 
 def fetched(address: str) -> Path:
-    """Return a copy of a run's folder, for those who look at it; it is removed when this process ends."""
+    """Download a run's folder to read it; the copy is removed when this process exits."""
     run = RemoteRun(address, together=False)
     if not run.fetch():
         raise ExperimentError(f"a run is a folder with an {FILE}; given {run.remote.address}, which has none: fix it")
@@ -248,7 +248,7 @@ _looked_at: list[RemoteRun] = []
 
 
 def _parsed(lock: bytes | None) -> dict[str, Any]:
-    """Return what a lock says; {} for one that is damaged, or gone."""
+    """Return the contents of a lock; {} if it is damaged or missing."""
     try:
         found = json.loads(lock or b"{}")
     except ValueError:
@@ -257,7 +257,7 @@ def _parsed(lock: bytes | None) -> dict[str, Any]:
 
 
 def within() -> str:
-    """Return what tells this host's start, and a container's processes, from others of the same name; "" off Linux."""
+    """Return an id of this host's boot and of the container's processes; "" where it is not Linux."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
         return f"{boot} {Path('/proc/self/ns/pid').stat().st_ino}"
@@ -266,7 +266,7 @@ def within() -> str:
 
 
 def _raise_unless_gone(error: OSError) -> None:
-    """Raise what kept a folder from being listed: its files would be taken for deleted ones."""
+    """Raise the error of a folder that cannot be listed: its files would count as deleted."""
     if not isinstance(error, FileNotFoundError):
         raise error
 

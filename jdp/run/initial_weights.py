@@ -1,9 +1,9 @@
-"""Weights to start from: another run's, a checkpoint's or a safetensors file's, read onto a fresh state.
+"""Initial weights from another run, a checkpoint or a safetensors file, read onto a fresh state.
 
 1. Check the path before anything is written.
 2. Read parameters and model state onto the state's shardings. LoRA parameters may be missing: they keep their initial
    values, or get those of `train.init_adapter`.
-3. Make the optimizer's state for these weights: an average of parameters begins at them.
+3. Make the optimizer's state for these weights: an average of parameters starts from them.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ LORA = ("*lora_*",)
 """Parameters that a model without LoRA does not have."""
 SAFETENSORS = ".safetensors"
 _IN_FOLDER = (f"model{SAFETENSORS}", f"model{SAFETENSORS}.index.json")
-"""What a folder has that is no run's and no checkpoint's."""
+"""Files by which a folder of safetensors is known."""
 ADAPTER = (ADAPTER_CONFIG, WEIGHTS).__contains__
 
 
 def check_init_from(train: Train, config: Any) -> None:
-    """Check that `train.init_from` exists and, by the `config.json` beside it, has the weights of this model.
+    """Check that `train.init_from` exists and that the `config.json` beside it describes this model.
 
-    Likewise `train.init_adapter`, by its `adapter_config.json`.
+    Check `train.init_adapter` by its `adapter_config.json`.
     """
     assert train.init_from is not None
     try:
@@ -125,7 +125,7 @@ def load_parameters(state: TrainState, train: Train, config: Any, plan: Plan) ->
 
 
 def _import(path: Path, state: TrainState, train: Train, config: Any) -> TrainState:
-    """Read a safetensors file. If it does not fit, the names may be others: the error names `train.init_names`.
+    """Read a safetensors file. If it does not fit, its names may differ: the error names `train.init_names`.
 
     Raises ExperimentError, or CheckpointError for a model other than a GPT.
     """

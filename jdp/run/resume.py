@@ -1,4 +1,4 @@
-"""Where a run starts: at fresh weights, at another model's weights, or after the steps of its newest checkpoint."""
+"""Where a run starts: from fresh weights, from another model's weights, or from its newest checkpoint."""
 
 from __future__ import annotations
 

@@ -50,10 +50,10 @@ def _scaled_rate(experiment: Experiment) -> str | None:
 
 
 def summary(assembly: Assembly, progress: Progress, folder: Path) -> dict[str, Any]:
-    """Return the run as one JSON object; `final_…` are of the last row of metrics and of the last evaluation.
+    """Return the run as one JSON object; `final_…` come from the last row of metrics and the last evaluation.
 
-    "mfu" is that of this visit's steps; it is left out where the devices' peak is not known. "goodput" is process 0's,
-    over all visits: the useful share of all time, and seconds by kind (`jdp.guard.time_account`).
+    "mfu" covers this visit's steps; it is missing where the devices' peak is not known. "goodput" is process 0's over
+    all visits: the useful share of all time, and seconds by kind (`jdp.guard.time_account`).
     """
     chosen, evals, at_peak = assembly.experiment, progress.evals, assembly.seconds_at_peak
     speed = progress.steady_units / progress.steady_seconds if progress.steady_seconds else None

@@ -1,4 +1,4 @@
-"""The tables whose name says which keys there are: of jdp's own sizes of models, and of what a plug-in registers."""
+"""The tables whose keys depend on their name: a size of jdp's models, or an entry that a plug-in registered."""
 
 from collections.abc import Mapping
 from typing import Any

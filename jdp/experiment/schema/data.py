@@ -35,7 +35,7 @@ class Data(Section):
     zstandard), or an .npz of tokens. Images: "digits" (scikit-learn's), a directory with a subdirectory for each class,
     parquet, Arrow, .tar files as WebDataset writes them. Features of an MLP: an .npz, or images. "hf:NAME" or "hf:PATH"
     is a data set of Hugging Face; "hf-stream:NAME:train[:100000]" is text that is fetched as it is tokenised, here its
-    first rows. What is behind an address, such as s3://bucket/corpus, is fetched once to a folder of the host, below
+    first rows. Data in a bucket, such as s3://bucket/corpus, is downloaded once to a folder of the host, below
     JDP_CACHE_DIR (~/.cache/jdp); tokens of 64 MiB of text or more are kept in files there. Paths are relative to the
     experiment file, or when given on the command line to the working directory; "none" with [data.mixture.NAME]."""
     mixture: dict[str, Ingredient] = Field(default={})

@@ -6,11 +6,11 @@ data.py       [data], [data.mixture.NAME], [eval.NAME]
 optimizer.py  [loss], [optimizer]
 train.py      [train], [sample], [track], [guard]
 wire.py       [wire], [local_steps]
-registered.py what the names of [model], [data], [loss] and [optimizer] can be, plug-ins' too; chosen.py these tables
-this file     the whole file, and the rules between its tables: each that is broken is one line (keys, rule, fix)
+registered.py the possible names of [model], [data], [loss], [optimizer], plug-ins' too; chosen.py these tables
+this file     the whole file, and the rules between its tables: each broken one is one line (keys, rule, fix)
 
-A constructor that returns has checked everything that can be checked without the number of devices or the data;
-`jdp.experiment.file` checks what needs the number, `jdp.experiment.data` what needs the data.
+The constructor checks everything that needs neither the number of devices nor the data. `jdp.experiment.file` checks
+against the devices, `jdp.experiment.data` against the data.
 """
 
 import math
@@ -174,7 +174,7 @@ class Experiment(Section):
 
     @property
     def kind(self) -> Kind:
-        """What the model learns from: "text", "images" or "features"; "own": what a plug-in's data set gives."""
+        """The kind of data: "text", "images" or "features"; "own": a plug-in's data set."""
         return "own" if self.data.name else self.model.entry.learns or "own"
 
     @property
@@ -358,14 +358,14 @@ def _own_data(experiment: Experiment) -> Iterator[str]:
 
 
 def _unread(data: Data, keys: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield those of the keys that have another value than the default, with that value in words."""
+    """Yield the keys whose value is not the default, with that value in words."""
     for key in keys:
         if getattr(data, key) != Data.model_fields[key].default:
             yield key, cut(repr(getattr(data, key)))
 
 
 def _metrics(experiment: Experiment) -> Iterator[str]:
-    """Yield what is wrong with metrics that are asked for and that no evaluation has."""
+    """Yield what is wrong with requested metrics that no evaluation has."""
     train, known = experiment.train, experiment.eval_metrics
     asked = {"stop_metric": train.stop_metric, "keep_best": train.keep_best if train.keep_best is not True else None}
     for key, metric in asked.items():

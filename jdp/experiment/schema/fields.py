@@ -1,4 +1,4 @@
-"""The kinds of value an experiment file holds, and what all of its tables have in common."""
+"""The kinds of value in an experiment file, and the base of all its tables."""
 
 import keyword
 import math
@@ -54,7 +54,7 @@ def package_name(name: str) -> str:
 
 
 def _path(path: str) -> str:
-    """Return what a file or folder can have, a word such as "stdlib" too, or an address. Raises PathError."""
+    """Return a possible path (a word such as "stdlib" too) or address. Raises PathError."""
     if address_of(path) is None:
         user_path(path)
     else:

@@ -35,7 +35,7 @@ MODELS = Table("model", entries={name: _own(name, config) for name, config in SI
 
 
 def model_entry(name: str) -> Entry:
-    """Return what a name stands for."""
+    """Return the entry of a name: a size, a plug-in's model, or "hf:FOLDER". Raises KeyError or ValueError."""
     if not name.startswith(HF):
         return MODELS.entries[name]
     from jdp.checkpoint.safetensors import gpt_config_from_hf  # late: it imports Orbax, which takes a second
@@ -63,7 +63,7 @@ class Model(Section):
 
     @property
     def entry(self) -> Entry:
-        """What the name stands for. The folder of an "hf:" may be gone: its fields are all here."""
+        """The entry of the name. The folder of an "hf:" may be gone: all its fields are here."""
         return _FROM_HF if self.name.startswith(HF) else MODELS.entries[self.name]
 
     @property

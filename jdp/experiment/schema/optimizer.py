@@ -27,7 +27,7 @@ READ_BY_SOME = {key for keys in USED_BY.values() for key in keys}
 
 
 def _registered_or(name: Any, its_own: ValidatorFunctionWrapHandler) -> Any:
-    """Return a name that a plug-in registered as it is. Raises as `Table.check` for what is none of all."""
+    """Return a name that a plug-in registered unchanged; raise as `Table.check` for an unknown one."""
     if isinstance(name, str) and name not in USED_BY:
         return OPTIMIZERS.check(name)
     return its_own(name)

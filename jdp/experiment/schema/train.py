@@ -8,7 +8,7 @@ from jdp.experiment.schema.fields import Batches, Best, Count, PathText, Pattern
 
 
 class Train(Section):
-    """[train]: what of the model, how long, how much at a time, how often."""
+    """[train]: which parameters, how long, how much at a time, how often."""
 
     steps: Positive
     """Optimizer steps in the whole run."""
@@ -58,7 +58,7 @@ class Train(Section):
 
     @property
     def best_metric(self) -> str | None:
-        """What the best checkpoint is chosen by; None: none is kept."""
+        """The metric that chooses the best checkpoint; None: none is kept."""
         return self.stop_metric if self.keep_best is True else self.keep_best or None
 
 
