@@ -1,4 +1,4 @@
-"""`jdp doctor`: the state of this machine, or of all processes together; what is wrong, and the command that fixes it."""
+"""`jdp doctor`: the state of this machine or of all processes; what is wrong, and the command that fixes it."""
 
 import contextlib
 import json as as_json

@@ -3,7 +3,7 @@
 import contextlib
 import json as as_json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -124,16 +124,9 @@ def _with_steps(recorded: dict[str, "Recorded"], options: Options) -> list["Run"
     return [
         Run(
             name,
-            each.rows,
-            each.history,
-            each.summary,
-            each.toml,
-            each.settings,
-            each.checkpoints,
-            each.notes,
-            steps.get(name),
-            missing[name],
-            each.goodput,
+            **{field.name: getattr(each, field.name) for field in fields(each) if field.name != "folder"},
+            step=steps.get(name),
+            no_step=missing[name],
         )
         for name, each in recorded.items()
     ]

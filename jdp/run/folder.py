@@ -38,27 +38,10 @@ LOCK = ".lock"
 CHECKPOINTS = "checkpoints"
 SUMMARY = "summary.json"
 """The summary of a run that came to its end."""
-MAY_CHANGE = frozenset(
-    (
-        "strategy",
-        "offload",
-        "partitioning",
-        "precision",
-        "compiler",
-        "devices",
-        "mesh",
-        "rules",
-        "eval",
-        "sample",
-        "track",
-        "guard",
-        "train",
-        "wire",
-        "reduce",
-        "model.attention",
-        "model.remat",
-    )
-)
+MAY_CHANGE = {
+    *("strategy", "offload", "partitioning", "precision", "reduce", "wire", "compiler", "devices", "mesh", "rules"),
+    *("eval", "sample", "track", "guard", "train", "model.attention", "model.remat"),
+}
 """Keys and tables that may differ when a run is resumed, except `FIXED`, and `train.steps` if the learning rate's
 schedule runs over them."""
 FIXED = frozenset(("train.batch_size", "train.wrt", "train.init_from", "train.init_names", "train.init_adapter"))

@@ -89,8 +89,8 @@ def _steps(visit: Visit, state: TrainState) -> TrainState:
     with visit.feed():
         while not visit.ended:
             batch = visit.before(state)
-            if visit.leaves_out():
-                state, metrics = visit.without_step(state), None
+            if visit.health.leaves_out(visit.progress.done + 1):  # the run went back from it
+                state, metrics = visit.health.without_step(state), None
             else:
                 state, metrics = train_step(state, batch)
             visit.after(state, batch, metrics)

@@ -152,14 +152,6 @@ class Visit:
         self.health.before(state, step)
         return batch
 
-    def leaves_out(self) -> bool:
-        """Return whether the next step is left out, as the run went back from it."""
-        return self.health.leaves_out(self.progress.done + 1)
-
-    def without_step(self, state: TrainState) -> TrainState:
-        """Return the state after a step that is left out, which counts as a skipped one."""
-        return self.health.without_step(state)
-
     def after(self, state: TrainState, batch: Batch, values: Any) -> None:
         """Log, evaluate and save after a step, as each is due; `values` are its metrics, None if it was left out."""
         progress, train, step = self.progress, self.experiment.train, self.progress.done + 1
@@ -170,7 +162,8 @@ class Visit:
         progress.done = step
         self.display.step(step)
         last = self.stop.at_step(step) or step == train.steps
-        row_due = last or step % train.log_every == 0 or self._may_stop_early()
+        may_stop = 0 < train.stop_after <= progress.watched.waiting + 1 and self._evaluation_due()
+        row_due = last or step % train.log_every == 0 or may_stop  # a run's last step has a row
         if values is not None:
             self._clock.tick(step, values, self._feed, row_due)
             if row_due:
@@ -238,10 +231,6 @@ class Visit:
         """Return whether this step is followed by an evaluation."""
         done, train = self.progress.done, self.experiment.train
         return done > 0 and (done >= train.steps or bool(train.eval_every and done % train.eval_every == 0))
-
-    def _may_stop_early(self) -> bool:
-        """Return whether the evaluation after this step may end the run: a run's last step has a row of metrics."""
-        return 0 < self.experiment.train.stop_after <= self.progress.watched.waiting + 1 and self._evaluation_due()
 
     def _goes_on(self) -> bool:
         """Return whether an evaluation goes on after a batch."""
