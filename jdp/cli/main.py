@@ -72,8 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _leave(READER_LEFT)
     except Exception as error:
         if _is_lost_peer(error):
-            named = type(error).__name__ == "LostPeer"  # an error of JAX does not say who it was
-            said = error if named else "another process of this run left; its message is above, or in its log"
+            named = type(error).__name__ == "LostPeer"  # an error of JAX does not name the process
+            said = error if named else "another process of this run exited; its message is above, or in its log"
             print(f"{_prefix()}{said}", file=sys.stderr)
             return _leave(SOFTWARE_ERROR, lost_peer=True)
         if isinstance(error, OSError) and error.errno in _DISK_FULL:
@@ -180,7 +180,7 @@ def _prefix() -> str:
 def _help() -> str:
     lines = ["usage: jdp COMMAND …", "", "Data-parallel training on JAX sharding.", ""]
     lines += [wrapped(line, f"  {name:<9} ", " " * 12) for name, line in COMMANDS.items()]
-    return "\n".join([*lines, "", wrapped("jdp COMMAND --help says more; jdp --version says which version this is.")])
+    return "\n".join([*lines, "", wrapped("jdp COMMAND --help shows more; jdp --version shows the version.")])
 
 
 def _versions() -> str:

@@ -38,8 +38,8 @@ class Options:
     """Rematerialisation policies to compile, such as none,dots,full. Default: the experiment's."""
     axes: bool = False
     """Search the mesh too: replicas of whole hosts, and other sizes of the model's own axis, where [rules] shard over
-    one. Closed forms of bytes leave most meshes out, which the report says; those that send for the shortest time are
-    compiled. With --tune the search goes on from them."""
+    one. Closed forms of bytes exclude most meshes, and the report lists these; those with the shortest sending time are
+    compiled. With --tune the search starts from them."""
     tune: bool = False
     """Search for the fastest way that fits, by compiling: strategy and mesh, rematerialisation, microbatches of the
     same batch, the compiler's options, scanned layers or not; one at a time from the best so far. Keys given on the
@@ -67,7 +67,7 @@ class Options:
     stall_seconds: Annotated[float | None, tyro.conf.arg(metavar="SECONDS")] = None
     """For --mtbf: how long a save in the background stops training. Default: the state's bytes at 16 GiB/s a device."""
     restart_seconds: Annotated[float | None, tyro.conf.arg(metavar="SECONDS")] = None
-    """For --mtbf: from a failure until training goes on. Default: 3 minutes and the time of a save."""
+    """For --mtbf: from a failure until training continues. Default: 3 minutes and the time of a save."""
     measured: Annotated[Path | None, tyro.conf.arg(metavar="RUN")] = None
     """For --mtbf: folder of a run of this size, whose flight recorder has how long its saves stalled, and resuming
     took."""

@@ -62,7 +62,7 @@ def _flat(images: ImageData) -> Sides:
 
 
 def _augmented(images: Any, experiment: Experiment) -> Any:
-    """Return a data set of images whose training side is cropped and flipped anew in every epoch, if [data] says so."""
+    """Return a data set of images whose training side is cropped and flipped anew in every epoch, as [data] asks."""
     padding, flip, seed = experiment.data.crop_padding, experiment.data.flip, experiment.seed
     if not padding and not flip:
         return images

@@ -177,8 +177,8 @@ def plugin_data(table: Data) -> PluginData:
         raise ExperimentError(f"data.name = {entry.name!r} must have samples; given a side without any: add some")
     if len(sides) == 1 and hasattr(given, "sample_at"):
         raise ExperimentError(
-            f"data.name = {entry.name!r} has an order of its own (sample_at), of which jdp holds none out; given one "
-            "object: return two, what to train on and what is held out"
+            f"data.name = {entry.name!r} has its own order (sample_at), and jdp cannot hold out a part of it; given "
+            "one object: return two, to train on and held out"
         )
     if len(sides) == 2 and table.heldout_fraction != Data.model_fields["heldout_fraction"].default:
         raise ExperimentError(

@@ -2,9 +2,9 @@
 
 1. `run`: assemble the run, check that it can start, claim its folder.
 2. `_visit`: make the state, or restore the newest checkpoint; after too many bad steps in a row, go back.
-3. `_steps`: take the steps. Reading, transfer and Python run ahead of the devices. What goes on around a step is in
-   `visit.py`: metrics, evaluations, checkpoints, signals; and in `bad_steps.py`.
-4. Leave at the end, or early at a signal, with a checkpoint of the last step.
+3. `_steps`: take the steps. Reading, transfer and Python run ahead of the devices. The work around a step is in
+   `visit.py` (metrics, evaluations, checkpoints, signals) and `bad_steps.py`.
+4. Exit at the end, or early at a signal, with a checkpoint of the last step.
 
 `step` in metrics and checkpoints counts batches consumed: the optimizer's steps and the skipped ones.
 """
@@ -44,7 +44,7 @@ def run(
     """Train, or resume, an experiment in `root`/NAME, and return its summary, which is also in its summary.json."""
     if wanted := experiment.track.model_dump(exclude_none=True):
         trackers.check_installed(**wanted)
-    with StopRequest() as stop:  # from here on a signal is never lost; until the first step it leaves at once
+    with StopRequest() as stop:  # from here on a signal is never lost; until the first step it exits at once
         assembly = Assembly.on_devices(experiment)
         assembly.check_memory()
         _ = assembly.eval_sets  # errors of the data come before anything is written

@@ -1,6 +1,6 @@
 """Reads a run's folder as plain values: its experiment, metrics, history and summary.
 
-Reading writes and locks nothing, so it works while a run goes on. It leaves out damaged or missing parts and notes each
+Reading writes and locks nothing, so it works during a run. It leaves out damaged or missing parts and notes each
 in a sentence: a run that went wrong must stay readable.
 """
 
@@ -110,7 +110,7 @@ def _rows(file: Path, notes: list[str]) -> list[dict[str, float]]:
         return []
     rows, damaged, torn = read_counted(file)
     if torn:
-        notes.append(f"The last row of {JSONL} is half-written and left out: its writer was stopped, or goes on.")
+        notes.append(f"The last row of {JSONL} is half-written and left out: its writer was stopped, or still runs.")
     if damaged:
         notes.append(f"{damaged:,} of {damaged + len(rows):,} rows of {JSONL} are damaged and left out.")
     if not rows:

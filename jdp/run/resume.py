@@ -20,7 +20,7 @@ from jdp.run.progress import Progress, check_record
 
 
 def open_checkpoints(train: Train, folder: Path) -> Checkpoints:
-    """Open the run's checkpoints; [train] says which of them are kept."""
+    """Open the run's checkpoints; [train] sets which of them are kept."""
     best = train.best_metric
     by: dict[str, Any] = {"best": best, "mode": Best(best).mode} if best else {}
     by |= {"keep": train.keep_checkpoints, "keep_every": train.keep_every}

@@ -1,4 +1,4 @@
-"""What goes on around each step of a visit: reading, metrics, evaluations, checkpoints, signals, the trace, the watch.
+"""The work around each step of a visit: reading, metrics, evaluations, checkpoints, signals, the trace, the watch.
 
 The loop calls `before` and `after`; a visit that goes back to an earlier checkpoint begins anew with another `Visit`.
 """
@@ -233,7 +233,7 @@ class Visit:
         return done > 0 and (done >= train.steps or bool(train.eval_every and done % train.eval_every == 0))
 
     def _goes_on(self) -> bool:
-        """Return whether an evaluation goes on after a batch."""
+        """Return whether an evaluation continues after a batch."""
         self.watch.batch()
         return not self.stop.poll()
 

@@ -1,4 +1,4 @@
-"""The tables [data], [data.mixture.NAME] and [eval.NAME]: what is learnt from, and what it is measured on."""
+"""The tables [data], [data.mixture.NAME] and [eval.NAME]: the data to train and to evaluate on."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -64,8 +64,8 @@ class Data(Section):
     shuffle: bool = True
     """Shuffle the training samples anew each epoch."""
     crop_padding: Count = 0
-    """Black pixels added on each side of a training image, of which a window of its own size is cropped at random, anew
-    each epoch; 0 = none. Evaluations are on the images as they are."""
+    """Black pixels added on each side of a training image before a window of its own size is cropped at random, anew
+    each epoch; 0 = none. Evaluations use the original images."""
     flip: bool = False
     """Flip half of the training images from left to right, drawn anew each epoch."""
 

@@ -90,7 +90,7 @@ class Experiment(Section):
     """What is sharded over the data axis: nothing; master weights and optimizer state; gradients too; weights in use
     too."""
     partitioning: Partitioning | None = None
-    """Who places the collectives: XLA, or jdp; "none" = jdp picks and says why."""
+    """XLA or jdp places the collectives; "none" = jdp chooses, and reports why."""
     precision: PrecisionName = "fp32"
     """Type of the working copy of the weights; master weights are fp32. fp8: bf16's working copy, and the products with
     weights in float8, except the logits'; for H100 GPUs and later."""
@@ -192,7 +192,7 @@ class Experiment(Section):
 
 def disagreements(experiment: Experiment) -> Iterator[str]:
     """Yield a line for every rule between keys that is broken."""
-    if problems := list(_plugin(experiment)):  # the other rules are about what is there
+    if problems := list(_plugin(experiment)):  # the other rules need these names
         yield from problems
         return
     yield from _size(experiment)

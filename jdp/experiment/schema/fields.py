@@ -18,10 +18,10 @@ from jdp.base.words import CompilerPreset
 from jdp.core.compiling.options import Compiler
 
 NONE = "none"
-"""What stands for None, which TOML does not have: `clip_norm = "none"`."""
+"""Means None, which TOML does not have: `clip_norm = "none"`."""
 
 ALL = "all"
-"""What stands for no limit: `eval_batches = "all"`."""
+"""Means no limit: `eval_batches = "all"`."""
 
 HUB, STREAM = "hf:", "hf-stream:"
 _MOST_SINGLE, _LEAST_SINGLE = (2 - 2**-23) * 2.0**127, 2.0**-126

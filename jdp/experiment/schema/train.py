@@ -84,7 +84,7 @@ class Track(Section):
     wandb: Name | None = None
     """Weights & Biases project, or ENTITY/PROJECT; WANDB_MODE=offline keeps it in the run's folder."""
     mlflow: Name | None = None
-    """MLflow experiment; MLFLOW_TRACKING_URI says on which server."""
+    """MLflow experiment; MLFLOW_TRACKING_URI names its server."""
 
 
 class Guard(Section):
@@ -92,7 +92,7 @@ class Guard(Section):
 
     deadline_seconds: Count = 300
     """Seconds within which a step must end, or ten times the median step if that is longer; else all processes say
-    where they are, and leave with exit code 75 (run again); 0 = no deadline."""
+    where they are, and exit with code 75 (run again); 0 = no deadline."""
     first_deadline_seconds: Count = 3600
     """The same for what happens once: the first step and the first batch of an evaluation, which compile, a restore
     and a save; 0 = no deadline."""

@@ -1,4 +1,4 @@
-"""The tables [wire] and [local_steps]: what is sent between devices, and how often."""
+"""The tables [wire] and [local_steps]: the bytes between devices, and how often they are sent."""
 
 from typing import Annotated, Any
 
