@@ -183,15 +183,8 @@ PRIVATE_WORDS = (
     r"(?:stays?|rests?|stands?) whole",
 )
 """What strangers did not understand, each with a plain word: in a bucket, custom, processes, is reported, fixes."""
-PENDING = {
-    "base",
-    "core",
-    "launch",
-    "checkpoint",
-    "guard",
-    "experiment",
-}
-PENDING |= {"run", "cli", "__main__", ""}
+PENDING = set()
+"""Packages that wait."""
 
 
 def docstrings(tree):

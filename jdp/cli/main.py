@@ -5,12 +5,12 @@
 | 0         | done                                                                                                |
 | 1         | the answer is no: `verify`, `prove`, `doctor`, `plan --tune`; or a run of a sweep failed            |
 | 2         | a user's mistake: `error: …` on stderr                                                              |
-| 70        | a fault of the program: its traceback on stderr; or another process of the run left: a line there   |
-|           | or a device computed wrong: a line that names the device, and the part of the state                 |
+| 70        | a fault of the program: its traceback on stderr; or another process of the run exited: a line there |
+|           | or a device computed wrong results: a line that names the device and the part of the state          |
 | 75        | run again: stopped by SIGTERM, SIGHUP or SIGUSR1, after saving; or a step did not end in time       |
-| 78        | the processes of the run do not match; each says in what: to be mended before it is run again       |
+| 78        | the processes of the run do not match; each reports how: fix this before you run again              |
 | 130       | stopped by Ctrl-C, after saving                                                                     |
-| 141       | whoever read stdout has left, as `head` does                                                        |
+| 141       | the reader of stdout has exited, as `head` does                                                     |
 
 tyro parses a command's typed options; anything else that starts with two dashes, `--a.b value`, is an override of the
 experiment file. Commands are imported when they run, and JAX late inside them, so that help and mistakes in
@@ -45,8 +45,8 @@ COMMANDS = {
     "launch": "Runs an experiment, or a program that calls jdp.initialize(), as several processes of one cluster.",
     "manifest": "Writes the job of an experiment that sbatch or kubectl takes: a batch script, or Kubernetes' JobSet.",
     "report": "Writes one self-contained page of runs: curves, speed, where every byte lives, what happened.",
-    "why": "Says why a run is slow, hung or dead, and which process began it.",
-    "doctor": "Examines this machine, or all processes together, and says what is wrong and the line that mends it.",
+    "why": "Says why a run is slow, hung or dead, and which process caused it.",
+    "doctor": "Examines this machine, or all processes together; reports what is wrong and the command that fixes it.",
 }
 """Each command, a module of this package, with the first line of its help."""
 
@@ -55,9 +55,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code (see the table above).
 
     In a cluster, a failure ends this process at once instead: others may wait for it.
-
-    Args:
-        arguments: without the program's name; None: those of the process.
     """
     _open_closed_streams()
     try:
@@ -75,8 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _leave(READER_LEFT)
     except Exception as error:
         if _is_lost_peer(error):
-            named = type(error).__name__ == "LostPeer"  # an error of JAX does not say who it was
-            said = error if named else "another process of this run left; its message is above, or in its log"
+            named = type(error).__name__ == "LostPeer"  # an error of JAX does not name the process
+            said = error if named else "another process of this run exited; its message is above, or in its log"
             print(f"{_prefix()}{said}", file=sys.stderr)
             return _leave(SOFTWARE_ERROR, lost_peer=True)
         if isinstance(error, OSError) and error.errno in _DISK_FULL:
@@ -94,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _open_closed_streams() -> None:
     """Open stdout and stderr on /dev/null where the caller closed them (`>&-`).
 
-    Python has None there, and the next file that is opened would get the stream's number.
+    Python has None there, and the next file would get the stream's number.
     """
     for number, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:
@@ -129,7 +126,7 @@ def _run(arguments: list[str]) -> int:
 def _printable(error: Exception) -> str:
     """Return an error's message for a terminal: control characters escaped, long lines and long lists cut.
 
-    A message may repeat text of a file or a name, which can have any characters.
+    A message may repeat text from a file or a name, with any characters.
     """
 
     def escaped(letter: str) -> str:
@@ -142,10 +139,10 @@ def _printable(error: Exception) -> str:
 
 
 def _is_users_mistake(error: Exception) -> bool:
-    """Return True for a ValueError that jdp's own code raised: by jdp's convention, those are users' mistakes.
+    """Return True for a ValueError that jdp's own code raised: by convention, those are users' mistakes.
 
-    A ValueError from Python or another library, even if jdp called it, is a fault of the program, which keeps its
-    traceback; so is an AssertionError.
+    A ValueError from Python or another library is a fault of the program and keeps its traceback, as does an
+    AssertionError.
     """
     if not isinstance(error, ValueError):
         return False
@@ -155,13 +152,13 @@ def _is_users_mistake(error: Exception) -> bool:
 
 
 def _is_lost_peer(error: Exception) -> bool:
-    """Return True if this error, in a cluster, is about another process that ended or did not come."""
+    """Return True if this error, in a cluster, is about another process that exited or did not connect."""
     distributed = sys.modules.get("jdp.core.cluster.initialize")
     return distributed is not None and distributed.is_lost_peer(error)
 
 
 def _is_wrong_device(error: Exception) -> bool:
-    """Return True if this error says that a device computed wrong: no traceback says more."""
+    """Return True if a device computed wrong results: a traceback would add nothing."""
     replicas = sys.modules.get("jdp.guard.replicas")
     return replicas is not None and isinstance(error, replicas.CorruptState)
 
@@ -174,7 +171,7 @@ def _leave(code: int, *, lost_peer: bool = False) -> int:
 
 
 def _prefix() -> str:
-    """Return what a message of this process begins with in a cluster: "process 0 of 2: "; "" outside of one."""
+    """Return the prefix of this process' messages in a cluster, "process 0 of 2: "; "" outside a cluster."""
     distributed = sys.modules.get("jdp.core.cluster.initialize")
     joined = distributed.joined_as() if distributed else None
     return f"process {joined[0]} of {joined[1]}: " if joined else ""
@@ -183,7 +180,7 @@ def _prefix() -> str:
 def _help() -> str:
     lines = ["usage: jdp COMMAND …", "", "Data-parallel training on JAX sharding.", ""]
     lines += [wrapped(line, f"  {name:<9} ", " " * 12) for name, line in COMMANDS.items()]
-    return "\n".join([*lines, "", wrapped("jdp COMMAND --help says more; jdp --version says which version this is.")])
+    return "\n".join([*lines, "", wrapped("jdp COMMAND --help shows more; jdp --version shows the version.")])
 
 
 def _versions() -> str:

@@ -1,4 +1,4 @@
-"""What the commands share: typed options, overrides of an experiment's keys, and stdout kept for one JSON object."""
+"""Shared by the commands: typed options, overrides of an experiment's keys, and stdout kept for one JSON object."""
 
 import contextlib
 import dataclasses
@@ -22,17 +22,7 @@ class UsageError(ValueError):
 
 
 def parse(options: type[Any], name: str, arguments: list[str], *, addresses: Sequence[str] = ()) -> Any:
-    """Parse a command's options; `~` in paths is resolved. tyro reports a mistake and exits with 2.
-
-    Args:
-        options: the command's dataclass.
-        name: the command's.
-        arguments: without the command's name.
-        addresses: fields that may also have an address, such as s3://bucket/runs: `address_of` tells.
-
-    Raises:
-        UsageError: a path that the file system cannot have.
-    """
+    """Parse a command's options; `~` in paths is resolved. tyro reports a mistake and exits with 2."""
     import tyro  # late, as it takes a tenth of a second
 
     parsed = tyro.cli(options, prog=f"jdp {name}", args=arguments, config=(tyro.conf.FlagCreatePairsOff,))
@@ -51,20 +41,15 @@ def parse(options: type[Any], name: str, arguments: list[str], *, addresses: Seq
     return dataclasses.replace(parsed, **paths)
 
 
+def runs_at(given: Path) -> Path | Remote:
+    """Return the folder that --run-dir names, on this machine or in a bucket."""
+    return given if (address := address_of(given)) is None else Remote.at(address)
+
+
 def parse_with_overrides(
     options: type[Any], name: str, arguments: list[str], *, addresses: Sequence[str] = ()
 ) -> tuple[Any, dict[str, str]]:
-    """Parse the options of a command that takes an experiment, and the overrides of the experiment's keys.
-
-    Args:
-        options, name, arguments, addresses: as for `parse`.
-
-    Returns:
-        The options, and dotted key -> text.
-
-    Raises:
-        UsageError: a mistake in an override, or a path that the file system cannot have.
-    """
+    """Parse the options of a command that takes an experiment, and the overrides of the experiment's keys."""
     if {"-h", "--help"} & set(arguments):
         _help_with_keys(options, name, arguments)
         raise SystemExit(0)
@@ -79,19 +64,7 @@ def flags_of(options: type[Any]) -> list[str]:
 
 
 def split_overrides(arguments: Sequence[str], own: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """Split `--a.b value` and `--a.b=value` from a command's own arguments.
-
-    Args:
-        arguments: as on the command line.
-        own: the command's own flags, such as "--run-dir".
-
-    Returns:
-        The command's own arguments in their order, and dotted key -> text. A value may start with a dash
-        (`--mesh.data -1`).
-
-    Raises:
-        UsageError: an override has no value or is given twice, or a flag looks like one of `own` misspelt.
-    """
+    """Split `--a.b value` and `--a.b=value` from a command's own arguments."""
     kept: list[str] = []
     overrides: dict[str, str] = {}
     words = iter(arguments)
@@ -114,7 +87,7 @@ def split_overrides(arguments: Sequence[str], own: Sequence[str]) -> tuple[list[
 
 @contextlib.contextmanager
 def stdout_to_stderr() -> Generator[None]:
-    """Send to stderr what is written to stdout, by C++ too, as by Gloo when it connects."""
+    """Redirect stdout to stderr, also for C++ (Gloo prints when it connects)."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -151,15 +124,7 @@ def wrapped(text: str, first: str = "", later: str = "") -> str:
 
 
 def words(text: str, flag: str) -> list[str]:
-    """Split an option's text at its commas: "zero1, zero3" is ["zero1", "zero3"].
-
-    Args:
-        text: the option's.
-        flag: the option, for the message.
-
-    Raises:
-        UsageError: there is no word, or one twice.
-    """
+    """Split an option's text at its commas: "zero1, zero3" is ["zero1", "zero3"]."""
     listed = [word.strip() for word in text.split(",") if word.strip()]
     if not listed or len(set(listed)) != len(listed):
         raise UsageError(f"{flag} takes different words with commas between; given {brief(text)}: name each once")
@@ -167,15 +132,7 @@ def words(text: str, flag: str) -> list[str]:
 
 
 def counts(text: str | None, flag: str) -> list[int] | None:
-    """Return an option's numbers: "1,4" is [1, 4]; None stays None.
-
-    Args:
-        text: the option's.
-        flag: the option, for the message.
-
-    Raises:
-        UsageError: something else than positive whole numbers.
-    """
+    """Return an option's numbers: "1,4" is [1, 4]; None stays None."""
     if text is None:
         return None
     listed = words(text, flag)
@@ -187,14 +144,7 @@ def counts(text: str | None, flag: str) -> list[int] | None:
 
 
 def check_writable(path: Path | None) -> None:
-    """Check before the work, not after it, that a file can be written.
-
-    Args:
-        path: the file's; None: there is none.
-
-    Raises:
-        UsageError: the file cannot be written.
-    """
+    """Check before the work, not after it, that a file can be written."""
     if path is None:
         return
     folder = path.parent
@@ -206,15 +156,7 @@ def check_writable(path: Path | None) -> None:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a file in one move, in place of one that is there; what is no file, such as /dev/stdout, as it is.
-
-    Args:
-        path: the file's.
-        text: what it has then, written as UTF-8.
-
-    Raises:
-        UsageError: it cannot be written; what was there stays.
-    """
+    """Write a file, or replace it, in one rename; write directly to a device such as /dev/stdout."""
     file = path.resolve()  # a link stays one
     fresh = file.with_name(f".{file.name}.new")
     try:
@@ -230,12 +172,7 @@ def write_file(path: Path, text: str) -> None:
 
 
 def choose_target_platform(target: str | None, devices: int | None) -> None:
-    """Choose the platform that JAX starts to compile for a target: virtual CPU devices for "cpu:8", else the CPU.
-
-    Args:
-        target: as on the command line; None: this machine's own devices.
-        devices: virtual CPU devices that the experiment asks for; None: what the machine has.
-    """
+    """Choose the platform on which JAX compiles for a target: virtual CPU devices for "cpu:8", else the CPU."""
     from jdp.base.machine import choose_platform
 
     kind, _, number = (target or "").partition(":")

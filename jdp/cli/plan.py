@@ -17,23 +17,18 @@ from jdp.cli.options import (
     words,
     write_file,
 )
-from jdp.cli.plan_bill import check_bill
-from jdp.cli.plan_compile import compile_plans
-from jdp.cli.plan_failures import read_failures
+from jdp.cli.plan_compile import Plans, compile_plans
+from jdp.cli.plan_costs import check_bill, read_failures
 from jdp.cli.plan_options import Options
-from jdp.cli.plan_targets import check_targets, page_of, scaling_of, show
 from jdp.cli.plan_tune import check_tune, tune
 
 if TYPE_CHECKING:
+    from jdp.foresight.advice.scaling import Scaling
     from jdp.foresight.forecast import PlanReport
 
 
 def run(arguments: list[str]) -> int:
-    """Plan an experiment, print the report and write the files that are asked for; or tune it; or print a size's table.
-
-    Raises:
-        UsageError: neither FILE nor --table, or both; a time or a file that cannot be; no candidate compiles.
-    """
+    """Plan an experiment, tune it, or print a size's table; write the files that are asked for."""
     options, overrides = parse_with_overrides(Options, "plan", arguments)
     if options.table is not None:
         return _closed_form(options, overrides)
@@ -46,12 +41,12 @@ def run(arguments: list[str]) -> int:
     for path in (options.html, options.trace):
         check_writable(path)
     failures = read_failures(options)
-    targets = check_targets(options)
+    targets = _targets(options)
     with stdout_to_stderr() if options.json else contextlib.nullcontext():
         plans = compile_plans(options, overrides, failures, targets)
-        scaling = None if len(plans.reports) == 1 else scaling_of(plans)
+        scaling = _side_by_side(plans)
         if not options.json:
-            show(plans, scaling)
+            _show(plans, scaling)
     if options.json:
         found = plans.reports[0] if scaling is None else scaling
         print(as_json.dumps(found.to_json(), allow_nan=False), flush=True)
@@ -59,8 +54,41 @@ def run(arguments: list[str]) -> int:
         if scaling is None:
             _write(options, plans.reports[0], plans.described[0])
         elif options.html is not None:
-            _put(options.html, page_of(plans, scaling))
+            from jdp.report.scaling_page import scaling_page
+
+            title = f"{plans.stem} on {len(plans.reports)} targets"
+            _put(options.html, scaling_page(scaling, title=title, described=plans.described[0]))
     return 0
+
+
+def _targets(options: Options) -> list[str | None]:
+    """Return the names of --target; None for this machine's devices."""
+    if options.target is None:
+        return [None]
+    targets = words(options.target, "--target")
+    if len(targets) > 1 and options.trace is not None:
+        raise UsageError(f"--trace shows the step of one target; given {len(targets)}: name one --target, or remove it")
+    return [*targets]
+
+
+def _side_by_side(plans: Plans) -> "Scaling | None":
+    from jdp.foresight.advice.scaling import Scaling
+
+    return None if len(plans.reports) == 1 else Scaling(plans.reports)
+
+
+def _show(plans: Plans, scaling: "Scaling | None") -> None:
+    """Print one plan with everything in it, or several as a table of one row each."""
+    from jdp.cli.terminal import show_plan, show_table
+
+    if scaling is None:
+        show_plan(plans.reports[0], plans.name, plans.described[0])
+        return
+    show_table(f"{plans.name} on {len(plans.reports)} targets (simulated)", scaling.headings, scaling.table())
+    print()
+    bills = [report.bill.assumed for report in plans.reports if report.bill is not None][:1]
+    print(*scaling.why, *bills, *(f"Note: {note}" for note in scaling.notes), sep="\n")
+    print(f"Why, and every candidate: jdp plan {plans.stem}.toml with one --target.")
 
 
 def _write(options: Options, forecast: "PlanReport", described: str) -> None:

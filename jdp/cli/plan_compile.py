@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from jdp.cli.options import UsageError, choose_target_platform, counts, words
-from jdp.cli.plan_bill import with_bill
-from jdp.cli.plan_failures import GivenFailures
+from jdp.cli.plan_costs import GivenFailures, with_bill
 from jdp.cli.plan_options import Options
 
 if TYPE_CHECKING:
@@ -33,18 +32,7 @@ class Plans:
 def compile_plans(
     options: Options, overrides: dict[str, str], failures: GivenFailures | None, targets: Sequence[str | None]
 ) -> Plans:
-    """Compile every candidate for every target.
-
-    Args:
-        options: the command's, with a file.
-        overrides: keys of the experiment that were given.
-        failures: what --mtbf says.
-        targets: names of devices; None: this machine's.
-
-    Raises:
-        UsageError: a target on which no candidate compiles, and no other target.
-        ValueError: a target, a strategy, a key or a batch that does not work; before anything is compiled.
-    """
+    """Compile every candidate for every target."""
     from jdp.experiment.file import load
 
     assert options.file is not None
@@ -103,20 +91,12 @@ def compile_plans(
 
 
 def check_axes_free(options: Options, overrides: Mapping[str, str]) -> None:
-    """Check that --axes is free to choose the mesh.
-
-    Args:
-        options: the command's.
-        overrides: keys of the experiment that were given.
-
-    Raises:
-        UsageError: a key of [mesh] is given too.
-    """
+    """Check that --axes is free to choose the mesh."""
     if options.axes and (given := next((key for key in overrides if key.partition(".")[0] == "mesh"), None)):
         raise UsageError(f"--axes searches the mesh, and keys that are given stay; given --{given} too: remove one")
 
 
 def _widest(targets: Sequence[str | None]) -> str | None:
-    """Return the target that JAX starts for: of virtual CPU devices the one with most, else the first."""
+    """Return the target that JAX starts for: the one with most virtual CPU devices, else the first."""
     sizes = [(int(name[4:]), name) for name in targets if name and name.startswith("cpu:") and name[4:].isdecimal()]
     return max(sizes)[1] if sizes else targets[0]

@@ -1,4 +1,4 @@
-"""The options of `jdp plan`, which the modules that it is made of share."""
+"""The options of `jdp plan`, shared by its modules."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +11,10 @@ import tyro
 class Options:
     """Reports what every device will hold, send and wait for, under every strategy, before you launch.
 
-    The experiment's real step is compiled by the real compiler for the devices of --target, which this machine need not
-    have: jdp plan FILE --target h100:8x8. The report has memory by class compared with the device's, bytes sent
-    compared with theory, step time and how much communication is hidden (simulated), what fits, what to take, and why.
+    The real compiler compiles the experiment's real step for the devices of --target, which this machine need not
+    have: jdp plan FILE --target h100:8x8. The report compares memory by class with the device's, and bytes sent with
+    theory. It has the step time and the share of hidden communication (simulated), and says what fits, what to choose,
+    and why.
 
     Any key of the experiment can be changed: --train.batch_size 512 --model.layers 2. The keys are listed below.
 
@@ -37,8 +38,8 @@ class Options:
     """Rematerialisation policies to compile, such as none,dots,full. Default: the experiment's."""
     axes: bool = False
     """Search the mesh too: replicas of whole hosts, and other sizes of the model's own axis, where [rules] shard over
-    one. Closed forms of bytes leave most meshes out, which the report says; those that send for the shortest time are
-    compiled. With --tune the search goes on from them."""
+    one. Closed forms of bytes exclude most meshes, and the report lists these; those with the shortest sending time are
+    compiled. With --tune the search starts from them."""
     tune: bool = False
     """Search for the fastest way that fits, by compiling: strategy and mesh, rematerialisation, microbatches of the
     same batch, the compiler's options, scanned layers or not; one at a time from the best so far. Keys given on the
@@ -66,7 +67,7 @@ class Options:
     stall_seconds: Annotated[float | None, tyro.conf.arg(metavar="SECONDS")] = None
     """For --mtbf: how long a save in the background stops training. Default: the state's bytes at 16 GiB/s a device."""
     restart_seconds: Annotated[float | None, tyro.conf.arg(metavar="SECONDS")] = None
-    """For --mtbf: from a failure until training goes on. Default: 3 minutes and the time of a save."""
+    """For --mtbf: from a failure until training continues. Default: 3 minutes and the time of a save."""
     measured: Annotated[Path | None, tyro.conf.arg(metavar="RUN")] = None
     """For --mtbf: folder of a run of this size, whose flight recorder has how long its saves stalled, and resuming
     took."""

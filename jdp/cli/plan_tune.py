@@ -30,7 +30,7 @@ _KEEPS = "Batch size, order of samples, optimizer and learning rate stay as they
 
 
 def check_tune(options: Options) -> None:
-    """Check what goes with --tune, and what goes with it only. Raises UsageError."""
+    """Check the options that go with --tune, and those that need it. Raises UsageError."""
     if not options.tune:
         for flag, given in (("--tune-minutes", options.tune_minutes), ("-o", options.output)):
             if given is not None:
@@ -51,14 +51,7 @@ def check_tune(options: Options) -> None:
 
 
 def tune(options: Options, overrides: dict[str, str]) -> int:
-    """Search, print what was found, and write the experiment that has it.
-
-    Returns:
-        0; 1 where nothing fits.
-
-    Raises:
-        UsageError: the target has no rates, or the file cannot be written.
-    """
+    """Search, print what was found, and write the experiment that has it."""
     with stdout_to_stderr() if options.json else contextlib.nullcontext():
         tuning, found = _search(options, overrides)
     if options.json:

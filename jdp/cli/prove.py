@@ -23,12 +23,13 @@ STEPS, QUICK_STEPS = 10, 2
 class Options:
     """Runs a few real steps under every strategy, and compares: exit 0 if all agree within rounding, else 1.
 
-    The experiment as it is - its model, batches, precision, optimizer - runs on one device, then under every strategy,
-    both partitionings, other numbers of devices and microbatches, and saved and resumed in the middle, on virtual CPU
-    devices (--devices N; default the experiment's, else 8). Losses, parameters and optimizer state are compared leaf by
-    leaf and step by step; a difference that rounding cannot explain is named: run, step, leaf, size.
+    The experiment runs unchanged (model, batches, precision, optimizer) on one device. Then it runs under every
+    strategy, both partitionings, other numbers of devices and microbatches, and saved and resumed in the middle. The
+    devices are virtual CPU devices (--devices N; default the experiment's, else 8). Losses, parameters and optimizer
+    state are compared leaf by leaf and step by step; a difference that rounding cannot explain is named: run, step,
+    leaf, size.
 
-    Nothing is made smaller by itself. For a large experiment: --model.layers 2 --train.batch_size 16. The keys are
+    jdp makes nothing smaller by itself. For a large experiment: --model.layers 2 --train.batch_size 16. The keys are
     listed below.
     """
 

@@ -3,7 +3,7 @@
 import contextlib
 import json as as_json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -27,20 +27,20 @@ PAGE = "report.html"
 class Options:
     """Writes one self-contained page of runs: curves, speed, where every byte lives, what happened.
 
-    The page needs no network and no other file. It has the loss, the learning rate and whatever else a run logged,
-    throughput and the share of time it waited for data, the noise scale if it was measured, resumes, stops and skipped
+    The page needs no network and no other file. It has all metrics of a run, such as the loss, the learning
+    rate and a measured noise scale. It also has throughput, the share of time waiting for data, resumes, stops, skipped
     steps, and the experiment as run. Several runs are drawn over each other, with a table of what differs.
 
-    For memory and timeline the step is compiled again, not run, for the devices that the run had; neither these devices
-    nor the run's data need be there. A run that goes on, failed or was killed has a page too, and what is not known is
-    reported there.
+    For memory and timeline the step is compiled again, not run, for the devices that the run had; this machine
+    needs neither these devices nor the run's data. A run that goes on, failed or was killed has a page too, which
+    reports what is not known.
     """
 
     runs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUN…")] = ()
     """Folders of runs or their addresses (s3://…), or names of runs in --run-dir."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="PAGE", aliases=["-o"])] = None
-    """The page. Default: report.html in the run's folder; for several runs, or one behind an address, in the current
-    one."""
+    """The page. Default: report.html in the run's folder; for several runs, or one in a bucket, in the current
+    folder."""
     run_dir: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs")
     """Folder that holds the runs that are named without a folder."""
     target: Annotated[str | None, tyro.conf.arg(metavar="KIND:HOSTSxPER_HOST")] = None
@@ -77,7 +77,7 @@ def run(arguments: list[str]) -> int:
 
 
 def _folders(given: Sequence[str], runs: Path) -> list[Path]:
-    """Return the folders of the runs. Raises UsageError for none, one twice, or a path that cannot be."""
+    """Return the folders of the runs. Raises UsageError for none, one twice, or an impossible path."""
     from jdp.run.read_folder import find_run
 
     if not given:
@@ -103,7 +103,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 
 def _with_steps(recorded: dict[str, "Recorded"], options: Options) -> list["Run"]:
-    """Return what the page takes: each run as recorded, with its compiled step or the reason why there is none."""
+    """Return each run as recorded, with its compiled step or the reason why there is none."""
     from jdp.cli.terminal import Progress
     from jdp.report.run_page import Run
 
@@ -124,23 +124,16 @@ def _with_steps(recorded: dict[str, "Recorded"], options: Options) -> list["Run"
     return [
         Run(
             name,
-            each.rows,
-            each.history,
-            each.summary,
-            each.toml,
-            each.settings,
-            each.checkpoints,
-            each.notes,
-            steps.get(name),
-            missing[name],
-            each.goodput,
+            **{field.name: getattr(each, field.name) for field in fields(each) if field.name != "folder"},
+            step=steps.get(name),
+            no_step=missing[name],
         )
         for name, each in recorded.items()
     ]
 
 
 def target_of_run(recorded: "Recorded") -> str | None:
-    """Return the target that stands for the devices of a run's last visit, such as "cpu:8"; None if not known."""
+    """Return the target that describes the devices of a run's last visit, such as "cpu:8"; None if not known."""
     from jdp.foresight.targets.chips import GPUS
 
     begun = [event for event in recorded.history if "devices" in event]
@@ -154,14 +147,14 @@ def target_of_run(recorded: "Recorded") -> str | None:
 
 
 def _start_jax(targets: Sequence[str]) -> None:
-    """Have JAX start as many virtual CPU devices as the largest target of such needs, and no accelerator."""
+    """Start JAX with enough virtual CPU devices for the largest CPU target, and without an accelerator."""
     counts = [name.removeprefix("cpu:") for name in targets]
     largest = max((int(count) for count in counts if count.isdecimal() and len(count) < 6), default=0)
     choose_target_platform(f"cpu:{largest}", None)
 
 
 def _compiled(recorded: "Recorded", target: "Target", options: Options) -> "CompiledStep":
-    """Compile the step of a run's experiment for a target, as `jdp plan` does. Raises what that raises."""
+    """Compile the step of a run's experiment for a target, as `jdp plan` does, with the same errors."""
     from jdp.experiment.file import load
     from jdp.experiment.plan import candidates_of
     from jdp.experiment.schema.fields import NONE

@@ -1,7 +1,7 @@
-"""`--sweep`, of `jdp train` and of what `jdp launch` starts: several runs of one experiment, one after another.
+"""`--sweep` of `jdp train` and `jdp launch`: several runs of one experiment, one after another.
 
-A run is a process of its own, `jdp train` (or `jdp launch`) with the run's values and name: its memory and its crash do
-not affect the next.
+Each run is a separate process, `jdp train` (or `jdp launch`) with the run's values and name. Its memory and its crash
+do not affect the next run.
 """
 
 import contextlib
@@ -25,21 +25,7 @@ _COUNT = "from jdp.base.machine import choose_platform as c; c(); import jax; pr
 
 
 def run(options: Options, overrides: Mapping[str, str], command: Sequence[str] = TRAIN, *, processes: int = 1) -> int:
-    """Validate every run, then run them, and show the results.
-
-    Args:
-        options: of `jdp train`.
-        overrides: of the experiment's keys, for all runs.
-        command: what starts a run, up to its FILE.
-        processes: processes of a run.
-
-    Returns:
-        0; 1 if a run failed; 130 or 75 if a signal stopped the sweep.
-
-    Raises:
-        UsageError: this process is one of a cluster that others have started.
-        ExperimentError: a run is wrong, before anything runs.
-    """
+    """Validate every run, then run them, and show the results."""
     from jdp.run.outputs.profiler import profiled_steps
     from jdp.run.sweep.grid import check, members
 
@@ -121,6 +107,6 @@ def _show(name: str, results: Sequence["Result"], *, as_json: bool) -> None:
 
 
 def _device_count() -> int | None:
-    """Ask a process of its own for the number of devices: this one must not hold devices that the runs need."""
+    """Count the devices in a separate process: this one must not hold devices that the runs need."""
     done = subprocess.run([sys.executable, "-c", _COUNT], capture_output=True, text=True, check=False)
     return int(done.stdout) if done.returncode == 0 and done.stdout.strip().isdecimal() else None

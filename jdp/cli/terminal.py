@@ -15,7 +15,7 @@ from jdp.foresight.forecast import PlanReport
 
 
 class Progress:
-    """Shows what is being compiled: a bar on a terminal, else lines; on stderr, as stdout is for the answer."""
+    """Shows on stderr what is being compiled: a bar on a terminal, else lines. Stdout is for the answer."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)

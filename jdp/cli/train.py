@@ -6,12 +6,12 @@ import os
 from typing import Any
 
 from jdp.cli import sweep
-from jdp.cli.options import parse_with_overrides, stdout_to_stderr
+from jdp.cli.options import parse_with_overrides, runs_at, stdout_to_stderr
 from jdp.cli.train_options import Options
 
 
 def run(arguments: list[str]) -> int:
-    """Validate and run; with --json, the summary is all there is on stdout, that of process 0. Raises Stopped."""
+    """Validate and run; with --json, stdout has only the summary, printed by process 0. Raises Stopped."""
     options, overrides = parse_with_overrides(Options, "train", arguments, addresses=("run_dir",))
     if options.sweep:
         return sweep.run(options, overrides)
@@ -65,4 +65,4 @@ def _train(options: Options, overrides: dict[str, str]) -> dict[str, Any]:
     if not options.no_cache:
         keep_programs()
     settings = [line for line in (kept, limit) if line is not None]
-    return loop.run(experiment, root=options.run_dir, quiet=options.json, profile=steps, settings=settings)
+    return loop.run(experiment, root=runs_at(options.run_dir), quiet=options.json, profile=steps, settings=settings)

@@ -1,4 +1,4 @@
-"""`jdp why`: what a run's flight recorders say."""
+"""`jdp why`: the diagnosis from a run's flight recorders."""
 
 import json as as_json
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from jdp.cli.options import UsageError, parse
 
 @dataclass(frozen=True)
 class Options:
-    """Says why a run is slow, hung or dead, and which process began it.
+    """Says why a run is slow, hung or dead, and which process caused it.
 
-    Each process of a run keeps a flight recorder, RUN_DIR/NAME/flight/, which outlives it. Of a run that ended it says
-    how: which process failed first, was killed, did not answer or got a signal; of one that goes on, whether it moves,
-    and who holds the others up. Then where the time of a step goes, how earlier visits ended, and the goodput: the
-    useful share of all the time since the run began.
+    Each process of a run keeps a flight recorder, RUN_DIR/NAME/flight/, which outlives it. For a run that ended, jdp
+    why says which process failed first, was killed, did not answer or got a signal. For a run that goes on, it says
+    whether steps are made, and which process delays the others. Then follow the time of a step by part, the end of each
+    earlier visit, and the goodput: the useful share of all the time since the run began.
     """
 
     run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
@@ -27,11 +27,11 @@ class Options:
     run_dir: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs")
     """Folder that holds the runs."""
     json: bool = False
-    """Print one JSON object: state, began (the process that began it, or null), words, steps, goodput."""
+    """Print one JSON object: state, began (the process that caused it, or null), words, steps, goodput."""
 
 
 def run(arguments: list[str]) -> int:
-    """Read the recorders and print what they say. Raises UsageError."""
+    """Read the recorders and print the diagnosis. Raises UsageError."""
     options = parse(Options, "why", arguments, addresses=("run_dir",))
     from jdp.guard.diagnosis import diagnose
     from jdp.run.read_folder import find_run

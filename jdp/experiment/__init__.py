@@ -1,6 +1,6 @@
-"""An experiment file: its keys, its checks, the objects it stands for.
+"""An experiment file: its keys, its checks, and the objects of a run.
 
-`file.py` reads and validates it, `schema/` has its keys, the others make the objects it stands for.
+`file.py` reads and validates it, `schema/` has its keys, the others make the objects.
 """
 
 from jdp.experiment.file import ExperimentError as ExperimentError

@@ -36,20 +36,22 @@ from jdp.core.wire.settings import Wire
 from jdp.data import VOCAB_SIZE, Source, global_batches
 from jdp.data.feed import Feed, process_rows, shard_batches
 from jdp.experiment.data import open_data, open_eval_sets
-from jdp.experiment.file import ExperimentError, mesh_sizes
+from jdp.experiment.file import ExperimentError, mesh_sizes, to_toml
 from jdp.experiment.losses import features_loss, image_loss, text_loss
-from jdp.experiment.optimizer import optimizer
+from jdp.experiment.optimizer import learning_rate, optimizer
 from jdp.experiment.schema.experiment import Experiment
-from jdp.experiment.schema.loss import LOSSES
+from jdp.experiment.schema.optimizer import LOSSES
 from jdp.foresight.timing.mfu import seconds_at_peak
+from jdp.guard.memory_check import check_batch, check_state, check_weights
 from jdp.guard.nonfinite import Inspection
 from jdp.models import GPTConfig, ModelConfig, ViTConfig, generate
+from jdp.models.lower_bounds import parameter_lower_bound
 from jdp.models.sizes import parameter_shapes
 
 
 @dataclass(frozen=True)
 class Assembly:
-    """The objects of a run. What costs time or memory is made when it is first asked for, and kept.
+    """The objects of a run. Costly ones are made at first use, and kept.
 
     Attributes:
         experiment: the validated file.
@@ -68,7 +70,7 @@ class Assembly:
 
     @cached_property
     def plan(self) -> Plan:
-        """The plan of mesh, strategy and [rules], where "" is a dimension that is not sharded.
+        """The plan of mesh, strategy and [rules], in which "" is an unsharded dimension.
 
         Raises ExperimentError for a rule that matches no parameter, or does not divide one.
         """
@@ -88,10 +90,20 @@ class Assembly:
         return optimizer(self.experiment)
 
     @cached_property
+    def learning_rate(self) -> optax.Schedule:
+        """The learning rate as a function of the optimizer steps done before."""
+        return learning_rate(self.experiment)
+
+    @cached_property
+    def toml(self) -> str:
+        """The experiment as resolved."""
+        return to_toml(self.experiment)
+
+    @cached_property
     def config(self) -> Any:
         """The model's configuration: a `ModelConfig`, or the dataclass of a plug-in's model.
 
-        Raises ExperimentError for a GPT of bytes whose vocabulary is below 256, and "cudnn" attention without GPUs.
+        Raises ExperimentError for a GPT of bytes with a vocabulary below 256, and for "cudnn" attention without GPUs.
         """
         config, data = self.experiment.model.config, self.experiment.data
         bytes_are_read = data.tokenizer == "bytes" and not any(word.endswith(".npz") for word in data.sources)
@@ -119,7 +131,7 @@ class Assembly:
 
     @cached_property
     def data(self) -> Any:
-        """The data set of [data]: what `jdp.experiment.data.open_data` returns."""
+        """The data set of [data], opened."""
         return open_data(self.experiment)
 
     @cached_property
@@ -154,7 +166,7 @@ class Assembly:
 
     @cached_property
     def init(self) -> Callable[[jax.Array], Any]:
-        """The function that makes the model from a key. It raises ExperimentError for what is no model."""
+        """The function that makes the model from a key. It raises ExperimentError if the result is no model."""
         config, entry = self.config, self.experiment.model.entry
 
         def make(rng: jax.Array) -> Any:
@@ -172,7 +184,7 @@ class Assembly:
 
     @property
     def rng(self) -> jax.Array:
-        """The run's key, made of `seed`."""
+        """The run's key, made from `seed`."""
         return jax.random.key(self.experiment.seed)
 
     @property
@@ -198,7 +210,7 @@ class Assembly:
 
     @property
     def unit(self) -> str:
-        """What speed is counted in: "tokens" or "examples"."""
+        """The unit of speed: "tokens" or "examples"."""
         return "tokens" if self.experiment.kind == "text" else "examples"
 
     @property
@@ -221,8 +233,16 @@ class Assembly:
         state = abstract_state(self.init, self.tx, self.plan, rng=self.rng, wrt=self.experiment.train.wrt)
         return self.train_step.complete(state)
 
+    def check_memory(self) -> None:
+        """Check that weights, a batch and the state can fit into memory, before the data is read. Raises ValueError."""
+        given, own = self.experiment, isinstance(self.config, ModelConfig)  # a plug-in's model must be traced first
+        count = parameter_lower_bound(self.config) if own else 0
+        check_weights(count, self.mesh, given.strategy, sharded=given.strategy != "ddp" or bool(given.rules))
+        check_batch(self.abstract_batch(), given.train.batch_size)
+        check_state(self.abstract_state(), self.mesh, given.strategy)
+
     def averaged(self, state: TrainState) -> TrainState:
-        """Return the state with its averaged parameters (`optimizer.ema_decay`), or as it is where none are kept."""
+        """Return the state with its averaged parameters (`optimizer.ema_decay`), or unchanged if it has none."""
         return state if self.experiment.optimizer.ema_decay is None else ema_params(state)
 
     def abstract_batch(self) -> Batch:
@@ -264,7 +284,7 @@ class Assembly:
 
     @cached_property
     def inspection(self) -> Inspection:
-        """What computes a training step's gradient once more, to find what is not finite in it; compiled once."""
+        """Computes a step's gradient once more to find the parts that are not finite; compiled once."""
         return Inspection(self.train_step)
 
     @cached_property
@@ -284,7 +304,7 @@ class Assembly:
 
     @property
     def _step_options(self) -> dict[str, Any]:
-        """What both steps are made with."""
+        """The options of both steps."""
         given = self.experiment
         return {
             "accumulate": given.train.accumulate,
@@ -294,10 +314,9 @@ class Assembly:
         }
 
     def sample(self, state: TrainState) -> str | None:
-        """Return text that the model writes, its prompt included; None if the experiment asks for none ([sample]).
+        """Return text that the model writes, its prompt included; None without a table [sample].
 
-        The averaged parameters write it where there are any. Tokens that the tokenizer does not have, which a model of
-        a larger vocabulary may draw, are left out.
+        The averaged parameters write it, if the run has them. Tokens that the tokenizer lacks are left out.
         """
         table = self.experiment.sample
         if table is None:

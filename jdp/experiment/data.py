@@ -1,9 +1,9 @@
 """From [data] and [eval.NAME] to data sets that fit the model; nothing below sees the file.
 
-1. Open the data as its kind: text or tokens for a GPT, images, or vectors of features; or as a plug-in has it.
-2. Compare it with the model's configuration: vocabulary, image size, channels, classes. What does not fit is one error
+1. Open the data by kind: text or tokens for a GPT, images, vectors of features, or a plug-in's data set.
+2. Compare it with the model's configuration: vocabulary, image size, channels, classes. A misfit is one error
    with the value to set.
-3. Open the evaluation sets likewise. All of a set is evaluated: its training and held-out sides are joined again. The
+3. Open the evaluation sets likewise. Their training and held-out sides are joined, so all of a set is evaluated. The
    held-out side of each part of a mixture is an evaluation set too.
 
 Only the training side of [data] is augmented.
@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from jdp.data import NumpyBatch, Source, mixture, text_data
 from jdp.data.arrays import ArrayData, array_data, check_tokens
-from jdp.data.images.augment import AugmentedImages, augmented
+from jdp.data.images.augment import augmented
 from jdp.data.images.samples import ImageData, image_data
 from jdp.data.mixtures import Concatenated
 from jdp.experiment.file import ExperimentError
@@ -43,57 +42,36 @@ class Flat:
 
 
 @dataclass(frozen=True)
-class FlatData:
-    """A data set of images, each as a vector of features."""
+class Sides:
+    """A data set made from another one: its two sides, its fingerprint and its description."""
 
-    images: Any
-
-    @property
-    def train(self) -> Source:
-        return Flat(self.images.train)
-
-    @property
-    def heldout(self) -> Source:
-        return Flat(self.images.heldout)
-
-    @property
-    def fingerprint(self) -> str:
-        return self.images.fingerprint
+    train: Source
+    heldout: Source
+    fingerprint: str
+    classes: tuple[str, ...]
+    described: str
 
     def __str__(self) -> str:
-        return f"{self.images}; each as a vector"
+        return self.described
 
 
-@dataclass(frozen=True)
-class AugmentedData:
-    """A data set of images whose training side is cropped and flipped anew in every epoch."""
+def _flat(images: ImageData) -> Sides:
+    """Return a data set of images, each as a vector of features."""
+    train, heldout = Flat(images.train), Flat(images.heldout)
+    return Sides(train, heldout, images.fingerprint, images.classes, f"{images}; each as a vector")
 
-    images: ImageData
-    crop_padding: int
-    flip: bool
-    seed: int
 
-    @cached_property
-    def train(self) -> AugmentedImages:
-        return augmented(self.images.train, crop_padding=self.crop_padding, flip=self.flip, seed=self.seed)
-
-    @property
-    def heldout(self) -> Source:
-        return self.images.heldout
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        return self.images.classes
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """16 hex digits, of the data set and of what is drawn for it."""
-        described = f"{self.images.fingerprint} {self.crop_padding} {self.flip} {self.seed}"
-        return hashlib.blake2b(described.encode(), digest_size=8).hexdigest()
-
-    def __str__(self) -> str:
-        cropped = [f"cropped after padding by {self.crop_padding}"] if self.crop_padding else []
-        return f"{self.images}; to train on, {', '.join([*cropped, *['flipped half the time'] * self.flip])}"
+def _augmented(images: Any, experiment: Experiment) -> Any:
+    """Return a data set of images whose training side is cropped and flipped anew in every epoch, as [data] asks."""
+    padding, flip, seed = experiment.data.crop_padding, experiment.data.flip, experiment.seed
+    if not padding and not flip:
+        return images
+    train = augmented(images.train, crop_padding=padding, flip=flip, seed=seed)
+    drawn = f"{images.fingerprint} {padding} {flip} {seed}"
+    fingerprint = hashlib.blake2b(drawn.encode(), digest_size=8).hexdigest()
+    changes = [f"cropped after padding by {padding}"] * bool(padding) + ["flipped half the time"] * flip
+    described = f"{images}; to train on, {', '.join(changes)}"
+    return Sides(train, images.heldout, fingerprint, images.classes, described)
 
 
 def open_data(experiment: Experiment) -> Any:
@@ -102,24 +80,15 @@ def open_data(experiment: Experiment) -> Any:
     if experiment.kind == "own":
         return plugin_data(given)
     if not given.mixture:
-        return _augmented(experiment, _fitting(experiment, "data", _opened(experiment, given.source, given.field)))
+        return _augmented(_fitting(experiment, "data", _opened(experiment, given.source, given.field)), experiment)
     parts: list[tuple[Any, float]] = []
     for name, part in given.mixture.items():  # each opened as if it were alone, then drawn from by weight
         opened = _opened(experiment, part.source, given.field if part.field is None else part.field)
         fitting = _fitting(experiment, f"data.mixture.{name}", opened)
         if parts:
             _check_same_classes(f"data.mixture.{name}", _classes(parts[0][0]), _classes(fitting))
-        parts.append((_augmented(experiment, fitting), part.weight))
+        parts.append((_augmented(fitting, experiment), part.weight))
     return mixture(parts, seed=experiment.seed)
-
-
-def _augmented(experiment: Experiment, data: Any) -> Any:
-    given = experiment.data
-    return (
-        AugmentedData(data, given.crop_padding, given.flip, experiment.seed)
-        if given.crop_padding or given.flip
-        else data
-    )
 
 
 def open_eval_sets(experiment: Experiment, data: Any) -> dict[str, Source]:
@@ -136,7 +105,7 @@ def open_eval_sets(experiment: Experiment, data: Any) -> dict[str, Source]:
 
 
 def _opened(experiment: Experiment, source: Any, field: str | None, *, alone: bool = False) -> Any:
-    """Open a data set of the model's kind. `alone`: an evaluation set, which has no held-out set of its own."""
+    """Open a data set of the model's kind. `alone`: an evaluation set, without a held-out set."""
     given, kind = experiment.data, experiment.kind
     words = [source] if isinstance(source, str) else list(source)
     is_arrays = all(word.endswith(ARRAYS) for word in words)
@@ -177,7 +146,7 @@ def _opened(experiment: Experiment, source: Any, field: str | None, *, alone: bo
         image=field,
         label=given.label,
     )
-    return FlatData(images) if kind == "features" else images
+    return _flat(images) if kind == "features" else images
 
 
 def _holds_images(path: str, field: str | None) -> bool:
@@ -216,7 +185,7 @@ def _fitting(experiment: Experiment, key: str, data: Any) -> Any:
 
 
 def _classes(data: Any) -> tuple[str, ...]:
-    return data.images.classes if isinstance(data, FlatData) else getattr(data, "classes", ())
+    return getattr(data, "classes", ())
 
 
 def _check_classes(key: str, data: Any, field: str, outputs: int) -> None:
@@ -233,7 +202,7 @@ def _check_classes(key: str, data: Any, field: str, outputs: int) -> None:
 
 
 def _check_same_classes(key: str, learnt: tuple[str, ...], evaluated: tuple[str, ...]) -> None:
-    """Raise ExperimentError unless the evaluated classes are a prefix of the learnt: classes are numbered by name."""
+    """Raise ExperimentError unless the evaluated classes are the first of the learnt ones, in order of names."""
     if learnt[: len(evaluated)] != evaluated:
         odd = next((f"{b!r} where {a!r} is" for a, b in zip(learnt, evaluated, strict=False) if a != b), "more classes")
         raise ExperimentError(

@@ -1,8 +1,8 @@
 """The validated experiment file: read it, change it from the command line, write it back, compare it with the devices.
 
 `load` makes an `Experiment` of a TOML file (its keys are in `schema/`): parse, merge the `--a.b value` overrides,
-validate; all problems are reported at once, as one `ExperimentError`. `to_toml` writes it as resolved. What needs the
-number of devices waits for `check_for_devices`. Nothing below the training loop sees an experiment.
+validate; all problems are reported at once, as one `ExperimentError`. `to_toml` writes it as resolved. Checks that need
+the number of devices are in `check_for_devices`. Nothing below the training loop sees an experiment.
 """
 
 import copy
@@ -22,13 +22,13 @@ from jdp.base.toml import toml_key, toml_value
 from jdp.base.user_path import PathError, check_regular, user_path
 from jdp.core.sharding.axes import axis_sizes
 from jdp.core.sharding.batch_divisor import BatchUnit, batch_unit
-from jdp.experiment.keys import Key, Schemas, config_keys, table_keys
-from jdp.experiment.model_folder import take_tokenizer
+from jdp.experiment.keys import Key, Schemas, config_keys, table_class, table_keys
 from jdp.experiment.plugins import use
 from jdp.experiment.problems import problems
 from jdp.experiment.schema.chosen import TABLES, chosen_tables
 from jdp.experiment.schema.experiment import NONE, Experiment, Model
 from jdp.experiment.schema.fields import Section
+from jdp.experiment.schema.model import take_tokenizer
 from jdp.experiment.schema.registered import section
 from jdp.models.configs.sizes import SIZES
 
@@ -80,7 +80,7 @@ def from_table(table: Mapping[str, Any], *, where: str = "experiment", plugin: s
 
     Args:
         table: the keys of an experiment file, nested as in TOML.
-        where: what a message begins with, in place of the file's name.
+        where: the beginning of a message, in place of the file's name.
         plugin: the plug-in that `plugin` in the table may name; None: none.
 
     Raises:
@@ -101,13 +101,14 @@ def to_toml(experiment: Experiment) -> str:
 
 def _written(table: Mapping[str, Any] | BaseModel, path: KeyPath) -> list[str]:
     """Return the lines of a table: its keys, then the tables in it, each below its heading."""
-    items = {name: getattr(table, name) for name in type(table).model_fields} if isinstance(table, BaseModel) else table
+    fields = type(table).model_fields if isinstance(table, BaseModel) else {}
+    items = {name: getattr(table, name) for name in fields} if isinstance(table, BaseModel) else table
     inner = {key: value for key, value in items.items() if isinstance(value, BaseModel | Mapping)}
-    schemas = Schemas(Experiment, {})
     lines = [
         f"{toml_key(key)} = {toml_value(NONE if value is None else value)}"
         for key, value in items.items()
-        if key not in inner and schemas.at((*path, key)) is None  # a table that is left out is not "none"
+        if key not in inner
+        and not (value is None and key in fields and table_class(fields[key]))  # a table left out is not "none"
     ]
     heading = [f"\n[{'.'.join(map(toml_key, path))}]"] if path and (lines or not inner) and items else []
     return [*heading, *lines, *(line for key, value in inner.items() for line in _written(value, (*path, key)))]
@@ -140,7 +141,7 @@ def describe(plugin: str | None = None) -> list[tuple[str, list[Key]]]:
     """Return every key of an experiment file, in groups with a heading, as `jdp train --help` shows them.
 
     Args:
-        plugin: a plug-in that is imported: the fields of what it registered come first.
+        plugin: an imported plug-in, whose fields come first; None: none.
     """
     groups = [*_described_plugin(plugin), ("top level", table_keys(Experiment))]
     for path, table in Schemas(Experiment, {}).tables():
@@ -194,7 +195,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _check_limits(table: Mapping[str, Any], where: str) -> None:
-    """Raise ExperimentError for what `parse` would not have read, in a table that came from elsewhere."""
+    """Raise ExperimentError for values that `parse` refuses, in a table from elsewhere."""
     try:
         check(table)
     except ValueError as error:
@@ -202,7 +203,7 @@ def _check_limits(table: Mapping[str, Any], where: str) -> None:
 
 
 def _files_nearby(file: Path) -> str:
-    """Return a hint: the file with the nearest name in the same folder, else those that are there."""
+    """Return a hint: the file with the nearest name in the same folder, else the files in it."""
     names = sorted(path.name for path in file.parent.glob("*.toml"))
     if not names:
         return "" if file.parent.is_dir() else f", nor a folder {file.parent}"
@@ -255,7 +256,7 @@ def _table(table: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """Return what `text` means as a TOML value, or the text itself if it is none."""
+    """Parse `text` as a TOML value; return the text itself if it is not one."""
     try:
         table = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
@@ -273,7 +274,7 @@ def _put(table: dict[str, Any], key: KeyPath, value: Any, *, where: str) -> None
 
 
 def _check_outer(table: dict[str, Any], key: KeyPath, *, where: str, but: tuple[Any, ...] = UNSET) -> None:
-    """Raise ExperimentError if what a dotted key is to be in has a value, except those of `but`, and is no table."""
+    """Raise ExperimentError if a dotted key's outer key has a value that is no table, other than one of `but`."""
     for depth in range(1, len(key)):
         inner = table.get(key[depth - 1], {})
         if not isinstance(inner, dict):

@@ -1,4 +1,4 @@
-"""The keys of an experiment file: which model describes which table, and each key with type, default, description."""
+"""The keys of an experiment file: the schema of each table, and each key's type, default and description."""
 
 import dataclasses
 import inspect
@@ -25,7 +25,7 @@ class Schemas:
 
     Attributes:
         root: of the whole file.
-        chosen: of the tables that depend on the name that they have, by key; None: not known.
+        chosen: schemas of the tables whose keys depend on their name; None: an unknown name.
     """
 
     root: type[BaseModel]

@@ -11,14 +11,7 @@ from jdp.models import classification_loss
 
 
 def text_loss(model: Any, batch: Batch, rng: jax.Array | None) -> Loss:
-    """Compute the next-token cross-entropy in nats, summed over the tokens whose weight is not 0.
-
-    Args:
-        model: a GPT.
-        batch: "tokens" and "targets" int32 [rows, length], "weights" float32 [rows, length]; where documents are packed
-            also "segments" int32 [rows, length].
-        rng: for dropout; None turns it off.
-    """
+    """Compute the next-token cross-entropy in nats, summed over the tokens whose weight is not 0."""
     packed = {"segments": batch["segments"]} if "segments" in batch else {}
     return Loss(*model.loss(batch["tokens"], batch["targets"], batch["weights"], rng=rng, **packed))
 
@@ -26,23 +19,13 @@ def text_loss(model: Any, batch: Batch, rng: jax.Array | None) -> Loss:
 def image_loss(model: Any, batch: Batch, rng: jax.Array | None) -> Loss:
     """Compute the cross-entropy in nats of the class of an image, summed over the images, and the accuracy.
 
-    Args:
-        model: a ResNet or ViT.
-        batch: "images" float32 [rows, height, width, channels], "labels" int32 [rows], "weights" float32 [rows], 0 for
-            padding rows, which are left out of BatchNorm's statistics as well.
-        rng: for dropout; None turns it off.
+    Padding rows have weight 0; BatchNorm's statistics leave them out too.
     """
     return _classified(model(batch["images"], rng=rng, weights=batch["weights"]), batch)
 
 
 def features_loss(model: Any, batch: Batch, rng: jax.Array | None) -> Loss:
-    """Compute the cross-entropy in nats of the class of a vector, summed over the vectors, and the accuracy.
-
-    Args:
-        model: an MLP.
-        batch: "features" float32 [rows, features], "labels" int32 [rows], "weights" float32 [rows], 0 for padding rows.
-        rng: for dropout; None turns it off.
-    """
+    """Compute the cross-entropy in nats of the class of a vector, summed over the vectors, and the accuracy."""
     return _classified(model(batch["features"], rng=rng), batch)
 
 

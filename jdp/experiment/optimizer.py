@@ -24,7 +24,7 @@ NOT_DECAYED = ("bias", "scale")
 
 
 def peak_rate(experiment: Experiment) -> float:
-    """Return the learning rate at the end of the warm-up: `lr`, scaled to the batch size if the file asks for that."""
+    """Return the learning rate at the end of the warm-up: `lr`, scaled to the batch size if `lr_scaling` is set."""
     chosen = experiment.optimizer
     if chosen.lr_scaling == "none" or chosen.base_batch_size is None:
         return chosen.lr
@@ -53,8 +53,8 @@ def learning_rate(experiment: Experiment) -> optax.Schedule:
 def optimizer(experiment: Experiment) -> optax.GradientTransformation:
     """Return the optimizer of [optimizer]; its state counts steps for the learning rate.
 
-    It does not clip: the train step does, which knows the norm over all devices. With `ema_decay` its state also has
-    an average of the parameters.
+    The train step clips, as it knows the norm over all devices. With `ema_decay` the state also has an average of the
+    parameters.
     """
     rule, decay = _rule(experiment), experiment.optimizer.ema_decay
     return rule if decay is None else with_ema(rule, decay)
@@ -67,7 +67,7 @@ def _rate_of_a_count(experiment: Experiment) -> optax.Schedule:
 
 
 def _rule(experiment: Experiment) -> optax.GradientTransformation:
-    """Return the update rule. Raises ExperimentError for a plug-in's that is none.
+    """Return the update rule. Raises ExperimentError if a plug-in's object is none.
 
     Weight decay leaves out biases and norm scales by name, not by number of dimensions: the scales of stacked layers
     have two.

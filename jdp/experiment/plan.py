@@ -1,4 +1,4 @@
-"""From an experiment file to what foresight compiles: its step on a target's devices, in every variant asked for.
+"""An experiment's step on a target's devices, in every requested variant, as foresight compiles it.
 
 An assembly on the target's devices gives the step and its abstract operands; from there `jdp plan` and `jdp verify` go
 through the same functions as `jdp.foresee` and `jdp.verify`.
@@ -35,18 +35,7 @@ def candidates_of(
     hybrid: bool = True,
     search: MeshSearch | None = None,
 ) -> list[Candidate]:
-    """Return the experiment's step under each strategy and number of microbatches, on the target's devices.
-
-    Args:
-        experiment: validated. A batch size that does not divide over the target's devices and microbatches is rounded
-            up, which the candidates' notes report.
-        target: the devices.
-        strategies: names of strategies.
-        accumulate: numbers of microbatches a step.
-        remat: the rematerialisation policy that the experiment was loaded with, to name the candidates; None: its own.
-        hybrid: add zero3 on replicas (HSDP), where [mesh] is left free and there are several hosts.
-        search: add what it keeps of other meshes, in place of that.
-    """
+    """Return the experiment's step under each strategy and number of microbatches, on the target's devices."""
     assembly = Assembly.on_devices(experiment, list(target.devices))
     return candidates(
         assembly.train_step,
@@ -102,7 +91,7 @@ def search_meshes(
 def described_batch(batch: Batch) -> str:
     """Return a global batch in words: "64 × 2048 tokens", "64 images of 224×224×3" or "64 × 20 features".
 
-    Of a plug-in's data it is the first of its arrays, by name.
+    For a plug-in's data it names the first array.
     """
     if "images" in batch:
         rows, *shape = batch["images"].shape
@@ -112,7 +101,7 @@ def described_batch(batch: Batch) -> str:
 
 
 def settings_of(experiment: Experiment, candidate: Candidate, *, max_batch: bool = False) -> Settings:
-    """Return what an experiment has set already, for the advice on one of its candidates."""
+    """Return the settings of an experiment, for the advice on one of its candidates."""
     model, step = experiment.model.config, candidate.step
     return Settings(
         precision=experiment.precision,
@@ -126,7 +115,7 @@ def settings_of(experiment: Experiment, candidate: Candidate, *, max_batch: bool
 
 
 def advised(report: PlanReport, settings: Sequence[Settings]) -> PlanReport:
-    """Return a report whose advice asks for nothing that is set."""
+    """Return a report whose advice leaves out what is set already."""
     estimates = tuple(replace(each, settings=one) for each, one in zip(report.estimates, settings, strict=True))
     choice, why = advise(estimates)
     return replace(report, estimates=estimates, choice=choice, why=why)

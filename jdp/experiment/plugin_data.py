@@ -1,4 +1,4 @@
-"""The data set of a plug-in as jdp reads it: samples in dtypes that devices hold, two sides, and a fingerprint."""
+"""A plug-in's data set: samples in dtypes of 32 bits or less, a training and a held-out side, and a fingerprint."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PluginSamples:
 
     Attributes:
         name: of the data set.
-        source: what the plug-in gave.
+        source: the plug-in's object.
         rows: int64 [len], the samples that are on this side; None: all.
     """
 
@@ -150,8 +150,8 @@ class PluginData:
 
     @property
     def fingerprint(self) -> str:
-        """16 hex digits. Of one object, alike only if every sample is but for labels and weights; of two sides, if
-        their lengths are, and the samples looked at, up to 64 of each."""
+        """16 hex digits: of one object a hash of every sample without labels and weights; of two sides a hash of their
+        lengths and of up to 64 samples each."""
         return self._split[2]
 
     def __str__(self) -> str:
@@ -177,8 +177,8 @@ def plugin_data(table: Data) -> PluginData:
         raise ExperimentError(f"data.name = {entry.name!r} must have samples; given a side without any: add some")
     if len(sides) == 1 and hasattr(given, "sample_at"):
         raise ExperimentError(
-            f"data.name = {entry.name!r} has an order of its own (sample_at), of which jdp holds none out; given one "
-            "object: return two, what to train on and what is held out"
+            f"data.name = {entry.name!r} has its own order (sample_at), and jdp cannot hold out a part of it; given "
+            "one object: return two, to train on and held out"
         )
     if len(sides) == 2 and table.heldout_fraction != Data.model_fields["heldout_fraction"].default:
         raise ExperimentError(
@@ -199,7 +199,7 @@ def _spread(count: int) -> list[int]:
 
 
 def _score(sample: NumpyBatch) -> float:
-    """Return the `content_score` of what a model sees of a sample: labels, targets and weights are left out."""
+    """Return the `content_score` of a sample without labels, targets and weights."""
     seen = [key for key in sorted(sample) if key not in NOT_CONTENT] or sorted(sample)
     return content_score(b"".join(np.ascontiguousarray(sample[key]).tobytes() for key in seen))
 

@@ -1,7 +1,7 @@
-"""Plug-ins: a package of yours registers models, data sets, losses and optimizers, which experiment files then name.
+"""Plug-ins: your package registers models, data sets, losses and optimizers, which experiment files then name.
 
-`jdp train FILE --plugin my_package` imports my_package; what it does then is call these functions, as decorators. An
-experiment file alone imports nothing: its `plugin` counts only with the flag.
+`jdp train FILE --plugin my_package` imports my_package, which calls these functions as decorators. An experiment file
+alone imports nothing: its `plugin` counts only with the flag.
 """
 
 import contextlib
@@ -19,9 +19,8 @@ from jdp.experiment.schema.chosen import TABLES
 from jdp.experiment.schema.data import DATASETS
 from jdp.experiment.schema.experiment import Experiment
 from jdp.experiment.schema.fields import NONE, package_name
-from jdp.experiment.schema.loss import LOSSES
 from jdp.experiment.schema.model import MODELS
-from jdp.experiment.schema.optimizer import OPTIMIZERS
+from jdp.experiment.schema.optimizer import LOSSES, OPTIMIZERS
 from jdp.experiment.schema.registered import Entry, Learns, Table, hints_of, is_plain
 
 Made = TypeVar("Made", bound=Callable[..., Any])
@@ -37,28 +36,28 @@ _importing: list[str] = []
 
 
 class PluginError(ValueError):
-    """A plug-in that registers what cannot be."""
+    """A plug-in registers something that jdp cannot use."""
 
 
 @dataclasses.dataclass(frozen=True)
 class NoFields:
-    """The fields of what has none."""
+    """An entry without fields."""
 
 
 def register_model(name: str, fields: Any = NoFields, *, learns: Learns | None = None) -> Callable[[Made], Made]:
     """Register a model: `[model] name = NAME`, with the fields beside it.
 
-    The function decorated is called as `make(fields, rngs)`, under `jit`, with an instance of the dataclass and an
-    `nnx.Rngs`, and returns an `nnx.Module`, or any pytree of arrays; `rngs.params()` is a key.
+    jdp calls the decorated function as `make(fields, rngs)`, under `jit`, with an instance of the dataclass and an
+    `nnx.Rngs`; `rngs.params()` is a key. It returns an `nnx.Module`, or any pytree of arrays.
 
     Args:
         name: letters, digits, dots, dashes and underscores.
         fields: a dataclass, whose fields are int, float, bool, str, words (`Literal`), tuples of one of these of any
             length, or None; or an instance, whose values are the defaults. Its docstring may describe them below
             `Fields:`, one `name: text` a line, and its `__post_init__` may refuse values with a ValueError.
-        learns: "text", "images" or "features", if jdp's own data and loss are to serve it as they do a GPT (`loss`,
-            fields vocab_size and context), a ResNet (image_size, channels, classes) or an MLP (features_in,
-            features_out). None: `data.name` and `loss.name` are a plug-in's.
+        learns: the kind of jdp's own data and loss that it uses. "text": as a GPT, with a method `loss` and the fields
+            vocab_size and context. "images": as a ResNet, with image_size, channels and classes. "features": as an MLP,
+            with features_in and features_out. None: `data.name` and `loss.name` are a plug-in's.
 
     Raises:
         PluginError: a name that is taken or cannot be, fields that are no dataclass or that TOML cannot hold, or that
@@ -76,11 +75,11 @@ def register_model(name: str, fields: Any = NoFields, *, learns: Learns | None =
 def register_dataset(name: str, fields: Any = NoFields) -> Callable[[Made], Made]:
     """Register a data set: `[data] name = NAME`, with the fields beside it.
 
-    The function decorated is called as `make(fields)`, on every process alike, and returns the samples: an object with
-    `len` and `[index]`, which gives a dict of arrays, of the same shapes and dtypes for all, and may be asked from
-    several threads. jdp shuffles them anew each epoch, gives each process its rows, and resumes. Of one such object
-    `data.heldout_fraction` is held out, by a hash of what each sample holds, for which all are read once; a pair is
-    what is trained on and what is held out. Without "weights" in a sample, each counts 1.
+    jdp calls the decorated function as `make(fields)`, the same on every process. It returns the samples: an object
+    with `len` and `[index]`. A sample is a dict of arrays, with the same shapes and dtypes for all; several threads may
+    read. jdp shuffles the samples anew each epoch, gives each process its rows, and resumes. From one object jdp holds
+    out `data.heldout_fraction`, by a hash of each sample's content, and reads all samples once for it. A pair of
+    objects is the training side and the held-out side. A sample without "weights" counts 1.
 
     Args:
         name: as for `register_model`.
@@ -95,8 +94,8 @@ def register_dataset(name: str, fields: Any = NoFields) -> Callable[[Made], Made
 def register_loss(name: str, fields: Any = NoFields, *, metrics: Sequence[str] = ()) -> Callable[[Made], Made]:
     """Register a loss: `[loss] name = NAME`, with the fields beside it.
 
-    The function decorated is called as `loss(fields, model, batch, rng)` and returns a `jdp.Loss`: sums over the rows
-    of the batch, of which "weights" is 0 for those that only fill it. `rng` is None in evaluations.
+    jdp calls the decorated function as `loss(fields, model, batch, rng)`. It returns a `jdp.Loss`: sums over the rows
+    of the batch. Rows that only fill the batch have "weights" 0. `rng` is None in evaluations.
 
     Args:
         name: as for `register_model`.
@@ -113,9 +112,9 @@ def register_loss(name: str, fields: Any = NoFields, *, metrics: Sequence[str] =
 def register_optimizer(name: str, fields: Any = NoFields) -> Callable[[Made], Made]:
     """Register an optimizer: `[optimizer] name = NAME`, with the fields beside it.
 
-    The function decorated is called as `make(fields, schedule)`, with the learning rate as a function of the steps done
-    (`optimizer.lr`, `warmup_steps`, `schedule`), and returns an `optax.GradientTransformation`. It need not clip or
-    average: `clip_norm` and `ema_decay` are keys of every optimizer.
+    jdp calls the decorated function as `make(fields, schedule)`. `schedule` is the learning rate as a function of the
+    steps done (`optimizer.lr`, `warmup_steps`, `schedule`). It returns an `optax.GradientTransformation`, which need
+    not clip or average: `clip_norm` and `ema_decay` are keys of every optimizer.
 
     Args:
         name: as for `register_model`.
@@ -151,7 +150,7 @@ def _registrar(table: Table, name: Any, fields: Any, **more: Any) -> Callable[[M
 
 
 def _check_fields(table: Table, name: str, fields: Any) -> None:
-    """Raise PluginError for what is no dataclass, or has fields that cannot be keys of the table."""
+    """Raise PluginError unless this is a dataclass whose fields can be keys of the table."""
     if not dataclasses.is_dataclass(fields):
         raise PluginError(f"the fields of {table.key} {name!r} are a dataclass; given {fields!r}: add @dataclass")
     try:
@@ -169,7 +168,7 @@ def _check_fields(table: Table, name: str, fields: Any) -> None:
 
 
 def use(name: str) -> None:
-    """Import a plug-in. To be called only with what the user gave as such on the command line, or in a program."""
+    """Import a plug-in. Call it only with a name that the user gave on the command line or in a program."""
     try:
         package_name(name)
     except ValueError as error:
@@ -207,7 +206,7 @@ def _jax_has_started() -> bool:
 
 @contextlib.contextmanager
 def _registering(name: str) -> Generator[None]:
-    """Note who registers; where that fails, what was registered is forgotten."""
+    """Note the plug-in that registers; if its import fails, drop its entries."""
     before = [dict(table.entries) for table in TABLES]
     _importing.append(name)
     try:
@@ -235,7 +234,7 @@ def _is_not_its_own(file: str) -> bool:
 
 
 def names_used(experiment: Experiment) -> dict[str, str]:
-    """Return table -> name of what an experiment has of its plug-in."""
+    """Return table -> name of each entry that an experiment uses from its plug-in."""
     named = {table.key: (table.entries.get(getattr(experiment, table.key).name)) for table in TABLES}
     return {key: entry.name for key, entry in named.items() if entry and entry.by}
 

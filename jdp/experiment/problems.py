@@ -116,7 +116,7 @@ def _unknown_key(dashes: str, path: Path, schemas: Schemas) -> str:
 
 
 def _fix(kind: str, last: str, given: Any) -> str:
-    """Return what to write instead, if the value given makes it plain; else nothing."""
+    """Return what to write instead, if the given value shows it; else nothing."""
     if isinstance(given, str):
         plain = given.lower() if kind == "bool_type" else given
         unquoted = kind in _PLAIN and len(given) <= LONGEST and _is(kind, plain)

@@ -31,8 +31,8 @@ def prove_experiment(
 ) -> Proof:
     """Prove that an experiment learns the same on one device and on many, whatever is sharded.
 
-    The learning rate's schedule stays that of the whole run. Weights are the initial ones, whatever `train.init_from`
-    is.
+    The learning rate follows the schedule of the whole run. The weights are the initial ones, for any
+    `train.init_from`.
     """
     space = space_of(devices, (1, 2, experiment.train.accumulate), experiment.mesh)
     own = Assembly.on_devices(experiment, list(space.devices))

@@ -1,6 +1,6 @@
-"""`jdp plan --tune` on an experiment file: what may be chosen, and the search over it.
+"""`jdp plan --tune` on an experiment file: the choices, and the search over them.
 
-Nothing that is chosen changes what is learnt: the global batch, its order, the optimizer and its rate stay.
+No choice changes the training: the global batch, its order, the optimizer and its rate stay.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ MOST_UNROLLED = 48
 
 @dataclass(frozen=True)
 class Tuning:
-    """What is tuned.
+    """A search for the fastest way to run an experiment.
 
     Attributes:
         file: the experiment's.
         overrides: the keys that were given on the command line, which stay as they are.
         target: the devices.
-        strategies, accumulate, remats: to choose from; None: all that there are.
+        strategies, accumulate, remats: the choices; None: all.
         axes: strategies on other meshes are tried too, those that `search_meshes` keeps.
     """
 
@@ -108,7 +108,7 @@ class Tuning:
         return replace(found, remat=getattr(experiment.model, "remat", None))
 
     def dimensions(self) -> list[Dimension]:
-        """Return what may be chosen, beginning with what the experiment has, or the nearest to it that works."""
+        """Return the choices, beginning with the experiment's own, or the nearest to it that works."""
         own = load(self.file, self.overrides)
         return [self._strategies(own), self._remats(own), self._accumulate(own), self._compilers(own), self._scans(own)]
 

@@ -1,4 +1,4 @@
-"""What a loop tells of itself, for its recorder and its deadline: one line at each place."""
+"""What a training loop reports to its flight recorder and its deadline."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jdp.guard.flight_recorder import FLIGHT, Flight
 from jdp.guard.who_is_behind import DEVICES
 
 ALIVE_SECONDS = 5.0
-"""After so long without an event the recorder says that the process is alive."""
+"""After so long without an event the recorder notes that the process is alive."""
 _LONGEST_ERROR, _MOST_FRAMES = 1000, 8
 _NEXT = {
     "data": "in its step",  # dispatched, or compiled
@@ -33,7 +33,7 @@ _NEXT = {
 
 
 class Watch:
-    """Tells a flight recorder and a deadline what the loop does. Use it in `with`.
+    """Reports to a flight recorder and a deadline what the loop does. Use it in `with`.
 
     Attributes:
         stepped: whether a step ended.
@@ -58,7 +58,7 @@ class Watch:
         self.deadline.__exit__(*error)
 
     def resumed(self, step: int) -> None:
-        """Say that the loop begins after this step, to the supervisor too."""
+        """Report, to the supervisor too, that the loop begins after this step."""
         if jax.process_index() == 0:
             note_progress(step)
         self._step = step
@@ -67,7 +67,7 @@ class Watch:
         self.deadline.says("waiting for data")
 
     def mark(self, part: str) -> None:
-        """Say that a part of the step ended: "data", "dispatch" or "wait"."""
+        """Report that a part of the step ended: "data", "dispatch" or "wait"."""
         now = time.perf_counter()
         self._parts[part] = self._parts.get(part, 0.0) + now - self._mark
         self._mark = now
@@ -78,7 +78,7 @@ class Watch:
             self.deadline.says(_NEXT[part])
 
     def step(self, step: int) -> dict[str, float]:
-        """Say that a step ended; return its seconds and their parts: data, dispatch, wait, host."""
+        """Report that a step ended; return its seconds and their parts: data, dispatch, wait, host."""
         seconds = time.perf_counter() - self._start - self._aside
         parts = {"seconds": seconds, **self._parts, "host": max(seconds - sum(self._parts.values()), 0.0)}
         self.flight.event("step", step=step, **{name: round(value, 6) for name, value in parts.items()})
@@ -89,7 +89,7 @@ class Watch:
 
     @contextlib.contextmanager
     def during(self, doing: str, **values: Any) -> Generator[None]:
-        """Tell that the code inside `with` goes on: "eval", "save", "restore"; its time is not the step's."""
+        """Report the work inside `with`, such as "eval", "save", "restore"; its time does not count in the step's."""
         start = time.perf_counter()
         self.flight.event("begin", doing=doing, step=self._step, **values)
         with self.deadline.during(_DOING.get(doing, doing)):
@@ -100,7 +100,7 @@ class Watch:
         self._mark = now
 
     def batch(self) -> None:
-        """Say that a batch of an evaluation ended."""
+        """Report that a batch of an evaluation ended."""
         self.deadline.beat("evaluating")
 
     def _restart(self) -> None:
@@ -120,7 +120,7 @@ _DOING = {"eval": "evaluating", "save": "saving", "restore": "restoring", "wait"
 def watching(
     folder: Path, deadline: Deadline, facts: Mapping[str, Any], *, done: Callable[[], int]
 ) -> Generator[Watch]:
-    """Record a visit of a run while in `with`, and how it ends; the deadline is on."""
+    """Record a visit of a run while in `with`, and how it ends, under a deadline."""
     rank, count = joined_as() or (0, 1)
     flight = Flight(folder / FLIGHT, rank)
     own = {"rank": rank, "of": count, "pid": os.getpid(), "host": socket.gethostname(), "began": born()}
@@ -143,7 +143,7 @@ def watching(
 
 
 def born(process: int | str = "self") -> float:
-    """Return when a process of this machine was born, in Unix seconds; now, where that is not known."""
+    """Return when a process of this machine started, in Unix seconds; the current time if that is not known."""
     try:
         ticks = int(Path(f"/proc/{process}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[19])
         up = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])

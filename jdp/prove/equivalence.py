@@ -34,8 +34,8 @@ from jdp.core.sharding.axes import DATA
 from jdp.core.state import TrainState
 from jdp.core.step import make_train_step
 from jdp.core.types import Device, InitFn, LossFn
+from jdp.guard.memory_check import check_proof
 from jdp.prove.bounds import PAIRS, Closest, Record
-from jdp.prove.memory_check import check_memory
 from jdp.prove.proof import Difference, Proof, Run, difference_in_words
 from jdp.prove.reference import Reference, Training
 from jdp.prove.settings import Resume, RunSpec, Setting, Skip, Space, causal_order, choose_runs, common_choice
@@ -192,7 +192,7 @@ def prove_training(
     reference, first = Reference(training, space.devices[0], QUICK if quick else {}), batches(0)
     rows = batch_rows(first)
     abstract = reference.abstract_state(first)
-    check_memory(abstract, devices=count, steps=steps, precision=training.precision, available=available_memory())
+    check_proof(abstract, devices=count, steps=steps, precision=training.precision, available=available_memory())
     space = _with_limits(space, rows, reference, abstract)
     texts = (only,) if isinstance(only, str) else tuple(only)
     own = own or Setting("zero3", "auto", count)

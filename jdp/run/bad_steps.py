@@ -1,12 +1,12 @@
-"""What the loop does about steps that go wrong: around a step, after it, before a save, and at the end.
+"""Finds steps that go wrong, and decides what the run does about them.
 
-1. `take` takes a step, or leaves it out; some steps are taken twice and compared (`guard.replay_every`).
-2. `after` reads the metrics of an earlier step, as reading waits for it: which steps were skipped, whether the loss
-   jumps, when to go back. The first bad step of a row is inspected, and its batch kept.
+1. `before` and `taken`: some steps are taken twice and compared (`guard.replay_every`), others are left out.
+2. `after` reads the metrics of an earlier step, as reading waits for it: was it skipped, does the loss jump, must the
+   run go back? The first bad step of a row is inspected, and its batch kept.
 3. Replicas are compared every `guard.check_replicas_every` steps, and before each save.
-4. Process 0 says which host the others wait for.
+4. Process 0 reports the host that the others wait for.
 
-All of it follows from values that every process has, so that all decide alike, and at the same step.
+Every process decides from values that all have, so all decide the same at the same step.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Diverged(ExperimentError):
 
 @dataclass(frozen=True)
 class Queued:
-    """A step whose metrics were not read yet; `values` is None for one that was left out."""
+    """A step whose metrics were not read yet; `values` is None for a step that was left out."""
 
     step: int
     values: Any
@@ -64,23 +64,36 @@ class Health:
         self._compared: list[tuple[int, Fingerprints]] = []
         self._read = progress.resumed_from
         self._values: Any = None
+        self._before: TrainState | None = None
 
-    def take(self, state: TrainState, batch: Batch, step: int) -> tuple[TrainState, Any]:
-        """Take a step."""
-        if step in self._progress.bad.left_out:
+    def leaves_out(self, step: int) -> bool:
+        """Return whether a step is left out, as the run went back from it."""
+        return step in self._progress.bad.left_out
+
+    def without_step(self, state: TrainState) -> TrainState:
+        """Return the state after a step that is left out, which counts as a skipped one."""
+        return replace(state, skipped=self._one_more(state.skipped))
+
+    def before(self, state: TrainState, step: int) -> None:
+        """Keep a copy of the state if this step is taken twice."""
+        if not self.leaves_out(step):
+            replayed = self._guard.replay_every and step % self._guard.replay_every == 0
+            self._before = copied(state) if replayed else None
+            self._hosts.dispatches(self._values)
+
+    def taken(self, state: TrainState, batch: Batch, values: Any, step: int) -> None:
+        """Queue a step's metrics (None: it was left out), and compare it with its second time if it is taken twice."""
+        if values is None:
             self._queued.append(Queued(step, None, None))
-            return replace(state, skipped=self._one_more(state.skipped)), None
-        replayed = self._guard.replay_every and step % self._guard.replay_every == 0
-        before = copied(state) if replayed else None
-        self._hosts.dispatches(self._values)
-        state, self._values = self._assembly.train_step(state, batch)
+            return
+        self._values = values
         keeps = self._guard.inspect_bad_steps and self._inspected < INSPECTED
-        values = {name: self._values[name] for name in ("skipped", "loss", "weight")}
-        self._queued.append(Queued(step, values, batch if keeps else None))
+        kept = {name: values[name] for name in ("skipped", "loss", "weight")}
+        self._queued.append(Queued(step, kept, batch if keeps else None))
+        before, self._before = self._before, None
         if before is not None:
             with self._watch.during("taking a step twice"):
                 repeated(self._assembly.train_step, before, batch, state)
-        return state, self._values
 
     def after(self, state: TrainState, step: int) -> None:
         """Read the metrics of the step that was queued `AHEAD` steps before this one, and compare replicas if due."""
@@ -99,21 +112,21 @@ class Health:
         self._hosts.results()
 
     def row(self, values: Any) -> dict[str, float]:
-        """Wait for a step's metrics, and return what a row of metrics has of the hosts: nothing for a single one."""
+        """Wait for a step's metrics; return the hosts' columns of a row, which a single host does not have."""
         jax.block_until_ready(values)
         self._hosts.results()
         found = self._hosts.found
         return {} if found is None else {"late_process": found.process, "late_seconds": found.seconds}
 
     def restart(self) -> None:
-        """Leave what was no step, such as an evaluation, out of the hosts' times."""
+        """Exclude work between steps, such as an evaluation, from the hosts' times."""
         self._hosts.restart()
 
     def check_all(self, state: TrainState, *, ended: bool = False) -> None:
         """Read the metrics of all steps that were queued, and compare replicas: before a save, and at the end.
 
-        A run must not end with skipped steps, however short it is: two in a row, or all except the first, whose update
-        may have broken the weights.
+        A run, however short, must not end with two skipped steps in a row, or with all steps skipped after the first,
+        whose update may have broken the weights.
         """
         last: Queued | None = None
         while self._queued:
@@ -157,7 +170,7 @@ class Health:
             raise Diverged(_why_skipped(progress.skips_in_a_row, values, from_the_first=skipped == self._read))
 
     def _report(self, queued: Queued, why: str, state: TrainState, *, skipped: bool) -> None:
-        """Say that a step is the first bad one of a row, keep its batch, and find out where its gradient broke."""
+        """Report the first bad step of a row, keep its batch, and find where its gradient broke."""
         sentences = [f"Step {queued.step} is bad: {why}."]
         if queued.batch is not None:
             self._inspected += 1
@@ -173,7 +186,7 @@ class Health:
             self._say(sentence)
 
     def _found(self, state: TrainState, batch: Batch, step: int) -> list[str]:
-        """Return what an inspection says; it takes as much memory as a step, at most, and is left out if that fails."""
+        """Return the findings of an inspection, or why it failed: it needs up to the memory of a step."""
         try:
             with self._watch.during("inspecting a bad step"):
                 return self._assembly.inspection.of(state, batch, step).sentences
@@ -184,7 +197,7 @@ class Health:
 
 
 def went_back(back: RollBack, step: int) -> str:
-    """Return a line about a run that went back."""
+    """Return a line about a run that went back; raise Diverged if going back does not help."""
     if back.returns > MOST_RETURNS:
         raise Diverged(
             f"going back must help; given {back}, after the run had gone back {MOST_RETURNS} times: raise "

@@ -1,9 +1,9 @@
-"""Evaluation during a run: every data set in turn, each example counted once, and the best so far.
+"""Evaluation during a run: every data set in turn, each example once, and the best result so far.
 
 1. The held-out part of the data is "eval"; each [eval.NAME] is "eval_NAME". Batches are always the same: all examples
-   once, or, if `eval_batches` is a number, as many batches drawn from all of them with a fixed seed.
-2. A step returns means and their weight; Σ mean · weight / Σ weight is the mean over examples, however uneven the
-   batches: padding has weight 0.
+   once; or, if `eval_batches` is a number, that many batches, drawn from all examples with a fixed seed.
+2. A step returns means and their weight; Σ mean · weight / Σ weight is the mean over examples, for any
+   batch sizes: padding has weight 0.
 3. `Best` holds the best value of a metric, and how many evaluations have passed since.
 """
 
@@ -25,7 +25,7 @@ Row = dict[str, float]
 
 
 def evaluate(assembly: Assembly, state: TrainState, goes_on: Callable[[], bool] = lambda: True) -> Row | None:
-    """Evaluate every data set, with the averaged parameters where there are any (`optimizer.ema_decay`)."""
+    """Evaluate every data set, with the averaged parameters if the run has them (`optimizer.ema_decay`)."""
     state = assembly.averaged(state)
     row: Row = {}
     for name, source in assembly.eval_sets.items():
@@ -42,7 +42,7 @@ def evaluate(assembly: Assembly, state: TrainState, goes_on: Callable[[], bool] 
 
 
 def coverage(assembly: Assembly) -> str | None:
-    """Describe which evaluations read a part of their data only; None if all of them read everything."""
+    """Describe the evaluations that read only a part of their data; None if all read everything."""
     most, size = assembly.experiment.train.eval_batches, assembly.experiment.train.batch_size
     counts = {name: batch_count(source, batch_size=size) for name, source in assembly.eval_sets.items()}
     partial = [f"{name} {most} of {count} batches" for name, count in counts.items() if most != ALL and count > most]
@@ -75,7 +75,7 @@ class Best:
     Attributes:
         metric: its name; an accuracy is better when it is larger, anything else when it is smaller.
         value, step: the best value and its step; None and 0 before the first evaluation.
-        waiting: evaluations since the last that was better by more than `min_delta`.
+        waiting: evaluations since one was better by more than `min_delta`.
         to_beat: the value of that evaluation.
     """
 
@@ -100,6 +100,16 @@ class Best:
             return True
         self.waiting += 1
         return False
+
+    def no_improvement(self, min_delta: float) -> str:
+        """Return why a run stops early, in words."""
+        if self.value is None:
+            return f"{self.metric} has not been finite in {self.waiting} evaluations"
+        enough = f" by more than train.min_delta = {min_delta:g}" if min_delta else ""
+        return (
+            f"{self.metric} has not improved{enough} in {self.waiting} evaluations; its best was {self.value:.6g} at "
+            f"step {self.step}"
+        )
 
     def _gain(self, value: float, before: float | None) -> float:
         """Return by how much `value` is better than `before`; a value that is not finite never is."""

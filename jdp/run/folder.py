@@ -1,18 +1,22 @@
 """The folder of a run: RUNS/NAME, which belongs to one experiment.
 
 A visit is one process, or cluster, that works on the run. `claimed` makes the folder, or checks that it has the same
-experiment and may be resumed, and locks it; `record` writes the experiment into it. Between visits may change how the
-work is done: devices, mesh, rules, strategy, precision, the compiler's options, microbatches, rematerialisation, what
-to evaluate, how often to log and save, what watches over the run, when to stop early, and, if the learning rate does
-not depend on it, how many steps. What is learnt may not: the model, the data, the optimizer, what is trained and from
-which weights. `writing` turns a full or read-only disk into one error.
+experiment and may be resumed, and locks it; `record` writes the experiment into it. `writing` turns a full or read-only
+disk into one error.
+
+Between visits the way of computing may change (`MAY_CHANGE`): devices, strategy, precision, evaluations, logging. The
+number of steps may change if the learning rate does not depend on it. The model, the data, the optimizer, and the
+trained parameters with their initial weights may not change.
 """
 
 import contextlib
 import errno
+import fcntl
 import itertools
 import json
 import os
+import socket
+import time
 import tomllib
 from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
@@ -23,79 +27,62 @@ import jax
 from jdp.base.notices import notice
 from jdp.core.cluster.barrier import meet
 from jdp.experiment.file import ExperimentError, from_table, to_toml
-from jdp.experiment.schema.experiment import Experiment
-from jdp.guard.diagnosis import LOGS
 from jdp.guard.flight_recorder import FLIGHT
-from jdp.run.lock import LOCK, locked
+from jdp.launch.output import LOGS
 from jdp.run.outputs.history import HISTORY
 from jdp.run.outputs.metrics import EVENTS, JSONL
 
 FILE = "experiment.toml"
 NEW = f"{FILE}.new"
+LOCK = ".lock"
 CHECKPOINTS = "checkpoints"
 SUMMARY = "summary.json"
 """The summary of a run that came to its end."""
-MAY_CHANGE = frozenset(
-    (
-        "strategy",
-        "offload",
-        "partitioning",
-        "precision",
-        "compiler",
-        "devices",
-        "mesh",
-        "rules",
-        "eval",
-        "sample",
-        "track",
-        "guard",
-        "train",
-        "wire",
-        "reduce",
-        "model.attention",
-        "model.remat",
-    )
-)
+MAY_CHANGE = {
+    *("strategy", "offload", "partitioning", "precision", "reduce", "wire", "compiler", "devices", "mesh", "rules"),
+    *("eval", "sample", "track", "guard", "train", "model.attention", "model.remat"),
+}
 """Keys and tables that may differ when a run is resumed, except `FIXED`, and `train.steps` if the learning rate's
 schedule runs over them."""
 FIXED = frozenset(("train.batch_size", "train.wrt", "train.init_from", "train.init_names", "train.init_adapter"))
+_HAS_NONE = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
+"""Errors of a file system without locks."""
 _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.ENOTDIR)
 """Errors of a disk that cannot be written; other errors of the system are not about writing."""
 
 
 @contextlib.contextmanager
-def claimed(experiment: Experiment, runs: Path) -> Generator[Path]:
-    """Make the run's folder, or check that it may be resumed, and keep other runs out of it while in `with`.
+def claimed(folder: Path, toml: str) -> Generator[None]:
+    """Make the folder of the experiment `toml`, or check that it may be resumed; keep other runs out while in `with`.
 
     Only process 0 writes; the others wait for it.
 
-    A folder in which no step was logged or saved is nobody's. A visit that fails before that (weights that do not fit,
-    too little memory) removes it; if the visit is killed before that, the next one takes the folder over, even for
-    another experiment, as the corrected command would otherwise be refused.
+    A folder without a logged or saved step belongs to no run. A visit that fails earlier (weights that do not fit, too
+    little memory) removes it. If a visit is killed earlier, the next one takes the folder over, even for another
+    experiment, so that a corrected command works.
     """
-    folder = runs / experiment.name
     with contextlib.ExitStack() as held:
-        fresh = jax.process_index() == 0 and _claim(experiment, folder, held)
-        meet(f"the folder of {experiment.name}, which process 0 claims")
+        fresh = jax.process_index() == 0 and _claim(folder, toml, held)
+        meet(f"the folder of {folder.name}, which process 0 claims")
         try:
-            yield folder
+            yield
         except BaseException:
             if fresh:
                 _discard_unused(folder)
             raise
 
 
-def _claim(experiment: Experiment, folder: Path, held: contextlib.ExitStack) -> bool:
+def _claim(folder: Path, toml: str, held: contextlib.ExitStack) -> bool:
     """Lock the folder and write the experiment into it; return True if it was new. Raises ExperimentError."""
     missing = list(itertools.takewhile(lambda path: not os.path.lexists(path), (folder, *folder.parents)))
     try:
-        _check_free(experiment, folder)
+        _check_free(folder, toml)
         folder.mkdir(parents=True, exist_ok=True)
         alone = held.enter_context(locked(folder))
-        _check_free(experiment, folder)  # again: now nobody else changes it
+        _check_free(folder, toml)  # again: now nobody else changes it
         if not _is_unused(folder):
             return False
-        if (folder / FILE).exists() and (differing := _differences(experiment, folder)):
+        if (folder / FILE).exists() and (differing := _differences(folder, toml)):
             if not alone:  # nothing is locked: the visit that left it may still go on
                 raise ExperimentError(_other_experiment(folder, differing))
             notice(
@@ -103,7 +90,7 @@ def _claim(experiment: Experiment, folder: Path, held: contextlib.ExitStack) -> 
                 f"({'; '.join(differing)}): it is taken over"
             )
             (folder / HISTORY).unlink(missing_ok=True)
-        record(experiment, folder)
+        record(toml, folder)
     except OSError as error:
         with contextlib.suppress(OSError):
             (folder / NEW).unlink(missing_ok=True)  # a half-written file would be taken for a user's
@@ -119,10 +106,10 @@ def _claim(experiment: Experiment, folder: Path, held: contextlib.ExitStack) -> 
     return True
 
 
-def _check_free(experiment: Experiment, folder: Path) -> None:
+def _check_free(folder: Path, toml: str) -> None:
     """Raise ExperimentError if the folder is not this experiment's, unused or missing."""
     if (folder / FILE).exists():
-        return check_same(experiment, folder)
+        return check_same(folder, toml)
     if folder.exists() and not folder.is_dir():
         raise ExperimentError(f"a run needs a folder; {folder} is a file: choose another `name` or --run-dir")
     if folder.exists() and not _is_unused(folder):
@@ -134,14 +121,14 @@ def _check_free(experiment: Experiment, folder: Path) -> None:
 
 
 def _is_unused(folder: Path) -> bool:
-    """Return True if it has only what a visit begins with: no row of metrics, no checkpoint, no other file."""
+    """Return True if it has only the files of a visit's beginning: no row of metrics, no checkpoint, no other file."""
     empty = {folder / JSONL, folder / CHECKPOINTS}
     known = {*empty, *_files(folder), folder / FLIGHT, folder / LOGS}
     return not set(folder.iterdir()) - known and not any(map(_holds_something, empty))
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files that a visit begins with, in the order of removal: those that mark a run's folder are last."""
+    """Return the files of a visit's beginning, in the order of removal: those that mark a run's folder are last."""
     events = folder.glob(f"{EVENTS}.out.tfevents.*")
     return [folder / NEW, folder / HISTORY, *events, folder / FILE, folder / LOCK]
 
@@ -183,13 +170,13 @@ def writing(folder: Path) -> Generator[None]:
         ) from error
 
 
-def record(experiment: Experiment, folder: Path) -> None:
-    """Write the experiment, as resolved, into its folder, in one move."""
-    _replace(folder / FILE, to_toml(experiment))
+def record(toml: str, folder: Path) -> None:
+    """Write the experiment, as resolved, into its folder, in one rename."""
+    _replace(folder / FILE, toml)
 
 
 def record_summary(summary: Mapping[str, Any], folder: Path) -> None:
-    """Write the summary of a finished run into its folder, in one move."""
+    """Write the summary of a finished run into its folder, in one rename."""
     _replace(folder / SUMMARY, json.dumps(summary, indent=2, allow_nan=False) + "\n")
 
 
@@ -200,28 +187,29 @@ def _replace(file: Path, text: str) -> None:
         fresh.replace(file)
 
 
-def check_same(experiment: Experiment, folder: Path) -> None:
-    """Compare an experiment with the one in a folder, key by key, unless the folder is unused."""
+def check_same(folder: Path, toml: str) -> None:
+    """Compare an experiment, as TOML, with the one in a folder, key by key, unless the folder is unused."""
     begun = (folder / FILE).exists()
     if not begun or ((folder / LOCK).exists() and _is_unused(folder)):  # without, a run that locks nothing may be alive
         return
-    if differing := _differences(experiment, folder):
+    if differing := _differences(folder, toml):
         raise ExperimentError(_other_experiment(folder, differing))
 
 
-def _differences(experiment: Experiment, folder: Path) -> list[str]:
-    """Return what differs and must not, between the visits of a run. Raises ExperimentError."""
-    kept = FIXED | ({"train.steps"} if experiment.optimizer.schedule != "constant" else set[str]())
+def _differences(folder: Path, toml: str) -> list[str]:
+    """Return the differences that are not allowed between visits of a run. Raises ExperimentError."""
+    constant = tomllib.loads(toml)["optimizer"]["schedule"] == "constant"
+    kept = FIXED if constant else FIXED | {"train.steps"}
     return [
         f"{key} was {was!r}, is {now!r}"
-        for key, (was, now) in changed(experiment, folder).items()
+        for key, (was, now) in changed(folder, toml).items()
         if key in kept or not MAY_CHANGE & {key, key.partition(".")[0]}
     ]
 
 
-def changed(experiment: Experiment, folder: Path) -> dict[str, tuple[Any, Any]]:
-    """Return each dotted key that has not the value recorded in a folder -> the values there and now; None for none."""
-    file = folder / FILE
+def changed(folder: Path, toml: str) -> dict[str, tuple[Any, Any]]:
+    """Return the dotted keys whose values differ from the recorded ones -> both values; None: no such key."""
+    file, current = folder / FILE, tomllib.loads(toml)
     try:
         before = tomllib.loads(file.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
@@ -229,8 +217,8 @@ def changed(experiment: Experiment, folder: Path) -> dict[str, tuple[Any, Any]]:
             f"{file} must name the run's experiment, and cannot be read ({error}): choose another `name` or --run-dir"
         ) from None
     with contextlib.suppress(ExperimentError):  # keys that came after it have their defaults; else it is compared as is
-        before = tomllib.loads(to_toml(from_table(before, plugin=experiment.plugin)))
-    before, now = _flat(before), _flat(tomllib.loads(to_toml(experiment)))
+        before = tomllib.loads(to_toml(from_table(before, plugin=current["plugin"])))
+    before, now = _flat(before), _flat(current)
     pairs = {key: (before.get(key), now.get(key)) for key in sorted(before.keys() | now.keys())}
     return {key: (was, is_now) for key, (was, is_now) in pairs.items() if was != is_now}
 
@@ -247,3 +235,52 @@ def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in table.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return flat
+
+
+# The lock of a run's folder. The system releases an `flock` however its process ends, so none is ever stale.
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Generator[bool]:
+    """Hold the lock of a run's folder."""
+    handle = _take(folder / LOCK)
+    if handle is None:
+        notice(f"{folder} is on a file system without locks: nothing keeps a second run out of it")
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        with contextlib.suppress(OSError):
+            os.ftruncate(handle, 0)
+            fcntl.flock(handle, fcntl.LOCK_UN)  # a process that was forked meanwhile holds the file open, too
+        os.close(handle)
+
+
+def _take(file: Path) -> int | None:
+    """Open and lock the file; None if the file system has no locks. Raises ExperimentError."""
+    while True:
+        handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.read(handle, 200).decode(errors="replace").strip()
+            os.close(handle)
+            if error.errno in _HAS_NONE:
+                return None
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                raise
+            raise ExperimentError(
+                f"a folder is for one run at a time; {file.parent} has a run that goes on"
+                f"{f', {holder}' if holder else ''}: wait for its end, or choose another `name` (--name NEW) or "
+                "--run-dir"
+            ) from None
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(handle), file.stat()):
+                break
+        os.close(handle)  # its folder was removed between the two, and perhaps made anew
+    with contextlib.suppress(OSError):  # on a full disk the file does not name its holder
+        os.ftruncate(handle, 0)
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        os.write(handle, f"process {os.getpid()} on {socket.gethostname()} since {since}\n".encode())
+    return handle

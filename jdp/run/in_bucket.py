@@ -25,14 +25,12 @@ from typing import Any
 import jax
 
 from jdp.base.bucket import Remote, RemoteError
-from jdp.base.bucket_address import address_of
 from jdp.base.notices import notice
 from jdp.checkpoint.format.checksums import COMMITTED
 from jdp.checkpoint.scratch import Scratch
 from jdp.core.cluster.barrier import meet
 from jdp.experiment.file import ExperimentError
-from jdp.run.folder import CHECKPOINTS, FILE
-from jdp.run.lock import LOCK
+from jdp.run.folder import CHECKPOINTS, FILE, LOCK
 
 EVERY_SECONDS, LEASE_SECONDS = 30.0, 180.0
 
@@ -222,12 +220,12 @@ def at_hand(root: Path, name: str) -> Generator[Path]:
     if (address := address_of(root)) is None:
         yield root
         return
-    run = RemoteRun(f"{address}/{name}", together=True)
+    run = RemoteRun(f"{root.address}/{name}", together=True)
     with run.held() if jax.process_index() == 0 else contextlib.nullcontext():
         meet("the folder of a run, which process 0 fetches")
         _held[run.folder] = run
         try:
-            yield run.folder.parent
+            yield run.folder
         finally:
             del _held[run.folder]
 

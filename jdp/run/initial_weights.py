@@ -1,9 +1,9 @@
-"""Weights to start from: another run's, a checkpoint's or a safetensors file's, read onto a fresh state.
+"""Initial weights from another run, a checkpoint or a safetensors file, read onto a fresh state.
 
 1. Check the path before anything is written.
 2. Read parameters and model state onto the state's shardings. LoRA parameters may be missing: they keep their initial
    values, or get those of `train.init_adapter`.
-3. Make the optimizer's state for these weights: an average of parameters begins at them.
+3. Make the optimizer's state for these weights: an average of parameters starts from them.
 """
 
 from __future__ import annotations
@@ -33,32 +33,31 @@ from jdp.core.update.local_steps import stack
 from jdp.core.update.optimizer_checks import first_state
 from jdp.data.sources.in_bucket import fetch, local_path
 from jdp.experiment.file import ExperimentError
-from jdp.experiment.schema.experiment import Experiment
+from jdp.experiment.schema.experiment import Train
+from jdp.models import GPTConfig
 
 LORA = ("*lora_*",)
 """Parameters that a model without LoRA does not have."""
 SAFETENSORS = ".safetensors"
 _IN_FOLDER = (f"model{SAFETENSORS}", f"model{SAFETENSORS}.index.json")
-"""What a folder has that is no run's and no checkpoint's."""
+"""Files by which a folder of safetensors is known."""
 ADAPTER = (ADAPTER_CONFIG, WEIGHTS).__contains__
 
 
-def check_init_from(experiment: Experiment) -> None:
-    """Check that `train.init_from` exists and, by the `config.json` beside it, has the weights of this model.
+def check_init_from(train: Train, config: Any) -> None:
+    """Check that `train.init_from` exists and that the `config.json` beside it describes this model.
 
-    Likewise `train.init_adapter`, by its `adapter_config.json`.
+    Check `train.init_adapter` by its `adapter_config.json`.
     """
-    if experiment.train.init_from is None:
-        return
-    config: Any = experiment.model.config
+    assert train.init_from is not None
     try:
-        path = _safetensors(experiment.train.init_from, weights=False)
-        keys = [] if path is None or experiment.train.init_names == "jdp" else differences(path, config)
+        path = _safetensors(train.init_from, weights=False)
+        keys = [] if path is None or train.init_names == "jdp" else differences(path, config)
     except (CheckpointError, PathError) as error:
         raise ExperimentError(f"train.init_from: {error}") from error
-    if experiment.train.init_adapter is not None:
+    if train.init_adapter is not None:
         try:
-            check_adapter(local_path(experiment.train.init_adapter, only=ADAPTER), config)
+            check_adapter(local_path(train.init_adapter, only=ADAPTER), config)
         except ValueError as error:
             raise ExperimentError(f"train.init_adapter: {error}") from error
     if path is not None and keys:
@@ -98,12 +97,12 @@ def _check_there(given: str, there: bool) -> None:
         )
 
 
-def load_parameters(state: TrainState, experiment: Experiment, plan: Plan) -> tuple[TrainState, str]:
+def load_parameters(state: TrainState, train: Train, config: Any, plan: Plan) -> tuple[TrainState, str]:
     """Read the parameters of `train.init_from`."""
-    given = experiment.train.init_from or ""
+    given = train.init_from or ""
     path = _safetensors(given)
-    read = restore_params(given, state, missing=LORA) if path is None else _import(path, state, experiment)
-    adapter, config = experiment.train.init_adapter, experiment.model.config
+    read = restore_params(given, state, missing=LORA) if path is None else _import(path, state, train, config)
+    adapter = train.init_adapter
     if adapter is not None:
         read = import_peft(local_path(adapter, only=ADAPTER), read, config)
     before, after = jax.tree.leaves_with_path(state.params), jax.tree.leaves(read.params)
@@ -125,15 +124,14 @@ def load_parameters(state: TrainState, experiment: Experiment, plan: Plan) -> tu
     return replace(state, opt_state=begin(state.params)), message
 
 
-def _import(path: Path, state: TrainState, experiment: Experiment) -> TrainState:
-    """Read a safetensors file. If it does not fit, the names may be others: the error names `train.init_names`.
+def _import(path: Path, state: TrainState, train: Train, config: Any) -> TrainState:
+    """Read a safetensors file. If it does not fit, its names may differ: the error names `train.init_names`.
 
     Raises ExperimentError, or CheckpointError for a model other than a GPT.
     """
     names: Names | None = None  # the parameters' own paths
-    config: Any = experiment.model.config
     try:
-        given = experiment.train.init_names
+        given = train.init_names
         if given == "gpt2" or (given == "hf" and config.positions == "learned"):
             # the hub's own files lack the prefix that Hugging Face's library writes
             prefixed = any(name.startswith("transformer.") for name in files.read(path))
@@ -142,9 +140,9 @@ def _import(path: Path, state: TrainState, experiment: Experiment) -> TrainState
             names = llama_names(config)
         return import_safetensors(path, state, names=names, missing=LORA)
     except CheckpointError as error:
-        if experiment.kind != "text":
+        if not isinstance(config, GPTConfig):
             raise
         raise ExperimentError(
-            f'train.init_from: {error} (Names were read as train.init_names = "{experiment.train.init_names}" says; a '
+            f'train.init_from: {error} (Names were read as train.init_names = "{train.init_names}" says; a '
             'GPT from Hugging Face has those of "hf".)'
         ) from error

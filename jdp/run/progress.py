@@ -10,8 +10,7 @@ from typing import Any
 
 from jdp.base.formatting import finite_or_none
 from jdp.checkpoint import CheckpointError
-from jdp.experiment.file import to_toml
-from jdp.experiment.schema.experiment import Experiment
+from jdp.experiment.schema.experiment import Experiment, Train
 from jdp.guard.bad_steps import BadSteps
 from jdp.run.evaluation import Best, Row
 
@@ -20,7 +19,7 @@ _SAVED = ("done", "skipped", "loss", "evals", "evaluated", "fingerprint", "exper
 
 @dataclass
 class Progress:
-    """How far a run is. The first ten are saved with each checkpoint.
+    """How far a run is. A checkpoint records the first ten attributes.
 
     Attributes:
         done: batches consumed.
@@ -32,7 +31,7 @@ class Progress:
         experiment: a hash of the experiment as resolved, of this visit.
         watched: the best evaluation by `train.stop_metric`, for early stopping.
         kept: the best one with a checkpoint, by `train.keep_best`; None: none is kept.
-        bad: what is known of bad steps, and which steps are left out.
+        bad: the recent bad steps, and the steps that are left out.
         resumed_from: batches consumed before this visit.
         seconds: duration of this visit's loop.
         waited, steady_seconds, steady_units: seconds that this visit's steps waited for data, their duration, and their
@@ -67,7 +66,7 @@ class Progress:
         return self.done >= experiment.train.steps or self.stops_early(experiment)
 
     def record(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps, null in place of NaN and infinities."""
+        """Return the record for a checkpoint, with null in place of NaN and infinities."""
         kept = {name: getattr(self, name) for name in _SAVED}
         kept["loss"], kept["evals"] = (
             finite_or_none(self.loss),
@@ -77,16 +76,15 @@ class Progress:
         return {**kept, **best, "bad": self.bad.record()}
 
     @staticmethod
-    def of(experiment: Experiment, record: dict[str, Any]) -> Progress:
-        """Return the progress that `record` was made of; `{}` is a run that has not begun."""
-        settings = experiment.train
+    def of(settings: Train, toml: str, record: dict[str, Any]) -> Progress:
+        """Return the progress from a checkpoint's record; `{}` is a run that has not begun."""
         known = {name.name for name in fields(Progress)}
         progress = Progress(**{name: value for name, value in record.items() if name in known})
         progress.watched = Best.resumed(settings.stop_metric, record.get("watched"))
         progress.kept = Best.resumed(settings.best_metric, record.get("kept")) if settings.best_metric else None
         evals: dict[str, float | None] = record.get("evals", {})
         progress.evals = {name: math.nan if value is None else value for name, value in evals.items()}
-        progress.experiment = hashlib.sha256(to_toml(experiment).encode()).hexdigest()[:16]
+        progress.experiment = hashlib.sha256(toml.encode()).hexdigest()[:16]
         progress.bad = BadSteps.of(record.get("bad"))
         progress.resumed_from = progress.done
         return progress
@@ -98,7 +96,7 @@ _BEST = {"metric": (str,), "value": (*_NUMBER, type(None)), "step": _COUNT, "wai
 
 
 def check_record(record: dict[str, Any], folder: Path) -> None:
-    """Check that a checkpoint's record is what `Progress.record` makes of a run at this step."""
+    """Check that a checkpoint's record is one that `Progress.record` makes at this step."""
     evals, bests = record.get("evals"), {name: record.get(name) for name in ("watched", "kept")}
     problem = _first_problem(record, _KINDS, "")
     numbers = isinstance(evals, dict) and not _first_problem(evals, dict.fromkeys(evals, (*_NUMBER, type(None))), "")

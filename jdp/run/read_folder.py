@@ -1,7 +1,7 @@
-"""A run's folder as plain values, for those who look at it: its experiment, metrics, history and summary.
+"""Reads a run's folder as plain values: its experiment, metrics, history and summary.
 
-Nothing is written or locked, so a run that goes on can be read. What is damaged or missing is left out and noted in a
-sentence: whoever looks at a run that went wrong must not be refused because of how it went wrong.
+Reading writes and locks nothing, so it works during a run. It leaves out damaged or missing parts and notes each
+in a sentence: a run that went wrong must stay readable.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from jdp.run.outputs.metrics import JSONL, read_counted
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a run's folder has.
+    """The contents of a run's folder.
 
     Attributes:
         folder: the run's.
         rows: of metrics: "step", "time", and numbers; NaN and infinities restored.
-        history: events of its visits, in order; empty for a run of before there was a history.
-        summary: of its last visit that came to the end; None if none did.
+        history: events of its visits, in order; empty for a run of an old version without a history.
+        summary: of its last visit that finished; None if none did.
         toml: the experiment as resolved.
         settings: the experiment's dotted keys and their values as TOML; empty if it cannot be parsed.
         checkpoints: steps of those that are there.
         notes: what was damaged or missing, a sentence each.
-        goodput: the useful share of all its time and where the rest went, in words; None for a run of before there was
-            a flight recorder.
+        goodput: the useful share of all its time and where the rest went, in words; None for a run of an old version
+            without a flight recorder.
     """
 
     folder: Path
@@ -55,7 +55,7 @@ class Recorded:
 
 
 def find_run(given: str, runs: Path) -> Path:
-    """Return the folder of a run; of one behind an address, a copy."""
+    """Return the folder of a run; for a run in a bucket, a copy."""
     if address_of(given):
         return fetched(given)
     if (address := address_of(runs)) and len(Path(given).parts) == 1:
@@ -110,7 +110,7 @@ def _rows(file: Path, notes: list[str]) -> list[dict[str, float]]:
         return []
     rows, damaged, torn = read_counted(file)
     if torn:
-        notes.append(f"The last row of {JSONL} is half-written and left out: its writer was stopped, or goes on.")
+        notes.append(f"The last row of {JSONL} is half-written and left out: its writer was stopped, or still runs.")
     if damaged:
         notes.append(f"{damaged:,} of {damaged + len(rows):,} rows of {JSONL} are damaged and left out.")
     if not rows:
@@ -120,7 +120,7 @@ def _rows(file: Path, notes: list[str]) -> list[dict[str, float]]:
 
 
 def _number(value: Any) -> float | None:
-    """Return a number as one that can be drawn, huge ones as infinity; None for what is no number."""
+    """Return a number that can be drawn, with infinity for huge ones; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return value if not abs(value) > _HUGE else math.inf if value > 0 else -math.inf

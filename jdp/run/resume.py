@@ -1,4 +1,4 @@
-"""Where a run starts: at fresh weights, at another model's weights, or after the steps of its newest checkpoint."""
+"""Where a run starts: from fresh weights, from another model's weights, or from its newest checkpoint."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from jdp.checkpoint import Checkpoints, RemoteCheckpoints
 from jdp.core.state import TrainState
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import ExperimentError
-from jdp.experiment.schema.experiment import Experiment
+from jdp.experiment.schema.experiment import Train
 from jdp.guard.bad_steps import RollBack
 from jdp.run.evaluation import Best
 from jdp.run.folder import CHECKPOINTS
 from jdp.run.in_bucket import held_at
-from jdp.run.initial_weights import load_parameters
 from jdp.run.progress import Progress, check_record
 
 
-def open_checkpoints(experiment: Experiment, folder: Path) -> Checkpoints:
-    """Open the run's checkpoints; [train] says which of them are kept."""
-    train, best = experiment.train, experiment.train.best_metric
+def open_checkpoints(train: Train, folder: Path) -> Checkpoints:
+    """Open the run's checkpoints; [train] sets which of them are kept."""
+    best = train.best_metric
     by: dict[str, Any] = {"best": best, "mode": Best(best).mode} if best else {}
     by |= {"keep": train.keep_checkpoints, "keep_every": train.keep_every}
     if (run := held_at(folder)) is None:
@@ -32,6 +31,14 @@ def open_checkpoints(experiment: Experiment, folder: Path) -> Checkpoints:
     return saved
 
 
+def check_init_from(train: Train, config: Any) -> None:
+    """Check that `train.init_from` and `train.init_adapter` exist and have the weights of this model."""
+    if train.init_from is not None:
+        from jdp.run import initial_weights  # late, as all that reads other models' files
+
+        initial_weights.check_init_from(train, config)
+
+
 def start(
     assembly: Assembly, saved: Checkpoints, back: RollBack | None = None
 ) -> tuple[TrainState, Progress, str | None]:
@@ -39,11 +46,13 @@ def start(
     experiment, fingerprint = assembly.experiment, assembly.data.fingerprint
     step = saved.latest if back is None else max((one for one in saved.steps if one < back.before), default=None)
     if step is None:
-        progress = Progress.of(experiment, {"fingerprint": fingerprint})
+        progress = Progress.of(experiment.train, assembly.toml, {"fingerprint": fingerprint})
         progress.bad.went(back)
         if experiment.train.init_from is None:
             return assembly.state(), progress, None
-        state, message = load_parameters(assembly.state(), experiment, assembly.plan)
+        from jdp.run.initial_weights import load_parameters
+
+        state, message = load_parameters(assembly.state(), experiment.train, assembly.config, assembly.plan)
         return state, progress, message
     state, record = saved.restore(assembly.abstract_state(), step if back else None)
     check_record(record, saved.directory / str(int(state.consumed)))
@@ -53,7 +62,7 @@ def start(
             f"{fingerprint}): restore [data] as it was, or choose another `name`. The standard library's text "
             "differs between Python versions."
         )
-    progress = Progress.of(experiment, record)
+    progress = Progress.of(experiment.train, assembly.toml, record)
     progress.bad.went(back)
     progress.skipped = progress.skips_seen = int(jax.device_get(state.skipped))
     return state, progress, None

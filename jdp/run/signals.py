@@ -1,15 +1,15 @@
-"""Requests to stop a run: all processes stop at the same place, save, and leave.
+"""Signals that stop a run: all processes stop at the same step, save, and exit.
 
-Ctrl-C (SIGINT), SIGTERM, SIGHUP and SIGUSR1, which Slurm sends, ask for it. A thread hears them at once, even while the
-main thread compiles or waits inside of JAX.
+Ctrl-C (SIGINT), SIGTERM, SIGHUP and SIGUSR1, which Slurm sends, ask for it. A thread receives them at once, even while
+the main thread compiles or waits inside JAX.
 
-1. Until the first step of a visit is on its way there is nothing to save: all processes leave at once.
-2. After that the loop polls, at each step and at each batch of an evaluation. Several processes agree in the
-   coordination service: each says how often it has polled, and all stop at the first poll that none has come to.
-3. A second signal leaves at once. What is on the disk is whole at any moment.
+1. Until the first step of a visit is dispatched there is nothing to save: all processes exit at once.
+2. After that the loop polls, at each step and at each batch of an evaluation. Several processes agree through
+   the coordination service: each reports its number of polls, and all stop at the first poll that none has reached.
+3. A second signal exits at once. The files on disk are complete at any moment.
 
-JAX's own notice of SIGTERM is polled once a step by all processes or by none, and knows nothing of compilation,
-evaluation and other signals: the handlers here take its place.
+These handlers replace JAX's own handling of SIGTERM, which covers neither compilation, nor evaluation, nor other
+signals.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from jdp.core.cluster.service import THREAD_SECONDS, coordination_client
 TRY_AGAIN = 75
 """The exit code of a run that was stopped by another signal than Ctrl-C: run again."""
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: TRY_AGAIN, signal.SIGHUP: TRY_AGAIN, signal.SIGUSR1: TRY_AGAIN}
-"""Signals that stop a run, or a sweep, and with which code it leaves."""
+"""Signals that stop a run or a sweep, with its exit code."""
 _SIGNALS = tuple(EXIT_CODES)
 _SAME_SECONDS = 0.5  # a launcher and a scheduler may both pass on the same signal
 _POLL_SECONDS = 0.5  # how often a process looks for a request that another one heard
 _ANSWER_SECONDS = 60.0
-_UNWIND_SECONDS = 2.0  # how long the main thread may take to leave at once by itself
+_UNWIND_SECONDS = 2.0  # how long the main thread may take to exit by itself
 _AGAIN_SECONDS = 0.05  # between two tries to have it leave: where it runs, Python may ignore what is raised
 _NOTHING = "before the first step there is nothing to save"
 _CALLBACKS = (weakref.__file__, WeakSet.__init__.__code__.co_filename)  # what they do when an object is collected
@@ -79,7 +79,7 @@ class StopRequest:
         self._agreement = _Agreement(coordination_client()) if several else None
 
     def __enter__(self) -> Self:
-        """Listen for the signals that the process is not to ignore, as `nohup` has it ignore SIGHUP."""
+        """Listen for the signals that the process does not ignore (`nohup` makes it ignore SIGHUP)."""
         self._pipe = os.pipe()
         os.set_blocking(self._pipe[1], False)
         self._wakeup = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
@@ -104,18 +104,18 @@ class StopRequest:
             self._looking.join(THREAD_SECONDS)
 
     def under_way(self) -> None:
-        """Say that the first step is on its way: from here on a stop is agreed on, and saved."""
+        """Report that the first step is dispatched: from here on processes agree on a stop, and save."""
         if self._agreement:
             with self._agreement.lock:
                 self._under_way = True
         self._under_way = True
 
     def at_step(self, step: int) -> bool:
-        """Return True if the run saves and leaves after `step`. Every process must call it at every step."""
+        """Return True if the run saves and exits after `step`. Every process must call it at every step."""
         return self.poll()
 
     def poll(self) -> bool:
-        """Return True if the run stops here. Every process must call it at the same places."""
+        """Return True if the run stops here. Every process must call it at the same points."""
         if self._agreement:
             if self._agreement.poll():
                 self.signal = self._agreement.signal
@@ -130,13 +130,13 @@ class StopRequest:
         return EXIT_CODES[self.signal]
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Leave, in the main thread, if that was decided; `_listen` gets the signal itself."""
+        """Exit, in the main thread, if that was decided; `_listen` receives the signal itself."""
         if self._leaving and self.signal is not None and not _is_ignored_in(frame):
             self._raised = True
             raise Stopped(self.exit_code, {"stopped": self.signal.name})
 
     def _listen(self, pipe: int) -> None:
-        """Hear signals, in a thread: Python writes their numbers into the pipe as they come."""
+        """Receive signals, in a thread: Python writes their numbers into the pipe."""
         first = 0.0
         while not self._done.is_set() and (numbers := os.read(pipe, 1)):
             number = numbers[0]
@@ -164,7 +164,7 @@ class StopRequest:
                     return
 
     def _leave(self, by: signal.Signals, why: str) -> None:
-        """End this process at once: by the main thread if it runs Python, else, or if that takes long, without it."""
+        """Exit at once: through the main thread if it runs Python soon, else without it."""
         self.signal, self._leaving = by, True
         with contextlib.suppress(OSError):
             os.write(2, f"stopped by {by.name}, at once: {why}; what is on the disk is whole\n".encode())
@@ -185,7 +185,7 @@ class StopRequest:
 
 
 def _is_ignored_in(frame: FrameType | None) -> bool:
-    """Return True where Python prints an exception and goes on: in callbacks of its collector and in destructors."""
+    """Return True where Python prints an exception and continues: in its collector's callbacks and in destructors."""
     while frame is not None:
         if frame.f_code.co_name in ("_xla_gc_callback", "__del__") or frame.f_code.co_filename in _CALLBACKS:
             return True
@@ -197,8 +197,8 @@ class _Agreement:
     """Where the processes of a cluster stop, in polls since the beginning.
 
     Attributes:
-        lock: held while the place is agreed on: no process goes on meanwhile.
-        signal: what was asked for.
+        lock: held during the agreement, so that no process continues meanwhile.
+        signal: the one that was received.
     """
 
     _rounds = 0
@@ -221,7 +221,7 @@ class _Agreement:
         return next((signal.Signals(int(text)) for key, text in found if key.endswith("/asked")), None)
 
     def poll(self) -> bool:
-        """Count a poll; return True if it is the one to stop at, or one after it."""
+        """Count a poll; return True if it is the agreed one, or a later one."""
         with self.lock:
             self._polls += 1
             return 0 <= self._stop_at <= self._polls

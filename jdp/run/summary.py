@@ -1,4 +1,4 @@
-"""The summary of a run: one JSON object at its end."""
+"""What a visit reports: its first lines, and at the end of the run its summary, one JSON object."""
 
 from __future__ import annotations
 
@@ -9,18 +9,51 @@ import jax
 
 from jdp.base.formatting import finite_or_none
 from jdp.base.notices import shown
+from jdp.core.compiling.persistent_cache import kept_in
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.optimizer import peak_rate
+from jdp.experiment.plugins import folder_of, names_used
+from jdp.experiment.schema.experiment import Experiment
 from jdp.guard.flight_recorder import FLIGHT, read
 from jdp.guard.time_account import account
+from jdp.run.evaluation import coverage
 from jdp.run.progress import Progress
 
 
-def summary(assembly: Assembly, progress: Progress, folder: Path) -> dict[str, Any]:
-    """Return the run as one JSON object; `final_…` are of the last row of metrics and of the last evaluation.
+def introduction(assembly: Assembly) -> list[str | None]:
+    """Return the first lines of a visit: model and plan, data, evaluations, learning rate, compiled programs."""
+    experiment = assembly.experiment
+    first = f"{experiment.name}: {assembly.parameter_count:,} parameters, {assembly.plan}"
+    if experiment.train.wrt is not None:
+        first += f"; {assembly.trained_count:,} are trained, the others frozen"
+    kept = f"compiled programs are kept in {folder} (--no-cache: not)" if (folder := kept_in()) else None
+    return [first, _plugin(experiment), str(assembly.data), coverage(assembly), _scaled_rate(experiment), kept]
 
-    "mfu" is that of this visit's steps; it is left out where the devices' peak is not known. "goodput" is process 0's,
-    over all visits: the useful share of all time, and seconds by kind (`jdp.guard.time_account`).
+
+def _plugin(experiment: Experiment) -> str | None:
+    """Return the line about a run's plug-in: its folder, and the names it registered that the run uses."""
+    if experiment.plugin is None:
+        return None
+    used = [f"{key} {name}" for key, name in names_used(experiment).items()]
+    return f"plug-in {experiment.plugin} ({folder_of(experiment.plugin)}): {', '.join(used) or 'nothing of it is used'}"
+
+
+def _scaled_rate(experiment: Experiment) -> str | None:
+    """Return the line about a peak learning rate that is scaled to the batch size."""
+    chosen, batch = experiment.optimizer, experiment.train.batch_size
+    if chosen.lr_scaling == "none":
+        return None
+    return (
+        f"learning rate {peak_rate(experiment):.4g}: {chosen.lr:.4g} for {chosen.base_batch_size} samples a step, "
+        f"scaled to {batch} ({chosen.lr_scaling})"
+    )
+
+
+def summary(assembly: Assembly, progress: Progress, folder: Path) -> dict[str, Any]:
+    """Return the run as one JSON object; `final_…` come from the last row of metrics and the last evaluation.
+
+    "mfu" covers this visit's steps; it is missing where the devices' peak is not known. "goodput" is process 0's over
+    all visits: the useful share of all time, and seconds by kind (`jdp.guard.time_account`).
     """
     chosen, evals, at_peak = assembly.experiment, progress.evals, assembly.seconds_at_peak
     speed = progress.steady_units / progress.steady_seconds if progress.steady_seconds else None

@@ -354,7 +354,8 @@ def test_a_run_from_weights_of_another_configuration_says_the_keys_to_set(tmp_pa
     error = capsys.readouterr().err
     assert "set model.rope_theta = 500.0 (given 10000.0), model.norm_eps = 1e-05 (given 1e-06)" in error
     assert f'model.name = "hf:{folder}"' in error and not (tmp_path / "runs").exists()
-    check_init_from(from_table(table_for(folder)))
+    experiment = from_table(table_for(folder))
+    check_init_from(experiment.train, experiment.model.config)
 
 
 def test_a_run_starts_from_shards_that_have_only_an_index(tmp_path):
@@ -371,6 +372,6 @@ def test_a_run_starts_from_shards_that_have_only_an_index(tmp_path):
         name: f"model-0000{number}-of-00002.safetensors" for number, names in enumerate(halves, 1) for name in names
     }
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": held}))
-    state, said = load_parameters(fresh, experiment, plan)
+    state, said = load_parameters(fresh, experiment.train, experiment.model.config, plan)
     assert said == f"parameters from {folder}"
     np.testing.assert_allclose(logits_of(state.model), stored["logits"], rtol=0, atol=ATOL)

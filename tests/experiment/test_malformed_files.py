@@ -1,6 +1,5 @@
 """Experiment files as they come out of slips, of other programs and of broken disks: refused with few words, exit 2."""
 
-import contextlib
 import os
 import tomllib
 from collections.abc import Callable
@@ -9,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from jdp.cli import main as cli
-from jdp.experiment import memory_check as memory_fit
 from jdp.experiment.assembly import Assembly
-from jdp.experiment.file import ExperimentError, from_table, load
+from jdp.experiment.file import from_table, load
+from jdp.guard import memory_check
 from jdp.models import parameter_count
 from jdp.models.configs.sizes import SIZES
 from jdp.models.lower_bounds import parameter_lower_bound
@@ -411,17 +410,18 @@ def test_memory_that_is_too_small_is_said_with_what_is_needed(tmp_path: Path, mo
     experiment = from_table({**tomllib.loads(SMALL), "name": "x"})
     assembly = Assembly.on_devices(experiment)
     weights, state = 4 * 820_352 * 8, 12 * 820_352 * 8
-    for memory, fits in ((weights * 0.9, False), (weights * 1.1, True)):
-        monkeypatch.setattr(memory_fit, "memory_bytes", lambda memory=memory: memory)
-        with contextlib.nullcontext() if fits else pytest.raises(ExperimentError, match="its weights must fit into"):
-            memory_fit.check_weights_and_batch(assembly)
-    for memory, fits in ((state * 0.99, False), (state * 1.01, True)):
-        monkeypatch.setattr(memory_fit, "memory_bytes", lambda memory=memory: memory)
-        with (
-            contextlib.nullcontext() if fits else pytest.raises(ExperimentError, match="the optimizer's state must fit")
-        ):
-            memory_fit.check_state(assembly)
-    monkeypatch.setattr(memory_fit, "memory_bytes", lambda: 16 * 32 * 4 * 3 - 1)  # tokens, targets, weights
-    monkeypatch.setattr(memory_fit, "parameter_lower_bound", lambda config: 0)
-    with pytest.raises(ExperimentError, match=r"a batch must fit into memory; train\.batch_size = 16 makes 6 KiB"):
-        memory_fit.check_weights_and_batch(assembly)
+
+    def with_memory(size: float) -> None:
+        monkeypatch.setattr(memory_check, "memory_bytes", lambda: size)
+        assembly.check_memory()
+
+    for size, said in (
+        (weights * 0.9, "its weights must"),
+        (state * 0.99, "its weights and the optimizer's state must"),
+    ):
+        with pytest.raises(ValueError, match=f"{said} fit into the devices' memory"):
+            with_memory(size)
+    with_memory(state * 1.01)
+    monkeypatch.setattr("jdp.experiment.assembly.parameter_lower_bound", lambda config: 0)
+    with pytest.raises(ValueError, match=r"a batch must fit into memory; train\.batch_size = 16 makes 6 KiB"):
+        with_memory(16 * 32 * 4 * 3 - 1)  # tokens, targets, weights

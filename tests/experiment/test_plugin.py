@@ -367,7 +367,7 @@ def test_sides_epochs_and_an_order_can_be_the_plugins_own():
         made(heldout_fraction=0.5)
     DATASETS.entries.clear()
     register_dataset("drawn")(lambda fields: Ordered())
-    with pytest.raises(ExperimentError, match=r"has an order of its own \(sample_at\), of which jdp holds none out"):
+    with pytest.raises(ExperimentError, match=r"has its own order \(sample_at\), and jdp cannot hold out a part of it"):
         made()
     DATASETS.entries.clear()
     register_dataset("drawn")(lambda fields: ([{"x": 1.0}], [{"x": 1}]))

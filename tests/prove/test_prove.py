@@ -23,10 +23,10 @@ from jdp.core.gradients import accumulate, manual
 from jdp.core.state import TrainState
 from jdp.experiment.file import from_table
 from jdp.experiment.prove import prove_experiment
+from jdp.guard.memory_check import check_proof
 from jdp.models import MLPConfig, build
 from jdp.prove.bounds import Record
 from jdp.prove.equivalence import Setting, prove, space_of
-from jdp.prove.memory_check import check_memory
 from jdp.prove.proof import Proof
 from jdp.prove.reference import Noise, _with_noise
 from jdp.prove.settings import Resume, causal_order, choose_runs, common_choice
@@ -449,9 +449,9 @@ def test_too_large_for_this_machine_is_said_beforehand():
     parameters = 8 * 32 + 32 + 32 * 4 + 4
     held = 3 * 4 * parameters + 4 * 3 + 8  # weights and two moments; step, skipped, count; the key
     needed = 4 * (held + (2 + 4) * parameters) + 2 * 11 * held
-    check_memory(state, devices=4, steps=10, precision=precision, available=needed)
+    check_proof(state, devices=4, steps=10, precision=precision, available=needed)
     with pytest.raises(ValueError, match=rf"{parameters} parameters .* 4 devices × .*--model.layers 2"):
-        check_memory(state, devices=4, steps=10, precision=precision, available=needed - 1)
+        check_proof(state, devices=4, steps=10, precision=precision, available=needed - 1)
     assert (available_memory() or 2**30) > 2**26
 
 

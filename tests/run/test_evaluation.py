@@ -112,7 +112,7 @@ def test_the_replicas_of_local_steps_start_from_saved_weights(table, tmp_path):
     fresh = assembly.state()
     changed = jax.tree.map(lambda x: x + 1, fresh.params)
     save(tmp_path / "saved", replace(fresh, params=changed))
-    state, _ = load_parameters(fresh, assembly.experiment, assembly.plan)
+    state, _ = load_parameters(fresh, assembly.experiment.train, assembly.config, assembly.plan)
     for averages in state.opt_state.average, ema_params(state).params:
         for average, param in zip(*map(jax.tree.leaves, (averages, changed)), strict=True):
             np.testing.assert_array_equal(average, np.broadcast_to(param, average.shape))

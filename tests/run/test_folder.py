@@ -2,7 +2,7 @@
 
 import pytest
 
-from jdp.experiment.file import ExperimentError, from_table
+from jdp.experiment.file import ExperimentError, from_table, to_toml
 from jdp.run.folder import FILE, check_same, record
 
 
@@ -13,7 +13,7 @@ def experiment(**tables):
         "data": {"source": "points.npz"},
         "train": {"steps": 10, "batch_size": 8},
     }
-    return from_table(table | tables)
+    return to_toml(from_table(table | tables))
 
 
 def without(folder, *keys):
@@ -27,9 +27,9 @@ def without(folder, *keys):
 
 def test_a_key_that_an_older_file_lacks_has_its_default(tmp_path):
     without(tmp_path, "ema_decay", "seed")
-    check_same(experiment(), tmp_path)
+    check_same(tmp_path, experiment())
     with pytest.raises(ExperimentError, match=r"another experiment \(seed was 0, is 1\)"):
-        check_same(experiment(seed=1), tmp_path)
+        check_same(tmp_path, experiment(seed=1))
 
 
 def test_a_file_that_is_no_experiment_any_more_is_compared_key_by_key(tmp_path):
@@ -37,7 +37,7 @@ def test_a_file_that_is_no_experiment_any_more_is_compared_key_by_key(tmp_path):
     with (tmp_path / FILE).open("a") as file:
         file.write("\n[gone]\nkey = 1\n")
     with pytest.raises(ExperimentError, match=r"another experiment \(gone.key was 1, is None\)"):
-        check_same(experiment(), tmp_path)
+        check_same(tmp_path, experiment())
 
 
 def test_how_a_model_is_computed_may_change_and_the_model_may_not(tmp_path):
@@ -45,6 +45,6 @@ def test_how_a_model_is_computed_may_change_and_the_model_may_not(tmp_path):
         return experiment(model={"name": "gpt-nano", **model}, data={"source": "text.txt"})
 
     record(gpt(), tmp_path)
-    check_same(gpt(remat="full", attention="xla"), tmp_path)
+    check_same(tmp_path, gpt(remat="full", attention="xla"))
     with pytest.raises(ExperimentError, match=r"another experiment \(model.layers was \d+, is 1\)"):
-        check_same(gpt(layers=1, remat="full"), tmp_path)
+        check_same(tmp_path, gpt(layers=1, remat="full"))

@@ -4,7 +4,7 @@ from tiny_experiment import write_tiny
 
 from jdp.cli.main import main
 from jdp.cli.plan import Options
-from jdp.cli.plan_failures import read_failures
+from jdp.cli.plan_costs import read_failures
 from jdp.guard.flight_recorder import read_ranks
 from jdp.guard.save_times import measured
 

@@ -20,7 +20,7 @@ from jdp.cli.main import main
 from jdp.experiment.assembly import Assembly
 from jdp.experiment.file import load
 from jdp.run import signals
-from jdp.run.lock import LOCK, locked
+from jdp.run.folder import LOCK, locked
 from jdp.run.outputs.metrics import read
 
 POINTS = points_text(
@@ -290,7 +290,7 @@ def test_the_lock_ends_with_its_run_where_a_child_still_has_the_file_open(tmp_pa
         return handle
 
     children = []
-    monkeypatch.setattr("jdp.run.lock.os.open", shared)
+    monkeypatch.setattr("jdp.run.folder.os.open", shared)
     for _ in range(2):
         with locked(tmp_path) as alone:
             assert alone
@@ -300,7 +300,7 @@ def test_the_lock_ends_with_its_run_where_a_child_still_has_the_file_open(tmp_pa
 
 def test_a_run_that_was_killed_before_its_first_step_leaves_its_folder_to_the_next(file, capsys, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr("jdp.run.loop._loop", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr("jdp.run.loop._steps", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         patched.setattr("jdp.run.folder._discard_unused", lambda folder: None)  # a killed process cleans up nothing
         code, folder = train(file)
     assert code == 130 and {"experiment.toml", "metrics.jsonl", "checkpoints", LOCK} <= {

@@ -1,26 +1,18 @@
-"""The tables whose name says which keys there are: of jdp's own sizes of models, and of what a plug-in registers."""
+"""The tables whose keys depend on their name: a size of jdp's models, or an entry that a plug-in registered."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from jdp.experiment.schema.data import DATASETS, Data
 from jdp.experiment.schema.fields import Section
-from jdp.experiment.schema.loss import LOSSES, LossTable
 from jdp.experiment.schema.model import MODELS, model_table
-from jdp.experiment.schema.optimizer import OPTIMIZERS, Optimizer
+from jdp.experiment.schema.optimizer import LOSSES, OPTIMIZERS, LossTable, Optimizer
 
 TABLES = (MODELS, DATASETS, LOSSES, OPTIMIZERS)
 
 
 def chosen_tables(table: Mapping[str, Any]) -> dict[str, type[Section] | None]:
-    """Return the schema of each table whose keys depend on its name.
-
-    Args:
-        table: of the whole file, not validated.
-
-    Returns:
-        Key of the table -> schema; None: its name is unknown. A table that is as usual is left out.
-    """
+    """Return the schema of each table whose keys depend on its name."""
     names = {key: inner.get("name") for key, inner in table.items() if isinstance(inner, Mapping)}
     chosen: dict[str, type[Section] | None] = {"model": model_table(names.get("model"))}
     for registered, base in ((DATASETS, Data), (LOSSES, LossTable), (OPTIMIZERS, Optimizer)):

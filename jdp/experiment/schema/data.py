@@ -1,4 +1,4 @@
-"""The tables [data], [data.mixture.NAME] and [eval.NAME]: what is learnt from, and what it is measured on."""
+"""The tables [data], [data.mixture.NAME] and [eval.NAME]: the data to train and to evaluate on."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -35,7 +35,7 @@ class Data(Section):
     zstandard), or an .npz of tokens. Images: "digits" (scikit-learn's), a directory with a subdirectory for each class,
     parquet, Arrow, .tar files as WebDataset writes them. Features of an MLP: an .npz, or images. "hf:NAME" or "hf:PATH"
     is a data set of Hugging Face; "hf-stream:NAME:train[:100000]" is text that is fetched as it is tokenised, here its
-    first rows. What is behind an address, such as s3://bucket/corpus, is fetched once to a folder of the host, below
+    first rows. Data in a bucket, such as s3://bucket/corpus, is downloaded once to a folder of the host, below
     JDP_CACHE_DIR (~/.cache/jdp); tokens of 64 MiB of text or more are kept in files there. Paths are relative to the
     experiment file, or when given on the command line to the working directory; "none" with [data.mixture.NAME]."""
     mixture: dict[str, Ingredient] = Field(default={})
@@ -64,8 +64,8 @@ class Data(Section):
     shuffle: bool = True
     """Shuffle the training samples anew each epoch."""
     crop_padding: Count = 0
-    """Black pixels added on each side of a training image, of which a window of its own size is cropped at random, anew
-    each epoch; 0 = none. Evaluations are on the images as they are."""
+    """Black pixels added on each side of a training image before a window of its own size is cropped at random, anew
+    each epoch; 0 = none. Evaluations use the original images."""
     flip: bool = False
     """Flip half of the training images from left to right, drawn anew each epoch."""
 

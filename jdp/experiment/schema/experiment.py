@@ -3,16 +3,14 @@
 fields.py     the kinds of value
 model.py      [model]
 data.py       [data], [data.mixture.NAME], [eval.NAME]
-loss.py       [loss]
-optimizer.py  [optimizer]
-train.py      [train], [sample]
-track.py      [track]
-guard.py      [guard]
-registered.py what the names of [model], [data], [loss] and [optimizer] can be, plug-ins' too; chosen.py these tables
-this file     the whole file, and the rules between its tables: each that is broken is one line (keys, rule, fix)
+optimizer.py  [loss], [optimizer]
+train.py      [train], [sample], [track], [guard]
+wire.py       [wire], [local_steps]
+registered.py the possible names of [model], [data], [loss], [optimizer], plug-ins' too; chosen.py these tables
+this file     the whole file, and the rules between its tables: each broken one is one line (keys, rule, fix)
 
-A constructor that returns has checked everything that can be checked without the number of devices or the data;
-`jdp.experiment.file` checks what needs the number, `jdp.experiment.data` what needs the data.
+The constructor checks everything that needs neither the number of devices nor the data. `jdp.experiment.file` checks
+against the devices, `jdp.experiment.data` against the data.
 """
 
 import math
@@ -28,15 +26,11 @@ from jdp.core.sharding.axes import DATA, REPLICA, check_axes
 from jdp.experiment.schema.chosen import TABLES, chosen_tables
 from jdp.experiment.schema.data import DATASETS, OF_EVERY, Data, EvalSet, Ingredient
 from jdp.experiment.schema.fields import NONE, CompilerTable, PackageName, Rule, RunName, Section, named
-from jdp.experiment.schema.guard import Guard
-from jdp.experiment.schema.local_steps import LocalStepsTable
-from jdp.experiment.schema.loss import LOSSES, LossTable
 from jdp.experiment.schema.model import AnyModel, Model, model_table
-from jdp.experiment.schema.optimizer import USED_BY, Optimizer, unused
+from jdp.experiment.schema.optimizer import LOSSES, USED_BY, LossTable, Optimizer, unused
 from jdp.experiment.schema.registered import Table
-from jdp.experiment.schema.track import Track
-from jdp.experiment.schema.train import Sample, Train
-from jdp.experiment.schema.wire import WireTable
+from jdp.experiment.schema.train import Guard, Sample, Track, Train
+from jdp.experiment.schema.wire import LocalStepsTable, WireTable
 from jdp.models.configs.gpt import GPTConfig
 from jdp.models.configs.sizes import ModelConfig
 from jdp.models.lower_bounds import parameter_lower_bound, traced_layers
@@ -96,7 +90,7 @@ class Experiment(Section):
     """What is sharded over the data axis: nothing; master weights and optimizer state; gradients too; weights in use
     too."""
     partitioning: Partitioning | None = None
-    """Who places the collectives: XLA, or jdp; "none" = jdp picks and says why."""
+    """XLA or jdp places the collectives; "none" = jdp chooses, and reports why."""
     precision: PrecisionName = "fp32"
     """Type of the working copy of the weights; master weights are fp32. fp8: bf16's working copy, and the products with
     weights in float8, except the logits'; for H100 GPUs and later."""
@@ -180,7 +174,7 @@ class Experiment(Section):
 
     @property
     def kind(self) -> Kind:
-        """What the model learns from: "text", "images" or "features"; "own": what a plug-in's data set gives."""
+        """The kind of data: "text", "images" or "features"; "own": a plug-in's data set."""
         return "own" if self.data.name else self.model.entry.learns or "own"
 
     @property
@@ -198,7 +192,7 @@ class Experiment(Section):
 
 def disagreements(experiment: Experiment) -> Iterator[str]:
     """Yield a line for every rule between keys that is broken."""
-    if problems := list(_plugin(experiment)):  # the other rules are about what is there
+    if problems := list(_plugin(experiment)):  # the other rules need these names
         yield from problems
         return
     yield from _size(experiment)
@@ -364,14 +358,14 @@ def _own_data(experiment: Experiment) -> Iterator[str]:
 
 
 def _unread(data: Data, keys: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield those of the keys that have another value than the default, with that value in words."""
+    """Yield the keys whose value is not the default, with that value in words."""
     for key in keys:
         if getattr(data, key) != Data.model_fields[key].default:
             yield key, cut(repr(getattr(data, key)))
 
 
 def _metrics(experiment: Experiment) -> Iterator[str]:
-    """Yield what is wrong with metrics that are asked for and that no evaluation has."""
+    """Yield what is wrong with requested metrics that no evaluation has."""
     train, known = experiment.train, experiment.eval_metrics
     asked = {"stop_metric": train.stop_metric, "keep_best": train.keep_best if train.keep_best is not True else None}
     for key, metric in asked.items():

@@ -1,4 +1,4 @@
-"""The kinds of value an experiment file holds, and what all of its tables have in common."""
+"""The kinds of value in an experiment file, and the base of all its tables."""
 
 import keyword
 import math
@@ -18,10 +18,10 @@ from jdp.base.words import CompilerPreset
 from jdp.core.compiling.options import Compiler
 
 NONE = "none"
-"""What stands for None, which TOML does not have: `clip_norm = "none"`."""
+"""Means None, which TOML does not have: `clip_norm = "none"`."""
 
 ALL = "all"
-"""What stands for no limit: `eval_batches = "all"`."""
+"""Means no limit: `eval_batches = "all"`."""
 
 HUB, STREAM = "hf:", "hf-stream:"
 _MOST_SINGLE, _LEAST_SINGLE = (2 - 2**-23) * 2.0**127, 2.0**-126
@@ -54,7 +54,7 @@ def package_name(name: str) -> str:
 
 
 def _path(path: str) -> str:
-    """Return what a file or folder can have, a word such as "stdlib" too, or an address. Raises PathError."""
+    """Return a possible path (a word such as "stdlib" too) or address. Raises PathError."""
     if address_of(path) is None:
         user_path(path)
     else:
@@ -174,15 +174,7 @@ class Section(BaseModel):
 
 
 def named(kind: str, table: Mapping[str, Any]) -> None:
-    """Check the names of the tables in a table, such as [eval.NAME].
-
-    Args:
-        kind: what such a table is called in the message.
-        table: name -> table.
-
-    Raises:
-        ValueError: a name does not fit the name of a metric or folder.
-    """
+    """Check the names of the tables in a table, such as [eval.NAME]."""
     for name in table:
         if not re.fullmatch(r"[A-Za-z0-9_-]{1,100}", name):
             raise ValueError(

@@ -5,7 +5,8 @@ from typing import Annotated, Any, cast
 
 from pydantic import AfterValidator, ConfigDict
 
-from jdp.experiment.schema.fields import Section
+from jdp.base.notices import notice_anywhere
+from jdp.experiment.schema.fields import NONE, Section
 from jdp.experiment.schema.registered import Entry, Table, section
 from jdp.models.configs.gpt import GPTConfig
 from jdp.models.configs.mlp import MLPConfig
@@ -13,6 +14,7 @@ from jdp.models.configs.sizes import SIZES, ModelConfig
 
 HF = "hf:"
 """Prefix of a folder with the config.json of a model of Hugging Face's, in place of the name of a size."""
+TOKENIZER = "tokenizer.json"
 
 
 def _build(config: ModelConfig, rngs: Any) -> Any:
@@ -33,15 +35,7 @@ MODELS = Table("model", entries={name: _own(name, config) for name, config in SI
 
 
 def model_entry(name: str) -> Entry:
-    """Return what a name stands for.
-
-    Args:
-        name: of a size, of a model of a plug-in, or "hf:FOLDER".
-
-    Raises:
-        KeyError: there is no such model.
-        ValueError: there is no such folder, or no config.json in it of a model that jdp builds.
-    """
+    """Return the entry of a name: a size, a plug-in's model, or "hf:FOLDER". Raises KeyError or ValueError."""
     if not name.startswith(HF):
         return MODELS.entries[name]
     from jdp.checkpoint.safetensors import gpt_config_from_hf  # late: it imports Orbax, which takes a second
@@ -69,7 +63,7 @@ class Model(Section):
 
     @property
     def entry(self) -> Entry:
-        """What the name stands for. The folder of an "hf:" may be gone: its fields are all here."""
+        """The entry of the name. The folder of an "hf:" may be gone: all its fields are here."""
         return _FROM_HF if self.name.startswith(HF) else MODELS.entries[self.name]
 
     @property
@@ -85,16 +79,37 @@ class AnyModel(Model):
 
 
 def model_table(name: object) -> type[Model] | None:
-    """Return the schema of [model] for a name: its configuration's fields, with the size's values as the defaults.
-
-    Args:
-        name: what stands at model.name.
-
-    Returns:
-        The schema; None if there is no such model.
-    """
+    """Return the schema of [model] for a name: its configuration's fields, with the size's values as the defaults."""
     try:
         entry = model_entry(name) if isinstance(name, str) else None
     except (KeyError, ValueError):
         return None
     return None if entry is None else cast("type[Model]", section(entry, Model))
+
+
+def take_tokenizer(table: dict[str, Any]) -> None:
+    """Put the tokenizer of the model's folder into `data.tokenizer`, where that is not given; report what is read."""
+    model, data = table.get("model"), table.get("data", {})
+    name = model.get("name") if isinstance(model, dict) else None
+    if not isinstance(name, str) or not name.startswith(HF) or not isinstance(data, dict) or "tokenizer" in data:
+        return
+    if data.get("name", NONE) != NONE:  # a plug-in's data set
+        return
+    folder = name.removeprefix(HF).rstrip("/")
+    if _has_tokenizer(folder):
+        table["data"] = {**data, "tokenizer": folder}
+        notice_anywhere(f"data.tokenizer = {folder!r}, the model's own: its folder has a {TOKENIZER}")
+    else:
+        notice_anywhere(
+            f"model.name = {name!r}: its folder has no {TOKENIZER}, so text is read as bytes, which the weights of a "
+            "trained model do not know; name a data.tokenizer"
+        )
+
+
+def _has_tokenizer(folder: str) -> bool:
+    from jdp.data.sources.in_bucket import local_path  # late: `--help` needs none of it
+
+    try:
+        return (local_path(folder, only=lambda file: file == TOKENIZER) / TOKENIZER).is_file()
+    except (ValueError, OSError):  # what is wrong with the folder is reported where the model is read
+        return False

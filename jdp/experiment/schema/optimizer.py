@@ -1,9 +1,9 @@
-"""The table [optimizer]: the update rule and its learning rate over the run."""
+"""The tables [loss] and [optimizer]: what is minimised, and the update rule with its learning rate over the run."""
 
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import AfterValidator, Field, ValidatorFunctionWrapHandler, WrapValidator
 
 from jdp.experiment.schema.fields import Count, Decay, Fraction, Positive, Section, Single
 from jdp.experiment.schema.registered import Table
@@ -27,7 +27,7 @@ READ_BY_SOME = {key for keys in USED_BY.values() for key in keys}
 
 
 def _registered_or(name: Any, its_own: ValidatorFunctionWrapHandler) -> Any:
-    """Return a name that a plug-in registered as it is. Raises as `Table.check` for what is none of all."""
+    """Return a name that a plug-in registered unchanged; raise as `Table.check` for an unknown one."""
     if isinstance(name, str) and name not in USED_BY:
         return OPTIMIZERS.check(name)
     return its_own(name)
@@ -104,3 +104,18 @@ def unused(optimizer: Optimizer) -> Iterator[str]:
             f"optimizer.base_batch_size is used by lr_scaling only; given {optimizer.base_batch_size}: remove it (or "
             'base_batch_size = "none"), or set lr_scaling to linear or sqrt'
         )
+
+
+def _loss_name(name: str | None) -> str | None:
+    return None if name is None else LOSSES.check(name)
+
+
+class LossTable(Section):
+    """[loss]: what is minimised."""
+
+    name: Annotated[str | None, AfterValidator(_loss_name)] = None
+    """A loss that the plug-in registers, whose fields may be given beside it; none = the cross-entropy of the model's
+    next token or class."""
+
+
+LOSSES = Table("loss")

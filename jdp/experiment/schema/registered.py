@@ -1,8 +1,8 @@
-"""What the `name` of a table of an experiment file can be: an entry with typed fields, and what makes the object.
+"""The possible names of a table of an experiment file: entries with typed fields and a function that makes the object.
 
-The fields are those of a dataclass. They become the keys of a strict table: a type that they do not have, a key that is
-none, and what the dataclass itself refuses are reported like any mistake in a file. jdp's own models are entries too;
-`jdp.experiment.plugins` adds those of a plug-in.
+The fields of a dataclass become the keys of a strict table. Wrong types, unknown keys, and values that the dataclass
+itself refuses are reported like any mistake in a file. jdp's own models are entries too; `jdp.experiment.plugins` adds
+those of a plug-in.
 """
 
 import dataclasses
@@ -26,14 +26,14 @@ Named = TypeVar("Named", bound=Section)
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """What one name stands for.
+    """The entry of one name.
 
     Attributes:
         name: as in the file.
         fields: a dataclass; or an instance of one, whose values are the defaults.
         make: makes the object; its first argument is an instance of the dataclass.
         by: the package that registered it; "": jdp's own.
-        learns: of a model, what jdp's own data and loss it is for; None: those of a plug-in.
+        learns: of a model, the kind of jdp's own data and loss; None: those of a plug-in.
         metrics: of a loss, the names of its metrics.
     """
 
@@ -55,7 +55,7 @@ class Entry:
         return tuple(each.name for each in _init_fields(self.kind))
 
     def values(self, table: BaseModel) -> Any:
-        """Return the dataclass with the values of a table. Raises what the dataclass raises."""
+        """Return the dataclass with the values of a table; its errors pass through."""
         return self.kind(**{key: getattr(table, key) for key in self.keys})
 
     def registered_by(self, plugin: str | None) -> bool:
@@ -69,8 +69,8 @@ class Table:
 
     Attributes:
         key: of the table.
-        own: names that are jdp's own, and no entries.
-        reserved: keys of every such table, which no entry's fields can be called.
+        own: jdp's own names, without entries.
+        reserved: keys of every such table: no entry's field can have these names.
         entries: name -> entry.
     """
 
@@ -80,25 +80,12 @@ class Table:
     entries: dict[str, Entry] = field(default_factory=dict[str, Entry])
 
     def section(self, name: object, base: type[Named]) -> type[Named] | None:
-        """Return the schema of the table with this name.
-
-        Args:
-            name: what stands at `name`.
-            base: the keys that every such table has.
-
-        Returns:
-            The schema; None if nothing is registered under this name.
-        """
+        """Return the schema of the table with this name."""
         entry = self.entries.get(name) if isinstance(name, str) else None
         return None if entry is None else typing.cast("type[Named]", section(entry, base))
 
     def check(self, name: str, *more: str) -> str:
-        """Return the name if something is registered under it. `more`: what else could be named.
-
-        Raises:
-            PydanticKnownError: nothing is; it has the names that there are.
-            ValueError: nothing is, under any name.
-        """
+        """Return the name if something is registered under it. `more`: other possible names."""
         if name not in self.entries:
             expected = ", ".join(f"'{known}'" for known in (*self.own, *self.entries, *more))
             if not expected:
@@ -109,12 +96,7 @@ class Table:
 
 @functools.cache
 def section(entry: Entry, base: type[Section]) -> type[Section]:
-    """Return the schema of a table with an entry's name: its fields are keys beside those of `base`.
-
-    Args:
-        entry: what the name stands for.
-        base: the keys that every such table has.
-    """
+    """Return the schema of a table with an entry's name: its fields are keys beside those of `base`."""
     hints, described = hints_of(entry.kind), described_fields(entry.kind)
     fields: dict[str, Any] = {
         each.name: (_limited(hints[each.name]), Field(_default(entry, each), description=described.get(each.name)))

@@ -1,7 +1,7 @@
-"""A run of a sweep as a process of its own: memory, devices and crashes of one run do not affect the next.
+"""A run of a sweep as a separate process: memory, devices and crashes of one run do not affect the next.
 
-It gets a process group of its own, so that Ctrl-C reaches it once, through the sweep: a second one means "at once,
-without saving". Its stderr is passed on, and the last line kept as the reason why it failed.
+It has its own process group, so that Ctrl-C reaches it once, through the sweep: a second one means "at once, without
+saving". Its stderr is passed on, and the last line is kept as the reason of a failure.
 """
 
 import os
@@ -22,7 +22,7 @@ _KEPT = 8192  # bytes of stderr
 
 
 class Children:
-    """Starts runs, one at a time; in `with`, SIGINT and SIGTERM are passed on to it, and end the sweep."""
+    """Starts runs, one at a time; in `with`, signals are passed on to it, and end the sweep."""
 
     def __init__(self, command: Callable[[Member], Sequence[str]], *, quiet: bool) -> None:
         self._command, self._quiet = command, quiet
@@ -68,7 +68,7 @@ class Children:
 
 
 class _Tail:
-    """Passes a stream on to stderr, on a thread: a grandchild may keep it open after its writer has ended."""
+    """Copies a stream to stderr, on a thread: a grandchild may keep it open after its writer has exited."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream, self._kept = stream, b""

@@ -1,8 +1,8 @@
 """The runs of a sweep: `optimizer.lr=1e-4,3e-4` and `seed=1:3` make six.
 
-Values are separated by commas; a comma in quotes or brackets belongs to its value. `a:b` and `a:b:step` are whole
-numbers, both ends included, as in `--profile 10:13`. Several sweeps make a grid, the last key changing fastest. A run
-is called NAME-KEY=VALUE-KEY=VALUE, and so is its folder.
+Commas separate values; a comma in quotes or brackets belongs to its value. `a:b` and `a:b:step` are whole
+numbers, both ends included, as in `--profile 10:13`. Several sweeps make a grid, the last key changing fastest. The
+name of a run and of its folder is NAME-KEY=VALUE-KEY=VALUE.
 """
 
 import hashlib
@@ -63,7 +63,7 @@ def check(sweep: Sequence[Member], runs: Path, *, processes: int = 1, devices: i
         try:
             if count is not None:
                 check_for_devices(member.experiment, count)
-            check_same(member.experiment, runs / member.name)
+            check_same(runs / member.name, to_toml(member.experiment))
         except ExperimentError as error:
             raise ExperimentError(f"{member.name}: {error}") from None
 
@@ -71,8 +71,7 @@ def check(sweep: Sequence[Member], runs: Path, *, processes: int = 1, devices: i
 def member_name(name: str, values: Mapping[str, str]) -> str:
     """Return the name of a run and of its folder: "quick", {"seed": "1"} is "quick-seed=1".
 
-    Characters that a folder's name cannot have are replaced, and a short hash keeps the names of different values
-    different.
+    Characters that a folder's name cannot have are replaced; a short hash keeps different values apart.
     """
 
     def short_hash(text: str) -> str:
@@ -149,7 +148,7 @@ def _range(key: str, item: str) -> range | None:
 
 
 def _check_different(runs: Sequence[Member]) -> None:
-    """Raise ExperimentError for runs that are the same, as values written differently may be: 1e-4 and 0.0001."""
+    """Raise ExperimentError for equal runs: 1e-4 and 0.0001 are the same value."""
     names: set[str] = set()
     meanings: dict[str, Mapping[str, str]] = {}
     for member in runs:

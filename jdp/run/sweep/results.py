@@ -1,7 +1,7 @@
 """The results of a sweep, the best run first, as a table for people and as one object for programs.
 
-Best is by the experiment's own `train.stop_metric`, the loss on held-out data unless it says otherwise: an accuracy is
-better when it is higher, anything else when it is lower. Runs that have no such number come after those that do.
+The experiment's `train.stop_metric` decides, by default the loss on held-out data: higher is better for an accuracy,
+lower for anything else. Runs without this number come last.
 """
 
 import json
@@ -16,7 +16,7 @@ from jdp.run.sweep.walk import DONE, FAILED, Result
 
 
 def ranked(results: Sequence[Result]) -> list[Result]:
-    """Return the results, best first; those without a score are last: done, failed, stopped and not run."""
+    """Return the results, best first; at the end those without a score: done, failed, stopped, not run."""
     order = {DONE: 0, FAILED: 1}
 
     def key(result: Result) -> tuple[bool, float]:
@@ -60,7 +60,7 @@ def as_json(name: str, results: Sequence[Result]) -> dict[str, Any]:
 
 
 def record(name: str, results: Sequence[Result], runs: Path) -> Path:
-    """Write the object to RUN_DIR/NAME.sweep.json, in one move."""
+    """Write the object to RUN_DIR/NAME.sweep.json, in one rename."""
     file = runs / f"{name}.sweep.json"
     fresh = file.with_name(f"{file.name}.new")
     try:

@@ -1,8 +1,8 @@
 """Run the members of a sweep in order.
 
-A run that has a summary is not started again; one that was stopped resumes, as any run does. If a run fails, its error
-is recorded and the sweep goes on: a learning rate that is too high costs its own run only. A run that was stopped by a
-signal stops the sweep; the same command continues it.
+A run with a summary is not started again; a stopped one resumes. If a run fails, its error is recorded and the sweep
+continues: a learning rate that is too high costs its own run only. A signal stops the run and the sweep; the same
+command continues both.
 """
 
 import json
@@ -57,7 +57,7 @@ def walk(
     *,
     say: Callable[[str], None],
 ) -> Iterable[Sequence[Result]]:
-    """Run what is not done yet, and yield the results of all members in their order, after each run."""
+    """Run the members that are not done, and yield the results of all members, in order, after each run."""
     results = [Result(member, WAITING) for member in members]
     for number, member in enumerate(members):
         heading, before = f"[{number + 1}/{len(members)}] {member.name}", summary_of(member, runs)

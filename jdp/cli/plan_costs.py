@@ -1,4 +1,4 @@
-"""The options of `jdp plan --mtbf`: how often devices fail, and what saving and restarting take."""
+"""The options of `jdp plan` for what a run costs: --tokens in days and money, --mtbf in time lost to failures."""
 
 import math
 import re
@@ -17,11 +17,57 @@ if TYPE_CHECKING:
 
 _UNITS = {"h": 3600.0, "d": 86400.0, "y": 365.25 * 86400}
 _LONGEST = 1e9  # seconds, 31 years: longer is a typing mistake
+_MOST_TOKENS, _MOST_PRICE = 1e18, 1e6
+
+
+# --tokens and --price.
+
+
+def check_bill(options: Options) -> None:
+    """Check --tokens and --price."""
+    tokens, price = options.tokens, options.price
+    if tokens is not None and not (1 <= tokens <= _MOST_TOKENS and float(tokens).is_integer()):
+        raise UsageError(f"--tokens takes a whole number from 1 to 10^18; given {tokens:g}: write --tokens 1e12")
+    if price is None:
+        return
+    if not (math.isfinite(price) and 0 < price <= _MOST_PRICE):
+        raise UsageError(
+            f"--price takes what an hour of one device costs, more than 0 and at most 10^6; given {price:g}: write "
+            "--price 2.5"
+        )
+    if tokens is None:
+        raise UsageError("--price goes with --tokens, how many are to be trained on: add --tokens 1e12")
+
+
+def with_bill(report: "PlanReport", options: Options) -> "PlanReport":
+    """Return the report with the bill of its choice, or with a note on why there is none."""
+    from jdp.foresight.cost.bill import Bill
+
+    chosen = report.choice
+    if options.tokens is None:
+        return report
+    if chosen is None or chosen.step_seconds is None or chosen.timeline is None:
+        why = "no candidate fits" if chosen is None else "how long a step takes is not known for this target"
+        return replace(report, notes=(*report.notes, f"--tokens has no days to tell: {why}"))
+    bill = Bill(
+        options.tokens,
+        report.unit,
+        chosen.tokens,
+        chosen.step_seconds,
+        report.devices,
+        options.price,
+        chosen.timeline.error,
+        None if report.goodput is None else report.goodput.ways[0].goodput,
+    )
+    return replace(report, bill=bill)
+
+
+# --mtbf and the options that go with it.
 
 
 @dataclass(frozen=True)
 class GivenFailures:
-    """What was given or measured, in seconds; None for what is to be assumed. `note` says what was measured."""
+    """Failures and their times in seconds, given or measured; None: assumed. `note` reports the measured ones."""
 
     device_mtbf: float
     save: float | None
@@ -30,13 +76,7 @@ class GivenFailures:
     note: str = ""
 
     def added_to(self, report: "PlanReport", target: "Target", checkpoint_every: int) -> "PlanReport":
-        """Return a report with the goodput of its choice; of its first candidate that compiled if none fits.
-
-        Args:
-            report: of candidates of which one compiled.
-            target: the devices.
-            checkpoint_every: the experiment's; 0: at the end only, which is nothing to compare with.
-        """
+        """Return a report with the goodput of its choice; of its first candidate that compiled if none fits."""
         from jdp.foresight.cost.goodput import foresee_goodput
 
         chosen = report.choice or next(each for each in report.estimates if each.error is None)
@@ -56,11 +96,7 @@ class GivenFailures:
 
 
 def read_failures(options: Options) -> GivenFailures | None:
-    """Return what --mtbf and the options that go with it say; None without them.
-
-    Raises:
-        UsageError: a time is none or out of range, they contradict each other, or --mtbf is missing.
-    """
+    """Return the values of --mtbf and the options that go with it; None without --mtbf."""
     times = {
         "--save-seconds": options.save_seconds,
         "--stall-seconds": options.stall_seconds,
@@ -86,7 +122,7 @@ def read_failures(options: Options) -> GivenFailures | None:
 
 
 def _with_measured(given: GivenFailures, folder: Path) -> GivenFailures:
-    """Return what a run measured in place of what is not given. Raises UsageError."""
+    """Fill the times that are not given with those that a run measured. Raises UsageError."""
     from jdp.core.cluster.initialize import HEARTBEAT_SECONDS
     from jdp.guard.flight_recorder import FLIGHT, read_ranks
     from jdp.guard.save_times import measured

@@ -1,0 +1,100 @@
+"""Refuse what cannot fit into memory before anything is built: a run's weights, batch and state; a proof's copies.
+
+Only what is certain is counted, as it is sharded: no activations, and of a run no gradients or working copies (`jdp
+plan` compiles the step and counts them). It is compared with all the memory there is, not with what is free now: a run
+that is refused here could not have started.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+from jax.sharding import Mesh
+
+from jdp.base.formatting import format_bytes
+from jdp.base.machine import memory_bytes
+from jdp.core.precision import Precision
+from jdp.core.sharding.host_memory import PINNED
+from jdp.core.sharding.placement import bytes_per_device
+from jdp.core.state import TrainState
+from jdp.core.types import Batch, Device, PyTree
+
+_WEIGHT_BYTES = 4  # master weights are float32
+
+
+def check_weights(count: int, mesh: Mesh, strategy: str, *, sharded: bool) -> None:
+    """Check `count` weights, before the model is traced. Raises ValueError."""
+    each = _WEIGHT_BYTES * count / (mesh.size if sharded else 1)
+    _refuse("its weights", each, f"a model of {count:,} parameters or more", mesh, strategy)
+
+
+def check_batch(batch: Batch, rows: int) -> None:
+    """Check this process' part of a global batch, in this machine's memory. Raises ValueError."""
+    held, memory = _total(batch) // jax.process_count(), memory_bytes()
+    if memory is not None and held > memory:
+        raise ValueError(
+            f"a batch must fit into memory; train.batch_size = {rows} makes {format_bytes(held)} of samples a step in "
+            f"a process, and this machine has {format_bytes(memory)}: lower it, or the size of a sample"
+        )
+
+
+def check_state(state: TrainState, mesh: Mesh, strategy: str) -> None:
+    """Check the state (weights, the optimizer's, the model's own) as it is sharded. Raises ValueError."""
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    held = sum(
+        bytes_per_device(leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape), leaf.dtype, 1)
+        for leaf in jax.tree.leaves(state)
+        if on_cpu or getattr(leaf.sharding, "memory_kind", None) != PINNED
+    )
+    model = f"a model of {_count(state.params):,} parameters"
+    _refuse("its weights and the optimizer's state", held, model, mesh, strategy)
+
+
+def check_proof(state: TrainState, *, devices: int, steps: int, precision: Precision, available: int | None) -> None:
+    """Check a proof: its reference and bounds at every step; a run's state, gradients and copies on all its devices.
+
+    The virtual devices share this machine's memory. Raises ValueError.
+    """
+    parameters, state_bytes = _count(state.params), _total(state)
+    copies = parameters * (precision.compute_dtype.itemsize + precision.reduce_dtype.itemsize)
+    record, live = 2 * (steps + 1) * state_bytes, devices * (state_bytes + copies)
+    if available is not None and record + live > available:
+        raise ValueError(
+            f"A proof runs the experiment as it is, in this machine's memory: {parameters:,} parameters make "
+            f"{format_bytes(state_bytes)} of state; {devices} devices × (state + {format_bytes(copies)} of gradients "
+            f"and working copy) + 2 × ({steps} + 1) steps that are kept × state = {format_bytes(record + live)}, "
+            f"activations not counted, but {format_bytes(available)} are available. "
+            "Prove a smaller model, fewer steps or fewer devices (such as --model.layers 2, "
+            "--model.width 128, --steps 3, --devices 2)."
+        )
+
+
+def _refuse(what: str, each: float, model: str, mesh: Mesh, strategy: str) -> None:
+    """Raise ValueError if `each` bytes a device are more than the devices of this process have."""
+    available, described = _memory([each for each in mesh.devices.flat if each.process_index == jax.process_index()])
+    if each > available:
+        raise ValueError(
+            f"{what} must fit into the devices' memory; {model} needs {format_bytes(each)} for them on each of "
+            f"{mesh.size} devices under {strategy}, and {described}: make the model smaller"
+            f"{'' if strategy == 'zero3' else ', or shard more (strategy)'}; `jdp plan` counts the rest"
+        )
+
+
+def _memory(devices: list[Device]) -> tuple[float, str]:
+    """Return the bytes that one of these devices can have, and that in words; infinity where it is not known."""
+    if devices and devices[0].platform == "cpu" and (memory := memory_bytes()) is not None:
+        share = f", which {len(devices)} devices share" if len(devices) > 1 else ""
+        return memory / len(devices), f"this machine has {format_bytes(memory)}{share}"
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in devices if device.platform != "cpu"]
+    least = min(filter(None, limits), default=math.inf)
+    return least, "" if math.isinf(least) else f"a device has {format_bytes(least)}"
+
+
+def _count(params: PyTree) -> int:
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
+
+
+def _total(tree: PyTree) -> int:
+    """Return the bytes of a tree's arrays, unsharded."""
+    return sum(bytes_per_device(leaf.shape, leaf.dtype, 1) for leaf in jax.tree.leaves(tree))

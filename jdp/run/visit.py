@@ -1,0 +1,281 @@
+"""The work around each step of a visit: reading, metrics, evaluations, checkpoints, signals, the trace, the watch.
+
+The loop calls `before` and `after`; a visit that goes back to an earlier checkpoint begins anew with another `Visit`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import tomllib
+from collections.abc import Generator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jdp.base.formatting import finite_or_none
+from jdp.checkpoint import Checkpoints
+from jdp.core.state import TrainState
+from jdp.core.types import Batch
+from jdp.core.update.noise_scale import hint, ratio
+from jdp.data.feed import Feed
+from jdp.experiment.assembly import Assembly
+from jdp.guard.bad_steps import RollBack
+from jdp.guard.watch import Watch
+from jdp.run.bad_steps import Health, went_back
+from jdp.run.evaluation import evaluate
+from jdp.run.folder import SUMMARY, changed, record, record_summary
+from jdp.run.outputs import trackers
+from jdp.run.outputs.history import recorded
+from jdp.run.outputs.metrics import Metrics, json_safe, numbers
+from jdp.run.outputs.profiler import Profile
+from jdp.run.outputs.terminal import Display
+from jdp.run.progress import Progress
+from jdp.run.signals import Stopped, StopRequest
+from jdp.run.summary import introduction, summary
+
+
+class Visit:
+    """A visit of a run from a restored state on: its folder, outputs, checkpoints, stop request, trace and watch.
+
+    Attributes:
+        assembly: the objects of the run.
+        progress: how far the run is.
+        ended: whether the last step of the visit is done.
+    """
+
+    metrics: Metrics
+    profile: Profile
+
+    def __init__(
+        self,
+        assembly: Assembly,
+        progress: Progress,
+        folder: Path,
+        checkpoints: Checkpoints,
+        stop: StopRequest,
+        watch: Watch,
+        *,
+        quiet: bool,
+    ) -> None:
+        self.assembly, self.progress, self.folder = assembly, progress, folder
+        self.checkpoints, self.stop, self.watch = checkpoints, stop, watch
+        self.experiment = assembly.experiment
+        self.ended = progress.finished(self.experiment)
+        self.display = Display(self.experiment.train.steps, done=progress.done, to_stderr=quiet)
+        self.health = Health(assembly, progress, watch, self.display.say)
+        self._clock = Clock(assembly)
+        self._feed: Feed
+        self._started = 0.0
+
+    # The beginning and the end.
+
+    def introduce(self, back: RollBack | None, weights_read: str | None) -> None:
+        """Print the first lines of the visit, or where the run went back to."""
+        done, train = self.progress.done, self.experiment.train
+        lines = introduction(self.assembly) if back is None else [went_back(back, done)]
+        resumed = f"resumed after step {done}" if done else None
+        if self.ended:
+            early = ", stopped early" if done < train.steps else ""
+            resumed = f"{self.folder} has all of its {done} steps{early}: nothing to do (--name NEW starts another run)"
+        for line in filter(None, (*lines, weights_read, resumed)):
+            self.display.say(line)
+
+    @contextlib.contextmanager
+    def recorded(self, profile: range | None) -> Generator[None]:
+        """Open the outputs while in `with`: metrics, trackers, progress bar, trace and history."""
+        experiment, folder, done, toml = self.experiment, self.folder, self.progress.done, self.assembly.toml
+        resumes = done > 0 and not self.ended
+        differing = changed(folder, toml) if resumes and jax.process_index() == 0 else {}
+        if resumes:
+            record(toml, folder)
+        wanted = {} if self.ended else experiment.track.model_dump(exclude_none=True)
+        tracked = trackers.start(folder, tomllib.loads(toml), resumed_step=done, **wanted) if wanted else []
+        with (
+            Metrics(folder, resumed_step=done, trackers=tracked) as self.metrics,
+            self.display,
+            Profile(profile, folder, self.display, done=done) as self.profile,
+            recorded(folder, experiment, self.progress, self.assembly.mesh, differing),
+        ):
+            self._started = time.perf_counter()
+            yield
+
+    @contextlib.contextmanager
+    def feed(self) -> Generator[None]:
+        """Read batches ahead while in `with`, if there are steps to take; wait for the last checkpoint at its end."""
+        if self.ended:
+            yield
+            return
+        experiment, done = self.experiment, self.progress.done
+        source, shuffle = self.assembly.data.train, experiment.data.shuffle
+        with self.assembly.feed(source, seed=experiment.seed, shuffle=shuffle, start=done) as self._feed:
+            self.watch.resumed(done)
+            self._clock.restart(done, self._feed)
+            yield
+            with self.watch.during("wait"):
+                self.checkpoints.wait()
+        self.progress.seconds = time.perf_counter() - self._started
+
+    def stopped(self, when: str) -> Stopped:
+        """Print that a signal stopped the run, and return the exception that ends the process."""
+        assert self.stop.signal is not None
+        name = self.stop.signal.name
+        self.display.say(f"stopped by {name} {when}; run again to resume")
+        return Stopped(self.stop.exit_code, summary(self.assembly, self.progress, self.folder) | {"stopped": name})
+
+    def finish(self, state: TrainState) -> dict[str, Any]:
+        """Print the sample, and return the summary of the finished run, which is written if this visit took steps."""
+        progress, say = self.progress, self.display.say
+        with self.watch.during("sample"):
+            text = self.assembly.sample(state)
+        if text is not None:
+            say(f"sample:\n{text}")
+        results = summary(self.assembly, progress, self.folder)
+        if self.experiment.train.noise_scale:
+            measured = jax.device_get(state.sync["noise"])
+            results["noise_scale"] = finite_or_none(float(ratio(measured)))
+            say(hint(measured, self.assembly.unit))
+        if progress.done > progress.resumed_from or not (self.folder / SUMMARY).exists():
+            record_summary(json_safe(results), self.folder)
+        return results
+
+    # A step.
+
+    def before(self, state: TrainState) -> Batch:
+        """Return the batch of the next step, with everything ready for it."""
+        step = self.progress.done + 1
+        if self.profile.begin(step, state):
+            self._clock.restart(self.progress.done, self._feed)
+        batch = next(self._feed)
+        self.watch.mark("data")
+        self.health.before(state, step)
+        return batch
+
+    def after(self, state: TrainState, batch: Batch, values: Any) -> None:
+        """Log, evaluate and save after a step, as each is due; `values` are its metrics, None if it was left out."""
+        progress, train, step = self.progress, self.experiment.train, self.progress.done + 1
+        self.health.taken(state, batch, values, step)
+        self.stop.under_way()
+        self.watch.mark("dispatch")
+        self.health.after(state, step)
+        progress.done = step
+        self.display.step(step)
+        last = self.stop.at_step(step) or step == train.steps
+        may_stop = 0 < train.stop_after <= progress.watched.waiting + 1 and self._evaluation_due()
+        row_due = last or step % train.log_every == 0 or may_stop  # a run's last step has a row
+        if values is not None:
+            self._clock.tick(step, values, self._feed, row_due)
+            if row_due:
+                self._log(step, values)
+        self.watch.mark("wait")
+        profiled = self.profile.end(step, state)
+        self.watch.step(step)
+        evaluated = self.stop.signal is None and self.evaluate(state)
+        if profiled or evaluated:
+            self._restart()
+        stopping = self.stop.signal is not None
+        self.ended = last or stopping or progress.stops_early(self.experiment)
+        best = progress.kept is not None and progress.kept.step == step
+        if self.ended or best or (train.checkpoint_every and step % train.checkpoint_every == 0):
+            self._save(state, ended=self.ended and not stopping)
+
+    def _log(self, step: int, values: Any) -> None:
+        """Write and show a row: the metrics of this step, and times as means over the steps since the last row."""
+        hosts = self.health.row(values)
+        row, progress = numbers(values), self.progress
+        progress.loss, progress.skipped = row["loss"], int(row["skipped"])
+        row["skipped"] = progress.skipped
+        row |= self._clock.row(step, self._feed, progress, hosts)
+        self.metrics.write(step, row)
+        speed = self._clock.speed
+        shown = ("loss", "accuracy", "lr", "grad_norm", speed, "mfu", *["skipped"] * (progress.skipped > 0))
+        self.display.log(step, {name: row[name] for name in shown if name in row})
+        self._clock.restart(step, self._feed)
+
+    def _save(self, state: TrainState, *, ended: bool) -> None:
+        progress = self.progress
+        self.health.check_all(state, ended=ended)
+        has_metrics = progress.evaluated == progress.done and progress.kept is not None
+        with self.watch.during("save"):
+            self.checkpoints.save(state, progress.record(), progress.evals if has_metrics else None)
+        self.health.restart()
+
+    def _restart(self) -> None:
+        """Leave what was no step out of the steps' times."""
+        self._clock.restart(self.progress.done, self._feed)
+        self.health.restart()
+
+    # An evaluation.
+
+    def evaluate(self, state: TrainState) -> bool:
+        """Evaluate if it is due after this step and was not done yet; return True if it was now."""
+        progress, train, done = self.progress, self.experiment.train, self.progress.done
+        if not self._evaluation_due() or progress.evaluated == done:
+            return False
+        with self.watch.during("eval"):
+            row = evaluate(self.assembly, state, self._goes_on)
+        if row is None:
+            return False
+        progress.evals, progress.evaluated = row, done
+        progress.watched.seen(done, row, min_delta=train.min_delta)
+        if progress.kept is not None and done not in self.checkpoints.steps:  # a saved step cannot become the best
+            progress.kept.seen(done, row)
+        self.metrics.write(done, row)
+        self.display.log(done, row)
+        if progress.stops_early(self.experiment):
+            self.display.say(f"stopped early: {progress.watched.no_improvement(train.min_delta)}")
+        return True
+
+    def _evaluation_due(self) -> bool:
+        """Return whether this step is followed by an evaluation."""
+        done, train = self.progress.done, self.experiment.train
+        return done > 0 and (done >= train.steps or bool(train.eval_every and done % train.eval_every == 0))
+
+    def _goes_on(self) -> bool:
+        """Return whether an evaluation continues after a batch."""
+        self.watch.batch()
+        return not self.stop.poll()
+
+
+class Clock:
+    """Measures the steps since the last row of metrics.
+
+    The first step of a process compiles: only a row of its own includes it, which is left out of the summary's speed.
+    """
+
+    def __init__(self, assembly: Assembly) -> None:
+        self.speed = f"{assembly.unit}_per_second"
+        self._rate, self._units_per_step = assembly.learning_rate, assembly.units_per_step
+        self._at_peak = assembly.seconds_at_peak
+        self._from: tuple[int, float, float] = (0, 0.0, 0.0)
+        self._first, self._compiled = True, False
+
+    def tick(self, done: int, values: Any, feed: Feed, row_due: bool) -> None:
+        """Wait for the first step of a process, and count from there on unless it gets a row; others pass."""
+        if not self._first:
+            return
+        self._first, self._compiled = False, row_due
+        jax.block_until_ready(values)
+        if not row_due:
+            self.restart(done, feed)
+
+    def restart(self, done: int, feed: Feed) -> None:
+        """Count from step `done` and from now on."""
+        self._from = (done, time.perf_counter(), feed.wait_seconds)
+
+    def row(self, done: int, feed: Feed, progress: Progress, hosts: Mapping[str, float]) -> dict[str, float]:
+        """Return a row's learning rate, times, `hosts` and speed; its times count in the visit's."""
+        since, start, waited = self._from
+        steps, seconds, wait = done - since, time.perf_counter() - start, feed.wait_seconds - waited
+        rate = float(jax.device_get(self._rate(max(done - progress.skipped - 1, 0))))
+        row = {"lr": rate, "step_seconds": seconds / steps, "data_wait_seconds": wait / steps, **hosts}
+        row[self.speed] = self._units_per_step * steps / seconds
+        if self._at_peak is not None:
+            row["mfu"] = self._at_peak * steps / seconds
+        if not self._compiled:
+            progress.steady_seconds += seconds
+            progress.waited += wait
+            progress.steady_units += self._units_per_step * steps
+        self._compiled = False
+        return row
