@@ -44,7 +44,7 @@ NAMES = {
     "warmup": "core/test_schedules.py::test_the_warmup_climbs_in_equal_increments_and_stays",
     "with_ema": "core/test_ema.py::test_the_average_follows_the_recursion_and_is_sharded_like_the_parameters",
     "checkpoint": "checkpoint/test_tree_checkpoints.py::test_a_tree_is_restored_onto_another_plan",
-    "data": "data/test_batches.py::test_processes_together_read_the_global_batches",
+    "data": "data/test_order_properties.py::test_any_number_of_processes_reads_the_same_global_batches",
     "export": "test_readme.py::test_a_model_of_hugging_faces_comes_in_and_goes_out",
     "guard": "guard/test_nonfinite.py::test_nan_in_the_batch_is_named_with_its_rows",
     "models": "models/test_models.py::test_logits_are_those_of_a_plain_reference",
@@ -74,7 +74,7 @@ CONTRACTS = {
         for strategy, ks in {"ddp": (1, 4), "zero1": (4, 1), "zero2": (1, 4), "zero3": (4, 1)}.items()
         for partitioning, k in zip(("auto", "manual"), ks, strict=True)
     },
-    "layers of a stack and in a list": f"{_EQUAL}[gpt-scanned-zero3-manual-4]",
+    "layers of a stack": f"{_EQUAL}[gpt-scanned-zero3-manual-4]",
     "bf16 over float32 weights": "core/test_equivalence.py::test_bf16_stays_close",
     **{
         f"{case}: bytes sent are the contract's": f"{_BYTES}[{case}]"

@@ -28,14 +28,12 @@ REST: dict[str, dict[str, dict[str, str]]] = {
         "core/test_equivalence.py": {
             "test_equals_one_device": (
                 "mlp-ddp-auto-1 | mlp-ddp-manual-4 | mlp-zero1-auto-4 | mlp-zero1-manual-1 | mlp-zero2-auto-1 | "
-                "mlp-zero2-manual-4 | mlp-zero3-auto-4 | mlp-zero3-manual-1 | gpt-scanned-zero3-manual-4 | "
-                "gpt-unrolled-zero3-manual-1"
+                "mlp-zero2-manual-4 | mlp-zero3-auto-4 | mlp-zero3-manual-1 | gpt-scanned-zero3-manual-4"
             ),
         },
         "core/test_feature_pairs.py": {
             "test_features_together_equal_one_device": (
-                "bf16 replica batch_norm accumulate ema | topk model_axis accumulate noise_scale clip_norm | "
-                "local_steps pad group wrt resume scan_layers"
+                "bf16 replica batch_norm accumulate ema | local_steps pad group wrt resume scan_layers"
             ),
         },
         "core/test_gather_rows.py": {
@@ -114,7 +112,7 @@ REST: dict[str, dict[str, dict[str, str]]] = {
             "test_a_scalar_that_is_a_quotient_comes_with_its_outputs": "K=2",
         },
         "core/test_overlap.py": {
-            "test_results_are_those_without": "zero3 | zero1, 4 | ddp, 2",
+            "test_results_are_those_without": "zero3 | zero1, 4",
             "test_with_several_microbatches_layers_are_reduced_one_by_one_and_what_is_sent_stays": "zero2-axes1",
         },
         "core/test_padding.py": {
@@ -126,7 +124,7 @@ REST: dict[str, dict[str, dict[str, str]]] = {
         },
         "core/test_partial.py": {
             "test_partial_training_equals_one_device_and_leaves_the_frozen_part_alone": (
-                "LoRA-zero2-manual | LoRA-zero3-auto | a pytree-zero1-manual"
+                "LoRA-zero3-auto | a pytree-zero1-manual"
             ),
         },
         "core/test_precision.py": {
@@ -147,32 +145,34 @@ REST: dict[str, dict[str, dict[str, str]]] = {
                 "zero3-auto-axes0-4 | zero1-manual-axes1-1 | zero3-manual-axes2-4"
             ),
         },
+        "core/test_traced_collectives.py": {"test_the_compiled_program_gathers_what_the_trace_has": "manual"},
         "core/test_training_properties.py": {
-            "test_draws_equal_one_device": "171-2 | 218-2",
+            "test_draws_equal_one_device": "171-2",
             "test_kept_cases_equal_one_device": (
-                "Case(model='nnx', layers=3, stacked=True, state='norm', inner='dropout')* | "
                 "Case(model='nnx', state='half_table')* | "
-                "Case(rows=20, weights='uneven', bad='empty', term='grouped_pairs')* | "
-                "Case(noise='keys', optimizer='momentum')* | "
                 "Case(rows=16, noise='mask', term='grouped_pairs', metrics='own')* | "
                 "Case(inputs='tokens', layers=2, stacked=True, noise='numbered', optimizer='adamw')* | "
                 "Case(noise='scalar', optimizer='frozen_moment')*"
             ),
+            "test_bf16_stays_close": "",
         },
         "core/test_user_mesh.py": {
             "test_a_step_keeps_the_state_on_the_users_mesh": "explicit-plain | auto-set_mesh | mixed-plain",
+            "test_a_loop_of_ones_own_computes_the_same_on_an_explicit_mesh": "zero3",
+            "test_what_synchronisation_keeps_lies_on_the_users_mesh": "{'wire': 'int8'}",
         },
         "core/test_value_and_grad.py": {
-            "test_inside_jit_only_a_proven_loss_is_called_on_parts_of_the_batch": (
-                "contrastive-zero3 | with_advantages-ddp | undecided-zero3"
-            ),
+            "test_inside_jit_only_a_proven_loss_is_called_on_parts_of_the_batch": "contrastive-zero3 | undecided-zero3",
+            "test_a_loss_that_draws_the_same_in_each_step_is_reported": "called",
+            "test_on_gpus_xla_keeps_the_same_bytes": "zero3",
+            "test_a_step_of_several_gradients_sends_what_each_promises": "zero1 | zero3",
         },
         "core/test_wire.py": {
             "test_what_is_sent_and_what_is_kept_are_the_whole_gradient": (
                 "int8-ddp-8 | topk-zero1-8 | powersgd-zero1-8 | bf16-ddp-8 | fp8-zero1-8 | int8-zero2-2x4"
             ),
             "test_buckets_change_nothing_but_the_number_of_collectives": "ddp-2x4-6000 | zero3-8-auto",
-            "test_rounding_without_error_feedback_is_right_on_average": "zero3-8-settings0 | ddp-2x4-settings3",
+            "test_rounding_without_error_feedback_is_right_on_average": "zero3-8-settings0",
             "test_gradients_take_a_share_of_the_bytes_and_the_contract_knows_them": (
                 "int8-0.27-zero1 | int8-0.27-zero3 | fp8-0.27-zero1 | bf16-0.51-ddp"
             ),
@@ -214,6 +214,12 @@ REST: dict[str, dict[str, dict[str, str]]] = {
             "test_tensors_that_do_not_fit_are_named": "scanned-*",
             "test_what_is_no_adapter_or_of_no_such_model_is_said": "scanned",
         },
+    },
+    # Other variants of what a default test holds on a smaller or simpler case.
+    "variants": {
+        "core/test_fp8.py": {"test_zero3_rounds_the_same_numbers": ""},
+        "core/test_local_steps.py": {"test_one_local_step_of_sgd_is_a_plain_step": ""},
+        "core/test_padding.py": {"test_local_steps_on_padded_parameters": ""},
     },
     # Real clusters, hosts and processes, and faults that they wait for.
     "processes": {
