@@ -186,7 +186,6 @@ REST: dict[str, dict[str, dict[str, str]]] = {
         "foresight/test_targets.py": {"test_every_gpu_kind_compiles_matrix_products_and_collectives": "h100-*"},
         "foresight/test_traffic.py": {
             "test_the_chosen_partitioning_keeps_the_contract": "gpt-zero3-4 | mlp-ddp-4 | mlp-zero1-4 | mlp-zero2-4",
-            "test_resnet_and_vit_keep_the_contract": "",
             "test_metrics_that_are_arrays_are_counted_apart": "zero2",
             "test_only_what_is_trained_has_gradients_to_reduce": "zero3-1",
             "test_zero3_gathers_layers_again_in_the_backward_pass": "scanned",
@@ -220,6 +219,27 @@ REST: dict[str, dict[str, dict[str, str]]] = {
         "core/test_fp8.py": {"test_zero3_rounds_the_same_numbers": ""},
         "core/test_local_steps.py": {"test_one_local_step_of_sgd_is_a_plain_step": ""},
         "core/test_padding.py": {"test_local_steps_on_padded_parameters": ""},
+        "run/test_damaged_checkpoints.py": {
+            "test_where_none_is_whole_the_run_stops_with_what_is_wrong_and_nothing_is_moved": "",
+        },
+        "run/test_health.py": {
+            "test_an_inspection_changes_nothing_and_can_be_left_out": "",
+            "test_a_run_that_goes_back_and_is_killed_anywhere_has_the_same_bits": "8",
+            "test_without_a_checkpoint_a_run_goes_back_to_its_start": "",
+            "test_bad_steps_at_the_end_are_gone_back_from_too": "",
+            "test_going_back_again_and_again_ends": "",
+            "test_a_step_that_is_taken_twice_shows_what_is_replicated_nowhere": "",
+        },
+        "run/test_history.py": {"test_a_run_that_was_taken_over_begins_anew_and_is_resumed": ""},
+        "run/test_profile.py": {"test_a_signal_ends_the_trace_and_what_is_behind_is_not_profiled_later": ""},
+        "run/test_remote_runs.py": {
+            "test_a_killed_run_goes_on_from_its_newest_checkpoint": "",
+            "test_an_address_is_one_in_upper_case_and_with_one_slash": "s3:/",
+        },
+        "run/test_train.py": {
+            "test_skips_before_a_stop_are_not_counted_again": "",
+            "test_an_evaluation_that_a_stop_came_before_is_made_up_for": "",
+        },
     },
     # Real clusters, hosts and processes, and faults that they wait for.
     "processes": {
@@ -245,7 +265,32 @@ REST: dict[str, dict[str, dict[str, str]]] = {
         "launch/test_two_hosts.py": {"*": ""},
         "checkpoint/test_kills.py": {"*": ""},
         "run/test_health_faults.py": {"*": ""},
+        "run/test_run_faults.py": {
+            "test_a_signal_to_one_process_stops_all_at_the_same_place": "",
+            "test_the_stopped_run_is_bit_for_bit_the_calm_one": "",
+            "test_a_second_run_in_the_same_folder_is_refused_and_the_first_goes_on": "",
+            "test_who_hangs_is_named_and_all_leave_to_be_started_again": "",
+            "test_the_recorder_has_the_deadline_and_where_the_loop_was": "",
+            "test_why_names_the_process_that_was_stopped": "",
+            "test_leaving_at_once_does_not_need_the_main_thread": "second",
+            "test_leaving_at_once_waits_for_the_end_of_a_destructor": "weakref",
+        },
         "run/test_soak.py": {"*": ""},
+        "run/test_sweep.py": {"test_a_sweep_end_to_end_stopped_and_resumed": ""},
+        "run/test_trackers.py": {"test_a_run_that_a_signal_stops_is_stopped_over_there_and_goes_on_when_resumed": ""},
+    },
+    # Programs compiled for described GPUs: one of each kind stays.
+    "described GPUs": {
+        "foresight/test_any_step.py": {"test_an_equinox_step": ""},
+        "foresight/test_axes.py": {
+            "test_the_smallest_cluster_is_compiled_with_the_size_below": "",
+            "test_tuning_goes_on_from_other_meshes": "",
+        },
+        "foresight/test_foresee.py": {
+            "test_the_largest_batch_is_found": "",
+            "test_on_several_hosts_zero3_is_tried_on_replicas_too": "",
+        },
+        "foresight/test_traffic.py": {"test_resnet_and_vit_keep_the_contract": ""},
     },
 }
 
