@@ -72,11 +72,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-# Hooks with a file each: the markers `fast` and `aot`; in CI, a skip for a missing package is an error; files of tests
-# are handed to workers whole; programs are kept for other tests where they run whole commands; processor times;
-# servers of S3 and of Google's storage; what a processor can is measured in less time; a tenth of the tests.
+# Hooks with a file each: the markers `fast` and `aot`; the marker `rest`; in CI, a skip for a missing package is an
+# error; files of tests are handed to workers whole; programs are kept for other tests where they run whole commands;
+# processor times; servers of S3 and of Google's storage; what a processor can is measured in less time; a tenth of the
+# tests.
 pytest_plugins = (
     "markers",
+    "rest",
     "skips",
     "workers",
     "kept_programs",

@@ -444,9 +444,6 @@ def test_an_eval_steps_settings_are_checked_too():
         jdp.make_eval_step(weighted_sum, plan_of(), accumulate=0)
 
 
-ONES = jnp.ones(8)
-
-
 @pytest.mark.parametrize("partitioning", ["auto", "manual"])
 @pytest.mark.parametrize(
     ("value", "message"),

@@ -69,6 +69,7 @@ def patched(content, *, flags=None, method=None):
 
 ARRAYS = npz(features=np.arange(60.0).reshape(20, 3), labels=np.arange(20) % 2)
 CLAIM = header(b"{'descr': '<f8', 'fortran_order': False, 'shape': (550000000000,), }")
+CUT = (header(b"{'descr': '<f8', 'fortran_order': False, 'shape': (3,), }") + np.zeros(3).tobytes())[:-8]
 DAMAGED_ARRAYS = {
     "encrypted": (patched(ARRAYS, flags=1), "is encrypted"),
     "unknown compression": (patched(ARRAYS, method=97), "compression method is not supported"),
@@ -106,7 +107,7 @@ def test_arrays_that_unpack_to_more_than_the_memory_are_not_read(tmp_path, monke
     assert read_arrays(path)[0]["features"].shape == (1000, 1000)
 
 
-@pytest.mark.parametrize("content", [b"", b"text", CLAIM, header(b"{}"), npz(a=np.zeros(3))], ids=range(5))
+@pytest.mark.parametrize("content", [b"", b"text", CLAIM, header(b"{}"), npz(a=np.zeros(3)), CUT], ids=range(6))
 @pytest.mark.parametrize("read", [read_arrays, read_token_ids], ids=["arrays", "token ids"])
 def test_a_damaged_npy_is_one_error(tmp_path, content, read):
     path = tmp_path / "x.npy"

@@ -169,7 +169,6 @@ ENTRY %main (p: f32[64]) -> f32[64] {{
 
 
 SCAN = "jit(train_step)/shard_map/while"
-IN_LAYERS = f"{SCAN}/body/closed_call/jvp()/while"
 
 
 def test_the_scan_over_microbatches_is_recognised_by_its_source_line():

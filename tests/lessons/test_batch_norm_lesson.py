@@ -9,8 +9,13 @@ from load import load
 
 import jdp
 
-pytest.importorskip("sklearn")
 lesson = load("batch_norm")
+
+
+@pytest.fixture(autouse=True)
+def scikit_learn():
+    """Import it for the tests that run: collecting them alone would take a second."""
+    pytest.importorskip("sklearn")
 
 
 @functools.cache

@@ -7,8 +7,13 @@ from load import load
 
 import jdp
 
-pytest.importorskip("sklearn")
 lesson = load("large_batches")
+
+
+@pytest.fixture(autouse=True)
+def scikit_learn():
+    """Import it for the tests that run: collecting them alone would take a second."""
+    pytest.importorskip("sklearn")
 
 
 def test_a_batch_beyond_the_critical_one_saves_no_steps_without_another_rate():

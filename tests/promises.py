@@ -1,0 +1,98 @@
+# ruff: noqa: E501 - a test is named on one line
+"""Every promise, and a default test that holds it: `file::function`, or one of its ids, `file::function[id]`.
+
+`test_markers.py` compares the table with the public names and the commands, and with `REST`: a promise whose test is
+left out by default fails there.
+"""
+
+NAMES = {
+    "CheckpointError": "checkpoint/test_checkpoint_faults.py::test_a_path_that_is_no_checkpoint_is_named_with_what_may_be_given",
+    "Checkpoints": "checkpoint/test_checkpoint.py::test_a_restored_run_goes_on_as_if_it_had_never_stopped",
+    "Deadline": "guard/test_deadline.py::test_a_users_own_loop_that_hangs_outside_of_python_ends_with_75",
+    "Feed": "data/test_feed.py::test_what_comes_out_is_what_a_step_takes",
+    "LocalSteps": "core/test_local_steps.py::test_a_round_is_the_published_one[zero3-2-4-local3-1]",
+    "Loss": "core/test_step.py::test_the_objective_is_the_sum_over_the_weight_exactly[zero3-manual-axes2-4]",
+    "Placement": "core/test_plan.py::test_a_placement_says_shape_dtype_bytes_and_reason",
+    "Plan": "core/test_plan.py::test_the_strategies_are_the_rows_of_the_table",
+    "Precision": "core/test_precision.py::test_manual_gathers_in_the_compute_dtype_and_reduces_in_its_own[zero3-2-bf16-bfloat16-float32]",
+    "Step": "core/test_step.py::test_a_step_is_lowered_for_the_mesh_of_its_state",
+    "TrainState": "core/test_init.py::test_the_abstract_state_describes_the_real_one",
+    "ValueAndGrad": "core/test_value_and_grad.py::test_both_of_two_models_are_differentiated",
+    "Wire": "core/test_wire.py::test_what_is_sent_and_what_is_kept_are_the_whole_gradient[int8-ddp-8]",
+    "abstract_state": "core/test_init.py::test_the_abstract_state_describes_the_real_one",
+    "ema_params": "core/test_ema.py::test_the_average_follows_the_recursion_and_is_sharded_like_the_parameters",
+    "foresee": "foresight/test_foresee.py::test_from_python_around_ones_own_model",
+    "gather_rows": "core/test_gather_rows.py::test_in_batch_negatives_are_those_of_the_whole_batch[manual-8-zero3]",
+    "init": "core/test_value_and_grad.py::test_a_tree_is_born_sharded_with_the_bits_of_one_device",
+    "init_state": "core/test_init.py::test_initial_values_are_bitwise_the_same_on_any_mesh[zero3-axes0]",
+    "initialize": "core/test_initialize.py::test_two_processes_sum_over_four_devices",
+    "keep_memory": "base/test_cpu_allocator.py::test_memory_that_was_freed_is_used_again_without_a_page_fault",
+    "keep_programs": "core/test_persistent_cache.py::test_a_program_is_found_again_and_a_damaged_one_is_made_anew",
+    "make_eval_step": "core/test_step.py::test_evaluation_is_the_loss_without_randomness_or_donation",
+    "make_mesh": "core/test_mesh.py::test_axes_stand_as_written_and_minus_one_takes_what_is_left",
+    "make_train_step": "core/test_step.py::test_results_stay_where_the_plan_wants_them",
+    "place": "core/test_value_and_grad.py::test_placing_moves_a_tree_between_plans_and_changes_no_bit",
+    "process_rows": "data/test_feed.py::test_a_process_reads_the_rows_of_its_own_devices",
+    "restore": "checkpoint/test_checkpoint.py::test_one_checkpoint_in_a_folder_of_its_own",
+    "restore_params": "checkpoint/test_checkpoint.py::test_parameters_only_reads_neither_the_optimizer_nor_the_counters",
+    "save": "checkpoint/test_checkpoint.py::test_one_checkpoint_in_a_folder_of_its_own",
+    "scaled_lr": "core/test_schedules.py::test_the_rate_is_scaled_with_the_batch",
+    "scan_layers": "core/test_layers.py::test_scanned_layers_are_the_plain_loop",
+    "shard_batches": "data/test_feed.py::test_global_arrays_hold_each_row_where_the_plan_wants_it",
+    "value_and_grad": "core/test_value_and_grad.py::test_both_of_two_models_are_differentiated",
+    "verify": "foresight/test_verify.py::test_a_step_that_keeps_the_contract",
+    "warmup": "core/test_schedules.py::test_the_warmup_climbs_in_equal_increments_and_stays",
+    "with_ema": "core/test_ema.py::test_the_average_follows_the_recursion_and_is_sharded_like_the_parameters",
+    "checkpoint": "checkpoint/test_tree_checkpoints.py::test_a_tree_is_restored_onto_another_plan",
+    "data": "data/test_order_properties.py::test_any_number_of_processes_reads_the_same_global_batches",
+    "export": "test_readme.py::test_a_model_of_hugging_faces_comes_in_and_goes_out",
+    "guard": "guard/test_nonfinite.py::test_nan_in_the_batch_is_named_with_its_rows",
+    "models": "models/test_models.py::test_logits_are_those_of_a_plain_reference",
+    "prove": "prove/test_prove.py::test_the_covering_list_is_equal_with_room",
+}
+"""The public names of `jdp`."""
+
+COMMANDS = {
+    "train": "run/test_train.py::test_writes_what_it_promises",
+    "plan": "foresight/test_foresee.py::test_people_get_tables_and_sentences",
+    "verify": "foresight/test_foresee.py::test_verify_keeps_or_breaks",
+    "prove": "prove/test_prove.py::test_an_experiment_is_proven_as_it_is",
+    "launch": "launch/test_launch.py::test_processes_learn_who_they_are",
+    "manifest": "cli/test_manifest.py::test_a_batch_script_is_what_sbatch_takes",
+    "report": "cli/test_report.py::test_a_run_becomes_a_page",
+    "why": "guard/test_diagnosis.py::test_who_failed_first_is_named_and_not_who_lost_it",
+    "doctor": "cli/test_doctor.py::test_alone_with_eight_devices",
+}
+"""The commands of `jdp`."""
+
+_EQUAL = "core/test_equivalence.py::test_equals_one_device"
+_BYTES = "foresight/test_traffic.py::test_the_chosen_partitioning_keeps_the_contract"
+_RESTORED = "checkpoint/test_checkpoint.py::test_a_state_is_restored_bit_by_bit_onto_any_plan"
+CONTRACTS = {
+    **{
+        f"{strategy}, {partitioning}: the losses and weights of one device": f"{_EQUAL}[mlp-{strategy}-{partitioning}-{k}]"
+        for strategy, ks in {"ddp": (1, 4), "zero1": (4, 1), "zero2": (1, 4), "zero3": (4, 1)}.items()
+        for partitioning, k in zip(("auto", "manual"), ks, strict=True)
+    },
+    "layers of a stack": f"{_EQUAL}[gpt-scanned-zero3-manual-4]",
+    "bf16 over float32 weights": "core/test_equivalence.py::test_bf16_stays_close",
+    **{
+        f"{case}: bytes sent are the contract's": f"{_BYTES}[{case}]"
+        for case in ("mlp-ddp-4", "mlp-zero1-4", "mlp-zero2-4", "gpt-zero3-4")
+    },
+    "replicas: shards of gradients alone cross the slow links": "core/test_hsdp.py::test_only_shards_of_gradients_cross_the_hosts",
+    **{
+        f"{case}: a checkpoint is restored onto any plan": f"{_RESTORED}[{case}]"
+        for case in ("ddp-axes0", "zero1-axes4", "zero2-axes1", "zero3-axes3")
+    },
+    "a damaged checkpoint is found, and the one before is restored": "checkpoint/test_flips.py::test_the_damaged_newest_is_set_aside_and_the_run_goes_on",
+    "stop and resume are bitwise the undisturbed run": "run/test_train.py::test_stop_and_resume_is_bitwise_the_undisturbed_run",
+    "the same order of examples on any number of processes": "data/test_order_properties.py::test_any_number_of_processes_reads_the_same_global_batches",
+    "masks and initial weights are those of any mesh": "core/test_nnx.py::test_batch_statistics_are_global_and_masks_independent_of_the_mesh",
+    "a loss that mixes examples is refused where it cannot be right": "core/test_loss_check.py::test_a_loss_that_mixes_examples_is_refused_where_auto_is_not_allowed[contrastive-{'accumulate': 2}]",
+    "any pytree trains": "core/test_other_frameworks.py::test_any_tree_of_arrays_trains_as_on_one_device[raw-zero3-auto]",
+    "a user's mistake is one error and exit 2": "cli/test_cli.py::test_a_users_mistake_is_one_error_on_stderr_and_exit_2",
+    "a bad call is one error with the fix": "core/test_bad_calls.py::test_a_bad_call_is_one_error_with_the_fix",
+    "a wrong file is one line with key, rule, value and fix": "experiment/test_experiment.py::test_a_wrong_file_is_refused_in_one_line_with_key_rule_value_and_fix",
+}
+"""Lines of the design's contracts."""
