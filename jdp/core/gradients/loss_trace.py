@@ -10,9 +10,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,18 +19,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from jdp.base.tree_paths import path_of
 from jdp.core.batch import batch_rows
-from jdp.core.gather_rows import recording
-from jdp.core.gradients.loss_call import LossWithAux, as_sums
+from jdp.core.gradients.loss_call import TracedLoss
+from jdp.core.gradients.loss_program import LossProgram, Programs
 from jdp.core.precision import Precision
 from jdp.core.random.match_draws import is_random
 from jdp.core.sharding.placement import axes_of
-from jdp.core.sharding.traced_mesh import rows_for_sizes, traced_mesh
 from jdp.core.state import TrainState, own_shapes
 from jdp.core.tracing.jaxprs import every_eqn, inlined, inner_jaxprs, user_line
-from jdp.core.types import Batch, Loss, LossFn
+from jdp.core.types import Batch, LossFn
 
 _INLINED = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2"}
 _PRODUCTS = {"dot_general", "conv_general_dilated"}
@@ -80,43 +79,112 @@ class Operation:
 
 @dataclass(frozen=True, eq=False)
 class LossTrace:
-    """The trace of one call of a loss function.
+    """The trace of one call of a loss function, for so many `rows`."""
 
-    Attributes:
-        closed: the trace as jax made it. Its first inputs are the parameters' leaves; its results are the total, the
-            weight, and both of each metric.
-        rows: that it was traced for.
-        batch_inputs: which of its inputs are the batch's leaves.
-        operations: its operations in order, the calls among them replaced by the operations that they call.
-        params, state, batch: the inputs, by path; `state` holds the model state and the key.
-        total, weight: the outputs; of a plain scalar, as `as_sums` makes them.
-        is_sum: True if the loss returns a `Loss`, False for a plain scalar.
-        metrics: the shapes of its metrics' totals, by name.
-        gathers_rows: True if it calls `jdp.gather_rows`.
-        outputs: how many arrays of aux it returns beside: the last results.
-    """
-
-    closed: Any
+    program: LossProgram
     rows: int
-    batch_inputs: range
-    operations: list[Operation]
-    params: dict[str, TracedValue]
-    state: list[TracedValue]
-    batch: dict[str, TracedValue]
-    total: TracedValue
-    weight: TracedValue
-    is_sum: bool
-    metrics: dict[str, tuple[int, ...]]
-    gathers_rows: bool = False
-    outputs: int = 0
 
     @property
     def jaxpr(self) -> Any:
-        return self.closed.jaxpr
+        """The program, with all that the call computes."""
+        return self.program.closed.jaxpr
+
+    @cached_property
+    def closed(self) -> Any:
+        """The program of the total, the weight, both of each metric, and the arrays of aux, in this order."""
+        (sums, model_state), extras = self.program.shape
+        counts = [len(jax.tree.leaves(tree)) for tree in (sums, model_state, *extras)]
+        wanted = [is_wanted for is_wanted, n in zip((True, False, False, True), counts, strict=True) for _ in range(n)]
+        jaxpr, _ = dce_jaxpr(self.jaxpr, wanted, instantiate=True)
+        return ClosedJaxpr(jaxpr, self.program.closed.consts)
+
+    @property
+    def outputs(self) -> int:
+        """How many arrays of aux it returns: the last results of `closed`."""
+        return len(self.program.shape[1][1])
+
+    @property
+    def is_sum(self) -> bool:
+        """True if the loss returns a `Loss`, False for a plain scalar."""
+        return self.program.shape[1][0] is None
+
+    @property
+    def metrics(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of its metrics' totals, by name."""
+        return {name: total.shape for name, (total, _) in self.program.shape[0][0].metrics.items()}
+
+    @property
+    def gathers_rows(self) -> bool:
+        """True if it calls `jdp.gather_rows`."""
+        return self.program.gathers_rows
+
+    @cached_property
+    def inputs(self) -> tuple[range, range]:
+        """Which of its inputs are the parameters' leaves, and which the batch's."""
+        counts = [len(jax.tree.leaves(tree)) for tree in self.program.arguments]
+        return range(counts[0]), range(sum(counts[:2]), sum(counts[:3]))
+
+    @property
+    def params(self) -> dict[str, TracedValue]:
+        """The parameters, by path."""
+        return self._graph[0]
+
+    @property
+    def state(self) -> list[TracedValue]:
+        """The model state and the key."""
+        return self._graph[1]
+
+    @property
+    def batch(self) -> dict[str, TracedValue]:
+        """The batch's leaves, by path."""
+        return self._graph[2]
+
+    @property
+    def operations(self) -> list[Operation]:
+        """Its operations in order, the calls among them replaced by the operations that they call."""
+        return self._graph[3]
+
+    @property
+    def total(self) -> TracedValue:
+        """The total; of a plain scalar as `as_sums` makes it."""
+        return self._graph[4][0]
+
+    @property
+    def weight(self) -> TracedValue:
+        """The weight, likewise."""
+        return self._graph[4][1]
+
+    @cached_property
+    def _graph(self) -> tuple[Any, ...]:
+        closed, operations = self.closed, list[Operation]()
+        inputs = [TracedValue(aval) for aval in closed.in_avals]
+
+        def add(eqn: Any, operands: list[TracedValue]) -> list[TracedValue]:
+            results = [TracedValue(var.aval) for var in eqn.outvars]
+            operations.append(Operation(eqn.primitive.name, operands, results, eqn))
+            return results
+
+        def constant(aval: Any, value: Any, _: bool) -> TracedValue:
+            return TracedValue(aval, constant=value)
+
+        pairs = zip(closed.jaxpr.constvars, closed.consts, strict=True)
+        constants = [TracedValue(var.aval, constant=value) for var, value in pairs]
+        results = inlined(closed.jaxpr, [*constants, *inputs], _INLINED, constant, add)
+        params, batch = self.inputs
+        names = [
+            [path_of(path) for path, _ in jax.tree.leaves_with_path(self.program.arguments[place])] for place in (0, 2)
+        ]
+        others = [value for i, value in enumerate(inputs) if i not in params and i not in batch]
+        by_path = [
+            dict(zip(paths, (inputs[i] for i in places), strict=True))
+            for paths, places in zip(names, (params, batch), strict=True)
+        ]
+        return by_path[0], others, by_path[1], operations, results
 
     def reused(self, counted: tuple[bool, ...]) -> str | None:
         """Return the path of the first parameter marked in `counted` that several operations take, or None."""
-        uses = zip(self.params, self.jaxpr.invars, counted, strict=False)
+        paths = (path_of(path) for path, _ in jax.tree.leaves_with_path(self.program.arguments[0]))
+        uses = zip(paths, self.jaxpr.invars, counted, strict=False)
         return next((path for path, var, counts in uses if counts and count_uses(self.jaxpr, var) > 1), None)
 
     def global_only(self, axes: tuple[str, ...]) -> str | None:
@@ -215,22 +283,6 @@ class LossTrace:
         return self._signatures.get(value) or _constant(value)
 
 
-_SHARED: ContextVar[dict[Any, LossTrace] | None] = ContextVar("jdp_shared_traces", default=None)
-
-
-@contextmanager
-def sharing_traces() -> Generator[None]:
-    """Trace a loss once for each precision, mesh and shapes while the context lasts, however many steps have it.
-
-    For steps that are planned together: a loss that is traced once must do the same the next time.
-    """
-    token = _SHARED.set({})
-    try:
-        yield
-    finally:
-        _SHARED.reset(token)
-
-
 def trace_loss(
     loss_fn: LossFn,
     precision: Precision,
@@ -245,20 +297,6 @@ def trace_loss(
     In evaluation (`train=False`) the loss gets `rng=None`; without `training` its modules are in evaluation mode.
     Within `sharing_traces` a trace may be an earlier one's.
     """
-    adapter, is_sum, shapes = state.static.adapter, list[bool](), dict[str, tuple[int, ...]]()
-    counted = list[int]()
-
-    def probe(params: Any, model_state: Any, batch: Any, rng: Any) -> tuple[Any, ...]:
-        model = params if adapter is None else adapter.merge(params, model_state, rng if training else None)
-        both = loss_fn.both if isinstance(loss_fn, LossWithAux) else lambda *given: (loss_fn(*given), ())
-        value, aux = both(model, batch, rng)
-        outputs = jax.tree.leaves(aux)
-        counted.append(len(outputs))
-        is_sum.append(isinstance(value, Loss))
-        sums = as_sums(value, batch)
-        shapes.update({name: pair[0].shape for name, pair in sums.metrics.items()})
-        return sums.total, sums.weight, *sums.metrics.values(), *map(jnp.asarray, outputs)
-
     batch_size = batch_rows(batch)
     plain = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)  # noqa: E731
 
@@ -266,56 +304,14 @@ def trace_loss(
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)  # NumPy's int64 becomes int32
         return jax.ShapeDtypeStruct((rows * leaf.shape[0] // batch_size, *leaf.shape[1:]), dtype)
 
-    params = precision.working_shapes(own_shapes(state.params, state.static))
     arguments = (
-        params,
+        precision.working_shapes(own_shapes(state.params, state.static)),
         jax.tree.map(plain, state.model_state),
         jax.tree.map(fewer, batch),
         plain(state.rng) if train else None,
     )
-    shared, inputs = _SHARED.get(), jax.tree.flatten(arguments)
-    shapes_of = tuple((leaf.shape, leaf.dtype) for leaf in inputs[0])
-    key = (id(loss_fn), adapter, traced_mesh(), training, rows_for_sizes(rows), inputs[1], shapes_of)
-    if shared is not None and key in shared:
-        return shared[key]
-    with recording() as gathered:
-        closed = jax.make_jaxpr(probe)(*arguments)
-    inputs = [TracedValue(aval) for aval in closed.in_avals]
-    operations = list[Operation]()
-
-    def add(eqn: Any, operands: list[TracedValue]) -> list[TracedValue]:
-        results = [TracedValue(var.aval) for var in eqn.outvars]
-        operations.append(Operation(eqn.primitive.name, operands, results, eqn))
-        return results
-
-    def constant(aval: Any, value: Any, _: bool) -> TracedValue:
-        return TracedValue(aval, constant=value)
-
-    constants = [
-        TracedValue(var.aval, constant=x) for var, x in zip(closed.jaxpr.constvars, closed.consts, strict=True)
-    ]
-    total, weight, *_ = inlined(closed.jaxpr, [*constants, *inputs], _INLINED, constant, add)
-    names = [[path_of(path) for path, _ in jax.tree.leaves_with_path(tree)] for tree in (params, batch)]
-    first, last = len(names[0]), len(inputs) - int(train)
-    of_batch = last - len(names[1])
-    trace = LossTrace(
-        closed,
-        rows,
-        range(of_batch, last),
-        operations,
-        dict(zip(names[0], inputs[:first], strict=True)),
-        [*inputs[first:of_batch], *inputs[last:]],
-        dict(zip(names[1], inputs[of_batch:last], strict=True)),
-        total,
-        weight,
-        is_sum[0],
-        shapes,
-        bool(gathered),
-        counted[0],
-    )
-    if shared is not None:
-        shared[key] = trace
-    return trace
+    loss = TracedLoss(loss_fn, state.static.adapter, None, None, training=training)
+    return LossTrace(Programs().of(loss, arguments), rows)
 
 
 def count_uses(jaxpr: Any, var: Any) -> int:

@@ -316,8 +316,8 @@ def ends_in_quotient(trace: LossTrace) -> bool:
 
 
 def _quotient(trace: LossTrace, program: ClosedJaxpr) -> Quotient | None:
-    inputs, batch = program.jaxpr.invars, trace.batch_inputs
-    return quotient_of(program, inputs[: len(trace.params)], inputs[batch.start : batch.stop], program.jaxpr.outvars[0])
+    params, batch = ([program.jaxpr.invars[i] for i in places] for places in trace.inputs)
+    return quotient_of(program, params, batch, program.jaxpr.outvars[0])
 
 
 def prove(first: LossTrace, second: LossTrace, group: int) -> Proof:
@@ -361,7 +361,7 @@ def _proof(first: LossTrace, second: LossTrace, programs: Sequence[ClosedJaxpr],
     (program, other), rows = programs, second.rows
     reader = RowReader((first.rows // group, rows // group), rows / first.rows)
     states: list[State] = [reader.constant(*pair) for pair in zip(program.consts, other.consts, strict=True)]
-    batch = first.batch_inputs
+    _, batch = first.inputs
     inputs = program.jaxpr.invars
     states += [
         Rows((0,), inner=(group, group)) if batch.start <= i < batch.stop else Const() for i in range(len(inputs))

@@ -1,0 +1,56 @@
+"""How often the first step calls the user's Python: it is traced once for each number of rows, and handed on."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jdp
+
+ROWS = 64
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+
+
+def init(_):
+    return {"layers": {"w": jnp.ones((2, 16, 16)) / 16, "b": jnp.zeros((2, 16))}, "head": jnp.ones((16, 8))}
+
+
+def counted():
+    """A loss of a model with a layer loop and dropout, and the numbers of rows that it was called with."""
+    calls = []
+
+    def loss(params, batch, rng):
+        calls.append(batch["x"].shape[0])
+        x = jdp.scan_layers(lambda layer, x: jnp.tanh(x @ layer["w"] + layer["b"]), params["layers"], batch["x"])
+        if rng is not None:
+            x *= jax.random.bernoulli(rng, 0.9, x.shape)
+        error = (x @ params["head"] - batch["y"]).astype(jnp.float32) ** 2
+        return jdp.Loss(error.sum(), error.shape[0], {"worst": (error.sum(), 1.0)})
+
+    return loss, calls
+
+
+def batch():
+    random = np.random.default_rng(0)
+    return {"x": random.normal(size=(ROWS, 16)).astype("f"), "y": random.normal(size=(ROWS, 8)).astype("f")}
+
+
+@pytest.mark.parametrize("partitioning", [None, "auto", "manual"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_first_step_calls_the_loss_once_or_twice(strategy, accumulate, precision, partitioning):
+    plan = jdp.Plan(jdp.make_mesh(data=8), strategy, min_shard_size=1)
+    state = jdp.abstract_state(init, optax.adam(1e-3), plan, rng=jax.random.key(0))
+    given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch())
+    settings = {"accumulate": accumulate, "precision": precision, "partitioning": partitioning}
+
+    loss, calls = counted()
+    step = jdp.make_train_step(loss, plan, **settings)
+    step.lower(state, given)
+    print("COUNT", strategy, accumulate, precision, partitioning, step.partitioning, calls)
+    loss, calls = counted()
+    gradient = jdp.value_and_grad(loss, plan, **settings)
+    jax.jit(gradient).lower(state.params, given, jax.random.key(0))
+    print("COUNT vag", strategy, accumulate, precision, partitioning, gradient.partitioning, calls)
