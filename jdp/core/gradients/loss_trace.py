@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,16 +27,24 @@ from jdp.base.tree_paths import path_of
 from jdp.core.batch import batch_rows
 from jdp.core.gradients.loss_call import TracedLoss
 from jdp.core.gradients.loss_program import LossProgram, Programs
+from jdp.core.gradients.row_proof.quotients import flattened
 from jdp.core.precision import Precision
 from jdp.core.random.match_draws import is_random
 from jdp.core.sharding.placement import axes_of
 from jdp.core.state import TrainState, own_shapes
+from jdp.core.tracing.collectives import gathers_at_use, is_gather
 from jdp.core.tracing.jaxprs import every_eqn, inlined, inner_jaxprs, user_line
 from jdp.core.types import Batch, LossFn
 
 _INLINED = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2"}
 _PRODUCTS = {"dot_general", "conv_general_dilated"}
 _SUMS = {"add", "sub", "add_any"}
+_NAMES_AXES = frozenset(
+    """
+    all_gather all_gather_invariant all_to_all axis_index pbroadcast pmax pmin ppermute psum psum2 psum_invariant
+    psum_scatter pvary ragged_all_to_all reduce_scatter shard_map
+    """.split()  # noqa: SIM905
+)
 _PARAMS, _BATCH = "parameters", "batch"
 _KEEPS_TERMS = {"neg", "convert_element_type", "reshape", "squeeze", "broadcast_in_dim", "copy", "reduce_precision"}
 
@@ -97,6 +106,11 @@ class LossTrace:
         wanted = [is_wanted for is_wanted, n in zip((True, False, False, True), counts, strict=True) for _ in range(n)]
         jaxpr, _ = dce_jaxpr(self.jaxpr, wanted, instantiate=True)
         return ClosedJaxpr(jaxpr, self.program.closed.consts)
+
+    @cached_property
+    def written_out(self) -> Any:
+        """`closed` with the functions that it only calls written out; to be taken first where its axes are bound."""
+        return flattened(self.closed)
 
     @property
     def outputs(self) -> int:
@@ -181,11 +195,15 @@ class LossTrace:
         ]
         return by_path[0], others, by_path[1], operations, results
 
-    def reused(self, counted: tuple[bool, ...]) -> str | None:
-        """Return the path of the first parameter marked in `counted` that several operations take, or None."""
+    def reused(self, counted: tuple[bool, ...] | None) -> str | None:
+        """Return the path of the first parameter marked in `counted` (None: any) that several operations take."""
         paths = (path_of(path) for path, _ in jax.tree.leaves_with_path(self.program.arguments[0]))
-        uses = zip(paths, self.jaxpr.invars, counted, strict=False)
+        uses = zip(paths, self.jaxpr.invars, counted or itertools.repeat(True), strict=False)
         return next((path for path, var, counts in uses if counts and count_uses(self.jaxpr, var) > 1), None)
+
+    def names_axes(self) -> bool:
+        """Return True if the loss may behave otherwise for a device's rows: it runs a collective or a `shard_map`."""
+        return any(eqn.primitive.name in _NAMES_AXES and not is_gather(eqn) for eqn in every_eqn(self.closed.jaxpr))
 
     def global_only(self, axes: tuple[str, ...]) -> str | None:
         """Return the source line of the first sharding constraint or `shard_map` that names one of `axes`, or None."""
@@ -315,9 +333,12 @@ def trace_loss(
 
 
 def count_uses(jaxpr: Any, var: Any) -> int:
-    """Count the primitive operations of `jaxpr`, and of those it calls, that take `var` as an operand."""
+    """Count the primitive operations of `jaxpr`, and of those it calls, that take `var`, or its gathered copy."""
     count = 0
     for eqn in jaxpr.eqns:
+        if var in eqn.invars and gathers_at_use(eqn):
+            count += count_uses(jaxpr, eqn.outvars[0])
+            continue
         called = next((inner for inner in inner_jaxprs(eqn) if len(inner.invars) == len(eqn.invars)), None)
         for position, operand in enumerate(eqn.invars):
             if operand is var:

@@ -19,7 +19,7 @@ from jdp.base.tree_paths import PACKAGE
 from jdp.core.gradients.loss_trace import LossTrace
 from jdp.core.gradients.row_proof.gathers import gather, scatter
 from jdp.core.gradients.row_proof.products import PRODUCTS
-from jdp.core.gradients.row_proof.quotients import Quotient, Reading, flattened, quotient_of
+from jdp.core.gradients.row_proof.quotients import Quotient, Reading, quotient_of
 from jdp.core.gradients.row_proof.rules import Op, apply, dims_of, first_bad
 from jdp.core.gradients.row_proof.shapes import SHAPES
 from jdp.core.gradients.row_proof.states import (
@@ -312,7 +312,7 @@ class Proof:
 
 def ends_in_quotient(trace: LossTrace) -> bool:
     """Return True for a scalar loss that ends in a quotient whose denominator is free of parameters."""
-    return not trace.is_sum and _quotient(trace, flattened(trace.closed)) is not None
+    return not trace.is_sum and _quotient(trace, trace.written_out) is not None
 
 
 def _quotient(trace: LossTrace, program: ClosedJaxpr) -> Quotient | None:
@@ -322,7 +322,7 @@ def _quotient(trace: LossTrace, program: ClosedJaxpr) -> Quotient | None:
 
 def prove(first: LossTrace, second: LossTrace, group: int) -> Proof:
     """Read a loss' program, traced for two numbers of rows."""
-    programs = [each.closed if each.is_sum else flattened(each.closed) for each in (first, second)]
+    programs = [each.closed if each.is_sum else each.written_out for each in (first, second)]
     try:
         return _proof(first, second, [programs[0], programs[1]], group)
     except Exception as error:  # a program of a form that nobody has thought of: the loss is tried on values instead
