@@ -43,14 +43,58 @@ def batch():
 def test_a_first_step_calls_the_loss_once_or_twice(strategy, accumulate, precision, partitioning):
     plan = jdp.Plan(jdp.make_mesh(data=8), strategy, min_shard_size=1)
     state = jdp.abstract_state(init, optax.adam(1e-3), plan, rng=jax.random.key(0))
-    given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), batch())
     settings = {"accumulate": accumulate, "precision": precision, "partitioning": partitioning}
+    (loss, of_step), (same, of_gradient) = counted(), counted()
+    step, gradient = jdp.make_train_step(loss, plan, **settings), jdp.value_and_grad(same, plan, **settings)
+    step.lower(state, shapes_of(batch()))
+    jax.jit(gradient).lower(state.params, shapes_of(batch()), jax.random.key(0))
+    one_call = step.partitioning == "auto" and accumulate == 1
+    rows = ROWS // accumulate // (8 if step.partitioning == "manual" else 1)
+    assert of_step == of_gradient == ([ROWS] if one_call else [rows, ROWS])
 
+
+def shapes_of(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def tied(params, batch, rng):
+    error = (batch["x"] @ params["head"]) @ params["head"].T - batch["x"]
+    return jdp.Loss((error**2).sum(), batch["x"].shape[0])
+
+
+def masked(params, batch, rng):
+    error = ((batch["x"] @ params["head"] - batch["y"]) ** 2).sum(-1)
+    mask = (batch["x"][:, 0] > 0).astype(error.dtype)
+    return (error * mask).sum() / mask.sum()
+
+
+MORE = {  # what needs more, and why
+    "auto would reduce a weight at each use: traced for both partitionings": (tied, {}, [64, 8, 64]),
+    "a quotient is proven one by two numbers of rows": (masked, {}, [64, 128]),
+    "each call gets one row, which no proof is made by": (masked, {"partitioning": "manual", "rows": 8}, [1, 8, 16]),
+}
+
+
+@pytest.mark.parametrize("loss, settings, rows", MORE.values(), ids=list(MORE))
+def test_losses_that_are_called_more_often(loss, settings, rows):
+    calls, settings = [], dict(settings)
+    given = shapes_of(jax.tree.map(lambda x: x[: settings.get("rows", ROWS)], batch()))
+    settings.pop("rows", None)
+    plan = jdp.Plan(jdp.make_mesh(data=8), "zero1", min_shard_size=1)
+    state = jdp.abstract_state(init, optax.adam(1e-3), plan, rng=jax.random.key(0))
+
+    def counting(params, batch, rng):
+        calls.append(batch["x"].shape[0])
+        return loss(params, batch, rng)
+
+    jdp.make_train_step(counting, plan, **settings).lower(state, given)
+    assert calls == rows
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_an_evaluation_step_calls_the_loss_once_or_twice(accumulate):
+    plan = jdp.Plan(jdp.make_mesh(data=8), "zero3", min_shard_size=1)
+    state = jdp.abstract_state(init, optax.adam(1e-3), plan, rng=jax.random.key(0))
     loss, calls = counted()
-    step = jdp.make_train_step(loss, plan, **settings)
-    step.lower(state, given)
-    print("COUNT", strategy, accumulate, precision, partitioning, step.partitioning, calls)
-    loss, calls = counted()
-    gradient = jdp.value_and_grad(loss, plan, **settings)
-    jax.jit(gradient).lower(state.params, given, jax.random.key(0))
-    print("COUNT vag", strategy, accumulate, precision, partitioning, gradient.partitioning, calls)
+    jdp.make_eval_step(loss, plan, accumulate=accumulate).lower(state, shapes_of(batch()))
+    assert calls == ([ROWS] if accumulate == 1 else [ROWS // 2, ROWS])

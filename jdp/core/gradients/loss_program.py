@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
 from jdp.core.gather_rows import recording
@@ -43,6 +44,9 @@ class LossProgram:
     def __call__(self, *arguments: Any) -> Any:
         """Run the program; return the result of the function without extras."""
         results = jaxpr_as_fun(self.closed)(*jax.tree.leaves(arguments))
+        # A number of the program, such as the rows of a batch, is an array as where the function was called: a sum over
+        # devices of a number is computed while it is traced, which would change what is compiled.
+        results = [jnp.asarray(x) if not isinstance(x, jax.Array) else x for x in results]
         return jax.tree.unflatten(jax.tree.structure(self.shape), results)[0]
 
 
