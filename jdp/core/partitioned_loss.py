@@ -75,6 +75,7 @@ class PartitionedLoss:
     _choices: dict[Any, Choice] = field(init=False, default_factory=dict[Any, Choice], repr=False, compare=False)
     _checked: list[bool] = field(init=False, default_factory=list[bool], repr=False, compare=False)
     _programs: dict[Any, Programs] = field(init=False, default_factory=dict[Any, Any], repr=False, compare=False)
+    _placements: dict[Any, PyTree] = field(init=False, default_factory=dict[Any, Any], repr=False, compare=False)
     _corrected: list[Choice] = field(init=False, default_factory=list[Choice], repr=False, compare=False)
 
     @property
@@ -187,7 +188,12 @@ class PartitionedLoss:
 
     def param_placements(self, state: TrainState) -> PyTree:
         """Return a tree like the parameters, of `Placement`."""
-        return self.plan.param_placements(state.params, state.static)
+        leaves, structure = jax.tree.flatten(state.params)
+        static, shapes = state.static, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        key = structure, shapes, static.specs, static.trained, static.flat
+        if key not in self._placements:
+            self._placements[key] = self.plan.param_placements(state.params, state.static)
+        return self._placements[key]
 
     def gradient_spec(self, state: TrainState, reading: Reading | None = None) -> GradientSpec:
         """Return what the gradient code needs: the loss, the placements and the settings."""

@@ -11,6 +11,7 @@ from collections.abc import Generator, Hashable
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from jdp.core.gather_rows import recording
 from jdp.core.gradients.loss_call import LossWithAux, TracedLoss
+from jdp.core.random.match_draws import is_random
 from jdp.core.sharding.traced_mesh import noting_sizes, rows_for_sizes, traced_mesh
 from jdp.core.types import PyTree
 
@@ -40,6 +42,11 @@ class LossProgram:
     arguments: tuple[Any, ...]
     shape: PyTree
     gathers_rows: bool
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether it draws random numbers."""
+        return any(map(is_random, self.closed.eqns))
 
     def __call__(self, *arguments: Any) -> Any:
         """Run the program; return the result of the function without extras."""

@@ -287,18 +287,28 @@ class LossTrace:
 
     @cached_property
     def _signatures(self) -> dict[TracedValue, str]:
-        """For each value a digest of its computation, equal in two traces where the computation is the same."""
+        """The signatures that were asked for."""
         inputs = (*self.params.values(), *self.state, *self.batch.values())
-        known = {value: f"input {i}" for i, value in enumerate(inputs)}
-        for op in self.operations:
+        return {value: f"input {i}" for i, value in enumerate(inputs)}
+
+    def _signature(self, value: TracedValue) -> str:
+        """Return a digest of a value's computation, equal in two traces where the computation is the same."""
+        known, needed, found = self._signatures, [value], set[Operation]()
+        while needed:
+            op = self._makers.get(needed.pop())
+            if op is not None and op.results[0] not in known and op not in found:
+                found.add(op)
+                needed += op.operands
+        for op in sorted(found, key=self._order.__getitem__):
             operands = [known[v] if v in known else _constant(v) for v in op.operands]
             settings = sorted((name, str(setting)) for name, setting in op.eqn.params.items())
             signature = _digest(op.name, settings, *operands)
             known |= {result: _digest(signature, i) for i, result in enumerate(op.results)}
-        return known
+        return known.get(value) or _constant(value)
 
-    def _signature(self, value: TracedValue) -> str:
-        return self._signatures.get(value) or _constant(value)
+    @cached_property
+    def _order(self) -> dict[Operation, int]:
+        return {op: number for number, op in enumerate(self.operations)}
 
 
 def trace_loss(

@@ -26,7 +26,6 @@ from jdp.core.gradients.row_proof.quotients import Reading
 from jdp.core.gradients.row_proof.rules import STATISTICS
 from jdp.core.plan import Plan
 from jdp.core.precision import Precision
-from jdp.core.random.match_draws import is_random
 from jdp.core.sharding.mesh import own_axes
 from jdp.core.sharding.traced_mesh import sized_for
 from jdp.core.state import TrainState
@@ -108,7 +107,7 @@ class PartitioningRequest:
                 "jdp.gather_rows gathers the rows of one microbatch, so each number of microbatches would train "
                 f"something else; given accumulate={self.spec.accumulate}. Take accumulate=1."
             )
-        return replace(choice, gathers_rows=trace.gathers_rows, draws=any(map(is_random, trace.jaxpr.eqns)))
+        return replace(choice, gathers_rows=trace.gathers_rows, draws=trace.program.draws)
 
     def _choose_as_run(self, state: TrainState, batch: Batch) -> Choice | None:
         """Choose by the program that the step will run; None where that leaves something open."""
@@ -130,7 +129,7 @@ class PartitioningRequest:
                 return None
             choice = replace(choice, reading=proof.reading, metrics=proof.of_metrics)
         self._report_widened(first)
-        return replace(choice, gathers_rows=first.gathers_rows, draws=any(map(is_random, first.jaxpr.eqns)))
+        return replace(choice, gathers_rows=first.gathers_rows, draws=first.program.draws)
 
     def _traced_as_run(self, state: TrainState, batch: Batch) -> tuple[Choice, list[LossTrace]]:
         """Return the choice, the trace of the step's first call of the loss, and the two traces of a proof if any."""

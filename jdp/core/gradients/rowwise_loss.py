@@ -27,7 +27,7 @@ import jax
 from jdp.base.notices import notice
 from jdp.core.gradients.loss_call import Sums, TracedLoss
 from jdp.core.gradients.loss_program import LossProgram, Programs
-from jdp.core.random.match_draws import GlobalProgram, differs, is_random
+from jdp.core.random.match_draws import GlobalProgram, differs
 from jdp.core.random.replay import BY_ROW, Replay, Value
 from jdp.core.random.row_keys import BatchKey
 from jdp.core.types import Batch, PyTree
@@ -51,7 +51,7 @@ class RowwiseLoss:
         """Return the sums over the rows of `batch`, and the model state afterwards."""
         arguments = (operands, model_state, batch, key.key if isinstance(key, BatchKey) else key)
         local = self.program(arguments)
-        if not isinstance(key, BatchKey) or not any(map(is_random, local.closed.eqns)):
+        if not isinstance(key, BatchKey) or not local.draws:
             return local(*arguments)
         full = self._for_all_rows(arguments, key.total)
         if full is not None and not differs(local.closed.jaxpr, full.closed.jaxpr):
