@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import jdp
 from jdp.core.init import programs
 from jdp.core.init.programs import run_init
 from jdp.models import GPTConfig, ResNetConfig, build
@@ -102,6 +103,21 @@ def test_layers_that_are_alike_are_one_program(monkeypatch: pytest.MonkeyPatch):
     run_init(make, jax.random.key(0), jax.tree.map(lambda _: here, jax.eval_shape(make, jax.random.key(0))))
     shapes = {leaf.shape for leaf in jax.tree.leaves(params) if leaf.ndim > 1}
     assert len(jax.tree.leaves(params)) > 40 and len(made) <= len(shapes) + 3
+
+
+@pytest.mark.parametrize("size", [(8, 16), (127, 31)])  # the second is padded
+def test_init_is_traced_once(size: tuple[int, int]):
+    traced = list[Any]()
+
+    def make(key: jax.Array) -> Any:
+        traced.append(key)
+        return {"kernel": jax.random.normal(key, size), "bias": jnp.zeros(3)}
+
+    plan, key = jdp.Plan(jdp.make_mesh(data=8), "zero3", min_shard_size=64), jax.random.key(0)
+    assert bool(jdp.init_state(make, optax.adam(1e-3), plan, rng=key).static.flat) == (size == (127, 31))
+    assert len(traced) == 1
+    jdp.init(lambda key: make(key), plan, rng=key)
+    assert len(traced) == 2
 
 
 def test_other_keys_take_the_bits_as_jax_has_them():

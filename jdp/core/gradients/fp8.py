@@ -28,9 +28,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 from jdp.base.notices import notice
 from jdp.core.flax_nnx.fp8 import fp8_product
 from jdp.core.sharding.traced_mesh import traced_device
-from jdp.core.tracing.jaxprs import bind, scan_counts, traced_at, user_line
+from jdp.core.tracing.graph import PLAIN, REMATERIALISED, bodies, carried, run, with_bodies
+from jdp.core.tracing.jaxprs import bind, traced_at, user_line
 
-_CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "scan")
 _WEIGHT, _BATCH = 1, 2
 _MULTIPLE = 16
 
@@ -45,7 +45,7 @@ def with_fp8_products(function: Callable[..., Any], weights: Any, state: Any, ba
     source = {0: _WEIGHT, 2: _BATCH}
     sources = [source.get(i, 0) for i, tree in enumerate(arguments) for _ in jax.tree.leaves(tree)]
     rewriter = _Rewriter()
-    results = rewriter.run(closed.jaxpr, closed.consts, jax.tree.leaves(arguments), sources)
+    results = rewriter.run(closed, jax.tree.leaves(arguments), sources)
     rewriter.report()
     return jax.tree.unflatten(jax.tree.structure(shape), results)
 
@@ -62,19 +62,19 @@ class _Rewriter:
     made: list[JaxprEqn] = field(default_factory=list[JaxprEqn])
     left: list[JaxprEqn] = field(default_factory=list[JaxprEqn])
 
-    def run(self, jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], sources: Sources) -> list[Any]:
-        """Return the outputs of `jaxpr` for `args`, which depend on `sources`."""
-        values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-        known = _followed(jaxpr, sources)
-        for eqn in jaxpr.eqns:
-            operands = [atom.val if isinstance(atom, Literal) else values[atom] for atom in eqn.invars]
+    def run(self, program: ClosedJaxpr, args: Sequence[Any], sources: Sources) -> list[Any]:
+        """Return the outputs of a program for `args`, which depend on `sources`."""
+        known = _followed(program.jaxpr, sources)
+
+        def operation(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
             of_operands = _of(eqn.invars, known)
             if eqn.primitive.name == "dot_general" and _is_candidate(eqn, of_operands):
-                results = [self._product(eqn, operands, of_operands)]
-            else:
-                results = bind(self._rewritten(eqn, of_operands), operands)
-            values.update(zip(eqn.outvars, results, strict=True))
-        return [atom.val if isinstance(atom, Literal) else values[atom] for atom in jaxpr.outvars]
+                return [self._product(eqn, operands, of_operands)]
+            if inner := _inside(eqn, of_operands):
+                return bind(with_bodies(eqn, [self._rewritten(*each) for each in inner]), operands)
+            return bind(eqn, operands)
+
+        return run(program, args, operation)
 
     def report(self) -> None:
         """Say once what float8 is not used for, or on devices without it."""
@@ -109,29 +109,11 @@ class _Rewriter:
         with traced_at(eqn):
             return fp8_product(left, right, eqn.params["dimension_numbers"], _has_fp8(traced_device()))
 
-    def _rewritten(self, eqn: JaxprEqn, sources: Sources) -> JaxprEqn:
-        """Return an operation with what it runs rewritten."""
-        if eqn.primitive.name == "cond":
-            branches = tuple(self._inner(branch, sources[1:]) for branch in eqn.params["branches"])
-            return eqn.replace(params={**eqn.params, "branches": branches})
-        if eqn.primitive.name not in _CALLS:
-            return eqn
-        name = "jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"
-        if eqn.primitive.name == "scan":
-            sources = _of_rounds(eqn, sources)
-        return eqn.replace(params={**eqn.params, name: self._inner(eqn.params[name], sources)})
-
-    def _inner(self, inner: Any, sources: Sources) -> Any:
-        jaxpr, consts = getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
-        count = len(self.made)
-        shapes = [
-            jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, weak_type=getattr(var.aval, "weak_type", False))
-            for var in jaxpr.invars
-        ]
-        new = jax.make_jaxpr(lambda *args: self.run(jaxpr, consts, args, sources))(*shapes)
-        if len(self.made) == count:
-            return inner
-        return new if isinstance(inner, ClosedJaxpr) else new.jaxpr
+    def _rewritten(self, program: ClosedJaxpr, sources: Sources) -> ClosedJaxpr:
+        count, avals = len(self.made), (var.aval for var in program.jaxpr.invars)
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=getattr(x, "weak_type", False)) for x in avals]
+        new = jax.make_jaxpr(lambda *args: self.run(program, args, sources))(*shapes)
+        return program if len(self.made) == count else new
 
 
 def _followed(jaxpr: Jaxpr, sources: Sources) -> dict[Any, int]:
@@ -144,30 +126,31 @@ def _followed(jaxpr: Jaxpr, sources: Sources) -> dict[Any, int]:
 
 def _of_results(eqn: JaxprEqn, sources: Sources) -> Sources:
     """Return what the results of an operation depend on."""
-    if eqn.primitive.name == "scan":
-        return _of_outputs(eqn.params["jaxpr"], _of_rounds(eqn, sources))
-    if eqn.primitive.name in _CALLS:
-        return _of_outputs(eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"], sources)
-    if eqn.primitive.name == "cond":
-        outputs = [_of_outputs(branch, sources[1:]) for branch in eqn.params["branches"]]
-        return [_joined([sources[0], *each]) for each in zip(*outputs, strict=True)]
-    return [_joined(sources)] * len(eqn.outvars)
+    inner = _inside(eqn, sources)
+    if not inner:
+        return [_joined(sources)] * len(eqn.outvars)
+    index = sources[:1] if eqn.primitive.name == "cond" else []
+    return [_joined([*index, *each]) for each in zip(*map(_of_outputs, inner), strict=True)]
 
 
-def _of_rounds(eqn: JaxprEqn, sources: Sources) -> Sources:
-    """Return what the inputs of a scan's body depend on in some round: what is carried, also on the round before."""
-    (first, carried), rounds = scan_counts(eqn), list(sources)
+def _inside(eqn: JaxprEqn, sources: Sources) -> list[tuple[ClosedJaxpr, Sources]]:
+    """Return the programs that a scan, a condition or a call runs, and what their inputs depend on in some round."""
+    if eqn.primitive.name == "while":
+        return []
+    rounds, where = list(sources), carried(eqn)
     while True:
-        outputs = _of_outputs(eqn.params["jaxpr"], rounds)[:carried]
-        after = [a | b for a, b in zip(rounds[first : first + carried], outputs, strict=True)]
-        if after == rounds[first : first + carried]:
-            return rounds
-        rounds[first : first + carried] = after
+        inner = bodies(eqn, rounds, PLAIN | REMATERIALISED)
+        before = rounds[where]
+        if not before:
+            return [*inner]
+        rounds[where] = [a | b for a, b in zip(before, _of_outputs(inner[0]), strict=False)]
+        if before == rounds[where]:
+            return [*inner]
 
 
-def _of_outputs(inner: Any, sources: Sources) -> Sources:
-    jaxpr = getattr(inner, "jaxpr", inner)
-    return _of(jaxpr.outvars, _followed(jaxpr, sources))
+def _of_outputs(inside: tuple[ClosedJaxpr, Sources]) -> Sources:
+    program, sources = inside
+    return _of(program.jaxpr.outvars, _followed(program.jaxpr, sources))
 
 
 def _of(atoms: Sequence[Any], known: dict[Any, int]) -> list[int]:

@@ -24,119 +24,97 @@ the round before gathered; with one, XLA copies a layer's weights and gradient i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 from jdp.core.tracing.collectives import is_gather, is_reduction
-from jdp.core.tracing.jaxprs import (
-    bind,
-    eqns_after,
-    eqns_before,
-    every_eqn,
-    inner_jaxprs,
-    inputs_of,
-    outputs_of,
-    scan_counts,
-    traced_at,
-)
+from jdp.core.tracing.graph import Env, Graph, Operation, Value, after, before, called, evaluate, known, read, run
+from jdp.core.tracing.jaxprs import bind, every_eqn, inner_jaxprs, scan_counts, traced_at
 
-_CALLS = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2"}
 _COLLECTIVES = {"all_gather", "reduce_scatter", "psum", "psum_invariant", "all_to_all", "shard_map"}
-
-Values = dict[Any, Any]
-"""The value of each variable of a jaxpr."""
 
 
 def pipelined(function: Callable[..., Any], after: Sequence[Any] = ()) -> Callable[..., Any]:
     """Return a function with the results of `function` whose layer loops gather one layer ahead."""
 
-    def run(*args: Any) -> Any:
+    def pipelined_function(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
-        if not _has_layer_loop(closed.jaxpr):
+        if not any(eqn.primitive.name == "scan" and _runs_marked(eqn) for eqn in every_eqn(closed.jaxpr)):
             return function(*args)
         return jax.tree.unflatten(jax.tree.structure(shape), _run_in_turn(closed, jax.tree.leaves(args), after))
 
-    return run
-
-
-def _has_layer_loop(jaxpr: Jaxpr) -> bool:
-    """Return True if a scan in `jaxpr` gathers or reduces parameters."""
-    return any(
-        _is_marked(inner) if eqn.primitive.name == "scan" else _has_layer_loop(inner)
-        for eqn in jaxpr.eqns
-        for inner in inner_jaxprs(eqn)
-    )
+    return pipelined_function
 
 
 def _is_marked(jaxpr: Jaxpr) -> bool:
     """Return True if `jaxpr` gathers or reduces parameters."""
-    return any(is_gather(eqn) or is_reduction(eqn) or any(map(_is_marked, inner_jaxprs(eqn))) for eqn in jaxpr.eqns)
+    return any(is_gather(eqn) or is_reduction(eqn) for eqn in every_eqn(jaxpr))
+
+
+def _runs_marked(eqn: JaxprEqn) -> bool:
+    return any(map(_is_marked, inner_jaxprs(eqn)))
 
 
 def _run(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
     """Evaluate a jaxpr, its layer loops rebuilt and the calls around their collectives inlined."""
-    values: Values = {**_paired(closed.jaxpr.constvars, closed.consts), **_paired(closed.jaxpr.invars, args)}
-    for eqn in closed.jaxpr.eqns:
-        values |= _paired(eqn.outvars, _results(eqn, _read(eqn.invars, values), _Last()))
-    return _read(closed.jaxpr.outvars, values)
+    return run(closed, args, lambda eqn, operands: _results(eqn, operands, _Last()))
 
 
-def _run_in_turn(closed: ClosedJaxpr, args: Sequence[Any], after: Sequence[Any]) -> list[Any]:
+def _run_in_turn(closed: ClosedJaxpr, args: Sequence[Any], begin_after: Sequence[Any]) -> list[Any]:
     """Evaluate a jaxpr as `_run` does, its collectives outside of loops in turn with those of the loops."""
-    eqns = closed.jaxpr.eqns
-    values: Values = {**_paired(closed.jaxpr.constvars, closed.consts), **_paired(closed.jaxpr.invars, args)}
-    scans = [eqn for eqn in eqns if eqn.primitive.name == "scan"]
-    after_any = eqns_after(eqns, outputs_of(scans))
+    graph = _read(closed)
+    operations, env = graph.operations, Env(zip(graph.inputs, args, strict=True))
+    scans = [each for each in operations if each.name == "scan"]
+    after_any = after(operations, _results_of(scans))
     reducing = [
-        eqn for eqn in scans if any(is_reduction(each) for inner in inner_jaxprs(eqn) for each in every_eqn(inner))
+        each for each in scans if any(is_reduction(eqn) for inner in inner_jaxprs(each.eqn) for eqn in every_eqn(inner))
     ]
-    after_loops, last = eqns_after(eqns, outputs_of(reducing)), _Last(after)
-    for eqn in _in_turn(eqns, {id(eqn) for eqn in eqns if is_gather(eqn)} - after_any):
-        operands = _read(eqn.invars, values)
-        is_collective = eqn.primitive.name in _COLLECTIVES
-        before = last.gathered if is_gather(eqn) else last.reduced if id(eqn) in after_loops else []
-        if is_collective and before and (is_gather(eqn) or is_reduction(eqn)):
-            operands, _ = jax.lax.optimization_barrier((operands, before))
+    after_loops, last = after(operations, _results_of(reducing)), _Last(begin_after)
+
+    def evaluated(operation: Operation, operands: list[Any]) -> list[Any]:
+        eqn, is_collective = operation.eqn, operation.name in _COLLECTIVES
+        earlier = last.gathered if is_gather(eqn) else last.reduced if operation in after_loops else []
+        if is_collective and earlier and (is_gather(eqn) or is_reduction(eqn)):
+            operands, _ = jax.lax.optimization_barrier((operands, earlier))
         results = _results(eqn, operands, last)
-        if is_collective and is_reduction(eqn) and id(eqn) not in after_loops:
+        if is_collective and is_reduction(eqn) and operation not in after_loops:
             last.early += results
-        values |= _paired(eqn.outvars, results)
-    return _read(closed.jaxpr.outvars, values)
+        return results
+
+    movable = {each for each in operations if is_gather(each.eqn)} - after_any
+    evaluate(_in_turn(operations, movable), env, evaluated)
+    return _known(graph.outputs, env)
 
 
-def _in_turn(eqns: Sequence[JaxprEqn], movable: set[int]) -> list[JaxprEqn]:
-    """Return the operations with those whose ids are in `movable` right before the first that takes their results, and
-    reductions as soon as what they take is there.
+def _in_turn(operations: Sequence[Operation], movable: Collection[Operation]) -> list[Operation]:
+    """Return the operations with those in `movable` right before the first that takes their results, and reductions as
+    soon as their operands are there.
     """
-    makers = {var: eqn for eqn in eqns for var in eqn.outvars}
-    users: dict[int, list[JaxprEqn]] = {}
-    for eqn in eqns:
-        for maker in {id(makers[var]): makers[var] for var in inputs_of([eqn]) if var in makers}.values():
-            users.setdefault(id(maker), []).append(eqn)
-    ordered: dict[int, JaxprEqn] = {}
+    makers = {each: list(dict.fromkeys(x.maker for x in each.operands if x.maker is not None)) for each in operations}
+    users: dict[Operation, list[Operation]] = {}
+    for each in operations:
+        for maker in makers[each]:
+            users.setdefault(maker, []).append(each)
+    ordered: dict[Operation, None] = {}
 
-    def add(eqn: JaxprEqn) -> None:
-        if id(eqn) in ordered:
+    def add(operation: Operation) -> None:
+        if operation in ordered:
             return
-        for var in inputs_of([eqn]):
-            if var in makers:
-                add(makers[var])
-        ordered[id(eqn)] = eqn
-        for user in users.get(id(eqn), ()):
-            if is_reduction(user) and all(var not in makers or id(makers[var]) in ordered for var in inputs_of([user])):
+        for maker in makers[operation]:
+            add(maker)
+        ordered[operation] = None
+        for user in users.get(operation, ()):
+            if is_reduction(user.eqn) and all(maker in ordered for maker in makers[user]):
                 add(user)
 
-    for eqn in eqns:
-        if id(eqn) not in movable:
-            add(eqn)
-    for eqn in eqns:
-        add(eqn)
-    return list(ordered.values())
+    for each in (*(each for each in operations if each not in movable), *operations):
+        add(each)
+    return list(ordered)
 
 
 @dataclass
@@ -161,21 +139,14 @@ class _Last:
         return [jnp.full((length, *aval.shape), zero.astype(aval.dtype)) for aval in avals]
 
 
-def _evaluate(eqns: Iterable[JaxprEqn], values: Values) -> None:
-    """Add the results of `eqns` to `values`."""
-    for eqn in eqns:
-        values |= _paired(eqn.outvars, bind(eqn, _read(eqn.invars, values)))
-
-
 def _results(eqn: JaxprEqn, operands: list[Any], last: _Last) -> list[Any]:
     """Evaluate one operation; a loop changes what came last."""
-    if any(map(_is_marked, inner_jaxprs(eqn))):
+    if _runs_marked(eqn):
         with traced_at(eqn):
             if eqn.primitive.name == "scan":
                 return _scan(eqn, operands, last)
-            if eqn.primitive.name in _CALLS and not eqn.params.get("prevent_cse"):
-                inner: Any = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-                return _run(inner if hasattr(inner, "consts") else ClosedJaxpr(inner, ()), operands)
+            if not eqn.params.get("prevent_cse") and (inner := called(eqn)) is not None:
+                return _run(inner, operands)
     if eqn.primitive.name == "scan" and last.before:
         with traced_at(eqn):
             return _in_order(eqn.params["jaxpr"], eqn, operands, last)
@@ -184,13 +155,11 @@ def _results(eqn: JaxprEqn, operands: list[Any], last: _Last) -> list[Any]:
 
 def _scan(eqn: JaxprEqn, operands: list[Any], last: _Last) -> list[Any]:
     """Run a scan whose rounds gather or reduce, one layer ahead and one behind where it can be."""
-    first, carried = scan_counts(eqn)
     inner, length, reverse = eqn.params["jaxpr"], eqn.params["length"], eqn.params["reverse"]
-    body = jax.make_jaxpr(lambda *args: _run(inner, args))(*(_like(var.aval) for var in inner.jaxpr.invars))
-    parts = _Parts.of(body, first, carried)
+    body = jax.make_jaxpr(lambda *args: _run(inner, args))(*map(_like, inner.in_avals))
+    parts = _Parts.of(_read(body), *scan_counts(eqn))
     if length > 1 and (parts.ahead or parts.behind):
         return _Loop(parts, operands, length, reverse).run(last)
-
     return _in_order(body, eqn, operands, last)
 
 
@@ -206,7 +175,7 @@ def _in_order(body: ClosedJaxpr, eqn: JaxprEqn, operands: list[Any], last: _Last
         pairs = zip(state[1], out[carried:], strict=True)
         return out[:carried], [jax.lax.dynamic_update_index_in_dim(stack, new, index, 0) for stack, new in pairs]
 
-    stacks = last.empty(length, (var.aval for var in body.jaxpr.outvars[carried:]))
+    stacks = last.empty(length, body.out_avals[carried:])
     carry, stacks = jax.lax.fori_loop(0, length, step, (operands[first:end], stacks))
     return [*carry, *stacks]
 
@@ -220,41 +189,42 @@ class _Parts:
     """A scan's body in three parts: ahead, main, behind; see the file's docstring.
 
     Attributes:
-        body: the whole, every gather and reduction an operation of its own.
         constants, carried, sliced: its inputs by kind: the same in every round, from round to round, of the round.
+        outputs: its results.
         ahead, main, behind: the operations of each part.
         gathered: what other parts take of `ahead`'s results.
         kept: what `behind` takes of the round.
+        reduced: results that `behind` makes.
     """
 
-    body: ClosedJaxpr
-    constants: list[Any]
-    carried: list[Any]
-    sliced: list[Any]
-    ahead: list[JaxprEqn]
-    main: list[JaxprEqn]
-    behind: list[JaxprEqn]
-    gathered: list[Any]
-    kept: list[Any]
+    constants: list[Value]
+    carried: list[Value]
+    sliced: list[Value]
+    outputs: list[Value]
+    ahead: list[Operation]
+    main: list[Operation]
+    behind: list[Operation]
+    gathered: list[Value]
+    kept: list[Value]
+    reduced: list[Value]
 
     @staticmethod
-    def of(body: ClosedJaxpr, first: int, carried: int) -> _Parts:
+    def of(body: Graph, first: int, carried: int) -> _Parts:
         """Split a scan's body with `first` constants and `carried` carried inputs."""
-        eqns, inputs, outputs = body.jaxpr.eqns, body.jaxpr.invars, body.jaxpr.outvars
+        operations, inputs, outputs = body.operations, body.inputs, body.outputs
         constants, state, sliced = inputs[:first], inputs[first : first + carried], inputs[first + carried :]
-        of_layer, of_state = eqns_after(eqns, sliced), eqns_after(eqns, state)
-        gathers = [e for e in eqns if is_gather(e) and id(e) in of_layer - of_state]
-        ahead = eqns_before(eqns, outputs_of(gathers))
-        carries_on = eqns_before(eqns, outputs[:carried])
-        reductions = [e for e in eqns if is_reduction(e) and id(e) not in carries_on | ahead]
-        behind = eqns_after(eqns, outputs_of(reductions)) | set(map(id, reductions))
-        first_part, last_part = ([e for e in eqns if id(e) in part] for part in (ahead, behind))
-        main = [e for e in eqns if id(e) not in ahead | behind]
-        used = {*inputs_of(main), *inputs_of(last_part), *(var for var in outputs if not isinstance(var, Literal))}
-        given = {*constants, *body.jaxpr.constvars, *outputs_of(last_part)}
-        gathered = [var for var in outputs_of(first_part) if var in used]
-        kept = [var for var in inputs_of(last_part) if var not in given]
-        return _Parts(body, constants, state, sliced, first_part, main, last_part, gathered, kept)
+        of_layer = after(operations, sliced) - after(operations, state)
+        ahead, _ = before(_results_of(each for each in operations if is_gather(each.eqn) and each in of_layer))
+        others = {*before(outputs[:carried])[0], *ahead}
+        reductions = {each for each in operations if is_reduction(each.eqn) and each not in others}
+        last = after(operations, _results_of(reductions)) | reductions
+        behind = [each for each in operations if each in last]
+        main = [each for each in operations if each not in last.union(ahead)]
+        used = {*_inputs_of(main), *_inputs_of(behind), *outputs}
+        gathered = [value for value in _results_of(ahead) if value in used]
+        kept = [value for value in _inputs_of(behind) if value not in constants]
+        reduced = [value for value in dict.fromkeys(outputs) if value.maker in last]
+        return _Parts(constants, state, sliced, outputs, ahead, main, behind, gathered, kept, reduced)
 
 
 @dataclass(frozen=True)
@@ -295,17 +265,17 @@ class _Loop:
     length: int
     reverse: bool
 
-    def run(self, before: _Last) -> list[Any]:
-        """Return what the scan returns: what is carried, and the stacked results. Update what came last before."""
+    def run(self, came: _Last) -> list[Any]:
+        """Return what the scan returns: what is carried, and the stacked results. Update what came last came."""
         parts, last, begin = self.parts, self.length - 1, 0
         first = len(parts.constants)
-        gathered = self._ahead(0, before.gathered)
-        stacks = before.empty(self.length, (var.aval for var in parts.body.jaxpr.outvars[len(parts.carried) :]))
+        gathered = self._ahead(0, came.gathered)
+        stacks = came.empty(self.length, (value.aval for value in parts.outputs[len(parts.carried) :]))
         state = _State(self.operands[first : first + len(parts.carried)], stacks, [], gathered, [])
         if parts.behind:
             state, begin = self._main(0, replace(state, gathered=self._ahead(1, gathered)), gathered), 1
-            if before.early:
-                state = replace(state, kept=jax.lax.optimization_barrier((state.kept, before.early))[0])
+            if came.early:
+                state = replace(state, kept=jax.lax.optimization_barrier((state.kept, came.early))[0])
         if (last - begin) % 2:
             state, begin = self._round(begin, state), begin + 1
 
@@ -315,10 +285,10 @@ class _Loop:
 
         if last > begin:
             state = _State.of(jax.lax.fori_loop(0, (last - begin) // 2, pair, state.carried))
-        before.gathered = state.gathered or before.gathered
+        came.gathered = state.gathered or came.gathered
         state = self._behind(last - 1, state) if parts.behind else state
         state = self._behind(last, self._main(last, state, state.gathered))
-        before.reduced = state.sent or before.reduced
+        came.reduced = state.sent or came.reduced
         return [*state.carry, *state.stacks]
 
     def _round(self, k: Any, state: _State) -> _State:
@@ -327,26 +297,26 @@ class _Loop:
         reduced = self._behind(k - 1, state)
         return replace(self._main(k, reduced, state.gathered), gathered=gathered)
 
-    def _ahead(self, k: Any, after: list[Any] | None = None) -> list[Any]:
-        """Return what is gathered for round k, which begins when `after` is there: XLA joins what may begin at once."""
+    def _ahead(self, k: Any, earlier: list[Any]) -> list[Any]:
+        """Return what is gathered for round k, after `earlier` is there: XLA joins what may begin at once."""
         parts = self.parts
-        values = self._given(k, inputs_of(parts.ahead))
-        if after:
-            slices = {var: values[var] for var in parts.sliced if var in values}
-            slices, _ = jax.lax.optimization_barrier((list(slices.values()), after))
-            values |= _paired((var for var in parts.sliced if var in values), slices)
-        _evaluate(parts.ahead, values)
-        return _read(parts.gathered, values)
+        env = self._given(k, _inputs_of(parts.ahead))
+        if earlier:
+            slices = {value: env[value] for value in parts.sliced if value in env}
+            arrays, _ = jax.lax.optimization_barrier((list(slices.values()), earlier))
+            env |= _paired(slices, arrays)
+        evaluate(parts.ahead, env)
+        return _known(parts.gathered, env)
 
     def _main(self, k: Any, state: _State, gathered: list[Any]) -> _State:
         """Compute round k."""
-        parts, outputs = self.parts, self.parts.body.jaxpr.outvars
-        used = [*inputs_of(parts.main), *parts.kept, *outputs]
-        values = {**self._given(k, used), **_paired(parts.carried, state.carry), **_paired(parts.gathered, gathered)}
-        _evaluate(parts.main, values)
-        stacks = self._put(k, state.stacks, {**values, **dict.fromkeys(outputs_of(parts.behind))})
-        carry = _read(outputs[: len(parts.carried)], values)
-        return replace(state, carry=carry, stacks=stacks, kept=_read(parts.kept, values))
+        parts, outputs = self.parts, self.parts.outputs
+        used = [*_inputs_of(parts.main), *parts.kept, *outputs]
+        env = {**self._given(k, used), **_paired(parts.carried, state.carry), **_paired(parts.gathered, gathered)}
+        evaluate(parts.main, env)
+        stacks = self._put(k, state.stacks, env, set(outputs) - set(parts.reduced))
+        carry = _known(outputs[: len(parts.carried)], env)
+        return replace(state, carry=carry, stacks=stacks, kept=_known(parts.kept, env))
 
     def _behind(self, k: Any, state: _State) -> _State:
         """Reduce what round k kept, after what was reduced before."""
@@ -355,38 +325,51 @@ class _Loop:
             return state
         if state.sent:
             kept, _ = jax.lax.optimization_barrier((kept, state.sent))
-        values = {**self._given(k, []), **_paired(parts.kept, kept)}
-        _evaluate(parts.behind, values)
-        made = [var for var in dict.fromkeys(self.parts.body.jaxpr.outvars) if var in set(outputs_of(parts.behind))]
+        env = {**self._given(k, []), **_paired(parts.kept, kept)}
+        evaluate(parts.behind, env)
         # The barrier keeps XLA from delaying the reduction by one more round.
-        sent = jax.lax.optimization_barrier(_read(made, values))
-        return replace(state, stacks=self._put(k, state.stacks, _paired(made, sent)), sent=sent)
+        sent = jax.lax.optimization_barrier(_known(parts.reduced, env))
+        return replace(state, stacks=self._put(k, state.stacks, _paired(parts.reduced, sent), parts.reduced), sent=sent)
 
-    def _put(self, k: Any, stacks: list[Any], values: Values) -> list[Any]:
-        """Return the stacks with those results of round k that `values` holds."""
+    def _put(self, k: Any, stacks: list[Any], env: Env, made: Collection[Value]) -> list[Any]:
+        """Return the stacks with those results of round k that are in `made`."""
         index = self.length - 1 - k if self.reverse else k
-        outputs = self.parts.body.jaxpr.outvars[len(self.parts.carried) :]
-        new = [var.val if isinstance(var, Literal) else values.get(var) for var in outputs]
         return [
-            stack if value is None else jax.lax.dynamic_update_index_in_dim(stack, value, index, 0)
-            for stack, value in zip(stacks, new, strict=True)
+            jax.lax.dynamic_update_index_in_dim(stack, known(value, env), index, 0) if value in made else stack
+            for stack, value in zip(stacks, self.parts.outputs[len(self.parts.carried) :], strict=True)
         ]
 
-    def _given(self, k: Any, used: Iterable[Any]) -> Values:
+    def _given(self, k: Any, used: Iterable[Value]) -> Env:
         """Return the values that round k does not compute: constants, and its slices that are in `used`."""
         parts, index = self.parts, self.length - 1 - k if self.reverse else k
-        values = {**_paired(parts.body.jaxpr.constvars, parts.body.consts), **_paired(parts.constants, self.operands)}
-        stacks = self.operands[len(parts.constants) + len(parts.carried) :]
-        needed = {var for var in used if not isinstance(var, Literal)}
-        for var, stack in zip(parts.sliced, stacks, strict=True):
-            if var in needed:
-                values[var] = jax.lax.dynamic_index_in_dim(stack, index, 0, keepdims=False)
-        return values
+        env, stacks = (
+            _paired(parts.constants, self.operands),
+            self.operands[len(parts.constants) + len(parts.carried) :],
+        )
+        for value, stack in zip(parts.sliced, stacks, strict=True):
+            if value in used:
+                env[value] = jax.lax.dynamic_index_in_dim(stack, index, 0, keepdims=False)
+        return env
 
 
-def _paired(variables: Iterable[Any], values: Iterable[Any]) -> Values:
-    return dict(zip(variables, values, strict=False))
+def _read(closed: ClosedJaxpr) -> Graph:
+    """Read a program with its calls as operations."""
+    return read(closed, lambda eqn: None)
 
 
-def _read(atoms: Iterable[Any], values: Values) -> list[Any]:
-    return [atom.val if isinstance(atom, Literal) else values[atom] for atom in atoms]
+def _inputs_of(operations: Sequence[Operation]) -> list[Value]:
+    """Return the values that operations take and do not make, in order, without the program's constants."""
+    taken, made = (value for each in operations for value in each.operands), set(_results_of(operations))
+    return list(dict.fromkeys(value for value in taken if value not in made and value.constant is None))
+
+
+def _results_of(operations: Iterable[Operation]) -> list[Value]:
+    return [value for each in operations for value in each.results]
+
+
+def _known(values: Iterable[Value], env: Env) -> list[Any]:
+    return [known(value, env) for value in values]
+
+
+def _paired(values: Iterable[Value], arrays: Iterable[Any]) -> Env:
+    return dict(zip(values, arrays, strict=False))

@@ -144,7 +144,7 @@ def _prepare(init: InitFn, tx: Any, plan: Plan, rng: jax.Array, wrt: Any) -> tup
     abstract = flattened(plan, TrainState(**shapes, static=static))
 
     def make_at_rest(rng: jax.Array) -> dict[str, PyTree]:
-        made = make(rng)
+        made = jax.jit(make)(rng)  # not traced again
         laid = at_rest(TrainState(**made, static=static), abstract.static)
         return {name: getattr(laid, name) for name in made}
 

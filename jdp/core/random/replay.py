@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from jdp.base.notices import notice
 from jdp.core.random.match_draws import (
@@ -32,11 +32,13 @@ from jdp.core.random.match_draws import (
     sorted_sizes,
 )
 from jdp.core.random.row_keys import BatchKey, plain
-from jdp.core.tracing.jaxprs import bind, scan_counts, traced_at, user_line
+from jdp.core.tracing.graph import REMATERIALISED, bodies, carried, run, run_bodies
+from jdp.core.tracing.jaxprs import bind, traced_at, user_line
 
 Known = Sequence[Thunk | None] | None
 """For each operand of the counterpart how to compute it, or None; None where there is no counterpart."""
 
+_REBUILT = ("jit", "scan", "while", "cond", *REMATERIALISED)
 _EACH = "so each device draws for itself"
 BY_ROW = "draw with the rows leading, e.g. normal(rng, (rows, length)).swapaxes(0, 1), or from split(rng, rows)"
 
@@ -71,24 +73,15 @@ class Replay:
         self, local: Jaxpr, consts: Sequence[Any], args: Sequence[Value], full: GlobalProgram | None
     ) -> list[Value]:
         """Return the outputs of `local`; where `full` is None its draws are read by their shapes."""
-        values: dict[Any, Value] = {
-            **dict(zip(local.constvars, map(Value, consts), strict=True)),
-            **dict(zip(local.invars, args, strict=True)),
-        }
-
-        def read(atom: Any) -> Value:
-            return Value(atom.val) if isinstance(atom, Literal) else values[atom]
-
         others = iter(self._counterparts(local, full))
-        for eqn in local.eqns:
-            operands = list(map(read, eqn.invars))
+
+        def operation(eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
             if is_random(eqn):
-                results = self._random(eqn, next(others), operands, full)
-            else:
-                counts = any(_counts(operands)) or (full is not None and full.counts(eqn))
-                results = [Value(x, counts) for x in bind(eqn, _arrays(operands))]
-            values.update(zip(eqn.outvars, results, strict=True))
-        return list(map(read, local.outvars))
+                return self._random(eqn, next(others), operands, full)
+            counts = any(_counts(operands)) or (full is not None and full.counts(eqn))
+            return [Value(x, counts) for x in bind(eqn, _arrays(operands))]
+
+        return run(ClosedJaxpr(local, consts), args, operation, lambda _, value: Value(value))
 
     def _counterparts(self, local: Jaxpr, full: GlobalProgram | None) -> list[JaxprEqn | None]:
         if full is None:
@@ -176,134 +169,82 @@ class Replay:
     def _inner(
         self, eqn: JaxprEqn, other: JaxprEqn | None, operands: list[Value], full: GlobalProgram | None
     ) -> list[Value]:
-        """Rebuild an operation that runs others, by the function of JAX that made it."""
-        rebuild = {
-            "jit": self._jit,
-            "pjit": self._jit,
-            "remat2": self._remat,
-            "checkpoint": self._remat,
-            "scan": self._scan,
-            "while": self._while,
-            "cond": self._cond,
-        }.get(eqn.primitive.name)
-        if rebuild is None:
+        """Rebuild an operation that runs others, until what it carries counts in each round as it did before."""
+        name, where = eqn.primitive.name, carried(eqn)
+        if name not in _REBUILT:
             return self._closed(eqn, operands)
-        return rebuild(eqn, other, operands, None if other is None or full is None else full.known(other.invars))
+        arrays, counts = _arrays(operands), self._from_row_to_row(eqn, other, _counts(operands))
+        replay = self._inside(eqn, other)
+        known: Known = None
+        if other is not None and full is not None:
+            known = full.known(other.invars)
+            if name in ("scan", "while"):
+                known[where.start :] = [None] * len(known[where.start :])
+        while True:
+            pairs = zip(bodies(eqn, counts), _others(eqn, other, known), strict=True)
+            functions = [replay._body(*mine, *theirs) for mine, theirs in pairs]
+            out = run_bodies(eqn, arrays, [function for function, _ in functions])
+            marks = [any(each) for each in zip(*(marks for _, marks in functions[name == "while" :]), strict=True)]
+            joined = [a or b for a, b in zip(counts[where], marks, strict=False)]
+            if joined == counts[where]:
+                marks = joined if name == "while" else [mark or (name == "cond" and counts[0]) for mark in marks]
+                return list(map(Value, out, marks))
+            counts[where] = joined
 
-    def _body(
-        self, jaxpr: Any, other: Any, counts: Sequence[bool], known: Known
-    ) -> tuple[Callable[..., list[Any]], list[bool]]:
-        """Return a function that replays `jaxpr`, and a list: once the function ran, which of its results count."""
-        local, consts = getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
-        marks: list[bool] = []
-
-        def run(*arrays: Any) -> list[Any]:
-            full = None
-            if other is not None and known is not None:
-                full = GlobalProgram(getattr(other, "jaxpr", other), getattr(other, "consts", ()), known)
-            results = self.run(local, consts, list(map(Value, arrays, counts)), full)
-            marks[:] = _counts(results)
-            return _arrays(results)
-
-        return run, marks
-
-    def _jit(self, eqn: JaxprEqn, other: JaxprEqn | None, operands: list[Value], known: Known) -> list[Value]:
-        inner = None if other is None else other.params["jaxpr"]
-        library = eqn.params["name"].startswith("_") and self.line is None
-        replay = replace(self, line=user_line(eqn)) if library else self
-        run, marks = replay._body(eqn.params["jaxpr"], inner, _counts(operands), known)
-        if inner is not None and sorted_sizes(eqn.params["jaxpr"]) != sorted_sizes(inner):
+    def _inside(self, eqn: JaxprEqn, other: JaxprEqn | None) -> Replay:
+        """Return what replays the inside of an operation: in JAX's own functions with the line of their caller."""
+        if eqn.primitive.name != "jit":
+            return self
+        if other is not None and sorted_sizes(eqn.params["jaxpr"]) != sorted_sizes(other.params["jaxpr"]):
             self._report(
                 eqn, "this permutes the rows of the batch, and a device has its own only; permute them in the data"
             )
-        run.__name__ = eqn.params["name"]
-        return list(map(Value, jax.jit(run)(*_arrays(operands)), marks))
+        library = eqn.params["name"].startswith("_") and self.line is None
+        return replace(self, line=user_line(eqn)) if library else self
 
-    def _remat(self, eqn: JaxprEqn, other: JaxprEqn | None, operands: list[Value], known: Known) -> list[Value]:
-        inner = None if other is None else other.params["jaxpr"]
-        run, marks = self._body(eqn.params["jaxpr"], inner, _counts(operands), known)
-        again = jax.checkpoint(run, prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"])
-        return list(map(Value, again(*_arrays(operands)), marks))
+    def _from_row_to_row(self, eqn: JaxprEqn, other: JaxprEqn | None, counts: list[bool]) -> list[bool]:
+        """Mark what a loop along the rows carries: one with another number of rounds for the whole batch."""
+        where = carried(eqn)
+        if other is None:
+            return counts
+        if eqn.primitive.name == "while" and bounds(eqn) != bounds(other):
+            counts[where] = [True] * len(counts[where])
+        if eqn.primitive.name == "scan" and eqn.params["length"] != other.params["length"]:
+            body = eqn.params["jaxpr"].jaxpr
+            pairs = zip(counts[where], body.invars[where], body.outvars, strict=False)
+            counts[where] = [old or out is not var for old, var, out in pairs]
+        return counts
 
-    def _scan(self, eqn: JaxprEqn, other: JaxprEqn | None, operands: list[Value], known: Known) -> list[Value]:
-        params, inner = eqn.params, None if other is None else other.params["jaxpr"]
-        first, carried = scan_counts(eqn)
-        last = first + carried
-        arrays, counts = _arrays(operands), _counts(operands)
-        if other is not None and params["length"] != other.params["length"]:  # from row to row
-            body = params["jaxpr"].jaxpr
-            counts[first:last] = [
-                old or out is not var
-                for old, var, out in zip(counts[first:last], body.invars[first:last], body.outvars, strict=False)
-            ]
-        if known is not None:
-            known = [*known[:first], *(None for _ in known[first:])]
-        while True:
-            run, marks = self._body(params["jaxpr"], inner, counts, known)
+    def _body(
+        self, local: ClosedJaxpr, counts: Sequence[bool], other: ClosedJaxpr | None, known: Known
+    ) -> tuple[Callable[..., list[Any]], list[bool]]:
+        """Return a function that replays a program, and a list: once it ran, which of its results count."""
+        marks: list[bool] = []
 
-            def step(carry: list[Any], xs: list[Any], run: Any = run) -> tuple[list[Any], list[Any]]:
-                out = run(*arrays[:first], *carry, *xs)
-                return out[: last - first], out[last - first :]
+        def replayed(*arrays: Any) -> list[Any]:
+            full = None
+            if other is not None and known is not None:
+                full = GlobalProgram(other.jaxpr, other.consts, known)
+            results = self.run(local.jaxpr, local.consts, list(map(Value, arrays, counts)), full)
+            marks[:] = _counts(results)
+            return _arrays(results)
 
-            carry, ys = jax.lax.scan(
-                step,
-                arrays[first:last],
-                arrays[last:],
-                length=params["length"],
-                reverse=params["reverse"],
-                unroll=params["unroll"],
-            )
-            joined = [a or b for a, b in zip(counts[first:last], marks, strict=False)]
-            if joined == counts[first:last]:
-                return list(map(Value, [*carry, *ys], marks))
-            counts[first:last] = joined
-
-    def _while(self, eqn: JaxprEqn, other: JaxprEqn | None, operands: list[Value], known: Known) -> list[Value]:
-        params = eqn.params
-        tests, first = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-        arrays, counts = _arrays(operands), _counts(operands)
-        if other is not None and bounds(eqn) != bounds(other):  # from row to row
-            counts[first:] = [True] * len(counts[first:])
-        known = None if known is None else [*known[:first], *(None for _ in known[first:])]
-
-        def traced(name: str, start: int, stop: int) -> tuple[Callable[..., list[Any]], list[bool]]:
-            inner = None if other is None else other.params[name]
-            seen = None if known is None else [*known[start:stop], *known[first:]]
-            return self._body(params[name], inner, [*counts[start:stop], *counts[first:]], seen)
-
-        while True:
-            test, _ = traced("cond_jaxpr", 0, tests)
-            body, marks = traced("body_jaxpr", tests, first)
-
-            def goes_on(carry: list[Any], test: Any = test) -> jax.Array:
-                return test(*arrays[:tests], *carry)[0]
-
-            def once(carry: list[Any], body: Any = body, goes_on: Any = goes_on) -> list[Any]:
-                """Under vmap each row stops by itself."""
-                new, test = body(*arrays[tests:first], *carry), goes_on(carry)
-                spread = lambda x: test.reshape(test.shape + (1,) * (x.ndim - test.ndim))  # noqa: E731
-                return [jnp.where(spread(a), a, b) for a, b in zip(new, carry, strict=True)] if test.ndim else new
-
-            out = jax.lax.while_loop(lambda carry, goes_on=goes_on: goes_on(carry).any(), once, arrays[first:])
-            joined = [a or b for a, b in zip(counts[first:], marks, strict=True)]
-            if joined == counts[first:]:
-                return list(map(Value, out, joined))
-            counts[first:] = joined
-
-    def _cond(self, eqn: JaxprEqn, other: JaxprEqn | None, operands: list[Value], known: Known) -> list[Value]:
-        branches, counts = eqn.params["branches"], _counts(operands)
-        inner = [None] * len(branches) if other is None else other.params["branches"]
-        known = None if known is None else known[1:]
-        bodies = [self._body(a, b, counts[1:], known) for a, b in zip(branches, inner, strict=True)]
-        index, *arrays = _arrays(operands)
-        out = jax.lax.switch(index, [run for run, _ in bodies], *arrays)
-        return [Value(x, any(each) or counts[0]) for x, *each in zip(out, *(marks for _, marks in bodies), strict=True)]
+        return replayed, marks
 
     def _closed(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
         """Repeat what cannot be rebuilt (a function with a gradient of its own) with keys that no shard shares."""
         self._report(eqn, f"a draw inside of {eqn.primitive.name}, {_EACH}; draw outside, and pass the noise in")
         arrays = [self.key.apart(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in _arrays(operands)]
         return list(map(Value, bind(eqn, arrays)))
+
+
+def _others(
+    eqn: JaxprEqn, other: JaxprEqn | None, known: Known
+) -> Sequence[tuple[ClosedJaxpr, Known] | tuple[None, None]]:
+    """Return for each program that an operation runs its counterpart, and what is known of the operands of that."""
+    if other is None or known is None:
+        return [(None, None)] * len(bodies(eqn, eqn.invars))
+    return bodies(other, known)
 
 
 def _arrays(values: Sequence[Value]) -> list[Any]:

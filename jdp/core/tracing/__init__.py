@@ -1,1 +1,6 @@
-"""Traced programs (jaxprs): reading them (`jaxprs`), and the collectives that they issue (`collectives`)."""
+"""Traced programs (jaxprs).
+
+graph        the reader and the runner: values, operations, calls, loops
+jaxprs       one operation: what it runs, its source line, the same on other operands
+collectives  the collectives that a program issues
+"""

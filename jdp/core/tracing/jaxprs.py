@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -117,34 +117,3 @@ def traced_at(eqn: JaxprEqn) -> Generator[None]:
     scope = source_info_util.current_name_stack() + eqn.source_info.name_stack
     with source_info_util.user_context(eqn.source_info.traceback, name_stack=scope), eqn.ctx.manager:
         yield
-
-
-def inputs_of(eqns: Iterable[JaxprEqn]) -> list[Any]:
-    """Return the variables that operations take and do not make, in order."""
-    made = set(outputs_of(eqns))
-    taken = (var for eqn in eqns for var in eqn.invars if not isinstance(var, Literal))
-    return list(dict.fromkeys(var for var in taken if var not in made))
-
-
-def outputs_of(eqns: Iterable[JaxprEqn]) -> list[Any]:
-    return [var for eqn in eqns for var in eqn.outvars]
-
-
-def eqns_after(eqns: Sequence[JaxprEqn], variables: Iterable[Any]) -> set[int]:
-    """Return the ids of the operations that depend on `variables`."""
-    known, found = set(variables), set[int]()
-    for eqn in eqns:
-        if any(not isinstance(var, Literal) and var in known for var in eqn.invars):
-            known.update(eqn.outvars)
-            found.add(id(eqn))
-    return found
-
-
-def eqns_before(eqns: Sequence[JaxprEqn], variables: Iterable[Any]) -> set[int]:
-    """Return the ids of the operations that `variables` depend on."""
-    needed, found = {var for var in variables if not isinstance(var, Literal)}, set[int]()
-    for eqn in reversed(eqns):
-        if not needed.isdisjoint(eqn.outvars):
-            needed.update(var for var in eqn.invars if not isinstance(var, Literal))
-            found.add(id(eqn))
-    return found

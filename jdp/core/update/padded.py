@@ -13,8 +13,9 @@ replicated: `flattened` finds that out on shapes alone when a state is made. Aft
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -32,6 +33,7 @@ from jdp.core.sharding.mesh import own_axes
 from jdp.core.sharding.optimizer_state import mirrored
 from jdp.core.sharding.padded import Flat
 from jdp.core.state import MOMENTUM, STACKED, Static, TrainState, map_flat, own_shaped, trained_part
+from jdp.core.tracing.graph import FORWARD, called, run
 from jdp.core.tracing.jaxprs import ELEMENTWISE, bind
 from jdp.core.types import PyTree
 from jdp.core.update.local_steps import unstack
@@ -39,7 +41,6 @@ from jdp.core.update.optimizer_checks import update
 
 FIELDS = ("params", "opt_state")
 """The fields of a state whose leaves may rest flat."""
-_CALLS = frozenset(("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"))
 _REDUCTIONS = frozenset(("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or"))
 
 
@@ -193,15 +194,7 @@ def _how(name: str, path: str, static: Static) -> tuple[Flat | None, frozenset[s
 
 def _run(program: ClosedJaxpr, arguments: Sequence[_Value]) -> list[_Value]:
     """Replay a program on values of which some are flat."""
-    known = dict(zip(program.jaxpr.constvars, map(_Value, program.consts), strict=True))
-    values: dict[Any, _Value] = {**known, **dict(zip(program.jaxpr.invars, arguments, strict=True))}
-
-    def read(atom: Any) -> _Value:
-        return _Value(atom.val) if hasattr(atom, "val") else values[atom]
-
-    for eqn in program.jaxpr.eqns:
-        values.update(zip(eqn.outvars, _operation(eqn, list(map(read, eqn.invars))), strict=True))
-    return list(map(read, program.jaxpr.outvars))
+    return run(program, arguments, _operation, lambda _, value: _Value(value))
 
 
 def _operation(eqn: Any, operands: list[_Value]) -> list[_Value]:
@@ -212,9 +205,8 @@ def _operation(eqn: Any, operands: list[_Value]) -> list[_Value]:
         return [_Value(array, number=operands[0].array) for array in bind(eqn, [operands[0].array])]
     if not flats:
         return [_Value(array) for array in bind(eqn, [operand.array for operand in operands])]
-    inner: Any = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")) if name in _CALLS else None
-    if inner is not None:
-        return _run(inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ()), operands)
+    if (inner := called(eqn, FORWARD)) is not None:
+        return _run(inner, operands)
     if name == "cond":
         return _branches(eqn, operands)
     if len(flats) > 1:
@@ -252,29 +244,27 @@ def _branches(eqn: Any, operands: list[_Value]) -> list[_Value]:
     branches: Sequence[ClosedJaxpr] = eqn.params["branches"]
     hows: list[list[tuple[Flat | None, frozenset[str]]]] = []
 
-    def run(branch: ClosedJaxpr, arrays: Sequence[Any]) -> list[_Value]:
+    def replayed(branch: ClosedJaxpr, arrays: Sequence[Any]) -> list[_Value]:
         return _run(branch, [replace(value, array=array) for value, array in zip(given, arrays, strict=True)])
 
+    def probe(branch: ClosedJaxpr, *arrays: Any) -> list[Any]:
+        results = replayed(branch, arrays)
+        hows.append([(value.flat, value.of) for value in results])
+        return [value.array for value in results]
+
+    arrays = [value.array for value in given]
     for branch in branches:
+        jax.eval_shape(partial(probe, branch), *arrays)
+    together = [
+        (next((flat for flat, _ in each if flat is not None), None), frozenset[str]().union(*(of for _, of in each)))
+        for each in zip(*hows, strict=True)
+    ]
 
-        def probe(*arrays: Any, branch: ClosedJaxpr = branch) -> list[Any]:
-            results = run(branch, arrays)
-            hows.append([(value.flat, value.of) for value in results])
-            return [value.array for value in results]
+    def chosen(branch: ClosedJaxpr, *arrays: Any) -> list[Any]:
+        return [_as(value, *how, "cond") for value, how in zip(replayed(branch, arrays), together, strict=True)]
 
-        jax.eval_shape(probe, *(value.array for value in given))
-    together: list[tuple[Flat | None, frozenset[str]]] = []
-    for each in zip(*hows, strict=True):
-        of = frozenset[str]().union(*(of for _, of in each))
-        together.append((next((flat for flat, _ in each if flat is not None), None), of))
-
-    def chosen(branch: ClosedJaxpr) -> Callable[..., list[Any]]:
-        return lambda *arrays: [
-            _as(value, *how, "cond") for value, how in zip(run(branch, arrays), together, strict=True)
-        ]
-
-    arrays = jax.lax.switch(index.array, list(map(chosen, branches)), *(value.array for value in given))
-    return [_Value(array, *how) for array, how in zip(arrays, together, strict=True)]
+    results = jax.lax.switch(index.array, [partial(chosen, branch) for branch in branches], *arrays)
+    return [_Value(array, *how) for array, how in zip(results, together, strict=True)]
 
 
 def _as(value: _Value, flat: Flat | None, of: frozenset[str], name: str) -> Any:
