@@ -166,7 +166,8 @@ def step_gradients(
     """
     count = spec.accumulate
     rows = batch_rows(batch) // count
-    micro, *first = _microbatches(spec, collectives, batch, key)
+    micro, part, its_key = _microbatches(spec, collectives, batch, key)
+    first = part, its_key
     by_layer = spec, collectives
     if collectives.overlap and SQUARES not in kept and (count == 1 or spec.strategy.gather != "use"):
         by_layer = _by_layer(spec, collectives, params, model_state, *first)

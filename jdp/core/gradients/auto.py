@@ -46,7 +46,7 @@ def evaluation(spec: GradientSpec, plan: Plan) -> Callable[..., Any]:
 
 
 def within(spec: GradientSpec, plan: Plan, function: Callable[..., None]) -> Callable[..., tuple[()]]:
-    """Return a function (params, model_state, batch, key) that calls `function` as a step is traced, with collectives."""
+    """Return a function (params, model_state, batch, key) that calls `function` as a step is traced."""
 
     def run(params: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[()]:
         function(make_collectives(spec, plan), params, model_state, _constrained(plan, batch), key)

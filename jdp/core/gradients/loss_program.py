@@ -107,15 +107,12 @@ class Programs:
         self._made.clear()
 
     def _traced(self, loss: Any, arguments: tuple[Any, ...], form: Hashable) -> LossProgram:
-        def call(*arguments: Any) -> Any:
-            return loss.with_extras(*arguments) if isinstance(loss, TracedLoss) else (loss(*arguments), ())
-
-        if isinstance(loss, TracedLoss) and loss.reading is not None and loss.products is None:
+        call: Any = lambda *arguments: (loss(*arguments), ())  # noqa: E731
+        if isinstance(loss, TracedLoss) and loss.products is None and loss.reading is None:
+            call = loss.with_extras
+        elif isinstance(loss, TracedLoss) and loss.products is None:
             whole = self.of(loss.without_reading, arguments, form)
-
-            def call(*arguments: Any) -> Any:  # noqa: F811
-                return loss.read(whole.closed, whole.shape, arguments), ()
-
+            call = lambda *arguments: (loss.read(whole.closed, whole.shape, arguments), ())  # noqa: E731
         with recording() as gathered:
             closed, shape = jax.make_jaxpr(call, return_shape=True)(*arguments)
         described = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)

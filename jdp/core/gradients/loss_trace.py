@@ -33,10 +33,10 @@ from jdp.core.random.match_draws import is_random
 from jdp.core.sharding.placement import axes_of
 from jdp.core.state import TrainState, own_shapes
 from jdp.core.tracing.collectives import gathers_at_use, is_gather
-from jdp.core.tracing.jaxprs import every_eqn, inlined, inner_jaxprs, user_line
+from jdp.core.tracing.graph import Graph, Value, before, read
+from jdp.core.tracing.jaxprs import every_eqn, inner_jaxprs, user_line
 from jdp.core.types import Batch, LossFn
 
-_INLINED = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2"}
 _PRODUCTS = {"dot_general", "conv_general_dilated"}
 _SUMS = {"add", "sub", "add_any"}
 _NAMES_AXES = frozenset(
@@ -64,29 +64,6 @@ class Term:
 
 
 @dataclass(frozen=True, eq=False)
-class TracedValue:
-    """A result of one operation and operand of others; compared by identity.
-
-    Attributes:
-        aval: its shape and dtype.
-        constant: the number or array, where the trace holds it.
-    """
-
-    aval: Any
-    constant: Any = None
-
-
-@dataclass(frozen=True, eq=False)
-class Operation:
-    """An equation of the trace: the primitive's name, operands, results, and the equation itself."""
-
-    name: str
-    operands: list[TracedValue]
-    results: list[TracedValue]
-    eqn: Any
-
-
-@dataclass(frozen=True, eq=False)
 class LossTrace:
     """The trace of one call of a loss function, for so many `rows`."""
 
@@ -105,7 +82,7 @@ class LossTrace:
         counts = [len(jax.tree.leaves(tree)) for tree in (sums, model_state, *extras)]
         wanted = [is_wanted for is_wanted, n in zip((True, False, False, True), counts, strict=True) for _ in range(n)]
         jaxpr, _ = dce_jaxpr(self.jaxpr, wanted, instantiate=True)
-        return ClosedJaxpr(jaxpr, self.program.closed.consts)
+        return jaxpr if hasattr(jaxpr, "consts") else ClosedJaxpr(jaxpr, self.program.closed.consts)
 
     @cached_property
     def written_out(self) -> Any:
@@ -138,62 +115,15 @@ class LossTrace:
         counts = [len(jax.tree.leaves(tree)) for tree in self.program.arguments]
         return range(counts[0]), range(sum(counts[:2]), sum(counts[:3]))
 
-    @property
-    def params(self) -> dict[str, TracedValue]:
-        """The parameters, by path."""
-        return self._graph[0]
-
-    @property
-    def state(self) -> list[TracedValue]:
-        """The model state and the key."""
-        return self._graph[1]
-
-    @property
-    def batch(self) -> dict[str, TracedValue]:
-        """The batch's leaves, by path."""
-        return self._graph[2]
-
-    @property
-    def operations(self) -> list[Operation]:
-        """Its operations in order, the calls among them replaced by the operations that they call."""
-        return self._graph[3]
-
-    @property
-    def total(self) -> TracedValue:
-        """The total; of a plain scalar as `as_sums` makes it."""
-        return self._graph[4][0]
-
-    @property
-    def weight(self) -> TracedValue:
-        """The weight, likewise."""
-        return self._graph[4][1]
-
     @cached_property
-    def _graph(self) -> tuple[Any, ...]:
-        closed, operations = self.closed, list[Operation]()
-        inputs = [TracedValue(aval) for aval in closed.in_avals]
+    def graph(self) -> Graph:
+        """`closed` with its calls inlined."""
+        return read(self.closed)
 
-        def add(eqn: Any, operands: list[TracedValue]) -> list[TracedValue]:
-            results = [TracedValue(var.aval) for var in eqn.outvars]
-            operations.append(Operation(eqn.primitive.name, operands, results, eqn))
-            return results
-
-        def constant(aval: Any, value: Any, _: bool) -> TracedValue:
-            return TracedValue(aval, constant=value)
-
-        pairs = zip(closed.jaxpr.constvars, closed.consts, strict=True)
-        constants = [TracedValue(var.aval, constant=value) for var, value in pairs]
-        results = inlined(closed.jaxpr, [*constants, *inputs], _INLINED, constant, add)
-        params, batch = self.inputs
-        names = [
-            [path_of(path) for path, _ in jax.tree.leaves_with_path(self.program.arguments[place])] for place in (0, 2)
-        ]
-        others = [value for i, value in enumerate(inputs) if i not in params and i not in batch]
-        by_path = [
-            dict(zip(paths, (inputs[i] for i in places), strict=True))
-            for paths, places in zip(names, (params, batch), strict=True)
-        ]
-        return by_path[0], others, by_path[1], operations, results
+    def _by_path(self, place: int) -> dict[str, Value]:
+        """Return the inputs of an argument of the loss, by path: 0 the parameters, 2 the batch."""
+        paths = [path_of(path) for path, _ in jax.tree.leaves_with_path(self.program.arguments[place])]
+        return dict(zip(paths, (self.graph.inputs[i] for i in self.inputs[place // 2]), strict=True))
 
     def reused(self, counted: tuple[bool, ...] | None) -> str | None:
         """Return the path of the first parameter marked in `counted` (None: any) that several operations take."""
@@ -218,10 +148,10 @@ class LossTrace:
 
     def widened(self) -> tuple[str, str] | None:
         """Return (path, source line) of a float32 leaf of the batch that makes a product with bf16 weights float32."""
-        wide = {value: path for path, value in self.batch.items() if value.aval.dtype == jnp.float32}
-        narrow = {value for value in self.params.values() if value.aval.dtype == jnp.bfloat16}
+        wide = {value: path for path, value in self._by_path(2).items() if value.aval.dtype == jnp.float32}
+        narrow = {value for value in self._by_path(0).values() if value.aval.dtype == jnp.bfloat16}
         weights = set(narrow)  # and their float32 copies
-        for op in self.operations:
+        for op in self.graph.operations:
             leaves = [wide[value] for value in op.operands if value in wide]
             if op.name in _PRODUCTS and leaves and not weights.isdisjoint(op.operands):
                 return leaves[0], user_line(op.eqn)
@@ -235,18 +165,19 @@ class LossTrace:
 
     def terms_without_batch(self) -> list[Term]:
         """Return the summands of total that depend on parameters and on no leaf of the batch."""
-        return list(self._terms(self.total, ()))
+        return list(self._terms(self.graph.outputs[0], ()))
 
     @property
     def constant_weight(self) -> str | None:
         """The weight's signature if it depends on no leaf of the batch; else None."""
-        return None if self._needs_batch(self.weight) else self._signature(self.weight)
+        weight = self.graph.outputs[1]
+        return None if self._needs_batch(weight) else self._signature(weight)
 
-    def _terms(self, value: TracedValue, factors: tuple[str, ...]) -> Iterator[Term]:
+    def _terms(self, value: Value, factors: tuple[str, ...]) -> Iterator[Term]:
         """Yield the terms of a value, looking through sums and factors that do not depend on the batch."""
         if _PARAMS not in self._kinds_of.get(value, ()) or self._is_zero(value):
             return
-        op = self._makers.get(value)
+        op = value.maker
         if not self._needs_batch(value):
             yield Term(user_line(op.eqn) if op else "a parameter", _digest(*factors, self._signature(value)))
         elif op is not None and (op.name in _SUMS or op.name in _KEEPS_TERMS):
@@ -259,12 +190,12 @@ class LossTrace:
             elif op.name == "mul" and not self._needs_batch(first):
                 yield from self._terms(second, (*factors, self._signature(first)))
 
-    def _needs_batch(self, value: TracedValue) -> bool:
+    def _needs_batch(self, value: Value) -> bool:
         return _BATCH in self._kinds_of.get(value, ())
 
-    def _is_zero(self, value: TracedValue) -> bool:
+    def _is_zero(self, value: Value) -> bool:
         """Return True for what is 0 whatever the inputs are: a penalty whose coefficient was set to 0."""
-        op = self._makers.get(value)
+        op = value.maker
         if op is None:
             return _is_number(value.constant) and not np.any(value.constant)
         if op.name in ("mul", "div"):
@@ -272,43 +203,29 @@ class LossTrace:
         return (op.name in _SUMS or op.name in _KEEPS_TERMS) and all(map(self._is_zero, op.operands))
 
     @cached_property
-    def _makers(self) -> dict[TracedValue, Operation]:
-        return {result: op for op in self.operations for result in op.results}
-
-    @cached_property
-    def _kinds_of(self) -> dict[TracedValue, frozenset[str]]:
+    def _kinds_of(self) -> dict[Value, frozenset[str]]:
         """For each value, whether it depends on parameters, on the batch, or on both."""
-        known = {value: frozenset[str]((_PARAMS,)) for value in self.params.values()}
-        known |= {value: frozenset[str]((_BATCH,)) for value in self.batch.values()}
-        for op in self.operations:
+        kinds = zip((_PARAMS, _BATCH), self.inputs, strict=True)
+        known = {self.graph.inputs[i]: frozenset[str]((kind,)) for kind, places in kinds for i in places}
+        for op in self.graph.operations:
             needed = frozenset[str]().union(*(known.get(value, frozenset()) for value in op.operands))
             known |= dict.fromkeys(op.results, needed)
         return known
 
     @cached_property
-    def _signatures(self) -> dict[TracedValue, str]:
-        """The signatures that were asked for."""
-        inputs = (*self.params.values(), *self.state, *self.batch.values())
-        return {value: f"input {i}" for i, value in enumerate(inputs)}
+    def _signatures(self) -> dict[Value, str]:
+        """The signatures that were asked for, and those of the inputs."""
+        return {value: f"input {i}" for i, value in enumerate(self.graph.inputs)}
 
-    def _signature(self, value: TracedValue) -> str:
+    def _signature(self, value: Value) -> str:
         """Return a digest of a value's computation, equal in two traces where the computation is the same."""
-        known, needed, found = self._signatures, [value], set[Operation]()
-        while needed:
-            op = self._makers.get(needed.pop())
-            if op is not None and op.results[0] not in known and op not in found:
-                found.add(op)
-                needed += op.operands
-        for op in sorted(found, key=self._order.__getitem__):
+        known = self._signatures
+        for op in before([value], stop=known.__contains__)[0]:
             operands = [known[v] if v in known else _constant(v) for v in op.operands]
             settings = sorted((name, str(setting)) for name, setting in op.eqn.params.items())
             signature = _digest(op.name, settings, *operands)
             known |= {result: _digest(signature, i) for i, result in enumerate(op.results)}
         return known.get(value) or _constant(value)
-
-    @cached_property
-    def _order(self) -> dict[Operation, int]:
-        return {op: number for number, op in enumerate(self.operations)}
 
 
 def trace_loss(
@@ -367,7 +284,7 @@ def computes_in_float32(jaxpr: Any) -> bool:
     return not any(dtype and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 for dtype in dtypes)
 
 
-def _constant(value: TracedValue) -> str:
+def _constant(value: Value) -> str:
     """Digest a scalar constant by its number, an array by its shape and dtype."""
     return _digest(repr(value.constant) if np.ndim(value.constant) == 0 else str(value.aval))
 

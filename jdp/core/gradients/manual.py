@@ -78,14 +78,15 @@ def evaluation(spec: GradientSpec, plan: Plan) -> Callable[..., Any]:
 
 
 def within(spec: GradientSpec, plan: Plan, function: Callable[..., None]) -> Callable[..., tuple[()]]:
-    """Return a function (params, model_state, batch, key) that calls `function` as a step is traced, with collectives."""
+    """Return a function (params, model_state, batch, key) that calls `function` as a step is traced."""
 
     def local(*arguments: Any) -> tuple[()]:
         function(make_collectives(spec, plan), *arguments)
         return ()
 
     replicated = PartitionSpec()
-    replicas = _shard_map(local, plan, (_rest_specs(plan, spec.placements), replicated, plan.batch_spec, replicated), ())
+    specs = _rest_specs(plan, spec.placements), replicated, plan.batch_spec, replicated
+    replicas = _shard_map(local, plan, specs, ())
     return lambda params, *others: replicas(collectives.to_replica_view(params, spec.placements, plan.mesh), *others)
 
 

@@ -35,13 +35,9 @@ from jdp.core.gradients.row_proof.states import (
     power_of,
     scales,
 )
+from jdp.core.tracing.graph import CALLS, called
 from jdp.core.tracing.jaxprs import scan_counts, source_lines, user_line
 
-CALLS = frozenset(
-    """
-    checkpoint closed_call composite core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr jit pjit remat2
-    """.split()  # noqa: SIM905
-)
 PLACEWISE = ("optimization_barrier",)
 
 _SCATTERS = ("scatter", "scatter-add", "scatter_add", "scatter_max", "scatter_min", "scatter_mul")
@@ -111,10 +107,10 @@ class RowReader:
         if op.name.startswith("custom_vjp") and not _is_of_library(op):
             unread = op.unknown("a gradient of the user's own (custom_vjp) is not read")
             return [first_bad(op.operands) or unread] * len(op.eqn.outvars)
-        names = [name for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in op.params]
-        if not names:
+        first, second = called(op.eqn), called(op.other)
+        if first is None or second is None:
             return [op.unknown()] * len(op.eqn.outvars)
-        return self._inner(op, op.params[names[0]], op.other.params[names[0]], op.operands)
+        return self._inner(op, first, second, op.operands)
 
     def _inner(self, op: Op, inner: Any, other: Any, states: Sequence[State]) -> list[State]:
         first, second = (getattr(each, "jaxpr", each) for each in (inner, other))

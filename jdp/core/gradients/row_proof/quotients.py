@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
-from jdp.core.tracing.jaxprs import bind, inlined
+from jdp.core.tracing.graph import PLAIN, called, run
+from jdp.core.tracing.jaxprs import bind
 
-CALLS = frozenset(("jit", "pjit", "closed_call", "core_call"))
 _KEEPS = frozenset(("convert_element_type", "copy", "reshape", "squeeze", "broadcast_in_dim", "reduce_sum"))
 Guards = tuple[tuple[str, float], ...]
 """What is done to a denominator's sum, innermost first: ("max", c) or ("add", c)."""
@@ -67,15 +67,12 @@ class Quotient:
 def flattened(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Return a program with the functions that it only calls written out."""
 
-    def run(*arguments: Any) -> list[Any]:
-        literal = lambda aval, value, _: value  # noqa: E731
-        return inlined(closed.jaxpr, [*closed.consts, *arguments], CALLS, literal, bind)
+    def operation(eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
+        inner = called(eqn, PLAIN)
+        return bind(eqn, operands) if inner is None else run(inner, operands, operation)
 
-    return jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in _avals(closed)))
-
-
-def _avals(closed: ClosedJaxpr) -> list[Any]:
-    return [var.aval for var in closed.jaxpr.invars]
+    shapes = (jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in closed.in_avals)
+    return jax.make_jaxpr(lambda *arguments: run(closed, arguments, operation))(*shapes)
 
 
 def quotient_of(closed: ClosedJaxpr, params: Sequence[Any], batch: Sequence[Any], result: Any) -> Quotient | None:
