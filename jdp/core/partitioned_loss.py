@@ -6,7 +6,8 @@ devices and microbatches (`jdp.core.gradients`). What becomes of the gradients i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Hashable, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Self
@@ -23,6 +24,7 @@ from jdp.core.compiling.options import CompilerValue
 from jdp.core.gradients import auto, manual
 from jdp.core.gradients.accumulate import GradientSpec
 from jdp.core.gradients.loss_call import Sums
+from jdp.core.gradients.loss_program import Programs
 from jdp.core.gradients.partitioning import REQUESTED, Choice, PartitioningRequest
 from jdp.core.gradients.remade import report_remade
 from jdp.core.gradients.row_proof.quotients import Reading
@@ -72,6 +74,8 @@ class PartitionedLoss:
     _agreed: set[Any] = field(init=False, default_factory=set[Any], repr=False, compare=False)
     _choices: dict[Any, Choice] = field(init=False, default_factory=dict[Any, Choice], repr=False, compare=False)
     _checked: list[bool] = field(init=False, default_factory=list[bool], repr=False, compare=False)
+    _programs: dict[Any, Programs] = field(init=False, default_factory=dict[Any, Any], repr=False, compare=False)
+    _placements: dict[Any, PyTree] = field(init=False, default_factory=dict[Any, Any], repr=False, compare=False)
     _corrected: list[Choice] = field(init=False, default_factory=list[Choice], repr=False, compare=False)
 
     @property
@@ -114,11 +118,13 @@ class PartitionedLoss:
         self.batch_unit.check(batch_rows(batch))
         placed = zip(jax.tree.leaves(self.param_placements(state)), jax.tree.leaves(state.params), strict=True)
         self.precision.check_params({placement.path: leaf for placement, leaf in placed if placement.trained})
-        shapes = tuple((leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves((state.params, batch)))
+        shapes = _shapes(state, batch)
         if shapes not in self._choices or values:
             state, batch = self.plan.entered((on_device(state), batch))
             request = self._request(state)
-            known = self._choices.pop(shapes, None) or request.choose(state, batch)
+            known = self._choices.pop(shapes, None)
+            if known is None:
+                known, self._programs[shapes] = request.choose(state, batch), request.spec.programs
             for found in self._corrected:  # what the check found holds for batches of other shapes too
                 known = replace(known, partitioning=found.partitioning, why=found.why, proven=True)
             chosen = request.check(known, state, batch) if values and self.check_loss else known
@@ -182,7 +188,12 @@ class PartitionedLoss:
 
     def param_placements(self, state: TrainState) -> PyTree:
         """Return a tree like the parameters, of `Placement`."""
-        return self.plan.param_placements(state.params, state.static)
+        leaves, structure = jax.tree.flatten(state.params)
+        static, shapes = state.static, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        key = structure, shapes, static.specs, static.trained, static.flat
+        if key not in self._placements:
+            self._placements[key] = self.plan.param_placements(state.params, state.static)
+        return self._placements[key]
 
     def gradient_spec(self, state: TrainState, reading: Reading | None = None) -> GradientSpec:
         """Return what the gradient code needs: the loss, the placements and the settings."""
@@ -213,18 +224,29 @@ class PartitionedLoss:
         """Return the gradient of Σtotal / Σweight, float32 at rest specs, while a step is traced."""
         choice = self.choose(state, batch)
         spec = replace(spec or self.gradient_spec(state), reading=choice.reading)
-        run = VIEWS[choice.partitioning].gradients(spec, self.plan)
-        grads, sums, model_state, kept = run(self._computed_with(state), state.model_state, batch, key, kept)
+        with self._handed_on(spec, state, batch) as spec:
+            run = VIEWS[choice.partitioning].gradients(spec, self.plan)
+            grads, sums, model_state, kept = run(self._computed_with(state), state.model_state, batch, key, kept)
         self._request(state).check_metrics(sums, state, batch)
         return jax.tree.map(lambda g: g.astype(jnp.float32) / sums.weight, grads), sums, model_state, kept
 
     def evaluate(self, state: TrainState, batch: Batch) -> Sums:
         """Return the sums over the whole batch, forward only, while a step is traced."""
         choice = self.choose(state, batch)
-        evaluate = VIEWS[choice.partitioning].evaluation(self.gradient_spec(state, choice.reading), self.plan)
-        sums = evaluate(state.params, state.model_state, batch)
+        with self._handed_on(self.gradient_spec(state, choice.reading), state, batch) as spec:
+            evaluate = VIEWS[choice.partitioning].evaluation(spec, self.plan)
+            sums = evaluate(state.params, state.model_state, batch)
         self._request(state).check_metrics(sums, state, batch)
         return sums
+
+    @contextmanager
+    def _handed_on(self, spec: GradientSpec, state: TrainState, batch: Batch) -> Generator[GradientSpec]:
+        """Have the step use the programs that the choice was made by, once: their constants may be of this trace."""
+        programs = self._programs.pop(_shapes(state, batch), None) or spec.programs
+        try:
+            yield replace(spec, programs=programs)
+        finally:
+            programs.clear()
 
     def _computed_with(self, state: TrainState) -> PyTree:
         """Return the parameters; of what rests on the host and is trained the device holds the compute dtype alone."""
@@ -240,6 +262,11 @@ class PartitionedLoss:
     def _request(self, state: TrainState) -> PartitioningRequest:
         spec = self.gradient_spec(state)
         return PartitioningRequest(spec, self.plan, self.requested, self.train, self.check_loss)
+
+
+def _shapes(state: TrainState, batch: Batch) -> Hashable:
+    """Return what choices are kept by."""
+    return tuple((leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves((state.params, batch)))
 
 
 def means(sums: Sums) -> dict[str, jax.Array]:

@@ -20,7 +20,7 @@ import jax
 from jdp.base.disk_cache import Cache
 from jdp.base.tree_paths import path_of
 from jdp.core.batch import batch_rows
-from jdp.core.gradients.loss_trace import sharing_traces
+from jdp.core.gradients.loss_program import sharing_traces
 from jdp.core.sharding.axes import DATA, REPLICA
 from jdp.core.sharding.strategy import STRATEGIES, strategy
 from jdp.core.state import TrainState

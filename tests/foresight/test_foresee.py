@@ -16,7 +16,7 @@ import pytest
 
 import jdp
 from jdp.cli import main as cli
-from jdp.core.gradients.loss_trace import sharing_traces
+from jdp.core.gradients.loss_program import sharing_traces
 from jdp.foresight.foresee import candidates, count_batch
 from jdp.foresight.targets import resolve
 from jdp.foresight.timing.model_flops import model_flops

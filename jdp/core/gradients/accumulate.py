@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -31,6 +31,7 @@ from jdp.core.gradients.boundary import (
     is_reduced_at_use,
 )
 from jdp.core.gradients.loss_call import Sums, TracedLoss
+from jdp.core.gradients.loss_program import Programs
 from jdp.core.gradients.model_state import changed_leaves, refuse_varying
 from jdp.core.gradients.pipeline import pipelined
 from jdp.core.gradients.row_proof.quotients import Reading
@@ -119,6 +120,7 @@ class GradientSpec:
         strategy: the strategy's row of the table.
         keep_gathered: the backward pass uses the weights that the forward pass gathered.
         reading: how a loss that returns a quotient of sums is read; None for other losses.
+        programs: the programs of the loss that were traced for this step already.
     """
 
     loss_fn: LossFn
@@ -135,6 +137,7 @@ class GradientSpec:
     overlap: bool = False
     keep_gathered: bool = False
     reading: Reading | None = None
+    programs: Programs = field(default_factory=Programs, compare=False, repr=False)
 
     def summed(self, collectives: Collectives, sums: Sums) -> Sums:
         """Return the sums over the batch axes, and what the loss divides by as their weight."""
@@ -163,24 +166,24 @@ def step_gradients(
     """
     count = spec.accumulate
     rows = batch_rows(batch) // count
-    micro = batch if count == 1 else collectives.microbatches(batch, count)
-    first = (micro if count == 1 else jax.tree.map(lambda x: x[0], micro), collectives.key_of(key, rows, 0, count))
+    micro, part, its_key = _microbatches(spec, collectives, batch, key)
+    first = part, its_key
     by_layer = spec, collectives
     if collectives.overlap and SQUARES not in kept and (count == 1 or spec.strategy.gather != "use"):
         by_layer = _by_layer(spec, collectives, params, model_state, *first)
     if count == 1:
         spec, collectives = by_layer
-    loss, operands = RowwiseLoss(traced_loss(spec, collectives)), working_copy(spec, collectives, params)
+    loss, operands = rowwise_loss(spec, collectives), working_copy(spec, collectives, params)
     if math.prod(map(jax.lax.axis_size, collectives.axes)) > 1:
         refuse_varying(lambda *given: loss(operands, *given)[1], model_state, *first, carried=count > 1)
 
     collectives = _ready_first(spec, collectives, loss, operands, model_state, *first)
     each, last = partial(_microbatch_gradients, spec, collectives, loss, operands), None
     if count > 1 and by_layer[0] is not spec:
-        last = partial(_microbatch_gradients, *by_layer, RowwiseLoss(traced_loss(*by_layer)), params, copies=operands)
+        last = partial(_microbatch_gradients, *by_layer, rowwise_loss(*by_layer), params, copies=operands)
         if spec.strategy.reduce_each_microbatch:
             spec = by_layer[0]
-            loss = RowwiseLoss(traced_loss(spec, collectives))
+            loss = rowwise_loss(spec, collectives)
             each = partial(_microbatch_gradients, spec, collectives, loss, params, copies=operands)
             replicas = math.prod(jax.lax.axis_size(axis) for axis in collectives.axes if axis != DATA)
             last = last if replicas > 1 else None  # which differs in what it sends over `replica` alone
@@ -277,7 +280,7 @@ def _by_layer(
     if not new.keep_gathered:
         return new, within
     plain = replace(within, overlap=False)
-    backward = partial(_microbatch_gradients, new, plain, RowwiseLoss(traced_loss(new, plain)), params)
+    backward = partial(_microbatch_gradients, new, plain, rowwise_loss(new, plain), params)
     most = {placement.path: math.prod(placement.shape) for placement in jax.tree.leaves(spec.placements)}
     reduced = reduced_by_layer(jax.make_jaxpr(backward)(*given).jaxpr)
     once = reduced and all(elements <= most[path] for path, elements in reduced.items())
@@ -308,7 +311,7 @@ def _ready_first(
 
 def evaluate(spec: GradientSpec, collectives: Collectives, params: PyTree, model_state: PyTree, batch: Batch) -> Sums:
     """Return the sums of one batch, forward only; the loss gets `rng=None`, which means evaluation."""
-    loss, operands = traced_loss(spec, collectives), working_copy(spec, collectives, params)
+    loss, operands = rowwise_loss(spec, collectives), working_copy(spec, collectives, params)
 
     def forward(batch: Batch) -> Sums:
         return loss(operands, model_state, batch, None)[0]
@@ -319,6 +322,39 @@ def evaluate(spec: GradientSpec, collectives: Collectives, params: PyTree, model
         each = jax.lax.map(forward, collectives.microbatches(batch, spec.accumulate))
         sums = jax.tree.map(lambda x: x.sum(axis=0), each)
     return spec.summed(collectives, sums)
+
+
+def first_call(
+    spec: GradientSpec,
+    collectives: Collectives,
+    params: PyTree,
+    model_state: PyTree,
+    batch: Batch,
+    key: jax.Array | None,
+) -> tuple[RowwiseLoss, tuple[Any, ...]]:
+    """Return the loss as a step calls it, and the arguments of the first call; without a key those of an evaluation."""
+    _, first, its_key = _microbatches(spec, collectives, batch, key)
+    its_key = its_key.key if isinstance(its_key, BatchKey) else its_key
+    return rowwise_loss(spec, collectives), (working_copy(spec, collectives, params), model_state, first, its_key)
+
+
+def _microbatches(spec: GradientSpec, collectives: Collectives, batch: Batch, key: Any) -> tuple[Batch, Batch, Any]:
+    """Return the batch as microbatches, the first of them and its key."""
+    count = spec.accumulate
+    its_key = None if key is None else collectives.key_of(key, batch_rows(batch) // count, 0, count)
+    if count == 1:
+        return batch, batch, its_key
+    micro = collectives.microbatches(batch, count)
+    return micro, jax.tree.map(lambda x: x[0], micro), its_key
+
+
+def rowwise_loss(spec: GradientSpec, collectives: Collectives) -> RowwiseLoss:
+    """Return the loss as a function of the working copy, or under ZeRO-3 of the shards, and of keys by row."""
+    loss, form = traced_loss(spec, collectives), None
+    if loss.gather is not None:
+        sends = collectives.reduce if collectives.overlap else collectives.axes  # rebuilt layer by layer, with overlap
+        form = spec.strategy, spec.precision, spec.wire, sends
+    return RowwiseLoss(loss, spec.programs, form)
 
 
 def working_copy(spec: GradientSpec, collectives: Collectives, params: PyTree) -> PyTree:

@@ -45,6 +45,16 @@ def evaluation(spec: GradientSpec, plan: Plan) -> Callable[..., Any]:
     )
 
 
+def within(spec: GradientSpec, plan: Plan, function: Callable[..., None]) -> Callable[..., tuple[()]]:
+    """Return a function (params, model_state, batch, key) that calls `function` as a step is traced."""
+
+    def run(params: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[()]:
+        function(make_collectives(spec, plan), params, model_state, _constrained(plan, batch), key)
+        return ()
+
+    return run
+
+
 def make_collectives(spec: GradientSpec, plan: Plan) -> Collectives:
     """Return the collectives of the global view: constraints of global arrays to the plan's specs."""
     mesh, group = plan.mesh, spec.group

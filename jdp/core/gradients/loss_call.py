@@ -44,10 +44,6 @@ class Sums:
         return Sums(self.total, self.weight, self.metrics)
 
 
-Outputs = tuple[list[jax.Array], list[jax.Array]]
-"""Arrays of aux with a row for each example, and those without."""
-
-
 @dataclass(frozen=True)
 class LossWithAux:
     """A loss that returns (loss, aux). Called, it returns the loss alone, for what reads or tries that.
@@ -117,30 +113,47 @@ class TracedLoss:
 
     def __call__(self, operands: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[Sums, PyTree]:
         """Return the sums over the rows of `batch`, and the model state afterwards."""
-        call = self._called if self.reading is None else self._read
-        if self.products is None:
-            return call(operands, model_state, batch, key)
-        return with_fp8_products(call, operands, model_state, batch, key)
+        if self.products is not None:
+            return with_fp8_products(replace(self, products=None), operands, model_state, batch, key)
+        arguments = operands, model_state, batch, key
+        if self.reading is None:
+            return self.with_extras(*arguments)[0]
+        program, shape = jax.make_jaxpr(self.without_reading.with_extras, return_shape=True)(*arguments)
+        return self.read(program, shape, arguments)
 
-    def _called(self, operands: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[Sums, PyTree]:
-        value, (rows, whole), model_state = self._value(operands, model_state, batch, key)
-        return replace(as_sums(value, batch), rows=rows, whole=whole), model_state
+    @property
+    def without_reading(self) -> TracedLoss:
+        """The loss, read as the mean over the batch's rows where it returns a scalar."""
+        return replace(self, reading=None)
 
-    def _read(self, operands: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[Sums, PyTree]:
-        """Return the total and the weight of which the loss returns the quotient."""
+    def with_extras(self, operands: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[Any, Any]:
+        """Return what a call returns; and beside it the scalar of a loss that returns one, and the arrays of aux."""
+        value, aux, model_state = self._value(operands, model_state, batch, key)
+        by_row = self.fn.by_row if isinstance(self.fn, LossWithAux) else None
+        arrays = list(map(jnp.asarray, jax.tree.leaves(aux)))
+        marked = [] if by_row is None else list(zip(arrays, by_row, strict=True))
+        rows, whole = ([x for x, is_rows in marked if is_rows is wanted] for wanted in (True, False))
+        sums = as_sums(value, batch)
+        extras = None if isinstance(value, Loss) else jnp.asarray(value), arrays
+        return (replace(sums, rows=rows, whole=whole), model_state), extras
+
+    def read(self, program: Any, shape: Any, arguments: tuple[Any, ...]) -> tuple[Sums, PyTree]:
+        """Run the program of `with_extras`; return the total and the weight of which its scalar is the quotient."""
         assert self.reading is not None
-
-        def call(operands: PyTree, batch: Batch, model_state: PyTree, key: Any) -> tuple[Any, Any]:
-            value, *others = self._value(operands, model_state, batch, key)
-            return value, others
-
-        total, weight, ((rows, whole), model_state) = sums_of_quotient(call, operands, batch, model_state, key)
+        operands, model_state, batch, _ = arguments
+        before = len(jax.tree.leaves((operands, model_state)))
+        places = range(len(jax.tree.leaves(operands))), range(before, before + len(jax.tree.leaves(batch)))
+        leaves, structure = jax.tree.flatten(shape)
+        scalar = len(jax.tree.leaves(shape[0]))
+        total, weight, results = sums_of_quotient(program, *places, scalar, jax.tree.leaves(arguments))
+        assert len(results) == len(leaves)
+        (sums, model_state), _ = structure.unflatten(results)
         factor = batch_rows(batch) if self.reading.of_means else 1
         total, weight = (x.astype(jnp.float32) * factor for x in (total, weight))
-        return Sums(total, weight, {}, rows, whole), model_state
+        return Sums(total, weight, {}, sums.rows, sums.whole), model_state
 
-    def _value(self, operands: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[Any, Outputs, PyTree]:
-        """Return what the loss function returns, and the model state afterwards."""
+    def _value(self, operands: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[Any, PyTree, PyTree]:
+        """Return what the loss function returns, its aux, and the model state afterwards."""
         weights, context, gathers = operands, contextlib.nullcontext(), None
         if self.gather is not None:
             gather = self.gather
@@ -155,7 +168,8 @@ class TracedLoss:
             model = weights
             if self.adapter is not None:
                 model = self.adapter.merge(weights, model_state, key if self.training else None, self.sync_axes)
-            value, outputs = self._both(model, batch, key)
+            both = self.fn.both if isinstance(self.fn, LossWithAux) else lambda *given: (self.fn(*given), ())
+            value, aux = both(model, batch, key)
             if self.adapter is not None:
                 model_state = self.adapter.changed(model)
         sharded = [placement.path for placement in jax.tree.leaves(self.placements) if placement.dim is not None]
@@ -166,15 +180,7 @@ class TracedLoss:
                 "the backward pass is done, as zero2 does. jdp.scan_layers gathers one layer at a time, also of linen "
                 "and equinox: help(jdp.scan_layers)"
             )
-        return value, outputs, model_state
-
-    def _both(self, model: Any, batch: Batch, key: Any) -> tuple[Any, Outputs]:
-        if not isinstance(self.fn, LossWithAux) or self.fn.by_row is None:
-            return self.fn(model, batch, key), ([], [])
-        value, aux = self.fn.both(model, batch, key)
-        arrays = list(zip(map(jnp.asarray, jax.tree.leaves(aux)), self.fn.by_row, strict=True))
-        rows, whole = ([x for x, by_row in arrays if by_row is wanted] for wanted in (True, False))
-        return value, (rows, whole)
+        return value, aux, model_state
 
 
 def as_sums(value: Any, batch: Batch) -> Sums:

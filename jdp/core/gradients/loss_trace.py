@@ -10,9 +10,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,22 +20,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from jdp.base.tree_paths import path_of
 from jdp.core.batch import batch_rows
-from jdp.core.gather_rows import recording
-from jdp.core.gradients.loss_call import LossWithAux, as_sums
+from jdp.core.gradients.loss_call import TracedLoss
+from jdp.core.gradients.loss_program import LossProgram, Programs
+from jdp.core.gradients.row_proof.quotients import flattened
 from jdp.core.precision import Precision
 from jdp.core.random.match_draws import is_random
 from jdp.core.sharding.placement import axes_of
-from jdp.core.sharding.traced_mesh import rows_for_sizes, traced_mesh
 from jdp.core.state import TrainState, own_shapes
-from jdp.core.tracing.jaxprs import every_eqn, inlined, inner_jaxprs, user_line
-from jdp.core.types import Batch, Loss, LossFn
+from jdp.core.tracing.collectives import gathers_at_use, is_gather
+from jdp.core.tracing.graph import Graph, Value, before, read
+from jdp.core.tracing.jaxprs import every_eqn, inner_jaxprs, user_line
+from jdp.core.types import Batch, LossFn
 
-_INLINED = {"jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call", "checkpoint", "remat2"}
 _PRODUCTS = {"dot_general", "conv_general_dilated"}
 _SUMS = {"add", "sub", "add_any"}
+_NAMES_AXES = frozenset(
+    """
+    all_gather all_gather_invariant all_to_all axis_index pbroadcast pmax pmin ppermute psum psum2 psum_invariant
+    psum_scatter pvary ragged_all_to_all reduce_scatter shard_map
+    """.split()  # noqa: SIM905
+)
 _PARAMS, _BATCH = "parameters", "batch"
 _KEEPS_TERMS = {"neg", "convert_element_type", "reshape", "squeeze", "broadcast_in_dim", "copy", "reduce_precision"}
 
@@ -56,68 +64,76 @@ class Term:
 
 
 @dataclass(frozen=True, eq=False)
-class TracedValue:
-    """A result of one operation and operand of others; compared by identity.
-
-    Attributes:
-        aval: its shape and dtype.
-        constant: the number or array, where the trace holds it.
-    """
-
-    aval: Any
-    constant: Any = None
-
-
-@dataclass(frozen=True, eq=False)
-class Operation:
-    """An equation of the trace: the primitive's name, operands, results, and the equation itself."""
-
-    name: str
-    operands: list[TracedValue]
-    results: list[TracedValue]
-    eqn: Any
-
-
-@dataclass(frozen=True, eq=False)
 class LossTrace:
-    """The trace of one call of a loss function.
+    """The trace of one call of a loss function, for so many `rows`."""
 
-    Attributes:
-        closed: the trace as jax made it. Its first inputs are the parameters' leaves; its results are the total, the
-            weight, and both of each metric.
-        rows: that it was traced for.
-        batch_inputs: which of its inputs are the batch's leaves.
-        operations: its operations in order, the calls among them replaced by the operations that they call.
-        params, state, batch: the inputs, by path; `state` holds the model state and the key.
-        total, weight: the outputs; of a plain scalar, as `as_sums` makes them.
-        is_sum: True if the loss returns a `Loss`, False for a plain scalar.
-        metrics: the shapes of its metrics' totals, by name.
-        gathers_rows: True if it calls `jdp.gather_rows`.
-        outputs: how many arrays of aux it returns beside: the last results.
-    """
-
-    closed: Any
+    program: LossProgram
     rows: int
-    batch_inputs: range
-    operations: list[Operation]
-    params: dict[str, TracedValue]
-    state: list[TracedValue]
-    batch: dict[str, TracedValue]
-    total: TracedValue
-    weight: TracedValue
-    is_sum: bool
-    metrics: dict[str, tuple[int, ...]]
-    gathers_rows: bool = False
-    outputs: int = 0
 
     @property
     def jaxpr(self) -> Any:
-        return self.closed.jaxpr
+        """The program, with all that the call computes."""
+        return self.program.closed.jaxpr
 
-    def reused(self, counted: tuple[bool, ...]) -> str | None:
-        """Return the path of the first parameter marked in `counted` that several operations take, or None."""
-        uses = zip(self.params, self.jaxpr.invars, counted, strict=False)
+    @cached_property
+    def closed(self) -> Any:
+        """The program of the total, the weight, both of each metric, and the arrays of aux, in this order."""
+        (sums, model_state), extras = self.program.shape
+        counts = [len(jax.tree.leaves(tree)) for tree in (sums, model_state, *extras)]
+        wanted = [is_wanted for is_wanted, n in zip((True, False, False, True), counts, strict=True) for _ in range(n)]
+        jaxpr, _ = dce_jaxpr(self.jaxpr, wanted, instantiate=True)
+        return jaxpr if hasattr(jaxpr, "consts") else ClosedJaxpr(jaxpr, self.program.closed.consts)
+
+    @cached_property
+    def written_out(self) -> Any:
+        """`closed` with the functions that it only calls written out; to be taken first where its axes are bound."""
+        return flattened(self.closed)
+
+    @property
+    def outputs(self) -> int:
+        """How many arrays of aux it returns: the last results of `closed`."""
+        return len(self.program.shape[1][1])
+
+    @property
+    def is_sum(self) -> bool:
+        """True if the loss returns a `Loss`, False for a plain scalar."""
+        return self.program.shape[1][0] is None
+
+    @property
+    def metrics(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of its metrics' totals, by name."""
+        return {name: total.shape for name, (total, _) in self.program.shape[0][0].metrics.items()}
+
+    @property
+    def gathers_rows(self) -> bool:
+        """True if it calls `jdp.gather_rows`."""
+        return self.program.gathers_rows
+
+    @cached_property
+    def inputs(self) -> tuple[range, range]:
+        """Which of its inputs are the parameters' leaves, and which the batch's."""
+        counts = [len(jax.tree.leaves(tree)) for tree in self.program.arguments]
+        return range(counts[0]), range(sum(counts[:2]), sum(counts[:3]))
+
+    @cached_property
+    def graph(self) -> Graph:
+        """`closed` with its calls inlined."""
+        return read(self.closed)
+
+    def _by_path(self, place: int) -> dict[str, Value]:
+        """Return the inputs of an argument of the loss, by path: 0 the parameters, 2 the batch."""
+        paths = [path_of(path) for path, _ in jax.tree.leaves_with_path(self.program.arguments[place])]
+        return dict(zip(paths, (self.graph.inputs[i] for i in self.inputs[place // 2]), strict=True))
+
+    def reused(self, counted: tuple[bool, ...] | None) -> str | None:
+        """Return the path of the first parameter marked in `counted` (None: any) that several operations take."""
+        paths = (path_of(path) for path, _ in jax.tree.leaves_with_path(self.program.arguments[0]))
+        uses = zip(paths, self.jaxpr.invars, counted or itertools.repeat(True), strict=False)
         return next((path for path, var, counts in uses if counts and count_uses(self.jaxpr, var) > 1), None)
+
+    def names_axes(self) -> bool:
+        """Return True if the loss may behave otherwise for a device's rows: it runs a collective or a `shard_map`."""
+        return any(eqn.primitive.name in _NAMES_AXES and not is_gather(eqn) for eqn in every_eqn(self.closed.jaxpr))
 
     def global_only(self, axes: tuple[str, ...]) -> str | None:
         """Return the source line of the first sharding constraint or `shard_map` that names one of `axes`, or None."""
@@ -132,10 +148,10 @@ class LossTrace:
 
     def widened(self) -> tuple[str, str] | None:
         """Return (path, source line) of a float32 leaf of the batch that makes a product with bf16 weights float32."""
-        wide = {value: path for path, value in self.batch.items() if value.aval.dtype == jnp.float32}
-        narrow = {value for value in self.params.values() if value.aval.dtype == jnp.bfloat16}
+        wide = {value: path for path, value in self._by_path(2).items() if value.aval.dtype == jnp.float32}
+        narrow = {value for value in self._by_path(0).values() if value.aval.dtype == jnp.bfloat16}
         weights = set(narrow)  # and their float32 copies
-        for op in self.operations:
+        for op in self.graph.operations:
             leaves = [wide[value] for value in op.operands if value in wide]
             if op.name in _PRODUCTS and leaves and not weights.isdisjoint(op.operands):
                 return leaves[0], user_line(op.eqn)
@@ -149,18 +165,19 @@ class LossTrace:
 
     def terms_without_batch(self) -> list[Term]:
         """Return the summands of total that depend on parameters and on no leaf of the batch."""
-        return list(self._terms(self.total, ()))
+        return list(self._terms(self.graph.outputs[0], ()))
 
     @property
     def constant_weight(self) -> str | None:
         """The weight's signature if it depends on no leaf of the batch; else None."""
-        return None if self._needs_batch(self.weight) else self._signature(self.weight)
+        weight = self.graph.outputs[1]
+        return None if self._needs_batch(weight) else self._signature(weight)
 
-    def _terms(self, value: TracedValue, factors: tuple[str, ...]) -> Iterator[Term]:
+    def _terms(self, value: Value, factors: tuple[str, ...]) -> Iterator[Term]:
         """Yield the terms of a value, looking through sums and factors that do not depend on the batch."""
         if _PARAMS not in self._kinds_of.get(value, ()) or self._is_zero(value):
             return
-        op = self._makers.get(value)
+        op = value.maker
         if not self._needs_batch(value):
             yield Term(user_line(op.eqn) if op else "a parameter", _digest(*factors, self._signature(value)))
         elif op is not None and (op.name in _SUMS or op.name in _KEEPS_TERMS):
@@ -173,12 +190,12 @@ class LossTrace:
             elif op.name == "mul" and not self._needs_batch(first):
                 yield from self._terms(second, (*factors, self._signature(first)))
 
-    def _needs_batch(self, value: TracedValue) -> bool:
+    def _needs_batch(self, value: Value) -> bool:
         return _BATCH in self._kinds_of.get(value, ())
 
-    def _is_zero(self, value: TracedValue) -> bool:
+    def _is_zero(self, value: Value) -> bool:
         """Return True for what is 0 whatever the inputs are: a penalty whose coefficient was set to 0."""
-        op = self._makers.get(value)
+        op = value.maker
         if op is None:
             return _is_number(value.constant) and not np.any(value.constant)
         if op.name in ("mul", "div"):
@@ -186,49 +203,29 @@ class LossTrace:
         return (op.name in _SUMS or op.name in _KEEPS_TERMS) and all(map(self._is_zero, op.operands))
 
     @cached_property
-    def _makers(self) -> dict[TracedValue, Operation]:
-        return {result: op for op in self.operations for result in op.results}
-
-    @cached_property
-    def _kinds_of(self) -> dict[TracedValue, frozenset[str]]:
+    def _kinds_of(self) -> dict[Value, frozenset[str]]:
         """For each value, whether it depends on parameters, on the batch, or on both."""
-        known = {value: frozenset[str]((_PARAMS,)) for value in self.params.values()}
-        known |= {value: frozenset[str]((_BATCH,)) for value in self.batch.values()}
-        for op in self.operations:
+        kinds = zip((_PARAMS, _BATCH), self.inputs, strict=True)
+        known = {self.graph.inputs[i]: frozenset[str]((kind,)) for kind, places in kinds for i in places}
+        for op in self.graph.operations:
             needed = frozenset[str]().union(*(known.get(value, frozenset()) for value in op.operands))
             known |= dict.fromkeys(op.results, needed)
         return known
 
     @cached_property
-    def _signatures(self) -> dict[TracedValue, str]:
-        """For each value a digest of its computation, equal in two traces where the computation is the same."""
-        inputs = (*self.params.values(), *self.state, *self.batch.values())
-        known = {value: f"input {i}" for i, value in enumerate(inputs)}
-        for op in self.operations:
+    def _signatures(self) -> dict[Value, str]:
+        """The signatures that were asked for, and those of the inputs."""
+        return {value: f"input {i}" for i, value in enumerate(self.graph.inputs)}
+
+    def _signature(self, value: Value) -> str:
+        """Return a digest of a value's computation, equal in two traces where the computation is the same."""
+        known = self._signatures
+        for op in before([value], stop=known.__contains__)[0]:
             operands = [known[v] if v in known else _constant(v) for v in op.operands]
             settings = sorted((name, str(setting)) for name, setting in op.eqn.params.items())
             signature = _digest(op.name, settings, *operands)
             known |= {result: _digest(signature, i) for i, result in enumerate(op.results)}
-        return known
-
-    def _signature(self, value: TracedValue) -> str:
-        return self._signatures.get(value) or _constant(value)
-
-
-_SHARED: ContextVar[dict[Any, LossTrace] | None] = ContextVar("jdp_shared_traces", default=None)
-
-
-@contextmanager
-def sharing_traces() -> Generator[None]:
-    """Trace a loss once for each precision, mesh and shapes while the context lasts, however many steps have it.
-
-    For steps that are planned together: a loss that is traced once must do the same the next time.
-    """
-    token = _SHARED.set({})
-    try:
-        yield
-    finally:
-        _SHARED.reset(token)
+        return known.get(value) or _constant(value)
 
 
 def trace_loss(
@@ -245,20 +242,6 @@ def trace_loss(
     In evaluation (`train=False`) the loss gets `rng=None`; without `training` its modules are in evaluation mode.
     Within `sharing_traces` a trace may be an earlier one's.
     """
-    adapter, is_sum, shapes = state.static.adapter, list[bool](), dict[str, tuple[int, ...]]()
-    counted = list[int]()
-
-    def probe(params: Any, model_state: Any, batch: Any, rng: Any) -> tuple[Any, ...]:
-        model = params if adapter is None else adapter.merge(params, model_state, rng if training else None)
-        both = loss_fn.both if isinstance(loss_fn, LossWithAux) else lambda *given: (loss_fn(*given), ())
-        value, aux = both(model, batch, rng)
-        outputs = jax.tree.leaves(aux)
-        counted.append(len(outputs))
-        is_sum.append(isinstance(value, Loss))
-        sums = as_sums(value, batch)
-        shapes.update({name: pair[0].shape for name, pair in sums.metrics.items()})
-        return sums.total, sums.weight, *sums.metrics.values(), *map(jnp.asarray, outputs)
-
     batch_size = batch_rows(batch)
     plain = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)  # noqa: E731
 
@@ -266,62 +249,23 @@ def trace_loss(
         dtype = jax.dtypes.canonicalize_dtype(leaf.dtype, allow_extended_dtype=True)  # NumPy's int64 becomes int32
         return jax.ShapeDtypeStruct((rows * leaf.shape[0] // batch_size, *leaf.shape[1:]), dtype)
 
-    params = precision.working_shapes(own_shapes(state.params, state.static))
     arguments = (
-        params,
+        precision.working_shapes(own_shapes(state.params, state.static)),
         jax.tree.map(plain, state.model_state),
         jax.tree.map(fewer, batch),
         plain(state.rng) if train else None,
     )
-    shared, inputs = _SHARED.get(), jax.tree.flatten(arguments)
-    shapes_of = tuple((leaf.shape, leaf.dtype) for leaf in inputs[0])
-    key = (id(loss_fn), adapter, traced_mesh(), training, rows_for_sizes(rows), inputs[1], shapes_of)
-    if shared is not None and key in shared:
-        return shared[key]
-    with recording() as gathered:
-        closed = jax.make_jaxpr(probe)(*arguments)
-    inputs = [TracedValue(aval) for aval in closed.in_avals]
-    operations = list[Operation]()
-
-    def add(eqn: Any, operands: list[TracedValue]) -> list[TracedValue]:
-        results = [TracedValue(var.aval) for var in eqn.outvars]
-        operations.append(Operation(eqn.primitive.name, operands, results, eqn))
-        return results
-
-    def constant(aval: Any, value: Any, _: bool) -> TracedValue:
-        return TracedValue(aval, constant=value)
-
-    constants = [
-        TracedValue(var.aval, constant=x) for var, x in zip(closed.jaxpr.constvars, closed.consts, strict=True)
-    ]
-    total, weight, *_ = inlined(closed.jaxpr, [*constants, *inputs], _INLINED, constant, add)
-    names = [[path_of(path) for path, _ in jax.tree.leaves_with_path(tree)] for tree in (params, batch)]
-    first, last = len(names[0]), len(inputs) - int(train)
-    of_batch = last - len(names[1])
-    trace = LossTrace(
-        closed,
-        rows,
-        range(of_batch, last),
-        operations,
-        dict(zip(names[0], inputs[:first], strict=True)),
-        [*inputs[first:of_batch], *inputs[last:]],
-        dict(zip(names[1], inputs[of_batch:last], strict=True)),
-        total,
-        weight,
-        is_sum[0],
-        shapes,
-        bool(gathered),
-        counted[0],
-    )
-    if shared is not None:
-        shared[key] = trace
-    return trace
+    loss = TracedLoss(loss_fn, state.static.adapter, None, None, training=training)
+    return LossTrace(Programs().of(loss, arguments), rows)
 
 
 def count_uses(jaxpr: Any, var: Any) -> int:
-    """Count the primitive operations of `jaxpr`, and of those it calls, that take `var` as an operand."""
+    """Count the primitive operations of `jaxpr`, and of those it calls, that take `var`, or its gathered copy."""
     count = 0
     for eqn in jaxpr.eqns:
+        if var in eqn.invars and gathers_at_use(eqn):
+            count += count_uses(jaxpr, eqn.outvars[0])
+            continue
         called = next((inner for inner in inner_jaxprs(eqn) if len(inner.invars) == len(eqn.invars)), None)
         for position, operand in enumerate(eqn.invars):
             if operand is var:
@@ -340,7 +284,7 @@ def computes_in_float32(jaxpr: Any) -> bool:
     return not any(dtype and jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4 for dtype in dtypes)
 
 
-def _constant(value: TracedValue) -> str:
+def _constant(value: Value) -> str:
     """Digest a scalar constant by its number, an array by its shape and dtype."""
     return _digest(repr(value.constant) if np.ndim(value.constant) == 0 else str(value.aval))
 

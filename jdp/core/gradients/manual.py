@@ -77,6 +77,19 @@ def evaluation(spec: GradientSpec, plan: Plan) -> Callable[..., Any]:
     return lambda params, *others: replicas(collectives.to_replica_view(params, spec.placements, plan.mesh), *others)
 
 
+def within(spec: GradientSpec, plan: Plan, function: Callable[..., None]) -> Callable[..., tuple[()]]:
+    """Return a function (params, model_state, batch, key) that calls `function` as a step is traced."""
+
+    def local(*arguments: Any) -> tuple[()]:
+        function(make_collectives(spec, plan), *arguments)
+        return ()
+
+    replicated = PartitionSpec()
+    specs = _rest_specs(plan, spec.placements), replicated, plan.batch_spec, replicated
+    replicas = _shard_map(local, plan, specs, ())
+    return lambda params, *others: replicas(collectives.to_replica_view(params, spec.placements, plan.mesh), *others)
+
+
 def replicated_within(function: Callable[..., Any], plan: Plan) -> Callable[..., Any]:
     """Return a function that every device calls with the same arrays, and with its mesh axes named."""
     return _shard_map(function, plan, PartitionSpec(), PartitionSpec())

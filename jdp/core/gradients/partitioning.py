@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 
 from jdp.base.notices import notice
 from jdp.base.words import Partitioning
 from jdp.core.batch import batch_rows
-from jdp.core.gradients.accumulate import GradientSpec
+from jdp.core.gradients import auto, manual
+from jdp.core.gradients.accumulate import Collectives, GradientSpec, first_call
 from jdp.core.gradients.loss_call import Sums
 from jdp.core.gradients.loss_check import constant_term, mixing
 from jdp.core.gradients.loss_trace import LossTrace, trace_loss
@@ -24,7 +26,6 @@ from jdp.core.gradients.row_proof.quotients import Reading
 from jdp.core.gradients.row_proof.rules import STATISTICS
 from jdp.core.plan import Plan
 from jdp.core.precision import Precision
-from jdp.core.random.match_draws import is_random
 from jdp.core.sharding.mesh import own_axes
 from jdp.core.sharding.traced_mesh import sized_for
 from jdp.core.state import TrainState
@@ -77,7 +78,14 @@ class PartitioningRequest:
     local_steps: int = 0
 
     def choose(self, state: TrainState, batch: Batch) -> Choice:
-        """Choose the partitioning from shapes alone."""
+        """Choose the partitioning from shapes alone.
+
+        The loss is traced as the step will run it, which then need not trace it again. Where that proves nothing, it is
+        traced on global arrays: only there a loss may shard over the axes of the batch, and must not name them.
+        """
+        if (choice := self._choose_as_run(state, batch)) is not None:
+            return choice
+        self.spec.programs.clear()
         trace = self._trace(state, batch, batch_rows(batch) // self.spec.accumulate)
         choice = self._choose(state, trace)
         if trace is None:
@@ -88,11 +96,7 @@ class PartitioningRequest:
             choice = self._for_global_loss(line)
         if self._calls(choice) > 1 or ends_in_quotient(trace):
             choice = self._with_proof(choice, trace, state, batch)
-        if self.spec.precision.compute == "bf16" and (wide := trace.widened()):
-            notice(
-                f"batch[{wide[0]!r}] is float32 and meets bf16 weights at {wide[1]}: that product, and what follows "
-                f"from it, is computed in float32; cast it in the loss: batch[{wide[0]!r}].astype(jax.numpy.bfloat16)"
-            )
+        self._report_widened(trace)
         if trace.gathers_rows and self.local_steps:
             raise ValueError(
                 "jdp.gather_rows gathers the rows of the whole batch, and in local steps a replica sees its own alone; "
@@ -103,7 +107,68 @@ class PartitioningRequest:
                 "jdp.gather_rows gathers the rows of one microbatch, so each number of microbatches would train "
                 f"something else; given accumulate={self.spec.accumulate}. Take accumulate=1."
             )
-        return replace(choice, gathers_rows=trace.gathers_rows, draws=any(map(is_random, trace.jaxpr.eqns)))
+        return replace(choice, gathers_rows=trace.gathers_rows, draws=trace.program.draws)
+
+    def _choose_as_run(self, state: TrainState, batch: Batch) -> Choice | None:
+        """Choose by the program that the step will run; None where that leaves something open."""
+        adapter = state.static.adapter
+        normed = adapter is not None and bool(adapter.batch_statistics)
+        if self.spec.precision.products or self.local_steps:
+            return None
+        try:
+            choice, traces = self._traced_as_run(state, batch)
+        except Exception:  # the user's own code, which may need global arrays
+            return None
+        first, *pair = traces
+        calls = self._calls(choice)
+        if calls > 1 and (normed or first.gathers_rows or not pair or first.names_axes() or constant_term(*pair)):
+            return None
+        if pair:
+            proof = prove(pair[0], pair[1], self.spec.group)
+            if calls > 1 and proof.verdict != "sum":
+                return None
+            choice = replace(choice, reading=proof.reading, metrics=proof.of_metrics)
+        self._report_widened(first)
+        return replace(choice, gathers_rows=first.gathers_rows, draws=first.program.draws)
+
+    def _traced_as_run(self, state: TrainState, batch: Batch) -> tuple[Choice, list[LossTrace]]:
+        """Return the choice, the trace of the step's first call of the loss, and the two traces of a proof if any."""
+        choice = self._choose(state, None)
+        traces = self._first_calls(choice, state, batch)
+        if self._asks_for_uses and (again := self._choose(state, traces[0])).partitioning != choice.partitioning:
+            return again, self._first_calls(again, state, batch)
+        return choice, traces
+
+    def _first_calls(self, choice: Choice, state: TrainState, batch: Batch) -> list[LossTrace]:
+        """Trace the first call of the loss in the context of the step, and for a proof two of other numbers of rows."""
+        traces, least = list[LossTrace](), 2 * self.spec.group
+        calls, total = self._calls(choice), batch_rows(batch)
+
+        def trace(collectives: Collectives, *given: Any) -> None:
+            loss, arguments = first_call(self.spec, collectives, *given)
+            rows = batch_rows(arguments[2])
+
+            def on(other: int) -> LossTrace:
+                with sized_for(rows, other):
+                    return LossTrace(loss.program(arguments, other), other)
+
+            traces.append(LossTrace(loss.program(arguments), rows))
+            if calls > 1 or ends_in_quotient(traces[0]):
+                first = traces[0] if rows >= least else on(max(total, least))
+                pair = first, on(total if total > first.rows else 2 * first.rows)
+                ends = [ends_in_quotient(each) for each in pair]  # read here, where the axes are bound
+                traces.extend(pair if any(ends) == all(ends) else ())
+
+        within = (manual if choice.partitioning == "manual" else auto).within(self.spec, self.plan, trace)
+        jax.eval_shape(within, state.params, state.model_state, batch, state.rng if self.train else None)
+        return traces
+
+    def _report_widened(self, trace: LossTrace) -> None:
+        if self.spec.precision.compute == "bf16" and (wide := trace.widened()):
+            notice(
+                f"batch[{wide[0]!r}] is float32 and meets bf16 weights at {wide[1]}: that product, and what follows "
+                f"from it, is computed in float32; cast it in the loss: batch[{wide[0]!r}].astype(jax.numpy.bfloat16)"
+            )
 
     def _with_proof(self, choice: Choice, trace: LossTrace, state: TrainState, batch: Batch) -> Choice:
         """Return the choice with what the loss' program says of it, or auto where that mixes examples."""
@@ -253,16 +318,24 @@ class PartitioningRequest:
             return Choice("auto", "one shard of the batch: nothing to communicate")
         if not self.train:
             return Choice("auto", "an evaluation step has no gradients to reduce")
-        assert trace is not None
-        trained = self.spec.trained or (True,) * len(trace.params)
-        flat = any(p.flat is not None for p in jax.tree.leaves(self.spec.trained_placements))
-        breach = auto_breach(self.plan, self.spec.accumulate, self.spec.precision, trace.reused(trained), flat)
+        breach = self._breach(None)
+        if breach is None and trace is not None:
+            breach = self._breach(trace.reused(self.spec.trained))
         if breach is None:
             return Choice("auto", "XLA keeps the communication contract")
         if names := _unsynchronised(state):
             why = f"{names[0]} may be a statistic of the batch, which only auto sees whole, although {breach}"
             return Choice("auto", why)
         return Choice("manual", breach)
+
+    @property
+    def _asks_for_uses(self) -> bool:
+        """Whether the choice depends on how often the loss uses a parameter."""
+        return self.requested is None and self.train and self.plan.batch_shards > 1 and self._breach(None) is None
+
+    def _breach(self, reused: str | None) -> str | None:
+        flat = any(p.flat is not None for p in jax.tree.leaves(self.spec.trained_placements))
+        return auto_breach(self.plan, self.spec.accumulate, self.spec.precision, reused, flat)
 
     def _for_constant_term(self, choice: Choice, line: str) -> Choice:
         """Return auto for a loss with the term at `line`, if auto counts that once; else raise ValueError."""

@@ -18,6 +18,7 @@ rows), a draw is by row if the rows lead, else the same on every device; that is
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +26,8 @@ import jax
 
 from jdp.base.notices import notice
 from jdp.core.gradients.loss_call import Sums, TracedLoss
-from jdp.core.random.match_draws import GlobalProgram, differs, is_random
+from jdp.core.gradients.loss_program import LossProgram, Programs
+from jdp.core.random.match_draws import GlobalProgram, differs
 from jdp.core.random.replay import BY_ROW, Replay, Value
 from jdp.core.random.row_keys import BatchKey
 from jdp.core.types import Batch, PyTree
@@ -33,45 +35,48 @@ from jdp.core.types import Batch, PyTree
 
 @dataclass(frozen=True)
 class RowwiseLoss:
-    """A `TracedLoss` that takes a `BatchKey` as well as a key."""
+    """A `TracedLoss` that takes a `BatchKey` as well as a key, and is traced once for arguments of the same shapes.
+
+    Attributes:
+        loss: the loss.
+        programs: its programs; they are added to.
+        form: as in `Programs.of`.
+    """
 
     loss: TracedLoss
-    _programs: dict[Any, tuple[Any, Any, Any]] = field(default_factory=dict[Any, tuple[Any, Any, Any]])
-    """Structure of the arguments -> programs: operands with seeds of rounding have other leaves than those without."""
+    programs: Programs = field(default_factory=Programs)
+    form: Hashable = None
 
     def __call__(self, operands: PyTree, model_state: PyTree, batch: Batch, key: Any) -> tuple[Sums, PyTree]:
         """Return the sums over the rows of `batch`, and the model state afterwards."""
-        if not isinstance(key, BatchKey):
-            return self.loss(operands, model_state, batch, key)
-        args = (operands, model_state, batch, key.key)
-        if (given := jax.tree.structure(args)) not in self._programs:
-            self._programs[given] = _programs_of(self.loss, args, key.total)
-        local, full, structure = self._programs[given]
-        if full is not None and not differs(local.jaxpr, full.jaxpr):
-            return self.loss(*args)
-        flat = list(map(Value, jax.tree.leaves(args)))
-        reference = None if full is None else GlobalProgram(full.jaxpr, full.consts, [None] * len(flat))
-        results = Replay(key).run(local.jaxpr, local.consts, flat, reference)
-        return jax.tree.unflatten(structure, [value.array for value in results])
+        arguments = (operands, model_state, batch, key.key if isinstance(key, BatchKey) else key)
+        local = self.program(arguments)
+        if not isinstance(key, BatchKey) or not local.draws:
+            return local(*arguments)
+        full = self._for_all_rows(arguments, key.total)
+        if full is not None and not differs(local.closed.jaxpr, full.closed.jaxpr):
+            return local(*arguments)
+        flat = list(map(Value, jax.tree.leaves(arguments)))
+        reference = None if full is None else GlobalProgram(full.closed.jaxpr, full.closed.consts, [None] * len(flat))
+        results = Replay(key).run(local.closed.jaxpr, local.closed.consts, flat, reference)
+        return jax.tree.unflatten(jax.tree.structure(local.shape), [value.array for value in results])[0]
 
+    def program(self, arguments: tuple[Any, ...], rows: int | None = None) -> LossProgram:
+        """Return the program of a call with these arguments, or with a batch of so many rows."""
+        if rows is None:
+            return self.programs.of(self.loss, arguments, self.form)
+        operands, model_state, batch, key = arguments
+        other = jax.tree.map(lambda x: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype), batch)
+        return self.programs.of(self.loss, (operands, model_state, other, key), self.form)
 
-def _programs_of(loss: TracedLoss, args: tuple[Any, ...], total: int) -> tuple[Any, Any, Any]:
-    """Return the jaxprs of the loss for the batch in `args` and for `total` rows, and the structure of its result.
-
-    The second is None where the loss cannot be traced for so many rows, and the first again where that draws nothing.
-    """
-    operands, model_state, batch, key = args
-    local, shape = jax.make_jaxpr(loss, return_shape=True)(*args)
-    if not any(map(is_random, local.eqns)):
-        return local, local, jax.tree.structure(shape)
-    all_rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((total, *x.shape[1:]), x.dtype), batch)
-    try:
-        full = jax.make_jaxpr(loss)(operands, model_state, all_rows, key)
-    except Exception as error:  # the user's own code, at a size that it may not expect
-        notice(
-            f"noise may depend on the mesh: the loss does not take the whole batch of {total} rows "
-            f"({type(error).__name__}: {str(error)[:200]}), so its draws are read by their shapes: without leading "
-            f"rows they are the same on every device; {BY_ROW}"
-        )
-        full = None
-    return local, full, jax.tree.structure(shape)
+    def _for_all_rows(self, arguments: tuple[Any, ...], total: int) -> LossProgram | None:
+        """Return the program for the whole batch; None where the loss cannot be traced for so many rows."""
+        try:
+            return self.program(arguments, total)
+        except Exception as error:  # the user's own code, at a size that it may not expect
+            notice(
+                f"noise may depend on the mesh: the loss does not take the whole batch of {total} rows "
+                f"({type(error).__name__}: {str(error)[:200]}), so its draws are read by their shapes: without leading "
+                f"rows they are the same on every device; {BY_ROW}"
+            )
+            return None

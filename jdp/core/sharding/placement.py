@@ -6,6 +6,7 @@ dimension, which `rest_spec` chooses. ZeRO is the difference between the two.
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import jax
 from jax.sharding import PartitionSpec
@@ -70,7 +71,7 @@ class Placement:
         """Whether it is in host memory between steps."""
         return self.memory == "host"
 
-    @property
+    @cached_property
     def dim(self) -> int | None:
         """The dimension that is sharded over `data` at rest and gathered for computing; None if there is none."""
         for i, axes in enumerate(self.rest):

@@ -58,6 +58,12 @@ def is_gather(eqn: Any) -> bool:
     return _PARAMETER.search(str(eqn.source_info.name_stack)) is not None
 
 
+def gathers_at_use(eqn: Any) -> bool:
+    """Return True if an operation is, or is part of, the gather of a weight where the loss uses it."""
+    inside = (each for inner in inner_jaxprs(eqn) for each in inner.eqns) if "custom_vjp" in eqn.primitive.name else ()
+    return _AT_TOP in str(eqn.source_info.name_stack) or any(map(is_gather, inside))
+
+
 def is_reduction(eqn: Any) -> bool:
     """Return True if the operation was traced in a `reduction_scope`."""
     return _REDUCTION.search(str(eqn.source_info.name_stack)) is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -75,33 +75,6 @@ def user_line(eqn: JaxprEqn) -> str:
     lines = source_lines(eqn)
     own = (line for line in lines if "site-packages" not in line and not line.startswith(f"{PACKAGE}{os.sep}"))
     return next(own, next(iter(lines), "an unknown line"))
-
-
-def inlined(
-    jaxpr: Jaxpr,
-    arguments: Sequence[_Value],
-    calls: Collection[str],
-    constant: Callable[[Any, Any, bool], _Value],
-    operation: Callable[[JaxprEqn, list[_Value]], Sequence[_Value]],
-) -> list[_Value]:
-    """Go through a program's operations in order, those of the functions that it calls too; return its results."""
-    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], arguments, strict=True))
-
-    def read(atom: Any) -> _Value:
-        return constant(atom.aval, atom.val, True) if isinstance(atom, Literal) else values[atom]
-
-    for eqn in jaxpr.eqns:
-        operands = [read(atom) for atom in eqn.invars]
-        inner: Any = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")) if eqn.primitive.name in calls else None
-        if inner is None:
-            results = operation(eqn, operands)
-        else:
-            body = getattr(inner, "jaxpr", inner)
-            pairs = zip(body.constvars, getattr(inner, "consts", ()), strict=True)
-            constants = [constant(var.aval, value, False) for var, value in pairs]
-            results = inlined(body, [*constants, *operands], calls, constant, operation)
-        values.update(zip(eqn.outvars, results, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
 
 
 def bind(eqn: JaxprEqn, arrays: Sequence[Any]) -> list[Any]:

@@ -19,7 +19,7 @@ from jdp.base.tree_paths import PACKAGE
 from jdp.core.gradients.loss_trace import LossTrace
 from jdp.core.gradients.row_proof.gathers import gather, scatter
 from jdp.core.gradients.row_proof.products import PRODUCTS
-from jdp.core.gradients.row_proof.quotients import Quotient, Reading, flattened, quotient_of
+from jdp.core.gradients.row_proof.quotients import Quotient, Reading, quotient_of
 from jdp.core.gradients.row_proof.rules import Op, apply, dims_of, first_bad
 from jdp.core.gradients.row_proof.shapes import SHAPES
 from jdp.core.gradients.row_proof.states import (
@@ -35,13 +35,9 @@ from jdp.core.gradients.row_proof.states import (
     power_of,
     scales,
 )
+from jdp.core.tracing.graph import CALLS, called
 from jdp.core.tracing.jaxprs import scan_counts, source_lines, user_line
 
-CALLS = frozenset(
-    """
-    checkpoint closed_call composite core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr jit pjit remat2
-    """.split()  # noqa: SIM905
-)
 PLACEWISE = ("optimization_barrier",)
 
 _SCATTERS = ("scatter", "scatter-add", "scatter_add", "scatter_max", "scatter_min", "scatter_mul")
@@ -111,10 +107,10 @@ class RowReader:
         if op.name.startswith("custom_vjp") and not _is_of_library(op):
             unread = op.unknown("a gradient of the user's own (custom_vjp) is not read")
             return [first_bad(op.operands) or unread] * len(op.eqn.outvars)
-        names = [name for name in ("jaxpr", "call_jaxpr", "fun_jaxpr") if name in op.params]
-        if not names:
+        first, second = called(op.eqn), called(op.other)
+        if first is None or second is None:
             return [op.unknown()] * len(op.eqn.outvars)
-        return self._inner(op, op.params[names[0]], op.other.params[names[0]], op.operands)
+        return self._inner(op, first, second, op.operands)
 
     def _inner(self, op: Op, inner: Any, other: Any, states: Sequence[State]) -> list[State]:
         first, second = (getattr(each, "jaxpr", each) for each in (inner, other))
@@ -312,17 +308,17 @@ class Proof:
 
 def ends_in_quotient(trace: LossTrace) -> bool:
     """Return True for a scalar loss that ends in a quotient whose denominator is free of parameters."""
-    return not trace.is_sum and _quotient(trace, flattened(trace.closed)) is not None
+    return not trace.is_sum and _quotient(trace, trace.written_out) is not None
 
 
 def _quotient(trace: LossTrace, program: ClosedJaxpr) -> Quotient | None:
-    inputs, batch = program.jaxpr.invars, trace.batch_inputs
-    return quotient_of(program, inputs[: len(trace.params)], inputs[batch.start : batch.stop], program.jaxpr.outvars[0])
+    params, batch = ([program.jaxpr.invars[i] for i in places] for places in trace.inputs)
+    return quotient_of(program, params, batch, program.jaxpr.outvars[0])
 
 
 def prove(first: LossTrace, second: LossTrace, group: int) -> Proof:
     """Read a loss' program, traced for two numbers of rows."""
-    programs = [each.closed if each.is_sum else flattened(each.closed) for each in (first, second)]
+    programs = [each.closed if each.is_sum else each.written_out for each in (first, second)]
     try:
         return _proof(first, second, [programs[0], programs[1]], group)
     except Exception as error:  # a program of a form that nobody has thought of: the loss is tried on values instead
@@ -361,7 +357,7 @@ def _proof(first: LossTrace, second: LossTrace, programs: Sequence[ClosedJaxpr],
     (program, other), rows = programs, second.rows
     reader = RowReader((first.rows // group, rows // group), rows / first.rows)
     states: list[State] = [reader.constant(*pair) for pair in zip(program.consts, other.consts, strict=True)]
-    batch = first.batch_inputs
+    _, batch = first.inputs
     inputs = program.jaxpr.invars
     states += [
         Rows((0,), inner=(group, group)) if batch.start <= i < batch.stop else Const() for i in range(len(inputs))

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
-from jdp.core.tracing.jaxprs import bind, inlined
+from jdp.core.tracing.graph import PLAIN, called, run
+from jdp.core.tracing.jaxprs import bind
 
-CALLS = frozenset(("jit", "pjit", "closed_call", "core_call"))
 _KEEPS = frozenset(("convert_element_type", "copy", "reshape", "squeeze", "broadcast_in_dim", "reduce_sum"))
 Guards = tuple[tuple[str, float], ...]
 """What is done to a denominator's sum, innermost first: ("max", c) or ("add", c)."""
@@ -67,15 +67,12 @@ class Quotient:
 def flattened(closed: ClosedJaxpr) -> ClosedJaxpr:
     """Return a program with the functions that it only calls written out."""
 
-    def run(*arguments: Any) -> list[Any]:
-        literal = lambda aval, value, _: value  # noqa: E731
-        return inlined(closed.jaxpr, [*closed.consts, *arguments], CALLS, literal, bind)
+    def operation(eqn: JaxprEqn, operands: list[Any]) -> Sequence[Any]:
+        inner = called(eqn, PLAIN)
+        return bind(eqn, operands) if inner is None else run(inner, operands, operation)
 
-    return jax.make_jaxpr(run)(*(jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in _avals(closed)))
-
-
-def _avals(closed: ClosedJaxpr) -> list[Any]:
-    return [var.aval for var in closed.jaxpr.invars]
+    shapes = (jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in closed.in_avals)
+    return jax.make_jaxpr(lambda *arguments: run(closed, arguments, operation))(*shapes)
 
 
 def quotient_of(closed: ClosedJaxpr, params: Sequence[Any], batch: Sequence[Any], result: Any) -> Quotient | None:
@@ -188,17 +185,16 @@ def _reached(eqns: Sequence[JaxprEqn], variables: Sequence[Any]) -> set[Any]:
     return found
 
 
-def sums_of_quotient(function: Callable[..., Any], operands: Any, batch: Any, *others: Any) -> tuple[Any, Any, Any]:
-    """Run `function(operands, batch, *others) -> (scalar, rest)` so that the scalar's total and weight come out."""
-    arguments = (operands, batch, *others)
-    traced, shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
-    closed = flattened(traced)
-    inputs, variables = jax.tree.leaves(arguments), closed.jaxpr.invars
-    count, rows = len(jax.tree.leaves(operands)), len(jax.tree.leaves(batch))
-    result = closed.jaxpr.outvars[0]
-    quotient = quotient_of(closed, variables[:count], variables[count : count + rows], result)
+def sums_of_quotient(
+    program: ClosedJaxpr, params: range, batch: range, place: int, arguments: Sequence[Any]
+) -> tuple[Any, Any, list[Any]]:
+    """Run a program so that total and weight of the scalar at `place` of its results come out; and all results."""
+    closed = flattened(program)
+    variables = closed.jaxpr.invars
+    result = closed.jaxpr.outvars[place]
+    quotient = quotient_of(closed, [variables[i] for i in params], [variables[i] for i in batch], result)
     assert quotient is not None, "the loss ended in a quotient when it was first traced"
-    values = dict(zip([*closed.jaxpr.constvars, *variables], [*closed.consts, *inputs], strict=True))
+    values = dict(zip([*closed.jaxpr.constvars, *variables], [*closed.consts, *arguments], strict=True))
 
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, Literal) else values[atom]
@@ -208,8 +204,7 @@ def sums_of_quotient(function: Callable[..., Any], operands: Any, batch: Any, *o
             values[eqn.outvars[0]] = _times_denominator(eqn, quotient, read)
         else:
             values.update(zip(eqn.outvars, bind(eqn, [read(atom) for atom in eqn.invars]), strict=True))
-    rest = [read(atom) for atom in closed.jaxpr.outvars]
-    return read(result), read(quotient.denominator), jax.tree.unflatten(jax.tree.structure(shape), rest)[1]
+    return read(result), read(quotient.denominator), [read(atom) for atom in closed.jaxpr.outvars]
 
 
 def _times_denominator(eqn: JaxprEqn, quotient: Quotient, read: Callable[[Any], Any]) -> Any:

@@ -1,0 +1,100 @@
+"""How often the first step calls the user's Python: it is traced once for each number of rows, and handed on."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jdp
+
+ROWS = 64
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+
+
+def init(_):
+    return {"layers": {"w": jnp.ones((2, 16, 16)) / 16, "b": jnp.zeros((2, 16))}, "head": jnp.ones((16, 8))}
+
+
+def counted():
+    """A loss of a model with a layer loop and dropout, and the numbers of rows that it was called with."""
+    calls = []
+
+    def loss(params, batch, rng):
+        calls.append(batch["x"].shape[0])
+        x = jdp.scan_layers(lambda layer, x: jnp.tanh(x @ layer["w"] + layer["b"]), params["layers"], batch["x"])
+        if rng is not None:
+            x *= jax.random.bernoulli(rng, 0.9, x.shape)
+        error = (x @ params["head"] - batch["y"]).astype(jnp.float32) ** 2
+        return jdp.Loss(error.sum(), error.shape[0], {"worst": (error.sum(), 1.0)})
+
+    return loss, calls
+
+
+def batch():
+    random = np.random.default_rng(0)
+    return {"x": random.normal(size=(ROWS, 16)).astype("f"), "y": random.normal(size=(ROWS, 8)).astype("f")}
+
+
+@pytest.mark.parametrize("partitioning", [None, "auto", "manual"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_first_step_calls_the_loss_once_or_twice(strategy, accumulate, precision, partitioning):
+    plan = jdp.Plan(jdp.make_mesh(data=8), strategy, min_shard_size=1)
+    state = jdp.abstract_state(init, optax.adam(1e-3), plan, rng=jax.random.key(0))
+    settings = {"accumulate": accumulate, "precision": precision, "partitioning": partitioning}
+    (loss, of_step), (same, of_gradient) = counted(), counted()
+    step, gradient = jdp.make_train_step(loss, plan, **settings), jdp.value_and_grad(same, plan, **settings)
+    step.lower(state, shapes_of(batch()))
+    jax.jit(gradient).lower(state.params, shapes_of(batch()), jax.random.key(0))
+    one_call = step.partitioning == "auto" and accumulate == 1
+    rows = ROWS // accumulate // (8 if step.partitioning == "manual" else 1)
+    assert of_step == of_gradient == ([ROWS] if one_call else [rows, ROWS])
+
+
+def shapes_of(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def tied(params, batch, rng):
+    error = (batch["x"] @ params["head"]) @ params["head"].T - batch["x"]
+    return jdp.Loss((error**2).sum(), batch["x"].shape[0])
+
+
+def masked(params, batch, rng):
+    error = ((batch["x"] @ params["head"] - batch["y"]) ** 2).sum(-1)
+    mask = (batch["x"][:, 0] > 0).astype(error.dtype)
+    return (error * mask).sum() / mask.sum()
+
+
+MORE = {  # what needs more, and why
+    "auto would reduce a weight at each use: traced for both partitionings": (tied, {}, [64, 8, 64]),
+    "a quotient is proven one by two numbers of rows": (masked, {}, [64, 128]),
+    "each call gets one row, which no proof is made by": (masked, {"partitioning": "manual", "rows": 8}, [1, 8, 16]),
+}
+
+
+@pytest.mark.parametrize("loss, settings, rows", MORE.values(), ids=list(MORE))
+def test_losses_that_are_called_more_often(loss, settings, rows):
+    calls, settings = [], dict(settings)
+    given = shapes_of(jax.tree.map(lambda x: x[: settings.get("rows", ROWS)], batch()))
+    settings.pop("rows", None)
+    plan = jdp.Plan(jdp.make_mesh(data=8), "zero1", min_shard_size=1)
+    state = jdp.abstract_state(init, optax.adam(1e-3), plan, rng=jax.random.key(0))
+
+    def counting(params, batch, rng):
+        calls.append(batch["x"].shape[0])
+        return loss(params, batch, rng)
+
+    jdp.make_train_step(counting, plan, **settings).lower(state, given)
+    assert calls == rows
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_an_evaluation_step_calls_the_loss_once_or_twice(accumulate):
+    plan = jdp.Plan(jdp.make_mesh(data=8), "zero3", min_shard_size=1)
+    state = jdp.abstract_state(init, optax.adam(1e-3), plan, rng=jax.random.key(0))
+    loss, calls = counted()
+    jdp.make_eval_step(loss, plan, accumulate=accumulate).lower(state, shapes_of(batch()))
+    assert calls == ([ROWS] if accumulate == 1 else [ROWS // 2, ROWS])
